@@ -1,0 +1,65 @@
+"""What this machine can run, and why not what it can't. Imports torch, where there is one, when asked."""
+
+import importlib.util
+import shutil
+from typing import Any
+
+from te_bench.experiments import environment
+from te_bench.experiments.spec import MODES, PRECISIONS
+
+#: GPT-2's head size: the problem that every backend is asked about.
+HEADS, LENGTH, HEAD_DIM = 12, 1024, 64
+
+
+def examine() -> dict[str, dict[str, str]]:
+    """{section: {name: answer}}; an answer is "ok", a value, or the reason why not."""
+    gpus = environment.nvidia_gpus()
+    device = "cuda" if gpus else "cpu"
+    found = environment.capture(device)
+    machine = {key: str(value) for key, value in found["identity"].items() if value is not None}
+    for gpu in gpus:
+        machine[f"gpu {gpu['index']}"] = f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, driver {gpu['driver']}"
+    answer: dict[str, dict[str, str]] = {"machine": machine, "packages": _packages()}
+    if importlib.util.find_spec("torch") is None:
+        return {**answer, "training": {"everything": "needs the package torch: pip install torch"}}
+    return {**answer, **_capabilities(device)}
+
+
+def _packages() -> dict[str, str]:
+    """What is needed for some features only."""
+    needed = {"datasets": "hf: data sets", "tokenizers": "bpe: and file: tokenisers", "triton": "torch.compile on a GPU"}
+    rows = {name: "ok" if importlib.util.find_spec(name) else f"missing ({use})" for name, use in needed.items()}
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    return {**rows, "C++ compiler": compiler or "missing (torch.compile on a CPU)"}
+
+
+def _capabilities(device: str) -> dict[str, dict[str, str]]:
+    import torch
+
+    from te_bench.kernels import attention
+    from te_bench.models import recipe
+
+    if device == "cuda" and not torch.cuda.is_available():
+        device = "cpu"  # a GPU that this build of torch can't use
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+
+    def backend(name: str, dtype: str) -> str:
+        problem: dict[str, Any] = {"batch": 1, "heads": HEADS, "length": LENGTH, "head_dim": HEAD_DIM, "causal": True}
+        asked = attention.Problem(**problem, dtype=dtype, dropout=0.0, device=device, capability=capability)
+        return attention.load(name).unsupported(asked) or "ok"
+
+    def precision(name: str) -> str:
+        if name == "fp16" and device == "cpu":
+            return "needs a GPU"
+        if name == "fp8":
+            why = recipe.load("float8_current_scaling").unsupported(device, capability)
+            return why or ("ok" if device == "cuda" else "ok (exact emulation: right, not fast)")
+        return "ok"
+
+    graphs = "ok" if device == "cuda" else "CUDA graphs need an NVIDIA GPU"
+    return {
+        f"attention ({device}, bf16)": {name: backend(name, "bf16") for name in attention.names()},
+        f"attention ({device}, fp32)": {name: backend(name, "fp32") for name in attention.names()},
+        "precisions": {name: precision(name) for name in PRECISIONS},
+        "modes": {name: graphs if name in ("compile-reduce-overhead", "cudagraph") else "ok" for name in MODES},
+    }

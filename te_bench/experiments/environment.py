@@ -1,0 +1,171 @@
+"""What a result depends on besides its trial: the machine, the driver, the packages and the code. Reads no torch.
+
+`identity` is hashed into the environment id, half of a record's done-key; `details` (serial numbers, clocks, git) is only
+recorded, so a sweep goes on on another machine of the same make.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from te_bench.experiments.spec import digest
+
+PACKAGES = ("torch", "triton", "numpy", "datasets", "tokenizers", "safetensors", "scipy", "transformers", "nvidia-ml-py")
+#: The folders whose code can change a result; reports and the command line can't.
+MEASURING = ("kernels", "models", "experiments")
+
+
+def capture(device: str) -> dict[str, Any]:
+    """{"id", "identity", "details"} of this machine for trials on `device` ("cpu" or "cuda")."""
+    gpus = nvidia_gpus()
+    cuda = device == "cuda"
+    torch = _torch_build()
+    identity = {
+        "device": device,
+        "gpu": gpus[0]["name"] if cuda and gpus else None,
+        "driver": gpus[0]["driver"] if cuda and gpus else None,
+        "cuda": torch.get("cuda") if cuda else None,
+        "cudnn": _version("nvidia-cudnn-cu13") or _version("nvidia-cudnn-cu12") if cuda else None,
+        "torch": torch.get("version"),
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "cpu": _cpu_model(),
+        "cores": _cores(),
+        "code": code_hash(),
+    }
+    details = {
+        "os": _os_name(),
+        "kernel": platform.release(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "gpus": gpus,
+        **_git(),
+    }
+    return {"id": digest(identity), "identity": identity, "details": details}
+
+
+def nvidia_gpus() -> list[dict[str, Any]]:
+    """Each GPU that the driver's management library sees, [] without one: never touches CUDA."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no package, no library, no driver: there are no GPUs to speak of
+        return []
+    driver = _text(pynvml.nvmlSystemGetDriverVersion())
+    gpus = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        gpus.append(
+            {
+                "index": index,
+                "name": _text(pynvml.nvmlDeviceGetName(handle)),
+                "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
+                "driver": driver,
+                "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+                "max_sm_clock_hz": _try(lambda h=handle: pynvml.nvmlDeviceGetMaxClockInfo(h, 1) * 1_000_000),
+                "max_memory_clock_hz": _try(lambda h=handle: pynvml.nvmlDeviceGetMaxClockInfo(h, 2) * 1_000_000),
+                "power_limit_w": _try(lambda h=handle: pynvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1000),
+            }
+        )
+    return gpus
+
+
+def gpu_state(uuid: str) -> dict[str, Any]:
+    """Clocks, temperature, power and throttling of one GPU at this moment; {} where they cannot be read."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except Exception:
+        return {}
+    return {
+        "uuid": uuid,
+        "sm_clock_hz": _try(lambda: pynvml.nvmlDeviceGetClockInfo(handle, 1) * 1_000_000),
+        "memory_clock_hz": _try(lambda: pynvml.nvmlDeviceGetClockInfo(handle, 2) * 1_000_000),
+        "temperature_c": _try(lambda: pynvml.nvmlDeviceGetTemperature(handle, 0)),
+        "power_w": _try(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+        "throttle_reasons": _try(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)),
+    }
+
+
+def code_hash() -> str:
+    """Hash of every source file that can change a result, committed or not."""
+    root = Path(__file__).resolve().parents[1]
+    total = hashlib.sha256()
+    for path in sorted(p for folder in MEASURING for p in (root / folder).rglob("*.py")):
+        total.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return total.hexdigest()[:16]
+
+
+def _torch_build() -> dict[str, str | None]:
+    """Version and CUDA version of torch, read from its version.py without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return {"version": None, "cuda": None}
+    text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text()
+    version = re.search(r"__version__ = '([^']+)'", text)
+    cuda = re.search(r"^cuda[^=]*= '([^']+)'", text, re.MULTILINE)
+    return {"version": version[1] if version else _version("torch"), "cuda": cuda[1] if cuda else None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _os_name() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", platform.platform())
+    except OSError:
+        return platform.platform()
+
+
+def _git() -> dict[str, Any]:
+    """Commit and dirty flag of the checkout that this package runs from; None when it was installed without one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return {"git_commit": None, "git_dirty": None}
+    commit = _git_output(root, "rev-parse", "HEAD")
+    status = _git_output(root, "status", "--porcelain", "--untracked-files=no")
+    return {"git_commit": commit, "git_dirty": None if status is None else bool(status)}
+
+
+def _git_output(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _try(read: Callable[[], Any]) -> Any:
+    """A reading that some GPUs and drivers do not offer: None there."""
+    try:
+        return read()
+    except Exception:
+        return None

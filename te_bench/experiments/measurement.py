@@ -1,0 +1,46 @@
+"""What a workload is given and hands back, and the three ways it can decline to.
+
+A workload is a file with `run(trial: Trial, context: Context) -> Measurement`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """Where things are on this machine; nothing in it may change a result."""
+
+    cache: Path | None = None  # of token files; None is the default one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """The workload's part of a Record; see spec.Record for the meaning of each field."""
+
+    check: Mapping[str, Any] = field(default_factory=dict)
+    work: Mapping[str, Any] = field(default_factory=dict)
+    samples: Mapping[str, list[float]] = field(default_factory=dict)
+    kernels: list[str] = field(default_factory=list)
+
+
+class Unsupported(Exception):
+    """This machine or these packages cannot run the trial; the message says why."""
+
+
+class CheckFailed(Exception):
+    """The result is wrong or came from another kernel; the timings, if any, are dropped."""
+
+    def __init__(self, reason: str, measurement: Measurement):
+        super().__init__(reason)
+        self.measurement = measurement
+
+
+class Diverged(Exception):
+    """The loss is not finite; what was recorded up to there is kept."""
+
+    def __init__(self, reason: str, measurement: Measurement):
+        super().__init__(reason)
+        self.measurement = measurement

@@ -1,0 +1,43 @@
+"""From a suite's name to the trials it will run, in order. Pure but for the token cache; imports no torch."""
+
+import fnmatch
+from itertools import groupby
+
+from te_bench import plugins
+from te_bench.experiments import suites, workloads
+from te_bench.experiments.spec import DEVICES, MODES, PRECISIONS, Experiment, Options, Trial
+
+
+def resolve(suite: str, options: Options, *, only: str | None = None) -> Experiment:
+    """The experiment of a suite with its trials in running order. Raises ValueError for any name that is not known."""
+    plugins.check("device", options.device, list(DEVICES))
+    if options.seeds is not None and options.seeds < 1:
+        raise ValueError(f"--seeds {options.seeds}: give 1 or more")
+    experiment: Experiment = plugins.load(suites.__name__, suite, "experiment")(options)
+    for trial in experiment.trials:
+        check(trial)
+    names = [trial.name for trial in experiment.trials]
+    chosen = [t for t in experiment.trials if only is None or fnmatch.fnmatch(t.name, only)]
+    if not chosen:
+        shown = "\n  ".join(names[:12])
+        raise ValueError(f"--only {only!r} matches no trial of {suite}. Its trials are named like\n  {shown}")
+    return Experiment(
+        suite=experiment.suite, title=experiment.title, trials=interleave(chosen), baseline=experiment.baseline
+    )
+
+
+def check(trial: Trial) -> None:
+    """Raise ValueError, with the near matches, unless every name in the trial is known."""
+    plugins.check("workload", trial.workload, plugins.names(workloads.__name__))
+    plugins.check("attention backend", trial.attention, plugins.names("te_bench.kernels.attention"))
+    plugins.check("precision", trial.precision, list(PRECISIONS))
+    plugins.check("mode", trial.mode, list(MODES))
+    if trial.recipe is not None:
+        plugins.check("recipe", trial.recipe, plugins.names("te_bench.models.recipe"))
+
+
+def interleave(trials: list[Trial]) -> tuple[Trial, ...]:
+    """Rivals vary fastest, repetitions slowest, every other round backwards (A B, B A), so that drift hits all alike."""
+    by_seed = groupby(sorted(trials, key=lambda t: t.seed), key=lambda t: t.seed)
+    rounds = [list(group) for _, group in by_seed]
+    return tuple(trial for number, group in enumerate(rounds) for trial in (group if number % 2 == 0 else group[::-1]))

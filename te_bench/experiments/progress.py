@@ -1,0 +1,44 @@
+"""The progress bar of a sweep: the trial, the count and the time left; one line a trial where there is no terminal."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
+
+from te_bench.experiments.spec import Record, Trial
+
+
+class Progress:
+    """A context manager that is called with (a record just written, a trial just started), either of them None."""
+
+    def __init__(self, total: int, done: int, slots: int):
+        self.total, self.done, self.slots = total, done, slots
+        self.walls: list[float] = []
+        self.console = Console(stderr=True)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+        self.bar = Bar(*columns, TextColumn("{task.description}"), console=self.console, disable=not self.console.is_terminal)
+        self.task = self.bar.add_task("", total=total, completed=done, left="")
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def __call__(self, record: Record | None, trial: Trial | None) -> None:
+        if trial is not None:
+            self.bar.update(self.task, description=trial.name)
+        if record is not None:
+            self.done += 1
+            self.walls.append(record.wall_s)
+            self.bar.update(self.task, completed=self.done, left=self._left())
+            if not self.console.is_terminal:
+                line = f"[{self.done}/{self.total}] {record.outcome} {record.trial.name} {record.wall_s:.1f} s"
+                print(line, file=self.console.file, flush=True)
+
+    def _left(self) -> str:
+        """The trials to go at the mean time of those that ended."""
+        seconds = round(sum(self.walls) / len(self.walls) * (self.total - self.done) / self.slots)
+        return f"{seconds // 60}:{seconds % 60:02d} left"

@@ -1,0 +1,211 @@
+"""Run a plan: one forked child a trial, in its own process group, under a time limit; one record each. No torch here.
+
+Children fork from a server that has imported torch once and never touches CUDA (multiprocessing's forkserver), so a fresh
+process costs milliseconds. The parent never touches CUDA either: it waits, kills and writes.
+"""
+
+import ctypes
+import faulthandler
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from te_bench.experiments.measurement import Context
+from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.store import Store
+
+LOGS = "logs"
+Progress = Callable[[Record | None, Trial | None], None]  # (a record just written, a trial just started)
+
+
+@dataclass(slots=True)
+class Running:
+    trial: Trial
+    process: BaseProcess
+    started: float  # perf_counter
+    started_at: str
+    reply: Path
+    log: Path
+    gpu: str | None
+    oom_kills: int
+
+
+def run(
+    trials: Sequence[Trial],
+    store: Store,
+    environment_id: str,
+    *,
+    gpus: Sequence[str | None],
+    timeout_s: float,
+    context: Context,
+    progress: Progress,
+) -> None:
+    """Run every trial that the store does not hold yet; `gpus` are CUDA_VISIBLE_DEVICES values, one trial on each at a time.
+
+    Ctrl-C or SIGTERM ends the children at once and raises KeyboardInterrupt; the store stays valid and a rerun goes on.
+    """
+    waiting = deque(t for t in trials if not store.journal.done((t.id, environment_id)))
+    free = list(gpus)
+    running: list[Running] = []
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["__main__", "te_bench.experiments.trial"])
+    (store.directory / LOGS).mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="te-bench-") as scratch, _terminable():
+        try:
+            while waiting or running:
+                while waiting and free:
+                    running.append(_start(server, waiting.popleft(), store, free.pop(0), Path(scratch), context))
+                    progress(None, running[-1].trial)
+                for job in _finished(running, timeout_s):
+                    running.remove(job)
+                    free.append(job.gpu)
+                    record = _record(job, environment_id, timeout_s)
+                    store.add(record)
+                    progress(record, None)
+        finally:
+            for job in running:
+                _kill(job.process)
+
+
+def _start(
+    server: Any, trial: Trial, store: Store, gpu: str | None, scratch: Path, context: Context
+) -> Running:
+    reply, log = scratch / f"{trial.id}.json", store.directory / LOGS / f"{trial.id}.log"
+    process = server.Process(target=_child, args=(trial.to_json(), str(reply), str(log), gpu, context))
+    started, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="milliseconds")
+    oom_kills = _oom_kills()
+    process.start()
+    return Running(trial, process, started, started_at, reply, log, gpu, oom_kills)
+
+
+def _child(trial: Mapping[str, Any], reply: str, log: str, gpu: str | None, context: Context) -> None:
+    """In the child: become a process group, log to a file, run the trial, leave the reply whole or not at all."""
+    os.setsid()
+    _die_with_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    faulthandler.enable(file=2, all_threads=False)
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    try:
+        from te_bench.experiments import trial as child
+    except ModuleNotFoundError as error:
+        result = {"outcome": "unsupported", "reason": f"needs the package {error.name}: pip install {error.name}"}
+    else:
+        result = child.run(Trial.from_json(trial), context)
+    temporary = Path(f"{reply}.part")
+    with temporary.open("w") as out:
+        json.dump(result, out)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.replace(reply)
+    sys.stdout.flush()
+    os._exit(0)  # no teardown: freeing a GPU's memory one tensor at a time takes longer than ending the process
+
+
+def _die_with_parent() -> None:
+    """On Linux, be killed when the fork server goes, which goes when te-bench is killed: no orphan keeps the GPU."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG, <sys/prctl.h>
+
+
+def _finished(running: Sequence[Running], timeout_s: float) -> Iterable[Running]:
+    """Wait for the next child to end or run out of time; those that did, the latter killed."""
+    deadline = min(job.started for job in running) + timeout_s
+    wait([job.process.sentinel for job in running], timeout=max(0.0, deadline - time.perf_counter()))
+    now = time.perf_counter()
+    return [job for job in running if not job.process.is_alive() or now - job.started >= timeout_s]
+
+
+def _record(job: Running, environment_id: str, timeout_s: float) -> Record:
+    """What became of a child: its reply, or what its end says."""
+    wall = time.perf_counter() - job.started
+    timed_out = job.process.is_alive()
+    _kill(job.process)
+    result: dict[str, Any] = {}
+    if job.reply.exists():
+        result = json.loads(job.reply.read_text())
+        job.reply.unlink()
+    elif timed_out:
+        result = {"outcome": "timeout", "reason": f"stopped after {timeout_s:g} s (--timeout)"}
+    else:
+        result = _post_mortem(job)
+    if result["outcome"] == "ok":
+        job.log.unlink(missing_ok=True)
+    return Record(
+        trial=job.trial,
+        environment=environment_id,
+        started_at=job.started_at,
+        wall_s=wall,
+        **result,
+    )
+
+
+def _post_mortem(job: Running) -> dict[str, Any]:
+    """The outcome of a child that left no reply: killed by a signal, by the host's out-of-memory killer, or exited."""
+    code = job.process.exitcode or 0
+    where = f"; see {LOGS}/{job.log.name}"
+    if code == -signal.SIGKILL:
+        if _oom_kills() > job.oom_kills:
+            return {"outcome": "oom", "reason": "host: the kernel's out-of-memory killer ended the trial"}
+        return {"outcome": "interrupted", "reason": "killed from outside (SIGKILL); rerun to repeat it"}
+    if code < 0:
+        return {"outcome": "crashed", "reason": f"{signal.Signals(-code).name}{_last_line(job.log)}{where}"}
+    return {"outcome": "crashed", "reason": f"exit code {code} without a reply{_last_line(job.log)}{where}"}
+
+
+def _last_line(log: Path) -> str:
+    """": " and the last line of a log that says something, or nothing."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    said = [line.strip() for line in lines if line.strip() and not line.startswith(("USDT:", "  File"))]
+    return f": {said[-1][:200]}" if said else ""
+
+
+def _kill(process: BaseProcess) -> None:
+    """End a child and all it started; its process group outlives it while a grandchild runs."""
+    assert process.pid is not None
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.is_alive():  # it had not become a group of its own yet
+        process.kill()
+    process.join()
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel's out-of-memory killer has ended, on this host and in this control group."""
+    total = 0
+    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
+        with suppress(OSError):
+            found = re.search(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE)
+            total += int(found[1]) if found else 0
+    return total
+
+
+class _terminable:
+    """While inside, SIGTERM does what Ctrl-C does."""
+
+    def __enter__(self) -> None:
+        def interrupt(number: int, frame: object) -> None:
+            raise KeyboardInterrupt
+
+        self.before = signal.signal(signal.SIGTERM, interrupt)
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGTERM, self.before)

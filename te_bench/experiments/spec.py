@@ -1,0 +1,148 @@
+"""What is measured (Trial, Experiment) and what came of it (Record): frozen, JSON both ways, no torch."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+
+Scalar = str | int | float | bool | None
+
+#: How a trial can end. Only "ok" carries timings; "interrupted" is the one outcome that a rerun replaces.
+OUTCOMES = ("ok", "unsupported", "oom", "timeout", "crashed", "diverged", "failed_check", "interrupted")
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
+DEVICES = ("cpu", "cuda")
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted keys, no spaces; NaN and infinity are refused (ValueError)."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(value: Any) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of the canonical JSON."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One cell of a sweep, fully resolved: everything that can change the result, and nothing else.
+
+    `problem` holds the workload's own settings as JSON scalars (model, batch, block, vocab, data, ...).
+    """
+
+    workload: str
+    device: str
+    problem: Mapping[str, Scalar]
+    attention: str
+    precision: str = "bf16"
+    recipe: str | None = None
+    mode: str = "eager"
+    protocol: str = "bench_py"
+    seed: int = 0
+
+    @property
+    def id(self) -> str:
+        return digest(dataclasses.asdict(self))
+
+    @property
+    def cell(self) -> str:
+        """The id with the seed left out: trials that are repetitions of each other share it."""
+        return digest({**dataclasses.asdict(self), "seed": None})
+
+    @property
+    def name(self) -> str:
+        """A readable name that `--only` matches against, e.g. train_step/gpt2-b12-t1024-V50304/flash/bf16/eager/s0."""
+        parts = [self.workload, _problem_label(self.problem), self.attention, self.precision, self.mode]
+        return "/".join([*parts, f"s{self.seed}"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "problem": dict(self.problem)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Trial":
+        return cls(**value)
+
+
+_LABELS = {"batch": "b", "block": "t", "padded_vocab": "V", "heads": "h", "length": "t", "head_dim": "d"}
+
+
+def _problem_label(problem: Mapping[str, Scalar]) -> str:
+    """The settings that tell one problem from another at a glance; the id holds them all."""
+    words = [str(problem[key]) for key in ("model", "dtype") if key in problem]
+    words += [f"{letter}{problem[key]}" for key, letter in _LABELS.items() if key in problem]
+    if "causal" in problem:
+        words.append("causal" if problem["causal"] else "full")
+    return "-".join(words)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What the user may say about any suite. `data` maps a model's name, or "" for all, to a data set's name."""
+
+    device: str
+    seeds: int | None = None  # None: the suite's own number
+    data: Mapping[str, str] = field(default_factory=dict)
+    budget_s: float | None = None
+    cache: Path | None = None
+
+    def data_for(self, model: str, default: str) -> str:
+        return self.data.get(model, self.data.get("", default))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    """What a suite asks for: its trials in any order, and the cell that speed-ups are quoted against."""
+
+    suite: str
+    title: str
+    trials: tuple[Trial, ...]
+    baseline: str | None = None  # Trial.cell of the rung that is 1.00x
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One line of the journal: how one trial ended. Raw samples in SI units; nothing derived.
+
+    samples: latency_s (one per timed step), loss and step, val_loss, val_step and val_time_s, peak_allocated_bytes, ...
+    check: what was compared with the reference: {"error": ..., "limit": ..., ...}. work: {"flop": ..., "tokens": ...}.
+    """
+
+    trial: Trial
+    environment: str  # Environment.id
+    outcome: str
+    reason: str | None = None
+    started_at: str  # UTC, ISO 8601
+    wall_s: float  # the parent's clock, from the fork to the reply
+    work_s: float | None = None  # the child's clock, inside the workload: wall_s - work_s is what te-bench costs
+    check: Mapping[str, Any] = field(default_factory=dict)
+    work: Mapping[str, Any] = field(default_factory=dict)
+    samples: Mapping[str, list[float]] = field(default_factory=dict)
+    kernels: list[str] = field(default_factory=list)
+    device_state: Mapping[str, Any] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        assert self.outcome in OUTCOMES, self.outcome
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The done-key: this trial in this environment."""
+        return self.trial.id, self.environment
+
+    def to_json(self) -> dict[str, Any]:
+        value = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**value, "trial": {"id": self.trial.id, **self.trial.to_json()}}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Record":
+        if value["schema"] != SCHEMA:
+            raise ValueError(f"record schema {value['schema']}; this te-bench reads schema {SCHEMA}")
+        trial = {k: v for k, v in value["trial"].items() if k != "id"}
+        return cls(**{**value, "trial": Trial.from_json(trial)})

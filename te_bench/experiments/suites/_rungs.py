@@ -1,0 +1,73 @@
+"""What the suites share: the problems of nanoGPT's benchmark and of its training runs, and prepared corpora."""
+
+from typing import Any
+
+from te_bench.experiments.spec import Options, Scalar, Trial
+from te_bench.models import corpus as corpora
+
+V, VP = 50257, 50304  # GPT-2's vocabulary, and the same padded to a multiple of 64
+FP8_RECIPE = "float8_current_scaling"
+
+#: nanoGPT's bench.py: no clipping, no accumulation, weight decay 1e-2, learning rate 1e-4.
+BENCH_PY: dict[str, Scalar] = {
+    "grad_clip": 0.0,
+    "weight_decay": 1e-2,
+    "learning_rate": 1e-4,
+    "min_learning_rate": 1e-4,
+}
+
+
+def seeds(options: Options, default: int) -> range:
+    return range(options.seeds or default)
+
+
+def step(
+    options: Options, problem: dict[str, Scalar], attention: str, padded: int, precision: str, mode: str, seed: int
+) -> Trial:
+    """One rung of a ladder: a train_step trial at this padded vocabulary."""
+    return Trial(
+        workload="train_step",
+        device=options.device,
+        problem={**problem, **BENCH_PY, "vocab": V, "padded_vocab": padded, "data": "random"},
+        attention=attention,
+        precision=precision,
+        recipe=FP8_RECIPE if precision == "fp8" else None,
+        mode=mode,
+        seed=seed,
+    )
+
+
+def corpus_problem(options: Options, data: str, tokenizer: str, block: int) -> dict[str, Scalar]:
+    """The data part of a training problem, by content: the corpus is read, tokenised into the cache and hashed.
+
+    A text file goes by its name, not its folder: the hash says which text it was. Raises ValueError for bad data.
+    """
+    if data == corpora.RANDOM:
+        return {"data": data, "tokenizer": None, "corpus": None, "data_sha256": None, "vocab": V, "padded_vocab": VP}
+    corpus = corpora.prepare(data, tokenizer, cache=options.cache)
+    corpora.check_length(corpus, block)
+    kind, _, rest = data.partition(":")
+    shown = f"text:{rest.rsplit('/', 1)[-1]}" if kind == "text" else data
+    padded = corpus.vocab if corpus.vocab < 1024 else -(-corpus.vocab // 64) * 64
+    return {
+        "data": shown,
+        "tokenizer": tokenizer,
+        "corpus": corpus.key,
+        "data_sha256": corpus.sha256,
+        "vocab": corpus.vocab,
+        "padded_vocab": padded,
+    }
+
+
+def training(options: Options, problem: dict[str, Any], attention: str, precision: str, mode: str, seed: int) -> Trial:
+    return Trial(
+        workload="training",
+        device=options.device,
+        problem=problem,
+        attention=attention,
+        precision=precision,
+        recipe=FP8_RECIPE if precision == "fp8" else None,
+        mode=mode,
+        protocol="curve",
+        seed=seed,
+    )

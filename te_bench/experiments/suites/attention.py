@@ -1,0 +1,61 @@
+"""Attention alone, forward and backward, every backend at eight shapes; and where it should be scaled."""
+
+from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
+from te_bench.experiments.suites import _rungs
+from te_bench.kernels import attention
+
+#: (batch, heads, length, head_dim, causal): the shapes of GPT-2, of a 7B model, and long contexts.
+GPU_SHAPES = [
+    (12, 12, 1024, 64, True),
+    (12, 12, 1024, 64, False),
+    (4, 32, 2048, 128, True),
+    (4, 32, 2048, 128, False),
+    (4, 16, 8192, 64, True),
+    (2, 16, 8192, 128, True),
+    (1, 16, 16384, 128, True),
+    (1, 16, 16384, 128, False),
+]
+CPU_SHAPES = [(2, 4, 128, 32, True), (2, 4, 128, 32, False), (1, 4, 512, 64, True)]
+#: Backends that hold the T x T scores are left out where those alone exceed this many bytes in bf16.
+SCORES_LIMIT = 8 * 2**30
+
+
+def experiment(options: Options) -> Experiment:
+    cuda = options.device == "cuda"
+    dtype = "bf16" if cuda else "fp32"
+    shapes = [_problem(*shape) for shape in (GPU_SHAPES if cuda else CPU_SHAPES)]
+    trials = [
+        _trial(options, "attention", problem, name, dtype, "kernel", seed)
+        for seed in _rungs.seeds(options, 1)
+        for problem in shapes
+        for name in attention.names()
+        if name not in ("manual", "math") or _scores_bytes(problem) <= SCORES_LIMIT
+    ]
+    numerics = [
+        _trial(options, "attention_numerics", shapes[0], name, precision, "once", 0)
+        for precision in (("bf16", "fp16", "fp32") if cuda else ("bf16", "fp32"))
+        for name in ("math", "flash")
+    ]
+    return Experiment(suite="attention", title="Attention, forward and backward", trials=(*trials, *numerics))
+
+
+def _problem(batch: int, heads: int, length: int, head_dim: int, causal: bool) -> dict[str, Scalar]:
+    return {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim, "causal": causal}
+
+
+def _scores_bytes(problem: dict[str, Scalar]) -> int:
+    return 2 * int(problem["batch"] or 0) * int(problem["heads"] or 0) * int(problem["length"] or 0) ** 2
+
+
+def _trial(
+    options: Options, workload: str, problem: dict[str, Scalar], name: str, dtype: str, protocol: str, seed: int
+) -> Trial:
+    return Trial(
+        workload=workload,
+        device=options.device,
+        problem=problem,
+        attention=name,
+        precision=dtype,
+        protocol=protocol,
+        seed=seed,
+    )

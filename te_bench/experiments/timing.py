@@ -1,0 +1,92 @@
+"""The only owner of a clock. Two protocols, each part of a trial's identity; every sample is kept.
+
+bench_py   10 burn-in steps, then 20 timed ones (nanoGPT's bench.py). On a GPU one CUDA event between consecutive steps
+           and a single wait at the end, so that a sample is what a step costs in a running training loop.
+kernel     one call a sample, L2 flushed before it, until the median is known to 0.5 %.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from scipy import stats
+
+BENCH_PY_BURN_IN, BENCH_PY_TIMED = 10, 20
+PROTOCOLS = ("bench_py", "kernel")
+
+KERNEL_WARMUP = 10
+KERNEL_MIN, KERNEL_MAX = 30, 500  # samples
+KERNEL_SECONDS = 3.0  # stop there even when the interval is still wider
+KERNEL_HALF_WIDTH = 0.005  # of the median
+
+
+def bench_py(step: Callable[[], object], device: str) -> list[float]:
+    """Seconds of each of 20 consecutive steps after 10 burn-in steps; the caller resets memory statistics before."""
+    for _ in range(BENCH_PY_BURN_IN):
+        step()
+    if device != "cuda":
+        edges = [time.perf_counter()]
+        for _ in range(BENCH_PY_TIMED):
+            step()
+            edges.append(time.perf_counter())
+        return [after - before for before, after in zip(edges, edges[1:], strict=False)]
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(BENCH_PY_TIMED + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in zip(events, events[1:], strict=False)]
+
+
+def kernel(call: Callable[[], object], device: str) -> list[float]:
+    """Seconds of single calls, cold L2, until the median's 95 % interval is within 0.5 % of it (or 3 s, or 500 calls)."""
+    for _ in range(KERNEL_WARMUP):
+        call()
+    sample = _sample_cuda(call) if device == "cuda" else _sample_cpu(call)
+    started = time.perf_counter()
+    samples: list[float] = []
+    while len(samples) < KERNEL_MAX:
+        samples += sample()
+        if len(samples) >= KERNEL_MIN and _half_width(samples) <= KERNEL_HALF_WIDTH:
+            break
+        if len(samples) >= KERNEL_MIN and time.perf_counter() - started > KERNEL_SECONDS:
+            break
+    return samples
+
+
+def _sample_cpu(call: Callable[[], object]) -> Callable[[], list[float]]:
+    def sample() -> list[float]:
+        start = time.perf_counter()
+        call()
+        return [time.perf_counter() - start]
+
+    return sample
+
+
+def _sample_cuda(call: Callable[[], object]) -> Callable[[], list[float]]:
+    """Ten calls between pairs of events; a buffer of twice the L2 is overwritten before each."""
+    l2 = torch.cuda.get_device_properties().L2_cache_size
+    flush = torch.empty(2 * l2, dtype=torch.int8, device="cuda")
+
+    def sample() -> list[float]:
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(10)]
+        for before, after in pairs:
+            flush.zero_()
+            before.record()
+            call()
+            after.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairs]
+
+    return sample
+
+
+def _half_width(samples: list[float]) -> float:
+    """Half the width of the median's distribution-free 95 % interval (order statistics), relative to the median."""
+    ordered = sorted(samples)
+    low = int(stats.binom.ppf(0.025, len(ordered), 0.5))
+    high = min(int(stats.binom.ppf(0.975, len(ordered), 0.5)), len(ordered) - 1)
+    return (ordered[high] - ordered[low]) / 2 / statistics.median(ordered)

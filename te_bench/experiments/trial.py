@@ -1,0 +1,70 @@
+"""The child's side of a trial: run its workload and turn whatever happens into one reply. Imports torch.
+
+This file holds the project's only broad `except`: here an exception becomes a row.
+"""
+
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from te_bench import plugins
+from te_bench.experiments import environment, workloads
+from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
+from te_bench.experiments.spec import Trial
+
+
+def run(trial: Trial, context: Context) -> dict[str, Any]:
+    """{"outcome", "reason", "work_s", ...Measurement}: never raises."""
+    started = time.perf_counter()
+    reason = None
+    measurement = Measurement()
+    try:
+        workload = plugins.load(workloads.__name__, trial.workload, "run")
+        measurement = workload(trial, context)
+        outcome = "ok"
+    except Exception as error:
+        traceback.print_exc()  # into the trial's log
+        outcome, reason = classify(error)
+        measurement = getattr(error, "measurement", measurement)
+    reply = {
+        "outcome": outcome,
+        "reason": reason,
+        "work_s": time.perf_counter() - started,
+        "check": dict(measurement.check),
+        "work": dict(measurement.work),
+        "samples": {name: list(values) for name, values in measurement.samples.items()},
+        "kernels": list(measurement.kernels),
+        "device_state": _device_state(),
+    }
+    return reply
+
+
+def classify(error: Exception) -> tuple[str, str]:
+    """(outcome, reason) of an exception; the reason is one line that a user can act on."""
+    text = " ".join(str(error).split())[:500]
+    if isinstance(error, Unsupported):
+        return "unsupported", text
+    if isinstance(error, CheckFailed):
+        return "failed_check", text
+    if isinstance(error, Diverged):
+        return "diverged", text
+    if isinstance(error, torch.OutOfMemoryError):
+        return "oom", f"GPU: {text}"
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return "oom", f"host: {text or 'out of memory'}"
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("te_bench"):
+        return "unsupported", f"needs the package {error.name}: pip install {error.name}"
+    return "crashed", f"{type(error).__name__}: {text}"
+
+
+def _device_state() -> dict[str, Any]:
+    """Clocks, temperature and throttling of the GPU this process used, while it is still warm; {} on a CPU."""
+    if not torch.cuda.is_initialized():
+        return {}
+    try:
+        uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"
+    except RuntimeError:  # after an illegal access every CUDA call fails
+        return {}
+    return environment.gpu_state(uuid)

@@ -1,0 +1,1 @@
+"""What one trial does, a file each: `run(trial, context) -> Measurement`."""

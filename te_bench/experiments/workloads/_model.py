@@ -1,0 +1,187 @@
+"""What the model workloads share: building the trial's model, its check against the reference, the kernels that ran."""
+
+import dataclasses
+import gc
+import resource
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from te_bench.experiments.measurement import CheckFailed, Measurement, Unsupported
+from te_bench.experiments.spec import Trial
+from te_bench.kernels import attention
+from te_bench.models import recipe as recipes
+from te_bench.models.gpt import CONFIGS, GPT, GPTConfig
+from te_bench.models.train import Optim, TrainStep
+
+#: Unit round-off of the compute format: the floor below which two right answers may differ.
+EPSILON = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}
+#: error <= FACTOR * (error of the library at this precision) + floor. FlashAttention's rule is 2; FP8's own rounding is so
+#: large that E5M2 in E4M3's place (1.6 x in a GEMM) or a scale twice too large (2.6 x) would hide under it: 1.25.
+FACTOR = {"fp32": 2.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.25}
+
+#: Of the loss: half of ln(50304) / ln(50257) - 1, what a padding that takes part in the softmax would add to it.
+LOSS_FLOOR = 4e-5
+
+
+def capability(device: str) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if device == "cuda" else None
+
+
+def require_supported(trial: Trial) -> None:
+    """Raise Unsupported, with the reason, when this machine cannot run the trial's rungs."""
+    if trial.device == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("torch sees no NVIDIA GPU")
+    config = config_of(trial)
+    problem = attention.Problem(
+        batch=1,
+        heads=config.n_head,
+        length=int(trial.problem["block"] or 0),
+        head_dim=config.n_embd // config.n_head,
+        dtype={"fp8": "bf16"}.get(trial.precision, trial.precision),
+        causal=True,
+        dropout=config.dropout,
+        device=trial.device,
+        capability=capability(trial.device),
+    )
+    reason = attention.load(trial.attention).unsupported(problem)
+    if reason:
+        raise Unsupported(f"{trial.attention}: {reason}")
+    if trial.device == "cpu" and trial.precision == "fp16":
+        raise Unsupported("fp16: its gradient scaler and half-precision training are for GPUs; use bf16 on a CPU")
+    if trial.device == "cpu" and trial.mode in ("compile-reduce-overhead", "cudagraph"):
+        raise Unsupported(f"{trial.mode}: CUDA graphs need an NVIDIA GPU")
+    if trial.mode == "cudagraph" and trial.precision == "fp16":
+        raise Unsupported("cudagraph with fp16: the gradient scaler decides on the host whether to step")
+    if trial.recipe:
+        reason = recipes.load(trial.recipe).unsupported(trial.device, capability(trial.device))
+        if reason:
+            raise Unsupported(f"{trial.recipe}: {reason}")
+
+
+def config_of(trial: Trial) -> GPTConfig:
+    p = trial.problem
+    config = dataclasses.replace(CONFIGS[str(p["model"])], block_size=p["block"], vocab_size=p["vocab"])
+    return config if p.get("dropout") is None else dataclasses.replace(config, dropout=p["dropout"])
+
+
+def optim_of(trial: Trial) -> Optim:
+    """Every field of Optim that the problem names."""
+    names = {f.name for f in dataclasses.fields(Optim)}
+    return Optim(**{key: value for key, value in trial.problem.items() if key in names})  # type: ignore[arg-type]
+
+
+def build(trial: Trial, **changes: Any) -> GPT:
+    """The trial's model on its device; the seed decides the weights. `changes` replace fields of the trial."""
+    t = dataclasses.replace(trial, **changes)
+    recipe = recipes.load(t.recipe) if t.recipe else None
+    with torch.device("meta"):  # torch's own initialisation would cost time and draw random numbers
+        model = GPT(config_of(t), attention=t.attention, padded_vocab_size=t.problem["padded_vocab"], recipe=recipe)
+    model.to_empty(device=t.device)
+    torch.manual_seed(t.seed)
+    model.init_weights()
+    return model
+
+
+def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> dict[str, Any]:
+    """Hold loss and every gradient of one step to the same model in float64 with manual attention and no padding.
+
+    The yardstick is the same model with manual attention at the trial's own precision, eager: the trial may err FACTOR
+    times as much, tensor by tensor, plus a floor. Raises CheckFailed, naming the worst tensor. Models with dropout are
+    compared without it, eagerly: random masks cannot be.
+    """
+    if config_of(trial).dropout:
+        trial = dataclasses.replace(trial, mode="eager", problem={**trial.problem, "dropout": 0.0})
+        step = TrainStep(build(trial), step.optim, precision=trial.precision, mode="eager")
+    loss, ours = step.gradients(tokens, targets)
+    vocab = int(trial.problem["vocab"] or 0)
+    unpadded = {**trial.problem, "padded_vocab": vocab}
+    exact = dataclasses.replace(trial, attention="manual", precision="fp64", recipe=None, problem=unpadded)
+    library = dataclasses.replace(trial, attention="manual", problem=unpadded)
+    true_loss, truth = _in_rows(exact, step.optim, tokens, targets)
+    library_loss, yardstick = _in_rows(library, step.optim, tokens, targets)
+    padding = ours["transformer.wte.weight"][vocab:]
+    ours["transformer.wte.weight"] = ours["transformer.wte.weight"][:vocab]
+
+    factor, floor = FACTOR[trial.precision], 4 * EPSILON[trial.precision]
+    loss_limit = factor * abs(library_loss - true_loss) + min(floor, LOSS_FLOOR) * abs(true_loss)
+    quantities = [{"name": "loss", "error": abs(loss - true_loss), "limit": loss_limit}]
+    for name, gradient in truth.items():
+        limit = factor * _relative_error(yardstick[name], gradient) + floor
+        quantities.append({"name": f"grad {name}", "error": _relative_error(ours[name], gradient), "limit": limit})
+    quantities.append({"name": "grad padding rows", "error": _largest(padding), "limit": 0.0})
+    check = {"reference": "manual attention, fp64, unpadded, same weights", "quantities": quantities}
+    wrong = [q for q in quantities if not q["error"] <= q["limit"]]  # NaN is not <=
+    if wrong:
+        worst = max(wrong, key=lambda q: q["error"] / (q["limit"] or 1e-30))
+        finite = {**check, "quantities": [_finite(q) for q in quantities]}
+        reason = f"{worst['name']}: error {worst['error']:.3g} > {worst['limit']:.3g} ({len(wrong)} tensors wrong)"
+        raise CheckFailed(reason, Measurement(check=finite))
+    return check
+
+
+def _in_rows(trial: Trial, optim: Optim, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
+    """loss, gradients of the eager model one sequence at a time: the reference fits wherever the trial does."""
+    rows = dataclasses.replace(optim, accumulate=len(tokens))
+    model = build(trial)
+    if trial.precision == "fp64":  # after the initialisation, so that the weights are the trial's own float32 ones
+        model.double()
+    step = TrainStep(model, rows, precision=trial.precision, mode="eager")
+    return step.gradients(tokens, targets)
+
+
+def _relative_error(x: Tensor, truth: Tensor) -> float:
+    """||x - truth|| / ||truth|| in float64 accumulation."""
+    difference = torch.linalg.vector_norm((x - truth).double())
+    return (difference / torch.linalg.vector_norm(truth.double()).clamp(min=1e-30)).item()
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _finite(q: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: an error that is not a number is written as null."""
+    return {**q, "error": q["error"] if abs(q["error"]) < float("inf") else None}
+
+
+def kernels_seen(call: Any, device: str) -> list[str]:
+    """Names of the attention operators and of every GPU kernel that one call runs, in order of total time."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
+    with profile(activities=activities) as profiler:
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    names: dict[str, float] = {}
+    for event in profiler.events():
+        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+        if on_gpu or "attention" in event.name or "scaled_mm" in event.name:
+            names[event.name] = names.get(event.name, 0.0) + (event.device_time if on_gpu else 0.0)
+    return [name[:200] for name in sorted(names, key=lambda n: -names[n])]
+
+
+def require_kernels(trial: Trial, seen: list[str], measurement: Measurement) -> None:
+    """Raise CheckFailed when the attention that ran is not the one the trial asked for."""
+    reason = attention.wrong_kernel(trial.attention, trial.device, seen, eager=trial.mode == "eager")
+    if reason:
+        raise CheckFailed(reason, dataclasses.replace(measurement, samples={}))
+
+
+def reset_memory(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory(device: str, step: TrainStep | None = None) -> dict[str, list[float]]:
+    """Bytes: allocated and reserved at their peak since reset_memory; on a CPU the process's largest resident set."""
+    if device != "cuda":
+        return {"peak_rss_bytes": [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0]}
+    captured = step.captured_peak_bytes if step else None
+    return {
+        "peak_allocated_bytes": [float(max(torch.cuda.max_memory_allocated(), captured or 0))],
+        "peak_reserved_bytes": [float(torch.cuda.max_memory_reserved())],
+    }

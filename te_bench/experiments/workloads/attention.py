@@ -1,0 +1,124 @@
+"""One attention call, forward and backward apart, after its output and gradients were held to float64.
+
+problem: batch, heads, length, head_dim, causal; precision is the dtype of q, k and v.
+samples: forward_s, backward_s. work: forward_flop = 4 B H T^2 D, halved when causal; backward_flop = 2.5 times that.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_bench.experiments import timing
+from te_bench.experiments.measurement import CheckFailed, Context, Measurement, Unsupported
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import _model
+from te_bench.kernels import attention
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CHECK_SCORES = 2**26  # at most so many float64 scores (0.5 GiB) are held by the reference: it gets fewer heads
+
+
+def run(trial: Trial, context: Context) -> Measurement:
+    p = problem_of(trial)
+    backend = attention.load(trial.attention)
+    reason = backend.unsupported(p)
+    if reason:
+        raise Unsupported(f"{trial.attention}: {reason}")
+    forward = _bind(trial, backend.forward)
+    if trial.mode == "compile":
+        forward = torch.compile(forward, dynamic=False)
+    check = check_attention(trial, forward)
+    q, k, v, dout = inputs(trial, p.batch, p.heads)
+    out = forward(q, k, v)
+    flop = 4 * p.batch * p.heads * p.length**2 * p.head_dim // (2 if p.causal else 1)
+    work = {"forward_flop": flop, "backward_flop": 5 * flop // 2}
+
+    def backward() -> None:
+        torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    samples = {
+        "forward_s": timing.kernel(lambda: forward(q, k, v), trial.device),
+        "backward_s": timing.kernel(backward, trial.device),
+    }
+
+    def both() -> None:
+        torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
+
+    measurement = Measurement(check=check, work=work, samples=samples)
+    seen = _model.kernels_seen(both, trial.device)
+    _model.require_kernels(trial, seen, measurement)
+    return Measurement(check=check, work=work, samples=samples, kernels=seen)
+
+
+def problem_of(trial: Trial) -> attention.Problem:
+    p: dict[str, Any] = dict(trial.problem)
+    if trial.device == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("torch sees no NVIDIA GPU")
+    return attention.Problem(
+        batch=p["batch"],
+        heads=p["heads"],
+        length=p["length"],
+        head_dim=p["head_dim"],
+        dtype=trial.precision,
+        causal=p["causal"],
+        dropout=0.0,
+        device=trial.device,
+        capability=_model.capability(trial.device),
+    )
+
+
+def inputs(trial: Trial, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, dout: standard normal, (batch, heads, T, D) in the trial's dtype."""
+    p = trial.problem
+    generator = torch.Generator(trial.device).manual_seed(trial.seed)
+    size = (batch, heads, int(p["length"] or 0), int(p["head_dim"] or 0))
+    dtype = DTYPES[trial.precision]
+    draw = [torch.randn(size, generator=generator, device=trial.device).to(dtype) for _ in range(4)]
+    return draw[0].requires_grad_(), draw[1].requires_grad_(), draw[2].requires_grad_(), draw[3]
+
+
+def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Any]:
+    """FlashAttention's rule for out, dq, dk and dv: max error <= 2 x manual attention's at the same dtype + floor.
+
+    The floor is twice what rounding the exact result to the dtype costs. Raises CheckFailed, naming the worst.
+    """
+    p = trial.problem
+    length = int(p["length"] or 0)
+    whole = length * length * int(p["batch"] or 0) * int(p["heads"] or 0) <= CHECK_SCORES
+    batch, heads = (int(p["batch"] or 0), int(p["heads"] or 0)) if whole else (1, 1)
+    exact_inputs = [t.detach().double().requires_grad_() for t in inputs(trial, batch, heads)]
+    manual = _bind(trial, attention.load("manual").forward)
+    truth = _gradients(manual, exact_inputs)
+    library = _gradients(manual, inputs(trial, batch, heads))
+    ours = _gradients(forward, inputs(trial, batch, heads))
+    quantities = []
+    for name, exact, yardstick, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=True):
+        floor = 2 * _max_error(exact.to(value.dtype), exact)
+        quantities.append(
+            {"name": name, "error": _max_error(value, exact), "limit": 2 * _max_error(yardstick, exact) + floor}
+        )
+    check = {"reference": "manual attention, fp64", "quantities": quantities}
+    wrong = [q["name"] for q in quantities if not q["error"] <= q["limit"]]
+    if wrong:
+        finite = {**check, "quantities": [_model._finite(q) for q in quantities]}
+        raise CheckFailed(f"{', '.join(map(str, wrong))} exceed their limits: {quantities}", Measurement(check=finite))
+    return check
+
+
+def _bind(trial: Trial, forward: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The backend's forward with the trial's mask and the usual scale, 1 / sqrt(D)."""
+    causal, scale = bool(trial.problem["causal"]), 1 / math.sqrt(int(trial.problem["head_dim"] or 0))
+    return lambda q, k, v: forward(q, k, v, causal=causal, scale=scale)
+
+
+def _gradients(forward: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: Any) -> list[Tensor]:
+    q, k, v, dout = tensors
+    out = forward(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def _max_error(x: Tensor, truth: Tensor) -> float:
+    return (x.double() - truth.double()).abs().max().item()

@@ -1,0 +1,52 @@
+"""Seconds and bytes of one training step at a fixed batch, on random tokens, after its gradients were checked.
+
+problem: model, batch, block, vocab, padded_vocab, and any field of models.train.Optim.
+samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step.
+"""
+
+import torch
+from torch import Tensor
+
+from te_bench.experiments import timing
+from te_bench.experiments.measurement import Context, Diverged, Measurement
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import _model
+from te_bench.models.data import Batches
+from te_bench.models.train import TrainStep
+
+BATCHES = 4  # different batches, in turn: data loading is not what this workload measures
+
+
+def run(trial: Trial, context: Context) -> Measurement:
+    _model.require_supported(trial)
+    batches = random_batches(trial)
+    step = TrainStep(_model.build(trial), _model.optim_of(trial), precision=trial.precision, mode=trial.mode)
+    check = _model.check_step(trial, *batches[0], step)
+    losses: list[Tensor] = []
+
+    def next_step() -> None:
+        losses.append(step(*batches[len(losses) % BATCHES]))
+
+    _model.reset_memory(trial.device)
+    latency = timing.bench_py(next_step, trial.device)
+    memory = _model.peak_memory(trial.device, step)
+    loss = torch.stack(losses).tolist()
+    work = {"tokens": batches[0][0].numel(), "flop": batches[0][0].numel() * _flop_per_token(step, trial)}
+    measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **memory})
+    if not all(abs(x) < float("inf") for x in loss):
+        raise Diverged("the loss is not finite", Measurement(check=check, work=work))
+    seen = _model.kernels_seen(next_step, trial.device)
+    _model.require_kernels(trial, seen, measurement)
+    return Measurement(check=check, work=work, samples=measurement.samples, kernels=seen)
+
+
+def random_batches(trial: Trial, batch: int | None = None) -> list[tuple[Tensor, Tensor]]:
+    """(tokens, targets) on the device, uniform over the true vocabulary."""
+    p = trial.problem
+    sizes = {"block": int(p["block"] or 0), "batch": batch or int(p["batch"] or 0), "vocab": int(p["vocab"] or 0)}
+    stream = Batches(None, **sizes, seed=trial.seed, device=trial.device)
+    return [stream.at(step) for step in range(BATCHES)]
+
+
+def _flop_per_token(step: TrainStep, trial: Trial) -> int:
+    return int(step.model.flop_per_token(trial.problem["block"]))  # type: ignore[operator]

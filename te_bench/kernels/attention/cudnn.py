@@ -1,0 +1,31 @@
+"""SDPA's cuDNN kernel: the fastest stock attention on Hopper, which PyTorch does not choose by itself.
+
+Source: NVIDIA cuDNN frontend, "Fused Flash Attention"; limits as PyTorch's sdp_utils.cpp checks them.
+"""
+
+from torch.nn.attention import SDPBackend
+
+from te_bench.kernels.attention import Backend, Problem
+from te_bench.kernels.attention._sdpa import pinned
+
+
+def unsupported(p: Problem) -> str | None:
+    if p.device != "cuda":
+        return "needs an NVIDIA GPU: cuDNN does not run on a CPU"
+    if p.capability is not None and p.capability < (8, 0):
+        return f"compute capability {p.capability[0]}.{p.capability[1]} < 8.0"
+    if p.dtype not in ("bf16", "fp16"):
+        return f"dtype {p.dtype}: bf16 and fp16 only"
+    if p.head_dim % 8 or p.head_dim > 128:
+        return f"head_dim {p.head_dim}: multiples of 8 up to 128"
+    return None
+
+
+forward = pinned(SDPBackend.CUDNN_ATTENTION)
+
+BACKEND = Backend(
+    forward=forward,
+    unsupported=unsupported,
+    kernels={"cuda": r"cudnn.*sdpa|cudnn.*flash|sdpa_sm\d+_flash"},
+    operators="_scaled_dot_product_cudnn_attention",
+)

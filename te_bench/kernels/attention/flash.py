@@ -1,0 +1,31 @@
+"""SDPA's FlashAttention-2 kernel on a GPU, and PyTorch's blocked kernel of the same name on a CPU.
+
+Source: Dao, "FlashAttention-2", arXiv:2307.08691.
+"""
+
+from torch.nn.attention import SDPBackend
+
+from te_bench.kernels.attention import Backend, Problem
+from te_bench.kernels.attention._sdpa import pinned
+
+
+def unsupported(p: Problem) -> str | None:
+    if p.device == "cpu":
+        return "dropout > 0: the CPU kernel has none" if p.dropout else None
+    if p.capability is not None and p.capability < (8, 0):
+        return f"compute capability {p.capability[0]}.{p.capability[1]} < 8.0"
+    if p.dtype not in ("bf16", "fp16"):
+        return f"dtype {p.dtype}: bf16 and fp16 only"
+    if p.head_dim > 256:
+        return f"head_dim {p.head_dim} > 256"
+    return None
+
+
+forward = pinned(SDPBackend.FLASH_ATTENTION)
+
+BACKEND = Backend(
+    forward=forward,
+    unsupported=unsupported,
+    kernels={"cuda": r"flash_(fwd|bwd)", "cpu": r"_flash_attention_for_cpu"},
+    operators="_scaled_dot_product_flash_attention",
+)

@@ -1,0 +1,22 @@
+"""Cross-entropy over a padded vocabulary.
+
+loss = mean_i(logsumexp(z_i[:V]) - z_i[target_i]): columns V..Vp-1 are padding, outside the softmax, with zero gradient.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+    """Mean loss in nats; logits (N, Vp) of any float dtype, targets (N,) int64 -> () float32 (float64 for float64). -1 marks an ignored target.
+
+    Overwrites the padding columns of `logits` with -inf: exp(-inf) is exactly 0, so their softmax and with it their
+    gradient are exactly 0, at the cost of writing 47 of GPT-2's 50304 columns instead of another pass over all of them.
+    The write is hidden from autograd, which is sound because no operator saves the logits before the softmax does.
+    """
+    if vocab < logits.shape[-1]:
+        with torch.no_grad():
+            logits[:, vocab:] = float("-inf")
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(wide), targets, ignore_index=-1)

@@ -1,0 +1,177 @@
+"""GPT-2 as nanoGPT trains it, with a vocabulary that may be padded. Reads from top to bottom.
+
+    model = GPT(CONFIGS["gpt2"], attention="flash", padded_vocab_size=50304)
+    loss = model(tokens, targets)           # (B, T) int64 x2 -> () float32, in nats
+
+Source: Radford et al. 2019 (GPT-2); Karpathy, nanoGPT model.py, for initialisation and the tied head.
+Shapes: B batch, T tokens, C = n_embd, H heads, D = C / H, V vocabulary, Vp padded vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_bench.kernels.attention import load as load_attention
+from te_bench.kernels.cross_entropy.reference import cross_entropy
+from te_bench.models.modules.linear import Linear
+from te_bench.models.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTConfig:
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int = 1024
+    vocab_size: int = 50257
+    dropout: float = 0.0
+    bias: bool = False  # nanoGPT trains without; OpenAI's GPT-2 has them
+    gelu: str = "none"  # torch's `approximate`: "none" is exact, "tanh" is OpenAI's
+
+
+CONFIGS = {
+    "gpt2": GPTConfig(n_layer=12, n_head=12, n_embd=768),  # 124M
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 350M
+    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1558M
+    "char": GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65, dropout=0.2),  # shakespeare_char
+    "tiny": GPTConfig(n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=256),  # for a CPU
+}
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig, attention: str, linear: Callable[..., nn.Linear]):
+        super().__init__()
+        self.n_head, self.dropout = config.n_head, config.dropout
+        self.attention = load_attention(attention).forward
+        self.c_attn = linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        heads = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
+        q, k, v = heads  # (B, H, T, D) each
+        dropout = self.dropout if self.training else 0.0
+        y = self.attention(q, k, v, causal=True, scale=1 / math.sqrt(q.shape[-1]), dropout=dropout)
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return self.resid_dropout(self.c_proj(y))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig, linear: Callable[..., nn.Linear]):
+        super().__init__()
+        self.c_fc = linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.gelu = nn.GELU(approximate=config.gelu)
+        self.c_proj = linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, attention: str, linear: Callable[..., nn.Linear]):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config, attention, linear)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config, linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer, pre-LN, learned positions, head tied to the token embedding.
+
+    padded_vocab_size (Vp >= V) widens embedding and head; the padding never receives probability or gradient, so the
+    model is the unpadded one. `recipe` puts every Linear but the head in FP8.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        attention: str = "flash",
+        padded_vocab_size: int | None = None,
+        recipe: Recipe | None = None,
+    ):
+        super().__init__()
+        padded = padded_vocab_size or config.vocab_size
+        if padded < config.vocab_size:
+            raise ValueError(f"padded_vocab_size {padded} < vocab_size {config.vocab_size}")
+        if config.n_embd % config.n_head:
+            raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
+        self.config = config
+
+        def linear(n_in: int, n_out: int, bias: bool) -> nn.Linear:
+            return nn.Linear(n_in, n_out, bias) if recipe is None else Linear(n_in, n_out, bias, recipe=recipe)
+
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(padded, config.n_embd),
+                "wpe": nn.Embedding(config.block_size, config.n_embd),
+                "drop": nn.Dropout(config.dropout),
+                "h": nn.ModuleList(Block(config, attention, linear) for _ in range(config.n_layer)),
+                "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
+            }
+        )
+        self.lm_head = nn.Linear(config.n_embd, padded, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """N(0, 0.02) for embeddings and weights, N(0, 0.02 / sqrt(2 n_layer)) into the residual stream, 0 for biases.
+
+        The padding rows are 0 and draw no random numbers, so one seed gives the same model at every padded width.
+        Ties the head to the token embedding first: moving a model off the meta device unties it.
+        """
+        self.lm_head.weight = self.transformer.wte.weight
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
+            elif name == "transformer.wte.weight":
+                nn.init.normal_(parameter[: self.config.vocab_size], std=0.02)
+                nn.init.zeros_(parameter[self.config.vocab_size :])
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+            else:  # LayerNorm gain
+                nn.init.ones_(parameter)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """(B, T) int64 -> (B, T, C), after the last LayerNorm. Raises ValueError when T > block_size."""
+        T = tokens.shape[1]
+        if self.config.block_size < T:
+            raise ValueError(f"{T} tokens, but block_size is {self.config.block_size}")
+        positions = torch.arange(T, device=tokens.device)
+        x = self.transformer.drop(self.transformer.wte(tokens) + self.transformer.wpe(positions))
+        for block in self.transformer.h:
+            x = block(x)
+        return self.transformer.ln_f(x)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats; (B, T) int64 x2 -> () float32. The logits do not outlive the call."""
+        logits = self.lm_head(self.hidden(tokens))
+        return cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1), vocab=self.config.vocab_size)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """(B, T) int64 -> (B, T, V): without the padding columns."""
+        return F.linear(self.hidden(tokens), self.lm_head.weight[: self.config.vocab_size])
+
+    def flop_per_token(self, length: int) -> int:
+        """6 N + 12 L H D T: nanoGPT's count (forward and backward, attention as if it were not causal).
+
+        N leaves out the position embedding, and the padding rows, which are work that nobody asked for.
+        """
+        c = self.config
+        padding = (self.lm_head.weight.shape[0] - c.vocab_size) * c.n_embd
+        n = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel() - padding
+        return 6 * n + 12 * c.n_layer * c.n_embd * length

@@ -1,0 +1,211 @@
+"""One optimisation step in every execution mode, and the training loop that yields (step, loss).
+
+Follows nanoGPT's train.py: fused AdamW with weight decay on matrices only, linear warm-up, cosine decay, clipping,
+gradient accumulation, float32 parameters under autocast.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+AUTOCAST = {"fp64": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optim:
+    """AdamW and its schedule; the defaults are nanoGPT's train_gpt2.py. grad_clip 0 means none."""
+
+    learning_rate: float = 6e-4
+    min_learning_rate: float = 6e-5
+    warmup: int = 0  # steps
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0
+    accumulate: int = 1
+
+    def rate(self, step: int, progress: float) -> float:
+        """The learning rate: linear over `warmup` steps, then a cosine of `progress` (0..1) down to the minimum."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / (self.warmup + 1)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+        return self.min_learning_rate + cosine * (self.learning_rate - self.min_learning_rate)
+
+
+def adamw(model: nn.Module, optim: Optim, *, capturable: bool = False) -> torch.optim.AdamW:
+    """Fused AdamW; tensors of two and more dimensions decay, the others do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    device = parameters[0].device
+    # A captured graph reads the rate from memory; a Python float would be frozen into it.
+    rate = torch.tensor(optim.learning_rate, device=device) if capturable else optim.learning_rate
+    betas = (optim.beta1, optim.beta2)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True, capturable=capturable)
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+    dtype = AUTOCAST[precision]
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+class TrainStep:
+    """Forward, backward, clip and AdamW on one batch: step(tokens, targets) -> loss, a () tensor on the device.
+
+    tokens and targets are (accumulate * B, T) int64. Nothing waits for the device. Modes: "eager"; "compile"
+    (torch.compile); "compile-reduce-overhead" (its own CUDA graphs around forward and backward); "cudagraph" (the
+    compiled forward and backward, the clip and the optimizer captured together as one CUDA graph).
+    """
+
+    def __init__(self, model: nn.Module, optim: Optim, *, precision: str, mode: str):
+        self.model, self.optim, self.precision, self.mode = model, optim, precision, mode
+        self.device = next(model.parameters()).device
+        self.captured = mode == "cudagraph"
+        if self.captured and (self.device.type != "cuda" or precision == "fp16"):
+            raise ValueError(f"mode cudagraph needs a GPU and no gradient scaler; got {self.device.type}, {precision}")
+        self.optimizer = adamw(model, optim, capturable=self.captured)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.forward: Callable[..., Tensor] = model
+        if mode == "compile-reduce-overhead":
+            self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
+        elif mode != "eager":
+            self.forward = torch.compile(model, dynamic=False)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, Tensor] | None = None
+        self._loss: Tensor | None = None
+        self.captured_peak_bytes: int | None = None  # replays allocate nothing: the peak is the capture's
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.captured:
+            return self._replay(tokens, targets)
+        loss = self._backward(tokens, targets)
+        self._update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def gradients(self, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
+        """loss, {parameter: gradient after clipping} of this very step, by the kernels it trains with; changes no state."""
+        if self.captured:
+            if self._graph is None:
+                self._capture(tokens, targets)
+            saved = self._snapshot()
+            loss = self._replay(tokens, targets)
+            self._restore(saved)
+        else:
+            loss = self._backward(tokens, targets)
+        found = {name: p.grad.detach().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        if not self.captured:  # the graph owns its gradient buffers
+            self.optimizer.zero_grad(set_to_none=True)
+            self.scaler.update(self.scaler.get_scale())  # forget that these gradients were unscaled; keep the scale
+        return loss.item(), found
+
+    def _backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward over the micro-batches, unscaling and clipping; returns the mean loss."""
+        if self.mode == "compile-reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+        n = self.optim.accumulate
+        losses = []
+        for x, y in zip(tokens.chunk(n), targets.chunk(n), strict=True):
+            with autocast(self.device, self.precision):
+                loss = self.forward(x, y) / n
+            self.scaler.scale(loss).backward()
+            losses.append(loss.detach().clone())  # the clone outlives the CUDA graph's own memory
+        self.scaler.unscale_(self.optimizer)
+        if self.optim.grad_clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.grad_clip, foreach=True)
+        return losses[0] if n == 1 else torch.stack(losses).sum()
+
+    def _update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _snapshot(self) -> list[Tensor]:
+        return [t.detach().clone() for t in self._state()]
+
+    def _state(self) -> list[Tensor]:
+        moments = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        return [*self.model.parameters(), *moments]
+
+    @torch.no_grad()
+    def _restore(self, saved: list[Tensor]) -> None:
+        for tensor, value in zip(self._state(), saved, strict=True):
+            tensor.copy_(value)
+
+    def _capture(self, tokens: Tensor, targets: Tensor) -> None:
+        """Warm up on a side stream, put the state back as it was, then record one step."""
+        self._inputs = (tokens.clone(), targets.clone())
+        weights = [p.detach().clone() for p in self.model.parameters()]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # compilation, autotuning and library handles must not happen during capture
+                self._backward(*self._inputs)
+                self._update()
+                self.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.no_grad():
+            for p, value in zip(self.model.parameters(), weights, strict=True):
+                p.copy_(value)
+            for state in self.optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+        del weights
+        torch.cuda.reset_peak_memory_stats()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._loss = self._backward(*self._inputs)
+            self._update()
+        self.captured_peak_bytes = torch.cuda.max_memory_allocated()
+
+    def _replay(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self._graph is None:
+            self._capture(tokens, targets)
+        assert self._graph is not None
+        assert self._inputs is not None
+        assert self._loss is not None
+        self._inputs[0].copy_(tokens)
+        self._inputs[1].copy_(targets)
+        self._graph.replay()
+        return self._loss.clone()
+
+
+def train(
+    step: TrainStep, batches: Callable[[int], tuple[Tensor, Tensor]], progress: Callable[[int], float | None]
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (step, loss) until `progress(step)` answers None; the loss stays on the device, unread.
+
+    batches(k) is the batch of step k; progress(k) in 0..1 places step k on the learning-rate schedule.
+    """
+    number = 0
+    while (at := progress(number)) is not None:
+        step.set_rate(step.optim.rate(number, at))
+        yield number, step(*batches(number))
+        number += 1
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precision: str) -> float:
+    """Mean loss in nats over every token of `batches`, dropout off; a smaller last batch counts by its size."""
+    model.eval()
+    device = next(model.parameters()).device
+    total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+    for x, y in batches:
+        with autocast(device, precision):
+            total += model(x, y).double() * y.numel()
+        tokens += y.numel()
+    model.train()
+    return total.item() / tokens

@@ -1,0 +1,40 @@
+"""The folder is the registry and the file name is the name; nothing here imports a plug-in before it is asked for."""
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+
+def names(package: str) -> list[str]:
+    """Sorted names of the plug-ins in a package: its modules that do not start with an underscore."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, f"{package} is not a package of te_bench"
+    found = pkgutil.iter_modules(spec.submodule_search_locations)
+    return sorted(module.name for module in found if not module.name.startswith("_"))
+
+
+def load(package: str, name: str, attribute: str) -> Any:
+    """The object `attribute` of plug-in `name`. Raises ValueError, with the near matches, for an unknown name."""
+    check(package.rsplit(".", 1)[-1].rstrip("s"), name, names(package))
+    return getattr(importlib.import_module(f"{package}.{name}"), attribute)
+
+
+def check(kind: str, name: str, legal: list[str]) -> None:
+    """Raise ValueError naming the near matches unless `name` is one of `legal`."""
+    if name not in legal:
+        near = difflib.get_close_matches(name, legal, n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(legal)}.")
+
+
+def about(package: str, name: str) -> str:
+    """The first line of a plug-in's docstring, read without importing it."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations
+    source = Path(spec.submodule_search_locations[0]) / f"{name}.py"
+    return (ast.get_docstring(ast.parse(source.read_text())) or "").split("\n", 1)[0]

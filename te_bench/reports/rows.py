@@ -1,0 +1,251 @@
+"""Journals to rows (one per planned trial), cells (repetitions together) and groups (one suite in one environment)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from te_bench.experiments.spec import OUTCOMES, Record, Trial
+from te_bench.experiments.store import Journal, Plan, load
+
+NOT_RUN = "not run; rerun the same command to go on"
+
+_VOCABULARY = ("vocab", "padded_vocab")
+_SHAPE = ("batch", "heads", "length", "head_dim", "causal", "dropout")
+#: What must agree for two loss curves to be comparable. The batch may differ: each arm at the largest that fits.
+_COURSE = ("model", "block", "data", "data_sha256", "corpus", "tokenizer", "steps", "budget_s")
+_SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a shape rather than a model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One planned trial and what came of it; `record` is None when the run ended before its turn came."""
+
+    run: str  # name of the run's directory
+    suite: str
+    environment: str
+    trial: Trial
+    record: Record | None
+
+    @property
+    def outcome(self) -> str:
+        return self.record.outcome if self.record else "interrupted"
+
+    @property
+    def reason(self) -> str | None:
+        return self.record.reason if self.record else NOT_RUN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """Repetitions of one trial, which differ in seed and run; `label` tells it from the other cells of its group."""
+
+    rows: tuple[Row, ...]
+    label: str
+
+    @property
+    def id(self) -> str:
+        return self.trial.cell
+
+    @property
+    def trial(self) -> Trial:
+        return self.rows[0].trial
+
+    @property
+    def ok(self) -> tuple[Record, ...]:
+        return tuple(row.record for row in self.rows if row.record and row.outcome == "ok")
+
+    @property
+    def outcome(self) -> str:
+        """ "ok" when any repetition is, otherwise what happened to the first of them."""
+        return "ok" if self.ok else self.rows[0].outcome
+
+    @property
+    def course(self) -> tuple[object, ...]:
+        """The data and the budget that a training cell shares with those it may be compared with."""
+        return tuple(self.trial.problem.get(key) for key in _COURSE)
+
+    @property
+    def shape(self) -> str:
+        """B12 H12 T1024 D64 causal; empty for a workload that trains a model."""
+        return shape_label(self.trial.problem) if self.trial.workload in _SHAPED else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The cells of one suite in one environment: what may be compared with each other."""
+
+    suite: str
+    title: str
+    environment: str
+    where: str  # readable name of the environment
+    gpu: str | None
+    baseline: str | None  # the cell that is 1.00x
+    cells: tuple[Cell, ...]
+
+    def of(self, workload: str) -> tuple[Cell, ...]:
+        return tuple(cell for cell in self.cells if cell.trial.workload == workload)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Results:
+    """Everything a report says: groups in the order their plans were written, environments by id."""
+
+    groups: tuple[Group, ...]
+    environments: Mapping[str, Mapping[str, Any]]
+    runs: tuple[str, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(row for group in self.groups for cell in group.cells for row in cell.rows)
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """How many rows ended in each outcome, the outcomes that occur only."""
+        found = [row.outcome for row in self.rows]
+        return {outcome: found.count(outcome) for outcome in OUTCOMES if outcome in found}
+
+
+def load_results(directories: Sequence[Path]) -> Results:
+    """Read the journals of several runs. Raises ValueError when a directory holds no journal or its journal no plan."""
+    if not directories:
+        raise ValueError("no run directory given: name at least one --out directory of te-bench run")
+    journals: dict[str, Journal] = {}
+    for directory in dict.fromkeys(path.resolve() for path in directories):
+        journal = load(directory)
+        if not journal.plans:
+            raise ValueError(f"{directory} holds a journal without a plan: run te-bench run --out {directory} first")
+        journals[_unique(directory.name, journals)] = journal
+    return from_journals(journals)
+
+
+def from_journals(journals: Mapping[str, Journal]) -> Results:
+    """Merge the journals of several runs, by the runs' names."""
+    rows: dict[tuple[str, str], list[Row]] = {}
+    plans: dict[tuple[str, str], list[Plan]] = {}
+    bodies: dict[str, Mapping[str, Any]] = {}
+    for run, journal in journals.items():
+        latest = {plan.suite: plan for plan in journal.plans}  # a later plan of a suite replaces an earlier one
+        for plan in latest.values():
+            key = plan.suite, plan.environment
+            plans.setdefault(key, []).append(plan)
+            rows.setdefault(key, []).extend(_rows(run, plan, journal))
+            bodies[plan.environment] = journal.environments.get(plan.environment, {})
+    where = environment_labels(bodies)
+    groups = tuple(
+        Group(
+            suite=suite,
+            title=plans[suite, environment][0].title,
+            environment=environment,
+            where=where[environment],
+            gpu=identity(bodies[environment]).get("gpu"),
+            baseline=next((p.baseline for p in plans[suite, environment] if p.baseline), None),
+            cells=_cells(rows[suite, environment]),
+        )
+        for suite, environment in rows
+    )
+    return Results(groups=groups, environments=bodies, runs=tuple(journals))
+
+
+def identity(environment: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of an environment that its id hashes; empty when it was not recorded."""
+    return environment.get("identity") or {}
+
+
+def environment_labels(environments: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """GPU or CPU of each environment, with the first of its settings that tell it from the others."""
+    machines = {key: _machine(identity(body)) for key, body in environments.items()}
+    labels = dict(machines)
+    for setting in ("torch", "triton", "cuda", "cudnn", "driver", "python", "code"):
+        if len(set(labels.values())) == len(labels):
+            break
+        for key, machine in machines.items():
+            same = [other for other in machines if machines[other] == machine]
+            if len({str(identity(environments[other]).get(setting)) for other in same}) > 1:
+                value = identity(environments[key]).get(setting)
+                labels[key] += f", {setting} {str(value)[:12] if value is not None else 'unknown'}"
+    shared = [label for label in labels.values() if list(labels.values()).count(label) > 1]
+    return {key: printable(f"{label}, {key[:8]}" if label in shared else label) for key, label in labels.items()}
+
+
+def _machine(known: Mapping[str, Any]) -> str:
+    return str(known.get("gpu") or known.get("cpu") or known.get("device") or "unknown machine")
+
+
+def shape_label(problem: Mapping[str, Any]) -> str:
+    """B12 H12 T1024 D64 causal: the shape of an attention problem."""
+    keys = {"B": "batch", "H": "heads", "T": "length", "D": "head_dim"}
+    words = [f"{letter}{problem[key]}" for letter, key in keys.items() if key in problem]
+    if "causal" in problem:
+        words.append("causal" if problem["causal"] else "full")
+    if problem.get("dropout"):
+        words.append(f"dropout {problem['dropout']}")
+    return " ".join(words)
+
+
+def _rows(run: str, plan: Plan, journal: Journal) -> list[Row]:
+    planned = {}
+    for value in plan.trials:
+        trial = Trial.from_json({key: content for key, content in value.items() if key != "id"})
+        planned[trial.id] = trial
+    return [
+        Row(
+            run=run,
+            suite=plan.suite,
+            environment=plan.environment,
+            trial=trial,
+            record=journal.records.get((trial.id, plan.environment)),
+        )
+        for trial in planned.values()
+    ]
+
+
+def _cells(rows: Iterable[Row]) -> tuple[Cell, ...]:
+    by_cell: dict[str, list[Row]] = {}
+    for row in rows:
+        by_cell.setdefault(row.trial.cell, []).append(row)
+    comparable: dict[tuple[object, ...], dict[str, Trial]] = {}
+    for cell, found in by_cell.items():
+        trial = found[0].trial
+        course = [trial.problem.get(key) for key in _COURSE] if trial.workload == "training" else []
+        comparable.setdefault((trial.workload, *course), {})[cell] = trial
+    labels = {cell: label for trials in comparable.values() for cell, label in _labels(trials).items()}
+    return tuple(Cell(rows=tuple(found), label=labels[cell]) for cell, found in by_cell.items())
+
+
+def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
+    """What each cell is called among those it is compared with: rival, vocabulary, precision, mode, what else differs."""
+    shaped = next(iter(trials.values())).workload in _SHAPED
+    named = _SHAPE if shaped else _VOCABULARY
+    keys = dict.fromkeys(key for trial in trials.values() for key in trial.problem if key not in named)
+    differing = [key for key in keys if len({str(trial.problem.get(key)) for trial in trials.values()}) > 1]
+    protocols = {trial.protocol for trial in trials.values()}
+    labels = {}
+    for cell, trial in trials.items():
+        words = [trial.attention, *([] if shaped else _vocabulary(trial.problem)), trial.precision]
+        words += [trial.recipe] if trial.recipe else []
+        words += [] if shaped and trial.mode == "eager" else [trial.mode]
+        words += [f"{key}={trial.problem.get(key)}" for key in differing if trial.problem.get(key) is not None]
+        words += [trial.protocol] if len(protocols) > 1 else []
+        labels[cell] = printable(", ".join(words))
+    return labels
+
+
+def _vocabulary(problem: Mapping[str, Any]) -> list[str]:
+    vocab, padded = (problem.get(key) for key in _VOCABULARY)
+    if padded is not None and padded != vocab:
+        return [f"Vp={padded}"]
+    return [] if vocab is None else [f"V={vocab}"]
+
+
+def printable(text: str) -> str:
+    """The text on one line, every character that cannot be shown replaced."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _unique(name: str, taken: Mapping[str, Any]) -> str:
+    number, candidate = 1, name
+    while candidate in taken:
+        number += 1
+        candidate = f"{name} ({number})"
+    return candidate

@@ -1,0 +1,367 @@
+"""The report's tables: one definition of columns and formatting for the page, for Markdown and for the terminal."""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from te_bench.reports import analysis, curves, text
+from te_bench.reports.rows import Cell, Group, Results, load_results, printable
+
+TERMINAL_WIDTH = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Value:
+    """What a table cell shows, and what it sorts by; None sorts last."""
+
+    text: str
+    sort: float | str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """A heading with its unit; numeric columns are set flush right."""
+
+    title: str
+    numeric: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of values under columns. `caption` says what the table holds, `note` how to read it."""
+
+    name: str
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Value, ...], ...]
+    note: str = ""
+
+
+def word(content: object) -> Value:
+    """A text value on one line; a dash for None and for nothing."""
+    shown = printable(str(content)) if content not in (None, "") else text.MISSING
+    return Value(text=shown, sort=None if shown == text.MISSING else shown)
+
+
+def number(value: float | None, show: Callable[[float | None], str] = text.plain) -> Value:
+    return Value(text=show(value), sort=value)
+
+
+def repetitions(cell: Cell) -> Value:
+    """n_ok/n_planned of a cell."""
+    return Value(text=f"{len(cell.ok)}/{len(cell.rows)}", sort=len(cell.ok))
+
+
+def label(cell: Cell, *, baseline: bool = False) -> Value:
+    """The cell's name with what became of it, where no repetition ended ok."""
+    remarks = [*(["baseline"] if baseline else []), *([] if cell.outcome == "ok" else [cell.outcome])]
+    return word(cell.label + (f" ({', '.join(remarks)})" if remarks else ""))
+
+
+def ladder(group: Group) -> Table | None:
+    """Time of a training step, fastest first."""
+    rungs = analysis.ladder(group)
+    mfu_of = sorted({rung.mfu_peak for rung in rungs if rung.mfu_peak})
+    shown = [
+        (
+            label(rung.cell, baseline=rung.is_baseline),
+            number(rung.latency_s, text.milliseconds),
+            Value(text=text.speedup(rung.speedup), sort=rung.speedup.value if rung.speedup else None),
+            number(rung.tokens_per_s, text.thousands),
+            number(rung.flop_per_s, text.tera),
+            number(rung.mfu, text.percent),
+            repetitions(rung.cell),
+        )
+        for rung in rungs
+    ]
+    columns = ("Rung", "ms/step", "Speed-up", "tokens/s", "TFLOP/s", "MFU", "ok/planned")
+    notes = ["ms/step is the median over processes of each process's median step."]
+    notes += ["Whiskers in the figure: 5th to 95th percentile of the steps."] if any(r.latency_s for r in rungs) else []
+    if any(rung.speedup for rung in rungs):
+        notes.append(_interval_note([rung.speedup.n for rung in rungs if rung.speedup]))
+    if mfu_of:
+        peaks = " and ".join(f"{p.upper()}" for p in mfu_of)
+        notes.append(f"MFU is nanoGPT's FLOP count over the GPU's dense {peaks} peak.")
+    if any(rung.mfu and rung.cell.trial.precision == "fp8" for rung in rungs):
+        notes.append("The MFU of an FP8 rung is quoted against the BF16 peak.")
+    return _table("ladder", "Time per training step", columns, shown, " ".join(notes))
+
+
+def _interval_note(pairs: Sequence[int]) -> str:
+    if max(pairs) < 2:
+        return "n = 1: one process a rung, so speed-ups have no interval."
+    return "Speed-ups are geometric means over paired seeds with 95 % t-intervals."
+
+
+def memory(group: Group) -> Table | None:
+    """Peak memory of a training step."""
+    rungs = analysis.ladder(group)
+    on_gpu = any(rung.peak_allocated or rung.peak_reserved for rung in rungs)
+    on_host = any(rung.peak_rss for rung in rungs)
+    if not on_gpu and not on_host:
+        return None
+    shown = [
+        (
+            label(rung.cell),
+            *((number(rung.peak_allocated, text.gib), number(rung.peak_reserved, text.gib)) if on_gpu else ()),
+            *((number(rung.peak_rss, text.gib),) if on_host else ()),
+        )
+        for rung in rungs
+        if rung.latency_s is not None
+    ]
+    columns = ["Rung", *(["Peak allocated, GiB", "Peak reserved, GiB"] if on_gpu else [])]
+    columns += ["Peak resident, GiB"] if on_host else []
+    return _table("memory", "Peak memory of a training step", columns, shown)
+
+
+def training(group: Group) -> list[Table]:
+    """What each arm of each training comparison reached."""
+    tables = []
+    for comparison in curves.comparisons(group):
+        against = comparison.reference.cell.label if comparison.reference else None
+        shown = [
+            (
+                label(arm.cell),
+                Value(text=text.loss(arm.best, arm.deviation), sort=arm.best),
+                Value(text=_signed(comparison.behind(arm)), sort=comparison.behind(arm)),
+                number(arm.last_step, text.count),
+                number(arm.batch, text.count),
+                number(arm.tokens, text.thousands),
+                number(arm.tokens_per_s, text.thousands),
+                repetitions(arm.cell),
+            )
+            for arm in comparison.arms
+        ]
+        columns = ("Arm", "Best validation loss", "Less BF16's", "Steps", "Batch", "Tokens", "tokens/s", "ok/planned")
+        note = f"BF16's is that of {against}." if against else "No BF16 arm to compare with."
+        if any(arm.deviation is not None for arm in comparison.arms):
+            note += " ± is the standard deviation over seeds."
+        table = _table("curves", f"Training: {comparison.title}", columns, shown, note)
+        tables += [table] if table else []
+    return tables
+
+
+def _signed(value: float | None) -> str:
+    return text.MISSING if value is None else f"{value:+.4f}".replace("-", "−")
+
+
+def max_batch(group: Group) -> Table | None:
+    """The largest batch that fits."""
+    shown = [
+        (
+            label(found.cell),
+            number(found.max_batch, text.count),
+            number(found.peak_allocated, text.gib),
+            number(found.first_failed, text.count),
+            number(found.limit_gib),
+        )
+        for found in analysis.max_batch(group)
+    ]
+    columns = ("Rung", "Largest batch", "Peak memory, GiB", "Smallest that failed", "Memory limit, GiB")
+    return _table("max_batch", "Largest batch that fits", columns, shown)
+
+
+def attention(group: Group) -> Table | None:
+    """Attention alone, forward and backward."""
+    shown = [
+        (
+            word(rung.cell.shape),
+            label(rung.cell),
+            number(rung.forward_s, text.milliseconds),
+            number(rung.backward_s, text.milliseconds),
+            number(rung.forward_flop_per_s, text.tera),
+            number(rung.backward_flop_per_s, text.tera),
+            repetitions(rung.cell),
+        )
+        for rung in analysis.attention(group)
+    ]
+    columns = ("Shape", "Kernel", "Forward, ms", "Backward, ms", "Forward, TFLOP/s", "Backward, TFLOP/s", "ok/planned")
+    return _table("attention", "Attention alone", columns, shown, text_columns=2)
+
+
+def numerics(group: Group) -> Table | None:
+    """Where to scale: error of attention when q is scaled before or after QK^T."""
+    shown = [
+        (
+            word(found.cell.shape),
+            label(found.cell),
+            number(analysis.median(found.before), text.scientific),
+            number(analysis.median(found.after), text.scientific),
+            number(analysis.median(found.sdpa), text.scientific),
+            word({True: "yes", False: "no", None: ""}[found.allclose]),
+            Value(text=str(len(found.before) or text.MISSING), sort=len(found.before) or None),
+        )
+        for found in analysis.numerics(group)
+    ]
+    columns = ("Shape", "Kernel", "Scaled before", "Scaled after", "SDPA", "allclose", "Draws")
+    note = "Largest relative error against FP64, median over draws. allclose: SDPA against the manual formula."
+    return _table("numerics", "Error of attention by where q is scaled", columns, shown, note, text_columns=2)
+
+
+def errors(group: Group) -> Table | None:
+    """How near each cell came to the limit of its check."""
+    found = analysis.errors(group)
+    shown = [
+        (
+            word(error.cell.trial.workload),
+            word(f"{error.cell.shape} {error.cell.label}".strip()),
+            word(error.quantity),
+            number(error.error, text.scientific),
+            number(error.limit, text.scientific),
+            number(error.ratio),
+        )
+        for error in found
+    ]
+    columns = ("Workload", "Rung", "Worst quantity", "Error", "Limit", "Error / limit")
+    references = ", ".join(dict.fromkeys(printable(str(error.reference)) for error in found if error.reference))
+    note = f"Above 1 the check fails and nothing is timed. Reference: {references}." if references else ""
+    return _table("errors", "Error against the reference", columns, shown, note, text_columns=3)
+
+
+def failures(group: Group) -> Table | None:
+    """Every planned trial that did not end ok, with its reason."""
+    shown = [
+        (word(row.outcome), word(row.trial.name), word(row.reason), word(row.run))
+        for cell in group.cells
+        for row in cell.rows
+        if row.outcome != "ok"
+    ]
+    columns = ("Outcome", "Trial", "Reason", "Run")
+    return _table("failures", "Trials that did not end ok", columns, shown, text_columns=4)
+
+
+def kernels(group: Group) -> Table | None:
+    """The kernels that ran in each cell, as the profiler named them."""
+    shown = []
+    for cell in group.cells:
+        names = dict.fromkeys(text.shortened(printable(str(n)), 80) for record in cell.ok for n in record.kernels)
+        if names:
+            rung = f"{cell.shape} {cell.label}".strip()
+            shown.append((word(cell.trial.workload), word(rung), word(", ".join(names))))
+    return _table("kernels", "Kernels that ran", ("Workload", "Rung", "Kernels"), shown, text_columns=3)
+
+
+def _table(
+    name: str,
+    caption: str,
+    titles: Sequence[str],
+    rows: Sequence[tuple[Value, ...]],
+    note: str = "",
+    text_columns: int = 1,
+) -> Table | None:
+    """A table whose first columns are text, without the numeric columns that hold nothing; None without rows."""
+    if not rows:
+        return None
+    kept = [i for i in range(len(titles)) if i < text_columns or any(row[i].sort is not None for row in rows)]
+    return Table(
+        name=name,
+        caption=caption,
+        columns=tuple(Column(title=titles[i], numeric=i >= text_columns) for i in kept),
+        rows=tuple(tuple(row[i] for i in kept) for row in rows),
+        note=note,
+    )
+
+
+#: The tables by the name that `embed` and the page use.
+TABLES: dict[str, Callable[[Group], list[Table] | Table | None]] = {
+    "ladder": ladder,
+    "memory": memory,
+    "curves": training,
+    "max_batch": max_batch,
+    "attention": attention,
+    "numerics": numerics,
+    "errors": errors,
+    "failures": failures,
+    "kernels": kernels,
+}
+
+
+def of_group(group: Group, name: str) -> list[Table]:
+    """The tables of one name for one group; none where the group measured nothing of the kind."""
+    found = TABLES[name](group)
+    return found if isinstance(found, list) else [found] if found else []
+
+
+def markdown(table: Table) -> str:
+    """The table in GitHub's Markdown; whatever a record says stays text."""
+    lines = ["| " + " | ".join(escape(column.title) for column in table.columns) + " |"]
+    lines.append("|" + "|".join("---:" if column.numeric else "---" for column in table.columns) + "|")
+    lines += ["| " + " | ".join(escape(value.text) for value in row) + " |" for row in table.rows]
+    return "\n".join(lines) + "\n"
+
+
+def escape(content: str) -> str:
+    """Text that Markdown shows as it stands: no markup, no HTML, no end of a table cell."""
+    for special, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
+        content = content.replace(special, entity)
+    for special in "\\|`*[]~$":
+        content = content.replace(special, "\\" + special)
+    return content
+
+
+def headlines(results: Results) -> list[str]:
+    """The answers in a sentence each, the most important first; what ended how, when nothing ended ok."""
+    found = []
+    for group in results.groups:
+        measured = [rung for rung in analysis.ladder(group) if rung.latency_s is not None]
+        if measured:
+            found.append((0, _fastest(group, measured)))
+        found += [(1, f"{answer} on {group.where}.") for answer in _best_arms(group)]
+        largest = next((m for m in analysis.max_batch(group) if m.max_batch is not None), None)
+        if largest:
+            found.append((2, f"Largest batch: {largest.cell.label}: {text.count(largest.max_batch)} on {group.where}."))
+    if not found and any(row.outcome == "ok" for row in results.rows):
+        return [f"{results.outcomes['ok']} of {len(results.rows)} trials ended ok; none of them ranks rungs."]
+    if not found:
+        ends = ", ".join(f"{n} {outcome}" for outcome, n in results.outcomes.items()) or "none was planned"
+        return [f"Nothing was measured: 0 of {len(results.rows)} trials ended ok ({ends})."]
+    return [sentence for _, sentence in sorted(found, key=lambda item: item[0])]
+
+
+def _fastest(group: Group, measured: Sequence[analysis.Rung]) -> str:
+    best = measured[0]
+    sentence = f"Fastest: {best.cell.label}: {text.milliseconds(best.latency_s)} ms/batch"
+    baseline = next((rung for rung in measured if rung.is_baseline), None)
+    if best.is_baseline:
+        sentence += ", the baseline itself"
+    elif best.speedup and baseline:
+        certainty = " (n = 1)" if best.speedup.n < 2 else ""
+        sentence += f", {text.speedup(best.speedup)} over {baseline.cell.label}{certainty}"
+    return f"{sentence}, on {group.where}."
+
+
+def _best_arms(group: Group) -> list[str]:
+    answers = []
+    for comparison in curves.comparisons(group):
+        best = min((a for a in comparison.arms if a.best is not None), key=lambda a: a.best or 0.0, default=None)
+        if best:
+            reached = text.loss(best.best, best.deviation)
+            answers.append(f"Lowest validation loss ({comparison.title}): {best.cell.label}: {reached}")
+    return answers
+
+
+def summary(directories: Sequence[Path]) -> str:
+    """The ladder in plain text for a terminal of 100 columns. Raises ValueError as load_results does."""
+    results = load_results(directories)
+    lines = [f"{results.outcomes.get('ok', 0)} of {len(results.rows)} trials ok"]
+    for sentence in headlines(results):
+        lines += textwrap.wrap(sentence, TERMINAL_WIDTH)
+    for group in results.groups:
+        for table in of_group(group, "ladder"):
+            title = text.shortened(printable(f"{group.title} ({group.where})"), TERMINAL_WIDTH)
+            lines += ["", title, *_terminal(table)]
+    return "\n".join(lines) + "\n"
+
+
+def _terminal(table: Table) -> list[str]:
+    """Columns padded to their widest value; the first gives way when the line would be too long."""
+    kept = [i for i, column in enumerate(table.columns) if column.title not in ("TFLOP/s", "MFU")]
+    cells = [[table.columns[i].title for i in kept], *([row[i].text for i in kept] for row in table.rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(kept))]
+    widths[0] = max(12, min(widths[0], TERMINAL_WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)))
+    lines = []
+    for name, *values in cells:
+        first = text.shortened(name, widths[0]).ljust(widths[0])
+        lines.append("  ".join([first, *(v.rjust(width) for v, width in zip(values, widths[1:], strict=True))]))
+    return lines

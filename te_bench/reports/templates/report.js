@@ -1,0 +1,21 @@
+"use strict";
+// A click on a heading sorts its table by that column, a second click the other way; what was not measured stays last.
+for (const table of document.querySelectorAll("table")) {
+  const headings = [...table.tHead.rows[0].cells];
+  headings.forEach((heading, column) => {
+    heading.querySelector("button").addEventListener("click", () => {
+      const descending = heading.getAttribute("aria-sort") === "ascending";
+      headings.forEach((other) => other.removeAttribute("aria-sort"));
+      heading.setAttribute("aria-sort", descending ? "descending" : "ascending");
+      const numeric = heading.classList.contains("number");
+      const value = (row) => row.cells[column].dataset.value;
+      const compare = (a, b) => (numeric ? Number(a) - Number(b) : a.localeCompare(b, "en", { numeric: true }));
+      const rows = [...table.tBodies[0].rows].sort((first, second) => {
+        const a = value(first), b = value(second);
+        if (a === undefined || b === undefined) return (a === undefined) - (b === undefined);
+        return descending ? compare(b, a) : compare(a, b);
+      });
+      table.tBodies[0].append(...rows);
+    });
+  });
+}
