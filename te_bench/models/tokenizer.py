@@ -201,8 +201,10 @@ def chunks(text: str, stop: int | None = None) -> Iterator[str]:
     while start < stop:
         end = start + CHUNK
         if end < stop:
-            cuts = (cut.search(text, end - 1, min(end + CHUNK, stop)) for cut in _CUTS)
-            end = next((found.end() for found in cuts if found), end)
+            limit = min(end + CHUNK, stop)
+            cuts = (cut.search(text, end - 1, limit) for cut in _CUTS)
+            # Without a clean cut, the last stretch stays whole and any other is cut where it may hurt.
+            end = next((found.end() for found in cuts if found), stop if limit == stop else end)
         yield text[start : min(end, stop)]
         start = end
 

@@ -4,11 +4,11 @@ import bisect
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis import finite, median, numbers
 from te_bench.reports.rows import Cell, Group, printable
-
 
 _Logged = tuple[float, float, float]  # step, seconds since training began, loss
 
@@ -75,8 +75,10 @@ def _comparison(cells: Sequence[Cell], baseline: str | None) -> Comparison:
     reference = max(bf16, key=lambda arm: (arm.n, arm.cell.id == baseline), default=None)
     problem = cells[0].trial.problem
     length = f"{problem['steps']} steps" if problem.get("steps") else f"{problem.get('budget_s')} s"
-    title = printable(", ".join(str(word) for word in (problem.get("model"), problem.get("data"), length) if word))
-    return Comparison(title=title, arms=arms, reference=reference)
+    kind, colon, name = str(problem.get("data") or "").partition(":")
+    data = f"{kind}{colon}{PurePath(name).name if kind == 'text' else name}"  # of a file, the name says enough
+    title = ", ".join(str(word) for word in (problem.get("model"), data, length) if word)
+    return Comparison(title=printable(title), arms=arms, reference=reference)
 
 
 def _arm(cell: Cell) -> Arm:
@@ -103,7 +105,7 @@ def _arm(cell: Cell) -> Arm:
 
 
 def points(records: Sequence[Record], step: str, time: str, loss: str) -> tuple[Point, ...]:
-    """Mean and spread over records, at the first one's steps as far as all of them go, interpolated between logged steps.
+    """Mean and spread over records at the first one's steps, as far as all of them go, interpolated between theirs.
 
     Under a budget of time every seed logs at steps of its own. A record without the curve does not count.
     """

@@ -1,7 +1,7 @@
 """Tables in hand-written Markdown, generated from a journal, so that a README's numbers are the records' numbers.
 
-    <!-- te-bench:table ../results/h200/nanogpt ladder -->
-    <!-- /te-bench:table -->
+<!-- te-bench:table ../results/h200/nanogpt ladder -->
+<!-- /te-bench:table -->
 """
 
 import re

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -226,9 +227,11 @@ def commands(results: Results) -> list[str]:
     lines = []
     for group in results.groups:
         trials = [row.trial for cell in group.cells for row in cell.rows]
+        command = ["te-bench", "run", shlex.quote(printable(group.suite))]
+        command += [f"--device {device}" for device in sorted({trial.device for trial in trials})]
         seeds = len({trial.seed for trial in trials})
-        devices = "".join(f" --device {device}" for device in sorted({trial.device for trial in trials}))
-        lines.append(f"te-bench run {printable(group.suite)}{devices}{f' --seeds {seeds}' if seeds > 1 else ''}")
+        command += [f"--seeds {seeds}"] if seeds > 1 else []
+        lines.append(" ".join(command))
     return list(dict.fromkeys(lines))
 
 

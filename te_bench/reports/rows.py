@@ -214,7 +214,7 @@ def _cells(rows: Iterable[Row]) -> tuple[Cell, ...]:
 
 
 def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
-    """What each cell is called among those it is compared with: rival, vocabulary, precision, mode, what else differs."""
+    """What each cell is called among those it is compared with: rival, vocabulary, precision, mode, other settings."""
     shaped = next(iter(trials.values())).workload in _SHAPED
     named = _SHAPE if shaped else _VOCABULARY
     keys = dict.fromkeys(key for trial in trials.values() for key in trial.problem if key not in named)

@@ -137,7 +137,7 @@ def ladder_records(seeds: int = 1, where: str = "env-h200", slower: float = 1.0)
     return [
         step_record(
             trial(attention=attention, padded_vocab=vocab, precision=precision, mode=mode, seed=seed),
-            ms * slower * (1 + 0.004 * math.sin(3 * seed + ms)),
+            ms * slower * (1 + 0.004 * math.sin(3 * seed * ms)),
             gib,
             where,
         )
