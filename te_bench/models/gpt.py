@@ -159,8 +159,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats; (B, T) int64 x2 -> () float32. The logits do not outlive the call."""
-        logits = self.lm_head(self.hidden(tokens))
-        return cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1), vocab=self.config.vocab_size)
+        logits = self.lm_head(self.hidden(tokens).flatten(0, 1))  # (B T, Vp), no view: see cross_entropy
+        return cross_entropy(logits, targets.flatten(), vocab=self.config.vocab_size)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, V): without the padding columns."""

@@ -76,8 +76,10 @@ def ladder(group: Group) -> Table | None:
         for rung in rungs
     ]
     columns = ("Rung", "ms/step", "Speed-up", "tokens/s", "TFLOP/s", "MFU", "ok/planned")
-    notes = ["ms/step is the median over processes of each process's median step."]
-    notes += ["Whiskers in the figure: 5th to 95th percentile of the steps."] if any(r.latency_s for r in rungs) else []
+    notes = []
+    if any(rung.latency_s for rung in rungs):
+        notes.append("ms/step is the median over processes of each process's median step.")
+        notes.append("Whiskers in the figure: 5th to 95th percentile of the steps.")
     if any(rung.speedup for rung in rungs):
         notes.append(_interval_note([rung.speedup.n for rung in rungs if rung.speedup]))
     if mfu_of:

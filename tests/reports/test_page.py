@@ -78,7 +78,7 @@ def test_desktop(site, tmp_path):
         assert figure["width"] > 350, figure
         assert figure["height"] > 80, figure
         assert figure["drawn"] > 10, figure
-    ascending, descending, by_name = found["sorts"]
+    ascending, descending, by_name, again = found["sorts"]
     values = [text for text in ascending[1:] if text != "—"]
     assert ascending[0] == "ascending"
     assert [int(text.split()[0]) for text in values] == sorted(int(text.split()[0]) for text in values)
@@ -89,6 +89,7 @@ def test_desktop(site, tmp_path):
     assert by_name[0] == "ascending"
     assert by_name[1].startswith("cudnn")
     assert by_name[-1].startswith("mem_efficient")
+    assert again == ascending
 
 
 def test_400_pixels_wide(site, tmp_path):
