@@ -7,7 +7,6 @@ Exit codes: 0 done; 2 usage (the message says what is legal); 4 incomplete: some
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +15,7 @@ import typer
 from te_bench import __version__
 
 if TYPE_CHECKING:
-    from te_bench.experiments.spec import Experiment, Options, Record, Trial
+    from te_bench.experiments.spec import Experiment, Options, Record
 
 INCOMPLETE = 4
 KINDS = ("suites", "attention", "datasets", "models")
@@ -36,7 +35,9 @@ Only = Annotated[str | None, typer.Option(metavar="GLOB", help="Only trials whos
 Seeds = Annotated[int | None, typer.Option(help="Repetitions of every trial. Default: the suite's own number.")]
 Data = Annotated[
     list[str] | None,
-    typer.Option(metavar="[MODEL=]SPEC", help="Data set to train on: stdlib, text:PATH, hf:NAME[:CONFIG][:COLUMN], random."),
+    typer.Option(
+        metavar="[MODEL=]SPEC", help="Data set to train on: stdlib, text:PATH, hf:NAME[:CONFIG][:COLUMN], random."
+    ),
 ]
 Budget = Annotated[float | None, typer.Option(metavar="SECONDS", help="Training time of each time-budget trial.")]
 Cache = Annotated[Path | None, typer.Option(metavar="DIR", help="Where token files are cached.")]
@@ -198,7 +199,9 @@ def _finish(directory: Path, records: "list[Record]") -> None:
 
 @app.command()
 def report(
-    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="--out directories of runs; several are merged.")],
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="--out directories of runs; several are merged.")
+    ],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the report goes. Default: DIR/report.")] = None,
 ) -> None:
     """Write index.html, report.md, records.csv and the figures of one or several runs."""
@@ -273,7 +276,9 @@ def _slots(device: str, gpus: str) -> list[str | None]:
 
     found = [str(gpu["index"]) for gpu in environment.nvidia_gpus()]
     if not found:
-        raise ValueError("--device cuda: the NVIDIA driver reports no GPU here. Use --device cpu; `te-bench doctor` says more.")
+        raise ValueError(
+            "--device cuda: the NVIDIA driver reports no GPU here. Use --device cpu; `te-bench doctor` says more."
+        )
     wanted = found if gpus == "all" else gpus.split(",")
     unknown = [index for index in wanted if index not in found]
     if unknown or len(set(wanted)) < len(wanted):

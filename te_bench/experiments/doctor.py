@@ -27,7 +27,11 @@ def examine() -> dict[str, dict[str, str]]:
 
 def _packages() -> dict[str, str]:
     """What is needed for some features only."""
-    needed = {"datasets": "hf: data sets", "tokenizers": "bpe: and file: tokenisers", "triton": "torch.compile on a GPU"}
+    needed = {
+        "datasets": "hf: data sets",
+        "tokenizers": "bpe: and file: tokenisers",
+        "triton": "torch.compile on a GPU",
+    }
     rows = {name: "ok" if importlib.util.find_spec(name) else f"missing ({use})" for name, use in needed.items()}
     compiler = shutil.which("g++") or shutil.which("clang++")
     return {**rows, "C++ compiler": compiler or "missing (torch.compile on a CPU)"}

@@ -17,7 +17,17 @@ from typing import Any
 
 from te_bench.experiments.spec import digest
 
-PACKAGES = ("torch", "triton", "numpy", "datasets", "tokenizers", "safetensors", "scipy", "transformers", "nvidia-ml-py")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "scipy",
+    "transformers",
+    "nvidia-ml-py",
+)
 #: The folders whose code can change a result; reports and the command line can't.
 MEASURING = ("kernels", "models", "experiments")
 
@@ -153,7 +163,9 @@ def _git() -> dict[str, Any]:
 
 def _git_output(root: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -4,7 +4,8 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from te_bench.experiments.spec import Record, Trial
 
@@ -17,14 +18,18 @@ class Progress:
         self.walls: list[float] = []
         self.console = Console(stderr=True)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
-        self.bar = Bar(*columns, TextColumn("{task.description}"), console=self.console, disable=not self.console.is_terminal)
+        self.bar = Bar(
+            *columns, TextColumn("{task.description}"), console=self.console, disable=not self.console.is_terminal
+        )
         self.task = self.bar.add_task("", total=total, completed=done, left="")
 
     def __enter__(self) -> Self:
         self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bar.stop()
 
     def __call__(self, record: Record | None, trial: Trial | None) -> None:

@@ -93,9 +93,7 @@ def _preload(trials: Sequence[Trial]) -> list[str]:
     return ["te_bench.experiments.trial", *(["torch._inductor"] if compiler else [])]
 
 
-def _start(
-    server: Any, trial: Trial, store: Store, gpu: str | None, scratch: Path, context: Context
-) -> Running:
+def _start(server: Any, trial: Trial, store: Store, gpu: str | None, scratch: Path, context: Context) -> Running:
     reply, log = scratch / f"{trial.id}.json", store.directory / LOGS / f"{trial.id}.log"
     process = server.Process(target=_child, args=(trial.to_json(), str(reply), str(log), gpu, context))
     started, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -183,7 +181,7 @@ def _post_mortem(job: Running) -> dict[str, Any]:
 
 
 def _last_line(log: Path) -> str:
-    """": " and the last line of a log that says something, or nothing."""
+    """ ": " and the last line of a log that says something, or nothing."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     said = [line.strip() for line in lines if line.strip() and not line.startswith(("USDT:", "  File"))]
     return f": {said[-1][:200]}" if said else ""

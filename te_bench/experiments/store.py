@@ -139,7 +139,9 @@ class Store:
         except OSError as error:  # a full disk: leave the journal as it was
             os.ftruncate(self._file, self.journal.size)
             os.lseek(self._file, self.journal.size, os.SEEK_SET)
-            raise ValueError(f"cannot write {self.directory / JOURNAL}: {error.strerror}. What was measured before is safe.") from error
+            raise ValueError(
+                f"cannot write {self.directory / JOURNAL}: {error.strerror}. What was measured before is safe."
+            ) from error
         self.journal.size += len(line)
         _add(self.journal, json.loads(line))
 
@@ -150,7 +152,9 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

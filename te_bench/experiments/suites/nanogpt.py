@@ -28,9 +28,10 @@ RUNGS = [
 
 def experiment(options: Options) -> Experiment:
     problem = {"model": "gpt2", "batch": 12, "block": 1024}
-    trials = [
-        _rungs.step(options, problem, *rung, seed) for seed in _rungs.seeds(options, SEEDS) for rung in RUNGS
-    ]
+    trials = [_rungs.step(options, problem, *rung, seed) for seed in _rungs.seeds(options, SEEDS) for rung in RUNGS]
     return Experiment(
-        suite="nanogpt", title="GPT-2 124M training step, 12 x 1024 tokens", trials=tuple(trials), baseline=trials[0].cell
+        suite="nanogpt",
+        title="GPT-2 124M training step, 12 x 1024 tokens",
+        trials=tuple(trials),
+        baseline=trials[0].cell,
     )
