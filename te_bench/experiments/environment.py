@@ -80,9 +80,9 @@ def nvidia_gpus() -> list[dict[str, Any]]:
                 "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
                 "driver": driver,
                 "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-                "max_sm_clock_hz": _try(lambda h=handle: pynvml.nvmlDeviceGetMaxClockInfo(h, 1) * 1_000_000),
-                "max_memory_clock_hz": _try(lambda h=handle: pynvml.nvmlDeviceGetMaxClockInfo(h, 2) * 1_000_000),
-                "power_limit_w": _try(lambda h=handle: pynvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1000),
+                "max_sm_clock_hz": _try(pynvml.nvmlDeviceGetMaxClockInfo, handle, 1, scale=1e6),
+                "max_memory_clock_hz": _try(pynvml.nvmlDeviceGetMaxClockInfo, handle, 2, scale=1e6),
+                "power_limit_w": _try(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle, scale=1e-3),
             }
         )
     return gpus
@@ -99,11 +99,11 @@ def gpu_state(uuid: str) -> dict[str, Any]:
         return {}
     return {
         "uuid": uuid,
-        "sm_clock_hz": _try(lambda: pynvml.nvmlDeviceGetClockInfo(handle, 1) * 1_000_000),
-        "memory_clock_hz": _try(lambda: pynvml.nvmlDeviceGetClockInfo(handle, 2) * 1_000_000),
-        "temperature_c": _try(lambda: pynvml.nvmlDeviceGetTemperature(handle, 0)),
-        "power_w": _try(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-        "throttle_reasons": _try(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)),
+        "sm_clock_hz": _try(pynvml.nvmlDeviceGetClockInfo, handle, 1, scale=1e6),
+        "memory_clock_hz": _try(pynvml.nvmlDeviceGetClockInfo, handle, 2, scale=1e6),
+        "temperature_c": _try(pynvml.nvmlDeviceGetTemperature, handle, 0),
+        "power_w": _try(pynvml.nvmlDeviceGetPowerUsage, handle, scale=1e-3),
+        "throttle_reasons": _try(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle),
     }
 
 
@@ -175,9 +175,9 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _try(read: Callable[[], Any]) -> Any:
-    """A reading that some GPUs and drivers do not offer: None there."""
+def _try(read: Callable[..., float], *arguments: Any, scale: float = 1) -> float | None:
+    """A reading in SI units; None where the GPU or its driver does not offer it."""
     try:
-        return read()
+        return read(*arguments) * scale
     except Exception:
         return None

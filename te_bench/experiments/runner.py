@@ -85,7 +85,7 @@ def run(
 
 
 def _preload(trials: Sequence[Trial]) -> list[str]:
-    """What the fork server imports once for all children: the trial, and the compiler that torch.profiler loads on a GPU too.
+    """What the fork server imports once for all children: the trial, and the compiler where it will be needed.
 
     torch 2.11's profiler imports torch._inductor when it starts, 4 s in every child otherwise (H200, 2026-11-21).
     """

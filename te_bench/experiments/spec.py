@@ -62,6 +62,13 @@ class Trial:
         parts = [self.workload, _problem_label(self.problem), self.attention, self.precision, self.mode]
         return "/".join([*parts, f"s{self.seed}"])
 
+    def number(self, setting: str) -> int:
+        """A whole number of the problem. Raises ValueError when it is missing or something else."""
+        value = self.problem.get(setting)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{self.workload} needs a whole number for {setting!r}, got {value!r}")
+        return value
+
     def to_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "problem": dict(self.problem)}
 

@@ -5,6 +5,7 @@ bench_py   10 burn-in steps, then 20 timed ones (nanoGPT's bench.py). On a GPU o
 kernel     one call a sample, L2 flushed before it, until the median is known to 0.5 %.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def bench_py(step: Callable[[], object], device: str) -> list[float]:
         for _ in range(BENCH_PY_TIMED):
             step()
             edges.append(time.perf_counter())
-        return [after - before for before, after in zip(edges, edges[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(edges)]
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(BENCH_PY_TIMED + 1)]
     events[0].record()
@@ -38,7 +39,7 @@ def bench_py(step: Callable[[], object], device: str) -> list[float]:
         step()
         event.record()
     torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1e3 for before, after in zip(events, events[1:], strict=False)]
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
 
 
 def kernel(call: Callable[[], object], device: str) -> list[float]:

@@ -87,6 +87,25 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class Transformer(nn.Module):
+    """Everything but the head; the names are those of OpenAI's checkpoints."""
+
+    def __init__(self, config: GPTConfig, attention: str, padded: int, linear: Callable[..., nn.Linear]):
+        super().__init__()
+        self.wte = nn.Embedding(padded, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config, attention, linear) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.drop(self.wte(tokens) + self.wpe(positions))
+        for block in self.h:
+            x = block(x)
+        return self.ln_f(x)
+
+
 class GPT(nn.Module):
     """A decoder-only transformer, pre-LN, learned positions, head tied to the token embedding.
 
@@ -113,15 +132,7 @@ class GPT(nn.Module):
         def linear(n_in: int, n_out: int, bias: bool) -> nn.Linear:
             return nn.Linear(n_in, n_out, bias) if recipe is None else Linear(n_in, n_out, bias, recipe=recipe)
 
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(padded, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "drop": nn.Dropout(config.dropout),
-                "h": nn.ModuleList(Block(config, attention, linear) for _ in range(config.n_layer)),
-                "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
-            }
-        )
+        self.transformer = Transformer(config, attention, padded, linear)
         self.lm_head = nn.Linear(config.n_embd, padded, bias=False)
         self.init_weights()
 
@@ -148,14 +159,9 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, C), after the last LayerNorm. Raises ValueError when T > block_size."""
-        T = tokens.shape[1]
-        if self.config.block_size < T:
-            raise ValueError(f"{T} tokens, but block_size is {self.config.block_size}")
-        positions = torch.arange(T, device=tokens.device)
-        x = self.transformer.drop(self.transformer.wte(tokens) + self.transformer.wpe(positions))
-        for block in self.transformer.h:
-            x = block(x)
-        return self.transformer.ln_f(x)
+        if tokens.shape[1] > self.config.block_size:
+            raise ValueError(f"{tokens.shape[1]} tokens, but block_size is {self.config.block_size}")
+        return self.transformer(tokens)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats; (B, T) int64 x2 -> () float32. The logits do not outlive the call."""

@@ -98,7 +98,7 @@ class TrainStep:
                 group["lr"] = rate
 
     def gradients(self, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
-        """loss, {parameter: gradient after clipping} of this very step, by the kernels it trains with; changes no state."""
+        """loss, {parameter: gradient after clipping}, by the very kernels that the step trains with; changes no state."""
         if self.captured:
             if self._graph is None:
                 self._capture(tokens, targets)

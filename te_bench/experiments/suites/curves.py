@@ -1,4 +1,4 @@
-"""Loss curves: the best validation loss within a time budget, each backend at its largest batch; and bf16 beside fp8, step by step."""
+"""Loss curves: the best validation loss in a time budget, at each backend's largest batch; bf16 beside fp8 by step."""
 
 from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
 from te_bench.experiments.suites import _rungs

@@ -1,6 +1,6 @@
-"""The ladder of PyTorch's post on nanoGPT, taken further: GPT-2 124M, 12 x 1024 tokens, from manual attention to CUDA graphs and FP8."""
+"""GPT-2 124M, 12 x 1024 tokens: PyTorch's ladder for nanoGPT, on to torch.compile, CUDA graphs and FP8."""
 
-from te_bench.experiments.spec import Experiment, Options
+from te_bench.experiments.spec import Experiment, Options, Scalar
 from te_bench.experiments.suites import _rungs
 from te_bench.experiments.suites._rungs import VP, V
 
@@ -27,7 +27,7 @@ RUNGS = [
 
 
 def experiment(options: Options) -> Experiment:
-    problem = {"model": "gpt2", "batch": 12, "block": 1024}
+    problem: dict[str, Scalar] = {"model": "gpt2", "batch": 12, "block": 1024}
     trials = [_rungs.step(options, problem, *rung, seed) for seed in _rungs.seeds(options, SEEDS) for rung in RUNGS]
     return Experiment(
         suite="nanogpt",

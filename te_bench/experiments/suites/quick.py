@@ -1,6 +1,6 @@
 """Two minutes on a laptop or seconds on a GPU: a few rungs of everything, on a tiny GPT."""
 
-from te_bench.experiments.spec import Experiment, Options, Trial
+from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
 from te_bench.experiments.suites import _rungs
 from te_bench.experiments.suites._rungs import VP, V
 
@@ -16,7 +16,7 @@ def experiment(options: Options) -> Experiment:
     rungs = [(name, V, common) for name in rivals]
     rungs += [("flash", VP, common), *([("cudnn", VP, common)] if cuda else [])]
     rungs += [("flash" if p != "fp32" else "manual", VP, p) for p in ("fp32", "bf16", "fp8") if p != common]
-    problem = {"model": "tiny", "batch": 2, "block": BLOCK}
+    problem: dict[str, Scalar] = {"model": "tiny", "batch": 2, "block": BLOCK}
     ladder = [
         _rungs.step(options, problem, attention, padded, precision, "eager", seed)
         for seed in _rungs.seeds(options, SEEDS)
@@ -33,7 +33,7 @@ def experiment(options: Options) -> Experiment:
 def _curves(options: Options) -> list[Trial]:
     """The same short training in bf16 and in fp8: one pair of loss curves."""
     data = _rungs.corpus_problem(options, options.data_for("tiny", "stdlib"), "bytes", BLOCK)
-    problem = {
+    problem: dict[str, Scalar] = {
         **data,
         "model": "tiny",
         "batch": 16,

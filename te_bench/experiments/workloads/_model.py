@@ -1,4 +1,4 @@
-"""What the model workloads share: building the trial's model, its check against the reference, the kernels that ran."""
+"""What the model workloads share: building the trial's model, its check against the reference, its memory."""
 
 import dataclasses
 import gc
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from te_bench.experiments.measurement import CheckFailed, Measurement, Unsupported
+from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.kernels import attention
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import CONFIGS, GPT, GPTConfig
@@ -40,7 +40,7 @@ def require_supported(trial: Trial) -> None:
     problem = attention.Problem(
         batch=1,
         heads=config.n_head,
-        length=int(trial.problem["block"] or 0),
+        length=trial.number("block"),
         head_dim=config.n_embd // config.n_head,
         dtype={"fp8": "bf16"}.get(trial.precision, trial.precision),
         causal=True,
@@ -64,9 +64,10 @@ def require_supported(trial: Trial) -> None:
 
 
 def config_of(trial: Trial) -> GPTConfig:
-    p = trial.problem
-    config = dataclasses.replace(CONFIGS[str(p["model"])], block_size=p["block"], vocab_size=p["vocab"])
-    return config if p.get("dropout") is None else dataclasses.replace(config, dropout=p["dropout"])
+    block, vocab = trial.number("block"), trial.number("vocab")
+    config = dataclasses.replace(CONFIGS[str(trial.problem["model"])], block_size=block, vocab_size=vocab)
+    dropout = trial.problem.get("dropout")
+    return config if dropout is None else dataclasses.replace(config, dropout=float(dropout))
 
 
 def optim_of(trial: Trial) -> Optim:
@@ -80,7 +81,7 @@ def build(trial: Trial, **changes: Any) -> GPT:
     t = dataclasses.replace(trial, **changes)
     recipe = recipes.load(t.recipe) if t.recipe else None
     with torch.device("meta"):  # torch's own initialisation would cost time and draw random numbers
-        model = GPT(config_of(t), attention=t.attention, padded_vocab_size=t.problem["padded_vocab"], recipe=recipe)
+        model = GPT(config_of(t), attention=t.attention, padded_vocab_size=t.number("padded_vocab"), recipe=recipe)
     model.to_empty(device=t.device)
     # As nanoGPT sets it. Under autocast only SDPA's math kernel multiplies in float32; "fp32" means IEEE float32.
     torch.backends.cuda.matmul.allow_tf32 = t.precision in ("bf16", "fp16", "fp8")
@@ -100,7 +101,7 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
         trial = dataclasses.replace(trial, mode="eager", problem={**trial.problem, "dropout": 0.0})
         step = TrainStep(build(trial), step.optim, precision=trial.precision, mode="eager")
     loss, ours = step.gradients(tokens, targets)
-    vocab = int(trial.problem["vocab"] or 0)
+    vocab = trial.number("vocab")
     unpadded = {**trial.problem, "padded_vocab": vocab}
     exact = dataclasses.replace(trial, attention="manual", precision="fp64", recipe=None, problem=unpadded)
     library = dataclasses.replace(trial, attention="manual", problem=unpadded)
@@ -111,21 +112,14 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
 
     factor, floor = FACTOR[trial.precision], 4 * EPSILON[trial.precision]
     loss_limit = factor * abs(library_loss - true_loss) + LOSS_FLOOR[trial.precision] * abs(true_loss)
-    quantities = [{"name": "loss", "error": abs(loss - true_loss), "limit": loss_limit}]
+    quantities = [Quantity("loss", abs(loss - true_loss), loss_limit)]
     errors = {name: _relative_error(yardstick[name], gradient) for name, gradient in truth.items()}
     typical = statistics.median(errors.values())  # a tensor where the library happened to round well is no yardstick
     for name, gradient in truth.items():
         limit = factor * max(errors[name], typical) + floor
-        quantities.append({"name": f"grad {name}", "error": _relative_error(ours[name], gradient), "limit": limit})
-    quantities.append({"name": "grad padding rows", "error": _largest(padding), "limit": 0.0})
-    check = {"reference": "manual attention, fp64, unpadded, same weights", "quantities": quantities}
-    wrong = [q for q in quantities if not q["error"] <= q["limit"]]  # NaN is not <=
-    if wrong:
-        worst = max(wrong, key=lambda q: q["error"] / (q["limit"] or 1e-30))
-        finite = {**check, "quantities": [_finite(q) for q in quantities]}
-        reason = f"{worst['name']}: error {worst['error']:.3g} > {worst['limit']:.3g} ({len(wrong)} tensors wrong)"
-        raise CheckFailed(reason, Measurement(check=finite))
-    return check
+        quantities.append(Quantity(f"grad {name}", _relative_error(ours[name], gradient), limit))
+    quantities.append(Quantity("grad padding rows", _largest(padding), 0.0))
+    return judge("manual attention, fp64, unpadded, same weights", quantities)
 
 
 def _in_rows(trial: Trial, optim: Optim, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
@@ -146,33 +140,6 @@ def _relative_error(x: Tensor, truth: Tensor) -> float:
 
 def _largest(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
-
-
-def _finite(q: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: an error that is not a number is written as null."""
-    return {**q, "error": q["error"] if abs(q["error"]) < float("inf") else None}
-
-
-def kernels_seen(call: Any, device: str) -> list[str]:
-    """Names of the attention operators and of every GPU kernel that one call runs, in order of total time."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
-    with profile(activities=activities) as profiler:
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-    names: dict[str, float] = {}
-    for event in profiler.events():
-        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-        if on_gpu or "attention" in event.name or "scaled_mm" in event.name:
-            names[event.name] = names.get(event.name, 0.0) + (event.device_time if on_gpu else 0.0)
-    return [name[:200] for name in sorted(names, key=lambda n: -names[n])]
-
-
-def require_kernels(trial: Trial, seen: list[str], measurement: Measurement) -> None:
-    """Raise CheckFailed when the attention that ran is not the one the trial asked for."""
-    reason = attention.wrong_kernel(trial.attention, trial.device, seen, eager=trial.mode == "eager")
-    if reason:
-        raise CheckFailed(reason, dataclasses.replace(measurement, samples={}))
 
 
 def reset_memory(device: str) -> None:

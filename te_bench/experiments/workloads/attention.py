@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import timing
-from te_bench.experiments.measurement import CheckFailed, Context, Measurement, Unsupported
+from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _model
+from te_bench.experiments.workloads import _check, _model
+from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.kernels import attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,10 +48,8 @@ def run(trial: Trial, context: Context) -> Measurement:
     def both() -> None:
         torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
 
-    measurement = Measurement(check=check, work=work, samples=samples)
-    seen = _model.kernels_seen(both, trial.device)
-    _model.require_kernels(trial, seen, measurement)
-    return Measurement(check=check, work=work, samples=samples, kernels=seen)
+    seen = _check.kernels_seen(both, trial.device)
+    return _check.require_kernels(trial, seen, Measurement(check=check, work=work, samples=samples))
 
 
 def problem_of(trial: Trial) -> attention.Problem:
@@ -72,9 +71,8 @@ def problem_of(trial: Trial) -> attention.Problem:
 
 def inputs(trial: Trial, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, dout: standard normal, (batch, heads, T, D) in the trial's dtype."""
-    p = trial.problem
     generator = torch.Generator(trial.device).manual_seed(trial.seed)
-    size = (batch, heads, int(p["length"] or 0), int(p["head_dim"] or 0))
+    size = (batch, heads, trial.number("length"), trial.number("head_dim"))
     dtype = DTYPES[trial.precision]
     draw = [torch.randn(size, generator=generator, device=trial.device).to(dtype) for _ in range(4)]
     return draw[0].requires_grad_(), draw[1].requires_grad_(), draw[2].requires_grad_(), draw[3]
@@ -85,10 +83,9 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
 
     The floor is twice what rounding the exact result to the dtype costs. Raises CheckFailed, naming the worst.
     """
-    p = trial.problem
-    length = int(p["length"] or 0)
-    whole = length * length * int(p["batch"] or 0) * int(p["heads"] or 0) <= CHECK_SCORES
-    batch, heads = (int(p["batch"] or 0), int(p["heads"] or 0)) if whole else (1, 1)
+    length = trial.number("length")
+    whole = length * length * trial.number("batch") * trial.number("heads") <= CHECK_SCORES
+    batch, heads = (trial.number("batch"), trial.number("heads")) if whole else (1, 1)
     exact_inputs = [t.detach().double().requires_grad_() for t in inputs(trial, batch, heads)]
     manual = _bind(trial, attention.load("manual").forward)
     truth = _gradients(manual, exact_inputs)
@@ -97,20 +94,13 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
     quantities = []
     for name, exact, yardstick, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=True):
         floor = 2 * _max_error(exact.to(value.dtype), exact)
-        quantities.append(
-            {"name": name, "error": _max_error(value, exact), "limit": 2 * _max_error(yardstick, exact) + floor}
-        )
-    check = {"reference": "manual attention, fp64", "quantities": quantities}
-    wrong = [q["name"] for q in quantities if not q["error"] <= q["limit"]]
-    if wrong:
-        finite = {**check, "quantities": [_model._finite(q) for q in quantities]}
-        raise CheckFailed(f"{', '.join(map(str, wrong))} exceed their limits: {quantities}", Measurement(check=finite))
-    return check
+        quantities.append(Quantity(name, _max_error(value, exact), 2 * _max_error(yardstick, exact) + floor))
+    return judge("manual attention, fp64", quantities)
 
 
 def _bind(trial: Trial, forward: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The backend's forward with the trial's mask and the usual scale, 1 / sqrt(D)."""
-    causal, scale = bool(trial.problem["causal"]), 1 / math.sqrt(int(trial.problem["head_dim"] or 0))
+    causal, scale = bool(trial.problem["causal"]), 1 / math.sqrt(trial.number("head_dim"))
     return lambda q, k, v: forward(q, k, v, causal=causal, scale=scale)
 
 

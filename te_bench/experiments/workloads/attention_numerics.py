@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _model, attention
+from te_bench.experiments.workloads import _check, attention
 from te_bench.kernels import attention as kernels
 
 DRAWS = 8
@@ -39,12 +39,9 @@ def run(trial: Trial, context: Context) -> Measurement:
         samples["error_scale_after"].append(_error(after, exact))
         samples["error_sdpa"].append(_error(sdpa, exact))
         close += torch.allclose(sdpa, after)
-    call = lambda: backend.forward(q, k, v, causal=p.causal, scale=scale)  # noqa: E731
     check = {"allclose": close == DRAWS, "allclose_draws": close, "draws": DRAWS}
-    measurement = Measurement(check=check, samples=samples)
-    seen = _model.kernels_seen(call, trial.device)
-    _model.require_kernels(trial, seen, measurement)
-    return dataclasses.replace(measurement, kernels=seen)
+    seen = _check.kernels_seen(lambda: backend.forward(q, k, v, causal=p.causal, scale=scale), trial.device)
+    return _check.require_kernels(trial, seen, Measurement(check=check, samples=samples))
 
 
 def _scaled_before(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _model
+from te_bench.experiments.workloads import _check, _model
 from te_bench.models.data import Batches
 from te_bench.models.train import TrainStep
 
@@ -35,15 +35,12 @@ def run(trial: Trial, context: Context) -> Measurement:
     measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **memory})
     if not all(abs(x) < float("inf") for x in loss):
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
-    seen = _model.kernels_seen(next_step, trial.device)
-    _model.require_kernels(trial, seen, measurement)
-    return Measurement(check=check, work=work, samples=measurement.samples, kernels=seen)
+    return _check.require_kernels(trial, _check.kernels_seen(next_step, trial.device), measurement)
 
 
 def random_batches(trial: Trial, batch: int | None = None) -> list[tuple[Tensor, Tensor]]:
     """(tokens, targets) on the device, uniform over the true vocabulary."""
-    p = trial.problem
-    sizes = {"block": int(p["block"] or 0), "batch": batch or int(p["batch"] or 0), "vocab": int(p["vocab"] or 0)}
+    sizes = {"block": trial.number("block"), "batch": batch or trial.number("batch"), "vocab": trial.number("vocab")}
     stream = Batches(None, **sizes, seed=trial.seed, device=trial.device)
     return [stream.at(step) for step in range(BATCHES)]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _model, max_batch
+from te_bench.experiments.workloads import _check, _model, max_batch
 from te_bench.models import corpus as corpora
 from te_bench.models import data
 from te_bench.models.train import TrainStep, evaluate, train
@@ -33,7 +33,7 @@ def run(trial: Trial, context: Context) -> Measurement:
         trial = dataclasses.replace(trial, problem={**trial.problem, "batch": tries[0]})
     p = trial.problem
     corpus = None if p["data"] == "random" else corpora.load(str(p["corpus"]), cache=context.cache)
-    sizes = {"block": int(p["block"] or 0), "batch": int(p["batch"] or 0), "vocab": int(p["vocab"] or 0)}
+    sizes = {"block": trial.number("block"), "batch": trial.number("batch"), "vocab": trial.number("vocab")}
     optim = _model.optim_of(trial)
     rows = {**sizes, "batch": sizes["batch"] * optim.accumulate}
     stream = data.Batches(corpus, **rows, seed=trial.seed, device=trial.device)
@@ -55,9 +55,8 @@ def run(trial: Trial, context: Context) -> Measurement:
     measurement = Measurement(check=check, work=work, samples=samples)
     if reason:
         raise Diverged(reason, measurement)
-    seen = _model.kernels_seen(lambda: step(*stream.at(0)), trial.device)
-    _model.require_kernels(trial, seen, measurement)
-    return dataclasses.replace(measurement, kernels=seen)
+    seen = _check.kernels_seen(lambda: step(*stream.at(0)), trial.device)
+    return _check.require_kernels(trial, seen, measurement)
 
 
 def _few(batch: tuple[Tensor, Tensor], accumulate: int, trial: Trial) -> tuple[Tensor, Tensor]:
@@ -77,7 +76,7 @@ class _Curve:
         self.steps, self.budget_s = p.get("steps"), p.get("budget_s")
         self.eval_every, self.eval_every_s = p.get("eval_every"), p.get("eval_every_s")
         self.tokens = {"max_tokens": p.get("eval_tokens")}
-        self.windows = data.windows(corpus, int(p["block"] or 0), **self.tokens)  # type: ignore[arg-type]
+        self.windows = data.windows(corpus, trial.number("block"), **self.tokens)  # type: ignore[arg-type]
         self.elapsed, self.mark = 0.0, time.perf_counter()
         self.pending: list[tuple[int, Tensor]] = []
         self.last_eval_s = 0.0
@@ -146,8 +145,11 @@ class _Curve:
         return None
 
     def _evaluate(self) -> None:
-        p = self.trial.problem
-        sizes = {"block": int(p["block"] or 0), "batch": int(p["batch"] or 0), "vocab": int(p["vocab"] or 0)}
+        sizes = {
+            "block": self.trial.number("block"),
+            "batch": self.trial.number("batch"),
+            "vocab": self.trial.number("vocab"),
+        }
         batches = data.validation(self.corpus, **sizes, **self.tokens, device=self.trial.device)  # type: ignore[arg-type]
         self.val_loss.append(evaluate(self.step.model, batches, self.trial.precision))
         self.val_step.append(self.number + 1)

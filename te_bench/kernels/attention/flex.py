@@ -1,4 +1,4 @@
-"""FlexAttention: a Triton kernel that torch.compile writes for the mask it is given; causal blocks above the diagonal are skipped.
+"""FlexAttention: a Triton kernel that torch.compile writes for the mask it is given, blocks above the diagonal skipped.
 
 Source: Dong et al., "Flex Attention", arXiv:2412.05496; torch.nn.attention.flex_attention.
 """

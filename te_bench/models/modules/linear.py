@@ -19,7 +19,7 @@ class _Linear(torch.autograd.Function):
         return recipe.gemm(x_fp8, w_fp8, "fprop", dtype)  # (M, K) (N, K) -> (M, N)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, x_inv, w, w_inv = ctx.saved_tensors
         recipe, (x_dtype, w_dtype) = ctx.recipe, ctx.dtypes
         g, g_inv = recipe.quantize(dy, "grad_output")

@@ -1,6 +1,6 @@
 """FP8 recipes, one file each. A recipe owns its quantisation and its GEMM policy per role and per GEMM.
 
-Roles are "input", "weight" and "grad_output"; GEMMs are "fprop", "dgrad" and "wgrad". Linear never asks for a recipe's name.
+Roles are "input", "weight" and "grad_output"; GEMMs are "fprop", "dgrad" and "wgrad". Linear never asks for a name.
 """
 
 from enum import Enum
@@ -10,7 +10,7 @@ from te_bench import plugins
 
 
 class Format(Enum):
-    """FP8 formats as (forward, backward). E5M2 alone is for gradients: its two mantissa bits are too few for activations."""
+    """FP8 formats as (forward, backward). E5M2 is for gradients: two mantissa bits are too few for activations."""
 
     E4M3 = ("e4m3", "e4m3")
     HYBRID = ("e4m3", "e5m2")
