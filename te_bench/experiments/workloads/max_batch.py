@@ -1,7 +1,7 @@
 """The largest batch whose training step fits in memory, by bisection, each try in a fresh process.
 
 problem: model, block, vocab, padded_vocab, memory_limit_gib (None: all of the GPU). samples: max_batch (1).
-work.tries: [{batch, fits, peak_allocated_bytes}] in the order they were made.
+work.tries: [{batch, fits, peak_allocated_bytes, peak_reserved_bytes, total_bytes}] in the order they were made.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
 
 def _next(tries: list[Try], batch: int) -> int:
     """Twice as much, eight times while the peak shows that memory is far from full."""
-    peak, total = tries[-1]["peak_allocated_bytes"], tries[-1]["total_bytes"]
+    peak, total = tries[-1]["peak_reserved_bytes"], tries[-1]["total_bytes"]
     return batch * (8 if peak and total and peak < total / 16 else 2)
 
 
@@ -64,7 +64,7 @@ def _guess(tries: list[Try], low: int, high: int) -> int:
 
     Peak memory is linear in the batch, so the line saves most of the bisection; every other try bisects all the same.
     """
-    points = sorted({(t["batch"], t["peak_allocated_bytes"]) for t in tries if t["fits"] and t["peak_allocated_bytes"]})
+    points = sorted({(t["batch"], t["peak_reserved_bytes"]) for t in tries if t["fits"] and t["peak_reserved_bytes"]})
     middle = (low + high) // 2
     if len(points) >= 2 and tries[-1]["total_bytes"]:
         (b0, m0), (b1, m1) = points[-2:]
@@ -74,7 +74,7 @@ def _guess(tries: list[Try], low: int, high: int) -> int:
 
 
 def attempt(trial: Trial, batch: int) -> Try:
-    """Train STEPS steps at this batch in a fresh process; {batch, fits, peak_allocated_bytes, total_bytes}."""
+    """Train STEPS steps at this batch in a fresh process."""
     fork = multiprocessing.get_context("fork")  # the parent has imported torch and never touched CUDA
     receiver, sender = fork.Pipe(duplex=False)
     process = fork.Process(target=_steps, args=(trial, batch, sender))
@@ -87,18 +87,24 @@ def attempt(trial: Trial, batch: int) -> Try:
     process.join()
     kind, _, rest = reply.partition(" ")
     if kind == "ok":
-        peak, total = (int(word) for word in rest.split())
-        return {"batch": batch, "fits": True, "peak_allocated_bytes": peak or None, "total_bytes": total or None}
+        allocated, reserved, total = (int(word) or None for word in rest.split())
+        return _try(batch, fits=True, allocated=allocated, reserved=reserved, total=total)
     if kind == "oom" or process.exitcode == -9:  # -9: the kernel's out-of-memory killer
-        total_bytes = int(rest) if rest else None
-        return {"batch": batch, "fits": False, "peak_allocated_bytes": None, "total_bytes": total_bytes or None}
+        return _try(batch, fits=False, total=int(rest or 0) or None)
     if kind == "unsupported":
         raise Unsupported(rest)
     raise RuntimeError(rest or f"the try with batch {batch} ended with exit code {process.exitcode}")
 
 
+def _try(
+    batch: int, *, fits: bool, allocated: int | None = None, reserved: int | None = None, total: int | None = None
+) -> Try:
+    peaks = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
+    return {"batch": batch, "fits": fits, **peaks, "total_bytes": total}
+
+
 def _steps(trial: Trial, batch: int, sender: Connection) -> None:
-    """In the fresh process: answer "ok PEAK TOTAL", "oom TOTAL", "unsupported WHY" or "error WHY"."""
+    """In the fresh process: answer "ok ALLOCATED RESERVED TOTAL", "oom TOTAL", "unsupported WHY" or "error WHY"."""
     total = 0
     try:
         _model.require_supported(trial)
@@ -108,11 +114,11 @@ def _steps(trial: Trial, batch: int, sender: Connection) -> None:
         step = TrainStep(_model.build(trial), _model.optim_of(trial), precision=trial.precision, mode=trial.mode)
         for number in range(STEPS):
             step(*batches[number])
-        peak = 0
+        allocated = reserved = 0
         if trial.device == "cuda":
             torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_reserved()
-        reply = f"ok {peak} {total}"
+            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        reply = f"ok {allocated} {reserved} {total}"
     except Unsupported as error:
         reply = f"unsupported {error}"
     except (torch.OutOfMemoryError, MemoryError):

@@ -55,7 +55,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     measurement = Measurement(check=check, work=work, samples=samples)
     if reason:
         raise Diverged(reason, measurement)
-    seen = _check.kernels_seen(lambda: step(*stream.at(0)), trial.device)
+    few = _few(stream.at(0), optim.accumulate, trial)  # at the largest batch the profiler would have no memory left
+    _model.reset_memory(trial.device)
+    seen = _check.kernels_seen(lambda: step(*few), trial.device)
     return _check.require_kernels(trial, seen, measurement)
 
 

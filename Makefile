@@ -1,0 +1,41 @@
+# `make demo` and `make test` are all a newcomer needs: each makes .venv and installs what it uses.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+JOBS ?= 2
+
+.PHONY: demo test lint tables clean
+
+demo: .venv/demo.done
+	$(BIN)/te-bench run quick
+
+test: .venv/test.done lint
+	$(BIN)/te-bench embed --check README.md
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu"
+
+lint: .venv/test.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The tables in README.md, from the records under results/.
+tables: .venv/demo.done
+	$(BIN)/te-bench embed README.md
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "te-bench needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo "could not make .venv; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+
+.venv/demo.done: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e .
+	touch $@
+
+.venv/test.done: .venv/demo.done
+	$(PIP) install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
