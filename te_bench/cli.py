@@ -5,6 +5,8 @@ Exit codes: 0 done; 2 usage (the message says what is legal); 4 incomplete: some
 """
 
 import json
+import math
+import shlex
 import sys
 from collections import Counter
 from pathlib import Path
@@ -45,7 +47,7 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 def main() -> None:
-    """Entry point: a ValueError anywhere is the user's to read, one line and exit code 2."""
+    """Entry point: a ValueError anywhere, or a file that can't be used, is the user's to read; exit code 2."""
     try:
         app()
     except ValueError as error:
@@ -54,6 +56,9 @@ def main() -> None:
     except BrokenPipeError:  # `te-bench list | head`
         sys.stderr.close()
         sys.exit(141)
+    except OSError as error:
+        print(f"te-bench: {error.filename or 'cannot go on'}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(2)
 
 
 @app.callback(invoke_without_command=True)
@@ -140,7 +145,7 @@ def run(
     from te_bench.experiments.measurement import Context
     from te_bench.experiments.store import Plan, Store
 
-    if timeout <= 0:
+    if not timeout > 0:  # nor is NaN
         raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
     options = _options(device, seeds, data, budget, cache)
     slots = _slots(options.device, gpus)
@@ -175,7 +180,8 @@ def run(
                 )
         except KeyboardInterrupt:
             left = sum(not store.journal.done((t.id, machine["id"])) for t in experiment.trials)
-            print(f"\nStopped with {left} trials to go. The same command goes on: te-bench {' '.join(sys.argv[1:])}")
+            again = shlex.join(word for word in sys.argv[1:] if word != "--fresh")
+            print(f"\nStopped with {left} trials to go. To go on: te-bench {again}")
             raise typer.Exit(130) from None
         records = [store.journal.records[(t.id, machine["id"])] for t in experiment.trials]
     _finish(directory, records)
@@ -246,7 +252,7 @@ def _options(
     from te_bench.experiments import environment
     from te_bench.experiments.spec import Options
 
-    if budget is not None and budget <= 0:
+    if budget is not None and not 0 < budget < math.inf:
         raise ValueError(f"--budget {budget:g}: give seconds greater than 0")
     found = device or ("cuda" if environment.nvidia_gpus() else "cpu")
     return Options(device=found, seeds=seeds, data=_data(data or []), budget_s=budget, cache=cache)

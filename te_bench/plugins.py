@@ -37,4 +37,4 @@ def about(package: str, name: str) -> str:
     assert spec is not None
     assert spec.submodule_search_locations
     source = Path(spec.submodule_search_locations[0]) / f"{name}.py"
-    return (ast.get_docstring(ast.parse(source.read_text())) or "").split("\n", 1)[0]
+    return (ast.get_docstring(ast.parse(source.read_bytes())) or "").split("\n", 1)[0]

@@ -121,7 +121,8 @@ def _torch_build() -> dict[str, str | None]:
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return {"version": None, "cuda": None}
-    text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text()
+    source = Path(spec.submodule_search_locations[0]) / "version.py"
+    text = source.read_text() if source.exists() else ""
     version = re.search(r"__version__ = '([^']+)'", text)
     cuda = re.search(r"^cuda[^=]*= '([^']+)'", text, re.MULTILINE)
     return {"version": version[1] if version else _version("torch"), "cuda": cuda[1] if cuda else None}

@@ -16,6 +16,7 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
     experiment: Experiment = plugins.load(suites.__name__, suite, "experiment")(options)
     for trial in experiment.trials:
         check(trial)
+    _check_options(experiment, options)
     names = [trial.name for trial in experiment.trials]
     chosen = [t for t in experiment.trials if only is None or fnmatch.fnmatch(t.name, only)]
     if not chosen:
@@ -24,6 +25,19 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
     return Experiment(
         suite=experiment.suite, title=experiment.title, trials=interleave(chosen), baseline=experiment.baseline
     )
+
+
+def _check_options(experiment: Experiment, options: Options) -> None:
+    """Raise ValueError for an option that no trial of the suite would heed."""
+    problems = [trial.problem for trial in experiment.trials]
+    trained = sorted({str(trial.problem["model"]) for trial in experiment.trials if trial.workload == "training"})
+    if options.data and not trained:
+        raise ValueError(f"--data: the suite {experiment.suite} trains on no data set; leave it out")
+    for model in options.data:
+        if model:
+            plugins.check("model of --data", model, trained)
+    if options.budget_s is not None and not any("budget_s" in problem for problem in problems):
+        raise ValueError(f"--budget: the suite {experiment.suite} has no time-budget trial; leave it out")
 
 
 def check(trial: Trial) -> None:

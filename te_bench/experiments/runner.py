@@ -4,7 +4,6 @@ Children fork from a server that has imported torch once and never touches CUDA 
 process costs milliseconds. The parent never touches CUDA either: it waits, kills and writes.
 """
 
-import ctypes
 import faulthandler
 import json
 import multiprocessing
@@ -30,6 +29,7 @@ from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import Store
 
 LOGS = "logs"
+LONGEST_WAIT = 86400.0  # seconds; poll(2) counts milliseconds in an int, which a --timeout of 25 days would overflow
 Progress = Callable[[Record | None, Trial | None], None]  # (a record just written, a trial just started)
 
 
@@ -71,8 +71,10 @@ def run(
         try:
             while waiting or running:
                 while waiting and free:
-                    running.append(_start(server, waiting.popleft(), store, free.pop(0), Path(scratch), context))
-                    progress(None, running[-1].trial)
+                    job = _prepare(server, waiting.popleft(), store, free.pop(0), Path(scratch), context)
+                    running.append(job)  # first: an interrupt while it starts must find it
+                    job.process.start()
+                    progress(None, job.trial)
                 for job in _finished(running, timeout_s):
                     running.remove(job)
                     free.append(job.gpu)
@@ -93,19 +95,17 @@ def _preload(trials: Sequence[Trial]) -> list[str]:
     return ["te_bench.experiments.trial", *(["torch._inductor"] if compiler else [])]
 
 
-def _start(server: Any, trial: Trial, store: Store, gpu: str | None, scratch: Path, context: Context) -> Running:
+def _prepare(server: Any, trial: Trial, store: Store, gpu: str | None, scratch: Path, context: Context) -> Running:
     reply, log = scratch / f"{trial.id}.json", store.directory / LOGS / f"{trial.id}.log"
     process = server.Process(target=_child, args=(trial.to_json(), str(reply), str(log), gpu, context))
     started, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="milliseconds")
-    oom_kills = _oom_kills()
-    process.start()
-    return Running(trial, process, started, started_at, reply, log, gpu, oom_kills)
+    return Running(trial, process, started, started_at, reply, log, gpu, _oom_kills())
 
 
 def _child(trial: Mapping[str, Any], reply: str, log: str, gpu: str | None, context: Context) -> None:
     """In the child: become a process group, log to a file, run the trial, leave the reply whole or not at all."""
     os.setsid()
-    _die_with_parent()
+    _end_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(file, 1)
@@ -129,16 +129,23 @@ def _child(trial: Mapping[str, Any], reply: str, log: str, gpu: str | None, cont
     os._exit(0)  # no teardown: freeing a GPU's memory one tensor at a time takes longer than ending the process
 
 
-def _die_with_parent() -> None:
-    """On Linux, be killed when the fork server goes, which goes when te-bench is killed: no orphan keeps the GPU."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG, <sys/prctl.h>
+def _end_with_parent() -> None:
+    """Fork a watcher that ends this process group once te-bench is gone: no orphan keeps the GPU, wherever it hangs.
+
+    The fork server cannot do it: it goes when its last child does, each of which holds the pipe that it watches.
+    """
+    te_bench = multiprocessing.parent_process()
+    assert te_bench is not None
+    if os.fork() == 0:
+        te_bench.join()
+        os.killpg(0, signal.SIGKILL)
 
 
 def _finished(running: Sequence[Running], timeout_s: float) -> Iterable[Running]:
     """Wait for the next child to end or run out of time; those that did, the latter killed."""
     deadline = min(job.started for job in running) + timeout_s
-    wait([job.process.sentinel for job in running], timeout=max(0.0, deadline - time.perf_counter()))
+    left = min(max(0.0, deadline - time.perf_counter()), LONGEST_WAIT)
+    wait([job.process.sentinel for job in running], timeout=left)
     now = time.perf_counter()
     return [job for job in running if not job.process.is_alive() or now - job.started >= timeout_s]
 
@@ -181,15 +188,16 @@ def _post_mortem(job: Running) -> dict[str, Any]:
 
 
 def _last_line(log: Path) -> str:
-    """ ": " and the last line of a log that says something, or nothing."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    """ ": " and the last line of a log that says something before faulthandler's dump, or nothing."""
+    lines = log.read_text(errors="replace").partition("Fatal Python error:")[0].splitlines() if log.exists() else []
     said = [line.strip() for line in lines if line.strip() and not line.startswith(("USDT:", "  File"))]
     return f": {said[-1][:200]}" if said else ""
 
 
 def _kill(process: BaseProcess) -> None:
     """End a child and all it started; its process group outlives it while a grandchild runs."""
-    assert process.pid is not None
+    if process.pid is None:  # interrupted before it was started
+        return
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.is_alive():  # it had not become a group of its own yet
@@ -208,13 +216,17 @@ def _oom_kills() -> int:
 
 
 class _terminable:
-    """While inside, SIGTERM does what Ctrl-C does."""
+    """While inside, SIGTERM does what Ctrl-C does, and a second of either does not disturb the clean-up."""
 
     def __enter__(self) -> None:
         def interrupt(number: int, frame: object) -> None:
+            for each in self.before:
+                signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
 
-        self.before = signal.signal(signal.SIGTERM, interrupt)
+        signals = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+        self.before = {number: signal.signal(number, interrupt) for number in signals}
 
     def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGTERM, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)

@@ -49,12 +49,12 @@ class Trial:
 
     @property
     def id(self) -> str:
-        return digest(dataclasses.asdict(self))
+        return digest(self.to_json())
 
     @property
     def cell(self) -> str:
         """The id with the seed left out: trials that are repetitions of each other share it."""
-        return digest({**dataclasses.asdict(self), "seed": None})
+        return digest({**self.to_json(), "seed": None})
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Trial:
         return value
 
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "problem": dict(self.problem)}
+        return {**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, "problem": dict(self.problem)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Trial":

@@ -1,26 +1,31 @@
 """The journal: an append-only JSONL file, one checksummed and fsynced line per event, safe against a kill at any byte.
 
 Three kinds of line: "environment" (what machine and code), "plan" (which trials a suite asked for) and "record" (how one
-trial ended). A line is `{"crc32":"0123abcd","kind":...}`: valid JSON, its checksum over everything after it.
+trial ended). A line is `{"crc32":"0123abcd","kind":...,"body":...}`: valid JSON, its checksum over everything after it. A
+record's line says its done-key and schema before its body, so that a journal is indexed without reading every sample.
 """
 
+import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from te_bench.experiments.spec import Record, canonical_json
+from te_bench.experiments.spec import SCHEMA, Record, canonical_json
 
 JOURNAL = "journal.jsonl"
 _PREFIX = len('{"crc32":"01234567",')
+_RECORD = re.compile(rb'"kind":"record","schema":(\d+),"key":\["([^"\\]*)","([^"\\]*)"\],')
+Key = tuple[str, str]  # (trial id, environment id)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,16 +40,38 @@ class Plan:
     started_at: str
 
 
+class Records(Mapping[Key, Record]):
+    """The last record of each done-key, parsed when it is first asked for: JSON's floats are most of a journal's cost."""
+
+    def __init__(self) -> None:
+        self._found: dict[Key, bytes | Record] = {}  # a journal line, or what it said
+
+    def __getitem__(self, key: Key) -> Record:
+        found = self._found[key]
+        if isinstance(found, bytes):
+            found = self._found[key] = Record.from_json(json.loads(found)["body"])
+        return found
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, key: Key, line: bytes) -> None:
+        self._found[key] = line
+
+
 @dataclass(slots=True)
 class Journal:
     """A journal read back. `records` holds the last record of each done-key."""
 
     environments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
-    records: dict[tuple[str, str], Record] = field(default_factory=dict)
+    records: Records = field(default_factory=Records)
     size: int = 0  # bytes that are whole, intact lines
 
-    def done(self, key: tuple[str, str]) -> bool:
+    def done(self, key: Key) -> bool:
         """True when this trial has ended in this environment; an interrupted one has not."""
         record = self.records.get(key)
         return record is not None and record.outcome != "interrupted"
@@ -68,7 +95,10 @@ def _parse(data: bytes, path: Path) -> Journal:
             if number == len(lines) - 1 and lines[-1] == b"":  # a last line whose bytes did not all reach the disk
                 break
             raise ValueError(f"{path}, line {number}: checksum mismatch. Delete that line; a rerun repeats its trial.")
-        _add(journal, json.loads(line))
+        try:
+            _add(journal, line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
         journal.size += len(line) + 1
     return journal
 
@@ -77,20 +107,36 @@ def _intact(line: bytes) -> bool:
     return line[:10] == b'{"crc32":"' and line[10:18] == b"%08x" % zlib.crc32(line[_PREFIX:])
 
 
-def _add(journal: Journal, value: dict[str, Any]) -> None:
+def _add(journal: Journal, line: bytes) -> None:
+    """Take one intact line into the journal. Raises ValueError for a schema that is not ours."""
+    if record := _RECORD.match(line, _PREFIX):
+        _add_record(journal, int(record[1]), (record[2].decode(), record[3].decode()), line)
+        return
+    value = json.loads(line)
     kind, body = value["kind"], value["body"]
-    if kind == "record":
-        record = Record.from_json(body)
-        journal.records[record.key] = record
+    if kind == "record":  # a line without a head
+        _add_record(journal, body["schema"], (body["trial"]["id"], body["environment"]), line)
     elif kind == "environment":
         journal.environments[body["id"]] = body
     elif kind == "plan":
         journal.plans.append(Plan(**{**body, "trials": tuple(body["trials"])}))
 
 
+def _add_record(journal: Journal, schema: int, key: Key, line: bytes) -> None:
+    if schema != SCHEMA:
+        raise ValueError(
+            f"record schema {schema}; this te-bench reads schema {SCHEMA}. Use the te-bench that wrote it."
+        )
+    journal.records.add(key, line)
+
+
 def encode(kind: str, body: Mapping[str, Any]) -> bytes:
     """One journal line, newline included."""
-    rest = canonical_json({"body": body, "kind": kind})[1:].encode()
+    head: dict[str, Any] = {"kind": kind}
+    if kind == "record":
+        head |= {"schema": body["schema"], "key": [body["trial"]["id"], body["environment"]]}
+    start = "".join(f"{canonical_json(name)}:{canonical_json(value)}," for name, value in head.items())
+    rest = f'{start}"body":{canonical_json(body)}}}'.encode()
     return b'{"crc32":"%08x",' % zlib.crc32(rest) + rest + b"\n"
 
 
@@ -100,24 +146,24 @@ class Store:
     def __init__(self, directory: Path, *, fresh: bool = False):
         """Create or open DIR. Raises ValueError when another run holds it, or when it cannot be written."""
         self.directory = directory
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(directory)
-        except OSError as error:
-            raise ValueError(f"cannot write to {directory}: {error.strerror}. Choose another --out.") from error
         path = directory / JOURNAL
-        if fresh and path.exists():
-            stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
-            path.rename(directory / f"journal.{stamp}.jsonl")  # kept: nothing measured is ever deleted
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            self.journal = _parse(path.read_bytes(), path)
-        except ValueError:
-            self.close()
-            raise
-        os.ftruncate(self._file, self.journal.size)
-        os.lseek(self._file, self.journal.size, os.SEEK_SET)
-        _fsync_directory(directory)
+        with contextlib.ExitStack() as opened:  # closed again when anything here fails
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                self._lock = _lock(directory)
+                opened.callback(os.close, self._lock)
+                if fresh and path.exists():
+                    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+                    path.rename(directory / f"journal.{stamp}.jsonl")  # kept: nothing measured is ever deleted
+                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                opened.callback(os.close, self._file)
+                self.journal = _parse(path.read_bytes(), path)
+                os.ftruncate(self._file, self.journal.size)
+                os.lseek(self._file, self.journal.size, os.SEEK_SET)
+                _fsync_directory(directory)
+            except OSError as error:
+                raise ValueError(f"cannot write to {directory}: {error.strerror}. Choose another --out.") from error
+            self._opened = opened.pop_all()
 
     def add_environment(self, body: Mapping[str, Any]) -> None:
         if body["id"] not in self.journal.environments:
@@ -143,11 +189,10 @@ class Store:
                 f"cannot write {self.directory / JOURNAL}: {error.strerror}. What was measured before is safe."
             ) from error
         self.journal.size += len(line)
-        _add(self.journal, json.loads(line))
+        _add(self.journal, line)
 
     def close(self) -> None:
-        os.close(self._file)
-        os.close(self._lock)
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self

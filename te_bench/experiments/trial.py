@@ -12,7 +12,7 @@ import torch
 from te_bench import plugins
 from te_bench.experiments import environment, workloads
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
-from te_bench.experiments.spec import Trial
+from te_bench.experiments.spec import Trial, canonical_json
 
 
 def run(trial: Trial, context: Context) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def run(trial: Trial, context: Context) -> dict[str, Any]:
         traceback.print_exc()  # into the trial's log
         outcome, reason = classify(error)
         measurement = getattr(error, "measurement", measurement)
-    reply = {
+    reply: dict[str, Any] = {
         "outcome": outcome,
         "reason": reason,
         "work_s": time.perf_counter() - started,
@@ -38,6 +38,11 @@ def run(trial: Trial, context: Context) -> dict[str, Any]:
         "kernels": list(measurement.kernels),
         "device_state": _device_state(),
     }
+    try:
+        canonical_json(reply)
+    except (TypeError, ValueError) as error:
+        lost: dict[str, Any] = {"check": {}, "work": {}, "samples": {}, "kernels": []}
+        return {**reply, **lost, "outcome": "crashed", "reason": f"a result that JSON cannot hold: {error}"}
     return reply
 
 
@@ -54,8 +59,13 @@ def classify(error: Exception) -> tuple[str, str]:
         return "oom", f"GPU: {text}"
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
         return "oom", f"host: {text or 'out of memory'}"
+    if isinstance(error, RuntimeError) and "CUDA error: out of memory" in text:
+        return "oom", f"GPU: {text}"
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("te_bench"):
-        return "unsupported", f"needs the package {error.name}: pip install {error.name}"
+        package, inner, _ = str(error.name).partition(".")
+        if inner:
+            return "unsupported", f"needs {error.name}, which the installed {package} lacks"
+        return "unsupported", f"needs the package {package}: pip install {package}"
     return "crashed", f"{type(error).__name__}: {text}"
 
 

@@ -46,7 +46,7 @@ def save(model: GPT, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = json.dumps(_describe(model.config), indent=2) + "\n"
     old = folder / CONFIG
-    with _beside(folder / WEIGHTS) as weights, _beside(old) as described:
+    with _beside(old) as described, _beside(folder / WEIGHTS) as weights:  # the weights are replaced first
         save_file(dict(_exported(model)), weights, metadata={"format": "pt"})
         described.write_text(config, encoding="utf-8")
         if old.exists() and old.read_bytes() != config.encode():
@@ -122,7 +122,9 @@ def _config(folder: Path) -> GPTConfig:
     for key, only in FIXED.items():
         if found.get(key, only) != only:
             raise ValueError(f"{path}: {key} is {found[key]!r}; only {only!r} can be loaded")
-    sizes = {key: found.get(key) for key in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")}
+    sizes: dict[str, Any] = {
+        key: found.get(key) for key in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+    }
     odd = [key for key, size in sizes.items() if type(size) is not int or size < 1]
     if odd:
         raise ValueError(f"{path}: {', '.join(f'{key} is {sizes[key]!r}' for key in odd)}; give positive integers")
@@ -131,18 +133,18 @@ def _config(folder: Path) -> GPTConfig:
             f"{path}: n_inner is {found['n_inner']!r}; only 4 n_embd = {4 * sizes['n_embd']} can be loaded"
         )
     activation = found.get("activation_function", "gelu_new")
-    if activation not in GELU:
+    if activation not in list(GELU):
         raise ValueError(f"{path}: activation_function is {activation!r}; known: {', '.join(GELU)}")
-    dropouts = {found.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    if len(dropouts) > 1:
-        raise ValueError(f"{path}: resid_pdrop, embd_pdrop and attn_pdrop differ; give them one value")
+    dropouts = [found.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    if not isinstance(dropouts[0], int | float) or dropouts != dropouts[:1] * 3:
+        raise ValueError(f"{path}: resid_pdrop, embd_pdrop and attn_pdrop are {dropouts}; give them one number")
     return GPTConfig(
         n_layer=sizes["n_layer"],
         n_head=sizes["n_head"],
         n_embd=sizes["n_embd"],
         block_size=sizes["n_positions"],
         vocab_size=sizes["vocab_size"],
-        dropout=float(dropouts.pop()),
+        dropout=float(dropouts[0]),
         bias=True,
         gelu=GELU[activation],
     )
@@ -170,7 +172,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         names = _shards(folder / INDEX)
     for name in names:
         try:
-            with safe_open(folder / name, framework="pt") as file:  # type: ignore[no-untyped-call]
+            with safe_open(folder / name, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a mapping)
                     yield key, file.get_tensor(key)
         except (SafetensorError, OSError) as error:

@@ -3,6 +3,8 @@
     model = GPT(CONFIGS["gpt2"], attention="flash", padded_vocab_size=50304)
     loss = model(tokens, targets)           # (B, T) int64 x2 -> () float32, in nats
 
+te_bench.models.checkpoint loads and saves its weights in the Hugging Face layout.
+
 Source: Radford et al. 2019 (GPT-2); Karpathy, nanoGPT model.py, for initialisation and the tied head.
 Shapes: B batch, T tokens, C = n_embd, H heads, D = C / H, V vocabulary, Vp padded vocabulary.
 """
@@ -132,8 +134,13 @@ class GPT(nn.Module):
         def linear(n_in: int, n_out: int, bias: bool) -> nn.Linear:
             return nn.Linear(n_in, n_out, bias) if recipe is None else Linear(n_in, n_out, bias, recipe=recipe)
 
-        self.transformer = Transformer(config, attention, padded, linear)
-        self.lm_head = nn.Linear(config.n_embd, padded, bias=False)
+        device = torch.get_default_device()
+        with torch.device(
+            "meta"
+        ):  # torch's own initialisation would draw as many random numbers as the padding is wide
+            self.transformer = Transformer(config, attention, padded, linear)
+            self.lm_head = nn.Linear(config.n_embd, padded, bias=False)
+        self.to_empty(device=device)
         self.init_weights()
 
     @torch.no_grad()

@@ -118,6 +118,8 @@ class TrainStep:
         if self.mode == "compile-reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         n = self.optim.accumulate
+        if len(tokens) % n:
+            raise ValueError(f"{len(tokens)} rows do not divide into {n} micro-batches")
         losses = []
         for x, y in zip(tokens.chunk(n), targets.chunk(n), strict=True):
             with autocast(self.device, self.precision):

@@ -27,7 +27,9 @@ class Quantity:
         return not self.error <= self.limit  # NaN is not <=
 
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "error": self.error if math.isfinite(self.error) else None}
+        """JSON has no NaN: what is not a finite number is null."""
+        error, limit = (x if math.isfinite(x) else None for x in (self.error, self.limit))
+        return {"name": self.name, "error": error, "limit": limit}
 
 
 def judge(reference: str, quantities: list[Quantity]) -> dict[str, Any]:

@@ -81,7 +81,8 @@ def inputs(trial: Trial, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor
 def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Any]:
     """FlashAttention's rule for out, dq, dk and dv: max error <= 2 x manual attention's at the same dtype + floor.
 
-    The floor is twice what rounding the exact result to the dtype costs. Raises CheckFailed, naming the worst.
+    The floor is twice what rounding the exact result to the dtype costs, and 16 units of float32's accumulation: in fp32
+    manual's own error is by chance as small as 0.7 of that (CPU flash and math, 1.3 x the rule). Raises CheckFailed.
     """
     length = trial.number("length")
     whole = length * length * trial.number("batch") * trial.number("heads") <= CHECK_SCORES
@@ -93,7 +94,7 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
     ours = _gradients(forward, inputs(trial, batch, heads))
     quantities = []
     for name, exact, yardstick, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=True):
-        floor = 2 * _max_error(exact.to(value.dtype), exact)
+        floor = 2 * _max_error(exact.to(value.dtype), exact) + 16 * 2.0**-23 * exact.abs().max().item()
         quantities.append(Quantity(name, _max_error(value, exact), 2 * _max_error(yardstick, exact) + floor))
     return judge("manual attention, fp64", quantities)
 

@@ -25,17 +25,17 @@ Try = dict[str, Any]
 
 
 def run(trial: Trial, context: Context) -> Measurement:
-    limit = trial.problem.get("memory_limit_gib")
-    if trial.device == "cpu" and limit is None:
-        raise Unsupported("max_batch on a CPU needs memory_limit_gib: a host that runs out of memory kills at random")
     batch, tries = largest(trial)
-    if batch == 0:
-        raise MemoryError("not even a batch of 1 fits")
     return Measurement(work={"tries": tries}, samples={"max_batch": [float(batch)]})
 
 
 def largest(trial: Trial) -> tuple[int, list[Try]]:
-    """(batch, tries): batch fits and batch + 1 does not; 0 when 1 does not. Nothing here touches the GPU itself."""
+    """(batch, tries): batch fits and batch + 1 does not. Nothing here touches the GPU itself: the tries are forks.
+
+    Raises MemoryError when not even a batch of 1 fits, Unsupported on a CPU without memory_limit_gib.
+    """
+    if trial.device == "cpu" and trial.problem.get("memory_limit_gib") is None:
+        raise Unsupported("the largest batch on a CPU needs memory_limit_gib: a host without memory kills at random")
     tries: list[Try] = []
 
     def fits(batch: int) -> bool:
@@ -50,6 +50,8 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
     while high - low > 1:
         middle = (low + high) // 2 if len(tries) % 2 else _guess(tries, low, high)
         low, high = (middle, high) if fits(middle) else (low, middle)
+    if low == 0:
+        raise MemoryError("not even a batch of 1 fits")
     return low, tries
 
 

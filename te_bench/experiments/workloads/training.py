@@ -25,12 +25,12 @@ COMPILING = 2  # first steps, whose time is not training time
 
 
 def run(trial: Trial, context: Context) -> Measurement:
-    _model.require_supported(trial)
     work: dict[str, object] = {}
     if trial.problem["batch"] == "max":
         tries = max_batch.largest(trial)
         work = {"batch": tries[0], "tries": tries[1]}
         trial = dataclasses.replace(trial, problem={**trial.problem, "batch": tries[0]})
+    _model.require_supported(trial)  # touches CUDA, after which the tries could not have forked
     p = trial.problem
     corpus = None if p["data"] == "random" else corpora.load(str(p["corpus"]), cache=context.cache)
     sizes = {"block": trial.number("block"), "batch": trial.number("batch"), "vocab": trial.number("vocab")}
@@ -105,14 +105,12 @@ class _Curve:
         reason = self._read()
         due = self.eval_every and (number + 1) % int(self.eval_every) == 0
         due = due or (self.eval_every_s and self.elapsed - self.last_eval_s >= float(self.eval_every_s))
-        if reason is None and due:
-            self._evaluate()
-        return reason
+        return self._evaluate() if reason is None and due else reason
 
     def finish(self) -> str | None:
         reason = self._read()
         if reason is None and (not self.val_step or self.val_step[-1] != self.number + 1):
-            self._evaluate()
+            reason = self._evaluate()
         return reason
 
     def samples(self) -> dict[str, list[float]]:
@@ -146,15 +144,20 @@ class _Curve:
         self.pending.clear()
         return None
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> str | None:
+        """Note the validation loss; one that is not finite is a reason to end training."""
         sizes = {
             "block": self.trial.number("block"),
             "batch": self.trial.number("batch"),
             "vocab": self.trial.number("vocab"),
         }
         batches = data.validation(self.corpus, **sizes, **self.tokens, device=self.trial.device)  # type: ignore[arg-type]
-        self.val_loss.append(evaluate(self.step.model, batches, self.trial.precision))
+        loss = evaluate(self.step.model, batches, self.trial.precision)
+        if not abs(loss) < float("inf"):
+            return f"the validation loss is {loss} after step {self.number}"
+        self.val_loss.append(loss)
         self.val_step.append(self.number + 1)
         self.val_time_s.append(self.elapsed)
         self.last_eval_s = self.elapsed
         self.mark = time.perf_counter()
+        return None

@@ -18,6 +18,8 @@ def unsupported(p: Problem) -> str | None:
         return f"dtype {p.dtype}: bf16 and fp16 only"
     if p.head_dim % 8 or p.head_dim > 128:
         return f"head_dim {p.head_dim}: multiples of 8 up to 128"
+    if p.length == 1:
+        return "length 1: cuDNN has no kernel for one key"
     return None
 
 

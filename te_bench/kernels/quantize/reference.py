@@ -10,8 +10,11 @@ from torch import Tensor
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """scale = FP8_MAX / amax, () float32 -> () float32; 1 where amax is 0, infinite or NaN."""
-    limit = torch.finfo(dtype).max
-    scale = (limit / amax.float()).clamp(max=torch.finfo(torch.float32).max)
+    amax = amax.float()
+    # A tensor over a tensor: torch computes a number over a tensor as number * (1 / tensor), which rounds twice and
+    # loses all precision above amax 8.5e37, where the reciprocal is subnormal.
+    limit = torch.full_like(amax, torch.finfo(dtype).max)
+    scale = (limit / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
 
 

@@ -1,5 +1,9 @@
-"""One trial."""
-from te_bench.experiments.spec import Experiment, Options, Trial
+"""A nap, and then a trial that would take ten minutes."""
+
+from te_bench.experiments.spec import Experiment, Options
+from te_bench.experiments.suites import naps
+
 
 def experiment(options: Options) -> Experiment:
-    return Experiment(suite="sleeps", title="t", trials=(Trial(workload="doze", device="cpu", problem={"s": 60}, attention="manual"),))
+    trials = (*naps.trials("naps", 1), *naps.trials("sleeps", 2))
+    return Experiment(suite="sleeps", title="Sleeps", trials=trials)

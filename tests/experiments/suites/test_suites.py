@@ -1,0 +1,87 @@
+"""Every suite on both devices: resolvable, no trial twice, the baseline among its cells, each seed a repetition."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from te_bench import plugins
+from te_bench.experiments import plan, suites
+from te_bench.experiments.spec import Experiment, Options
+from te_bench.experiments.suites._rungs import VP, V, corpus_problem
+
+SUITES = plugins.names(suites.__name__)
+
+
+def resolve(suite: str, device: str, cache: Path, seeds: int | None = None) -> Experiment:
+    data = {"": "random"} if suite in ("curves", "quick") else {}
+    return plan.resolve(suite, Options(device=device, seeds=seeds, data=data, cache=cache))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_suite_is_sound(suite: str, device: str, tmp_path: Path) -> None:
+    experiment = resolve(suite, device, tmp_path)
+    assert experiment.suite == suite
+    assert experiment.title
+    ids = Counter(trial.id for trial in experiment.trials)
+    assert not [trial_id for trial_id, times in ids.items() if times > 1]
+    assert {trial.device for trial in experiment.trials} == {device}
+    assert experiment.baseline is None or experiment.baseline in {trial.cell for trial in experiment.trials}
+    assert all((trial.precision == "fp8") == (trial.recipe is not None) for trial in experiment.trials)
+    assert not list(tmp_path.iterdir())  # random data leaves nothing in the cache
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("suite", SUITES)
+def test_more_seeds_repeat_the_cells_and_add_none(suite: str, device: str, tmp_path: Path) -> None:
+    one, three = (resolve(suite, device, tmp_path, seeds) for seeds in (1, 3))
+    assert {t.cell for t in one.trials} == {t.cell for t in three.trials}
+    assert {t.seed for t in one.trials} == {0}
+    assert {t.seed for t in three.trials} == {0, 1, 2}
+    assert {t.id for t in one.trials} < {t.id for t in three.trials}
+
+
+def test_nanogpt_s_ladder_has_the_rungs_of_the_post_and_more(tmp_path: Path) -> None:
+    trials = resolve("nanogpt", "cuda", tmp_path).trials
+    rungs = {(t.attention, t.problem["padded_vocab"], t.precision, t.mode) for t in trials}
+    wanted = {(name, V, "bf16", "eager") for name in ("manual", "math", "mem_efficient", "flash")}
+    wanted |= {(name, VP, "bf16", "eager") for name in ("flash", "cudnn")}
+    assert wanted <= rungs
+    assert {mode for *_, mode in rungs} == {"eager", "compile", "compile-reduce-overhead", "cudagraph"}
+    assert "fp8" in {precision for _, _, precision, _ in rungs}
+    assert {(t.problem["model"], t.problem["batch"], t.problem["block"]) for t in trials} == {("gpt2", 12, 1024)}
+    assert (trials[0].attention, trials[0].mode) == ("manual", "eager")
+
+
+def test_quick_on_a_cpu_has_what_the_issue_asks_for(tmp_path: Path) -> None:
+    trials = resolve("quick", "cpu", tmp_path).trials
+    steps = [t for t in trials if t.workload == "train_step"]
+    assert len({t.attention for t in steps}) >= 3
+    assert {t.problem["padded_vocab"] for t in steps} == {V, VP}
+    assert {t.precision for t in steps} == {"fp32", "bf16", "fp8"}
+    assert [t.precision for t in trials if t.workload == "training"] == ["bf16", "fp8"]
+
+
+def test_the_same_text_in_another_folder_is_the_same_trial(tmp_path: Path) -> None:
+    problems = []
+    for folder in ("here", "there"):
+        path = tmp_path / folder / "play.txt"
+        path.parent.mkdir()
+        path.write_text("To be, or not to be. " * 400)
+        options = Options(device="cpu", cache=tmp_path / "cache")
+        problems.append(corpus_problem(options, f"text:{path}", "bytes", 64))
+    assert problems[0] == problems[1]
+    assert problems[0]["data"] == "text:play.txt"
+    path.write_text("That is the question. " * 400)
+    assert corpus_problem(options, f"text:{path}", "bytes", 64)["corpus"] != problems[0]["corpus"]
+
+
+def test_a_large_vocabulary_is_padded_to_a_multiple_of_64_and_a_small_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"word{i} {i * i}" for i in range(20_000)))
+    options = Options(device="cpu", cache=tmp_path / "cache")
+    small = corpus_problem(options, f"text:{path}", "bytes", 64)
+    assert small["padded_vocab"] == small["vocab"]
+    large = corpus_problem(options, f"text:{path}", "bpe:1500", 64)
+    assert (large["vocab"], large["padded_vocab"]) == (1500, 1536)

@@ -1,0 +1,99 @@
+"""From a suite's name to trials in order: names are checked, rivals interleave, options that nobody heeds are refused."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from te_bench.experiments import plan
+from te_bench.experiments.spec import Options, Trial
+
+TRIAL = Trial(workload="train_step", device="cpu", problem={}, attention="manual")
+RIVALS = ("manual", "math", "flash", "cudnn")
+
+
+def rivals(number: int, seed: int) -> list[Trial]:
+    return [dataclasses.replace(TRIAL, attention=name, seed=seed) for name in RIVALS[:number]]
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.randoms())
+def test_rivals_alternate_forwards_and_backwards(number: int, seeds: int, random: object) -> None:
+    """ABBA: in each round every rival once; each round is the one before it, reversed."""
+    order = plan.interleave([trial for seed in range(seeds) for trial in rivals(number, seed)])
+    rounds = [order[i : i + number] for i in range(0, len(order), number)]
+    assert [{trial.seed for trial in group} for group in rounds] == [{seed} for seed in range(seeds)]
+    names = [[trial.attention for trial in group] for group in rounds]
+    assert names[0] == list(RIVALS[:number])
+    assert all(after == before[::-1] for before, after in itertools.pairwise(names))
+
+
+@given(st.lists(st.tuples(st.sampled_from(RIVALS), st.integers(0, 5)), max_size=20))
+def test_interleaving_loses_and_repeats_nothing(pairs: list[tuple[str, int]]) -> None:
+    trials = [dataclasses.replace(TRIAL, attention=name, seed=seed) for name, seed in pairs]
+    order = plan.interleave(trials)
+    assert sorted(t.id for t in order) == sorted(t.id for t in trials)
+    assert [t.seed for t in order] == sorted(seed for _, seed in pairs)
+
+
+def test_drift_that_is_linear_in_time_cancels_between_two_rivals() -> None:
+    order = plan.interleave([trial for seed in range(4) for trial in rivals(2, seed)])
+    when = {name: sum(i for i, t in enumerate(order) if t.attention == name) for name in RIVALS[:2]}
+    assert when["manual"] == when["math"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("workload", "train_stp", "unknown workload 'train_stp'. Did you mean train_step"),
+        ("attention", "falsh", "unknown attention backend 'falsh'. Did you mean flash"),
+        ("precision", "bf61", "unknown precision 'bf61'. Did you mean bf16"),
+        ("mode", "compiled", "unknown mode 'compiled'. Did you mean compile"),
+        (
+            "recipe",
+            "float8_curent_scaling",
+            "unknown recipe 'float8_curent_scaling'. Did you mean float8_current_scaling",
+        ),
+    ],
+)
+def test_a_trial_with_an_unknown_name_is_refused_with_the_near_matches(field: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        plan.check(dataclasses.replace(TRIAL, **{field: value}))
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("suite", "options", "message"),
+    [
+        ("quik", {}, "unknown suite 'quik'. Did you mean quick?"),
+        ("quick", {"device": "cdua"}, "unknown device 'cdua'. Did you mean cuda"),
+        ("quick", {"seeds": 0}, "--seeds 0: give 1 or more"),
+        ("quick", {"seeds": -1}, "--seeds -1: give 1 or more"),
+        ("quick", {"budget_s": 5.0}, "--budget: the suite quick has no time-budget trial"),
+        ("nanogpt", {"data": {"": "random"}}, "--data: the suite nanogpt trains on no data set"),
+        ("quick", {"data": {"gpt3": "random"}}, "unknown model of --data 'gpt3'. Known: tiny."),
+        ("quick", {"data": {"": "stdlb"}}, "unknown data set 'stdlb'"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path: Path, suite: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        plan.resolve(suite, Options(**{"device": "cpu", "cache": tmp_path, **options}))  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)
+
+
+def test_only_chooses_by_name_and_keeps_the_baseline() -> None:
+    options = Options(device="cpu")
+    whole = plan.resolve("nanogpt", options)
+    some = plan.resolve("nanogpt", options, only="*/flash/*/s0")
+    assert {t.attention for t in some.trials} == {"flash"}
+    assert {t.seed for t in some.trials} == {0}
+    assert {t.id for t in some.trials} < {t.id for t in whole.trials}
+    assert some.baseline == whole.baseline == next(t.cell for t in whole.trials if t.attention == "manual")
+
+
+def test_only_without_a_match_shows_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"--only 'flush' matches no trial of nanogpt") as caught:
+        plan.resolve("nanogpt", Options(device="cpu"), only="flush")
+    assert "train_step/gpt2-b12-t1024-V50257/manual/bf16/eager/s0" in str(caught.value)

@@ -1,0 +1,240 @@
+"""The runner, by real runs: every fault is one typed row, the sweep goes on, nothing outlives te-bench or is lost."""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from driving import PLANTED, Run, eventually, rows, running, te_bench
+
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.store import Store, load
+
+NAPS = ("run", "naps", "--device", "cpu", "--timeout", "60", "--out")
+
+#: fault -> (outcome, what its reason matches)
+FAULTS = {
+    "sound": ("ok", None),
+    "segfault": ("crashed", r"^SIGSEGV; see logs/[0-9a-f]{16}\.log$"),
+    "abort": ("crashed", r"^SIGABRT; see logs/[0-9a-f]{16}\.log$"),
+    "host-memory": ("oom", r"^host: .*can't allocate memory.* 8589934592 bytes"),
+    "python-memory": ("oom", r"^host: out of memory$"),
+    "missing-package": ("unsupported", r"pip install a_package_that_is_not_there$"),
+    "missing-submodule": ("unsupported", r"numpy\.a_part_that_is_not_there, which the installed numpy lacks$"),
+    "wrong-kernel": ("failed_check", r"^asked for manual, but flash ran"),
+    "killed-once": ("interrupted", r"SIGKILL"),
+    "exit": ("crashed", r"^exit code 3 without a reply; see logs/"),
+    "nan-sample": ("crashed", r"^a result that JSON cannot hold"),
+    "raises": ("crashed", r"^KeyError: "),
+    "sound-after": ("ok", None),
+    "tiny": ("diverged", r"^the loss is not finite$"),  # a real training step, at a learning rate of 1e30
+}
+
+
+def test_every_fault_is_one_row_of_its_own_kind_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    """And the same command once more repeats what was interrupted, nothing else."""
+    command = ("run", "faults", "--out", tmp_path / "out", "--device", "cpu", "--cache", tmp_path)
+    done = te_bench(*command, main=PLANTED)
+    written = rows(tmp_path / "out")
+    by_fault = {row["trial"]["problem"]["model"]: row for row in written}
+
+    assert {fault: row["outcome"] for fault, row in by_fault.items()} == {fault: FAULTS[fault][0] for fault in FAULTS}
+    assert len(written) == len(FAULTS)
+    assert written[-1] is by_fault["sound-after"]
+    for fault, (outcome, reason) in FAULTS.items():
+        said = by_fault[fault]["reason"]
+        assert said is None if reason is None else re.search(reason, said), said
+        assert bool(by_fault[fault]["samples"].get("latency_s")) == (outcome == "ok")
+
+    assert done.returncode == 4  # incomplete
+    assert "crashed: fault/segfault/manual/bf16/eager/s0: SIGSEGV" in done.stdout
+    assert (tmp_path / "out" / "report" / "index.html").is_file()
+    logs = tmp_path / "out" / "logs"
+    for fault, where in (("segfault", "in string_at"), ("abort", "in abort"), ("raises", "KeyError")):
+        assert where in (logs / f"{by_fault[fault]['trial']['id']}.log").read_text()
+    assert not (logs / f"{by_fault['sound']['trial']['id']}.log").exists()
+
+    again = te_bench(*command, main=PLANTED)
+    repeated = rows(tmp_path / "out")[len(written) :]
+    assert [(row["trial"]["problem"]["model"], row["outcome"]) for row in repeated] == [("killed-once", "ok")]
+    assert f"{len(FAULTS) - 1} of {len(FAULTS)} trials are already in {tmp_path}/out" in again.stdout
+    outcomes = Counter(record.outcome for record in load(tmp_path / "out").records.values())
+    assert outcomes["ok"] == 3
+    assert not outcomes["interrupted"]
+
+
+def test_hung_trials_end_in_time_with_all_that_they_started(tmp_path: Path) -> None:
+    with running("run", "hangs", "--out", tmp_path, "--device", "cpu", "--cache", tmp_path, "--timeout", "3") as run:
+        done = run.finish()
+        assert run.gone(), run.family()
+    *hung, after = rows(tmp_path)
+    assert [(row["outcome"], row["reason"]) for row in hung] == [("timeout", "stopped after 3 s (--timeout)")] * 2
+    assert [row["trial"]["problem"]["model"] for row in hung] == ["hang", "hang-holding-gil"]
+    assert all(3 <= row["wall_s"] < 6 for row in hung)
+    assert after["outcome"] == "ok", after["reason"]  # it found none of their children alive
+    assert done.returncode == 4
+
+
+@pytest.mark.gpu
+def test_gpu_faults_are_rows_and_the_next_trial_has_a_sound_gpu(tmp_path: Path) -> None:
+    te_bench(
+        "run", "gpu_faults", "--out", tmp_path, "--device", "cuda", "--gpus", "0", "--cache", tmp_path, main=PLANTED
+    )
+    said = {row["trial"]["problem"]["model"]: (row["outcome"], row["reason"]) for row in rows(tmp_path)}
+    assert said["gpu-sound"] == said["gpu-sound-after"] == ("ok", None)
+    assert said["gpu-memory"][0] == "oom"
+    assert said["gpu-memory"][1].startswith("GPU: CUDA out of memory")
+    assert said["gpu-assert"][0] == "crashed"
+    assert "CUDA error" in said["gpu-assert"][1]
+
+
+def test_without_torch_every_trial_says_which_package_is_missing(tmp_path: Path, no_torch: dict[str, str]) -> None:
+    done = te_bench("run", "nothing", "--out", tmp_path / "out", "--device", "cpu", main=PLANTED, env=no_torch)
+    assert {row["reason"] for row in rows(tmp_path / "out")} == {"needs the package torch: pip install torch"}
+    assert {row["outcome"] for row in rows(tmp_path / "out")} == {"unsupported"}
+    assert done.returncode == 0
+    assert len(rows(tmp_path / "out")) == 11
+
+
+def test_a_trial_costs_half_a_second_at_most_beside_its_own_work(tmp_path: Path) -> None:
+    done = te_bench("run", "nothing", "--out", tmp_path, "--device", "cpu", main=PLANTED)
+    assert done.returncode == 0, done.stderr
+    cost = [row["wall_s"] - row["work_s"] for row in rows(tmp_path)[1:]]  # the first waits for the import of torch
+    assert len(cost) == 10
+    assert statistics.median(cost) <= 0.5, cost
+
+
+def test_the_plan_a_run_writes_down_is_the_plan_it_shows(tmp_path: Path) -> None:
+    assert te_bench(*NAPS, tmp_path, main=PLANTED).returncode == 0
+    ids = [trial["id"] for trial in planned("naps")]
+    assert len(set(ids)) == 12
+    assert results(tmp_path) == Counter((trial_id, "ok") for trial_id in ids)
+    assert [row["trial"]["id"] for row in rows(tmp_path)] == ids
+    assert [Trial.from_json(trial).id for trial in load(tmp_path).plans[-1].trials] == ids
+
+
+def planned(suite: str) -> list[dict[str, Any]]:
+    done = te_bench("plan", suite, "--device", "cpu", "--json", main=PLANTED)
+    return list(json.loads(done.stdout)["trials"])
+
+
+# Kills.
+
+
+def results(directory: Path) -> Counter[tuple[str, str]]:
+    """(trial id, outcome) of every row that counts, as often as it was written."""
+    return Counter((row["trial"]["id"], row["outcome"]) for row in rows(directory) if row["outcome"] != "interrupted")
+
+
+def uninterrupted() -> Counter[tuple[str, str]]:
+    """The results of a run that nothing disturbed: test_the_plan_... shows that these are they."""
+    return Counter((trial["id"], "ok") for trial in planned("naps"))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_kill_9_at_random_moments_loses_nothing_repeats_nothing_and_leaves_nobody(tmp_path: Path, seed: int) -> None:
+    """Three kills: while it starts, while a trial runs, and anywhere; then the same command to the end."""
+    draw = random.Random(seed)
+    for after in (0, draw.randint(1, 3), draw.randint(4, 10)):
+        with running(*NAPS, tmp_path) as run:
+            eventually(lambda: len(rows(tmp_path)) >= after or run.process.poll() is not None, 30)  # noqa: B023
+            moment = draw.uniform(0.2, 2.5) if after == 0 else draw.uniform(0.0, 0.4)
+            eventually(lambda: False, moment)
+            os.kill(run.process.pid, signal.SIGKILL)
+            assert run.process.wait() == -signal.SIGKILL
+            assert run.gone(), run.family()
+    assert te_bench(*NAPS, tmp_path, main=PLANTED).returncode == 0
+    assert results(tmp_path) == uninterrupted()
+
+
+def test_kill_9_of_the_parent_ends_a_hung_trial_and_its_children(tmp_path: Path) -> None:
+    with asleep(tmp_path) as run:
+        assert any("sleep" in process.name() for process in run.family())
+        os.kill(run.process.pid, signal.SIGKILL)
+        assert run.gone(), run.family()
+    assert [record.outcome for record in load(tmp_path).records.values()] == ["ok"]
+
+
+def test_kill_9_of_the_fork_server_costs_one_row_only(tmp_path: Path) -> None:
+    with running(*NAPS, tmp_path) as run:
+        assert eventually(lambda: len(rows(tmp_path)) >= 2, 30)
+        server = next(p for p in psutil.Process(run.process.pid).children() if "forkserver" in " ".join(p.cmdline()))
+        server.kill()
+        done = run.finish()
+    assert len(rows(tmp_path)) == 12
+    assert sum((results(tmp_path) & uninterrupted()).values()) >= 11
+    assert done.returncode in (0, 4)
+
+
+@contextmanager
+def asleep(directory: Path) -> Iterator[Run]:
+    """A run that has done one trial and is in the middle of another, which sleeps and has a child that sleeps."""
+    with running("run", "sleeps", "--out", directory, "--device", "cpu") as run:
+        assert eventually(lambda: any(process.name() == "sleep" for process in run.family()), 30)
+        yield run
+
+
+# Being stopped.
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_or_sigterm_ends_the_children_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+    with asleep(tmp_path / "a run") as run:
+        os.killpg(run.process.pid, number)  # as a terminal does: to the whole foreground group
+        done = run.finish(10)
+        assert run.gone(), run.family()
+    assert done.returncode == 130
+    again = f"te-bench run sleeps --out '{tmp_path}/a run' --device cpu"
+    assert done.stdout.splitlines()[-1] == f"Stopped with 2 trials to go. To go on: {again}"
+    assert "Traceback" not in done.stderr
+    assert [record.outcome for record in load(tmp_path / "a run").records.values()] == ["ok"]
+
+
+def test_ctrl_c_again_and_again_does_not_disturb_the_clean_up(tmp_path: Path) -> None:
+    with asleep(tmp_path) as run:
+        for _ in range(20):
+            run.process.send_signal(signal.SIGINT)
+            eventually(lambda: False, 0.005)
+        assert run.finish(10).returncode in (130, -signal.SIGINT)  # the latter when Python itself was on its way out
+        assert run.gone(), run.family()
+
+
+def test_a_stopped_fresh_run_is_not_told_to_start_afresh_again(tmp_path: Path) -> None:
+    with running("run", "sleeps", "--fresh", "--out", tmp_path, "--device", "cpu") as run:
+        assert eventually(lambda: len(rows(tmp_path)) == 1, 30)
+        run.process.send_signal(signal.SIGINT)
+        assert "--fresh" not in run.finish(10).stdout
+
+
+@pytest.mark.parametrize("moment", [0.1, 0.5, 1.0, 1.5])
+def test_ctrl_c_while_it_starts_leaves_nobody_and_a_store_that_opens(tmp_path: Path, moment: float) -> None:
+    with running(*NAPS, tmp_path) as run:
+        eventually(lambda: False, moment)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.finish(10).returncode in (130, -signal.SIGINT)
+        assert run.gone(), run.family()
+    with Store(tmp_path) as store:
+        assert {record.outcome for record in store.journal.records.values()} <= {"ok"}
+
+
+def test_a_second_run_on_the_directory_is_told_who_holds_it(tmp_path: Path) -> None:
+    with asleep(tmp_path) as run:
+        before = (tmp_path / "journal.jsonl").read_bytes()
+        second = te_bench("run", "sleeps", "--out", tmp_path, "--device", "cpu", main=PLANTED)
+        assert second.returncode == 2
+        holder = (
+            rf"{tmp_path} is in use by process {run.process.pid} on {socket.gethostname()} since \S+ \(.* run sleeps "
+        )
+        assert re.match(f"te-bench: {holder}", second.stderr)
+        assert (tmp_path / "journal.jsonl").read_bytes() == before
+        assert run.process.poll() is None

@@ -1,0 +1,107 @@
+"""The child's side: every exception is one outcome with a reason in one line, and the reply is always JSON."""
+
+import math
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from te_bench.experiments import trial as child
+from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
+from te_bench.experiments.spec import Trial, canonical_json
+
+KEPT = Measurement(check={"reference": "r"}, work={"tokens": 1}, samples={"loss": [1.0]}, kernels=["k"])
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "reason"),
+    [
+        (Unsupported("flash: head_dim 512 > 256"), "unsupported", "flash: head_dim 512 > 256"),
+        (CheckFailed("dq: error 3 > 1", KEPT), "failed_check", "dq: error 3 > 1"),
+        (Diverged("the loss is nan at step 3", KEPT), "diverged", "the loss is nan at step 3"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "oom", "GPU: CUDA out of memory. Tried"),
+        (RuntimeError("CUDA error: out of memory"), "oom", "GPU: CUDA error: out of memory"),
+        (MemoryError(), "oom", "host: out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "oom", "host: DefaultCPUAllocator: can't"),
+        (
+            ModuleNotFoundError("No", name="flash_attn"),
+            "unsupported",
+            "needs the package flash_attn: pip install flash_a",
+        ),
+        (
+            ModuleNotFoundError("No", name="torch.new"),
+            "unsupported",
+            "needs torch.new, which the installed torch lacks",
+        ),
+        (ModuleNotFoundError("No", name="te_bench.x"), "crashed", "ModuleNotFoundError: No"),
+        (
+            RuntimeError("CUDA error: an illegal memory access"),
+            "crashed",
+            "RuntimeError: CUDA error: an illegal memory",
+        ),
+        (ValueError("two\n lines"), "crashed", "ValueError: two lines"),
+        (ValueError("x" * 9000), "crashed", "ValueError: xxx"),
+    ],
+)
+def test_an_exception_is_an_outcome_and_a_line(error: Exception, outcome: str, reason: str) -> None:
+    found, said = child.classify(error)
+    assert found == outcome
+    assert said.startswith(reason)
+    assert "\n" not in said
+    assert len(said) < 600
+
+
+@pytest.fixture
+def workload(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """reply = workload(what run() does)"""
+
+    def with_run(run: Any) -> dict[str, Any]:
+        module = types.ModuleType("te_bench.experiments.workloads.training")
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        trial = Trial(workload="training", device="cpu", problem={}, attention="manual")
+        reply = child.run(trial, Context())
+        canonical_json(reply)
+        return reply
+
+    return with_run
+
+
+def raising(error: Exception) -> Any:
+    def run(trial: Trial, context: Context) -> Measurement:
+        raise error
+
+    return run
+
+
+def test_what_was_measured_is_in_the_reply(workload: Any) -> None:
+    reply = workload(lambda trial, context: KEPT)
+    assert (reply["outcome"], reply["reason"]) == ("ok", None)
+    assert {name: reply[name] for name in ("check", "work", "samples", "kernels")} == {
+        "check": {"reference": "r"},
+        "work": {"tokens": 1},
+        "samples": {"loss": [1.0]},
+        "kernels": ["k"],
+    }
+    assert 0 <= reply["work_s"] < 1
+
+
+@pytest.mark.parametrize("error", [CheckFailed("r", KEPT), Diverged("r", KEPT)])
+def test_what_was_recorded_before_a_failure_is_kept(workload: Any, error: Exception) -> None:
+    assert workload(raising(error))["samples"] == {"loss": [1.0]}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, torch.tensor(1.0)])
+def test_a_result_that_json_cannot_hold_is_a_crash_and_no_numbers(workload: Any, value: object) -> None:
+    reply = workload(lambda trial, context: Measurement(check={"error": value}, samples={"latency_s": [1.0]}))
+    assert reply["outcome"] == "crashed"
+    assert reply["reason"].startswith("a result that JSON cannot hold: ")
+    assert reply["samples"] == reply["check"] == {}
+
+
+def test_an_unknown_workload_is_a_row_too() -> None:
+    reply = child.run(Trial(workload="trainin", device="cpu", problem={}, attention="manual"), Context())
+    assert reply["outcome"] == "crashed"
+    assert "Did you mean training" in reply["reason"]

@@ -1,0 +1,90 @@
+"""The bisection against a memory that the test invents, and once against a real limit."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_bench.experiments.measurement import Context, Unsupported
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import max_batch
+
+TINY = {"model": "tiny", "block": 8, "vocab": 64, "padded_vocab": 64, "memory_limit_gib": 2.0}
+
+
+def trial(**problem: Any) -> Trial:
+    problem = {**TINY, **problem}
+    return Trial(workload="max_batch", device="cpu", problem=problem, attention="manual", precision="fp32")
+
+
+def memory(largest: int, base: int, each: int, *, reports: bool) -> Any:
+    """An attempt() on a machine whose memory fits `largest`; `reports` whether peaks are known, as on a GPU."""
+    total = base + each * largest + each // 2
+
+    def attempt(trial: Trial, batch: int) -> dict[str, Any]:
+        fits = batch <= largest
+        peak = base + each * batch if fits and reports else None
+        peaks = {"peak_allocated_bytes": peak, "peak_reserved_bytes": peak}
+        return {"batch": batch, "fits": fits, **peaks, "total_bytes": total if reports else None}
+
+    return attempt
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 5000), st.integers(0, 10**6), st.integers(2, 10**5), st.booleans())
+def test_it_finds_the_largest_and_shows_that_one_more_does_not_fit(
+    largest: int, base: int, each: int, reports: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(max_batch, "attempt", memory(largest, base, each, reports=reports))
+        found, tries = max_batch.largest(trial())
+    assert found == largest
+    fits = {one["batch"]: one["fits"] for one in tries}
+    assert fits.get(largest, largest == 0)
+    assert fits[largest + 1] is False
+    assert len(tries) == len(fits) <= 2 * 13 + 2  # no batch is tried twice
+
+
+def test_knowing_the_peaks_saves_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for reports in (False, True):
+        monkeypatch.setattr(max_batch, "attempt", memory(1337, 10**6, 10**4, reports=reports))
+        counts.append(len(max_batch.largest(trial())[1]))
+    assert counts[1] < counts[0]
+
+
+def test_it_gives_up_at_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(max_batch, "attempt", memory(10**9, 0, 1, reports=False))
+    assert max_batch.largest(trial())[0] == max_batch.LIMIT
+
+
+def test_nothing_fits_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(max_batch, "attempt", memory(0, 10, 10, reports=False))
+    with pytest.raises(MemoryError, match="not even a batch of 1 fits"):
+        max_batch.run(trial(), Context())
+
+
+def test_a_cpu_needs_a_limit() -> None:
+    with pytest.raises(Unsupported, match="needs memory_limit_gib"):
+        max_batch.run(trial(memory_limit_gib=None), Context())
+
+
+def test_a_try_is_a_real_step_in_a_process_of_its_own_under_a_real_limit() -> None:
+    assert max_batch.attempt(trial(), 1)["fits"]
+    assert not max_batch.attempt(trial(block=64), 1 << 20)["fits"]  # 2^26 tokens x 64 logits x 4 bytes = 16 GiB
+
+
+def test_a_try_that_cannot_run_says_why() -> None:
+    cudnn = Trial(workload="max_batch", device="cpu", problem=TINY, attention="cudnn", precision="fp32")
+    with pytest.raises(Unsupported, match="cudnn: needs an NVIDIA GPU"):
+        max_batch.attempt(cudnn, 1)
+
+
+def test_a_try_that_fails_otherwise_is_not_taken_for_a_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: object, **named: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(max_batch._model, "build", wrong)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        max_batch.attempt(trial(), 1)

@@ -1,0 +1,65 @@
+"""One training step, timed: what is in the record, what diverges, what is refused."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Unsupported
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import train_step
+from te_bench.kernels import attention
+from te_bench.models import gpt
+
+TINY = {"model": "tiny", "batch": 2, "block": 8, "vocab": 60, "padded_vocab": 64, "grad_clip": 0.0}
+TRIAL = Trial(workload="train_step", device="cpu", problem=TINY, attention="flash", precision="fp32")
+
+
+def changed(**problem: Any) -> Trial:
+    return dataclasses.replace(TRIAL, problem={**TINY, **problem})
+
+
+def test_every_step_is_kept_and_the_check_comes_with_them() -> None:
+    found = train_step.run(TRIAL, Context())
+    assert len(found.samples["latency_s"]) == 20
+    assert len(found.samples["loss"]) == 30
+    assert found.samples["peak_rss_bytes"][0] > 2**20
+    assert found.samples["loss"][-1] < found.samples["loss"][0]  # four batches, again and again
+    assert found.work["tokens"] == 16
+    assert found.work["flop"] % 16 == 0
+    assert {"loss", "grad padding rows"} < {q["name"] for q in found.check["quantities"]}
+    assert all(q["error"] <= q["limit"] for q in found.check["quantities"])
+    assert any("flash" in name for name in found.kernels)
+
+
+def test_the_seed_decides_the_weights_and_the_tokens() -> None:
+    losses = [train_step.run(dataclasses.replace(TRIAL, seed=seed), Context()).samples["loss"][0] for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_loss_that_is_not_finite_is_diverged_and_has_no_timings() -> None:
+    with pytest.raises(Diverged, match="the loss is not finite") as caught:
+        train_step.run(changed(learning_rate=1e30, min_learning_rate=1e30), Context())
+    assert caught.value.measurement.samples == {}
+    assert caught.value.measurement.check["quantities"]
+
+
+def test_a_rung_that_ran_another_kernel_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt, "load_attention", lambda name: attention.load("math" if name == "flash" else name))
+    with pytest.raises(CheckFailed, match="asked for flash, but") as caught:
+        train_step.run(TRIAL, Context())
+    assert caught.value.measurement.samples == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attention": "cudnn"}, "cudnn: needs an NVIDIA GPU"),
+        ({"precision": "fp16"}, "fp16: "),
+        ({"mode": "cudagraph"}, "cudagraph: CUDA graphs need an NVIDIA GPU"),
+        ({"mode": "compile-reduce-overhead"}, "CUDA graphs need an NVIDIA GPU"),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_unsupported_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        train_step.run(dataclasses.replace(TRIAL, **changes), Context())

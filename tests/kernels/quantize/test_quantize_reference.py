@@ -1,0 +1,169 @@
+"""Casting to FP8, bitwise against tables of all 256 codes written out from the formats' definition (no torch in them)."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_bench.kernels.quantize.reference import dequantize, quantize, scale_from_amax
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {"e4m3": (E4M3, 4, 3, 448.0), "e5m2": (E5M2, 5, 2, 57344.0)}
+
+
+def table(exponent_bits: int, mantissa_bits: int, limit: float) -> list[tuple[float, int]]:
+    """(value, code) of the finite non-negative numbers of a format, ascending. Micikevicius et al., arXiv:2209.05433."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    found = []
+    for code in range(128):
+        exponent, mantissa = code >> mantissa_bits, code & (2**mantissa_bits - 1)
+        if exponent == 0:
+            value = mantissa * 2.0 ** (1 - bias - mantissa_bits)
+        else:
+            value = (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
+        if value <= limit:
+            found.append((value, code))
+    return found
+
+
+def nearest(x: float, values: list[tuple[float, int]]) -> int:
+    """The code nearest to x, of two equally near ones the even one; beyond the largest, the largest."""
+    distance = [abs(abs(x) - value) for value, _ in values]
+    best = min(distance)
+    codes = [code for (_, code), d in zip(values, distance, strict=True) if d == best]
+    code = codes[0] if len(codes) == 1 else next(c for c in codes if c % 2 == 0)
+    return code | (0x80 if math.copysign(1.0, x) < 0 else 0)
+
+
+def slowly(x: np.ndarray, name: str) -> tuple[list[int], np.float32]:
+    """codes, scale by scale = limit / amax in float32, one number at a time."""
+    _, e, m, limit = FORMATS[name]
+    amax = np.abs(x).max()
+    with np.errstate(all="ignore"):
+        scale = np.float32(limit) / np.float32(amax)
+    if not (np.isfinite(amax) and amax > 0):
+        scale = np.float32(1)
+    scale = np.float32(min(scale, np.finfo(np.float32).max))
+    values = table(e, m, limit)
+    with np.errstate(all="ignore"):
+        return [nearest(float(np.float32(value) * scale), values) for value in x], scale
+
+
+def codes(data: torch.Tensor) -> list[int]:
+    return [int(code) for code in data.view(torch.uint8).flatten()]
+
+
+def test_the_tables_are_the_formats() -> None:
+    for dtype, e, m, limit in FORMATS.values():
+        values = table(e, m, limit)
+        assert values[-1][0] == limit == torch.finfo(dtype).max
+        assert values[1][0] == torch.finfo(dtype).smallest_normal / 2**m
+        there = torch.tensor([code for _, code in values], dtype=torch.uint8).view(dtype).double()
+        assert there.tolist() == [value for value, _ in values]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_boundary_between_two_numbers(name: str) -> None:
+    """All midpoints, and the float32 just below and above each; an element of the format's maximum keeps the scale at 1."""
+    dtype, e, m, limit = FORMATS[name]
+    values = [value for value, _ in table(e, m, limit)]
+    middles = np.array([(a + b) / 2 for a, b in itertools.pairwise(values)], dtype=np.float32)
+    x = np.concatenate([middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(1e9)), values])
+    x = np.concatenate([x, -x, [limit]]).astype(np.float32)
+    data, inverse = quantize(torch.from_numpy(x), dtype)
+    expected, scale = slowly(x, name)
+    assert scale == 1
+    assert inverse.item() == 1
+    assert codes(data) == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=24))
+def test_bitwise_against_the_table(name: str, numbers: list[float]) -> None:
+    x = np.array(numbers, dtype=np.float32)
+    data, inverse = quantize(torch.from_numpy(x), FORMATS[name][0])
+    expected, scale = slowly(x, name)
+    assert codes(data) == expected
+    assert inverse == torch.tensor(scale).reciprocal()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gaussians_of_every_dtype_and_size(name: str, dtype: torch.dtype) -> None:
+    for size in (1e-4, 1.0, 1e4):
+        x = (torch.randn(512, generator=torch.Generator().manual_seed(1)) * size).to(dtype)
+        data, inverse = quantize(x, FORMATS[name][0])
+        expected, scale = slowly(x.float().numpy(), name)
+        assert codes(data) == expected
+        assert inverse.dtype == torch.float32
+        assert inverse.shape == ()
+        assert inverse.item() == pytest.approx(1 / scale, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_shape_and_error_bound(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 5, 7)
+    data, inverse = quantize(x, dtype)
+    assert data.shape == x.shape
+    back = dequantize(data, inverse)
+    unit = {E4M3: 2.0**-4, E5M2: 2.0**-3}[dtype]  # half a unit in the last place of a normal number
+    smallest = torch.finfo(dtype).smallest_normal * inverse
+    assert ((back - x).abs() <= unit * x.abs().clamp(min=smallest) * 1.0001).all()
+    assert dequantize(data, inverse, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_the_largest_becomes_the_largest(dtype: torch.dtype) -> None:
+    for amax in (1e-30, 1e-3, 1.0, 447.9, 3e38):
+        data, _ = quantize(torch.tensor([amax, -amax, 0.0]), dtype)
+        assert data.float().tolist() == [torch.finfo(dtype).max, -torch.finfo(dtype).max, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_an_amax_without_a_scale_gives_one(dtype: torch.dtype) -> None:
+    for amax in (0.0, math.inf, math.nan):
+        assert scale_from_amax(torch.tensor(amax), dtype).item() == 1
+    data, inverse = quantize(torch.zeros(4), dtype)
+    assert codes(data) == [0] * 4
+    assert inverse.item() == 1
+    data, inverse = quantize(torch.tensor([math.inf, -math.inf, 2.0]), dtype)
+    limit = torch.finfo(dtype).max
+    assert data.float().tolist() == [limit, -limit, 2.0]
+    assert inverse.item() == 1
+    data, inverse = quantize(torch.tensor([math.nan, 2.0, 1e9]), dtype)
+    assert data.float().isnan().tolist() == [True, False, False]
+    assert data.float()[1:].tolist() == [2.0, limit]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_an_amax_so_small_that_the_scale_overflows(dtype: torch.dtype) -> None:
+    """limit / 1e-38 is beyond float32: the scale stays at the largest float32 and nothing becomes infinite or NaN."""
+    tiny = torch.tensor([1e-38, -1e-40, 0.0])
+    assert scale_from_amax(tiny.abs().amax(), dtype).item() == torch.finfo(torch.float32).max
+    data, inverse = quantize(tiny, dtype)
+    assert data.float().isfinite().all()
+    assert inverse.item() > 0
+    assert dequantize(data, inverse)[0].item() == pytest.approx(1e-38, rel=0.15)
+
+
+def test_scaling_by_a_power_of_two_changes_no_code() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(2))
+    for dtype in (E4M3, E5M2):
+        assert codes(quantize(x, dtype)[0]) == codes(quantize(x * 2.0**-20, dtype)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gpu_gives_the_cpus_bits(dtype: torch.dtype, source: torch.dtype) -> None:
+    x = torch.randn(257, 1023, generator=torch.Generator().manual_seed(3)).to(source)
+    for values in (x, x * 1e-6, torch.zeros_like(x), torch.full_like(x, math.inf)):
+        on_cpu, cpu_inverse = quantize(values, dtype)
+        on_gpu, gpu_inverse = quantize(values.cuda(), dtype)
+        assert torch.equal(on_gpu.view(torch.uint8).cpu(), on_cpu.view(torch.uint8))
+        assert gpu_inverse.item() == cpu_inverse.item()

@@ -1,0 +1,120 @@
+"""Imports go one way, and what must answer without torch never reaches it: read from the source, transitively."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("plugins", "kernels", "models", "experiments", "reports", "cli")  # a later one imports earlier ones only
+
+#: These never import torch at module level, nor anything of te_bench that does.
+TORCH_FREE = (
+    "te_bench",
+    "te_bench.plugins",
+    "te_bench.cli",
+    "te_bench.kernels.attention",
+    "te_bench.models",
+    "te_bench.models.corpus",
+    "te_bench.models.tokenizer",
+    *(
+        f"te_bench.experiments.{name}"
+        for name in ("doctor", "environment", "measurement", "plan", "progress", "runner", "spec", "store")
+    ),
+)
+TORCH_FREE_PACKAGES = ("te_bench.reports", "te_bench.experiments.suites")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted((ROOT / "te_bench").rglob("*.py"))}
+
+
+def imports(module: str, *, deferred: bool) -> set[str]:
+    """Modules that it imports: at module level, and with `deferred` inside functions and for type checkers too."""
+    tree = ast.parse(MODULES[module].read_bytes())
+    found: set[str] = set()
+    for node in ast.walk(tree) if deferred else at_module_level(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            assert node.module is not None
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if not name.startswith("te_bench") or name in MODULES}
+
+
+def at_module_level(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs when the module is imported: not the bodies of functions, nor `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from at_module_level(child)
+
+
+def with_parents(name: str) -> set[str]:
+    """Importing a.b.c runs a and a.b first."""
+    parts = name.split(".")
+    return {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+
+
+def path_to_torch(module: str, seen: frozenset[str] = frozenset()) -> list[str] | None:
+    """The chain of module-level imports that ends in torch or triton, or None."""
+    for name in sorted(imports(module, deferred=False)):
+        if name.partition(".")[0] in ("torch", "triton"):
+            return [module, name]
+        for reached in with_parents(name) & set(MODULES) - seen - {module}:
+            chain = path_to_torch(reached, seen | {module})
+            if chain:
+                return [module, *chain]
+    return None
+
+
+def layer(module: str) -> int:
+    parts = module.split(".")
+    return LAYERS.index(parts[1]) if len(parts) > 1 else -1
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module: str) -> None:
+    upwards = {
+        name for name in imports(module, deferred=True) if name.startswith("te_bench") and layer(name) > layer(module)
+    }
+    assert not upwards, f"{module} imports {', '.join(sorted(upwards))}"
+
+
+def test_every_folder_has_its_layer() -> None:
+    assert {module.split(".")[1] for module in MODULES if "." in module} == set(LAYERS)
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in MODULES if name in TORCH_FREE or name.startswith(TORCH_FREE_PACKAGES)]
+)
+def test_torch_is_out_of_reach(module: str) -> None:
+    chain = path_to_torch(module)
+    assert chain is None, " -> ".join(chain or [])
+
+
+def test_the_torch_free_modules_are_all_there() -> None:
+    assert set(TORCH_FREE) <= set(MODULES)
+
+
+@pytest.mark.parametrize(
+    "module", ["te_bench.experiments.trial", "te_bench.models.gpt", "te_bench.kernels.attention.flash"]
+)
+def test_the_test_can_see_torch(module: str) -> None:
+    assert path_to_torch(module)
+
+
+def test_functions_and_type_checking_are_not_module_level() -> None:
+    source = "if TYPE_CHECKING:\n    import a\ndef f():\n    import b\n"
+    source += "class C:\n    import c\ntry:\n    import d\nfinally: ...\n"
+    names = [node.names[0].name for node in at_module_level(ast.parse(source)) if isinstance(node, ast.Import)]
+    assert names == ["c", "d"]

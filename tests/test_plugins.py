@@ -1,0 +1,65 @@
+"""The folder is the registry: names from files, near matches in errors, docstrings read without importing."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_bench import plugins
+
+PACKAGES = [
+    "te_bench.experiments.suites",
+    "te_bench.experiments.workloads",
+    "te_bench.kernels.attention",
+    "te_bench.kernels.gemm",
+    "te_bench.kernels.quantize",
+    "te_bench.models.recipe",
+]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package with two plug-ins, one of which cannot be imported, and a file that is none."""
+    folder = tmp_path / "stalls"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "apples.py").write_text('"""Apples × pears.\n\nAnd more."""\nPRICE = 3\n')
+    (folder / "broken.py").write_text('"""Broken, but it says so."""\nraise RuntimeError\n')
+    (folder / "_shared.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "stalls"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "stalls"]:
+        del sys.modules[name]
+
+
+def test_names_are_the_files_without_an_underscore(package: str) -> None:
+    assert plugins.names(package) == ["apples", "broken"]
+
+
+def test_load_gives_the_attribute_of_the_file(package: str) -> None:
+    assert plugins.load(package, "apples", "PRICE") == 3
+    with pytest.raises(RuntimeError):
+        plugins.load(package, "broken", "PRICE")
+
+
+def test_an_unknown_name_is_refused_with_the_near_matches(package: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        plugins.load(package, "aples", "PRICE")
+    assert str(caught.value) == "unknown stall 'aples'. Did you mean apples? Known: apples, broken."
+    with pytest.raises(ValueError, match=r"^unknown stall '\.\./x'\. Known: apples, broken\.$"):
+        plugins.load(package, "../x", "PRICE")
+    with pytest.raises(ValueError, match="unknown stall '_shared'"):
+        plugins.load(package, "_shared", "PRICE")
+
+
+def test_about_is_the_first_line_and_imports_nothing(package: str) -> None:
+    assert plugins.about(package, "apples") == "Apples × pears."
+    assert plugins.about(package, "broken") == "Broken, but it says so."
+    assert "stalls.broken" not in sys.modules
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_plugin_of_te_bench_says_what_it_is(name: str) -> None:
+    assert plugins.names(name)
+    for plugin in plugins.names(name):
+        assert plugins.about(name, plugin), f"{name}.{plugin} has no docstring"
