@@ -73,8 +73,10 @@ def largest(x: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", attention.names())
 def test_contract(name: str, shape: tuple[int, ...], dtype: str, causal: bool, device: str) -> None:
-    if name == "flex" and shape not in (SHAPES[0], SHAPES[3]):
-        pytest.skip("each shape of FlexAttention compiles for seconds; two stand for all")
+    if name == "flex" and (shape, dtype) != (SHAPES[3], "bf16"):
+        pytest.skip(
+            "each problem of FlexAttention compiles for seconds: one odd length, causal and not, stands for all"
+        )
     problem = a_problem(shape, dtype, device, causal=causal)
     assert_as_good_as_manual(supported(name, problem), problem, draw(problem))
 
