@@ -1,6 +1,6 @@
 """Train a tiny GPT on Python's own sources and print its validation loss: the library without the command line.
 
-    python examples/train_gpt.py
+python examples/train_gpt.py
 """
 
 import torch
@@ -19,7 +19,9 @@ def main() -> float:
     sizes = {"block": config.block_size, "batch": BATCH, "vocab": config.vocab_size}
     batches = data.Batches(text, **sizes, seed=0)
     model = GPT(config, attention="flash")
-    step = TrainStep(model, Optim(learning_rate=3e-3, min_learning_rate=3e-4, warmup=10), precision="fp32", mode="eager")
+    step = TrainStep(
+        model, Optim(learning_rate=3e-3, min_learning_rate=3e-4, warmup=10), precision="fp32", mode="eager"
+    )
     for number, loss in train(step, batches.at, lambda n: n / STEPS if n < STEPS else None):
         if number % 20 == 0:
             print(f"step {number:3d}: loss {loss.item():.3f}")

@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 usage (the message says what is legal); 4 incomplete: some
 
 import json
 import math
+import os
 import shlex
 import sys
 from collections import Counter
@@ -43,15 +44,24 @@ Data = Annotated[
 ]
 Budget = Annotated[float | None, typer.Option(metavar="SECONDS", help="Training time of each time-budget trial.")]
 Cache = Annotated[Path | None, typer.Option(metavar="DIR", help="Where token files are cached.")]
+Gpus = Annotated[
+    str | None, typer.Option(help="Indices such as 0,1, as in nvidia-smi, or all: one trial on each at a time.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 def main() -> None:
-    """Entry point: a ValueError anywhere, or a file that can't be used, is the user's to read; exit code 2."""
+    """Entry point: a ValueError, a file that can't be used and a missing package are the user's to read; exit code 2."""
     try:
         app()
     except ValueError as error:
         print(f"te-bench: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        package = (error.name or "te_bench").partition(".")[0]
+        if package == "te_bench":  # a fault of ours
+            raise
+        print(f"te-bench: needs the package {package}: pip install {package}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # `te-bench list | head`
         sys.stderr.close()
@@ -94,7 +104,7 @@ def _listing(kind: str) -> list[dict[str, str]]:
 
         return [{"name": name, "about": about} for name, about in DATASETS.items()]
     if kind == "models":
-        from te_bench.models.gpt import CONFIGS
+        from te_bench.models.configs import CONFIGS
 
         return [
             {"name": name, "about": f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, block {c.block_size}"}
@@ -137,7 +147,8 @@ def run(
     budget: Budget = None,
     cache: Cache = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")] = 900.0,
-    gpus: Annotated[str, typer.Option(help="all, or indices such as 0,1: one trial on each at a time.")] = "all",
+    gpus: Gpus = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Repeat the trials that did not end ok.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Set earlier results in DIR aside and start anew.")] = False,
 ) -> None:
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
@@ -148,10 +159,11 @@ def run(
     if not timeout > 0:  # nor is NaN
         raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
     options = _options(device, seeds, data, budget, cache)
-    slots = _slots(options.device, gpus)
+    chosen = _gpus(options.device, gpus)
+    slots = [gpu["uuid"] for gpu in chosen] or [None]
     directory = out or Path("runs") / suite
     experiment = _resolve(suite, only, options)
-    machine = environment.capture(options.device)
+    machine = environment.capture(options.device, chosen)
     with Store(directory, fresh=fresh) as store:
         store.add_environment(machine)
         store.add_plan(
@@ -164,11 +176,12 @@ def run(
                 started_at=_now(),
             )
         )
-        done = [t for t in experiment.trials if store.journal.done((t.id, machine["id"]))]
+        total = len(experiment.trials)
+        done = total - len(runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry))
         if done:
-            print(f"{len(done)} of {len(experiment.trials)} trials are already in {directory}")
+            print(f"{done} of {total} trials are already in {directory}")
         try:
-            with _progress(len(experiment.trials), len(done), len(slots)) as progress:
+            with _progress(total, done, len(slots)) as progress:
                 runner.run(
                     experiment.trials,
                     store,
@@ -177,9 +190,10 @@ def run(
                     timeout_s=timeout,
                     context=Context(cache=cache),
                     progress=progress,
+                    retry=retry,
                 )
         except KeyboardInterrupt:
-            left = sum(not store.journal.done((t.id, machine["id"])) for t in experiment.trials)
+            left = len(runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry))
             again = shlex.join(word for word in sys.argv[1:] if word != "--fresh")
             print(f"\nStopped with {left} trials to go. To go on: te-bench {again}")
             raise typer.Exit(130) from None
@@ -254,16 +268,23 @@ def _options(
 
     if budget is not None and not 0 < budget < math.inf:
         raise ValueError(f"--budget {budget:g}: give seconds greater than 0")
-    found = device or ("cuda" if environment.nvidia_gpus() else "cpu")
-    return Options(device=found, seeds=seeds, data=_data(data or []), budget_s=budget, cache=cache)
+    return Options(
+        device=device or environment.default_device(), seeds=seeds, data=_data(data or []), budget_s=budget, cache=cache
+    )
 
 
 def _data(specs: list[str]) -> dict[str, str]:
-    """{model or "": data set} of the --data options; MODEL= is recognised by the sign before any colon."""
-    chosen = {}
+    """{model or "": data set} of the --data options; MODEL= is recognised by the sign before any colon.
+
+    Raises ValueError for a model that is given two.
+    """
+    chosen: dict[str, str] = {}
     for spec in specs:
         head = spec.split(":", 1)[0]
         model, _, name = spec.partition("=") if "=" in head else ("", "", spec)
+        if model in chosen:
+            whose = f"the model {model}" if model else "every model"
+            raise ValueError(f"--data {spec}: {whose} has the data set {chosen[model]} already; give each model one")
         chosen[model] = name
     return chosen
 
@@ -274,22 +295,32 @@ def _resolve(suite: str, only: str | None, options: "Options") -> "Experiment":
     return plan.resolve(suite, options, only=only)
 
 
-def _slots(device: str, gpus: str) -> list[str | None]:
-    """What each concurrent child sees as CUDA_VISIBLE_DEVICES: [None] on a CPU. Raises ValueError for unknown GPUs."""
-    if device != "cuda":
-        return [None]
+def _gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:
+    """The GPUs to run on, [] on a CPU. Raises ValueError for GPUs that are not here or that torch can't use."""
     from te_bench.experiments import environment
 
-    found = [str(gpu["index"]) for gpu in environment.nvidia_gpus()]
-    if not found:
+    if device != "cuda":
+        if gpus is not None:
+            raise ValueError(f"--gpus {gpus}: this run is on the {device}; leave it out, or add --device cuda")
+        return []
+    here = {str(gpu["index"]): gpu for gpu in environment.nvidia_gpus()}
+    if not here:
         raise ValueError(
             "--device cuda: the NVIDIA driver reports no GPU here. Use --device cpu; `te-bench doctor` says more."
         )
-    wanted = found if gpus == "all" else gpus.split(",")
-    unknown = [index for index in wanted if index not in found]
-    if unknown or len(set(wanted)) < len(wanted):
-        raise ValueError(f"--gpus {gpus}: the GPUs here are {', '.join(found)}; write all, or each index once")
-    return list(wanted)
+    if why := environment.no_cuda():
+        raise ValueError(f"--device cuda: {why}")
+    if gpus in (None, "all"):
+        if visible := environment.visible_gpus():
+            return visible
+        listed = os.environ["CUDA_VISIBLE_DEVICES"]
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES={listed!r} leaves no GPU; unset it, or choose with --gpus or --device cpu"
+        )
+    wanted = [index.strip() for index in gpus.split(",")]
+    if set(wanted) - set(here) or len(set(wanted)) < len(wanted):
+        raise ValueError(f"--gpus {gpus}: the GPUs here are {', '.join(here)}; write all, or each index once")
+    return [here[index] for index in wanted]
 
 
 def _progress(total: int, done: int, slots: int) -> Any:

@@ -1,9 +1,14 @@
 """What every test may use; its being here also puts this folder on the import path."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# The processes that tests start find te_bench from any folder, installed or not.
+ROOT = str(Path(__file__).resolve().parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core already
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -18,9 +23,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def no_torch(tmp_path: Path) -> dict[str, str]:
-    """Environment variables under which `import torch` says that there is no such package."""
-    folder = tmp_path / "no_torch"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text('import sys\n\nsys.modules["torch"] = None\n')
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+def no_package(tmp_path: Path) -> Callable[[str], dict[str, str]]:
+    """Environment variables under which importing a package says that there is no such one."""
+
+    def without(name: str) -> dict[str, str]:
+        folder = tmp_path / f"no_{name}"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(f'import sys\n\nsys.modules["{name}"] = None\n')
+        return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])}
+
+    return without
+
+
+@pytest.fixture
+def no_torch(no_package: Callable[[str], dict[str, str]]) -> dict[str, str]:
+    return no_package("torch")

@@ -6,15 +6,17 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from driving import rows, te_bench
 
 from te_bench import __version__, cli
-from te_bench.experiments import environment
+from te_bench.experiments import doctor, environment, runner
 from te_bench.experiments.spec import Trial
+from te_bench.experiments.store import Store
 
 
 class Done(NamedTuple):
@@ -90,27 +92,83 @@ def test_the_parser_s_own_errors_exit_2_too(command: Command, arguments: list[st
     assert message in done.err
 
 
+def gpus(monkeypatch: pytest.MonkeyPatch, number: int = 2, *, cuda: str | None = "13.0") -> None:
+    """A machine with so many GPUs, and a torch built for this CUDA."""
+    found = [
+        {"index": i, "name": "NVIDIA H200", "uuid": f"GPU-{'abcdef'[i]}", "driver": "580.1"} for i in range(number)
+    ]
+    monkeypatch.setattr(environment, "nvidia_gpus", lambda: found)
+    monkeypatch.setattr(environment, "_torch_build", lambda: {"version": "2.13.0", "cuda": cuda})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def uuids(gpus: str | None) -> list[str]:
+    return [gpu["uuid"] for gpu in cli._gpus("cuda", gpus)]
+
+
 def test_cuda_without_a_gpu_says_what_to_do(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "nvidia_gpus", list)
-    for gpus in ("all", "0,1"):
-        done = command("run", "quick", "--device", "cuda", "--gpus", gpus)
+    gpus(monkeypatch, 0)
+    for wanted in ("all", "0,1"):
+        done = command("run", "quick", "--device", "cuda", "--gpus", wanted)
         assert done.code == 2
         assert "--device cuda: the NVIDIA driver reports no GPU here. Use --device cpu" in done.err
 
 
-@pytest.mark.parametrize("gpus", ["2", "0,2", "0,0", "one", "0,", ""])
-def test_gpus_that_are_not_there_are_refused(command: Command, monkeypatch: pytest.MonkeyPatch, gpus: str) -> None:
-    monkeypatch.setattr(environment, "nvidia_gpus", lambda: [{"index": 0}, {"index": 1}])
-    done = command("run", "quick", "--device", "cuda", "--gpus", gpus)
+def test_cuda_with_a_torch_that_has_none_says_what_to_install(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, cuda=None)
+    done = command("run", "quick", "--device", "cuda")
     assert done.code == 2
-    assert f"--gpus {gpus}: the GPUs here are 0, 1; write all, or each index once" in done.err
+    assert "--device cuda: torch 2.13.0 is built without CUDA; install one that is not: https://pytorch.org" in done.err
+    assert cli._options(None, None, None, None, None).device == "cpu"
 
 
-def test_gpus_are_what_each_child_will_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "nvidia_gpus", lambda: [{"index": 0}, {"index": 1}])
-    assert cli._slots("cuda", "all") == ["0", "1"]
-    assert cli._slots("cuda", "1") == ["1"]
-    assert cli._slots("cpu", "all") == [None]
+@pytest.mark.parametrize("wanted", ["2", "0,2", "0,0", "0, 0", "one", "0,", ""])
+def test_gpus_that_are_not_there_are_refused(command: Command, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    gpus(monkeypatch)
+    done = command("run", "quick", "--device", "cuda", "--gpus", wanted)
+    assert done.code == 2
+    assert f"--gpus {wanted}: the GPUs here are 0, 1; write all, or each index once" in done.err
+
+
+def test_gpus_of_a_run_on_a_cpu_are_refused(command: Command) -> None:
+    done = command("run", "quick", "--device", "cpu", "--gpus", "0")
+    assert done.code == 2
+    assert "--gpus 0: this run is on the cpu; leave it out, or add --device cuda" in done.err
+
+
+def test_gpus_are_chosen_by_the_management_library_s_index_and_named_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch)
+    assert uuids(None) == uuids("all") == uuids("0, 1") == ["GPU-a", "GPU-b"]
+    assert uuids("1") == ["GPU-b"]
+    assert cli._gpus("cpu", None) == []
+
+
+def test_all_gpus_are_those_that_an_inherited_choice_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-b")
+    assert uuids("all") == uuids(None) == ["GPU-d", "GPU-b"]
+    assert uuids("0") == ["GPU-a"]  # said outright
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES='' leaves no GPU"):
+        uuids("all")
+
+
+def test_a_run_gives_each_child_a_uuid_and_describes_the_gpu_that_was_chosen(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus(monkeypatch)
+    seen: dict[str, Any] = {}
+
+    def stop(trials: object, store: Store, environment_id: str, **options: Any) -> None:
+        seen.update(options, described=store.journal.environments[environment_id]["details"]["gpus"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", stop)
+    assert command("run", "memory", "--device", "cuda", "--gpus", "1", "--out", tmp_path).code == 130
+    assert seen["gpus"] == ["GPU-b"]
+    assert [gpu["uuid"] for gpu in seen["described"]] == ["GPU-b"]
 
 
 def bad_text(folder: Path, kind: str) -> Path:
@@ -169,6 +227,18 @@ def test_data_belongs_to_a_model_or_to_all() -> None:
     assert cli._data(["text:a=b"]) == {"": "text:a=b"}
 
 
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (["stdlib", "random"], "--data random: every model has the data set stdlib already; give each model one"),
+        (["a=stdlib", "a=stdlib"], "--data a=stdlib: the model a has the data set stdlib already"),
+    ],
+)
+def test_two_data_sets_for_one_model_are_refused(specs: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cli._data(specs)
+
+
 def test_version(command: Command) -> None:
     done = command("--version")
     assert (done.code, done.out) == (0, f"te-bench {__version__}\n")
@@ -207,6 +277,48 @@ def test_doctor_says_what_can_run_and_why_not(command: Command) -> None:
     assert "attention (" in command("doctor").out
 
 
+def test_doctor_does_not_promise_to_compile_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "nvidia_gpus", list)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    modes = doctor.examine()["modes"]
+    assert modes["compile"] == "needs a C++ compiler (g++ or clang++)"
+    assert modes["eager"] == "ok"
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert doctor.examine()["modes"]["compile"] == "ok"
+
+
+def test_doctor_says_why_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1, cuda=None)
+    monkeypatch.setitem(environment.nvidia_gpus()[0], "memory_bytes", 141 * 2**30)
+    machine = doctor.examine()["machine"]
+    assert machine["device"] == "cpu"
+    assert machine["gpu use"].startswith("torch 2.13.0 is built without CUDA")
+
+
+def test_a_missing_package_is_named_without_a_traceback(no_package: Callable[[str], dict[str, str]]) -> None:
+    done = te_bench("list", "datasets", env=no_package("numpy"))
+    assert (done.returncode, done.stderr) == (2, "te-bench: needs the package numpy: pip install numpy\n")
+
+
+def test_a_module_of_our_own_that_is_missing_is_our_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "te_bench.models.configs", None)
+    monkeypatch.setattr(sys, "argv", ["te-bench", "list", "models"])
+    with pytest.raises(ModuleNotFoundError):
+        cli.main()
+
+
+def test_listing_models_needs_no_torch(no_torch: dict[str, str]) -> None:
+    done = te_bench("list", "models", env=no_torch)
+    assert done.returncode == 0, done.stderr
+    assert "gpt2-xl" in done.stdout
+
+
+def test_a_process_that_a_test_starts_finds_te_bench_where_it_is_not_installed(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", "import te_bench; print(te_bench.__file__)"]  # -S: nothing is installed
+    found = subprocess.check_output(command, cwd=tmp_path, text=True)
+    assert Path(found.strip()) == Path(__file__).resolve().parents[1] / "te_bench" / "__init__.py"
+
+
 # Import cost.
 
 
@@ -239,7 +351,7 @@ def poisoned(tmp_path: Path) -> dict[str, str]:
 
 
 def test_the_poison_works(poisoned: dict[str, str]) -> None:
-    done = te_bench("list", "models", env=poisoned)  # reads models.gpt
+    done = te_bench("doctor", env=poisoned)
     assert (done.returncode, done.stderr) == (99, "torch was imported")
 
 
@@ -252,7 +364,7 @@ def test_planning_never_imports_torch(poisoned: dict[str, str], tmp_path: Path, 
 
 
 def test_reporting_and_listing_never_import_torch(poisoned: dict[str, str], tmp_path: Path) -> None:
-    for kind in ("suites", "attention", "datasets"):
+    for kind in cli.KINDS:
         assert te_bench("list", kind, env=poisoned).returncode == 0
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent / 'reports')!r})\n"
     code += f"import journals; from pathlib import Path; journals.everything(Path({str(tmp_path / 'run')!r}))"

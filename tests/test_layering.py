@@ -16,6 +16,7 @@ TORCH_FREE = (
     "te_bench.cli",
     "te_bench.kernels.attention",
     "te_bench.models",
+    "te_bench.models.configs",
     "te_bench.models.corpus",
     "te_bench.models.tokenizer",
     *(

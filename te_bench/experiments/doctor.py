@@ -14,11 +14,13 @@ HEADS, LENGTH, HEAD_DIM = 12, 1024, 64
 def examine() -> dict[str, dict[str, str]]:
     """{section: {name: answer}}; an answer is "ok", a value, or the reason why not."""
     gpus = environment.nvidia_gpus()
-    device = "cuda" if gpus else "cpu"
-    found = environment.capture(device)
+    device = environment.default_device()
+    found = environment.capture(device, environment.visible_gpus()[:1] if device == "cuda" else ())
     machine = {key: str(value) for key, value in found["identity"].items() if value is not None}
     for gpu in gpus:
         machine[f"gpu {gpu['index']}"] = f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, driver {gpu['driver']}"
+    if gpus and (why := environment.no_cuda()):
+        machine["gpu use"] = why
     answer: dict[str, dict[str, str]] = {"machine": machine, "packages": _packages()}
     if importlib.util.find_spec("torch") is None:
         return {**answer, "training": {"everything": "needs the package torch: pip install torch"}}
@@ -33,8 +35,11 @@ def _packages() -> dict[str, str]:
         "triton": "torch.compile on a GPU",
     }
     rows = {name: "ok" if importlib.util.find_spec(name) else f"missing ({use})" for name, use in needed.items()}
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    return {**rows, "C++ compiler": compiler or "missing (torch.compile on a CPU)"}
+    return {**rows, "C++ compiler": _compiler() or "missing (torch.compile on a CPU)"}
+
+
+def _compiler() -> str | None:
+    return shutil.which("g++") or shutil.which("clang++")
 
 
 def _capabilities(device: str) -> dict[str, dict[str, str]]:
@@ -60,10 +65,16 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
             return why or ("ok" if device == "cuda" else "ok (exact emulation: right, not fast)")
         return "ok"
 
-    graphs = "ok" if device == "cuda" else "CUDA graphs need an NVIDIA GPU"
+    def mode(name: str) -> str:
+        if device == "cuda":
+            return "ok"
+        if name in ("compile-reduce-overhead", "cudagraph"):
+            return "CUDA graphs need an NVIDIA GPU"
+        return "needs a C++ compiler (g++ or clang++)" if name == "compile" and not _compiler() else "ok"
+
     return {
         f"attention ({device}, bf16)": {name: backend(name, "bf16") for name in attention.names()},
         f"attention ({device}, fp32)": {name: backend(name, "fp32") for name in attention.names()},
         "precisions": {name: precision(name) for name in PRECISIONS},
-        "modes": {name: graphs if name in ("compile-reduce-overhead", "cudagraph") else "ok" for name in MODES},
+        "modes": {name: mode(name) for name in MODES},
     }

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,14 @@ PACKAGES = (
 MEASURING = ("kernels", "models", "experiments")
 
 
-def capture(device: str) -> dict[str, Any]:
-    """{"id", "identity", "details"} of this machine for trials on `device` ("cpu" or "cuda")."""
-    gpus = nvidia_gpus()
+def capture(device: str, gpus: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """{"id", "identity", "details"} of this machine for trials on `device`: "cpu", or "cuda" with the chosen `gpus`.
+
+    Raises ValueError for GPUs of different models: their results would share one id.
+    """
+    models = sorted({gpu["name"] for gpu in gpus})
+    if len(models) > 1:
+        raise ValueError(f"--gpus: one run is on GPUs of one model, these are {', '.join(models)}; name those of one")
     cuda = device == "cuda"
     torch = _torch_build()
     identity = {
@@ -48,6 +53,7 @@ def capture(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu": _cpu_model(),
         "cores": _cores(),
+        "threads": None if cuda else _threads(),
         "code": code_hash(),
     }
     details = {
@@ -55,7 +61,7 @@ def capture(device: str) -> dict[str, Any]:
         "kernel": platform.release(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "gpus": gpus,
+        "gpus": list(gpus),
         **_git(),
     }
     return {"id": digest(identity), "identity": identity, "details": details}
@@ -65,9 +71,11 @@ def nvidia_gpus() -> list[dict[str, Any]]:
     """Each GPU that the driver's management library sees, [] without one: never touches CUDA."""
     try:
         import pynvml
-
+    except ImportError:
+        return []
+    try:
         pynvml.nvmlInit()
-    except Exception:  # no package, no library, no driver: there are no GPUs to speak of
+    except pynvml.NVMLError:  # no library or no driver: there are no GPUs to speak of
         return []
     driver = _text(pynvml.nvmlSystemGetDriverVersion())
     gpus = []
@@ -88,14 +96,50 @@ def nvidia_gpus() -> list[dict[str, Any]]:
     return gpus
 
 
+def visible_gpus() -> list[dict[str, Any]]:
+    """The GPUs that an inherited CUDA_VISIBLE_DEVICES leaves, in its order; all of them where it is not set.
+
+    As in CUDA, its list ends at the first entry that is no GPU or comes twice, and "" leaves none. An index is taken in
+    the management library's order, by PCI bus, as batch schedulers write it; CUDA's own default is the fastest first.
+    """
+    gpus = nvidia_gpus()
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return gpus
+    visible: list[dict[str, Any]] = []
+    for entry in map(str.strip, listed.split(",")):
+        named = [g for g in gpus if entry == str(g["index"]) or (entry[:4] == "GPU-" and g["uuid"].startswith(entry))]
+        if len(named) != 1 or named[0] in visible:
+            break
+        visible += named
+    return visible
+
+
+def no_cuda() -> str | None:
+    """Why torch could not use a GPU even if there were one, or None."""
+    build = _torch_build()
+    if build["version"] and not build["cuda"]:
+        return (
+            f"torch {build['version']} is built without CUDA; install one that is not: https://pytorch.org/get-started"
+        )
+    return None if build["version"] else "needs the package torch: pip install torch"
+
+
+def default_device() -> str:
+    """ "cuda" where there is a GPU and torch can use one, otherwise "cpu"."""
+    return "cuda" if visible_gpus() and not no_cuda() else "cpu"
+
+
 def gpu_state(uuid: str) -> dict[str, Any]:
     """Clocks, temperature, power and throttling of one GPU at this moment; {} where they cannot be read."""
     try:
         import pynvml
-
+    except ImportError:
+        return {}
+    try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    except Exception:
+    except pynvml.NVMLError:
         return {}
     return {
         "uuid": uuid,
@@ -145,6 +189,12 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _threads() -> int:
+    """How many threads torch computes with on a CPU."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").strip()
+    return int(asked) if asked.isascii() and asked.isdecimal() and int(asked) > 0 else _cores()
+
+
 def _os_name() -> str:
     try:
         return platform.freedesktop_os_release().get("PRETTY_NAME", platform.platform())
@@ -178,7 +228,9 @@ def _text(value: str | bytes) -> str:
 
 def _try(read: Callable[..., float], *arguments: Any, scale: float = 1) -> float | None:
     """A reading in SI units; None where the GPU or its driver does not offer it."""
+    import pynvml
+
     try:
         return read(*arguments) * scale
-    except Exception:
+    except pynvml.NVMLError:
         return None

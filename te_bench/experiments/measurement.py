@@ -1,4 +1,4 @@
-"""What a workload is given and hands back, and the three ways it can decline to.
+"""What a workload is given and hands back, and the ways it can decline to.
 
 A workload is a file with `run(trial: Trial, context: Context) -> Measurement`.
 """
@@ -28,6 +28,10 @@ class Measurement:
 
 class Unsupported(Exception):
     """This machine or these packages cannot run the trial; the message says why."""
+
+
+class Interrupted(Exception):
+    """Somebody ended a part of the trial from outside; a rerun repeats it."""
 
 
 class CheckFailed(Exception):

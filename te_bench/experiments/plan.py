@@ -5,7 +5,7 @@ from itertools import groupby
 
 from te_bench import plugins
 from te_bench.experiments import suites, workloads
-from te_bench.experiments.spec import DEVICES, MODES, PRECISIONS, Experiment, Options, Trial
+from te_bench.experiments.spec import DEVICES, MODES, PRECISIONS, PROTOCOLS, Experiment, Options, Trial
 
 
 def resolve(suite: str, options: Options, *, only: str | None = None) -> Experiment:
@@ -41,13 +41,19 @@ def _check_options(experiment: Experiment, options: Options) -> None:
 
 
 def check(trial: Trial) -> None:
-    """Raise ValueError, with the near matches, unless every name in the trial is known."""
+    """Raise ValueError, with the near matches, unless every name in the trial is known, and unless fp8 has its recipe."""
     plugins.check("workload", trial.workload, plugins.names(workloads.__name__))
     plugins.check("attention backend", trial.attention, plugins.names("te_bench.kernels.attention"))
     plugins.check("precision", trial.precision, list(PRECISIONS))
     plugins.check("mode", trial.mode, list(MODES))
+    plugins.check("protocol", trial.protocol, list(PROTOCOLS))
+    recipes = plugins.names("te_bench.models.recipe")
     if trial.recipe is not None:
-        plugins.check("recipe", trial.recipe, plugins.names("te_bench.models.recipe"))
+        plugins.check("recipe", trial.recipe, recipes)
+    if trial.precision == "fp8" and trial.recipe is None:
+        raise ValueError(f"{trial.name}: fp8 needs a recipe. Known: {', '.join(recipes)}.")
+    if trial.precision != "fp8" and trial.recipe is not None:
+        raise ValueError(f"{trial.name}: the recipe {trial.recipe} is for fp8; leave it out or choose precision fp8")
 
 
 def interleave(trials: list[Trial]) -> tuple[Trial, ...]:

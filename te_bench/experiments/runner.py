@@ -8,7 +8,6 @@ import faulthandler
 import json
 import multiprocessing
 import os
-import re
 import resource
 import signal
 import sys
@@ -24,11 +23,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from te_bench.experiments.host import oom_kills
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Record, Trial
-from te_bench.experiments.store import Store
+from te_bench.experiments.store import Journal, Store
 
 LOGS = "logs"
+FORK_SERVERS = 3  # attempts at starting a child: one that can't be forked three times in a row is the host's trouble
 LONGEST_WAIT = 86400.0  # seconds; poll(2) counts milliseconds in an int, which a --timeout of 25 days would overflow
 Progress = Callable[[Record | None, Trial | None], None]  # (a record just written, a trial just started)
 
@@ -45,6 +46,15 @@ class Running:
     oom_kills: int
 
 
+def to_do(trials: Sequence[Trial], journal: Journal, environment_id: str, *, retry: bool) -> list[Trial]:
+    """The trials that a run would do, in order: those that have not ended, with `retry` those that did not end ok too."""
+
+    def waits(key: tuple[str, str]) -> bool:
+        return not journal.done(key) or (retry and journal.records[key].outcome != "ok")
+
+    return [trial for trial in trials if waits((trial.id, environment_id))]
+
+
 def run(
     trials: Sequence[Trial],
     store: Store,
@@ -54,12 +64,13 @@ def run(
     timeout_s: float,
     context: Context,
     progress: Progress,
+    retry: bool = False,
 ) -> None:
-    """Run every trial that the store does not hold yet; `gpus` are CUDA_VISIBLE_DEVICES values, one trial on each at a time.
+    """Run every trial that is `to_do`, once; `gpus` are CUDA_VISIBLE_DEVICES values, one trial on each at a time.
 
     Ctrl-C or SIGTERM ends the children at once and raises KeyboardInterrupt; the store stays valid and a rerun goes on.
     """
-    waiting = deque(t for t in trials if not store.journal.done((t.id, environment_id)))
+    waiting = deque(to_do(trials, store.journal, environment_id, retry=retry))
     free = list(gpus)
     running: list[Running] = []
     # Importing torch's compiler asks whether there is a GPU: by the management library, or CUDA would not survive the fork.
@@ -73,7 +84,7 @@ def run(
                 while waiting and free:
                     job = _prepare(server, waiting.popleft(), store, free.pop(0), Path(scratch), context)
                     running.append(job)  # first: an interrupt while it starts must find it
-                    job.process.start()
+                    _start(job.process)
                     progress(None, job.trial)
                 for job in _finished(running, timeout_s):
                     running.remove(job)
@@ -99,7 +110,16 @@ def _prepare(server: Any, trial: Trial, store: Store, gpu: str | None, scratch: 
     reply, log = scratch / f"{trial.id}.json", store.directory / LOGS / f"{trial.id}.log"
     process = server.Process(target=_child, args=(trial.to_json(), str(reply), str(log), gpu, context))
     started, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="milliseconds")
-    return Running(trial, process, started, started_at, reply, log, gpu, _oom_kills())
+    return Running(trial, process, started, started_at, reply, log, gpu, oom_kills())
+
+
+def _start(process: BaseProcess) -> None:
+    """Start a child. A fork server that was killed just now breaks the connection; the next attempt starts another."""
+    for _ in range(FORK_SERVERS - 1):
+        with suppress(ConnectionError, EOFError):
+            process.start()
+            return
+    process.start()
 
 
 def _child(trial: Mapping[str, Any], reply: str, log: str, gpu: str | None, context: Context) -> None:
@@ -179,7 +199,7 @@ def _post_mortem(job: Running) -> dict[str, Any]:
     code = job.process.exitcode or 0
     where = f"; see {LOGS}/{job.log.name}"
     if code == -signal.SIGKILL:
-        if _oom_kills() > job.oom_kills:
+        if oom_kills() > job.oom_kills:
             return {"outcome": "oom", "reason": "host: the kernel's out-of-memory killer ended the trial"}
         return {"outcome": "interrupted", "reason": "killed from outside (SIGKILL); rerun to repeat it"}
     if code < 0:
@@ -203,16 +223,6 @@ def _kill(process: BaseProcess) -> None:
     if process.is_alive():  # it had not become a group of its own yet
         process.kill()
     process.join()
-
-
-def _oom_kills() -> int:
-    """How many processes the kernel's out-of-memory killer has ended, on this host and in this control group."""
-    total = 0
-    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
-        with suppress(OSError):
-            found = re.search(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE)
-            total += int(found[1]) if found else 0
-    return total
 
 
 class _terminable:

@@ -17,6 +17,7 @@ OUTCOMES = ("ok", "unsupported", "oom", "timeout", "crashed", "diverged", "faile
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
+PROTOCOLS = ("bench_py", "kernel", "curve", "bisection", "once")
 DEVICES = ("cpu", "cuda")
 
 

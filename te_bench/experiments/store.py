@@ -90,17 +90,33 @@ def _parse(data: bytes, path: Path) -> Journal:
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if number == len(lines):  # no newline after it: empty, or torn by a kill
+            if journal.size == 0 and line[:9] != b'{"crc32":'[: len(line)]:
+                raise ValueError(_damage(path, number, line))  # somebody else's file: never cut it
             break
         if not _intact(line):
-            if number == len(lines) - 1 and lines[-1] == b"":  # a last line whose bytes did not all reach the disk
+            if (
+                number > 1 and number == len(lines) - 1 and lines[-1] == b""
+            ):  # not all of it reached the disk
                 break
-            raise ValueError(f"{path}, line {number}: checksum mismatch. Delete that line; a rerun repeats its trial.")
+            raise ValueError(_damage(path, number, line))
         try:
             _add(journal, line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         journal.size += len(line) + 1
     return journal
+
+
+def _damage(path: Path, number: int, line: bytes) -> str:
+    """What to do about a line that is not as it was written; its kind cannot be trusted."""
+    if number == 1 or not line.startswith(b'{"crc32":'):
+        return (
+            f"{path} is not a te-bench journal: line {number} is not as te-bench writes it. Choose another directory."
+        )
+    return (
+        f"{path}, line {number}: checksum mismatch. Delete that line and rerun on the same machine with the same code: "
+        "that repeats its trial, or writes its plan or environment again."
+    )
 
 
 def _intact(line: bytes) -> bool:

@@ -2,7 +2,7 @@
 
 bench_py   10 burn-in steps, then 20 timed ones (nanoGPT's bench.py). On a GPU one CUDA event between consecutive steps
            and a single wait at the end, so that a sample is what a step costs in a running training loop.
-kernel     one call a sample, L2 flushed before it, until the median is known to 0.5 %.
+kernel     one call a sample, on a GPU with the L2 flushed before it, until the median is known to 0.5 %.
 """
 
 import itertools
@@ -14,7 +14,6 @@ import torch
 from scipy import stats
 
 BENCH_PY_BURN_IN, BENCH_PY_TIMED = 10, 20
-PROTOCOLS = ("bench_py", "kernel")
 
 KERNEL_WARMUP = 10
 KERNEL_MIN, KERNEL_MAX = 30, 500  # samples
@@ -43,7 +42,7 @@ def bench_py(step: Callable[[], object], device: str) -> list[float]:
 
 
 def kernel(call: Callable[[], object], device: str) -> list[float]:
-    """Seconds of single calls, cold L2, until the median's 95 % interval is within 0.5 % of it (or 3 s, or 500 calls)."""
+    """Seconds of single calls, L2 cold on a GPU, until the median's 95 % interval is within 0.5 % (or 3 s, or 500 calls)."""
     for _ in range(KERNEL_WARMUP):
         call()
     sample = _sample_cuda(call) if device == "cuda" else _sample_cpu(call)

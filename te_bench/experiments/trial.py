@@ -1,6 +1,6 @@
 """The child's side of a trial: run its workload and turn whatever happens into one reply. Imports torch.
 
-This file holds the project's only broad `except`: here an exception becomes a row.
+This file holds the harness's only broad `except`: here an exception becomes a row.
 """
 
 import time
@@ -11,7 +11,7 @@ import torch
 
 from te_bench import plugins
 from te_bench.experiments import environment, workloads
-from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
+from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Interrupted, Measurement, Unsupported
 from te_bench.experiments.spec import Trial, canonical_json
 
 
@@ -51,6 +51,8 @@ def classify(error: Exception) -> tuple[str, str]:
     text = " ".join(str(error).split())[:500]
     if isinstance(error, Unsupported):
         return "unsupported", text
+    if isinstance(error, Interrupted):
+        return "interrupted", text
     if isinstance(error, CheckFailed):
         return "failed_check", text
     if isinstance(error, Diverged):

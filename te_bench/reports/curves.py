@@ -35,7 +35,7 @@ class Arm:
     best: float | None  # lowest validation loss of each seed, mean over the seeds that ended ok
     deviation: float | None  # sample standard deviation of that over seeds
     n: int  # seeds behind best
-    last_step: float | None
+    steps_done: float | None
     tokens: float | None  # trained on
     tokens_per_s: float | None
     batch: float | None  # the batch used, also where the plan said "max"
@@ -86,7 +86,7 @@ def _arm(cell: Cell) -> Arm:
     drawn = cell.ok or diverged  # a seed that diverged would cut the others' curves short; the tables count it
     lowest = [min(losses) for record in cell.ok if (losses := numbers(record.samples.get("val_loss")))]
     work = drawn[0].work if drawn else {}
-    steps = [max(found) for record in drawn if (found := numbers(record.samples.get("step")))]
+    steps = [max(found) + 1 for record in drawn if (found := numbers(record.samples.get("step")))]  # from step 0 on
     times = [max(found) for record in drawn if (found := numbers(record.samples.get("time_s")))]
     last, time, per_step = median(steps), median(times), finite(work.get("tokens"))
     tokens = last * per_step if last is not None and per_step is not None else None
@@ -97,7 +97,7 @@ def _arm(cell: Cell) -> Arm:
         best=statistics.fmean(lowest) if lowest else None,
         deviation=statistics.stdev(lowest) if len(lowest) > 1 else None,
         n=len(lowest),
-        last_step=last,
+        steps_done=last,
         tokens=tokens,
         tokens_per_s=tokens / time if tokens and time else None,
         batch=finite(work.get("batch")),

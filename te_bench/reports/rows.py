@@ -1,5 +1,6 @@
 """Journals to rows (one per planned trial), cells (repetitions together) and groups (one suite in one environment)."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """Everything a report says: groups in the order their plans were written, environments by id."""
+    """Everything a report says: groups in the order their suites were first planned, newest environment first."""
 
     groups: tuple[Group, ...]
     environments: Mapping[str, Mapping[str, Any]]
@@ -120,17 +121,17 @@ def load_results(directories: Sequence[Path]) -> Results:
 
 
 def from_journals(journals: Mapping[str, Journal]) -> Results:
-    """Merge the journals of several runs, by the runs' names."""
+    """Merge the journals of several runs, by the runs' names. A measurement that is in two of them counts once."""
     rows: dict[tuple[str, str], list[Row]] = {}
     plans: dict[tuple[str, str], list[Plan]] = {}
     bodies: dict[str, Mapping[str, Any]] = {}
     for run, journal in journals.items():
-        latest = {plan.suite: plan for plan in journal.plans}  # a later plan of a suite replaces an earlier one
-        for plan in latest.values():
-            key = plan.suite, plan.environment
-            plans.setdefault(key, []).append(plan)
-            rows.setdefault(key, []).extend(_rows(run, plan, journal))
-            bodies[plan.environment] = journal.environments.get(plan.environment, {})
+        for key, planned in _planned(journal).items():
+            found = _rows(run, planned, journal)
+            plans.setdefault(key, []).extend(reversed(planned))  # the latest says the title and the baseline
+            known = {_measurement(row) for row in rows.setdefault(key, []) if row.record}
+            rows[key].extend(row for row in found if _measurement(row) not in known)
+            bodies[key[1]] = journal.environments.get(key[1], {})
     where = environment_labels(bodies)
     groups = tuple(
         Group(
@@ -183,21 +184,52 @@ def shape_label(problem: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def _rows(run: str, plan: Plan, journal: Journal) -> list[Row]:
-    planned = {}
-    for value in plan.trials:
-        trial = Trial.from_json({key: content for key, content in value.items() if key != "id"})
-        planned[trial.id] = trial
+def _planned(journal: Journal) -> dict[tuple[str, str], list[Plan]]:
+    """The plans of each suite and environment, oldest first: suites as first planned, the newest environment first.
+
+    What an older environment planned and did not measure is left out: a rerun would measure it in the newest.
+    """
+    by_suite: dict[str, dict[str, list[Plan]]] = {}
+    for plan in journal.plans:
+        environments = by_suite.setdefault(plan.suite, {})
+        environments[plan.environment] = [*environments.pop(plan.environment, []), plan]  # the newest goes last
+    found = {}
+    for suite, environments in by_suite.items():
+        newest, *older = reversed(environments)
+        found[suite, newest] = environments[newest]
+        for environment in older:
+            plans = [_measured(plan, journal) for plan in environments[environment]]
+            if any(plan.trials for plan in plans):
+                found[suite, environment] = plans
+    return found
+
+
+def _measured(plan: Plan, journal: Journal) -> Plan:
+    """The plan with those of its trials that have a record."""
+    trials = tuple(value for value in plan.trials if (_trial(value).id, plan.environment) in journal.records)
+    return dataclasses.replace(plan, trials=trials)
+
+
+def _rows(run: str, plans: Sequence[Plan], journal: Journal) -> list[Row]:
+    """One row for each trial that any of the plans of one suite and environment names, where it was first named."""
+    planned: dict[str, Trial] = {}
+    for plan in plans:
+        for trial in map(_trial, plan.trials):
+            planned.setdefault(trial.id, trial)
+    suite, environment = plans[0].suite, plans[0].environment
     return [
-        Row(
-            run=run,
-            suite=plan.suite,
-            environment=plan.environment,
-            trial=trial,
-            record=journal.records.get((trial.id, plan.environment)),
-        )
-        for trial in planned.values()
+        Row(run=run, suite=suite, environment=environment, trial=trial, record=journal.records.get((key, environment)))
+        for key, trial in planned.items()
     ]
+
+
+def _trial(value: Mapping[str, Any]) -> Trial:
+    return Trial.from_json({key: content for key, content in value.items() if key != "id"})
+
+
+def _measurement(row: Row) -> tuple[str, str | None]:
+    """What tells one measurement from another in the same environment."""
+    return row.trial.id, row.record.started_at if row.record else None
 
 
 def _cells(rows: Iterable[Row]) -> tuple[Cell, ...]:

@@ -127,7 +127,7 @@ def training(group: Group) -> list[Table]:
                 label(arm.cell),
                 Value(text=text.loss(arm.best, arm.deviation), sort=arm.best),
                 Value(text=_signed(comparison.behind(arm)), sort=comparison.behind(arm)),
-                number(arm.last_step, text.count),
+                number(arm.steps_done, text.count),
                 number(arm.batch, text.count),
                 number(arm.tokens, text.thousands),
                 number(arm.tokens_per_s, text.thousands),

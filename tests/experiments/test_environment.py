@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 
@@ -34,16 +35,101 @@ def gpu(**changes: Any) -> dict[str, Any]:
     return {"index": 0, "name": "NVIDIA H200", "uuid": "GPU-1", "driver": "580.1", "power_limit_w": 700.0, **changes}
 
 
-def test_another_gpu_of_the_same_make_is_the_same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_gpu_of_the_same_make_is_the_same_environment() -> None:
     def identity(device: str, **changes: Any) -> str:
-        monkeypatch.setattr(environment, "nvidia_gpus", lambda: [gpu(**changes)])
-        return str(environment.capture(device)["id"])
+        return str(environment.capture(device, [gpu(**changes)])["id"])
 
     assert identity("cuda") == identity("cuda", uuid="GPU-2", power_limit_w=600.0)
     assert identity("cuda") != identity("cuda", name="NVIDIA H100")
     assert identity("cuda") != identity("cuda", driver="590.1")
     assert identity("cuda") != identity("cpu")
     assert identity("cpu") == identity("cpu", name="NVIDIA H100")
+
+
+def test_the_environment_is_that_of_the_gpus_that_were_chosen() -> None:
+    found = environment.capture("cuda", [gpu(index=1, name="NVIDIA H100", uuid="GPU-2")])
+    assert found["identity"]["gpu"] == "NVIDIA H100"
+    assert [each["uuid"] for each in found["details"]["gpus"]] == ["GPU-2"]
+
+
+def test_one_run_on_gpus_of_two_models_is_refused() -> None:
+    with pytest.raises(ValueError, match="GPUs of one model, these are NVIDIA H100, NVIDIA H200"):
+        environment.capture("cuda", [gpu(), gpu(index=1, name="NVIDIA H100", uuid="GPU-2")])
+
+
+@pytest.mark.parametrize(
+    ("listed", "visible"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("2,0", [2, 0]),
+        (" 1 , 2 ", [1, 2]),
+        ("GPU-bb,0", [1, 0]),
+        ("GPU-c", [2]),
+        ("-1", []),
+        ("0,-1,1", [0]),
+        ("0,9,1", [0]),
+        ("1,1", [1]),
+        ("GPU-", []),
+        ("MIG-1", []),
+    ],
+)
+def test_an_inherited_choice_of_gpus_is_read_as_cuda_reads_it(
+    monkeypatch: pytest.MonkeyPatch, listed: str | None, visible: list[int]
+) -> None:
+    all_three = [gpu(index=i, uuid=uuid) for i, uuid in enumerate(("GPU-aa", "GPU-bb", "GPU-cc"))]
+    monkeypatch.setattr(environment, "nvidia_gpus", lambda: all_three)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert [each["index"] for each in environment.visible_gpus()] == visible
+
+
+@pytest.mark.parametrize(
+    ("gpus", "version", "cuda", "device"),
+    [
+        (1, "2.13.0", "13.0", "cuda"),
+        (1, "2.13.0+cpu", None, "cpu"),
+        (1, None, None, "cpu"),
+        (0, "2.13.0", "13.0", "cpu"),
+    ],
+)
+def test_the_default_is_the_gpu_where_torch_can_use_it(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, version: str | None, cuda: str | None, device: str
+) -> None:
+    monkeypatch.setattr(environment, "nvidia_gpus", lambda: [gpu()] * gpus)
+    monkeypatch.setattr(environment, "_torch_build", lambda: {"version": version, "cuda": cuda})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert environment.default_device() == device
+
+
+@pytest.mark.parametrize("setting", ["1", " 3 ", "0", "-2", "4,2", "many", "", None])
+def test_the_threads_of_a_cpu_are_part_of_its_environment(monkeypatch: pytest.MonkeyPatch, setting: str | None) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    default = environment.capture("cpu")
+    assert default["identity"]["threads"] == default["identity"]["cores"]
+    if setting is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    found = environment.capture("cpu")
+    assert found["identity"]["threads"] == {"1": 1, " 3 ": 3}.get(setting or "", found["identity"]["cores"])
+    assert environment.capture("cuda", [gpu()])["identity"]["threads"] is None
+
+
+def test_an_error_that_is_not_the_management_library_s_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*arguments: object) -> None:
+        raise TypeError("a mistake of ours")
+
+    def refused(*arguments: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", refused)
+    assert environment.nvidia_gpus() == []
+    assert environment.gpu_state("GPU-0") == {}
+    assert environment._try(refused) is None
+    monkeypatch.setattr(pynvml, "nvmlInit", fault)
+    for call in (environment.nvidia_gpus, lambda: environment.gpu_state("GPU-0"), lambda: environment._try(fault)):
+        with pytest.raises(TypeError):
+            call()
 
 
 def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(

@@ -51,6 +51,7 @@ def test_drift_that_is_linear_in_time_cancels_between_two_rivals() -> None:
         ("attention", "falsh", "unknown attention backend 'falsh'. Did you mean flash"),
         ("precision", "bf61", "unknown precision 'bf61'. Did you mean bf16"),
         ("mode", "compiled", "unknown mode 'compiled'. Did you mean compile"),
+        ("protocol", "bench_pi", "unknown protocol 'bench_pi'. Did you mean bench_py"),
         (
             "recipe",
             "float8_curent_scaling",
@@ -62,6 +63,15 @@ def test_a_trial_with_an_unknown_name_is_refused_with_the_near_matches(field: st
     with pytest.raises(ValueError) as caught:
         plan.check(dataclasses.replace(TRIAL, **{field: value}))
     assert str(caught.value).startswith(message)
+
+
+def test_fp8_and_a_recipe_go_together() -> None:
+    fp8 = dataclasses.replace(TRIAL, precision="fp8", recipe="float8_current_scaling")
+    plan.check(fp8)
+    with pytest.raises(ValueError, match=r"fp8 needs a recipe\. Known: .*float8_current_scaling"):
+        plan.check(dataclasses.replace(fp8, recipe=None))
+    with pytest.raises(ValueError, match="the recipe float8_current_scaling is for fp8; leave it out"):
+        plan.check(dataclasses.replace(fp8, precision="bf16"))
 
 
 @pytest.mark.parametrize(

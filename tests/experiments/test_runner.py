@@ -73,6 +73,21 @@ def test_every_fault_is_one_row_of_its_own_kind_and_the_sweep_goes_on(tmp_path: 
     assert not outcomes["interrupted"]
 
 
+def test_retry_repeats_once_what_did_not_end_ok_and_its_last_record_counts(tmp_path: Path) -> None:
+    where = ("--out", tmp_path / "out", "--device", "cpu", "--cache", tmp_path, "--only", "fault/[sermk]*")
+    te_bench("run", "faults", *where, main=PLANTED)
+    first = rows(tmp_path / "out")
+    failed = [row["trial"]["id"] for row in first if row["outcome"] != "ok"]
+    assert {row["outcome"] for row in first} == {"ok", "crashed", "unsupported", "interrupted"}
+    done = te_bench("run", "faults", *where, "--retry", main=PLANTED)
+    repeated = rows(tmp_path / "out")[len(first) :]
+    assert [row["trial"]["id"] for row in repeated] == failed
+    assert f"{len(first) - len(failed)} of {len(first)} trials are already in" in done.stdout
+    now = {record.trial.problem["model"]: record.outcome for record in load(tmp_path / "out").records.values()}
+    assert now["killed-once"] == "ok"
+    assert len(now) == len(first)
+
+
 def test_hung_trials_end_in_time_with_all_that_they_started(tmp_path: Path) -> None:
     with running("run", "hangs", "--out", tmp_path, "--device", "cpu", "--cache", tmp_path, "--timeout", "3") as run:
         done = run.finish()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from te_bench.experiments.spec import Record, Trial
-from te_bench.experiments.store import Plan, Store, encode, load
+from te_bench.experiments.store import JOURNAL, Plan, Store, encode, load
 
 ENVIRONMENT = {"id": "e0", "identity": {"device": "cpu"}, "details": {}}
 
@@ -120,13 +120,13 @@ def test_a_flipped_bit_anywhere_before_the_last_line_is_found_and_its_line_named
     starts = [0]
     for line in lines(tmp_path):
         starts.append(starts[-1] + len(line))
-    for number in range(1, 5):
-        for at in range(starts[number - 1], starts[number] - 1, 37):
+    for number in range(2, 5):
+        for at in range(starts[number - 1] + 10, starts[number] - 1, 37):
             damaged = bytearray(whole)
             damaged[at] ^= 0x01
             (tmp_path / "journal.jsonl").write_bytes(damaged)
             with pytest.raises(
-                ValueError, match=rf"journal\.jsonl, line {number}: checksum mismatch\. Delete that line"
+                ValueError, match=rf"journal\.jsonl, line {number}: checksum mismatch\. Delete that line and rerun"
             ):
                 load(tmp_path)
     with pytest.raises(ValueError, match="line 4"):
@@ -134,12 +134,28 @@ def test_a_flipped_bit_anywhere_before_the_last_line_is_found_and_its_line_named
     assert (tmp_path / "journal.jsonl").read_bytes() == damaged  # nothing was cut off behind the damage
 
 
-def test_after_the_damaged_line_is_deleted_a_rerun_repeats_its_trial(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [(b"a log\nof something else\n", 1), (b"%(first)s", 1), (b"%(whole)sa log\nof something else\n", 6)],
+    ids=["another file", "first line damaged", "two files in one"],
+)
+def test_a_file_that_te_bench_did_not_write_is_not_called_a_journal(tmp_path: Path, content: bytes, line: int) -> None:
     whole = fill(tmp_path)
-    kept = [line for number, line in enumerate(whole.splitlines(keepends=True), start=1) if number != 4]
+    content %= {b"whole": whole, b"first": whole.replace(b"e0", b"e1", 1)}
+    (tmp_path / "journal.jsonl").write_bytes(content)
+    for read in (load, Store):
+        with pytest.raises(ValueError, match=rf"journal\.jsonl is not a te-bench journal: line {line} is not"):
+            read(tmp_path)
+    assert (tmp_path / "journal.jsonl").read_bytes() == content
+
+
+@pytest.mark.parametrize("damaged", [1, 2, 4], ids=["environment", "plan", "record"])
+def test_after_the_damaged_line_is_deleted_a_rerun_writes_it_again(tmp_path: Path, damaged: int) -> None:
+    whole = fill(tmp_path)
+    kept = [line for number, line in enumerate(whole.splitlines(keepends=True), start=1) if number != damaged]
     (tmp_path / "journal.jsonl").write_bytes(b"".join(kept))
     fill(tmp_path)
-    assert set(load(tmp_path).records) == {record(seed).key for seed in range(3)}
+    assert sorted(lines(tmp_path)) == sorted(whole.splitlines(keepends=True))
 
 
 def test_the_last_record_of_a_trial_counts_and_an_interrupted_one_is_not_done(tmp_path: Path) -> None:
@@ -326,3 +342,14 @@ def test_a_hundred_thousand_records_load_in_three_seconds(tmp_path: Path) -> Non
     assert len(journal.records) == 100_000
     assert min(times) < 3.0, times
     assert journal.records[f"{99_999:016x}", "e0"].samples == record(999).samples
+
+
+@pytest.mark.parametrize("text", ["hello", "hello\n", '{"a": 1}\n', "{"])
+def test_somebody_elses_file_is_not_cut(tmp_path: Path, text: str) -> None:
+    (tmp_path / JOURNAL).write_text(text)
+    if text == "{":  # could be the first byte of ours, torn
+        Store(tmp_path).close()
+        return
+    with pytest.raises(ValueError, match="not a te-bench journal"):
+        Store(tmp_path)
+    assert (tmp_path / JOURNAL).read_text() == text

@@ -81,7 +81,7 @@ def test_divergence_gives_a_curve_but_no_best(tmp_path):
     [comparison] = compared(tmp_path, curves())
     diverged = comparison.arms[-1]
     assert diverged.diverged
-    assert (diverged.best, diverged.last_step) == (None, 200)
+    assert (diverged.best, diverged.steps_done) == (None, 201)
     assert diverged.validation
 
 
@@ -95,5 +95,5 @@ def test_one_diverged_seed_does_not_cut_the_others_short(tmp_path):
 def test_tokens_and_their_rate(tmp_path):
     [comparison] = compared(tmp_path, [curve_record(trial("training"))])
     [arm] = comparison.arms
-    assert (arm.tokens, arm.batch) == (500 * 16384, 64)
-    assert arm.tokens_per_s == pytest.approx(16384 / 0.02)
+    assert (arm.tokens, arm.batch) == (501 * 16384, 64)  # steps 0 to 500
+    assert arm.tokens_per_s == pytest.approx(501 * 16384 / 10.0)

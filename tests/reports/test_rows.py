@@ -1,12 +1,17 @@
 import dataclasses
+import json
+import shutil
+import zlib
 
 import journals
 import pytest
 from journals import environment, record, step_record, trial, write
 
-from te_bench.experiments.spec import OUTCOMES
+from te_bench.experiments.spec import OUTCOMES, canonical_json
 from te_bench.experiments.store import JOURNAL, Store
 from te_bench.reports.rows import NOT_RUN, environment_labels, load_results, printable
+
+LATER = "2026-11-20T13:00:00+00:00"
 
 
 def test_planned_trial_without_record_is_interrupted(tmp_path):
@@ -28,11 +33,37 @@ def test_rows_are_the_plan_s_trials_in_its_environment(tmp_path):
     assert [row.record.samples["latency_s"][0] > 0.007 for row in results.rows if row.record] == [True, False]
 
 
-def test_later_plan_of_a_suite_replaces_the_earlier(tmp_path):
-    directory = write(tmp_path / "run", [step_record(trial(attention="math"), 10)], title="first")
-    write(directory, [step_record(trial(attention="flash"), 5)], title="second")
+def test_subset_run_after_a_full_run_keeps_every_row_and_the_baseline(tmp_path):
+    slow, fast, more = trial(attention="math"), trial(attention="flash"), trial(attention="flash", seed=1)
+    full = [step_record(slow, 10), step_record(fast, 5)]
+    directory = write(tmp_path / "run", full, title="first", baseline=slow.cell)
+    write(directory, [step_record(more, 4)], planned=[fast], title="second")
     [group] = load_results([directory]).groups
-    assert (group.title, [cell.trial.attention for cell in group.cells]) == ("second", ["flash"])
+    assert (group.title, group.baseline) == ("second", slow.cell)
+    assert [[row.trial for row in cell.rows] for cell in group.cells] == [[slow], [fast, more]]
+    assert {row.outcome for cell in group.cells for row in cell.rows} == {"ok"}
+    write(directory, [], planned=[fast], baseline=fast.cell)
+    [group] = load_results([directory]).groups
+    assert group.baseline == fast.cell
+
+
+def test_change_of_environment_keeps_both_groups_the_newest_first(tmp_path):
+    kept, left = trial(attention="math"), trial(attention="flash")
+    directory = write(tmp_path / "run", [step_record(kept, 10)], planned=[left], baseline=kept.cell)
+    newer = environment("env-b", torch="2.13.0")
+    write(directory, [], planned=[kept, left], body=newer)
+    old, new = ("env-h200", [("math", "ok")]), ("env-b", [("math", "interrupted"), ("flash", "interrupted")])
+    assert _ends(directory) == [new, old]
+    write(directory, [], planned=[kept])  # back in the first: there it can go on
+    assert _ends(directory) == [("env-h200", [("math", "ok"), ("flash", "interrupted")])]
+
+
+def _ends(directory):
+    """Environment of each group, with attention and outcome of its rows."""
+    return [
+        (group.environment, [(row.trial.attention, row.outcome) for cell in group.cells for row in cell.rows])
+        for group in load_results([directory]).groups
+    ]
 
 
 def test_seeds_are_repetitions_of_one_cell(tmp_path):
@@ -46,11 +77,39 @@ def test_seeds_are_repetitions_of_one_cell(tmp_path):
 
 def test_runs_in_one_environment_merge_and_keep_their_names(tmp_path):
     first = write(tmp_path / "a" / "run", [step_record(trial(), 10)])
-    second = write(tmp_path / "b" / "run", [step_record(trial(), 12)])
+    second = write(tmp_path / "b" / "run", [dataclasses.replace(step_record(trial(), 12), started_at=LATER)])
     results = load_results([first, second, first])
     [group] = results.groups
     assert [row.run for row in group.cells[0].rows] == ["run", "run (2)"]
     assert results.outcomes == {"ok": 2}
+
+
+def test_measurement_in_two_runs_counts_once(tmp_path):
+    slow, fast = trial(attention="math"), trial(attention="flash")
+    first = write(tmp_path / "run", [step_record(slow, 10), step_record(fast, 5)])
+    copy = shutil.copytree(first, tmp_path / "copy")
+    assert load_results([first, copy]).rows == load_results([first]).rows
+    write(copy, [dataclasses.replace(step_record(fast, 6), started_at=LATER)])  # measured again
+    write(copy, [], planned=[slow], suite="other")  # measured once, asked for by two suites
+    found = [(row.suite, row.run, row.trial.attention) for row in load_results([first, copy]).rows]
+    assert found == [
+        ("nanogpt", "run", "math"),
+        ("nanogpt", "run", "flash"),
+        ("nanogpt", "copy", "flash"),
+        ("other", "copy", "math"),
+    ]
+
+
+@pytest.mark.parametrize("names", [("kind", "body"), ("body", "kind")])
+def test_journal_lines_without_a_head_are_read(tmp_path, names):
+    directory = journals.everything(tmp_path / "run")
+    expected = load_results([directory])
+    lines = [json.loads(line) for line in (directory / JOURNAL).read_bytes().splitlines()]
+    assert any("key" in line for line in lines)
+    texts = [",".join(f'"{name}":{canonical_json(line[name])}' for name in names) + "}" for line in lines]
+    texts = [f'{{"crc32":"{zlib.crc32(text.encode()):08x}",{text}\n' for text in texts]
+    (directory / JOURNAL).write_text("".join(texts))
+    assert load_results([directory]) == expected
 
 
 def test_labels_name_what_differs(tmp_path):

@@ -32,7 +32,8 @@ def experiment(options: Options) -> Experiment:
         if name not in ("manual", "math") or _scores_bytes(problem) <= SCORES_LIMIT
     ]
     numerics = [
-        _trial(options, "attention_numerics", shapes[0], name, precision, "once", 0)
+        _trial(options, "attention_numerics", shapes[0], name, precision, "once", seed)
+        for seed in _rungs.seeds(options, 1)
         for precision in (("bf16", "fp16", "fp32") if cuda else ("bf16", "fp32"))
         for name in ("math", "flash")
     ]

@@ -57,7 +57,11 @@ def _budget(options: Options) -> list[Trial]:
         "memory_limit_gib": None,
     }
     rivals = ["manual", "flash", "cudnn"] if cuda else ["manual", "flash"]
-    return [_rungs.training(options, problem, name, "bf16" if cuda else "fp32", "eager", 0) for name in rivals]
+    return [
+        _rungs.training(options, problem, name, "bf16" if cuda else "fp32", "eager", seed)
+        for seed in _rungs.seeds(options, 1)
+        for name in rivals
+    ]
 
 
 def _steps(options: Options) -> list[Trial]:

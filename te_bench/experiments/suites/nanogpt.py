@@ -14,6 +14,7 @@ RUNGS = [
     ("flash", V, "bf16", "eager"),
     ("flash", VP, "bf16", "eager"),
     ("cudnn", VP, "bf16", "eager"),
+    ("flash", VP, "fp16", "eager"),
     ("manual", V, "bf16", "compile"),
     ("flash", VP, "bf16", "compile"),
     ("flex", VP, "bf16", "compile"),

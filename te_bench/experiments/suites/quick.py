@@ -25,7 +25,7 @@ def experiment(options: Options) -> Experiment:
     return Experiment(
         suite="quick",
         title="Quick look: tiny GPT, 2 x 64 tokens",
-        trials=(*ladder, *_curves(options), _numerics(options)),
+        trials=(*ladder, *_curves(options), *_numerics(options)),
         baseline=ladder[0].cell,
     )
 
@@ -45,15 +45,23 @@ def _curves(options: Options) -> list[Trial]:
         "min_learning_rate": 3e-4,
         "warmup": 20,
     }
-    return [_rungs.training(options, problem, "flash", precision, "eager", 0) for precision in ("bf16", "fp8")]
+    return [
+        _rungs.training(options, problem, "flash", precision, "eager", seed)
+        for seed in _rungs.seeds(options, 1)
+        for precision in ("bf16", "fp8")
+    ]
 
 
-def _numerics(options: Options) -> Trial:
-    return Trial(
-        workload="attention_numerics",
-        device=options.device,
-        problem={"batch": 1, "heads": 4, "length": 256, "head_dim": 64, "causal": True},
-        attention="flash",
-        precision="bf16",
-        protocol="once",
-    )
+def _numerics(options: Options) -> list[Trial]:
+    return [
+        Trial(
+            workload="attention_numerics",
+            device=options.device,
+            problem={"batch": 1, "heads": 4, "length": 256, "head_dim": 64, "causal": True},
+            attention="flash",
+            precision="bf16",
+            protocol="once",
+            seed=seed,
+        )
+        for seed in _rungs.seeds(options, 1)
+    ]

@@ -5,17 +5,21 @@ work.tries: [{batch, fits, peak_allocated_bytes, peak_reserved_bytes, total_byte
 """
 
 import dataclasses
+import json
 import multiprocessing
 import resource
+import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.host import oom_kills
+from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _model, train_step
+from te_bench.experiments.workloads import _check, _model, train_step
 from te_bench.models.train import TrainStep
 
 STEPS = 3  # AdamW's moments exist after the first; a captured or compiled step has settled after the second
@@ -25,8 +29,10 @@ Try = dict[str, Any]
 
 
 def run(trial: Trial, context: Context) -> Measurement:
+    _require_limit(trial)
+    verified = verify(trial)
     batch, tries = largest(trial)
-    return Measurement(work={"tries": tries}, samples={"max_batch": [float(batch)]})
+    return dataclasses.replace(verified, work={"tries": tries}, samples={"max_batch": [float(batch)]})
 
 
 def largest(trial: Trial) -> tuple[int, list[Try]]:
@@ -34,8 +40,7 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
 
     Raises MemoryError when not even a batch of 1 fits, Unsupported on a CPU without memory_limit_gib.
     """
-    if trial.device == "cpu" and trial.problem.get("memory_limit_gib") is None:
-        raise Unsupported("the largest batch on a CPU needs memory_limit_gib: a host without memory kills at random")
+    _require_limit(trial)
     tries: list[Try] = []
 
     def fits(batch: int) -> bool:
@@ -55,6 +60,11 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
     return low, tries
 
 
+def _require_limit(trial: Trial) -> None:
+    if trial.device == "cpu" and trial.problem.get("memory_limit_gib") is None:
+        raise Unsupported("the largest batch on a CPU needs memory_limit_gib: a host without memory kills at random")
+
+
 def _next(tries: list[Try], batch: int) -> int:
     """Twice as much, eight times while the peak shows that memory is far from full."""
     peak, total = tries[-1]["peak_reserved_bytes"], tries[-1]["total_bytes"]
@@ -68,69 +78,97 @@ def _guess(tries: list[Try], low: int, high: int) -> int:
     """
     points = sorted({(t["batch"], t["peak_reserved_bytes"]) for t in tries if t["fits"] and t["peak_reserved_bytes"]})
     middle = (low + high) // 2
-    if len(points) >= 2 and tries[-1]["total_bytes"]:
+    total = points and next(t["total_bytes"] for t in tries if t["total_bytes"])
+    if len(points) >= 2 and total:
         (b0, m0), (b1, m1) = points[-2:]
         if m1 > m0:
-            middle = int(b1 + (tries[-1]["total_bytes"] - m1) * (b1 - b0) / (m1 - m0))
+            middle = int(b1 + (total - m1) * (b1 - b0) / (m1 - m0))
     return min(max(middle, low + 1), high - 1)
 
 
 def attempt(trial: Trial, batch: int) -> Try:
-    """Train STEPS steps at this batch in a fresh process."""
-    fork = multiprocessing.get_context("fork")  # the parent has imported torch and never touched CUDA
+    """{batch, fits, peak_allocated_bytes, peak_reserved_bytes, total_bytes} of STEPS steps in a fresh process."""
+    return {"batch": batch, **_forked(_steps, dataclasses.replace(trial, problem={**trial.problem, "batch": batch}))}
+
+
+def verify(trial: Trial) -> Measurement:
+    """Check and kernels of one step at batch 1, in a fresh process: the rung is right before its memory is measured."""
+    reply = _forked(_verify, dataclasses.replace(trial, problem={**trial.problem, "batch": 1}))
+    if not reply.get("fits", True):
+        raise MemoryError("not even a batch of 1 fits")
+    measurement = Measurement(check=reply["check"], kernels=reply["kernels"])
+    if reply["wrong"]:
+        raise CheckFailed(reply["wrong"], measurement)
+    return measurement
+
+
+def _forked(work: Callable[[Trial], Try], trial: Trial) -> Try:
+    """What `work` answers in a fork, {"fits": False, ...} where memory ran out; raises what else went wrong there."""
+    fork = multiprocessing.get_context("fork")  # this process has imported torch and never touched CUDA
     receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=_steps, args=(trial, batch, sender))
+    kills = oom_kills()
+    process = fork.Process(target=_answer, args=(work, trial, sender))
     process.start()
     sender.close()
     try:
-        reply = receiver.recv_bytes().decode() if receiver.poll(None) else ""
+        reply: Try = json.loads(receiver.recv_bytes())
     except EOFError:
-        reply = ""
+        reply = {}
     process.join()
-    kind, _, rest = reply.partition(" ")
-    if kind == "ok":
-        allocated, reserved, total = (int(word) or None for word in rest.split())
-        return _try(batch, fits=True, allocated=allocated, reserved=reserved, total=total)
-    if kind == "oom" or process.exitcode == -9:  # -9: the kernel's out-of-memory killer
-        return _try(batch, fits=False, total=int(rest or 0) or None)
-    if kind == "unsupported":
-        raise Unsupported(rest)
-    raise RuntimeError(rest or f"the try with batch {batch} ended with exit code {process.exitcode}")
+    if "unsupported" in reply:
+        raise Unsupported(reply["unsupported"])
+    if reply and "error" not in reply:
+        return reply
+    if process.exitcode == -signal.SIGKILL:
+        if oom_kills() > kills:
+            return _outcome(fits=False)
+        raise Interrupted("a try was killed from outside (SIGKILL); rerun to repeat the trial")
+    raise RuntimeError(reply.get("error") or f"a try ended with exit code {process.exitcode}")
 
 
-def _try(
-    batch: int, *, fits: bool, allocated: int | None = None, reserved: int | None = None, total: int | None = None
-) -> Try:
-    peaks = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
-    return {"batch": batch, "fits": fits, **peaks, "total_bytes": total}
-
-
-def _steps(trial: Trial, batch: int, sender: Connection) -> None:
-    """In the fresh process: answer "ok ALLOCATED RESERVED TOTAL", "oom TOTAL", "unsupported WHY" or "error WHY"."""
-    total = 0
+def _answer(work: Callable[[Trial], Try], trial: Trial, sender: Connection) -> None:
+    """In the fork: send what `work` answers, or why it could not, as JSON."""
     try:
         _model.require_supported(trial)
-        total = _limit_memory(trial)
-        trial = dataclasses.replace(trial, problem={**trial.problem, "batch": batch})
-        batches = train_step.random_batches(trial)
-        step = TrainStep(_model.build(trial), _model.optim_of(trial), precision=trial.precision, mode=trial.mode)
-        for number in range(STEPS):
-            step(*batches[number])
-        allocated = reserved = 0
-        if trial.device == "cuda":
-            torch.cuda.synchronize()
-            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        reply = f"ok {allocated} {reserved} {total}"
+        reply = work(trial)
     except Unsupported as error:
-        reply = f"unsupported {error}"
-    except (torch.OutOfMemoryError, MemoryError):
-        reply = f"oom {total}"
-    except RuntimeError as error:
-        out_of_memory = "allocate memory" in str(error) or "out of memory" in str(error)
-        reply = f"oom {total}" if out_of_memory else f"error {type(error).__name__}: {error}"
-    sender.send_bytes(reply.encode())
+        reply = {"unsupported": str(error)}
+    except (RuntimeError, MemoryError) as error:
+        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        memory = memory or "allocate memory" in str(error) or "out of memory" in str(error)
+        reply = _outcome(fits=False) if memory else {"error": f"{type(error).__name__}: {error}"}
+    sender.send_bytes(json.dumps(reply).encode())
     sender.close()
     sys.stdout.flush()
+
+
+def _outcome(*, fits: bool, allocated: int | None = None, reserved: int | None = None, total: int | None = None) -> Try:
+    return {"fits": fits, "peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved, "total_bytes": total}
+
+
+def _steps(trial: Trial) -> Try:
+    total = _limit_memory(trial)
+    batches = train_step.random_batches(trial)
+    step = TrainStep(_model.build(trial), _model.optim_of(trial), precision=trial.precision, mode=trial.mode)
+    for number in range(STEPS):
+        step(*batches[number])
+    if trial.device != "cuda":
+        return _outcome(fits=True, total=total)
+    torch.cuda.synchronize()
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return _outcome(fits=True, allocated=allocated, reserved=reserved, total=total)
+
+
+def _verify(trial: Trial) -> Try:
+    batch = train_step.random_batches(trial)[0]
+    step = TrainStep(_model.build(trial), _model.optim_of(trial), precision=trial.precision, mode=trial.mode)
+    try:
+        measurement = Measurement(check=_model.check_step(trial, *batch, step))
+        seen = _check.kernels_seen(lambda: step(*batch), trial.device)
+        measurement, wrong = _check.require_kernels(trial, seen, measurement), None
+    except CheckFailed as error:
+        measurement, wrong = error.measurement, str(error)
+    return {"check": dict(measurement.check), "kernels": measurement.kernels, "wrong": wrong}
 
 
 def _limit_memory(trial: Trial) -> int:

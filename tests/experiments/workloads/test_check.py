@@ -172,12 +172,23 @@ def test_the_loss_alone_shows_padding_inside_the_softmax(precision: str, monkeyp
 # Mutations of single gradients.
 
 
+def test_a_step_that_ran_in_bf16_is_no_fp8_step() -> None:
+    with pytest.raises(CheckFailed, match="ratio of FP8 emulation to it"):
+        checked(dataclasses.replace(a_trial("fp8"), recipe=None))
+
+
+def test_checking_leaves_tf32_as_the_trial_needs_it() -> None:
+    for precision in ("bf16", "fp32", "fp8"):
+        checked(a_trial(precision))
+        assert torch.backends.cuda.matmul.allow_tf32 is (precision != "fp32")
+
+
 def test_limits_are_below_what_any_single_wrong_gradient_would_show() -> None:
     """A zeroed gradient has relative error 1, a sign flip 2, a doubled one 1, one scaled by sqrt(2) 0.41."""
     for precision in PRECISIONS:
         for seed in range(3):
             for q in checked(a_trial(precision, seed))["quantities"]:
-                assert q["limit"] < 0.3 or q["name"] == "grad, ratio to FP8 emulation", (precision, q)
+                assert q["limit"] < 0.3 or q["name"].startswith("grad, ratio"), (precision, q)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

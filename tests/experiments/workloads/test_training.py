@@ -55,7 +55,7 @@ def test_evaluating_more_often_changes_nothing_in_the_training(trial: Any, conte
 
 def test_a_time_budget_ends_training_and_is_measured_in_training_time(trial: Any, context: Context) -> None:
     found = training.run(trial(budget_s=0.5, eval_every_s=0.2), context).samples
-    assert 0.5 <= found["time_s"][-1] < 1.5
+    assert found["time_s"][-2] < 0.5 <= found["time_s"][-1]  # it ends with the step in which the budget does
     assert found["val_step"][-1] == found["step"][-1] + 1
     assert len(found["val_step"]) >= 2
 
