@@ -94,9 +94,7 @@ def _parse(data: bytes, path: Path) -> Journal:
                 raise ValueError(_damage(path, number, line))  # somebody else's file: never cut it
             break
         if not _intact(line):
-            if (
-                number > 1 and number == len(lines) - 1 and lines[-1] == b""
-            ):  # not all of it reached the disk
+            if number > 1 and number == len(lines) - 1 and lines[-1] == b"":  # not all of it reached the disk
                 break
             raise ValueError(_damage(path, number, line))
         try:
