@@ -29,7 +29,7 @@ from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import Journal, Store
 
 LOGS = "logs"
-FORK_SERVERS = 3  # attempts at starting a child: one that can't be forked three times in a row is the host's trouble
+FORK_SERVERS, FORK_SERVER_DIES_S = 5, 0.3  # attempts at starting a child, and how long a killed server may take to go
 LONGEST_WAIT = 86400.0  # seconds; poll(2) counts milliseconds in an int, which a --timeout of 25 days would overflow
 Progress = Callable[[Record | None, Trial | None], None]  # (a record just written, a trial just started)
 
@@ -114,11 +114,12 @@ def _prepare(server: Any, trial: Trial, store: Store, gpu: str | None, scratch: 
 
 
 def _start(process: BaseProcess) -> None:
-    """Start a child. A fork server that was killed just now breaks the connection; the next attempt starts another."""
+    """Start a child. A fork server that is being killed breaks the connection; once it is gone another one starts."""
     for _ in range(FORK_SERVERS - 1):
         with suppress(ConnectionError, EOFError):
             process.start()
             return
+        time.sleep(FORK_SERVER_DIES_S)
     process.start()
 
 

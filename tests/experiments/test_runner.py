@@ -17,6 +17,7 @@ import psutil
 import pytest
 from driving import PLANTED, Run, eventually, rows, running, te_bench
 
+from te_bench.experiments import runner
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.store import Store, load
 
@@ -253,3 +254,24 @@ def test_a_second_run_on_the_directory_is_told_who_holds_it(tmp_path: Path) -> N
         assert re.match(f"te-bench: {holder}", second.stderr)
         assert (tmp_path / "journal.jsonl").read_bytes() == before
         assert run.process.poll() is None
+
+
+def test_a_fork_server_that_is_dying_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "FORK_SERVER_DIES_S", 0.0)
+    broken: list[type[Exception]] = [EOFError, ConnectionRefusedError, BrokenPipeError]
+
+    class Process:
+        started = False
+
+        def start(self) -> None:
+            if broken:
+                raise broken.pop()
+            self.started = True
+
+    process = Process()
+    runner._start(process)  # type: ignore[arg-type]
+    assert process.started
+
+    broken += [EOFError] * 9
+    with pytest.raises(EOFError):
+        runner._start(Process())  # type: ignore[arg-type]
