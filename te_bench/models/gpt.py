@@ -114,9 +114,8 @@ class GPT(nn.Module):
             return nn.Linear(n_in, n_out, bias) if recipe is None else Linear(n_in, n_out, bias, recipe=recipe)
 
         device = torch.get_default_device()
-        with torch.device(
-            "meta"
-        ):  # torch's own initialisation would draw as many random numbers as the padding is wide
+        # Built on meta: torch's own initialisation would cost time, and draw more random numbers for a wider padding.
+        with torch.device("meta"):
             self.transformer = Transformer(config, attention, padded, linear)
             self.lm_head = nn.Linear(config.n_embd, padded, bias=False)
         self.to_empty(device=device)

@@ -87,17 +87,19 @@ def optim_of(trial: Trial) -> Optim:
     return Optim(**{key: value for key, value in trial.problem.items() if key in names})  # type: ignore[arg-type]
 
 
-def build(trial: Trial, **changes: Any) -> GPT:
-    """The trial's model on its device; the seed decides the weights. `changes` replace fields of the trial."""
-    t = dataclasses.replace(trial, **changes)
-    recipe = recipes.load(t.recipe) if t.recipe else None
-    with torch.device("meta"):  # torch's own initialisation would cost time and draw random numbers
-        model = GPT(config_of(t), attention=t.attention, padded_vocab_size=t.number("padded_vocab"), recipe=recipe)
-    model.to_empty(device=t.device)
-    _allow_tf32(t.precision)
-    torch.manual_seed(t.seed)
-    model.init_weights()
-    return model
+def sizes_of(trial: Trial) -> dict[str, int]:
+    """What models.data asks for: block, batch and vocab, the true one."""
+    return {name: trial.number(name) for name in ("block", "batch", "vocab")}
+
+
+def build(trial: Trial) -> GPT:
+    """The trial's model on its device; the seed decides the weights."""
+    recipe = recipes.load(trial.recipe) if trial.recipe else None
+    padded = trial.number("padded_vocab")
+    _allow_tf32(trial.precision)
+    torch.manual_seed(trial.seed)
+    with torch.device(trial.device):
+        return GPT(config_of(trial), attention=trial.attention, padded_vocab_size=padded, recipe=recipe)
 
 
 def _allow_tf32(precision: str) -> None:

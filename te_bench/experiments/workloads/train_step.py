@@ -38,10 +38,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     return _check.require_kernels(trial, _check.kernels_seen(next_step, trial.device), measurement)
 
 
-def random_batches(trial: Trial, batch: int | None = None) -> list[tuple[Tensor, Tensor]]:
+def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:
     """(tokens, targets) on the device, uniform over the true vocabulary."""
-    sizes = {"block": trial.number("block"), "batch": batch or trial.number("batch"), "vocab": trial.number("vocab")}
-    stream = Batches(None, **sizes, seed=trial.seed, device=trial.device)
+    stream = Batches(None, **_model.sizes_of(trial), seed=trial.seed, device=trial.device)
     return [stream.at(step) for step in range(BATCHES)]
 
 

@@ -9,6 +9,7 @@ check, not the first two steps, in which a compiled model is compiled.
 
 import dataclasses
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     _model.require_supported(trial)  # touches CUDA, after which the tries could not have forked
     p = trial.problem
     corpus = None if p["data"] == "random" else corpora.load(str(p["corpus"]), cache=context.cache)
-    sizes = {"block": trial.number("block"), "batch": trial.number("batch"), "vocab": trial.number("vocab")}
+    sizes = _model.sizes_of(trial)
     optim = _model.optim_of(trial)
     rows = {**sizes, "batch": sizes["batch"] * optim.accumulate}
     stream = data.Batches(corpus, **rows, seed=trial.seed, device=trial.device)
@@ -146,12 +147,8 @@ class _Curve:
 
     def _evaluate(self) -> str | None:
         """Note the validation loss; one that is not finite is a reason to end training."""
-        sizes = {
-            "block": self.trial.number("block"),
-            "batch": self.trial.number("batch"),
-            "vocab": self.trial.number("vocab"),
-        }
-        batches = data.validation(self.corpus, **sizes, **self.tokens, device=self.trial.device)  # type: ignore[arg-type]
+        sizes: dict[str, Any] = _model.sizes_of(self.trial) | self.tokens
+        batches = data.validation(self.corpus, **sizes, device=self.trial.device)
         loss = evaluate(self.step.model, batches, self.trial.precision)
         if not abs(loss) < float("inf"):
             return f"the validation loss is {loss} after step {self.number}"
