@@ -136,7 +136,8 @@ def _answer(work: Callable[[Trial], Try], trial: Trial, sender: Connection) -> N
     except (RuntimeError, MemoryError) as error:
         memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         memory = memory or "allocate memory" in str(error) or "out of memory" in str(error)
-        reply = _outcome(fits=False) if memory else {"error": f"{type(error).__name__}: {error}"}
+        total = _total_bytes(trial) if memory else None
+        reply = _outcome(fits=False, total=total) if memory else {"error": f"{type(error).__name__}: {error}"}
     sender.send_bytes(json.dumps(reply).encode())
     sender.close()
     sys.stdout.flush()
@@ -173,13 +174,17 @@ def _verify(trial: Trial) -> Try:
 
 def _limit_memory(trial: Trial) -> int:
     """Apply memory_limit_gib and return the bytes there are: of the GPU, or of this process's data on a CPU."""
+    limit = _total_bytes(trial)
+    if trial.device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties().total_memory)
+    else:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return limit
+
+
+def _total_bytes(trial: Trial) -> int:
     gib = trial.problem.get("memory_limit_gib")
     if trial.device == "cuda":
         total = torch.cuda.get_device_properties().total_memory
-        if gib is not None:
-            torch.cuda.set_per_process_memory_fraction(min(float(gib) * 2**30 / total, 1.0))
-            return min(int(float(gib) * 2**30), total)
-        return total
-    limit = int(float(gib or 0) * 2**30)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    return limit
+        return total if gib is None else min(int(float(gib) * 2**30), total)
+    return int(float(gib or 0) * 2**30)
