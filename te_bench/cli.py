@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options, Record
 
 INCOMPLETE = 4
-KINDS = ("suites", "attention", "datasets", "models")
+KINDS = ("suites", "attention", "recipes", "layers", "datasets", "models")
 
 app = typer.Typer(
     name="te-bench",
@@ -82,7 +82,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
 def list_(
     kind: Annotated[str, typer.Argument(help=f"One of: {', '.join(KINDS)}.")] = "suites", as_json: Json = False
 ) -> None:
-    """Show what there is: suites, attention backends, datasets, models."""
+    """Show what there is: suites, attention backends, FP8 recipes, layers, datasets, models."""
     from te_bench import plugins
 
     plugins.check("kind", kind, list(KINDS))
@@ -110,7 +110,12 @@ def _listing(kind: str) -> list[dict[str, str]]:
             {"name": name, "about": f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, block {c.block_size}"}
             for name, c in CONFIGS.items()
         ]
-    package = {"suites": "te_bench.experiments.suites", "attention": "te_bench.kernels.attention"}[kind]
+    package = {
+        "suites": "te_bench.experiments.suites",
+        "attention": "te_bench.kernels.attention",
+        "recipes": "te_bench.models.recipe",
+        "layers": "te_bench.models.layer",
+    }[kind]
     return [{"name": name, "about": plugins.about(package, name)} for name in plugins.names(package)]
 
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 from driving import rows, te_bench
 
-from te_bench import __version__, cli
+from te_bench import __version__, cli, plugins
 from te_bench.experiments import doctor, environment, runner
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.store import Store
+from te_bench.models.recipe import rowwise_scaling
 
 
 class Done(NamedTuple):
@@ -46,7 +47,10 @@ class Command:
 
 
 USAGE = [
-    (["run", "quik"], "unknown suite 'quik'. Did you mean quick? Known: attention, curves, memory, nanogpt, quick."),
+    (
+        ["run", "quik"],
+        "unknown suite 'quik'. Did you mean quick? Known: attention, curves, fp8, layer, memory, nanogpt, quick.",
+    ),
     (["plan", "nanogtp"], "unknown suite 'nanogtp'. Did you mean nanogpt?"),
     (["run", "quick", "--device", "cdua"], "unknown device 'cdua'. Did you mean cuda"),
     (["run", "nanogpt", "--only", "*/flush/*"], "--only '*/flush/*' matches no trial of nanogpt."),
@@ -59,7 +63,7 @@ USAGE = [
     (["run", "quick", "--data", "stdlb"], "unknown data set 'stdlb'"),
     (["run", "quick", "--data", "gpt2=stdlib"], "unknown model of --data 'gpt2'. Known: tiny."),
     (["run", "memory", "--data", "stdlib"], "--data: the suite memory trains on no data set"),
-    (["list", "suits"], "unknown kind 'suits'. Did you mean suites? Known: suites, attention, datasets, models."),
+    (["list", "suits"], "unknown kind 'suits'. Did you mean suites? Known: suites, attention, recipes, layers,"),
     (["report", "nowhere"], "nowhere holds no journal.jsonl: it is not the --out directory of a te-bench run"),
 ]
 
@@ -253,6 +257,13 @@ def test_list_as_text_and_as_json(command: Command, kind: str) -> None:
     assert [line.split()[0] for line in lines] == [row["name"] for row in listed]
 
 
+def test_list_recipes_tells_what_each_does(command: Command) -> None:
+    listed = {row["name"]: row["about"] for row in json.loads(command("list", "recipes", "--json").out)}
+    assert set(listed) == {"delayed_scaling", "float8_block_scaling", "float8_current_scaling", "rowwise_scaling"}
+    assert "amaxes of the steps before" in listed["delayed_scaling"]
+    assert "transformer_engine" in command("list", "layers").out
+
+
 def test_list_shows_suites_unless_told_otherwise(command: Command) -> None:
     assert command("list").out == command("list", "suites").out
 
@@ -275,6 +286,16 @@ def test_doctor_says_what_can_run_and_why_not(command: Command) -> None:
     assert {"machine", "packages", "precisions", "modes"} <= set(found)
     assert any(section.startswith("attention (") for section in found)
     assert "attention (" in command("doctor").out
+    assert set(found["FP8 recipes"]) == set(plugins.names("te_bench.models.recipe"))
+    assert all(answer.startswith("ok") for answer in found["FP8 recipes"].values())  # emulated where there is no GPU
+
+
+def test_doctor_says_which_recipe_a_gpu_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rowwise_scaling.RowwiseScaling, "unsupported", lambda self, device, capability: "no rows here")
+    found = doctor._capabilities("cpu")
+    assert found["FP8 recipes"]["rowwise_scaling"] == "no rows here"
+    assert found["FP8 recipes"]["delayed_scaling"].startswith("ok")
+    assert found["precisions"]["fp8"] == "see the recipes"
 
 
 def test_doctor_does_not_promise_to_compile_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +376,7 @@ def test_the_poison_works(poisoned: dict[str, str]) -> None:
     assert (done.returncode, done.stderr) == (99, "torch was imported")
 
 
-@pytest.mark.parametrize("suite", ["attention", "curves", "memory", "nanogpt", "quick"])
+@pytest.mark.parametrize("suite", ["attention", "curves", "fp8", "layer", "memory", "nanogpt", "quick"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_planning_never_imports_torch(poisoned: dict[str, str], tmp_path: Path, suite: str, device: str) -> None:
     data = ["--data", "random"] if suite == "curves" else []  # a BPE of 50257 words takes a minute to train
@@ -398,3 +419,15 @@ def test_a_real_run_from_plan_to_report_and_the_rerun_that_does_nothing(tmp_path
     assert again.returncode == 0
     assert f"{len(planned)} of {len(planned)} trials are already in {out}" in again.stdout
     assert rows(out) == written
+
+
+@pytest.mark.slow
+def test_the_layer_suite_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
+    done = te_bench("run", "layer", "--device", "cpu", "--out", tmp_path / "out", timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = rows(tmp_path / "out")
+    assert {row["outcome"] for row in written} == {"ok"}
+    assert {len(row["samples"]["latency_s"]) for row in written} == {50}
+    told = (tmp_path / "out" / "report" / "report.md").read_text()
+    assert "One transformer layer, fair" in told
+    assert "(another mask)" in told

@@ -1,15 +1,243 @@
-"""Every example runs."""
+"""Every example runs, and so do the programs of Transformer Engine's documents with only their imports changed."""
 
+import importlib
+import re
 import runpy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+EXAMPLES = Path(__file__).parents[1] / "examples"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
-def test_example_runs_and_learns(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loss = runpy.run_path(str(path))["main"]()
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Run the main function of an example."""
+
+    def run(name: str, *arguments: Any) -> Any:
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        return importlib.import_module(name).main(*arguments)
+
+    return run
+
+
+def test_every_example_is_tested_here() -> None:
+    here = Path(__file__).read_text()
+    assert [path.stem for path in EXAMPLES.glob("*.py") if path.stem not in here] == []
+
+
+def test_train_gpt_learns(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    loss = main("train_gpt")
     assert loss < 4.5  # ln 256 = 5.5 is knowing nothing
     assert "validation loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_te_linear_computes_in_fp8(device: str, main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    error = main("te_linear", ["--device", device, "--tokens", "32"])
+    assert 0.01 < error < 0.06
+    out = capsys.readouterr().out
+    assert f"(32, 768) -> (32, 3072) on {device}" in out
+    assert "FP8 differs from torch.float32" in out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_te_quickstart_times_five_layers(
+    device: str, main: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"--device": device, "--hidden": 64, "--length": 16, "--batch": 2, "--heads": 2}
+    times = main("te_quickstart", [str(word) for pair in small.items() for word in pair])
+    out = capsys.readouterr().out
+    assert len(times) == out.count("Mean time:") == 5
+    assert min(times.values()) > 0
+    means = [float(mean) for mean in re.findall(r"y has mean (\S+)\. ", out)]
+    assert max(means) - min(means) < 0.1
+    assert [f"{name}: y has mean" in out for name in times] == [True] * 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_te_convert_trains_alike(device: str, main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    bf16, fp8 = main("te_convert", ["--device", device])
+    assert max(bf16, fp8) < 2.8  # ln 32 = 3.5 is knowing nothing
+    assert bf16 != fp8
+    assert abs(bf16 - fp8) < 0.1
+    out = capsys.readouterr().out
+    assert "10 of 12 layers converted" in out
+    assert f"BF16 {bf16:.4f}, FP8 {fp8:.4f}" in out
+
+
+# The program of Transformer Engine's README, line by line.
+README = """
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+# Set dimensions.
+in_features = 768
+out_features = 3072
+hidden_size = 2048
+
+# Initialize model and inputs.
+model = te.Linear(in_features, out_features, bias=True)
+inp = torch.randn(hidden_size, in_features, device="cuda")
+
+# Create an FP8 recipe. Note: All input args are optional.
+fp8_recipe = recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.E4M3)
+
+# Enable autocasting for the forward pass
+with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+    out = model(inp)
+
+loss = out.sum()
+loss.backward()
+"""
+
+# The quickstart's, which the classes of examples/te_quickstart.py belong to.
+QUICKSTART = """
+import torch
+import quickstart_utils as utils
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Format, DelayedScaling
+
+# Layer configuration
+hidden_size = 4096
+sequence_length = 2048
+batch_size = 4
+ffn_hidden_size = 16384
+num_attention_heads = 32
+dtype = torch.float16
+
+# Synthetic data
+x = torch.rand(sequence_length, batch_size, hidden_size).cuda().to(dtype=dtype)
+dy = torch.rand(sequence_length, batch_size, hidden_size).cuda().to(dtype=dtype)
+
+basic_transformer = BasicTransformerLayer(
+    hidden_size,
+    ffn_hidden_size,
+    num_attention_heads,
+)
+basic_transformer.to(dtype=dtype).cuda()
+torch.manual_seed(1234)
+y = basic_transformer(x, attention_mask=None)
+utils.speedometer(
+    basic_transformer,
+    x,
+    dy,
+    forward_kwargs = { "attention_mask": None },
+)
+
+basic_te_transformer = BasicTETransformerLayer(
+    hidden_size,
+    ffn_hidden_size,
+    num_attention_heads,
+)
+basic_te_transformer.to(dtype=dtype).cuda()
+utils.share_parameters_with_basic_te_model(basic_te_transformer, basic_transformer)
+torch.manual_seed(1234)
+y = basic_te_transformer(x, attention_mask=None)
+utils.speedometer(
+    basic_te_transformer,
+    x,
+    dy,
+    forward_kwargs = { "attention_mask": None },
+)
+
+fused_te_transformer = FusedTETransformerLayer(hidden_size, ffn_hidden_size, num_attention_heads)
+fused_te_transformer.to(dtype=dtype).cuda()
+utils.share_parameters_with_fused_te_model(fused_te_transformer, basic_transformer)
+torch.manual_seed(1234)
+y = fused_te_transformer(x, attention_mask=None)
+utils.speedometer(
+    fused_te_transformer,
+    x,
+    dy,
+    forward_kwargs = { "attention_mask": None },
+)
+
+te_transformer = te.TransformerLayer(hidden_size, ffn_hidden_size, num_attention_heads)
+te_transformer.to(dtype=dtype).cuda()
+utils.share_parameters_with_transformerlayer_te_model(te_transformer, basic_transformer)
+torch.manual_seed(1234)
+y = te_transformer(x, attention_mask=None)
+utils.speedometer(
+    te_transformer,
+    x,
+    dy,
+    forward_kwargs = { "attention_mask": None },
+)
+
+te_transformer = te.TransformerLayer(hidden_size, ffn_hidden_size, num_attention_heads)
+te_transformer.to(dtype=dtype).cuda()
+utils.share_parameters_with_transformerlayer_te_model(te_transformer, basic_transformer)
+fp8_format = Format.HYBRID
+fp8_recipe = DelayedScaling(fp8_format=fp8_format, amax_history_len=16, amax_compute_algo="max")
+torch.manual_seed(1234)
+with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+    y = te_transformer(x, attention_mask=None)
+utils.speedometer(
+    te_transformer,
+    x,
+    dy,
+    forward_kwargs = { "attention_mask": None },
+    fp8_autocast_kwargs = { "enabled": True, "fp8_recipe": fp8_recipe },
+)
+"""
+
+# Only import lines may change on a GPU.
+IMPORTS = {
+    "import transformer_engine.pytorch as te": "import te_bench.models as te",
+    "from transformer_engine.common import recipe": "from te_bench.models import recipe",
+    "from transformer_engine.common.recipe import": "from te_bench.models.recipe import",
+}
+# A CPU has no CUDA, and is given less to do.
+ON_A_CPU = {
+    '"cuda"': '"cpu"',
+    ".cuda()": ".cpu()",
+    "torch.float16": "torch.float32",
+    "hidden_size = 2048": "hidden_size = 64",
+    "hidden_size = 4096": "hidden_size = 64",
+    "ffn_hidden_size = 16384": "ffn_hidden_size = 256",
+    "sequence_length = 2048": "sequence_length = 16",
+    "batch_size = 4": "batch_size = 2",
+    "num_attention_heads = 32": "num_attention_heads = 2",
+}
+
+
+def executed(program: str, device: str, names: dict[str, Any]) -> dict[str, Any]:
+    for old, new in {**IMPORTS, **(ON_A_CPU if device == "cpu" else {})}.items():
+        program = program.replace(old, new)
+    torch.manual_seed(0)
+    exec(program, names)
+    return names
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_readmes_program_runs_with_only_its_imports_changed(device: str) -> None:
+    made = executed(README, device, {})
+    model, x = made["model"], made["inp"]
+    exact = torch.nn.functional.linear(x, model.weight, model.bias)
+    assert 0.01 < ((made["out"] - exact).norm() / exact.norm()).item() < 0.06
+    rows = torch.full_like(model.bias, len(x))
+    torch.testing.assert_close(model.bias.grad, rows)
+    sums = x.sum(0).expand_as(model.weight)
+    assert ((model.weight.grad - sums).norm() / sums.norm()).item() < 0.06
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_quickstarts_program_runs_with_only_its_imports_changed(
+    device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    classes = runpy.run_path(str(EXAMPLES / "te_quickstart.py"))
+    names = ("BasicTransformerLayer", "BasicTETransformerLayer", "FusedTETransformerLayer")
+    made = executed(QUICKSTART, device, {name: classes[name] for name in names})
+    assert len(re.findall(r"^Mean time: [\d.]+ ms$", capsys.readouterr().out, re.MULTILINE)) == 5
+    assert made["y"].isfinite().all().item()
+    assert made["y"].shape == made["x"].shape
+    first = made["basic_transformer"].mlp.linear1.weight
+    assert first is made["te_transformer"].layernorm_mlp.fc1_weight
+    assert first.grad.any().item()

@@ -33,6 +33,8 @@ def _packages() -> dict[str, str]:
         "datasets": "hf: data sets",
         "tokenizers": "bpe: and file: tokenisers",
         "triton": "torch.compile on a GPU",
+        "torchao": "the layers torchao_*",
+        "transformer_engine": "the layer transformer_engine",
     }
     rows = {name: "ok" if importlib.util.find_spec(name) else f"missing ({use})" for name, use in needed.items()}
     return {**rows, "C++ compiler": _compiler() or "missing (torch.compile on a CPU)"}
@@ -61,9 +63,14 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
         if name == "fp16" and device == "cpu":
             return "needs a GPU"
         if name == "fp8":
-            why = recipe.load("float8_current_scaling").unsupported(device, capability)
-            return why or ("ok" if device == "cuda" else "ok (exact emulation: right, not fast)")
+            return "ok" if all(recipes[r].startswith("ok") for r in recipes) else "see the recipes"
         return "ok"
+
+    def quantised(name: str) -> str:
+        why = recipe.load(name).unsupported(device, capability)
+        return why or ("ok" if device == "cuda" else "ok (exact emulation: right, not fast)")
+
+    recipes = {name: quantised(name) for name in recipe.names()}
 
     def mode(name: str) -> str:
         if device == "cuda":
@@ -76,5 +83,6 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
         f"attention ({device}, bf16)": {name: backend(name, "bf16") for name in attention.names()},
         f"attention ({device}, fp32)": {name: backend(name, "fp32") for name in attention.names()},
         "precisions": {name: precision(name) for name in PRECISIONS},
+        "FP8 recipes": recipes,
         "modes": {name: mode(name) for name in MODES},
     }

@@ -17,7 +17,7 @@ OUTCOMES = ("ok", "unsupported", "oom", "timeout", "crashed", "diverged", "faile
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
-PROTOCOLS = ("bench_py", "kernel", "curve", "bisection", "once")
+PROTOCOLS = ("bench_py", "quickstart", "kernel", "curve", "bisection", "once")
 DEVICES = ("cpu", "cuda")
 
 
@@ -60,8 +60,8 @@ class Trial:
     @property
     def name(self) -> str:
         """A readable name that `--only` matches against, e.g. train_step/gpt2-b12-t1024-V50304/flash/bf16/eager/s0."""
-        parts = [self.workload, _problem_label(self.problem), self.attention, self.precision, self.mode]
-        return "/".join([*parts, f"s{self.seed}"])
+        parts = [self.workload, _problem_label(self.problem), self.attention, self.precision]
+        return "/".join([*parts, *([self.recipe] if self.recipe else []), self.mode, f"s{self.seed}"])
 
     def number(self, setting: str) -> int:
         """A whole number of the problem. Raises ValueError when it is missing or something else."""
@@ -78,12 +78,20 @@ class Trial:
         return cls(**value)
 
 
-_LABELS = {"batch": "b", "block": "t", "padded_vocab": "V", "heads": "h", "length": "t", "head_dim": "d"}
+_LABELS = {
+    "batch": "b",
+    "sequence": "s",
+    "block": "t",
+    "padded_vocab": "V",
+    "heads": "h",
+    "length": "t",
+    "head_dim": "d",
+}
 
 
 def _problem_label(problem: Mapping[str, Scalar]) -> str:
     """The settings that tell one problem from another at a glance; the id holds them all."""
-    words = [str(problem[key]) for key in ("model", "dtype") if key in problem]
+    words = [str(problem[key]) for key in ("model", "layer", "variant", "dtype") if key in problem]
     words += [f"{letter}{problem[key]}" for key, letter in _LABELS.items() if key in problem]
     if "causal" in problem:
         words.append("causal" if problem["causal"] else "full")

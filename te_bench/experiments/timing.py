@@ -1,7 +1,9 @@
-"""The only owner of a clock. Two protocols, each part of a trial's identity; every sample is kept.
+"""The only owner of a clock. Three protocols, each part of a trial's identity; every sample is kept.
 
 bench_py   10 burn-in steps, then 20 timed ones (nanoGPT's bench.py). On a GPU one CUDA event between consecutive steps
            and a single wait at the end, so that a sample is what a step costs in a running training loop.
+quickstart 50 warm-up iterations, then 50 timed ones (Transformer Engine's quickstart, whose speedometer keeps the mean
+           between two events alone); the events in between are bench_py's.
 kernel     one call a sample, on a GPU with the L2 flushed before it, until the median is known to 0.5 %.
 """
 
@@ -14,6 +16,7 @@ import torch
 from scipy import stats
 
 BENCH_PY_BURN_IN, BENCH_PY_TIMED = 10, 20
+QUICKSTART_WARM_UP, QUICKSTART_TIMED = 50, 50
 
 KERNEL_WARMUP = 10
 KERNEL_MIN, KERNEL_MAX = 30, 500  # samples
@@ -23,16 +26,25 @@ KERNEL_HALF_WIDTH = 0.005  # of the median
 
 def bench_py(step: Callable[[], object], device: str) -> list[float]:
     """Seconds of each of 20 consecutive steps after 10 burn-in steps; the caller resets memory statistics before."""
-    for _ in range(BENCH_PY_BURN_IN):
+    return _consecutive(step, device, BENCH_PY_BURN_IN, BENCH_PY_TIMED)
+
+
+def quickstart(iteration: Callable[[], object], device: str) -> list[float]:
+    """Seconds of each of 50 consecutive iterations after 50 warm-up ones."""
+    return _consecutive(iteration, device, QUICKSTART_WARM_UP, QUICKSTART_TIMED)
+
+
+def _consecutive(step: Callable[[], object], device: str, warm_up: int, timed: int) -> list[float]:
+    for _ in range(warm_up):
         step()
     if device != "cuda":
         edges = [time.perf_counter()]
-        for _ in range(BENCH_PY_TIMED):
+        for _ in range(timed):
             step()
             edges.append(time.perf_counter())
         return [after - before for before, after in itertools.pairwise(edges)]
     torch.cuda.synchronize()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(BENCH_PY_TIMED + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(timed + 1)]
     events[0].record()
     for event in events[1:]:
         step()

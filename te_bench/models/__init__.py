@@ -1,5 +1,37 @@
-"""Models, their data and their training. `import te_bench.models as te` will read like Transformer Engine.
+"""Models, their data and their training. `import te_bench.models as te` reads like Transformer Engine.
 
-gpt.GPT is the model, train.TrainStep trains it, checkpoint.load and checkpoint.save exchange weights with Hugging Face.
-Nothing here imports torch: planning and reporting use te_bench.models.corpus without it.
+gpt.GPT is the model, train.TrainStep trains it, weights.load and weights.save exchange weights with Hugging Face.
+Nothing here imports torch before it is asked for: planning and reporting use te_bench.models.corpus without it.
 """
+
+import importlib
+from typing import Any
+
+#: What `te.` offers, and where it is.
+_HOMES = {
+    "te_bench.models.fp8": ("autocast", "fp8_autocast", "is_fp8_enabled", "checkpoint", "numerics", "record_numerics"),
+    "te_bench.models.modules.linear": ("Linear",),
+    "te_bench.models.modules.layernorm": ("LayerNorm", "RMSNorm"),
+    "te_bench.models.modules.layernorm_linear": ("LayerNormLinear",),
+    "te_bench.models.modules.layernorm_mlp": ("LayerNormMLP",),
+    "te_bench.models.modules.attention": ("DotProductAttention", "MultiheadAttention"),
+    "te_bench.models.modules.rotary": ("RotaryPositionEmbedding", "apply_rotary_pos_emb"),
+    "te_bench.models.modules.attention_kernel": ("attention_kernel",),
+    "te_bench.models.conversion": ("convert",),
+    "te_bench.models.modules.transformer_layer": ("TransformerLayer",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOME]

@@ -3,12 +3,13 @@
     model = GPT(CONFIGS["gpt2"], attention="flash", padded_vocab_size=50304)
     loss = model(tokens, targets)           # (B, T) int64 x2 -> () float32, in nats
 
-te_bench.models.checkpoint loads and saves its weights in the Hugging Face layout.
+te_bench.models.weights loads and saves its weights in the Hugging Face layout.
 
 Source: Radford et al. 2019 (GPT-2); Karpathy, nanoGPT model.py, for initialisation and the tied head.
 Shapes: B batch, T tokens, C = n_embd, H heads, D = C / H, V vocabulary, Vp padded vocabulary.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from te_bench.kernels.attention import load as load_attention
 from te_bench.kernels.cross_entropy.reference import cross_entropy
+from te_bench.models import fp8
 from te_bench.models.configs import CONFIGS as CONFIGS  # part of this module's interface
 from te_bench.models.configs import GPTConfig as GPTConfig
 from te_bench.models.modules.linear import Linear
@@ -25,7 +27,7 @@ from te_bench.models.recipe import Recipe
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config: GPTConfig, attention: str, linear: Callable[..., nn.Linear]):
+    def __init__(self, config: GPTConfig, attention: str, linear: Callable[..., nn.Module]):
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
         self.attention = load_attention(attention).forward
@@ -44,7 +46,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: GPTConfig, linear: Callable[..., nn.Linear]):
+    def __init__(self, config: GPTConfig, linear: Callable[..., nn.Module]):
         super().__init__()
         self.c_fc = linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.gelu = nn.GELU(approximate=config.gelu)
@@ -56,7 +58,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, attention: str, linear: Callable[..., nn.Linear]):
+    def __init__(self, config: GPTConfig, attention: str, linear: Callable[..., nn.Module]):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config, attention, linear)
@@ -71,7 +73,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Everything but the head; the names are those of OpenAI's checkpoints."""
 
-    def __init__(self, config: GPTConfig, attention: str, padded: int, linear: Callable[..., nn.Linear]):
+    def __init__(self, config: GPTConfig, attention: str, padded: int, linear: Callable[..., nn.Module]):
         super().__init__()
         self.wte = nn.Embedding(padded, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -91,7 +93,7 @@ class GPT(nn.Module):
     """A decoder-only transformer, pre-LN, learned positions, head tied to the token embedding.
 
     padded_vocab_size (Vp >= V) widens embedding and head; the padding never receives probability or gradient, so the
-    model is the unpadded one. `recipe` puts every Linear but the head in FP8.
+    model is the unpadded one. With a `recipe` every Linear but the head computes in FP8 under `model.autocast()`.
     """
 
     def __init__(
@@ -108,11 +110,8 @@ class GPT(nn.Module):
             raise ValueError(f"padded_vocab_size {padded} < vocab_size {config.vocab_size}")
         if config.n_embd % config.n_head:
             raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
-        self.config = config
-
-        def linear(n_in: int, n_out: int, bias: bool) -> nn.Linear:
-            return nn.Linear(n_in, n_out, bias) if recipe is None else Linear(n_in, n_out, bias, recipe=recipe)
-
+        self.config, self.recipe = config, recipe
+        linear = nn.Linear if recipe is None else Linear
         device = torch.get_default_device()
         # Built on meta: torch's own initialisation would cost time, and draw more random numbers for a wider padding.
         with torch.device("meta"):
@@ -142,8 +141,14 @@ class GPT(nn.Module):
             else:  # LayerNorm gain
                 nn.init.ones_(parameter)
 
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """What a forward pass runs in: the recipe's FP8, outside of what torch.compile sees; nothing without a recipe."""
+        return contextlib.nullcontext() if self.recipe is None else fp8.autocast(recipe=self.recipe)
+
     def hidden(self, tokens: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, C), after the last LayerNorm. Raises ValueError when T > block_size."""
+        if self.recipe is not None and fp8.current.recipe is None:
+            raise ValueError("this GPT has an FP8 recipe, but runs outside of autocast: with model.autocast(): ...")
         if tokens.shape[1] > self.config.block_size:
             raise ValueError(f"{tokens.shape[1]} tokens, but block_size is {self.config.block_size}")
         return self.transformer(tokens)

@@ -56,6 +56,12 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
+def fp8_autocast(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """The autocast of a model that has one, as GPT has for its recipe."""
+    own: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(model, "autocast", None)
+    return contextlib.nullcontext() if own is None else own()
+
+
 class TrainStep:
     """Forward, backward, clip and AdamW on one batch: step(tokens, targets) -> loss, a () tensor on the device.
 
@@ -122,7 +128,7 @@ class TrainStep:
             raise ValueError(f"{len(tokens)} rows do not divide into {n} micro-batches")
         losses = []
         for x, y in zip(tokens.chunk(n), targets.chunk(n), strict=True):
-            with autocast(self.device, self.precision):
+            with autocast(self.device, self.precision), fp8_autocast(self.model):
                 loss = self.forward(x, y) / n
             self.scaler.scale(loss).backward()
             losses.append(loss.detach().clone())  # the clone outlives the CUDA graph's own memory
@@ -206,7 +212,7 @@ def evaluate(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precisi
     device = next(model.parameters()).device
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
     for x, y in batches:
-        with autocast(device, precision):
+        with autocast(device, precision), fp8_autocast(model):
             total += model(x, y).double() * y.numel()
         tokens += y.numel()
     model.train()

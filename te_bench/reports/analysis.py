@@ -27,7 +27,7 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rung:
-    """A cell of train_step: seconds per step, speed-up over the baseline, throughput in 1/s, memory in bytes."""
+    """A cell of train_step or layer: seconds per step, speed-up over the baseline, throughput in 1/s, memory in bytes."""
 
     cell: Cell
     is_baseline: bool
@@ -142,8 +142,13 @@ def ladder(group: Group) -> tuple[Rung, ...]:
     """The train_step cells, fastest first, then those that were not measured in the plan's order."""
     cells = group.of("train_step")
     baseline = next((cell for cell in cells if cell.id == group.baseline), None)
-    rungs = [_rung(cell, baseline, group.gpu) for cell in cells]
-    return tuple(sorted(rungs, key=lambda rung: math.inf if rung.latency_s is None else rung.latency_s))
+    return rungs(cells, baseline, group.gpu)
+
+
+def rungs(cells: Iterable[Cell], baseline: Cell | None, gpu: str | None) -> tuple[Rung, ...]:
+    """The cells with their figures, fastest first, then those that were not measured in the order given."""
+    found = [_rung(cell, baseline, gpu) for cell in cells]
+    return tuple(sorted(found, key=lambda rung: math.inf if rung.latency_s is None else rung.latency_s))
 
 
 def _rung(cell: Cell, baseline: Cell | None, gpu: str | None) -> Rung:

@@ -18,12 +18,14 @@ from markupsafe import Markup
 
 from te_bench.reports import analysis, figures, tables
 from te_bench.reports.rows import Cell, Group, Results, Row, identity, load_results, printable
+from te_bench.reports.table import Table
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
 #: The page's sections: anchor, heading, figures by kind, tables by name. A section without content is left out.
 SECTIONS = (
     ("ladder", "Time and memory of a training step", ("ladder", "memory"), ("ladder", "memory")),
+    ("layer", "One transformer layer", (), ("layer", "layer_kinds", "layer_kernels")),
     ("curves", "Loss curves", ("loss_step", "loss_time"), ("curves",)),
     ("max-batch", "Largest batch", ("max_batch",), ("max_batch",)),
     ("attention", "Attention alone", ("attention_forward", "attention_backward"), ("attention",)),
@@ -40,7 +42,7 @@ class Part:
 
     heading: str
     drawings: tuple[figures.Drawing, ...]
-    tables: tuple[tables.Table, ...]
+    tables: tuple[Table, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

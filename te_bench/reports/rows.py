@@ -16,6 +16,7 @@ _SHAPE = ("batch", "heads", "length", "head_dim", "causal", "dropout")
 #: What must agree for two loss curves to be comparable. The batch may differ: each arm at the largest that fits.
 _COURSE = ("model", "block", "data", "data_sha256", "corpus", "tokenizer", "steps", "budget_s")
 _SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a shape rather than a model
+_LAYER = ("layer", "variant")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +69,9 @@ class Cell:
 
     @property
     def shape(self) -> str:
-        """B12 H12 T1024 D64 causal; empty for a workload that trains a model."""
+        """B12 H12 T1024 D64 causal, or a layer's variant; empty for a workload that trains a model."""
+        if self.trial.workload == "layer":
+            return printable(str(self.trial.problem.get("variant")))
         return shape_label(self.trial.problem) if self.trial.workload in _SHAPED else ""
 
 
@@ -239,7 +242,8 @@ def _cells(rows: Iterable[Row]) -> tuple[Cell, ...]:
     comparable: dict[tuple[object, ...], dict[str, Trial]] = {}
     for cell, found in by_cell.items():
         trial = found[0].trial
-        course = [trial.problem.get(key) for key in _COURSE] if trial.workload == "training" else []
+        together = {"training": _COURSE, "layer": ("variant",)}.get(trial.workload, ())
+        course = [trial.problem.get(key) for key in together]
         comparable.setdefault((trial.workload, *course), {})[cell] = trial
     labels = {cell: label for trials in comparable.values() for cell, label in _labels(trials).items()}
     return tuple(Cell(rows=tuple(found), label=labels[cell]) for cell, found in by_cell.items())
@@ -247,14 +251,16 @@ def _cells(rows: Iterable[Row]) -> tuple[Cell, ...]:
 
 def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
     """What each cell is called among those it is compared with: rival, vocabulary, precision, mode, other settings."""
-    shaped = next(iter(trials.values())).workload in _SHAPED
-    named = _SHAPE if shaped else _VOCABULARY
+    workload = next(iter(trials.values())).workload
+    shaped = workload in _SHAPED
+    named = _SHAPE if shaped else _LAYER if workload == "layer" else _VOCABULARY
     keys = dict.fromkeys(key for trial in trials.values() for key in trial.problem if key not in named)
     differing = [key for key in keys if len({str(trial.problem.get(key)) for trial in trials.values()}) > 1]
     protocols = {trial.protocol for trial in trials.values()}
     labels = {}
     for cell, trial in trials.items():
-        words = [trial.attention, *([] if shaped else _vocabulary(trial.problem)), trial.precision]
+        words = [str(trial.problem.get("layer"))] if workload == "layer" else []
+        words += [trial.attention, *([] if shaped else _vocabulary(trial.problem)), trial.precision]
         words += [trial.recipe] if trial.recipe else []
         words += [] if shaped and trial.mode == "eager" else [trial.mode]
         words += [f"{key}={trial.problem.get(key)}" for key in differing if trial.problem.get(key) is not None]

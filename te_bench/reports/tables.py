@@ -2,61 +2,13 @@
 
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from te_bench.reports import analysis, curves, text
-from te_bench.reports.rows import Cell, Group, Results, load_results, printable
+from te_bench.reports import analysis, curves, layer_tables, layers, text
+from te_bench.reports.rows import Group, Results, load_results, printable
+from te_bench.reports.table import Table, Value, interval_note, label, number, repetitions, table_of, word
 
 TERMINAL_WIDTH = 100
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Value:
-    """What a table cell shows, and what it sorts by; None sorts last."""
-
-    text: str
-    sort: float | str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
-    """A heading with its unit; numeric columns are set flush right."""
-
-    title: str
-    numeric: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """Rows of values under columns. `caption` says what the table holds, `note` how to read it."""
-
-    name: str
-    caption: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Value, ...], ...]
-    note: str = ""
-
-
-def word(content: object) -> Value:
-    """A text value on one line; a dash for None and for nothing."""
-    shown = printable(str(content)) if content not in (None, "") else text.MISSING
-    return Value(text=shown, sort=None if shown == text.MISSING else shown)
-
-
-def number(value: float | None, show: Callable[[float | None], str] = text.plain) -> Value:
-    return Value(text=show(value), sort=value)
-
-
-def repetitions(cell: Cell) -> Value:
-    """n_ok/n_planned of a cell."""
-    return Value(text=f"{len(cell.ok)}/{len(cell.rows)}", sort=len(cell.ok))
-
-
-def label(cell: Cell, *, baseline: bool = False) -> Value:
-    """The cell's name with what became of it, where no repetition ended ok."""
-    remarks = [*(["baseline"] if baseline else []), *([] if cell.outcome == "ok" else [cell.outcome])]
-    return word(cell.label + (f" ({', '.join(remarks)})" if remarks else ""))
 
 
 def ladder(group: Group) -> Table | None:
@@ -81,19 +33,13 @@ def ladder(group: Group) -> Table | None:
         notes.append("ms/step is the median over processes of each process's median step.")
         notes.append("Whiskers in the figure: 5th to 95th percentile of the steps.")
     if any(rung.speedup for rung in rungs):
-        notes.append(_interval_note([rung.speedup.n for rung in rungs if rung.speedup]))
+        notes.append(interval_note([rung.speedup.n for rung in rungs if rung.speedup]))
     if mfu_of:
         peaks = " and ".join(f"{p.upper()}" for p in mfu_of)
         notes.append(f"MFU is nanoGPT's FLOP count over the GPU's dense {peaks} peak.")
     if any(rung.mfu and rung.cell.trial.precision == "fp8" for rung in rungs):
         notes.append("The MFU of an FP8 rung is quoted against the BF16 peak.")
-    return _table("ladder", "Time per training step", columns, shown, " ".join(notes))
-
-
-def _interval_note(pairs: Sequence[int]) -> str:
-    if max(pairs) < 2:
-        return "n = 1: one process a rung, so speed-ups have no interval."
-    return "Speed-ups are geometric means over paired seeds with 95 % t-intervals."
+    return table_of("ladder", "Time per training step", columns, shown, " ".join(notes))
 
 
 def memory(group: Group) -> Table | None:
@@ -114,7 +60,7 @@ def memory(group: Group) -> Table | None:
     ]
     columns = ["Rung", *(["Peak allocated, GiB", "Peak reserved, GiB"] if on_gpu else [])]
     columns += ["Peak resident, GiB"] if on_host else []
-    return _table("memory", "Peak memory of a training step", columns, shown)
+    return table_of("memory", "Peak memory of a training step", columns, shown)
 
 
 def training(group: Group) -> list[Table]:
@@ -139,7 +85,7 @@ def training(group: Group) -> list[Table]:
         note = f"BF16's is that of {against}." if against else "No BF16 arm to compare with."
         if any(arm.deviation is not None for arm in comparison.arms):
             note += " ± is the standard deviation over seeds."
-        table = _table("curves", f"Training: {comparison.title}", columns, shown, note)
+        table = table_of("curves", f"Training: {comparison.title}", columns, shown, note)
         tables += [table] if table else []
     return tables
 
@@ -161,7 +107,7 @@ def max_batch(group: Group) -> Table | None:
         for found in analysis.max_batch(group)
     ]
     columns = ("Rung", "Largest batch", "Peak memory, GiB", "Smallest that failed", "Memory limit, GiB")
-    return _table("max_batch", "Largest batch that fits", columns, shown)
+    return table_of("max_batch", "Largest batch that fits", columns, shown)
 
 
 def attention(group: Group) -> Table | None:
@@ -179,7 +125,7 @@ def attention(group: Group) -> Table | None:
         for rung in analysis.attention(group)
     ]
     columns = ("Shape", "Kernel", "Forward, ms", "Backward, ms", "Forward, TFLOP/s", "Backward, TFLOP/s", "ok/planned")
-    return _table("attention", "Attention alone", columns, shown, text_columns=2)
+    return table_of("attention", "Attention alone", columns, shown, text_columns=2)
 
 
 def numerics(group: Group) -> Table | None:
@@ -198,7 +144,7 @@ def numerics(group: Group) -> Table | None:
     ]
     columns = ("Shape", "Kernel", "Scaled before", "Scaled after", "SDPA", "allclose", "Draws")
     note = "Largest relative error against FP64, median over draws. allclose: SDPA against the manual formula."
-    return _table("numerics", "Error of attention by where q is scaled", columns, shown, note, text_columns=2)
+    return table_of("numerics", "Error of attention by where q is scaled", columns, shown, note, text_columns=2)
 
 
 def errors(group: Group) -> Table | None:
@@ -218,7 +164,7 @@ def errors(group: Group) -> Table | None:
     columns = ("Workload", "Rung", "Worst quantity", "Error", "Limit", "Error / limit")
     references = ", ".join(dict.fromkeys(printable(str(error.reference)) for error in found if error.reference))
     note = f"Above 1 the check fails and nothing is timed. Reference: {references}." if references else ""
-    return _table("errors", "Error against the reference", columns, shown, note, text_columns=3)
+    return table_of("errors", "Error against the reference", columns, shown, note, text_columns=3)
 
 
 def failures(group: Group) -> Table | None:
@@ -230,7 +176,7 @@ def failures(group: Group) -> Table | None:
         if row.outcome != "ok"
     ]
     columns = ("Outcome", "Trial", "Reason", "Run")
-    return _table("failures", "Trials that did not end ok", columns, shown, text_columns=4)
+    return table_of("failures", "Trials that did not end ok", columns, shown, text_columns=4)
 
 
 def kernels(group: Group) -> Table | None:
@@ -241,34 +187,16 @@ def kernels(group: Group) -> Table | None:
         if names:
             rung = f"{cell.shape} {cell.label}".strip()
             shown.append((word(cell.trial.workload), word(rung), word(", ".join(names))))
-    return _table("kernels", "Kernels that ran", ("Workload", "Rung", "Kernels"), shown, text_columns=3)
-
-
-def _table(
-    name: str,
-    caption: str,
-    titles: Sequence[str],
-    rows: Sequence[tuple[Value, ...]],
-    note: str = "",
-    text_columns: int = 1,
-) -> Table | None:
-    """A table whose first columns are text, without the numeric columns that hold nothing; None without rows."""
-    if not rows:
-        return None
-    kept = [i for i in range(len(titles)) if i < text_columns or any(row[i].sort is not None for row in rows)]
-    return Table(
-        name=name,
-        caption=caption,
-        columns=tuple(Column(title=titles[i], numeric=i >= text_columns) for i in kept),
-        rows=tuple(tuple(row[i] for i in kept) for row in rows),
-        note=note,
-    )
+    return table_of("kernels", "Kernels that ran", ("Workload", "Rung", "Kernels"), shown, text_columns=3)
 
 
 #: The tables by the name that `embed` and the page use.
 TABLES: dict[str, Callable[[Group], list[Table] | Table | None]] = {
     "ladder": ladder,
     "memory": memory,
+    "layer": layer_tables.layer,
+    "layer_kinds": layer_tables.kinds,
+    "layer_kernels": layer_tables.kernels,
     "curves": training,
     "max_batch": max_batch,
     "attention": attention,
@@ -308,7 +236,11 @@ def headlines(results: Results) -> list[str]:
     for group in results.groups:
         measured = [rung for rung in analysis.ladder(group) if rung.latency_s is not None]
         if measured:
-            found.append((0, _fastest(group, measured)))
+            found.append((0, f"Fastest: {_fastest(group, measured)}"))
+        for variant in layers.variants(group):
+            measured = [rung for rung in variant.rungs if rung.latency_s is not None]
+            if measured and all(map(variant.comparable, variant.rungs)):
+                found.append((0, f"Fastest layer, {variant.name}: {_fastest(group, measured)}"))
         found += [(1, f"{answer} on {group.where}.") for answer in _best_arms(group)]
         largest = next((m for m in analysis.max_batch(group) if m.max_batch is not None), None)
         if largest:
@@ -323,7 +255,7 @@ def headlines(results: Results) -> list[str]:
 
 def _fastest(group: Group, measured: Sequence[analysis.Rung]) -> str:
     best = measured[0]
-    sentence = f"Fastest: {best.cell.label}: {text.milliseconds(best.latency_s)} ms/batch"
+    sentence = f"{best.cell.label}: {text.milliseconds(best.latency_s)} ms/batch"
     baseline = next((rung for rung in measured if rung.is_baseline), None)
     if best.is_baseline:
         sentence += ", the baseline itself"
@@ -350,8 +282,9 @@ def summary(directories: Sequence[Path]) -> str:
     for sentence in headlines(results):
         lines += textwrap.wrap(sentence, TERMINAL_WIDTH)
     for group in results.groups:
-        for table in of_group(group, "ladder"):
-            title = text.shortened(printable(f"{group.title} ({group.where})"), TERMINAL_WIDTH)
+        for table in [*of_group(group, "ladder"), *of_group(group, "layer")]:
+            shown = f"{group.title} ({group.where})" if table.name == "ladder" else f"{table.caption} ({group.where})"
+            title = text.shortened(printable(shown), TERMINAL_WIDTH)
             lines += ["", title, *_terminal(table)]
     return "\n".join(lines) + "\n"
 

@@ -31,6 +31,12 @@ def test_bench_py_keeps_each_of_twenty_steps_after_ten(clock: Callable[[Iterator
     assert watched.calls == 30
 
 
+def test_quickstart_keeps_each_of_fifty_iterations_after_fifty(clock: Callable[[Iterator[float]], Clock]) -> None:
+    watched = clock(float(i) for i in itertools.count(1))
+    assert timing.quickstart(watched.call, "cpu") == [float(i) for i in range(51, 101)]
+    assert watched.calls == 100
+
+
 def test_kernel_stops_as_soon_as_the_median_is_known(clock: Callable[[Iterator[float]], Clock]) -> None:
     watched = clock(itertools.repeat(1e-3))
     samples = timing.kernel(watched.call, "cpu")

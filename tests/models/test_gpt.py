@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_bench.kernels import attention
+from te_bench.models import recipe as recipes
 from te_bench.models.gpt import CONFIGS, GPT, GPTConfig
 from te_bench.models.recipe import float8_current_scaling
 from te_bench.models.train import Optim, TrainStep
@@ -84,9 +85,42 @@ def test_padding_stays_zero_and_harmless_under_adamw(precision: str) -> None:
     padding = wide.transformer.wte.weight[50:]
     assert (padding == 0).all()
     assert wide_losses == pytest.approx(losses, rel={"fp32": 1e-5}.get(precision, 2e-3))
-    assert wide.logits(a_batch()[0]).shape == (4, 24, 50)
+    with wide.autocast():
+        assert wide.logits(a_batch()[0]).shape == (4, 24, 50)
     if precision == "fp32":
         torch.testing.assert_close(wide.logits(a_batch()[0]), model.logits(a_batch()[0]), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_is_nearly_the_same_model(name: str) -> None:
+    """Gradients within FP8's error, and not nearer than FP8 can be; nothing of the padding, outside of the padding."""
+    batch = a_batch()
+    plain = a_model(padded=64, n_embd=64)
+    model = GPT(plain.config, attention="manual", padded_vocab_size=64, recipe=recipes.load(name))
+    model.load_state_dict(plain.state_dict())
+    for _ in range(8):  # delayed scaling's way from scale 1 to the gradients' scales
+        with model.autocast():
+            loss = model(*batch)
+        model.zero_grad()
+        loss.backward()
+    expected, grads = gradients(plain, batch)
+    assert loss.item() == pytest.approx(expected, rel=1e-2)
+    assert loss.item() != expected
+    found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == grads.keys()
+    assert (found[WTE][50:] == 0).all()
+    for key in grads:
+        if grads[key].dim() == 2 and ".h." in key:
+            error = ((found[key] - grads[key]).norm() / grads[key].norm()).item()
+            assert 0.01 < error < 0.25, key
+
+
+def test_fp8_outside_of_its_autocast_is_refused() -> None:
+    model = GPT(SMALL, attention="manual", recipe=recipes.load("delayed_scaling"))
+    with pytest.raises(ValueError, match=r"runs outside of autocast: with model.autocast\(\)"):
+        model(*a_batch())
+    with a_model().autocast():  # nothing to do, and no error
+        pass
 
 
 @pytest.mark.parametrize("attend", ["manual", "flash"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from te_bench.models import recipe as recipes
 from te_bench.models.data import Batches
 from te_bench.models.gpt import CONFIGS, GPT, GPTConfig
 from te_bench.models.recipe import float8_current_scaling
@@ -302,9 +303,15 @@ OPTIM = Optim(learning_rate=1e-3, grad_clip=0.3, accumulate=2, weight_decay=0.1)
 RATES = [1e-3, 3e-3, 0.0, 2e-3, 1e-3]
 
 
-def on_gpu(precision: str = "bf16", mode: str = "eager", optim: Optim = OPTIM, attention: str = "flash") -> TrainStep:
+def on_gpu(
+    precision: str = "bf16",
+    mode: str = "eager",
+    optim: Optim = OPTIM,
+    attention: str = "flash",
+    fp8: str = "float8_current_scaling",
+) -> TrainStep:
     torch.manual_seed(0)
-    recipe = float8_current_scaling.RECIPE if precision == "fp8" else None
+    recipe = recipes.load(fp8) if precision == "fp8" else None
     config = dataclasses.replace(CONFIGS["tiny"], vocab_size=250)
     model = GPT(config, attention=attention, padded_vocab_size=256, recipe=recipe).cuda()
     return TrainStep(model, optim, precision=precision, mode=mode)
@@ -389,7 +396,9 @@ def test_fp16_skips_a_step_that_overflows() -> None:
 
 
 @pytest.mark.gpu
-def test_fp8_on_a_gpu_follows_bf16(eager_losses: list[float]) -> None:
-    losses = five_steps(on_gpu("fp8"))
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", recipes.names())
+def test_fp8_on_a_gpu_follows_bf16(name: str, mode: str, eager_losses: list[float]) -> None:
+    losses = five_steps(on_gpu("fp8", mode, fp8=name))
     assert losses == pytest.approx(eager_losses, rel=2e-2)
     assert losses != eager_losses

@@ -1,5 +1,6 @@
 """Synthetic journals: a ladder like an H200's, every outcome, several seeds, loss curves, hostile names."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -43,6 +44,8 @@ def trial(workload: str = "train_step", attention: str = "flash", *, device: str
         "train_step": {"model": "gpt2", "batch": 12, "block": 1024, "vocab": 50257, "padded_vocab": 50304},
         "training": {"model": "char", "batch": 64, "block": 256, "vocab": 65, "padded_vocab": 65, "tokenizer": "char"}
         | {"data": "text:play.txt", "data_sha256": "ab12", "steps": 500, "budget_s": None, "learning_rate": 1e-3},
+        "layer": {"layer": "te_layer", "variant": "fair", "dropout": 0.0, "mask": "causal", "hidden": 4096}
+        | {"ffn": 16384, "heads": 32, "sequence": 2048, "batch": 4},
         "max_batch": {"model": "gpt2", "block": 1024, "vocab": 50257, "padded_vocab": 50304, "memory_limit_gib": 139},
         "attention": {"batch": 12, "heads": 12, "length": 1024, "head_dim": 64, "causal": True, "dropout": 0.0},
         "attention_numerics": {"batch": 1, "heads": 4, "length": 256, "head_dim": 64, "causal": True, "dropout": 0.0},
@@ -161,6 +164,7 @@ def everything(directory: Path, seeds: int = 3) -> Path:
     records += curves(seeds)
     records += [max_batch_record(*found) for found in (("manual", 60), ("flash", 132), ("cudnn", 136))]
     records += attention_records()
+    records += layer_records(seeds)
     for length in (256, 1024):
         numerics = trial("attention_numerics", "manual", length=length, precision="fp16")
         draws = {"error_scale_before": 3e-4, "error_scale_after": 9e-4, "error_sdpa": 4e-4}
@@ -176,6 +180,40 @@ def max_batch_record(attention: str, batch: int) -> Record:
         for tried in (batch // 2, batch, batch + 4)
     ]
     return record(trial("max_batch", attention), samples={"max_batch": [float(batch)]}, work={"tries": tries})
+
+
+#: layer, attention, recipe, mode, ms: what the facts say of one H200 without dropout, causal.
+LAYERS = (
+    ("plain", "manual", None, "eager", 23.4),
+    ("plain_sdpa", "cudnn", None, "compile", 17.2),
+    ("te_layer", "cudnn", None, "eager", 18.1),
+    ("te_layer", "cudnn", "delayed_scaling", "eager", 13.1),
+    ("torchao_tensorwise", "cudnn", "float8_current_scaling", "compile", 13.9),
+    ("transformer_engine", "cudnn", "delayed_scaling", "eager", 11.9),
+)
+
+
+def layer_trial(layer: str, attention: str, recipe: str | None, mode: str, **changes: Any) -> Trial:
+    fields = {"recipe": recipe, "precision": "fp8" if recipe else "bf16", "mode": mode, "protocol": "quickstart"}
+    return trial("layer", attention, layer=layer, **fields, **changes)
+
+
+def layer_records(seeds: int = 1, **changes: Any) -> list[Record]:
+    """Fifty iterations of each layer, and kernels of every kind: 1 ms attention, GEMMs 60 %, norms 20 %, the rest."""
+    records = []
+    for seed in range(seeds):
+        for layer, attention, recipe, mode, ms in LAYERS:
+            of = layer_trial(layer, attention, recipe, mode, seed=seed, **changes)
+            done = step_record(of, ms * (1 + 0.003 * math.sin(seed * ms)), 2.5)
+            kernels = {
+                "nvjet_sm90_qqtst_128x256_64x6_2x1_v_bz_TNT": 0.6 * ms / 1e3,
+                "_forward_quantized_kernel": 0.2 * ms / 1e3,
+                "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": 1e-3,
+                "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": 0.1 * ms / 1e3,
+            }
+            work = {"tokens": 8192, "flop": 1.03e13, "gemm_flop": 9.9e12, "kernel_s": kernels}
+            records.append(dataclasses.replace(done, work=work))
+    return records
 
 
 def curves(seeds: int = 3) -> list[Record]:

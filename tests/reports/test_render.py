@@ -57,12 +57,12 @@ def test_page_asks_for_nothing(full):
 
 def test_page_has_its_sections_in_order(full):
     anchors = re.findall(r'<section id="([^"]+)"', content(full))
-    order = ["ladder", "curves", "max-batch", "attention", "numerics", "errors", "failures", "kernels"]
+    order = ["ladder", "layer", "curves", "max-batch", "attention", "numerics", "errors", "failures", "kernels"]
     assert anchors == [*order, "environment", "reproduce"]
     page = Page(content(full))
     assert page.count("h1") == 1
     assert page.count("figure") == 8
-    assert "53 of 64" in page.text
+    assert "71 of 82" in page.text
     assert "te-bench run nanogpt --device cuda --seeds 3 --out my-run" in page.text
 
 
@@ -75,8 +75,8 @@ def test_markdown_links_figures_that_exist(full):
 
 def test_records_csv_has_a_line_for_each_planned_trial(full):
     frame = pd.read_csv(full / "records.csv")
-    assert len(frame) == 64
-    assert (frame["outcome"] == "ok").sum() == 53
+    assert len(frame) == 82
+    assert (frame["outcome"] == "ok").sum() == 71
     compiled = frame[frame["name"].str.contains("V50304/flash/bf16/compile/s0")].iloc[0]
     assert compiled["latency_s_median"] == pytest.approx(0.0274)
     assert compiled["problem_padded_vocab"] == 50304

@@ -22,16 +22,24 @@ def seeds(options: Options, default: int) -> range:
 
 
 def step(
-    options: Options, problem: dict[str, Scalar], attention: str, padded: int, precision: str, mode: str, seed: int
+    options: Options,
+    problem: dict[str, Scalar],
+    attention: str,
+    padded: int,
+    precision: str,
+    mode: str,
+    seed: int,
+    *,
+    recipe: str = FP8_RECIPE,
 ) -> Trial:
-    """One rung of a ladder: a train_step trial at this padded vocabulary."""
+    """One rung of a ladder: a train_step trial at this padded vocabulary; the recipe is heeded in fp8 alone."""
     return Trial(
         workload="train_step",
         device=options.device,
         problem={**problem, **BENCH_PY, "vocab": V, "padded_vocab": padded, "data": "random"},
         attention=attention,
         precision=precision,
-        recipe=FP8_RECIPE if precision == "fp8" else None,
+        recipe=recipe if precision == "fp8" else None,
         mode=mode,
         seed=seed,
     )

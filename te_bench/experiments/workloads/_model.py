@@ -17,9 +17,10 @@ from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.kernels import attention
+from te_bench.models import fp8
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import CONFIGS, GPT, GPTConfig
-from te_bench.models.train import Optim, TrainStep
+from te_bench.models.train import Optim, TrainStep, autocast
 
 #: Unit round-off of the compute format: the floor below which two right answers may differ.
 EPSILON = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}
@@ -31,6 +32,10 @@ FACTOR = 2.0
 #: doubled scale 1.48.
 FP8_OVERALL = 1.12
 FP8_LEAST = 0.5
+
+#: Passes before the check of an FP8 step. Delayed scaling begins with scale 1, at which small gradients vanish, and with
+#: them all that flows through their GEMM: each pass brings the next one down to its scale.
+SETTLE = 4
 
 _PEAK = Path("/proc/self/clear_refs")
 
@@ -117,13 +122,16 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     if config_of(trial).dropout:
         trial = dataclasses.replace(trial, mode="eager", problem={**trial.problem, "dropout": 0.0})
         step = TrainStep(build(trial), step.optim, precision=trial.precision, mode="eager")
+    for _ in range(SETTLE if trial.recipe else 0):
+        step.gradients(tokens, targets)
     loss, ours = step.gradients(tokens, targets)
     vocab = trial.number("vocab")
     unpadded = {**trial.problem, "padded_vocab": vocab}
     exact = dataclasses.replace(trial, attention="manual", precision="fp64", recipe=None, problem=unpadded)
     library = dataclasses.replace(trial, attention="manual", recipe=None, problem=unpadded)
     true_loss, truth = _in_rows(exact, step.optim, tokens, targets)
-    library_loss, yardstick = _in_rows(library, step.optim, tokens, targets)
+    recipe = recipes.load(trial.recipe) if trial.recipe else None
+    library_loss, yardstick = _in_rows(library, step.optim, tokens, targets, recipe)
     _allow_tf32(trial.precision)  # building the references set it for theirs
     padding = ours["transformer.wte.weight"][vocab:]
     ours["transformer.wte.weight"] = ours["transformer.wte.weight"][:vocab]
@@ -149,51 +157,85 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     return judge("manual attention, fp64, unpadded, same weights", quantities)
 
 
-def _in_rows(trial: Trial, optim: Optim, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
-    """loss, gradients of the eager model one sequence at a time: the reference fits wherever the trial does."""
+def numerics_of(trial: Trial, model: Any, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
+    """{"numerics": te.numerics} of one more forward and backward pass, in eager mode and off the clock; {} without FP8."""
+    if trial.recipe is None:
+        return {}
+    with fp8.record_numerics():
+        with autocast(tokens.device, trial.precision), model.autocast():
+            loss = model(tokens, targets)
+        loss.backward()
+    model.zero_grad(set_to_none=True)
+    return {"numerics": fp8.numerics(model)}
+
+
+def _in_rows(
+    trial: Trial, optim: Optim, tokens: Tensor, targets: Tensor, recipe: recipes.Recipe | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """loss, gradients of the eager model one sequence at a time: the reference fits wherever the trial does.
+
+    With a recipe, its FP8 is emulated.
+    """
     rows = dataclasses.replace(optim, accumulate=len(tokens))
     model = build(trial)
     if trial.precision == "fp64":  # after the initialisation, so that the weights are the trial's own float32 ones
         model.double()
-    if trial.precision == "fp8":
-        _emulate_fp8(model)
+    if recipe is not None:
+        _emulate_fp8(model, recipe)
     step = TrainStep(model, rows, precision=trial.precision, mode="eager")
     return step.gradients(tokens, targets)
 
 
-def _emulate_fp8(model: GPT) -> None:
-    """Round what goes into every Linear but the head to FP8 and back; autograd multiplies.
+def _emulate_fp8(model: GPT, recipe: recipes.Recipe) -> None:
+    """Round what goes into every GEMM of every Linear but the head to FP8 and back, and multiply in high precision.
 
     Nothing here comes from te_bench's quantisers, GEMMs or Linear: a mistake in them must not be in their yardstick too.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
-            module.forward = functools.partial(_fp8_linear, module)  # type: ignore[method-assign]
+            module.forward = functools.partial(_fp8_linear, module, recipe)  # type: ignore[method-assign]
 
 
-def _fp8_linear(module: nn.Linear, x: Tensor) -> Tensor:
-    y = F.linear(_Rounded.apply(x, True), _Rounded.apply(module.weight, True))
-    y = _Rounded.apply(y, False)
-    return y if module.bias is None else y + module.bias
+def _fp8_linear(module: nn.Linear, recipe: recipes.Recipe, x: Tensor) -> Tensor:
+    dtype = torch.get_autocast_dtype(x.device.type)
+    y = _Emulated.apply(x.to(dtype).flatten(0, -2), module.weight, recipe).view(*x.shape[:-1], -1)
+    return y if module.bias is None else y + module.bias.to(dtype)
 
 
-class _Rounded(torch.autograd.Function):
-    """Forward: x rounded to E4M3 with amax at its largest, gradient untouched. Else x untouched, gradient so in E5M2."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: bool) -> Tensor:
-        ctx.forward = forward
-        return _rounded(x, torch.float8_e4m3fn) if forward else x.view_as(x)
+class _Emulated(torch.autograd.Function):
+    """x W^T and both its gradients, each operand rounded along what its GEMM contracts, as the recipe's scales go."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy if ctx.forward else _rounded(dy, torch.float8_e5m2), None
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: recipes.Recipe) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe = recipe
+        rounded = functools.partial(_rounded, recipe=recipe)
+        return rounded(x, "input") @ rounded(weight, "weight").to(x.dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        rounded = functools.partial(_rounded, recipe=ctx.recipe)
+        dx = rounded(dy, "grad_output") @ rounded(weight.t(), "weight").to(dy.dtype).t()
+        dw = rounded(dy.t(), "grad_output") @ rounded(x.t(), "input").t()
+        return dx, dw.to(weight.dtype), None
 
 
-def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    unit = x.abs().amax().double() / torch.finfo(dtype).max
-    unit = torch.where(unit > 0, unit, 1.0)
-    return ((x.float() / unit).to(dtype).float() * unit).to(x.dtype)
+def _rounded(x: Tensor, role: str, recipe: recipes.Recipe) -> Tensor:
+    """x (M, K) after a trip through FP8; K is what the GEMM contracts."""
+    dtype = recipe.dtype(role)
+    rows, columns = x.shape
+    high, wide = {"tensor": (rows, columns), "row": (1, columns), "block": (128 if role == "weight" else 1, 128)}[
+        recipe.granularity
+    ]
+    padded = F.pad(x.float(), (0, -columns % wide, 0, -rows % high))
+    blocks = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
+    scale = torch.finfo(dtype).max / blocks.abs().amax((1, 3), keepdim=True).double()
+    if recipe.power_of_two:
+        scale = scale.log2().floor().exp2()
+    scale = torch.where(scale.isfinite(), scale, 1.0).float()
+    back = (blocks * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype).float() / scale
+    return back.view(padded.shape)[:rows, :columns].to(x.dtype)
 
 
 def _parts(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,8 +1,10 @@
 """Seconds and bytes of one training step at a fixed batch, on random tokens, after its gradients were checked.
 
 problem: model, batch, block, vocab, padded_vocab, and any field of models.train.Optim.
-samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step.
+samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step, FP8 numerics.
 """
+
+import dataclasses
 
 import torch
 from torch import Tensor
@@ -35,7 +37,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **memory})
     if not all(abs(x) < float("inf") for x in loss):
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
-    return _check.require_kernels(trial, _check.kernels_seen(next_step, trial.device), measurement)
+    measurement = _check.require_kernels(trial, _check.kernels_seen(next_step, trial.device), measurement)
+    numerics = _model.numerics_of(trial, step.model, *batches[0])
+    return dataclasses.replace(measurement, work={**work, **numerics})
 
 
 def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:

@@ -7,11 +7,34 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
-def pinned(backend: SDPBackend) -> Callable[..., Tensor]:
-    """A forward that runs this SDPA kernel or raises RuntimeError: SDPA has no other to choose from."""
+def pinned(backend: SDPBackend, *, grouped: Callable[[Tensor], bool]) -> Callable[..., Tensor]:
+    """A forward that runs this SDPA kernel or raises RuntimeError: SDPA has no other to choose from.
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float = 0.0) -> Tensor:
+    grouped(q): whether the kernel reads shared K and V heads by itself; where not, they are repeated in memory.
+    """
+
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        dropout: float = 0.0,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        shared = k.shape[1] != q.shape[1]
+        if shared and not grouped(q):
+            k, v, shared = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), False
+        live = None if mask is None else ~mask  # SDPA's True shows
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal, scale=scale)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=live, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=shared
+            )
 
     return forward
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, Hkv, S, D) -> (B, H, S, D): each head H / Hkv times in a row."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -12,13 +12,18 @@ from te_bench.kernels.attention._sdpa import pinned
 def unsupported(p: Problem) -> str | None:
     if p.device != "cuda":
         return "needs an NVIDIA GPU: SDPA has no memory-efficient kernel on a CPU"
+    if p.dtype == "fp64":
+        return "dtype fp64: fp32, bf16 and fp16 only"
     multiple = 4 if p.dtype == "fp32" else 8  # rows must start on 16-byte boundaries
-    if p.head_dim % multiple:
-        return f"head_dim {p.head_dim} is not a multiple of {multiple} in {p.dtype}"
+    for head_dim in (p.head_dim, p.v_head_dim or p.head_dim):
+        if head_dim % multiple:
+            return f"head_dim {head_dim} is not a multiple of {multiple} in {p.dtype}"
+    if p.length == 0 or p.kv_length == 0:
+        return "length 0: the kernel needs a query and a key"
     return None
 
 
-forward = pinned(SDPBackend.EFFICIENT_ATTENTION)
+forward = pinned(SDPBackend.EFFICIENT_ATTENTION, grouped=lambda q: False)
 
 BACKEND = Backend(
     forward=forward,

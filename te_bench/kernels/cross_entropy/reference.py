@@ -7,6 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_bench.kernels.cross_entropy import Backend, Problem
+
+
+def unsupported(p: Problem) -> str | None:
+    return None
+
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
     """Mean loss in nats; logits (N, Vp) of any float dtype, targets (N,) int64 -> (). -1 marks an ignored target.
@@ -22,3 +28,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
         with torch.no_grad():
             logits[:, vocab:] = float("-inf")
     return F.cross_entropy(logits, targets, ignore_index=-1)
+
+
+BACKEND = Backend(forward=cross_entropy, unsupported=unsupported)

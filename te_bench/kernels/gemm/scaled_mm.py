@@ -1,12 +1,24 @@
-"""FP8 GEMM by cuBLASLt through torch._scaled_mm, one scale per tensor.
+"""FP8 GEMM by cuBLASLt, one scale per tensor, per row or per block.
 
-Source: NVIDIA cuBLAS documentation, FP8 matmul: sm_89 and newer, K and N multiples of 16, not E5M2 x E5M2.
+Source: NVIDIA cuBLAS documentation, FP8 matmul: sm_89 and newer, K and N multiples of 16 (M is free, D being row-major), not
+E5M2 x E5M2; 1 x 128 and 128 x 128 scales on sm_90 only. pytorch/pytorch, ScaledBlas.cpp: how torch hands them over.
 """
+
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.functional import ScalingType
 
-from te_bench.kernels.gemm import Backend, Problem
+from te_bench.kernels.gemm import PAIRS, Backend, Problem, granularities
+from te_bench.kernels.quantize import BLOCK
+
+ALIGNMENT = 16  # of N and K, in elements: 16 bytes of FP8
+SCALE_ALIGNMENT = 4  # of the rows of 1 x 128 scales and of the K blocks of 128 x 128 scales: 16 bytes of float32
+RECIPES = {"block": ScalingType.BlockWise1x128.value, "tile": ScalingType.BlockWise128x128.value}
+
+VectorT = TypeVar("VectorT", Tensor, Tensor | None)
 
 
 def unsupported(p: Problem) -> str | None:
@@ -14,23 +26,139 @@ def unsupported(p: Problem) -> str | None:
         return "needs an NVIDIA GPU"
     if p.capability is not None and p.capability < (8, 9):
         return f"compute capability {p.capability[0]}.{p.capability[1]} < 8.9"
-    if p.k % 16 or p.n % 16:
-        return f"N {p.n} and K {p.k} must be multiples of 16"
     if p.a_dtype == p.b_dtype == "e5m2":
         return "E5M2 x E5M2: cuBLASLt has no such kernel"
+    if (p.a_granularity, p.b_granularity) not in PAIRS:
+        return f"scales per {p.a_granularity} x {p.b_granularity}: cuBLASLt has no such kernel"
+    if p.a_granularity in RECIPES and "e5m2" in (p.a_dtype, p.b_dtype):
+        return "E5M2 with block scales: torch hands cuBLASLt E4M3 only"  # torch 2.11: "Invalid scaling configuration"
+    if p.a_granularity in RECIPES and p.capability is not None and p.capability[0] != 9:
+        return (
+            f"block scales: cuBLASLt has them on compute capability 9.x only, not {p.capability[0]}.{p.capability[1]}"
+        )
     return None
 
 
 def forward(
-    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, *, out_dtype: torch.dtype, fast_accum: bool = False
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """D = (a * a_scale_inv) @ (b * b_scale_inv).T; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
+    """D = dequantise(a) @ dequantise(b).T + bias; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
 
+    K and N that cuBLASLt refuses are padded with zeros, which add nothing, and sliced off again.
     fast_accum keeps the tensor core's 14-bit accumulator for the whole of K; without it cuBLASLt promotes to float32.
+    Row scales have it too; block scales ignore it, for every block of 128 is promoted when it is scaled.
+    bias is rounded to out_dtype and added in float32 by the epilogue; to a float32 D it is added afterwards.
+    Row scales with an out_dtype other than bfloat16 need sm_90, where they are cuBLASLt's and not CUTLASS's.
+    Raises ValueError for operands that cannot be multiplied.
     """
-    return torch._scaled_mm(
-        a, b.t(), scale_a=a_scale_inv, scale_b=b_scale_inv, out_dtype=out_dtype, use_fast_accum=fast_accum
+    m, k = a.shape
+    n = b.shape[0]
+    # The fast path of training: a Python branch costs less than a microsecond, a checked slow path several.
+    if a_scale_inv.dim() == b_scale_inv.dim() == 0 and m and k and n and not (k % ALIGNMENT or n % ALIGNMENT):
+        return _multiply(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum)
+    kind, _ = granularities(a, b, a_scale_inv, b_scale_inv, bias)
+    if not (m and k and n):
+        nothing = a.new_zeros((m, n), dtype=out_dtype)
+        return nothing if bias is None else nothing + bias.to(out_dtype)
+    if kind in RECIPES:
+        return _block(a, b, a_scale_inv, b_scale_inv, bias, out_dtype)
+    a, b, bias = _pad(a, 1, ALIGNMENT), _pad(b, ALIGNMENT, ALIGNMENT), _pad_vector(bias, 0.0)
+    if kind == "row":
+        a_scale_inv, b_scale_inv = a_scale_inv[:, None], _pad_vector(b_scale_inv, 1.0)[None]
+    return _multiply(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum)[:, :n].contiguous()
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """One call of torch._scaled_mm, with scales () and () or (M, 1) and (1, N)."""
+    fused = bias is not None and out_dtype is not torch.float32  # torch refuses a bias for a float32 D
+    out = torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=a_scale_inv,
+        scale_b=b_scale_inv,
+        bias=bias.to(out_dtype) if fused and bias is not None else None,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accum,
     )
+    return out if fused or bias is None else out.add_(bias)
+
+
+# An operator of its own: torch's fake implementation takes fewer shapes than its kernel (whole blocks only), and
+# Inductor's lowering may take the strides of the scales for another layout (pytorch/pytorch#195751).
+@torch.library.custom_op("te_bench::scaled_mm_block", mutates_args=())
+def _block(
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """The GEMM of block scales (sm_90), scales in the layouts of te_bench.kernels.quantize."""
+    pair = granularities(a, b, a_scale_inv, b_scale_inv, bias)
+    (m, _), n = a.shape, b.shape[0]
+    a, b, bias = _pad(a, SCALE_ALIGNMENT, BLOCK), _pad(b, ALIGNMENT, BLOCK), _pad_vector(bias, 0.0)
+    fused = bias is not None and out_dtype is not torch.float32
+    out = torch._scaled_mm_v2(
+        a,
+        b.t(),
+        [_layout(a_scale_inv, a.shape[0], pair[0])],
+        [RECIPES[pair[0]]],
+        [],
+        [_layout(b_scale_inv, b.shape[0], pair[1])],
+        [RECIPES[pair[1]]],
+        [],
+        bias.to(out_dtype) if fused and bias is not None else None,
+        out_dtype,
+    )
+    if bias is not None and not fused:
+        out += bias
+    return out if out.shape == (m, n) else out[:m, :n].contiguous()
+
+
+@_block.register_fake
+def _(
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _layout(scale_inv: Tensor, rows: int, kind: str) -> Tensor:
+    """Scales as cuBLASLt reads them, with 1 where there is nothing to scale.
+
+    1 x 128: (rows, K blocks), rows contiguous. 128 x 128: (K blocks rounded up to 4, row blocks), K contiguous; that
+    the rounding is needed is pytorch/pytorch#166752 (wrong products without it).
+    """
+    if kind == "block":
+        missing = rows - scale_inv.shape[0]
+        padded = F.pad(scale_inv, (0, 0, 0, missing), value=1.0) if missing else scale_inv
+        return padded.t().contiguous().t()
+    missing = -scale_inv.shape[1] % SCALE_ALIGNMENT
+    return (F.pad(scale_inv, (0, missing), value=1.0) if missing else scale_inv.contiguous()).t()
+
+
+def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x with zeros up to multiples of rows and columns, or x itself."""
+    bottom, right = -x.shape[0] % rows, -x.shape[1] % columns
+    if not bottom and not right:
+        return x
+    # Padded as bytes, for not every device pads FP8; zero is 0 in both formats.
+    return F.pad(x.view(torch.uint8), (0, right, 0, bottom)).view(x.dtype)
+
+
+def _pad_vector(x: VectorT, value: float) -> VectorT:
+    """A bias (N,) or the scales of b's rows, with `value` up to a multiple of 16, or x itself."""
+    return x if x is None or not x.shape[0] % ALIGNMENT else F.pad(x, (0, -x.shape[0] % ALIGNMENT), value=value)
 
 
 BACKEND = Backend(forward=forward, unsupported=unsupported)

@@ -1,1 +1,72 @@
-"""High precision -> FP8. `scale` multiplies towards FP8, `scale_inv` back: x is about data * scale_inv."""
+"""FP8 quantiser rivals, one file each. `scale` multiplies towards FP8, `scale_inv` back: x is about data * scale_inv.
+
+A quantised (M, N) matrix carries the layouts its GEMMs need, for FP8 tensor cores read K-major operands only: `data`
+(M, N) for the GEMM that contracts N and `data_t` (N, M), its transpose in memory, for the one that contracts M.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from te_bench import plugins
+
+BLOCK = 128  # of the block scales: 1 x 128 for activations and gradients, 128 x 128 for weights
+
+#: Rows of a counts tensor, (3,) int64: finite elements clipped at the format's largest (by a rounding error of the scale,
+#: too), non-zero elements that became zero, infinite or NaN elements.
+SATURATED, UNDERFLOWED, NONFINITE = range(3)
+
+
+class Quantized(NamedTuple):
+    """x (M, N) in FP8. A layout that was not asked for is None, together with its scale_inv.
+
+    scale_inv, float32, is () per tensor; (M,) per row; (M, ceil(N / 128)) per 1 x 128 block; (ceil(M / 128),
+    ceil(N / 128)) per 128 x 128 block. scale_inv_t is the same for data_t, seen as an (N, M) matrix: (), (N,),
+    (N, ceil(M / 128)) and (ceil(N / 128), ceil(M / 128)).
+    """
+
+    data: Any
+    scale_inv: Any
+    data_t: Any
+    scale_inv_t: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    device: str  # "cpu", "cuda"
+    capability: tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """One rival. x (M, N), any float dtype, rows contiguous; dtype torch.float8_e4m3fn or torch.float8_e5m2.
+
+    scaled(x, scale, dtype, *, rowwise, columnwise, amax=None, counts=None, column_sum=None): by a given () float32 scale
+    (delayed scaling); the () float32 `amax` becomes max(amax, max |x|) in place, NaN above everything.
+    tensor(x, dtype, *, rowwise, columnwise, power_of_two=False, counts=None, column_sum=None): by x's own amax.
+    row(x, dtype, *, rowwise, columnwise, power_of_two=False, counts=None): each row of either layout by its own amax.
+    block(x, dtype, *, rows, rowwise, columnwise, power_of_two=True, counts=None): rows 1: 1 x 128 of either layout;
+    rows 128: 128 x 128.
+    Each -> Quantized. An amax of 0, infinity or NaN gives scale 1; a quotient beyond float32 gives its largest.
+    counts, (3,) int64, is added to in place, once for each element of x whichever layouts are written: by data where
+    both are, for scales per row and per block differ between them. column_sum, (N,) float32, is added the sum over x's
+    rows (a bias gradient). Casts saturate: infinity becomes the largest, NaN stays NaN. Raises ValueError when no layout
+    is asked for, and for shapes and dtypes that do not fit.
+    """
+
+    scaled: Callable[..., Quantized]
+    tensor: Callable[..., Quantized]
+    row: Callable[..., Quantized]
+    block: Callable[..., Quantized]
+    unsupported: Callable[[Problem], str | None]
+
+
+def names() -> list[str]:
+    return plugins.names(__name__)
+
+
+def load(name: str) -> Backend:
+    """The backend in NAME.py. Raises ValueError for an unknown name."""
+    backend = plugins.load(__name__, name, "BACKEND")
+    assert isinstance(backend, Backend)
+    return backend

@@ -1,20 +1,36 @@
-"""Per-tensor current scaling in plain PyTorch.
+"""The quantisers in plain PyTorch, in float32. Runs anywhere, and torch.compile sees through it.
 
-scale = FP8_MAX / amax(x); data = cast(saturate(x * scale)); scale_inv = 1 / scale. An amax of 0, infinity or NaN gives
-scale 1, and the quotient saturates at the largest float32: the rules of Transformer Engine's Float8CurrentScaling.
+scale = FP8_MAX / amax; data = cast(saturate(x * scale)); scale_inv = 1 / scale. An amax of 0, infinity or NaN gives scale 1,
+and the quotient saturates at the largest float32: the rules of Transformer Engine's Float8CurrentScaling.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from te_bench.kernels.quantize import BLOCK, Backend, Problem, Quantized
 
-def scale_from_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale = FP8_MAX / amax, () float32 -> () float32; 1 where amax is 0, infinite or NaN."""
+FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+LARGEST = torch.finfo(torch.float32).max
+
+
+def unsupported(p: Problem) -> str | None:
+    return None
+
+
+def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
+    """scale = FP8_MAX / amax, float32 of amax's shape; 1 where amax is 0, infinite or NaN.
+
+    power_of_two rounds it down to a power of two.
+    """
     amax = amax.float()
     # A tensor over a tensor: torch computes a number over a tensor as number * (1 / tensor), which rounds twice and
     # loses all precision above amax 8.5e37, where the reciprocal is subnormal.
     limit = torch.full_like(amax, torch.finfo(dtype).max)
-    scale = (limit / amax).clamp(max=torch.finfo(torch.float32).max)
+    scale = (limit / amax).clamp(max=LARGEST)
+    if power_of_two:  # never subnormal: 448 / the largest float32 is 1.3e-36
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
 
 
@@ -23,12 +39,223 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     Values beyond the format's largest saturate; NaN stays NaN.
     """
-    limit = torch.finfo(dtype).max
     scale = scale_from_amax(x.abs().amax(), dtype)
-    data = (x.float() * scale).clamp(-limit, limit).to(dtype)
-    return data, scale.reciprocal()
+    return _cast(x.float() * scale, dtype), scale.reciprocal()
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x = data * scale_inv, computed in float32, returned in `dtype`."""
-    return (data.float() * scale_inv).to(dtype)
+    """x = data * scale_inv, computed in float32, returned in `dtype`; the shape of scale_inv tells what shares a scale.
+
+    data any shape with scale_inv (); or data (M, N) with scale_inv (M,), (M, ceil(N / 128)) or (ceil(M / 128),
+    ceil(N / 128)). data_t with its scale_inv_t gives x's transpose. Raises ValueError for any other shape.
+    """
+    if scale_inv.dim() == 0:
+        return (data.float() * scale_inv).to(dtype)
+    if data.dim() == 2:
+        m, n = data.shape
+        blocks = (_blocks(m), _blocks(n))
+        if scale_inv.shape == (m,):
+            return (data.float() * scale_inv[:, None]).to(dtype)
+        if scale_inv.shape in ((m, blocks[1]), blocks):
+            rows = 1 if scale_inv.shape[0] == m else BLOCK
+            return (data.float() * _spread(scale_inv, rows, m, n)).to(dtype)
+    raise ValueError(
+        f"scale_inv {tuple(scale_inv.shape)} with data {tuple(data.shape)}: it must be (), (M,), (M, ceil(N / {BLOCK})) or "
+        f"(ceil(M / {BLOCK}), ceil(N / {BLOCK}))"
+    )
+
+
+def scaled(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+    column_sum: Tensor | None = None,
+) -> Quantized:
+    """fp8(x * scale) of x (M, N) with a given () float32 scale, and x's amax and counts; see Backend. ValueError: check."""
+    check(x, dtype, rowwise, columnwise, scale=scale, amax=amax, counts=counts, column_sum=column_sum)
+    v = _float32(x)
+    if amax is not None and v.numel():
+        amax.copy_(torch.maximum(amax, v.abs().amax()))
+    return _tensor(v, scale, dtype, rowwise, columnwise, counts, column_sum)
+
+
+def tensor(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool = False,
+    counts: Tensor | None = None,
+    column_sum: Tensor | None = None,
+) -> Quantized:
+    """fp8(x * scale) of x (M, N) with one scale, from its own amax; see Backend. ValueError: check."""
+    check(x, dtype, rowwise, columnwise, counts=counts, column_sum=column_sum)
+    v = _float32(x)
+    scale = scale_from_amax(v.abs().amax() if v.numel() else v.new_zeros(()), dtype, power_of_two)
+    return _tensor(v, scale, dtype, rowwise, columnwise, counts, column_sum)
+
+
+def row(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool = False,
+    counts: Tensor | None = None,
+) -> Quantized:
+    """fp8(x * scale) of x (M, N) with one scale for each row of data and each row of data_t; see Backend.
+
+    Raises ValueError: check.
+    """
+    check(x, dtype, rowwise, columnwise, counts=counts)
+    v = _float32(x)
+
+    def lines(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scale = scale_from_amax(a.abs().amax(1) if a.numel() else a.new_zeros(a.shape[0]), dtype, power_of_two)
+        return _cast(a * scale[:, None], dtype), scale.reciprocal(), scale[:, None]
+
+    return _both(v, lines, rowwise, columnwise, counts)
+
+
+def block(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: int,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool = True,
+    counts: Tensor | None = None,
+) -> Quantized:
+    """fp8(x * scale) of x (M, N) with one scale for each rows x 128 block of either layout, rows 1 or 128; see Backend.
+
+    Blocks at the edges are smaller. Raises ValueError for other rows, and: check.
+    """
+    check(x, dtype, rowwise, columnwise, rows=rows, counts=counts)
+    v = _float32(x)
+
+    def blocks(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        m, n = a.shape
+        padded = torch.nn.functional.pad(a.abs(), (0, -n % BLOCK, 0, -m % rows))
+        tiles = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // BLOCK, BLOCK)
+        scale = scale_from_amax(tiles.amax((1, 3)), dtype, power_of_two)
+        spread = _spread(scale, rows, m, n)
+        return _cast(a * spread, dtype), scale.reciprocal(), spread
+
+    return _both(v, blocks, rowwise, columnwise, counts)
+
+
+def check(
+    x: Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    *,
+    rows: int = 1,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+    column_sum: Tensor | None = None,
+) -> None:
+    """Raise ValueError unless x is a float (M, N), dtype an FP8 format, a layout asked for, and the buffers fit."""
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"x {tuple(x.shape)} of {x.dtype}: it must be (M, N), of float32, bfloat16 or float16")
+    if dtype not in FORMATS:
+        raise ValueError(f"dtype {dtype}: {' or '.join(map(str, FORMATS))}")
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise=False and columnwise=False: ask for at least one layout")
+    if rows not in (1, BLOCK):
+        raise ValueError(f"rows {rows}: 1 (1 x {BLOCK}, for activations and gradients) or {BLOCK} (for weights)")
+    for name, buffer, numel, kind in (
+        ("scale", scale, 1, torch.float32),
+        ("amax", amax, 1, torch.float32),
+        ("counts", counts, 3, torch.int64),
+        ("column_sum", column_sum, x.shape[1], torch.float32),
+    ):
+        if buffer is not None and (buffer.dtype != kind or buffer.numel() != numel or not buffer.is_contiguous()):
+            raise ValueError(
+                f"{name} {tuple(buffer.shape)} of {buffer.dtype} for x {tuple(x.shape)}: it must be {numel} of {kind}, "
+                "contiguous"
+            )
+
+
+def _float32(x: Tensor) -> Tensor:
+    """x without its autograd history, contiguous, so that what is made from it element by element is too."""
+    return x.detach().float().contiguous()
+
+
+def _blocks(length: int) -> int:
+    return -(-length // BLOCK)
+
+
+def _spread(scale: Tensor, rows: int, m: int, n: int) -> Tensor:
+    """A scale for each element of an (M, N) matrix."""
+    if rows > 1:
+        scale = scale.repeat_interleave(rows, 0)[:m]
+    return scale.repeat_interleave(BLOCK, 1)[:, :n]
+
+
+def _cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return scaled.clamp(-limit, limit).to(dtype)
+
+
+def _count(counts: Tensor, v: Tensor, scale: Tensor, data: Tensor) -> None:
+    finite = torch.isfinite(v)
+    saturated = finite & ((v * scale).abs() > torch.finfo(data.dtype).max)
+    underflowed = (v != 0) & (data.float() == 0)
+    counts.add_(torch.stack([saturated.sum(), underflowed.sum(), (~finite).sum()]))
+
+
+def _tensor(
+    v: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None,
+    column_sum: Tensor | None,
+) -> Quantized:
+    scale = scale.view(())
+    data, scale_inv = _cast(v * scale, dtype), scale.reciprocal()
+    if counts is not None:
+        _count(counts, v, scale, data)
+    if column_sum is not None:
+        column_sum.add_(v.sum(0))
+    return Quantized(
+        data if rowwise else None,
+        scale_inv if rowwise else None,
+        data.t().contiguous() if columnwise else None,
+        scale_inv if columnwise else None,
+    )
+
+
+def _both(
+    v: Tensor,
+    quantise: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None,
+) -> Quantized:
+    """Each layout asked for by itself; the counts are of data where that is one of them."""
+    data = scale_inv = data_t = scale_inv_t = None
+    if rowwise:
+        data, scale_inv, scale = quantise(v)
+        if counts is not None:
+            _count(counts, v, scale, data)
+    if columnwise:
+        # A view of v would give a transposed view of data.
+        data_t, scale_inv_t, scale = quantise(v.t().contiguous())
+        if counts is not None and not rowwise:
+            _count(counts, v.t(), scale, data_t)
+    return Quantized(data, scale_inv, data_t, scale_inv_t)
+
+
+BACKEND = Backend(scaled=scaled, tensor=tensor, row=row, block=block, unsupported=unsupported)

@@ -1,50 +1,172 @@
-"""y = x W^T + b with the three GEMMs of training in FP8, as a recipe decides."""
+"""y = x W^T + b with the three GEMMs of training in FP8 under te.autocast."""
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_bench.models.recipe import Recipe
+from te_bench.kernels.quantize import Quantized
+from te_bench.models import fp8
+from te_bench.models.modules._module import (
+    Fp8Module,
+    Gemms,
+    compute_dtype,
+    default_init,
+    factory,
+    flatten,
+    reject_absent,
+)
 
 
 class _Linear(torch.autograd.Function):
-    """fprop y = x W^T, dgrad dx = dy W, wgrad dW = dy^T x; FP8 tensor cores read K-major operands, hence the transposes."""
+    """x (M, K), weight (N, K), bias (N,) -> (M, N). What is kept for the backward pass is one byte an element."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-        x_fp8, w_fp8 = recipe.quantize(x, "input"), recipe.quantize(weight, "weight")
-        ctx.save_for_backward(*x_fp8, *w_fp8)  # one byte an element instead of two or four
-        ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype)
-        return recipe.gemm(x_fp8, w_fp8, "fprop", dtype)  # (M, K) (N, K) -> (M, N)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemms: Gemms, w: Quantized, dtype: torch.dtype
+    ) -> Tensor:
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        q = gemms.quantize(x, "input", rowwise=True, columnwise=need_dw)
+        kept_w = (w.data_t, w.scale_inv_t) if need_dx else (None, None)
+        ctx.save_for_backward(q.data_t, q.scale_inv_t, *kept_w)
+        ctx.gemms, ctx.dtypes = gemms, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return gemms.fprop(q, w, dtype, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, x_inv, w, w_inv = ctx.saved_tensors
-        recipe, (x_dtype, w_dtype) = ctx.recipe, ctx.dtypes
-        g, g_inv = recipe.quantize(dy, "grad_output")
-        dx = recipe.gemm((g, g_inv), (w.t().contiguous(), w_inv), "dgrad", x_dtype)  # (M, N) (K, N) -> (M, K)
-        g_t, x_t = (g.t().contiguous(), g_inv), (x.t().contiguous(), x_inv)
-        dw = recipe.gemm(g_t, x_t, "wgrad", torch.bfloat16 if w.is_cuda else torch.float32)  # (N, M) (K, M) -> (N, K)
-        return dx, dw.to(w_dtype), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_t, x_inv, w_t, w_inv = ctx.saved_tensors
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        gemms, (x_dtype, w_dtype, b_dtype) = ctx.gemms, ctx.dtypes
+        dx, dw, db = linear_backward(gemms, dy, x_t, x_inv, w_t, w_inv, (need_dx, need_dw, need_db), x_dtype, w_dtype)
+        return dx, dw, None if db is None else db.to(b_dtype), None, None, None
 
 
-class Linear(nn.Linear):
-    """torch.nn.Linear whose GEMMs run in FP8 by `recipe`; parameters, initialisation and state dict are nn.Linear's.
+def linear_backward(
+    gemms: Gemms,
+    dy: Tensor,
+    x_t: Tensor | None,
+    x_inv: Tensor | None,
+    w_t: Tensor | None,
+    w_inv: Tensor | None,
+    needed: tuple[bool, bool, bool],
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dw and the float32 sum of dy's rows, as far as they are needed."""
+    need_dx, need_dw, need_db = needed
+    dy = dy.contiguous()
+    db = dy.new_zeros(dy.shape[1], dtype=torch.float32) if need_db else None
+    if not (need_dx or need_dw):
+        return None, None, None if db is None else dy.sum(0, dtype=torch.float32)
+    g = gemms.quantize(dy, "grad_output", rowwise=need_dx, columnwise=need_dw, total=db)
+    dx = dw = None
+    if need_dx:
+        assert w_t is not None
+        assert w_inv is not None
+        dx = gemms.dgrad(g, w_t, w_inv, x_dtype)
+    if need_dw:
+        assert x_t is not None
+        assert x_inv is not None
+        dw = gemms.wgrad(g, x_t, x_inv, w_dtype)
+    return dx, dw, db
 
-    x (..., in_features) -> (..., out_features) in the autocast dtype. Hardware wants both features, and the product of
-    the other dimensions in the backward pass, to be multiples of 16.
+
+class Parts:
+    """A weight and a bias that are kept as several parameters, joined along the output features when they are used.
+
+    split: None, names ("query", "key", "value"), or {name: output features}. Parameters are then called query_weight,
+    query_bias and so on, as in Transformer Engine.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, recipe: Recipe):
-        super().__init__(in_features, out_features, bias)
-        self.recipe = recipe
+    def __init__(self, split: Iterable[str] | Mapping[str, int] | None, features: int, prefix: str = ""):
+        if split is None:
+            sizes = {"": features}
+        elif isinstance(split, Mapping):
+            sizes = {f"{name.removesuffix('_')}_": size for name, size in split.items()}
+        else:
+            names = [split] if isinstance(split, str) else list(split)
+            if not names or features % len(names):
+                raise ValueError(f"parameters_split: {features} output features do not divide into {len(names)} parts")
+            sizes = {f"{name.removesuffix('_')}_": features // len(names) for name in names}
+        if sum(sizes.values()) != features:
+            raise ValueError(f"parameters_split: the parts {sizes} do not add up to {features} output features")
+        self.sizes = sizes
+        self.weights = [f"{name}{prefix}weight" for name in sizes]
+        self.biases = [f"{name}{prefix}bias" for name in sizes]
 
-    def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        x = x.to(dtype)
-        y = _Linear.apply(x.reshape(-1, x.shape[-1]), self.weight, self.recipe, dtype)
-        if self.bias is not None:
-            y = y + self.bias.to(dtype)
-        return y.view(*x.shape[:-1], -1)
+    def register(self, module: nn.Module, in_features: int, bias: bool, options: dict[str, Any]) -> None:
+        for weight, out, size in zip(self.weights, self.biases, self.sizes.values(), strict=True):
+            module.register_parameter(weight, nn.Parameter(torch.empty(size, in_features, **options)))
+            module.register_parameter(out, nn.Parameter(torch.empty(size, **options)) if bias else None)
+
+    def weight(self, module: nn.Module) -> Tensor:
+        parts = [getattr(module, name) for name in self.weights]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def bias(self, module: nn.Module) -> Tensor | None:
+        parts = [getattr(module, name) for name in self.biases]
+        return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
+
+
+class Linear(Fp8Module):
+    """y = x W^T + b; x (..., in_features) -> (..., out_features) in torch.autocast's dtype, or x's.
+
+    Arguments, defaults and parameter names are Transformer Engine's; init_method defaults to N(0, 0.023), biases to 0.
+    return_bias gives (y without the bias, bias). Raises ValueError for what te_bench has not.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parameters_split: Iterable[str] | Mapping[str, int] | None = None,
+        device: torch.device | str | None = None,
+        name: str | None = None,
+        **others: Any,
+    ):
+        super().__init__(gemms=1)
+        reject_absent("Linear", others)
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias, self.return_bias, self.name = bias, return_bias, name
+        self.init_method = init_method or default_init
+        self.parts = Parts(parameters_split, out_features)
+        self.parts.register(self, in_features, bias, factory(device, params_dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for weight, bias in zip(self.parts.weights, self.parts.biases, strict=True):
+            self.init_method(getattr(self, weight))
+            if self.use_bias:
+                nn.init.zeros_(getattr(self, bias))
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
+        """y, or (y, bias) with return_bias. is_first_microbatch: None casts the weight, True keeps it, False reuses it."""
+        if others:
+            reject_absent("Linear.forward", others)
+        weight, bias = self.parts.weight(self), self.parts.bias(self)
+        self.check_input(x, self.in_features, weight)
+        dtype = compute_dtype(x)
+        added = None if self.return_bias or bias is None else bias
+        region = fp8.current
+        if not region.enabled:
+            x = x.to(dtype)
+            if region.calibrating:
+                self.calibrate(0, x, weight)
+            y = F.linear(x, weight.to(dtype), None if added is None else added.to(dtype))
+        else:
+            gemms = self.gemms()
+            w = self.quantized_weight(gemms, weight, 0, is_first_microbatch, columnwise=torch.is_grad_enabled())
+            y = _Linear.apply(flatten(x, dtype), weight, added, gemms, w, dtype)
+            y = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+        return (y, bias) if self.return_bias else y
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

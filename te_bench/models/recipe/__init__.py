@@ -1,32 +1,24 @@
-"""FP8 recipes, one file each. A recipe owns its quantisation and its GEMM policy per role and per GEMM.
-
-Roles are "input", "weight" and "grad_output"; GEMMs are "fprop", "dgrad" and "wgrad". Linear never asks for a name.
-"""
-
-from enum import Enum
-from typing import Any, Protocol
+"""FP8 recipes, one file each, with Transformer Engine's names and rules: `from te_bench.models import recipe`."""
 
 from te_bench import plugins
+from te_bench.models.recipe._recipe import Cast, Format, Recipe, Slot
+from te_bench.models.recipe.delayed_scaling import DelayedScaling
+from te_bench.models.recipe.float8_block_scaling import Float8BlockScaling
+from te_bench.models.recipe.float8_current_scaling import Float8CurrentScaling
+from te_bench.models.recipe.rowwise_scaling import RowwiseScaling
 
-
-class Format(Enum):
-    """FP8 formats as (forward, backward). E5M2 is for gradients: two mantissa bits are too few for activations."""
-
-    E4M3 = ("e4m3", "e4m3")
-    HYBRID = ("e4m3", "e5m2")
-
-
-class Recipe(Protocol):
-    """What Linear needs: quantise a tensor for a role, and multiply two quantised tensors for a GEMM."""
-
-    def quantize(self, x: Any, role: str) -> tuple[Any, Any]:
-        """data, scale_inv of a (M, N) tensor."""
-
-    def gemm(self, a: tuple[Any, Any], b: tuple[Any, Any], gemm: str, out_dtype: Any) -> Any:
-        """D = a @ b.T for K-major operands (M, K), (N, K) -> (M, N)."""
-
-    def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:
-        """Why this device cannot run the recipe, or None."""
+__all__ = [
+    "Cast",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "Recipe",
+    "RowwiseScaling",
+    "Slot",
+    "load",
+    "names",
+]
 
 
 def names() -> list[str]:

@@ -63,6 +63,46 @@ def test_quick_on_a_cpu_has_what_the_issue_asks_for(tmp_path: Path) -> None:
     assert [t.precision for t in trials if t.workload == "training"] == ["bf16", "fp8"]
 
 
+def test_fp8_has_every_recipe_in_every_mode_beside_bf16(tmp_path: Path) -> None:
+    trials = resolve("fp8", "cuda", tmp_path, seeds=1).trials
+    modes = ("eager", "compile", "cudagraph")
+    recipes = (None, "delayed_scaling", "float8_block_scaling", "float8_current_scaling", "rowwise_scaling")
+    assert {(t.recipe, t.mode) for t in trials} == {(recipe, mode) for recipe in recipes for mode in modes}
+    assert {(t.attention, t.problem["padded_vocab"], t.problem["model"]) for t in trials} == {("cudnn", VP, "gpt2")}
+    assert len({t.name for t in trials}) == len(trials)
+    assert {t.precision for t in resolve("fp8", "cpu", tmp_path).trials if t.recipe is None} == {"bf16"}
+
+
+def test_layer_replays_the_quickstart_and_makes_it_fair(tmp_path: Path) -> None:
+    experiment = resolve("layer", "cuda", tmp_path, seeds=1)
+    sizes = {
+        tuple(t.problem[key] for key in ("hidden", "ffn", "heads", "sequence", "batch")) for t in experiment.trials
+    }
+    assert sizes == {(4096, 16384, 32, 2048, 4)}
+    assert {t.protocol for t in experiment.trials} == {"quickstart"}
+    by_variant = {
+        variant: [t for t in experiment.trials if t.problem["variant"] == variant] for variant in ("faithful", "fair")
+    }
+    faithful, fair = by_variant["faithful"], by_variant["fair"]
+    assert {(t.problem["mask"], t.problem["dropout"]) for t in fair} == {("causal", 0.0)}
+    assert {t.problem["dropout"] for t in faithful} == {0.1}
+    masks = {t.problem["layer"]: t.problem["mask"] for t in faithful}
+    whole = {"te_layer", "transformer_engine"}
+    assert {layer for layer, mask in masks.items() if mask == "causal"} == whole  # another function, as it was shown
+    assert experiment.baseline == experiment.trials[0].cell
+    first = experiment.trials[0]
+    assert (first.problem["layer"], first.attention, first.mode, first.problem["variant"]) == (
+        *("plain", "manual", "eager"),
+        "faithful",
+    )
+    assert {t.problem["layer"] for t in fair} == set(plugins.names("te_bench.models.layer"))
+    ours = {(t.recipe, t.mode) for t in fair if t.problem["layer"] == "te_layer"}
+    assert {(recipe, "eager") for recipe in (None, *plugins.names("te_bench.models.recipe"))} <= ours
+    assert {(r, "compile") for r in (None, "delayed_scaling", "float8_current_scaling")} <= ours
+    assert {t.problem.get("amax_history_len") for t in experiment.trials if t.recipe == "delayed_scaling"} == {16}
+    assert len({t.name for t in experiment.trials}) == len(experiment.trials)
+
+
 def test_the_same_text_in_another_folder_is_the_same_trial(tmp_path: Path) -> None:
     problems = []
     for folder in ("here", "there"):

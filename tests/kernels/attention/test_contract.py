@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,11 +10,39 @@ from torch import Tensor
 
 from te_bench.kernels import attention
 from te_bench.kernels.attention import Backend, Problem
+from te_bench.kernels.attention import flash4 as flash4_module
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = [(2, 3, 64, 16), (1, 2, 1, 32), (2, 1, 100, 64), (1, 4, 257, 64), (3, 2, 128, 128)]
 GPT2 = (12, 12, 1024, 64)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+#: What a mask is, by its kind, for a problem: shapes that broadcast to (B, H, T, S). True hides.
+MASKS: dict[str, Callable[[Problem, torch.Generator], Tensor]] = {
+    "padding": lambda p, g: torch.arange(keys_of(p)) >= torch.randint(1, keys_of(p), (p.batch, 1, 1, 1), generator=g),
+    "each": lambda p, g: torch.rand(p.batch, p.heads, p.length, keys_of(p), generator=g) < 0.4,
+    "shared": lambda p, g: torch.rand(p.length, keys_of(p), generator=g) < 0.4,
+    "dead rows": lambda p, g: (
+        (torch.rand(p.batch, 1, p.length, keys_of(p), generator=g) < 0.2) | (torch.arange(p.length) % 3 == 1)[:, None]
+    ),
+    "dead rows with causal": lambda p, g: torch.arange(keys_of(p)) < torch.tensor([0, 5]).view(2, 1, 1, 1),
+}
+#: Beyond (B, H, T, D) x 3: shared K and V heads, other lengths and widths, masks.
+CASES: dict[str, tuple[tuple[int, ...], dict[str, object], str | None]] = {
+    "gqa": ((2, 6, 96, 64), {"kv_heads": 2}, None),
+    "mqa causal": ((2, 4, 65, 32), {"kv_heads": 1, "causal": True}, None),
+    "few queries": ((2, 2, 40, 64), {"kv_length": 130}, None),
+    "few queries causal": ((2, 2, 40, 64), {"kv_length": 130, "causal": True}, None),
+    "few keys causal": ((1, 2, 130, 64), {"kv_length": 40, "causal": True}, None),
+    "wide values": ((2, 2, 64, 32), {"v_head_dim": 64}, None),
+    "narrow values causal": ((2, 2, 100, 128), {"v_head_dim": 64, "causal": True}, None),
+    "padding": ((3, 2, 72, 64), {}, "padding"),
+    "padding causal gqa": ((3, 4, 72, 64), {"kv_heads": 2, "causal": True}, "padding"),
+    "a mask each": ((2, 2, 48, 32), {"kv_length": 64}, "each"),
+    "one mask for all": ((2, 2, 48, 32), {"kv_length": 72}, "shared"),
+    "dead rows": ((2, 2, 64, 32), {}, "dead rows"),
+    "dead rows causal": ((2, 2, 64, 32), {"causal": True}, "dead rows with causal"),
+}
 
 
 def a_problem(shape: tuple[int, ...] = GPT2, dtype: str = "bf16", device: str = "cuda", **changes: object) -> Problem:
@@ -21,6 +50,10 @@ def a_problem(shape: tuple[int, ...] = GPT2, dtype: str = "bf16", device: str = 
     capability = torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else None
     values = {"causal": True, "dropout": 0.0, "device": device, "capability": capability, **changes}
     return Problem(batch=batch, heads=heads, length=length, head_dim=head_dim, dtype=dtype, **values)  # type: ignore[arg-type]
+
+
+def keys_of(p: Problem) -> int:
+    return p.length if p.kv_length is None else p.kv_length
 
 
 def supported(name: str, problem: Problem) -> Backend:
@@ -35,36 +68,80 @@ def supported(name: str, problem: Problem) -> Backend:
 def draw(problem: Problem, factor: float = 1.0, seed: int = 0) -> list[Tensor]:
     """q, k, v, dout: normal; q is `factor` times as large."""
     generator = torch.Generator().manual_seed(seed)
-    size = (problem.batch, problem.heads, problem.length, problem.head_dim)
-    tensors = [torch.randn(size, generator=generator) for _ in range(4)]
+    heads, keys = problem.kv_heads or problem.heads, keys_of(problem)
+    width = problem.v_head_dim or problem.head_dim
+    sizes = [
+        (problem.batch, problem.heads, problem.length, problem.head_dim),
+        (problem.batch, heads, keys, problem.head_dim),
+        (problem.batch, heads, keys, width),
+        (problem.batch, problem.heads, problem.length, width),
+    ]
+    tensors = [torch.randn(size, generator=generator) for size in sizes]
     tensors[0] *= factor
     return [t.to(problem.device, DTYPES[problem.dtype]) for t in tensors]
 
 
-def run(backend: Backend, problem: Problem, tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+def draw_mask(problem: Problem, kind: str | None) -> Tensor | None:
+    return None if kind is None else MASKS[kind](problem, torch.Generator().manual_seed(7)).to(problem.device)
+
+
+def gradients(
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: list[Tensor], dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """out, dq, dk, dv, computed in `dtype`."""
     q, k, v = (t.to(dtype or t.dtype).detach().requires_grad_() for t in tensors[:3])
-    out = backend.forward(q, k, v, causal=problem.causal, scale=1 / math.sqrt(problem.head_dim))
-    assert out.shape == q.shape
+    out = forward(q, k, v)
+    assert out.shape == (*q.shape[:3], v.shape[3])
     assert out.dtype == q.dtype
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3].to(out.dtype))]
 
 
-def assert_as_good_as_manual(backend: Backend, problem: Problem, tensors: list[Tensor]) -> None:
-    manual = attention.load("manual")
-    truth = run(manual, problem, tensors, torch.float64)
-    yardstick = run(manual, problem, tensors)
-    ours = run(backend, problem, tensors)
+def run(backend: Backend, problem: Problem, tensors: list[Tensor], mask: Tensor | None = None) -> list[Tensor]:
+    scale = 1 / math.sqrt(problem.head_dim)
+    return gradients(
+        lambda q, k, v: attention.attend(backend, q, k, v, causal=problem.causal, scale=scale, mask=mask), tensors
+    )
+
+
+def by_definition(problem: Problem, tensors: list[Tensor], mask: Tensor | None = None) -> list[Tensor]:
+    """The same in float64, from the definition: nothing of te_bench's in it, and no softmax of -inf either."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        of_query = [h * k.shape[1] // q.shape[1] for h in range(q.shape[1])]
+        scores = torch.einsum("bhtd,bhsd->bhts", q, k[:, of_query]) / math.sqrt(q.shape[3])
+        seen = torch.ones(scores.shape, dtype=torch.bool, device=q.device)
+        if problem.causal:
+            seen &= torch.arange(q.shape[2])[:, None].to(q.device) >= torch.arange(k.shape[2]).to(q.device)
+        if mask is not None:
+            seen &= ~mask
+        largest_seen = scores.detach().masked_fill(~seen, -1e300).amax(-1, keepdim=True)
+        weights = torch.where(seen, (scores - largest_seen).clamp(max=0).exp(), 0.0)
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / torch.where(total > 0, total, 1.0)
+        return torch.einsum("bhts,bhse->bhte", weights, v[:, of_query])
+
+    return gradients(forward, tensors, torch.float64)
+
+
+def assert_as_good_as_manual(
+    backend: Backend, problem: Problem, tensors: list[Tensor], mask: Tensor | None = None
+) -> None:
+    truth = by_definition(problem, tensors, mask)
+    yardstick = run(attention.load("manual"), problem, tensors, mask)
+    ours = run(backend, problem, tensors, mask)
     for name, exact, library, value in zip(("out", "dq", "dk", "dv"), truth, yardstick, ours, strict=True):
         floor = 2 * largest(exact.to(value.dtype) - exact) + 16 * torch.finfo(torch.float32).eps * largest(exact)
         if problem.length == 1 and name in ("dq", "dk"):  # softmax of one score is 1 whatever the score: exactly 0
             floor = 1e-5  # what is left of float32's dO V^T - delta
             assert largest(exact) < 1e-12
+        else:  # the yardstick goes through attend too: a mistake there must not stretch it
+            assert largest(library - exact) <= 0.1 * largest(exact), name
         assert largest(value - exact) <= 2 * largest(library - exact) + floor, name
 
 
 def largest(x: Tensor) -> float:
-    return x.double().abs().max().item()
+    """max |x|, infinite if any of it is NaN."""
+    return x.double().nan_to_num(nan=math.inf).abs().max().item()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -96,6 +173,111 @@ def test_contract_at_gpt2s_shape_by_its_own_kernels(name: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", attention.names())
+def test_contract_beyond_one_shape(name: str, case: str, dtype: str, device: str) -> None:
+    if name == "flex" and (case, dtype) not in [("mqa causal", "bf16"), ("few keys causal", "bf16")]:
+        pytest.skip("each problem of FlexAttention compiles for seconds: two stand for all")
+    if dtype == "fp16" and device == "cpu":
+        pytest.skip("slow on a CPU, and nothing there depends on it that test_contract does not see")
+    shape, changes, kind = CASES[case]
+    problem = a_problem(shape, dtype, device, **{"causal": False, "mask": kind is not None, **changes})
+    assert_as_good_as_manual(supported(name, problem), problem, draw(problem), draw_mask(problem, kind))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", attention.names())
+def test_a_row_that_sees_no_key_is_zero_and_so_are_its_gradients(name: str, device: str) -> None:
+    problem = a_problem((2, 2, 64, 32), "fp32" if device == "cpu" else "bf16", device, causal=False, mask=True)
+    backend, tensors = supported(name, problem), draw(problem)
+    mask = draw_mask(problem, "dead rows")
+    assert mask is not None
+    dead = mask.all(-1)[:, 0]  # (B, T)
+    assert dead.any()
+    assert not dead.all()
+    out, dq, dk, dv = (x.transpose(1, 2) for x in run(backend, problem, tensors, mask))
+    assert not out[dead].any()
+    assert not dq[dead].any()
+    assert out[~dead].any(-1).all()
+    tensors[3] = tensors[3].transpose(1, 2).masked_fill(dead[..., None, None], 1e4).transpose(1, 2)
+    _, _, dk_again, dv_again = (x.transpose(1, 2) for x in run(backend, problem, tensors, mask))
+    torch.testing.assert_close(dk, dk_again)  # whatever comes back to a dead row goes nowhere
+    torch.testing.assert_close(dv, dv_again)
+    hidden = torch.ones(64, 64, dtype=torch.bool, device=device)
+    assert all(not x.any() for x in run(backend, problem, tensors, hidden))
+
+
+def planted(change: Callable[..., Tensor]) -> Backend:
+    """manual attention with a mistake in it: change(forward, q, k, v, causal=, scale=, mask=)."""
+    manual = attention.load("manual")
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, mask: Tensor | None = None, **o: object
+    ) -> Tensor:
+        return change(manual.forward, q, k, v, mask=mask, **o)
+
+    return Backend(forward=forward, unsupported=manual.unsupported)
+
+
+def _at(diagonal: int, f: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool, **o: object) -> Tensor:
+    """Causal attention along another diagonal, 0 the right one."""
+    if not causal:
+        return f(q, k, v, causal=False, **o)
+    above = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + diagonal)
+    above[above.all(-1)] = False
+    return f(q, k, v, causal=False, **{**o, "mask": above})
+
+
+MISTAKES: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "none": ("gqa", lambda f, q, k, v, **o: f(q, k, v, **o)),
+    "no mistake in the diagonal": ("few queries causal", lambda *a, **o: _at(0, *a, **o)),
+    "inverted mask": ("a mask each", lambda f, q, k, v, mask, **o: f(q, k, v, mask=~mask, **o)),
+    "mask ignored": ("padding", lambda f, q, k, v, mask, **o: f(q, k, v, **o)),
+    "mask of the first sequence": ("padding", lambda f, q, k, v, mask, **o: f(q, k, v, mask=mask[:1], **o)),
+    "one key too many": ("mqa causal", lambda *a, **o: _at(1, *a, **o)),
+    "one key too few": ("mqa causal", lambda *a, **o: _at(-1, *a, **o)),
+    "not causal": ("mqa causal", lambda f, q, k, v, causal, **o: f(q, k, v, causal=False, **o)),
+    "bottom right": ("few queries causal", lambda f, q, k, v, **o: _at(k.shape[2] - q.shape[2], f, q, k, v, **o)),
+    "no scale": ("few queries", lambda f, q, k, v, scale, **o: f(q, k, v, scale=1.0, **o)),
+    "scale of the values' width": (
+        "wide values",
+        lambda f, q, k, v, scale, **o: f(q, k, v, scale=v.shape[3] ** -0.5, **o),
+    ),
+    "K heads swapped": ("gqa", lambda f, q, k, v, **o: f(q, k.flip(1), v, **o)),
+    "V heads swapped": ("gqa", lambda f, q, k, v, **o: f(q, k, v.flip(1), **o)),
+    "heads shared in turns": ("gqa", lambda f, q, k, v, **o: f(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1), **o)),
+    "zero": ("gqa", lambda f, q, k, v, **o: 0 * f(q, k, v, **o)),
+    "sign": ("gqa", lambda f, q, k, v, **o: -f(q, k, v, **o)),
+    "no gradient of K": ("gqa", lambda f, q, k, v, **o: f(q, k.detach(), v, **o) + 0 * k.sum()),
+    "NaN": ("dead rows", lambda f, q, k, v, **o: f(q, k, v, **o) * math.nan),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_fails_the_contract(mistake: str, dtype: str) -> None:
+    case, change = MISTAKES[mistake]
+    shape, changes, kind = CASES[case]
+    problem = a_problem(shape, dtype, "cpu", **{"causal": False, **changes})
+    check = (planted(change), problem, draw(problem), draw_mask(problem, kind))
+    if mistake in ("none", "no mistake in the diagonal"):
+        assert_as_good_as_manual(*check)
+    else:
+        with pytest.raises(AssertionError):
+            assert_as_good_as_manual(*check)
+
+
+def test_a_dead_row_that_is_left_to_the_kernel_fails_the_contract() -> None:
+    problem = a_problem((2, 2, 64, 32), "fp32", "cpu", causal=False)
+    mask, manual = draw_mask(problem, "dead rows"), attention.load("manual")
+    naive = gradients(lambda q, k, v: manual.forward(q, k, v, causal=False, scale=0.1, mask=mask), draw(problem))
+    out, _, _, dv = naive
+    assert out.isnan().any()
+    assert dv.isnan().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", [n for n in attention.names() if n != "flex"])
 def test_scores_in_the_thousands_stay_finite_and_right(name: str, dtype: str, device: str) -> None:
@@ -103,7 +285,7 @@ def test_scores_in_the_thousands_stay_finite_and_right(name: str, dtype: str, de
     backend = supported(name, problem)
     tensors = draw(problem, factor=1000.0)
     assert all(t.isfinite().all() for t in run(backend, problem, tensors))
-    out, exact = run(backend, problem, tensors)[0], run(attention.load("manual"), problem, tensors, torch.float64)[0]
+    out, exact = run(backend, problem, tensors)[0], by_definition(problem, tensors)[0]
     # Scores of 1000 rounded to bf16 are off by 4, which turns near ties; most rows have a clear winner.
     rows = (out - exact).double().abs().amax(-1).flatten()
     assert rows.median() < 0.05
@@ -171,10 +353,37 @@ FLASH_LIMITS = [
         ("flex", {"device": "cpu"}, "needs a GPU"),
         ("flex", {"dropout": 0.1}, "dropout 0.1"),
         ("flex", {"head_dim": 8}, "head_dim 8 < 16"),
+        ("flex", {"v_head_dim": 8}, "head_dim 8 < 16"),
+        ("flex", {"mask": True}, "mask"),
+        ("flex", {"dtype": "fp64"}, "dtype fp64"),
+        ("mem_efficient", {"dtype": "fp64"}, "dtype fp64"),
+        ("mem_efficient", {"v_head_dim": 12}, "head_dim 12"),
+        ("mem_efficient", {"kv_length": 0}, "length 0"),
+        ("cudnn", {"v_head_dim": 32}, "32 of v"),
+        ("cudnn", {"kv_length": 1}, "length 1"),
+        ("cudnn", {"length": 1, "kv_length": 5, "dropout": 0.1}, "one query"),
+        ("cudnn", {"mask": True}, "mask"),
+        ("cudnn", {"kv_length": 9}, "1024 queries and 9 keys"),
+        ("flash", {"mask": True}, "mask"),
+        ("flash", {"kv_length": 9}, "1024 queries and 9 keys"),
+        ("flash", {"v_head_dim": 32}, "32 of v"),
+        ("flash", {"kv_length": 0}, "length 0"),
+        ("flash4", {"device": "cpu"}, "NVIDIA GPU"),
+        ("flash4", {"capability": (8, 0)}, "8.0 < 9.0"),
+        ("flash4", {"dtype": "fp32"}, "dtype fp32"),
+        ("flash4", {"head_dim": 264}, "head_dim 264"),
+        ("flash4", {"head_dim": 256, "capability": (10, 0)}, "head_dim 256"),
+        ("flash4", {"v_head_dim": 12}, "head_dim 12"),
+        ("flash4", {"dropout": 0.1}, "dropout 0.1"),
+        ("flash4", {"mask": True}, "mask"),
+        ("flash4", {"kv_length": 9}, "1024 queries and 9 keys"),
         *[(name, changes, reason) for name in ("flash", "cudnn") for changes, reason in FLASH_LIMITS],
     ],
 )
-def test_what_a_backend_cannot_do_it_says(name: str, changes: dict[str, object], reason: str) -> None:
+def test_what_a_backend_cannot_do_it_says(
+    name: str, changes: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash4_module, "INSTALLED", True)
     h200 = dataclasses.replace(a_problem(), capability=(9, 0))
     backend = attention.load(name)
     assert backend.unsupported(h200) is None
@@ -183,11 +392,17 @@ def test_what_a_backend_cannot_do_it_says(name: str, changes: dict[str, object],
     assert reason in said
 
 
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash4_module, "INSTALLED", False)
+    h200 = dataclasses.replace(a_problem(), capability=(9, 0))
+    assert attention.load("flash4").unsupported(h200) == "pip install flash-attn-4"
+
+
 @pytest.mark.parametrize("name", ["manual", "math"])
 def test_ordinary_operators_can_do_everything(name: str) -> None:
     for device in ("cpu", "cuda"):
         for dtype in DTYPES:
-            problem = a_problem((1, 1, 3, 5), dtype, dropout=0.5, causal=False)
+            problem = a_problem((1, 1, 3, 5), dtype, dropout=0.5, causal=False, mask=True, kv_length=7, v_head_dim=9)
             assert attention.load(name).unsupported(dataclasses.replace(problem, device=device)) is None
 
 
@@ -200,7 +415,7 @@ def test_a_pinned_kernel_never_falls_back(name: str) -> None:
 
 
 def test_unknown_backend_names_its_neighbours() -> None:
-    with pytest.raises(ValueError, match=r"unknown attention 'flush'\. Did you mean flash\?"):
+    with pytest.raises(ValueError, match=r"unknown attention 'flush'\. Did you mean flash( or flash4)?\?"):
         attention.load("flush")
 
 
@@ -223,6 +438,11 @@ SEEN = {
     "mem_efficient": [
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t",
         "fmha_cutlassB_bf16_aligned_64x64_k64_seqaligned_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<",
+    ],
+    "flash4": [  # names of its kernels for other GPUs, with this GPU's number: not seen on an H200 yet
+        "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensorptrf16gmemalign16",
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_at__tensorptr",
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensorptrf16gmemalign",
     ],
     "flex": ["triton_tem_fused_flex_attention_0", "triton_tem_fused_flex_attention_backward_zeros_1"],
     "manual": [],
@@ -256,7 +476,7 @@ def test_a_backend_is_known_by_its_kernels_and_by_no_others(asked: str, ran: str
 
 def test_a_kernel_of_another_backend_beside_its_own_is_noticed() -> None:
     for asked in SEEN:
-        for other in ("flash", "cudnn", "mem_efficient", "flex"):
+        for other in ("flash", "flash4", "cudnn", "mem_efficient", "flex"):
             seen = [*GEMM, *SEEN[asked], *SEEN[other][:1], *([OPERATOR[asked]] if asked in OPERATOR else [])]
             assert (attention.wrong_kernel(asked, "cuda", seen, eager=True) is None) == (asked == other)
 

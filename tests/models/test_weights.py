@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from te_bench.models import checkpoint
+from te_bench.models import weights
 from te_bench.models.gpt import GPT, GPTConfig
 from te_bench.models.recipe import float8_current_scaling
 
@@ -51,7 +51,7 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
 def test_transformers_reads_what_we_save(tmp_path: Path, gelu: str, bias: bool, padded: int | None) -> None:
     transformers = pytest.importorskip("transformers")
     model = a_model(gelu=gelu, bias=bias, padded=padded)
-    checkpoint.save(model, tmp_path / "new" / "folder")
+    weights.save(model, tmp_path / "new" / "folder")
     theirs, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "new" / "folder", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -71,7 +71,7 @@ def test_we_read_what_transformers_saves(tmp_path: Path, activation: str, padded
             if name.endswith("bias"):
                 p.add_(torch.randn_like(p) * 0.3)
     theirs.save_pretrained(tmp_path)
-    ours = checkpoint.load(tmp_path, attention="math", padded_vocab_size=padded).eval()
+    ours = weights.load(tmp_path, attention="math", padded_vocab_size=padded).eval()
     assert ours.config.gelu == {"gelu": "none", "gelu_new": "tanh"}[activation]
     assert_same(logits(ours), logits(theirs))
     labels = tokens()
@@ -85,8 +85,8 @@ def test_we_read_what_transformers_saves(tmp_path: Path, activation: str, padded
 @pytest.mark.parametrize("bias", [False, True])
 def test_round_trip_is_bitwise(tmp_path: Path, bias: bool) -> None:
     model = a_model(bias=bias, padded=64)
-    checkpoint.save(model, tmp_path)
-    again = checkpoint.load(tmp_path, attention="manual", padded_vocab_size=128)
+    weights.save(model, tmp_path)
+    again = weights.load(tmp_path, attention="manual", padded_vocab_size=128)
     assert again.config == dataclasses.replace(model.config, bias=True)  # zeros, if it had none
     there = dict(again.named_parameters())
     for name, p in model.named_parameters():
@@ -98,9 +98,9 @@ def test_round_trip_is_bitwise(tmp_path: Path, bias: bool) -> None:
 
 
 def test_loading_draws_no_random_numbers_and_trains(tmp_path: Path) -> None:
-    checkpoint.save(a_model(), tmp_path)
+    weights.save(a_model(), tmp_path)
     before = torch.get_rng_state()
-    model = checkpoint.load(tmp_path, padded_vocab_size=64, recipe=float8_current_scaling.RECIPE)
+    model = weights.load(tmp_path, padded_vocab_size=64, recipe=float8_current_scaling.RECIPE)
     assert torch.equal(torch.get_rng_state(), before)
     model.eval()(tokens(), tokens()).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -109,7 +109,7 @@ def test_loading_draws_no_random_numbers_and_trains(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    checkpoint.save(a_model(bias=True), tmp_path)
+    weights.save(a_model(bias=True), tmp_path)
     return tmp_path
 
 
@@ -125,7 +125,7 @@ def configure(folder: Path, **changes: Any) -> None:
 
 def test_keys_as_openai_published_them(folder: Path) -> None:
     """No prefix, the causal masks stored beside the weights, and a head that repeats the embedding."""
-    expected = logits(checkpoint.load(folder, attention="manual").eval())
+    expected = logits(weights.load(folder, attention="manual").eval())
 
     def published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -134,17 +134,17 @@ def test_keys_as_openai_published_them(folder: Path) -> None:
         return {**found, **masks, "lm_head.weight": found["wte.weight"].clone()}
 
     rewrite(folder, published)
-    assert torch.equal(logits(checkpoint.load(folder, attention="manual").eval()), expected)
+    assert torch.equal(logits(weights.load(folder, attention="manual").eval()), expected)
 
 
 def test_half_precision_becomes_float32(folder: Path) -> None:
     rewrite(folder, lambda tensors: {name: tensor.bfloat16() for name, tensor in tensors.items()})
-    model = checkpoint.load(folder)
+    model = weights.load(folder)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_several_files_under_an_index(folder: Path) -> None:
-    expected = logits(checkpoint.load(folder, attention="manual").eval())
+    expected = logits(weights.load(folder, attention="manual").eval())
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
     where = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
@@ -153,23 +153,23 @@ def test_several_files_under_an_index(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": where}))
-    assert torch.equal(logits(checkpoint.load(folder, attention="manual").eval()), expected)
+    assert torch.equal(logits(weights.load(folder, attention="manual").eval()), expected)
     index.write_text(json.dumps({"weight_map": {**where, names[0]: "../elsewhere.safetensors"}}))
     with pytest.raises(ValueError, match="not safetensors beside it"):
-        checkpoint.load(folder)
+        weights.load(folder)
     index.write_text(json.dumps({"weight_map": {**where, names[0]: "there-is-none.safetensors"}}))
     with pytest.raises(ValueError, match="there-is-none"):
-        checkpoint.load(folder)
+        weights.load(folder)
     index.write_text("[]")
     with pytest.raises(ValueError, match="not an index"):
-        checkpoint.load(folder)
+        weights.load(folder)
 
 
 def test_a_pickle_is_never_opened(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(ValueError, match=r"no model\.safetensors; pytorch_model\.bin is a pickle"):
-        checkpoint.load(folder)
+        weights.load(folder)
 
 
 def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
@@ -201,7 +201,7 @@ def test_tensors_that_do_not_fit_are_named(
 ) -> None:
     rewrite(folder, change)
     with pytest.raises(ValueError, match=said):
-        checkpoint.load(folder)
+        weights.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_tensors_that_do_not_fit_are_named(
 def test_another_kind_of_model_is_named(folder: Path, changes: dict[str, Any], said: str) -> None:
     configure(folder, **changes)
     with pytest.raises(ValueError, match=said):
-        checkpoint.load(folder)
+        weights.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -246,14 +246,14 @@ def test_broken_files_are_named(folder: Path, file: str, content: bytes | None, 
     if content is not None:
         (folder / file).write_bytes(content)
     with pytest.raises(ValueError, match=said):
-        checkpoint.load(folder)
+        weights.load(folder)
 
 
 def test_a_torn_file_is_named(folder: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-100])
     with pytest.raises(ValueError, match="cannot read"):
-        checkpoint.load(folder)
+        weights.load(folder)
 
 
 def test_a_save_that_fails_leaves_what_was_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,13 +263,13 @@ def test_a_save_that_fails_leaves_what_was_there(folder: Path, monkeypatch: pyte
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(weights, "save_file", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save(a_model(seed=1, bias=True), folder)
+        weights.save(a_model(seed=1, bias=True), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_later_save_replaces_the_whole(folder: Path) -> None:
-    checkpoint.save(a_model(seed=1, n_layer=1, gelu="tanh"), folder)
-    again = checkpoint.load(folder, attention="manual").eval()
+    weights.save(a_model(seed=1, n_layer=1, gelu="tanh"), folder)
+    again = weights.load(folder, attention="manual").eval()
     assert torch.equal(logits(again), logits(a_model(seed=1, n_layer=1, gelu="tanh")))

@@ -1,7 +1,7 @@
 """GPT weights in the Hugging Face GPT-2 layout: a folder with config.json and model.safetensors.
 
-    checkpoint.save(model, Path("mine"))
-    model = checkpoint.load(Path("mine"), attention="cudnn", padded_vocab_size=50304)
+    weights.save(model, Path("mine"))
+    model = weights.load(Path("mine"), attention="cudnn", padded_vocab_size=50304)
 
 transformers' GPT2LMHeadModel.from_pretrained and save_pretrained read and write the same folder. Nothing is unpickled.
 Source: transformers, models/gpt2 (its Conv1D holds a Linear's weight transposed) and configuration_gpt2.py.

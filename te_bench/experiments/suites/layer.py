@@ -1,0 +1,81 @@
+"""Transformer Engine's quickstart layer: as it was shown, and with the same function on every rung.
+
+"faithful": dropout 0.1, and the masks of the original: full for the plain layer, causal inside TransformerLayer, which so
+computes another function with half of the attention work. "fair": no dropout, causal everywhere.
+"""
+
+from te_bench import plugins
+from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
+from te_bench.experiments.suites import _rungs
+
+SEEDS = 3
+GPU: dict[str, Scalar] = {"hidden": 4096, "ffn": 16384, "heads": 32, "sequence": 2048, "batch": 4}
+CPU: dict[str, Scalar] = {"hidden": 128, "ffn": 512, "heads": 4, "sequence": 64, "batch": 2}
+FAITHFUL: dict[str, Scalar] = {"variant": "faithful", "dropout": 0.1, "mask": "full"}
+FAIR: dict[str, Scalar] = {"variant": "fair", "dropout": 0.0, "mask": "causal"}
+HISTORY = 16  # the quickstart's amax_history_len
+
+DELAYED, CURRENT, ROWWISE = "delayed_scaling", "float8_current_scaling", "rowwise_scaling"
+THEIRS = (DELAYED, CURRENT, "float8_block_scaling")  # what Transformer Engine has on Hopper
+
+Rung = tuple[str, str, str | None, str]  # layer, attention, recipe (None: no FP8), mode
+
+
+def experiment(options: Options) -> Experiment:
+    cuda = options.device == "cuda"
+    sizes = GPU if cuda else CPU
+    faithful = _faithful("cudnn" if cuda else "math", theirs=cuda)  # a CPU's flash has no dropout
+    fair = _fair_gpu() if cuda else _fair_cpu()
+    trials = []
+    for seed in _rungs.seeds(options, SEEDS if cuda else 1):
+        trials += [_trial(options, sizes | FAITHFUL, rung, seed) for rung in faithful]
+        trials += [_trial(options, sizes | FAIR, rung, seed) for rung in fair]
+    s, b, h = (sizes[key] for key in ("sequence", "batch", "hidden"))
+    title = f"Transformer Engine's quickstart layer: sequence {s}, batch {b}, hidden {h}"
+    return Experiment(suite="layer", title=title, trials=tuple(trials), baseline=trials[0].cell)
+
+
+def _faithful(kernel: str, *, theirs: bool) -> list[Rung]:
+    """The five steps of the quickstart; those before TransformerLayer write attention out."""
+    rungs: list[Rung] = [("plain", "manual", None, "eager"), ("plain_sdpa", kernel, None, "eager")]
+    rungs += [("te_basic", "manual", None, "eager"), ("te_fused", "manual", None, "eager")]
+    whole = ("te_layer", "transformer_engine") if theirs else ("te_layer",)
+    return rungs + [(layer, kernel, recipe, "eager") for layer in whole for recipe in (None, DELAYED)]
+
+
+def _fair_gpu() -> list[Rung]:
+    recipes = plugins.names("te_bench.models.recipe")
+    both = ("eager", "compile")
+    rungs: list[Rung] = [("plain", "manual", None, "eager")]
+    rungs += [("plain_sdpa", kernel, None, mode) for kernel in ("flash", "cudnn") for mode in both]
+    rungs += [(layer, "cudnn", None, mode) for layer in ("te_basic", "te_fused", "te_layer") for mode in both]
+    for recipe in recipes:
+        modes = both if recipe in (DELAYED, CURRENT) else ("eager",)
+        rungs += [("te_layer", "cudnn", recipe, mode) for mode in modes]
+    rungs += [("torchao_tensorwise", "cudnn", CURRENT, "compile"), ("torchao_rowwise", "cudnn", ROWWISE, "compile")]
+    return rungs + [("transformer_engine", "cudnn", recipe, "eager") for recipe in (None, *THEIRS)]
+
+
+def _fair_cpu() -> list[Rung]:
+    rungs: list[Rung] = [("plain", "manual", None, "eager")]
+    rungs += [(layer, "flash", None, "eager") for layer in ("plain_sdpa", "te_basic", "te_fused", "te_layer")]
+    return rungs + [("te_layer", "flash", recipe, "eager") for recipe in plugins.names("te_bench.models.recipe")]
+
+
+def _trial(options: Options, problem: dict[str, Scalar], rung: Rung, seed: int) -> Trial:
+    layer, attention, recipe, mode = rung
+    if problem["variant"] == "faithful" and layer in ("te_layer", "transformer_engine"):
+        problem = {**problem, "mask": "causal"}
+    if recipe == DELAYED:
+        problem = {**problem, "amax_history_len": HISTORY}
+    return Trial(
+        workload="layer",
+        device=options.device,
+        problem={"layer": layer, **problem},
+        attention=attention,
+        precision="fp8" if recipe else "bf16" if options.device == "cuda" else "fp32",
+        recipe=recipe,
+        mode=mode,
+        protocol="quickstart",
+        seed=seed,
+    )

@@ -1,0 +1,259 @@
+"""Forward and backward pass of one transformer layer by Transformer Engine's quickstart, after it was held to float64.
+
+problem: layer (a name of te_bench.models.layer), variant, hidden, ffn, heads, sequence, batch, dropout, mask ("full",
+"causal"), and any setting of the recipe. x and dy are uniform on [0, 1), (sequence, batch, hidden); x needs no gradient, no
+optimiser steps and gradients accumulate, as there.
+samples: latency_s (50), peak_*_bytes (1). work: tokens, FLOP and the GEMMs' FLOP of an iteration; kernel_s, {kernel:
+seconds an iteration}, on a CPU the own time of each operator; numerics of te_bench's layers in FP8.
+"""
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+import te_bench.models as te
+from te_bench.experiments import timing
+from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import _check, _model
+from te_bench.experiments.workloads._check import Quantity, judge
+from te_bench.kernels import attention
+from te_bench.models import layer as layers
+from te_bench.models import recipe as recipes
+from te_bench.models.layer import Layer, LayerConfig
+from te_bench.models.layer.plain import PlainLayer
+
+#: What a layer trial's problem names besides the settings of its recipe.
+SIZES = ("hidden", "ffn", "heads", "sequence", "batch")
+NAMED = ("layer", "variant", "dropout", "mask", *SIZES)
+PROFILED = 3  # iterations under the profiler, whose mean kernel_s is
+KERNELS = 60  # names that kernel_s holds; the seconds of all others go together
+
+
+def run(trial: Trial, context: Context) -> Measurement:
+    rival, p = layers.load(str(trial.problem["layer"])), config_of(trial)
+    require_supported(trial, rival, p)
+    iteration = Iteration(rival, p, trial.seed, mode=trial.mode)
+    check = check_layer(trial, rival, p, iteration)
+    torch.manual_seed(trial.seed)  # dropout draws the same masks whatever the check drew
+    _model.reset_memory(trial.device)
+    latency = timing.quickstart(iteration, trial.device)
+    samples = {"latency_s": latency, **_model.peak_memory(trial.device)}
+    work: dict[str, Any] = {"tokens": p.sequence * p.batch, "flop": flop(p), "gemm_flop": gemm_flop(p)}
+    measurement = Measurement(check=check, work=work, samples=samples)
+    seen = _check.kernels_seen(iteration, trial.device)
+    named = dataclasses.replace(trial, mode="compile") if rival.own_attention else trial
+    measurement = _check.require_kernels(named, seen, measurement)
+    work["kernel_s"] = kernel_seconds(iteration, trial.device)
+    if rival.numerics and trial.recipe:
+        work["numerics"] = iteration.numerics()
+    return dataclasses.replace(measurement, work=work)
+
+
+def config_of(trial: Trial) -> LayerConfig:
+    """Raises ValueError for a mask that is none, and for sizes that are missing or do not go together."""
+    problem = trial.problem
+    sizes = {name: trial.number(name) for name in SIZES}
+    if sizes["hidden"] % sizes["heads"]:
+        raise ValueError(f"hidden {sizes['hidden']} is not a multiple of {sizes['heads']} heads")
+    if problem["mask"] not in ("full", "causal"):
+        raise ValueError(f"mask {problem['mask']!r}: full or causal")
+    return LayerConfig(
+        **sizes,
+        dropout=float(problem["dropout"] or 0.0),
+        mask=str(problem["mask"]),
+        attention=trial.attention,
+        precision=trial.precision,
+        device=trial.device,
+        recipe=trial.recipe,
+        settings={name: value for name, value in problem.items() if name not in NAMED},
+    )
+
+
+def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
+    """Raise Unsupported, with the reason, when this machine or this rival cannot run the trial."""
+    if trial.device == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("torch sees no NVIDIA GPU")
+    if trial.mode not in ("eager", "compile"):
+        raise Unsupported(f"{trial.mode}: the layer runs eager or compile; the suite fp8 has CUDA graphs")
+    if trial.device == "cpu" and trial.precision == "fp16":
+        raise Unsupported("fp16: half-precision training is for GPUs; use bf16 on a CPU")
+    reason = rival.unsupported(p)
+    if reason:
+        raise Unsupported(reason)
+    reason = attention.load(trial.attention).unsupported(p.attention_problem)
+    if reason:
+        raise Unsupported(f"{trial.attention}: {reason}")
+
+
+def gemm_flop(p: LayerConfig) -> int:
+    """6 (4 h^2 + 2 h f) a token: forward and backward of the four Linears."""
+    return p.sequence * p.batch * 6 * (4 * p.hidden**2 + 2 * p.hidden * p.ffn)
+
+
+def flop(p: LayerConfig) -> int:
+    """gemm_flop, and 12 s h a token for attention, half of it when causal."""
+    return gemm_flop(p) + p.sequence * p.batch * 12 * p.sequence * p.hidden // (2 if p.causal else 1)
+
+
+def draw(p: LayerConfig, seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The plain layer's weights by torch's initialisation, x and dy, all in p.dtype: the same for every rival."""
+    torch.manual_seed(seed)
+    with torch.device(p.device):
+        plain = PlainLayer(p)
+        x, dy = (torch.rand(p.sequence, p.batch, p.hidden).to(p.dtype) for _ in range(2))
+    return {name: weight.detach().to(p.dtype) for name, weight in plain.named_parameters()}, x, dy
+
+
+class Iteration:
+    """One rival with its weights and data: a call is a forward pass in its context and a backward pass.
+
+    wide computes in float64 what p says, from the same weights and data.
+    """
+
+    def __init__(self, rival: Layer, p: LayerConfig, seed: int, *, mode: str = "eager", wide: bool = False):
+        self.rival, self.heads = rival, p.heads
+        weights, self.x, self.dy = draw(p, seed)
+        self.names = tuple(weights)  # not the weights: their copy would count as the rival's memory
+        if wide:
+            p = dataclasses.replace(p, precision="fp64")
+            self.x, self.dy = self.x.double(), self.dy.double()
+        _model._allow_tf32(p.precision)
+        with torch.device(p.device):
+            self.module = rival.build(p)
+        layers.load_weights(rival, self.module, weights)
+        self.context = rival.context(p)
+        self.forward: Callable[[Tensor], Tensor] = self.module
+        if mode == "compile":
+            self.forward = torch.compile(self.module, dynamic=False)
+
+    def __call__(self) -> None:
+        with self.context():
+            y = self.forward(self.x)
+        y.backward(self.dy)
+
+    def results(self) -> dict[str, Tensor | None]:
+        """What the layer adds to its residual stream, forward and backward, and every gradient, of one more pass.
+
+        The weight of query, key and value in parts; their bias whole, for the key's has gradient 0.
+        """
+        self.module.zero_grad(set_to_none=True)
+        x = self.x.clone().requires_grad_()
+        with self.context():
+            y = self.forward(x)
+        y.backward(self.dy)
+        dx = None if x.grad is None else x.grad.double() - self.dy.double()
+        found: dict[str, Tensor | None] = {"output - x": y.detach().double() - self.x.double(), "dx - dy": dx}
+        for name, gradient in layers.plain_gradients(self.rival, self.module, self.names).items():
+            if name == "qkv_projection.weight" and gradient is not None:
+                parts = gradient.view(self.heads, 3, -1, gradient.shape[1]).unbind(1)
+                found |= {f"grad {name} {part}": rows for part, rows in zip("qkv", parts, strict=True)}
+            else:
+                found[f"grad {name}"] = gradient
+        self.module.zero_grad(set_to_none=True)
+        return found
+
+    def numerics(self) -> dict[str, Any]:
+        """te.numerics of one more pass, eager: counting is no part of what was compiled."""
+        with te.record_numerics():
+            with self.context():
+                y = self.module(self.x)
+            y.backward(self.dy)
+        return te.numerics(self.module)
+
+
+def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration) -> dict[str, Any]:
+    """Hold output, dx and every gradient to the plain layer in float64 with the same weights and mask, without dropout.
+
+    The yardstick is the plain layer at the trial's own precision, eager, and FP8 emulated: FACTOR times its error plus a
+    floor is allowed, as for training steps. Raises CheckFailed. With dropout another layer, eager, is checked in place of
+    the timed one: random masks cannot be compared.
+    """
+    if p.dropout:
+        p = dataclasses.replace(p, dropout=0.0)
+        iteration = Iteration(rival, p, trial.seed)
+    for _ in range(_model.SETTLE if p.recipe else 0):
+        iteration()
+    ours = iteration.results()
+    plain = layers.load("plain")
+    precision = "bf16" if p.recipe else p.precision
+    exact = dataclasses.replace(p, attention="manual", precision=precision, recipe=None, settings={})
+    truth = Iteration(plain, exact, trial.seed, wide=True).results()
+    library = Iteration(plain, exact, trial.seed)
+    if p.recipe:
+        emulate_fp8(library.module, recipes.load(p.recipe))
+    yardstick = library.results()
+    _model._allow_tf32(p.precision)  # the references set it for theirs
+
+    floor = 4 * _model.EPSILON[p.precision]
+    errors = {name: _error(yardstick[name], value) for name, value in truth.items()}
+    typical = statistics.median(errors.values())  # where the library happened to round well is no yardstick
+    quantities = []
+    for name, value in truth.items():
+        limit = _model.FACTOR * max(errors[name], typical) + floor
+        quantities.append(Quantity(name, _error(ours[name], value), limit))
+    if p.recipe:
+        quantities += _fp8_quantities(rival, truth, quantities, errors)
+    return judge("the plain layer, fp64, same weights, mask and data", quantities)
+
+
+def _error(x: Tensor | None, truth: Tensor | None) -> float:
+    assert truth is not None, "the reference has every gradient"
+    return _model._relative_error(x, truth)
+
+
+def _fp8_quantities(
+    rival: Layer, truth: dict[str, Tensor | None], found: list[Quantity], errors: dict[str, float]
+) -> list[Quantity]:
+    """The geometric mean over the weights of error / emulation's error: a wrong format is within FACTOR in any one tensor.
+
+    A step that rounds much less was not computed in FP8. te_bench's layers are held to it from above too; others may
+    multiply more exactly or round more coarsely than the recipe says.
+    """
+    weights = [
+        q for q in found if (value := truth[q.name]) is not None and q.name.startswith("grad") and value.dim() == 2
+    ]
+    overall = _model._geometric_mean([q.error / max(errors[q.name], 1e-30) for q in weights])
+    above = [Quantity("grad, ratio to FP8 emulation", overall, _model.FP8_OVERALL)] if rival.numerics else []
+    return [*above, Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / _model.FP8_LEAST)]
+
+
+def emulate_fp8(module: nn.Module, recipe: recipes.Recipe) -> None:
+    """Let every nn.Linear multiply what the training steps' emulation rounds to FP8: none of te_bench's FP8 code."""
+    for child in module.modules():
+        if isinstance(child, nn.Linear):
+            child.forward = functools.partial(_emulated, child, recipe)  # type: ignore[method-assign]
+
+
+def _emulated(linear: nn.Linear, recipe: recipes.Recipe, x: Tensor) -> Tensor:
+    y = _model._Emulated.apply(x.flatten(0, -2), linear.weight, recipe) + linear.bias
+    return y.view(*x.shape[:-1], -1)
+
+
+def kernel_seconds(iteration: Callable[[], object], device: str) -> dict[str, float]:
+    """{kernel: seconds an iteration} on a GPU, {operator: seconds of its own} on a CPU, the longest first."""
+    on_gpu = device == "cuda"
+    activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        for _ in range(PROFILED):
+            iteration()
+        if on_gpu:
+            torch.cuda.synchronize()
+    seconds: dict[str, float] = {}
+    event: FunctionEvent
+    for event in profiler.events() or []:
+        # Annotations, those of a compiled graph among them, span the kernels that they name.
+        annotation = event.is_user_annotation or (on_gpu and event.name.startswith(("## ", "Torch-Compiled")))
+        if ("CUDA" in str(event.device_type)) == on_gpu and not annotation:
+            own = event.device_time if on_gpu else event.self_cpu_time_total
+            seconds[event.name[:200]] = seconds.get(event.name[:200], 0.0) + own / 1e6 / PROFILED
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    kept, rest = ordered[:KERNELS], ordered[KERNELS:]
+    return dict(kept) | ({f"({len(rest)} others)": sum(value for _, value in rest)} if rest else {})

@@ -1,0 +1,107 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""What a Triton kernel does with a finished float32 tile: round it, cast it to FP8, look at it, store both layouts.
+
+An `amax` or `counts` pointer, or a layout, that is None costs nothing: Triton compiles a None argument in.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+#: Triton's interpreter truncates where the GPU rounds to nearest even (bf16, FP8; Triton 3.7): there, round beforehand.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """x, float32, to the nearest of dtype."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
+def to_fp8(x, dtype: tl.constexpr):
+    """x, float32, saturated and to the nearest of dtype; NaN stays NaN."""
+    LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
+    x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if INTERPRETED:
+        MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
+        SMALLEST: tl.constexpr = 121 if dtype == tl.float8e4nv else 113  # biased exponents of 2^-6 and 2^-14, normal
+        bits = x.to(tl.int32, bitcast=True)
+        exponent = tl.maximum((bits >> 23) & 0xFF, SMALLEST)
+        step = ((exponent - MANTISSA) << 23).to(tl.float32, bitcast=True)  # between neighbours of dtype
+        ties_to_even = step * 12582912.0  # 1.5 x 2^23: the sum's last bit is worth one step
+        nearest = (x + ties_to_even) - ties_to_even
+        signed = (nearest.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
+        code = signed.to(dtype).to(tl.uint8, bitcast=True)
+        return tl.where(x == x, code, 0x7F).to(tl.uint8).to(dtype, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def magnitude(y):
+    """The bits of |y|, float32 as int32: they sort as |y| does, with infinity above every number and NaN above infinity."""
+    return y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def tally(bits, scale, dtype: tl.constexpr):
+    """Which elements saturated, underflowed, are not finite, as 1, 1 << 10 and 1 << 20: up to 1023 tiles add up.
+
+    bits: magnitude(y). An element underflows at or below half of dtype's smallest, 2^-9 or 2^-16: the tie goes to zero.
+    """
+    LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
+    TINY: tl.constexpr = 2.0**-10 if dtype == tl.float8e4nv else 2.0**-17
+    scaled = bits.to(tl.float32, bitcast=True) * scale
+    finite = bits < 0x7F800000
+    saturated = (finite & (scaled > LIMIT)).to(tl.int32)
+    underflowed = ((bits > 0) & (scaled <= TINY)).to(tl.int32)
+    return saturated + (underflowed << 10) + ((1 - finite.to(tl.int32)) << 20)
+
+
+@triton.jit
+def publish(bits, tallies, amax, counts):
+    """amax := max(amax, max of bits), counts += the sum of tallies; both over one program's elements, at most 2^21."""
+    if amax is not None:
+        tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(bits), sem="relaxed")
+    if counts is not None:
+        wide = tallies.to(tl.int64)
+        total = tl.sum((wide & 0x3FF) + (((wide >> 10) & 0x3FF) << 21) + ((wide >> 20) << 42))
+        for i in tl.static_range(3):
+            count = (total >> (21 * i)) & 0x1FFFFF
+            tl.atomic_add(counts + i, count, mask=count > 0, sem="relaxed")
+
+
+@triton.jit
+def quantize_tile(y, mask, scale, data, data_t, rows, cols, M, N, dtype: tl.constexpr):
+    """Cast y (rows, cols) to dtype and store it in data (M, N) and, transposed on the way, in data_t (N, M).
+
+    Returns magnitude and tally of y, 0 outside the mask, for `publish`; what it does not use is compiled away.
+    """
+    bits = tl.where(mask, magnitude(y.to(tl.float32)), 0)
+    if data is not None:
+        q = to_fp8(y.to(tl.float32) * scale, dtype)
+        tl.store(data + rows.to(tl.int64)[:, None] * N + cols[None, :], q, mask=mask)
+    if data_t is not None:
+        # Transposed before the cast: ldmatrix moves 16-bit elements, bytes would go one by one (sm_90a: 8 shared stores
+        # and 4 ldmatrix a thread instead of 36 stores).
+        q_t = to_fp8(tl.trans(y).to(tl.float32) * scale, dtype)
+        tl.store(data_t + cols.to(tl.int64)[:, None] * M + rows[None, :], q_t, mask=tl.trans(mask))
+    return bits, tally(bits, scale, dtype)
+
+
+def empty_pair(
+    m: int, n: int, x: torch.Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Room for the layouts asked for, (M, N) and (N, M)."""
+    data = torch.empty((m, n), dtype=dtype, device=x.device) if rowwise else None
+    data_t = torch.empty((n, m), dtype=dtype, device=x.device) if columnwise else None
+    return data, data_t

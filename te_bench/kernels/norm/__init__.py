@@ -1,0 +1,66 @@
+"""LayerNorm and RMSNorm rivals, one file each: functions on (M, N) tensors, forward and backward, without autograd.
+
+layernorm: y = (x - mean) * rstd * gamma + bias; rmsnorm: y = x * rstd * gamma. gamma is `weight`, or 1 + weight with
+zero_centered_gamma; rstd = 1 / sqrt(variance + eps), of x around its mean (layernorm) or around 0 (rmsnorm).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from te_bench import plugins
+
+KINDS = ("layernorm", "rmsnorm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """x (M, N). `capability` is the GPU's compute capability, None on a CPU."""
+
+    n: int
+    dtype: str  # "fp32", "bf16", "fp16"
+    kind: str  # one of KINDS
+    quantized: bool  # forward_quantized is wanted too
+    device: str  # "cpu", "cuda"
+    capability: tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """One rival. x (M, N), rows contiguous; weight and bias (N,), bias None in rmsnorm and allowed to be in layernorm.
+
+    forward(x, weight, bias, *, eps, zero_centered_gamma=False, kind="layernorm") -> y, mean, rstd: y in x's dtype; mean
+    and rstd (M,) float32, mean None in rmsnorm.
+    forward_quantized(x, weight, bias, *, eps, scale, dtype, rowwise, columnwise, zero_centered_gamma=False,
+    kind="layernorm", amax=None, counts=None) -> Quantized, mean, rstd: y, rounded to x's dtype, then what quantize's
+    `scaled` does with it.
+    backward(dy, x, weight, mean, rstd, *, zero_centered_gamma=False, kind="layernorm", residual=None) -> dx, dweight,
+    dbias: dx in x's dtype, plus residual (M, N), the gradient that bypassed the norm; dweight and dbias, None in rmsnorm,
+    are sums in float32 and the same in every run, in weight's dtype.
+    """
+
+    forward: Callable[..., Any]
+    forward_quantized: Callable[..., Any]
+    backward: Callable[..., Any]
+    unsupported: Callable[[Problem], str | None]
+
+
+def names() -> list[str]:
+    return plugins.names(__name__)
+
+
+def load(name: str) -> Backend:
+    """The backend in NAME.py. Raises ValueError for an unknown name."""
+    backend = plugins.load(__name__, name, "BACKEND")
+    assert isinstance(backend, Backend)
+    return backend
+
+
+def check(x: Any, weight: Any, bias: Any, kind: str) -> None:
+    """Raise ValueError unless these are x (M, N), weight (N,) and a bias (N,) or None that `kind` has."""
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r}: {' or '.join(KINDS)}")
+    if x.dim() != 2 or weight.shape != x.shape[1:]:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: x must be (M, N) and weight (N,)")
+    if bias is not None and (kind == "rmsnorm" or bias.shape != weight.shape):
+        raise ValueError(f"bias {tuple(bias.shape)} in a {kind}: layernorm takes one of weight's shape, rmsnorm none")

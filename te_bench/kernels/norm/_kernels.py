@@ -1,0 +1,280 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The norms' Triton kernels and their launchers.
+
+Statistics are in float32 and around the mean. The quantising kernel reads x twice, the second time from the L2, and is
+otherwise bound by memory: 2 bytes read and 2 written an element of bf16.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels._epilogue import FLOATS, FP8, empty_pair, publish, quantize_tile, rounded
+
+# Tile of the quantising kernel: 32 rows make whole 32-byte sectors of the transposed layout, and at M = 8192 256 programs,
+# all of them resident on 132 SMs; 128 columns of bf16 are two 16-byte loads a thread of 8 warps.
+QUANTIZED_ROWS, QUANTIZED_COLUMNS, QUANTIZED_WARPS = 32, 128, 8
+# A tensor of one number, or a view into a table of them: not worth a compilation for each alignment.
+UNALIGNED = ["scale", "amax", "counts"]
+
+
+@triton.jit
+def _inverse_root(variance, eps):
+    return tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+
+
+@triton.jit
+def _forward_kernel(
+    x,
+    weight,
+    bias,
+    y,
+    mean,
+    rstd,
+    stride,
+    M,
+    eps,
+    N: tl.constexpr,
+    RMS: tl.constexpr,
+    CENTRED_GAMMA: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """ROWS whole rows a program, in registers: x is read once."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLUMNS)
+    inside = (cols < N)[None, :]
+    mask = (rows < M)[:, None] & inside
+    centred = tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if not RMS:
+        mu = tl.div_rn(tl.sum(centred, 1), float(N))  # a plain / may be two roundings off
+        tl.store(mean + rows, mu, mask=rows < M)
+        centred = tl.where(inside, centred - mu[:, None], 0.0)
+    inverse = _inverse_root(tl.sum(centred * centred, 1) / N, eps)
+    tl.store(rstd + rows, inverse, mask=rows < M)
+    gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if CENTRED_GAMMA:
+        gamma += 1.0
+    out = centred * inverse[:, None] * gamma[None, :]
+    if bias is not None:
+        out += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + rows.to(tl.int64)[:, None] * N + cols[None, :], rounded(out, DTYPE), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _forward_quantized_kernel(
+    x,
+    weight,
+    bias,
+    scale,
+    data,
+    data_t,
+    scale_inv,
+    mean,
+    rstd,
+    amax,
+    counts,
+    stride,
+    M,
+    eps,
+    N: tl.constexpr,
+    RMS: tl.constexpr,
+    CENTRED_GAMMA: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TARGET: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """ROWS rows a program, in tiles: once for the statistics, once to normalise, cast and store."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = (rows < M)[:, None]
+    row = x + rows.to(tl.int64)[:, None] * stride
+    mu = tl.zeros((ROWS,), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)  # of x - mu
+    for start in tl.range(0, N, COLUMNS, num_stages=3):
+        cols = start + tl.arange(0, COLUMNS)
+        inside = (cols < N)[None, :]
+        v = tl.load(row + cols[None, :], mask=live & inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if not RMS:
+            # Chan, Golub, LeVeque 1983: tiles' means and squares combine without the cancellation of E[x^2] - E[x]^2.
+            count = tl.minimum(N - start, COLUMNS).to(tl.float32)
+            part = tl.div_rn(tl.sum(v, 1), count)
+            v = tl.where(inside, v - part[:, None], 0.0)
+            step = part - mu
+            share = count / (start + count)
+            mu += step * share
+            squares += step * step * (start * share)
+        squares += tl.sum(v * v, 1)
+    inverse = _inverse_root(squares / N, eps)
+    tl.store(rstd + rows, inverse, mask=rows < M)
+    if not RMS:
+        tl.store(mean + rows, mu, mask=rows < M)
+
+    factor = tl.load(scale)
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, factor))
+    largest = tl.zeros((ROWS, COLUMNS), tl.int32)
+    tallies = tl.zeros((ROWS, COLUMNS), tl.int32)
+    TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    for i in tl.range(0, TILES, num_stages=3):
+        cols = (TILES - 1 - i) * COLUMNS + tl.arange(0, COLUMNS)  # backwards: the last read is the likeliest in the L2
+        mask = live & (cols < N)[None, :]
+        v = tl.load(row + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if CENTRED_GAMMA:
+            gamma += 1.0
+        y = (v - mu[:, None]) * inverse[:, None] * gamma[None, :]
+        if bias is not None:
+            y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        y = rounded(y, DTYPE)
+        bits, tallied = quantize_tile(y, mask, factor, data, data_t, rows, cols, M, N, TARGET)
+        largest = tl.maximum(largest, bits)
+        tallies += tallied
+    publish(largest, tallies, amax, counts)
+
+
+@triton.jit
+def _backward_kernel(
+    dy,
+    x,
+    weight,
+    mean,
+    rstd,
+    residual,
+    dx,
+    partials,
+    dy_stride,
+    x_stride,
+    residual_stride,
+    M,
+    N: tl.constexpr,
+    RMS: tl.constexpr,
+    CENTRED_GAMMA: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """ROWS whole rows at a time, every program's share of dweight and dbias kept in registers until its last row."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    cols = tl.arange(0, COLUMNS)
+    gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if CENTRED_GAMMA:
+        gamma = tl.where(cols < N, gamma + 1.0, 0.0)
+    dweight = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(program * ROWS, M, programs * ROWS, num_stages=2):
+        rows = start + tl.arange(0, ROWS)
+        wide = rows.to(tl.int64)[:, None]
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        inverse = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
+        xhat = tl.load(x + wide * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dy + wide * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if not RMS:
+            xhat -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
+        xhat *= inverse  # of no consequence outside the mask, where d is 0
+        g = d * gamma[None, :]
+        out = g - xhat * (tl.sum(g * xhat, 1) / N)[:, None]
+        if not RMS:
+            out -= (tl.sum(g, 1) / N)[:, None]
+            dbias += d
+        out *= inverse
+        if residual is not None:
+            out += tl.load(residual + wide * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + wide * N + cols[None, :], rounded(out, DTYPE), mask=mask)
+        dweight += d * xhat
+    tl.store(partials + program * N + cols, tl.sum(dweight, 0), mask=cols < N)
+    if not RMS:
+        tl.store(partials + (programs + program) * N + cols, tl.sum(dbias, 0), mask=cols < N)
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _whole_rows(n: int, per_warp: int) -> tuple[int, int, int]:
+    """ROWS, COLUMNS, warps of a kernel that keeps whole rows in registers: at least 4096 elements a program."""
+    columns = triton.next_power_of_2(n)
+    rows = min(16, max(1, 4096 // columns))
+    return rows, columns, max(4, rows * columns // per_warp)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """SMs; 1 on a CPU, so that the interpreter runs the backward's loop over rows too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    x = _rows_contiguous(x)
+    m, n = x.shape
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    mean = torch.empty(m, dtype=torch.float32, device=x.device) if kind == "layernorm" else None
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    rows, columns, warps = _whole_rows(n, per_warp=1024)  # 32 elements a thread: 4 rows of 768 or 1 of 4096 for 4 warps
+    _forward_kernel[(triton.cdiv(m, rows),)](
+        x, weight, bias, y, mean, rstd, x.stride(0), m, eps,
+        N=n, RMS=mean is None, CENTRED_GAMMA=zero_centered_gamma, DTYPE=FLOATS[x.dtype], ROWS=rows, COLUMNS=columns,
+        num_warps=warps,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+def forward_quantized(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
+    kind: str,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+    counts: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor]:
+    x = _rows_contiguous(x)
+    m, n = x.shape
+    data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
+    scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
+    mean = torch.empty(m, dtype=torch.float32, device=x.device) if kind == "layernorm" else None
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    _forward_quantized_kernel[(max(1, triton.cdiv(m, QUANTIZED_ROWS)),)](
+        x, weight, bias, scale, data, data_t, scale_inv, mean, rstd, amax, counts, x.stride(0), m, eps,
+        N=n, RMS=mean is None, CENTRED_GAMMA=zero_centered_gamma, DTYPE=FLOATS[x.dtype], TARGET=FP8[dtype],
+        ROWS=QUANTIZED_ROWS, COLUMNS=QUANTIZED_COLUMNS, num_warps=QUANTIZED_WARPS,
+    )  # fmt: skip
+    return data, data_t, scale_inv, mean, rstd
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    zero_centered_gamma: bool,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    dy, x = _rows_contiguous(dy), _rows_contiguous(x)
+    residual = residual if residual is None else _rows_contiguous(residual)
+    m, n = x.shape
+    dx = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    rows, columns, warps = _whole_rows(n, per_warp=512)  # half the forward's: the two sums are in registers as well
+    # 8 warps of some 110 registers a thread: two programs fill an SM's registers, of 16 warps one.
+    programs = min(max(1, triton.cdiv(m, rows)), _multiprocessors(x.device) * (2 if warps <= 8 else 1))
+    partials = torch.empty((1 if mean is None else 2, programs, n), dtype=torch.float32, device=x.device)
+    _backward_kernel[(programs,)](
+        dy, x, weight, mean, rstd, residual, dx, partials,
+        dy.stride(0), x.stride(0), 0 if residual is None else residual.stride(0), m,
+        N=n, RMS=mean is None, CENTRED_GAMMA=zero_centered_gamma, DTYPE=FLOATS[x.dtype], ROWS=rows, COLUMNS=columns,
+        num_warps=warps,
+    )  # fmt: skip
+    sums = partials.sum(1).to(weight.dtype)
+    return dx, sums[0], None if mean is None else sums[1]

@@ -1,0 +1,358 @@
+"""The quantisers in Triton: one pass over x casts it, writes both layouts, and finds its amax, counts and column sums.
+
+torch.compile sees four operators, whose CPU implementation is the reference; eager calls go straight to the launchers, for
+a custom operator costs the host about 20 us a call. Every result is the reference's, bit for bit, column sums excepted.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+
+from te_bench.kernels.quantize import BLOCK, Backend, Problem, Quantized, _kernels, reference
+from te_bench.kernels.quantize.reference import check
+
+ALIGNMENT = 16  # elements of FP8 in Triton's widest store
+
+
+def unsupported(p: Problem) -> str | None:
+    if p.device != "cuda" and not triton.knobs.runtime.interpret:
+        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
+    if p.capability is not None and p.capability < (8, 9):
+        return f"FP8 needs compute capability 8.9, this GPU has {p.capability[0]}.{p.capability[1]}"
+    return None
+
+
+def scaled(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+    column_sum: Tensor | None = None,
+) -> Quantized:
+    """fp8(x * scale) of x (M, N) with a given () float32 scale, and x's amax and counts; see Backend. ValueError: check."""
+    check(x, dtype, rowwise, columnwise, scale=scale, amax=amax, counts=counts, column_sum=column_sum)
+    _check_float(x)
+    if miscompiled(x):
+        options = {"rowwise": rowwise, "columnwise": columnwise, "amax": amax, "counts": counts}
+        return _padded(functools.partial(scaled, scale=scale), x, dtype, column_sum, **options)
+    if torch.compiler.is_compiling():
+        made = _scaled_op(x.detach(), scale, dtype, rowwise, columnwise, amax, counts, column_sum)
+    elif x.numel():
+        made = _kernels.per_tensor(x, scale, dtype, rowwise, columnwise, False, amax, counts, column_sum)
+    else:
+        return reference.scaled(x, scale, dtype, rowwise=rowwise, columnwise=columnwise)
+    data, data_t, scale_inv = made
+    return _wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv)
+
+
+def tensor(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool = False,
+    counts: Tensor | None = None,
+    column_sum: Tensor | None = None,
+) -> Quantized:
+    """fp8(x * scale) of x (M, N) with one scale, from its own amax; see Backend. ValueError: check."""
+    check(x, dtype, rowwise, columnwise, counts=counts, column_sum=column_sum)
+    _check_float(x)
+    if miscompiled(x):
+        options = {"rowwise": rowwise, "columnwise": columnwise, "power_of_two": power_of_two, "counts": counts}
+        return _padded(tensor, x, dtype, column_sum, **options)
+    if torch.compiler.is_compiling():
+        made = _tensor_op(x.detach(), dtype, rowwise, columnwise, power_of_two, counts, column_sum)
+    elif x.numel():
+        made = _kernels.per_tensor(x, None, dtype, rowwise, columnwise, power_of_two, None, counts, column_sum)
+    else:
+        return reference.tensor(x, dtype, rowwise=rowwise, columnwise=columnwise)
+    data, data_t, scale_inv = made
+    return _wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv)
+
+
+def row(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool = False,
+    counts: Tensor | None = None,
+) -> Quantized:
+    """fp8(x * scale) of x (M, N) with one scale for each row of data and each row of data_t; see Backend.
+
+    Raises ValueError: check.
+    """
+    check(x, dtype, rowwise, columnwise, counts=counts)
+    _check_float(x)
+    if miscompiled(x):
+        options = {"rowwise": rowwise, "columnwise": columnwise, "power_of_two": power_of_two, "counts": counts}
+        return _padded(row, x, dtype, None, **options)
+    if torch.compiler.is_compiling():
+        made = _row_op(x.detach(), dtype, rowwise, columnwise, power_of_two, counts)
+    elif x.numel():
+        made = _kernels.per_row(x, dtype, rowwise, columnwise, power_of_two, counts)
+    else:
+        return reference.row(x, dtype, rowwise=rowwise, columnwise=columnwise)
+    return _wrap(rowwise, columnwise, *made)
+
+
+def block(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: int,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool = True,
+    counts: Tensor | None = None,
+) -> Quantized:
+    """fp8(x * scale) of x (M, N) with one scale for each rows x 128 block of either layout, rows 1 or 128; see Backend.
+
+    Blocks at the edges are smaller. Raises ValueError for other rows, and: check.
+    """
+    check(x, dtype, rowwise, columnwise, rows=rows, counts=counts)
+    _check_float(x)
+    if miscompiled(x):
+        options = {"rowwise": rowwise, "columnwise": columnwise, "power_of_two": power_of_two, "counts": counts}
+        return _padded(block, x, dtype, None, rows=rows, **options)
+    if torch.compiler.is_compiling():
+        made = _block_op(x.detach(), dtype, rows, rowwise, columnwise, power_of_two, counts)
+    elif x.numel():
+        made = _kernels.per_block(x, dtype, rows, rowwise, columnwise, power_of_two, counts)
+    else:
+        return reference.block(x, dtype, rows=rows, rowwise=rowwise, columnwise=columnwise)
+    return _wrap(rowwise, columnwise, *made)
+
+
+def miscompiled(x: Tensor) -> bool:
+    """Whether the transposed cast of x (M, N) goes wrong: float32, and a layout whose rows are no multiple of 16 bytes.
+
+    Triton 3.6 then stores garbage for data_t: it exchanges the finished bytes between threads, 16 a thread in, one a
+    thread out (H200, 2026-11-21; half precision is exchanged before the cast, and right).
+    """
+    return x.dtype is torch.float32 and bool(x.shape[0] % ALIGNMENT or x.shape[1] % ALIGNMENT) and x.numel() > 0
+
+
+def _padded(
+    quantize: Callable[..., Quantized], x: Tensor, dtype: torch.dtype, column_sum: Tensor | None, **options: Any
+) -> Quantized:
+    """quantize of x with zeros around it, cut off again: they change no amax, no count, no sum and no other element."""
+    m, n = x.shape
+    if column_sum is not None:
+        options["column_sum"] = wide = x.new_zeros(n + -n % ALIGNMENT)
+    q = quantize(F.pad(x, (0, -n % ALIGNMENT, 0, -m % ALIGNMENT)), dtype=dtype, **options)
+    if column_sum is not None:
+        column_sum += wide[:n]
+    by_row = options.get("rows") != BLOCK
+    return Quantized(
+        None if q.data is None else q.data[:m, :n].contiguous(),
+        q.scale_inv[:m] if by_row and q.scale_inv is not None and q.scale_inv.dim() else q.scale_inv,
+        None if q.data_t is None else q.data_t[:n, :m].contiguous(),
+        q.scale_inv_t[:n] if by_row and q.scale_inv_t is not None and q.scale_inv_t.dim() else q.scale_inv_t,
+    )
+
+
+def _check_float(x: Tensor) -> None:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"x of {x.dtype}: float32, bfloat16 or float16; the reference backend takes any float")
+
+
+def _wrap(
+    rowwise: bool,
+    columnwise: bool,
+    data: Tensor | None,
+    data_t: Tensor | None,
+    scale_inv: Tensor | None,
+    scale_inv_t: Tensor | None,
+) -> Quantized:
+    """Quantized with None for a layout that was not asked for, for which an operator returns an empty tensor."""
+    return Quantized(
+        data if rowwise else None,
+        scale_inv if rowwise else None,
+        data_t if columnwise else None,
+        scale_inv_t if columnwise else None,
+    )
+
+
+@torch.library.custom_op("te_bench::quantize_scaled", mutates_args=("amax", "counts", "column_sum"))
+def _scaled_op(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+    counts: Tensor | None,
+    column_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    implementation = scaled if x.is_cuda else reference.scaled
+    return _per_tensor(
+        implementation(
+            x,
+            scale,
+            dtype,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            amax=amax,
+            counts=counts,
+            column_sum=column_sum,
+        ),
+        x,
+    )
+
+
+@_scaled_op.register_fake
+def _(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+    counts: Tensor | None,
+    column_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_fake_pair(x, dtype, rowwise, columnwise), x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("te_bench::quantize_tensor", mutates_args=("counts", "column_sum"))
+def _tensor_op(
+    x: Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    counts: Tensor | None,
+    column_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    implementation = tensor if x.is_cuda else reference.tensor
+    return _per_tensor(
+        implementation(
+            x,
+            dtype,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            power_of_two=power_of_two,
+            counts=counts,
+            column_sum=column_sum,
+        ),
+        x,
+    )
+
+
+@_tensor_op.register_fake
+def _(
+    x: Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    counts: Tensor | None,
+    column_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_fake_pair(x, dtype, rowwise, columnwise), x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("te_bench::quantize_row", mutates_args=("counts",))
+def _row_op(
+    x: Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool, power_of_two: bool, counts: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    implementation = row if x.is_cuda else reference.row
+    return _all(
+        implementation(x, dtype, rowwise=rowwise, columnwise=columnwise, power_of_two=power_of_two, counts=counts),
+        x,
+    )
+
+
+@_row_op.register_fake
+def _(
+    x: Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool, power_of_two: bool, counts: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, n = x.shape
+    return (
+        *_fake_pair(x, dtype, rowwise, columnwise),
+        x.new_empty(m if rowwise else 0, dtype=torch.float32),
+        x.new_empty(n if columnwise else 0, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("te_bench::quantize_block", mutates_args=("counts",))
+def _block_op(
+    x: Tensor,
+    dtype: torch.dtype,
+    rows: int,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    counts: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    implementation = block if x.is_cuda else reference.block
+    return _all(
+        implementation(
+            x,
+            dtype,
+            rows=rows,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            power_of_two=power_of_two,
+            counts=counts,
+        ),
+        x,
+    )
+
+
+@_block_op.register_fake
+def _(
+    x: Tensor,
+    dtype: torch.dtype,
+    rows: int,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    counts: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, n = x.shape
+    down, across = (m + BLOCK - 1) // BLOCK, (n + BLOCK - 1) // BLOCK
+    return (
+        *_fake_pair(x, dtype, rowwise, columnwise),
+        x.new_empty((m if rows == 1 else down, across) if rowwise else (0,), dtype=torch.float32),
+        x.new_empty((n if rows == 1 else across, down) if columnwise else (0,), dtype=torch.float32),
+    )
+
+
+def _fake_pair(x: Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor]:
+    m, n = x.shape
+    return x.new_empty((m, n) if rowwise else (0,), dtype=dtype), x.new_empty(
+        (n, m) if columnwise else (0,), dtype=dtype
+    )
+
+
+def _per_tensor(q: Quantized, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    data, data_t, scale_inv, scale_inv_t = _all(q, x)
+    return data, data_t, scale_inv if q.scale_inv is not None else scale_inv_t
+
+
+def _all(q: Quantized, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """data, data_t, scale_inv, scale_inv_t, what is absent as an empty tensor: an operator can't return None."""
+    there = q.data if q.data is not None else q.data_t
+    nothing, no_scale = x.new_empty(0, dtype=there.dtype), x.new_empty(0, dtype=torch.float32)
+    return (
+        nothing if q.data is None else q.data,
+        nothing if q.data_t is None else q.data_t,
+        no_scale if q.scale_inv is None else q.scale_inv,
+        no_scale if q.scale_inv_t is None else q.scale_inv_t,
+    )
+
+
+BACKEND = Backend(scaled=scaled, tensor=tensor, row=row, block=block, unsupported=unsupported)

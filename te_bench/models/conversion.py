@@ -1,0 +1,310 @@
+"""convert: the Linear, LayerNorm and RMSNorm layers of any model, swapped in place for those that know te.autocast.
+
+    print(te.convert(model, recipe.DelayedScaling()))
+    loss = model(x).sum()  # in FP8
+
+The model's class, its forward and its other layers stay as they are, and so do the names in its state dict.
+"""
+
+import copyreg
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from te_bench.models import fp8
+from te_bench.models.modules._module import FLOATS
+from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
+from te_bench.models.modules.linear import Linear
+from te_bench.models.recipe import Recipe
+
+Filter = Callable[[str, nn.Module], bool]
+
+MULTIPLE = 16  # bytes: what cuBLASLt's FP8 GEMMs ask of every row's length
+
+#: Classes of transformers (5.23) that compute weight * x / sqrt(mean(x^2) + variance_epsilon), and nothing else.
+RMS_NORMS = frozenset(
+    ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "T5LayerNorm")
+)
+
+#: What a module remembers of hooks that go with the layer. Handles given out before remove them from the new one, too.
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+#: These are tied to the module that they were registered with.
+STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A layer that was swapped. parameters: elements of its weight, which FP8 GEMMs read; 0 for a norm."""
+
+    name: str
+    before: str
+    after: str
+    parameters: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A layer that stayed, and why. parameters: elements that it keeps out of FP8 GEMMs; 0 for a norm."""
+
+    name: str
+    kind: str
+    reason: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What `convert` did; str() is a table of it. parameters: all of the model's."""
+
+    converted: tuple[Converted, ...]
+    kept: tuple[Kept, ...]
+    parameters: int
+
+    @property
+    def gemm_parameters(self) -> int:
+        """How many of the parameters FP8 GEMMs read."""
+        return sum(layer.parameters for layer in self.converted)
+
+    def __str__(self) -> str:
+        rows = [(c.name, c.before, ", ".join(filter(None, (f"te.{c.after}", c.note)))) for c in self.converted]
+        rows += [(k.name, k.kind, f"kept: {k.reason}") for k in self.kept]
+        # The layers of a stack differ in their number only: they are one row.
+        alike = Counter((_without_numbers(name), was, _without_numbers(now)) for name, was, now in rows)
+        table = [("layers", "", "was", "is"), *((where, f"{n} x", was, now) for (where, was, now), n in alike.items())]
+        widths = [max(len(row[i]) for row in table) for i in range(3)]
+        lines = ["  ".join((*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])) for row in table]
+        share = self.gemm_parameters / max(self.parameters, 1)
+        total = len(self.converted) + len(self.kept)
+        lines.append(
+            f"{len(self.converted)} of {total} layers converted; FP8 GEMMs read {self.gemm_parameters:,} of "
+            f"{self.parameters:,} parameters ({share:.1%})"
+        )
+        return "\n".join(lines)
+
+
+def convert(
+    model: nn.Module, recipe: Recipe | None = None, *, filter: Filter | None = None, pad: bool = False
+) -> Conversion:
+    """Swap the layers of `model` that compute x W^T + b, a LayerNorm or an RMSNorm for te's, in place, and tell which.
+
+    nn.Linear, nn.LayerNorm, nn.RMSNorm, and of transformers Conv1D and the RMSNorms of RMS_NORMS. Parameter objects stay
+    the same (ties, optimizers, dtype, device, requires_grad; so do hooks), save a Conv1D's weight: transposed, it is a new
+    one, so make the optimizer afterwards. filter(name, module) says which layers may go. A layer whose dimensions are not
+    multiples of 16 stays, unless `pad`: te pads inside the GEMM, exactly, which takes time.
+    With `recipe` calling the model enters te.autocast(recipe=recipe) by itself, and torch.compile(fullgraph=True) can't
+    take it; without, your own te.autocast around it decides. Converting twice is harmless. Raises ValueError, with
+    nothing changed, for a model that is itself such a layer, and for a recipe that the model's device cannot run.
+    """
+    _check(model, recipe)
+    owners = _owners(model)
+    converted: dict[int, tuple[nn.Module, Converted]] = {}
+    kept: dict[int, Kept] = {}
+    places = list(_places(model))
+    for name, _, _, layer in places:
+        kind = _kind(layer)
+        if kind is None or id(layer) in converted or id(layer) in kept:
+            continue
+        allowed = filter is None or filter(name, layer)
+        reason = _why_not(layer, kind, name, owners, pad) if allowed else "filtered out"
+        if reason is None:
+            converted[id(layer)] = _made(layer, kind, name)
+        else:
+            kept[id(layer)] = Kept(name, type(layer).__name__, reason, _in_gemm(layer, kind))
+    for _, parent, attribute, layer in places:
+        if id(layer) in converted:
+            parent._modules[attribute] = converted[id(layer)][0]
+            if isinstance(parent, nn.TransformerEncoderLayer):
+                # Its fast path for inference reads the weights itself, past the layers and their FP8; 0 closes it.
+                parent.activation_relu_or_gelu = 0
+    if recipe is not None:
+        _enter_by_itself(model, recipe)
+    total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
+    return Conversion(tuple(entry for _, entry in converted.values()), tuple(kept.values()), total)
+
+
+def _check(model: nn.Module, recipe: Recipe | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"convert takes an nn.Module, got {type(model).__name__}")
+    if _kind(model) is not None:
+        name = type(model).__name__
+        raise ValueError(f"convert swaps layers inside a model, and a {name} is one: wrap it, nn.Sequential(layer)")
+    if recipe is None:
+        return
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{recipe!r} is no recipe: choose one of te_bench.models.recipe, e.g. DelayedScaling()")
+    for device in {p.device for p in model.parameters()}:
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        reason = recipe.unsupported(device.type, capability)
+        if reason is not None:
+            raise ValueError(reason)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """(name, parent, attribute, layer) of every place where a module is, also of those that are in several."""
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if name:
+            prefix, _, attribute = name.rpartition(".")
+            yield name, model.get_submodule(prefix), attribute, layer
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """The names under which each parameter is found, by its id."""
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append(f"{name}.{attribute}" if name else attribute)
+    return found
+
+
+def _kind(layer: nn.Module) -> str | None:
+    """What a layer is, or is a subclass of: "Linear", "Conv1D", "LayerNorm", "RMSNorm"; None for everything else."""
+    name, home = type(layer).__name__, type(layer).__module__
+    if home.startswith("transformers.") and name == "Conv1D":
+        return "Conv1D"
+    if name in RMS_NORMS and hasattr(layer, "variance_epsilon"):
+        return "RMSNorm"
+    kinds = {nn.Linear: "Linear", nn.LayerNorm: "LayerNorm", nn.RMSNorm: "RMSNorm"}
+    return next((kind for base, kind in kinds.items() if isinstance(layer, base)), None)
+
+
+def _why_not(layer: nn.Module, kind: str, name: str, owners: dict[int, list[str]], pad: bool) -> str | None:
+    """Why a layer must stay, or None."""
+    cls = type(layer)
+    if parametrize.is_parametrized(layer):
+        return "its weight is parametrised (torch.nn.utils.parametrize)"
+    if cls in (nn.Linear, nn.LayerNorm, nn.RMSNorm):
+        pass
+    elif isinstance(layer, nn.Linear | nn.LayerNorm | nn.RMSNorm):
+        return f"{cls.__name__}, a subclass of {kind}, may do more than that"
+    if "forward" in vars(layer) or vars(layer).get("_compiled_call_impl"):
+        return "its forward was replaced, or compiled: convert first"
+    others = {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias"}
+    if others:
+        return (
+            f"it has {', '.join(sorted(others))}: its weight is made by hooks (pruning, weight_norm), or it does more"
+        )
+    if any(vars(layer)[hooks] for hooks in STATE_HOOKS):
+        return "it has hooks on its state dict"
+    weight = layer._parameters["weight"]
+    if weight is None:
+        return "it has no weight (elementwise_affine=False)"
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}"
+    if weight.dtype not in FLOATS:
+        return f"its weight is {weight.dtype}: FP8 takes float32, bfloat16 or float16"
+    elsewhere = [other for other in owners[id(weight)] if other != f"{name}.weight"]
+    if elsewhere:
+        return f"its weight is also {', '.join(elsewhere)}"
+    return _norm_reason(layer, weight) if kind.endswith("Norm") else _gemm_reason(weight, pad)
+
+
+def _norm_reason(layer: nn.Module, weight: Tensor) -> str | None:
+    if weight.dim() != 1:
+        return f"it normalises over {weight.dim()} dimensions"
+    return "eps=None takes the input's dtype's: set its eps to a number" if _eps(layer) is None else None
+
+
+def _gemm_reason(weight: Tensor, pad: bool) -> str | None:
+    odd = [str(size) for size in weight.shape if size % MULTIPLE]
+    if odd and not pad:
+        return f"{' and '.join(odd)} not divisible by {MULTIPLE} (pad=True converts it)"
+    return None
+
+
+def _eps(layer: Any) -> Any:
+    return layer.variance_epsilon if hasattr(layer, "variance_epsilon") else layer.eps
+
+
+def _in_gemm(layer: nn.Module, kind: str) -> int:
+    weight = getattr(layer, "weight", None)
+    return 0 if kind.endswith("Norm") or weight is None or is_lazy(weight) else weight.numel()
+
+
+def _made(layer: Any, kind: str, name: str) -> tuple[nn.Module, Converted]:
+    """The te layer that takes the place of another, around the same Parameters."""
+    weight, bias, note = layer.weight, getattr(layer, "bias", None), ""
+    options: dict[str, Any] = {"params_dtype": weight.dtype, "device": "meta"}  # replaced below: no memory, no seed
+    new: nn.Module
+    if kind.endswith("Norm"):
+        new = (LayerNorm if kind == "LayerNorm" else RMSNorm)(weight.numel(), _eps(layer), **options)
+    else:
+        if kind == "Conv1D":
+            weight = nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad)
+            note = "weight transposed: a new Parameter"
+        new = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, **options)
+    new.weight, new.bias = weight, bias
+    for attribute, value in vars(layer).items():
+        if attribute in HOOKS or attribute not in vars(new):  # what users hang on a layer goes with it
+            vars(new)[attribute] = value
+    new.train(layer.training)
+    entry = Converted(name, type(layer).__name__, type(new).__name__, _in_gemm(layer, kind), note)
+    return new, entry
+
+
+class _Autocasting:
+    """Put before a model's own class, it calls the model under te.autocast.
+
+    Hooks would do the same but for KeyboardInterrupt, after which nn.Module calls none: FP8 would stay switched on.
+    """
+
+    _te_recipe: Recipe
+    _te_base: type[nn.Module]
+
+    # autocast's bookkeeping stays outside of the graphs of what is called.
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with fp8.autocast(recipe=self._te_recipe):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle and copy: the class is made, not found under its name."""
+        made: Any = super().__reduce_ex__(protocol)
+        if made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return made
+        return (_fresh, (self._te_base,), *made[2:])
+
+
+@functools.cache
+def _autocasting(base: Any) -> Any:
+    """The subclass of a model's class that goes by the same name."""
+    names = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
+    return type(base)(base.__name__, (_Autocasting, base), {**names, "_te_base": base})
+
+
+def _fresh(base: Any) -> Any:
+    made = _autocasting(base)
+    return made.__new__(made)
+
+
+def _enter_by_itself(model: Any, recipe: Recipe) -> None:
+    own: Any = type(model)
+    if not issubclass(own, _Autocasting):
+        model.__class__ = _autocasting(own)
+    model._te_recipe = recipe
+
+
+def _without_numbers(text: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in text.split("."))

@@ -1,0 +1,213 @@
+"""autocast: the modules below it compute in FP8, as its recipe says. It wraps the forward pass only.
+
+    with te.autocast(recipe=recipe.DelayedScaling()):
+        loss = model(x)
+    loss.backward()
+
+Delayed scaling's amaxes, those of this forward pass and those of the backward pass before it, become scales when the
+outermost autocast ends; Transformer Engine updates the backward ones at the end of the backward pass, with the same
+scales in every GEMM as long as each backward pass is followed by the next forward one.
+"""
+
+import contextlib
+import weakref
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from te_bench.models.modules import attention_kernel
+from te_bench.models.recipe import DelayedScaling, Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What the innermost autocast asks for."""
+
+    enabled: bool = False
+    calibrating: bool = False
+    recipe: Recipe | None = None
+    group: Any = None
+    numerics: bool = False  # count saturation, underflow and non-finite elements
+    scales: "Scales | None" = None  # of an activation checkpoint
+
+    @property
+    def unusual(self) -> bool:
+        """Whether modules must look further than their recipe and state."""
+        return self.numerics or self.scales is not None
+
+
+class Scales:
+    """The forward scales an activation checkpoint was computed with, in order, for its recomputations.
+
+    `outer`: those of the checkpoint around it, whose recomputation computes this one for the first time again.
+    """
+
+    def __init__(self, outer: "Scales | None" = None) -> None:
+        self.outer = outer
+        self.kept: list[Tensor] = []
+        self.recomputing = False
+        self.next = 0
+
+    @property
+    def replaying(self) -> bool:
+        """Whether what runs has run before."""
+        return self.recomputing or (self.outer is not None and self.outer.replaying)
+
+    def through(self, scale: Tensor) -> Tensor:
+        """The first time: keep a copy and use it. In a recomputation: the copy that was kept then."""
+        if not self.recomputing:
+            self.kept.append(scale.clone() if self.outer is None else self.outer.through(scale))
+            return self.kept[-1]
+        self.next += 1
+        return self.kept[self.next - 1]
+
+
+current = Region()
+_depth = 0
+#: States in the order of their making, the same on all ranks of a process group. They live as long as their modules.
+_states: list["weakref.ref[Any]"] = []
+#: Equal recipes are one object, so that what was compiled for one is not compiled again for the other.
+_interned: dict[Recipe, Recipe] = {}
+
+
+def register(state: Any) -> None:
+    _states.append(weakref.ref(state))
+
+
+class autocast(contextlib.ContextDecorator):
+    """FP8 in the te_bench modules of a forward pass.
+
+    enabled=False computes in the activations' own precision; calibrating gathers amaxes while doing so. recipe: the
+    default is DelayedScaling(). amax_reduction_group: the process group over which delayed scaling shares its amaxes.
+    Nests: the innermost counts. Raises ValueError for what is no recipe, or a recipe that this machine cannot run.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+    ):
+        recipe = DelayedScaling() if recipe is None else recipe
+        if not isinstance(recipe, Recipe):
+            raise ValueError(f"{recipe!r} is no recipe: choose one of te_bench.models.recipe, e.g. DelayedScaling()")
+        if enabled and torch.cuda.is_available():
+            reason = recipe.unsupported("cuda", torch.cuda.get_device_capability())
+            if reason:
+                raise ValueError(reason)
+        self._wanted = (bool(enabled), bool(calibrating), _interned.setdefault(recipe, recipe), amax_reduction_group)
+        self._outer: list[Region] = []
+
+    def __enter__(self) -> None:
+        global current, _depth
+        enabled, calibrating, recipe, group = self._wanted
+        self._outer.append(current)
+        current = replace(current, enabled=enabled, calibrating=calibrating, recipe=recipe, group=group)
+        _depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        global current, _depth
+        ended, current = current, self._outer.pop()
+        _depth -= 1
+        again = ended.scales is not None and ended.scales.replaying
+        active = (ended.enabled or ended.calibrating) and not again
+        if active and kind is None and _depth == 0 and torch.is_grad_enabled():
+            _update(ended.group)
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+) -> autocast:
+    """`autocast` by its older name and arguments."""
+    return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group)
+
+
+def is_fp8_enabled() -> bool:
+    return current.enabled
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _update(group: Any) -> None:
+    """One step of every recipe that has states."""
+    by_recipe: dict[Recipe, list[Any]] = {}
+    alive = [(reference, reference()) for reference in _states]
+    _states[:] = [reference for reference, state in alive if state is not None]
+    for _, state in alive:
+        if state is not None:
+            by_recipe.setdefault(state.recipe, []).append(state)
+    for recipe, states in by_recipe.items():
+        recipe.update(states, group)
+
+
+@contextlib.contextmanager
+def record_numerics() -> Any:
+    """Below it, quantisers count saturated, underflowed and non-finite elements, for te.numerics to tell."""
+    global current
+    outer, current = current, replace(current, numerics=True)
+    try:
+        yield
+    finally:
+        current = replace(current, numerics=outer.numerics)
+
+
+def numerics(module: torch.nn.Module) -> dict[str, dict[str, dict[str, float]]]:
+    """{module: {tensor: figures}} of every FP8 module below `module`; reading it waits for the device.
+
+    scale, amax (the largest of the history) and nonfinite_amax (steps whose amax was infinite or NaN) under delayed
+    scaling; saturated, underflowed and nonfinite elements for the passes under te.record_numerics().
+    """
+    found = {}
+    for name, child in module.named_modules():
+        if hasattr(child, "fp8_numerics"):
+            figures = child.fp8_numerics()
+            if figures:
+                found[name] = figures
+    return found
+
+
+class _Within:
+    """What a checkpointed function runs in, the first time and, as often as needed, again."""
+
+    def __init__(self, region: Region, recomputing: bool):
+        self.region, self.recomputing = region, recomputing
+        self.kernel = attention_kernel.current  # the same attention again, wherever the backward pass is called
+        self.outer: list[tuple[Region, str | None]] = []
+
+    def __enter__(self) -> None:
+        global current
+        self.outer.append((current, attention_kernel.current))
+        current, attention_kernel.current = self.region, self.kernel
+        assert current.scales is not None
+        current.scales.recomputing, current.scales.next = self.recomputing, 0
+
+    def __exit__(self, *error: object) -> None:
+        global current
+        current, attention_kernel.current = self.outer.pop()
+
+
+def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """function(*args, **kwargs) without keeping its activations: the backward pass computes them again, in the same FP8.
+
+    The recomputation runs under the autocast of this call and casts with the very scales of the first time; amaxes are
+    gathered once. Takes torch.utils.checkpoint's own keyword arguments besides use_reentrant, which is False.
+    """
+    if kwargs.pop("use_reentrant", False):
+        raise ValueError(
+            "te.checkpoint has use_reentrant=False only: the reentrant kind hides its inputs from autograd"
+        )
+
+    def contexts() -> tuple[Any, Any]:
+        region = replace(current, scales=Scales(current.scales))
+        return _Within(region, False), _Within(region, True)
+
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -1,0 +1,115 @@
+"""Rivals that build the GPT layer of Transformer Engine's quickstart, one file each: LAYER in NAME.py.
+
+Shapes: x (s, b, h) -> (s, b, h), s positions, b batch, h hidden. All take the weights of plain.py by its names, so that
+their outputs and gradients can be compared.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_bench import plugins
+from te_bench.kernels.attention import Problem
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerConfig:
+    """What a rival is asked to build and to run in. precision "fp8": parameters in bf16, GEMMs as `recipe` says.
+
+    mask: "full" or "causal". settings: fields of the recipe that differ from its defaults.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    sequence: int
+    batch: int
+    dropout: float
+    mask: str
+    attention: str
+    precision: str
+    device: str
+    recipe: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
+        return DTYPES[{"fp8": "bf16"}.get(self.precision, self.precision)]
+
+    @property
+    def causal(self) -> bool:
+        return self.mask == "causal"
+
+    @property
+    def attention_problem(self) -> Problem:
+        return Problem(
+            batch=self.batch,
+            heads=self.heads,
+            length=self.sequence,
+            head_dim=self.hidden // self.heads,
+            dtype=next(name for name, dtype in DTYPES.items() if dtype is self.dtype),
+            causal=self.causal,
+            dropout=self.dropout,
+            device=self.device,
+            capability=torch.cuda.get_device_capability() if self.device == "cuda" else None,
+        )
+
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def no_context(p: LayerConfig) -> Context:
+    return contextlib.nullcontext
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """One rival.
+
+    build(p): the layer on torch's default device, in p.dtype; its forward takes x alone. unsupported(p): why it can't, or
+    None; attention's own reasons are asked for elsewhere. context(p)(): what each forward pass runs in, its backward pass
+    outside. names: plain.py's parameter -> this layer's, where they differ. numerics: whether te.numerics knows it.
+    own_attention: it calls attention kernels through operators of its own, which torch's profiler has no names for.
+    """
+
+    build: Callable[[LayerConfig], nn.Module]
+    unsupported: Callable[[LayerConfig], str | None]
+    context: Callable[[LayerConfig], Context] = no_context
+    names: Mapping[str, str] = field(default_factory=dict)
+    numerics: bool = False
+    own_attention: bool = False
+
+
+def names() -> list[str]:
+    return plugins.names(__name__)
+
+
+def load(name: str) -> Layer:
+    """The rival in NAME.py. Raises ValueError for an unknown name."""
+    layer = plugins.load(__name__, name, "LAYER")
+    assert isinstance(layer, Layer)
+    return layer
+
+
+@torch.no_grad()
+def load_weights(layer: Layer, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy the plain layer's weights into a rival's parameters, every one of which they must name."""
+    own = dict(module.named_parameters())
+    wanted = {layer.names.get(name, name): value for name, value in weights.items()}
+    assert own.keys() == wanted.keys(), f"parameters without a name in plain.py: {sorted(own.keys() ^ wanted.keys())}"
+    for name, value in wanted.items():
+        own[name].copy_(value)
+
+
+def plain_gradients(layer: Layer, module: nn.Module, plain: Iterable[str]) -> dict[str, Tensor | None]:
+    """The gradients of a rival's parameters by the plain layer's names, which `plain` lists."""
+    own = dict(module.named_parameters())
+    return {name: own[layer.names.get(name, name)].grad for name in plain}

@@ -1,0 +1,39 @@
+"""te.TransformerLayer: the quickstart's fourth step and, with a recipe, its fifth."""
+
+from torch import nn
+
+import te_bench.models as te
+from te_bench.models.layer import Layer, LayerConfig, _te
+
+
+def build(p: LayerConfig) -> nn.Module:
+    # One QKV weight, its rows by head as the plain layer has them.
+    return te.TransformerLayer(
+        p.hidden,
+        p.ffn,
+        p.heads,
+        hidden_dropout=p.dropout,
+        attention_dropout=p.dropout,
+        self_attn_mask_type="causal" if p.causal else "no_mask",
+        fuse_qkv_params=True,
+        params_dtype=p.dtype,
+    )
+
+
+#: Transformer Engine's parameter names, which are te_bench's too.
+NAMES = {
+    "ln1.weight": "self_attention.layernorm_qkv.layer_norm_weight",
+    "ln1.bias": "self_attention.layernorm_qkv.layer_norm_bias",
+    "qkv_projection.weight": "self_attention.layernorm_qkv.weight",
+    "qkv_projection.bias": "self_attention.layernorm_qkv.bias",
+    "projection.weight": "self_attention.proj.weight",
+    "projection.bias": "self_attention.proj.bias",
+    "ln2.weight": "layernorm_mlp.layer_norm_weight",
+    "ln2.bias": "layernorm_mlp.layer_norm_bias",
+    "mlp.linear1.weight": "layernorm_mlp.fc1_weight",
+    "mlp.linear1.bias": "layernorm_mlp.fc1_bias",
+    "mlp.linear2.weight": "layernorm_mlp.fc2_weight",
+    "mlp.linear2.bias": "layernorm_mlp.fc2_bias",
+}
+
+LAYER = Layer(build=build, unsupported=_te.unsupported, context=_te.context, names=NAMES, numerics=True)

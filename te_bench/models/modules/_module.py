@@ -1,0 +1,273 @@
+"""What the FP8 modules share: their recipe state, its way into and out of state dicts, weight caches and counters."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from te_bench.kernels.quantize import Quantized
+from te_bench.models import fp8
+from te_bench.models.recipe import Recipe, Slot
+
+Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe it was cast by
+NOT_KEPT: Kept = (None, None)
+PREFIX = "fp8_"  # of recipe state in a state dict
+ROLES = ("input", "weight", "grad_output")
+COUNTS = ("saturated", "underflowed", "nonfinite")  # in the order of kernels.quantize
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Transformer Engine's arguments that te_bench has no machinery for, with the defaults that ask for nothing.
+ABSENT: Mapping[str, Any] = {
+    "sequence_parallel": False,
+    "fuse_wgrad_accumulation": False,
+    "tp_group": None,
+    "tp_size": 1,
+    "get_rng_state_tracker": None,
+    "rng_tracker_name": None,
+    "parallel_mode": None,
+    "return_layernorm_output_gathered": False,
+    "ub_overlap_ag": False,
+    "ub_overlap_rs": False,
+    "ub_overlap_rs_dgrad": False,
+    "ub_overlap_ag_fprop": False,
+    "ub_overlap_rs_fprop": False,
+    "ub_overlap_ag_dgrad": False,
+    "ub_bulk_dgrad": False,
+    "ub_bulk_wgrad": False,
+    "ub_tp_comm_overlap": False,
+    "ub_name": None,
+    "delay_wgrad_compute": False,
+    "save_original_input": False,
+    "symmetric_ar_type": None,
+    "set_parallel_mode": False,
+    "seq_length": None,
+    "micro_batch_size": None,
+    "fp8_output": False,
+    "fp8_grad": False,
+    "drop_path_rate": 0.0,
+    "inference_params": None,
+}
+
+
+def reject_absent(where: str, given: Mapping[str, Any]) -> None:
+    """Raise TypeError for an unknown argument, ValueError for one of Transformer Engine's that asks for what we lack."""
+    for name, value in given.items():
+        if name not in ABSENT:
+            raise TypeError(f"{where} got an unexpected argument {name!r}")
+        if value != ABSENT[name]:
+            raise ValueError(f"{where}: te_bench has no {name}; leave it at {ABSENT[name]!r}, got {value!r}")
+
+
+def factory(device: torch.device | str | None, params_dtype: torch.dtype | None) -> dict[str, Any]:
+    """device and dtype of new parameters: as in Transformer Engine the GPU where there is one, unless told otherwise."""
+    if device is None:
+        chosen = torch.get_default_device()
+        device = "cuda" if chosen.type == "cpu" and torch.cuda.is_available() else chosen
+    return {"device": torch.device(device), "dtype": params_dtype or torch.get_default_dtype()}
+
+
+def default_init(weight: Tensor) -> Tensor:
+    """N(0, 0.023): Transformer Engine's, not torch.nn.Linear's."""
+    return nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+class Gemms(NamedTuple):
+    """The three GEMMs of one weight (N, K) under a recipe, for x (M, K): fprop x W^T, dgrad dy W, wgrad dy^T x."""
+
+    recipe: Recipe
+    input: Slot
+    weight: Slot
+    grad_output: Slot
+
+    def quantize(
+        self, x: Tensor, role: str, *, rowwise: bool, columnwise: bool, total: Tensor | None = None
+    ) -> Quantized:
+        slot = getattr(self, role)
+        return self.recipe.quantize(x, role, slot, rowwise=rowwise, columnwise=columnwise, column_sum=total)
+
+    def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        return self.recipe.gemm(x.data, x.scale_inv, w.data, w.scale_inv, "fprop", dtype, bias)
+
+    def dgrad(self, g: Quantized, w_t: Tensor, w_scale_inv_t: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.recipe.gemm(g.data, g.scale_inv, w_t, w_scale_inv_t, "dgrad", dtype)
+
+    def wgrad(self, g: Quantized, x_t: Tensor, x_scale_inv_t: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.recipe.gemm(g.data_t, g.scale_inv_t, x_t, x_scale_inv_t, "wgrad", dtype)
+
+
+class Fp8Module(nn.Module):
+    """A module with GEMMs of its own. Its FP8 state is plain float32 tensors under `fp8_*` in the state dict."""
+
+    def __init__(self, gemms: int) -> None:
+        super().__init__()
+        self._n_gemms = gemms
+        self._state: Any = None
+        self._loaded: dict[str, Tensor] = {}  # from a state dict, until the recipe is known
+        self._counts: dict[tuple[str, int], Tensor] = {}
+        self._cached: list[Kept] = [NOT_KEPT] * gemms
+        self._usual: dict[tuple[int, bool], Gemms] = {}  # what gemms() answers, until the state is another one
+
+    def gemms(self, gemm: int = 0) -> Gemms:
+        """The GEMMs of weight number `gemm` under the present autocast."""
+        region = fp8.current
+        recipe = region.recipe
+        assert recipe is not None
+        if not region.unusual and not torch.compiler.is_compiling():
+            key = gemm, torch.is_grad_enabled()
+            usual = self._usual.get(key)
+            if usual is None or usual.recipe is not recipe:
+                self._prepare()
+                usual = self._usual[key] = Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
+            return usual
+        self._prepare()
+        if self._state is None and not region.numerics:
+            return Gemms(recipe, _NOTHING, _NOTHING, _NOTHING)
+        return Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
+
+    # What torch.compile traces begins with a state: it would else be made anew by every run of the compiled code.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _prepare(self) -> None:
+        """Have the state that the present autocast's recipe keeps, and counters where it counts."""
+        recipe = fp8.current.recipe
+        counting = fp8.current.numerics and not self._counts
+        if not counting and (recipe is None or (self._state is not None and self._state.recipe is recipe)):
+            return
+        device = next(self.parameters()).device
+        if counting:
+            keys = itertools.product(ROLES, range(self._n_gemms))
+            self._counts = {key: torch.zeros(3, dtype=torch.int64, device=device) for key in keys}
+        if recipe is None or (self._state is not None and self._state.recipe is recipe):
+            return
+        state = recipe.make_state(self._n_gemms, device)
+        if state is None:
+            return
+        if self._loaded:
+            state.load(self._loaded)
+            self._loaded = {}
+        self._state = state
+        self._usual.clear()
+        fp8.register(state)
+
+    def _slot(self, role: str, gemm: int) -> Slot:
+        region = fp8.current
+        counts = self._counts[role, gemm] if region.numerics else None
+        if self._state is None or self._state.recipe is not region.recipe:
+            return Slot(counts=counts)
+        scale, amax = self._state.slot(role, gemm)
+        if role != "grad_output":
+            if region.scales is not None:
+                scale = region.scales.through(scale)
+            if not torch.is_grad_enabled() or (region.scales is not None and region.scales.replaying):
+                amax = None  # an evaluation leaves no trace in the training's scales; a recomputation none twice
+        return Slot(scale, amax, counts)
+
+    def quantized_weight(
+        self, gemms: Gemms, weight: Tensor, gemm: int, is_first_microbatch: bool | None, *, columnwise: bool
+    ) -> Quantized:
+        """The weight in FP8: made anew (None), made and kept (True), or as it was kept (False)."""
+        if is_first_microbatch is False:
+            recipe, kept = self._cached[gemm]
+            if kept is None or recipe is not gemms.recipe:
+                raise ValueError(
+                    "is_first_microbatch=False, but no FP8 weight is kept: call the first micro-batch with "
+                    "is_first_microbatch=True, under the same autocast"
+                )
+            return kept
+        # Detached: the amax is written to outside of an autograd.Function, and the state must not hold on to a graph.
+        both = columnwise or is_first_microbatch is True
+        made = gemms.quantize(weight.detach(), "weight", rowwise=True, columnwise=both)
+        if is_first_microbatch:
+            self._cached[gemm] = gemms.recipe, made
+        return made
+
+    def calibrate(self, gemm: int, x: Tensor, weight: Tensor) -> None:
+        """Gather amaxes for a recipe that keeps state, while the module computes in high precision."""
+        gemms = self.gemms(gemm)
+        for slot, tensor in ((gemms.input, x), (gemms.weight, weight)):
+            if slot.amax is not None and tensor.numel():
+                slot.amax.copy_(torch.maximum(slot.amax, tensor.detach().abs().amax().float()))
+
+    def fp8_numerics(self) -> dict[str, dict[str, float]]:
+        """{tensor: figures} for te.numerics; tensors are "input", "weight", "grad_output", "fc1.input" and so on."""
+        found: dict[str, dict[str, float]] = {}
+        for gemm, role in itertools.product(range(self._n_gemms), ROLES):
+            figures: dict[str, float] = {} if self._state is None else self._state.figures(role, gemm)
+            if (role, gemm) in self._counts:
+                figures |= dict(zip(COUNTS, self._counts[role, gemm].tolist(), strict=True))
+            if figures:
+                found[role if self._n_gemms == 1 else f"fc{gemm + 1}.{role}"] = figures
+        return found
+
+    def reset_fp8(self) -> None:
+        """Forget scales, histories, kept weights and counters: the next step is a first one."""
+        self._state, self._loaded, self._counts = None, {}, {}
+        self._cached = [NOT_KEPT] * self._n_gemms
+        self._usual.clear()
+
+    def check_input(self, x: Tensor, features: int, weight: Tensor) -> None:
+        """Raise ValueError, naming the value, for an input that this module cannot take."""
+        if x.dim() and x.shape[-1] == features and x.device == weight.device and x.dtype in FLOATS:
+            return
+        name = type(self).__name__
+        if x.dim() < 1 or x.shape[-1] != features:
+            raise ValueError(f"{name}: the input's last dimension must be {features}, got shape {tuple(x.shape)}")
+        if x.device != weight.device:
+            raise ValueError(f"{name}: the input is on {x.device}, the parameters on {weight.device}: move one of them")
+        if not x.is_floating_point():
+            raise ValueError(f"{name}: the input must be floating point, got {x.dtype}")
+        if fp8.current.enabled and x.dtype not in FLOATS and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"{name}: FP8 takes float32, bfloat16 or float16, got {x.dtype}")
+
+    # ---- state dict: plain tensors, loadable with weights_only=True
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        tensors = self._loaded if self._state is None else self._state.tensors()
+        for name, tensor in tensors.items():
+            destination[f"{prefix}{PREFIX}{name}"] = tensor.detach().clone()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Transformer Engine's pickled recipe state: nothing is unpickled, scales begin afresh.
+        state_dict.pop(f"{prefix}_extra_state", None)
+        names = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+        found = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in names}
+        saved = {name: tensor.detach().clone() for name, tensor in found.items() if tensor is not None}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._cached = [NOT_KEPT] * self._n_gemms
+        if not saved:
+            return
+        if self._state is None:
+            self._loaded = saved
+        else:
+            self._state.load(saved)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._cached = [NOT_KEPT] * self._n_gemms
+        self._usual.clear()
+        if self._state is not None:
+            self._state.to(fn(torch.empty(0, device=self._state.forward.scale.device)).device)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle: the copy keeps the scales as if it had loaded them."""
+        loaded = self._loaded if self._state is None else self._state.tensors()
+        copied = {name: tensor.detach().clone() for name, tensor in loaded.items()}
+        return {**self.__dict__, "_state": None, "_loaded": copied, "_cached": [NOT_KEPT] * self._n_gemms, "_usual": {}}
+
+
+_NOTHING = Slot()
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a module computes in: torch.autocast's dtype where that is on, else the input's."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def flatten(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (..., K) as a contiguous (M, K) of `dtype`; x itself where it is one."""
+    x = x if x.dtype is dtype else x.to(dtype)
+    return x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, x.shape[-1]).contiguous()

@@ -1,0 +1,232 @@
+"""MultiheadAttention: projections around DotProductAttention, over heads that may share keys and values.
+
+Shapes: s positions, b batch, h heads, g groups of heads that share a key and a value, d features of a head.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_bench.models.modules import attention_mask
+from te_bench.models.modules.attention_mask import MaskTensor, Window
+from te_bench.models.modules.dot_product_attention import DotProductAttention, check_format, check_heads, reject
+from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
+from te_bench.models.modules.layernorm_linear import LayerNormLinear
+from te_bench.models.modules.linear import Linear
+from te_bench.models.modules.rotary import apply_rotary_pos_emb
+
+__all__ = ["DotProductAttention", "MultiheadAttention"]
+
+
+class L2Normalization(nn.Module):
+    """y = x / sqrt(sum(x^2) + eps) over the last dimension, computed in float32 at least."""
+
+    def __init__(self, eps: float):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class MultiheadAttention(nn.Module):
+    """Projections to query, key and value, attention over heads, projection back: (s, b, hidden) -> (s, b, hidden).
+
+    input_layernorm normalises the input first; attention_type "cross" takes keys and values from encoder_output. Without
+    fuse_qkv_params the weights of query, key and value are parameters of their own; with it they are one, whose rows are
+    grouped by head (qkv_weight_interleaved) or by query, key, value. Arguments, defaults and parameter names are
+    Transformer Engine's, those after window_size by name only. Raises ValueError for what te_bench has not.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        *,
+        num_gqa_groups: int | None = None,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        **others: Any,
+    ):
+        super().__init__()
+        where = "MultiheadAttention"
+        reject(where, others)
+        groups = check_heads(where, num_attention_heads, num_gqa_groups, attention_type, attention_dropout)
+        if kv_channels is None and hidden_size % num_attention_heads:
+            raise ValueError(f"{where}: hidden_size={hidden_size} is not a multiple of {num_attention_heads} heads")
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.channels = kv_channels or hidden_size // num_attention_heads
+        self.features_q, self.features_kv = self.channels * num_attention_heads, self.channels * groups
+        self.qkv_format = check_format(where, qkv_format)
+        self.attn_mask_type, self.window_size = attention_mask.check_type(attn_mask_type), window_size
+        attention_mask.check_window(self.attn_mask_type, window_size)
+        self.attention_type, self.input_layernorm, self.name = attention_type, input_layernorm, name
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output and input_layernorm
+        self.interleaved = fuse_qkv_params and qkv_weight_interleaved
+        self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
+        common: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device}
+        self._make_projections(
+            hidden_size,
+            not fuse_qkv_params,
+            {**common, "init_method": init_method},
+            {
+                "eps": layernorm_epsilon,
+                "normalization": normalization,
+                "zero_centered_gamma": zero_centered_gamma,
+                "return_layernorm_output": return_layernorm_output,
+            },
+        )
+        self.q_norm, self.k_norm = self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            self.channels,
+            num_gqa_groups=groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            layer_number=layer_number,
+            attention_type=attention_type,
+        )
+        self.proj = Linear(
+            self.features_q, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common
+        )
+
+    def _make_projections(self, hidden: int, split: bool, linear: dict[str, Any], norm: dict[str, Any]) -> None:
+        """layernorm_qkv or qkv; for cross attention layernorm_query or query_layer, and key_value."""
+        q, kv = self.features_q, self.features_kv
+        if self.attention_type == "self":
+            parts: Any = {"query": q, "key": kv, "value": kv} if split else None
+            if self.input_layernorm:
+                self.layernorm_qkv = LayerNormLinear(hidden, q + 2 * kv, parameters_split=parts, **norm, **linear)
+            else:
+                self.qkv = Linear(hidden, q + 2 * kv, parameters_split=parts, **linear)
+            return
+        if self.input_layernorm:
+            parts = ("query",) if split else None
+            self.layernorm_query = LayerNormLinear(hidden, q, parameters_split=parts, **norm, **linear)
+        else:
+            self.query_layer = Linear(hidden, q, **linear)
+        self.key_value = Linear(hidden, 2 * kv, parameters_split=("key", "value") if split else None, **linear)
+
+    def _make_qk_norms(self, kind: str | None, eps: float, device: Any, dtype: Any) -> tuple[Any, Any]:
+        if kind is None:
+            return None, None
+        if kind == "L2Normalization":
+            shared = L2Normalization(eps)
+            return shared, shared
+        norms = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+        if kind not in norms:
+            raise ValueError(f"qk_norm_type={kind!r} is not possible: None, L2Normalization, LayerNorm or RMSNorm")
+        options = {"device": device, "params_dtype": dtype}
+        return norms[kind](self.channels, eps, **options), norms[kind](self.channels, eps, **options)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: MaskTensor = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        *,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        **others: Any,
+    ) -> Any:
+        """The output, then proj's bias with return_bias, then norm(input) with return_layernorm_output; a tuple if several.
+
+        rotary_pos_emb: the angles of RotaryPositionEmbedding for queries and keys, or a pair of them.
+        """
+        if others:
+            reject("MultiheadAttention.forward", others)
+        q, k, v, normed = self._project(hidden_states, encoder_output, is_first_microbatch)
+        if self.q_norm is not None and self.qk_norm_before_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary_pos_emb is not None:
+            pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+            q, k = (
+                apply_rotary_pos_emb(x, freqs, self.qkv_format, interleaved=self.rotary_pos_interleaved)
+                for x, freqs in zip((q, k), pair, strict=True)
+            )
+        if self.q_norm is not None and not self.qk_norm_before_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
+        context = self.core_attention(
+            q,
+            k,
+            v,
+            attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            window_size=self.window_size if window_size is None else window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+        )
+        out = self.proj(context, is_first_microbatch=is_first_microbatch)
+        outputs = tuple(out) if self.return_bias else (out,)
+        outputs += (normed,) if self.return_layernorm_output else ()
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _project(
+        self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """query, key, value with a dimension for heads, and norm(x) where the layer returns it."""
+        if x.dim() != 3:
+            raise ValueError(f"MultiheadAttention: hidden_states must have 3 dimensions, got {tuple(x.shape)}")
+        crossed = self.attention_type == "cross"
+        if crossed != (encoder_output is not None):
+            raise ValueError("MultiheadAttention: encoder_output is for attention_type='cross', and needed there")
+        first: Linear | LayerNormLinear
+        if self.input_layernorm:
+            first = self.layernorm_query if crossed else self.layernorm_qkv
+        else:
+            first = self.query_layer if crossed else self.qkv
+        projected = first(x, is_first_microbatch=is_first_microbatch)
+        mixed, normed = projected if self.return_layernorm_output else (projected, None)
+        if not crossed:
+            q, k, v = self._split(mixed, self.num_attention_heads // self.num_gqa_groups)
+            return q, k, v, normed
+        kv = self.key_value(encoder_output, is_first_microbatch=is_first_microbatch)
+        _, k, v = self._split(kv, 0)
+        return mixed.view(*mixed.shape[:2], self.num_attention_heads, self.channels), k, v, normed
+
+    def _split(self, mixed: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+        """queries, keys and values, (.., heads, d): `queries` of the first for each key, by groups if interleaved."""
+        groups, d = self.num_gqa_groups, self.channels
+        if self.interleaved:
+            grouped = mixed.view(*mixed.shape[:2], groups, queries + 2, d)
+            q, k, v = grouped.split((queries, 1, 1), dim=-2)
+            return tuple(x.reshape(*mixed.shape[:2], -1, d) for x in (q, k, v))
+        q, k, v = mixed.split((queries * groups * d, groups * d, groups * d), dim=-1)
+        return tuple(x.unflatten(-1, (-1, d)) for x in (q, k, v))

@@ -1,0 +1,259 @@
+"""DotProductAttention: attention without parameters, by whichever kernel attention_kernel picks.
+
+Shapes: s positions, b batch, h heads, g groups of heads that share a key and a value, d features of a head (e of a value).
+**True in a mask hides**; attention_mask.py says what the mask types mean.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from te_bench.kernels.attention import Problem, attend
+from te_bench.models.modules import attention_kernel, attention_mask
+from te_bench.models.modules._module import compute_dtype, reject_absent
+from te_bench.models.modules.attention_kernel import Report
+from te_bench.models.modules.attention_mask import MaskTensor, Sizes, Window
+
+DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+#: Transformer Engine's arguments of attention alone that te_bench has no machinery for, with what asks for nothing.
+ABSENT: Mapping[str, tuple[Any, ...]] = {
+    "cp_group": (None,),
+    "cp_global_ranks": (None,),
+    "cp_stream": (None,),
+    "cp_comm_type": ("p2p",),
+    "softmax_type": ("vanilla",),
+    "return_max_logit": (False, None),
+    "cu_seqlens_q_padded": (None,),
+    "cu_seqlens_kv_padded": (None,),
+    "core_attention_bias_type": ("no_bias",),
+    "core_attention_bias": (None,),
+    "alibi_slopes": (None,),
+    "fast_zero_fill": (True, False),
+    "inference_params": (None,),
+    "pad_between_seqs": (None, False),
+    "bf16_backward": (False, None),
+    "num_splits": (1, None),
+    "score_mod": (None,),
+    "score_mod_bprop": (None,),
+    "score_mod_tensors": (None,),
+    "score_mod_bprop_tensors": (None,),
+    "qkv_layer": (None,),
+    "kv_layer": (None,),
+}
+
+
+def reject(where: str, given: Mapping[str, Any]) -> None:
+    """reject_absent for the arguments of attention too."""
+    for name, value in given.items():
+        if name not in ABSENT:
+            reject_absent(where, {name: value})
+        elif not any(value is harmless or value == harmless for harmless in ABSENT[name]):
+            raise ValueError(f"{where}: te_bench has no {name}; leave it at {ABSENT[name][0]!r}, got {value!r}")
+
+
+def _read_capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+_capability = torch.compiler.assume_constant_result(_read_capability)  # Dynamo asks once, while it traces
+
+
+def check_format(where: str, qkv_format: str) -> str:
+    if qkv_format not in ("sbhd", "bshd"):
+        raise ValueError(f"{where}: qkv_format={qkv_format!r} is not possible: sbhd or bshd (te_bench has no thd)")
+    return qkv_format
+
+
+def check_heads(where: str, heads: int, groups: int | None, attention_type: str, dropout: float) -> int:
+    """The number of groups. Raises ValueError for what no attention can be."""
+    groups = heads if groups is None else groups
+    if heads < 1 or groups < 1 or heads % groups:
+        raise ValueError(f"{where}: num_attention_heads={heads} must be a multiple of num_gqa_groups={groups}")
+    if attention_type not in ("self", "cross"):
+        raise ValueError(f"{where}: attention_type={attention_type!r} is not possible: self or cross")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"{where}: attention_dropout={dropout} must be at least 0 and less than 1")
+    return groups
+
+
+class DotProductAttention(nn.Module):
+    """softmax(scale Q K^T, masked) V for query (s, b, h, d), key (t, b, g, d), value (t, b, g, e) -> (s, b, h e).
+
+    "bshd": (b, s, h, d) and so on -> (b, s, h e). kv_channels: d, or (d, e); softmax_scale defaults to d^-1/2. A query that
+    sees no key, padding among them, gives 0 and has gradient 0. Masks and windows: attention_mask.py. Attention dropout
+    draws from torch's generator. Arguments and defaults are Transformer Engine's, those after bottom_right_diagonal by
+    name only. Raises ValueError for what te_bench has not: thd, biases, context parallelism, KV caches.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        *,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        name: str | None = None,
+        **others: Any,
+    ):
+        super().__init__()
+        where = "DotProductAttention"
+        reject(where, others)
+        groups = check_heads(where, num_attention_heads, num_gqa_groups, attention_type, attention_dropout)
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.head_dim_qk, self.head_dim_v = (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
+        self.attention_dropout, self.attention_type = attention_dropout, attention_type
+        self.qkv_format = check_format(where, qkv_format)
+        self.attn_mask_type = attention_mask.check_type(attn_mask_type)
+        attention_mask.check_window(self.attn_mask_type, window_size)
+        self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
+        self.layer_number, self.name = 1 if layer_number is None else layer_number, name
+        self.softmax_scale = 1 / math.sqrt(self.head_dim_qk) if softmax_scale is None else softmax_scale
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for key in ("_extra_state", "fused_attention._extra_state"):  # Transformer Engine's, of FP8 attention
+            state_dict.pop(prefix + key, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: MaskTensor = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        *,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        **others: Any,
+    ) -> Tensor:
+        """The context. attention_mask counts only where the mask type has padding or arbitrary in its name.
+
+        None takes what the constructor was given. checkpoint_core_attention computes attention again in the backward pass.
+        """
+        if others:
+            reject("DotProductAttention.forward", others)
+        layout = self._layout(qkv_format)
+        q, k, v = self._inputs(query_layer, key_layer, value_layer, layout)
+        self._check_lengths(q, k, max_seqlen_q, max_seqlen_kv)
+        causal, mask = self._mask(
+            q, k, attention_mask, (cu_seqlens_q, cu_seqlens_kv), attn_mask_type, window_size, bottom_right_diagonal
+        )
+        problem = self._problem(q, k, v, causal, mask)
+        if q.numel() == 0 or k.shape[2] == 0:  # kernels refuse it; 0 x inputs keeps the graph of an empty batch
+            out = (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(*q.shape[:3], v.shape[-1])
+        else:
+            backend = attention_kernel.backend(attention_kernel.choose(problem))
+            run = partial(attend, backend, causal=causal, scale=self.softmax_scale, dropout=problem.dropout, mask=mask)
+            out = checkpoint(run, q, k, v, use_reentrant=False) if checkpoint_core_attention else run(q, k, v)
+        context = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.transpose(1, 2)
+        return context.flatten(2)
+
+    def backend_report(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **options: Any) -> Report:
+        """Which backend forward would run with these arguments, and why the others can't; computes nothing."""
+        q, k, v = self._inputs(query_layer, key_layer, value_layer, self._layout(options.get("qkv_format")))
+        lengths = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
+        names = ("attn_mask_type", "window_size", "bottom_right_diagonal")
+        asked = [options.get(name) for name in names]
+        causal, mask = self._mask(q, k, options.get("attention_mask"), lengths, *asked)
+        return attention_kernel.report(self._problem(q, k, v, causal, mask))
+
+    def _layout(self, qkv_format: str | None) -> str:
+        return self.qkv_format if qkv_format is None else check_format("DotProductAttention.forward", qkv_format)
+
+    def _inputs(self, query: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, H, T, D), (B, G, S, D), (B, G, S, E): views, in torch.autocast's dtype where it is on."""
+        heads = {
+            "query": (self.num_attention_heads, self.head_dim_qk),
+            "key": (self.num_gqa_groups, self.head_dim_qk),
+            "value": (self.num_gqa_groups, self.head_dim_v),
+        }
+        for (name, wanted), x in zip(heads.items(), (query, key, value), strict=True):
+            if x.dim() != 4 or tuple(x.shape[2:]) != wanted:
+                raise ValueError(
+                    f"DotProductAttention: {name}_layer must be {layout} with {wanted[0]} heads of {wanted[1]}, "
+                    f"got {tuple(x.shape)}"
+                )
+            if x.dtype != query.dtype or x.device != query.device or x.dtype not in DTYPES:
+                raise ValueError(
+                    f"DotProductAttention: {name}_layer is {x.dtype} on {x.device}, query_layer {query.dtype} on "
+                    f"{query.device}: one of {', '.join(map(str, DTYPES))} and one device for all"
+                )
+        order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
+        dtype = compute_dtype(query)
+        q, k, v = (x.permute(order).to(dtype) for x in (query, key, value))
+        if k.shape[0] != q.shape[0] or v.shape[:3] != k.shape[:3]:
+            raise ValueError(
+                f"DotProductAttention: query_layer {tuple(query.shape)}, key_layer {tuple(key.shape)} and value_layer "
+                f"{tuple(value.shape)} differ in batch or keys ({layout})"
+            )
+        return q, k, v
+
+    def _check_lengths(self, q: Tensor, k: Tensor, rows: int | None, keys: int | None) -> None:
+        for name, given, length in (("max_seqlen_q", rows, q.shape[2]), ("max_seqlen_kv", keys, k.shape[2])):
+            if given is not None and given != length:
+                raise ValueError(f"{name}={given} must be the tensors' {length}: te_bench has no thd")
+
+    def _mask(
+        self,
+        q: Tensor,
+        k: Tensor,
+        given: MaskTensor,
+        cu_seqlens: tuple[Tensor | None, Tensor | None],
+        attn_mask_type: str | None,
+        window_size: Window | None,
+        bottom_right_diagonal: bool | None,
+    ) -> tuple[bool, Tensor | None]:
+        return attention_mask.build(
+            self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2]),
+            q.device,
+            attention_mask=given,
+            cu_seqlens=cu_seqlens,
+            window_size=self.window_size if window_size is None else window_size,
+            bottom_right_diagonal=(
+                self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+            ),
+        )
+
+    def _problem(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> Problem:
+        batch, heads, length, head_dim = q.shape
+        return Problem(
+            batch=batch,
+            heads=heads,
+            length=length,
+            head_dim=head_dim,
+            dtype=DTYPES[q.dtype],
+            causal=causal and mask is None,  # attend folds the one into the other
+            dropout=self.attention_dropout if self.training else 0.0,
+            device=q.device.type,
+            capability=_capability(q.device.index) if q.is_cuda else None,
+            kv_heads=k.shape[1],
+            kv_length=k.shape[2],
+            v_head_dim=v.shape[-1],
+            mask=mask is not None,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}, channels={self.head_dim_qk}, "
+            f"mask={self.attn_mask_type}, format={self.qkv_format}"
+        )

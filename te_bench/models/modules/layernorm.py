@@ -1,0 +1,128 @@
+"""LayerNorm and RMSNorm, alone and as functions that the fused modules share."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_bench.kernels.norm import Backend
+from te_bench.kernels.norm import reference as norm_reference
+from te_bench.kernels.norm import triton as norm_triton
+from te_bench.models.modules._module import compute_dtype, factory, reject_absent
+
+KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+
+def backend(x: Tensor) -> Backend:
+    return norm_triton.BACKEND if x.is_cuda else norm_reference.BACKEND
+
+
+def check_normalization(normalization: str) -> str:
+    """The kernels' name of a normalization. Raises ValueError for an unknown one."""
+    if normalization not in KINDS:
+        raise ValueError(f"normalization={normalization!r} is not possible: {' or '.join(KINDS)}")
+    return KINDS[normalization]
+
+
+class _Norm(torch.autograd.Function):
+    """x (M, N) -> (M, N) by the fused kernels; statistics are kept instead of the output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, kind: str
+    ) -> Tensor:
+        y, mean, rstd = backend(x).forward(x, weight, bias, eps=eps, zero_centered_gamma=zero_centered, kind=kind)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.settings = zero_centered, kind
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        zero_centered, kind = ctx.settings
+        dx, dw, db = backend(x).backward(
+            dy.contiguous(), x, weight, mean, rstd, zero_centered_gamma=zero_centered, kind=kind
+        )
+        return dx, dw, db, None, None, None
+
+
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_centered_gamma: bool, kind: str
+) -> Tensor:
+    """The norm over the last dimension, in x's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses."""
+    if x.is_cuda and not torch.compiler.is_compiling() and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        y = _Norm.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias, eps, zero_centered_gamma, kind)
+        return y.view(x.shape)
+    gamma = (weight + 1 if zero_centered_gamma else weight).to(x.dtype)
+    if kind == "rmsnorm":
+        return F.rms_norm(x, weight.shape, gamma, eps)
+    return F.layer_norm(x, weight.shape, gamma, None if bias is None else bias.to(x.dtype), eps)
+
+
+class _NormModule(nn.Module):
+    kind: str
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int],
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ):
+        super().__init__()
+        reject_absent(type(self).__name__, others)
+        size = normalized_shape if isinstance(normalized_shape, int) else tuple(normalized_shape)[-1]
+        if not isinstance(normalized_shape, int) and len(tuple(normalized_shape)) != 1:
+            raise ValueError(f"{type(self).__name__}: one normalised dimension, got {tuple(normalized_shape)}")
+        self.normalized_shape, self.eps, self.zero_centered_gamma = (size,), eps, zero_centered_gamma
+        options = factory(device, params_dtype)
+        self.weight = nn.Parameter(torch.empty(size, **options))
+        self.bias = nn.Parameter(torch.empty(size, **options)) if self.kind == "layernorm" else None
+        self.reset_parameters()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine writes one, of nothing
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1:] != self.weight.shape:
+            raise ValueError(
+                f"{type(self).__name__}: the input's last dimension must be {self.normalized_shape[0]}, "
+                f"got shape {tuple(x.shape)}"
+            )
+        return normalize(
+            x.to(compute_dtype(x)),
+            self.weight,
+            self.bias,
+            eps=self.eps,
+            zero_centered_gamma=self.zero_centered_gamma,
+            kind=self.kind,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LayerNorm(_NormModule):
+    """y = (x - mean) / sqrt(var + eps) * gamma + beta over the last dimension; gamma is 1 + weight if zero_centered_gamma.
+
+    x (..., normalized_shape), float; parameters weight and bias. Raises ValueError for another last dimension.
+    """
+
+    kind = "layernorm"
+
+
+class RMSNorm(_NormModule):
+    """y = x / sqrt(mean(x^2) + eps) * gamma over the last dimension; gamma is 1 + weight if zero_centered_gamma."""
+
+    kind = "rmsnorm"

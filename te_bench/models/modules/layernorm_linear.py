@@ -1,0 +1,185 @@
+"""y = norm(x) W^T + b: the norm casts to FP8 in the same pass where the recipe knows the scale beforehand."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_bench.kernels.quantize import Quantized
+from te_bench.models import fp8
+from te_bench.models.modules._module import Fp8Module, Gemms, compute_dtype, default_init, factory, reject_absent
+from te_bench.models.modules.layernorm import backend, check_normalization, normalize
+from te_bench.models.modules.linear import Parts, linear_backward
+
+
+class Norm(NamedTuple):
+    """The settings of a norm."""
+
+    eps: float
+    zero_centered_gamma: bool
+    kind: str
+
+
+def norm_quantize(
+    gemms: Gemms, x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm, *, columnwise: bool, keep: bool
+) -> tuple[Quantized, Tensor | None, Tensor | None, Tensor]:
+    """norm(x) in FP8, norm(x) itself if `keep`, mean and rstd: in one pass where the recipe can, else in two."""
+    kernels = backend(x)
+    cast = None if keep else gemms.recipe.epilogue("input", gemms.input)
+    if cast is None:
+        y, mean, rstd = kernels.forward(x, gamma, beta, **norm._asdict())
+        q = gemms.quantize(y, "input", rowwise=True, columnwise=columnwise)
+        return q, y if keep else None, mean, rstd
+    q, mean, rstd = kernels.forward_quantized(
+        x,
+        gamma,
+        beta,
+        **norm._asdict(),
+        scale=cast.scale,
+        dtype=cast.dtype,
+        rowwise=True,
+        columnwise=columnwise,
+        amax=cast.amax,
+        counts=cast.counts,
+    )
+    return q, None, mean, rstd
+
+
+class _LayerNormLinear(torch.autograd.Function):
+    """x (M, K), gamma, beta (K,), weight (N, K), bias (N,) -> y (M, N), and norm(x) (M, K) if it is asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Norm,
+        gemms: Gemms,
+        w: Quantized,
+        keep: bool,
+    ) -> Any:
+        need_norm, need_dw = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
+        q, kept, mean, rstd = norm_quantize(gemms, x, gamma, beta, norm, columnwise=need_dw, keep=keep)
+        kept_w = (w.data_t, w.scale_inv_t) if need_norm else (None, None)
+        ctx.save_for_backward(x, gamma, mean, rstd, q.data_t, q.scale_inv_t, *kept_w)
+        ctx.gemms, ctx.norm = gemms, norm
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        y = gemms.fprop(q, w, x.dtype, bias)
+        return (y, kept) if keep else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dkept: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        x, gamma, mean, rstd, x_t, x_inv, w_t, w_inv = ctx.saved_tensors
+        gemms, norm, (w_dtype, b_dtype) = ctx.gemms, ctx.norm, ctx.dtypes
+        need_norm, need_dw, need_db = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3], ctx.needs_input_grad[4]
+        dn, dw, db = linear_backward(gemms, dy, x_t, x_inv, w_t, w_inv, (need_norm, need_dw, need_db), x.dtype, w_dtype)
+        dx = dgamma = dbeta = None
+        if dn is not None:
+            dn = dn if dkept is None else dn + dkept
+            settings = {"zero_centered_gamma": norm.zero_centered_gamma, "kind": norm.kind}
+            dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **settings)
+        return dx, dgamma, dbeta, dw, None if db is None else db.to(b_dtype), None, None, None, None
+
+
+class LayerNormLinear(Fp8Module):
+    """y = norm(x) W^T + b; x (..., in_features) -> (..., out_features) in torch.autocast's dtype, or x's.
+
+    Arguments, defaults and parameter names are Transformer Engine's. return_layernorm_output gives (y, norm(x));
+    return_bias (y without the bias, bias). Raises ValueError for what te_bench has not.
+    """
+
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        parameters_split: Iterable[str] | Mapping[str, int] | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        name: str | None = None,
+        **others: Any,
+    ):
+        super().__init__(gemms=1)
+        reject_absent("LayerNormLinear", others)
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias, self.return_bias, self.name = bias, return_bias, name
+        self.return_layernorm_output = return_layernorm_output
+        self.init_method = init_method or default_init
+        self.norm = Norm(eps, zero_centered_gamma, check_normalization(normalization))
+        options = factory(device, params_dtype)
+        register_norm(self, in_features, self.norm, options)
+        self.parts = Parts(parameters_split, out_features)
+        self.parts.register(self, in_features, bias, options)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        reset_norm(self, self.norm)
+        for weight, bias in zip(self.parts.weights, self.parts.biases, strict=True):
+            self.init_method(getattr(self, weight))
+            if self.use_bias:
+                nn.init.zeros_(getattr(self, bias))
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
+        """y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""
+        if others:
+            reject_absent("LayerNormLinear.forward", others)
+        weight, bias = self.parts.weight(self), self.parts.bias(self)
+        self.check_input(x, self.in_features, weight)
+        dtype = compute_dtype(x)
+        x = x.to(dtype)
+        added = None if self.return_bias or bias is None else bias
+        normed: Tensor | None
+        if not fp8.current.enabled:
+            normed = normalize(x, self.layer_norm_weight, self.layer_norm_bias, **self.norm._asdict())
+            if fp8.current.calibrating:
+                self.calibrate(0, normed, weight)
+            y = F.linear(normed, weight.to(dtype), None if added is None else added.to(dtype))
+        else:
+            y, normed = self._fp8(x, weight, added, is_first_microbatch)
+        extras = [bias] if self.return_bias else []
+        extras += [normed] if self.return_layernorm_output else []
+        return (y, *extras) if extras else y
+
+    def _fp8(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
+        gemms = self.gemms()
+        w = self.quantized_weight(gemms, weight, 0, is_first_microbatch, columnwise=torch.is_grad_enabled())
+        flat, keep = x.reshape(-1, self.in_features).contiguous(), self.return_layernorm_output
+        out = _LayerNormLinear.apply(
+            flat, self.layer_norm_weight, self.layer_norm_bias, weight, bias, self.norm, gemms, w, keep
+        )
+        y, normed = out if keep else (out, None)
+        return y.view(*x.shape[:-1], self.out_features), None if normed is None else normed.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+def register_norm(module: nn.Module, features: int, norm: Norm, options: dict[str, Any]) -> None:
+    """layer_norm_weight, and layer_norm_bias for a LayerNorm."""
+    bias = nn.Parameter(torch.empty(features, **options)) if norm.kind == "layernorm" else None
+    module.register_parameter("layer_norm_weight", nn.Parameter(torch.empty(features, **options)))
+    module.register_parameter("layer_norm_bias", bias)
+
+
+def reset_norm(module: Any, norm: Norm) -> None:
+    nn.init.constant_(module.layer_norm_weight, 0.0 if norm.zero_centered_gamma else 1.0)
+    if module.layer_norm_bias is not None:
+        nn.init.zeros_(module.layer_norm_bias)

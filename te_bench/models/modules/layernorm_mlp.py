@@ -1,0 +1,266 @@
+"""y = act(norm(x) W1^T + b1) W2^T + b2: the norm and the activation cast to FP8 in passing where the recipe allows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_bench import plugins
+from te_bench.kernels.activation import KINDS, Backend
+from te_bench.kernels.activation import reference as activation_reference
+from te_bench.kernels.activation import triton as activation_triton
+from te_bench.kernels.quantize import Quantized
+from te_bench.models import fp8
+from te_bench.models.modules._module import (
+    FLOATS,
+    Fp8Module,
+    Gemms,
+    compute_dtype,
+    default_init,
+    factory,
+    reject_absent,
+)
+from te_bench.models.modules.layernorm import backend, check_normalization, normalize
+from te_bench.models.modules.layernorm_linear import Norm, norm_quantize, register_norm, reset_norm
+from te_bench.models.modules.linear import linear_backward
+
+
+def activation_backend(x: Tensor) -> Backend:
+    return activation_triton.BACKEND if x.is_cuda else activation_reference.BACKEND
+
+
+def activate_quantize(gemms: Gemms, h: Tensor, kind: str, *, columnwise: bool) -> Quantized:
+    """act(h) in FP8: in one pass where the recipe can, else in two."""
+    kernels = activation_backend(h)
+    cast = gemms.recipe.epilogue("input", gemms.input)
+    if cast is None:
+        return gemms.quantize(kernels.forward(h, kind), "input", rowwise=True, columnwise=columnwise)
+    return kernels.forward_quantized(
+        h,
+        kind,
+        scale=cast.scale,
+        dtype=cast.dtype,
+        rowwise=True,
+        columnwise=columnwise,
+        amax=cast.amax,
+        counts=cast.counts,
+    )
+
+
+def activation_grad_quantize(
+    gemms: Gemms, da: Tensor, h: Tensor, kind: str, *, rowwise: bool, columnwise: bool, total: Tensor | None
+) -> Quantized:
+    """The gradient of h in FP8 from that of act(h), its sum over rows added to `total`."""
+    kernels = activation_backend(h)
+    cast = gemms.recipe.epilogue("grad_output", gemms.grad_output)
+    if cast is None:
+        dh = kernels.backward(da, h, kind)
+        return gemms.quantize(dh, "grad_output", rowwise=rowwise, columnwise=columnwise, total=total)
+    return kernels.backward_quantized(
+        da,
+        h,
+        kind,
+        scale=cast.scale,
+        dtype=cast.dtype,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        amax=cast.amax,
+        counts=cast.counts,
+        column_sum=total,
+    )
+
+
+class _Activation(torch.autograd.Function):
+    """act(h), (M, F) -> (M, F / gate), by the fused kernels; only h is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.kind = kind
+        return activation_backend(h).forward(h, kind)
+
+    @staticmethod
+    def backward(ctx: Any, da: Tensor) -> tuple[Tensor, None]:
+        (h,) = ctx.saved_tensors
+        return activation_backend(h).backward(da.contiguous(), h, ctx.kind), None
+
+
+def activate(h: Tensor, kind: str) -> Tensor:
+    """act(h) in h's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses."""
+    flat = h.reshape(-1, h.shape[-1]).contiguous()
+    fused = h.is_cuda and not torch.compiler.is_compiling() and h.dtype in FLOATS
+    a = _Activation.apply(flat, kind) if fused else activation_reference.BACKEND.forward(flat, kind)
+    return a.view(*h.shape[:-1], a.shape[1])
+
+
+class _LayerNormMLP(torch.autograd.Function):
+    """x (M, K), gamma, beta (K,), w1 (F, K), b1, w2 (K, F / gate), b2 -> y (M, K), and norm(x) if it is asked for.
+
+    Kept for the backward pass: x, the input of the activation, and one byte an element of both GEMMs' inputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor | None,
+        w1: Tensor,
+        b1: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+        settings: tuple[Norm, str, bool],
+        gemms: tuple[Gemms, Gemms],
+        weights: tuple[Quantized, Quantized],
+    ) -> Any:
+        norm, kind, keep = settings
+        (fc1, fc2), (q1, q2) = gemms, weights
+        need_norm, need_dw1, need_dw2 = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3], ctx.needs_input_grad[5]
+        n, kept, mean, rstd = norm_quantize(fc1, x, gamma, beta, norm, columnwise=need_dw1, keep=keep)
+        h = fc1.fprop(n, q1, x.dtype, b1)
+        a = activate_quantize(fc2, h, kind, columnwise=need_dw2)
+        y = fc2.fprop(a, q2, x.dtype, b2)
+        kept_w1 = (q1.data_t, q1.scale_inv_t) if need_norm else (None, None)
+        inputs = (n.data_t, n.scale_inv_t, a.data_t, a.scale_inv_t)
+        ctx.save_for_backward(x, gamma, mean, rstd, h, *inputs, *kept_w1, q2.data_t, q2.scale_inv_t)
+        ctx.gemms, ctx.norm, ctx.kind = gemms, norm, kind
+        ctx.dtypes = [None if t is None else t.dtype for t in (w1, b1, w2, b2)]
+        return (y, kept) if keep else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dkept: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        x, gamma, mean, rstd, h, n_t, n_inv, a_t, a_inv, w1_t, w1_inv, w2_t, w2_inv = ctx.saved_tensors
+        (fc1, fc2), norm = ctx.gemms, ctx.norm
+        w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
+        need_norm = any(ctx.needs_input_grad[:3])
+        need_dw1, need_db1, need_dw2, need_db2 = ctx.needs_input_grad[3:7]
+        below = need_norm or need_dw1 or need_db1
+        da, dw2, db2 = linear_backward(
+            fc2, dy, a_t, a_inv, w2_t, w2_inv, (below, need_dw2, need_db2), x.dtype, w2_dtype
+        )
+        dx = dgamma = dbeta = dw1 = db1 = None
+        if da is not None:
+            db1 = da.new_zeros(h.shape[1], dtype=torch.float32) if need_db1 else None
+            g = activation_grad_quantize(
+                fc1, da, h, ctx.kind, rowwise=need_norm, columnwise=need_dw1 or not need_norm, total=db1
+            )
+            del da  # as large as the activation's input: at the quickstart's size 0.25 GiB of the peak
+            if need_dw1:
+                dw1 = fc1.wgrad(g, n_t, n_inv, w1_dtype)
+            if need_norm:
+                dn = fc1.dgrad(g, w1_t, w1_inv, x.dtype)
+                dn = dn if dkept is None else dn + dkept
+                options = {"zero_centered_gamma": norm.zero_centered_gamma, "kind": norm.kind}
+                dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **options)
+        biases = [None if b is None else b.to(t) for b, t in ((db1, b1_dtype), (db2, b2_dtype))]
+        return dx, dgamma, dbeta, dw1, biases[0], dw2, biases[1], None, None, None
+
+
+class LayerNormMLP(Fp8Module):
+    """y = act(norm(x) W1^T + b1) W2^T + b2; x (..., hidden_size) -> the same shape, in torch.autocast's dtype or x's.
+
+    Gated activations (geglu, swiglu, ...) have 2 x ffn_hidden_size rows in W1, the activated half first. Arguments,
+    defaults and parameter names are Transformer Engine's. Raises ValueError for what te_bench has not.
+    """
+
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        name: str | None = None,
+        **others: Any,
+    ):
+        super().__init__(gemms=2)
+        reject_absent("LayerNormMLP", others)
+        plugins.check("activation", activation, list(KINDS))
+        self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
+        self.use_bias, self.return_bias, self.name = bias, return_bias, name
+        self.return_layernorm_output = return_layernorm_output
+        self.init_methods = (init_method or default_init, output_layer_init_method or init_method or default_init)
+        self.norm = Norm(eps, zero_centered_gamma, check_normalization(normalization))
+        options = factory(device, params_dtype)
+        width = ffn_hidden_size * (2 if KINDS[activation][1] else 1)
+        register_norm(self, hidden_size, self.norm, options)
+        self.fc1_weight = nn.Parameter(torch.empty(width, hidden_size, **options))
+        self.fc1_bias = nn.Parameter(torch.empty(width, **options)) if bias else None
+        self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **options))
+        self.fc2_bias = nn.Parameter(torch.empty(hidden_size, **options)) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        reset_norm(self, self.norm)
+        self.init_methods[0](self.fc1_weight)
+        self.init_methods[1](self.fc2_weight)
+        for bias in (self.fc1_bias, self.fc2_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
+        """y, then fc2's bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""
+        if others:
+            reject_absent("LayerNormMLP.forward", others)
+        self.check_input(x, self.hidden_size, self.fc1_weight)
+        x = x.to(compute_dtype(x))
+        b2 = None if self.return_bias else self.fc2_bias
+        run = self._fp8 if fp8.current.enabled else self._high_precision
+        y, normed = run(x, b2, is_first_microbatch)
+        extras: list[Tensor | None] = [self.fc2_bias] if self.return_bias else []
+        extras += [normed] if self.return_layernorm_output else []
+        return (y, *extras) if extras else y
+
+    def _high_precision(
+        self, x: Tensor, b2: Tensor | None, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
+        normed = normalize(x, self.layer_norm_weight, self.layer_norm_bias, **self.norm._asdict())
+        w1, b1, w2 = (None if t is None else t.to(x.dtype) for t in (self.fc1_weight, self.fc1_bias, self.fc2_weight))
+        assert w1 is not None
+        assert w2 is not None
+        hidden = activate(F.linear(normed, w1, b1), self.activation)
+        if fp8.current.calibrating:
+            self.calibrate(0, normed, self.fc1_weight)
+            self.calibrate(1, hidden, self.fc2_weight)
+        return F.linear(hidden, w2, None if b2 is None else b2.to(x.dtype)), normed
+
+    def _fp8(self, x: Tensor, b2: Tensor | None, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
+        gemms = (self.gemms(0), self.gemms(1))
+        columnwise = torch.is_grad_enabled()
+        weights = tuple(
+            self.quantized_weight(gemms[i], weight, i, is_first_microbatch, columnwise=columnwise)
+            for i, weight in enumerate((self.fc1_weight, self.fc2_weight))
+        )
+        keep = self.return_layernorm_output
+        out = _LayerNormMLP.apply(
+            x.reshape(-1, self.hidden_size).contiguous(),
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.fc1_weight,
+            self.fc1_bias,
+            self.fc2_weight,
+            b2,
+            (self.norm, self.activation, keep),
+            gemms,
+            weights,
+        )
+        y, normed = out if keep else (out, None)
+        return y.view(x.shape), None if normed is None else normed.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, {self.ffn_hidden_size}, activation={self.activation!r}, bias={self.use_bias}"

@@ -1,0 +1,184 @@
+"""A transformer layer: attention and MLP with their norms, dropouts and residual connections."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_bench.models.modules._module import reject_absent
+from te_bench.models.modules.attention import MultiheadAttention
+from te_bench.models.modules.layernorm import LayerNorm, RMSNorm, check_normalization
+from te_bench.models.modules.layernorm_mlp import LayerNormMLP
+
+
+class TransformerLayer(nn.Module):
+    """h = x + dropout(attention(norm(x))), y = h + dropout(MLP(norm(h))); x (s, b, hidden), or (b, s, hidden) for "bshd".
+
+    layer_type "decoder" attends to encoder_output in between. apply_residual_connection_post_layernorm takes the
+    residuals after the norms; output_layernorm moves the attention's norm to the layer's end; parallel_attention_mlp
+    feeds both from x. Dropouts default to 0.1, the mask to causal: Transformer Engine's arguments, defaults and
+    parameter names. Raises ValueError for what te_bench has not.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_window_size: tuple[int, int] | None = None,
+        *,
+        params_dtype: torch.dtype | None = None,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        name: str | None = None,
+        **others: Any,
+    ):
+        super().__init__()
+        reject_absent("TransformerLayer", others)
+        check_normalization(normalization)
+        if layer_type not in ("encoder", "decoder"):
+            raise ValueError(f"layer_type={layer_type!r} is not possible: encoder or decoder")
+        if parallel_attention_mlp and layer_type == "decoder":
+            raise ValueError(
+                "parallel_attention_mlp is for layer_type='encoder': a decoder's second attention is in between"
+            )
+        if not 0.0 <= hidden_dropout <= 1.0:
+            raise ValueError(f"hidden_dropout={hidden_dropout} is not a probability")
+        self.layer_type, self.hidden_dropout, self.name = layer_type, hidden_dropout, name
+        self.residual_after_norm = apply_residual_connection_post_layernorm
+        self.parallel = parallel_attention_mlp
+        common: dict[str, Any] = {
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "params_dtype": params_dtype,
+            "zero_centered_gamma": zero_centered_gamma,
+            "bias": bias,
+            "normalization": normalization,
+            "device": device,
+        }
+        attention: dict[str, Any] = {
+            **common,
+            "kv_channels": kv_channels,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "layer_number": layer_number,
+            "num_gqa_groups": num_gqa_groups,
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "qkv_format": attn_input_format,
+        }
+        self.self_attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            **attention,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            input_layernorm=not output_layernorm,
+            return_layernorm_output=self.residual_after_norm and not output_layernorm,
+        )
+        if layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                hidden_size,
+                num_attention_heads,
+                **attention,
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
+                input_layernorm=True,
+                attention_type="cross",
+                return_layernorm_output=self.residual_after_norm,
+            )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size,
+            ffn_hidden_size,
+            eps=layernorm_epsilon,
+            **common,
+            activation=activation,
+            return_layernorm_output=self.residual_after_norm,
+        )
+        self.layernorm: nn.Module | None = None
+        if output_layernorm:
+            kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
+            options: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
+            self.layernorm = kind(hidden_size, layernorm_epsilon, zero_centered_gamma=zero_centered_gamma, **options)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        self_attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        encoder_output: Tensor | None = None,
+        enc_dec_attn_mask: Any = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        is_first_microbatch: bool | None = None,
+        rotary_pos_emb: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        """The layer's output, of hidden_states' shape. Masks are bool, True = masked out; see DotProductAttention."""
+        if others:
+            reject_absent("TransformerLayer.forward", others)
+        if self.layer_type == "decoder" and encoder_output is None:
+            raise ValueError("a decoder layer needs encoder_output")
+        x = hidden_states
+        attended = self.self_attention(
+            x,
+            attention_mask,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            is_first_microbatch=is_first_microbatch,
+            rotary_pos_emb=rotary_pos_emb,
+        )
+        attended, residual = _split(attended, x)
+        if self.parallel:
+            mlp, _ = _split(self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x)
+            y = residual + self._dropout(attended + mlp)
+        else:
+            h = residual + self._dropout(attended)
+            if self.layer_type == "decoder":
+                h = self._attend_to(
+                    h,
+                    encoder_output,
+                    enc_dec_attn_mask,
+                    attn_mask_type=enc_dec_attn_mask_type,
+                    window_size=enc_dec_window_size,
+                    is_first_microbatch=is_first_microbatch,
+                )
+            mlp, residual = _split(self.layernorm_mlp(h, is_first_microbatch=is_first_microbatch), h)
+            y = residual + self._dropout(mlp)
+        return y if self.layernorm is None else self.layernorm(y)
+
+    def _attend_to(self, h: Tensor, encoder_output: Tensor | None, mask: Any, **options: Any) -> Tensor:
+        attended, residual = _split(self.inter_attention(h, mask, encoder_output=encoder_output, **options), h)
+        return residual + self._dropout(attended)
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.hidden_dropout, self.training) if self.hidden_dropout else x
+
+
+def _split(out: Any, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """(output, what the residual connection adds): the norm's output where the module returned it."""
+    return out if isinstance(out, tuple) else (out, residual)

@@ -1,0 +1,121 @@
+"""What a recipe is: its formats, how it quantises a tensor of each role, and how it multiplies for each GEMM.
+
+Roles are "input", "weight" and "grad_output"; GEMMs are "fprop", "dgrad" and "wgrad". A module asks its recipe for both
+and never for its name.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.gemm import reference as gemm_reference
+from te_bench.kernels.gemm import scaled_mm
+from te_bench.kernels.quantize import Backend, Quantized
+from te_bench.kernels.quantize import reference as quantize_reference
+from te_bench.kernels.quantize import triton as quantize_triton
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+class Format(Enum):
+    """FP8 formats as (forward, backward). E5M2 has two mantissa bits, too few for activations and weights."""
+
+    E4M3 = ("e4m3", "e4m3")
+    E5M2 = ("e5m2", "e5m2")
+    HYBRID = ("e4m3", "e5m2")
+
+
+class Slot(NamedTuple):
+    """What a module keeps for one of its tensors: delayed scaling's state, and the counters of te.record_numerics."""
+
+    scale: Tensor | None = None  # () float32
+    amax: Tensor | None = None  # () float32, this step's, gathered while casting
+    counts: Tensor | None = None  # (3,) int64, see kernels.quantize
+
+
+class Cast(NamedTuple):
+    """A cast that the kernel which makes a tensor can do in passing, for its scale is known beforehand."""
+
+    scale: Tensor
+    dtype: torch.dtype
+    amax: Tensor | None
+    counts: Tensor | None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The base of all recipes. `emulate` computes in PyTorch what FP8 hardware would, on any device."""
+
+    emulate: bool = field(default=False, kw_only=True)
+
+    granularity: ClassVar[str] = "tensor"  # what shares a scale: "tensor", "row" or "block"
+    # Not annotated: a dataclass would put what it knows as a ClassVar before the fields of its subclasses.
+    fp8_format = Format.HYBRID
+    power_of_two = False  # whether scales are powers of two
+
+    def dtype(self, role: str) -> torch.dtype:
+        """The FP8 format of a role."""
+        forward, backward = self.fp8_format.value
+        return DTYPES[backward if role == "grad_output" else forward]
+
+    def quantize(
+        self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
+    ) -> Quantized:
+        """x (M, N) in the layouts asked for; the sum over x's rows is added to column_sum, (N,) float32."""
+        raise NotImplementedError
+
+    def make_state(self, gemms: int, device: torch.device) -> Any:
+        """What a module with so many GEMMs keeps between steps; None for a recipe that keeps nothing."""
+        return None
+
+    def update(self, states: Sequence[Any], group: Any = None) -> None:
+        """Take a step: called with the states of all modules when the outermost autocast ends."""
+
+    def epilogue(self, role: str, slot: Slot) -> Cast | None:
+        """The cast that a producing kernel may do, or None where the scale depends on the finished tensor."""
+        return None
+
+    def gemm(
+        self,
+        a: Tensor,
+        a_scale_inv: Tensor,
+        b: Tensor,
+        b_scale_inv: Tensor,
+        gemm: str,
+        out_dtype: torch.dtype,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """D = a @ b.T + bias of K-major operands, (M, K) and (N, K) -> (M, N); only fprop accumulates fast."""
+        multiply = gemm_reference.forward if self._emulated(a) else scaled_mm.forward
+        return multiply(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=gemm == "fprop", bias=bias)
+
+    def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:
+        """Why this device cannot run the recipe, or None."""
+        if device == "cuda" and not self.emulate and capability is not None and capability < (8, 9):
+            return (
+                f"FP8 tensor cores need compute capability 8.9, this GPU has {capability[0]}.{capability[1]}; "
+                f"{type(self).__name__}(emulate=True) computes the same numbers without them, slowly"
+            )
+        return None
+
+    def _emulated(self, x: Tensor) -> bool:
+        return self.emulate or x.device.type != "cuda"
+
+    def _quantizer(self, x: Tensor) -> Backend:
+        return quantize_reference.BACKEND if self._emulated(x) else quantize_triton.BACKEND
+
+    def _reject(self, wrong: bool, setting: str, legal: str) -> None:
+        if wrong:
+            raise ValueError(f"{type(self).__name__}: {setting}={getattr(self, setting)!r} is not possible: {legal}")
+
+    def _check_format(self, legal: tuple[Format, ...] = (Format.HYBRID, Format.E4M3)) -> None:
+        why = "E5M2 has too few mantissa bits for the forward pass; " if self.fp8_format is Format.E5M2 else ""
+        self._reject(self.fp8_format not in legal, "fp8_format", why + " or ".join(f"Format.{f.name}" for f in legal))
+
+
+AmaxAlgorithm = str | Callable[[Tensor], Tensor]
+ScaleAlgorithm = Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None

@@ -1,0 +1,296 @@
+"""Delayed scaling: a tensor is cast with a scale taken from the amaxes of the steps before."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_bench.kernels.quantize import Quantized, _history
+from te_bench.kernels.quantize import reference as quantize_reference
+from te_bench.models.recipe._recipe import AmaxAlgorithm, Cast, Format, Recipe, ScaleAlgorithm, Slot
+
+ALGORITHMS = ("max", "most_recent")
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """scale = (FP8_MAX / amax) / 2^margin, amax being the largest, or the most recent, of the last amax_history_len steps.
+
+    The first step casts with scale 1. An amax of 0, infinity or NaN keeps the scale; infinity and NaN are counted and
+    kept out of the history, so that one of them does not freeze the scale for the whole window, as it does in
+    Transformer Engine. amax_compute_algo: "max", "most_recent" or a function of the history (L, n) -> (n,);
+    scaling_factor_compute_algo(amax, scale, fp8_max, recipe) -> new scale, all (n,) float32. reduce_amax takes the
+    maximum over the process group given to autocast. Raises ValueError for what is impossible.
+    Source: Transformer Engine, DelayedScaling; Micikevicius et al., arXiv:2209.05433.
+    """
+
+    margin: float = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    scaling_factor_compute_algo: ScaleAlgorithm = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = field(default=False, kw_only=True)
+    fp8_mha: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check_format()
+        length = self.amax_history_len
+        whole = isinstance(length, int) and not isinstance(length, bool) and length >= 1
+        self._reject(not whole, "amax_history_len", "a whole number from 1")
+        known = callable(self.amax_compute_algo) or self.amax_compute_algo in ALGORITHMS
+        self._reject(not known, "amax_compute_algo", f"one of {', '.join(ALGORITHMS)}, or a function")
+        custom = self.scaling_factor_compute_algo
+        self._reject(not (custom is None or callable(custom)), "scaling_factor_compute_algo", "None or a function")
+        number = isinstance(self.margin, int | float) and math.isfinite(self.margin)
+        self._reject(not number, "margin", "a number")
+        for setting in ("fp8_dpa", "fp8_mha"):
+            self._reject(getattr(self, setting), setting, "te_bench computes attention in the activations' precision")
+
+    def quantize(
+        self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
+    ) -> Quantized:
+        assert slot.scale is not None
+        scaled = _emulated if self._emulated(x) and torch.compiler.is_compiling() else self._quantizer(x).scaled
+        return scaled(
+            x,
+            slot.scale,
+            self.dtype(role),
+            rowwise=rowwise,
+            columnwise=columnwise,
+            amax=slot.amax,
+            counts=slot.counts,
+            column_sum=column_sum,
+        )
+
+    def epilogue(self, role: str, slot: Slot) -> Cast | None:
+        assert slot.scale is not None
+        if self.emulate or (torch.compiler.is_compiling() and not slot.scale.is_cuda):
+            return None  # see _emulated
+        return Cast(slot.scale, self.dtype(role), slot.amax, slot.counts)
+
+    def make_state(self, gemms: int, device: torch.device) -> "DelayedState":
+        return DelayedState(self, gemms, device)
+
+    def update(self, states: Sequence["DelayedState"], group: Any = None) -> None:
+        """Turn the amaxes that the states gathered into scales, in place, and move their histories on by a step.
+
+        What gathered nothing stays as it is. `group`, a process group, shares the largest amax first (reduce_amax).
+        """
+        tables = [table for state in states for table in (state.forward, state.backward)]
+        if not tables:
+            return
+        with torch.no_grad():
+            if self.reduce_amax and group is not None and dist.get_world_size(group) > 1:
+                _reduce([table.written[0][0] for table in tables], group)
+            if callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None:
+                for table in tables:
+                    self._custom_update(table)
+                return
+            _history.update(
+                [table.written[0] for table in tables],
+                [table.written[1] for table in tables],
+                [table.limit for table in tables],
+                margin=self.margin,
+                algorithm=self.amax_compute_algo,
+                nonfinite=[table.written[2] for table in tables],
+            )
+
+    def _custom_update(self, table: "Table") -> None:
+        """The same with the user's own functions; what they answer for slots that gathered nothing is not used."""
+        history, scale, nonfinite = table.written
+        staged = history[0].clone()
+        bad = ~torch.isfinite(staged)
+        nonfinite += bad
+        history[0].masked_fill_(bad, 0.0)
+        algorithm = self.amax_compute_algo
+        if callable(algorithm):
+            amax = algorithm(history)
+        else:
+            amax = history[0].clone() if algorithm == "most_recent" else history.amax(0)
+        if self.scaling_factor_compute_algo is not None:
+            new = self.scaling_factor_compute_algo(amax, scale, table.limit, self)
+        else:
+            new = (table.limit / amax / 2.0**self.margin).clamp(max=torch.finfo(torch.float32).max)
+        usable = (staged != 0) & ~bad & (amax > 0) & torch.isfinite(amax) & torch.isfinite(new)
+        scale.copy_(torch.where(usable, new, scale))
+        moved = history.roll(-1, 0)
+        moved[0] = 0.0
+        history.copy_(torch.where(staged != 0, moved, history))
+
+
+@dataclass
+class Table:
+    """One direction of a module: history (L, n), scale (n,), limit (n,), float32; nonfinite (n,) int64."""
+
+    history: Tensor
+    scale: Tensor
+    limit: Tensor
+    nonfinite: Tensor
+
+    def __post_init__(self) -> None:
+        # The same memory without its version counter: torch.compile keeps the backward tables themselves for the backward
+        # pass, which is to see what the end of the autocast made of them.
+        self.written = self.history.data, self.scale.data, self.nonfinite.data
+
+
+class DelayedState:
+    """Scales and amax histories of one module, in Transformer Engine's layout.
+
+    forward: n = 3 x gemms, for input, weight and output of each GEMM; backward: n = 2 x gemms, for grad_output and
+    grad_input. Row 0 of a history gathers the present step. Outputs and input gradients are not quantised: unused.
+    """
+
+    ROLES: ClassVar[dict[str, tuple[str, int, int]]] = {  # role -> direction, slots a GEMM, place among them
+        "input": ("forward", 3, 0),
+        "weight": ("forward", 3, 1),
+        "grad_output": ("backward", 2, 0),
+    }
+
+    def __init__(self, recipe: DelayedScaling, gemms: int, device: torch.device):
+        self.recipe, self.gemms = recipe, gemms
+        self.forward = _fresh(recipe, 3 * gemms, "input", device)
+        self.backward = _fresh(recipe, 2 * gemms, "grad_output", device)
+        self._index()
+
+    def _index(self) -> None:
+        self._views: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        for role in self.ROLES:
+            for gemm in range(self.gemms):
+                self._views[role, gemm] = self._view(role, gemm)
+
+    def _view(self, role: str, gemm: int) -> tuple[Tensor, Tensor]:
+        direction, stride, place = self.ROLES[role]
+        table = self.forward if direction == "forward" else self.backward
+        return table.scale[stride * gemm + place], table.history[0, stride * gemm + place]
+
+    def slot(self, role: str, gemm: int) -> tuple[Tensor, Tensor]:
+        """(scale, amax), () views of the tables."""
+        if torch.compiler.is_compiling():  # there, inputs of a graph that share memory and are written to cost clones
+            return self._view(role, gemm)
+        return self._views[role, gemm]
+
+    def figures(self, role: str, gemm: int) -> dict[str, float]:
+        """scale, amax and nonfinite_amax of a tensor, for te.numerics."""
+        direction, stride, place = self.ROLES[role]
+        table, i = self.forward if direction == "forward" else self.backward, stride * gemm + place
+        amax = table.history[:, i].amax()
+        return {"scale": table.scale[i].item(), "amax": amax.item(), "nonfinite_amax": table.nonfinite[i].item()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a state dict holds."""
+        return {
+            "scale_fwd": self.forward.scale,
+            "amax_history_fwd": self.forward.history,
+            "scale_bwd": self.backward.scale,
+            "amax_history_bwd": self.backward.history,
+        }
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Copy the tensors of another state's `tensors()`. Raises ValueError when their shapes are not this recipe's."""
+        for name, own in self.tensors().items():
+            if name not in saved:
+                continue
+            if saved[name].shape != own.shape:
+                raise ValueError(
+                    f"the checkpoint's {name} is {tuple(saved[name].shape)}, this module's {tuple(own.shape)}: load it "
+                    f"under DelayedScaling(amax_history_len={self._length(saved)}), or drop the fp8_* keys from the "
+                    "state dict to begin with fresh scales"
+                )
+            own.copy_(saved[name])
+
+    @staticmethod
+    def _length(saved: Mapping[str, Tensor]) -> int:
+        return next((len(value) for name, value in saved.items() if name.startswith("amax_history")), 0)
+
+    def to(self, device: torch.device) -> None:
+        """Move to a device; never to another dtype: scales are float32 whatever the module's parameters become."""
+        for table in (self.forward, self.backward):
+            for name in ("history", "scale", "limit", "nonfinite"):
+                setattr(table, name, getattr(table, name).to(device))
+            table.__post_init__()
+        self._index()
+
+
+def _fresh(recipe: DelayedScaling, n: int, role: str, device: torch.device) -> Table:
+    return Table(
+        history=torch.zeros(recipe.amax_history_len, n, device=device),
+        scale=torch.ones(n, device=device),
+        limit=torch.full((n,), torch.finfo(recipe.dtype(role)).max, device=device),
+        nonfinite=torch.zeros(n, dtype=torch.int64, device=device),
+    )
+
+
+# Opaque to torch.compile, which would else divide the work between its graphs as if scales never changed: what depends on
+# no gradient, such as 1 / scale of a gradient, it computes in the forward pass, and what is cheap, again in the backward
+# pass. The end of the autocast is in between and changes the scales.
+@torch.library.custom_op("te_bench::emulated_delayed_cast", mutates_args=("amax", "counts", "column_sum"))
+def _cast(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+    counts: Tensor | None,
+    column_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made = quantize_reference.BACKEND.scaled(
+        x, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts, column_sum=column_sum
+    )
+    # Outputs of an operator are neither None nor the same memory.
+    data, inverse, data_t, inverse_t = (x.new_empty(0) if part is None else part for part in made)
+    return data, inverse, data_t, inverse_t.clone()
+
+
+@_cast.register_fake
+def _(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+    counts: Tensor | None,
+    column_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (m, n), absent = x.shape, x.new_empty(0)
+    return (
+        x.new_empty((m, n), dtype=dtype) if rowwise else absent,
+        torch.empty_like(scale) if rowwise else absent.clone(),
+        x.new_empty((n, m), dtype=dtype) if columnwise else absent.clone(),
+        torch.empty_like(scale) if columnwise else absent.clone(),
+    )
+
+
+def _emulated(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+    counts: Tensor | None,
+    column_sum: Tensor | None,
+) -> Quantized:
+    """The reference quantiser's `scaled`, for torch.compile."""
+    data, inverse, data_t, inverse_t = _cast(x, scale, dtype, rowwise, columnwise, amax, counts, column_sum)
+    row = (data, inverse) if rowwise else (None, None)
+    return Quantized(*row, *((data_t, inverse_t) if columnwise else (None, None)))
+
+
+def _reduce(rows: list[Tensor], group: Any) -> None:
+    """Every rank's largest amax, by one all-reduce; NaN counts as infinity, for not every backend's maximum keeps it."""
+    flat = torch.cat(rows).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+    for row, value in zip(rows, flat.split([row.numel() for row in rows]), strict=True):
+        row.copy_(value)
+
+
+RECIPE = DelayedScaling()

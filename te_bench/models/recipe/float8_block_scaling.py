@@ -1,0 +1,53 @@
+"""Block scaling: 1 x 128 blocks of activations and gradients, 128 x 128 blocks of weights."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from te_bench.kernels.quantize import BLOCK, Quantized
+from te_bench.models.recipe._recipe import Format, Recipe, Slot
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """scale of a block = FP8_MAX / amax(block), rounded down to a power of two unless power_of_two is False.
+
+    Blocks run along what the GEMM contracts, so the two layouts of an activation have scales of their own and a weight's
+    are shared. E4M3 throughout; raises ValueError for another format.
+    Source: Transformer Engine, Float8BlockScaling; DeepSeek-V3, arXiv:2412.19437, 3.3.2.
+    """
+
+    fp8_format: Format = Format.E4M3
+    power_of_two: bool = True
+
+    granularity: ClassVar[str] = "block"
+
+    def __post_init__(self) -> None:
+        self._check_format(legal=(Format.E4M3,))
+
+    def quantize(
+        self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
+    ) -> Quantized:
+        if column_sum is not None:
+            column_sum += x.float().sum(0)
+        return self._quantizer(x).block(
+            x,
+            self.dtype(role),
+            rows=BLOCK if role == "weight" else 1,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            power_of_two=self.power_of_two,
+            counts=slot.counts,
+        )
+
+    def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:
+        if device == "cuda" and not self.emulate and capability is not None and capability[0] != 9:
+            return (
+                f"cuBLASLt multiplies 1 x 128 and 128 x 128 blocks on compute capability 9.x only, this GPU has "
+                f"{capability[0]}.{capability[1]}; Float8BlockScaling(emulate=True) computes the same numbers, slowly"
+            )
+        return super().unsupported(device, capability)
+
+
+RECIPE = Float8BlockScaling()

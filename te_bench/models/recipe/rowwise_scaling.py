@@ -1,0 +1,43 @@
+"""Row-wise current scaling: every row of every GEMM operand is scaled by its own amax."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from te_bench.kernels.quantize import Quantized
+from te_bench.models.recipe._recipe import Format, Recipe, Slot
+
+
+@dataclass(frozen=True)
+class RowwiseScaling(Recipe):
+    """scale[i] = FP8_MAX / amax(row i), of the operand as its GEMM contracts it: the two layouts have their own scales.
+
+    E4M3 throughout by default: a row's range is narrow. power_of_two as torchao's recipe has it, so that both layouts
+    round alike. Raises ValueError for Format.E5M2. Source: torchao.float8, "rowwise".
+    """
+
+    fp8_format: Format = Format.E4M3
+    power_of_two: bool = True
+
+    granularity: ClassVar[str] = "row"
+
+    def __post_init__(self) -> None:
+        self._check_format()
+
+    def quantize(
+        self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
+    ) -> Quantized:
+        if column_sum is not None:
+            column_sum += x.float().sum(0)
+        return self._quantizer(x).row(
+            x,
+            self.dtype(role),
+            rowwise=rowwise,
+            columnwise=columnwise,
+            power_of_two=self.power_of_two,
+            counts=slot.counts,
+        )
+
+
+RECIPE = RowwiseScaling()

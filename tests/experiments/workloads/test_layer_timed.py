@@ -1,0 +1,279 @@
+"""The layer's trial: what is in its record, and the faults that its check has to catch."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_bench.experiments import timing
+from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.suites.layer import GPU
+from te_bench.experiments.workloads import layer as workload
+from te_bench.models import layer as layers
+from te_bench.models import recipe as recipes
+from te_bench.models.layer import Layer
+from te_bench.models.recipe import Format
+
+PROBLEM = {
+    "layer": "te_layer",
+    "variant": "fair",
+    "hidden": 64,
+    "ffn": 128,
+    "heads": 4,
+    "sequence": 32,
+    "batch": 2,
+    "dropout": 0.0,
+    "mask": "causal",
+}
+TRIAL = Trial(
+    workload="layer", device="cpu", problem=PROBLEM, attention="flash", precision="fp32", protocol="quickstart"
+)
+FP8: dict[str, Any] = {"precision": "fp8", "recipe": "float8_current_scaling"}
+RECIPES = recipes.names()
+
+
+def changed(*, attention: str = "flash", precision: str = "fp32", recipe: str | None = None, **problem: Any) -> Trial:
+    return dataclasses.replace(
+        TRIAL, attention=attention, precision=precision, recipe=recipe, problem={**PROBLEM, **problem}
+    )
+
+
+def check(trial: Trial) -> dict[str, Any]:
+    rival, p = layers.load(str(trial.problem["layer"])), workload.config_of(trial)
+    return workload.check_layer(trial, rival, p, workload.Iteration(rival, p, trial.seed))
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "QUICKSTART_WARM_UP", 1)
+    monkeypatch.setattr(timing, "QUICKSTART_TIMED", 2)
+
+
+def test_a_record_has_every_iteration_the_check_and_where_the_time_went() -> None:
+    found = workload.run(TRIAL, Context())
+    assert len(found.samples["latency_s"]) == 50
+    assert found.samples["peak_rss_bytes"][0] > 2**20
+    names = {q["name"] for q in found.check["quantities"]}
+    assert {"output - x", "dx - dy", "grad qkv_projection.weight k", "grad mlp.linear2.bias"} <= names
+    assert len(names) == 2 + 12 + 2  # twelve parameters, the weight of QKV in three parts
+    assert found.work["tokens"] == 64
+    seconds = found.work["kernel_s"]
+    assert list(seconds.values()) == sorted(seconds.values(), reverse=True) or "others" in list(seconds)[-1]
+    assert {"aten::mm"} < set(seconds)
+    assert 0 < sum(seconds.values()) < 1
+    assert any("flash" in name for name in found.kernels)
+    assert "numerics" not in found.work
+
+
+def test_a_long_tail_of_kernels_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "KERNELS", 2)
+    rival, p = layers.load("te_layer"), workload.config_of(TRIAL)
+    seconds = workload.kernel_seconds(workload.Iteration(rival, p, 0), "cpu")
+    assert len(seconds) == 3
+    assert list(seconds)[-1].endswith("others)")
+
+
+def test_flop_is_the_quickstart_s() -> None:
+    """The facts: GEMMs 19.8 and attention 1.65 full, 0.82 causal TFLOP at batch 8; here batch 4."""
+    sizes = {"full": workload.config_of(changed(**{**GPU, "mask": "full"}))}
+    sizes["causal"] = dataclasses.replace(sizes["full"], mask="causal")
+    assert workload.flop(sizes["full"]) / 1e12 == pytest.approx(9.9 + 0.825, abs=0.02)
+    assert workload.flop(sizes["causal"]) / 1e12 == pytest.approx(9.9 + 0.41, abs=0.02)
+
+
+def test_x_needs_no_gradient_and_gradients_accumulate() -> None:
+    rival, p = layers.load("te_layer"), workload.config_of(TRIAL)
+    iteration = workload.Iteration(rival, p, 0)
+    iteration()
+    weight = iteration.module.get_parameter("self_attention.proj.weight")
+    assert weight.grad is not None
+    once = weight.grad.clone()
+    with iteration.context():
+        y = iteration.module(iteration.x)
+    torch.testing.assert_close(once, torch.autograd.grad(y, weight, iteration.dy)[0])
+    iteration()
+    torch.testing.assert_close(weight.grad, 2 * once)
+    assert iteration.x.grad is None
+    assert 0 <= iteration.x.min() <= iteration.x.max() < 1
+    assert 0 <= iteration.dy.min() <= iteration.dy.max() < 1
+    assert not torch.equal(iteration.x, iteration.dy)
+
+
+def test_rivals_share_weights_and_data_and_the_seed_decides_them() -> None:
+    plain = workload.Iteration(layers.load("plain"), workload.config_of(changed(attention="manual")), 3)
+    fused = workload.Iteration(layers.load("te_fused"), workload.config_of(TRIAL), 3)
+    other = workload.Iteration(layers.load("te_fused"), workload.config_of(TRIAL), 4)
+    assert torch.equal(
+        plain.module.get_parameter("mlp.linear1.weight"), fused.module.get_parameter("ln_mlp.fc1_weight")
+    )
+    assert torch.equal(plain.x, fused.x)
+    assert torch.equal(plain.dy, fused.dy)
+    assert not torch.equal(fused.x, other.x)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layer", ["te_basic", "te_layer"])
+def test_fp8_passes_its_check(layer: str, recipe: str) -> None:
+    settings = {"amax_history_len": 16} if recipe == "delayed_scaling" else {}
+    found = check(changed(layer=layer, precision="fp8", recipe=recipe, **settings))
+    ratio = next(q["error"] for q in found["quantities"] if q["name"] == "grad, ratio to FP8 emulation")
+    assert 0.9 < ratio < 1.1
+
+
+def test_a_record_in_fp8_tells_its_numerics(brief: None) -> None:
+    found = workload.run(changed(**FP8), Context())
+    assert found.work["numerics"]["layernorm_mlp"]
+    assert all(q["error"] <= q["limit"] for q in found.check["quantities"])
+
+
+def test_with_dropout_the_check_is_made_without(brief: None) -> None:
+    found = workload.run(changed(layer="plain", attention="manual", dropout=0.5, mask="full"), Context())
+    assert max(q["error"] for q in found.check["quantities"]) < 1e-5
+
+
+class Faulty(nn.Module):
+    """A layer whose output, or the gradient of one of whose parameters, a fault goes through."""
+
+    def __init__(self, layer: nn.Module, output: Callable[[Tensor], Tensor] | None, gradient: Any):
+        super().__init__()
+        self.layer, self.output = layer, output
+        if gradient is not None:
+            self.layer.get_parameter("projection.weight").register_hook(gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y if self.output is None else self.output(y)
+
+
+def test_a_wrong_gradient_of_x_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(nn.Module):
+        def __init__(self, layer: nn.Module):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x + (x - x.detach()))  # x, with twice its gradient
+            return y
+
+    build = layers.load("plain_sdpa").build
+    names = {name: f"layer.{name}" for name, _ in build(workload.config_of(TRIAL)).named_parameters()}
+    planted(monkeypatch, build=lambda p: Doubled(build(p)), names=names)
+    with pytest.raises(CheckFailed, match=r"dx - dy: error .* > .*\(1 of 16"):
+        check(changed(layer="plain_sdpa"))
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Every rival but plain, the reference, with these fields changed."""
+    original = layers.load
+
+    def load(name: str) -> Layer:
+        found = original(name)
+        return found if name == "plain" else dataclasses.replace(found, **changes)
+
+    monkeypatch.setattr(layers, "load", load)
+
+
+FAULTS: dict[str, tuple[Any, Any]] = {
+    "one sequence too few": (lambda y: torch.cat([y[:, :1], y[:, :1]], dim=1), None),
+    "a scaled output": (lambda y: 1.05 * y, None),
+    "no gradient": (None, lambda gradient: 0 * gradient),
+    "the other sign": (None, lambda gradient: -gradient),
+    "twice": (None, lambda gradient: 2 * gradient),
+    "transposed": (None, lambda gradient: gradient.t()),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_fault_is_caught(monkeypatch: pytest.MonkeyPatch, fault: str, precision: str) -> None:
+    output, gradient = FAULTS[fault]
+    build = layers.load("plain_sdpa").build
+    names = {name: f"layer.{name}" for name, _ in build(workload.config_of(TRIAL)).named_parameters()}
+    planted(monkeypatch, build=lambda p: Faulty(build(p), output, gradient), names=names)
+    with pytest.raises(CheckFailed, match=r"error .* > "):
+        check(changed(layer="plain_sdpa", precision=precision))
+
+
+def test_the_other_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = layers.load("te_layer").build
+    planted(monkeypatch, build=lambda p: build(dataclasses.replace(p, mask="full")))
+    with pytest.raises(CheckFailed, match=r"error .* > "):
+        check(changed(precision="bf16"))
+
+
+def other_recipe(recipe: recipes.Recipe) -> Callable[[Any], Any]:
+    import te_bench.models as te
+
+    return lambda p: lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_that_quietly_ran_in_bf16_is_caught(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    planted(monkeypatch, context=layers.no_context)
+    with pytest.raises(CheckFailed, match="ratio of FP8 emulation to it"):
+        check(changed(precision="fp8", recipe=recipe))
+
+
+class WrongFormat(recipes.Float8CurrentScaling):
+    """E5M2 forward, which a recipe refuses when it is asked."""
+
+    def dtype(self, role: str) -> torch.dtype:
+        return torch.float8_e5m2
+
+
+def test_e5m2_in_e4m3_s_place_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, context=other_recipe(WrongFormat()))
+    with pytest.raises(CheckFailed, match=r"ratio to FP8 emulation|error .* > "):
+        check(changed(**FP8))
+
+
+def test_gradients_in_e4m3_where_the_recipe_says_e5m2_err_less_and_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, context=other_recipe(recipes.Float8CurrentScaling(fp8_format=Format.E4M3)))
+    check(changed(**FP8))
+
+
+@pytest.mark.parametrize(
+    ("trial", "reason"),
+    [
+        (dataclasses.replace(TRIAL, mode="cudagraph"), "cudagraph: the layer runs eager or compile"),
+        (dataclasses.replace(TRIAL, attention="cudnn"), "cudnn: needs an NVIDIA GPU"),
+        (changed(precision="fp16"), "fp16: half-precision training is for GPUs"),
+        (changed(layer="plain"), "attention flash: plain writes attention out"),
+        (changed(layer="torchao_tensorwise", **FP8), "needs torchao: pip install torchao"),
+    ],
+)
+def test_what_cannot_run_is_unsupported_with_the_reason(trial: Trial, reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        workload.run(trial, Context())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask": "bidirectional"}, "mask 'bidirectional': full or causal"),
+        ({"heads": 5}, "hidden 64 is not a multiple of 5 heads"),
+        ({"hidden": None}, "layer needs a whole number for 'hidden', got None"),
+        ({"layer": "te_leyer"}, "unknown layer 'te_leyer'. Did you mean te_layer"),
+    ],
+)
+def test_a_problem_that_is_none_says_what_is_wrong(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        workload.run(changed(**changes), Context())
+    assert message in str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("recipe", [None, "delayed_scaling", "float8_current_scaling"])
+def test_on_a_gpu_the_layer_passes_and_its_kernels_are_timed(brief: None, mode: str, recipe: str | None) -> None:
+    sizes = {"hidden": 512, "ffn": 2048, "heads": 8, "sequence": 256, "batch": 2}
+    trial = changed(attention="cudnn", precision="fp8" if recipe else "bf16", recipe=recipe, **sizes)
+    found = workload.run(dataclasses.replace(trial, device="cuda", mode=mode), Context())
+    assert any("sdpa" in name for name in found.work["kernel_s"])
+    assert not any(name.startswith("aten::") for name in found.work["kernel_s"])
+    assert 1e-5 < sum(found.work["kernel_s"].values()) < 1
+    assert found.samples["peak_allocated_bytes"][0] > 2**20

@@ -1,0 +1,76 @@
+"""What the tests of several kernels share: the error rule, FP8 tensors code by code, bandwidth against a copy."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.quantize import Quantized
+
+FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def largest(x: Tensor) -> float:
+    return x.double().abs().max().item() if x.numel() else 0.0
+
+
+def assert_as_good(name: str, ours: Tensor, library: Tensor, exact: Tensor) -> None:
+    """error <= 2 x the library's at the same dtype + what storing the exact answer costs + 16 float32 roundings."""
+    assert ours.shape == exact.shape, name
+    assert ours.dtype == library.dtype, name
+    assert ours.isfinite().all(), name
+    floor = 2 * largest(exact.to(ours.dtype) - exact) + 16 * torch.finfo(torch.float32).eps * largest(exact)
+    assert largest(ours - exact) <= 2 * largest(library - exact) + floor, name
+
+
+def codes(x: Tensor) -> Tensor:
+    """FP8 values' places in the order of all values of their format, int32; NaN is at +-127."""
+    bits = x.view(torch.uint8).to(torch.int32)
+    return torch.where(bits < 128, bits, 128 - bits)
+
+
+def assert_quantized_alike(ours: Quantized, exact: Quantized) -> None:
+    """Bitwise equal, but for one element in a thousand (or one) that may be a neighbour, its source rounded otherwise.
+
+    Both layouts of ours hold the same bits, and the scales are the same.
+    """
+    for value, wanted in zip(ours, exact, strict=True):
+        assert (value is None) == (wanted is None)
+        if wanted is None:
+            continue
+        assert value.dtype == wanted.dtype
+        assert value.shape == wanted.shape
+        assert value.is_contiguous()
+        if wanted.dtype == torch.float32:
+            assert torch.equal(value, wanted)
+        else:
+            apart = (codes(value) - codes(wanted)).abs()
+            # Near zero, where terms cancel, float32's own roundings are several of E5M2's codes.
+            noise = 16 * torch.finfo(torch.float32).eps * torch.finfo(wanted.dtype).max
+            cancelled = (value.float() - wanted.float()).abs() <= noise
+            assert apart[~cancelled].numel() == 0 or apart[~cancelled].max() <= 1
+            assert (apart > 0).sum() <= max(1, wanted.numel() // 1000)
+    if ours.data is not None and ours.data_t is not None:
+        assert torch.equal(ours.data.view(torch.uint8).t(), ours.data_t.view(torch.uint8))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Median time of a call on the GPU, out of a CUDA graph, so that the host's share is not counted."""
+    from te_bench.experiments import timing
+
+    for _ in range(3):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return statistics.median(timing.kernel(graph.replay, "cuda"))
+
+
+def of_copy(call: Callable[[], object], nbytes: int, x: Tensor, label: str) -> float:
+    """The call's bytes a second over those of a copy of x; printed with its GB/s."""
+    y = torch.empty_like(x)
+    copy = 2 * x.numel() * x.element_size() / seconds(lambda: y.copy_(x))
+    rate = nbytes / seconds(call)
+    print(f"{label:40s} {tuple(x.shape)!s:16s} {rate / 1e9:6.0f} GB/s, {rate / copy:.2f} of a copy's {copy / 1e9:.0f}")
+    return rate / copy

@@ -1,0 +1,206 @@
+"""cuBLASLt's GEMM: what it cannot do, and the padding and layouts around it, which a CPU can check."""
+
+import dataclasses
+import functools
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from gemm_checks import FORMATS, Operands, a_problem, check, integers, product, quantised
+from torch import Tensor
+
+from te_bench.experiments import timing
+from te_bench.kernels import gemm
+from te_bench.kernels.gemm import PAIRS, reference, scaled_mm
+
+H200 = dataclasses.replace(a_problem((128, 256, 512), FORMATS[0], ("tensor", "tensor"), "cuda"), capability=(9, 0))
+SHAPES = [(1, 3, 5), (17, 64, 96), (130, 257, 300), (130, 264, 304), (48, 128, 512), (129, 16, 128)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Not test_schema, which multiplies FP8 tensors.
+CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cpu"}, "NVIDIA GPU"),
+        ({"capability": (8, 0)}, "8.0 < 8.9"),
+        ({"a_dtype": "e5m2", "b_dtype": "e5m2"}, "E5M2 x E5M2"),
+        ({"a_granularity": "tile", "b_granularity": "tile"}, "tile x tile"),
+        ({"a_granularity": "row"}, "row x tensor"),
+        ({"a_granularity": "block", "b_granularity": "tile", "capability": (10, 0)}, "9.x only, not 10.0"),
+    ],
+)
+def test_what_scaled_mm_cannot_do_it_says(changes: dict[str, Any], reason: str) -> None:
+    unsupported = gemm.load("scaled_mm").unsupported
+    assert unsupported(H200) is None
+    assert unsupported(dataclasses.replace(H200, a_dtype="e5m2", n=3, k=5)) is None
+    assert reason in str(unsupported(dataclasses.replace(H200, **changes)))
+
+
+@pytest.mark.parametrize("pair", [("tensor", "tensor"), ("row", "row")], ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_padding_is_exact(shape: tuple[int, int, int], pair: tuple[str, str]) -> None:
+    """torch has the operator on a CPU too, with the same demands on N and K."""
+    operands = integers(shape, pair)
+    bias = torch.arange(shape[1]) % 64 - 2.0
+    for out_dtype in DTYPES:
+        for added in (None, bias, bias.bfloat16()):
+            out = scaled_mm.forward(*operands, out_dtype=out_dtype, bias=added)
+            # PyTorch's CPU kernel rounds before it adds the bias, so that only exact sums are compared.
+            if out_dtype is torch.float32 or added is None:
+                assert torch.equal(out, product(operands, added).to(out_dtype))
+            assert out.shape == shape[:2]
+            assert out.is_contiguous()
+
+
+def cublaslt(
+    a: Tensor,
+    b: Tensor,
+    a_scale: list[Tensor],
+    a_recipe: list[int],
+    a_swizzle: list[int],
+    b_scale: list[Tensor],
+    b_recipe: list[int],
+    b_swizzle: list[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """torch._scaled_mm_v2 on Hopper, from its demands: pytorch/pytorch#166752 and cuBLAS, "Scaling factors layouts"."""
+    (m, k), n = a.shape, b.shape[1]
+    assert a.is_contiguous()
+    assert b.stride() == (1, k)
+    assert n % 16 == 0
+    assert k % 128 == 0
+    assert bias is None or (out_dtype != torch.float32 and bias.dtype == out_dtype and bias.shape == (n,))
+    assert a_swizzle == b_swizzle == []
+
+    def read(scale: Tensor, recipe: int, rows: int) -> Tensor:
+        blocks = k // 128
+        if recipe == torch.nn.functional.ScalingType.BlockWise1x128.value:
+            assert scale.shape == (rows, blocks)
+            assert rows % 4 == 0
+            assert scale.stride(0) == 1
+            assert scale.stride(1) == rows or blocks == 1
+            return scale.contiguous()
+        rounded = -(-blocks // 4) * 4
+        assert recipe == torch.nn.functional.ScalingType.BlockWise128x128.value
+        assert scale.shape == (rounded, -(-rows // 128))
+        assert scale.stride() == (1, rounded)
+        return scale[:blocks].t().contiguous()
+
+    scales = read(a_scale[0], a_recipe[0], m), read(b_scale[0], b_recipe[0], n)
+    return reference.forward(a, b.t(), *scales, out_dtype=out_dtype, bias=bias)
+
+
+@pytest.mark.parametrize("pair", PAIRS[2:], ids="-".join)
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 128, 1024)], ids=str)
+def test_block_scales_arrive_in_cublaslt_s_layouts(
+    shape: tuple[int, int, int], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm_v2", cublaslt)
+    operands = integers(shape, pair)
+    bias = torch.arange(shape[1]) % 64 - 2.0
+    for out_dtype in DTYPES:
+        for added in (None, bias):
+            out = scaled_mm.forward(*operands, out_dtype=out_dtype, bias=added)
+            assert torch.equal(out, product(operands, added).to(out_dtype))
+            assert out.is_contiguous()
+
+
+def test_scales_need_not_be_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight's 128 x 128 scales are shared by both of its layouts, as a transpose."""
+    monkeypatch.setattr(torch, "_scaled_mm_v2", cublaslt)
+    a, b, a_inv, b_inv = integers((48, 256, 512), ("block", "tile"))
+    out = scaled_mm.forward(a, b, a_inv, b_inv.t().contiguous().t(), out_dtype=torch.float32)
+    assert torch.equal(out.double(), product(Operands(a, b, a_inv, b_inv)))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("shape", [(32, 48, 256), (17, 3, 300)], ids=str)
+def test_compiles_without_graph_breaks(
+    shape: tuple[int, int, int], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm_v2", cublaslt)
+    operands = integers(shape, pair)
+    bias = torch.ones(shape[1])
+
+    torch.compiler.reset()  # its limit of recompilations is the whole process's
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(*operands: Tensor) -> Tensor:
+        return scaled_mm.forward(*operands, out_dtype=torch.float32, bias=bias) * 2
+
+    assert torch.equal(call(*operands).double(), product(operands, bias) * 2)
+
+
+def test_the_operator_is_well_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm_v2", cublaslt)
+    operands = integers((18, 40, 300), ("block", "tile"))
+    for bias in (None, torch.ones(40)):
+        torch.library.opcheck(torch.ops.te_bench.scaled_mm_block, (*operands, bias, torch.bfloat16), test_utils=CHECKS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_the_library_prints_nothing(pair: tuple[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    """One version of torch printed the shapes of 128 x 128 by 1 x 128 products."""
+    scaled_mm.forward(*integers((256, 256, 256), pair, "cuda"), out_dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    assert capfd.readouterr() == ("", "")
+
+
+TABLE = [
+    (8192, 8192, 8192),
+    (8192, 12288, 4096),
+    (8192, 4096, 4096),
+    (8192, 16384, 4096),
+    (8192, 4096, 16384),
+    (12288, 2304, 768),
+    (12288, 768, 768),
+    (12288, 3072, 768),
+    (12288, 768, 3072),
+    (12288, 50304, 768),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_speed_beside_triton(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints TFLOP/s of h200-peers.md's table, the rivals interleaved (ABBA); asserts only that both are right."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    for m, n, k in TABLE:
+        a, b = (torch.randn(rows, k, generator=generator, device="cuda") for rows in (m, n))
+        operands = quantised(a, b, FORMATS[0], pair)
+        del a, b
+        for fast_accum in (True, False) if pair[0] in ("tensor", "row") else (False,):
+            calls = {}
+            for name in ("scaled_mm", "triton"):
+                forward, options = gemm.load(name).forward, {"out_dtype": torch.bfloat16, "fast_accum": fast_accum}
+                # A thousand rows tell a wrong kernel, and float64 of all of them would take longer than the rest.
+                some = _rows(operands, 1024)
+                # Each of the K / 32 additions of the 14-bit accumulator cuts up to 2^-13 of the sum: errors add as
+                # their root (worst of 8 M elements at K = 8192, both rivals: 9.4e-3).
+                floor = 2e-3 * (max(1.0, k / 768) ** 0.5 if fast_accum else 1.0)
+                check(forward(*operands, **options)[:1024], some, out_dtype=torch.bfloat16, floor=floor)
+                calls[name] = functools.partial(forward, *operands, **options)
+            samples: dict[str, list[float]] = {name: [] for name in calls}
+            for name in ("scaled_mm", "triton", "triton", "scaled_mm"):
+                samples[name] += timing.kernel(calls[name], "cuda")
+            rates = {name: 2e-12 * m * n * k / statistics.median(times) for name, times in samples.items()}
+            with capsys.disabled():
+                print(
+                    f"\n{m} x {n} x {k} {'-'.join(pair)} {'fast' if fast_accum else 'promoted'}: "
+                    + ", ".join(f"{name} {rate:.0f} TFLOP/s" for name, rate in rates.items())
+                    + f" ({rates['triton'] / rates['scaled_mm']:.3f})",
+                    end="",
+                )
+
+
+def _rows(operands: Operands, count: int) -> Operands:
+    """The operands of the first `count` rows of D, a multiple of 128."""
+    a, b, a_inv, b_inv = operands
+    scales = a_inv if a_inv.dim() == 0 else a_inv[: count if a_inv.shape[0] == a.shape[0] else count // 128]
+    return Operands(a[:count], b, scales, b_inv)

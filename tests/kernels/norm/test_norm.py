@@ -1,0 +1,432 @@
+"""Norms by the rule error <= 2 x torch's at the same dtype + floor against float64; quantised ones code by code."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_checks import FLOATS, assert_as_good, assert_quantized_alike, of_copy
+from torch import Tensor
+
+from te_bench.kernels import norm
+from te_bench.kernels.norm import Backend, Problem
+from te_bench.kernels.quantize import Quantized
+
+EPS = 1e-5
+SHAPES = [(1, 7), (33, 100), (5, 768), (130, 4096)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+REFERENCE = norm.load("reference")
+
+
+def supported(name: str, n: int, device: str, quantized: bool = False) -> Backend:
+    """The backend; skips the test, with the backend's own reason, where it has one."""
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    backend = norm.load(name)
+    problem = Problem(n=n, dtype="bf16", kind="layernorm", quantized=quantized, device=device, capability=capability)
+    reason = backend.unsupported(problem)
+    if reason:
+        pytest.skip(reason)
+    return backend
+
+
+@dataclasses.dataclass
+class Case:
+    """x, dy, residual (M, N), weight and bias (N,); gamma is 1 + weight and the residual is added where `rich`."""
+
+    x: Tensor
+    dy: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    kind: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"kind": self.kind, "zero_centered_gamma": self.residual is not None}
+
+
+def draw(
+    shape: tuple[int, int], kind: str = "layernorm", rich: bool = True, dtype: str = "bf16", device: str = "cpu"
+) -> Case:
+    generator = torch.Generator().manual_seed(shape[0] * shape[1])
+    x, dy, residual = (torch.randn(shape, generator=generator) for _ in range(3))
+    weight, bias = (torch.randn(shape[1], generator=generator) for _ in range(2))
+    tensors = [t.to(device, FLOATS[dtype]) for t in (x * 2 + 0.5, dy, weight, bias, residual)]
+    return Case(*tensors[:3], tensors[3] if kind == "layernorm" else None, tensors[4] if rich else None, kind)
+
+
+def textbook(x: Tensor, gamma: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    centred = x - x.mean(1, keepdim=True) if kind == "layernorm" else x
+    y = centred / (centred.square().mean(1, keepdim=True) + EPS).sqrt() * gamma
+    return y if bias is None else y + bias
+
+
+def library(x: Tensor, gamma: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    if kind == "layernorm":
+        return F.layer_norm(x, gamma.shape, gamma, bias, EPS)
+    return F.rms_norm(x, gamma.shape, gamma, EPS)
+
+
+def by_autograd(function: Callable[..., Tensor], case: Case, dtype: torch.dtype) -> list[Tensor]:
+    """y, dx plus the residual, dweight, dbias."""
+    leaves = [t.to(dtype).detach().requires_grad_() for t in (case.x, case.weight, case.bias) if t is not None]
+    x, weight, bias = leaves if len(leaves) == 3 else (*leaves, None)
+    y = function(x, weight + 1 if case.residual is not None else weight, bias, case.kind)
+    grads = list(torch.autograd.grad(y, leaves, case.dy.to(dtype)))
+    if case.residual is not None:
+        grads[0] = grads[0] + case.residual.to(dtype)
+    return [y.detach(), *grads]
+
+
+def run(backend: Backend, case: Case) -> list[Tensor]:
+    y, mean, rstd = backend.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)
+    dx, dweight, dbias = backend.backward(
+        case.dy, case.x, case.weight, mean, rstd, residual=case.residual, **case.options
+    )
+    assert (mean is None) == (dbias is None) == (case.kind == "rmsnorm")
+    assert rstd.dtype == torch.float32
+    return [t for t in (y, dx, dweight, dbias) if t is not None]
+
+
+def assert_right(backend: Backend, case: Case) -> None:
+    ours, truth = run(backend, case), by_autograd(textbook, case, torch.float64)
+    yardstick = by_autograd(library, case, case.x.dtype)
+    for name, value, torchs, exact in zip(("y", "dx", "dweight", "dbias"), ours, yardstick, truth, strict=False):
+        assert_as_good(name, value, torchs, exact)
+
+
+def observe(backend: Backend, case: Case, dtype: torch.dtype, **layouts: bool) -> tuple[Quantized, Tensor, Tensor]:
+    """Quantized, amax (from 0.5) and counts (from 1) of forward_quantized at a scale that saturates and underflows."""
+    amax = torch.tensor(0.5, device=case.x.device)
+    counts = torch.ones(3, dtype=torch.int64, device=case.x.device)
+    scale = torch.tensor(torch.finfo(dtype).max / 2.9, device=case.x.device)
+    layouts = layouts or {"rowwise": True, "columnwise": True}
+    packed, mean, rstd = backend.forward_quantized(
+        case.x, case.weight, case.bias, eps=EPS, scale=scale, dtype=dtype, amax=amax, counts=counts,
+        **layouts, **case.options,
+    )  # fmt: skip
+    assert (mean is None) == (case.kind == "rmsnorm")
+    unfused = backend.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)[2]
+    torch.testing.assert_close(rstd, unfused, rtol=1e-5, atol=0, equal_nan=True)
+    return packed, amax, counts
+
+
+def assert_quantizes_right(backend: Backend, case: Case, dtype: torch.dtype, **layouts: bool) -> None:
+    (packed, amax, counts), (exact, amax_exact, counts_exact) = (
+        observe(b, case, dtype, **layouts) for b in (backend, REFERENCE)
+    )
+    assert_quantized_alike(packed, exact)
+    torch.testing.assert_close(amax, amax_exact, rtol=2 * torch.finfo(case.x.dtype).eps + 1e-6, atol=0)
+    assert ((counts - counts_exact).abs() <= max(1, case.x.numel() // 1000)).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rich", [False, True], ids=["plain", "residual, 1 + weight"])
+@pytest.mark.parametrize("kind", norm.KINDS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", norm.names())
+def test_contract(name: str, shape: tuple[int, int], dtype: str, kind: str, rich: bool, device: str) -> None:
+    if (name, device, shape) == ("triton", "cpu", (130, 4096)) and dtype == "fp16":
+        pytest.skip("half a second a case in the interpreter: bf16 and fp32 stand for it")
+    assert_right(supported(name, shape[1], device), draw(shape, kind, rich, dtype, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", norm.KINDS)
+@pytest.mark.parametrize("shape", [(8192, 4096), (12288, 768), (300, 16384), (3, 8200)], ids=str)
+@pytest.mark.parametrize("name", norm.names())
+def test_contract_at_size(name: str, shape: tuple[int, int], kind: str) -> None:
+    assert_right(supported(name, shape[1], "cuda"), draw(shape, kind, True, "bf16", "cuda"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize("kind", norm.KINDS)
+@pytest.mark.parametrize("shape", [*SHAPES[:3], (70, 300)], ids=str)
+@pytest.mark.parametrize("name", norm.names())
+def test_quantized_is_the_reference(
+    name: str, shape: tuple[int, int], kind: str, dtype: torch.dtype, device: str
+) -> None:
+    backend = supported(name, shape[1], device, quantized=True)
+    for source in FLOATS:
+        assert_quantizes_right(backend, draw(shape, kind, True, source, device), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize("shape", [(8192, 4096), (12288, 768), (300, 16384)], ids=str)
+def test_quantized_is_the_reference_at_size(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    backend = supported("triton", shape[1], "cuda", quantized=True)
+    assert_quantizes_right(backend, draw(shape, device="cuda"), dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_a_layout_not_asked_for_is_none(name: str, device: str) -> None:
+    backend, case = supported(name, 100, device, quantized=True), draw((33, 100), device=device)
+    for layouts in ({"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
+        packed, _, _ = observe(backend, case, FP8[0], **layouts)
+        assert [t is None for t in packed] == [not layouts["rowwise"]] * 2 + [not layouts["columnwise"]] * 2
+        assert_quantizes_right(backend, case, FP8[0], **layouts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", norm.names())
+def test_a_constant_row_is_the_bias(name: str, device: str) -> None:
+    backend, case = supported(name, 128, device), draw((3, 128), rich=False, dtype="fp32", device=device)
+    case.x[:] = torch.tensor([[0.0], [3.0], [-4096.0]])
+    y, mean, rstd = backend.forward(case.x, case.weight, case.bias, eps=EPS)
+    assert case.bias is not None
+    assert torch.equal(y, case.bias.expand(3, -1))
+    assert torch.equal(mean, case.x[:, 0])
+    torch.testing.assert_close(rstd, torch.full_like(rstd, EPS**-0.5))
+    assert_right(backend, case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "factor"), [("fp32", 1e15), ("bf16", 1e15), ("fp16", 5e3), ("fp32", 1e-15)])
+@pytest.mark.parametrize("name", norm.names())
+def test_huge_and_tiny_rows(name: str, dtype: str, factor: float, device: str) -> None:
+    case = draw((7, 300), rich=False, dtype=dtype, device=device)
+    case.x *= factor
+    assert_right(supported(name, 300, device), case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", norm.names())
+def test_a_mean_of_thousands_of_deviations_costs_the_variance_nothing(name: str, device: str) -> None:
+    """E[x^2] - E[x]^2 in float32 would be off by the variance itself. Tiles of unlike means as well."""
+    backend, case = supported(name, 600, device), draw((9, 600), rich=False, dtype="fp32", device=device)
+    case.x += 4096
+    case.x[4:, :130] -= 100
+    rstd = (case.x.double().var(1, correction=0) + EPS).rsqrt()
+    torch.testing.assert_close(
+        backend.forward(case.x, case.weight, case.bias, eps=EPS)[2].double(), rstd, rtol=1e-4, atol=0
+    )
+    if name != "liger":
+        observe(backend, case, FP8[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_strided_and_empty_inputs(name: str, device: str) -> None:
+    backend, case = supported(name, 100, device), draw((33, 100), device=device)
+    wanted = run(backend, case)
+    wide = torch.cat([case.x, case.x], 1)[:, :100]
+    columns = case.dy.t().contiguous().t()
+    for value, exact in zip(run(backend, dataclasses.replace(case, x=wide, dy=columns)), wanted, strict=True):
+        assert torch.equal(value, exact)
+    nothing = dataclasses.replace(case, x=case.x[:0], dy=case.dy[:0], residual=case.residual[:0])  # type: ignore[index]
+    y, dx, dweight, dbias = run(backend, nothing)
+    assert y.shape == dx.shape == (0, 100)
+    assert not dweight.any()
+    assert not dbias.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_not_a_number_is_seen(name: str, device: str) -> None:
+    backend, case = supported(name, 100, device, quantized=True), draw((33, 100), device=device)
+    case.x[5, 7] = float("nan")
+    packed, amax, counts = observe(backend, case, FP8[0])
+    assert amax.isnan()
+    assert counts[2] == 1 + 100
+    assert packed.data.float().isnan().sum(1).tolist() == [100 if row == 5 else 0 for row in range(33)]
+
+
+def broken(**changes: Callable[..., Any]) -> Backend:
+    return dataclasses.replace(REFERENCE, **changes)
+
+
+def forward_with(change: Callable[[Tensor], Tensor]) -> Backend:
+    def forward(*args: Any, **options: Any) -> tuple[Any, ...]:
+        y, mean, rstd = REFERENCE.forward(*args, **options)
+        return change(y), mean, rstd
+
+    return broken(forward=forward)
+
+
+def backward_with(change: Callable[..., tuple[Any, ...]] | None = None, **overridden: Any) -> Backend:
+    def backward(*args: Any, **options: Any) -> tuple[Any, ...]:
+        result = REFERENCE.backward(*args, **{**options, **overridden})
+        return change(*result) if change else result
+
+    return broken(backward=backward)
+
+
+def without_mean_of_g(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, **options: Any
+) -> tuple[Any, ...]:
+    dx, dweight, dbias = REFERENCE.backward(dy, x, weight, mean, rstd, **options)
+    return dx + (dy * (weight + 1)).mean(1, keepdim=True) * rstd[:, None].to(dx.dtype), dweight, dbias
+
+
+MUTATIONS = {
+    "zero y": forward_with(torch.zeros_like),
+    "minus y": forward_with(torch.neg),
+    "y doubled": forward_with(lambda y: y * 2),
+    "y transposed": forward_with(lambda y: y.t().contiguous()),
+    "gamma without its 1": broken(
+        forward=lambda *args, **options: REFERENCE.forward(*args, **{**options, "zero_centered_gamma": False})
+    ),
+    "eps of 0.1": broken(forward=lambda *args, **options: REFERENCE.forward(*args, **{**options, "eps": 0.1})),
+    "no residual": backward_with(residual=None),
+    "backward's gamma without its 1": backward_with(zero_centered_gamma=False),
+    "zero dx": backward_with(lambda dx, dweight, dbias: (dx * 0, dweight, dbias)),
+    "minus dx": backward_with(lambda dx, dweight, dbias: (-dx, dweight, dbias)),
+    "dweight doubled": backward_with(lambda dx, dweight, dbias: (dx, dweight * 2, dbias)),
+    "dweight and dbias exchanged": backward_with(lambda dx, dweight, dbias: (dx, dbias, dweight)),
+    "a row missing from dbias": broken(
+        backward=lambda dy, *args, **options: (
+            *REFERENCE.backward(dy, *args, **options)[:2],
+            REFERENCE.backward(dy, *args, **options)[2] - dy[3],
+        )
+    ),
+    "dx without mean(g)": broken(backward=without_mean_of_g),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_fail_the_contract(name: str, dtype: str) -> None:
+    case = draw((64, 64), dtype=dtype)
+    assert_right(REFERENCE, case)
+    with pytest.raises(AssertionError):
+        assert_right(MUTATIONS[name], case)
+
+
+def packed_with(change: Callable[[Quantized], Quantized], **overridden: Any) -> Backend:
+    def forward_quantized(*args: Any, **options: Any) -> tuple[Any, ...]:
+        packed, mean, rstd = REFERENCE.forward_quantized(*args, **{**options, **overridden})
+        return change(packed), mean, rstd
+
+    return broken(forward_quantized=forward_quantized)
+
+
+def same(packed: Quantized) -> Quantized:
+    return packed
+
+
+QUANTIZED_MUTATIONS = {
+    "zero data": packed_with(lambda q: q._replace(data=torch.zeros_like(q.data))),
+    "minus data": packed_with(lambda q: q._replace(data=(-q.data.float()).to(q.data.dtype))),
+    "doubled scale": packed_with(same, scale=torch.tensor(2 * 448 / 2.9)),
+    "scale_inv for scale": packed_with(lambda q: q._replace(scale_inv=q.scale_inv.reciprocal())),
+    "data_t not transposed": packed_with(lambda q: q._replace(data_t=q.data)),
+    "wrong format": packed_with(same, dtype=torch.float8_e5m2),
+    "no amax": packed_with(same, amax=None),
+    "no counts": packed_with(same, counts=None),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED_MUTATIONS)
+def test_mutations_fail_the_quantized_contract(name: str) -> None:
+    case = draw((64, 64))
+    assert_quantizes_right(REFERENCE, case, FP8[0])
+    with pytest.raises(AssertionError):
+        assert_quantizes_right(QUANTIZED_MUTATIONS[name], case, FP8[0])
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_bad_input(name: str) -> None:
+    backend, case = norm.load(name), draw((4, 8))
+    with pytest.raises(ValueError, match="batchnorm"):
+        backend.forward(case.x, case.weight, case.bias, eps=EPS, kind="batchnorm")
+    with pytest.raises(ValueError, match="rmsnorm none"):
+        backend.forward(case.x, case.weight, case.bias, eps=EPS, kind="rmsnorm")
+    with pytest.raises(ValueError, match=r"\(7,\)"):
+        backend.forward(case.x, case.weight[:7], None, eps=EPS)
+    with pytest.raises(ValueError, match=r"\(M, N\)"):
+        backend.forward(case.x[None], case.weight, None, eps=EPS)
+    with pytest.raises(ValueError, match="layout"):
+        observe(backend, case, FP8[0], rowwise=False, columnwise=False)
+
+
+def test_what_can_not_run_says_why() -> None:
+    problem = Problem(n=64, dtype="bf16", kind="layernorm", quantized=True, device="cuda", capability=(8, 0))
+    assert "8.9" in (norm.load("triton").unsupported(problem) or "")
+    assert norm.load("triton").unsupported(dataclasses.replace(problem, quantized=False)) is None
+    assert "16384" in (norm.load("triton").unsupported(dataclasses.replace(problem, n=20000, quantized=False)) or "")
+    assert norm.load("liger").unsupported(problem) in ("pip install liger-kernel", "no FP8 output")
+    with pytest.raises(ValueError, match="FP8 output"):
+        norm.load("liger").forward_quantized()
+
+
+def operators(case: Case) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    from te_bench.kernels.norm import triton
+
+    _, mean, rstd = REFERENCE.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)
+    device = case.x.device
+    looks = torch.zeros((), device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    scale = torch.tensor(9.0, device=device)
+    forward = (case.x, case.weight, case.bias, EPS, True, case.kind)
+    return {
+        "forward": (triton._forward_op, forward),
+        "forward_quantized": (triton._forward_quantized_op, (*forward, scale, FP8[0], True, False, *looks)),
+        "backward": (triton._backward_op, (case.dy, case.x, case.weight, mean, rstd, True, case.residual)),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", norm.KINDS)
+@pytest.mark.parametrize("name", ["forward", "forward_quantized", "backward"])
+def test_operators(name: str, kind: str, device: str) -> None:
+    operator, arguments = operators(draw((6, 16), kind, device=device))[name]
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", norm.KINDS)
+def test_compiles_without_graph_breaks(kind: str, device: str) -> None:
+    backend = supported("triton", 32, device, quantized=True)
+    case = draw((17, 32), kind, device=device)
+    compiled = dataclasses.replace(
+        backend,
+        **{
+            name: torch.compile(getattr(backend, name), fullgraph=True, backend="aot_eager")
+            for name in ("forward", "forward_quantized", "backward")
+        },
+    )
+    for value, exact in zip(run(compiled, case), run(backend, case), strict=True):
+        torch.testing.assert_close(value, exact)
+    assert_quantizes_right(compiled, case, FP8[0])
+    assert_quantizes_right(compiled, case, FP8[0], rowwise=False, columnwise=True)
+
+
+@pytest.mark.gpu
+def test_gradients_are_the_same_in_every_run() -> None:
+    backend, case = supported("triton", 768, "cuda"), draw((4096, 768), device="cuda")
+    first = run(backend, case)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(backend, case), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 4096), (12288, 768)], ids=str)
+def test_bandwidth(shape: tuple[int, int]) -> None:
+    """bf16 bytes: 2 read and 2 written an element; the backward reads 3 x 2 and writes 2."""
+    backend, case = supported("triton", shape[1], "cuda", quantized=True), draw(shape, device="cuda")
+    elements = case.x.numel()
+    _, mean, rstd = backend.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)
+    amax, counts = torch.zeros((), device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
+    scale = torch.ones((), device="cuda")
+
+    def forward() -> object:
+        return backend.forward(case.x, case.weight, case.bias, eps=EPS)
+
+    def quantized() -> object:
+        return backend.forward_quantized(
+            case.x, case.weight, case.bias, eps=EPS, scale=scale, dtype=FP8[0], rowwise=True, columnwise=True,
+            amax=amax, counts=counts,
+        )  # fmt: skip
+
+    def backward() -> object:
+        return backend.backward(case.dy, case.x, case.weight, mean, rstd, residual=case.residual)
+
+    assert of_copy(forward, 4 * elements, case.x, "norm forward") > 0.35
+    assert of_copy(quantized, 4 * elements, case.x, "norm forward_quantized") > 0.35
+    assert of_copy(backward, 8 * elements, case.x, "norm backward") > 0.35

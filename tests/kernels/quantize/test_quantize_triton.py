@@ -1,0 +1,148 @@
+"""What only the Triton quantisers have: operators for torch.compile, and speed."""
+
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_bench.experiments import timing
+from te_bench.kernels.quantize import Problem, Quantized, triton
+
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+COPY_SHAPES = ((8192, 4096), (8192, 16384), (12288, 768), (12288, 3072))
+FUNCTIONS = ("scaled", "scaled with all", "tensor", "row", "block1", "block128")
+
+
+def test_what_it_needs_is_said() -> None:
+    assert triton.unsupported(Problem(device="cuda", capability=(9, 0))) is None
+    assert "8.9" in str(triton.unsupported(Problem(device="cuda", capability=(8, 0))))
+
+
+def test_a_double_is_refused() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        triton.tensor(torch.ones(2, 2, dtype=torch.float64), E4M3, rowwise=True, columnwise=False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layouts", [(True, True), (False, True)])
+def test_operators_are_what_they_declare(layouts: tuple[bool, bool], device: str) -> None:
+    x = torch.randn(33, 150, device=device)
+    scale, amax = torch.tensor(2.0, device=device), torch.zeros((), device=device)
+    counts, sums = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros(150, device=device)
+    for op, arguments in (
+        ("scaled", (x, scale, E5M2, *layouts, amax, counts, sums)),
+        ("scaled", (x, scale, E4M3, *layouts, None, None, None)),
+        ("tensor", (x, E4M3, *layouts, True, counts, sums)),
+        ("row", (x, E4M3, *layouts, False, counts)),
+        ("block", (x, E4M3, 1, *layouts, True, counts)),
+        ("block", (x, E4M3, 128, *layouts, True, None)),
+    ):
+        torch.library.opcheck(
+            getattr(torch.ops.te_bench, f"quantize_{op}").default,
+            arguments,
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_inductor_keeps_what_is_mutated(device: str) -> None:
+    def step(x: Tensor, scale: Tensor, amax: Tensor, counts: Tensor, sums: Tensor) -> list[Tensor]:
+        given = triton.scaled(
+            x + 1, scale, E4M3, rowwise=True, columnwise=True, amax=amax, counts=counts, column_sum=sums
+        )
+        own = triton.row(x + 1, E4M3, rowwise=True, columnwise=True, counts=counts)
+        return [*given, *own]
+
+    x = torch.randn(33, 150, device=device) * 1e3
+    answers = []
+    for call in (step, torch.compile(step, fullgraph=True)):
+        buffers = (
+            torch.zeros((), device=device),
+            torch.zeros(3, dtype=torch.int64, device=device),
+            torch.zeros(150, device=device),
+        )
+        answers.append([*call(x, torch.tensor(2.0, device=device), *buffers), *buffers])
+    # On a CPU the order of the sums differs: 33 terms of about 1e3.
+    torch.testing.assert_close(answers[0].pop(), answers[1].pop(), rtol=0, atol=2e-2)
+    for eager, compiled in zip(*answers, strict=True):
+        assert torch.equal(eager.float(), compiled.float())
+
+
+def caller(function: str, x: Tensor) -> Callable[[], Quantized]:
+    """A call that writes both layouts."""
+    both = {"rowwise": True, "columnwise": True}
+    scale, amax = torch.ones((), device=x.device), torch.zeros((), device=x.device)
+    counts = torch.zeros(3, dtype=torch.int64, device=x.device)
+    sums = torch.zeros(x.shape[1], device=x.device)
+    return {
+        "scaled": lambda: triton.scaled(x, scale, E4M3, amax=amax, **both),
+        "scaled with all": lambda: triton.scaled(x, scale, E4M3, amax=amax, counts=counts, column_sum=sums, **both),
+        "tensor": lambda: triton.tensor(x, E4M3, **both),
+        "row": lambda: triton.row(x, E4M3, **both),
+        "block1": lambda: triton.block(x, E4M3, rows=1, **both),
+        "block128": lambda: triton.block(x, E4M3, rows=128, **both),
+    }[function]
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The call as a graph, so that launching it costs no more than a copy's launch."""
+    call()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def seconds(call: Callable[[], object]) -> float:
+    return statistics.median(timing.kernel(captured(call).replay, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", COPY_SHAPES, ids=str)
+def test_bandwidth(shape: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
+    """GB/s of the least bytes there are, x read once and both layouts written, against a copy of a bf16 tensor."""
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    least = 4 * x.numel()
+    copy = least / seconds(lambda: y.copy_(x))
+    found = {}
+    for function in FUNCTIONS:
+        found[function] = least / seconds(caller(function, x))
+    with capsys.disabled():
+        print(
+            f"\n{shape}: copy {copy / 1e9:.0f} GB/s; "
+            + "; ".join(f"{name} {rate / 1e9:.0f} ({rate / copy:.2f})" for name, rate in found.items())
+        )
+    for function, rate in found.items():
+        assert rate > 0.4 * copy, function
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph_it_follows_its_inputs() -> None:
+    x = torch.randn(300, 200, device="cuda", dtype=torch.bfloat16)
+    for function in FUNCTIONS:
+        call, kept = caller(function, x), []
+        graph = captured(lambda call=call, kept=kept: kept.append(call()))
+        x.normal_()
+        graph.replay()
+        eager = call()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(kept[-1], eager, strict=True))
+
+
+@pytest.mark.gpu
+def test_host_time_of_a_call() -> None:
+    """Less than a third of the 60 us that a whole Linear may cost."""
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    call = caller("scaled", x)
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        times.append(statistics.median(timing.kernel(call, "cpu")))
+    assert min(times) < 40e-6  # 20 us aimed at; twice that, for other processes' sake

@@ -1,0 +1,158 @@
+"""Mask types, windows and padding against their definition, position by position."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_bench.models.modules import attention_mask
+from te_bench.models.modules.attention_mask import Sizes
+
+CPU = torch.device("cpu")
+# Transformer Engine's README: [a, a, a, 0, 0], [b, b, 0, 0, 0], [c, c, c, c, 0]; True is padding.
+README = torch.tensor(
+    [
+        [False, False, False, True, True],
+        [False, False, True, True, True],
+        [False, False, False, False, True],
+    ]
+)[:, None, None, :]
+LENGTHS = (3, 2, 4)
+
+
+def hidden(kind: str, sizes: Sizes, **options: object) -> Tensor:
+    """(B, T, S): what `build` hides, its causal flag spelt out."""
+    causal, mask = attention_mask.build(kind, sizes, CPU, **options)  # type: ignore[arg-type]
+    out = torch.zeros(sizes.batch, 1, sizes.rows, sizes.keys, dtype=torch.bool)
+    if causal:
+        out |= torch.ones(sizes.rows, sizes.keys, dtype=torch.bool).triu(1)
+    return (out if mask is None else out | mask)[:, 0]
+
+
+def by_definition(
+    kind: str, sizes: Sizes, window: tuple[int, int], lengths: list[tuple[int, int]], bottom_right: bool
+) -> Tensor:
+    out = torch.zeros(sizes.batch, sizes.rows, sizes.keys, dtype=torch.bool)
+    for b, i, j in itertools.product(range(sizes.batch), range(sizes.rows), range(sizes.keys)):
+        rows, keys = lengths[b]
+        seen = "padding" not in kind or (i < rows and j < keys)
+        centre = i + keys - rows if bottom_right else i
+        left, right = window
+        if "causal" in kind:
+            right = 0
+        seen = seen and (left < 0 or j >= centre - left) and (right < 0 or j <= centre + right)
+        out[b, i, j] = not seen
+    return out
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (2, 0), (0, 0), (1, 2), (3, 0)])
+@pytest.mark.parametrize("sizes", [Sizes(3, 3, 5, 5), Sizes(3, 3, 4, 7), Sizes(3, 3, 7, 4)], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in attention_mask.TYPES if kind != "arbitrary"])
+def test_every_type_hides_what_it_says(kind: str, sizes: Sizes, window: tuple[int, int]) -> None:
+    rows, keys = torch.tensor([1, 3, 4]), torch.tensor([4, 2, 3])
+    lengths = [(sizes.rows, sizes.keys)] * 3
+    options: dict[str, object] = {"window_size": window}
+    if "padding" in kind:
+        query = (torch.arange(sizes.rows) >= rows[:, None])[:, None, None]
+        key = (torch.arange(sizes.keys) >= keys[:, None])[:, None, None]
+        options["attention_mask"] = (query, key)
+        lengths = list(zip(rows.tolist(), keys.tolist(), strict=True))
+    aligned = kind not in ("causal", "padding_causal")  # at the bottom right unless told
+    assert torch.equal(hidden(kind, sizes, **options), by_definition(kind, sizes, window, lengths, aligned))
+    if kind in ("no_mask", "padding"):
+        told = hidden(kind, sizes, **options, bottom_right_diagonal=False)
+        assert torch.equal(told, by_definition(kind, sizes, window, lengths, False))
+    else:  # as in Transformer Engine, the type's own alignment is not to be overridden
+        assert torch.equal(
+            hidden(kind, sizes, **options, bottom_right_diagonal=not aligned), hidden(kind, sizes, **options)
+        )
+
+
+def test_the_readmes_padding() -> None:
+    mask = hidden("padding", Sizes(3, 3, 5, 5), attention_mask=README)
+    for sequence, length in zip(mask, LENGTHS, strict=True):
+        assert not sequence[:length, :length].any()
+        assert sequence[length:].all()
+        assert sequence[:, length:].all()
+
+
+@pytest.mark.parametrize("kind", ["padding", "padding_causal", "padding_causal_bottom_right"])
+def test_cumulative_lengths_stand_in_for_a_mask(kind: str) -> None:
+    starts = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
+    sizes = Sizes(3, 3, 5, 5)
+    by_mask = hidden(kind, sizes, attention_mask=README)
+    assert torch.equal(hidden(kind, sizes, cu_seqlens=(starts, starts)), by_mask)
+
+
+def test_plain_types_build_no_mask() -> None:
+    long = Sizes(1, 3, 1 << 20, 1 << 20)  # a mask of it would be a tebibyte
+    build = attention_mask.build
+    assert build("no_mask", long, CPU) == (False, None)
+    assert build("causal", long, CPU) == (True, None)
+    assert build("causal", long, CPU, window_size=(-1, 0)) == (True, None)
+    assert build("causal_bottom_right", long, CPU) == (True, None)
+    assert build("causal", Sizes(1, 3, 5, 1 << 40), CPU) == (True, None)
+    assert build("causal", long, CPU, attention_mask=README) == (True, None)  # ignored
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (4, 1), (4, 5), (2, 1, 4, 5), (1, 3, 1, 5), (2, 3, 4, 1)], ids=str)
+def test_an_arbitrary_mask_broadcasts(shape: tuple[int, ...]) -> None:
+    mask = torch.rand(shape) < 0.5
+    causal, built = attention_mask.build("arbitrary", Sizes(2, 3, 4, 5), CPU, attention_mask=mask)
+    assert not causal
+    assert built is not None
+    assert torch.equal(built.expand(2, 3, 4, 5), mask.expand(2, 3, 4, 5))
+
+
+def test_an_arbitrary_mask_and_a_window() -> None:
+    mask = torch.rand(2, 1, 5, 5) < 0.3
+    window = hidden("no_mask", Sizes(2, 3, 5, 5), window_size=(1, 1))
+    assert torch.equal(
+        hidden("arbitrary", Sizes(2, 3, 5, 5), attention_mask=mask, window_size=(1, 1)), mask[:, 0] | window
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [("causal,padding", "padding_causal"), ("padding,causal", "padding_causal"), ("no_mask", "no_mask")],
+)
+def test_spellings(said: str, name: str) -> None:
+    assert attention_mask.check_type(said) == name
+
+
+def test_a_causal_window_without_a_causal_type_is_none_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="no window"):
+        assert attention_mask.check_window("no_mask", (-1, 0)) == (-1, -1)
+    assert attention_mask.check_window("causal", (-1, -1)) == (-1, 0)
+    assert attention_mask.check_window("causal", (4, 4)) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("casual", {}, "casual"),
+        ("causal", {"window_size": (-2, 0)}, r"\(-2, 0\)"),
+        ("no_mask", {"window_size": (-1, 3)}, r"\(-1, 3\)"),
+        ("padding", {}, "needs attention_mask"),
+        ("padding", {"cu_seqlens": (torch.arange(4), None)}, "needs attention_mask"),
+        ("padding", {"cu_seqlens": (torch.arange(3), torch.arange(3))}, r"\(4,\), got \(3,\)"),
+        ("padding", {"attention_mask": README.float()}, "torch.bool"),
+        ("padding", {"attention_mask": README[:, 0, 0]}, r"\(3, 1, 1, 5\), got \(3, 5\)"),
+        ("padding", {"attention_mask": README.to("meta")}, "is on meta"),
+        ("arbitrary", {}, "needs attention_mask"),
+        ("arbitrary", {"attention_mask": (README, README)}, "one bool tensor"),
+        ("arbitrary", {"attention_mask": README[:2]}, r"\(2, 1, 1, 5\) does not broadcast"),
+        ("arbitrary", {"attention_mask": torch.zeros(3, 2, 5, 5, dtype=torch.bool)}, r"\(3, 3, 5, 5\)"),
+        ("arbitrary", {"attention_mask": torch.zeros(1, 3, 1, 5, 5, dtype=torch.bool)}, "does not broadcast"),
+        ("arbitrary", {"attention_mask": README.int()}, "torch.bool"),
+    ],
+)
+def test_what_is_wrong_is_named(kind: str, options: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        attention_mask.build(kind, Sizes(3, 3, 5, 5), CPU, **options)  # type: ignore[arg-type]
+
+
+def test_one_padding_mask_is_not_for_two_lengths() -> None:
+    with pytest.raises(ValueError, match="5 queries and 6 keys"):
+        attention_mask.build("padding", Sizes(3, 3, 5, 6), CPU, attention_mask=README)

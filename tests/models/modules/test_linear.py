@@ -1,0 +1,311 @@
+"""Linear and its relatives: arguments, what they accept, what they compute for frozen tensors, and what they refuse."""
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES, FAMILIES, RECIPES, randomise, results
+from torch import Tensor, nn
+
+import te_bench.models as te
+from te_bench.models import recipe
+
+CURRENT = recipe.Float8CurrentScaling()
+
+
+# ---- arguments
+
+
+def test_initialisation_is_transformer_engines() -> None:
+    torch.manual_seed(0)
+    layer = te.Linear(768, 3072)
+    assert layer.weight.std().item() == pytest.approx(0.023, rel=0.01)
+    assert (layer.bias == 0).all()
+    own = te.Linear(16, 16, init_method=lambda w: nn.init.constant_(w, 2.0))
+    assert (own.weight == 2).all()
+    assert te.Linear(16, 16, params_dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+    assert te.Linear(16, 16, device="meta").weight.is_meta
+
+
+def test_the_seeds_program() -> None:
+    """Only its import lines changed."""
+    layer = te.Linear(768, 3072, bias=True)
+    x = torch.randn(16, 768)
+    fp8_recipe = recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.E4M3)
+    with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+        out = layer(x)
+    loss = out.sum()
+    loss.backward()
+    assert (layer.weight.grad - x.sum(0)).norm() <= 0.05 * layer.weight.grad.norm()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("make", [te.Linear, te.LayerNormLinear])
+def test_split_parameters_are_one_weight(make: Callable[..., nn.Module], enabled: bool) -> None:
+    split = make(32, 48, parameters_split={"query": 16, "key_": 24, "value": 8})
+    names = [name for name, _ in split.named_parameters() if "norm" not in name]
+    assert sorted(names) == sorted(
+        f"{part}_{kind}" for part in ("query", "key", "value") for kind in ("weight", "bias")
+    )
+    randomise(split)
+    whole = make(32, 48)
+    with torch.no_grad():
+        for kind in ("weight", "bias"):
+            getattr(whole, kind).copy_(torch.cat([getattr(split, f"{p}_{kind}") for p in ("query", "key", "value")]))
+        for name in ("layer_norm_weight", "layer_norm_bias"):
+            if hasattr(whole, name):
+                getattr(whole, name).copy_(getattr(split, name))
+    x, dy = torch.randn(8, 32), torch.randn(8, 48)
+    a, b = (results(m, x, dy, CURRENT if enabled else None) for m in (split, whole))
+    assert torch.equal(a["y"], b["y"])
+    assert torch.equal(a["dx"], b["dx"])
+    assert torch.equal(torch.cat([a[f"{part}_weight"] for part in ("query", "key", "value")]), b["weight"])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_return_bias_leaves_it_out(name: str, enabled: bool) -> None:
+    torch.manual_seed(0)
+    plain = randomise(CASES[name].make(48))
+    torch.manual_seed(0)
+    apart = randomise(CASES[name].make(48, return_bias=True))
+    x = torch.randn(8, 48)
+    with te.autocast(enabled=enabled, recipe=CURRENT):
+        y, bias = apart(x)
+        expected = plain(x)
+    assert torch.allclose(y + bias, expected, atol=1e-5)
+    assert not torch.allclose(y, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("name", ["LayerNormLinear", "RMSNormLinear", "LayerNormMLP"])
+def test_the_norms_output_comes_along_with_its_gradient(name: str, enabled: bool) -> None:
+    torch.manual_seed(0)
+    layer = randomise(CASES[name].make(48, return_layernorm_output=True))
+    x = torch.randn(8, 48, requires_grad=True)
+    with te.autocast(enabled=enabled, recipe=CURRENT):
+        y, normed = layer(x)
+        gamma, beta = layer.layer_norm_weight, layer.layer_norm_bias
+        other = x.detach().requires_grad_()
+        expected = (
+            F.rms_norm(other, (48,), 1 + gamma, 1e-5) if beta is None else F.layer_norm(other, (48,), gamma, beta)
+        )
+    assert torch.allclose(normed, expected, atol=1e-5)
+    (through,) = torch.autograd.grad(normed.sin().sum(), x, retain_graph=True)
+    (textbook,) = torch.autograd.grad(expected.sin().sum(), other)
+    assert torch.allclose(through, textbook, atol=1e-4)
+    (alone,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (both,) = torch.autograd.grad(y.sum() + normed.sin().sum(), x)
+    assert torch.allclose(both, alone + through, atol=1e-4)
+
+
+# ---- frozen tensors
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("module", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_every_combination_of_what_needs_gradients(module: str, name: str) -> None:
+    """Each tensor's gradient is the same whatever else is frozen, and what is frozen has none."""
+    torch.manual_seed(0)
+    layer = randomise(CASES[module].make(16))
+    x = torch.randn(8, 16)
+    dy = torch.randn_like(layer(x))
+    asked = RECIPES[name][0]
+    for _ in range(9):
+        everything = results(layer, x, dy, asked)
+    names = ["dx", *(key for key, _ in layer.named_parameters())]
+    subsets = [set(chosen) for n in range(len(names) + 1) for chosen in itertools.combinations(names, n)]
+    for chosen in subsets if len(names) < 5 else subsets[:: len(subsets) // 24]:
+        layer.zero_grad()
+        for key, p in layer.named_parameters():
+            p.requires_grad_(key in chosen)
+        leaf = x.clone().requires_grad_("dx" in chosen)
+        with te.autocast(recipe=asked):
+            y = layer(leaf)
+        assert y.requires_grad == bool(chosen)
+        assert torch.equal(y, everything["y"])
+        if chosen:
+            y.backward(dy)
+        found = {"dx": leaf.grad, **{key: p.grad for key, p in layer.named_parameters()}}
+        for key in names:
+            if key not in chosen:
+                assert found[key] is None, (chosen, key)
+            else:
+                assert torch.allclose(found[key], everything[key], rtol=1e-5, atol=1e-6), (chosen, key)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("module", CASES)
+def test_strides_do_not_matter(module: str, name: str) -> None:
+    torch.manual_seed(0)
+    layer = randomise(CASES[module].make(16))
+    asked = RECIPES[name][0]
+    storage = torch.randn(16, 6, 4)
+    x = storage.permute(1, 2, 0)  # (6, 4, 16), last dimension strided
+    dy = torch.randn(layer(x).shape[-1], 6, 4).permute(1, 2, 0)
+    for _ in range(9):
+        contiguous = results(layer, x.contiguous(), dy.contiguous(), asked)
+    strided = results(layer, x, dy, asked)
+    assert all(torch.equal(strided[key], contiguous[key]) for key in contiguous)
+    every_other = torch.randn(12, 32)[::2, ::2]
+    with te.autocast(recipe=CURRENT):
+        assert torch.equal(layer(every_other), layer(every_other.contiguous()))
+        broadcast = layer(torch.randn(4, 16))
+    broadcast.sum().backward()  # a gradient of stride 0
+
+
+def test_zeros_stay_zeros_and_nan_shows() -> None:
+    layer = te.Linear(48, 32, bias=False)
+    x = torch.zeros(16, 48, requires_grad=True)
+    with te.autocast(recipe=CURRENT):
+        y = layer(x)
+        poisoned = layer(torch.full((16, 48), float("nan")))
+    y.sum().backward()
+    assert (y == 0).all()
+    assert (layer.weight.grad == 0).all()
+    assert poisoned.isnan().all()
+
+
+def test_gradients_too_small_for_half_precision_survive() -> None:
+    layer = te.Linear(48, 32, bias=False)
+    with te.autocast(recipe=CURRENT):
+        y = layer(torch.randn(16, 48))
+    y.backward(torch.randn(16, 32) * 1e-12)
+    assert (layer.weight.grad != 0).float().mean() > 0.99
+
+
+def test_a_recipe_decides_format_and_gemm() -> None:
+    """Linear asks the recipe, by role and by GEMM, and never for its name; the weight is cast once."""
+    asked: list[str] = []
+
+    class Spy(recipe.Float8CurrentScaling):
+        def quantize(self, x: Tensor, role: str, *more: Any, **options: Any) -> Any:
+            asked.append(role)
+            return super().quantize(x, role, *more, **options)
+
+        def gemm(self, a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, gemm: str, *more: Any) -> Tensor:
+            asked.append(gemm)
+            assert a.is_contiguous()
+            assert b.is_contiguous()
+            return super().gemm(a, a_inv, b, b_inv, gemm, *more)
+
+    with te.autocast(recipe=Spy()):
+        y = te.Linear(48, 32)(torch.randn(16, 48, requires_grad=True))
+    y.sum().backward()
+    assert asked == ["weight", "input", "fprop", "grad_output", "dgrad", "wgrad"]
+
+
+# ---- bad input: a sentence with the value and the remedy
+
+
+@pytest.mark.parametrize("module", CASES)
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.randn(8, 47), r"last dimension must be 48, got shape \(8, 47\)"),
+        (torch.tensor(1.0), r"last dimension must be 48, got shape \(\)"),
+        (torch.ones(8, 48, dtype=torch.int64), "must be floating point, got torch.int64"),
+        (torch.ones(8, 48, dtype=torch.complex64), "must be floating point, got torch.complex64"),
+        (torch.ones(8, 48, device="meta"), "input is on meta, the parameters on cpu: move one of them"),
+    ],
+)
+def test_inputs_that_no_module_takes(module: str, enabled: bool, x: Tensor, message: str) -> None:
+    layer = CASES[module].make(48)
+    with te.autocast(enabled=enabled, recipe=CURRENT), pytest.raises(ValueError, match=message) as told:
+        layer(x)
+    assert type(layer).__name__ in str(told.value)
+
+
+@pytest.mark.parametrize("module", CASES)
+def test_fp8_does_not_take_float64(module: str) -> None:
+    layer = CASES[module].make(48)
+    with (
+        te.autocast(recipe=CURRENT),
+        pytest.raises(ValueError, match=r"FP8 takes float32, bfloat16 or float16, got torch\.float64"),
+    ):
+        layer(torch.randn(8, 48, dtype=torch.float64))
+    assert layer.double()(torch.randn(8, 48, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("module", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_arguments_that_te_bench_has_not(module: str) -> None:
+    make = CASES[module].make
+    make(48, sequence_parallel=False, tp_group=None, ub_name=None)  # asks for nothing
+    with pytest.raises(ValueError, match=rf"{module}: te_bench has no sequence_parallel; leave it at False, got True"):
+        make(48, sequence_parallel=True)
+    with pytest.raises(ValueError, match="no parallel_mode; leave it at None, got 'column'"):
+        make(48, parallel_mode="column")
+    with pytest.raises(TypeError, match=rf"{module} got an unexpected argument 'sequense_parallel'"):
+        make(48, sequense_parallel=True)
+    layer = make(48)
+    with pytest.raises(ValueError, match=rf"{module}.forward: te_bench has no fp8_output; leave it at False, got True"):
+        layer(torch.ones(1, 48), fp8_output=True)
+    with pytest.raises(TypeError, match="unexpected argument 'is_first'"):
+        layer(torch.ones(1, 48), is_first=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: te.LayerNormMLP(16, 16, activation="gelo"), "unknown activation 'gelo'. Did you mean gelu"),
+        (
+            lambda: te.LayerNormMLP(16, 16, normalization="layernorm"),
+            "normalization='layernorm' is not possible: LayerNorm",
+        ),
+        (lambda: te.Linear(16, 16, parameters_split=("a", "b", "c")), "16 output features do not divide into 3 parts"),
+        (lambda: te.Linear(16, 16, parameters_split={"a": 4, "b": 8}), "do not add up to 16 output features"),
+        (lambda: te.Linear(16, 16, parameters_split=()), "do not divide into 0 parts"),
+        (lambda: te.LayerNorm((4, 4)), r"one normalised dimension, got \(4, 4\)"),
+        (lambda: te.LayerNorm(16)(torch.ones(3, 8)), r"last dimension must be 16, got shape \(3, 8\)"),
+        (lambda: te.TransformerLayer(48, 96, 3, hidden_dropout=1.5), "hidden_dropout=1.5 is not a probability"),
+        (lambda: te.TransformerLayer(48, 96, 3, layer_type="both"), "layer_type='both' is not possible: encoder or"),
+    ],
+)
+def test_arguments_that_are_impossible(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("module", CASES)
+def test_no_kept_weight(module: str) -> None:
+    layer, x = CASES[module].make(48), torch.randn(8, 48)
+    remedy = "no FP8 weight is kept: call the first micro-batch with is_first_microbatch=True"
+    with te.autocast(recipe=CURRENT):
+        with pytest.raises(ValueError, match=remedy):
+            layer(x, is_first_microbatch=False)
+        layer(x, is_first_microbatch=True)
+        layer(x, is_first_microbatch=False)
+    with te.autocast(recipe=RECIPES["row"][0]), pytest.raises(ValueError, match="under the same autocast"):
+        layer(x, is_first_microbatch=False)
+
+
+def test_losses_of_in_place_changes_are_loud() -> None:
+    """What is kept for the backward pass is a copy in FP8: changing x afterwards changes no gradient."""
+    layer, x = te.Linear(16, 16), torch.randn(4, 16)
+    with te.autocast(recipe=CURRENT):
+        y = layer(x)
+    (expected,) = torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)
+    x.zero_()
+    (changed,) = torch.autograd.grad(y.sum(), layer.weight)
+    assert torch.equal(expected, changed)
+
+
+@pytest.mark.gpu
+def test_host_time_of_a_call() -> None:
+    """A forward call's cost on the host, under DelayedScaling and too small for the GPU to matter."""
+    layer, x = te.Linear(16, 16, params_dtype=torch.bfloat16), torch.randn(16, 16, device="cuda", dtype=torch.bfloat16)
+    times = []
+    with te.autocast(recipe=recipe.DelayedScaling()):
+        for _ in range(300):
+            begin = time.perf_counter()
+            layer(x)
+            times.append(time.perf_counter() - begin)
+            torch.cuda.synchronize()
+    median = sorted(times[100:])[100] * 1e6
+    print(f"te.Linear forward, (16, 16), DelayedScaling: {median:.1f} us on the host")
+    assert median < 60

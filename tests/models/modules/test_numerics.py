@@ -1,0 +1,238 @@
+"""Every module under every recipe, forward and all gradients, against float64; and mutants, which must not pass."""
+
+import copy
+
+import pytest
+import torch
+from cases import CASES, FAMILIES, RECIPES, TRANSFORMER, Case, parameters, randomise, results, settled
+from fp8_emulation import compute, faults, sqnr
+from torch import Tensor
+
+import te_bench.models as te
+from te_bench.kernels.quantize import reference
+from te_bench.models import recipe
+
+SHAPES = [((16, 48), torch.float32), ((5, 49), torch.float32), ((7, 3, 144), torch.bfloat16), ((49,), torch.float32)]
+
+
+def data(shape: tuple[int, ...], dtype: torch.dtype, out: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator) * 3 + 0.5
+    dy = torch.randn((*shape[:-1], out), generator=generator) * 1e-3
+    return x.to(device, dtype), dy.to(device, dtype)
+
+
+def check(
+    case: Case, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", **options: object
+) -> None:
+    torch.manual_seed(0)
+    module = randomise(case.make(shape[-1], device=device, **options))
+    out = module(torch.zeros(shape, device=device, dtype=dtype)).shape[-1]
+    x, dy = data(shape, dtype, out, device)
+    asked, fp8 = settled(module, x, dy, name)
+    ours = results(module, x, dy, asked)
+    ours.pop("self_attention.layernorm_qkv.key_bias", None)  # its gradient is 0, softmax being what it is: only noise
+    truth = compute(case.function, parameters(module), x, dy, None, torch.float64)
+    truth = {key: truth[key] for key in truth if not key.endswith("key_bias")}
+    emulated = compute(case.function, parameters(module), x, dy, fp8, dtype)
+    assert {ours["y"].dtype, ours["dx"].dtype} == {dtype}
+    assert not faults(ours, truth, emulated, dtype)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("module", CASES)
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=str)
+def test_fp8(module: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check(CASES[module], name, shape, dtype)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("module", CASES)
+def test_fp8_without_bias(module: str, name: str) -> None:
+    check(CASES[module], name, (16, 48), torch.float32, bias=False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp8_with_parameters_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    check(CASES["LayerNormMLP"], name, (16, 48), dtype, params_dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["current", "row", "block"])
+def test_transformer_layer_in_fp8(name: str) -> None:
+    check(TRANSFORMER, name, (16, 2, 48), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("module", CASES)
+@pytest.mark.parametrize(("shape", "dtype"), [*SHAPES, ((3, 100, 256), torch.bfloat16)], ids=str)
+def test_fp8_on_a_gpu(module: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check(CASES[module], name, shape, dtype, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["current", "row", "block"])
+def test_transformer_layer_in_fp8_on_a_gpu(name: str) -> None:
+    check(TRANSFORMER, name, (16, 2, 48), torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("module", [*CASES, "TransformerLayer"])
+def test_without_fp8(module: str, dtype: torch.dtype) -> None:
+    """Error of ours <= 2 x the error of the same stored values in between, multiplied exactly, and a floor."""
+    case = CASES.get(module, TRANSFORMER)
+    torch.manual_seed(0)
+    layer = randomise(case.make(48))
+    x = torch.randn(8, 2, 48).to(dtype)
+    dy = torch.randn_like(layer(x)) * 1e-3
+    ours = results(layer, x, dy, None)
+    truth = compute(case.function, parameters(layer), x, dy, None, torch.float64)
+    emulated = compute(case.function, parameters(layer), x, dy, None, dtype)
+    assert ours.keys() == truth.keys()
+    ours.pop("self_attention.layernorm_qkv.key_bias", None)  # its gradient is 0: only noise
+    for name, value in ours.items():
+        # Weights are rounded to bfloat16 too, which the emulation leaves out: the floor.
+        floor = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}[dtype] * truth[name].norm()
+        assert (value.double() - truth[name]).norm() <= 2 * (emulated[name] - truth[name]).norm() + floor, name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("module", ["Linear", "LayerNormMLP"])
+def test_torch_autocast_computes_in_its_dtype_and_leaves_gradients_in_theirs(module: str, name: str) -> None:
+    torch.manual_seed(0)
+    layer = randomise(CASES[module].make(48))
+    x, dy = data((16, 48), torch.float32, layer(torch.zeros(1, 48)).shape[-1])
+    asked, _ = settled(layer, x, dy, name)
+    twin = copy.deepcopy(layer)  # delayed scales and all
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = results(layer, x, dy, asked)
+    same = results(twin, x.bfloat16(), dy.bfloat16(), asked)
+    assert ours["y"].dtype == torch.bfloat16
+    assert {value.dtype for key, value in ours.items() if key != "y"} == {torch.float32}
+    for key, value in ours.items():
+        assert torch.allclose(value.float(), same[key].float(), rtol=2**-6, atol=1e-3 * float(value.abs().max())), key
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "delayed"])
+def test_noise_is_what_theory_says(name: str) -> None:
+    """Gaussian operands: E4M3 x E4M3 about 28.5 dB, E4M3 x E5M2 about 24.6, within 1 dB."""
+    torch.manual_seed(0)
+    layer = te.Linear(256, 256, bias=False, init_method=torch.nn.init.normal_)
+    x, dy = torch.randn(256, 256), torch.randn(256, 256)
+    asked, fp8 = RECIPES[name]
+    ours = results(layer, x, dy, asked)
+    truth = compute(CASES["Linear"].function, parameters(layer), x, dy, None, torch.float64)
+    for quantity in ("y", "dx", "weight"):
+        theory = 24.6 if quantity != "y" and fp8.backward == "e5m2" else 28.5
+        assert sqnr(ours[quantity], truth[quantity]) == pytest.approx(theory, abs=1.0), quantity
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("module", CASES)
+def test_an_empty_batch_gives_empty_results_and_zero_gradients(module: str, name: str) -> None:
+    layer = CASES[module].make(48)
+    ours = results(
+        layer, torch.empty(0, 2, 48), torch.empty(0, 2, layer(torch.zeros(1, 48)).shape[-1]), RECIPES[name][0]
+    )
+    assert ours["y"].shape[:2] == (0, 2)
+    assert ours["dx"].shape == (0, 2, 48)
+    assert all((ours[key] == 0).all() for key, _ in layer.named_parameters())
+
+
+# ---- mutants: recipes with a fault each. What a module computes passes through its recipe.
+
+
+class _Zeroed(recipe.Float8CurrentScaling):
+    def gemm(self, *operands, **more):  # type: ignore[no-untyped-def]
+        return super().gemm(*operands, **more) * 0
+
+
+class _Flipped(recipe.Float8CurrentScaling):
+    def gemm(self, a, a_inv, b, b_inv, gemm, *more):  # type: ignore[no-untyped-def]
+        return super().gemm(a, a_inv, b, b_inv, gemm, *more) * (-1 if gemm == "dgrad" else 1)
+
+
+class _DoubledScale(recipe.Float8CurrentScaling):
+    def quantize(self, x, role, *more, **options):  # type: ignore[no-untyped-def]
+        q = super().quantize(x, role, *more, **options)
+        return q._replace(scale_inv_t=q.scale_inv_t * 2) if role == "weight" and q.scale_inv_t is not None else q
+
+
+class _WrongFormat(recipe.Float8CurrentScaling):
+    def dtype(self, role: str) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+
+class _WrongFormatForward(recipe.Float8CurrentScaling):
+    def dtype(self, role: str) -> torch.dtype:
+        return torch.float8_e5m2 if role == "input" else super().dtype(role)
+
+
+class _DroppedTile(recipe.Float8CurrentScaling):
+    def gemm(self, a, a_inv, b, b_inv, gemm, *more):  # type: ignore[no-untyped-def]
+        k = a.shape[1] - 16 if gemm == "wgrad" else a.shape[1]
+        return super().gemm(a[:, :k].contiguous(), a_inv, b[:, :k].contiguous(), b_inv, gemm, *more)
+
+
+class _StaleScale(recipe.Float8CurrentScaling):
+    """Casts by the scale of values 1.37 x as large as the present ones, e.g. an earlier step's."""
+
+    def quantize(self, x, role, slot, *, column_sum=None, **options):  # type: ignore[no-untyped-def]
+        if column_sum is not None:
+            column_sum += x.float().sum(0)
+        scale = torch.finfo(self.dtype(role)).max / (1.37 * x.abs().amax().float())
+        return reference.BACKEND.scaled(x, scale, self.dtype(role), **options)
+
+
+class _TransposedWeight(recipe.Float8CurrentScaling):
+    def gemm(self, a, a_inv, b, b_inv, gemm, *more):  # type: ignore[no-untyped-def]
+        return super().gemm(a, a_inv, b.t().contiguous() if gemm == "fprop" else b, b_inv, gemm, *more)
+
+
+class _NoBiasGradient(recipe.Float8CurrentScaling):
+    def quantize(self, x, role, *more, **options):  # type: ignore[no-untyped-def]
+        return super().quantize(x, role, *more, **{**options, "column_sum": None})
+
+
+class _HighPrecisionWgrad(recipe.Float8CurrentScaling):
+    def quantize(self, x, role, *more, **options):  # type: ignore[no-untyped-def]
+        q = super().quantize(x, role, *more, **options)
+        if role == "weight" or q.data_t is None:
+            return q
+        return q._replace(data_t=x.t().contiguous(), scale_inv_t=torch.ones(()))
+
+    def gemm(self, a, a_inv, b, b_inv, gemm, out_dtype, bias=None):  # type: ignore[no-untyped-def]
+        if gemm == "wgrad":
+            return (a.float() @ b.float().t()).to(out_dtype)
+        return super().gemm(a, a_inv, b, b_inv, gemm, out_dtype, bias)
+
+
+MUTANTS = (
+    _Zeroed,
+    _Flipped,
+    _DoubledScale,
+    _WrongFormat,
+    _WrongFormatForward,
+    _DroppedTile,
+    _StaleScale,
+    _TransposedWeight,
+    _NoBiasGradient,
+    _HighPrecisionWgrad,
+)
+
+
+@pytest.mark.parametrize("module", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mutant", [None, *MUTANTS], ids=lambda m: getattr(m, "__name__", "none"))
+def test_no_mutant_passes(mutant: type[recipe.Float8CurrentScaling] | None, module: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    make = {"Linear": te.Linear, "LayerNormLinear": te.LayerNormLinear, "LayerNormMLP": te.LayerNormMLP}[module]
+    layer = randomise(make(64, 64))
+    x, dy = data((48, 64), dtype, 64)
+    ours = results(layer, x, dy, recipe.Float8CurrentScaling() if mutant is None else mutant())
+    truth, emulated = (
+        compute(CASES[module].function, parameters(layer), x, dy, fp8, stored)
+        for fp8, stored in ((None, torch.float64), (RECIPES["current"][1], dtype))
+    )
+    assert bool(faults(ours, truth, emulated, dtype)) == (mutant is not None)

@@ -1,0 +1,131 @@
+"""Rotary embeddings against complex multiplication in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_bench.models.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def turned(t: Tensor, d: int, interleaved: bool, positions: Tensor, base: float = 10000.0) -> Tensor:
+    """t (s, b, h, D) with features 0..d-1 turned, by e^{i position base^(-2 k / d)} on complex numbers."""
+    x = t.double().cpu()
+    rate = torch.tensor([base ** (-2 * k / d) for k in range(d // 2)], dtype=torch.float64)
+    angle = positions.double()[:, None, None, None] * rate
+    first, second = (x[..., 0:d:2], x[..., 1:d:2]) if interleaved else (x[..., : d // 2], x[..., d // 2 : d])
+    z = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+    out = x.clone()
+    if interleaved:
+        out[..., 0:d:2], out[..., 1:d:2] = z.real, z.imag
+    else:
+        out[..., : d // 2], out[..., d // 2 : d] = z.real, z.imag
+    return out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_pair_of_features_turns(interleaved: bool, percent: float, dtype: torch.dtype, device: str) -> None:
+    t = torch.randn(33, 2, 3, 16).to(device, dtype)
+    embedding = RotaryPositionEmbedding(16, percent, interleaved=interleaved).to(device)
+    freqs = embedding(40)
+    assert freqs.shape == (40, 1, 1, int(16 * percent))
+    assert freqs.dtype == torch.float32
+    out = apply_rotary_pos_emb(t, freqs, interleaved=interleaved)
+    assert out.dtype == dtype
+    exact = turned(t, int(16 * percent), interleaved, torch.arange(33))
+    # The angles are float32's: 32 radians to 2e-6.
+    error = (out.double().cpu() - exact).abs().max().item()
+    assert error <= torch.finfo(dtype).eps * 4 + 2e-5
+    assert (out[1:] != t[1:]).any()
+
+
+def test_both_layouts_agree() -> None:
+    t, freqs = torch.randn(9, 2, 3, 8), RotaryPositionEmbedding(8).to("cpu")(9)
+    sbhd = apply_rotary_pos_emb(t, freqs, "sbhd")
+    bshd = apply_rotary_pos_emb(t.transpose(0, 1), freqs, "bshd")
+    assert torch.equal(sbhd, bshd.transpose(0, 1))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_scores_depend_on_the_distance_alone(interleaved: bool) -> None:
+    q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    freqs = RotaryPositionEmbedding(8, interleaved=interleaved).to("cpu")(64).double()
+    at = [apply_rotary_pos_emb(x.expand(64, 1, 1, 8), freqs, interleaved=interleaved)[:, 0, 0] for x in (q, k)]
+    scores = at[0] @ at[1].T
+    for distance in (0, 3, 20):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=0)
+    assert scores[3, 0] != scores[0, 3]
+
+
+def test_an_offset_goes_on_where_the_last_stopped() -> None:
+    embedding = RotaryPositionEmbedding(8).to("cpu")
+    assert torch.equal(embedding(5, offset=3), embedding(8)[3:])
+
+
+def test_interpolation() -> None:
+    plain = RotaryPositionEmbedding(8).to("cpu")
+    squeezed = RotaryPositionEmbedding(8, 1.0, 4, 16).to("cpu")
+    torch.testing.assert_close(squeezed(64)[::4], plain(16))  # up to 4 x 16 positions: a fourth of the angle
+    torch.testing.assert_close(squeezed(128)[::8], plain(16))  # beyond: as much as brings them back to 16
+
+
+def test_another_base() -> None:
+    freqs = RotaryPositionEmbedding(4, rotary_base=100.0).to("cpu")(3)
+    torch.testing.assert_close(freqs[2, 0, 0], torch.tensor([2.0, 0.2, 2.0, 0.2]))
+
+
+def test_bf16_autocast_leaves_the_angles_alone() -> None:
+    embedding = RotaryPositionEmbedding(8).to("cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        freqs = embedding(4097)
+    assert freqs[4095, 0, 0, 0].item() == 4095.0
+
+
+def test_the_gradient_turns_back() -> None:
+    t = torch.randn(7, 1, 2, 8, dtype=torch.float64, requires_grad=True)
+    freqs = RotaryPositionEmbedding(6).to("cpu")(7).double()
+    g = torch.randn_like(t)
+    (grad,) = torch.autograd.grad(apply_rotary_pos_emb(t, freqs), t, g)
+    torch.testing.assert_close(apply_rotary_pos_emb(grad, freqs), g)
+    assert torch.autograd.gradcheck(lambda x: apply_rotary_pos_emb(x, freqs, interleaved=True), (t,))
+
+
+def test_it_compiles_without_breaks() -> None:
+    freqs = RotaryPositionEmbedding(8).to("cpu")(9)
+    t = torch.randn(9, 1, 2, 8)
+    compiled = torch.compile(apply_rotary_pos_emb, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(t, freqs), apply_rotary_pos_emb(t, freqs))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tensor_format": "thd"}, "thd"),
+        ({"cp_size": 2}, "cp_size"),
+        ({"start_positions": torch.zeros(2)}, "start_positions"),
+        ({"cu_seqlens": torch.zeros(2)}, "cu_seqlens"),
+        ({"freqs": torch.zeros(3, 1, 1, 8)}, "too short"),
+        ({"freqs": torch.zeros(9, 1, 1, 10)}, "too wide"),
+    ],
+)
+def test_what_is_wrong_is_named(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        apply_rotary_pos_emb(torch.zeros(9, 1, 2, 8), **{"freqs": torch.zeros(9, 1, 1, 8), **options})  # type: ignore[arg-type]
+
+
+def test_an_odd_number_of_features_has_no_pairs() -> None:
+    with pytest.raises(ValueError, match="even and positive, got 7"):
+        RotaryPositionEmbedding(7)
+
+
+def test_angles_are_what_the_formula_says() -> None:
+    freqs = RotaryPositionEmbedding(6).to("cpu")(100)
+    expected = [99 * math.pow(10000, -2 * k / 6) for k in range(3)] * 2
+    torch.testing.assert_close(freqs[99, 0, 0].tolist(), expected, rtol=1e-6, atol=0)

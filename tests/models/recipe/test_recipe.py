@@ -1,0 +1,161 @@
+"""One contract over all recipes, their formats, and the settings that they refuse."""
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_bench.kernels.gemm import reference
+from te_bench.models import recipe
+from te_bench.models.recipe import Format, Recipe, Slot
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROLES = ("input", "weight", "grad_output")
+GEMMS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+
+
+def slot(x: Tensor, asked: Recipe, role: str) -> Slot:
+    """Delayed scaling's scale for these data; the others take no notice."""
+    return Slot(scale=torch.finfo(asked.dtype(role)).max / x.abs().amax(), amax=torch.zeros(()))
+
+
+def test_names() -> None:
+    assert recipe.names() == ["delayed_scaling", "float8_block_scaling", "float8_current_scaling", "rowwise_scaling"]
+    for name in recipe.names():
+        assert recipe.load(name).unsupported("cpu", None) is None
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_quantising_and_multiplying_is_nearly_multiplying(name: str) -> None:
+    asked = recipe.load(name)
+    generator = torch.Generator().manual_seed(0)
+    for gemm, (left, right) in GEMMS.items():
+        # dgrad contracts the weight's rows, wgrad the rows of both: the operands' other layouts.
+        a, b = torch.randn(64, 256, generator=generator), torch.randn(32, 256, generator=generator)
+        exact = a.double() @ b.double().t()
+        first = a if gemm != "wgrad" else a.t().contiguous()
+        second = b if gemm == "fprop" else b.t().contiguous()
+        qa = asked.quantize(first, left, slot(a, asked, left), rowwise=True, columnwise=True)
+        qb = asked.quantize(second, right, slot(b, asked, right), rowwise=True, columnwise=True)
+        ours_a = qa[:2] if gemm != "wgrad" else qa[2:]
+        ours_b = qb[:2] if gemm == "fprop" else qb[2:]
+        out = asked.gemm(*ours_a, *ours_b, gemm, torch.float32)
+        noise = 20 * torch.log10(exact.norm() / (out - exact).norm()).item()
+        theory = 24.6 if E5M2 in (asked.dtype(left), asked.dtype(right)) else 28.5
+        assert noise == pytest.approx(theory, abs=1.0), gemm
+
+
+@pytest.mark.parametrize(
+    ("asked", "formats"),
+    [
+        (recipe.DelayedScaling(), [E4M3, E4M3, E5M2]),
+        (recipe.DelayedScaling(fp8_format=Format.E4M3), [E4M3, E4M3, E4M3]),
+        (recipe.Float8CurrentScaling(), [E4M3, E4M3, E5M2]),
+        (recipe.Float8CurrentScaling(fp8_format=Format.E4M3), [E4M3, E4M3, E4M3]),
+        (recipe.RowwiseScaling(), [E4M3, E4M3, E4M3]),
+        (recipe.RowwiseScaling(fp8_format=Format.HYBRID), [E4M3, E4M3, E5M2]),
+        (recipe.Float8BlockScaling(), [E4M3, E4M3, E4M3]),
+    ],
+)
+def test_formats_by_role(asked: Recipe, formats: list[torch.dtype]) -> None:
+    x = torch.ones(16, 16)
+    made = [asked.quantize(x, role, slot(x, asked, role), rowwise=True, columnwise=True) for role in ROLES]
+    assert [q.data.dtype for q in made] == formats
+    assert [q.data_t.dtype for q in made] == formats
+
+
+@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("role", ROLES)
+def test_the_sum_over_rows_is_added(name: str, role: str) -> None:
+    asked, x = recipe.load(name), torch.randn(40, 24)
+    total = torch.ones(24)
+    asked.quantize(x, role, slot(x, asked, role), rowwise=True, columnwise=False, column_sum=total)
+    assert torch.allclose(total, 1 + x.sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_fast_accumulation_is_for_fprop_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def spy(*operands: object, fast_accum: bool, **more: object) -> None:
+        seen[len(seen)] = fast_accum
+
+    monkeypatch.setattr(reference, "forward", spy)
+    asked, x = recipe.load(name), torch.ones(16, 16)
+    q = asked.quantize(x, "input", slot(x, asked, "input"), rowwise=True, columnwise=False)
+    for gemm in GEMMS:
+        asked.gemm(q.data, q.scale_inv, q.data, q.scale_inv, gemm, torch.float32)
+    assert list(seen.values()) == [True, False, False]
+
+
+def test_what_a_gpu_must_have() -> None:
+    for name in recipe.names():
+        asked = recipe.load(name)
+        assert asked.unsupported("cuda", (9, 0)) is None
+        assert (asked.unsupported("cuda", (8, 9)) is None) == (name != "float8_block_scaling")
+        assert "this GPU has 8.0; " in str(asked.unsupported("cuda", (8, 0)))
+        assert "(emulate=True) computes the same numbers" in str(asked.unsupported("cuda", (8, 0)))
+        assert dataclasses.replace(asked, emulate=True).unsupported("cuda", (7, 5)) is None
+    assert "9.x only, this GPU has 10.0" in str(recipe.Float8BlockScaling().unsupported("cuda", (10, 0)))
+
+
+def test_unknown_recipe_names_its_neighbours() -> None:
+    with pytest.raises(ValueError, match="Did you mean float8_current_scaling"):
+        recipe.load("float8_curent_scaling")
+
+
+def test_equal_settings_are_equal_recipes() -> None:
+    assert recipe.DelayedScaling(margin=1) == recipe.DelayedScaling(1)
+    assert hash(recipe.RowwiseScaling()) == hash(recipe.RowwiseScaling())
+    assert recipe.Float8CurrentScaling() != recipe.Float8CurrentScaling(power_of_two=True)
+    for name in recipe.names():
+        assert pickle.loads(pickle.dumps(recipe.load(name))) == recipe.load(name)
+
+
+def test_arguments_stand_in_transformer_engines_order() -> None:
+    asked = recipe.DelayedScaling(2, Format.E4M3, 16, "most_recent")
+    assert (asked.margin, asked.fp8_format, asked.amax_history_len, asked.amax_compute_algo) == (
+        2,
+        Format.E4M3,
+        16,
+        "most_recent",
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: recipe.DelayedScaling(fp8_format=Format.E5M2),
+            "E5M2 has too few mantissa bits for the forward pass; ",
+        ),
+        (lambda: recipe.Float8CurrentScaling(fp8_format=Format.E5M2), "Format.HYBRID or Format.E4M3"),
+        (lambda: recipe.RowwiseScaling(fp8_format=Format.E5M2), "RowwiseScaling: fp8_format=<Format.E5M2"),
+        (lambda: recipe.Float8BlockScaling(fp8_format=Format.HYBRID), "HYBRID.*is not possible: Format.E4M3$"),
+        (lambda: recipe.DelayedScaling(fp8_format="HYBRID"), "fp8_format='HYBRID' is not possible: Format.HYBRID or"),
+        (
+            lambda: recipe.DelayedScaling(amax_history_len=0),
+            "amax_history_len=0 is not possible: a whole number from 1",
+        ),
+        (lambda: recipe.DelayedScaling(amax_history_len=2.5), "amax_history_len=2.5 is not possible"),
+        (lambda: recipe.DelayedScaling(amax_history_len=True), "amax_history_len=True is not possible"),
+        (
+            lambda: recipe.DelayedScaling(amax_compute_algo="mean"),
+            "'mean' is not possible: one of max, most_recent, or a",
+        ),
+        (
+            lambda: recipe.DelayedScaling(scaling_factor_compute_algo="half"),
+            "'half' is not possible: None or a function",
+        ),
+        (lambda: recipe.DelayedScaling(margin="1"), "margin='1' is not possible: a number"),
+        (lambda: recipe.DelayedScaling(margin=float("nan")), "margin=nan is not possible: a number"),
+        (lambda: recipe.DelayedScaling(fp8_dpa=True), "fp8_dpa=True is not possible: te_bench computes attention in"),
+        (lambda: recipe.DelayedScaling(fp8_mha=True), "fp8_mha=True is not possible"),
+    ],
+)
+def test_impossible_settings(make: Callable[[], Recipe], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,337 @@
+"""autocast, activation checkpointing, numerics, and amaxes shared over a process group."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+import te_bench.models as te
+from te_bench.models import fp8, recipe
+
+RECIPES = {
+    "delayed": recipe.DelayedScaling(amax_history_len=3),
+    "current": recipe.Float8CurrentScaling(),
+    "row": recipe.RowwiseScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "none": None,
+}
+
+
+# ---- autocast
+
+
+def test_by_its_older_name() -> None:
+    asked = recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.E4M3)
+    assert not te.is_fp8_enabled()
+    with te.fp8_autocast(enabled=True, fp8_recipe=asked):
+        assert te.is_fp8_enabled()
+        assert fp8.current.recipe == asked
+    with te.fp8_autocast(enabled=False, fp8_recipe=asked):
+        assert not te.is_fp8_enabled()
+    assert not te.is_fp8_enabled()
+
+
+def test_the_default_recipe_is_delayed_scaling() -> None:
+    with te.autocast():
+        assert fp8.current.recipe == recipe.DelayedScaling()
+
+
+def test_as_a_decorator_and_again() -> None:
+    context = te.autocast(recipe=recipe.Float8CurrentScaling())
+
+    @context
+    def inside() -> bool:
+        return te.is_fp8_enabled()
+
+    assert inside()
+    assert inside()
+    with context, context:
+        assert te.is_fp8_enabled()
+    assert not te.is_fp8_enabled()
+
+
+def test_the_innermost_counts() -> None:
+    layer, x = te.Linear(32, 16, bias=False), torch.randn(8, 32)
+    with te.autocast(recipe=RECIPES["current"]):
+        per_tensor = layer(x)
+        with te.autocast(recipe=RECIPES["row"]):
+            per_row = layer(x)
+        with te.autocast(enabled=False):
+            exact = layer(x)
+        assert torch.equal(layer(x), per_tensor)
+    assert torch.equal(exact, layer(x))
+    assert not torch.equal(per_row, per_tensor)
+    assert not torch.equal(exact, per_tensor)
+
+
+@pytest.mark.parametrize("value", ["fp8", 3, recipe.DelayedScaling])
+def test_what_is_no_recipe(value: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"is no recipe: choose one of te_bench.models.recipe, e.g. DelayedScaling\(\)"
+    ):
+        te.autocast(recipe=value)
+
+
+def test_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    with pytest.raises(ValueError, match=r"compute capability 8.9, this GPU has 8.0; DelayedScaling\(emulate=True\)"):
+        te.autocast()
+    te.autocast(enabled=False)
+    te.autocast(recipe=recipe.DelayedScaling(emulate=True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    with pytest.raises(ValueError, match="Float8BlockScaling"):
+        te.autocast(recipe=recipe.Float8BlockScaling())
+
+
+# ---- activation checkpointing
+
+
+def model(device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        te.LayerNormMLP(32, 48, device=device),
+        te.LayerNormLinear(32, 32, device=device),
+        te.Linear(32, 32, device=device),
+    )
+
+
+def train(
+    layers: nn.Module, forward: Callable[[Tensor], Tensor], asked: recipe.Recipe | None, steps: int = 4
+) -> list[Tensor]:
+    """Everything that a training step leaves behind, state included."""
+    found: list[Tensor] = []
+    device = next(layers.parameters()).device
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = (torch.randn(8, 32, generator=generator) * 3.0**step).to(device).requires_grad_()
+        with te.autocast(enabled=asked is not None, recipe=asked):
+            loss = forward(x).square().mean()
+        layers.zero_grad()
+        loss.backward()
+        assert x.grad is not None
+        found += [loss.detach(), x.grad, *(p.grad.clone() for p in layers.parameters() if p.grad is not None)]
+        found += [value.clone() for key, value in layers.state_dict().items() if "fp8" in key]
+    return found
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+FORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "whole": lambda m, x: te.checkpoint(m, x),
+    "parts": lambda m, x: te.checkpoint(m[2], te.checkpoint(m[1], te.checkpoint(m[0], x))),
+    "nested": lambda m, x: te.checkpoint(lambda h: m[2](te.checkpoint(lambda g: m[1](m[0](g)), h)), x),
+    "twice nested": lambda m, x: te.checkpoint(
+        lambda h: te.checkpoint(lambda g: m[2](te.checkpoint(m[1], m[0](g))), h), x
+    ),
+    "without early stop": lambda m, x: te.checkpoint(m, x, early_stop=False),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpointing_changes_no_bit(name: str, form: str) -> None:
+    straight, checkpointed = model(), model()
+    expected = train(straight, straight, RECIPES[name])
+    assert equal(expected, train(checkpointed, lambda x: FORMS[form](checkpointed, x), RECIPES[name]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpointing_changes_no_bit_on_a_gpu(name: str, form: str) -> None:
+    straight, checkpointed = model("cuda"), model("cuda")
+    expected = train(straight, straight, RECIPES[name])
+    assert equal(expected, train(checkpointed, lambda x: FORMS[form](checkpointed, x), RECIPES[name]))
+
+
+def test_a_checkpoint_can_be_recomputed_twice() -> None:
+    layers, x = model(), torch.randn(8, 32, requires_grad=True)
+    with te.autocast(recipe=RECIPES["delayed"]):
+        y = te.checkpoint(layers, x).sum()
+    (first,) = torch.autograd.grad(y, x, retain_graph=True)
+    (second,) = torch.autograd.grad(y, x)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
+def test_autocast_inside_a_checkpoint(name: str) -> None:
+    def inside(layers: nn.Module) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            with te.autocast(recipe=RECIPES[name]):
+                return layers(x)
+
+        return forward
+
+    straight, checkpointed, plain = model(), model(), model()
+    expected = train(straight, inside(straight), None)
+    assert equal(expected, train(checkpointed, lambda x: te.checkpoint(inside(checkpointed), x), None))
+    by_torch = train(plain, lambda x: torch.utils.checkpoint.checkpoint(inside(plain), x, use_reentrant=False), None, 1)
+    if name != "delayed":  # which casts by the newer scales in torch's recomputation
+        assert equal(expected[: len(by_torch)], by_torch)
+
+
+def test_a_recomputed_autocast_takes_no_step_of_its_own() -> None:
+    """It ends in the middle of the backward pass, when the layers after it have gathered theirs."""
+
+    def inside(part: nn.Module) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            with te.autocast(recipe=RECIPES["delayed"]):
+                return part(x)
+
+        return forward
+
+    found = []
+    for kept in (True, False):
+        layers = model()
+        below, above = inside(layers[0]), inside(layers[1:])
+        forward = below if kept else lambda x, f=below: te.checkpoint(f, x, early_stop=False)
+        found.append(train(layers, lambda x, f=forward, g=above: g(f(x)), None))
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_torchs_own_checkpoint_outside_of_autocast_fails_loudly(layer: int, name: str) -> None:
+    """Its recomputation runs in the backward pass, without FP8: never silently another function's gradient."""
+    layers = model()
+    x = torch.randn(8, 32, requires_grad=True)
+    with te.autocast(recipe=RECIPES[name]):
+        y = torch.utils.checkpoint.checkpoint(layers[layer], x, use_reentrant=False)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        y.sum().backward()
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    with pytest.raises(ValueError, match="use_reentrant=False only"):
+        te.checkpoint(torch.sin, torch.ones(1), use_reentrant=True)
+
+
+# ---- numerics
+
+
+def test_numerics_count_what_fp8_loses() -> None:
+    layer = te.Linear(16, 16, init_method=lambda w: nn.init.constant_(w, 0.5))
+    x = torch.ones(4, 16)
+    x[0, 0], x[0, 1], x[0, 2], x[1, 0] = 1e9, 1e-9, torch.inf, torch.nan
+    asked = recipe.DelayedScaling(amax_history_len=2)
+    with te.record_numerics():
+        with te.autocast(recipe=asked):  # scale 1
+            layer(x).nan_to_num(0, 0, 0).sum().backward()
+        figures = te.numerics(nn.Sequential(layer))["0"]
+        counts = ("saturated", "underflowed", "nonfinite")
+        assert [figures["input"][key] for key in counts] == [1, 1, 2]
+        assert [figures["weight"][key] for key in counts] == [0, 0, 0]
+        assert figures["input"]["nonfinite_amax"] == 1
+        assert figures["weight"] == {"scale": 896.0, "amax": 0.5, "nonfinite_amax": 0, **dict.fromkeys(counts, 0)}
+        with te.autocast(recipe=asked):
+            layer(x)
+    assert te.numerics(layer)[""]["input"]["nonfinite"] == 4  # they add up
+    with te.autocast(recipe=asked):
+        layer(x)
+    assert te.numerics(layer)[""]["input"]["nonfinite"] == 4  # and stop outside
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
+def test_numerics_know_every_tensor(name: str) -> None:
+    layers = model()
+    assert te.numerics(layers) == {}
+    with te.record_numerics():
+        train(layers, layers, RECIPES[name], 1)
+    found = te.numerics(layers)
+    assert set(found) == {"0", "1", "2"}
+    roles = ("input", "weight", "grad_output")
+    assert set(found["0"]) == {f"fc{i}.{role}" for i in (1, 2) for role in roles}
+    assert set(found["2"]) == set(roles)
+    for tensors in found.values():
+        for figures in tensors.values():
+            assert {"saturated", "underflowed", "nonfinite"} <= set(figures)
+            assert ("scale" in figures) == (name == "delayed")
+
+
+def test_small_gradients_underflow_at_scale_one_and_are_counted() -> None:
+    layer = te.Linear(16, 16)
+    with te.record_numerics():
+        for expected in (64, 64, 64):  # step 1 casts by scale 1, the steps after it by the scale of these gradients
+            before = te.numerics(layer).get("", {}).get("grad_output", {}).get("underflowed", 0)
+            with te.autocast(recipe=recipe.DelayedScaling()):
+                y = layer(torch.randn(4, 16))
+            y.backward(torch.full((4, 16), 1e-9))
+            now = te.numerics(layer)[""]["grad_output"]["underflowed"]
+            assert now - before == (expected if before == 0 else 0)
+
+
+# ---- a process group
+
+
+def _rank(rank: int, path: str, algorithm: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(0)
+        layers = nn.Sequential(te.LayerNormMLP(32, 48, device="cpu"), te.Linear(32, 16, device="cpu"))
+        asked = recipe.DelayedScaling(amax_history_len=3, amax_compute_algo=algorithm)
+        for step in range(4):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + rank)) * 4.0 ** (
+                step * (1 - rank)
+            )
+            if (rank, step) == (1, 2):
+                x[0, 0] = torch.nan
+            with te.autocast(recipe=asked, amax_reduction_group=dist.group.WORLD):
+                y = layers(x)
+            y.nan_to_num(0, 0, 0).sum().backward()
+        torch.save((layers.state_dict(), te.numerics(layers)), f"{path}/{rank}.pt")
+        found = []
+        for reduced in (True, False):
+            layer = te.Linear(32, 16, device="cpu")
+            for _ in range(2):  # the second time with the gradients of the first
+                own = recipe.DelayedScaling(reduce_amax=reduced, amax_compute_algo=algorithm)
+                with te.autocast(recipe=own, amax_reduction_group=dist.group.WORLD):
+                    y = layer(torch.full((4, 32), 1.0 + rank))
+                y.backward(torch.full_like(y, 2.0 - rank))
+            figures = te.numerics(layer)[""]
+            found.append((figures["input"]["scale"], figures["grad_output"]["scale"]))
+        torch.save(found, f"{path}/alone{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_ranks_share_the_largest_amax(tmp_path: Path, algorithm: str) -> None:
+    torch.multiprocessing.spawn(_rank, (str(tmp_path), algorithm), nprocs=2)
+    (first, numbers), (second, others) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for key in first:
+        if "fp8_scale" in key:
+            assert torch.equal(first[key], second[key]), key
+        if "fp8_amax_history" in key:  # but for the row that has gathered since
+            assert torch.equal(first[key][1:], second[key][1:]), key
+    # NaN on one rank is a bad step on both.
+    assert numbers["0"]["fc1.input"]["nonfinite_amax"] == others["0"]["fc1.input"]["nonfinite_amax"] == 1
+    # The union's: the larger of both ranks' amaxes, 1 and 2 forward, 2 and 1 backward. And each its own.
+    both = (224.0, 28672.0)
+    assert [torch.load(tmp_path / f"alone{rank}.pt") for rank in (0, 1)] == [
+        [both, (448.0, 28672.0)],
+        [both, (224.0, 57344.0)],
+    ]
+
+
+def test_a_state_belongs_to_its_module() -> None:
+    """The registry that autocast updates keeps no module alive, and a copy has a state of its own."""
+    layer = te.Linear(16, 16)
+    with te.autocast():
+        layer(torch.ones(4, 16))
+    twin = copy.deepcopy(layer)
+    before = len(fp8._states)
+    del layer, twin
+    with te.autocast():
+        te.Linear(16, 16)(torch.ones(4, 16))
+    assert len(fp8._states) <= before
