@@ -9,7 +9,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-import triton
 
 _compiled: dict[Hashable, Any] = {}
 
@@ -28,13 +27,12 @@ def launch(
     pointers are not multiples of 16 bytes; integers by value; every constant. args are the kernel's leading arguments in
     order, constants the rest by name, in the kernel's order too. device None: Triton's interpreter.
     """
-    found = _compiled.get((kernel, device, *key))
-    runtime = triton.knobs.runtime
-    if found is None or runtime.launch_enter_hook is not None:
+    found = _compiled.get((id(kernel), device, *key))
+    if found is None:
         compiled = kernel[(grid,)](*args, **constants)
         if device is not None and compiled is not None:
             named = kernel.arg_names[len(args) :]
-            _compiled[kernel, device, *key] = compiled, tuple(constants[name] for name in named)
+            _compiled[id(kernel), device, *key] = compiled, tuple(constants[name] for name in named)
         return
     assert device is not None
     compiled, rest = found

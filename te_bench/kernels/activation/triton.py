@@ -47,7 +47,7 @@ def forward_quantized(
     """
     width(x, kind)
     _check_layouts(rowwise, columnwise)
-    if quantizer.miscompiled(x[:, : width(x, kind)]):
+    if quantizer.miscompiled(x):
         y = forward(x, kind)
         return quantizer.scaled(y, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
     run = _forward_quantized_op if torch.compiler.is_compiling() else _kernels.forward_quantized
@@ -79,7 +79,7 @@ def backward_quantized(
     """
     width(x, kind, dy)
     _check_layouts(rowwise, columnwise)
-    if quantizer.miscompiled(dy):
+    if quantizer.miscompiled(x):
         dx, options = backward(dy, x, kind), {"amax": amax, "counts": counts, "column_sum": column_sum}
         return quantizer.scaled(dx, scale, dtype, rowwise=rowwise, columnwise=columnwise, **options)
     run = _backward_quantized_op if torch.compiler.is_compiling() else _kernels.backward_quantized

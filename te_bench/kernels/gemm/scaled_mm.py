@@ -58,6 +58,8 @@ def forward(
     Row scales with an out_dtype other than bfloat16 need sm_90, where they are cuBLASLt's and not CUTLASS's.
     Raises ValueError for operands that cannot be multiplied.
     """
+    if torch.compiler.is_compiling():
+        return _forward_op(a, b, a_scale_inv, b_scale_inv, out_dtype, fast_accum, bias)
     m, k = a.shape
     n = b.shape[0]
     # The fast path of training: a Python branch costs less than a microsecond, a checked slow path several.
@@ -98,9 +100,6 @@ def _multiply(
     return out if fused or bias is None else out.add_(bias)
 
 
-# An operator of its own: torch's fake implementation takes fewer shapes than its kernel (whole blocks only), and
-# Inductor's lowering may take the strides of the scales for another layout (pytorch/pytorch#195751).
-@torch.library.custom_op("te_bench::scaled_mm_block", mutates_args=())
 def _block(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
@@ -126,9 +125,31 @@ def _block(
     return out if out.shape == (m, n) else out[:m, :n].contiguous()
 
 
-@_block.register_fake
+# One operator for all of it: torch's fake implementation takes fewer shapes than its kernel (block scales: whole blocks
+# only), Inductor's lowering may take the strides of the scales for another layout (pytorch/pytorch#195751), and where D
+# was sliced or added to in place inside an autograd.Function the compiled backward pass got zeros (torch 2.11).
+@torch.library.custom_op("te_bench::scaled_mm", mutates_args=())
+def _forward_op(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    return forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
+
+
+@_forward_op.register_fake
 def _(
-    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 

@@ -6,17 +6,13 @@ a custom operator costs the host about 20 us a call. Every result is the referen
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional as F
 
 from te_bench.kernels.quantize import BLOCK, Backend, Problem, Quantized, _kernels, reference
 from te_bench.kernels.quantize.reference import check
-
-ALIGNMENT = 16  # elements of FP8 in Triton's widest store
 
 
 def unsupported(p: Problem) -> str | None:
@@ -41,9 +37,9 @@ def scaled(
     """fp8(x * scale) of x (M, N) with a given () float32 scale, and x's amax and counts; see Backend. ValueError: check."""
     check(x, dtype, rowwise, columnwise, scale=scale, amax=amax, counts=counts, column_sum=column_sum)
     _check_float(x)
-    if miscompiled(x):
-        options = {"rowwise": rowwise, "columnwise": columnwise, "amax": amax, "counts": counts}
-        return _padded(functools.partial(scaled, scale=scale), x, dtype, column_sum, **options)
+    if miscompiled(x) and (columnwise or not x.is_contiguous()):
+        cast = functools.partial(scaled, scale=scale, dtype=dtype, amax=amax)
+        return _one_way_at_a_time(cast, x, rowwise, columnwise, counts, column_sum)
     if torch.compiler.is_compiling():
         made = _scaled_op(x.detach(), scale, dtype, rowwise, columnwise, amax, counts, column_sum)
     elif x.numel():
@@ -67,9 +63,9 @@ def tensor(
     """fp8(x * scale) of x (M, N) with one scale, from its own amax; see Backend. ValueError: check."""
     check(x, dtype, rowwise, columnwise, counts=counts, column_sum=column_sum)
     _check_float(x)
-    if miscompiled(x):
-        options = {"rowwise": rowwise, "columnwise": columnwise, "power_of_two": power_of_two, "counts": counts}
-        return _padded(tensor, x, dtype, column_sum, **options)
+    if miscompiled(x) and (columnwise or not x.is_contiguous()):
+        cast = functools.partial(tensor, dtype=dtype, power_of_two=power_of_two)
+        return _one_way_at_a_time(cast, x, rowwise, columnwise, counts, column_sum)
     if torch.compiler.is_compiling():
         made = _tensor_op(x.detach(), dtype, rowwise, columnwise, power_of_two, counts, column_sum)
     elif x.numel():
@@ -95,9 +91,9 @@ def row(
     """
     check(x, dtype, rowwise, columnwise, counts=counts)
     _check_float(x)
-    if miscompiled(x):
-        options = {"rowwise": rowwise, "columnwise": columnwise, "power_of_two": power_of_two, "counts": counts}
-        return _padded(row, x, dtype, None, **options)
+    if miscompiled(x) and (columnwise or not x.is_contiguous()):
+        cast = functools.partial(row, dtype=dtype, power_of_two=power_of_two)
+        return _one_way_at_a_time(cast, x, rowwise, columnwise, counts, None)
     if torch.compiler.is_compiling():
         made = _row_op(x.detach(), dtype, rowwise, columnwise, power_of_two, counts)
     elif x.numel():
@@ -123,9 +119,9 @@ def block(
     """
     check(x, dtype, rowwise, columnwise, rows=rows, counts=counts)
     _check_float(x)
-    if miscompiled(x):
-        options = {"rowwise": rowwise, "columnwise": columnwise, "power_of_two": power_of_two, "counts": counts}
-        return _padded(block, x, dtype, None, rows=rows, **options)
+    if miscompiled(x) and (columnwise or not x.is_contiguous()):
+        cast = functools.partial(block, dtype=dtype, rows=rows, power_of_two=power_of_two)
+        return _one_way_at_a_time(cast, x, rowwise, columnwise, counts, None)
     if torch.compiler.is_compiling():
         made = _block_op(x.detach(), dtype, rows, rowwise, columnwise, power_of_two, counts)
     elif x.numel():
@@ -136,31 +132,31 @@ def block(
 
 
 def miscompiled(x: Tensor) -> bool:
-    """Whether the transposed cast of x (M, N) goes wrong: float32, and a layout whose rows are no multiple of 16 bytes.
-
-    Triton 3.6 then stores garbage for data_t: it exchanges the finished bytes between threads, 16 a thread in, one a
-    thread out (H200, 2026-11-21; half precision is exchanged before the cast, and right).
+    """Whether a kernel that casts and transposes x goes wrong: Triton 3.6 exchanges float32's finished FP8 bytes between
+    threads and gets garbage (H200, 2026-11-21). Half precision is exchanged before the cast, and right.
     """
-    return x.dtype is torch.float32 and bool(x.shape[0] % ALIGNMENT or x.shape[1] % ALIGNMENT) and x.numel() > 0
+    return x.dtype is torch.float32
 
 
-def _padded(
-    quantize: Callable[..., Quantized], x: Tensor, dtype: torch.dtype, column_sum: Tensor | None, **options: Any
+def _one_way_at_a_time(
+    cast: Callable[..., Quantized],
+    x: Tensor,
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None,
+    column_sum: Tensor | None,
 ) -> Quantized:
-    """quantize of x with zeros around it, cut off again: they change no amax, no count, no sum and no other element."""
-    m, n = x.shape
-    if column_sum is not None:
-        options["column_sum"] = wide = x.new_zeros(n + -n % ALIGNMENT)
-    q = quantize(F.pad(x, (0, -n % ALIGNMENT, 0, -m % ALIGNMENT)), dtype=dtype, **options)
-    if column_sum is not None:
-        column_sum += wide[:n]
-    by_row = options.get("rows") != BLOCK
-    return Quantized(
-        None if q.data is None else q.data[:m, :n].contiguous(),
-        q.scale_inv[:m] if by_row and q.scale_inv is not None and q.scale_inv.dim() else q.scale_inv,
-        None if q.data_t is None else q.data_t[:n, :m].contiguous(),
-        q.scale_inv_t[:n] if by_row and q.scale_inv_t is not None and q.scale_inv_t.dim() else q.scale_inv_t,
-    )
+    """Both layouts without transposing inside a kernel: data from x, data_t from a transposed copy."""
+    nothing = Quantized(None, None, None, None)
+    more = {} if column_sum is None else {"column_sum": column_sum}
+    there, back = nothing, nothing
+    if rowwise:
+        there = cast(x.contiguous(), rowwise=True, columnwise=False, counts=counts, **more)
+    if columnwise:
+        back = cast(x.t().contiguous(), rowwise=True, columnwise=False, counts=None if rowwise else counts)
+    if column_sum is not None and not rowwise:
+        column_sum += x.sum(0)
+    return Quantized(there.data, there.scale_inv, back.data, back.scale_inv)
 
 
 def _check_float(x: Tensor) -> None:

@@ -107,7 +107,7 @@ class Fp8Module(nn.Module):
         self._loaded: dict[str, Tensor] = {}  # from a state dict, until the recipe is known
         self._counts: dict[tuple[str, int], Tensor] = {}
         self._cached: list[Kept] = [NOT_KEPT] * gemms
-        self._usual: dict[tuple[int, bool], Gemms] = {}  # what gemms() answers, until the state is another one
+        self._usual: dict[tuple[int, bool], tuple[Any, Gemms]] = {}  # what gemms() answers while the state is the same
 
     def gemms(self, gemm: int = 0) -> Gemms:
         """The GEMMs of weight number `gemm` under the present autocast."""
@@ -116,10 +116,11 @@ class Fp8Module(nn.Module):
         assert recipe is not None
         if not region.unusual and not torch.compiler.is_compiling():
             key = gemm, torch.is_grad_enabled()
-            usual = self._usual.get(key)
-            if usual is None or usual.recipe is not recipe:
+            views, usual = self._usual.get(key, (None, None))
+            if usual is None or usual.recipe is not recipe or (self._state and self._state.views is not views):
                 self._prepare()
-                usual = self._usual[key] = Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
+                usual = Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
+                self._usual[key] = self._state and self._state.views, usual
             return usual
         self._prepare()
         if self._state is None and not region.numerics:
@@ -147,7 +148,6 @@ class Fp8Module(nn.Module):
             state.load(self._loaded)
             self._loaded = {}
         self._state = state
-        self._usual.clear()
         fp8.register(state)
 
     def _slot(self, role: str, gemm: int) -> Slot:
@@ -204,7 +204,6 @@ class Fp8Module(nn.Module):
         """Forget scales, histories, kept weights and counters: the next step is a first one."""
         self._state, self._loaded, self._counts = None, {}, {}
         self._cached = [NOT_KEPT] * self._n_gemms
-        self._usual.clear()
 
     def check_input(self, x: Tensor, features: int, weight: Tensor) -> None:
         """Raise ValueError, naming the value, for an input that this module cannot take."""
@@ -246,7 +245,6 @@ class Fp8Module(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         self._cached = [NOT_KEPT] * self._n_gemms
-        self._usual.clear()
         if self._state is not None:
             self._state.to(fn(torch.empty(0, device=self._state.forward.scale.device)).device)
         return self

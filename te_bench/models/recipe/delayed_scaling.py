@@ -158,10 +158,10 @@ class DelayedState:
         self._index()
 
     def _index(self) -> None:
-        self._views: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        self.views: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         for role in self.ROLES:
             for gemm in range(self.gemms):
-                self._views[role, gemm] = self._view(role, gemm)
+                self.views[role, gemm] = self._view(role, gemm)
 
     def _view(self, role: str, gemm: int) -> tuple[Tensor, Tensor]:
         direction, stride, place = self.ROLES[role]
@@ -172,7 +172,7 @@ class DelayedState:
         """(scale, amax), () views of the tables."""
         if torch.compiler.is_compiling():  # there, inputs of a graph that share memory and are written to cost clones
             return self._view(role, gemm)
-        return self._views[role, gemm]
+        return self.views[role, gemm]
 
     def figures(self, role: str, gemm: int) -> dict[str, float]:
         """scale, amax and nonfinite_amax of a tensor, for te.numerics."""

@@ -139,7 +139,8 @@ def test_the_operator_is_well_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm_v2", cublaslt)
     operands = integers((18, 40, 300), ("block", "tile"))
     for bias in (None, torch.ones(40)):
-        torch.library.opcheck(torch.ops.te_bench.scaled_mm_block, (*operands, bias, torch.bfloat16), test_utils=CHECKS)
+        arguments = (*operands, torch.bfloat16, False, bias)
+        torch.library.opcheck(torch.ops.te_bench.scaled_mm, arguments, test_utils=CHECKS)
 
 
 @pytest.mark.gpu

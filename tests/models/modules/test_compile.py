@@ -225,10 +225,10 @@ def test_cuda_graph_of_a_training_step(module: str) -> None:
     for i, x in enumerate(batches[3:]):
         with torch.no_grad():
             static_x.copy_(x)
-        graph.replay()
         eager.zero_grad()
         leaf = x.clone().requires_grad_()
-        y = step(eager, leaf)
+        y = step(eager, leaf)  # first: the end of its autocast takes in what the other's backward pass left waiting
+        graph.replay()
         assert leaf.grad is not None
         assert static_x.grad is not None
         assert torch.allclose(out, y, rtol=1e-5, atol=1e-5), i

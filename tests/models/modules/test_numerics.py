@@ -74,7 +74,8 @@ def test_fp8_on_a_gpu(module: str, name: str, shape: tuple[int, ...], dtype: tor
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["current", "row", "block"])
 def test_transformer_layer_in_fp8_on_a_gpu(name: str) -> None:
-    check(TRANSFORMER, name, (16, 2, 48), torch.bfloat16, device="cuda")
+    # float32: bfloat16's own roundings, attention's among them, decide too many FP8 ones otherwise than the emulation.
+    check(TRANSFORMER, name, (16, 2, 48), torch.float32, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
