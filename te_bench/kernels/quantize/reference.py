@@ -34,15 +34,6 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
 
 
-def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """data, scale_inv = fp8(x * scale), 1 / scale; x any shape and float dtype -> data of `dtype`, scale_inv () float32.
-
-    Values beyond the format's largest saturate; NaN stays NaN.
-    """
-    scale = scale_from_amax(x.abs().amax(), dtype)
-    return _cast(x.float() * scale, dtype), scale.reciprocal()
-
-
 def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """x = data * scale_inv, computed in float32, returned in `dtype`; the shape of scale_inv tells what shares a scale.
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _model, train_step
-from te_bench.kernels.quantize import reference
+from te_bench.kernels.quantize import Quantized, reference
 from te_bench.models import gpt
+from te_bench.models import recipe as recipes
 from te_bench.models.modules.linear import Linear
-from te_bench.models.recipe import Format, float8_current_scaling
+from te_bench.models.recipe import Format, Slot, float8_current_scaling
 from te_bench.models.train import TrainStep
 
 PRECISIONS = ["fp32", "bf16", "fp8"]
@@ -174,7 +175,40 @@ def test_the_loss_alone_shows_padding_inside_the_softmax(precision: str, monkeyp
 
 def test_a_step_that_ran_in_bf16_is_no_fp8_step() -> None:
     with pytest.raises(CheckFailed, match="ratio of FP8 emulation to it"):
-        checked(dataclasses.replace(a_trial("fp8"), recipe=None))
+        checked(a_trial("fp8"), without_recipe)
+
+
+def without_recipe(step: TrainStep) -> None:
+    step.model.recipe = None
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_true_steps_of_every_recipe_pass(recipe: str, seed: int) -> None:
+    checked(dataclasses.replace(a_trial("fp8", seed), recipe=recipe))
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_a_step_that_ran_in_bf16_is_none_of_any_recipe(recipe: str) -> None:
+    with pytest.raises(CheckFailed, match="ratio of FP8 emulation to it"):
+        checked(dataclasses.replace(a_trial("fp8"), recipe=recipe), without_recipe)
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_a_step_of_another_format_fails_under_every_recipe(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E5M2 where the recipe says E4M3, by the quantisers alone: the emulation asks the recipe, and is told E4M3."""
+    kind = type(recipes.load(recipe))
+    right = kind.quantize
+
+    def quantize(self: Any, x: Tensor, role: str, *arguments: Any, **options: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, "dtype", lambda self, role: E5M2)
+            return right(self, x, role, *arguments, **options)
+
+    monkeypatch.setattr(kind, "quantize", quantize)
+    monkeypatch.setattr(kind, "epilogue", lambda self, role, slot: None)
+    with pytest.raises(CheckFailed):
+        checked(dataclasses.replace(a_trial("fp8"), recipe=recipe))
 
 
 def test_checking_leaves_tf32_as_the_trial_needs_it() -> None:
@@ -220,13 +254,18 @@ RIGHT = float8_current_scaling.Float8CurrentScaling
 
 def quantised_by(rule: Callable[[Tensor, str], tuple[Tensor, Tensor]]) -> type[Any]:
     class Wrong(RIGHT):
-        def quantize(self, x: Tensor, role: str) -> tuple[Tensor, Tensor]:
-            return rule(x, role)
+        def quantize(
+            self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
+        ) -> Quantized:
+            if column_sum is not None:
+                column_sum += x.float().sum(0)
+            data, inverse = rule(x.detach(), role)
+            return Quantized(data, inverse, data.t().contiguous(), inverse)
 
     return Wrong
 
 
-def scaled(x: Tensor, dtype: torch.dtype, factor: float) -> tuple[Tensor, Tensor]:
+def scaled(x: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Quantised with `factor` times the right scale, saturating, undone by the matching scale_inv."""
     limit = torch.finfo(dtype).max
     scale = reference.scale_from_amax(x.abs().amax(), dtype) * factor
@@ -238,39 +277,42 @@ def formats(role: str) -> torch.dtype:
 
 
 def doubled_scale_inv(x: Tensor, role: str) -> tuple[Tensor, Tensor]:
-    data, inverse = reference.quantize(x, formats(role))
+    data, inverse = scaled(x, formats(role))
     return data, inverse * (2 if role == "weight" else 1)
 
 
 def truncated(x: Tensor, role: str) -> tuple[Tensor, Tensor]:
     """Rounded towards zero in place of to the nearest."""
     dtype = formats(role)
-    data, inverse = reference.quantize(x, dtype)
+    data, inverse = scaled(x, dtype)
     up = data.float().abs() > (x.float() / inverse).abs()
     return torch.where(up, (data.view(torch.uint8) - 1).view(dtype).float(), data.float()).to(dtype), inverse
 
 
-def wrong_wgrad(transposed: str) -> type[Any]:
+def wrong_gemm(name: str, change: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]) -> type[Any]:
+    """A recipe whose GEMM `name` multiplies what `change` makes of a, a_scale_inv, b, b_scale_inv."""
+
     class Wrong(RIGHT):
-        def gemm(self, a: Any, b: Any, gemm: str, out_dtype: torch.dtype) -> Tensor:
-            if gemm == "wgrad":  # the data of (M, K) read as if it were (K, M)
-                if transposed == "x":
-                    b = (b[0].t().reshape(b[0].shape), b[1])
-                else:
-                    a = (a[0].t().reshape(a[0].shape), a[1])
-            return super().gemm(a, b, gemm, out_dtype)
+        def gemm(
+            self,
+            a: Tensor,
+            a_scale_inv: Tensor,
+            b: Tensor,
+            b_scale_inv: Tensor,
+            gemm: str,
+            out_dtype: torch.dtype,
+            bias: Tensor | None = None,
+        ) -> Tensor:
+            operands = (a, a_scale_inv, b, b_scale_inv)
+            operands = change(*operands) if gemm == name else operands  # type: ignore[assignment]
+            return super().gemm(*operands, gemm, out_dtype, bias)
 
     return Wrong
 
 
-def no_scale_inv(gemm_name: str) -> type[Any]:
-    class Wrong(RIGHT):
-        def gemm(self, a: Any, b: Any, gemm: str, out_dtype: torch.dtype) -> Tensor:
-            if gemm == gemm_name:
-                a = (a[0], torch.ones_like(a[1]))
-            return super().gemm(a, b, gemm, out_dtype)
-
-    return Wrong
+def misread(x: Tensor) -> Tensor:
+    """The data of (M, K) read as if it were (K, M)."""
+    return x.t().reshape(x.shape).contiguous()
 
 
 FP8 = {
@@ -287,13 +329,13 @@ FP8 = {
     ),
     "scale-inv-doubled": quantised_by(doubled_scale_inv),
     "truncated": quantised_by(truncated),
-    "e5m2-forward": quantised_by(lambda x, role: reference.quantize(x, E5M2)),
-    "e5m2-of-inputs": quantised_by(lambda x, role: reference.quantize(x, E4M3 if role == "weight" else E5M2)),
-    "e5m2-of-weights": quantised_by(lambda x, role: reference.quantize(x, E4M3 if role == "input" else E5M2)),
-    "wgrad-x-transposed": wrong_wgrad("x"),
-    "wgrad-dy-transposed": wrong_wgrad("dy"),
-    "dgrad-unscaled": no_scale_inv("dgrad"),
-    "fprop-unscaled": no_scale_inv("fprop"),
+    "e5m2-forward": quantised_by(lambda x, role: scaled(x, E5M2)),
+    "e5m2-of-inputs": quantised_by(lambda x, role: scaled(x, E4M3 if role == "weight" else E5M2)),
+    "e5m2-of-weights": quantised_by(lambda x, role: scaled(x, E4M3 if role == "input" else E5M2)),
+    "wgrad-x-transposed": wrong_gemm("wgrad", lambda a, s, b, t: (a, s, misread(b), t)),
+    "wgrad-dy-transposed": wrong_gemm("wgrad", lambda a, s, b, t: (misread(a), s, b, t)),
+    "dgrad-unscaled": wrong_gemm("dgrad", lambda a, s, b, t: (a, torch.ones_like(s), b, t)),
+    "fprop-unscaled": wrong_gemm("fprop", lambda a, s, b, t: (a, torch.ones_like(s), b, t)),
 }
 
 
