@@ -231,8 +231,13 @@ def commands(results: Results) -> list[str]:
         trials = [row.trial for cell in group.cells for row in cell.rows]
         command = ["te-bench", "run", shlex.quote(printable(group.suite))]
         command += [f"--device {device}" for device in sorted({trial.device for trial in trials})]
-        seeds = len({trial.seed for trial in trials})
-        command += [f"--seeds {seeds}"] if seeds > 1 else []
+        seeds = {len({row.trial.seed for row in cell.rows}) for cell in group.cells}
+        command += [f"--seeds {min(seeds)}"] if len(seeds) == 1 else []  # else they are the suite's own numbers
+        problems = [trial.problem for trial in trials]
+        own = {(str(p["model"]), str(p["data"])) for p in problems if p.get("data") not in (None, "random", "stdlib")}
+        command += [f"--data {shlex.quote(printable(f'{model}={data}'))}" for model, data in sorted(own)]
+        budgets = {p["budget_s"] for p in problems if p.get("budget_s") is not None}
+        command += [f"--budget {budget:g}" for budget in budgets if len(budgets) == 1]
         lines.append(" ".join(command))
     return list(dict.fromkeys(lines))
 
