@@ -3,7 +3,8 @@
     print(te.convert(model, recipe.DelayedScaling()))
     loss = model(x).sum()  # in FP8
 
-The model's class, its forward and its other layers stay as they are, and so do the names in its state dict.
+The model's forward and its other layers stay as they are, and so do the names in its state dict; the weight of a Conv1D
+(transformers' GPT-2) is transposed in it.
 """
 
 import copyreg

@@ -37,7 +37,7 @@ class Region:
     @property
     def unusual(self) -> bool:
         """Whether modules must look further than their recipe and state."""
-        return self.numerics or self.scales is not None
+        return self.numerics or self.calibrating or self.scales is not None
 
 
 class Scales:
@@ -68,10 +68,12 @@ class Scales:
 
 current = Region()
 _depth = 0
+_due: Region | None = None  # the last region inside the outermost autocast after which recipes take a step
 #: States in the order of their making, the same on all ranks of a process group. They live as long as their modules.
 _states: list["weakref.ref[Any]"] = []
 #: Equal recipes are one object, so that what was compiled for one is not compiled again for the other.
 _interned: dict[Recipe, Recipe] = {}
+INTERNED = 64
 
 
 def register(state: Any) -> None:
@@ -100,6 +102,8 @@ class autocast(contextlib.ContextDecorator):
             reason = recipe.unsupported("cuda", torch.cuda.get_device_capability())
             if reason:
                 raise ValueError(reason)
+        if len(_interned) >= INTERNED:  # recipes with functions of their own, made anew in every step
+            _interned.clear()
         self._wanted = (bool(enabled), bool(calibrating), _interned.setdefault(recipe, recipe), amax_reduction_group)
         self._outer: list[Region] = []
 
@@ -113,13 +117,17 @@ class autocast(contextlib.ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        global current, _depth
+        global current, _depth, _due
         ended, current = current, self._outer.pop()
         _depth -= 1
         again = ended.scales is not None and ended.scales.replaying
-        active = (ended.enabled or ended.calibrating) and not again
-        if active and kind is None and _depth == 0 and torch.is_grad_enabled():
-            _update(ended.group)
+        active = (ended.enabled and torch.is_grad_enabled()) or ended.calibrating
+        if active and kind is None and not again:
+            _due = ended
+        if _depth == 0:
+            due, _due = _due, None
+            if due is not None and kind is None:
+                _update(due.group)
 
 
 def fp8_autocast(
@@ -205,6 +213,10 @@ def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             "te.checkpoint has use_reentrant=False only: the reentrant kind hides its inputs from autograd"
         )
+
+    for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):  # Transformer Engine's
+        if kwargs.pop(name, None):
+            raise ValueError(f"te.checkpoint: te_bench has no {name}; leave it out")
 
     def contexts() -> tuple[Any, Any]:
         region = replace(current, scales=Scales(current.scales))

@@ -335,3 +335,111 @@ def test_a_state_belongs_to_its_module() -> None:
     with te.autocast():
         te.Linear(16, 16)(torch.ones(4, 16))
     assert len(fp8._states) <= before
+
+
+# What a user does that a test of one recipe in one loop does not.
+
+
+def a_linear() -> tuple[te.Linear, Tensor]:
+    torch.manual_seed(0)
+    return te.Linear(32, 32, device="cpu"), torch.randn(16, 32) * 1e-4
+
+
+def steps(layer: nn.Module, x: Tensor, number: int, **asked: Any) -> Tensor:
+    for _ in range(number):
+        with te.autocast(recipe=recipe.DelayedScaling(**asked)):
+            y = layer(x)
+        y.sum().backward()
+    return y.detach()
+
+
+def test_another_setting_of_delayed_scaling_goes_on_from_the_scales_there_are() -> None:
+    layer, x = a_linear()
+    y = steps(layer, x, 4, amax_history_len=8)
+    with torch.no_grad(), te.autocast(recipe=recipe.DelayedScaling(amax_history_len=2)):
+        assert torch.equal(layer(x), y)
+    scale = te.numerics(layer)[""]["grad_output"]["scale"]
+    with torch.no_grad(), te.autocast(recipe=recipe.DelayedScaling(fp8_format=recipe.Format.E4M3)):
+        layer(x)
+    assert te.numerics(layer)[""]["grad_output"]["scale"] == scale * 448 / 57344
+
+
+def test_a_recipe_with_a_function_made_anew_in_every_step_still_scales_and_is_not_kept_for_ever() -> None:
+    layer, x = a_linear()
+    for _ in range(70):
+        steps(layer, x, 1, amax_compute_algo=lambda history: history.amax(0))
+    assert te.numerics(layer)[""]["input"]["scale"] == pytest.approx(448 / x.abs().max().item(), rel=1e-6)
+    assert te.numerics(layer)[""]["grad_output"]["scale"] != 1.0
+    assert len(fp8._interned) <= fp8.INTERNED
+
+
+def test_a_second_derivative_is_refused() -> None:
+    for layer in (
+        te.Linear(32, 32, device="cpu"),
+        te.LayerNormLinear(32, 32, device="cpu"),
+        te.LayerNormMLP(32, 32, device="cpu"),
+    ):
+        x = torch.randn(16, 32, requires_grad=True)
+        with te.autocast(recipe=recipe.Float8CurrentScaling()):
+            y = layer(x)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.square().sum().backward()
+
+
+def test_a_model_that_first_ran_in_inference_mode_trains() -> None:
+    layer, x = a_linear()
+    with torch.inference_mode(), te.autocast(recipe=recipe.DelayedScaling()), te.record_numerics():
+        layer(x)
+    steps(layer, x, 2)
+    assert te.numerics(layer)[""]["input"]["scale"] == pytest.approx(448 / x.abs().max().item(), rel=1e-6)
+
+
+def test_calibrating_without_gradients_gathers() -> None:
+    layer, x = a_linear()
+    with torch.no_grad(), te.autocast(enabled=False, calibrating=True, recipe=recipe.DelayedScaling()):
+        layer(x)
+    assert te.numerics(layer)[""]["input"]["scale"] == pytest.approx(448 / x.abs().max().item(), rel=1e-6)
+
+
+def test_an_outer_autocast_that_is_off_does_not_keep_the_inner_one_from_its_steps() -> None:
+    layer, x = a_linear()
+    for _ in range(2):
+        with te.autocast(enabled=False), te.autocast(recipe=recipe.DelayedScaling()):
+            y = layer(x)
+        y.sum().backward()
+    assert te.numerics(layer)[""]["input"]["scale"] == pytest.approx(448 / x.abs().max().item(), rel=1e-6)
+
+
+def test_a_checkpoint_of_another_format_is_refused_before_anything_is_loaded() -> None:
+    layer, x = a_linear()
+    steps(layer, x, 2, fp8_format=recipe.Format.E4M3, amax_history_len=4)
+    other, _ = a_linear()
+    steps(other, x, 2, amax_history_len=4)
+    before = other.state_dict()["fp8_scale_fwd"].clone()
+    with pytest.raises(ValueError, match="another fp8_format"):
+        other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.state_dict()["fp8_scale_fwd"], before)
+    with pytest.raises(ValueError, match="not a tensor"):
+        other.load_state_dict({**other.state_dict(), "fp8_scale_fwd": 3})
+
+
+def test_an_encoder_layer_has_no_use_for_an_encoder_output() -> None:
+    layer = te.TransformerLayer(32, 64, 2, device="cpu", qk_norm_type="RMSNorm", softmax_type="vanilla")
+    x = torch.randn(4, 2, 32)
+    assert layer(x, checkpoint_core_attention=True).shape == x.shape
+    with pytest.raises(ValueError, match="decoder"):
+        layer(x, encoder_output=x)
+
+
+@pytest.mark.parametrize("margin", [True, 2000, 10**400, float("nan"), "1"])
+def test_an_impossible_margin(margin: Any) -> None:
+    with pytest.raises(ValueError, match="margin"):
+        recipe.DelayedScaling(margin=margin)
+
+
+def test_transformer_engines_arguments_of_checkpoint() -> None:
+    layer, x = a_linear()
+    assert te.checkpoint(layer, x, distribute_saved_activations=False, tp_group=None).shape == x.shape
+    with pytest.raises(ValueError, match="tp_group"):
+        te.checkpoint(layer, x, tp_group="group")

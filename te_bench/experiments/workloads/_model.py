@@ -33,6 +33,7 @@ FACTOR = 2.0
 FP8_OVERALL = 1.12
 FP8_LEAST = 0.5
 
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 #: Passes before the check of an FP8 step. Delayed scaling begins with scale 1, at which small gradients vanish, and with
 #: them all that flows through their GEMM: each pass brings the next one down to its scale.
 SETTLE = 4
@@ -223,7 +224,8 @@ class _Emulated(torch.autograd.Function):
 
 def _rounded(x: Tensor, role: str, recipe: recipes.Recipe) -> Tensor:
     """x (M, K) after a trip through FP8; K is what the GEMM contracts."""
-    dtype = recipe.dtype(role)
+    forward, backward = recipe.fp8_format.value  # not recipe.dtype(): the yardstick is to see its mistakes
+    dtype = FORMATS[backward if role == "grad_output" else forward]
     rows, columns = x.shape
     high, wide = {"tensor": (rows, columns), "row": (1, columns), "block": (128 if role == "weight" else 1, 128)}[
         recipe.granularity

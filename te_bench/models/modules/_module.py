@@ -138,12 +138,16 @@ class Fp8Module(nn.Module):
         device = next(self.parameters()).device
         if counting:
             keys = itertools.product(ROLES, range(self._n_gemms))
-            self._counts = {key: torch.zeros(3, dtype=torch.int64, device=device) for key in keys}
+            with torch.inference_mode(False):
+                self._counts = {key: torch.zeros(3, dtype=torch.int64, device=device) for key in keys}
         if recipe is None or (self._state is not None and self._state.recipe is recipe):
             return
-        state = recipe.make_state(self._n_gemms, device)
+        with torch.inference_mode(False):  # what is made in inference mode could never be trained with
+            state = recipe.make_state(self._n_gemms, device)
         if state is None:
             return
+        if self._state is not None:
+            state.carry(self._state)
         if self._loaded:
             state.load(self._loaded)
             self._loaded = {}
@@ -159,7 +163,9 @@ class Fp8Module(nn.Module):
         if role != "grad_output":
             if region.scales is not None:
                 scale = region.scales.through(scale)
-            if not torch.is_grad_enabled() or (region.scales is not None and region.scales.replaying):
+            if not (torch.is_grad_enabled() or region.calibrating) or (
+                region.scales is not None and region.scales.replaying
+            ):
                 amax = None  # an evaluation leaves no trace in the training's scales; a recomputation none twice
         return Slot(scale, amax, counts)
 
@@ -200,11 +206,6 @@ class Fp8Module(nn.Module):
                 found[role if self._n_gemms == 1 else f"fc{gemm + 1}.{role}"] = figures
         return found
 
-    def reset_fp8(self) -> None:
-        """Forget scales, histories, kept weights and counters: the next step is a first one."""
-        self._state, self._loaded, self._counts = None, {}, {}
-        self._cached = [NOT_KEPT] * self._n_gemms
-
     def check_input(self, x: Tensor, features: int, weight: Tensor) -> None:
         """Raise ValueError, naming the value, for an input that this module cannot take."""
         if x.dim() and x.shape[-1] == features and x.device == weight.device and x.dtype in FLOATS:
@@ -230,8 +231,13 @@ class Fp8Module(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Transformer Engine's pickled recipe state: nothing is unpickled, scales begin afresh.
         state_dict.pop(f"{prefix}_extra_state", None)
-        names = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+        names = ("scale_fwd", "amax_history_fwd", "limit_fwd", "scale_bwd", "amax_history_bwd", "limit_bwd")
         found = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in names}
+        wrong = [name for name, value in found.items() if value is not None and not isinstance(value, Tensor)]
+        if wrong:
+            raise ValueError(
+                f"{prefix}{PREFIX}{wrong[0]} is {found[wrong[0]]!r}, not a tensor: the state dict is damaged"
+            )
         saved = {name: tensor.detach().clone() for name, tensor in found.items() if tensor is not None}
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._cached = [NOT_KEPT] * self._n_gemms
@@ -247,6 +253,9 @@ class Fp8Module(nn.Module):
         self._cached = [NOT_KEPT] * self._n_gemms
         if self._state is not None:
             self._state.to(fn(torch.empty(0, device=self._state.forward.scale.device)).device)
+        self._counts = {
+            key: count.to(fn(torch.empty(0, device=count.device)).device) for key, count in self._counts.items()
+        }
         return self
 
     def __getstate__(self) -> dict[str, Any]:

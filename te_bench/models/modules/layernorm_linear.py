@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
@@ -73,6 +74,7 @@ class _LayerNormLinear(torch.autograd.Function):
         return (y, kept) if keep else y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, dkept: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, gamma, mean, rstd, x_t, x_inv, w_t, w_inv = ctx.saved_tensors
         gemms, norm, (w_dtype, b_dtype) = ctx.gemms, ctx.norm, ctx.dtypes

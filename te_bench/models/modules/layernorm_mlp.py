@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from te_bench import plugins
 from te_bench.kernels.activation import KINDS, Backend
@@ -82,6 +83,7 @@ class _Activation(torch.autograd.Function):
         return activation_backend(h).forward(h, kind)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, da: Tensor) -> tuple[Tensor, None]:
         (h,) = ctx.saved_tensors
         return activation_backend(h).backward(da.contiguous(), h, ctx.kind), None
@@ -130,6 +132,7 @@ class _LayerNormMLP(torch.autograd.Function):
         return (y, kept) if keep else y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, dkept: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, gamma, mean, rstd, h, n_t, n_inv, a_t, a_inv, w1_t, w1_inv, w2_t, w2_inv = ctx.saved_tensors
         (fc1, fc2), norm = ctx.gemms, ctx.norm

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
@@ -35,6 +36,7 @@ class _Linear(torch.autograd.Function):
         return gemms.fprop(q, w, dtype, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_t, x_inv, w_t, w_inv = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]

@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_bench.models.modules._module import reject_absent
 from te_bench.models.modules.attention import MultiheadAttention
+from te_bench.models.modules.dot_product_attention import reject
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm, check_normalization
 from te_bench.models.modules.layernorm_mlp import LayerNormMLP
+
+#: Arguments that go to the attention modules as they are.
+ATTENTION = ("rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope")
 
 
 class TransformerLayer(nn.Module):
@@ -57,7 +60,8 @@ class TransformerLayer(nn.Module):
         **others: Any,
     ):
         super().__init__()
-        reject_absent("TransformerLayer", others)
+        own = {name: others.pop(name) for name in ATTENTION if name in others}
+        reject("TransformerLayer", others)
         check_normalization(normalization)
         if layer_type not in ("encoder", "decoder"):
             raise ValueError(f"layer_type={layer_type!r} is not possible: encoder or decoder")
@@ -89,6 +93,7 @@ class TransformerLayer(nn.Module):
             "fuse_qkv_params": fuse_qkv_params,
             "qkv_weight_interleaved": qkv_weight_interleaved,
             "qkv_format": attn_input_format,
+            **own,
         }
         self.self_attention = MultiheadAttention(
             hidden_size,
@@ -135,12 +140,17 @@ class TransformerLayer(nn.Module):
         enc_dec_attn_mask_type: str | None = None,
         enc_dec_window_size: tuple[int, int] | None = None,
         is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
         rotary_pos_emb: Any = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
         """The layer's output, of hidden_states' shape. Masks are bool, True = masked out; see DotProductAttention."""
         if others:
-            reject_absent("TransformerLayer.forward", others)
+            reject("TransformerLayer.forward", others)
+        if self.layer_type == "encoder" and encoder_output is not None:
+            raise ValueError("encoder_output is for layer_type='decoder'; this layer is an encoder")
         if self.layer_type == "decoder" and encoder_output is None:
             raise ValueError("a decoder layer needs encoder_output")
         x = hidden_states
@@ -150,7 +160,10 @@ class TransformerLayer(nn.Module):
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             is_first_microbatch=is_first_microbatch,
+            checkpoint_core_attention=checkpoint_core_attention,
             rotary_pos_emb=rotary_pos_emb,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
         )
         attended, residual = _split(attended, x)
         if self.parallel:
@@ -166,6 +179,7 @@ class TransformerLayer(nn.Module):
                     attn_mask_type=enc_dec_attn_mask_type,
                     window_size=enc_dec_window_size,
                     is_first_microbatch=is_first_microbatch,
+                    checkpoint_core_attention=checkpoint_core_attention,
                 )
             mlp, residual = _split(self.layernorm_mlp(h, is_first_microbatch=is_first_microbatch), h)
             y = residual + self._dropout(mlp)

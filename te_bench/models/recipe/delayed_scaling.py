@@ -1,6 +1,5 @@
 """Delayed scaling: a tensor is cast with a scale taken from the amaxes of the steps before."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -46,8 +45,8 @@ class DelayedScaling(Recipe):
         self._reject(not known, "amax_compute_algo", f"one of {', '.join(ALGORITHMS)}, or a function")
         custom = self.scaling_factor_compute_algo
         self._reject(not (custom is None or callable(custom)), "scaling_factor_compute_algo", "None or a function")
-        number = isinstance(self.margin, int | float) and math.isfinite(self.margin)
-        self._reject(not number, "margin", "a number")
+        number = isinstance(self.margin, int | float) and not isinstance(self.margin, bool)
+        self._reject(not (number and -126 <= self.margin <= 126), "margin", "a number, -126 to 126")
         for setting in ("fp8_dpa", "fp8_mha"):
             self._reject(getattr(self, setting), setting, "te_bench computes attention in the activations' precision")
 
@@ -186,23 +185,43 @@ class DelayedState:
         return {
             "scale_fwd": self.forward.scale,
             "amax_history_fwd": self.forward.history,
+            "limit_fwd": self.forward.limit,
             "scale_bwd": self.backward.scale,
             "amax_history_bwd": self.backward.history,
+            "limit_bwd": self.backward.limit,
         }
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of another state's `tensors()`. Raises ValueError when their shapes are not this recipe's."""
-        for name, own in self.tensors().items():
-            if name not in saved:
-                continue
+        """Copy the tensors of another state's `tensors()`. Raises ValueError, before anything is copied, when they are not
+        of this recipe's shapes and formats.
+        """
+        remedy = "or drop the fp8_* keys from the state dict to begin with fresh scales"
+        known = {name: own for name, own in self.tensors().items() if name in saved}
+        for name, own in known.items():
             if saved[name].shape != own.shape:
                 raise ValueError(
                     f"the checkpoint's {name} is {tuple(saved[name].shape)}, this module's {tuple(own.shape)}: load it "
-                    f"under DelayedScaling(amax_history_len={self._length(saved)}), or drop the fp8_* keys from the "
-                    "state dict to begin with fresh scales"
+                    f"under DelayedScaling(amax_history_len={self._length(saved)}), {remedy}"
                 )
+            if name.startswith("limit") and not torch.equal(saved[name].to(own.device), own):
+                raise ValueError(
+                    f"the checkpoint's {name} is {saved[name].tolist()}, this recipe's {own.tolist()}: its scales are of "
+                    f"another fp8_format; load it under that one, {remedy}"
+                )
+        for name, own in known.items():
             own.copy_(saved[name])
+
+    @torch.no_grad()
+    def carry(self, old: "DelayedState") -> None:
+        """Go on from a state of another recipe: its newest steps, and its scales in this recipe's formats."""
+        for mine, theirs in ((self.forward, old.forward), (self.backward, old.backward)):
+            kept = min(len(mine.history), len(theirs.history)) - 1
+            mine.history[0] = theirs.history[0]
+            if kept:
+                mine.history[-kept:] = theirs.history[-kept:]
+            mine.scale.copy_(theirs.scale * (mine.limit / theirs.limit))
+            mine.nonfinite.copy_(theirs.nonfinite)
 
     @staticmethod
     def _length(saved: Mapping[str, Tensor]) -> int:

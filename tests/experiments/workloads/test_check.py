@@ -1,6 +1,7 @@
 """The check of a training step: it passes what is right, on every seed, and fails mutations of model and kernels."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,26 +13,29 @@ from torch import Tensor, nn
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _model, train_step
-from te_bench.kernels.quantize import Quantized, reference
+from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize.reference import dequantize
 from te_bench.models import gpt
 from te_bench.models import recipe as recipes
 from te_bench.models.modules.linear import Linear
-from te_bench.models.recipe import Format, Slot, float8_current_scaling
+from te_bench.models.recipe import Float8CurrentScaling, Format, Recipe, Slot
 from te_bench.models.train import TrainStep
 
 PRECISIONS = ["fp32", "bf16", "fp8"]
+RECIPES = recipes.names()
+CURRENT = "float8_current_scaling"
 V, VP = 250, 256
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def a_trial(precision: str, seed: int = 0, **problem: Any) -> Trial:
+def a_trial(precision: str, seed: int = 0, recipe: str = CURRENT, **problem: Any) -> Trial:
     return Trial(
         workload="train_step",
         device="cpu",
         problem={"model": "tiny", "batch": 4, "block": 64, "vocab": V, "padded_vocab": VP, **problem},
         attention="flash",
         precision=precision,
-        recipe="float8_current_scaling" if precision == "fp8" else None,
+        recipe=recipe if precision == "fp8" else None,
         seed=seed,
     )
 
@@ -43,9 +47,11 @@ def checked(trial: Trial, mutate: Callable[[TrainStep], None] = lambda step: Non
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_true_steps_pass_on_every_seed(precision: str, seed: int) -> None:
-    check = checked(a_trial(precision, seed))
+@pytest.mark.parametrize(
+    ("precision", "recipe"), [("fp32", CURRENT), ("bf16", CURRENT), *(("fp8", recipe) for recipe in RECIPES)]
+)
+def test_true_steps_pass_on_every_seed(precision: str, recipe: str, seed: int) -> None:
+    check = checked(a_trial(precision, seed, recipe))
     names = [q["name"] for q in check["quantities"]]
     assert "loss" in names
     assert "grad padding rows" in names
@@ -173,42 +179,15 @@ def test_the_loss_alone_shows_padding_inside_the_softmax(precision: str, monkeyp
 # Mutations of single gradients.
 
 
-def test_a_step_that_ran_in_bf16_is_no_fp8_step() -> None:
-    with pytest.raises(CheckFailed, match="ratio of FP8 emulation to it"):
-        checked(a_trial("fp8"), without_recipe)
+def recipe_switched_off(step: TrainStep) -> None:
+    step.model.recipe = None  # type: ignore[assignment]
 
 
-def without_recipe(step: TrainStep) -> None:
-    step.model.recipe = None
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("recipe", recipes.names())
-def test_true_steps_of_every_recipe_pass(recipe: str, seed: int) -> None:
-    checked(dataclasses.replace(a_trial("fp8", seed), recipe=recipe))
-
-
-@pytest.mark.parametrize("recipe", recipes.names())
-def test_a_step_that_ran_in_bf16_is_none_of_any_recipe(recipe: str) -> None:
-    with pytest.raises(CheckFailed, match="ratio of FP8 emulation to it"):
-        checked(dataclasses.replace(a_trial("fp8"), recipe=recipe), without_recipe)
-
-
-@pytest.mark.parametrize("recipe", recipes.names())
-def test_a_step_of_another_format_fails_under_every_recipe(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """E5M2 where the recipe says E4M3, by the quantisers alone: the emulation asks the recipe, and is told E4M3."""
-    kind = type(recipes.load(recipe))
-    right = kind.quantize
-
-    def quantize(self: Any, x: Tensor, role: str, *arguments: Any, **options: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kind, "dtype", lambda self, role: E5M2)
-            return right(self, x, role, *arguments, **options)
-
-    monkeypatch.setattr(kind, "quantize", quantize)
-    monkeypatch.setattr(kind, "epilogue", lambda self, role, slot: None)
-    with pytest.raises(CheckFailed):
-        checked(dataclasses.replace(a_trial("fp8"), recipe=recipe))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_that_ran_in_bf16_is_no_fp8_step(recipe: str) -> None:
+    for seed in range(3):
+        with pytest.raises(CheckFailed, match="ratio of FP8 emulation to it"):
+            checked(a_trial("fp8", seed, recipe), recipe_switched_off)
 
 
 def test_checking_leaves_tf32_as_the_trial_needs_it() -> None:
@@ -249,107 +228,150 @@ def test_a_wrong_gradient_fails(precision: str, factor: float, name: str) -> Non
 
 # Mutations of FP8, in the code that the trial uses everywhere: the yardstick must not share them.
 
-RIGHT = float8_current_scaling.Float8CurrentScaling
+Rule = Callable[
+    [Recipe, Tensor, Tensor, str], tuple[Tensor, Tensor]
+]  # right recipe, x, right scale_inv, role -> layout
+Mutation = Callable[[type[Recipe]], type[Recipe]]
 
 
-def quantised_by(rule: Callable[[Tensor, str], tuple[Tensor, Tensor]]) -> type[Any]:
-    class Wrong(RIGHT):
-        def quantize(
-            self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
-        ) -> Quantized:
-            if column_sum is not None:
-                column_sum += x.float().sum(0)
-            data, inverse = rule(x.detach(), role)
-            return Quantized(data, inverse, data.t().contiguous(), inverse)
+def quantised_by(rule: Rule) -> Mutation:
+    """Each layout by `rule`, which is told the scale_inv that the right recipe chose for it."""
 
-    return Wrong
+    def mutation(right: type[Recipe]) -> type[Recipe]:
+        class Wrong(right):  # type: ignore[misc,valid-type]
+            def quantize(self, x: Tensor, role: str, slot: Slot, **asked: Any) -> Quantized:
+                q = super().quantize(x, role, slot, **asked)
+                row = (None, None) if q.data is None else rule(self, x, q.scale_inv, role)
+                column = (None, None) if q.data_t is None else rule(self, x.t().contiguous(), q.scale_inv_t, role)
+                return Quantized(*row, *column)
+
+        return Wrong
+
+    return mutation
 
 
-def scaled(x: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+def scaled(x: Tensor, scale_inv: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Quantised with `factor` times the right scale, saturating, undone by the matching scale_inv."""
     limit = torch.finfo(dtype).max
-    scale = reference.scale_from_amax(x.abs().amax(), dtype) * factor
-    return (x.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
+    scale_inv = scale_inv / factor
+    return (x.float() / spread(scale_inv, x)).clamp(-limit, limit).to(dtype), scale_inv
 
 
-def formats(role: str) -> torch.dtype:
-    return E5M2 if role == "grad_output" else E4M3
+def spread(scale_inv: Tensor, x: Tensor) -> Tensor:
+    """scale_inv for each element of x."""
+    return dequantize(torch.ones_like(x, dtype=torch.float32), scale_inv)
 
 
-def doubled_scale_inv(x: Tensor, role: str) -> tuple[Tensor, Tensor]:
-    data, inverse = scaled(x, formats(role))
+def scaled_by(factor: float, *roles: str) -> Mutation:
+    """The scales of these roles times `factor`."""
+    return quantised_by(
+        lambda recipe, x, inverse, role: scaled(x, inverse, recipe.dtype(role), factor if role in roles else 1.0)
+    )
+
+
+def of_one(recipe: Recipe, x: Tensor, scale_inv: Tensor, role: str) -> tuple[Tensor, Tensor]:
+    return x.float().clamp(-448, 448).to(recipe.dtype(role)), torch.ones_like(scale_inv)
+
+
+def doubled_scale_inv(recipe: Recipe, x: Tensor, scale_inv: Tensor, role: str) -> tuple[Tensor, Tensor]:
+    data, inverse = scaled(x, scale_inv, recipe.dtype(role))
     return data, inverse * (2 if role == "weight" else 1)
 
 
-def truncated(x: Tensor, role: str) -> tuple[Tensor, Tensor]:
+def truncated(recipe: Recipe, x: Tensor, scale_inv: Tensor, role: str) -> tuple[Tensor, Tensor]:
     """Rounded towards zero in place of to the nearest."""
-    dtype = formats(role)
-    data, inverse = scaled(x, dtype)
-    up = data.float().abs() > (x.float() / inverse).abs()
+    dtype = recipe.dtype(role)
+    data, inverse = scaled(x, scale_inv, dtype)
+    up = data.float().abs() > (x.float() / spread(inverse, x)).abs()
     return torch.where(up, (data.view(torch.uint8) - 1).view(dtype).float(), data.float()).to(dtype), inverse
 
 
-def wrong_gemm(name: str, change: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]) -> type[Any]:
-    """A recipe whose GEMM `name` multiplies what `change` makes of a, a_scale_inv, b, b_scale_inv."""
+def e5m2_for(*roles: str) -> Mutation:
+    """These roles in E5M2, with the scale that fits its range."""
 
-    class Wrong(RIGHT):
-        def gemm(
-            self,
-            a: Tensor,
-            a_scale_inv: Tensor,
-            b: Tensor,
-            b_scale_inv: Tensor,
-            gemm: str,
-            out_dtype: torch.dtype,
-            bias: Tensor | None = None,
-        ) -> Tensor:
-            operands = (a, a_scale_inv, b, b_scale_inv)
-            operands = change(*operands) if gemm == name else operands  # type: ignore[assignment]
-            return super().gemm(*operands, gemm, out_dtype, bias)
+    def rule(recipe: Recipe, x: Tensor, scale_inv: Tensor, role: str) -> tuple[Tensor, Tensor]:
+        right = recipe.dtype(role)
+        wrong = torch.float8_e5m2 if role in roles else right
+        return scaled(x, scale_inv, wrong, torch.finfo(wrong).max / torch.finfo(right).max)
 
-    return Wrong
+    return quantised_by(rule)
+
+
+def multiplied_by(operands: Callable[[Tensor, Tensor, Tensor, Tensor, str], tuple[Tensor, ...]]) -> Mutation:
+    """GEMMs of other operands: (a, a_scale_inv, b, b_scale_inv, gemm) -> the four that are multiplied."""
+
+    def mutation(right: type[Recipe]) -> type[Recipe]:
+        class Wrong(right):  # type: ignore[misc,valid-type]
+            def gemm(self, a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, gemm: str, *others: Any) -> Tensor:
+                return super().gemm(*operands(a, a_inv, b, b_inv, gemm), gemm, *others)  # type: ignore[no-any-return]
+
+        return Wrong
+
+    return mutation
 
 
 def misread(x: Tensor) -> Tensor:
     """The data of (M, K) read as if it were (K, M)."""
-    return x.t().reshape(x.shape).contiguous()
+    return x.t().reshape(x.shape).contiguous()  # of a square matrix, reshape gives a view
 
 
-FP8 = {
-    "scale-doubled-everywhere": quantised_by(lambda x, role: scaled(x, formats(role), 2.0)),
-    "scale-doubled-of-inputs": quantised_by(lambda x, role: scaled(x, formats(role), 2.0 if role == "input" else 1.0)),
-    "scale-doubled-of-weights": quantised_by(
-        lambda x, role: scaled(x, formats(role), 2.0 if role == "weight" else 1.0)
-    ),
-    "scale-quadrupled-of-gradients": quantised_by(
-        lambda x, role: scaled(x, formats(role), 4.0 if role == "grad_output" else 1.0)
-    ),
-    "scale-of-one": quantised_by(
-        lambda x, role: (x.float().clamp(-448, 448).to(formats(role)), torch.ones((), device=x.device))
-    ),
+def unscaled(name: str) -> Mutation:
+    return multiplied_by(
+        lambda a, a_inv, b, b_inv, gemm: (a, torch.ones_like(a_inv) if gemm == name else a_inv, b, b_inv)
+    )
+
+
+EVERY_ROLE = ("input", "weight", "grad_output")
+FP8: dict[str, Mutation] = {
+    "scale-doubled-everywhere": scaled_by(2.0, *EVERY_ROLE),
+    "scale-doubled-of-inputs": scaled_by(2.0, "input"),
+    "scale-doubled-of-weights": scaled_by(2.0, "weight"),
+    "scale-quadrupled-of-gradients": scaled_by(4.0, "grad_output"),
+    "scale-of-one": quantised_by(of_one),
     "scale-inv-doubled": quantised_by(doubled_scale_inv),
     "truncated": quantised_by(truncated),
-    "e5m2-forward": quantised_by(lambda x, role: scaled(x, E5M2)),
-    "e5m2-of-inputs": quantised_by(lambda x, role: scaled(x, E4M3 if role == "weight" else E5M2)),
-    "e5m2-of-weights": quantised_by(lambda x, role: scaled(x, E4M3 if role == "input" else E5M2)),
-    "wgrad-x-transposed": wrong_gemm("wgrad", lambda a, s, b, t: (a, s, misread(b), t)),
-    "wgrad-dy-transposed": wrong_gemm("wgrad", lambda a, s, b, t: (misread(a), s, b, t)),
-    "dgrad-unscaled": wrong_gemm("dgrad", lambda a, s, b, t: (a, torch.ones_like(s), b, t)),
-    "fprop-unscaled": wrong_gemm("fprop", lambda a, s, b, t: (a, torch.ones_like(s), b, t)),
+    "e5m2-forward": e5m2_for("input", "weight"),
+    "e5m2-of-inputs": e5m2_for("input"),
+    "e5m2-of-weights": e5m2_for("weight"),
+    "wgrad-x-transposed": multiplied_by(
+        lambda a, a_inv, b, b_inv, gemm: (a, a_inv, misread(b) if gemm == "wgrad" else b, b_inv)
+    ),
+    "wgrad-dy-transposed": multiplied_by(
+        lambda a, a_inv, b, b_inv, gemm: (misread(a) if gemm == "wgrad" else a, a_inv, b, b_inv)
+    ),
+    "dgrad-unscaled": unscaled("dgrad"),
+    "fprop-unscaled": unscaled("fprop"),
 }
 
 
+def put_in_place(monkeypatch: pytest.MonkeyPatch, recipe: str, mutation: Mutation) -> None:
+    module = sys.modules[f"{recipes.__name__}.{recipe}"]
+    monkeypatch.setattr(module, "RECIPE", mutation(type(recipes.load(recipe)))())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("mutation", FP8)
-def test_wrong_fp8_fails(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8_current_scaling, "RECIPE", FP8[mutation]())
+def test_wrong_fp8_fails(mutation: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_place(monkeypatch, recipe, FP8[mutation])
     for seed in range(3):
         with pytest.raises(CheckFailed):
-            checked(a_trial("fp8", seed))
+            checked(a_trial("fp8", seed, recipe))
 
 
-def test_e4m3_gradients_are_not_worse_than_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8_current_scaling, "RECIPE", RIGHT(fp8_format=Format.E4M3))
-    checked(a_trial("fp8"))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_mutations_of_fp8_are_right_but_for_what_they_change(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they might fail for being broken."""
+    for harmless in (scaled_by(1.0, *EVERY_ROLE), e5m2_for(), unscaled("none")):
+        with monkeypatch.context() as patched:
+            put_in_place(patched, recipe, harmless)
+            checked(a_trial("fp8", recipe=recipe))
+
+
+def test_e4m3_gradients_are_not_worse_than_hybrid() -> None:
+    def e4m3(step: TrainStep) -> None:
+        step.model.recipe = Float8CurrentScaling(fp8_format=Format.E4M3)  # type: ignore[assignment]
+
+    checked(a_trial("fp8"), e4m3)
 
 
 def test_a_linear_that_multiplies_by_the_wrong_operand_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,12 +88,16 @@ def test_what_is_in_the_state_dict() -> None:
     assert shapes == {
         "0.fp8_scale_fwd": (6,),
         "0.fp8_amax_history_fwd": (3, 6),
+        "0.fp8_limit_fwd": (6,),
         "0.fp8_scale_bwd": (4,),
         "0.fp8_amax_history_bwd": (3, 4),
+        "0.fp8_limit_bwd": (4,),
         "1.fp8_scale_fwd": (3,),
         "1.fp8_amax_history_fwd": (3, 3),
+        "1.fp8_limit_fwd": (3,),
         "1.fp8_scale_bwd": (2,),
         "1.fp8_amax_history_bwd": (3, 2),
+        "1.fp8_limit_bwd": (2,),
     }
     assert {value.dtype for value in state.values()} == {torch.float32}
     state["1.fp8_scale_fwd"].fill_(7.0)  # a copy: the model's own scales stay
