@@ -443,3 +443,14 @@ def test_transformer_engines_arguments_of_checkpoint() -> None:
     assert te.checkpoint(layer, x, distribute_saved_activations=False, tp_group=None).shape == x.shape
     with pytest.raises(ValueError, match="tp_group"):
         te.checkpoint(layer, x, tp_group="group")
+
+
+@pytest.mark.parametrize("kind", [te.LayerNorm, te.RMSNorm])
+def test_what_a_norm_cannot_take_it_says(kind: type[nn.Module]) -> None:
+    layer = kind(32, device="cpu")
+    with pytest.raises(ValueError, match=r"got torch\.int64"):
+        layer(torch.ones(4, 32, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"got torch\.float8_e4m3fn"):
+        layer(torch.ones(4, 32).to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match="on meta"):
+        layer(torch.ones(4, 32, device="meta"))

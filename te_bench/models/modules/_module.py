@@ -215,8 +215,8 @@ class Fp8Module(nn.Module):
             raise ValueError(f"{name}: the input's last dimension must be {features}, got shape {tuple(x.shape)}")
         if x.device != weight.device:
             raise ValueError(f"{name}: the input is on {x.device}, the parameters on {weight.device}: move one of them")
-        if not x.is_floating_point():
-            raise ValueError(f"{name}: the input must be floating point, got {x.dtype}")
+        if not x.is_floating_point() or x.dtype.itemsize == 1:
+            raise ValueError(f"{name}: the input must be floating point, got {x.dtype}: of two bytes or more")
         if fp8.current.enabled and x.dtype not in FLOATS and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"{name}: FP8 takes float32, bfloat16 or float16, got {x.dtype}")
 

@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
 
 def check_type(attn_mask_type: str) -> str:
     """The canonical name of a mask type. Raises ValueError for an unknown one."""
-    name = attn_mask_type.replace(",", "_")
+    name = attn_mask_type.replace(",", "_") if isinstance(attn_mask_type, str) else ""
     name = "padding_causal" if name == "causal_padding" else name
     if name not in TYPES:
         raise ValueError(f"attn_mask_type={attn_mask_type!r} is not possible: one of {', '.join(TYPES)}")
@@ -44,7 +44,11 @@ def check_type(attn_mask_type: str) -> str:
 
 def check_window(attn_mask_type: str, window_size: Window | None) -> Window:
     """(left, right), -1 for no limit; right is 0 under a causal type. Raises ValueError for what the type can't have."""
-    left, right = (-1, -1) if window_size is None else window_size
+    pair = (-1, -1) if window_size is None else window_size
+    whole = isinstance(pair, tuple | list) and [type(side) for side in pair] == [int, int]
+    if not whole:
+        raise ValueError(f"window_size={window_size!r} is not possible: two whole numbers, (left, right)")
+    left, right = pair
     if "causal" in attn_mask_type:
         if left < -1 or right < -1:
             raise ValueError(f"window_size={window_size} with {attn_mask_type}: (-1, 0), or (left, 0) with left >= 0")

@@ -102,6 +102,12 @@ class _NormModule(nn.Module):
                 f"{type(self).__name__}: the input's last dimension must be {self.normalized_shape[0]}, "
                 f"got shape {tuple(x.shape)}"
             )
+        if not x.is_floating_point() or x.dtype.itemsize == 1:
+            raise ValueError(f"{type(self).__name__}: float32, bfloat16, float16 or float64, got {x.dtype}")
+        if x.device != self.weight.device:
+            raise ValueError(
+                f"{type(self).__name__}: the input is on {x.device}, the parameters on {self.weight.device}: move one"
+            )
         return normalize(
             x.to(compute_dtype(x)),
             self.weight,

@@ -1,6 +1,7 @@
 """Mask types, windows and padding against their definition, position by position."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -156,3 +157,15 @@ def test_what_is_wrong_is_named(kind: str, options: dict[str, object], reason: s
 def test_one_padding_mask_is_not_for_two_lengths() -> None:
     with pytest.raises(ValueError, match="5 queries and 6 keys"):
         attention_mask.build("padding", Sizes(3, 3, 5, 6), CPU, attention_mask=README)
+
+
+@pytest.mark.parametrize("window", [4, (1, 2, 3), (1.5, 0), ("1", 0), (True, 0)])
+def test_a_window_is_two_whole_numbers(window: Any) -> None:
+    with pytest.raises(ValueError, match="two whole numbers"):
+        attention_mask.check_window("causal", window)
+
+
+@pytest.mark.parametrize("name", [None, 3, "casual"])
+def test_a_mask_type_is_one_of_the_names(name: Any) -> None:
+    with pytest.raises(ValueError, match="is not possible: one of"):
+        attention_mask.check_type(name)
