@@ -103,7 +103,9 @@ class autocast(contextlib.ContextDecorator):
             if reason:
                 raise ValueError(reason)
         if len(_interned) >= INTERNED:  # recipes with functions of their own, made anew in every step
-            _interned.clear()
+            used = {id(state.recipe) for state in (reference() for reference in _states) if state is not None}
+            for known in [known for known in _interned if id(known) not in used and known is not current.recipe]:
+                del _interned[known]
         self._wanted = (bool(enabled), bool(calibrating), _interned.setdefault(recipe, recipe), amax_reduction_group)
         self._outer: list[Region] = []
 

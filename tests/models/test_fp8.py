@@ -454,3 +454,16 @@ def test_what_a_norm_cannot_take_it_says(kind: type[nn.Module]) -> None:
         layer(torch.ones(4, 32).to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match="on meta"):
         layer(torch.ones(4, 32, device="meta"))
+
+
+@pytest.mark.parametrize("asked", [recipe.DelayedScaling(amax_history_len=5), recipe.Float8CurrentScaling()])
+def test_forgetting_other_recipes_keeps_scales_and_kept_weights(asked: recipe.Recipe) -> None:
+    layer, x = a_linear()
+    with te.autocast(recipe=asked):
+        layer(x, is_first_microbatch=True)
+    state = layer._state
+    for length in range(100, 100 + 2 * fp8.INTERNED):
+        te.autocast(recipe=recipe.DelayedScaling(amax_history_len=length))
+    with te.autocast(recipe=copy.deepcopy(asked)):
+        layer(x, is_first_microbatch=False)
+    assert layer._state is state

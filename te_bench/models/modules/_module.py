@@ -175,7 +175,7 @@ class Fp8Module(nn.Module):
         """The weight in FP8: made anew (None), made and kept (True), or as it was kept (False)."""
         if is_first_microbatch is False:
             recipe, kept = self._cached[gemm]
-            if kept is None or recipe is not gemms.recipe:
+            if kept is None or recipe != gemms.recipe:
                 raise ValueError(
                     "is_first_microbatch=False, but no FP8 weight is kept: call the first micro-batch with "
                     "is_first_microbatch=True, under the same autocast"
