@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Names in a basic te layer and in the plain one are the same.
-BASIC = {name: name for name in ("ln1", "qkv_projection", "projection", "ln2", "mlp.linear1", "mlp.linear2")}
-KINDS = ("weight", "bias")
+from te_bench.models.layer import te_fused, te_layer
+
+PARAMETERS = [
+    f"{name}.{kind}"
+    for name in ("ln1", "qkv_projection", "projection", "ln2", "mlp.linear1", "mlp.linear2")
+    for kind in ("weight", "bias")
+]
 
 
 def share_parameters_with_basic_te_model(te_model: nn.Module, basic_model: nn.Module) -> None:
@@ -22,9 +26,8 @@ def share_parameters_with_basic_te_model(te_model: nn.Module, basic_model: nn.Mo
 
     Raises ValueError where a parameter is missing or of another shape.
     """
-    for name in BASIC:
-        for kind in KINDS:
-            _share(te_model, f"{name}.{kind}", _parameter(basic_model, f"{name}.{kind}"))
+    for name in PARAMETERS:
+        _share(te_model, name, _parameter(basic_model, name))
 
 
 def share_parameters_with_fused_te_model(te_model: nn.Module, basic_model: nn.Module) -> None:
@@ -32,16 +35,8 @@ def share_parameters_with_fused_te_model(te_model: nn.Module, basic_model: nn.Mo
 
     Raises ValueError where a parameter is missing or of another shape.
     """
-    for kind in KINDS:
-        for ours, theirs in (
-            (f"ln_qkv.layer_norm_{kind}", f"ln1.{kind}"),
-            (f"ln_qkv.{kind}", f"qkv_projection.{kind}"),
-            (f"projection.{kind}", f"projection.{kind}"),
-            (f"ln_mlp.layer_norm_{kind}", f"ln2.{kind}"),
-            (f"ln_mlp.fc1_{kind}", f"mlp.linear1.{kind}"),
-            (f"ln_mlp.fc2_{kind}", f"mlp.linear2.{kind}"),
-        ):
-            _share(te_model, ours, _parameter(basic_model, theirs))
+    for name in PARAMETERS:
+        _share(te_model, te_fused.NAMES.get(name, name), _parameter(basic_model, name))
 
 
 def share_parameters_with_transformerlayer_te_model(te_model: nn.Module, basic_model: nn.Module) -> None:
@@ -50,28 +45,18 @@ def share_parameters_with_transformerlayer_te_model(te_model: nn.Module, basic_m
     These are shared, too, with fuse_qkv_params and qkv_weight_interleaved, whose rows lie as the plain layer's do; else
     they are copies. Raises ValueError where a parameter is missing or of another shape.
     """
-    for kind in KINDS:
-        for ours, theirs in (
-            (f"self_attention.layernorm_qkv.layer_norm_{kind}", f"ln1.{kind}"),
-            (f"self_attention.proj.{kind}", f"projection.{kind}"),
-            (f"layernorm_mlp.layer_norm_{kind}", f"ln2.{kind}"),
-            (f"layernorm_mlp.fc1_{kind}", f"mlp.linear1.{kind}"),
-            (f"layernorm_mlp.fc2_{kind}", f"mlp.linear2.{kind}"),
-        ):
-            _share(te_model, ours, _parameter(basic_model, theirs))
     attention: Any = te_model.self_attention
-    for kind in KINDS:
-        qkv = _parameter(basic_model, f"qkv_projection.{kind}")
-        where = "self_attention.layernorm_qkv"
-        if attention.interleaved:
-            _share(te_model, f"{where}.{kind}", qkv)
+    for name in PARAMETERS:
+        ours, parameter = te_layer.NAMES[name], _parameter(basic_model, name)
+        if not name.startswith("qkv_projection") or attention.interleaved:
+            _share(te_model, ours, parameter)
             continue
-        parts = _by_head(qkv, attention.num_attention_heads)
+        parts, (where, _, kind) = _by_head(parameter, attention.num_attention_heads), ours.rpartition(".")
         if hasattr(attention.layernorm_qkv, f"query_{kind}"):
-            for name, rows in zip(("query", "key", "value"), parts, strict=True):
-                _share(te_model, f"{where}.{name}_{kind}", _copied([rows], qkv))
+            for part, rows in zip(("query", "key", "value"), parts, strict=True):
+                _share(te_model, f"{where}.{part}_{kind}", _copied([rows], parameter))
         else:
-            _share(te_model, f"{where}.{kind}", _copied(parts, qkv))
+            _share(te_model, ours, _copied(parts, parameter))
 
 
 def _by_head(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:

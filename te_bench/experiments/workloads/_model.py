@@ -1,7 +1,6 @@
 """What the model workloads share: building the trial's model, its check against the reference, its memory."""
 
 import dataclasses
-import functools
 import gc
 import math
 import resource
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads._check import Quantity, judge
+from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import attention
 from te_bench.models import fp8
 from te_bench.models import recipe as recipes
@@ -33,7 +32,6 @@ FACTOR = 2.0
 FP8_OVERALL = 1.12
 FP8_LEAST = 0.5
 
-FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 #: Passes before the check of an FP8 step. Delayed scaling begins with scale 1, at which small gradients vanish, and with
 #: them all that flows through their GEMM: each pass brings the next one down to its scale.
 SETTLE = 4
@@ -102,13 +100,13 @@ def build(trial: Trial) -> GPT:
     """The trial's model on its device; the seed decides the weights."""
     recipe = recipes.load(trial.recipe) if trial.recipe else None
     padded = trial.number("padded_vocab")
-    _allow_tf32(trial.precision)
+    allow_tf32(trial.precision)
     torch.manual_seed(trial.seed)
     with torch.device(trial.device):
         return GPT(config_of(trial), attention=trial.attention, padded_vocab_size=padded, recipe=recipe)
 
 
-def _allow_tf32(precision: str) -> None:
+def allow_tf32(precision: str) -> None:
     """As nanoGPT sets it: under autocast only SDPA's math kernel multiplies in float32; "fp32" means IEEE float32."""
     torch.backends.cuda.matmul.allow_tf32 = precision in ("bf16", "fp16", "fp8")
 
@@ -133,7 +131,7 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     true_loss, truth = _in_rows(exact, step.optim, tokens, targets)
     recipe = recipes.load(trial.recipe) if trial.recipe else None
     library_loss, yardstick = _in_rows(library, step.optim, tokens, targets, recipe)
-    _allow_tf32(trial.precision)  # building the references set it for theirs
+    allow_tf32(trial.precision)  # building the references set it for theirs
     padding = ours["transformer.wte.weight"][vocab:]
     ours["transformer.wte.weight"] = ours["transformer.wte.weight"][:vocab]
     truth, yardstick, ours = _parts(truth), _parts(yardstick), _parts(ours)
@@ -143,14 +141,14 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     rounding = 4 * EPSILON[trial.precision] / math.sqrt(12 * targets.numel())
     loss_limit = FACTOR * abs(library_loss - true_loss) + (LOSS_FLOOR[trial.precision] + rounding) * abs(true_loss)
     quantities = [Quantity("loss", abs(loss - true_loss), loss_limit)]
-    errors = {name: _relative_error(yardstick[name], gradient) for name, gradient in truth.items()}
+    errors = {name: relative_error(yardstick[name], gradient) for name, gradient in truth.items()}
     typical = statistics.median(errors.values())  # a tensor where the library happened to round well is no yardstick
     for name, gradient in truth.items():
         limit = FACTOR * max(errors[name], typical) + floor
-        quantities.append(Quantity(f"grad {name}", _relative_error(ours.get(name), gradient), limit))
+        quantities.append(Quantity(f"grad {name}", relative_error(ours.get(name), gradient), limit))
     if trial.precision == "fp8":
         ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth, quantities[1:], strict=True)]
-        overall = _geometric_mean(ratios)
+        overall = geometric_mean(ratios)
         quantities.append(Quantity("grad, ratio to FP8 emulation", overall, FP8_OVERALL))
         # A step that rounds much less was not computed in FP8: bf16 0.07; E4M3 gradients, which is legal, 0.70.
         quantities.append(Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
@@ -182,62 +180,9 @@ def _in_rows(
     if trial.precision == "fp64":  # after the initialisation, so that the weights are the trial's own float32 ones
         model.double()
     if recipe is not None:
-        _emulate_fp8(model, recipe)
+        emulate(model, recipe, leave=("lm_head",))
     step = TrainStep(model, rows, precision=trial.precision, mode="eager")
     return step.gradients(tokens, targets)
-
-
-def _emulate_fp8(model: GPT, recipe: recipes.Recipe) -> None:
-    """Round what goes into every GEMM of every Linear but the head to FP8 and back, and multiply in high precision.
-
-    Nothing here comes from te_bench's quantisers, GEMMs or Linear: a mistake in them must not be in their yardstick too.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            module.forward = functools.partial(_fp8_linear, module, recipe)  # type: ignore[method-assign]
-
-
-def _fp8_linear(module: nn.Linear, recipe: recipes.Recipe, x: Tensor) -> Tensor:
-    dtype = torch.get_autocast_dtype(x.device.type)
-    y = _Emulated.apply(x.to(dtype).flatten(0, -2), module.weight, recipe).view(*x.shape[:-1], -1)
-    return y if module.bias is None else y + module.bias.to(dtype)
-
-
-class _Emulated(torch.autograd.Function):
-    """x W^T and both its gradients, each operand rounded along what its GEMM contracts, as the recipe's scales go."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: recipes.Recipe) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.recipe = recipe
-        rounded = functools.partial(_rounded, recipe=recipe)
-        return rounded(x, "input") @ rounded(weight, "weight").to(x.dtype).t()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        rounded = functools.partial(_rounded, recipe=ctx.recipe)
-        dx = rounded(dy, "grad_output") @ rounded(weight.t(), "weight").to(dy.dtype).t()
-        dw = rounded(dy.t(), "grad_output") @ rounded(x.t(), "input").t()
-        return dx, dw.to(weight.dtype), None
-
-
-def _rounded(x: Tensor, role: str, recipe: recipes.Recipe) -> Tensor:
-    """x (M, K) after a trip through FP8; K is what the GEMM contracts."""
-    forward, backward = recipe.fp8_format.value  # not recipe.dtype(): the yardstick is to see its mistakes
-    dtype = FORMATS[backward if role == "grad_output" else forward]
-    rows, columns = x.shape
-    high, wide = {"tensor": (rows, columns), "row": (1, columns), "block": (128 if role == "weight" else 1, 128)}[
-        recipe.granularity
-    ]
-    padded = F.pad(x.float(), (0, -columns % wide, 0, -rows % high))
-    blocks = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
-    scale = torch.finfo(dtype).max / blocks.abs().amax((1, 3), keepdim=True).double()
-    if recipe.power_of_two:
-        scale = scale.log2().floor().exp2()
-    scale = torch.where(scale.isfinite(), scale, 1.0).float()
-    back = (blocks * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype).float() / scale
-    return back.view(padded.shape)[:rows, :columns].to(x.dtype)
 
 
 def _parts(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -251,7 +196,7 @@ def _parts(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return parts
 
 
-def _relative_error(x: Tensor | None, truth: Tensor) -> float:
+def relative_error(x: Tensor | None, truth: Tensor) -> float:
     """||x - truth|| / ||truth|| in float64 accumulation; NaN for a gradient that is missing."""
     if x is None:
         return math.nan
@@ -259,7 +204,7 @@ def _relative_error(x: Tensor | None, truth: Tensor) -> float:
     return (difference / torch.linalg.vector_norm(truth.double()).clamp(min=1e-30)).item()
 
 
-def _geometric_mean(ratios: list[float]) -> float:
+def geometric_mean(ratios: list[float]) -> float:
     return math.exp(statistics.fmean(math.log(max(ratio, 1e-30)) for ratio in ratios))
 
 

@@ -8,13 +8,12 @@ seconds an iteration}, on a CPU the own time of each operator; numerics of te_be
 """
 
 import dataclasses
-import functools
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,6 +23,7 @@ from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _check, _model
 from te_bench.experiments.workloads._check import Quantity, judge
+from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import attention
 from te_bench.models import layer as layers
 from te_bench.models import recipe as recipes
@@ -125,7 +125,7 @@ class Iteration:
         if wide:
             p = dataclasses.replace(p, precision="fp64")
             self.x, self.dy = self.x.double(), self.dy.double()
-        _model._allow_tf32(p.precision)
+        _model.allow_tf32(p.precision)
         with torch.device(p.device):
             self.module = rival.build(p)
         layers.load_weights(rival, self.module, weights)
@@ -188,9 +188,9 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     truth = Iteration(plain, exact, trial.seed, wide=True).results()
     library = Iteration(plain, exact, trial.seed)
     if p.recipe:
-        emulate_fp8(library.module, recipes.load(p.recipe))
+        emulate(library.module, recipes.load(p.recipe))
     yardstick = library.results()
-    _model._allow_tf32(p.precision)  # the references set it for theirs
+    _model.allow_tf32(p.precision)  # the references set it for theirs
 
     floor = 4 * _model.EPSILON[p.precision]
     errors = {name: _error(yardstick[name], value) for name, value in truth.items()}
@@ -206,7 +206,7 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
 
 def _error(x: Tensor | None, truth: Tensor | None) -> float:
     assert truth is not None, "the reference has every gradient"
-    return _model._relative_error(x, truth)
+    return _model.relative_error(x, truth)
 
 
 def _fp8_quantities(
@@ -220,21 +220,9 @@ def _fp8_quantities(
     weights = [
         q for q in found if (value := truth[q.name]) is not None and q.name.startswith("grad") and value.dim() == 2
     ]
-    overall = _model._geometric_mean([q.error / max(errors[q.name], 1e-30) for q in weights])
+    overall = _model.geometric_mean([q.error / max(errors[q.name], 1e-30) for q in weights])
     above = [Quantity("grad, ratio to FP8 emulation", overall, _model.FP8_OVERALL)] if rival.numerics else []
     return [*above, Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / _model.FP8_LEAST)]
-
-
-def emulate_fp8(module: nn.Module, recipe: recipes.Recipe) -> None:
-    """Let every nn.Linear multiply what the training steps' emulation rounds to FP8: none of te_bench's FP8 code."""
-    for child in module.modules():
-        if isinstance(child, nn.Linear):
-            child.forward = functools.partial(_emulated, child, recipe)  # type: ignore[method-assign]
-
-
-def _emulated(linear: nn.Linear, recipe: recipes.Recipe, x: Tensor) -> Tensor:
-    y = _model._Emulated.apply(x.flatten(0, -2), linear.weight, recipe) + linear.bias
-    return y.view(*x.shape[:-1], -1)
 
 
 def kernel_seconds(iteration: Callable[[], object], device: str) -> dict[str, float]:

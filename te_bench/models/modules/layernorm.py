@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from te_bench.kernels.norm import Backend
 from te_bench.kernels.norm import reference as norm_reference
 from te_bench.kernels.norm import triton as norm_triton
-from te_bench.models.modules._module import compute_dtype, factory, reject_absent
+from te_bench.models.modules._module import compute_dtype, factory, flatten, reject_absent
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
@@ -54,7 +54,7 @@ def normalize(
 ) -> Tensor:
     """The norm over the last dimension, in x's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses."""
     if x.is_cuda and not torch.compiler.is_compiling() and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        y = _Norm.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias, eps, zero_centered_gamma, kind)
+        y = _Norm.apply(flatten(x, x.dtype), weight, bias, eps, zero_centered_gamma, kind)
         return y.view(x.shape)
     gamma = (weight + 1 if zero_centered_gamma else weight).to(x.dtype)
     if kind == "rmsnorm":

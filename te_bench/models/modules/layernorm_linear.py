@@ -10,7 +10,15 @@ from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.modules._module import Fp8Module, Gemms, compute_dtype, default_init, factory, reject_absent
+from te_bench.models.modules._module import (
+    Fp8Module,
+    Gemms,
+    compute_dtype,
+    default_init,
+    factory,
+    flatten,
+    reject_absent,
+)
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
 from te_bench.models.modules.linear import Parts, linear_backward
 
@@ -38,12 +46,9 @@ def norm_quantize(
         gamma,
         beta,
         **norm._asdict(),
-        scale=cast.scale,
-        dtype=cast.dtype,
+        **cast._asdict(),
         rowwise=True,
         columnwise=columnwise,
-        amax=cast.amax,
-        counts=cast.counts,
     )
     return q, None, mean, rstd
 
@@ -132,10 +137,7 @@ class LayerNormLinear(Fp8Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         reset_norm(self, self.norm)
-        for weight, bias in zip(self.parts.weights, self.parts.biases, strict=True):
-            self.init_method(getattr(self, weight))
-            if self.use_bias:
-                nn.init.zeros_(getattr(self, bias))
+        self.parts.reset(self, self.init_method)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""
@@ -163,7 +165,7 @@ class LayerNormLinear(Fp8Module):
     ) -> tuple[Tensor, Tensor | None]:
         gemms = self.gemms()
         w = self.quantized_weight(gemms, weight, 0, is_first_microbatch, columnwise=torch.is_grad_enabled())
-        flat, keep = x.reshape(-1, self.in_features).contiguous(), self.return_layernorm_output
+        flat, keep = flatten(x, x.dtype), self.return_layernorm_output
         out = _LayerNormLinear.apply(
             flat, self.layer_norm_weight, self.layer_norm_bias, weight, bias, self.norm, gemms, w, keep
         )

@@ -21,6 +21,7 @@ from te_bench.models.modules._module import (
     compute_dtype,
     default_init,
     factory,
+    flatten,
     reject_absent,
 )
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
@@ -41,12 +42,9 @@ def activate_quantize(gemms: Gemms, h: Tensor, kind: str, *, columnwise: bool) -
     return kernels.forward_quantized(
         h,
         kind,
-        scale=cast.scale,
-        dtype=cast.dtype,
+        **cast._asdict(),
         rowwise=True,
         columnwise=columnwise,
-        amax=cast.amax,
-        counts=cast.counts,
     )
 
 
@@ -63,12 +61,9 @@ def activation_grad_quantize(
         da,
         h,
         kind,
-        scale=cast.scale,
-        dtype=cast.dtype,
+        **cast._asdict(),
         rowwise=rowwise,
         columnwise=columnwise,
-        amax=cast.amax,
-        counts=cast.counts,
         column_sum=total,
     )
 
@@ -91,7 +86,7 @@ class _Activation(torch.autograd.Function):
 
 def activate(h: Tensor, kind: str) -> Tensor:
     """act(h) in h's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses."""
-    flat = h.reshape(-1, h.shape[-1]).contiguous()
+    flat = flatten(h, h.dtype)
     fused = h.is_cuda and not torch.compiler.is_compiling() and h.dtype in FLOATS
     a = _Activation.apply(flat, kind) if fused else activation_reference.BACKEND.forward(flat, kind)
     return a.view(*h.shape[:-1], a.shape[1])
@@ -251,7 +246,7 @@ class LayerNormMLP(Fp8Module):
         )
         keep = self.return_layernorm_output
         out = _LayerNormMLP.apply(
-            x.reshape(-1, self.hidden_size).contiguous(),
+            flatten(x, x.dtype),
             self.layer_norm_weight,
             self.layer_norm_bias,
             self.fc1_weight,

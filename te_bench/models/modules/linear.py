@@ -82,7 +82,7 @@ class Parts:
     query_bias and so on, as in Transformer Engine.
     """
 
-    def __init__(self, split: Iterable[str] | Mapping[str, int] | None, features: int, prefix: str = ""):
+    def __init__(self, split: Iterable[str] | Mapping[str, int] | None, features: int):
         if split is None:
             sizes = {"": features}
         elif isinstance(split, Mapping):
@@ -95,13 +95,20 @@ class Parts:
         if sum(sizes.values()) != features:
             raise ValueError(f"parameters_split: the parts {sizes} do not add up to {features} output features")
         self.sizes = sizes
-        self.weights = [f"{name}{prefix}weight" for name in sizes]
-        self.biases = [f"{name}{prefix}bias" for name in sizes]
+        self.weights = [f"{name}weight" for name in sizes]
+        self.biases = [f"{name}bias" for name in sizes]
 
     def register(self, module: nn.Module, in_features: int, bias: bool, options: dict[str, Any]) -> None:
         for weight, out, size in zip(self.weights, self.biases, self.sizes.values(), strict=True):
             module.register_parameter(weight, nn.Parameter(torch.empty(size, in_features, **options)))
             module.register_parameter(out, nn.Parameter(torch.empty(size, **options)) if bias else None)
+
+    def reset(self, module: nn.Module, init_method: Callable[[Tensor], Any]) -> None:
+        """Every weight by init_method, every bias 0."""
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            init_method(getattr(module, weight))
+            if getattr(module, bias) is not None:
+                nn.init.zeros_(getattr(module, bias))
 
     def weight(self, module: nn.Module) -> Tensor:
         parts = [getattr(module, name) for name in self.weights]
@@ -144,10 +151,7 @@ class Linear(Fp8Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        for weight, bias in zip(self.parts.weights, self.parts.biases, strict=True):
-            self.init_method(getattr(self, weight))
-            if self.use_bias:
-                nn.init.zeros_(getattr(self, bias))
+        self.parts.reset(self, self.init_method)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """y, or (y, bias) with return_bias. is_first_microbatch: None casts the weight, True keeps it, False reuses it."""
