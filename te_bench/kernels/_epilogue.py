@@ -102,6 +102,6 @@ def empty_pair(
     m: int, n: int, x: torch.Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Room for the layouts asked for, (M, N) and (N, M)."""
-    data = torch.empty((m, n), dtype=dtype, device=x.device) if rowwise else None
-    data_t = torch.empty((n, m), dtype=dtype, device=x.device) if columnwise else None
+    data = x.new_empty((m, n), dtype=dtype) if rowwise else None
+    data_t = x.new_empty((n, m), dtype=dtype) if columnwise else None
     return data, data_t

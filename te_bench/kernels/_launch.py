@@ -37,4 +37,6 @@ def launch(
     assert device is not None
     compiled, rest = found
     stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *rest)
+    # Addresses, not tensors: Triton would ask the driver of each tensor whether its address is one.
+    values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in args]
+    compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *rest)

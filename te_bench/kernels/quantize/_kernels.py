@@ -15,14 +15,14 @@ from torch import Tensor
 
 from te_bench.kernels._epilogue import FP8, empty_pair, magnitude, publish, tally, to_fp8
 from te_bench.kernels._launch import launch
-from te_bench.kernels.quantize import BLOCK
+from te_bench.kernels.quantize import BLOCK, Quantized
 
 # Tile of the casts: 64 columns are 128 bytes of bf16 read, 128 rows 128 bytes of the transposed layout written.
 ROWS, COLUMNS, WARPS = 128, 64, 8
 TILE = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
 SUM_ROWS, SUM_COLUMNS = 64, 32  # tile of the second stage of the column sums
 # What programs share is one number, or a view into a table of them: not worth a compilation for each alignment.
-UNALIGNED = ["scale", "amax", "counts", "scale_inv", "column_sum", "amaxes"]
+UNALIGNED = ["scale", "amax", "counts", "scale_inv", "column_sum", "amaxes", "w_scale", "w_amax", "w_scale_inv"]
 
 
 @triton.jit
@@ -115,6 +115,39 @@ def _cast_kernel(
     if amax is not None or counts is not None:
         bits = magnitude(v.to(tl.float32))
         publish(bits, tally(bits, factor, TARGET), amax, counts)
+
+
+@triton.jit
+def _cast_tile(
+    x, scale, data, data_t, scale_inv, amax, index, stride, M, N,
+    TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The index-th tile of _cast_kernel with a given scale and nothing but an amax to gather."""
+    v, rows, cols, mask = _tile(x, index, stride, M, N, ROWS, COLUMNS)
+    factor = tl.load(scale)
+    if index == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, factor))
+    _store(v, factor, data, rows, cols, mask, N, TARGET)
+    if data_t is not None:
+        _store_t(v, factor, data_t, rows, cols, mask, M, TARGET)
+    if amax is not None:
+        publish(magnitude(v.to(tl.float32)), None, amax, None)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _pair_kernel(
+    x, scale, data, data_t, scale_inv, amax,
+    w, w_scale, w_data, w_data_t, w_scale_inv, w_amax,
+    stride, M, w_stride, N, K,
+    TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """x (M, K) by the first programs and w (N, K) by the others."""
+    index, tiles = tl.program_id(0), tl.cdiv(M, ROWS) * tl.cdiv(K, COLUMNS)
+    if index < tiles:
+        _cast_tile(x, scale, data, data_t, scale_inv, amax, index, stride, M, K, TARGET, ROWS, COLUMNS)
+    else:
+        index -= tiles
+        _cast_tile(w, w_scale, w_data, w_data_t, w_scale_inv, w_amax, index, w_stride, N, K, TARGET, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -290,6 +323,39 @@ def per_tensor(
         constants = {"ROWS": SUM_ROWS, "COLUMNS": SUM_COLUMNS}
         launch(_add_kernel, -(-n // SUM_COLUMNS), (down, n), device, (sums, column_sum, down, n), constants)
     return data, data_t, scale_inv
+
+
+def pair(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    w_amax: Tensor | None,
+    dtype: torch.dtype,
+    columnwise: bool,
+    w_columnwise: bool,
+) -> tuple[Quantized, Quantized]:
+    """x (M, K) and w (N, K), not empty, K contiguous, each by its scale, data always: one launch for the host to pay."""
+    m, k = x.shape
+    n = w.shape[0]
+    data, data_t = empty_pair(m, k, x, dtype, True, columnwise)
+    w_data, w_data_t = empty_pair(n, k, w, dtype, True, w_columnwise)
+    scale_inv, w_scale_inv = torch.empty_like(scale), torch.empty_like(w_scale)
+    stride, w_stride = x.stride(0), w.stride(0)
+    aligned = x.data_ptr() % 16, w.data_ptr() % 16
+    args = (
+        x, scale, data, data_t, scale_inv, amax, w, w_scale, w_data, w_data_t, w_scale_inv, w_amax,
+        stride, m, w_stride, n, k,
+    )  # fmt: skip
+    absent = (amax is None, w_amax is None, columnwise, w_columnwise)
+    key = (x.dtype, w.dtype, stride, m, w_stride, n, k, aligned, dtype, absent)
+    grid = (-(-m // ROWS) + -(-n // ROWS)) * -(-k // COLUMNS)
+    launch(_pair_kernel, grid, key, x.get_device() if x.is_cuda else None, args, {"TARGET": FP8[dtype], **TILE})
+    return (
+        Quantized(data, scale_inv, data_t, scale_inv if columnwise else None),
+        Quantized(w_data, w_scale_inv, w_data_t, w_scale_inv if w_columnwise else None),
+    )
 
 
 def per_row(

@@ -50,6 +50,28 @@ def scaled(
     return _wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv)
 
 
+def scaled_pair(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    w_amax: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    columnwise: bool,
+    w_columnwise: bool,
+) -> tuple[Quantized, Quantized] | None:
+    """`scaled` of x (M, K) and of w (N, K), rowwise always, in one launch; None where it takes two (see `miscompiled`).
+
+    For training's sake it does not check what `scaled` checks: both come from a module that has.
+    """
+    halves = x.dtype is not torch.float32 and w.dtype is not torch.float32
+    if not halves or torch.compiler.is_compiling() or not (x.numel() and w.numel()):
+        return None
+    return _kernels.pair(x, scale, amax, w, w_scale, w_amax, dtype, columnwise, w_columnwise)
+
+
 def tensor(
     x: Tensor,
     dtype: torch.dtype,

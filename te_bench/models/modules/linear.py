@@ -26,10 +26,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemms: Gemms, w: Quantized, dtype: torch.dtype
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemms: Gemms, w: Quantized | None, dtype: torch.dtype
     ) -> Tensor:
         need_dx, need_dw = ctx.needs_input_grad[:2]
-        q = gemms.quantize(x, "input", rowwise=True, columnwise=need_dw)
+        if w is None:
+            q, w = gemms.quantize_pair(x, weight, x_columnwise=need_dw, w_columnwise=need_dx)
+        else:
+            q = gemms.quantize(x, "input", rowwise=True, columnwise=need_dw)
         kept_w = (w.data_t, w.scale_inv_t) if need_dx else (None, None)
         ctx.save_for_backward(q.data_t, q.scale_inv_t, *kept_w)
         ctx.gemms, ctx.dtypes = gemms, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -168,8 +171,9 @@ class Linear(Fp8Module):
                 self.calibrate(0, x, weight)
             y = F.linear(x, weight.to(dtype), None if added is None else added.to(dtype))
         else:
-            gemms = self.gemms()
-            w = self.quantized_weight(gemms, weight, 0, is_first_microbatch, columnwise=torch.is_grad_enabled())
+            gemms, w = self.gemms(), None
+            if is_first_microbatch is not None:
+                w = self.quantized_weight(gemms, weight, 0, is_first_microbatch, columnwise=True)
             y = _Linear.apply(flatten(x, dtype), weight, added, gemms, w, dtype)
             y = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         return (y, bias) if self.return_bias else y

@@ -57,6 +57,14 @@ class Recipe:
     fp8_format = Format.HYBRID
     power_of_two = False  # whether scales are powers of two
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Whoever overrides quantize is asked by quantize alone: an inherited short cut would go past it."""
+        super().__init_subclass__(**options)
+        if "quantize" in cls.__dict__:
+            for short_cut in ("quantize_pair", "epilogue"):
+                if short_cut not in cls.__dict__:
+                    setattr(cls, short_cut, getattr(Recipe, short_cut))
+
     def dtype(self, role: str) -> torch.dtype:
         """The FP8 format of a role."""
         forward, backward = self.fp8_format.value
@@ -67,6 +75,15 @@ class Recipe:
     ) -> Quantized:
         """x (M, N) in the layouts asked for; the sum over x's rows is added to column_sum, (N,) float32."""
         raise NotImplementedError
+
+    def quantize_pair(
+        self, x: Tensor, x_slot: Slot, w: Tensor, w_slot: Slot, *, x_columnwise: bool, w_columnwise: bool
+    ) -> tuple[Quantized, Quantized]:
+        """`quantize` of a Linear's input (M, K) and weight (N, K), rowwise both: in one launch where a recipe can."""
+        return (
+            self.quantize(x, "input", x_slot, rowwise=True, columnwise=x_columnwise),
+            self.quantize(w, "weight", w_slot, rowwise=True, columnwise=w_columnwise),
+        )
 
     def make_state(self, gemms: int, device: torch.device) -> Any:
         """What a module with so many GEMMs keeps between steps; None for a recipe that keeps nothing."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_bench.kernels.quantize import Quantized, _history
 from te_bench.kernels.quantize import reference as quantize_reference
+from te_bench.kernels.quantize import triton as quantize_triton
 from te_bench.models.recipe._recipe import AmaxAlgorithm, Cast, Format, Recipe, ScaleAlgorithm, Slot
 
 ALGORITHMS = ("max", "most_recent")
@@ -65,6 +66,24 @@ class DelayedScaling(Recipe):
             counts=slot.counts,
             column_sum=column_sum,
         )
+
+    def quantize_pair(
+        self, x: Tensor, x_slot: Slot, w: Tensor, w_slot: Slot, *, x_columnwise: bool, w_columnwise: bool
+    ) -> tuple[Quantized, Quantized]:
+        made = None
+        if x_slot.counts is None and not self._emulated(x):
+            assert x_slot.scale is not None
+            assert w_slot.scale is not None
+            made = quantize_triton.scaled_pair(
+                *(x, x_slot.scale, x_slot.amax),
+                *(w, w_slot.scale, w_slot.amax),
+                self.dtype("input"),
+                columnwise=x_columnwise,
+                w_columnwise=w_columnwise,
+            )
+        if made is not None:
+            return made
+        return super().quantize_pair(x, x_slot, w, w_slot, x_columnwise=x_columnwise, w_columnwise=w_columnwise)
 
     def epilogue(self, role: str, slot: Slot) -> Cast | None:
         assert slot.scale is not None

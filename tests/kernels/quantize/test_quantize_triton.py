@@ -47,6 +47,34 @@ def test_operators_are_what_they_declare(layouts: tuple[bool, bool], device: str
         )
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "layouts"), [(torch.bfloat16, (True, True)), (torch.float16, (False, True))])
+def test_a_pair_is_two_casts_in_one_launch(dtype: torch.dtype, layouts: tuple[bool, bool], device: str) -> None:
+    """Both matrices at once, of unlike heights and with a slice's stride, bit for bit as one by one."""
+    x = torch.randn(130, 330, device=device, dtype=dtype)[:, 16:166] * 30
+    w, scales = torch.randn(77, 150, device=device, dtype=dtype), torch.tensor([20.0, 300.0], device=device)
+    amaxes, expected = torch.zeros(2, device=device), torch.tensor([150.0, 0.0], device=device)
+    amaxes[0] = expected[0]  # larger than x's own: kept
+    pair = triton.scaled_pair(
+        *(x, scales[0], amaxes[0], w, scales[1], amaxes[1], E4M3), columnwise=layouts[0], w_columnwise=layouts[1]
+    )
+    assert pair is not None
+    for i, (made, matrix, both) in enumerate(zip(pair, (x, w), layouts, strict=True)):
+        alone = triton.scaled(matrix, scales[i], E4M3, rowwise=True, columnwise=both, amax=expected[i])
+        for ours, theirs in zip(made, alone, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or torch.equal(ours.float(), theirs.float())
+    assert torch.equal(amaxes, expected)
+    assert amaxes[0] == max(150.0, x.abs().max().item())
+
+
+def test_a_pair_of_float32_takes_two_casts() -> None:
+    x, scale = torch.ones(16, 16), torch.ones(())
+    w = x.bfloat16()
+    for a, b in ((x, w), (w, x), (w, w[:0])):
+        assert triton.scaled_pair(a, scale, None, b, scale, None, E4M3, columnwise=True, w_columnwise=True) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_inductor_keeps_what_is_mutated(device: str) -> None:

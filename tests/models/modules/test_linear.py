@@ -1,6 +1,7 @@
 """Linear and its relatives: arguments, what they accept, what they compute for frozen tensors, and what they refuse."""
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -196,7 +197,7 @@ def test_a_recipe_decides_format_and_gemm() -> None:
     with te.autocast(recipe=Spy()):
         y = te.Linear(48, 32)(torch.randn(16, 48, requires_grad=True))
     y.sum().backward()
-    assert asked == ["weight", "input", "fprop", "grad_output", "dgrad", "wgrad"]
+    assert asked == ["input", "weight", "fprop", "grad_output", "dgrad", "wgrad"]
 
 
 # ---- bad input: a sentence with the value and the remedy
@@ -297,15 +298,23 @@ def test_losses_of_in_place_changes_are_loud() -> None:
 
 @pytest.mark.gpu
 def test_host_time_of_a_call() -> None:
-    """A forward call's cost on the host, under DelayedScaling and too small for the GPU to matter."""
+    """In a stream of calls under DelayedScaling one costs the host at most 60 us where nn.Linear's costs 14.
+
+    Hosts differ by a factor of two from hour to hour (nn.Linear 14 and 27 us on two of them, both with an H200,
+    2026-11-21): the two take turns, and the bar is their ratio.
+    """
+    plain = torch.nn.Linear(16, 16, device="cuda", dtype=torch.bfloat16)
     layer, x = te.Linear(16, 16, params_dtype=torch.bfloat16), torch.randn(16, 16, device="cuda", dtype=torch.bfloat16)
-    times = []
+    times: dict[torch.nn.Module, list[float]] = {plain: [], layer: []}
     with te.autocast(recipe=recipe.DelayedScaling()):
-        for _ in range(300):
-            begin = time.perf_counter()
-            layer(x)
-            times.append(time.perf_counter() - begin)
-            torch.cuda.synchronize()
-    median = sorted(times[100:])[100] * 1e6
-    print(f"te.Linear forward, (16, 16), DelayedScaling: {median:.1f} us on the host")
-    assert median < 60
+        for turn in range(40):
+            for module, taken in times.items():
+                for _ in range(20):
+                    begin = time.perf_counter()
+                    module(x)
+                    if turn >= 5:
+                        taken.append(time.perf_counter() - begin)
+                torch.cuda.synchronize()  # the queue of launches never fills up
+    ours, theirs = (statistics.median(taken) * 1e6 for taken in (times[layer], times[plain]))
+    print(f"host time of a forward call, (16, 16): te.Linear {ours:.1f} us, nn.Linear {theirs:.1f} us")
+    assert ours / theirs < 60 / 14

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -159,3 +160,21 @@ def test_arguments_stand_in_transformer_engines_order() -> None:
 def test_impossible_settings(make: Callable[[], Recipe], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_no_short_cut_goes_past_an_overridden_quantize() -> None:
+    """A pair's launch and a fused kernel's cast are not asked of a recipe that has its own quantize and no others."""
+
+    class Own(recipe.DelayedScaling):
+        def quantize(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("asked")
+
+    class Inheriting(Own):
+        pass
+
+    given = Slot(scale=torch.ones(()))
+    for kind in (Own, Inheriting):
+        assert kind().epilogue("input", given) is None
+        with pytest.raises(AssertionError, match="asked"):
+            kind().quantize_pair(torch.ones(2, 2), given, torch.ones(2, 2), given, x_columnwise=True, w_columnwise=True)
+    assert recipe.DelayedScaling().epilogue("input", given) is not None
