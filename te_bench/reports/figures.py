@@ -19,13 +19,13 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
 from te_bench.reports import analysis, curves, text
-from te_bench.reports.rows import Cell, Group, printable
+from te_bench.reports.rows import Cell, Group
 
 WIDTH = 5.2  # inches
 LINE = 68  # characters that fit in the width
 NAME = 58  # of a rung's name above its bar
 INK = "#1b1f24"  # text and axes; becomes currentColor where the SVG is inlined
-_FAINT = "#8a9099"  # grid and what is secondary; readable on white and on the page's dark ground
+FAINT = "#8a9099"  # grid and what is secondary; readable on white and on the page's dark ground
 
 # Okabe and Ito, Color Universal Design (2008), without the yellow, which vanishes on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a9099")
@@ -111,7 +111,8 @@ def _inlined(svg: str, name: str, alt: str) -> str:
     return body.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
 
 
-def _figure(height: float) -> Figure:
+def blank(height: float) -> Figure:
+    """A figure of the page's width, `height` inches high, to draw on."""
     return Figure(figsize=(WIDTH, height), dpi=200, layout="constrained")
 
 
@@ -119,7 +120,7 @@ def bars(drawn: Sequence[Bar], unit: str, legend: Sequence[Patch] = ()) -> Figur
     """Horizontal bars, names above, remarks after; whiskers where low and high are known."""
     blocks = sum(1 for bar in drawn if bar.heading)
     columns = 2 if len(legend) < 7 else 3
-    figure = _figure(0.55 + 0.42 * len(drawn) + 0.3 * blocks + 0.22 * math.ceil(len(legend) / columns))
+    figure = blank(0.55 + 0.42 * len(drawn) + 0.3 * blocks + 0.22 * math.ceil(len(legend) / columns))
     axes = figure.subplots()
     top = 0.0
     extent = max([v for bar in drawn for v in (bar.value, bar.high, bar.outline) if v is not None], default=1.0) or 1.0
@@ -142,7 +143,7 @@ def bars(drawn: Sequence[Bar], unit: str, legend: Sequence[Patch] = ()) -> Figur
 
 def _bar(axes: Axes, bar: Bar, y: float) -> None:
     if bar.value is None:
-        axes.text(0, y, bar.remark, va="center", style="italic", fontsize=8.8, color=_FAINT)
+        axes.text(0, y, bar.remark, va="center", style="italic", fontsize=8.8, color=FAINT)
         return
     if bar.outline is not None:
         axes.barh(y, bar.outline, height=0.42, color="none", edgecolor=bar.colour, linewidth=0.8, linestyle=(0, (3, 2)))
@@ -169,7 +170,7 @@ def _legend(cells: Sequence[Cell]) -> list[Patch]:
     modes = [m for m in HATCH if any(cell.trial.mode == m for cell in cells)]
     patches = [Patch(facecolor=PRECISION[p], label=p) for p in precisions] if len(precisions) > 1 else []
     if len(modes) > 1:
-        patches += [Patch(facecolor=_FAINT, edgecolor="white", hatch=HATCH[m], linewidth=0, label=m) for m in modes]
+        patches += [Patch(facecolor=FAINT, edgecolor="white", hatch=HATCH[m], linewidth=0, label=m) for m in modes]
     return patches
 
 
@@ -255,7 +256,7 @@ def numerics(group: Group) -> Callable[[], Figure] | None:
 
 
 def _numerics(found: Sequence[analysis.Numerics]) -> Figure:
-    figure = _figure(0.9 + 0.62 * len(found))
+    figure = blank(0.9 + 0.62 * len(found))
     axes = figure.subplots()
     series = (("scaled before", "before"), ("scaled after", "after"), ("SDPA", "sdpa"))
     for row, n in enumerate(found):
@@ -275,7 +276,7 @@ def _numerics(found: Sequence[analysis.Numerics]) -> Figure:
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    axes.grid(axis="x", color=_FAINT, alpha=0.25, linewidth=0.6)
+    axes.grid(axis="x", color=FAINT, alpha=0.25, linewidth=0.6)
     axes.set_xlabel("largest relative error against FP64 (outlined: median of the draws)")
     handles = [
         Line2D([], [], color=COLOURS[i], marker=MARKERS[i], linestyle="", markersize=6, label=label)
@@ -294,7 +295,7 @@ def losses(comparison: curves.Comparison, axis: str) -> Callable[[], Figure] | N
 
 def _losses(comparison: curves.Comparison, axis: str) -> Figure:
     legend_rows = len(comparison.arms) + 2
-    figure = _figure(3.0 + 0.19 * legend_rows)
+    figure = blank(3.0 + 0.19 * legend_rows)
     axes = figure.subplots()
     handles: list[Line2D | Patch] = []
     if comparison.reference:
@@ -303,10 +304,10 @@ def _losses(comparison: curves.Comparison, axis: str) -> Figure:
         if arm.validation or arm.train:
             handles.append(_curve(axes, arm, axis, place))
     if any(arm.validation for arm in comparison.arms) and any(arm.train for arm in comparison.arms):
-        handles.append(Line2D([], [], color=_FAINT, linewidth=0.8, alpha=0.6, label="thin lines: training loss"))
+        handles.append(Line2D([], [], color=FAINT, linewidth=0.8, alpha=0.6, label="thin lines: training loss"))
     axes.set_xlabel("step" if axis == "step" else "training time, s")
     axes.set_ylabel("validation loss" if any(arm.validation for arm in comparison.arms) else "training loss")
-    axes.grid(color=_FAINT, alpha=0.25, linewidth=0.6)
+    axes.grid(color=FAINT, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     _focus(axes, [point.mean for arm in comparison.arms for point in arm.validation or arm.train])
     figure.legend(handles=handles, loc="outside lower left", ncols=1, frameon=False, fontsize=8.5)
@@ -354,25 +355,3 @@ def _curve(axes: Axes, arm: curves.Arm, axis: str, place: int) -> Line2D:
     name += f" (mean of {seeds})" if seeds > 1 else ""
     name += " (diverged)" if arm.diverged else ""
     return Line2D([], [], color=colour, linestyle=dashes, marker=marker, markersize=4, label=name)
-
-
-def of_group(group: Group, suffix: str) -> list[Drawing]:
-    """Every figure of a group; names end in `suffix`, which sets groups apart."""
-    where = f"{group.title} on {group.where}"
-    builders: list[tuple[str, str, Callable[[], Figure] | None]] = [
-        ("ladder", "Time per training step", ladder(group)),
-        ("memory", "Peak memory of a training step", memory(group)),
-        ("max_batch", "Largest batch that fits", max_batch(group)),
-        ("attention_forward", "Attention forward", attention(group, "forward")),
-        ("attention_backward", "Attention backward", attention(group, "backward")),
-        ("numerics", "Error of attention by where q is scaled", numerics(group)),
-    ]
-    for number, comparison in enumerate(curves.comparisons(group), start=1):
-        place = "" if number == 1 else f"-{number}"
-        builders.append((f"loss_step{place}", f"Loss against step: {comparison.title}", losses(comparison, "step")))
-        builders.append((f"loss_time{place}", f"Loss against time: {comparison.title}", losses(comparison, "time_s")))
-    return [
-        draw(kind + suffix, kind.split("-")[0], printable(caption), printable(where), build)
-        for kind, caption, build in builders
-        if build
-    ]

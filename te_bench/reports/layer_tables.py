@@ -52,7 +52,8 @@ def kinds(group: Group) -> list[Table]:
             for rung, seconds in found
         ]
         columns = ("Layer", *(found[0][1] if found else ()), "Sum", "Measured", "GEMM, TFLOP/s")
-        note = "Sums under the profiler; measured less sum is idle. Norms and casts: activations, fused kernels too. "
+        note = "Sums under the profiler; measured less sum: gaps, and clocks that sink under sustained load. "
+        note += "Norms and casts: activations, fused kernels too. "
         note += "Written-out attention's products count as GEMM."
         table = table_of("layer_kinds", f"Kernels by kind, {variant.name}, ms an iteration", columns, shown, note)
         tables += [table] if table else []

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from te_bench.reports import analysis, figures, tables
+from te_bench.reports import analysis, figures, gallery, tables
 from te_bench.reports.rows import Cell, Group, Results, Row, identity, load_results, printable
 from te_bench.reports.table import Table
 
@@ -25,7 +25,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 #: The page's sections: anchor, heading, figures by kind, tables by name. A section without content is left out.
 SECTIONS = (
     ("ladder", "Time and memory of a training step", ("ladder", "memory"), ("ladder", "memory")),
-    ("layer", "One transformer layer", (), ("layer", "layer_kinds", "layer_kernels")),
+    ("layer", "One transformer layer", ("layer_time",), ("layer", "layer_kinds", "layer_kernels")),
     ("curves", "Loss curves", ("loss_step", "loss_time"), ("curves",)),
     ("max-batch", "Largest batch", ("max_batch",), ("max_batch",)),
     ("attention", "Attention alone", ("attention_forward", "attention_backward"), ("attention",)),
@@ -102,7 +102,7 @@ def draw(results: Results) -> dict[int, tuple[figures.Drawing, ...]]:
         while suffix in taken:  # two names with the same slug
             suffix += f"-{place}"
         taken.add(suffix)
-        drawn[place] = tuple(figures.of_group(group, suffix))
+        drawn[place] = tuple(gallery.of_group(group, suffix))
     return drawn
 
 

@@ -6,7 +6,7 @@ import pytest
 from journals import HOSTILE, curve_record, record, step_record, trial, write
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from te_bench.reports import curves, figures
+from te_bench.reports import curves, figures, gallery
 from te_bench.reports.rows import load_results
 
 
@@ -18,10 +18,10 @@ def group(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drawings(group):
-    return {drawing.name: drawing for drawing in figures.of_group(group, "")}
+    return {drawing.name: drawing for drawing in gallery.of_group(group, "")}
 
 
-KINDS = ("ladder", "memory", "loss_step", "loss_time", "max_batch")
+KINDS = ("ladder", "memory", "layer_time", "loss_step", "loss_time", "max_batch")
 KINDS += ("attention_forward", "attention_backward", "numerics")
 
 
@@ -57,7 +57,7 @@ def test_ids_are_unique_over_all_figures_and_every_reference_has_its_target(draw
 
 
 def test_same_records_give_the_same_bytes(group, drawings):
-    again = {drawing.name: drawing for drawing in figures.of_group(group, "")}
+    again = {drawing.name: drawing for drawing in gallery.of_group(group, "")}
     assert again == drawings
 
 
@@ -102,7 +102,7 @@ def test_band_is_drawn_for_several_seeds_only(tmp_path):
     for seeds, shown in ((1, False), (3, True)):
         write(tmp_path / str(seeds), [curve_record(trial("training", seed=s), 0.1 * s) for s in range(seeds)])
         [group] = load_results([tmp_path / str(seeds)]).groups
-        drawing = {d.name: d for d in figures.of_group(group, "")}["loss_step"]
+        drawing = {d.name: d for d in gallery.of_group(group, "")}["loss_step"]
         assert ("smallest to largest" in drawing.inline) is shown
 
 
@@ -110,7 +110,7 @@ def test_names_are_text_whatever_they_hold(tmp_path):
     name = HOSTILE + r' $\frac{1}{0}$ "quoted" id="x" ' + "\x00" + "n" * 200
     write(tmp_path / "run", [step_record(trial(attention=name), 10)], title=name)
     [group] = load_results([tmp_path / "run"]).groups
-    for drawing in figures.of_group(group, ""):
+    for drawing in gallery.of_group(group, ""):
         assert "<script" not in drawing.inline
         root = ElementTree.fromstring(drawing.inline)
         assert any("$\\frac{1}{0}$" in (element.text or "") for element in root.iter())
@@ -119,11 +119,11 @@ def test_names_are_text_whatever_they_hold(tmp_path):
 def test_nothing_measured_draws_nothing(tmp_path):
     write(tmp_path / "run", [record(trial(), outcome="oom"), record(trial("attention"), outcome="oom")])
     [group] = load_results([tmp_path / "run"]).groups
-    assert figures.of_group(group, "") == []
+    assert gallery.of_group(group, "") == []
 
 
 def test_single_step_and_single_point_can_be_drawn(tmp_path):
     one = record(trial("training"), samples={"val_step": [5.0], "val_loss": [2.0], "val_time_s": [0.1]})
     write(tmp_path / "run", [record(trial(), samples={"latency_s": [0.1]}), one])
     [group] = load_results([tmp_path / "run"]).groups
-    assert {d.name for d in figures.of_group(group, "")} == {"ladder", "loss_step", "loss_time"}
+    assert {d.name for d in gallery.of_group(group, "")} == {"ladder", "loss_step", "loss_time"}

@@ -53,7 +53,7 @@ def test_every_file_is_written_and_nothing_else(full):
     files = sorted(str(path.relative_to(full)) for path in full.rglob("*") if path.is_file())
     assert files[0].startswith("figures/")
     assert files[-3:] == ["index.html", "records.csv", "report.md"]
-    assert len(files) == 3 + 2 * 8
+    assert len(files) == 3 + 2 * 9
 
 
 def test_page_asks_for_nothing(full):
@@ -71,14 +71,14 @@ def test_page_has_its_sections_in_order(full):
     assert anchors == [*order, "environment", "reproduce"]
     page = Page(content(full))
     assert page.count("h1") == 1
-    assert page.count("figure") == 8
+    assert page.count("figure") == 9
     assert "71 of 82" in page.text
     assert "te-bench run nanogpt --device cuda --" in page.text
 
 
 def test_markdown_links_figures_that_exist(full):
     links = re.findall(r"\]\((figures/[^)]+)\)", content(full, "report.md"))
-    assert len(links) == 8
+    assert len(links) == 9
     assert all((full / link).is_file() for link in links)
     assert content(full, "report.md").startswith("# Fastest: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch")
 
