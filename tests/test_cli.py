@@ -14,6 +14,7 @@ import pytest
 from driving import rows, te_bench
 
 from te_bench import __version__, cli, plugins
+from te_bench.cli import look, options
 from te_bench.experiments import doctor, environment, runner
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.store import Store
@@ -107,7 +108,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, number: int = 2, *, cuda: str | None =
 
 
 def uuids(gpus: str | None) -> list[str]:
-    return [gpu["uuid"] for gpu in cli._gpus("cuda", gpus)]
+    return [gpu["uuid"] for gpu in options.find_gpus("cuda", gpus)]
 
 
 def test_cuda_without_a_gpu_says_what_to_do(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +126,7 @@ def test_cuda_with_a_torch_that_has_none_says_what_to_install(
     done = command("run", "quick", "--device", "cuda")
     assert done.code == 2
     assert "--device cuda: torch 2.13.0 is built without CUDA; install one that is not: https://pytorch.org" in done.err
-    assert cli._options(None, None, None, None, None).device == "cpu"
+    assert options.options(None, None, None, None, None).device == "cpu"
 
 
 @pytest.mark.parametrize("wanted", ["2", "0,2", "0,0", "0, 0", "one", "0,", ""])
@@ -146,7 +147,7 @@ def test_gpus_are_chosen_by_the_management_library_s_index_and_named_by_uuid(mon
     gpus(monkeypatch)
     assert uuids(None) == uuids("all") == uuids("0, 1") == ["GPU-a", "GPU-b"]
     assert uuids("1") == ["GPU-b"]
-    assert cli._gpus("cpu", None) == []
+    assert options.find_gpus("cpu", None) == []
 
 
 def test_all_gpus_are_those_that_an_inherited_choice_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +228,12 @@ def test_a_file_that_cannot_be_read_exits_2_without_a_traceback(command: Command
 
 
 def test_data_belongs_to_a_model_or_to_all() -> None:
-    assert cli._data(["char=text:a=b", "hf:x:y", "tiny=random"]) == {"char": "text:a=b", "": "hf:x:y", "tiny": "random"}
-    assert cli._data(["text:a=b"]) == {"": "text:a=b"}
+    assert options.data_sets(["char=text:a=b", "hf:x:y", "tiny=random"]) == {
+        "char": "text:a=b",
+        "": "hf:x:y",
+        "tiny": "random",
+    }
+    assert options.data_sets(["text:a=b"]) == {"": "text:a=b"}
 
 
 @pytest.mark.parametrize(
@@ -240,7 +245,7 @@ def test_data_belongs_to_a_model_or_to_all() -> None:
 )
 def test_two_data_sets_for_one_model_are_refused(specs: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cli._data(specs)
+        options.data_sets(specs)
 
 
 def test_version(command: Command) -> None:
@@ -248,7 +253,7 @@ def test_version(command: Command) -> None:
     assert (done.code, done.out) == (0, f"te-bench {__version__}\n")
 
 
-@pytest.mark.parametrize("kind", cli.KINDS)
+@pytest.mark.parametrize("kind", look.KINDS)
 def test_list_as_text_and_as_json(command: Command, kind: str) -> None:
     listed = json.loads(command("list", kind, "--json").out)
     assert listed
@@ -385,7 +390,7 @@ def test_planning_never_imports_torch(poisoned: dict[str, str], tmp_path: Path, 
 
 
 def test_reporting_and_listing_never_import_torch(poisoned: dict[str, str], tmp_path: Path) -> None:
-    for kind in cli.KINDS:
+    for kind in look.KINDS:
         assert te_bench("list", kind, env=poisoned).returncode == 0
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent / 'reports')!r})\n"
     code += f"import journals; from pathlib import Path; journals.everything(Path({str(tmp_path / 'run')!r}))"

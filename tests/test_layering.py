@@ -13,7 +13,6 @@ LAYERS = ("plugins", "kernels", "models", "experiments", "reports", "cli")  # a 
 TORCH_FREE = (
     "te_bench",
     "te_bench.plugins",
-    "te_bench.cli",
     "te_bench.kernels.attention",
     "te_bench.models",
     "te_bench.models.configs",
@@ -24,7 +23,7 @@ TORCH_FREE = (
         for name in ("doctor", "environment", "measurement", "plan", "progress", "runner", "spec", "store")
     ),
 )
-TORCH_FREE_PACKAGES = ("te_bench.reports", "te_bench.experiments.suites")
+TORCH_FREE_PACKAGES = ("te_bench.cli", "te_bench.reports", "te_bench.experiments.suites")
 
 
 def module_name(path: Path) -> str:

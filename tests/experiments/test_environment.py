@@ -141,7 +141,7 @@ def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(
     before = environment.code_hash()
     assert re.fullmatch("[0-9a-f]{16}", before)
     (copy / "reports" / "text.py").write_text("# changed\n")
-    (copy / "cli.py").write_text("# changed\n")
+    (copy / "cli" / "run.py").write_text("# changed\n")
     assert environment.code_hash() == before
     for folder in ("kernels/attention/flash.py", "models/gpt.py", "experiments/timing.py"):
         source = copy / folder

@@ -1,0 +1,54 @@
+"""The command line: a verb is a stage. list -> plan -> run -> report, and doctor.
+
+Exit codes: 0 done; 2 usage (the message says what is legal); 4 incomplete: some planned trial has no result.
+130 after Ctrl-C. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from te_bench import __version__
+from te_bench.cli import look, report, run
+
+app = typer.Typer(
+    name="te-bench",
+    help="Which attention kernel and which precision to train transformers with on your GPU, with proof.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> None:
+    """Entry point: a ValueError, a file that can't be used and a missing package are the user's to read; exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        print(f"te-bench: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        package = (error.name or "te_bench").partition(".")[0]
+        if package == "te_bench":  # a fault of ours
+            raise
+        print(f"te-bench: needs the package {package}: pip install {package}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # `te-bench list | head`
+        sys.stderr.close()
+        sys.exit(141)
+    except OSError as error:
+        print(f"te-bench: {error.filename or 'cannot go on'}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    if version:
+        print(f"te-bench {__version__}")
+        raise typer.Exit
+
+
+for verb in (look.list_, look.plan, run.run, report.report, report.embed, look.doctor):
+    app.command(verb.__name__.strip("_"))(verb)

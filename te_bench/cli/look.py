@@ -1,0 +1,86 @@
+"""What there is, what would be run, and what this machine can do: list, plan, doctor."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from te_bench.cli.options import Budget, Cache, Data, Device, Json, Only, Seeds, Suite, options, resolve
+
+KINDS = ("suites", "attention", "recipes", "layers", "datasets", "models")
+
+
+def list_(
+    kind: Annotated[str, typer.Argument(help=f"One of: {', '.join(KINDS)}.")] = "suites", as_json: Json = False
+) -> None:
+    """Show what there is: suites, attention backends, FP8 recipes, layers, datasets, models."""
+    from te_bench import plugins
+
+    plugins.check("kind", kind, list(KINDS))
+    rows = _listing(kind)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        print(f"{row['name']:{width}}  {row['about']}")
+
+
+def _listing(kind: str) -> list[dict[str, str]]:
+    """[{"name", "about"}], each about the first line of a docstring, read without importing the file."""
+    from te_bench import plugins
+
+    if kind == "datasets":
+        from te_bench.models.corpus import DATASETS
+
+        return [{"name": name, "about": about} for name, about in DATASETS.items()]
+    if kind == "models":
+        from te_bench.models.configs import CONFIGS
+
+        return [
+            {"name": name, "about": f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, block {c.block_size}"}
+            for name, c in CONFIGS.items()
+        ]
+    package = {
+        "suites": "te_bench.experiments.suites",
+        "attention": "te_bench.kernels.attention",
+        "recipes": "te_bench.models.recipe",
+        "layers": "te_bench.models.layer",
+    }[kind]
+    return [{"name": name, "about": plugins.about(package, name)} for name in plugins.names(package)]
+
+
+def plan(
+    suite: Suite,
+    device: Device = None,
+    only: Only = None,
+    seeds: Seeds = None,
+    data: Data = None,
+    budget: Budget = None,
+    cache: Cache = None,
+    as_json: Json = False,
+) -> None:
+    """Show the trials that `run` would do, in order, without doing them."""
+    experiment = resolve(suite, only, options(device, seeds, data, budget, cache))
+    if as_json:
+        trials = [{"id": t.id, "name": t.name, **t.to_json()} for t in experiment.trials]
+        print(json.dumps({"suite": suite, "baseline": experiment.baseline, "trials": trials}, indent=2))
+        return
+    for trial in experiment.trials:
+        print(trial.id, trial.name)
+    print(f"{len(experiment.trials)} trials: {experiment.title}")
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can run, and why not what it can't."""
+    from te_bench.experiments import doctor as diagnosis
+
+    found = diagnosis.examine()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for section, rows in found.items():
+        print(section)
+        width = max((len(name) for name in rows), default=0)
+        for name, answer in rows.items():
+            print(f"  {name:{width}}  {answer}")

@@ -1,0 +1,95 @@
+"""The options that verbs share, and what they mean: spec.Options and the GPUs to run on."""
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from te_bench.experiments.spec import Experiment, Options
+
+Suite = Annotated[str, typer.Argument(help="A suite's name; `te-bench list suites` shows them.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is a GPU.")]
+Only = Annotated[str | None, typer.Option(metavar="GLOB", help="Only trials whose name matches, e.g. '*/flash/*'.")]
+Seeds = Annotated[int | None, typer.Option(help="Repetitions of every trial. Default: the suite's own number.")]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[MODEL=]SPEC", help="Data set to train on: stdlib, text:PATH, hf:NAME[:CONFIG][:COLUMN], random."
+    ),
+]
+Budget = Annotated[float | None, typer.Option(metavar="SECONDS", help="Training time of each time-budget trial.")]
+Cache = Annotated[Path | None, typer.Option(metavar="DIR", help="Where token files are cached.")]
+Gpus = Annotated[
+    str | None, typer.Option(help="Indices such as 0,1, as in nvidia-smi, or all: one trial on each at a time.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+def options(
+    device: str | None, seeds: int | None, data: list[str] | None, budget: float | None, cache: Path | None
+) -> "Options":
+    from te_bench.experiments import environment
+    from te_bench.experiments.spec import Options
+
+    if budget is not None and not 0 < budget < math.inf:
+        raise ValueError(f"--budget {budget:g}: give seconds greater than 0")
+    return Options(
+        device=device or environment.default_device(),
+        seeds=seeds,
+        data=data_sets(data or []),
+        budget_s=budget,
+        cache=cache,
+    )
+
+
+def data_sets(specs: list[str]) -> dict[str, str]:
+    """{model or "": data set} of the --data options; MODEL= is recognised by the sign before any colon.
+
+    Raises ValueError for a model that is given two.
+    """
+    chosen: dict[str, str] = {}
+    for spec in specs:
+        head = spec.split(":", 1)[0]
+        model, _, name = spec.partition("=") if "=" in head else ("", "", spec)
+        if model in chosen:
+            whose = f"the model {model}" if model else "every model"
+            raise ValueError(f"--data {spec}: {whose} has the data set {chosen[model]} already; give each model one")
+        chosen[model] = name
+    return chosen
+
+
+def resolve(suite: str, only: str | None, options: "Options") -> "Experiment":
+    from te_bench.experiments import plan
+
+    return plan.resolve(suite, options, only=only)
+
+
+def find_gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:
+    """The GPUs to run on, [] on a CPU. Raises ValueError for GPUs that are not here or that torch can't use."""
+    from te_bench.experiments import environment
+
+    if device != "cuda":
+        if gpus is not None:
+            raise ValueError(f"--gpus {gpus}: this run is on the {device}; leave it out, or add --device cuda")
+        return []
+    here = {str(gpu["index"]): gpu for gpu in environment.nvidia_gpus()}
+    if not here:
+        raise ValueError(
+            "--device cuda: the NVIDIA driver reports no GPU here. Use --device cpu; `te-bench doctor` says more."
+        )
+    if why := environment.no_cuda():
+        raise ValueError(f"--device cuda: {why}")
+    if gpus in (None, "all"):
+        if visible := environment.visible_gpus():
+            return visible
+        listed = os.environ["CUDA_VISIBLE_DEVICES"]
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES={listed!r} leaves no GPU; unset it, or choose with --gpus or --device cpu"
+        )
+    wanted = [index.strip() for index in gpus.split(",")]
+    if set(wanted) - set(here) or len(set(wanted)) < len(wanted):
+        raise ValueError(f"--gpus {gpus}: the GPUs here are {', '.join(here)}; write all, or each index once")
+    return [here[index] for index in wanted]

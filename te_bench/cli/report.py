@@ -1,0 +1,31 @@
+"""te-bench report and embed: pages and tables of what runs have recorded."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="--out directories of runs; several are merged.")
+    ],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the report goes. Default: DIR/report.")] = None,
+) -> None:
+    """Write index.html, report.md, records.csv and the figures of one or several runs."""
+    from te_bench.reports import render
+
+    print(render.write_report(directories, out or directories[0] / "report"))
+
+
+def embed(
+    pages: Annotated[list[Path], typer.Argument(help="Markdown files with te-bench:table markers.")],
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when a table is out of date.")] = False,
+) -> None:
+    """Bring the tables in Markdown files up to date with the records that they name."""
+    from te_bench.reports import embed as tables
+
+    stale = [page for page in pages if not tables.embed(page, check=check)]
+    if check and stale:
+        print(f"out of date: {', '.join(map(str, stale))}. Run: te-bench embed {' '.join(map(str, stale))}")
+        raise typer.Exit(1)

@@ -1,0 +1,107 @@
+"""te-bench run: the trials of a suite, and the report of what came of them."""
+
+import shlex
+import sys
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from te_bench.cli.options import Budget, Cache, Data, Device, Gpus, Only, Seeds, Suite, find_gpus, options, resolve
+
+if TYPE_CHECKING:
+    from te_bench.experiments.spec import Experiment, Record
+    from te_bench.experiments.store import Plan
+
+INCOMPLETE = 4
+
+
+def run(
+    suite: Suite,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where results go. Default: runs/SUITE.")] = None,
+    device: Device = None,
+    only: Only = None,
+    seeds: Seeds = None,
+    data: Data = None,
+    budget: Budget = None,
+    cache: Cache = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")] = 900.0,
+    gpus: Gpus = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Repeat the trials that did not end ok.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Set earlier results in DIR aside and start anew.")] = False,
+) -> None:
+    """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
+    from te_bench.experiments import environment, runner
+    from te_bench.experiments.measurement import Context
+    from te_bench.experiments.store import Store
+
+    if not timeout > 0:  # nor is NaN
+        raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
+    wanted = options(device, seeds, data, budget, cache)
+    chosen = find_gpus(wanted.device, gpus)
+    directory = out or Path("runs") / suite
+    experiment = resolve(suite, only, wanted)
+    machine = environment.capture(wanted.device, chosen)
+    with Store(directory, fresh=fresh) as store:
+        store.add_environment(machine)
+        store.add_plan(_plan(suite, experiment, machine["id"]))
+        left = runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry)
+        total, done = len(experiment.trials), len(experiment.trials) - len(left)
+        if done:
+            print(f"{done} of {total} trials are already in {directory}")
+        try:
+            with _progress(total, done, max(len(chosen), 1)) as progress:
+                runner.run(
+                    experiment.trials,
+                    store,
+                    machine["id"],
+                    gpus=[gpu["uuid"] for gpu in chosen] or [None],
+                    timeout_s=timeout,
+                    context=Context(cache=cache),
+                    progress=progress,
+                    retry=retry,
+                )
+        except KeyboardInterrupt:
+            left = runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry)
+            again = shlex.join(word for word in sys.argv[1:] if word != "--fresh")
+            print(f"\nStopped with {len(left)} trials to go. To go on: te-bench {again}")
+            raise typer.Exit(130) from None
+        records = [store.journal.records[(t.id, machine["id"])] for t in experiment.trials]
+    _finish(directory, records)
+
+
+def _plan(suite: str, experiment: "Experiment", environment_id: str) -> "Plan":
+    from te_bench.experiments.store import Plan
+
+    return Plan(
+        suite=suite,
+        title=experiment.title,
+        environment=environment_id,
+        trials=tuple(t.to_json() for t in experiment.trials),
+        baseline=experiment.baseline,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _finish(directory: Path, records: "list[Record]") -> None:
+    """Write the report, print the summary, and exit 4 unless every trial ended ok or unsupported."""
+    from te_bench.reports import render, tables
+
+    index = render.write_report([directory], directory / "report")
+    print(tables.summary([directory]))
+    for record in records:
+        if record.outcome != "ok":
+            print(f"{record.outcome}: {record.trial.name}: {record.reason}")
+    counts = Counter(record.outcome for record in records)
+    print(", ".join(f"{number} {outcome}" for outcome, number in counts.most_common()))
+    print(f"report: {index}")
+    if set(counts) - {"ok", "unsupported"}:
+        raise typer.Exit(INCOMPLETE)
+
+
+def _progress(total: int, done: int, slots: int) -> Any:
+    from te_bench.experiments.progress import Progress
+
+    return Progress(total, done, slots)
