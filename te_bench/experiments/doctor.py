@@ -9,6 +9,14 @@ from te_bench.experiments.spec import MODES, PRECISIONS
 
 #: GPT-2's head size: the problem that every backend is asked about.
 HEADS, LENGTH, HEAD_DIM = 12, 1024, 64
+VOCAB = 50257
+
+#: Other projects' layers: {file in models/layer: (package, the recipe that it is asked for)}.
+LAYERS = {
+    "torchao_rowwise": ("torchao", "rowwise_scaling"),
+    "torchao_tensorwise": ("torchao", "float8_current_scaling"),
+    "transformer_engine": ("transformer_engine", "delayed_scaling"),
+}
 
 
 def examine() -> dict[str, dict[str, str]]:
@@ -33,8 +41,6 @@ def _packages() -> dict[str, str]:
         "datasets": "hf: data sets",
         "tokenizers": "bpe: and file: tokenisers",
         "triton": "torch.compile on a GPU",
-        "torchao": "the layers torchao_*",
-        "transformer_engine": "the layer transformer_engine",
     }
     rows = {name: "ok" if importlib.util.find_spec(name) else f"missing ({use})" for name, use in needed.items()}
     return {**rows, "C++ compiler": _compiler() or "missing (torch.compile on a CPU)"}
@@ -55,9 +61,7 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
 
     def backend(name: str, dtype: str) -> str:
-        problem: dict[str, Any] = {"batch": 1, "heads": HEADS, "length": LENGTH, "head_dim": HEAD_DIM, "causal": True}
-        asked = attention.Problem(**problem, dtype=dtype, dropout=0.0, device=device, capability=capability)
-        return attention.load(name).unsupported(asked) or "ok"
+        return attention.load(name).unsupported(_attention_problem(dtype, device, capability)) or "ok"
 
     def precision(name: str) -> str:
         if name == "fp16" and device == "cpu":
@@ -84,5 +88,60 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
         f"attention ({device}, fp32)": {name: backend(name, "fp32") for name in attention.names()},
         "precisions": {name: precision(name) for name in PRECISIONS},
         "FP8 recipes": recipes,
+        "peers": _peers(device, capability),
         "modes": {name: mode(name) for name in MODES},
     }
+
+
+def _attention_problem(dtype: str, device: str, capability: tuple[int, int] | None) -> Any:
+    from te_bench.kernels.attention import Problem
+
+    return Problem(
+        batch=1,
+        heads=HEADS,
+        length=LENGTH,
+        head_dim=HEAD_DIM,
+        dtype=dtype,
+        causal=True,
+        dropout=0.0,
+        device=device,
+        capability=capability,
+    )
+
+
+def _peers(device: str, capability: tuple[int, int] | None) -> dict[str, str]:
+    """{package (what it is a rival in): answer}: other projects' code, asked for bf16, or FP8, on this machine."""
+    from te_bench.kernels import attention, cross_entropy, norm
+
+    machine: dict[str, Any] = {"dtype": "bf16", "device": device, "capability": capability}
+    # On a CPU it says that before it looks for its package. Of a Hopper GPU nothing but the package can be missing.
+    flash4, hopper = attention.load("flash4"), _attention_problem("bf16", "cuda", (9, 0))
+    logits = cross_entropy.Problem(vocab=VOCAB, padded=-(-VOCAB // 64) * 64, **machine)
+    found = {
+        "flash-attn-4 (attention)": flash4.unsupported(hopper) or flash4.unsupported(_attention_problem(**machine)),
+        "liger-kernel (cross-entropy)": cross_entropy.load("liger").unsupported(logits),
+    }
+    for kind in norm.KINDS:
+        asked = norm.Problem(n=HEADS * HEAD_DIM, kind=kind, quantized=False, **machine)
+        found[f"liger-kernel ({kind})"] = norm.load("liger").unsupported(asked)
+    for name, (package, recipe) in LAYERS.items():
+        found[f"{package} (layer {name})"] = _layer(name, recipe, device)
+    return {name: _answer(why) for name, why in found.items()}
+
+
+def _layer(name: str, recipe: str, device: str) -> str | None:
+    """Why a rival that builds a whole layer can't, or None."""
+    from te_bench.models import layer
+
+    sizes: dict[str, Any] = {"hidden": HEADS * HEAD_DIM, "ffn": 4 * HEADS * HEAD_DIM, "heads": HEADS, "batch": 1}
+    how: dict[str, Any] = {"dropout": 0.0, "mask": "causal", "attention": "flash", "precision": "fp8"}
+    asked = layer.LayerConfig(**sizes, **how, sequence=LENGTH, device=device, recipe=recipe)
+    return layer.load(name).unsupported(asked)
+
+
+def _answer(why: str | None) -> str:
+    """One form for all: "ok", "missing: pip install ...", or the reason."""
+    if why is None:
+        return "ok"
+    _, install, package = why.partition("pip install")
+    return f"missing: {install}{package}" if install else why

@@ -7,6 +7,7 @@ The model's forward and its other layers stay as they are, and so do the names i
 (transformers' GPT-2) is transposed in it.
 """
 
+import contextlib
 import copyreg
 import functools
 from collections import Counter
@@ -20,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from te_bench.models import fp8
-from te_bench.models.modules._module import FLOATS
+from te_bench.models.modules._module import FLOATS, Fp8Module
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe
@@ -76,20 +77,31 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """A layer that was te's already. parameters: elements of its weights, which FP8 GEMMs read; 0 for a norm."""
+
+    name: str
+    kind: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
 class Conversion:
-    """What `convert` did; str() is a table of it. parameters: all of the model's."""
+    """What `convert` did, and what it found done; str() is a table of it. parameters: all of the model's."""
 
     converted: tuple[Converted, ...]
     kept: tuple[Kept, ...]
     parameters: int
+    found: tuple[Found, ...] = ()
 
     @property
     def gemm_parameters(self) -> int:
         """How many of the parameters FP8 GEMMs read."""
-        return sum(layer.parameters for layer in self.converted)
+        return sum(c.parameters for c in self.converted) + sum(f.parameters for f in self.found)
 
     def __str__(self) -> str:
         rows = [(c.name, c.before, ", ".join(filter(None, (f"te.{c.after}", c.note)))) for c in self.converted]
+        rows += [(f.name, f"te.{f.kind}", "te's already") for f in self.found]
         rows += [(k.name, k.kind, f"kept: {k.reason}") for k in self.kept]
         # The layers of a stack differ in their number only: they are one row.
         alike = Counter((_without_numbers(name), was, _without_numbers(now)) for name, was, now in rows)
@@ -97,9 +109,10 @@ class Conversion:
         widths = [max(len(row[i]) for row in table) for i in range(3)]
         lines = ["  ".join((*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])) for row in table]
         share = self.gemm_parameters / max(self.parameters, 1)
-        total = len(self.converted) + len(self.kept)
+        total = len(self.converted) + len(self.kept) + len(self.found)
+        already = f", {len(self.found)} te's already" if self.found else ""
         lines.append(
-            f"{len(self.converted)} of {total} layers converted; FP8 GEMMs read {self.gemm_parameters:,} of "
+            f"{len(self.converted)} of {total} layers converted{already}; FP8 GEMMs read {self.gemm_parameters:,} of "
             f"{self.parameters:,} parameters ({share:.1%})"
         )
         return "\n".join(lines)
@@ -115,10 +128,12 @@ def convert(
     one, so make the optimizer afterwards. filter(name, module) says which layers may go. A layer whose dimensions are not
     multiples of 16 stays, unless `pad`: te pads inside the GEMM, exactly, which takes time.
     With `recipe` calling the model enters te.autocast(recipe=recipe) by itself, and torch.compile(fullgraph=True) can't
-    take it; without, your own te.autocast around it decides. Converting twice is harmless. Raises ValueError, with
-    nothing changed, for a model that is itself such a layer, and for a recipe that the model's device cannot run.
+    take it; without, your own te.autocast around it decides. Converting twice is harmless, and the second report tells of
+    the first's layers too. Whatever is raised, nothing has changed: ValueError for a model that is itself such a layer,
+    for a recipe that the model's device cannot run, and for one on a model whose class no other can be made of.
     """
     _check(model, recipe)
+    found = tuple(_found(model))
     owners = _owners(model)
     converted: dict[int, tuple[nn.Module, Converted]] = {}
     kept: dict[int, Kept] = {}
@@ -133,16 +148,32 @@ def convert(
             converted[id(layer)] = _made(layer, kind, name)
         else:
             kept[id(layer)] = Kept(name, type(layer).__name__, reason, _in_gemm(layer, kind))
-    for _, parent, attribute, layer in places:
-        if id(layer) in converted:
-            parent._modules[attribute] = converted[id(layer)][0]
-            if isinstance(parent, nn.TransformerEncoderLayer):
-                # Its fast path for inference reads the weights itself, past the layers and their FP8; 0 closes it.
-                parent.activation_relu_or_gelu = 0
-    if recipe is not None:
-        _enter_by_itself(model, recipe)
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
-    return Conversion(tuple(entry for _, entry in converted.values()), tuple(kept.values()), total)
+    with contextlib.ExitStack() as undo:
+        for _, parent, attribute, layer in places:
+            if id(layer) in converted:
+                _swap(parent, attribute, converted[id(layer)][0], undo)
+        if recipe is not None:
+            _enter_by_itself(model, recipe, undo)
+        undo.pop_all()  # it all went well, and stays
+    return Conversion(tuple(entry for _, entry in converted.values()), tuple(kept.values()), total, found)
+
+
+def _swap(parent: nn.Module, attribute: str, new: nn.Module, undo: contextlib.ExitStack) -> None:
+    undo.callback(parent._modules.__setitem__, attribute, parent._modules[attribute])
+    parent._modules[attribute] = new
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        # Its fast path for inference reads the weights itself, past the layers and their FP8; 0 closes it.
+        _assign(parent, "activation_relu_or_gelu", 0, undo)
+
+
+def _assign(module: Any, attribute: str, value: Any, undo: contextlib.ExitStack) -> None:
+    """Set an attribute past the module's own __setattr__, which may be anything."""
+    if attribute in vars(module):
+        undo.callback(vars(module).__setitem__, attribute, vars(module)[attribute])
+    else:
+        undo.callback(vars(module).pop, attribute, None)
+    vars(module)[attribute] = value
 
 
 def _check(model: nn.Module, recipe: Recipe | None) -> None:
@@ -178,6 +209,18 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
             if parameter is not None:
                 found.setdefault(id(parameter), []).append(f"{name}.{attribute}" if name else attribute)
     return found
+
+
+def _found(model: nn.Module) -> Iterator[Found]:
+    """The layers of te's own, whoever put them there."""
+    counted: set[int] = set()
+    for name, layer in model.named_modules():
+        if isinstance(layer, Fp8Module):
+            weights = [p for p in layer.parameters(recurse=False) if p.dim() == 2 and id(p) not in counted]
+            counted.update(map(id, weights))
+            yield Found(name, type(layer).__name__, sum(p.numel() for p in weights))
+        elif isinstance(layer, LayerNorm | RMSNorm):
+            yield Found(name, type(layer).__name__, 0)
 
 
 def _kind(layer: nn.Module) -> str | None:
@@ -225,10 +268,16 @@ def _why_not(layer: nn.Module, kind: str, name: str, owners: dict[int, list[str]
 def _norm_reason(layer: nn.Module, weight: Tensor) -> str | None:
     if weight.dim() != 1:
         return f"it normalises over {weight.dim()} dimensions"
-    return "eps=None takes the input's dtype's: set its eps to a number" if _eps(layer) is None else None
+    if not weight.numel():
+        return "it normalises over nothing"
+    if _eps(layer) is None:
+        return "eps=None takes the input's dtype's: set its eps to a number"
+    return None if _eps(layer) > 0 else f"its eps is {_eps(layer)}: te's must be greater than 0"
 
 
 def _gemm_reason(weight: Tensor, pad: bool) -> str | None:
+    if not weight.numel():
+        return f"its weight is {tuple(weight.shape)}: nothing to multiply"
     odd = [str(size) for size in weight.shape if size % MULTIPLE]
     if odd and not pad:
         return f"{' and '.join(odd)} not divisible by {MULTIPLE} (pad=True converts it)"
@@ -300,11 +349,19 @@ def _fresh(base: Any) -> Any:
     return made.__new__(made)
 
 
-def _enter_by_itself(model: Any, recipe: Recipe) -> None:
+def _enter_by_itself(model: Any, recipe: Recipe, undo: contextlib.ExitStack) -> None:
     own: Any = type(model)
     if not issubclass(own, _Autocasting):
-        model.__class__ = _autocasting(own)
-    model._te_recipe = recipe
+        undo.callback(object.__setattr__, model, "__class__", own)
+        try:
+            object.__setattr__(model, "__class__", _autocasting(own))
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            # What a metaclass, __init_subclass__ or __slots__ raises.
+            raise ValueError(
+                f"{own.__name__} can't enter the recipe by itself, for no subclass can take its place ({error}): "
+                "convert without a recipe, and call the model under te.autocast(recipe=...)"
+            ) from error
+    _assign(model, "_te_recipe", recipe, undo)
 
 
 def _without_numbers(text: str) -> str:

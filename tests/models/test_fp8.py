@@ -1,28 +1,15 @@
-"""autocast, activation checkpointing, numerics, and amaxes shared over a process group."""
+"""autocast, numerics, and what users do with both."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
-import torch.utils.checkpoint
+from fp8_cases import RECIPES, model, train
 from torch import Tensor, nn
 
 import te_bench.models as te
 from te_bench.models import fp8, recipe
-
-RECIPES = {
-    "delayed": recipe.DelayedScaling(amax_history_len=3),
-    "current": recipe.Float8CurrentScaling(),
-    "row": recipe.RowwiseScaling(),
-    "block": recipe.Float8BlockScaling(),
-    "none": None,
-}
-
 
 # ---- autocast
 
@@ -91,131 +78,6 @@ def test_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         te.autocast(recipe=recipe.Float8BlockScaling())
 
 
-# ---- activation checkpointing
-
-
-def model(device: str = "cpu") -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        te.LayerNormMLP(32, 48, device=device),
-        te.LayerNormLinear(32, 32, device=device),
-        te.Linear(32, 32, device=device),
-    )
-
-
-def train(
-    layers: nn.Module, forward: Callable[[Tensor], Tensor], asked: recipe.Recipe | None, steps: int = 4
-) -> list[Tensor]:
-    """Everything that a training step leaves behind, state included."""
-    found: list[Tensor] = []
-    device = next(layers.parameters()).device
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        x = (torch.randn(8, 32, generator=generator) * 3.0**step).to(device).requires_grad_()
-        with te.autocast(enabled=asked is not None, recipe=asked):
-            loss = forward(x).square().mean()
-        layers.zero_grad()
-        loss.backward()
-        assert x.grad is not None
-        found += [loss.detach(), x.grad, *(p.grad.clone() for p in layers.parameters() if p.grad is not None)]
-        found += [value.clone() for key, value in layers.state_dict().items() if "fp8" in key]
-    return found
-
-
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-FORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "whole": lambda m, x: te.checkpoint(m, x),
-    "parts": lambda m, x: te.checkpoint(m[2], te.checkpoint(m[1], te.checkpoint(m[0], x))),
-    "nested": lambda m, x: te.checkpoint(lambda h: m[2](te.checkpoint(lambda g: m[1](m[0](g)), h)), x),
-    "twice nested": lambda m, x: te.checkpoint(
-        lambda h: te.checkpoint(lambda g: m[2](te.checkpoint(m[1], m[0](g))), h), x
-    ),
-    "without early stop": lambda m, x: te.checkpoint(m, x, early_stop=False),
-}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_checkpointing_changes_no_bit(name: str, form: str) -> None:
-    straight, checkpointed = model(), model()
-    expected = train(straight, straight, RECIPES[name])
-    assert equal(expected, train(checkpointed, lambda x: FORMS[form](checkpointed, x), RECIPES[name]))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_checkpointing_changes_no_bit_on_a_gpu(name: str, form: str) -> None:
-    straight, checkpointed = model("cuda"), model("cuda")
-    expected = train(straight, straight, RECIPES[name])
-    assert equal(expected, train(checkpointed, lambda x: FORMS[form](checkpointed, x), RECIPES[name]))
-
-
-def test_a_checkpoint_can_be_recomputed_twice() -> None:
-    layers, x = model(), torch.randn(8, 32, requires_grad=True)
-    with te.autocast(recipe=RECIPES["delayed"]):
-        y = te.checkpoint(layers, x).sum()
-    (first,) = torch.autograd.grad(y, x, retain_graph=True)
-    (second,) = torch.autograd.grad(y, x)
-    assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
-def test_autocast_inside_a_checkpoint(name: str) -> None:
-    def inside(layers: nn.Module) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            with te.autocast(recipe=RECIPES[name]):
-                return layers(x)
-
-        return forward
-
-    straight, checkpointed, plain = model(), model(), model()
-    expected = train(straight, inside(straight), None)
-    assert equal(expected, train(checkpointed, lambda x: te.checkpoint(inside(checkpointed), x), None))
-    by_torch = train(plain, lambda x: torch.utils.checkpoint.checkpoint(inside(plain), x, use_reentrant=False), None, 1)
-    if name != "delayed":  # which casts by the newer scales in torch's recomputation
-        assert equal(expected[: len(by_torch)], by_torch)
-
-
-def test_a_recomputed_autocast_takes_no_step_of_its_own() -> None:
-    """It ends in the middle of the backward pass, when the layers after it have gathered theirs."""
-
-    def inside(part: nn.Module) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            with te.autocast(recipe=RECIPES["delayed"]):
-                return part(x)
-
-        return forward
-
-    found = []
-    for kept in (True, False):
-        layers = model()
-        below, above = inside(layers[0]), inside(layers[1:])
-        forward = below if kept else lambda x, f=below: te.checkpoint(f, x, early_stop=False)
-        found.append(train(layers, lambda x, f=forward, g=above: g(f(x)), None))
-    assert equal(*found)
-
-
-@pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
-@pytest.mark.parametrize("layer", [0, 1, 2])
-def test_torchs_own_checkpoint_outside_of_autocast_fails_loudly(layer: int, name: str) -> None:
-    """Its recomputation runs in the backward pass, without FP8: never silently another function's gradient."""
-    layers = model()
-    x = torch.randn(8, 32, requires_grad=True)
-    with te.autocast(recipe=RECIPES[name]):
-        y = torch.utils.checkpoint.checkpoint(layers[layer], x, use_reentrant=False)
-    with pytest.raises(torch.utils.checkpoint.CheckpointError):
-        y.sum().backward()
-
-
-def test_reentrant_checkpoints_are_refused() -> None:
-    with pytest.raises(ValueError, match="use_reentrant=False only"):
-        te.checkpoint(torch.sin, torch.ones(1), use_reentrant=True)
-
-
 # ---- numerics
 
 
@@ -268,60 +130,6 @@ def test_small_gradients_underflow_at_scale_one_and_are_counted() -> None:
             y.backward(torch.full((4, 16), 1e-9))
             now = te.numerics(layer)[""]["grad_output"]["underflowed"]
             assert now - before == (expected if before == 0 else 0)
-
-
-# ---- a process group
-
-
-def _rank(rank: int, path: str, algorithm: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=2)
-    try:
-        torch.manual_seed(0)
-        layers = nn.Sequential(te.LayerNormMLP(32, 48, device="cpu"), te.Linear(32, 16, device="cpu"))
-        asked = recipe.DelayedScaling(amax_history_len=3, amax_compute_algo=algorithm)
-        for step in range(4):
-            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + rank)) * 4.0 ** (
-                step * (1 - rank)
-            )
-            if (rank, step) == (1, 2):
-                x[0, 0] = torch.nan
-            with te.autocast(recipe=asked, amax_reduction_group=dist.group.WORLD):
-                y = layers(x)
-            y.nan_to_num(0, 0, 0).sum().backward()
-        torch.save((layers.state_dict(), te.numerics(layers)), f"{path}/{rank}.pt")
-        found = []
-        for reduced in (True, False):
-            layer = te.Linear(32, 16, device="cpu")
-            for _ in range(2):  # the second time with the gradients of the first
-                own = recipe.DelayedScaling(reduce_amax=reduced, amax_compute_algo=algorithm)
-                with te.autocast(recipe=own, amax_reduction_group=dist.group.WORLD):
-                    y = layer(torch.full((4, 32), 1.0 + rank))
-                y.backward(torch.full_like(y, 2.0 - rank))
-            figures = te.numerics(layer)[""]
-            found.append((figures["input"]["scale"], figures["grad_output"]["scale"]))
-        torch.save(found, f"{path}/alone{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_ranks_share_the_largest_amax(tmp_path: Path, algorithm: str) -> None:
-    torch.multiprocessing.spawn(_rank, (str(tmp_path), algorithm), nprocs=2)
-    (first, numbers), (second, others) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    for key in first:
-        if "fp8_scale" in key:
-            assert torch.equal(first[key], second[key]), key
-        if "fp8_amax_history" in key:  # but for the row that has gathered since
-            assert torch.equal(first[key][1:], second[key][1:]), key
-    # NaN on one rank is a bad step on both.
-    assert numbers["0"]["fc1.input"]["nonfinite_amax"] == others["0"]["fc1.input"]["nonfinite_amax"] == 1
-    # The union's: the larger of both ranks' amaxes, 1 and 2 forward, 2 and 1 backward. And each its own.
-    both = (224.0, 28672.0)
-    assert [torch.load(tmp_path / f"alone{rank}.pt") for rank in (0, 1)] == [
-        [both, (448.0, 28672.0)],
-        [both, (224.0, 57344.0)],
-    ]
 
 
 def test_a_state_belongs_to_its_module() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_bench.models.modules import attention_mask
+from te_bench.models.modules import _arguments, attention_mask
 from te_bench.models.modules.attention_mask import MaskTensor, Window
 from te_bench.models.modules.dot_product_attention import DotProductAttention, check_format, check_heads, reject
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
@@ -77,12 +77,10 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         where = "MultiheadAttention"
         reject(where, others)
+        _arguments.check(where, hidden_size=hidden_size, params_dtype=params_dtype)
+        _arguments.check(where, layernorm_epsilon=layernorm_epsilon, qk_norm_eps=qk_norm_eps)
         groups = check_heads(where, num_attention_heads, num_gqa_groups, attention_type, attention_dropout)
-        if kv_channels is None and hidden_size % num_attention_heads:
-            raise ValueError(f"{where}: hidden_size={hidden_size} is not a multiple of {num_attention_heads} heads")
-        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
-        self.channels = kv_channels or hidden_size // num_attention_heads
-        self.features_q, self.features_kv = self.channels * num_attention_heads, self.channels * groups
+        self._set_heads(hidden_size, num_attention_heads, groups, kv_channels)
         self.qkv_format = check_format(where, qkv_format)
         self.attn_mask_type, self.window_size = attention_mask.check_type(attn_mask_type), window_size
         attention_mask.check_window(self.attn_mask_type, window_size)
@@ -91,30 +89,34 @@ class MultiheadAttention(nn.Module):
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         common: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device}
-        self._make_projections(
-            hidden_size,
-            not fuse_qkv_params,
-            {**common, "init_method": init_method},
-            {
-                "eps": layernorm_epsilon,
-                "normalization": normalization,
-                "zero_centered_gamma": zero_centered_gamma,
-                "return_layernorm_output": return_layernorm_output,
-            },
-        )
+        norm: dict[str, Any] = {"eps": layernorm_epsilon, "normalization": normalization}
+        norm |= {"zero_centered_gamma": zero_centered_gamma, "return_layernorm_output": return_layernorm_output}
+        self._make_projections(hidden_size, not fuse_qkv_params, {**common, "init_method": init_method}, norm)
         self.q_norm, self.k_norm = self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
-        self.core_attention = DotProductAttention(
-            num_attention_heads,
+        self.core_attention = self._make_core(attention_dropout, attn_mask_type, layer_number)
+        common |= {"init_method": output_layer_init_method, "return_bias": return_bias}
+        self.proj = Linear(self.features_q, hidden_size, **common)
+
+    def _set_heads(self, hidden: int, heads: int, groups: int, kv_channels: int | None) -> None:
+        """How many heads and groups there are, and their features."""
+        if kv_channels is not None:
+            _arguments.check("MultiheadAttention", kv_channels=kv_channels)
+        elif hidden % heads:
+            raise ValueError(f"MultiheadAttention: hidden_size={hidden} is not a multiple of {heads} heads")
+        self.num_attention_heads, self.num_gqa_groups = heads, groups
+        self.channels = hidden // heads if kv_channels is None else kv_channels
+        self.features_q, self.features_kv = self.channels * heads, self.channels * groups
+
+    def _make_core(self, dropout: float, attn_mask_type: str, layer_number: int | None) -> DotProductAttention:
+        return DotProductAttention(
+            self.num_attention_heads,
             self.channels,
-            num_gqa_groups=groups,
-            attention_dropout=attention_dropout,
-            qkv_format=qkv_format,
+            num_gqa_groups=self.num_gqa_groups,
+            attention_dropout=dropout,
+            qkv_format=self.qkv_format,
             attn_mask_type=attn_mask_type,
             layer_number=layer_number,
-            attention_type=attention_type,
-        )
-        self.proj = Linear(
-            self.features_q, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common
+            attention_type=self.attention_type,
         )
 
     def _make_projections(self, hidden: int, split: bool, linear: dict[str, Any], norm: dict[str, Any]) -> None:

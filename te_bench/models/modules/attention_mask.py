@@ -4,11 +4,13 @@ Source: Transformer Engine 2.x, DotProductAttention: the mask tensor counts for 
 means aligned at the top left, every other type aligns its window at the bottom right, unless told; padding is at the end.
 """
 
+import itertools
 import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 TYPES = (
     "no_mask",
@@ -74,7 +76,9 @@ def build(
     """(causal, mask): mask is bool and broadcasts to (B, H, T, S), or is None where the causal flag says all.
 
     attention_mask: (B, 1, 1, T) for padding, a pair (B, 1, 1, T), (B, 1, 1, S) where queries and keys differ, anything that
-    broadcasts to (B, H, T, S) for arbitrary. cu_seqlens (B + 1,) of queries and keys stand in for a padding mask.
+    broadcasts to (B, H, T, S) for arbitrary. cu_seqlens (B + 1,), int32 or int64, of queries and keys stand in for a
+    padding mask. Raises ValueError for what of these can't be; values of cu_seqlens go unread in compiled code and while
+    a CUDA graph is captured.
     """
     kind = check_type(attn_mask_type)
     window = check_window(kind, window_size)
@@ -104,13 +108,19 @@ def _padding(
         starts_q, starts_kv = cu_seqlens
         if starts_q is None or starts_kv is None:
             raise ValueError("a padding mask type needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
-        return _ends(starts_q, sizes.batch, sizes.rows, device), _ends(starts_kv, sizes.batch, sizes.keys, device)
+        return (
+            _ends("cu_seqlens_q", starts_q, sizes.batch, sizes.rows, device),
+            _ends("cu_seqlens_kv", starts_kv, sizes.batch, sizes.keys, device),
+        )
     if isinstance(given, Tensor):
         if sizes.rows != sizes.keys:
             raise ValueError(
                 f"{sizes.rows} queries and {sizes.keys} keys: attention_mask must be a pair of padding masks"
             )
         given = (given, given)
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        what = f"{len(given)} of them" if isinstance(given, tuple | list) else type(given).__name__
+        raise ValueError(f"attention_mask must be one padding mask, or a pair for queries and keys; got {what}")
     query, key = given
     for name, mask, length in (("queries", query, sizes.rows), ("keys", key, sizes.keys)):
         _check_mask(f"attention_mask of the {name}", mask, device)
@@ -121,12 +131,42 @@ def _padding(
     return query, key
 
 
-def _ends(starts: Tensor, batch: int, length: int, device: torch.device) -> Tensor:
+def _ends(name: str, starts: Tensor, batch: int, length: int, device: torch.device) -> Tensor:
     """(B, 1, 1, length): True from each sequence's length on. starts (B + 1,): cumulative lengths."""
+    if not isinstance(starts, Tensor) or starts.dtype not in (torch.int32, torch.int64):
+        got = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
+        raise ValueError(f"{name} must be a tensor of torch.int32 or torch.int64, got {got}")
     if starts.shape != (batch + 1,):
-        raise ValueError(f"cu_seqlens must be {(batch + 1,)}, got {tuple(starts.shape)}")
-    lengths = (starts[1:] - starts[:-1]).to(device)
+        raise ValueError(f"{name} must be {(batch + 1,)}, got {tuple(starts.shape)}")
+    if starts.device != device:
+        raise ValueError(f"{name} is on {starts.device}, the query on {device}: move it")
+    if not torch.compiler.is_compiling() and not (starts.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _check_starts(name, starts, length)
+    lengths = starts[1:] - starts[:-1]
     return torch.arange(length, device=device) >= lengths.view(-1, 1, 1, 1)
+
+
+#: The lengths that cumulative lengths were found possible for, and their version then: a model's layers share them, and
+#: to read them the host waits for the GPU.
+_possible: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _check_starts(name: str, starts: Tensor, length: int) -> None:
+    """Raise ValueError for cumulative lengths of which no sequence of at most `length` positions can be made."""
+    known = None if starts.is_inference() else (starts._version, length)
+    if starts.is_meta or (known is not None and _possible.get(starts) == known):
+        return
+    values = starts.tolist()
+    why = None if values[0] == 0 else f"they start at {values[0]}, not 0"
+    for i, (begin, end) in enumerate(itertools.pairwise(values)):
+        if end < begin:
+            why = why or f"sequence {i} would end at {end}, before it begins at {begin}"
+        elif end - begin > length:
+            why = why or f"sequence {i} would have {end - begin} of {length} positions"
+    if why is not None:
+        raise ValueError(f"{name}={values}: {why}; give 0 and then the sums of the sequences' lengths")
+    if known is not None:
+        _possible[starts] = known
 
 
 def _arbitrary(given: MaskTensor, sizes: Sizes, device: torch.device) -> Tensor:
@@ -143,8 +183,9 @@ def _arbitrary(given: MaskTensor, sizes: Sizes, device: torch.device) -> Tensor:
 
 
 def _check_mask(name: str, mask: Tensor, device: torch.device) -> None:
-    if mask.dtype != torch.bool:
-        raise ValueError(f"{name} must be torch.bool with True for what is hidden, got {mask.dtype}")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"{name} must be a tensor of torch.bool with True for what is hidden, got {got}")
     if mask.device != device:
         raise ValueError(f"{name} is on {mask.device}, the query on {device}: move it")
 

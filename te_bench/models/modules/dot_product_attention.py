@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_bench.kernels.attention import Problem, attend
-from te_bench.models.modules import attention_kernel, attention_mask
+from te_bench.models.modules import _arguments, attention_kernel, attention_mask
 from te_bench.models.modules._module import compute_dtype, reject_absent
 from te_bench.models.modules.attention_kernel import Report
 from te_bench.models.modules.attention_mask import MaskTensor, Sizes, Window
@@ -73,13 +73,22 @@ def check_format(where: str, qkv_format: str) -> str:
 def check_heads(where: str, heads: int, groups: int | None, attention_type: str, dropout: float) -> int:
     """The number of groups. Raises ValueError for what no attention can be."""
     groups = heads if groups is None else groups
-    if heads < 1 or groups < 1 or heads % groups:
+    _arguments.check(where, num_attention_heads=heads, num_gqa_groups=groups, attention_dropout=dropout)
+    if heads % groups:
         raise ValueError(f"{where}: num_attention_heads={heads} must be a multiple of num_gqa_groups={groups}")
     if attention_type not in ("self", "cross"):
         raise ValueError(f"{where}: attention_type={attention_type!r} is not possible: self or cross")
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"{where}: attention_dropout={dropout} must be at least 0 and less than 1")
     return groups
+
+
+def _channels(where: str, kv_channels: int | tuple[int, int]) -> tuple[int, int]:
+    """Features of a query's and a value's head."""
+    pair = kv_channels if isinstance(kv_channels, tuple | list) else (kv_channels, kv_channels)
+    if len(pair) != 2:
+        raise ValueError(f"{where}: kv_channels={kv_channels!r} is not possible: one number, or (key's, value's)")
+    for channels in pair:
+        _arguments.check(where, kv_channels=channels)
+    return pair[0], pair[1]
 
 
 class DotProductAttention(nn.Module):
@@ -113,7 +122,7 @@ class DotProductAttention(nn.Module):
         reject(where, others)
         groups = check_heads(where, num_attention_heads, num_gqa_groups, attention_type, attention_dropout)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
-        self.head_dim_qk, self.head_dim_v = (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
+        self.head_dim_qk, self.head_dim_v = _channels(where, kv_channels)
         self.attention_dropout, self.attention_type = attention_dropout, attention_type
         self.qkv_format = check_format(where, qkv_format)
         self.attn_mask_type = attention_mask.check_type(attn_mask_type)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from te_bench.kernels.norm import Backend
 from te_bench.kernels.norm import reference as norm_reference
 from te_bench.kernels.norm import triton as norm_triton
+from te_bench.models.modules import _arguments
 from te_bench.models.modules._module import compute_dtype, factory, flatten, reject_absent
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
@@ -76,10 +77,13 @@ class _NormModule(nn.Module):
         **others: Any,
     ):
         super().__init__()
-        reject_absent(type(self).__name__, others)
-        size = normalized_shape if isinstance(normalized_shape, int) else tuple(normalized_shape)[-1]
-        if not isinstance(normalized_shape, int) and len(tuple(normalized_shape)) != 1:
-            raise ValueError(f"{type(self).__name__}: one normalised dimension, got {tuple(normalized_shape)}")
+        where = type(self).__name__
+        reject_absent(where, others)
+        sizes = tuple(normalized_shape) if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
+        if len(sizes) != 1:
+            raise ValueError(f"{where}: one normalised dimension, got {sizes}")
+        size = sizes[0]
+        _arguments.check(where, normalized_shape=size, eps=eps, params_dtype=params_dtype)
         self.normalized_shape, self.eps, self.zero_centered_gamma = (size,), eps, zero_centered_gamma
         options = factory(device, params_dtype)
         self.weight = nn.Parameter(torch.empty(size, **options))

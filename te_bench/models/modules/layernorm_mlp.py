@@ -14,6 +14,7 @@ from te_bench.kernels.activation import reference as activation_reference
 from te_bench.kernels.activation import triton as activation_triton
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
+from te_bench.models.modules import _arguments
 from te_bench.models.modules._module import (
     FLOATS,
     Fp8Module,
@@ -186,7 +187,10 @@ class LayerNormMLP(Fp8Module):
         **others: Any,
     ):
         super().__init__(gemms=2)
-        reject_absent("LayerNormMLP", others)
+        where = "LayerNormMLP"
+        reject_absent(where, others)
+        _arguments.check(where, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        _arguments.check(where, eps=eps, params_dtype=params_dtype)
         plugins.check("activation", activation, list(KINDS))
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.use_bias, self.return_bias, self.name = bias, return_bias, name

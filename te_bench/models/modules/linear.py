@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
+from te_bench.models.modules import _arguments
 from te_bench.models.modules._module import (
     Fp8Module,
     Gemms,
@@ -145,6 +146,7 @@ class Linear(Fp8Module):
     ):
         super().__init__(gemms=1)
         reject_absent("Linear", others)
+        _arguments.check("Linear", in_features=in_features, out_features=out_features, params_dtype=params_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.init_method = init_method or default_init

@@ -6,6 +6,7 @@ Source: Su et al., "RoFormer", arXiv:2104.09864; interpolation: Chen et al., arX
 import torch
 from torch import Tensor, nn
 
+from te_bench.models.modules import _arguments
 from te_bench.models.modules._module import factory
 
 
@@ -14,7 +15,8 @@ class RotaryPositionEmbedding(nn.Module):
 
     d is int(dim * rotary_percent), and even. Not interleaved: i and i + d / 2 are a pair (GPT-NeoX, Llama); interleaved:
     2 i and 2 i + 1 (GPT-J). With both interpolation arguments positions are divided by seq_len_interpolation_factor, or
-    squeezed into pretrained_max_position_embeddings where they would leave it. Raises ValueError for an odd d.
+    squeezed into pretrained_max_position_embeddings where they would leave it. Raises ValueError for an odd d, and for a
+    dim or a base that is not positive.
     """
 
     inv_freq: Tensor
@@ -29,9 +31,11 @@ class RotaryPositionEmbedding(nn.Module):
         interleaved: bool = False,
     ):
         super().__init__()
+        where = "RotaryPositionEmbedding"
+        _arguments.check(where, dim=dim, rotary_base=rotary_base)
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if dim < 2 or dim % 2:
-            raise ValueError(f"RotaryPositionEmbedding: dim * rotary_percent must be even and positive, got {dim}")
+            raise ValueError(f"{where}: dim * rotary_percent must be even and positive, got {dim}")
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base, self.interleaved = rotary_base, interleaved

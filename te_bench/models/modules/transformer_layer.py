@@ -1,12 +1,14 @@
 """A transformer layer: attention and MLP with their norms, dropouts and residual connections."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_bench.models.modules import _arguments
 from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.dot_product_attention import reject
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm, check_normalization
@@ -14,6 +16,8 @@ from te_bench.models.modules.layernorm_mlp import LayerNormMLP
 
 #: Arguments that go to the attention modules as they are.
 ATTENTION = ("rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope")
+
+_Options = dict[str, Any]
 
 
 class TransformerLayer(nn.Module):
@@ -60,74 +64,38 @@ class TransformerLayer(nn.Module):
         **others: Any,
     ):
         super().__init__()
-        own = {name: others.pop(name) for name in ATTENTION if name in others}
+        own: _Options = {name: others.pop(name) for name in ATTENTION if name in others}
         reject("TransformerLayer", others)
+        _arguments.check("TransformerLayer", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        _arguments.check("TransformerLayer", layernorm_epsilon=layernorm_epsilon, params_dtype=params_dtype)
+        _arguments.check("TransformerLayer", hidden_dropout=hidden_dropout)
+        _check_kind(layer_type, parallel_attention_mlp)
         check_normalization(normalization)
-        if layer_type not in ("encoder", "decoder"):
-            raise ValueError(f"layer_type={layer_type!r} is not possible: encoder or decoder")
-        if parallel_attention_mlp and layer_type == "decoder":
-            raise ValueError(
-                "parallel_attention_mlp is for layer_type='encoder': a decoder's second attention is in between"
-            )
-        if not 0.0 <= hidden_dropout <= 1.0:
-            raise ValueError(f"hidden_dropout={hidden_dropout} is not a probability")
         self.layer_type, self.hidden_dropout, self.name = layer_type, hidden_dropout, name
         self.residual_after_norm = apply_residual_connection_post_layernorm
         self.parallel = parallel_attention_mlp
-        common: dict[str, Any] = {
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
-            "params_dtype": params_dtype,
-            "zero_centered_gamma": zero_centered_gamma,
-            "bias": bias,
-            "normalization": normalization,
-            "device": device,
-        }
-        attention: dict[str, Any] = {
-            **common,
-            "kv_channels": kv_channels,
-            "attention_dropout": attention_dropout,
-            "layernorm_epsilon": layernorm_epsilon,
-            "layer_number": layer_number,
-            "num_gqa_groups": num_gqa_groups,
-            "fuse_qkv_params": fuse_qkv_params,
-            "qkv_weight_interleaved": qkv_weight_interleaved,
-            "qkv_format": attn_input_format,
-            **own,
-        }
-        self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
-            **attention,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            input_layernorm=not output_layernorm,
-            return_layernorm_output=self.residual_after_norm and not output_layernorm,
-        )
+        norm: _Options = {"zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device}
+        inits: _Options = {"init_method": init_method, "output_layer_init_method": output_layer_init_method}
+        common: _Options = {**norm, **inits, "bias": bias, "normalization": normalization}
+        heads: _Options = {"num_gqa_groups": num_gqa_groups, "kv_channels": kv_channels}
+        qkv: _Options = {"fuse_qkv_params": fuse_qkv_params, "qkv_weight_interleaved": qkv_weight_interleaved}
+        own |= {"layernorm_epsilon": layernorm_epsilon, "attention_dropout": attention_dropout}
+        own |= {**common, **heads, **qkv, "layer_number": layer_number, "qkv_format": attn_input_format}
+        attention = partial(MultiheadAttention, hidden_size, num_attention_heads, **own)
+        self.self_attention = self._make_attention(attention, not output_layernorm, self_attn_mask_type, window_size)
         if layer_type == "decoder":
-            self.inter_attention = MultiheadAttention(
-                hidden_size,
-                num_attention_heads,
-                **attention,
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                input_layernorm=True,
-                attention_type="cross",
-                return_layernorm_output=self.residual_after_norm,
-            )
-        self.layernorm_mlp = LayerNormMLP(
-            hidden_size,
-            ffn_hidden_size,
-            eps=layernorm_epsilon,
-            **common,
-            activation=activation,
-            return_layernorm_output=self.residual_after_norm,
-        )
-        self.layernorm: nn.Module | None = None
-        if output_layernorm:
-            kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
-            options: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
-            self.layernorm = kind(hidden_size, layernorm_epsilon, zero_centered_gamma=zero_centered_gamma, **options)
+            attention = partial(attention, attention_type="cross")
+            self.inter_attention = self._make_attention(attention, True, enc_dec_attn_mask_type, enc_dec_window_size)
+        mlp = partial(LayerNormMLP, hidden_size, ffn_hidden_size, layernorm_epsilon, **common)
+        self.layernorm_mlp = mlp(activation=activation, return_layernorm_output=self.residual_after_norm)
+        self.layernorm = _last_norm(normalization, hidden_size, layernorm_epsilon, norm) if output_layernorm else None
+
+    def _make_attention(
+        self, make: Callable[..., MultiheadAttention], normed: bool, kind: str, window: tuple[int, int] | None
+    ) -> MultiheadAttention:
+        """Attention with its masks' settings, after a norm of its own or not."""
+        kept = self.residual_after_norm and normed
+        return make(attn_mask_type=kind, window_size=window, input_layernorm=normed, return_layernorm_output=kept)
 
     def forward(
         self,
@@ -191,6 +159,20 @@ class TransformerLayer(nn.Module):
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.hidden_dropout, self.training) if self.hidden_dropout else x
+
+
+def _check_kind(layer_type: str, parallel: bool) -> None:
+    if layer_type not in ("encoder", "decoder"):
+        raise ValueError(f"layer_type={layer_type!r} is not possible: encoder or decoder")
+    if parallel and layer_type == "decoder":
+        raise ValueError(
+            "parallel_attention_mlp is for layer_type='encoder': a decoder's second attention is in between"
+        )
+
+
+def _last_norm(normalization: str, hidden: int, eps: float, options: dict[str, Any]) -> nn.Module:
+    kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
+    return kind(hidden, eps, **options)
 
 
 def _split(out: Any, residual: Tensor) -> tuple[Tensor, Tensor]:

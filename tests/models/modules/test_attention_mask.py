@@ -147,11 +147,73 @@ def test_a_causal_window_without_a_causal_type_is_none_and_says_so() -> None:
         ("arbitrary", {"attention_mask": torch.zeros(3, 2, 5, 5, dtype=torch.bool)}, r"\(3, 3, 5, 5\)"),
         ("arbitrary", {"attention_mask": torch.zeros(1, 3, 1, 5, 5, dtype=torch.bool)}, "does not broadcast"),
         ("arbitrary", {"attention_mask": README.int()}, "torch.bool"),
+        ("padding", {"attention_mask": (README, README, README)}, "a pair for queries and keys; got 3 of them"),
+        ("padding", {"attention_mask": (README,)}, "a pair for queries and keys; got 1 of them"),
+        ("padding", {"attention_mask": [[False] * 5] * 3}, "a pair for queries and keys; got 3 of them"),
+        ("padding", {"attention_mask": README.numpy()}, "a pair for queries and keys; got ndarray"),
+        ("padding", {"attention_mask": (README, None)}, "of the keys must be a tensor of torch.bool .*, got NoneType"),
+        (
+            "padding",
+            {"attention_mask": (README, README[:2])},
+            r"of the keys must be \(3, 1, 1, 5\), got \(2, 1, 1, 5\)",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(kind: str, options: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         attention_mask.build(kind, Sizes(3, 3, 5, 5), CPU, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("starts", "reason"),
+    [
+        (torch.tensor([1, 3, 5, 9]), r"cu_seqlens_kv=\[1, 3, 5, 9\]: they start at 1, not 0; give 0 and then the sums"),
+        (torch.tensor([0, 3, 2, 4]), r"=\[0, 3, 2, 4\]: sequence 1 would end at 2, before it begins at 3"),
+        (torch.tensor([0, 3, 5, 15]), "sequence 2 would have 10 of 5 positions"),
+        (torch.tensor([0, 0, 0, 6]), "sequence 2 would have 6 of 5 positions"),
+        (torch.tensor([0, -1, 3, 5], dtype=torch.int32), "sequence 0 would end at -1, before it begins at 0"),
+        (
+            torch.tensor([0.0, 3.0, 5.0, 9.0]),
+            r"cu_seqlens_kv must be a tensor of torch.int32 or torch.int64, got torch.f",
+        ),
+        (torch.tensor([False, True, True, True]), "int32 or torch.int64, got torch.bool"),
+        ([0, 3, 5, 9], "int32 or torch.int64, got list"),
+        (torch.tensor([[0, 3, 5, 9]]), r"cu_seqlens_kv must be \(4,\), got \(1, 4\)"),
+        (torch.zeros(4, dtype=torch.int32, device="meta"), "cu_seqlens_kv is on meta, the query on cpu: move it"),
+    ],
+)
+def test_impossible_cumulative_lengths_are_named(starts: Any, reason: str) -> None:
+    sound = torch.tensor([0, 5, 5, 10], dtype=torch.int32)
+    sizes = Sizes(3, 3, 5, 5)
+    assert hidden("padding", sizes, cu_seqlens=(sound, sound))[1].all()  # a sequence of nothing, and full ones
+    for _ in range(2):  # what was refused once is again
+        with pytest.raises(ValueError, match=reason):
+            attention_mask.build("padding", sizes, CPU, cu_seqlens=(sound, starts))
+    with pytest.raises(ValueError, match=reason.replace("_kv", "_q")):
+        attention_mask.build("padding", sizes, CPU, cu_seqlens=(starts, sound))
+
+
+def test_cumulative_lengths_are_read_once_until_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(self) or tolist(self))
+    starts = torch.tensor([0, 3, 5, 9])
+    for sizes, number in ((Sizes(3, 3, 5, 5), 1), (Sizes(3, 3, 4, 4), 2)):
+        for _ in range(3):
+            attention_mask.build("padding", sizes, CPU, cu_seqlens=(starts, starts))
+        assert len(reads) == number
+    starts[3] = 90
+    with pytest.raises(ValueError, match="85 of 4 positions"):
+        attention_mask.build("padding", Sizes(3, 3, 4, 4), CPU, cu_seqlens=(starts, starts))
+
+
+def test_cumulative_lengths_made_in_inference_mode_are_checked_too() -> None:
+    with torch.inference_mode():
+        starts = torch.tensor([0, 3, 5, 9])
+        attention_mask.build("padding", Sizes(3, 3, 5, 5), CPU, cu_seqlens=(starts, starts))
+        starts[3] = 4
+        with pytest.raises(ValueError, match="would end at 4, before it begins at 5"):
+            attention_mask.build("padding", Sizes(3, 3, 5, 5), CPU, cu_seqlens=(starts, starts))
 
 
 def test_one_padding_mask_is_not_for_two_lengths() -> None:

@@ -262,6 +262,29 @@ def test_a_report_tells_what_would_run() -> None:
     assert layer.eval().backend_report(q, k, v, attention_mask=README).chosen == "flash"
 
 
+def test_cumulative_lengths_compile_without_breaks() -> None:
+    """Their values go unread there: that would be a break, and on a GPU a wait."""
+    q, k, v = draw(*[(5, 3, 2, 8)] * 3)
+    layer = DotProductAttention(2, 8, attn_mask_type="padding")
+    starts = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    out = compiled(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    torch.testing.assert_close(out, layer(q, k, v, README))
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+def test_cumulative_lengths_are_captured_in_a_graph() -> None:
+    q, k, v = (x.detach() for x in draw(*[(5, 3, 2, 8)] * 3, device="cuda"))
+    layer = DotProductAttention(2, 8, attn_mask_type="padding")
+    starts = torch.tensor([0, 3, 5, 9], dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    graph.replay()
+    torch.testing.assert_close(out, layer(q, k, v, README.cuda()))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("kind", ["no_mask", "causal", "causal_bottom_right", "padding_causal", "padding", "arbitrary"])
 def test_it_compiles_without_breaks(kind: str, dynamic: bool) -> None:
@@ -323,6 +346,14 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ({"qkv_format": "thd"}, "thd"),
         ({"max_seqlen_q": 3}, "max_seqlen_q=3"),
         ({"attn_mask_type": "padding"}, "needs attention_mask"),
+        (
+            {
+                "attn_mask_type": "padding",
+                **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), torch.tensor([0, 3, 2, 4])),
+            },
+            r"cu_seqlens_q=\[0, 3, 2, 4\]: sequence 1 would end at 2",
+        ),
+        ({"attn_mask_type": "padding", "attention_mask": (README, README, README)}, "got 3 of them"),
         ({"query_layer": torch.zeros(5, 3, 3, 8)}, "query_layer must be sbhd with 2 heads of 8"),
         ({"value_layer": torch.zeros(5, 3, 2, 9)}, "value_layer must be sbhd with 2 heads of 8"),
         ({"key_layer": torch.zeros(5, 3, 2, 8).half()}, "float16"),

@@ -1,0 +1,105 @@
+"""Activation checkpointing: te.checkpoint changes no bit, and torch's own fails loudly where it would."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from fp8_cases import RECIPES, model, train
+from torch import Tensor, nn
+
+import te_bench.models as te
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+FORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "whole": lambda m, x: te.checkpoint(m, x),
+    "parts": lambda m, x: te.checkpoint(m[2], te.checkpoint(m[1], te.checkpoint(m[0], x))),
+    "nested": lambda m, x: te.checkpoint(lambda h: m[2](te.checkpoint(lambda g: m[1](m[0](g)), h)), x),
+    "twice nested": lambda m, x: te.checkpoint(
+        lambda h: te.checkpoint(lambda g: m[2](te.checkpoint(m[1], m[0](g))), h), x
+    ),
+    "without early stop": lambda m, x: te.checkpoint(m, x, early_stop=False),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpointing_changes_no_bit(name: str, form: str) -> None:
+    straight, checkpointed = model(), model()
+    expected = train(straight, straight, RECIPES[name])
+    assert equal(expected, train(checkpointed, lambda x: FORMS[form](checkpointed, x), RECIPES[name]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpointing_changes_no_bit_on_a_gpu(name: str, form: str) -> None:
+    straight, checkpointed = model("cuda"), model("cuda")
+    expected = train(straight, straight, RECIPES[name])
+    assert equal(expected, train(checkpointed, lambda x: FORMS[form](checkpointed, x), RECIPES[name]))
+
+
+def test_a_checkpoint_can_be_recomputed_twice() -> None:
+    layers, x = model(), torch.randn(8, 32, requires_grad=True)
+    with te.autocast(recipe=RECIPES["delayed"]):
+        y = te.checkpoint(layers, x).sum()
+    (first,) = torch.autograd.grad(y, x, retain_graph=True)
+    (second,) = torch.autograd.grad(y, x)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
+def test_autocast_inside_a_checkpoint(name: str) -> None:
+    def inside(layers: nn.Module) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            with te.autocast(recipe=RECIPES[name]):
+                return layers(x)
+
+        return forward
+
+    straight, checkpointed, plain = model(), model(), model()
+    expected = train(straight, inside(straight), None)
+    assert equal(expected, train(checkpointed, lambda x: te.checkpoint(inside(checkpointed), x), None))
+    by_torch = train(plain, lambda x: torch.utils.checkpoint.checkpoint(inside(plain), x, use_reentrant=False), None, 1)
+    if name != "delayed":  # which casts by the newer scales in torch's recomputation
+        assert equal(expected[: len(by_torch)], by_torch)
+
+
+def test_a_recomputed_autocast_takes_no_step_of_its_own() -> None:
+    """It ends in the middle of the backward pass, when the layers after it have gathered theirs."""
+
+    def inside(part: nn.Module) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            with te.autocast(recipe=RECIPES["delayed"]):
+                return part(x)
+
+        return forward
+
+    found = []
+    for kept in (True, False):
+        layers = model()
+        below, above = inside(layers[0]), inside(layers[1:])
+        forward = below if kept else lambda x, f=below: te.checkpoint(f, x, early_stop=False)
+        found.append(train(layers, lambda x, f=forward, g=above: g(f(x)), None))
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_torchs_own_checkpoint_outside_of_autocast_fails_loudly(layer: int, name: str) -> None:
+    """Its recomputation runs in the backward pass, without FP8: never silently another function's gradient."""
+    layers = model()
+    x = torch.randn(8, 32, requires_grad=True)
+    with te.autocast(recipe=RECIPES[name]):
+        y = torch.utils.checkpoint.checkpoint(layers[layer], x, use_reentrant=False)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        y.sum().backward()
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    with pytest.raises(ValueError, match="use_reentrant=False only"):
+        te.checkpoint(torch.sin, torch.ones(1), use_reentrant=True)
