@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 _compiled: dict[Hashable, Any] = {}
+_PLAIN = frozenset((int, float, bool, type(None)))  # what is no tensor among a kernel's arguments
 
 
 def launch(
@@ -38,5 +39,5 @@ def launch(
     compiled, rest = found
     stream = torch._C._cuda_getCurrentRawStream(device)
     # Addresses, not tensors: Triton would ask the driver of each tensor whether its address is one.
-    values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in args]
+    values = [value if type(value) in _PLAIN else value.data_ptr() for value in args]
     compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *rest)

@@ -88,15 +88,10 @@ def _multiply(
 ) -> Tensor:
     """One call of torch._scaled_mm, with scales () and () or (M, 1) and (1, N)."""
     fused = bias is not None and out_dtype is not torch.float32  # torch refuses a bias for a float32 D
-    out = torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=a_scale_inv,
-        scale_b=b_scale_inv,
-        bias=bias.to(out_dtype) if fused and bias is not None else None,
-        out_dtype=out_dtype,
-        use_fast_accum=fast_accum,
-    )
+    added = None
+    if fused and bias is not None:
+        added = bias if bias.dtype is out_dtype else bias.to(out_dtype)
+    out = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, added, None, out_dtype, fast_accum)
     return out if fused or bias is None else out.add_(bias)
 
 

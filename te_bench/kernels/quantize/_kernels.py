@@ -341,7 +341,7 @@ def pair(
     n = w.shape[0]
     data, data_t = empty_pair(m, k, x, dtype, True, columnwise)
     w_data, w_data_t = empty_pair(n, k, w, dtype, True, w_columnwise)
-    scale_inv, w_scale_inv = torch.empty_like(scale), torch.empty_like(w_scale)
+    scale_inv, w_scale_inv = scale.new_empty_strided((2,), (4,)).unbind()  # 16 bytes apart, as cuBLASLt wants them
     stride, w_stride = x.stride(0), w.stride(0)
     aligned = x.data_ptr() % 16, w.data_ptr() % 16
     args = (

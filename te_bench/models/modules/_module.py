@@ -87,13 +87,6 @@ class Gemms(NamedTuple):
         slot = getattr(self, role)
         return self.recipe.quantize(x, role, slot, rowwise=rowwise, columnwise=columnwise, column_sum=total)
 
-    def quantize_pair(
-        self, x: Tensor, weight: Tensor, *, x_columnwise: bool, w_columnwise: bool
-    ) -> tuple[Quantized, Quantized]:
-        return self.recipe.quantize_pair(
-            x, self.input, weight, self.weight, x_columnwise=x_columnwise, w_columnwise=w_columnwise
-        )
-
     def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         return self.recipe.gemm(x.data, x.scale_inv, w.data, w.scale_inv, "fprop", dtype, bias)
 

@@ -120,7 +120,7 @@ class Recipe:
         return None
 
     def _emulated(self, x: Tensor) -> bool:
-        return self.emulate or x.device.type != "cuda"
+        return self.emulate or not x.is_cuda
 
     def _quantizer(self, x: Tensor) -> Backend:
         return quantize_reference.BACKEND if self._emulated(x) else quantize_triton.BACKEND
