@@ -1,18 +1,22 @@
 """From a suite's name to the trials it will run, in order. Pure but for the token cache; imports no torch."""
 
+import dataclasses
 import fnmatch
+import math
 from itertools import groupby
 
 from te_bench import plugins
 from te_bench.experiments import suites, workloads
 from te_bench.experiments.spec import DEVICES, MODES, PRECISIONS, PROTOCOLS, Experiment, Options, Trial
+from te_bench.models.configs import CONFIGS
+
+RECIPES, FAULTS = "te_bench.models.recipe", "te_bench.models.faults"
 
 
 def resolve(suite: str, options: Options, *, only: str | None = None) -> Experiment:
     """The experiment of a suite with its trials in running order. Raises ValueError for any name that is not known."""
     plugins.check("device", options.device, list(DEVICES))
-    if options.seeds is not None and options.seeds < 1:
-        raise ValueError(f"--seeds {options.seeds}: give 1 or more")
+    _check_values(options)
     experiment: Experiment = plugins.load(suites.__name__, suite, "experiment")(options)
     for trial in experiment.trials:
         check(trial)
@@ -22,9 +26,43 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
     if not chosen:
         shown = "\n  ".join(names[:12])
         raise ValueError(f"--only {only!r} matches no trial of {suite}. Its trials are named like\n  {shown}")
-    return Experiment(
-        suite=experiment.suite, title=experiment.title, trials=interleave(chosen), baseline=experiment.baseline
-    )
+    return dataclasses.replace(experiment, trials=interleave(chosen))
+
+
+def _check_values(options: Options) -> None:
+    """Raise ValueError for an option that no suite could obey."""
+    for name in ("seeds", "steps", "tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value}: give 1 or more")
+    if options.steps is not None and options.tokens is not None:
+        raise ValueError(f"--steps {options.steps} and --tokens {options.tokens} both say how long to train: give one")
+    if options.margin is not None and not 0 < options.margin < math.inf:  # nor is NaN
+        raise ValueError(f"--margin {options.margin:g}: give nats greater than 0; no two losses are ever equal")
+    if options.alpha is not None and not 0 < options.alpha < 0.5:
+        raise ValueError(f"--alpha {options.alpha:g}: give a probability between 0 and 0.5, such as 0.05")
+    if options.model is not None:
+        plugins.check("model", options.model, list(CONFIGS))
+    if options.recipes is not None:
+        known = plugins.names(RECIPES)
+        if not options.recipes:
+            raise ValueError(f"--recipes names none; known: {', '.join(known)}")
+        for name in options.recipes:
+            plugins.check("recipe", name, known)
+            if options.recipes.count(name) > 1:
+                raise ValueError(f"--recipes: {name} is named twice; name each once")
+
+
+#: Why a suite does not obey an option that is not among those it heeds.
+_UNHEEDED = {
+    "model": "chooses its models itself",
+    "recipes": "chooses its recipes itself",
+    "steps": "chooses itself how long it trains",
+    "tokens": "chooses itself how long it trains",
+    "margin": "gives no verdict on convergence",
+    "alpha": "gives no verdict on convergence",
+    "preset": "has no presets",
+}
 
 
 def _check_options(experiment: Experiment, options: Options) -> None:
@@ -38,6 +76,9 @@ def _check_options(experiment: Experiment, options: Options) -> None:
             plugins.check("model of --data", model, trained)
     if options.budget_s is not None and not any("budget_s" in problem for problem in problems):
         raise ValueError(f"--budget: the suite {experiment.suite} has no time-budget trial; leave it out")
+    for name, why in _UNHEEDED.items():
+        if getattr(options, name) is not None and name not in experiment.heeds:
+            raise ValueError(f"--{name}: the suite {experiment.suite} {why}; leave it out")
 
 
 def check(trial: Trial) -> None:
@@ -47,13 +88,17 @@ def check(trial: Trial) -> None:
     plugins.check("precision", trial.precision, list(PRECISIONS))
     plugins.check("mode", trial.mode, list(MODES))
     plugins.check("protocol", trial.protocol, list(PROTOCOLS))
-    recipes = plugins.names("te_bench.models.recipe")
+    recipes = plugins.names(RECIPES)
     if trial.recipe is not None:
         plugins.check("recipe", trial.recipe, recipes)
     if trial.precision == "fp8" and trial.recipe is None:
         raise ValueError(f"{trial.name}: fp8 needs a recipe. Known: {', '.join(recipes)}.")
     if trial.precision != "fp8" and trial.recipe is not None:
         raise ValueError(f"{trial.name}: the recipe {trial.recipe} is for fp8; leave it out or choose precision fp8")
+    if "fault" in trial.problem:
+        plugins.check("fault", str(trial.problem["fault"]), plugins.names(FAULTS))
+        if trial.recipe is None:
+            raise ValueError(f"{trial.name}: a fault is planted into a recipe; choose precision fp8 and one")
 
 
 def interleave(trials: list[Trial]) -> tuple[Trial, ...]:

@@ -65,8 +65,11 @@ def run(
     context: Context,
     progress: Progress,
     retry: bool = False,
+    needless: Callable[[Trial], str | None] = lambda _: None,
 ) -> None:
     """Run every trial that is `to_do`, once; `gpus` are CUDA_VISIBLE_DEVICES values, one trial on each at a time.
+
+    needless(trial), asked when its turn comes, answers why it is not to be run any more: its outcome is "stopped".
 
     Ctrl-C or SIGTERM ends the children at once and raises KeyboardInterrupt; the store stays valid and a rerun goes on.
     """
@@ -82,7 +85,12 @@ def run(
         try:
             while waiting or running:
                 while waiting and free:
-                    job = _prepare(server, waiting.popleft(), store, free.pop(0), Path(scratch), context)
+                    trial = waiting.popleft()
+                    if reason := needless(trial):
+                        store.add(_stopped(trial, environment_id, reason))
+                        progress(store.journal.records[trial.id, environment_id], None)
+                        continue
+                    job = _prepare(server, trial, store, free.pop(0), Path(scratch), context)
                     running.append(job)  # first: an interrupt while it starts must find it
                     _start(job.process)
                     progress(None, job.trial)
@@ -193,6 +201,11 @@ def _record(job: Running, environment_id: str, timeout_s: float) -> Record:
         wall_s=wall,
         **result,
     )
+
+
+def _stopped(trial: Trial, environment_id: str, reason: str) -> Record:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return Record(trial=trial, environment=environment_id, outcome="stopped", reason=reason, started_at=now, wall_s=0.0)
 
 
 def _post_mortem(job: Running) -> dict[str, Any]:

@@ -12,8 +12,9 @@ SCHEMA = 1
 
 Scalar = str | int | float | bool | None
 
-#: How a trial can end. Only "ok" carries timings; "interrupted" is the one outcome that a rerun replaces.
-OUTCOMES = ("ok", "unsupported", "oom", "timeout", "crashed", "diverged", "failed_check", "interrupted")
+#: How a trial can end. Only "ok" carries timings; "interrupted" is the one outcome that a rerun replaces; "stopped" was not
+#: begun, for a stopping rule fixed in the plan had no more need of it.
+OUTCOMES = ("ok", "unsupported", "oom", "timeout", "crashed", "diverged", "failed_check", "stopped", "interrupted")
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
@@ -86,12 +87,13 @@ _LABELS = {
     "heads": "h",
     "length": "t",
     "head_dim": "d",
+    "lr_factor": "lr",
 }
 
 
 def _problem_label(problem: Mapping[str, Scalar]) -> str:
     """The settings that tell one problem from another at a glance; the id holds them all."""
-    words = [str(problem[key]) for key in ("model", "layer", "variant", "dtype") if key in problem]
+    words = [str(problem[key]) for key in ("model", "arm", "fault", "layer", "variant", "dtype") if key in problem]
     words += [f"{letter}{problem[key]}" for key, letter in _LABELS.items() if key in problem]
     if "causal" in problem:
         words.append("causal" if problem["causal"] else "full")
@@ -107,6 +109,13 @@ class Options:
     data: Mapping[str, str] = field(default_factory=dict)
     budget_s: float | None = None
     cache: Path | None = None
+    model: str | None = None
+    recipes: tuple[str, ...] | None = None
+    steps: int | None = None
+    tokens: int | None = None  # of training, in place of steps
+    margin: float | None = None  # nats: the largest gap in the final loss that counts as none
+    alpha: float | None = None  # of the tests
+    preset: str | None = None  # a suite's named settings
 
     def data_for(self, model: str, default: str) -> str:
         return self.data.get(model, self.data.get("", default))
@@ -114,12 +123,18 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
-    """What a suite asks for: its trials in any order, and the cell that speed-ups are quoted against."""
+    """What a suite asks for: its trials in any order, and the cell that speed-ups are quoted against.
+
+    judgement: what a verdict will be judged by, fixed before the first step: margin, alpha, seeds and steps.
+    heeds: which of Options.model, recipes, steps, tokens, margin, alpha and preset the suite obeys.
+    """
 
     suite: str
     title: str
     trials: tuple[Trial, ...]
     baseline: str | None = None  # Trial.cell of the rung that is 1.00x
+    judgement: Mapping[str, Scalar] = field(default_factory=dict)
+    heeds: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +142,7 @@ class Record:
     """One line of the journal: how one trial ended. Raw samples in SI units; nothing derived.
 
     samples: latency_s (one per timed step), loss and step, val_loss, val_step and val_time_s, peak_allocated_bytes, ...
+    A sample that is no finite number is null.
     check: what was compared with the reference: {"error": ..., "limit": ..., ...}. work: {"flop": ..., "tokens": ...}.
     """
 

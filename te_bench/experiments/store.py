@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from te_bench.experiments.spec import SCHEMA, Record, canonical_json
+from te_bench.experiments.spec import SCHEMA, Record, Scalar, canonical_json
 
 JOURNAL = "journal.jsonl"
 _PREFIX = len('{"crc32":"01234567",')
@@ -38,6 +38,7 @@ class Plan:
     trials: tuple[Mapping[str, Any], ...]  # Trial.to_json(), in running order
     baseline: str | None
     started_at: str
+    judgement: Mapping[str, Scalar] = field(default_factory=dict)  # Experiment.judgement; older journals have none
 
 
 class Records(Mapping[Key, Record]):

@@ -141,9 +141,26 @@ class GPT(nn.Module):
             else:  # LayerNorm gain
                 nn.init.ones_(parameter)
 
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """What a forward pass runs in: the recipe's FP8, outside of what torch.compile sees; nothing without a recipe."""
-        return contextlib.nullcontext() if self.recipe is None else fp8.autocast(recipe=self.recipe)
+    @torch.no_grad()
+    def perturb(self, seed: int, ulps: int = 1) -> None:
+        """Move every weight to a representable neighbour, `ulps` times, up or down as `seed` has it; the padding stays 0.
+
+        The signs do not depend on the padded width or the device.
+        """
+        for number, parameter in enumerate(self.parameters()):
+            weight = parameter[: self.config.vocab_size] if parameter is self.lm_head.weight else parameter
+            generator = torch.Generator().manual_seed(seed << 16 | number)
+            up = torch.randint(0, 2, weight.shape, generator=generator, dtype=torch.int8).to(weight.device)
+            towards = torch.where(up == 1, torch.inf, -torch.inf).to(weight.dtype)
+            for _ in range(ulps):
+                weight.copy_(torch.nextafter(weight, towards))
+
+    def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+        """What a forward pass runs in: the recipe's FP8, outside of what torch.compile sees; nothing without a recipe.
+
+        enabled=False switches FP8 off: the pass is that of the same model without a recipe.
+        """
+        return contextlib.nullcontext() if self.recipe is None else fp8.autocast(enabled, recipe=self.recipe)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, C), after the last LayerNorm. Raises ValueError when T > block_size."""

@@ -56,10 +56,10 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def fp8_autocast(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """The autocast of a model that has one, as GPT has for its recipe."""
-    own: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(model, "autocast", None)
-    return contextlib.nullcontext() if own is None else own()
+def fp8_autocast(model: nn.Module, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+    """The autocast of a model that has one, as GPT has for its recipe; with enabled=False it computes in no FP8."""
+    own: Callable[[bool], contextlib.AbstractContextManager[None]] | None = getattr(model, "autocast", None)
+    return contextlib.nullcontext() if own is None else own(enabled)
 
 
 class TrainStep:
@@ -68,6 +68,7 @@ class TrainStep:
     tokens and targets are (accumulate * B, T) int64. Nothing waits for the device. Modes: "eager"; "compile"
     (torch.compile); "compile-reduce-overhead" (its own CUDA graphs around forward and backward); "cudagraph" (the
     compiled forward and backward, the clip and the optimizer captured together as one CUDA graph).
+    `grad_norm`, a () tensor, is what clipping found the norm of the last step's gradients to be; None where none clips.
     """
 
     def __init__(self, model: nn.Module, optim: Optim, *, precision: str, mode: str):
@@ -86,6 +87,8 @@ class TrainStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, Tensor] | None = None
         self._loss: Tensor | None = None
+        self.grad_norm: Tensor | None = None
+        self._norm: Tensor | None = None  # the graph's own
         self.captured_peak_bytes: int | None = None  # replays allocate nothing: the peak is the capture's
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -134,7 +137,7 @@ class TrainStep:
             losses.append(loss.detach().clone())  # the clone outlives the CUDA graph's own memory
         self.scaler.unscale_(self.optimizer)
         if self.optim.grad_clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.grad_clip, foreach=True)
+            self.grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.grad_clip, foreach=True)
         return losses[0] if n == 1 else torch.stack(losses).sum()
 
     def _update(self) -> None:
@@ -176,6 +179,7 @@ class TrainStep:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._loss = self._backward(*self._inputs)
+            self._norm = self.grad_norm
             self._update()
         self.captured_peak_bytes = torch.cuda.max_memory_allocated()
 
@@ -188,6 +192,7 @@ class TrainStep:
         self._inputs[0].copy_(tokens)
         self._inputs[1].copy_(targets)
         self._graph.replay()
+        self.grad_norm = None if self._norm is None else self._norm.clone()
         return self._loss.clone()
 
 
@@ -206,13 +211,18 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precision: str) -> float:
-    """Mean loss in nats over every token of `batches`, dropout off; a smaller last batch counts by its size."""
+def evaluate(
+    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precision: str, *, quantized: bool = True
+) -> float:
+    """Mean loss in nats over every token of `batches`, dropout off; a smaller last batch counts by its size.
+
+    quantized=False evaluates a model that has an FP8 recipe without it, in `precision` alone.
+    """
     model.eval()
     device = next(model.parameters()).device
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
     for x, y in batches:
-        with autocast(device, precision), fp8_autocast(model):
+        with autocast(device, precision), fp8_autocast(model, quantized):
             total += model(x, y).double() * y.numel()
         tokens += y.numel()
     model.train()

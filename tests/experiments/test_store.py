@@ -353,3 +353,13 @@ def test_somebody_elses_file_is_not_cut(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match="not a te-bench journal"):
         Store(tmp_path)
     assert (tmp_path / JOURNAL).read_text() == text
+
+
+def test_a_plan_keeps_its_judgement_and_an_older_one_has_none(tmp_path: Path) -> None:
+    asked = {"margin": 0.003, "alpha": 0.05, "seeds": 5, "steps": 100}
+    with Store(tmp_path) as store:
+        store.add_plan(dataclasses.replace(plan(), judgement=asked))
+    assert load(tmp_path).plans[0].judgement == asked
+    body = {name: getattr(plan(), name) for name in Plan.__slots__ if name != "judgement"}
+    (tmp_path / "journal.jsonl").write_bytes(encode("plan", body))
+    assert load(tmp_path).plans[0].judgement == {}

@@ -132,6 +132,17 @@ def test_clipping_bounds_the_norm_and_keeps_the_direction() -> None:
         torch.testing.assert_close(loose[name], g)
 
 
+@pytest.mark.parametrize("precision", ["fp64", "fp8"])
+def test_the_norm_is_that_of_the_gradients_before_clipping(precision: str) -> None:
+    free, clipped = (a_step(Optim(grad_clip=clip, accumulate=2), precision=precision) for clip in (0.0, 0.01))
+    _, found = free.gradients(*a_batch())
+    norm = math.sqrt(sum(g.double().square().sum().item() for g in found.values()))
+    clipped(*a_batch())
+    assert clipped.grad_norm is not None
+    assert clipped.grad_norm.item() == pytest.approx(norm, rel=1e-5)
+    assert free.grad_norm is None
+
+
 # gradients() looks and does not touch.
 
 
@@ -275,6 +286,23 @@ def test_evaluate_weights_batches_by_their_size() -> None:
     assert found == pytest.approx(step.model(tokens, targets).item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("name", recipes.names())
+def test_unquantized_a_model_with_a_recipe_is_evaluated_as_one_without(name: str) -> None:
+    """Bit for bit: arms are compared by it. And no scale moves."""
+    torch.manual_seed(0)
+    fp8, plain = GPT(SMALL, recipe=recipes.load(name)), GPT(SMALL)
+    plain.load_state_dict(fp8.state_dict())
+    step = TrainStep(fp8, Optim(learning_rate=1e-2), precision="fp8", mode="eager")
+    for k in range(3):
+        step(*a_batch(k))
+    plain.load_state_dict({key: value for key, value in fp8.state_dict().items() if "fp8_" not in key})
+    before = {key: value.clone() for key, value in fp8.state_dict().items()}
+    by_bf16 = evaluate(fp8, iter([a_batch(9)]), "bf16", quantized=False)
+    assert by_bf16 == evaluate(plain, iter([a_batch(9)]), "bf16")
+    assert by_bf16 != evaluate(fp8, iter([a_batch(9)]), "fp8")
+    assert all(torch.equal(before[key], value) for key, value in fp8.state_dict().items())
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_evaluating_changes_nothing_that_is_trained(precision: str) -> None:
     """Dropout draws from torch's generator, so an evaluation that drew from it would change the curve."""
@@ -353,6 +381,18 @@ def test_every_mode_trains_alike(mode: str, eager_losses: list[float]) -> None:
     assert min(drops[0], drops[1], drops[3]) > 0.005
     assert drops[2] == pytest.approx(0, abs=1e-4)  # after the rate of 0 the loss is the same again
     assert (step.model.transformer.wte.weight[250:] == 0).all()  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_tells_the_norm_of_each_step(mode: str) -> None:
+    step, eager = on_gpu(mode=mode), on_gpu()
+    for k in range(3):
+        step(*gpu_batch(k))
+        eager(*gpu_batch(k))
+        assert step.grad_norm is not None
+        assert eager.grad_norm is not None
+        assert step.grad_norm.item() == pytest.approx(eager.grad_norm.item(), rel=2e-2)
 
 
 @pytest.mark.gpu

@@ -67,14 +67,24 @@ def corpus_problem(options: Options, data: str, tokenizer: str, block: int) -> d
     }
 
 
-def training(options: Options, problem: dict[str, Any], attention: str, precision: str, mode: str, seed: int) -> Trial:
+def training(
+    options: Options,
+    problem: dict[str, Any],
+    attention: str,
+    precision: str,
+    mode: str,
+    seed: int,
+    *,
+    recipe: str = FP8_RECIPE,
+) -> Trial:
+    """A training to a curve; the recipe is heeded in fp8 alone."""
     return Trial(
         workload="training",
         device=options.device,
         problem=problem,
         attention=attention,
         precision=precision,
-        recipe=FP8_RECIPE if precision == "fp8" else None,
+        recipe=recipe if precision == "fp8" else None,
         mode=mode,
         protocol="curve",
         seed=seed,

@@ -16,7 +16,7 @@ from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import attention
-from te_bench.models import fp8
+from te_bench.models import faults, fp8
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import CONFIGS, GPT, GPTConfig
 from te_bench.models.train import Optim, TrainStep, autocast
@@ -97,13 +97,18 @@ def sizes_of(trial: Trial) -> dict[str, int]:
 
 
 def build(trial: Trial) -> GPT:
-    """The trial's model on its device; the seed decides the weights."""
+    """The trial's model on its device; the seed decides the weights. problem: perturb_ulp and fault, where it asks."""
     recipe = recipes.load(trial.recipe) if trial.recipe else None
+    if recipe is not None and "fault" in trial.problem:
+        recipe = faults.load(str(trial.problem["fault"]))(recipe)
     padded = trial.number("padded_vocab")
     allow_tf32(trial.precision)
     torch.manual_seed(trial.seed)
     with torch.device(trial.device):
-        return GPT(config_of(trial), attention=trial.attention, padded_vocab_size=padded, recipe=recipe)
+        model = GPT(config_of(trial), attention=trial.attention, padded_vocab_size=padded, recipe=recipe)
+    if "perturb_ulp" in trial.problem:
+        model.perturb(trial.seed, trial.number("perturb_ulp"))
+    return model
 
 
 def allow_tf32(precision: str) -> None:

@@ -2,13 +2,19 @@
 
 problem: model, batch (a number, or "max" for the largest that fits), block, vocab, padded_vocab, data, tokenizer, corpus
 (the cache key, which holds the content hash), steps or budget_s, eval_every (steps) or eval_every_s, eval_tokens, and any
-field of models.train.Optim.
-samples: step, loss, time_s; val_step, val_loss, val_time_s. The clock counts training only: not evaluation, not the
-check, not the first two steps, in which a compiled model is compiled.
+field of models.train.Optim. Of a convergence trial besides: perturb_ulp and fault, which make the model (_model.build);
+evaluate "both": val_loss is in bf16 whatever the trial trains in, val_loss_native as it trains; probes: about how many
+looks at the FP8 numerics there are, at evaluations that are evenly spaced.
+samples: step, loss, time_s, and grad_norm where gradients are clipped; val_step, val_loss, val_time_s, val_loss_native;
+probe_step, and of each Linear's tensors amax:MODULE.TENSOR, saturated:... and underflowed:..., the latter two fractions
+of the elements. The clock counts training only: not evaluation, not the probes, not the check, not the first two steps,
+in which a compiled model is compiled.
 """
 
 import dataclasses
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +22,10 @@ from torch import Tensor
 
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _model, max_batch
+from te_bench.experiments.workloads import _check, _model, _probe, max_batch
+from te_bench.models import checkpoints, data
 from te_bench.models import corpus as corpora
-from te_bench.models import data
+from te_bench.models.gpt import GPT
 from te_bench.models.train import TrainStep, evaluate, train
 
 LOG_EVERY = 10  # steps between reads of the loss: each read waits for the device
@@ -39,11 +46,11 @@ def run(trial: Trial, context: Context) -> Measurement:
     rows = {**sizes, "batch": sizes["batch"] * optim.accumulate}
     stream = data.Batches(corpus, **rows, seed=trial.seed, device=trial.device)
     step = TrainStep(_model.build(trial), optim, precision=trial.precision, mode=trial.mode)
-    check = _model.check_step(trial, *_few(stream.at(0), optim.accumulate, trial), step)
+    check = _checked(trial, *_few(stream.at(0), optim.accumulate, trial), step)
     _model.reset_memory(trial.device)
     torch.manual_seed(trial.seed)  # dropout draws the same masks whatever the check drew
 
-    curve = _Curve(trial, step, corpus)
+    curve = _Curve(trial, step, corpus, probe=_micro(stream.at(0), optim.accumulate))
     work |= {"batch": sizes["batch"], "tokens": rows["batch"] * sizes["block"], "windows": curve.windows}
     reason = None
     for number, loss in train(step, stream.at, curve.progress):
@@ -56,10 +63,33 @@ def run(trial: Trial, context: Context) -> Measurement:
     measurement = Measurement(check=check, work=work, samples=samples)
     if reason:
         raise Diverged(reason, measurement)
-    few = _few(stream.at(0), optim.accumulate, trial)  # at the largest batch the profiler would have no memory left
+    if context.checkpoints is not None:
+        _save(step, trial, corpus, context.checkpoints)
+    # At the largest batch the profiler would have no memory left; a captured step takes no other batch than its own.
+    few = stream.at(0) if step.captured else _few(stream.at(0), optim.accumulate, trial)
     _model.reset_memory(trial.device)
     seen = _check.kernels_seen(lambda: step(*few), trial.device)
     return _check.require_kernels(trial, seen, measurement)
+
+
+def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: Path) -> None:
+    """Write the trained model to TRIAL-ID.pt, for `te-bench evaluate`. A planted fault is no recipe to run it in."""
+    assert isinstance(step.model, GPT)
+    recipe = None if "fault" in trial.problem else trial.recipe
+    checkpoints.save(step.model, folder / f"{trial.id}.pt", recipe=recipe, corpus=corpus, about=trial.to_json())
+
+
+def _checked(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> dict[str, Any]:
+    """The check of the step. A planted fault would rightly fail it, and is what that trial is to measure."""
+    if "fault" in trial.problem:
+        return {"skipped": "planted fault"}
+    return _model.check_step(trial, tokens, targets, step)
+
+
+def _micro(batch: tuple[Tensor, Tensor], accumulate: int) -> tuple[Tensor, Tensor]:
+    """The first micro-batch."""
+    rows = len(batch[0]) // accumulate
+    return batch[0][:rows], batch[1][:rows]
 
 
 def _few(batch: tuple[Tensor, Tensor], accumulate: int, trial: Trial) -> tuple[Tensor, Tensor]:
@@ -73,18 +103,23 @@ def _few(batch: tuple[Tensor, Tensor], accumulate: int, trial: Trial) -> tuple[T
 class _Curve:
     """The running record of one training: what was lost when, by the training clock."""
 
-    def __init__(self, trial: Trial, step: TrainStep, corpus: corpora.Corpus | None):
-        self.trial, self.step, self.corpus = trial, step, corpus
+    def __init__(self, trial: Trial, step: TrainStep, corpus: corpora.Corpus | None, probe: tuple[Tensor, Tensor]):
+        self.trial, self.step, self.corpus, self.probe = trial, step, corpus, probe
         p = trial.problem
         self.steps, self.budget_s = p.get("steps"), p.get("budget_s")
         self.eval_every, self.eval_every_s = p.get("eval_every"), p.get("eval_every_s")
         self.tokens = {"max_tokens": p.get("eval_tokens")}
         self.windows = data.windows(corpus, trial.number("block"), **self.tokens)  # type: ignore[arg-type]
         self.elapsed, self.mark = 0.0, time.perf_counter()
-        self.pending: list[tuple[int, Tensor]] = []
+        self.pending: list[tuple[int, Tensor, Tensor]] = []  # step, loss, norm of the gradients
         self.last_eval_s = 0.0
         self.step_, self.loss, self.time_s = [], [], []  # type: ignore[var-annotated]
         self.val_step, self.val_loss, self.val_time_s = [], [], []  # type: ignore[var-annotated]
+        self.more: dict[str, list[float | None]] = {}  # what only some trials sample
+        self.evaluations = 0
+        probes = int(p.get("probes") or 0) if trial.recipe else 0
+        evaluations = int(self.steps or 0) // max(int(self.eval_every or 1), 1)
+        self.probe_every = max(1, round(evaluations / probes)) if probes else 0
         self.number = 0
 
     def progress(self, number: int) -> float | None:
@@ -97,15 +132,16 @@ class _Curve:
     def add(self, number: int, loss: Tensor) -> str | None:
         """Note a step's loss; every LOG_EVERY steps read them, and evaluate when it is time. A reason ends training."""
         self.number = number
-        self.pending.append((number, loss))
+        norm = self.step.grad_norm
+        self.pending.append((number, loss, loss if norm is None else norm))
         if number == COMPILING - 1:
             self._wait()
             self.mark = time.perf_counter()
-        if self.budget_s is None and (number + 1) % LOG_EVERY:
+        due = bool(self.eval_every and (number + 1) % int(self.eval_every) == 0)
+        if self.budget_s is None and (number + 1) % LOG_EVERY and not due:
             return None  # under a budget every step is read: it must end on time, and slow steps make a read cheap
         reason = self._read()
-        due = self.eval_every and (number + 1) % int(self.eval_every) == 0
-        due = due or (self.eval_every_s and self.elapsed - self.last_eval_s >= float(self.eval_every_s))
+        due = due or bool(self.eval_every_s and self.elapsed - self.last_eval_s >= float(self.eval_every_s))
         return self._evaluate() if reason is None and due else reason
 
     def finish(self) -> str | None:
@@ -114,8 +150,9 @@ class _Curve:
             reason = self._evaluate()
         return reason
 
-    def samples(self) -> dict[str, list[float]]:
+    def samples(self) -> dict[str, list[Any]]:
         return {
+            **self.more,
             "step": self.step_,
             "loss": self.loss,
             "time_s": self.time_s,
@@ -135,26 +172,47 @@ class _Curve:
         if self.number >= COMPILING:
             self.elapsed += now - self.mark
         self.mark = now
-        for number, loss in self.pending:
-            value = loss.item()
+        pending, self.pending = self.pending, []
+        read = [torch.stack((loss.float(), norm.float())) for _, loss, norm in pending]
+        values = torch.stack(read).tolist() if read else []
+        for (number, _, _), (value, norm) in zip(pending, values, strict=True):
             if not abs(value) < float("inf"):
                 return f"the loss is {value} at step {number}"
             self.step_.append(number)
             self.loss.append(value)
             self.time_s.append(self.elapsed)
-        self.pending.clear()
+            if self.step.grad_norm is not None:
+                self._more("grad_norm", norm)
         return None
+
+    def _more(self, name: str, value: float | None) -> None:
+        """JSON has no NaN and no infinity: what is not a finite number is null."""
+        known = value is not None and abs(value) < float("inf")
+        self.more.setdefault(name, []).append(value if known else None)
 
     def _evaluate(self) -> str | None:
         """Note the validation loss; one that is not finite is a reason to end training."""
-        sizes: dict[str, Any] = _model.sizes_of(self.trial) | self.tokens
-        batches = data.validation(self.corpus, **sizes, device=self.trial.device)
-        loss = evaluate(self.step.model, batches, self.trial.precision)
-        if not abs(loss) < float("inf"):
-            return f"the validation loss is {loss} after step {self.number}"
+        model, precision = self.step.model, self.trial.precision
+        both = self.trial.problem.get("evaluate") == "both"
+        native = evaluate(model, self._validation(), precision)
+        alike = not both or precision == "bf16"
+        loss = native if alike else evaluate(model, self._validation(), "bf16", quantized=False)
+        if not abs(loss) + abs(native) < float("inf"):
+            return f"the validation loss is {loss if abs(native) < float('inf') else native} after step {self.number}"
         self.val_loss.append(loss)
         self.val_step.append(self.number + 1)
         self.val_time_s.append(self.elapsed)
+        if both:
+            self._more("val_loss_native", native)
+        self.evaluations += 1
+        if self.probe_every and self.evaluations % self.probe_every == 0:
+            self._more("probe_step", self.number + 1)
+            for name, figure in _probe.look(self.step, *self.probe).items():
+                self._more(name, figure)
         self.last_eval_s = self.elapsed
         self.mark = time.perf_counter()
         return None
+
+    def _validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        sizes: dict[str, Any] = _model.sizes_of(self.trial) | self.tokens
+        return data.validation(self.corpus, **sizes, device=self.trial.device)

@@ -14,7 +14,7 @@ SUITES = plugins.names(suites.__name__)
 
 
 def resolve(suite: str, device: str, cache: Path, seeds: int | None = None) -> Experiment:
-    data = {"": "random"} if suite in ("curves", "quick") else {}
+    data = {"": "random"} if suite in ("convergence", "curves", "quick", "stress") else {}
     return plan.resolve(suite, Options(device=device, seeds=seeds, data=data, cache=cache))
 
 

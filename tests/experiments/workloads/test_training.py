@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from te_bench.experiments.measurement import Context, Diverged
-from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import training
+from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement
+from te_bench.experiments.spec import Trial, canonical_json
+from te_bench.experiments.workloads import _check, _model, training
 from te_bench.models import corpus as corpora
+from te_bench.models import recipe as recipes
+from te_bench.models.gpt import GPT
 
 TINY = {"model": "tiny", "batch": 4, "block": 8, "vocab": 256, "padded_vocab": 256, "tokenizer": "bytes"}
 TINY |= {"learning_rate": 3e-3, "min_learning_rate": 3e-4, "eval_tokens": 64}
@@ -23,9 +27,17 @@ def trial(tmp_path: Path) -> Any:
     text.write_text("To be, or not to be, that is the question. " * 200)
     corpus = corpora.prepare(f"text:{text}", "bytes", cache=tmp_path / "cache")
 
-    def with_problem(**problem: Any) -> Trial:
+    def with_problem(precision: str = "fp32", recipe: str | None = None, seed: int = 0, **problem: Any) -> Trial:
         problem = {**TINY, "data": "text:text.txt", "corpus": corpus.key, **problem}
-        return Trial(workload="training", device="cpu", problem=problem, attention="flash", precision="fp32")
+        return Trial(
+            workload="training",
+            device="cpu",
+            problem=problem,
+            attention="math" if problem.get("dropout") else "flash",  # on a CPU
+            precision=precision,
+            recipe=recipe,
+            seed=seed,
+        )
 
     return with_problem
 
@@ -73,7 +85,7 @@ def test_a_loss_that_is_not_finite_ends_training_and_keeps_what_was_before(trial
 def test_a_validation_loss_that_is_not_finite_is_diverged_too(
     trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "evaluate", lambda model, batches, precision: math.nan)
+    monkeypatch.setattr(training, "evaluate", lambda model, batches, precision, quantized=True: math.nan)
     for every in (10, 100):  # while training, and at its end
         with pytest.raises(Diverged, match="the validation loss is nan after step ") as caught:
             training.run(trial(steps=20, eval_every=every), context)
@@ -81,8 +93,208 @@ def test_a_validation_loss_that_is_not_finite_is_diverged_too(
         assert len(caught.value.measurement.samples["loss"]) == min(every, 20)
 
 
+# What a convergence trial samples besides.
+
+
+def test_the_norm_of_the_gradients_is_sampled_at_every_step(trial: Any, context: Context) -> None:
+    found = training.run(trial(steps=15, eval_every=15), context).samples
+    assert len(found["grad_norm"]) == len(found["loss"]) == 15
+    assert all(0.01 < norm < 100 for norm in found["grad_norm"])
+    assert len(set(found["grad_norm"])) > 10
+    assert "grad_norm" not in training.run(trial(steps=15, eval_every=15, grad_clip=0.0), context).samples
+
+
+def test_a_norm_that_is_not_finite_is_null(trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = nn.utils.clip_grad_norm_
+    norms: list[Tensor] = []
+
+    def sometimes(*args: Any, **more: Any) -> Tensor:
+        norms.append(right(*args, **more))
+        return norms[-1] * (math.nan if len(norms) % 4 == 0 else 1)
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", sometimes)
+    found = training.run(trial(steps=12, eval_every=12), context).samples["grad_norm"]
+    assert len(found) == 12
+    assert found.count(None) == 3
+    canonical_json(found)
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_both_evaluations_are_there_and_only_the_native_one_is_fp8(trial: Any, context: Context, recipe: str) -> None:
+    found = training.run(trial("fp8", recipe, steps=10, eval_every=5, evaluate="both"), context).samples
+    assert found["val_step"] == [5, 10]
+    assert all(a != b for a, b in zip(found["val_loss"], found["val_loss_native"], strict=True))
+    assert found["val_loss"] == pytest.approx(found["val_loss_native"], rel=0.01)
+    plain = training.run(trial("fp8", recipe, steps=10, eval_every=5), context).samples
+    assert plain["val_loss"] == found["val_loss_native"]
+    assert "val_loss_native" not in plain
+    bf16 = training.run(trial("bf16", steps=10, eval_every=5, evaluate="both"), context).samples
+    assert bf16["val_loss"] == bf16["val_loss_native"]
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_looking_at_the_numerics_leaves_the_training_bitwise_untouched(
+    trial: Any, context: Context, recipe: str, dropout: float
+) -> None:
+    often, never = (
+        training.run(trial("fp8", recipe, steps=40, eval_every=10, dropout=dropout, **more), context).samples
+        for more in ({"probes": 4}, {})
+    )
+    for name in ("loss", "grad_norm", "val_loss"):
+        assert often[name] == never[name]
+    assert often["probe_step"] == [10, 20, 30, 40]
+    assert not [name for name in never if ":" in name or name == "probe_step"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "compile", "cudagraph"])
+@pytest.mark.parametrize("recipe", ["delayed_scaling", "float8_current_scaling"])
+def test_looking_at_the_numerics_leaves_a_gpus_training_alone(
+    trial: Any, context: Context, recipe: str, mode: str
+) -> None:
+    """A captured graph owns its gradients and reads the scales where they are. Sums of a GPU vary in their last bits."""
+    asked = {"steps": 30, "eval_every": 10, "evaluate": "both", "block": 64, "dropout": 0.1}
+    curves = []
+    for more in ({"probes": 3}, {}):
+        one = dataclasses.replace(trial("fp8", recipe, **asked, **more), device="cuda", mode=mode, attention="flash")
+        curves.append(training.run(one, context).samples)
+    looked, blind = curves
+    assert looked["probe_step"] == [10, 20, 30]
+    assert looked["loss"] == pytest.approx(blind["loss"], rel=1e-3)
+    assert looked["grad_norm"] == pytest.approx(blind["grad_norm"], rel=0.05)
+    assert looked["val_loss"] == pytest.approx(blind["val_loss"], rel=1e-3)
+    assert all(x > 0 for name in looked if name.startswith("amax:") for x in looked[name])
+
+
+def test_the_figures_of_the_numerics_are_those_of_each_tensor(trial: Any, context: Context) -> None:
+    wide = {"steps": 40, "eval_every": 4, "probes": 5, "evaluate": "both"}
+    found = training.run(trial("fp8", "delayed_scaling", **wide), context).samples
+    assert found["probe_step"] == [8, 16, 24, 32, 40]
+    names = [name for name in found if ":" in name]
+    layers = [
+        f"transformer.h.{i}.{part}" for i in (0, 1) for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
+    kinds, tensors = ("amax", "saturated", "underflowed"), ("input", "weight", "grad_output")
+    assert set(names) == {f"{kind}:{layer}.{tensor}" for kind in kinds for layer in layers for tensor in tensors}
+    assert all(len(found[name]) == 5 for name in names)
+    assert all(0 <= x <= 1 for name in names if not name.startswith("amax") for x in found[name])
+    amax = found["amax:transformer.h.0.attn.c_attn.weight"]
+    assert 0.05 < amax[0] < 0.5
+    assert len(set(amax)) == 5  # the weights learn
+    assert not [name for name in training.run(trial("bf16", **wide), context).samples if ":" in name]
+
+
+def test_a_doubled_scale_shows_as_saturation(trial: Any, context: Context) -> None:
+    asked = {"steps": 10, "eval_every": 10, "probes": 1}
+    right, wrong = (
+        training.run(trial("fp8", "rowwise_scaling", **asked, **more), context)
+        for more in ({}, {"fault": "doubled_scale"})
+    )
+    name = "saturated:transformer.h.0.mlp.c_fc.weight"
+    assert right.samples[name] == [0.0]
+    assert wrong.samples[name][0] > 0.05
+    assert wrong.check == {"skipped": "planted fault"}
+    assert right.check["quantities"]
+
+
+def test_no_trial_but_a_broken_one_goes_unchecked(
+    trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise CheckFailed("it is wrong", Measurement())
+
+    monkeypatch.setattr(_model, "check_step", fails)
+    for unbroken in (
+        trial("bf16", steps=2, arm="aa", perturb_ulp=1),
+        trial("fp8", "delayed_scaling", steps=2, arm="broken"),
+    ):
+        with pytest.raises(CheckFailed):
+            training.run(unbroken, context)
+    training.run(trial("fp8", "delayed_scaling", steps=2, fault="e5m2_forward"), context)
+
+
+# Pairs: what the arms of one seed share.
+
+
+def test_the_arms_of_a_seed_begin_with_the_same_weights_but_for_one_ulp(trial: Any) -> None:
+    models = {
+        "control": _model.build(trial("bf16", seed=3)),
+        "fp8": _model.build(trial("fp8", "delayed_scaling", seed=3)),
+        "broken": _model.build(trial("fp8", "rowwise_scaling", seed=3, fault="doubled_scale")),
+        "aa": _model.build(trial("bf16", seed=3, perturb_ulp=1)),
+        "other": _model.build(trial("bf16", seed=4)),
+    }
+    weights = {arm: dict(model.named_parameters()) for arm, model in models.items()}
+    for name, w in weights["control"].items():
+        assert torch.equal(w, weights["fp8"][name])
+        assert torch.equal(w, weights["broken"][name])
+        moved = weights["aa"][name]
+        up, down = (torch.nextafter(w, torch.full_like(w, sign * math.inf)) for sign in (1, -1))
+        assert ((moved == up) | (moved == down)).all()
+        assert 0.3 < (moved == up).float().mean() < 0.7
+        assert w.dim() < 2 or not torch.equal(w, weights["other"][name])
+
+
+def test_a_perturbation_does_not_depend_on_the_padding_and_leaves_it_0(trial: Any) -> None:
+    plain, padded = (
+        dict(_model.build(trial("bf16", perturb_ulp=1, padded_vocab=width)).named_parameters()) for width in (256, 320)
+    )
+    for name, w in plain.items():
+        assert torch.equal(w, padded[name][: len(w)])
+    assert (padded["transformer.wte.weight"][256:] == 0).all()
+    twice = _model.build(trial("bf16", perturb_ulp=2)).transformer.wte.weight
+    assert not torch.equal(twice, plain["transformer.wte.weight"])
+
+
+def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(
+    trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By content: every batch that the model is called with, and the state that dropout's masks come from."""
+    calls: list[list[Any]] = []
+    right = GPT.forward
+
+    def forward(self: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
+        drawn = torch.get_rng_state() if self.training and torch.is_grad_enabled() else torch.zeros(())
+        calls[-1].append((self.training, tokens.clone(), targets.clone(), drawn))
+        return right(self, tokens, targets)
+
+    monkeypatch.setattr(GPT, "forward", forward)
+    monkeypatch.setattr(_model, "check_step", lambda *_: calls[-1].clear() or {})
+    monkeypatch.setattr(_check, "kernels_seen", lambda *_: calls[-1].append(None) or [])
+    monkeypatch.setattr(_check, "require_kernels", lambda trial, seen, measurement: measurement)
+    arms = [
+        {},
+        {"perturb_ulp": 1},
+        *({"precision": "fp8", "recipe": name} for name in recipes.names()),
+        {"precision": "fp8", "recipe": "rowwise_scaling", "fault": "doubled_scale"},
+    ]
+    for arm in arms:
+        calls.append([])
+        training.run(
+            trial(**{"precision": "bf16", "steps": 12, "eval_every": 6, "dropout": 0.2, "seed": 5, **arm}), context
+        )
+    control = calls[0]
+    assert len([call for call in control if call and call[0]]) == 12
+    for other in calls[1:]:
+        assert len(other) == len(control)
+        for a, b in zip(control, other, strict=True):
+            assert a is b is None or all(
+                torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b, strict=True)
+            )
+
+
 def test_a_corpus_that_is_not_in_the_cache_is_named(trial: Any, context: Context) -> None:
     lost = trial(steps=1)
     lost = dataclasses.replace(lost, problem={**lost.problem, "corpus": "0123456789abcdef"})
     with pytest.raises(ValueError, match="0123456789abcdef"):
         training.run(lost, context)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_with_dropout_trains_to_its_end(trial: Any, context: Context) -> None:
+    """The graph takes no other batch than the one it was captured with: the profiled step gets it too."""
+    asked = trial(precision="bf16", steps=20, batch=8, dropout=0.1, eval_every=10)
+    found = training.run(dataclasses.replace(asked, device="cuda", attention="flash", mode="cudagraph"), context)
+    assert found.samples["step"] == list(range(20))
+    assert found.kernels

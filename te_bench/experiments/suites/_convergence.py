@@ -1,0 +1,92 @@
+"""What the suites on convergence share: named settings of a training run, and the user's words over them."""
+
+from te_bench import plugins
+from te_bench.experiments.spec import Options, Scalar, Trial
+from te_bench.experiments.suites import _rungs
+from te_bench.experiments.suites.curves import CHAR, TINY
+from te_bench.models.configs import CONFIGS
+
+RECIPES = "te_bench.models.recipe"
+
+#: Learning rates that decay to 0: before that, losses measure the rate more than the precision.
+_DECAYED: dict[str, Scalar] = {"min_learning_rate": 0.0, "evaluate": "both", "probes": 10}
+
+#: Problems but for their data. eval_tokens: at least 10 M where the text has them; None is the whole validation part.
+PRESETS: dict[str, dict[str, Scalar]] = {
+    "cpu": {  # a rate at which two runs that differ by one ulp stay together: at twice that they end 0.02 nats apart
+        **TINY,
+        **_DECAYED,
+        "batch": 8,
+        "steps": 150,
+        "eval_every": 30,
+        "learning_rate": 1e-3,
+        "warmup": 15,
+        "probes": 5,
+    },
+    "char": {**CHAR, **_DECAYED},
+    "gpt2": {
+        **_DECAYED,
+        "model": "gpt2",
+        "batch": 12,
+        "block": 1024,
+        "accumulate": 4,  # 49,152 tokens a step: 100 M tokens are 2,035 steps, enough for a schedule
+        "steps": 2035,
+        "eval_every": 200,
+        "eval_tokens": 10 * 2**20,
+        "learning_rate": 6e-4,
+        "warmup": 100,
+    },
+}
+_TOKENIZERS = {"cpu": "bytes", "char": "chars", "gpt2": "bpe:50257"}
+
+
+def preset_of(options: Options) -> str:
+    """The preset that was asked for, else that of the model, else that of the device. Raises ValueError when unknown."""
+    if options.preset is not None:
+        plugins.check("preset", options.preset, list(PRESETS))
+        return options.preset
+    if options.model is not None:
+        return {"tiny": "cpu", "char": "char"}.get(options.model, "gpt2")
+    return "gpt2" if options.device == "cuda" else "cpu"
+
+
+def recipes_of(options: Options) -> tuple[str, ...]:
+    return options.recipes or tuple(plugins.names(RECIPES))
+
+
+def problem_of(options: Options) -> dict[str, Scalar]:
+    """The problem that all arms share: the preset's, with the model, the data and the length that the user asks for."""
+    preset = preset_of(options)
+    problem = dict(PRESETS[preset])
+    if options.model is not None:
+        problem["model"] = options.model
+    model, block = str(problem["model"]), int(problem["block"] or 0)
+    data = options.data_for(model, "stdlib")
+    tokenizer = "bytes" if data == "stdlib" and preset == "char" else _TOKENIZERS[preset]
+    steps = _steps(options, problem)
+    every = max(1, steps * int(problem["eval_every"] or 1) // int(problem["steps"] or 1))
+    warmup = min(int(problem["warmup"] or 0), steps // 10)
+    return {
+        **_rungs.corpus_problem(options, data, tokenizer, block),
+        **problem,
+        "steps": steps,
+        "eval_every": every,
+        "warmup": warmup,
+    }
+
+
+def _steps(options: Options, problem: dict[str, Scalar]) -> int:
+    """The steps that were asked for, or as many as the tokens need."""
+    if options.tokens is None:
+        return options.steps or int(problem["steps"] or 0)
+    a_step = int(problem["batch"] or 0) * int(problem["block"] or 0) * int(problem.get("accumulate") or 1)
+    return -(-options.tokens // a_step)
+
+
+def arm(options: Options, problem: dict[str, Scalar], recipe: str | None, seed: int) -> Trial:
+    """bf16, or FP8 by a recipe, in the one mode that all arms share: as one CUDA graph, on a CPU eager."""
+    mode = "cudagraph" if options.device == "cuda" else "eager"
+    precision = "bf16" if recipe is None else "fp8"
+    dropout = CONFIGS[str(problem["model"])].dropout
+    attention = "math" if dropout and options.device == "cpu" else "flash"  # the CPU's flash kernel has no dropout
+    return _rungs.training(options, problem, attention, precision, mode, seed, recipe=recipe or _rungs.FP8_RECIPE)

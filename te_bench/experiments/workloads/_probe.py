@@ -1,0 +1,93 @@
+"""A look at the FP8 numerics in the middle of a training: one eager pass that leaves no trace in it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_bench.models import fp8
+from te_bench.models.modules.linear import Linear
+from te_bench.models.train import TrainStep, autocast
+
+COUNTED = ("saturated", "underflowed")
+SEED = 0x70726F62  # of the probe's dropout masks, the same at each look: ASCII "prob"
+
+
+def look(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float | None]:
+    """{"amax:MODULE.TENSOR": max |x|, "saturated:...", "underflowed:...": fractions of its elements}, of one micro-batch.
+
+    tokens and targets (B, T). An amax that is not finite is None. Weights, gradients, FP8 state and random numbers are
+    afterwards as they were, bit for bit.
+    """
+    modules = {name: module for name, module in step.model.named_modules() if isinstance(module, Linear)}
+    seen: dict[str, tuple[Tensor, int]] = {}
+    before = fp8.numerics(step.model)
+    devices = [step.device] if step.device.type == "cuda" else []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(_untouched(step.model, list(modules.values())))
+        for name, module in modules.items():
+            stack.enter_context(_watched(name, module, seen))
+        torch.manual_seed(SEED)
+        with fp8.record_numerics():
+            with autocast(step.device, step.precision), step.model.autocast():  # type: ignore[operator]
+                loss = step.model(tokens, targets) / step.optim.accumulate
+            loss.backward()
+        after = fp8.numerics(step.model)
+    return _figures(seen, before, after)
+
+
+def _figures(
+    seen: dict[str, tuple[Tensor, int]], before: dict[str, Any], after: dict[str, Any]
+) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    amaxes = torch.stack([amax for amax, _ in seen.values()]).tolist()
+    for (name, (_, count)), amax in zip(seen.items(), amaxes, strict=True):
+        module, _, tensor = name.rpartition(".")
+        found[f"amax:{name}"] = amax if abs(amax) < float("inf") else None
+        for kind in COUNTED:
+            earlier = before.get(module, {}).get(tensor, {}).get(kind, 0)
+            found[f"{kind}:{name}"] = (after[module][tensor][kind] - earlier) / count
+    return found
+
+
+@contextlib.contextmanager
+def _watched(name: str, module: Linear, seen: dict[str, tuple[Tensor, int]]) -> Iterator[None]:
+    """While inside, note amax and size of the module's input, weight and grad_output: not every recipe keeps amaxes."""
+
+    def note(tensor: str, x: Tensor) -> None:
+        seen[f"{name}.{tensor}"] = x.detach().abs().amax().float(), x.numel()
+
+    def forward(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        note("input", args[0])
+        note("weight", module.parts.weight(module))
+
+    def backward(_: nn.Module, grads: tuple[Tensor, ...]) -> None:
+        note("grad_output", grads[0])
+
+    hooks = [module.register_forward_pre_hook(forward), module.register_full_backward_pre_hook(backward)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module, modules: list[Linear]) -> Iterator[None]:
+    """Put gradients and FP8 state back, the latter in place: a captured graph owns the one and reads the other."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    states = [m._state for m in modules if m._state is not None]
+    tables = [t for s in states for table in (s.forward, s.backward) for t in table.written]
+    saved = [t.clone() for t in tables]
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        for t, value in zip(tables, saved, strict=True):
+            t.copy_(value)

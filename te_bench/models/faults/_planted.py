@@ -1,0 +1,18 @@
+"""How a fault gets into a recipe: as a class between the recipe's own class and its settings."""
+
+import dataclasses
+
+from te_bench.models.recipe import Recipe
+
+_classes: dict[tuple[type[Recipe], type[Recipe]], type[Recipe]] = {}
+
+
+def planted(fault: type[Recipe], recipe: Recipe) -> Recipe:
+    """The recipe with its settings, and the methods of `fault` before its own. Equal for equal recipes.
+
+    A fault that overrides quantize is asked by it alone (Recipe.__init_subclass__): no fused cast goes past it.
+    """
+    key = fault, type(recipe)
+    if key not in _classes:
+        _classes[key] = type(f"{fault.__name__}{type(recipe).__name__}", key, {})
+    return _classes[key](**{f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)})

@@ -1,0 +1,44 @@
+"""Every scale twice too large: the upper half of each tensor's, row's or block's range saturates."""
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize.reference import dequantize
+from te_bench.models.faults._planted import planted
+from te_bench.models.recipe import Recipe, Slot
+
+
+class DoubledScale(Recipe):
+    def quantize(
+        self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
+    ) -> Quantized:
+        """The right cast says the scales, and gathers amax and column sums; the data are cast again by twice as much."""
+        right = super().quantize(
+            x, role, slot._replace(counts=None), rowwise=rowwise, columnwise=columnwise, column_sum=column_sum
+        )
+        dtype = self.dtype(role)
+        row = _doubled(x, right.scale_inv, dtype, slot.counts)
+        column = _doubled(x.t(), right.scale_inv_t, dtype, None if rowwise else slot.counts)
+        return Quantized(*row, *column)
+
+
+def _doubled(
+    x: Tensor, scale_inv: Tensor | None, dtype: torch.dtype, counts: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """x by 2 / scale_inv in FP8, and half of scale_inv; nothing of a layout that was not asked for."""
+    if scale_inv is None:
+        return None, None
+    limit = torch.finfo(dtype).max
+    v = x.detach().float().contiguous()
+    scaled = 2 * (v / dequantize(torch.ones_like(v), scale_inv))
+    data = scaled.clamp(-limit, limit).to(dtype)
+    if counts is not None:
+        finite = torch.isfinite(v)
+        saturated, underflowed = finite & (scaled.abs() > limit), (v != 0) & (data.float() == 0)
+        counts.add_(torch.stack([saturated.sum(), underflowed.sum(), (~finite).sum()]))
+    return data, scale_inv / 2
+
+
+def FAULT(recipe: Recipe) -> Recipe:
+    return planted(DoubledScale, recipe)

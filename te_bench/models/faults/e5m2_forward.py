@@ -1,0 +1,33 @@
+"""E5M2 in the forward pass: activations and weights keep two mantissa bits in place of three.
+
+cuBLASLt multiplies no E5M2 by E5M2, nor block scales in E5M2: the GEMMs are the reference's, exact float32 sums of the
+same operands, on every device.
+"""
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.gemm import reference
+from te_bench.models.faults._planted import planted
+from te_bench.models.recipe import Recipe
+
+
+class E5M2Forward(Recipe):
+    def dtype(self, role: str) -> torch.dtype:
+        return super().dtype(role) if role == "grad_output" else torch.float8_e5m2
+
+    def gemm(
+        self,
+        a: Tensor,
+        a_scale_inv: Tensor,
+        b: Tensor,
+        b_scale_inv: Tensor,
+        gemm: str,
+        out_dtype: torch.dtype,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        return reference.forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, bias=bias)
+
+
+def FAULT(recipe: Recipe) -> Recipe:
+    return planted(E5M2Forward, recipe)

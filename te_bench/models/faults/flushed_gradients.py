@@ -1,0 +1,26 @@
+"""Gradients below a threshold flushed to zero: what a format whose range is too short does to the output's gradients."""
+
+from torch import Tensor
+
+from te_bench.kernels.quantize import UNDERFLOWED, Quantized
+from te_bench.models.faults._planted import planted
+from te_bench.models.recipe import Recipe, Slot
+
+THRESHOLD = 2.0**-4  # of the tensor's largest gradient
+
+
+class FlushedGradients(Recipe):
+    def quantize(
+        self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
+    ) -> Quantized:
+        if role == "grad_output" and x.numel():
+            size = x.detach().abs()
+            small = size < THRESHOLD * size.amax()
+            if slot.counts is not None:
+                slot.counts[UNDERFLOWED] += (small & (size > 0)).sum()
+            x = x.masked_fill(small, 0)
+        return super().quantize(x, role, slot, rowwise=rowwise, columnwise=columnwise, column_sum=column_sum)
+
+
+def FAULT(recipe: Recipe) -> Recipe:
+    return planted(FlushedGradients, recipe)

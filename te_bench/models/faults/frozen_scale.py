@@ -1,0 +1,30 @@
+"""Delayed scaling whose scales stay what the first step made them, whatever becomes of the tensors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_bench.models.faults._planted import planted
+from te_bench.models.recipe import DelayedScaling, Recipe
+from te_bench.models.recipe.delayed_scaling import DelayedState
+
+
+class FrozenScale(DelayedScaling):
+    @torch.no_grad()
+    def update(self, states: Sequence[DelayedState], group: Any = None) -> None:
+        """The right update, undone where a scale is no longer the 1 that it began with."""
+        scales = [table.written[1] for state in states for table in (state.forward, state.backward)]
+        before = [scale.clone() for scale in scales]
+        super().update(states, group)
+        for scale, frozen in zip(scales, before, strict=True):
+            scale.copy_(torch.where(frozen == 1, scale, frozen))
+
+
+def FAULT(recipe: Recipe) -> Recipe:
+    """Raises ValueError for a recipe that keeps no scales."""
+    if not isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            f"frozen_scale: {type(recipe).__name__} keeps no scale from step to step; take delayed_scaling"
+        )
+    return planted(FrozenScale, recipe)

@@ -1,0 +1,179 @@
+"""The convergence and stress suites: what pairs share, what tells arms apart, and what the user's words change."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_bench import plugins
+from te_bench.experiments import plan
+from te_bench.experiments.spec import Experiment, Options, Trial
+from te_bench.experiments.suites import _convergence, convergence
+
+RECIPES = plugins.names("te_bench.models.recipe")
+#: What may differ between the arms of one seed, and nothing else.
+ARM = ("arm", "perturb_ulp", "fault")
+
+
+def resolve(suite: str = "convergence", device: str = "cpu", **asked: Any) -> Experiment:
+    return plan.resolve(suite, Options(device=device, **{"data": {"": "random"}, **asked}))
+
+
+def shared(trial: Trial) -> dict[str, Any]:
+    return {key: value for key, value in trial.problem.items() if key not in ARM}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("preset", _convergence.PRESETS)
+def test_the_arms_of_a_seed_differ_in_their_arm_alone(device: str, preset: str) -> None:
+    experiment = resolve(device=device, preset=preset)
+    first = experiment.trials[0]
+    assert all(shared(t) == shared(first) for t in experiment.trials)
+    assert {(t.mode, t.attention, t.workload, t.protocol) for t in experiment.trials} == {
+        (first.mode, first.attention, "training", "curve")
+    }
+    assert first.problem["min_learning_rate"] == 0
+    assert first.problem["evaluate"] == "both"
+    assert experiment.baseline == next(t.cell for t in experiment.trials if t.problem["arm"] == "control")
+    for seed in range(int(str(experiment.judgement["seeds"]))):
+        arms = [t for t in experiment.trials if t.seed == seed]
+        found = {
+            (t.problem["arm"], t.precision, t.recipe, t.problem.get("perturb_ulp"), t.problem.get("fault"))
+            for t in arms
+        }
+        assert found == {
+            ("control", "bf16", None, None, None),
+            ("aa", "bf16", None, 1, None),
+            *(("recipe", "fp8", name, None, None) for name in RECIPES),
+            ("broken", "fp8", convergence.FAULTY, None, convergence.FAULT),
+        }
+        assert len(arms) == len(found)
+    assert len({t.name for t in experiment.trials}) == len(experiment.trials)
+
+
+def test_seeds_are_outermost_so_that_a_run_may_stop_between_them() -> None:
+    seeds = [t.seed for t in resolve(seeds=3).trials]
+    assert seeds == sorted(seeds)
+    assert set(seeds) == {0, 1, 2}
+
+
+def test_what_a_verdict_is_judged_by_is_in_the_plan() -> None:
+    assert resolve(preset="gpt2").judgement == {"margin": 0.003, "alpha": 0.05, "seeds": 5, "steps": 2035}
+    assert resolve(preset="char").judgement["seeds"] == 8
+    mine = resolve(margin=0.5, alpha=0.01, seeds=2, steps=7)
+    assert mine.judgement == {"margin": 0.5, "alpha": 0.01, "seeds": 2, "steps": 7}
+    assert all(t.problem["steps"] == 7 for t in mine.trials)
+
+
+def test_choosing_trials_keeps_the_judgement() -> None:
+    options = Options(device="cpu", data={"": "random"}, margin=0.25)
+    some = plan.resolve("convergence", options, only="*control*")
+    assert some.judgement["margin"] == 0.25
+    assert {t.problem["arm"] for t in some.trials} == {"control"}
+
+
+def test_gpt2_trains_on_a_hundred_million_tokens_with_a_padded_vocabulary() -> None:
+    p = resolve(device="cuda").trials[0].problem
+    tokens = int(str(p["batch"])) * int(str(p["block"])) * int(str(p["accumulate"])) * int(str(p["steps"]))
+    assert p["model"] == "gpt2"
+    assert (p["batch"], p["block"], p["vocab"], p["padded_vocab"]) == (12, 1024, 50257, 50304)
+    assert 100e6 <= tokens < 100.1e6
+    assert {t.mode for t in resolve(device="cuda").trials} == {"cudagraph"}
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (49152, 1), (49153, 2), (1_000_000, 21)])
+def test_tokens_are_steps_rounded_up(tokens: int, steps: int) -> None:
+    trials = resolve(device="cuda", tokens=tokens).trials
+    assert {t.problem["steps"] for t in trials} == {steps}
+    assert all(1 <= int(str(t.problem["eval_every"])) <= steps for t in trials)
+    assert all(int(str(t.problem["warmup"])) < steps for t in trials)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "model"),
+    [
+        ("cpu", {}, "tiny"),
+        ("cuda", {}, "gpt2"),
+        ("cuda", {"model": "char"}, "char"),
+        ("cpu", {"model": "gpt2"}, "gpt2"),
+        ("cuda", {"model": "gpt2-medium"}, "gpt2-medium"),
+        ("cuda", {"preset": "cpu"}, "tiny"),
+        ("cuda", {"preset": "char", "model": "tiny"}, "tiny"),
+    ],
+)
+def test_the_preset_is_the_users_or_the_models_or_the_devices(device: str, asked: dict[str, Any], model: str) -> None:
+    assert {t.problem["model"] for t in resolve(device=device, **asked).trials} == {model}
+
+
+def test_recipes_are_those_asked_for() -> None:
+    arms = resolve(recipes=("delayed_scaling",), seeds=1).trials
+    assert [(t.problem["arm"], t.recipe) for t in arms] == [
+        ("control", None),
+        ("aa", None),
+        ("recipe", "delayed_scaling"),
+        ("broken", convergence.FAULTY),
+    ]
+
+
+def test_text_is_named_by_its_content(tmp_path: Path) -> None:
+    text = tmp_path / "play.txt"
+    text.write_text("To be, or not to be, that is the question. " * 200)
+    trials = resolve(preset="char", data={"": f"text:{text}"}, cache=tmp_path / "cache").trials
+    assert {(t.problem["data"], t.problem["tokenizer"]) for t in trials} == {("text:play.txt", "chars")}
+    assert len({t.problem["data_sha256"] for t in trials}) == 1
+    assert trials[0].problem["data_sha256"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_stress_is_a_ladder_of_learning_rates(device: str) -> None:
+    trials = resolve("stress", device).trials
+    assert {t.seed for t in trials} == {0}
+    assert {(t.recipe, t.problem["lr_factor"]) for t in trials} == {
+        (recipe, factor) for recipe in (None, *RECIPES) for factor in (1, 2, 4, 8)
+    }
+    rates = {t.problem["lr_factor"]: t.problem["learning_rate"] for t in trials}
+    assert [rate / rates[1] for rate in rates.values()] == list(rates)  # type: ignore[operator]
+    assert len({t.name for t in trials}) == len(trials) == 4 * (1 + len(RECIPES))
+    assert all(not set(ARM) & set(t.problem) for t in trials)
+
+
+@pytest.mark.parametrize(
+    ("suite", "asked", "message"),
+    [
+        ("convergence", {"steps": 0}, "--steps 0: give 1 or more"),
+        ("convergence", {"tokens": -1}, "--tokens -1: give 1 or more"),
+        ("convergence", {"steps": 5, "tokens": 5}, "--steps 5 and --tokens 5 both say how long to train: give one"),
+        ("convergence", {"margin": 0.0}, "--margin 0: give nats greater than 0"),
+        ("convergence", {"margin": float("nan")}, "--margin nan: give nats greater than 0"),
+        ("convergence", {"alpha": 0.5}, "--alpha 0.5: give a probability between 0 and 0.5"),
+        ("convergence", {"model": "gpt3"}, "unknown model 'gpt3'. Did you mean gpt2"),
+        ("convergence", {"preset": "chars"}, "unknown preset 'chars'. Did you mean char"),
+        ("convergence", {"recipes": ("delayed",)}, "unknown recipe 'delayed'. Did you mean delayed_scaling"),
+        ("convergence", {"recipes": ()}, "--recipes names none; known: delayed_scaling"),
+        ("convergence", {"recipes": ("delayed_scaling",) * 2}, "--recipes: delayed_scaling is named twice"),
+        ("convergence", {"budget_s": 5.0}, "--budget: the suite convergence has no time-budget trial"),
+        ("convergence", {"data": {"gpt2": "random"}}, "unknown model of --data 'gpt2'. Known: tiny."),
+        ("stress", {"margin": 0.1}, "--margin: the suite stress gives no verdict on convergence; leave it out"),
+        ("stress", {"alpha": 0.1}, "--alpha: the suite stress gives no verdict on convergence; leave it out"),
+        ("quick", {"model": "tiny"}, "--model: the suite quick chooses its models itself; leave it out"),
+        ("quick", {"recipes": ("delayed_scaling",)}, "--recipes: the suite quick chooses its recipes itself"),
+        ("quick", {"steps": 5}, "--steps: the suite quick chooses itself how long it trains; leave it out"),
+        ("quick", {"tokens": 5}, "--tokens: the suite quick chooses itself how long it trains; leave it out"),
+        ("quick", {"margin": 0.1}, "--margin: the suite quick gives no verdict on convergence; leave it out"),
+        ("quick", {"preset": "cpu"}, "--preset: the suite quick has no presets; leave it out"),
+    ],
+)
+def test_bad_words_are_refused(suite: str, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        resolve(suite, **asked)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_fault_that_is_not_there_or_has_no_recipe_is_refused() -> None:
+    broken = next(t for t in resolve(seeds=1).trials if t.problem["arm"] == "broken")
+    plan.check(broken)
+    with pytest.raises(ValueError, match="unknown fault 'e5m2_foward'"):
+        plan.check(dataclasses.replace(broken, problem={**broken.problem, "fault": "e5m2_foward"}))
+    with pytest.raises(ValueError, match="a fault is planted into a recipe; choose precision fp8"):
+        plan.check(dataclasses.replace(broken, precision="bf16", recipe=None))

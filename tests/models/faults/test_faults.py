@@ -1,0 +1,259 @@
+"""Each planted fault is wrong in the way it says and in no other, in both passes, at every granularity, and compiled."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_bench import models as te
+from te_bench.kernels.quantize import SATURATED, UNDERFLOWED, Quantized
+from te_bench.kernels.quantize.reference import dequantize
+from te_bench.models import faults
+from te_bench.models import recipe as recipes
+from te_bench.models.faults.flushed_gradients import THRESHOLD
+from te_bench.models.modules.linear import Linear
+from te_bench.models.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Slot
+
+ROLES = ("input", "weight", "grad_output")
+STATELESS = [name for name in recipes.names() if name != "delayed_scaling"]
+#: Every fault with every recipe that it can be planted into.
+PLANTED = [(fault, name) for fault in faults.names() for name in recipes.names()]
+PLANTED = [(fault, name) for fault, name in PLANTED if fault != "frozen_scale" or name == "delayed_scaling"]
+
+
+def a_tensor(rows: int = 96, columns: int = 160, seed: int = 0) -> Tensor:
+    """Rows of very different sizes, so that scales per row and per block differ."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator) * torch.logspace(-2, 1, rows)[:, None]
+
+
+def slot_of(recipe: Recipe, counts: Tensor | None = None) -> Slot:
+    if isinstance(recipe, DelayedScaling):
+        return Slot(torch.tensor(12.0), torch.tensor(0.0), counts)
+    return Slot(counts=counts)
+
+
+def cast(recipe: Recipe, x: Tensor, role: str, counts: Tensor | None = None) -> Quantized:
+    return recipe.quantize(x, role, slot_of(recipe, counts), rowwise=True, columnwise=True)
+
+
+def same(a: Quantized, b: Quantized) -> bool:
+    return all(torch.equal(x.float(), y.float()) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+
+
+def test_the_five_faults_are_there() -> None:
+    assert faults.names() == [
+        *("doubled_scale", "e5m2_forward", "flushed_gradients", "frozen_scale", "transposed_wgrad")
+    ]
+    with pytest.raises(ValueError, match=r"unknown fault 'doubled_scal'\. Did you mean doubled_scale"):
+        faults.load("doubled_scal")
+
+
+@pytest.mark.parametrize(("fault", "name"), PLANTED)
+def test_a_planted_recipe_is_its_own_and_keeps_the_settings(fault: str, name: str) -> None:
+    right = dataclasses.replace(recipes.load(name), emulate=True)
+    wrong = faults.load(fault)(right)
+    assert wrong != right
+    assert isinstance(wrong, type(right))
+    assert wrong == faults.load(fault)(right)  # or every autocast would begin with fresh scales
+    assert hash(wrong) == hash(faults.load(fault)(right))
+    assert all(getattr(wrong, f.name) == getattr(right, f.name) for f in dataclasses.fields(right))
+    assert copy.deepcopy(wrong) == wrong
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_e5m2_forward_is_e5m2_in_the_forward_pass_alone(name: str) -> None:
+    right, wrong = recipes.load(name), faults.load("e5m2_forward")(recipes.load(name))
+    for role in ("input", "weight"):
+        q = cast(wrong, a_tensor(), role)
+        assert q.data.dtype == q.data_t.dtype == torch.float8_e5m2
+        assert cast(right, a_tensor(), role).data.dtype == torch.float8_e4m3fn
+    assert same(cast(wrong, a_tensor(), "grad_output"), cast(right, a_tensor(), "grad_output"))
+
+
+@pytest.mark.parametrize("name", ["rowwise_scaling", "float8_block_scaling"])
+@pytest.mark.parametrize("role", ROLES)
+def test_a_doubled_scale_is_exactly_twice_the_right_one(name: str, role: str) -> None:
+    """Scales of these two are powers of two: doubling is exact, and the data follow bit for bit."""
+    recipe, x, counts = recipes.load(name), a_tensor(), torch.zeros(3, dtype=torch.int64)
+    right, wrong = cast(recipe, x, role), cast(faults.load("doubled_scale")(recipe), x, role, counts)
+    for data, inverse, right_inverse, values in (
+        (wrong.data, wrong.scale_inv, right.scale_inv, x),
+        (wrong.data_t, wrong.scale_inv_t, right.scale_inv_t, x.t().contiguous()),
+    ):
+        assert torch.equal(inverse, right_inverse / 2)
+        limit = torch.finfo(data.dtype).max
+        scaled = values / dequantize(torch.ones_like(values), inverse)
+        assert torch.equal(data.float(), scaled.clamp(-limit, limit).to(data.dtype).float())
+        assert data.is_contiguous()
+    assert counts[SATURATED] > 0.001 * x.numel()
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_doubled_scale_clips_the_upper_half_and_nothing_else(name: str) -> None:
+    recipe, x = recipes.load(name), a_tensor()
+    wrong = cast(faults.load("doubled_scale")(recipe), x, "input")
+    right = cast(recipe, x, "input")
+    limit = 448 * dequantize(torch.ones_like(x), wrong.scale_inv)
+    back, was = dequantize(wrong.data, wrong.scale_inv), dequantize(right.data, right.scale_inv)
+    clipped = x.abs() > limit
+    assert clipped.any()
+    torch.testing.assert_close(back[clipped], (x.sign() * limit)[clipped], rtol=1e-6, atol=0)
+    assert (back - was)[~clipped].norm() < 0.05 * was[~clipped].norm()  # rounding of a neighbouring step at the most
+
+
+def test_a_frozen_scale_is_what_the_first_step_made_it() -> None:
+    right, wrong = DelayedScaling(amax_history_len=1), faults.load("frozen_scale")(DelayedScaling(amax_history_len=1))
+    seen: dict[str, list[float]] = {"right": [], "wrong": []}
+    for name, recipe in (("right", right), ("wrong", wrong)):
+        torch.manual_seed(0)
+        layer = Linear(32, 16, device="cpu")
+        for factor in (1.0, 4.0, 16.0):
+            with te.autocast(recipe=recipe):
+                y = layer(torch.ones(16, 32) * factor)
+            (y * factor).sum().backward()
+            seen[name].append(te.numerics(layer)[""]["input"]["scale"])
+    assert seen["right"] == [448.0, 112.0, 28.0]
+    assert seen["wrong"] == [448.0, 448.0, 448.0]
+    assert te.numerics(layer)[""]["grad_output"]["scale"] == 57344.0  # of the first backward pass, seen by the second
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_a_frozen_scale_is_refused_where_there_is_none(name: str) -> None:
+    with pytest.raises(ValueError, match="keeps no scale from step to step; take delayed_scaling"):
+        faults.load("frozen_scale")(recipes.load(name))
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_flushed_gradients_lose_what_is_small_and_nothing_else(name: str) -> None:
+    recipe, x, counts = recipes.load(name), a_tensor(), torch.zeros(3, dtype=torch.int64)
+    wrong = faults.load("flushed_gradients")(recipe)
+    small = x.abs() < THRESHOLD * x.abs().amax()
+    assert 0.1 < small.float().mean() < 0.95
+    assert same(cast(wrong, x, "grad_output", counts), cast(recipe, x.masked_fill(small, 0), "grad_output"))
+    assert counts[UNDERFLOWED] >= small.sum()
+    for role in ("input", "weight"):
+        assert same(cast(wrong, x, role), cast(recipe, x, role))
+
+
+def passes(recipe: Recipe, seed: int = 0) -> dict[str, Tensor]:
+    """y, dx and dw of one Linear after a few passes, the last of which is returned."""
+    torch.manual_seed(seed)
+    layer = Linear(48, 32, bias=False, device="cpu")
+    for _ in range(3):
+        x = a_tensor(64, 48, seed).requires_grad_()
+        layer.weight.grad = None
+        with te.autocast(recipe=recipe):
+            y = layer(x)
+        y.backward(a_tensor(64, 32, seed + 1))
+    return {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_transposed_wgrad_is_wrong_in_the_weights_gradient_alone(name: str) -> None:
+    right, wrong = (
+        passes(recipe) for recipe in (recipes.load(name), faults.load("transposed_wgrad")(recipes.load(name)))
+    )
+    assert torch.equal(right["y"], wrong["y"])
+    assert torch.equal(right["dx"], wrong["dx"])
+    cosine = torch.nn.functional.cosine_similarity(right["dw"].flatten(), wrong["dw"].flatten(), dim=0)
+    assert abs(cosine) < 0.3
+    assert wrong["dw"].norm() > 0.1 * right["dw"].norm()
+
+
+def test_a_transposed_wgrad_multiplies_the_bytes_in_the_other_order() -> None:
+    recipe, x, g = Float8CurrentScaling(), a_tensor(64, 48), a_tensor(64, 32, 1)
+    q, dy = cast(recipe, x, "input"), cast(recipe, g, "grad_output")
+    found = faults.load("transposed_wgrad")(recipe).gemm(
+        dy.data_t, dy.scale_inv_t, q.data_t, q.scale_inv_t, "wgrad", torch.float32
+    )
+    misread = dequantize(q.data, q.scale_inv).reshape(48, 64)  # x's own buffer, taken for its transpose
+    torch.testing.assert_close(found, dequantize(dy.data_t, dy.scale_inv_t) @ misread.t(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("fault", "name"), PLANTED)
+def test_every_fault_shows_in_a_linear(fault: str, name: str) -> None:
+    right, wrong = passes(recipes.load(name)), passes(faults.load(fault)(recipes.load(name)))
+    changed = {key for key in right if not torch.equal(right[key], wrong[key])}
+    expected: dict[str, set[str]] = {
+        "doubled_scale": {"y", "dx", "dw"},
+        "e5m2_forward": {"y", "dx", "dw"},
+        "flushed_gradients": {"dx", "dw"},
+        "frozen_scale": set(),  # these tensors do not change from pass to pass, so the frozen scale fits
+        "transposed_wgrad": {"dw"},
+    }
+    assert changed == expected[fault]
+    assert all(torch.isfinite(value).all() for value in wrong.values())
+
+
+@pytest.mark.parametrize("fault", faults.names())
+def test_no_fused_cast_goes_past_a_fault(fault: str) -> None:
+    """Producing kernels may cast by `epilogue` only with the scale and format that the fault would use."""
+    wrong = faults.load(fault)(DelayedScaling())
+    for role in ROLES:
+        fused = wrong.epilogue(role, slot_of(wrong))
+        if fault in ("doubled_scale", "flushed_gradients"):
+            assert fused is None
+        else:
+            assert fused is not None
+            assert fused.dtype == wrong.dtype(role)
+    x, w = a_tensor(), a_tensor(64, 160, 1)
+    pair = wrong.quantize_pair(x, slot_of(wrong), w, slot_of(wrong), x_columnwise=True, w_columnwise=True)
+    assert same(pair[0], cast(wrong, x, "input"))
+    assert same(pair[1], cast(wrong, w, "weight"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("frozen_scale", "delayed_scaling"),
+        *((f, "float8_current_scaling") for f in faults.names() if f != "frozen_scale"),
+    ],
+)
+def test_a_fault_survives_torch_compile(fault: str, name: str) -> None:
+    def run(compiled: bool) -> list[Any]:
+        torch.manual_seed(0)
+        layer = Linear(48, 32, bias=False, device="cpu")
+        call = torch.compile(layer, dynamic=False) if compiled else layer
+        found = []
+        for step in range(3):
+            x = (a_tensor(64, 48) * 2**step).requires_grad_()
+            layer.weight.grad = None
+            with te.autocast(recipe=faults.load(fault)(recipes.load(name))):
+                y = call(x)
+            y.backward(a_tensor(64, 32, 1))
+            found += [y.detach(), x.grad, layer.weight.grad]
+        return found
+
+    for ours, eager in zip(run(True), run(False), strict=True):
+        assert (ours - eager).norm() <= 1e-3 * eager.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("fault", "name"), PLANTED)
+def test_a_fault_is_the_same_on_a_gpu(fault: str, name: str) -> None:
+    """The GPU's kernels against the emulation, and both against the right recipe, which is further away."""
+    wrong, right = faults.load(fault)(recipes.load(name)), recipes.load(name)
+    layer = Linear(256, 128, bias=False, device="cuda", params_dtype=torch.bfloat16)
+    x, dy = a_tensor(256, 256).cuda().bfloat16(), a_tensor(256, 128, 1).cuda().bfloat16()
+    results = {}
+    for key, recipe in {
+        "gpu": wrong,
+        "emulated": dataclasses.replace(wrong, emulate=True),
+        "right": dataclasses.replace(right, emulate=True),
+    }.items():
+        mine = copy.deepcopy(layer)
+        for step in range(3):
+            mine.weight.grad = None
+            with te.autocast(recipe=recipe):
+                y = mine(x * 2**step)
+            y.backward(dy)
+        results[key] = (y.detach().float(), mine.weight.grad.float())
+    for ours, emulated in zip(results["gpu"], results["emulated"], strict=True):
+        assert (ours - emulated).norm() < 0.01 * emulated.norm()
+    difference = max(((a - b).norm() / b.norm()).item() for a, b in zip(results["gpu"], results["right"], strict=True))
+    assert difference > 0.02
