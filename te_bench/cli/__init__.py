@@ -1,6 +1,7 @@
 """The command line: a verb is a stage. list -> plan -> run -> report, and doctor.
 
-Exit codes: 0 done; 2 usage (the message says what is legal); 4 incomplete: some planned trial has no result.
+Exit codes: 0 done or passed; 1 inferior; 2 usage (the message says what is legal); 3 inconclusive; 4 incomplete: some
+planned trial has no result, or a verdict is void.
 130 after Ctrl-C. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
 """
 
@@ -10,7 +11,8 @@ from typing import Annotated
 import typer
 
 from te_bench import __version__
-from te_bench.cli import look, report, run
+from te_bench.cli import evaluate, look, report, run
+from te_bench.cli import verdict as judge
 
 app = typer.Typer(
     name="te-bench",
@@ -50,5 +52,14 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
         raise typer.Exit
 
 
-for verb in (look.list_, look.plan, run.run, report.report, report.embed, look.doctor):
+for verb in (
+    look.list_,
+    look.plan,
+    run.run,
+    report.report,
+    judge.verdict,
+    evaluate.evaluate,
+    report.embed,
+    look.doctor,
+):
     app.command(verb.__name__.strip("_"))(verb)

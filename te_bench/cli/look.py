@@ -5,7 +5,25 @@ from typing import Annotated
 
 import typer
 
-from te_bench.cli.options import Budget, Cache, Data, Device, Json, Only, Seeds, Suite, options, resolve
+from te_bench.cli.options import (
+    Alpha,
+    Budget,
+    Cache,
+    Data,
+    Device,
+    Json,
+    Margin,
+    Model,
+    Only,
+    Preset,
+    Recipes,
+    Seeds,
+    Steps,
+    Suite,
+    Tokens,
+    options,
+    resolve,
+)
 
 KINDS = ("suites", "attention", "recipes", "layers", "datasets", "models")
 
@@ -58,10 +76,31 @@ def plan(
     data: Data = None,
     budget: Budget = None,
     cache: Cache = None,
+    model: Model = None,
+    recipes: Recipes = None,
+    preset: Preset = None,
+    steps: Steps = None,
+    tokens: Tokens = None,
+    margin: Margin = None,
+    alpha: Alpha = None,
     as_json: Json = False,
 ) -> None:
     """Show the trials that `run` would do, in order, without doing them."""
-    experiment = resolve(suite, only, options(device, seeds, data, budget, cache))
+    wanted = options(
+        device=device,
+        seeds=seeds,
+        data=data,
+        budget=budget,
+        cache=cache,
+        model=model,
+        recipes=recipes,
+        preset=preset,
+        steps=steps,
+        tokens=tokens,
+        margin=margin,
+        alpha=alpha,
+    )
+    experiment = resolve(suite, only, wanted)
     if as_json:
         trials = [{"id": t.id, "name": t.name, **t.to_json()} for t in experiment.trials]
         print(json.dumps({"suite": suite, "baseline": experiment.baseline, "trials": trials}, indent=2))

@@ -21,6 +21,13 @@ Data = Annotated[
     ),
 ]
 Budget = Annotated[float | None, typer.Option(metavar="SECONDS", help="Training time of each time-budget trial.")]
+Model = Annotated[str | None, typer.Option(help="Model to train, where the suite lets you; `te-bench list models`.")]
+Recipes = Annotated[str | None, typer.Option(metavar="A,B", help="FP8 recipes to judge; `te-bench list recipes`.")]
+Preset = Annotated[str | None, typer.Option(help="A suite's named settings: cpu, char or gpt2.")]
+Steps = Annotated[int | None, typer.Option(help="Training steps of each run.")]
+Tokens = Annotated[int | None, typer.Option(help="Training tokens of each run, in place of --steps.")]
+Margin = Annotated[float | None, typer.Option(metavar="NATS", help="Largest gap in final loss that counts as none.")]
+Alpha = Annotated[float | None, typer.Option(help="Error rate of the verdict's tests. Default: 0.05.")]
 Cache = Annotated[Path | None, typer.Option(metavar="DIR", help="Where token files are cached.")]
 Gpus = Annotated[
     str | None, typer.Option(help="Indices such as 0,1, as in nvidia-smi, or all: one trial on each at a time.")
@@ -29,8 +36,16 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 def options(
-    device: str | None, seeds: int | None, data: list[str] | None, budget: float | None, cache: Path | None
+    *,
+    device: str | None = None,
+    seeds: int | None = None,
+    data: list[str] | None = None,
+    budget: float | None = None,
+    cache: Path | None = None,
+    recipes: str | None = None,
+    **others: Any,
 ) -> "Options":
+    """The suite's options from the command line's; `others` are fields of Options as they are."""
     from te_bench.experiments import environment
     from te_bench.experiments.spec import Options
 
@@ -42,6 +57,8 @@ def options(
         data=data_sets(data or []),
         budget_s=budget,
         cache=cache,
+        recipes=None if recipes is None else tuple(name.strip() for name in recipes.split(",") if name.strip()),
+        **others,
     )
 
 

@@ -9,7 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from te_bench.cli.options import Budget, Cache, Data, Device, Gpus, Only, Seeds, Suite, find_gpus, options, resolve
+from te_bench.cli.options import (
+    Alpha,
+    Budget,
+    Cache,
+    Data,
+    Device,
+    Gpus,
+    Margin,
+    Model,
+    Only,
+    Preset,
+    Recipes,
+    Seeds,
+    Steps,
+    Suite,
+    Tokens,
+    find_gpus,
+    options,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Record
@@ -27,8 +46,16 @@ def run(
     data: Data = None,
     budget: Budget = None,
     cache: Cache = None,
+    model: Model = None,
+    recipes: Recipes = None,
+    preset: Preset = None,
+    steps: Steps = None,
+    tokens: Tokens = None,
+    margin: Margin = None,
+    alpha: Alpha = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")] = 900.0,
     gpus: Gpus = None,
+    checkpoints: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what training runs trained.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Repeat the trials that did not end ok.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Set earlier results in DIR aside and start anew.")] = False,
 ) -> None:
@@ -39,7 +66,20 @@ def run(
 
     if not timeout > 0:  # nor is NaN
         raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
-    wanted = options(device, seeds, data, budget, cache)
+    wanted = options(
+        device=device,
+        seeds=seeds,
+        data=data,
+        budget=budget,
+        cache=cache,
+        model=model,
+        recipes=recipes,
+        preset=preset,
+        steps=steps,
+        tokens=tokens,
+        margin=margin,
+        alpha=alpha,
+    )
     chosen = find_gpus(wanted.device, gpus)
     directory = out or Path("runs") / suite
     experiment = resolve(suite, only, wanted)
@@ -59,7 +99,7 @@ def run(
                     machine["id"],
                     gpus=[gpu["uuid"] for gpu in chosen] or [None],
                     timeout_s=timeout,
-                    context=Context(cache=cache),
+                    context=Context(cache=cache, checkpoints=checkpoints),
                     progress=progress,
                     retry=retry,
                 )
@@ -81,6 +121,7 @@ def _plan(suite: str, experiment: "Experiment", environment_id: str) -> "Plan":
         environment=environment_id,
         trials=tuple(t.to_json() for t in experiment.trials),
         baseline=experiment.baseline,
+        judgement=experiment.judgement,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

@@ -14,6 +14,7 @@ class Context:
     """Where things are on this machine; nothing in it may change a result."""
 
     cache: Path | None = None  # of token files; None is the default one
+    checkpoints: Path | None = None  # where trained models go, as TRIAL-ID.pt; None keeps none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

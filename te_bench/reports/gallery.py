@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from te_bench.reports import curves, figures, layer_figures
+from te_bench.reports import curves, figures, layer_figures, verdict_figures, verdict_tables
 from te_bench.reports.rows import Group, printable
 
 
@@ -30,8 +30,23 @@ def of_group(group: Group, suffix: str) -> list[figures.Drawing]:
     for number, (variant, build) in enumerate(layer_figures.breakdowns(group), start=1):
         place = "" if number == 1 else f"-{number}"
         builders.append((f"layer_time{place}", f"Time of a transformer layer by kind of kernel, {variant}", build))
+    builders += _verdicts(group)
     return [
         figures.draw(kind + suffix, kind.split("-")[0], printable(caption), printable(where), build)
         for kind, caption, build in builders
         if build
     ]
+
+
+def _verdicts(group: Group) -> list[tuple[str, str, Callable[[], Figure] | None]]:
+    """The figures of each convergence study, and the numerics of each of its FP8 arms."""
+    found: list[tuple[str, str, Callable[[], Figure] | None]] = []
+    for number, study in enumerate(verdict_tables.of_group(group), start=1):
+        place, title = "" if number == 1 else f"-{number}", study.study.title
+        found.append((f"verdict_forest{place}", f"Final gaps against bf16: {title}", verdict_figures.forest(study)))
+        found.append((f"verdict_gap{place}", f"Gap against bf16 by step: {title}", verdict_figures.gap_curves(study)))
+        found.append((f"verdict_spikes{place}", f"Spikes and divergences: {title}", verdict_figures.spikes(study)))
+        for arm in study.study.recipes:
+            caption = f"FP8 numerics over the training, {arm.name}: {title}"
+            found.append((f"verdict_numerics-{arm.name}{place}", caption, verdict_figures.numerics(arm)))
+    return found

@@ -24,6 +24,13 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 #: The page's sections: anchor, heading, figures by kind, tables by name. A section without content is left out.
 SECTIONS = (
+    (
+        "verdict",
+        "Does FP8 train like bf16?",
+        ("verdict_forest", "verdict_gap", "verdict_spikes", "verdict_numerics"),
+        ("verdict", "verdict_reasons", "stability"),
+    ),
+    ("stress", "Where each precision breaks", (), ("stress",)),
     ("ladder", "Time and memory of a training step", ("ladder", "memory"), ("ladder", "memory")),
     ("layer", "One transformer layer", ("layer_time",), ("layer", "layer_kinds", "layer_kernels")),
     ("curves", "Loss curves", ("loss_step", "loss_time"), ("curves",)),

@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from te_bench.experiments.spec import OUTCOMES, Record, Trial
+from te_bench.experiments.spec import OUTCOMES, Record, Scalar, Trial
 from te_bench.experiments.store import Journal, Plan, load
 
 NOT_RUN = "not run; rerun the same command to go on"
@@ -86,6 +86,11 @@ class Group:
     gpu: str | None
     baseline: str | None  # the cell that is 1.00x
     cells: tuple[Cell, ...]
+    judgement: Mapping[str, Scalar] = field(default_factory=dict)  # what the first plan said a verdict is judged by
+    changed: tuple[str, ...] = ()  # how later plans differ from that, one sentence each
+
+    def __hash__(self) -> int:  # not of the records: what is worked out for a group once is kept for its other readers
+        return hash((self.suite, self.environment))
 
     def of(self, workload: str) -> tuple[Cell, ...]:
         return tuple(cell for cell in self.cells if cell.trial.workload == workload)
@@ -145,10 +150,24 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
             gpu=identity(bodies[environment]).get("gpu"),
             baseline=next((p.baseline for p in plans[suite, environment] if p.baseline), None),
             cells=_cells(rows[suite, environment]),
+            **_judgement(plans[suite, environment]),
         )
         for suite, environment in rows
     )
     return Results(groups=groups, environments=bodies, runs=tuple(journals))
+
+
+def _judgement(plans: Sequence[Plan]) -> dict[str, Any]:
+    """The judgement of the earliest plan that has one, and what later plans changed of it."""
+    in_order = sorted((plan for plan in plans if plan.judgement), key=lambda plan: plan.started_at)
+    if not in_order:
+        return {}
+    first, changed = in_order[0].judgement, {}
+    for plan in in_order[1:]:
+        for key, value in plan.judgement.items():
+            if value != first.get(key):
+                changed[key] = f"{key} was {first.get(key)} in the first plan and became {value}"
+    return {"judgement": first, "changed": tuple(changed.values())}
 
 
 def identity(environment: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from te_bench.reports import analysis, curves, layer_tables, layers, text
+from te_bench.reports import analysis, curves, layer_tables, layers, text, verdict_tables
 from te_bench.reports.rows import Group, Results, load_results, printable
 from te_bench.reports.table import Table, Value, interval_note, label, number, repetitions, table_of, word
 
@@ -198,6 +198,10 @@ TABLES: dict[str, Callable[[Group], list[Table] | Table | None]] = {
     "layer_kinds": layer_tables.kinds,
     "layer_kernels": layer_tables.kernels,
     "curves": training,
+    "verdict": verdict_tables.all_gaps,
+    "verdict_reasons": verdict_tables.all_reasons,
+    "stability": verdict_tables.stability,
+    "stress": verdict_tables.stress,
     "max_batch": max_batch,
     "attention": attention,
     "numerics": numerics,
@@ -234,6 +238,7 @@ def headlines(results: Results) -> list[str]:
     """The answers in a sentence each, the most important first; what ended how, when nothing ended ok."""
     found = []
     for group in results.groups:
+        found += [(-1, f"{v.sentence} ({v.study.title}, {group.where})") for v in verdict_tables.of_group(group)]
         measured = [rung for rung in analysis.ladder(group) if rung.latency_s is not None]
         if measured:
             found.append((0, f"Fastest: {_fastest(group, measured)}"))
@@ -285,12 +290,12 @@ def summary(directories: Sequence[Path]) -> str:
         for table in [*of_group(group, "ladder"), *of_group(group, "layer")]:
             shown = f"{group.title} ({group.where})" if table.name == "ladder" else f"{table.caption} ({group.where})"
             title = text.shortened(printable(shown), TERMINAL_WIDTH)
-            lines += ["", title, *_terminal(table)]
+            lines += ["", title, *terminal(table)]
     return "\n".join(lines) + "\n"
 
 
-def _terminal(table: Table) -> list[str]:
-    """Columns padded to their widest value; the first gives way when the line would be too long."""
+def terminal(table: Table) -> list[str]:
+    """The table's lines: columns padded to their widest value; the first gives way when the line would be too long."""
     kept = [i for i, column in enumerate(table.columns) if column.title not in ("TFLOP/s", "MFU")]
     cells = [[table.columns[i].title for i in kept], *([row[i].text for i in kept] for row in table.rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(kept))]

@@ -114,6 +114,7 @@ def write(
     suite: str = "nanogpt",
     title: str = "GPT-2 124M on one GPU",
     body: Mapping[str, Any] | None = None,
+    judgement: Mapping[str, Any] | None = None,
 ) -> Path:
     """A journal of one plan: the records' trials and then `planned`, which have no record."""
     records = list(records)
@@ -127,6 +128,7 @@ def write(
         trials=tuple(by_id[key].to_json() for key in trials),
         baseline=baseline,
         started_at=STARTED,
+        judgement=judgement or {},
     )
     with Store(directory) as store:
         store.add_environment(body)
@@ -156,7 +158,7 @@ def baseline_cell() -> str:
 def everything(directory: Path, seeds: int = 3) -> Path:
     """One run with every workload and every outcome."""
     records = ladder_records(seeds)
-    endings = ("unsupported", "oom", "timeout", "crashed", "failed_check", "interrupted")
+    endings = ("unsupported", "oom", "timeout", "crashed", "failed_check", "stopped", "interrupted")
     for outcome in endings:
         failed = trial(attention="flex", mode="compile", padded_vocab=50257, batch=12, note=outcome)
         checks = checked(("dq", 0.3, 0.01)) if outcome == "failed_check" else {}

@@ -72,7 +72,7 @@ def test_page_has_its_sections_in_order(full):
     page = Page(content(full))
     assert page.count("h1") == 1
     assert page.count("figure") == 9
-    assert "71 of 82" in page.text
+    assert "71 of 83" in page.text
     assert "te-bench run nanogpt --device cuda --" in page.text
 
 
@@ -85,7 +85,7 @@ def test_markdown_links_figures_that_exist(full):
 
 def test_records_csv_has_a_line_for_each_planned_trial(full):
     frame = pd.read_csv(full / "records.csv")
-    assert len(frame) == 82
+    assert len(frame) == 83
     assert (frame["outcome"] == "ok").sum() == 71
     compiled = frame[frame["name"].str.contains("V50304/flash/bf16/compile/s0")].iloc[0]
     assert compiled["latency_s_median"] == pytest.approx(0.0274)

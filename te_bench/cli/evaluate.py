@@ -1,0 +1,33 @@
+"""te-bench evaluate: perplexity and last-word accuracy of a checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from te_bench.cli.options import Device, Json
+
+
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="nanoGPT's ckpt.pt, one of `run --checkpoints`, an HF folder.")],
+    data: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="For perplexity: text:PATH, hf:NAME, stdlib.")
+    ] = None,
+    last_word: Annotated[Path | None, typer.Option(metavar="FILE", help='JSON lines of {"text": ...}.')] = None,
+    recipe: Annotated[str | None, typer.Option(help="Default: the checkpoint's own. none: bf16 alone.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="SPEC", help="Default: the checkpoint's own.")] = None,
+    device: Device = None,
+    split: Annotated[str, typer.Option(help="val (the held-out last tenth), train or all.")] = "val",
+    stride: Annotated[int | None, typer.Option(help="Of the sliding window. Default: half a block.")] = None,
+    batch: Annotated[int, typer.Option(help="Windows or passages at once.")] = 8,
+    tokens: Annotated[int | None, typer.Option(help="How many to score. Default: all.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity and last-word accuracy of a checkpoint, in bf16 and in its FP8 recipe."""
+    from te_bench.experiments import environment, evaluation
+
+    where = device or environment.default_device()
+    given = {"recipe": recipe, "tokenizer": tokenizer, "split": split, "stride": stride, "batch": batch}
+    found = evaluation.evaluate(checkpoint, data, passages=last_word, device=where, max_tokens=tokens, **given)  # type: ignore[arg-type]
+    print(json.dumps(evaluation.to_json(found), indent=2) if as_json else evaluation.summary(found))

@@ -1,0 +1,88 @@
+"""te-bench verdict: does each FP8 recipe train like bf16, by the records of a run or by a user's own losses."""
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from te_bench.cli.options import Alpha, Margin
+
+Curves = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="CSV", help="Final losses (one column), or curves: step, loss, seed; or W&B's, TensorBoard's."
+    ),
+]
+
+
+def verdict(
+    directories: Annotated[
+        list[Path] | None, typer.Argument(metavar="[DIR]...", help="--out of a convergence run.")
+    ] = None,
+    baseline: Curves = None,
+    candidate: Curves = None,
+    paired: Annotated[bool, typer.Option("--paired", help="Pair the runs of both files by seed, or by row.")] = False,
+    margin: Margin = None,
+    alpha: Alpha = None,
+) -> None:
+    """Say whether FP8 trains like bf16: 0 it does, 1 it does not, 3 undecided, 4 void or incomplete."""
+    if directories and (baseline or candidate):
+        raise ValueError("give a run's directory, or --baseline and --candidate, not both")
+    if directories:
+        code = _of_runs(directories, margin, alpha)
+    elif baseline and candidate:
+        if margin is None:
+            raise ValueError(
+                "--margin: state the largest gap in loss that you would accept, such as 0.003, before you look"
+            )
+        code = _of_losses(baseline, candidate, paired, margin, 0.05 if alpha is None else alpha)
+    else:
+        raise ValueError("give the --out directory of te-bench run convergence, or --baseline A.csv --candidate B.csv")
+    sys.stdout.flush()
+    raise typer.Exit(code)
+
+
+def _of_runs(directories: list[Path], margin: float | None, alpha: float | None) -> int:
+    """Print the verdict of every study in the runs; the exit code of the worst."""
+    from te_bench.reports import tables, verdict_tables
+    from te_bench.reports.rows import load_results
+    from te_bench.reports.study import studies
+    from te_bench.reports.verdict import verdicts
+
+    results = load_results(directories)
+    found = [verdicts(study, margin=margin, alpha=alpha) for group in results.groups for study in studies(group)]
+    if not found:
+        raise ValueError(f"{directories[0]} holds no convergence run: te-bench run convergence --out {directories[0]}")
+    for one in found:
+        print("\n".join(textwrap.wrap(one.sentence, tables.TERMINAL_WIDTH)), end="\n\n")
+        brief = verdict_tables.brief(one)
+        assert brief is not None
+        print("\n".join(tables.terminal(brief)), end="\n\n")
+        for finding in one.findings:
+            said = f"{finding.arm.name}: {finding.missing or finding.judgement.reason}"
+            print("\n".join(textwrap.wrap(said, tables.TERMINAL_WIDTH, subsequent_indent="  ")))
+        for note in one.notes:
+            print("\n".join(textwrap.wrap(f"Note: {note}.", tables.TERMINAL_WIDTH, subsequent_indent="  ")))
+    return max((one.exit_code for one in found), key=_SEVERITY.index)
+
+
+def _of_losses(baseline: list[Path], candidate: list[Path], paired: bool, margin: float, alpha: float) -> int:
+    """Print the verdict on a user's own losses; its exit code."""
+    from te_bench.reports import loss_csv, tables, verdict_tables
+    from te_bench.reports.equivalence import Verdict, compare
+
+    arms = [loss_csv.read(paths[0] if len(paths) == 1 else paths) for paths in (baseline, candidate)]
+    matched = loss_csv.matched(*arms, paired=paired)
+    found = compare(matched.candidate, matched.baseline, margin=margin, alpha=alpha, paired=paired)
+    moving = next((why for arm in arms if arm.curves and (why := loss_csv.decayed(arm.curves, margin))), None)
+    verdict = Verdict.INCONCLUSIVE if moving else found.verdict
+    print(f"{verdict}: {moving or found.reason}\n")
+    print("\n".join(tables.terminal(verdict_tables.losses(found, verdict))))
+    for note in [note for arm in arms for note in arm.notes]:
+        print(f"Note: {note}.")
+    return {Verdict.EQUIVALENT: 0, Verdict.NON_INFERIOR: 0, Verdict.INFERIOR: 1}.get(verdict, 3)
+
+
+_SEVERITY = (0, 3, 1, 4)  # exit codes, the worst last

@@ -1,0 +1,340 @@
+"""What `te-bench evaluate` does: downstream checks of one checkpoint, in bf16 and in the FP8 it is meant to run in.
+
+Outside of the journal, for nothing is timed. The text is split as training splits it, so that `val` of the data set that
+a model was trained on is text that it has not seen.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from te_bench import plugins
+from te_bench.experiments.spec import DEVICES
+from te_bench.kernels import attention as backends
+from te_bench.models import checkpoints
+from te_bench.models import corpus as corpora
+from te_bench.models import recipe as recipes
+from te_bench.models import tokenizer as tokenizers
+from te_bench.models.checkpoints import Checkpoint
+from te_bench.models.evaluation import LastWord, Perplexity, calibrate, last_word, perplexity
+from te_bench.models.gpt import GPT
+
+NONE = "none"  # as a recipe: bf16 alone
+SPLITS = ("val", "train", "all")
+REBUILT = ("chars", "bpe")  # tokenisers that are made from the text they are asked to encode
+MISSING = "—"
+HEADINGS = ("arm", "nats/token", "gap to bf16", "perplexity", "bits/byte", "last word", "word perplexity")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """One way to compute the same model. scales: where delayed scaling's came from; None for recipes that keep none."""
+
+    precision: str  # "bf16" or "fp8"
+    recipe: str | None = None
+    scales: str | None = None
+    perplexity: Perplexity | None = None
+    last_word: LastWord | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The arms, bf16 first, and everything that they depend on; sha256 of the texts in UTF-8."""
+
+    checkpoint: str
+    device: str
+    attention: str
+    block: int
+    stride: int
+    batch: int
+    tokenizer: str
+    data: str | None
+    data_sha256: str | None
+    split: str
+    seen: bool | None  # whether this very text was trained on; None where the checkpoint does not say
+    passages: str | None
+    passages_sha256: str | None
+    arms: tuple[Arm, ...]
+
+
+def evaluate(
+    checkpoint: Path,
+    data: str | None = None,
+    *,
+    passages: Path | None = None,
+    recipe: str | None = None,
+    device: str = "cpu",
+    tokenizer: str | None = None,
+    split: str = "val",
+    attention: str = "flash",
+    block: int | None = None,
+    stride: int | None = None,
+    batch: int = 8,
+    max_tokens: int | None = None,
+) -> Evaluation:
+    """Perplexity on a part of `data` and last-word accuracy on `passages`, in bf16 and, with a recipe, in fp8 besides.
+
+    recipe: None is the one that the checkpoint was trained with, "none" is bf16 alone. tokenizer: None is the
+    checkpoint's own. block: None is the model's; stride: None is half of it. max_tokens: of the text, to be scored.
+    passages: JSON lines of {"text": ...}. Raises ValueError for anything that the user can put right.
+    """
+    _check(device, split, data, tokenizer, passages, max_tokens)
+    found = checkpoints.load(checkpoint)
+    chosen = found.recipe if recipe is None else None if recipe == NONE else recipe
+    model = _model(found, chosen, device, attention)
+    texts = None if passages is None else read_passages(passages)
+    text = None if data is None else corpora.read_text(data)
+    spec, words = _tokenizer(found, tokenizer, text)
+    _require_characters(words, "".join(texts or []))
+    tokens, size = (None, None) if text is None else _encode(words, _part(text, split), max_tokens)
+    given = _Given(tokenizer=words, tokens=tokens, text_bytes=size, passages=texts)
+    block = found.config.block_size if block is None else block
+    sizes = {"block": block, "stride": max(1, block // 2) if stride is None else stride, "batch": batch}
+    arms = [_arm(model, "bf16", given, **sizes)]
+    if chosen is not None:
+        scales = _settle(model, found, given, block, batch)
+        arms.append(dataclasses.replace(_arm(model, "fp8", given, **sizes), recipe=chosen, scales=scales))
+    sha256 = None if text is None else hashlib.sha256(text.encode()).hexdigest()
+    return Evaluation(
+        checkpoint=str(checkpoint),
+        device=device,
+        attention=attention,
+        **sizes,
+        tokenizer=spec,
+        data=data,
+        data_sha256=sha256,
+        split=split,
+        seen=_seen(found, sha256, split),
+        passages=None if passages is None else str(passages),
+        passages_sha256=None if passages is None else hashlib.sha256(passages.expanduser().read_bytes()).hexdigest(),
+        arms=tuple(arms),
+    )
+
+
+def rows(found: Evaluation) -> list[tuple[str, ...]]:
+    """HEADINGS and a row for each arm, as a reader wants them; a dash for what was not evaluated."""
+    reference = found.arms[0].perplexity
+    table: list[tuple[str, ...]] = [HEADINGS]
+    for arm in found.arms:
+        ppl, word = arm.perplexity, arm.last_word
+        gap = None if ppl is None or reference is None or arm is found.arms[0] else ppl.nats_per_token
+        table.append(
+            (
+                " ".join(filter(None, [arm.precision, arm.recipe, arm.scales and f"({arm.scales})"])),
+                MISSING if ppl is None else f"{ppl.nats_per_token:.4f}",
+                MISSING if gap is None or reference is None else f"{gap - reference.nats_per_token:+.4f}",
+                MISSING if ppl is None else f"{ppl.perplexity:.2f}",
+                MISSING if ppl is None or ppl.bits_per_byte is None else f"{ppl.bits_per_byte:.4f}",
+                MISSING if word is None else f"{100 * word.accuracy:.1f} % ({word.correct}/{word.passages})",
+                MISSING if word is None else f"{word.perplexity:.2f}",
+            )
+        )
+    return table
+
+
+def summary(found: Evaluation) -> str:
+    """`rows` in aligned columns, and a warning where the text was trained on."""
+    table = rows(found)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            f"{cell:{'<' if i == 0 else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]
+    if found.seen:
+        lines.append(
+            f"The checkpoint was trained on this text: --split {found.split} is no measure of what it predicts."
+        )
+    return "\n".join(lines)
+
+
+def to_json(found: Evaluation) -> dict[str, Any]:
+    """Every field and what follows from them; null for what was not evaluated or is not finite."""
+    value = dataclasses.asdict(found)
+    for arm, shown in zip(found.arms, value["arms"], strict=True):
+        if arm.perplexity is not None:
+            shown["perplexity"]["perplexity"] = arm.perplexity.perplexity
+        if arm.last_word is not None:
+            shown["last_word"] |= {"accuracy": arm.last_word.accuracy, "perplexity": arm.last_word.perplexity}
+        for part in ("perplexity", "last_word"):
+            shown[part] = shown[part] and {
+                k: v if v is None or math.isfinite(v) else None for k, v in shown[part].items()
+            }
+    return value
+
+
+def read_passages(path: Path) -> list[str]:
+    """The texts of a JSON-lines file of {"text": ...}; blank lines are skipped. Raises ValueError, naming the line."""
+    content = tokenizers.read_utf8(str(path), 'a file with one {"text": ...} on a line')
+    passages = []
+    for number, line in enumerate(content.split("\n"), 1):  # splitlines would cut inside of JSON's strings
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+        text = row.get("text") if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            raise ValueError(f'{path}, line {number} is not an object with a "text": {line[:60]}')
+        passages.append(text)
+    if not passages:
+        raise ValueError(f'{path} holds no passages: write one {{"text": ...}} on a line')
+    return passages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Given:
+    """What to evaluate on: tokens, those of `text_bytes` of text if that is known, and passages; None for neither."""
+
+    tokenizer: tokenizers.Tokenizer
+    tokens: NDArray[Any] | None
+    text_bytes: int | None
+    passages: list[str] | None
+
+
+def _check(
+    device: str, split: str, data: str | None, tokenizer: str | None, passages: Path | None, max_tokens: int | None
+) -> None:
+    """Raise ValueError for what is wrong at first sight, before anything large is read."""
+    plugins.check("device", device, list(DEVICES))
+    plugins.check("split", split, list(SPLITS))
+    if data is None and passages is None:
+        raise ValueError("nothing to evaluate on: give a data set for perplexity, passages for the last word, or both")
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"{max_tokens} tokens to score: give 1 or more")
+    if data is not None:
+        corpora.check(data, tokenizer or "bytes")
+        if data == corpora.RANDOM:
+            raise ValueError("data set 'random' has no text to evaluate on; give text:PATH or hf:NAME")
+
+
+def _arm(model: GPT, precision: str, given: _Given, *, block: int, stride: int, batch: int) -> Arm:
+    sizes: dict[str, Any] = {"block": block, "batch": batch, "precision": precision}
+    text = words = None
+    if given.tokens is not None:
+        text = perplexity(model, given.tokens, stride=stride, text_bytes=given.text_bytes, **sizes)
+    if given.passages is not None:
+        words = last_word(model, given.tokenizer, given.passages, **sizes)
+    return Arm(precision=precision, perplexity=text, last_word=words)
+
+
+def _model(found: Checkpoint, recipe: str | None, device: str, attention: str) -> GPT:
+    """The checkpoint's model on the device. Raises ValueError, with the reason, when this machine cannot run it."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch sees no NVIDIA GPU; take --device cpu")
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    chosen = None if recipe is None else recipes.load(recipe)
+    problem = backends.Problem(
+        batch=1,
+        heads=found.config.n_head,
+        length=found.config.block_size,
+        head_dim=found.config.n_embd // found.config.n_head,
+        dtype="bf16",
+        causal=True,
+        dropout=0.0,
+        device=device,
+        capability=capability,
+    )
+    reasons = {
+        attention: backends.load(attention).unsupported(problem),
+        recipe: chosen and chosen.unsupported(device, capability),
+    }
+    for name, reason in reasons.items():
+        if reason:
+            raise ValueError(f"{name}: {reason}")
+    return found.build(attention=attention, recipe=chosen).to(device)
+
+
+def _settle(model: GPT, found: Checkpoint, given: _Given, block: int, batch: int) -> str | None:
+    """Where the scales of a recipe that keeps state come from; where the checkpoint has none, calibrate them.
+
+    With the scale 1 that such a recipe begins with, it would be another computation than the one it was trained in.
+    """
+    assert model.recipe is not None
+    if model.recipe.make_state(1, torch.device("cpu")) is None:
+        return None
+    if found.scales:
+        return "scales of the checkpoint"
+    tokens = given.tokens
+    if tokens is None:
+        tokens = np.concatenate([*given.tokenizer.encode("\n".join(given.passages or []))])
+    return f"scales calibrated on {calibrate(model, tokens, block=block, batch=batch)} tokens"
+
+
+def _tokenizer(found: Checkpoint, spec: str | None, text: str | None) -> tuple[str, tokenizers.Tokenizer]:
+    """(its spec, the tokeniser) to evaluate with. Raises ValueError where there is none that the model was trained with."""
+    if spec is None:
+        own = found.text_tokenizer()
+        if own is None or found.tokenizer is None:
+            raise ValueError(
+                f"{found.path} does not hold its tokenizer; give --tokenizer: {', '.join(tokenizers.TOKENIZERS)}"
+            )
+        chosen = found.tokenizer, own
+    else:
+        kind, argument = tokenizers.check(spec)
+        if kind in REBUILT and text is None:
+            raise ValueError(f"tokenizer {spec!r} is made from a text: give the data set that the model was trained on")
+        source = tokenizers.read(argument) if kind == "file" else None
+        whole = text or ""
+        chosen = spec, tokenizers.build(spec, whole, len(_part(whole, "train")), source)
+        if kind in REBUILT and chosen[1].vocab != found.config.vocab_size:
+            raise ValueError(
+                f"tokenizer {spec!r} of this text has {chosen[1].vocab} tokens, the model {found.config.vocab_size}: it is "
+                "right for the data set that the model was trained on only; give that one, or file:PATH"
+            )
+    if chosen[1].vocab > found.config.vocab_size:
+        raise ValueError(
+            f"tokenizer {chosen[0]!r} has {chosen[1].vocab} tokens and the model's vocabulary {found.config.vocab_size}; "
+            "give the tokenizer that the model was trained with"
+        )
+    return chosen
+
+
+def _part(text: str, split: str) -> str:
+    """The characters of a split, as models.corpus holds out the last tenth."""
+    at = int(len(text) * 0.9)
+    return {"train": text[:at], "val": text[at:], "all": text}[split]
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, max_tokens: int | None) -> tuple[NDArray[Any], int | None]:
+    """(tokens, the UTF-8 bytes that they stand for, or None if that is not known); max_tokens and one are enough."""
+    _require_characters(tokenizer, text)
+    limit = None if max_tokens is None else max_tokens + 1
+    pieces: list[NDArray[Any]] = [np.empty(0, np.uint8)]
+    for ids in tokenizer.encode(text):
+        pieces.append(ids)
+        if limit is not None and sum(map(len, pieces)) >= limit:
+            break
+    tokens = np.concatenate(pieces)
+    if limit is None or len(tokens) < limit:
+        return tokens, len(text.encode())
+    # The end may be a part of a character, decoded as U+FFFD; up to there a tokeniser that is exact gives the text back.
+    decoded = tokenizer.decode(tokens[:limit].tolist()).rstrip("\ufffd")
+    return tokens[:limit], len(decoded.encode()) if text.startswith(decoded) else None
+
+
+def _require_characters(tokenizer: tokenizers.Tokenizer, text: str) -> None:
+    """`Chars` gives the id 0 to what it does not know, which never happens to the text it was made from."""
+    if isinstance(tokenizer, tokenizers.Chars):
+        lost = sorted(set(text) - set(tokenizer.characters))
+        if lost:
+            some = "".join(lost[:10])
+            raise ValueError(
+                f"the model knows {tokenizer.vocab} characters, and not {some!r} of this text: take another"
+            )
+
+
+def _seen(found: Checkpoint, sha256: str | None, split: str) -> bool | None:
+    if sha256 is None or found.data_sha256 is None:
+        return None
+    return split != "val" and sha256 == found.data_sha256

@@ -1,0 +1,200 @@
+"""The figures of a convergence verdict: final gaps against the margin, the gap by step, spikes, FP8 numerics over time."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from te_bench.reports import text
+from te_bench.reports.equivalence import Verdict
+from te_bench.reports.figures import COLOURS, DASHES, FAINT, INK, MARKERS, NAME, blank
+from te_bench.reports.study import Arm, Run
+from te_bench.reports.verdict import Finding, Verdicts
+
+VERDICT_COLOURS = {
+    Verdict.EQUIVALENT: COLOURS[2],
+    Verdict.NON_INFERIOR: COLOURS[0],
+    Verdict.INFERIOR: COLOURS[1],
+    Verdict.DIVERGED: COLOURS[1],
+    Verdict.INCONCLUSIVE: COLOURS[6],
+}
+ROLES = ("input", "weight", "grad_output")
+FIGURES = ("amax", "saturated", "underflowed")
+_TITLES = {"amax": "log2 of the amax", "saturated": "saturated, log10", "underflowed": "underflowed, log10"}
+RAREST = 1e-7  # fractions below it are shown as none
+
+
+def forest(found: Verdicts) -> Callable[[], Figure] | None:
+    """Each arm's mean gap with its interval, over the margin's zone."""
+    return (lambda: _forest(found, found.findings)) if found.findings else None
+
+
+def _forest(found: Verdicts, findings: Sequence[Finding]) -> Figure:
+    figure = blank(1.0 + 0.5 * len(findings))
+    axes = figure.subplots()
+    inside = [c for f in findings if (c := f.judgement.comparison) and c.interval and f is not found.broken]
+    widest = max([found.margin, *(abs(end) for c in inside for end in c.interval or ())]) * 1.3
+    axes.axvspan(-found.margin, found.margin, color=COLOURS[2], alpha=0.12, linewidth=0)
+    axes.axvline(0, color=FAINT, linewidth=0.8)
+    for row, finding in enumerate(findings):
+        comparison, colour = finding.judgement.comparison, VERDICT_COLOURS[finding.verdict]
+        name = text.shortened(f"{finding.arm.name}: {finding.verdict}", NAME)
+        axes.text(0.0, row - 0.32, name, va="center", fontsize=8.8, transform=axes.get_yaxis_transform())
+        if comparison is None:
+            continue
+        low, high = comparison.interval or (comparison.gap, comparison.gap)
+        if low > widest or high < -widest:  # the broken arm: off the scale, its size in words
+            end, mark = (0.995, ">") if low > widest else (0.005, "<")
+            where: Any = {"transform": axes.get_yaxis_transform(), "clip_on": False}
+            axes.plot([end], [row], mark, color=colour, markersize=7, **where)
+            side = "right" if low > widest else "left"
+            shown = axes.text(0.97 if side == "right" else 0.03, row, f"{comparison.gap:+.3f}", **where)
+            shown.set(ha=side, va="center", fontsize=8.8)
+            continue
+        axes.plot([low, high], [row, row], color=colour, linewidth=2.2, solid_capstyle="butt")
+        axes.plot([comparison.gap], [row], "o", color=colour, markersize=6)
+    axes.set_xlim(-widest, widest)
+    axes.set_ylim(len(findings) - 0.5, -0.7)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    level = f"{100 * (1 - 2 * found.alpha):.3g} %"
+    axes.set_xlabel(f"final loss less bf16's, nat, with {level} (shaded: within the margin {found.margin:g})")
+    return figure
+
+
+def gap_curves(found: Verdicts) -> Callable[[], Figure] | None:
+    """Mean gap by step of every recipe, with a band over the last quarter that holds all of it at once."""
+    drawn = [f for f in found.recipes if f.band is not None]
+    return (lambda: _gap_curves(found, drawn)) if drawn else None
+
+
+def _gap_curves(found: Verdicts, drawn: Sequence[Finding]) -> Figure:
+    control = found.study.control
+    assert control is not None
+    figure = blank(3.2 + 0.19 * len(drawn))
+    axes = figure.subplots()
+    axes.axhspan(-found.margin, found.margin, color=FAINT, alpha=0.2, linewidth=0)
+    axes.axhline(0, color=FAINT, linewidth=0.8)
+    handles: list[Line2D | Patch] = []
+    reach = [found.margin]
+    for place, finding in enumerate(drawn):
+        colour, dashes = COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
+        steps, means = _mean_gap(finding, control)
+        axes.plot(steps, means, dashes, color=colour, linewidth=1.4)
+        band = finding.band
+        assert band is not None
+        axes.fill_between(band.step, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
+        reach += [*(abs(v) for v in (*band.low, *band.high)), *(abs(m) for m in means[len(means) // 2 :])]
+        name = f"{finding.arm.name} (mean of {len(finding.seeds)}{', the others diverged' if finding.arm.diverged else ''})"
+        handles.append(Line2D([], [], color=colour, linestyle=dashes, label=text.shortened(name, NAME)))
+    axes.set_ylim(-1.15 * max(reach), 1.15 * max(reach))  # the first steps may leave the frame
+    axes.set_xlabel("step")
+    axes.set_ylabel("validation loss less bf16's, nat")
+    handles.append(Patch(facecolor=FAINT, alpha=0.3, label=f"grey: within the margin {found.margin:g}"))
+    confidence = drawn[0].band.confidence if drawn[0].band else 0.95
+    handles.append(Patch(facecolor=COLOURS[0], alpha=0.18, label=f"shaded: simultaneous {100 * confidence:g} % band"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=1, frameon=False, fontsize=8.5)
+    return figure
+
+
+def _mean_gap(finding: Finding, control: Arm) -> tuple[list[float], list[float]]:
+    """Steps that every pair was evaluated at, and the mean gap there."""
+    arms = [
+        (dict(zip(*finding.arm.runs[s].curve, strict=True)), dict(zip(*control.runs[s].curve, strict=True)))
+        for s in finding.seeds
+    ]
+    steps = sorted(set.intersection(*(set(a) & set(b) for a, b in arms)))
+    return steps, [statistics.fmean(a[step] - b[step] for a, b in arms) for step in steps]
+
+
+def spikes(found: Verdicts) -> Callable[[], Figure] | None:
+    """Where losses and gradient norms spiked, arm by arm, and where runs diverged."""
+    arms = [arm for arm in found.study.arms if any(run.stability for run in arm.runs.values())]
+    return (lambda: _spikes(arms)) if arms else None
+
+
+def _spikes(arms: Sequence[Arm]) -> Figure:
+    figure = blank(1.1 + 0.45 * len(arms))
+    axes = figure.subplots()
+    for row, arm in enumerate(arms):
+        axes.text(
+            0.0,
+            row - 0.33,
+            text.shortened(arm.name, NAME),
+            va="center",
+            fontsize=8.8,
+            transform=axes.get_yaxis_transform(),
+        )
+        for run in arm.runs.values():
+            seen = run.stability
+            if seen is None:
+                continue
+            for place, events in enumerate((seen.loss_spikes, seen.grad_spikes)):
+                steps = [spike.step for spike in events]
+                style: Any = {"color": COLOURS[1 - place], "markersize": 4.5, "alpha": 0.7, "mew": 0}
+                axes.plot(steps, [row + 0.2 * place - 0.05] * len(steps), MARKERS[2 * place], **style)
+            if run.diverged:
+                assert run.record is not None
+                last = run.record.samples["step"][-1] if seen.non_finite is None else seen.non_finite
+                axes.plot([last], [row + 0.05], "x", color=INK, markersize=7, mew=1.6)
+    steps = [s for arm in arms for run in arm.runs.values() if run.record for s in run.record.samples.get("step") or []]
+    axes.set_xlim(0, max(steps, default=1.0) or 1.0)
+    axes.set_ylim(len(arms) - 0.5, -0.7)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("step")
+    handles = [
+        Line2D([], [], color=COLOURS[1], marker=MARKERS[0], linestyle="", label="loss"),
+        Line2D([], [], color=COLOURS[0], marker=MARKERS[2], linestyle="", label="gradient norm"),
+        Line2D([], [], color=INK, marker="x", linestyle="", label="diverged"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+    return figure
+
+
+def numerics(arm: Arm) -> Callable[[], Figure] | None:
+    """amax, saturation and underflow of every tensor of every layer over the training, of the arm's first probed seed."""
+    run = next((r for r in arm.runs.values() if r.record and r.record.samples.get("probe_step")), None)
+    return (lambda: _numerics(run)) if run is not None else None
+
+
+def _numerics(run: Run) -> Figure:
+    assert run.record is not None
+    samples: Mapping[str, Sequence[float | None]] = run.record.samples
+    steps = samples["probe_step"]
+    found = [name.partition(":")[2] for name in samples if name.startswith("amax:")]
+    tensors = [name for role in ROLES for name in found if name.rpartition(".")[2] == role]
+    figure = blank(1.2 + max(0.055 * len(tensors), 1.6))
+    panels = figure.subplots(1, len(FIGURES), sharey=True)
+    for axes, kind in zip(panels, FIGURES, strict=True):
+        rows = [[_shade(kind, v) for v in samples[f"{kind}:{name}"][: len(steps)]] for name in tensors]
+        shown = axes.imshow(rows, aspect="auto", interpolation="nearest", cmap="cividis")
+        bar = figure.colorbar(shown, ax=axes, location="bottom", fraction=0.05, pad=0.02)
+        bar.ax.tick_params(labelsize=7.5)
+        axes.set_title(_TITLES[kind], fontsize=8.8)
+        ends = [0, len(steps) - 1] if len(steps) > 1 else [0]
+        axes.set_xticks(ends, [f"{steps[i]:g}" for i in ends], fontsize=7.5)
+    first = [
+        next(i for i, n in enumerate(tensors) if n.endswith(role))
+        for role in ROLES
+        if any(n.endswith(role) for n in tensors)
+    ]
+    panels[0].set_yticks(first, [tensors[i].rpartition(".")[2] for i in first], fontsize=8)
+    for axes in panels:
+        for i in first[1:]:
+            axes.axhline(i - 0.5, color="white", linewidth=1.2)
+    panels[1].set_xlabel("step; rows: layers, from the first down, in three blocks by tensor", fontsize=8.5)
+    return figure
+
+
+def _shade(kind: str, value: float | None) -> float:
+    """A logarithm that an image can show; NaN, drawn as nothing, for what was not finite."""
+    if value is None:
+        return math.nan
+    if kind == "amax":
+        return math.log2(value) if value > 0 else math.nan
+    return math.log10(max(value, RAREST))

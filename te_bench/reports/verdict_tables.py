@@ -1,0 +1,204 @@
+"""The tables of a convergence verdict: the gaps against the margin, what was unstable, and the learning-rate ladder."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from te_bench.reports import text
+from te_bench.reports.equivalence import Comparison, Verdict
+from te_bench.reports.rows import Cell, Group
+from te_bench.reports.stability import rate_bound
+from te_bench.reports.study import Run, studies
+from te_bench.reports.table import Table, Value, number, table_of, word
+from te_bench.reports.verdict import Finding, Verdicts, divergence_p_value, verdicts
+
+POINTS = 1000  # logged points that spikes are counted per
+
+
+@functools.lru_cache(maxsize=8)  # asked for by headlines, figures and tables
+def of_group(group: Group) -> list[Verdicts]:
+    """The verdict of each study of a group that has a control and recipes."""
+    return [verdicts(study) for study in studies(group) if study.control and study.recipes]
+
+
+def all_gaps(group: Group) -> list[Table]:
+    return [table for found in of_group(group) if (table := gaps(found))]
+
+
+def all_reasons(group: Group) -> list[Table]:
+    return [table for found in of_group(group) if (table := reasons(found))]
+
+
+def gaps(found: Verdicts) -> Table | None:
+    """Final losses against the control's: gap, intervals, p-values, verdict; one line an arm."""
+    shown = [_gap_row(finding, found) for finding in found.findings]
+    level = _level(found.alpha)
+    tested = ("Gap, nat", level, "Bootstrap", "p, Holm", "Pairs", "Correlation", "Power", "Detectable")
+    columns = ("Arm", "Verdict", *tested, "Gap natively", "Less time", "95 % of it")
+    note = (
+        f"Gap: final validation loss less bf16's on the same seeds, both evaluated in bf16; above 0 is worse. Margin "
+        f"{found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with 80 % "
+        "power. Natively: evaluated as it trains. Less time: to bf16's final loss, steps that make up the gap included."
+    )
+    caption = f"{found.study.title}: gaps against bf16"
+    return table_of(
+        "verdict", caption, columns, shown, " ".join([note, *(f"{n}." for n in found.notes)]), text_columns=2
+    )
+
+
+def _gap_row(finding: Finding, found: Verdicts) -> tuple[Value, ...]:
+    judgement, c, speed = finding.judgement, finding.judgement.comparison, finding.speedup
+    p = judgement.p_equivalence
+    return (
+        word(finding.arm.name),
+        word(f"{finding.verdict}{' (void)' if found.void and finding in found.recipes else ''}"),
+        number(c.gap if c else None, signed),
+        word(_interval(c.interval if c else None)),
+        word(_interval(c.bootstrap if c else None)),
+        number(p, probability),
+        number(len(finding.seeds), text.count),
+        number(c.correlation if c else None, signed),
+        number(c.power if c else None, text.percent),
+        number(c.detectable if c else None),
+        number(finding.native.gap if finding.native else None, signed),
+        number(speed.less_time if speed else None, text.percent),
+        word(_percents(speed.less_time_interval if speed else None)),
+    )
+
+
+def reasons(found: Verdicts) -> Table | None:
+    """Why each verdict is what it is, in words."""
+    shown = [(word(f.arm.name), word(f.verdict), word(f.missing or f.judgement.reason)) for f in found.findings]
+    return table_of("verdict_reasons", "Why", ("Arm", "Verdict", "Reason"), shown, text_columns=3)
+
+
+def losses(c: Comparison, verdict: Verdict) -> Table:
+    """A comparison that comes without a study: a user's own losses."""
+    level = _level(c.alpha)
+    rows = (
+        ("Verdict", word(verdict)),
+        ("Runs", word(f"{c.n} pairs" if c.paired else f"{c.n} against {c.n_control}, unpaired")),
+        ("Mean gap, above 0 is worse", number(c.gap, signed)),
+        (f"{level} interval", word(_interval(c.interval))),
+        (f"{level} interval, bootstrap", word(_interval(c.bootstrap))),
+        ("Margin", number(c.margin)),
+        ("p: within the margin", number(c.p_equivalence, probability)),
+        ("p: not worse by the margin", number(c.p_non_inferior, probability)),
+        ("p: worse by the margin", number(c.p_inferior, probability)),
+        ("Correlation of the pairs", number(c.correlation, signed)),
+        ("Power at a true gap of 0", number(c.power, text.percent)),
+        ("Smallest margin with 80 % power", number(c.detectable)),
+        ("Runs needed for 80 % power", number(c.seeds_needed, text.count)),
+        ("The same at the gap as measured", number(c.seeds_needed_at_gap, text.count)),
+    )
+    table = table_of("losses", "Final losses", ("What", "Value"), [(word(name), value) for name, value in rows])
+    assert table is not None
+    return table
+
+
+def stability(group: Group) -> list[Table]:
+    """Divergences and spikes by arm, apart from the final losses."""
+    tables = []
+    for found in of_group(group):
+        control = found.study.control
+        assert control is not None
+        shown = []
+        for arm in found.study.arms:
+            finding = next((f for f in found.findings if f.arm is arm), None)
+            ended = len(set(arm.finals) | set(arm.diverged))
+            runs = [run.stability for run in arm.runs.values() if run.stability]
+            shown.append(
+                (
+                    word(arm.name),
+                    word(f"{len(arm.diverged)} of {ended}"),
+                    number(rate_bound(len(arm.diverged), ended) if ended else None, text.percent),
+                    number(divergence_p_value(finding, control) if finding else None, probability),
+                    number(_rate([(len(r.loss_spikes), r.loss_judged) for r in runs]), text.plain),
+                    number(_rate([(len(r.grad_spikes), r.grad_judged) for r in runs]), text.plain),
+                    number(max((rise.height for r in runs for rise in r.rises), default=0.0) if runs else None),
+                )
+            )
+        columns = (
+            "Arm",
+            "Diverged",
+            "Rate below",
+            "p against bf16",
+            "Loss spikes",
+            "Gradient spikes",
+            "Highest rise, nat",
+        )
+        note = (
+            "Diverged: not finite, or a median of the loss 0.5 above its minimum that did not come back. Rate below: exact, "
+            f"95 %. Spikes per {POINTS:,} logged points, robust z above 8. Rise: sustained, above the running minimum."
+        )
+        table = table_of("stability", f"{found.study.title}: stability", columns, shown, note)
+        tables += [table] if table else []
+    return tables
+
+
+def _rate(counts: Sequence[tuple[int, int]]) -> float | None:
+    judged = sum(n for _, n in counts)
+    return POINTS * sum(k for k, _ in counts) / judged if judged else None
+
+
+def stress(group: Group) -> Table | None:
+    """The learning-rate ladder: where each precision breaks."""
+    cells = [cell for cell in group.of("training") if "lr_factor" in cell.trial.problem]
+    factors = sorted({float(str(cell.trial.problem["lr_factor"])) for cell in cells})
+    arms = dict.fromkeys(cell.trial.recipe or cell.trial.precision for cell in cells)
+    shown = []
+    for arm in arms:
+        by_factor = {
+            float(str(cell.trial.problem["lr_factor"])): cell
+            for cell in cells
+            if (cell.trial.recipe or cell.trial.precision) == arm
+        }
+        shown.append((word(arm), *(_rung(by_factor.get(factor)) for factor in factors)))
+    columns = ("Precision", *(f"{factor:g} x" for factor in factors))
+    note = "Final validation loss at so many times the learning rate; else how many runs diverged."
+    return table_of("stress", "Learning-rate ladder", columns, shown, note)
+
+
+def _rung(cell: Cell | None) -> Value:
+    if cell is None:
+        return word(None)
+    runs = [Run(row) for row in cell.rows]
+    diverged = sum(1 for run in runs if run.diverged)
+    finals = [run.final for run in runs if run.final is not None]
+    if diverged:
+        return Value(text=f"{diverged} of {len(runs)} diverged", sort=float("inf"))
+    return number(sum(finals) / len(finals), text.loss) if finals else word(cell.outcome)
+
+
+def brief(found: Verdicts) -> Table | None:
+    """What a terminal has room for of `gaps`."""
+    whole = gaps(found)
+    if whole is None:
+        return None
+    wanted = ("Arm", "Verdict", "Gap, nat", _level(found.alpha), "p, Holm", "Pairs", "Less time")
+    kept = [i for i, column in enumerate(whole.columns) if column.title in wanted]
+    return dataclasses.replace(
+        whole,
+        columns=tuple(whole.columns[i] for i in kept),
+        rows=tuple(tuple(row[i] for i in kept) for row in whole.rows),
+    )
+
+
+def _level(alpha: float) -> str:
+    return f"{100 * (1 - 2 * alpha):.3g} %"
+
+
+def signed(value: float | None) -> str:
+    return text.MISSING if value is None else f"{value:+.4f}"
+
+
+def probability(value: float | None) -> str:
+    return text.MISSING if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+
+
+def _interval(ends: tuple[float, float] | None) -> str | None:
+    return None if ends is None else f"[{ends[0]:+.4f}, {ends[1]:+.4f}]"
+
+
+def _percents(ends: tuple[float, float] | None) -> str | None:
+    return None if ends is None else f"[{100 * ends[0]:.1f}, {100 * ends[1]:.1f}] %"

@@ -1,0 +1,233 @@
+"""Verdicts on runs whose truth is known, and what may not be concluded from runs that cannot carry it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from convergence import JUDGEMENT, STEPS, TRUTH, run_record, study_of, study_records
+
+from te_bench.reports.equivalence import Verdict
+from te_bench.reports.verdict import Verdicts, stopper, verdicts
+
+GAPS = {**TRUTH, "float8_block_scaling": 0.02}
+
+
+def judged(
+    directory: Path, *, judgement: dict[str, Any] = JUDGEMENT, margin: float | None = None, **options: Any
+) -> Verdicts:
+    options.setdefault("sd", 0.0008)
+    return verdicts(study_of(directory / "run", study_records(**options), judgement), margin=margin)
+
+
+def by_name(found: Verdicts) -> dict[str, Verdict]:
+    return {finding.arm.name: finding.verdict for finding in found.recipes}
+
+
+def test_truth_is_told(tmp_path: Path) -> None:
+    found = judged(tmp_path, truth=GAPS)
+    assert by_name(found) == {
+        "delayed_scaling": Verdict.EQUIVALENT,
+        "rowwise_scaling": Verdict.EQUIVALENT,
+        "float8_block_scaling": Verdict.INFERIOR,
+    }
+    assert found.aa is not None
+    assert found.aa.verdict is Verdict.EQUIVALENT
+    assert found.broken is not None
+    assert found.broken.verdict is Verdict.INFERIOR
+    assert found.void is None
+    assert found.exit_code == 1
+    assert found.sentence.startswith("EQUIVALENT: delayed_scaling, rowwise_scaling trains like bf16")
+    gap = {f.arm.name: f.judgement.comparison.gap for f in found.recipes if f.judgement.comparison}
+    assert gap["float8_block_scaling"] == pytest.approx(0.02, abs=0.003)
+
+
+@pytest.mark.parametrize(("truth", "code"), [(TRUTH, 0), ({**TRUTH, "rowwise_scaling": 0.0025}, 3)])
+def test_exit_codes_of_a_pass_and_of_doubt(tmp_path: Path, truth: dict[str, float], code: int) -> None:
+    assert judged(tmp_path, truth=truth).exit_code == code
+
+
+def test_pairs_are_of_one_seed(tmp_path: Path) -> None:
+    """Noise that both arms of a seed share is ten times the margin: only paired differences can see through it."""
+    records = []
+    for seed in range(5):
+        for arm, gap in TRUTH.items():
+            own = 0.0003 * ((seed * 7 + len(arm)) % 5 - 2)
+            records.append(run_record(arm, seed, gap, 0.03 * (seed - 2) + own))
+    records.reverse()  # whatever the order in the journal
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    comparison = found.recipes[0].judgement.comparison
+    assert comparison is not None
+    assert comparison.correlation is not None
+    assert comparison.correlation > 0.99
+
+
+def test_an_experiment_that_could_not_have_told_is_void(tmp_path: Path) -> None:
+    blind = judged(tmp_path / "blind", truth={**TRUTH, "broken": 0.0})
+    assert blind.exit_code == 4
+    assert "was not caught" in str(blind.void)
+    assert blind.sentence.startswith("No verdict: ")
+    noisy = judged(tmp_path / "noisy", truth={**TRUTH, "aa": 0.01})
+    assert noisy.exit_code == 4
+    assert "A/A arm, bf16 against itself, is not EQUIVALENT" in str(noisy.void)
+    for arm, word in (("aa", "A/A"), ("broken", "broken")):
+        without = judged(tmp_path / arm, truth={name: gap for name, gap in TRUTH.items() if name != arm})
+        assert without.exit_code == 4
+        assert f"the {word} arm is missing" in str(without.void)
+
+
+def test_a_broken_arm_that_diverges_is_caught(tmp_path: Path) -> None:
+    found = judged(tmp_path, outcomes={("broken", 1): "diverged"})
+    assert found.broken is not None
+    assert found.broken.verdict is Verdict.DIVERGED
+    assert found.void is None
+
+
+def test_one_diverged_run_is_diverged_whatever_the_others_end_on(tmp_path: Path) -> None:
+    found = judged(tmp_path, seeds=range(8), outcomes={("rowwise_scaling", 3): "diverged"})
+    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.DIVERGED}
+    assert found.exit_code == 1
+    diverged = found.recipes[1]
+    assert diverged.divergences == (1, 8)
+    assert diverged.divergence_bound == pytest.approx(0.471, abs=0.001)  # Clopper and Pearson, 1 of 8
+    assert diverged.speedup is None  # survivors are a biased choice
+
+
+def test_a_loss_that_rose_and_stayed_is_diverged_though_the_run_ended(tmp_path: Path) -> None:
+    records = study_records(sd=0.0008)
+    for place, one in enumerate(records):
+        if one.trial.recipe == "rowwise_scaling" and one.trial.seed == 2:
+            half = len(one.samples["loss"]) // 2
+            risen = [x + (2.0 if i > half else 0.0) for i, x in enumerate(one.samples["loss"])]
+            records[place] = dataclasses.replace(one, samples={**one.samples, "loss": risen})
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
+    assert "did not come back" in found.recipes[1].judgement.reason
+
+
+def test_where_bf16_diverges_too_the_pair_is_left_out_and_said(tmp_path: Path) -> None:
+    outcomes = {("control", 3): "diverged", ("rowwise_scaling", 3): "diverged"}
+    found = judged(tmp_path, seeds=range(8), outcomes=outcomes)
+    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.EQUIVALENT}
+    assert found.recipes[0].seeds == (0, 1, 2, 4, 5, 6, 7)
+    assert any("bf16 itself diverged on seed 3" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("outcome", ["oom", "timeout", "crashed", "failed_check"])
+def test_a_seed_without_a_result_leaves_no_verdict(tmp_path: Path, outcome: str) -> None:
+    """The runs that are there are not a random choice of those that were planned."""
+    found = judged(tmp_path, seeds=range(8), outcomes={("rowwise_scaling", 3): outcome})
+    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.INCONCLUSIVE}
+    assert found.recipes[1].judgement.reason == f"rowwise_scaling has no result for seed 3 ({outcome})"
+    assert found.exit_code == 4
+
+
+def test_arms_of_unlike_seeds_are_not_paired(tmp_path: Path) -> None:
+    records = [
+        r for r in study_records(seeds=range(8), sd=0.0008) if (r.trial.recipe, r.trial.seed) != ("rowwise_scaling", 6)
+    ]
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert by_name(found)["rowwise_scaling"] is Verdict.INCONCLUSIVE
+    assert "seed 6 was run in one of rowwise_scaling and bf16 only" in found.recipes[1].judgement.reason
+
+
+def test_one_seed_carries_nothing(tmp_path: Path) -> None:
+    found = judged(tmp_path, seeds=[0])
+    assert set(by_name(found).values()) == {Verdict.INCONCLUSIVE}
+    assert "1 pair of seeds" in found.recipes[0].judgement.reason
+    assert found.exit_code == 4  # nor does the A/A arm
+
+
+def test_a_learning_rate_that_has_not_decayed_carries_nothing(tmp_path: Path) -> None:
+    found = judged(tmp_path, min_learning_rate=5e-4)
+    assert set(by_name(found).values()) == {Verdict.INCONCLUSIVE}
+    assert "came down to 0.0005 of 0.001 only" in found.recipes[0].judgement.reason
+
+
+def test_a_run_cut_short_is_no_result(tmp_path: Path) -> None:
+    records = study_records(sd=0.0008)
+    for place, one in enumerate(records):
+        if one.trial.recipe == "delayed_scaling" and one.trial.problem["arm"] == "recipe" and one.trial.seed == 1:
+            samples = {
+                **one.samples,
+                "val_step": one.samples["val_step"][:-1],
+                "val_loss": one.samples["val_loss"][:-1],
+            }
+            records[place] = dataclasses.replace(one, samples=samples)
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert "no result for seed 1" in found.recipes[0].judgement.reason
+
+
+def test_the_plan_s_margin_counts_and_another_is_said(tmp_path: Path) -> None:
+    wide = judged(tmp_path / "wide", truth=GAPS, judgement={**JUDGEMENT, "margin": 0.05})
+    assert set(by_name(wide).values()) == {Verdict.EQUIVALENT}
+    assert wide.notes == ()
+    later = judged(tmp_path / "later", truth=GAPS, margin=0.05)
+    assert any("margin 0.05 was chosen after the plan, which says 0.003" in note for note in later.notes)
+    for impossible in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="margin"):
+            judged(tmp_path / str(impossible), margin=impossible)
+
+
+def test_native_losses_stand_beside_and_decide_nothing(tmp_path: Path) -> None:
+    records = study_records(sd=0.0008)
+    shifted = [
+        dataclasses.replace(r, samples={**r.samples, "val_loss_native": [x + 1 for x in r.samples["val_loss_native"]]})
+        if r.trial.recipe
+        else r
+        for r in records
+    ]
+    found = verdicts(study_of(tmp_path / "run", shifted))
+    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    assert found.recipes[0].native is not None
+    assert found.recipes[0].native.gap == pytest.approx(1.0, abs=0.01)
+
+
+def test_faster_steps_less_a_gap_are_time_saved(tmp_path: Path) -> None:
+    """Steps take 0.9 of the time, and a gap of 0.02 costs steps: by the curve's own slope at the end."""
+    found = judged(tmp_path, truth=GAPS, sd=0.0001)
+    even, behind = found.recipes[0].speedup, found.recipes[2].speedup
+    assert even is not None
+    assert even.less_time == pytest.approx(0.1, abs=0.01)
+    assert behind is not None
+    assert behind.more_steps is not None
+    quarter = [3.28 + 2 / (1 + step / 20) for step in (0.75 * STEPS, STEPS)]
+    slope = (quarter[0] - quarter[1]) / (0.25 * STEPS)
+    assert behind.more_steps == pytest.approx(0.02 / slope, rel=0.15)
+    assert behind.less_time == pytest.approx(1 - 0.9 * (1 + behind.more_steps / STEPS), abs=1e-3)
+
+
+# ---- early stopping
+
+SEQUENTIAL = {**JUDGEMENT, "seeds": 12, "first_look": 4}
+
+
+def test_a_clear_gap_and_a_clear_equality_stop_early_and_doubt_goes_on(tmp_path: Path) -> None:
+    truth = {**TRUTH, "float8_block_scaling": 0.02, "float8_current_scaling": 0.0028}
+    study = study_of(tmp_path / "run", study_records(truth, seeds=range(6), sd=0.0006), SEQUENTIAL)
+    assert study.looks == (4, 6, 8, 10, 12)
+    control = study.control
+    assert control is not None
+    said = {arm.name: stopper(arm, control, looks=study.looks, margin=0.003, alpha=0.0125) for arm in study.recipes}
+    assert str(said["float8_block_scaling"]).startswith("INFERIOR")
+    assert str(said["delayed_scaling"]).startswith("EQUIVALENT")
+    assert said["float8_current_scaling"] is None
+
+
+def test_stopped_seeds_are_spared_not_missing(tmp_path: Path) -> None:
+    outcomes = {("float8_block_scaling", seed): "stopped" for seed in range(6, 12)}
+    truth = {**TRUTH, "float8_block_scaling": 0.02}
+    records = study_records(truth, seeds=range(12), sd=0.0006, outcomes=outcomes)
+    found = verdicts(study_of(tmp_path / "run", records, SEQUENTIAL))
+    assert by_name(found)["float8_block_scaling"] is Verdict.INFERIOR
+    assert found.exit_code == 1
+    assert found.recipes[2].missing is None
+
+
+def test_a_gap_is_looked_at_in_the_order_of_its_seeds(tmp_path: Path) -> None:
+    """A later seed that ended first does not stand in for an earlier one."""
+    records = study_records(seeds=range(6), sd=0.0006, outcomes={("delayed_scaling", 1): "interrupted"})
+    study = study_of(tmp_path / "run", records, SEQUENTIAL)
+    assert study.control is not None
+    assert stopper(study.recipes[0], study.control, looks=study.looks, margin=0.003, alpha=0.0125) is None

@@ -1,0 +1,188 @@
+"""What a convergence run looks like in the report and on the command line."""
+
+import dataclasses
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from convergence import JUDGEMENT, TRUTH, arm_trial, run_record, study_records, write_study
+from driving import te_bench
+from journals import record, write
+
+from te_bench.reports import gallery, render, tables, verdict_tables
+from te_bench.reports.rows import load_results
+
+TRUTHS = {**TRUTH, "float8_block_scaling": 0.02, "float8_current_scaling": 0.0028}
+OUTCOMES = {("rowwise_scaling", 2): "diverged"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    records = study_records(TRUTHS, sd=0.0008, outcomes=OUTCOMES)
+    return write_study(tmp_path_factory.mktemp("study") / "run", records, JUDGEMENT)
+
+
+def texts(table: tables.Table) -> dict[str, dict[str, str]]:
+    titles = [column.title for column in table.columns]
+    return {row[0].text: dict(zip(titles, (value.text for value in row), strict=True)) for row in table.rows}
+
+
+def test_gaps_reasons_and_stability_of_every_arm(run: Path) -> None:
+    [group] = load_results([run]).groups
+    [gaps], [reasons], [stability] = (tables.of_group(group, n) for n in ("verdict", "verdict_reasons", "stability"))
+    by_arm = texts(gaps)
+    assert {name: row["Verdict"] for name, row in by_arm.items()} == {
+        "delayed_scaling": "EQUIVALENT",
+        "rowwise_scaling": "DIVERGED",
+        "float8_block_scaling": "INFERIOR",
+        "float8_current_scaling": "INCONCLUSIVE",
+        "bf16, A/A": "EQUIVALENT",
+        "delayed_scaling, broken on purpose: frozen_scale": "INFERIOR",
+    }
+    assert by_arm["delayed_scaling"]["Pairs"] == "5"
+    assert re.fullmatch(r"\[[+-]0\.00\d\d, [+-]0\.00\d\d\]", by_arm["delayed_scaling"]["90 %"])
+    assert by_arm["rowwise_scaling"]["Gap, nat"] == "—"
+    assert texts(reasons)["rowwise_scaling"]["Reason"] == "1 of 5 runs, seed 2: the loss is nan at step 200"
+    assert texts(stability)["rowwise_scaling"]["Diverged"] == "1 of 5"
+    assert texts(stability)["bf16"]["Rate below"] == "45.1 %"  # Clopper and Pearson, 0 of 5, one-sided
+    for table in (gaps, reasons, stability):
+        assert tables.markdown(table).count("\n") == len(table.rows) + 2
+
+
+def test_a_void_run_says_so_beside_every_verdict(tmp_path: Path) -> None:
+    directory = write_study(tmp_path / "run", study_records({**TRUTH, "broken": 0.0}, sd=0.0008))
+    [group] = load_results([directory]).groups
+    [gaps] = tables.of_group(group, "verdict")
+    assert texts(gaps)["delayed_scaling"]["Verdict"] == "EQUIVALENT (void)"
+    assert tables.headlines(load_results([directory]))[0].startswith("No verdict: ")
+
+
+def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_path: Path) -> None:
+    page = render.write_report([run], tmp_path / "report").read_text()
+    heading = re.search(r"<h1>(.*?)</h1>", page, re.DOTALL)
+    assert heading is not None
+    assert heading[1].startswith("EQUIVALENT: delayed_scaling trains like bf16 (final loss within 0.003 nat); INFERIOR")
+    names = {path.stem for path in (tmp_path / "report" / "figures").iterdir()}
+    wanted = {"verdict_forest", "verdict_gap", "verdict_spikes", "verdict_numerics-delayed_scaling"}
+    assert wanted <= names
+    assert page.index("Does FP8 train like bf16?") < page.index("Loss curves")
+
+
+def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path) -> None:
+    [group] = load_results([run]).groups
+    [found] = verdict_tables.of_group(group)
+    [drawing] = [d for d in gallery.of_group(group, "") if d.kind == "verdict_forest"]
+    assert found.broken is not None
+    comparison = found.broken.judgement.comparison
+    assert comparison is not None
+    assert f"{comparison.gap:+.3f}" in drawing.inline
+    assert "within the margin 0.003" in drawing.inline
+
+
+def test_a_ladder_of_learning_rates_says_where_each_breaks(tmp_path: Path) -> None:
+    records = []
+    for factor in (1, 2, 4, 8):
+        records.append(run_record("control", 0, 0.01 * factor, 0.0, lr_factor=factor))
+        broken = {"outcome": "diverged"} if factor == 8 else {}
+        records.append(run_record("delayed_scaling", 0, 0.01 * factor, 0.0, **broken, lr_factor=factor))
+    records = [dataclasses.replace(r) for r in records]
+    [group] = load_results([write(tmp_path / "run", records, suite="stress", title="Stress")]).groups
+    [table] = tables.of_group(group, "stress")
+    assert texts(table)["bf16"] == {
+        "Precision": "bf16",
+        "1 x": "3.2900",
+        "2 x": "3.3000",
+        "4 x": "3.3200",
+        "8 x": "3.3600",
+    }
+    assert texts(table)["delayed_scaling"]["8 x"] == "1 of 1 diverged"
+    assert tables.of_group(group, "verdict") == []  # no pairs to judge
+
+
+# ---- the command line
+
+
+def verdict(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return te_bench("verdict", *arguments)
+
+
+def test_exit_code_and_sentence_of_a_run(run: Path) -> None:
+    done = verdict(run)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("EQUIVALENT: delayed_scaling trains like bf16")
+    assert "rowwise_scaling: 1 of 5 runs, seed 2" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_another_margin_is_exploration(run: Path) -> None:
+    done = verdict(run, "--margin", "0.05")
+    assert "margin 0.05 was chosen after the plan, which says 0.003: exploration, no test" in " ".join(
+        done.stdout.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("losses", "more", "code", "word"),
+    [
+        ([3.280, 3.281, 3.279, 3.282, 3.278, 3.2805], [], 0, "EQUIVALENT"),
+        ([3.330, 3.331, 3.329, 3.332, 3.328, 3.3305], [], 1, "INFERIOR"),
+        ([3.290, 3.270, 3.285, 3.262, 3.301, 3.2805], [], 3, "INCONCLUSIVE"),
+        ([3.2801, 3.2809, 3.2792, 3.2821, 3.2779, 3.2806], ["--paired"], 0, "EQUIVALENT"),
+    ],
+)
+def test_a_user_s_own_losses(tmp_path: Path, losses: list[float], more: list[str], code: int, word: str) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    a.write_text("val_loss\n" + "\n".join(map(str, [3.280, 3.281, 3.279, 3.282, 3.278, 3.2805])))
+    b.write_text("val_loss\n" + "\n".join(map(str, losses)))
+    done = verdict("--baseline", a, "--candidate", b, "--margin", "0.003", *more)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.startswith(f"{word}: ")
+
+
+def test_curves_that_still_fall_carry_no_verdict(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        rows = [f"{step},{4 - step / 1000},{seed}" for seed in range(4) for step in range(0, 1001, 50)]
+        (tmp_path / f"{name}.csv").write_text("step,loss,seed\n" + "\n".join(rows))
+    done = verdict("--baseline", tmp_path / "a.csv", "--candidate", tmp_path / "b.csv", "--margin", "0.003", "--paired")
+    assert done.returncode == 3
+    assert done.stdout.startswith("INCONCLUSIVE: still falling")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give the --out directory"),
+        (["--baseline", "a.csv"], "give the --out directory"),
+        (["--baseline", "a.csv", "--candidate", "b.csv"], "--margin: state the largest gap"),
+        (["--baseline", "a.csv", "--candidate", "b.csv", "--margin", "0"], "margin 0.0"),
+        (["--baseline", "a.csv", "--candidate", "b.csv", "--margin", "0.003", "--alpha", "0.7"], "alpha 0.7"),
+        (["--baseline", "one.csv", "--candidate", "b.csv", "--margin", "0.003"], "one.csv"),
+        (["--baseline", "nan.csv", "--candidate", "b.csv", "--margin", "0.003"], "nan.csv, line 2"),
+        (["--baseline", "a.csv", "--candidate", "long.csv", "--margin", "0.003", "--paired"], "cannot be paired"),
+        (["--baseline", "none.csv", "--candidate", "b.csv", "--margin", "0.003"], "none.csv"),
+        (["run", "--baseline", "a.csv", "--candidate", "b.csv"], "not both"),
+        (["empty"], "journal.jsonl"),
+    ],
+)
+def test_bad_input_is_told(tmp_path: Path, arguments: list[str], message: str) -> None:
+    for name, losses in {
+        "a": "1\n2\n3\n",
+        "b": "1\n2\n4\n",
+        "one": "1\n",
+        "nan": "1\nnan\n2\n",
+        "long": "1\n2\n3\n4\n",
+    }.items():
+        (tmp_path / f"{name}.csv").write_text(losses)
+    (tmp_path / "empty").mkdir()
+    done = te_bench("verdict", *arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_of_another_suite_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "run", [record(arm_trial("control", 0), outcome="oom")], suite="nanogpt")
+    done = verdict(tmp_path / "run")
+    assert done.returncode == 2
+    assert "no bf16 control and recipe to compare" in done.stderr
