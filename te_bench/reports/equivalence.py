@@ -355,7 +355,7 @@ def _degenerate(
 def _reason(
     verdict: Verdict, gap: float, interval: tuple[float, float], margin: float, alpha: float, needed: int | None
 ) -> str:
-    measured = f"gap {gap:+.2g}, {1 - 2 * alpha:.0%} interval [{interval[0]:+.2g}, {interval[1]:+.2g}]"
+    measured = f"gap {gap:+.2g}, {100 * (1 - 2 * alpha):.3g} % interval [{interval[0]:+.2g}, {interval[1]:+.2g}]"
     if verdict is Verdict.EQUIVALENT:
         return f"ends within {margin:g} of the control: {measured}"
     if verdict is Verdict.NON_INFERIOR:

@@ -17,6 +17,7 @@ _SHAPE = ("batch", "heads", "length", "head_dim", "causal", "dropout")
 _COURSE = ("model", "block", "data", "data_sha256", "corpus", "tokenizer", "steps", "budget_s")
 _SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a shape rather than a model
 _LAYER = ("layer", "variant")
+_ARM = ("arm", "perturb_ulp", "fault")  # what arm_name says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,6 +279,11 @@ def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
     protocols = {trial.protocol for trial in trials.values()}
     labels = {}
     for cell, trial in trials.items():
+        if "arm" in trial.problem:
+            words = [arm_name(trial)]
+            words += [f"{key}={trial.problem.get(key)}" for key in differing if key not in _ARM]
+            labels[cell] = printable(", ".join(words))
+            continue
         words = [str(trial.problem.get("layer"))] if workload == "layer" else []
         words += [trial.attention, *([] if shaped else _vocabulary(trial.problem)), trial.precision]
         words += [trial.recipe] if trial.recipe else []
@@ -286,6 +292,14 @@ def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
         words += [trial.protocol] if len(protocols) > 1 else []
         labels[cell] = printable(", ".join(words))
     return labels
+
+
+def arm_name(trial: Trial) -> str:
+    """What an arm of a convergence run is called: bf16, bf16 A/A, a recipe, or one broken on purpose."""
+    kind = trial.problem.get("arm")
+    name = trial.recipe or trial.precision
+    fault = f", broken on purpose: {trial.problem.get('fault')}" if kind == "broken" else ""
+    return f"{name}{', A/A' if kind == 'aa' else ''}{fault}"
 
 
 def _vocabulary(problem: Mapping[str, Any]) -> list[str]:

@@ -6,12 +6,11 @@ from functools import cached_property
 
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports.analysis import finite, median, numbers
-from te_bench.reports.rows import Cell, Group, Row, printable
+from te_bench.reports.rows import Cell, Group, Row, arm_name, printable
 from te_bench.reports.sequential import looks
 from te_bench.reports.stability import Stability, stability
 
 KINDS = ("control", "aa", "recipe", "broken")
-NAMES = {"control": "bf16", "aa": "bf16, A/A"}
 
 
 @dataclass(frozen=True)
@@ -172,15 +171,10 @@ def _study(group: Group, cells: Sequence[Cell]) -> Study:
 
 
 def _arm(cell: Cell) -> Arm:
-    trial = cell.trial
-    kind = str(trial.problem["arm"])
-    name = NAMES.get(kind) or trial.recipe or trial.precision
-    if kind == "broken":
-        name = f"{name}, broken on purpose: {trial.problem.get('fault')}"
     runs: dict[int, Run] = {}
     for row in sorted(cell.rows, key=lambda row: (row.trial.seed, row.outcome != "ok")):
         runs.setdefault(row.trial.seed, Run(row))  # a seed that two runs hold counts once
-    return Arm(kind=kind, name=printable(name), cell=cell, runs=runs)
+    return Arm(kind=str(cell.trial.problem["arm"]), name=printable(arm_name(cell.trial)), cell=cell, runs=runs)
 
 
 def typical_step_s(arm: Arm) -> float | None:

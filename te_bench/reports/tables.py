@@ -271,6 +271,8 @@ def _fastest(group: Group, measured: Sequence[analysis.Rung]) -> str:
 
 
 def _best_arms(group: Group) -> list[str]:
+    if group.judgement:  # of arms that are judged against each other the lowest loss is no answer
+        return []
     answers = []
     for comparison in curves.comparisons(group):
         best = min((a for a in comparison.arms if a.best is not None), key=lambda a: a.best or 0.0, default=None)

@@ -84,17 +84,17 @@ class Verdicts:
         if self.void:
             return f"No verdict: {self.void}."
         said = {
-            Verdict.EQUIVALENT: f"trains like bf16 (final loss within {self.margin:g} nat)",
-            Verdict.NON_INFERIOR: f"is not worse than bf16 by {self.margin:g} nat",
-            Verdict.INFERIOR: f"ends more than {self.margin:g} nat above bf16",
-            Verdict.DIVERGED: "diverged",
-            Verdict.INCONCLUSIVE: "is undecided",
+            Verdict.EQUIVALENT: ("trains", "train", f" like bf16 (final loss within {self.margin:g} nat)"),
+            Verdict.NON_INFERIOR: ("is", "are", f" not worse than bf16 by {self.margin:g} nat"),
+            Verdict.INFERIOR: ("ends", "end", f" more than {self.margin:g} nat above bf16"),
+            Verdict.DIVERGED: ("diverged", "diverged", ""),
+            Verdict.INCONCLUSIVE: ("is", "are", " undecided"),
         }
         parts = []
-        for verdict, words in said.items():
+        for verdict, (one, several, what) in said.items():
             names = [self._named(f) for f in self.recipes if f.verdict is verdict]
             if names:
-                parts.append(f"{verdict}: {', '.join(names)} {words}")
+                parts.append(f"{verdict}: {', '.join(names)} {one if len(names) == 1 else several}{what}")
         return "; ".join(parts) + "."
 
     def _named(self, finding: Finding) -> str:

@@ -1,0 +1,194 @@
+"""What a convergence run can conclude and what it costs, before its first step: power, minimum detectable gap, GPU time.
+
+Spread and seconds come from records of earlier runs, a pilot's or the run's own; losses, margins and gaps are in nat.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from te_bench.experiments.spec import Record, Trial
+from te_bench.reports import power
+from te_bench.reports.analysis import numbers
+from te_bench.reports.study import Arm, Study
+
+#: nat: of final losses between seeds of a 124M GPT, the NanoGPT speedruns' (github.com/KellerJordan/modded-nanogpt).
+ASSUMED_SD = 0.0019
+FEWEST_PAIRS = 3  # of 2 the standard deviation is wrong by a factor of 2 or more in two cases of five
+FEWEST_SEEDS = 2  # a verdict needs a standard deviation
+PILOT_STEPS = 30  # three reads of the loss: the first tells when the clock starts, the others what steps take
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """How far final losses vary between the seeds of one arm, and how far the two of a pair vary together."""
+
+    sd: float
+    correlation: float
+    pairs: int  # that it is known from; 0 where it is assumed
+
+    @property
+    def gap_sd(self) -> float:
+        """Standard deviation of candidate - control in one pair."""
+        return power.gap_sd(self.sd, self.correlation)
+
+
+ASSUMED = Spread(sd=ASSUMED_SD, correlation=0.0, pairs=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prospect:
+    """What an equivalence test at one alpha can show; None for fewer seeds than a verdict needs."""
+
+    alpha: float
+    power: float | None  # to show equivalence at a true gap of 0
+    detectable: float | None  # the smallest margin with a power of 80 %
+    seeds_needed: int | None  # for a power of 80 %; None where no number would do
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """What so many seeds can conclude: of one recipe on its own, and after Holm's hardest step, alpha / recipes."""
+
+    seeds: int
+    margin: float
+    recipes: int
+    spread: Spread
+    alone: Prospect
+    hardest: Prospect
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """Seconds that a training takes for each step, and beside its steps: start, check and evaluations."""
+
+    step_s: float
+    fixed_s: float
+
+    def seconds(self, steps: int) -> float:
+        return self.fixed_s + steps * self.step_s
+
+
+def outlook(*, seeds: int, margin: float, alpha: float, recipes: int, spread: Spread) -> Outlook:
+    """Power at a true gap of 0 and minimum detectable gap of `seeds` pairs, by the exact power of two one-sided tests."""
+    family = max(recipes, 1)
+    alone, hardest = (_prospect(seeds, margin, level, spread.gap_sd) for level in (alpha, alpha / family))
+    return Outlook(seeds=seeds, margin=margin, recipes=recipes, spread=spread, alone=alone, hardest=hardest)
+
+
+def _prospect(seeds: int, margin: float, alpha: float, sd: float) -> Prospect:
+    enough = seeds >= FEWEST_SEEDS
+    return Prospect(
+        alpha=alpha,
+        power=power.power(seeds, sd, margin, alpha=alpha) if enough else None,
+        detectable=power.detectable(se=sd / math.sqrt(seeds), df=seeds - 1, alpha=alpha) if enough else None,
+        seeds_needed=power.seeds_needed(sd, margin, alpha=alpha),
+    )
+
+
+def spread(studies: Iterable[Study], control: Trial) -> Spread:
+    """Pooled over the recipes of the study with most pairs whose control is this trial but for its seed; else ASSUMED.
+
+    sd^2 is the mean variance of both arms over the paired seeds, correlation 1 - var(gap) / (2 sd^2), so that
+    gap_sd is that of the measured gaps. Another length, batch or learning rate has another spread: not counted.
+    """
+    found = [
+        known
+        for study in studies
+        if study.control is not None and study.control.trial.cell == control.cell
+        if (known := _spread(study.control, study.recipes)) is not None
+    ]
+    return max(found, key=lambda known: known.pairs, default=ASSUMED)
+
+
+def _spread(control: Arm, recipes: Sequence[Arm]) -> Spread | None:
+    """None for fewer than FEWEST_PAIRS, and for gaps that do not vary, which carry no standard error."""
+    losses, gaps, freedom, pairs = 0.0, 0.0, 0, 0
+    base = control.finals
+    for arm in recipes:
+        finals = arm.finals
+        seeds = [seed for seed in finals if seed in base]
+        if len(seeds) < FEWEST_PAIRS:
+            continue
+        a, b = (np.array([side[seed] for seed in seeds]) for side in (finals, base))
+        weight = len(seeds) - 1
+        losses += weight * float(a.var(ddof=1) + b.var(ddof=1)) / 2
+        gaps += weight * float((a - b).var(ddof=1))
+        freedom, pairs = freedom + weight, max(pairs, len(seeds))
+    if not gaps:
+        return None
+    return Spread(sd=math.sqrt(losses / freedom), correlation=1 - gaps / (2 * losses), pairs=pairs)
+
+
+def pace(record: Record) -> Pace | None:
+    """The pace of one training; None for one that failed, or was too short to tell what a step takes.
+
+    The loss is read every few steps, and all steps of a read carry its time: seconds per step are those between the end
+    of the first read and the end of the last. What is unsupported takes no steps.
+    """
+    if record.outcome == "unsupported":
+        return Pace(step_s=0.0, fixed_s=record.wall_s)
+    steps, times = (list(numbers(record.samples.get(name))) for name in ("step", "time_s"))
+    if record.outcome not in ("ok", "diverged") or not steps or len(steps) != len(times):
+        return None
+    first = next((time for time in times if time > 0), None)  # compiled steps are not on the clock
+    ends = [step for step, time in zip(steps, times, strict=True) if time == first]
+    if first is None or steps[-1] <= ends[-1]:
+        return None
+    step_s = (times[-1] - first) / (steps[-1] - ends[-1])
+    return Pace(step_s=step_s, fixed_s=max(0.0, record.wall_s - (steps[-1] + 1) * step_s))
+
+
+#: Of the problem, what a training's seconds depend on beside the number of its steps.
+_SIZES = ("model", "batch", "block", "accumulate", "padded_vocab", "evaluate", "eval_tokens")
+
+
+def _work(trial: Trial) -> tuple[object, ...]:
+    """What trials of the same cost share: a planted fault and another seed cost what a sound run does."""
+    settings = (trial.workload, trial.device, trial.mode, trial.attention, trial.precision, trial.recipe)
+    return settings + tuple(trial.problem.get(key) for key in _SIZES)
+
+
+def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, float | None]:
+    """Seconds that each trial will take, by its name: the median over records of the same work; None where none tells."""
+    paces: dict[tuple[object, ...], list[Pace]] = {}
+    for record in records:
+        if known := pace(record):
+            paces.setdefault(_work(record.trial), []).append(known)
+    return {trial.name: _median(paces.get(_work(trial), ()), trial.number("steps")) for trial in trials}
+
+
+def _median(paces: Sequence[Pace], steps: int) -> float | None:
+    return median(known.seconds(steps) for known in paces) if paces else None
+
+
+def seeds_within(budget_s: float, *, gpus: int, seed_s: float) -> int:
+    """floor(budget GPUs / seconds of all arms of one seed). Raises ValueError for a budget that is too small for 2 seeds."""
+    seeds = int(budget_s * gpus / seed_s)
+    if seeds < FEWEST_SEEDS:
+        raise ValueError(
+            f"--budget {duration(budget_s)}: a verdict needs {FEWEST_SEEDS} seeds, which take about "
+            f"{duration(FEWEST_SEEDS * seed_s / gpus)}{on(gpus)}"
+        )
+    return seeds
+
+
+def pilot_steps(problem: Mapping[str, object]) -> int:
+    """Steps of a short run with as many evaluations as the whole one, so that what is beside the steps costs the same."""
+    steps, every = (int(str(problem[key])) for key in ("steps", "eval_every"))
+    shorter = -(-PILOT_STEPS * every // steps)  # steps between the pilot's evaluations
+    return min(steps, max(PILOT_STEPS, -(-shorter * steps // every)))
+
+
+def duration(seconds: float) -> str:
+    """48 s, 12 min, 3.4 h: rounded up in its last figure, for it says what to allow."""
+    if seconds < 120:
+        return f"{math.ceil(seconds)} s"
+    return f"{math.ceil(seconds / 60)} min" if seconds < 7200 else f"{math.ceil(seconds / 360) / 10:g} h"
+
+
+def on(gpus: int) -> str:
+    return f" on {gpus} GPUs" if gpus > 1 else ""
