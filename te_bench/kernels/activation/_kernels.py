@@ -1,12 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The activations' Triton kernels and their launchers: elementwise, in float32, bound by memory."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels._epilogue import FLOATS, FP8, empty_pair, publish, quantize_tile, rounded
+from te_bench.kernels._launch import launch, rows_contiguous, traits
 from te_bench.kernels.activation import KINDS, width
 from te_bench.kernels.activation.reference import GELU, QGELU
 
@@ -150,19 +153,25 @@ def _backward_kernel(
         publish(bits, tallies, amax, counts)
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
+def _constants(kind: str, x: Tensor, target: Any, tile: tuple[int, int, int]) -> dict[str, Any]:
+    """What the kernels are compiled with; target is FP8's, None of a plain one. A key with kind, x and target tells."""
+    f, gated = KINDS[kind]
+    rows, columns, warps = tile
+    return {
+        "F": f, "GATED": gated, "DTYPE": FLOATS[x.dtype], "TARGET": target,
+        "ROWS": rows, "COLUMNS": columns, "num_warps": warps,
+    }  # fmt: skip
 
 
 def forward(x: Tensor, kind: str) -> Tensor:
-    x, f, m = _rows_contiguous(x), width(x, kind), x.shape[0]
+    x, f, m = rows_contiguous(x), width(x, kind), x.shape[0]
     y = torch.empty((m, f), dtype=x.dtype, device=x.device)
-    rows, columns, warps = PLAIN
-    _forward_kernel[(triton.cdiv(f, columns), triton.cdiv(m, rows))](
-        x, None, y, None, None, None, None, None, x.stride(0), m, f,
-        F=KINDS[kind][0], GATED=KINDS[kind][1], DTYPE=FLOATS[x.dtype], TARGET=None, ROWS=rows, COLUMNS=columns,
-        num_warps=warps,
-    )  # fmt: skip
+    rows, columns, _ = PLAIN
+    stride = x.stride(0)
+    key = (*traits(x), stride, m, f, kind)
+    args = (x, None, y, None, None, None, None, None, stride, m, f)
+    constants = _constants(kind, x, None, PLAIN)
+    launch(_forward_kernel, -(-f // columns), key, x.get_device(), args, constants, -(-m // rows))
     return y
 
 
@@ -176,27 +185,27 @@ def forward_quantized(
     amax: Tensor | None,
     counts: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    x, f, m = _rows_contiguous(x), width(x, kind), x.shape[0]
+    x, f, m = rows_contiguous(x), width(x, kind), x.shape[0]
     data, data_t = empty_pair(m, f, x, dtype, rowwise, columnwise)
     scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
-    rows, columns, warps = QUANTIZED
-    _forward_kernel[(triton.cdiv(f, columns), max(1, triton.cdiv(m, rows)))](
-        x, scale, None, data, data_t, scale_inv, amax, counts, x.stride(0), m, f,
-        F=KINDS[kind][0], GATED=KINDS[kind][1], DTYPE=FLOATS[x.dtype], TARGET=FP8[dtype], ROWS=rows, COLUMNS=columns,
-        num_warps=warps,
-    )  # fmt: skip
+    rows, columns, _ = QUANTIZED
+    stride = x.stride(0)
+    key = (*traits(x, scale, amax, counts), stride, m, f, kind, dtype, rowwise, columnwise)
+    args = (x, scale, None, data, data_t, scale_inv, amax, counts, stride, m, f)
+    constants = _constants(kind, x, FP8[dtype], QUANTIZED)
+    launch(_forward_kernel, -(-f // columns), key, x.get_device(), args, constants, max(1, -(-m // rows)))
     return data, data_t, scale_inv
 
 
 def backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
-    dy, x, f, m = _rows_contiguous(dy), _rows_contiguous(x), width(x, kind), x.shape[0]
+    dy, x, f, m = rows_contiguous(dy), rows_contiguous(x), width(x, kind), x.shape[0]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, columns, warps = PLAIN
-    _backward_kernel[(triton.cdiv(f, columns), triton.cdiv(m, rows))](
-        dy, x, None, dx, None, None, None, None, None, None, dy.stride(0), x.stride(0), m, f,
-        F=KINDS[kind][0], GATED=KINDS[kind][1], DTYPE=FLOATS[x.dtype], TARGET=None, ROWS=rows, COLUMNS=columns,
-        num_warps=warps,
-    )  # fmt: skip
+    rows, columns, _ = PLAIN
+    dy_stride, stride = dy.stride(0), x.stride(0)
+    key = (*traits(dy, x), dy_stride, stride, m, f, kind)
+    args = (dy, x, None, dx, None, None, None, None, None, None, dy_stride, stride, m, f)
+    constants = _constants(kind, x, None, PLAIN)
+    launch(_backward_kernel, -(-f // columns), key, x.get_device(), args, constants, -(-m // rows))
     return dx
 
 
@@ -212,19 +221,23 @@ def backward_quantized(
     counts: Tensor | None,
     column_sum: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    dy, x, f, m = _rows_contiguous(dy), _rows_contiguous(x), width(x, kind), x.shape[0]
+    dy, x, f, m = rows_contiguous(dy), rows_contiguous(x), width(x, kind), x.shape[0]
     n = x.shape[1]
     data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
     scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
-    rows, columns, warps = GATED_BACKWARD if n > f else QUANTIZED
-    bands = max(1, triton.cdiv(m, rows))
+    tile = GATED_BACKWARD if n > f else QUANTIZED
+    rows, columns, _ = tile
+    bands = max(1, -(-m // rows))
     # A float32 a column for every 64 rows: 1 % of the kernel's traffic, and a sum that is the same in every run.
     partials = None if column_sum is None else torch.empty((bands, n), dtype=torch.float32, device=x.device)
-    _backward_kernel[(triton.cdiv(f, columns), bands)](
-        dy, x, scale, None, data, data_t, scale_inv, amax, counts, partials, dy.stride(0), x.stride(0), m, f,
-        F=KINDS[kind][0], GATED=KINDS[kind][1], DTYPE=FLOATS[x.dtype], TARGET=FP8[dtype], ROWS=rows, COLUMNS=columns,
-        num_warps=warps,
-    )  # fmt: skip
+    dy_stride, stride = dy.stride(0), x.stride(0)
+    key = (
+        *traits(dy, x, scale, amax, counts),
+        *(dy_stride, stride, m, f, kind, dtype, rowwise, columnwise, column_sum is None),
+    )
+    args = (dy, x, scale, None, data, data_t, scale_inv, amax, counts, partials, dy_stride, stride, m, f)
+    constants = _constants(kind, x, FP8[dtype], tile)
+    launch(_backward_kernel, -(-f // columns), key, x.get_device(), args, constants, bands)
     if column_sum is not None and partials is not None:
         column_sum.add_(partials.sum(0))
     return data, data_t, scale_inv

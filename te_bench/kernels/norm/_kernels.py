@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels._epilogue import FLOATS, FP8, empty_pair, publish, quantize_tile, rounded
+from te_bench.kernels._launch import launch, rows_contiguous, traits
 
 # Tile of the quantising kernel: 32 rows make whole 32-byte sectors of the transposed layout, and at M = 8192 256 programs,
 # all of them resident on 132 SMs; 128 columns of bf16 are two 16-byte loads a thread of 8 warps.
@@ -191,10 +192,7 @@ def _backward_kernel(
         tl.store(partials + (programs + program) * N + cols, tl.sum(dbias, 0), mask=cols < N)
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
+@functools.cache
 def _whole_rows(n: int, per_warp: int) -> tuple[int, int, int]:
     """ROWS, COLUMNS, warps of a kernel that keeps whole rows in registers: at least 4096 elements a program."""
     columns = triton.next_power_of_2(n)
@@ -211,17 +209,20 @@ def _multiprocessors(device: torch.device) -> int:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    x = _rows_contiguous(x)
+    x = rows_contiguous(x)
     m, n = x.shape
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     mean = torch.empty(m, dtype=torch.float32, device=x.device) if kind == "layernorm" else None
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     rows, columns, warps = _whole_rows(n, per_warp=1024)  # 32 elements a thread: 4 rows of 768 or 1 of 4096 for 4 warps
-    _forward_kernel[(triton.cdiv(m, rows),)](
-        x, weight, bias, y, mean, rstd, x.stride(0), m, eps,
-        N=n, RMS=mean is None, CENTRED_GAMMA=zero_centered_gamma, DTYPE=FLOATS[x.dtype], ROWS=rows, COLUMNS=columns,
-        num_warps=warps,
-    )  # fmt: skip
+    stride = x.stride(0)
+    key = (*traits(x, weight, bias), stride, m, n, zero_centered_gamma, kind)
+    args = (x, weight, bias, y, mean, rstd, stride, m, float(eps))
+    constants = {
+        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[x.dtype],
+        "ROWS": rows, "COLUMNS": columns, "num_warps": warps,
+    }  # fmt: skip
+    launch(_forward_kernel, -(-m // rows), key, x.get_device(), args, constants)
     return y, mean, rstd
 
 
@@ -239,17 +240,23 @@ def forward_quantized(
     amax: Tensor | None,
     counts: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor]:
-    x = _rows_contiguous(x)
+    x = rows_contiguous(x)
     m, n = x.shape
     data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
     scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
     mean = torch.empty(m, dtype=torch.float32, device=x.device) if kind == "layernorm" else None
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
-    _forward_quantized_kernel[(max(1, triton.cdiv(m, QUANTIZED_ROWS)),)](
-        x, weight, bias, scale, data, data_t, scale_inv, mean, rstd, amax, counts, x.stride(0), m, eps,
-        N=n, RMS=mean is None, CENTRED_GAMMA=zero_centered_gamma, DTYPE=FLOATS[x.dtype], TARGET=FP8[dtype],
-        ROWS=QUANTIZED_ROWS, COLUMNS=QUANTIZED_COLUMNS, num_warps=QUANTIZED_WARPS,
-    )  # fmt: skip
+    stride = x.stride(0)
+    key = (
+        *traits(x, weight, bias, scale, amax, counts),
+        *(stride, m, n, zero_centered_gamma, kind, dtype, rowwise, columnwise),
+    )
+    args = (x, weight, bias, scale, data, data_t, scale_inv, mean, rstd, amax, counts, stride, m, float(eps))
+    constants = {
+        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[x.dtype],
+        "TARGET": FP8[dtype], "ROWS": QUANTIZED_ROWS, "COLUMNS": QUANTIZED_COLUMNS, "num_warps": QUANTIZED_WARPS,
+    }  # fmt: skip
+    launch(_forward_quantized_kernel, max(1, -(-m // QUANTIZED_ROWS)), key, x.get_device(), args, constants)
     return data, data_t, scale_inv, mean, rstd
 
 
@@ -262,19 +269,24 @@ def backward(
     zero_centered_gamma: bool,
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    dy, x = _rows_contiguous(dy), _rows_contiguous(x)
-    residual = residual if residual is None else _rows_contiguous(residual)
+    dy, x = rows_contiguous(dy), rows_contiguous(x)
+    residual = residual if residual is None else rows_contiguous(residual)
     m, n = x.shape
     dx = torch.empty((m, n), dtype=x.dtype, device=x.device)
     rows, columns, warps = _whole_rows(n, per_warp=512)  # half the forward's: the two sums are in registers as well
     # 8 warps of some 110 registers a thread: two programs fill an SM's registers, of 16 warps one.
-    programs = min(max(1, triton.cdiv(m, rows)), _multiprocessors(x.device) * (2 if warps <= 8 else 1))
+    programs = min(max(1, -(-m // rows)), _multiprocessors(x.device) * (2 if warps <= 8 else 1))
     partials = torch.empty((1 if mean is None else 2, programs, n), dtype=torch.float32, device=x.device)
-    _backward_kernel[(programs,)](
-        dy, x, weight, mean, rstd, residual, dx, partials,
-        dy.stride(0), x.stride(0), 0 if residual is None else residual.stride(0), m,
-        N=n, RMS=mean is None, CENTRED_GAMMA=zero_centered_gamma, DTYPE=FLOATS[x.dtype], ROWS=rows, COLUMNS=columns,
-        num_warps=warps,
-    )  # fmt: skip
+    dy_stride, stride, residual_stride = dy.stride(0), x.stride(0), 0 if residual is None else residual.stride(0)
+    key = (
+        *traits(dy, x, weight, mean, rstd, residual),
+        *(dy_stride, stride, residual_stride, m, n, zero_centered_gamma),
+    )
+    args = (dy, x, weight, mean, rstd, residual, dx, partials, dy_stride, stride, residual_stride, m)
+    constants = {
+        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[x.dtype],
+        "ROWS": rows, "COLUMNS": columns, "num_warps": warps,
+    }  # fmt: skip
+    launch(_backward_kernel, programs, key, x.get_device(), args, constants)
     sums = partials.sum(1).to(weight.dtype)
     return dx, sums[0], None if mean is None else sums[1]

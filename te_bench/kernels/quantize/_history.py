@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels import _launch
+
 SLOTS = 16  # columns of a history a program takes: the 3 x 4 slots of a module with four GEMMs in one
 LONGEST = 512  # rows of a history in registers at a time
 TABLES = 64  # tables of addresses kept; a model needs one, two while it is being captured
@@ -113,23 +115,19 @@ _tables: dict[tuple[int, ...], Tensor] = {}
 
 def launch(states: Sequence[tuple[Tensor, ...]], margin: float, algorithm: str) -> None:
     """`update` by one kernel. The first call for given tensors copies their addresses to the GPU: before any capture."""
-    key: list[int] = []
+    entries: list[int] = []
     for state in states:
-        key += [t.data_ptr() for t in state]
-        key += state[0].shape
+        entries += [t.data_ptr() for t in state]
+        entries += state[0].shape
     device = states[0][0].device
-    known = (device.index or 0, *key)
+    known = (device.index or 0, *entries)
     table = _tables.get(known)
     if table is None:
         if len(_tables) >= TABLES:
             _tables.clear()
-        table = _tables[known] = torch.tensor(key, dtype=torch.int64, device=device).view(-1, 6)
-    length, n = max(key[4::6]), max(key[5::6])
-    _update_kernel[(len(states), triton.cdiv(n, SLOTS))](
-        table,
-        2.0**margin,
-        MOST_RECENT=algorithm == "most_recent",
-        ROWS=min(LONGEST, triton.next_power_of_2(length)),
-        SLOTS=SLOTS,
-        num_warps=4,
-    )
+        table = _tables[known] = torch.tensor(entries, dtype=torch.int64, device=device).view(-1, 6)
+    length, n = max(entries[4::6]), max(entries[5::6])
+    most_recent, rows = algorithm == "most_recent", min(LONGEST, triton.next_power_of_2(length))
+    constants = {"MOST_RECENT": most_recent, "ROWS": rows, "SLOTS": SLOTS, "num_warps": 4}
+    key, args = (most_recent, rows), (table, float(2.0**margin))
+    _launch.launch(_update_kernel, len(states), key, table.get_device(), args, constants, -(-n // SLOTS))

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from te_bench.kernels.quantize import BLOCK, Backend, Problem, Quantized, _kernels, reference
+from te_bench.kernels.quantize import BLOCK, Backend, Problem, Quantized, _fine_kernels, _kernels, reference
 from te_bench.kernels.quantize.reference import check
 
 
@@ -58,7 +58,6 @@ def scaled_pair(
     w_scale: Tensor,
     w_amax: Tensor | None,
     dtype: torch.dtype,
-    *,
     columnwise: bool,
     w_columnwise: bool,
 ) -> tuple[Quantized, Quantized] | None:
@@ -119,7 +118,7 @@ def row(
     if torch.compiler.is_compiling():
         made = _row_op(x.detach(), dtype, rowwise, columnwise, power_of_two, counts)
     elif x.numel():
-        made = _kernels.per_row(x, dtype, rowwise, columnwise, power_of_two, counts)
+        made = _fine_kernels.per_row(x, dtype, rowwise, columnwise, power_of_two, counts)
     else:
         return reference.row(x, dtype, rowwise=rowwise, columnwise=columnwise)
     return _wrap(rowwise, columnwise, *made)
@@ -147,7 +146,7 @@ def block(
     if torch.compiler.is_compiling():
         made = _block_op(x.detach(), dtype, rows, rowwise, columnwise, power_of_two, counts)
     elif x.numel():
-        made = _kernels.per_block(x, dtype, rows, rowwise, columnwise, power_of_two, counts)
+        made = _fine_kernels.per_block(x, dtype, rows, rowwise, columnwise, power_of_two, counts)
     else:
         return reference.block(x, dtype, rows=rows, rowwise=rowwise, columnwise=columnwise)
     return _wrap(rowwise, columnwise, *made)

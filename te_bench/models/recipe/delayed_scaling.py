@@ -74,12 +74,9 @@ class DelayedScaling(Recipe):
         if x_slot.counts is None and not self._emulated(x):
             assert x_slot.scale is not None
             assert w_slot.scale is not None
+            dtype = self.dtype("input")
             made = quantize_triton.scaled_pair(
-                *(x, x_slot.scale, x_slot.amax),
-                *(w, w_slot.scale, w_slot.amax),
-                self.dtype("input"),
-                columnwise=x_columnwise,
-                w_columnwise=w_columnwise,
+                x, x_slot.scale, x_slot.amax, w, w_slot.scale, w_slot.amax, dtype, x_columnwise, w_columnwise
             )
         if made is not None:
             return made

@@ -68,6 +68,20 @@ def test_a_pair_is_two_casts_in_one_launch(dtype: torch.dtype, layouts: tuple[bo
     assert amaxes[0] == max(150.0, x.abs().max().item())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pair_of_transposed_matrices_is_not_read_along_the_wrong_dimension(device: str) -> None:
+    """A weight may be another's transpose, as a tied or a converted one is."""
+    x, w = (torch.randn(48, rows, device=device).bfloat16().t() for rows in (33, 77))
+    scale = torch.tensor(20.0, device=device)
+    for a, b in ((x, w), (x.contiguous(), w), (x, w.contiguous())):
+        pair = triton.scaled_pair(a, scale, None, b, scale, None, E4M3, columnwise=True, w_columnwise=True)
+        assert pair is not None
+        for made, matrix in zip(pair, (x, w), strict=True):
+            alone = triton.scaled(matrix.contiguous(), scale, E4M3, rowwise=True, columnwise=True)
+            assert torch.equal(made.data.float(), alone.data.float())
+            assert torch.equal(made.data_t.float(), alone.data_t.float())
+
+
 def test_a_pair_of_float32_takes_two_casts() -> None:
     x, scale = torch.ones(16, 16), torch.ones(())
     w = x.bfloat16()
