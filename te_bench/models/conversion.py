@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from te_bench.models import fp8
+from te_bench.models.modules import _arguments
 from te_bench.models.modules._module import FLOATS, Fp8Module
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.linear import Linear
@@ -272,7 +273,8 @@ def _norm_reason(layer: nn.Module, weight: Tensor) -> str | None:
         return "it normalises over nothing"
     if _eps(layer) is None:
         return "eps=None takes the input's dtype's: set its eps to a number"
-    return None if _eps(layer) > 0 else f"its eps is {_eps(layer)}: te's must be greater than 0"
+    legal, words = _arguments.LEGAL["eps"]
+    return None if legal(_eps(layer)) else f"its eps is {_eps(layer)}: te's must be {words}"
 
 
 def _gemm_reason(weight: Tensor, pad: bool) -> str | None:

@@ -44,7 +44,12 @@ def _stacked(rungs: Sequence[Rung]) -> Figure:
         axes.text(0, row, text.shortened(rung.cell.label, NAME), va="center", fontsize=8.8)
         parts, left = _parts(rung), 0.0
         for place, kind in enumerate(kinds):
-            style: Any = {"color": COLOURS[place], "hatch": HATCHES[place], "edgecolor": "white", "linewidth": 0}
+            style: Any = {
+                "color": COLOURS[place],
+                "hatch": HATCHES[place % len(HATCHES)],
+                "edgecolor": "white",
+                "linewidth": 0,
+            }
             axes.barh(row + 0.45, parts.get(kind, 0.0), height=0.42, left=left, **style)
             left += parts.get(kind, 0.0)
         rest = parts.get(REST, 0.0)
@@ -61,7 +66,7 @@ def _stacked(rungs: Sequence[Rung]) -> Figure:
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("ms forward and backward")
     handles = [
-        Patch(facecolor=COLOURS[place], hatch=HATCHES[place], edgecolor="white", linewidth=0, label=kind)
+        Patch(facecolor=COLOURS[place], hatch=HATCHES[place % len(HATCHES)], edgecolor="white", linewidth=0, label=kind)
         for place, kind in enumerate(kinds)
     ]
     handles.append(Patch(facecolor="none", edgecolor=FAINT, linewidth=0.8, label=REST))

@@ -15,7 +15,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     # And activations. Inductor's fused kernels are named triton_...; te_bench's own as this pattern ends.
     (
         "norms, casts",
-        r"norm|gamma|gelu|quant|cast|amax|transpose|triton_|^_(forward|backward|line|block|update|add)_",
+        r"norm|gamma|gelu|quant|cast|amax|transpose|triton_|^_(forward|backward|line|block|pair|update|add)_",
     ),
 )
 OTHER = "other"

@@ -125,7 +125,7 @@ STAYING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no weight": (lambda: nn.LayerNorm(32, elementwise_affine=False), "elementwise_affine=False"),
     "two dimensions": (lambda: nn.LayerNorm((4, 32)), "normalises over 2 dimensions"),
     "eps": (lambda: nn.RMSNorm(32), "eps=None"),
-    "eps 0": (lambda: nn.LayerNorm(32, eps=0.0), "its eps is 0.0: te's must be greater than 0"),
+    "eps 0": (lambda: nn.LayerNorm(32, eps=0.0), "its eps is 0.0: te's must be a number greater than 0"),
     "nothing in": (lambda: nn.Linear(0, 32), "its weight is (32, 0): nothing to multiply"),
     "nothing": (lambda: nn.LayerNorm(0), "normalises over nothing"),
 }

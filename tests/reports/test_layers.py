@@ -1,6 +1,8 @@
 """The layer benchmark in the report: variants apart, other functions marked, kernels by kind."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from journals import LAYERS, layer_records, layer_trial, record, write
@@ -95,6 +97,7 @@ def test_a_layer_that_was_not_measured_stays_in_the_table(tmp_path):
         ("_forward_quantized_kernel", "norms, casts"),
         ("_amax_kernel", "norms, casts"),
         ("_line_cast_kernel", "norms, casts"),
+        ("_pair_kernel", "norms, casts"),
         ("triton_red_fused__to_copy_native_layer_norm_0", "norms, casts"),
         ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<...>", "norms, casts"),
         ("void at::native::(anonymous namespace)::cuComputePartGradGammaBeta<...>", "norms, casts"),
@@ -105,6 +108,14 @@ def test_a_layer_that_was_not_measured_stays_in_the_table(tmp_path):
 )
 def test_a_kernel_s_name_tells_its_kind(kernel, kind):
     assert layers.kind(kernel) == kind
+
+
+def test_every_kernel_of_ours_has_a_kind():
+    """Each @triton.jit function of te_bench/kernels that is launched, by its name in the source."""
+    sources = [path.read_text() for path in (Path(layers.__file__).parents[1] / "kernels").rglob("*.py")]
+    names = {name for source in sources for name in re.findall(r"@triton\.jit.*\ndef (\w*_kernel)\(", source)}
+    assert {"_pair_kernel", "_cast_kernel", "scaled_kernel"} <= names
+    assert {name for name in names if layers.kind(name) == layers.OTHER} == set()
 
 
 def test_kernels_by_kind_are_means_over_processes(tmp_path):

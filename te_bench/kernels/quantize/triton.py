@@ -14,6 +14,8 @@ from torch import Tensor
 from te_bench.kernels.quantize import BLOCK, Backend, Problem, Quantized, _fine_kernels, _kernels, reference
 from te_bench.kernels.quantize.reference import check
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 def unsupported(p: Problem) -> str | None:
     if p.device != "cuda" and not triton.knobs.runtime.interpret:
@@ -61,12 +63,13 @@ def scaled_pair(
     columnwise: bool,
     w_columnwise: bool,
 ) -> tuple[Quantized, Quantized] | None:
-    """`scaled` of x (M, K) and of w (N, K), rowwise always, in one launch; None where it takes two (see `miscompiled`).
+    """`scaled` of x (M, K) and of w (N, K), rowwise always, in one launch.
 
-    For training's sake it does not check what `scaled` checks: both come from a module that has.
+    None where it takes two, which also say what is wrong: other dtypes (see `miscompiled`) and shapes, and empty matrices.
     """
-    halves = x.dtype is not torch.float32 and w.dtype is not torch.float32
-    if not halves or torch.compiler.is_compiling() or not (x.numel() and w.numel()):
+    if not (x.dtype in HALVES and w.dtype in HALVES) or torch.compiler.is_compiling():
+        return None
+    if w.dim() != 2 or w.shape[1] != x.shape[1] or not (x.numel() and w.numel()):
         return None
     return _kernels.pair(x, scale, amax, w, w_scale, w_amax, dtype, columnwise, w_columnwise)
 

@@ -32,6 +32,7 @@ LEGAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         ("eps", "layernorm_epsilon", "qk_norm_eps", "rotary_base"),
         (lambda value: _number(value) and value > 0, "a number greater than 0"),
     ),
+    "rotary_percent": (lambda value: _number(value) and 0 < value <= 1, "a share: greater than 0, up to 1"),
     "hidden_dropout": (lambda value: _number(value) and 0 <= value <= 1, "a probability: from 0 to 1"),
     # What attention keeps is divided by 1 - dropout.
     "attention_dropout": (lambda value: _number(value) and 0 <= value < 1, "a probability: at least 0 and less than 1"),

@@ -27,9 +27,17 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemms: Gemms, w: Quantized | None, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gemms: Gemms,
+        w: Quantized | None,
+        dtype: torch.dtype,
+        training: bool,
     ) -> Tensor:
-        need_dx, need_dw = ctx.needs_input_grad[:2]
+        """`training`: whether gradients are recorded, which a Function's own forward cannot ask."""
+        need_dx, need_dw = (training and needed for needed in ctx.needs_input_grad[:2])
         if w is None:
             recipe, x_slot, w_slot, _ = gemms
             q, w = recipe.quantize_pair(x, x_slot, weight, w_slot, x_columnwise=need_dw, w_columnwise=need_dx)
@@ -47,7 +55,7 @@ class _Linear(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         gemms, (x_dtype, w_dtype, b_dtype) = ctx.gemms, ctx.dtypes
         dx, dw, db = linear_backward(gemms, dy, x_t, x_inv, w_t, w_inv, (need_dx, need_dw, need_db), x_dtype, w_dtype)
-        return dx, dw, None if db is None else db.to(b_dtype), None, None, None
+        return dx, dw, None if db is None else db.to(b_dtype), None, None, None, None
 
 
 # What torch.autograd.Function.apply comes to where no functorch transform is active, without asking each argument whether it
@@ -110,6 +118,8 @@ class Parts:
             sizes = {f"{name.removesuffix('_')}_": features // len(names) for name in names}
         if sum(sizes.values()) != features:
             raise ValueError(f"parameters_split: the parts {sizes} do not add up to {features} output features")
+        for size in sizes.values():
+            _arguments.check("parameters_split", out_features=size)
         self.sizes = sizes
         self.weights = [f"{name}weight" for name in sizes]
         self.biases = [f"{name}bias" for name in sizes]
@@ -197,7 +207,7 @@ class Linear(Fp8Module):
             gemms, w = self.gemms(), None
             if is_first_microbatch is not None:
                 w = self.quantized_weight(gemms, weight, 0, is_first_microbatch, columnwise=True)
-            y = _apply(flatten(x, dtype), weight, added, gemms, w, dtype)
+            y = _apply(flatten(x, dtype), weight, added, gemms, w, dtype, torch.is_grad_enabled())
             y = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         return (y, bias) if self.return_bias else y
 

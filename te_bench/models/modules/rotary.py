@@ -32,7 +32,7 @@ class RotaryPositionEmbedding(nn.Module):
     ):
         super().__init__()
         where = "RotaryPositionEmbedding"
-        _arguments.check(where, dim=dim, rotary_base=rotary_base)
+        _arguments.check(where, dim=dim, rotary_base=rotary_base, rotary_percent=rotary_percent)
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if dim < 2 or dim % 2:
             raise ValueError(f"{where}: dim * rotary_percent must be even and positive, got {dim}")

@@ -60,10 +60,13 @@ class Recipe:
     def __init_subclass__(cls, **options: Any) -> None:
         """Whoever overrides quantize is asked by quantize alone: an inherited short cut would go past it."""
         super().__init_subclass__(**options)
-        if "quantize" in cls.__dict__:
-            for short_cut in ("quantize_pair", "epilogue"):
-                if short_cut not in cls.__dict__:
-                    setattr(cls, short_cut, getattr(Recipe, short_cut))
+
+        def depth(name: str) -> int:
+            return next(i for i, base in enumerate(cls.__mro__) if name in base.__dict__)
+
+        for short_cut in ("quantize_pair", "epilogue"):
+            if depth("quantize") < depth(short_cut):
+                setattr(cls, short_cut, getattr(Recipe, short_cut))
 
     def dtype(self, role: str) -> torch.dtype:
         """The FP8 format of a role."""

@@ -71,10 +71,10 @@ class DelayedScaling(Recipe):
         self, x: Tensor, x_slot: Slot, w: Tensor, w_slot: Slot, *, x_columnwise: bool, w_columnwise: bool
     ) -> tuple[Quantized, Quantized]:
         made = None
-        if x_slot.counts is None and not self._emulated(x):
+        dtype = self.dtype("input")
+        if x_slot.counts is None and dtype is self.dtype("weight") and not self._emulated(x):
             assert x_slot.scale is not None
             assert w_slot.scale is not None
-            dtype = self.dtype("input")
             made = quantize_triton.scaled_pair(
                 x, x_slot.scale, x_slot.amax, w, w_slot.scale, w_slot.amax, dtype, x_columnwise, w_columnwise
             )

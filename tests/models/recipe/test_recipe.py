@@ -172,8 +172,14 @@ def test_no_short_cut_goes_past_an_overridden_quantize() -> None:
     class Inheriting(Own):
         pass
 
+    class Mixin:  # no Recipe itself
+        quantize = Own.quantize
+
+    class Mixed(Mixin, recipe.DelayedScaling):
+        pass
+
     given = Slot(scale=torch.ones(()))
-    for kind in (Own, Inheriting):
+    for kind in (Own, Inheriting, Mixed):
         assert kind().epilogue("input", given) is None
         with pytest.raises(AssertionError, match="asked"):
             kind().quantize_pair(torch.ones(2, 2), given, torch.ones(2, 2), given, x_columnwise=True, w_columnwise=True)
