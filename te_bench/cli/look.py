@@ -1,16 +1,19 @@
 """What there is, what would be run, and what this machine can do: list, plan, doctor."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from te_bench.cli import budget as planned
 from te_bench.cli.options import (
     Alpha,
     Budget,
     Cache,
     Data,
     Device,
+    Gpus,
     Json,
     Margin,
     Model,
@@ -19,10 +22,11 @@ from te_bench.cli.options import (
     Recipes,
     Seeds,
     Steps,
+    StopEarly,
     Suite,
+    Timings,
     Tokens,
     options,
-    resolve,
 )
 
 KINDS = ("suites", "attention", "recipes", "layers", "datasets", "models")
@@ -83,31 +87,27 @@ def plan(
     tokens: Tokens = None,
     margin: Margin = None,
     alpha: Alpha = None,
+    stop_early: StopEarly = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's own results, as of `run`.")] = None,
+    timings: Timings = None,
+    gpus: Gpus = None,
     as_json: Json = False,
 ) -> None:
     """Show the trials that `run` would do, in order, without doing them."""
-    wanted = options(
-        device=device,
-        seeds=seeds,
-        data=data,
-        budget=budget,
-        cache=cache,
-        model=model,
-        recipes=recipes,
-        preset=preset,
-        steps=steps,
-        tokens=tokens,
-        margin=margin,
-        alpha=alpha,
-    )
-    experiment = resolve(suite, only, wanted)
+    wanted = options(locals())
+    directory = out or Path("runs") / suite
+    experiment, earlier = planned.resolved(suite, only, wanted, out=directory, timings=timings, gpus=gpus)
+    forecast = None if earlier is None else planned.forecast(experiment, earlier)
     if as_json:
         trials = [{"id": t.id, "name": t.name, **t.to_json()} for t in experiment.trials]
-        print(json.dumps({"suite": suite, "baseline": experiment.baseline, "trials": trials}, indent=2))
+        told = {} if forecast is None else {"judgement": dict(experiment.judgement), **forecast.to_json()}
+        print(json.dumps({"suite": suite, "baseline": experiment.baseline, "trials": trials, **told}, indent=2))
         return
     for trial in experiment.trials:
         print(trial.id, trial.name)
     print(f"{len(experiment.trials)} trials: {experiment.title}")
+    for line in forecast.lines() if forecast else ():
+        print(line)
 
 
 def doctor(as_json: Json = False) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,13 @@ Data = Annotated[
         metavar="[MODEL=]SPEC", help="Data set to train on: stdlib, text:PATH, hf:NAME[:CONFIG][:COLUMN], random."
     ),
 ]
-Budget = Annotated[float | None, typer.Option(metavar="SECONDS", help="Training time of each time-budget trial.")]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="90s, 30m or 2h: of each time-budget trial; of a whole convergence run, whose seeds it decides.",
+    ),
+]
 Model = Annotated[str | None, typer.Option(help="Model to train, where the suite lets you; `te-bench list models`.")]
 Recipes = Annotated[str | None, typer.Option(metavar="A,B", help="FP8 recipes to judge; `te-bench list recipes`.")]
 Preset = Annotated[str | None, typer.Option(help="A suite's named settings: cpu, char or gpt2.")]
@@ -28,38 +35,52 @@ Steps = Annotated[int | None, typer.Option(help="Training steps of each run.")]
 Tokens = Annotated[int | None, typer.Option(help="Training tokens of each run, in place of --steps.")]
 Margin = Annotated[float | None, typer.Option(metavar="NATS", help="Largest gap in final loss that counts as none.")]
 Alpha = Annotated[float | None, typer.Option(help="Error rate of the verdict's tests. Default: 0.05.")]
+StopEarly = Annotated[
+    bool, typer.Option("--stop-early", help="Spare arms the seeds that a sequential test no longer needs.")
+]
+Timings = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Results, of a pilot say, that tell how long steps take and seeds vary."),
+]
 Cache = Annotated[Path | None, typer.Option(metavar="DIR", help="Where token files are cached.")]
 Gpus = Annotated[
     str | None, typer.Option(help="Indices such as 0,1, as in nvidia-smi, or all: one trial on each at a time.")
 ]
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
-def options(
-    *,
-    device: str | None = None,
-    seeds: int | None = None,
-    data: list[str] | None = None,
-    budget: float | None = None,
-    cache: Path | None = None,
-    recipes: str | None = None,
-    **others: Any,
-) -> "Options":
-    """The suite's options from the command line's; `others` are fields of Options as they are."""
+#: Arguments of verbs that are fields of Options as they are.
+_AS_THEY_ARE = ("seeds", "cache", "model", "preset", "steps", "tokens", "margin", "alpha")
+
+
+def options(given: Mapping[str, Any]) -> "Options":
+    """The suite's options among a verb's arguments, which are its `locals()`; what is no option of a suite is left alone."""
     from te_bench.experiments import environment
     from te_bench.experiments.spec import Options
 
-    if budget is not None and not 0 < budget < math.inf:
-        raise ValueError(f"--budget {budget:g}: give seconds greater than 0")
+    budget, recipes = given.get("budget"), given.get("recipes")
     return Options(
-        device=device or environment.default_device(),
-        seeds=seeds,
-        data=data_sets(data or []),
-        budget_s=budget,
-        cache=cache,
+        device=given.get("device") or environment.default_device(),
+        data=data_sets(given.get("data") or []),
+        budget_s=None if budget is None else seconds(budget),
         recipes=None if recipes is None else tuple(name.strip() for name in recipes.split(",") if name.strip()),
-        **others,
+        stop_early=given.get("stop_early") or None,
+        **{name: given.get(name) for name in _AS_THEY_ARE},
     )
+
+
+def seconds(budget: str) -> float:
+    """Seconds of a --budget: 90, 90s, 30m or 2h. Raises ValueError for anything else, and for no time at all."""
+    text = budget.strip()
+    unit = _UNITS.get(text[-1:].lower())
+    try:
+        value = float(text[:-1] if unit else text) * (unit or 1.0)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:  # nor is NaN
+        raise ValueError(f"--budget {budget}: give a time greater than 0: 90 or 90s, 30m, 2h")
+    return value
 
 
 def data_sets(specs: list[str]) -> dict[str, str]:

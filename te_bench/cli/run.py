@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from te_bench.cli import budget as planned
+from te_bench.cli import stopping
 from te_bench.cli.options import (
     Alpha,
     Budget,
@@ -23,7 +25,9 @@ from te_bench.cli.options import (
     Recipes,
     Seeds,
     Steps,
+    StopEarly,
     Suite,
+    Timings,
     Tokens,
     find_gpus,
     options,
@@ -31,7 +35,7 @@ from te_bench.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from te_bench.experiments.spec import Experiment, Record
+    from te_bench.experiments.spec import Experiment, Options, Record
     from te_bench.experiments.store import Plan
 
 INCOMPLETE = 4
@@ -53,6 +57,8 @@ def run(
     tokens: Tokens = None,
     margin: Margin = None,
     alpha: Alpha = None,
+    stop_early: StopEarly = False,
+    timings: Timings = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")] = 900.0,
     gpus: Gpus = None,
     checkpoints: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what training runs trained.")] = None,
@@ -66,26 +72,14 @@ def run(
 
     if not timeout > 0:  # nor is NaN
         raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
-    wanted = options(
-        device=device,
-        seeds=seeds,
-        data=data,
-        budget=budget,
-        cache=cache,
-        model=model,
-        recipes=recipes,
-        preset=preset,
-        steps=steps,
-        tokens=tokens,
-        margin=margin,
-        alpha=alpha,
-    )
+    wanted = options(locals())
     chosen = find_gpus(wanted.device, gpus)
     directory = out or Path("runs") / suite
-    experiment = resolve(suite, only, wanted)
+    experiment = _experiment(suite, only, wanted, directory, timings, gpus, fresh)
     machine = environment.capture(wanted.device, chosen)
     with Store(directory, fresh=fresh) as store:
         store.add_environment(machine)
+        stopping.check(experiment, store.journal, machine["id"])
         store.add_plan(_plan(suite, experiment, machine["id"]))
         left = runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry)
         total, done = len(experiment.trials), len(experiment.trials) - len(left)
@@ -102,6 +96,7 @@ def run(
                     context=Context(cache=cache, checkpoints=checkpoints),
                     progress=progress,
                     retry=retry,
+                    needless=stopping.rule(suite, store.journal, machine["id"]),
                 )
         except KeyboardInterrupt:
             left = runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry)
@@ -110,6 +105,24 @@ def run(
             raise typer.Exit(130) from None
         records = [store.journal.records[(t.id, machine["id"])] for t in experiment.trials]
     _finish(directory, records)
+
+
+def _experiment(
+    suite: str,
+    only: str | None,
+    wanted: "Options",
+    directory: Path,
+    timings: Path | None,
+    gpus: str | None,
+    fresh: bool,
+) -> "Experiment":
+    """What is to be run; of a --budget that chose the seeds of a verdict, how many they are is said."""
+    if wanted.budget_s is None and timings is None:
+        return resolve(suite, only, wanted)
+    experiment, earlier = planned.resolved(suite, only, wanted, out=directory, timings=timings, gpus=gpus, fresh=fresh)
+    if earlier is not None:
+        print("\n".join(planned.forecast(experiment, earlier).lines()))
+    return experiment
 
 
 def _plan(suite: str, experiment: "Experiment", environment_id: str) -> "Plan":
@@ -127,19 +140,33 @@ def _plan(suite: str, experiment: "Experiment", environment_id: str) -> "Plan":
 
 
 def _finish(directory: Path, records: "list[Record]") -> None:
-    """Write the report, print the summary, and exit 4 unless every trial ended ok or unsupported."""
+    """Write the report, print the summary, and exit 4 unless every trial ended ok or unsupported, or was not needed."""
     from te_bench.reports import render, tables
 
     index = render.write_report([directory], directory / "report")
     print(tables.summary([directory]))
     for record in records:
-        if record.outcome != "ok":
+        if record.outcome not in ("ok", "stopped"):
             print(f"{record.outcome}: {record.trial.name}: {record.reason}")
+    for line in _stopped([record for record in records if record.outcome == "stopped"]):
+        print(line)
     counts = Counter(record.outcome for record in records)
     print(", ".join(f"{number} {outcome}" for outcome, number in counts.most_common()))
     print(f"report: {index}")
-    if set(counts) - {"ok", "unsupported"}:
+    if set(counts) - {"ok", "unsupported", "stopped"}:
         raise typer.Exit(INCOMPLETE)
+
+
+def _stopped(records: "list[Record]") -> list[str]:
+    """A line for each arm whose last seeds were spared."""
+    arms: dict[str, list[Record]] = {}
+    for record in records:
+        arms.setdefault(record.trial.cell, []).append(record)
+    said = []
+    for first, *others in arms.values():
+        more = f" and {len(others)} more" if others else ""
+        said.append(f"stopped: {first.trial.name}{more}: {first.reason}")
+    return said
 
 
 def _progress(total: int, done: int, slots: int) -> Any:

@@ -62,6 +62,7 @@ _UNHEEDED = {
     "margin": "gives no verdict on convergence",
     "alpha": "gives no verdict on convergence",
     "preset": "has no presets",
+    "stop_early": "gives no verdict that could come early",
 }
 
 
@@ -78,7 +79,7 @@ def _check_options(experiment: Experiment, options: Options) -> None:
         raise ValueError(f"--budget: the suite {experiment.suite} has no time-budget trial; leave it out")
     for name, why in _UNHEEDED.items():
         if getattr(options, name) is not None and name not in experiment.heeds:
-            raise ValueError(f"--{name}: the suite {experiment.suite} {why}; leave it out")
+            raise ValueError(f"--{name.replace('_', '-')}: the suite {experiment.suite} {why}; leave it out")
 
 
 def check(trial: Trial) -> None:

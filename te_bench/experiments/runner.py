@@ -94,7 +94,7 @@ def run(
                     running.append(job)  # first: an interrupt while it starts must find it
                     _start(job.process)
                     progress(None, job.trial)
-                for job in _finished(running, timeout_s):
+                for job in _finished(running, timeout_s) if running else ():  # the last may all have been needless
                     running.remove(job)
                     free.append(job.gpu)
                     record = _record(job, environment_id, timeout_s)

@@ -116,6 +116,7 @@ class Options:
     margin: float | None = None  # nats: the largest gap in the final loss that counts as none
     alpha: float | None = None  # of the tests
     preset: str | None = None  # a suite's named settings
+    stop_early: bool | None = None  # spare an arm the seeds that a sequential test no longer needs
 
     def data_for(self, model: str, default: str) -> str:
         return self.data.get(model, self.data.get("", default))
@@ -125,8 +126,9 @@ class Options:
 class Experiment:
     """What a suite asks for: its trials in any order, and the cell that speed-ups are quoted against.
 
-    judgement: what a verdict will be judged by, fixed before the first step: margin, alpha, seeds and steps.
-    heeds: which of Options.model, recipes, steps, tokens, margin, alpha and preset the suite obeys.
+    judgement: what a verdict will be judged by, fixed before the first step: margin, alpha, seeds, steps, and first_look
+    where arms may stop early.
+    heeds: which of Options.model, recipes, steps, tokens, margin, alpha, preset and stop_early the suite obeys.
     """
 
     suite: str

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from scipy.stats import beta, fisher_exact
+from scipy.special import betaincinv
 
 Array = NDArray[np.float64]
 
@@ -141,11 +141,13 @@ def rate_bound(events: int, runs: int, confidence: float = 0.95) -> float:
     _counts(events, runs)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence {confidence}: give a number between 0 and 1, such as 0.95")
-    return 1.0 if events == runs else float(beta.ppf(confidence, events + 1, runs - events))
+    return 1.0 if events == runs else float(betaincinv(events + 1, runs - events, confidence))
 
 
 def rate_p_value(candidate: tuple[int, int], control: tuple[int, int]) -> float:
     """Fisher's exact test, two-sided, that two arms' (events, runs) have one rate. Raises ValueError for no counts."""
+    from scipy.stats import fisher_exact  # a second to import, which no other page should wait for
+
     for arm in (candidate, control):
         _counts(*arm)
     table = [[events, runs - events] for events, runs in (candidate, control)]

@@ -66,7 +66,8 @@ class Run:
         steps, times = (self._samples(name) for name in ("step", "time_s"))
         if len(steps) < 2 or len(steps) != len(times) or steps[-1] <= steps[0]:
             return None
-        begin = next((i for i, t in enumerate(times) if t > 0), 0)  # compiled steps are not on the clock
+        first = next((t for t in times if t > 0), 0.0)  # compiled steps are not on the clock
+        begin = max((i for i, t in enumerate(times) if t == first), default=0)  # all steps of one read carry its time
         return (times[-1] - times[begin]) / (steps[-1] - steps[begin]) if steps[-1] > steps[begin] else None
 
     def _samples(self, name: str) -> list[float]:

@@ -119,7 +119,7 @@ def verdicts(study: Study, *, margin: float | None = None, alpha: float | None =
         notes.append(f"bf16 itself diverged on {_seeds(control.diverged)}: {next(iter(control.diverged.values()))}")
     judged = _judgements(study, control, bar, level)
     aa, broken = (
-        None if arm is None else _finding(control, arm, _alone(control, arm, bar, level))
+        None if arm is None else _finding(control, arm, _alone(control, arm, bar, level, study.looks))
         for arm in (study.aa, study.broken)
     )
     return Verdicts(
@@ -208,7 +208,7 @@ def _sequential(
     return Judgement(verdict=decision.verdict, reason=decision.reason, family=family, comparison=comparison)
 
 
-def _alone(control: Arm, arm: Arm, margin: float, alpha: float) -> Judgement:
+def _alone(control: Arm, arm: Arm, margin: float, alpha: float, looks: Sequence[int]) -> Judgement:
     """An arm that is no candidate: A/A and the broken recipe are tested on their own."""
     if reason := _broke(arm, control):
         return Judgement(verdict=Verdict.DIVERGED, reason=reason, family=1)
@@ -216,6 +216,8 @@ def _alone(control: Arm, arm: Arm, margin: float, alpha: float) -> Judgement:
         return _undecided(reason, 1)
     seeds = _paired(arm, control)
     pair = [arm.finals[s] for s in seeds], [control.finals[s] for s in seeds]
+    if looks:  # by the rule that stopped it: a fixed test of as many seeds as a stop left has no fixed error rate
+        return _sequential(*pair, looks, margin, alpha, 1)
     return judge({arm.name: pair}, margin=margin, alpha=alpha)[arm.name]
 
 

@@ -66,6 +66,13 @@ def test_what_a_verdict_is_judged_by_is_in_the_plan() -> None:
     assert all(t.problem["steps"] == 7 for t in mine.trials)
 
 
+def test_a_plan_that_may_stop_early_says_when_it_looks_first() -> None:
+    looking = resolve(seeds=convergence.FIRST_LOOK + 1, stop_early=True)
+    assert looking.judgement["first_look"] == convergence.FIRST_LOOK
+    assert [t.id for t in looking.trials] == [t.id for t in resolve(seeds=convergence.FIRST_LOOK + 1).trials]
+    assert all("first_look" not in resolve(seeds=9, stop_early=no).judgement for no in (None, False))
+
+
 def test_choosing_trials_keeps_the_judgement() -> None:
     options = Options(device="cpu", data={"": "random"}, margin=0.25)
     some = plan.resolve("convergence", options, only="*control*")
@@ -153,6 +160,16 @@ def test_stress_is_a_ladder_of_learning_rates(device: str) -> None:
         ("convergence", {"recipes": ()}, "--recipes names none; known: delayed_scaling"),
         ("convergence", {"recipes": ("delayed_scaling",) * 2}, "--recipes: delayed_scaling is named twice"),
         ("convergence", {"budget_s": 5.0}, "--budget: the suite convergence has no time-budget trial"),
+        (
+            "convergence",
+            {"stop_early": True, "seeds": 4},
+            "--stop-early: the first look is after 4 seeds, so 4 leave none",
+        ),
+        (
+            "stress",
+            {"stop_early": True},
+            "--stop-early: the suite stress gives no verdict that could come early; leave it",
+        ),
         ("convergence", {"data": {"gpt2": "random"}}, "unknown model of --data 'gpt2'. Known: tiny."),
         ("stress", {"margin": 0.1}, "--margin: the suite stress gives no verdict on convergence; leave it out"),
         ("stress", {"alpha": 0.1}, "--alpha: the suite stress gives no verdict on convergence; leave it out"),

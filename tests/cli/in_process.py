@@ -1,0 +1,39 @@
+"""te-bench in this process, and a machine with the GPUs that a test wants."""
+
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from te_bench import cli
+from te_bench.experiments import environment
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Command:
+    """command("plan", "quick") runs te-bench in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: object) -> Done:
+        self.monkeypatch.setattr(sys, "argv", ["te-bench", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        code = stopped.value.code
+        return Done(code if isinstance(code, int) else 0, *self.capsys.readouterr())
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, number: int = 2, *, cuda: str | None = "13.0") -> None:
+    """A machine with so many GPUs, and a torch built for this CUDA."""
+    found = [
+        {"index": i, "name": "NVIDIA H200", "uuid": f"GPU-{'abcdef'[i]}", "driver": "580.1"} for i in range(number)
+    ]
+    monkeypatch.setattr(environment, "nvidia_gpus", lambda: found)
+    monkeypatch.setattr(environment, "_torch_build", lambda: {"version": "2.13.0", "cuda": cuda})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

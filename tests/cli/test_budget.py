@@ -1,0 +1,235 @@
+"""--budget and --timings of a convergence run: seeds from records, what they can conclude, and what to run first."""
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import journals
+import pytest
+from in_process import Command, gpus
+
+from te_bench.cli import stopping
+from te_bench.experiments import environment, plan, runner
+from te_bench.experiments.spec import Options, Record, Trial
+from te_bench.experiments.store import Store, load
+
+STEPS, BESIDE_S = 40, 4.0
+STEP_S = {None: 0.1, "delayed_scaling": 0.2, "float8_current_scaling": 0.3}
+#: Of one seed over the 150 steps of preset cpu: bf16 twice, delayed_scaling, and current scaling broken.
+SEED_S = 4 * BESIDE_S + 150 * (0.1 + 0.1 + 0.2 + 0.3)
+CONVERGENCE = ("convergence", "--device", "cpu", "--data", "random", "--recipes", "delayed_scaling")
+
+
+def trials(seeds: int = 1, steps: int | None = STEPS, device: str = "cpu", **asked: Any) -> tuple[Trial, ...]:
+    given = {"data": {"": "random"}, "recipes": ("delayed_scaling",), "preset": "cpu", **asked}
+    return plan.resolve("convergence", Options(device=device, seeds=seeds, steps=steps, **given)).trials
+
+
+def ended(trial: Trial, gap: float = 0.0, **changes: Any) -> Record:
+    """A training with a read of the loss every ten steps, which ends on 3 + gap."""
+    steps, step_s = trial.number("steps"), STEP_S[trial.recipe]
+    samples = {
+        "step": [float(step) for step in range(steps)],
+        "loss": [3.0] * steps,
+        "time_s": [step_s * 10 * (1 + step // 10) for step in range(steps)],
+        "val_step": [float(steps)],
+        "val_loss": [3.0 + gap],
+    }
+    done = journals.record(trial, "env", samples=samples, **changes)
+    return dataclasses.replace(done, wall_s=BESIDE_S + steps * step_s)
+
+
+def write(directory: Path, records: Sequence[Record], chip: str | None = None, **judgement: Any) -> Path:
+    """A run of the records on this machine's CPU, or on another chip."""
+    device = records[0].trial.device
+    identity = environment.capture("cpu")["identity"] | {"device": device}
+    identity |= {} if chip is None else {"gpu" if device == "cuda" else "cpu": chip}
+    body = {"id": "env", "identity": identity, "details": {}}
+    fixed = {"margin": 0.01, "alpha": 0.05, "seeds": 1, "steps": STEPS, **judgement}
+    return journals.write(directory, records, suite="convergence", title="Convergence", body=body, judgement=fixed)
+
+
+@pytest.fixture
+def pilot(tmp_path: Path) -> Path:
+    return write(tmp_path / "pilot", [ended(trial) for trial in trials()])
+
+
+def planned(command: Command, *arguments: object) -> dict[str, Any]:
+    done = command("plan", *CONVERGENCE, *arguments, "--json")
+    assert done.code == 0, done.err
+    return dict(json.loads(done.out))
+
+
+@pytest.mark.parametrize(("budget", "seeds"), [(2 * SEED_S, 2), (2.99 * SEED_S, 2), (9.01 * SEED_S, 9)])
+def test_a_budget_is_as_many_seeds_as_it_holds(command: Command, pilot: Path, budget: float, seeds: int) -> None:
+    found = planned(command, "--budget", budget, "--timings", pilot)
+    assert {trial["seed"] for trial in found["trials"]} == set(range(seeds))
+    assert found["judgement"]["seeds"] == found["conclusion"]["seeds"] == seeds
+    assert found["estimate"]["device_s"] == pytest.approx(seeds * SEED_S)
+
+
+def test_a_budget_is_spent_on_all_gpus_at_once(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus(monkeypatch, 4)
+    records = [ended(trial) for trial in trials(device="cuda")]
+    write(tmp_path / "pilot", records, chip="NVIDIA H200")
+    where = ("--device", "cuda", "--preset", "cpu", "--timings", tmp_path / "pilot", "--budget", f"{SEED_S}s")
+    for chosen, seeds in (("all", 4), ("0,2", 2)):
+        found = planned(command, *where, "--gpus", chosen)
+        assert found["judgement"]["seeds"] == seeds
+        assert found["estimate"]["elapsed_s"] == pytest.approx(SEED_S)
+    monkeypatch.setattr(environment, "nvidia_gpus", list)  # planned from a machine without any
+    assert planned(command, *where, "--gpus", "0,1,2")["judgement"]["seeds"] == 3
+
+
+def test_records_of_another_chip_say_nothing(command: Command, tmp_path: Path) -> None:
+    other = write(tmp_path / "pilot", [ended(trial) for trial in trials()], chip="another CPU")
+    done = command("plan", *CONVERGENCE, "--budget", "1h", "--timings", other)
+    assert done.code == 2
+    assert "no record says how long a seed takes on this machine (4 of 4 arms" in done.err
+
+
+def test_two_kinds_of_gpu_and_none_here_are_not_guessed_between(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus(monkeypatch, 0)
+    [first, *_] = trials(device="cuda")
+    directory = write(tmp_path / "pilot", [ended(first)], chip="NVIDIA H200")
+    with Store(directory) as store:
+        body = {"id": "other", "identity": {"device": "cuda", "gpu": "NVIDIA B200"}, "details": {}}
+        store.add_environment(body)
+        store.add(dataclasses.replace(ended(first), environment="other"))
+    done = command("plan", *CONVERGENCE, "--device", "cuda", "--timings", directory)
+    assert done.code == 2
+    assert "--timings: its records are of NVIDIA B200, NVIDIA H200, and no GPU is here to say which" in done.err
+
+
+def test_without_records_the_pilot_to_run_is_said_and_running_it_is_enough(command: Command, tmp_path: Path) -> None:
+    done = command("plan", *CONVERGENCE, "--budget", "1h", "--out", "my run")
+    assert done.code == 2
+    said = shlex.split(done.err.splitlines()[1])
+    assert said[:3] == ["te-bench", "run", "convergence"]
+    assert said[-2:] == ["--out", "my run-pilot"]
+    assert done.err.splitlines()[-1].endswith("--timings 'my run-pilot'")
+    pilot = command("plan", *said[2:], "--json")
+    found = json.loads(pilot.out)["trials"]
+    write(tmp_path / "my run-pilot", [ended(Trial.from_json(_fields(trial))) for trial in found])
+    assert planned(command, "--budget", "1h", "--out", "my run", "--timings", "my run-pilot")["estimate"]["device_s"]
+
+
+def _fields(trial: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in trial.items() if key not in ("id", "name")}
+
+
+def test_an_arm_that_no_record_times_is_named(command: Command, tmp_path: Path) -> None:
+    some = write(tmp_path / "pilot", [ended(trial) for trial in trials() if trial.problem["arm"] != "recipe"])
+    done = command("plan", *CONVERGENCE, "--budget", "1h", "--timings", some)
+    assert "(1 of 4 arms, such as training/tiny-recipe-b8-t64-V50304/flash/fp8/delayed_scaling/eager/s0)" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "1m"], "--budget 60 s: a verdict needs 2 seeds, which take about 5 min"),
+        (["--budget", "10m", "--seeds", "5"], "--seeds 5 take about 11 min, and --budget is 10 min: give --seeds 4"),
+        (["--budget", "10m", "--stop-early"], "--stop-early: the first look is after 4 seeds, so 4 leave none"),
+        (["--seeds", "3", "--stop-early"], "--stop-early: the first look is after 4 seeds, so 3 leave none to spare"),
+        (["--timings", "nowhere"], "nowhere holds no journal.jsonl: it is not the --out directory"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["plan", "run"])
+def test_what_a_budget_cannot_carry_is_told_and_nothing_written(
+    command: Command, pilot: Path, tmp_path: Path, verb: str, arguments: list[str], message: str
+) -> None:
+    timings = [] if "--timings" in arguments else ["--timings", pilot]
+    done = command(verb, *CONVERGENCE, *timings, *arguments)
+    assert done.code == 2
+    assert done.err.startswith(f"te-bench: {message}")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("suite", "option", "message"),
+    [
+        ("stress", ["--budget", "1h"], "--budget: the suite stress has no time-budget trial; leave it out"),
+        ("stress", ["--stop-early"], "--stop-early: the suite stress gives no verdict that could come early; leave it"),
+        ("quick", ["--stop-early"], "--stop-early: the suite quick gives no verdict that could come early; leave it"),
+        ("quick", ["--timings", "x"], "--timings: the suite quick gives no verdict to plan for; leave it out"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["plan", "run"])
+def test_other_suites_refuse_them(command: Command, verb: str, suite: str, option: list[str], message: str) -> None:
+    done = command(verb, suite, "--device", "cpu", "--data", "random", *option)
+    assert (done.code, done.err[: len(message) + 10]) == (2, f"te-bench: {message}")
+
+
+def test_a_time_budget_is_seconds_as_before(command: Command) -> None:
+    done = command("plan", "curves", "--device", "cpu", "--data", "random", "--budget", "2m", "--json")
+    found = json.loads(done.out)
+    assert {trial["problem"].get("budget_s") for trial in found["trials"]} == {120.0, None}
+    assert set(found) == {"suite", "baseline", "trials"}
+
+
+def test_a_run_that_has_begun_keeps_its_seeds_whatever_its_own_records_say(command: Command, tmp_path: Path) -> None:
+    """Its plan was fixed before its first step; but a run of another length is another run."""
+    begun = [ended(trial) for trial in trials(3, None)]
+    write(tmp_path / "out", begun, seeds=3, steps=150)
+    assert planned(command, "--budget", "10h", "--out", tmp_path / "out")["judgement"]["seeds"] == 3
+    write(tmp_path / "other", [ended(trial) for trial in trials()], seeds=1)
+    assert planned(command, "--budget", 7 * SEED_S, "--out", tmp_path / "other")["judgement"]["seeds"] == 7
+
+
+def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command: Command, tmp_path: Path) -> None:
+    told = command("plan", *CONVERGENCE, "--seeds", "5", "--margin", "0.003").out
+    flat = " ".join(told.split())
+    assert "What 5 seeds can conclude, margin 0.003 nat: spread between seeds: sd 0.0019 nat, an assumption" in flat
+    assert "(alpha 0.05): power 40% at a true gap of 0, minimum detectable gap 0.0043 nat; 80 % takes 9 seeds" in flat
+    assert "Holm" not in flat  # one recipe
+    assert "time: not known; --timings DIR of a pilot would tell" in flat
+
+    shared = {0: 0.004, 1: -0.004, 2: 0.002, 3: -0.002}
+    own = {0: 0.0002, 1: 0.0002, 2: -0.0002, 3: -0.0002}
+    gaps = {"control": lambda s: shared[s], "recipe": lambda s: shared[s] + own[s] + 0.1}
+    before = [t for t in trials(4, None) if t.problem["arm"] in gaps]
+    write(tmp_path / "old", [ended(t, gaps[str(t.problem["arm"])](t.seed)) for t in before], seeds=4)
+    found = planned(command, "--seeds", "5", "--timings", tmp_path / "old")["conclusion"]["spread"]
+    assert found["pairs"] == 4
+    assert found["correlation"] > 0.99
+    assert found["sd"] == pytest.approx(0.00365, rel=0.01)
+    text = " ".join(command("plan", *CONVERGENCE, "--timings", tmp_path / "old").out.split())
+    assert "measured on 4 seeds, pair correlation 1.00" in text
+
+
+def test_holm_s_hardest_step_and_the_looks_are_said(command: Command, pilot: Path) -> None:
+    several = ("--recipes", "delayed_scaling,rowwise_scaling,float8_block_scaling,float8_current_scaling")
+    asked = ("--seeds", "8", "--stop-early", "--timings", pilot)
+    text = " ".join(command("plan", *CONVERGENCE, *several, *asked).out.split())
+    assert "Holm's hardest step over 4 recipes (alpha 0.0125): power" in text
+    assert "stopping early: looks at 4, 5, 6, 7, 8 seeds, each recipe at alpha 0.0125 over all" in text
+    assert "time: not known" in text  # rowwise and block scaling were not in the pilot
+    text = " ".join(command("plan", *CONVERGENCE, *asked).out.split())
+    assert "time: at most 16.1 CPU minutes" in text
+
+
+def test_a_run_takes_the_seeds_of_its_budget_and_writes_down_its_looks(
+    command: Command, monkeypatch: pytest.MonkeyPatch, pilot: Path, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def stop(trials: Sequence[Trial], *positional: object, **options: Any) -> None:
+        asked.update(options, trials=trials)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", stop)
+    out = tmp_path / "out"
+    done = command("run", *CONVERGENCE, "--budget", 6.5 * SEED_S, "--stop-early", "--timings", pilot, "--out", out)
+    assert done.code == 130
+    assert "What 6 seeds can conclude" in done.out
+    assert len(asked["trials"]) == 6 * 4
+    assert load(out).plans[0].judgement == {"margin": 0.01, "alpha": 0.05, "seeds": 6, "steps": 150, "first_look": 4}
+    assert asked["needless"](asked["trials"][0]) is None
+    assert callable(stopping.rule("convergence", load(out), "nowhere"))

@@ -1,0 +1,95 @@
+"""What the command line imports: nothing heavy before it is needed, and torch only to run."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from driving import te_bench
+
+from te_bench import cli, plugins
+from te_bench.cli import look
+
+
+def test_a_missing_package_is_named_without_a_traceback(no_package: Callable[[str], dict[str, str]]) -> None:
+    done = te_bench("list", "datasets", env=no_package("numpy"))
+    assert (done.returncode, done.stderr) == (2, "te-bench: needs the package numpy: pip install numpy\n")
+
+
+def test_a_module_of_our_own_that_is_missing_is_our_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "te_bench.models.configs", None)
+    monkeypatch.setattr(sys, "argv", ["te-bench", "list", "models"])
+    with pytest.raises(ModuleNotFoundError):
+        cli.main()
+
+
+def test_listing_models_needs_no_torch(no_torch: dict[str, str]) -> None:
+    done = te_bench("list", "models", env=no_torch)
+    assert done.returncode == 0, done.stderr
+    assert "gpt2-xl" in done.stdout
+
+
+def test_a_process_that_a_test_starts_finds_te_bench_where_it_is_not_installed(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", "import te_bench; print(te_bench.__file__)"]  # -S: nothing is installed
+    found = subprocess.check_output(command, cwd=tmp_path, text=True)
+    assert Path(found.strip()) == Path(__file__).resolve().parents[2] / "te_bench" / "__init__.py"
+
+
+# Import cost.
+
+
+def seconds_of_help() -> float:
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "te_bench.cli", "--help"], check=True, capture_output=True)
+    return time.perf_counter() - start
+
+
+def test_help_answers_within_three_tenths_of_a_second() -> None:
+    assert min(seconds_of_help() for _ in range(5)) <= 0.3
+
+
+HEAVY = ("torch", "numpy", "pandas", "matplotlib", "scipy", "datasets", "rich.progress")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = f"import sys, te_bench.cli; print([name for name in {HEAVY} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path) -> dict[str, str]:
+    """An environment in which importing torch, by whomsoever, ends the process."""
+    package = tmp_path / "poisoned" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import os; os.write(2, b'torch was imported'); os._exit(99)\n")
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(package.parent), *([before] if before else [])])}
+
+
+def test_the_poison_works(poisoned: dict[str, str]) -> None:
+    done = te_bench("doctor", env=poisoned)
+    assert (done.returncode, done.stderr) == (99, "torch was imported")
+
+
+@pytest.mark.parametrize("suite", plugins.names("te_bench.experiments.suites"))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_planning_never_imports_torch(poisoned: dict[str, str], tmp_path: Path, suite: str, device: str) -> None:
+    data = (
+        ["--data", "random"] if suite in ("convergence", "curves", "stress") else []
+    )  # a BPE of 50257 words takes a minute to train
+    done = te_bench("plan", suite, "--device", device, "--cache", tmp_path / "cache", *data, env=poisoned)
+    assert done.returncode == 0, done.stderr
+
+
+def test_reporting_and_listing_never_import_torch(poisoned: dict[str, str], tmp_path: Path) -> None:
+    for kind in look.KINDS:
+        assert te_bench("list", kind, env=poisoned).returncode == 0
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / 'reports')!r})\n"
+    code += f"import journals; from pathlib import Path; journals.everything(Path({str(tmp_path / 'run')!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **poisoned})
+    done = te_bench("report", tmp_path / "run", env=poisoned)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_file()

@@ -1,0 +1,85 @@
+"""list, plan and doctor."""
+
+import json
+
+import pytest
+from in_process import Command, gpus
+
+from te_bench import __version__, plugins
+from te_bench.cli import look
+from te_bench.experiments import doctor, environment
+from te_bench.experiments.spec import Trial
+from te_bench.models.recipe import rowwise_scaling
+
+
+def test_version(command: Command) -> None:
+    done = command("--version")
+    assert (done.code, done.out) == (0, f"te-bench {__version__}\n")
+
+
+@pytest.mark.parametrize("kind", look.KINDS)
+def test_list_as_text_and_as_json(command: Command, kind: str) -> None:
+    listed = json.loads(command("list", kind, "--json").out)
+    assert listed
+    assert all(set(row) == {"name", "about"} and row["about"] and "\n" not in row["about"] for row in listed)
+    lines = command("list", kind).out.splitlines()
+    assert [line.split()[0] for line in lines] == [row["name"] for row in listed]
+
+
+def test_list_recipes_tells_what_each_does(command: Command) -> None:
+    listed = {row["name"]: row["about"] for row in json.loads(command("list", "recipes", "--json").out)}
+    assert set(listed) == {"delayed_scaling", "float8_block_scaling", "float8_current_scaling", "rowwise_scaling"}
+    assert "amaxes of the steps before" in listed["delayed_scaling"]
+    assert "transformer_engine" in command("list", "layers").out
+
+
+def test_list_shows_suites_unless_told_otherwise(command: Command) -> None:
+    assert command("list").out == command("list", "suites").out
+
+
+def test_plan_gives_the_trials_that_run_would_do(command: Command) -> None:
+    shown = json.loads(command("plan", "quick", "--device", "cpu", "--json", "--cache", "cache").out)
+    trials = [
+        Trial.from_json({name: value for name, value in trial.items() if name not in ("id", "name")})
+        for trial in shown["trials"]
+    ]
+    assert [(t.id, t.name) for t in trials] == [(trial["id"], trial["name"]) for trial in shown["trials"]]
+    assert shown["baseline"] in {t.cell for t in trials}
+    text = command("plan", "quick", "--device", "cpu", "--cache", "cache").out.splitlines()
+    assert [line.split()[0] for line in text[:-1]] == [t.id for t in trials]
+    assert text[-1] == f"{len(trials)} trials: Quick look: tiny GPT, 2 x 64 tokens"
+
+
+def test_doctor_says_what_can_run_and_why_not(command: Command) -> None:
+    found = json.loads(command("doctor", "--json").out)
+    assert {"machine", "packages", "precisions", "modes"} <= set(found)
+    assert any(section.startswith("attention (") for section in found)
+    assert "attention (" in command("doctor").out
+    assert set(found["FP8 recipes"]) == set(plugins.names("te_bench.models.recipe"))
+    assert all(answer.startswith("ok") for answer in found["FP8 recipes"].values())  # emulated where there is no GPU
+
+
+def test_doctor_says_which_recipe_a_gpu_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rowwise_scaling.RowwiseScaling, "unsupported", lambda self, device, capability: "no rows here")
+    found = doctor._capabilities("cpu")
+    assert found["FP8 recipes"]["rowwise_scaling"] == "no rows here"
+    assert found["FP8 recipes"]["delayed_scaling"].startswith("ok")
+    assert found["precisions"]["fp8"] == "see the recipes"
+
+
+def test_doctor_does_not_promise_to_compile_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "nvidia_gpus", list)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    modes = doctor.examine()["modes"]
+    assert modes["compile"] == "needs a C++ compiler (g++ or clang++)"
+    assert modes["eager"] == "ok"
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert doctor.examine()["modes"]["compile"] == "ok"
+
+
+def test_doctor_says_why_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1, cuda=None)
+    monkeypatch.setitem(environment.nvidia_gpus()[0], "memory_bytes", 141 * 2**30)
+    machine = doctor.examine()["machine"]
+    assert machine["device"] == "cpu"
+    assert machine["gpu use"].startswith("torch 2.13.0 is built without CUDA")

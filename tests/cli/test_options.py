@@ -1,0 +1,220 @@
+"""What every verb is told: usage errors exit 2, say what is legal and write nothing; GPUs, data sets, times."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import Command, gpus
+
+from te_bench.cli import options
+from te_bench.experiments import runner
+from te_bench.experiments.store import Store
+
+USAGE = [
+    (
+        ["run", "quik"],
+        "unknown suite 'quik'. Did you mean quick? Known: attention, convergence, curves, fp8, "
+        "layer, memory, nanogpt, quick, stress.",
+    ),
+    (["plan", "nanogtp"], "unknown suite 'nanogtp'. Did you mean nanogpt?"),
+    (["run", "quick", "--device", "cdua"], "unknown device 'cdua'. Did you mean cuda"),
+    (["run", "nanogpt", "--only", "*/flush/*"], "--only '*/flush/*' matches no trial of nanogpt."),
+    (["run", "quick", "--seeds", "0"], "--seeds 0: give 1 or more"),
+    (["run", "quick", "--timeout", "0"], "--timeout 0: give seconds greater than 0"),
+    (["run", "quick", "--timeout", "nan"], "--timeout nan: give seconds greater than 0"),
+    *(
+        (["run", "curves", "--budget", wrong], f"--budget {wrong}: give a time greater than 0: 90 or 90s, 30m, 2h")
+        for wrong in ("0", "0h", "-5", "-2h", "inf", "nan", "1e999h", "", "m", "soon", "2 days", "1h30m", "90sec")
+    ),
+    (["run", "quick", "--budget", "5"], "--budget: the suite quick has no time-budget trial"),
+    (["run", "quick", "--data", "stdlb"], "unknown data set 'stdlb'"),
+    (["run", "quick", "--data", "gpt2=stdlib"], "unknown model of --data 'gpt2'. Known: tiny."),
+    (["run", "memory", "--data", "stdlib"], "--data: the suite memory trains on no data set"),
+    (["list", "suits"], "unknown kind 'suits'. Did you mean suites? Known: suites, attention, recipes, layers,"),
+    (["report", "nowhere"], "nowhere holds no journal.jsonl: it is not the --out directory of a te-bench run"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE, ids=[" ".join(words) for words, _ in USAGE])
+def test_a_usage_error_exits_2_says_what_is_legal_and_writes_nothing(
+    command: Command, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    device = ["--device", "cpu"] if arguments[0] == "run" and "--device" not in arguments else []
+    cache = ["--cache", str(tmp_path / "cache")] if arguments[0] == "run" else []
+    done = command(*arguments, *device, *cache)
+    assert done.code == 2
+    assert re.match("te-bench: (/.*/)?" + re.escape(message), done.err)  # a relative path may be shown whole
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rnu"], "No such command 'rnu'"),
+        (["run"], "Missing argument"),
+        (["run", "quick", "--seeds", "many"], "Invalid value for '--seeds'"),
+        (["run", "quick", "--sede", "1"], "No such option"),
+    ],
+)
+def test_the_parser_s_own_errors_exit_2_too(command: Command, arguments: list[str], message: str) -> None:
+    done = command(*arguments)
+    assert done.code == 2
+    assert message in done.err
+
+
+def uuids(gpus: str | None) -> list[str]:
+    return [gpu["uuid"] for gpu in options.find_gpus("cuda", gpus)]
+
+
+def test_cuda_without_a_gpu_says_what_to_do(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 0)
+    for wanted in ("all", "0,1"):
+        done = command("run", "quick", "--device", "cuda", "--gpus", wanted)
+        assert done.code == 2
+        assert "--device cuda: the NVIDIA driver reports no GPU here. Use --device cpu" in done.err
+
+
+def test_cuda_with_a_torch_that_has_none_says_what_to_install(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, cuda=None)
+    done = command("run", "quick", "--device", "cuda")
+    assert done.code == 2
+    assert "--device cuda: torch 2.13.0 is built without CUDA; install one that is not: https://pytorch.org" in done.err
+    assert options.options({}).device == "cpu"
+
+
+@pytest.mark.parametrize("wanted", ["2", "0,2", "0,0", "0, 0", "one", "0,", ""])
+def test_gpus_that_are_not_there_are_refused(command: Command, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    gpus(monkeypatch)
+    done = command("run", "quick", "--device", "cuda", "--gpus", wanted)
+    assert done.code == 2
+    assert f"--gpus {wanted}: the GPUs here are 0, 1; write all, or each index once" in done.err
+
+
+def test_gpus_of_a_run_on_a_cpu_are_refused(command: Command) -> None:
+    done = command("run", "quick", "--device", "cpu", "--gpus", "0")
+    assert done.code == 2
+    assert "--gpus 0: this run is on the cpu; leave it out, or add --device cuda" in done.err
+
+
+def test_gpus_are_chosen_by_the_management_library_s_index_and_named_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch)
+    assert uuids(None) == uuids("all") == uuids("0, 1") == ["GPU-a", "GPU-b"]
+    assert uuids("1") == ["GPU-b"]
+    assert options.find_gpus("cpu", None) == []
+
+
+def test_all_gpus_are_those_that_an_inherited_choice_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-b")
+    assert uuids("all") == uuids(None) == ["GPU-d", "GPU-b"]
+    assert uuids("0") == ["GPU-a"]  # said outright
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES='' leaves no GPU"):
+        uuids("all")
+
+
+def test_a_run_gives_each_child_a_uuid_and_describes_the_gpu_that_was_chosen(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus(monkeypatch)
+    seen: dict[str, Any] = {}
+
+    def stop(trials: object, store: Store, environment_id: str, **options: Any) -> None:
+        seen.update(options, described=store.journal.environments[environment_id]["details"]["gpus"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", stop)
+    assert command("run", "memory", "--device", "cuda", "--gpus", "1", "--out", tmp_path).code == 130
+    assert seen["gpus"] == ["GPU-b"]
+    assert [gpu["uuid"] for gpu in seen["described"]] == ["GPU-b"]
+
+
+def bad_text(folder: Path, kind: str) -> Path:
+    path = folder / f"{kind}.txt"
+    if kind == "not UTF-8":
+        path.write_bytes(b"plain text, and then \xff\xfe")
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "short":
+        path.write_text("too short for a block")
+    elif kind == "directory":
+        path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("not UTF-8", "not UTF-8"),
+        ("empty", "empty"),
+        ("short", "block"),
+        ("directory", "directory"),
+        ("missing", "No such file"),
+    ],
+)
+def test_a_text_that_cannot_be_trained_on_exits_2_and_leaves_nothing_half_written(
+    command: Command, tmp_path: Path, kind: str, message: str
+) -> None:
+    path = bad_text(tmp_path, kind)
+    cache = tmp_path / "cache"
+    done = command("run", "quick", "--device", "cpu", "--data", f"text:{path}", "--cache", cache)
+    assert done.code == 2
+    assert done.err.startswith("te-bench: ")
+    assert path.name in done.err
+    assert message.lower() in done.err.lower()
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "runs").exists()
+    assert not list(cache.rglob("*.tmp"))
+
+
+def test_an_out_that_cannot_be_written_exits_2(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = command("run", "memory", "--device", "cpu", "--out", tmp_path / "file" / "out")
+    assert done.code == 2
+    assert f"te-bench: cannot write to {tmp_path}/file/out: Not a directory. Choose another --out." in done.err
+
+
+def test_a_file_that_cannot_be_read_exits_2_without_a_traceback(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").mkdir()
+    done = command("report", tmp_path)
+    assert (done.code, done.err) == (2, f"te-bench: {tmp_path}/journal.jsonl: Is a directory\n")
+
+
+def test_data_belongs_to_a_model_or_to_all() -> None:
+    assert options.data_sets(["char=text:a=b", "hf:x:y", "tiny=random"]) == {
+        "char": "text:a=b",
+        "": "hf:x:y",
+        "tiny": "random",
+    }
+    assert options.data_sets(["text:a=b"]) == {"": "text:a=b"}
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (["stdlib", "random"], "--data random: every model has the data set stdlib already; give each model one"),
+        (["a=stdlib", "a=stdlib"], "--data a=stdlib: the model a has the data set stdlib already"),
+    ],
+)
+def test_two_data_sets_for_one_model_are_refused(specs: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        options.data_sets(specs)
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [("90", 90), ("90s", 90), ("0.5", 0.5), ("30m", 1800), ("1.5h", 5400), (" 2H ", 7200), ("2 h", 7200)],
+)
+def test_a_budget_is_seconds_unless_it_says_minutes_or_hours(said: str, seconds: float) -> None:
+    assert options.seconds(said) == options.options({"budget": said}).budget_s == seconds
+
+
+def test_the_options_of_a_suite_are_those_of_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"seeds": 3, "model": "tiny", "recipes": "a, b", "stop_early": True, "suite": "quick", "retry": True}
+    found = options.options({"device": "cpu", **given})
+    assert (found.seeds, found.model, found.recipes, found.stop_early) == (3, "tiny", ("a", "b"), True)
+    assert options.options({"device": "cpu", "stop_early": False}).stop_early is None  # not asked for

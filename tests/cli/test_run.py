@@ -1,0 +1,46 @@
+"""Real runs from plan to report."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from driving import rows, te_bench
+
+
+@pytest.mark.slow
+def test_a_real_run_from_plan_to_report_and_the_rerun_that_does_nothing(tmp_path: Path) -> None:
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    only = "train_step/*/[mf]*/*"
+    arguments = ["quick", "--seeds", "1", "--device", "cpu", "--only", only, "--cache", cache]
+    planned = json.loads(te_bench("plan", *arguments, "--json").stdout)["trials"]
+    assert {trial["precision"] for trial in planned} == {"fp32", "bf16", "fp8"}
+    done = te_bench("run", *arguments, "--out", out, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = rows(out)
+    assert [row["trial"]["id"] for row in written] == [trial["id"] for trial in planned]
+    assert {row["outcome"] for row in written} == {"ok"}
+    for row in written:
+        assert len(row["samples"]["latency_s"]) == 20
+        assert len(row["samples"]["loss"]) == 30  # 10 burn-in, 20 timed
+    report = out / "report"
+    assert all((report / name).stat().st_size for name in ("index.html", "report.md", "records.csv"))
+    assert list(report.rglob("*.svg"))
+    assert re.search(rf"^{len(planned)} ok$", done.stdout, re.MULTILINE)
+
+    again = te_bench("run", *arguments, "--out", out, timeout=300)
+    assert again.returncode == 0
+    assert f"{len(planned)} of {len(planned)} trials are already in {out}" in again.stdout
+    assert rows(out) == written
+
+
+@pytest.mark.slow
+def test_the_layer_suite_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
+    done = te_bench("run", "layer", "--device", "cpu", "--out", tmp_path / "out", timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = rows(tmp_path / "out")
+    assert {row["outcome"] for row in written} == {"ok"}
+    assert {len(row["samples"]["latency_s"]) for row in written} == {50}
+    told = (tmp_path / "out" / "report" / "report.md").read_text()
+    assert "One transformer layer, fair" in told
+    assert "(another mask)" in told

@@ -1,0 +1,14 @@
+"""te-bench whose trainings are simulated: python te_bench_simulated.py run convergence --data random ...
+
+The folder `simulated` stands before te-bench's own workloads, so its training.py runs in their place.
+"""
+
+from pathlib import Path
+
+from te_bench import cli
+from te_bench.experiments import workloads
+
+workloads.__path__.insert(0, str(Path(__file__).resolve().parent / "simulated"))
+
+if __name__ == "__main__":
+    cli.main()
