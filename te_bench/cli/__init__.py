@@ -5,8 +5,10 @@ planned trial has no result, or a verdict is void.
 130 after Ctrl-C. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
 """
 
+import functools
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -45,6 +47,20 @@ def main() -> None:
         sys.exit(2)
 
 
+def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb, ending with 130 on Ctrl-C wherever it was: click's own answer is 1, which is a verdict here."""
+
+    @functools.wraps(verb)
+    def run_verb(*arguments: Any, **options: Any) -> None:
+        try:
+            verb(*arguments, **options)
+        except KeyboardInterrupt:
+            print("\nStopped.", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+    return run_verb
+
+
 @app.callback(invoke_without_command=True)
 def _version(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
     if version:
@@ -62,4 +78,4 @@ for verb in (
     report.embed,
     look.doctor,
 ):
-    app.command(verb.__name__.strip("_"))(verb)
+    app.command(verb.__name__.strip("_"))(_interruptible(verb))

@@ -51,11 +51,19 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
     from te_bench.reports.study import studies
     from te_bench.reports.verdict import verdicts
 
-    results = load_results(directories)
-    found = [verdicts(study, margin=margin, alpha=alpha) for group in results.groups for study in studies(group)]
-    if not found:
-        raise ValueError(f"{directories[0]} holds no convergence run: te-bench run convergence --out {directories[0]}")
-    for one in found:
+    groups = load_results(directories).groups
+    known = [(group, study) for group in groups for study in studies(group)]
+    whole = [(group, study) for group, study in known if study.control and study.recipes]
+    if not whole:
+        why = "no bf16 control and recipe to compare" if known else "no convergence run"
+        raise ValueError(f"{directories[0]} holds {why}: te-bench run convergence --out {directories[0]}")
+    for group, study in known:
+        if (group, study) not in whole:
+            print(f"Note: left out, for it has no control and recipes together: {study.title}, {group.where}.")
+    found = [verdicts(study, margin=margin, alpha=alpha) for _, study in whole]
+    for (group, study), one in zip(whole, found, strict=True):
+        if len(whole) > 1:
+            print(f"== {study.title}, {group.where}")
         print("\n".join(textwrap.wrap(one.sentence, tables.TERMINAL_WIDTH)), end="\n\n")
         brief = verdict_tables.brief(one)
         assert brief is not None
@@ -70,19 +78,28 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
 
 def _of_losses(baseline: list[Path], candidate: list[Path], paired: bool, margin: float, alpha: float) -> int:
     """Print the verdict on a user's own losses; its exit code."""
-    from te_bench.reports import loss_csv, tables, verdict_tables
-    from te_bench.reports.equivalence import Verdict, compare
+    from te_bench.reports import loss_arms, loss_csv, tables, verdict_tables
+    from te_bench.reports.equivalence import Verdict, check_test, compare
 
     arms = [loss_csv.read(paths[0] if len(paths) == 1 else paths) for paths in (baseline, candidate)]
-    matched = loss_csv.matched(*arms, paired=paired)
-    found = compare(matched.candidate, matched.baseline, margin=margin, alpha=alpha, paired=paired)
-    moving = next((why for arm in arms if arm.curves and (why := loss_csv.decayed(arm.curves, margin))), None)
-    verdict = Verdict.INCONCLUSIVE if moving else found.verdict
-    print(f"{verdict}: {moving or found.reason}\n")
-    print("\n".join(tables.terminal(verdict_tables.losses(found, verdict))))
-    for note in [note for arm in arms for note in arm.notes]:
+    matched = loss_arms.matched(*arms, paired=paired)
+    notes = [note for arm in arms for note in arm.notes]
+    if why := loss_arms.diverged(arms[1]):  # whatever the others end on: the runs that survived are a biased choice
+        check_test(margin, alpha)
+        verdict = Verdict.DIVERGED
+        print(f"{verdict}: {why}")
+    else:
+        found = compare(matched.candidate, matched.baseline, margin=margin, alpha=alpha, paired=paired)
+        moving = loss_arms.moving(arms[0], arms[1], margin)
+        known = all(arm.curves for arm in arms)
+        verdict = Verdict.INCONCLUSIVE if moving and known else found.verdict
+        print(f"{verdict}: {moving if moving and known else found.reason}\n")
+        print("\n".join(tables.terminal(verdict_tables.losses(found, verdict))))
+        notes += [moving] if moving and not known else []
+        notes += [fall for arm in arms if (fall := loss_arms.falling(arm, margin))]
+    for note in notes:
         print(f"Note: {note}.")
-    return {Verdict.EQUIVALENT: 0, Verdict.NON_INFERIOR: 0, Verdict.INFERIOR: 1}.get(verdict, 3)
+    return {Verdict.EQUIVALENT: 0, Verdict.NON_INFERIOR: 0, Verdict.INFERIOR: 1, Verdict.DIVERGED: 1}.get(verdict, 3)
 
 
 _SEVERITY = (0, 3, 1, 4)  # exit codes, the worst last

@@ -47,10 +47,13 @@ class Running:
 
 
 def to_do(trials: Sequence[Trial], journal: Journal, environment_id: str, *, retry: bool) -> list[Trial]:
-    """The trials that a run would do, in order: those that have not ended, with `retry` those that did not end ok too."""
+    """The trials that a run would do, in order: those that have not ended, with `retry` those that failed too.
+
+    A divergence is a result, which no second try may replace.
+    """
 
     def waits(key: tuple[str, str]) -> bool:
-        return not journal.done(key) or (retry and journal.records[key].outcome != "ok")
+        return not journal.done(key) or (retry and journal.records[key].outcome not in ("ok", "diverged"))
 
     return [trial for trial in trials if waits((trial.id, environment_id))]
 

@@ -264,6 +264,8 @@ def _named(
 
 
 def _holm(p_values: Sequence[float], alpha: float) -> list[float]:
+    if len(p_values) == 1:
+        return list(p_values)
     from statsmodels.stats.multitest import multipletests  # a second to import, which no other page should wait for
 
     return [float(p) for p in multipletests(p_values, alpha=alpha, method="holm")[1]]

@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from te_bench.experiments.spec import OUTCOMES, Record, Scalar, Trial
+from te_bench.experiments.spec import OUTCOMES, Record, Trial
 from te_bench.experiments.store import Journal, Plan, load
 
 NOT_RUN = "not run; rerun the same command to go on"
@@ -87,8 +87,7 @@ class Group:
     gpu: str | None
     baseline: str | None  # the cell that is 1.00x
     cells: tuple[Cell, ...]
-    judgement: Mapping[str, Scalar] = field(default_factory=dict)  # what the first plan said a verdict is judged by
-    changed: tuple[str, ...] = ()  # how later plans differ from that, one sentence each
+    judged: tuple[Plan, ...] = ()  # the plans that fixed what a verdict is judged by, the oldest first
 
     def __hash__(self) -> int:  # not of the records: what is worked out for a group once is kept for its other readers
         return hash((self.suite, self.environment))
@@ -151,24 +150,13 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
             gpu=identity(bodies[environment]).get("gpu"),
             baseline=next((p.baseline for p in plans[suite, environment] if p.baseline), None),
             cells=_cells(rows[suite, environment]),
-            **_judgement(plans[suite, environment]),
+            judged=tuple(
+                sorted((p for p in reversed(plans[suite, environment]) if p.judgement), key=lambda p: p.started_at)
+            ),
         )
         for suite, environment in rows
     )
     return Results(groups=groups, environments=bodies, runs=tuple(journals))
-
-
-def _judgement(plans: Sequence[Plan]) -> dict[str, Any]:
-    """The judgement of the earliest plan that has one, and what later plans changed of it."""
-    in_order = sorted((plan for plan in plans if plan.judgement), key=lambda plan: plan.started_at)
-    if not in_order:
-        return {}
-    first, changed = in_order[0].judgement, {}
-    for plan in in_order[1:]:
-        for key, value in plan.judgement.items():
-            if value != first.get(key):
-                changed[key] = f"{key} was {first.get(key)} in the first plan and became {value}"
-    return {"judgement": first, "changed": tuple(changed.values())}
 
 
 def identity(environment: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -229,7 +217,7 @@ def _planned(journal: Journal) -> dict[tuple[str, str], list[Plan]]:
 
 def _measured(plan: Plan, journal: Journal) -> Plan:
     """The plan with those of its trials that have a record."""
-    trials = tuple(value for value in plan.trials if (_trial(value).id, plan.environment) in journal.records)
+    trials = tuple(value for value in plan.trials if (trial_of(value).id, plan.environment) in journal.records)
     return dataclasses.replace(plan, trials=trials)
 
 
@@ -237,7 +225,7 @@ def _rows(run: str, plans: Sequence[Plan], journal: Journal) -> list[Row]:
     """One row for each trial that any of the plans of one suite and environment names, where it was first named."""
     planned: dict[str, Trial] = {}
     for plan in plans:
-        for trial in map(_trial, plan.trials):
+        for trial in map(trial_of, plan.trials):
             planned.setdefault(trial.id, trial)
     suite, environment = plans[0].suite, plans[0].environment
     return [
@@ -246,7 +234,8 @@ def _rows(run: str, plans: Sequence[Plan], journal: Journal) -> list[Row]:
     ]
 
 
-def _trial(value: Mapping[str, Any]) -> Trial:
+def trial_of(value: Mapping[str, Any]) -> Trial:
+    """A plan's trial."""
     return Trial.from_json({key: content for key, content in value.items() if key != "id"})
 
 

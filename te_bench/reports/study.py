@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from te_bench.experiments.spec import Record, Scalar, Trial
-from te_bench.reports.analysis import finite, median, numbers
-from te_bench.reports.rows import Cell, Group, Row, arm_name, printable
+from te_bench.reports.analysis import finite, numbers
+from te_bench.reports.rows import Cell, Group, Row, arm_name, printable, trial_of
 from te_bench.reports.sequential import looks
 from te_bench.reports.stability import Stability, stability
 
@@ -110,6 +110,11 @@ class Arm:
         return {seed: run.diverged for seed, run in self.runs.items() if run.diverged}
 
     @property
+    def ended(self) -> set[int]:
+        """The seeds with a result: a final loss, or a divergence."""
+        return set(self.finals) | set(self.diverged)
+
+    @property
     def step_s(self) -> list[float]:
         return [run.step_s for run in self.runs.values() if run.step_s is not None]
 
@@ -147,37 +152,71 @@ class Study:
 
 
 def studies(group: Group) -> tuple[Study, ...]:
-    """The convergence arms of a group, those of a course together."""
+    """The convergence arms of a group, those that share data, schedule and batch together.
+
+    Raises ValueError for two control arms where one is wanted.
+    """
     together: dict[tuple[object, ...], list[Cell]] = {}
     for cell in group.of("training"):
-        if cell.trial.problem.get("arm") in KINDS and "lr_factor" not in cell.trial.problem:  # the stress ladder has
-            together.setdefault(cell.course, []).append(cell)
+        problem = cell.trial.problem
+        if problem.get("arm") in KINDS and "lr_factor" not in problem:  # a rung of the stress ladder is no arm
+            settings = tuple(problem.get(key) for key in ("batch", "accumulate", "learning_rate"))
+            together.setdefault((*cell.course, *settings), []).append(cell)
     return tuple(_study(group, cells) for cells in together.values())
 
 
 def _study(group: Group, cells: Sequence[Cell]) -> Study:
-    arms = [_arm(cell) for cell in cells]
-    found = {kind: [arm for arm in arms if arm.kind == kind] for kind in KINDS}
     problem = cells[0].trial.problem
-    title = f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps"
+    title = printable(f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps")
+    judgement, notes = _judgement(group, cells)
+    seeds = finite(judgement.get("seeds"))
+    arms = [_arm(cell, notes, seeds) for cell in cells]
+    found = {kind: [arm for arm in arms if arm.kind == kind] for kind in KINDS}
+    if len(found["control"]) > 1:
+        raise ValueError(f"{title}: {len(found['control'])} bf16 control arms; judge runs of other settings apart")
+    unable = [
+        arm for arm in found["recipe"] if arm.runs and {r.row.outcome for r in arm.runs.values()} == {"unsupported"}
+    ]
+    notes += [f"{arm.name} is left out: {next(iter(arm.runs.values())).row.reason}" for arm in unable]
     return Study(
-        title=printable(title),
+        title=title,
         control=next(iter(found["control"]), None),
         aa=next(iter(found["aa"]), None),
-        recipes=tuple(found["recipe"]),
+        recipes=tuple(arm for arm in found["recipe"] if arm not in unable),
         broken=next(iter(found["broken"]), None),
-        judgement=group.judgement,
-        notes=group.changed,
+        judgement=judgement,
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
-def _arm(cell: Cell) -> Arm:
-    runs: dict[int, Run] = {}
-    for row in sorted(cell.rows, key=lambda row: (row.trial.seed, row.outcome != "ok")):
-        runs.setdefault(row.trial.seed, Run(row))  # a seed that two runs hold counts once
-    return Arm(kind=str(cell.trial.problem["arm"]), name=printable(arm_name(cell.trial)), cell=cell, runs=runs)
+def _judgement(group: Group, cells: Sequence[Cell]) -> tuple[Mapping[str, Scalar], list[str]]:
+    """What the first plan with a trial of these cells fixed, and how later ones differ from it."""
+    own = {row.trial.id for cell in cells for row in cell.rows}
+    plans = [plan for plan in group.judged if any(trial_of(value).id in own for value in plan.trials)]
+    if not plans:
+        return {}, []
+    first = plans[0].judgement
+    changed = {
+        key: f"{key} was {first.get(key)} in the first plan and became {value}: the first one counts"
+        for plan in plans[1:]
+        for key, value in plan.judgement.items()
+        if value != first.get(key)
+    }
+    return first, list(changed.values())
 
 
-def typical_step_s(arm: Arm) -> float | None:
-    """The median over seeds of an arm's seconds per step."""
-    return median(arm.step_s)
+def _arm(cell: Cell, notes: list[str], seeds: float | None) -> Arm:
+    """The runs of the planned seeds. Of a seed that was run twice a divergence counts, whatever the other run ended on."""
+    name, runs = printable(arm_name(cell.trial)), {}
+    ranks = {"diverged": 0, "ok": 1}
+    for row in sorted(cell.rows, key=lambda row: (row.trial.seed, ranks.get(row.outcome, 2))):
+        seed = row.trial.seed
+        if seeds is not None and seed >= seeds:
+            notes.append(
+                f"seeds from {seeds:g} on were added after the first plan and are not judged: more seeds after a look"
+            )
+        elif seed not in runs:
+            runs[seed] = Run(row)
+        elif row.record is not None and runs[seed].record is not None:
+            notes.append(f"{name}, seed {seed} was run twice: one run counts, a diverged one first")
+    return Arm(kind=str(cell.trial.problem["arm"]), name=name, cell=cell, runs=runs)

@@ -271,7 +271,7 @@ def _fastest(group: Group, measured: Sequence[analysis.Rung]) -> str:
 
 
 def _best_arms(group: Group) -> list[str]:
-    if group.judgement:  # of arms that are judged against each other the lowest loss is no answer
+    if group.judged:  # of arms that are judged against each other the lowest loss is no answer
         return []
     answers = []
     for comparison in curves.comparisons(group):

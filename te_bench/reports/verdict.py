@@ -40,8 +40,7 @@ class Finding:
     @property
     def divergences(self) -> tuple[int, int]:
         """(runs that diverged, runs that ended or diverged)."""
-        ended = set(self.arm.finals) | set(self.arm.diverged)
-        return len(self.arm.diverged), len(ended)
+        return len(self.arm.diverged), len(self.arm.ended)
 
     @property
     def divergence_bound(self) -> float | None:
@@ -61,6 +60,7 @@ class Verdicts:
     aa: Finding | None
     broken: Finding | None
     void: str | None  # why none of it counts
+    exploration: bool  # margin or alpha were chosen after the plan
     notes: tuple[str, ...]
 
     @property
@@ -69,14 +69,18 @@ class Verdicts:
 
     @property
     def exit_code(self) -> int:
-        """4 void or incomplete, 1 a recipe is INFERIOR or DIVERGED, 3 one is INCONCLUSIVE, 0 all are as good as bf16."""
+        """4 void or incomplete, 1 a recipe is INFERIOR or DIVERGED, 3 one is INCONCLUSIVE, 0 all are as good as bf16.
+
+        Exploration passes nothing: 3 in place of 0.
+        """
         if self.void:
             return INCOMPLETE
         if any(finding.verdict in CAUGHT for finding in self.recipes):
             return FAILED
         if any(finding.missing for finding in self.recipes):
             return INCOMPLETE
-        return PASSED if all(finding.verdict in GOOD for finding in self.recipes) else UNDECIDED
+        good = all(finding.verdict in GOOD for finding in self.recipes)
+        return PASSED if good and not self.exploration else UNDECIDED
 
     @property
     def sentence(self) -> str:
@@ -95,7 +99,7 @@ class Verdicts:
             names = [self._named(f) for f in self.recipes if f.verdict is verdict]
             if names:
                 parts.append(f"{verdict}: {', '.join(names)} {one if len(names) == 1 else several}{what}")
-        return "; ".join(parts) + "."
+        return ("Exploration, no test: " if self.exploration else "") + "; ".join(parts) + "."
 
     def _named(self, finding: Finding) -> str:
         needed = finding.judgement.seeds_needed
@@ -112,25 +116,24 @@ def verdicts(study: Study, *, margin: float | None = None, alpha: float | None =
     control = study.control
     if control is None or not study.recipes:
         raise ValueError(f"{study.title}: no bf16 control and recipe to compare; run te-bench run convergence")
-    notes = list(study.notes)
+    notes: list[str] = []
     bar = _chosen(study, "margin", margin, MARGIN, notes)
     level = _chosen(study, "alpha", alpha, ALPHA, notes)
-    if control.diverged:
-        notes.append(f"bf16 itself diverged on {_seeds(control.diverged)}: {next(iter(control.diverged.values()))}")
     judged = _judgements(study, control, bar, level)
     aa, broken = (
-        None if arm is None else _finding(control, arm, _alone(control, arm, bar, level, study.looks))
+        None if arm is None else _finding(study, control, arm, _alone(study, control, arm, bar, level))
         for arm in (study.aa, study.broken)
     )
     return Verdicts(
         study=study,
         margin=bar,
         alpha=level,
-        recipes=tuple(_finding(control, arm, judged[arm.name]) for arm in study.recipes),
+        recipes=tuple(_finding(study, control, arm, judged[arm.name]) for arm in study.recipes),
         aa=aa,
         broken=broken,
-        void=_void(aa, broken),
-        notes=tuple(notes),
+        void=_void(control, aa, broken),
+        exploration=bool(notes),
+        notes=(*study.notes, *notes),
     )
 
 
@@ -140,7 +143,7 @@ def _chosen(study: Study, name: str, asked: float | None, default: float, notes:
     if asked is None:
         return default if planned is None else planned
     if planned is not None and asked != planned:
-        notes.append(f"{name} {asked:g} was chosen after the plan, which says {planned:g}: exploration, no test")
+        notes.append(f"{name} {asked:g} was chosen after the plan, which says {planned:g}")
     return asked
 
 
@@ -149,7 +152,7 @@ def stopper(arm: Arm, control: Arm, *, looks: Sequence[int], margin: float, alph
 
     alpha is the arm's own share: the family's over the number of recipes.
     """
-    if reason := _broke(arm, control):
+    if reason := _broke(arm):
         return f"diverged: {reason}"
     seeds = _paired(arm, control)
     if list(seeds) != [seed for seed in arm.runs if seed <= max(seeds, default=-1)]:
@@ -161,28 +164,28 @@ def stopper(arm: Arm, control: Arm, *, looks: Sequence[int], margin: float, alph
 
 
 def _paired(arm: Arm, control: Arm) -> tuple[int, ...]:
-    return tuple(seed for seed in arm.finals if seed in control.finals)
+    """The seeds on which both ended, and neither diverged on the way."""
+    broken = {*arm.diverged, *control.diverged}
+    return tuple(seed for seed in arm.finals if seed in control.finals and seed not in broken)
 
 
-def _broke(arm: Arm, control: Arm) -> str | None:
-    """Why the arm counts as diverged: on a seed on which the control did not."""
-    own = {seed: why for seed, why in arm.diverged.items() if seed not in control.diverged}
-    if not own:
+def _broke(arm: Arm) -> str | None:
+    """Why the arm counts as diverged."""
+    if not arm.diverged:
         return None
-    ended = len(set(arm.finals) | set(arm.diverged))
-    return f"{len(own)} of {ended} runs, {_seeds(own)}: {next(iter(own.values()))}"
+    return f"{len(arm.diverged)} of {len(arm.ended)} runs, {_seeds(arm.diverged)}: {next(iter(arm.diverged.values()))}"
 
 
 def _judgements(study: Study, control: Arm, margin: float, alpha: float) -> dict[str, Judgement]:
-    """A judgement for every recipe; Holm over those that can be tested and those that diverged."""
+    """A judgement for every recipe. Holm's family is all of them, those that diverged or cannot be tested with p = 1."""
     found: dict[str, Judgement] = {}
     arms, diverged = {}, {}
     looks = study.looks
     for arm in study.recipes:
         seeds = _paired(arm, control)
-        if reason := _broke(arm, control):
+        if reason := _broke(arm):
             diverged[arm.name] = reason
-        elif reason := _untestable(arm, control, stopped=bool(looks)):
+        elif reason := _untestable(study, arm, control, stopped=bool(looks)):
             found[arm.name] = _undecided(reason, len(study.recipes))
         else:
             arms[arm.name] = [arm.finals[s] for s in seeds], [control.finals[s] for s in seeds]
@@ -192,7 +195,8 @@ def _judgements(study: Study, control: Arm, margin: float, alpha: float) -> dict
             name: Judgement(verdict=Verdict.DIVERGED, reason=why, family=family) for name, why in diverged.items()
         }
         return found | {name: _sequential(*pair, looks, margin, alpha, family) for name, pair in arms.items()}
-    return found | (judge(arms, margin=margin, alpha=alpha, diverged=diverged) if arms or diverged else {})
+    untested = {name: judgement.reason for name, judgement in found.items()}
+    return judge(arms, margin=margin, alpha=alpha, diverged=diverged | untested) | found
 
 
 def _sequential(
@@ -208,11 +212,12 @@ def _sequential(
     return Judgement(verdict=decision.verdict, reason=decision.reason, family=family, comparison=comparison)
 
 
-def _alone(control: Arm, arm: Arm, margin: float, alpha: float, looks: Sequence[int]) -> Judgement:
+def _alone(study: Study, control: Arm, arm: Arm, margin: float, alpha: float) -> Judgement:
     """An arm that is no candidate: A/A and the broken recipe are tested on their own."""
-    if reason := _broke(arm, control):
+    looks = study.looks
+    if reason := _broke(arm):
         return Judgement(verdict=Verdict.DIVERGED, reason=reason, family=1)
-    if reason := _untestable(arm, control, stopped=True):
+    if reason := _untestable(study, arm, control, stopped=bool(looks)):
         return _undecided(reason, 1)
     seeds = _paired(arm, control)
     pair = [arm.finals[s] for s in seeds], [control.finals[s] for s in seeds]
@@ -221,20 +226,21 @@ def _alone(control: Arm, arm: Arm, margin: float, alpha: float, looks: Sequence[
     return judge({arm.name: pair}, margin=margin, alpha=alpha)[arm.name]
 
 
-def _untestable(arm: Arm, control: Arm, *, stopped: bool) -> str | None:
+def _untestable(study: Study, arm: Arm, control: Arm, *, stopped: bool) -> str | None:
     """Why no verdict may be given whatever the losses are; `stopped`: seeds may have been spared by the stopping rule."""
     p = arm.trial.problem
     peak, least = float(p.get("learning_rate") or 0), float(p.get("min_learning_rate") or 0)
     if least > DECAYED * peak:
         return f"the learning rate came down to {least:g} of {peak:g} only: gaps before the end of a decay are of the moment"
-    if missing := _missing(arm, control, stopped=stopped):
+    if missing := _missing(study, arm, control, stopped=stopped):
         return missing
     n = len(_paired(arm, control))
     return None if n > 1 else f"{n} pair of seeds: the noise between seeds cannot be known from fewer than 2"
 
 
-def _missing(arm: Arm, control: Arm, *, stopped: bool) -> str | None:
-    """The seeds whose pair has no result though neither run of it diverged, as a sentence."""
+def _missing(study: Study, arm: Arm, control: Arm, *, stopped: bool) -> str | None:
+    """The planned seeds whose pair has no result though neither run of it diverged, as a sentence."""
+    planned = study.number("seeds")
     for side in (arm, control):
         spared = {"stopped"} if stopped else set()
         lost = {
@@ -243,7 +249,10 @@ def _missing(arm: Arm, control: Arm, *, stopped: bool) -> str | None:
             if run.final is None and not run.diverged and run.row.outcome not in spared
         }
         if lost:
-            return f"{side.name} has no result for {_seeds(lost)} ({', '.join(sorted(set(lost.values())))})"
+            said = {"the last evaluation is missing" if outcome == "ok" else outcome for outcome in lost.values()}
+            return f"{side.name} has no result for {_seeds(lost)} ({', '.join(sorted(said))})"
+        if planned is not None and len(side.runs) < planned:
+            return f"{side.name} has {len(side.runs)} of the {planned:g} seeds of the plan"
     only = sorted(set(arm.runs) ^ set(control.runs))
     return f"{_seeds(only)} was run in one of {arm.name} and {control.name} only: pairs need both" if only else None
 
@@ -252,13 +261,18 @@ def _undecided(reason: str, family: int) -> Judgement:
     return Judgement(verdict=Verdict.INCONCLUSIVE, reason=reason, family=family)
 
 
-def _void(aa: Finding | None, broken: Finding | None) -> str | None:
-    """Why the experiment could not have told: its noise is too large, or it does not see what is broken."""
+def _void(control: Arm, aa: Finding | None, broken: Finding | None) -> str | None:
+    """Why the experiment could not have told: bf16 breaks, its noise is too large, or what is broken is not seen."""
+    if control.diverged:
+        why = next(iter(control.diverged.values()))
+        return f"bf16 itself diverged on {_seeds(control.diverged)} ({why}), and the seeds that are left are a biased choice"
     for finding, name in ((aa, "A/A"), (broken, "broken")):
         if finding is None:
             return f"the {name} arm is missing, without which nothing shows that a difference would be seen"
     assert aa is not None
     assert broken is not None
+    if aa.seeds and all(aa.arm.finals[seed] == control.finals[seed] for seed in aa.seeds):
+        return "the A/A arm ended on the control's very losses: its perturbation was lost, and it shows no noise"
     if aa.verdict is not Verdict.EQUIVALENT:
         return f"the A/A arm, bf16 against itself, is not EQUIVALENT: {aa.judgement.reason}"
     if broken.verdict not in CAUGHT:
@@ -266,7 +280,7 @@ def _void(aa: Finding | None, broken: Finding | None) -> str | None:
     return None
 
 
-def _finding(control: Arm, arm: Arm, judgement: Judgement) -> Finding:
+def _finding(study: Study, control: Arm, arm: Arm, judgement: Judgement) -> Finding:
     seeds = _paired(arm, control)
     natives = [seed for seed in seeds if seed in arm.natives]
     native = None
@@ -283,7 +297,7 @@ def _finding(control: Arm, arm: Arm, judgement: Judgement) -> Finding:
         if judgement.comparison is None
         else _speedup(control, arm, seeds),  # survivors are a biased choice
         band=_band(control, arm, seeds),
-        missing=_missing(arm, control, stopped=True),
+        missing=_missing(study, arm, control, stopped=bool(study.looks)),
     )
 
 
@@ -321,8 +335,8 @@ def _losses(arm: Arm, seed: int, at: Sequence[float]) -> list[float]:
 
 def divergence_p_value(finding: Finding, control: Arm) -> float | None:
     """Fisher's exact test that recipe and control diverge at the same rate."""
-    ended = len(set(control.finals) | set(control.diverged))
     events, runs = finding.divergences
+    ended = len(control.ended)
     return rate_p_value((events, runs), (len(control.diverged), ended)) if runs and ended else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from te_bench.reports import text
 from te_bench.reports.equivalence import Comparison, Verdict
 from te_bench.reports.rows import Cell, Group
-from te_bench.reports.stability import rate_bound
+from te_bench.reports.stability import SPIKE, rate_bound
 from te_bench.reports.study import Run, studies
 from te_bench.reports.table import Table, Value, number, table_of, word
 from te_bench.reports.verdict import Finding, Verdicts, divergence_p_value, verdicts
@@ -105,7 +105,7 @@ def stability(group: Group) -> list[Table]:
         shown = []
         for arm in found.study.arms:
             finding = next((f for f in found.findings if f.arm is arm), None)
-            ended = len(set(arm.finals) | set(arm.diverged))
+            ended = len(arm.ended)
             runs = [run.stability for run in arm.runs.values() if run.stability]
             shown.append(
                 (
@@ -128,8 +128,9 @@ def stability(group: Group) -> list[Table]:
             "Highest rise, nat",
         )
         note = (
-            "Diverged: not finite, or a median of the loss 0.5 above its minimum that did not come back. Rate below: exact, "
-            f"95 %. Spikes per {POINTS:,} logged points, robust z above 8. Rise: sustained, above the running minimum."
+            "Diverged: not finite, or a median of the loss 0.5 above its minimum that did not come back. Rate below: "
+            f"exact, 95 %. Spikes per {POINTS:,} logged points, robust z above {SPIKE:g}. Rise: sustained, above the "
+            "running minimum."
         )
         table = table_of("stability", f"{found.study.title}: stability", columns, shown, note)
         tables += [table] if table else []
@@ -141,22 +142,26 @@ def _rate(counts: Sequence[tuple[int, int]]) -> float | None:
     return POINTS * sum(k for k, _ in counts) / judged if judged else None
 
 
-def stress(group: Group) -> Table | None:
-    """The learning-rate ladder: where each precision breaks."""
-    cells = [cell for cell in group.of("training") if "lr_factor" in cell.trial.problem]
-    factors = sorted({float(str(cell.trial.problem["lr_factor"])) for cell in cells})
-    arms = dict.fromkeys(cell.trial.recipe or cell.trial.precision for cell in cells)
-    shown = []
-    for arm in arms:
-        by_factor = {
-            float(str(cell.trial.problem["lr_factor"])): cell
-            for cell in cells
-            if (cell.trial.recipe or cell.trial.precision) == arm
-        }
-        shown.append((word(arm), *(_rung(by_factor.get(factor)) for factor in factors)))
-    columns = ("Precision", *(f"{factor:g} x" for factor in factors))
+def stress(group: Group) -> list[Table]:
+    """The learning-rate ladder of each model and length: where each precision breaks."""
+    together: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in group.of("training"):
+        if "lr_factor" in cell.trial.problem:
+            together.setdefault(cell.course, []).append(cell)
+    return [table for cells in together.values() if (table := _ladder(cells))]
+
+
+def _ladder(cells: Sequence[Cell]) -> Table | None:
+    rungs: dict[str, dict[float, Cell]] = {}
+    for cell in cells:
+        factor = float(str(cell.trial.problem["lr_factor"]))
+        rungs.setdefault(cell.trial.recipe or cell.trial.precision, {})[factor] = cell
+    factors = sorted({factor for by_factor in rungs.values() for factor in by_factor})
+    shown = [(word(name), *(_rung(found.get(factor)) for factor in factors)) for name, found in rungs.items()]
+    problem = cells[0].trial.problem
+    title = f"Learning-rate ladder: {problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps"
     note = "Final validation loss at so many times the learning rate; else how many runs diverged."
-    return table_of("stress", "Learning-rate ladder", columns, shown, note)
+    return table_of("stress", title, ("Precision", *(f"{factor:g} x" for factor in factors)), shown, note)
 
 
 def _rung(cell: Cell | None) -> Value:

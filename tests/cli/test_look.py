@@ -83,3 +83,17 @@ def test_doctor_says_why_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
     machine = doctor.examine()["machine"]
     assert machine["device"] == "cpu"
     assert machine["gpu use"].startswith("torch 2.13.0 is built without CUDA")
+
+
+@pytest.mark.parametrize("arguments", [("doctor",), ("plan", "quick")])
+def test_ctrl_c_is_no_verdict(command: Command, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
+    """Wherever it hits: 130, for click's own 1 means that FP8 is worse."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", interrupted)
+    monkeypatch.setattr("te_bench.experiments.plan.resolve", interrupted)
+    done = command(*arguments)
+    assert done.code == 130
+    assert done.err == "\nStopped.\n"

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from te_bench.reports.loss_csv import Curve, Losses, decayed, matched, read
+from te_bench.reports.loss_arms import diverged, falling, matched, moving
+from te_bench.reports.loss_csv import Curve, Losses, broken, read
 
 LONG = "step,loss,seed\n0,4.0,1\n10,3.0,1\n0,4.1,2\n10,3.2,2\n"
 
@@ -88,10 +89,24 @@ def test_tensorboard_directory_or_files(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("val_loss\n3.1\nNaN\n", "a.csv, line 3: the loss is NaN. A run that diverged"),
-        ("# x\n3.1\ninf\n", "line 3: the loss is inf"),
         ("3.1\nabout 3\n", "line 2: 'about 3' is not a number"),
-        ("step,loss,seed\n0,4,1\n10,nan,1\n", "line 3: the loss is nan"),
+        ("step,loss,seed\n0,4,1\nnan,4,1\n", "line 3: the step is nan"),
+        ("val_loss\n3.1\n" + "3" * 131_073 + "\n", r"a\.csv, line 3: field larger than field limit"),
+        ('# x\nval_loss\n"3.1\n3.2\n', "line 3: a cell does not end on its line: close its quote"),
+        ('run,val_loss\n"a\nb",3.1\nc,3.2\n', "line 2: a cell does not end on its line"),
+        ("seed;val_loss\n1;3,21\n2;3,22\n", "line 2: '3,21' is not a number: write decimals with a point, not a comma"),
+        ("1;3,21\n2;3,22\n", "column 1, column 2 are all numbers; .*; were the commas decimal ones, write points"),
+        ("a;3,21\nb;3,22\n", "line 1: '3,21' is not a number: write decimals with a point"),
+        ("val_loss\n3,21\n", "line 2: 2 cells where the first line has 1. A comma separates cells"),
+        ("3,21\n3,22\n", "were the commas decimal ones, write points"),
+        (
+            "Relative Time (Process),a - loss,b - loss\n1,4,4\n",
+            "x-axis is Relative Time .Process.: export with Step as",
+        ),
+        ("_runtime,a - loss\n1,4\n", "the x-axis is _runtime: export with Step as the x-axis"),
+        ("tokens,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is tokens: export with Step as the x-axis"),
+        ("epoch,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is epoch: export with Step"),
+        ("step,x,y\n0,1,2\n", "or give step and a column a seed, called by its number"),
         ("3.1\n", "holds one seed only"),
         ("step,loss\n0,4\n10,3\n", "no column seed: one seed only"),
         ("step,loss,seed\n0,4,1\n10,3,1\n", "holds one seed only"),
@@ -111,6 +126,61 @@ def test_tensorboard_directory_or_files(tmp_path):
 def test_bad_files_are_told_with_their_line(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         read(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("head", ["step,0,1", "step,seed0,seed1", "step,s_0,s_1"])
+def test_a_column_a_seed_as_pandas_writes(tmp_path, head):
+    found = read(written(tmp_path, f"{head}\n0,4.0,4.1\n5,,3.5\n10,3.0,3.2\n"))
+    assert found.curves == {
+        "0": Curve(step=(0, 10), loss=(4.0, 3.0)),
+        "1": Curve(step=(0, 5, 10), loss=(4.1, 3.5, 3.2)),
+    }
+
+
+def test_runs_of_one_display_name_are_all_kept_and_make_no_pairs(tmp_path):
+    head = "Step,fp8 - val/loss,fp8 - val/loss,other - val/loss"
+    found = read(written(tmp_path, f"{head}\n0,4,4,4\n10,3.0,3.2,3.1\n"))
+    assert found.final == {"fp8 (1)": 3.0, "fp8 (2)": 3.2, "other": 3.1}
+    assert "2 runs are called fp8, numbered" in found.notes[0]
+    other = read(written(tmp_path, f"{head}\n0,4,4,4\n10,3.1,3.2,3.3\n", "b.csv"))
+    assert matched(found, other, paired=False).baseline == (3.0, 3.2, 3.1)
+    with pytest.raises(ValueError, match="several runs are called fp8, so pairs cannot be told"):
+        matched(found, other, paired=True)
+
+
+def test_a_tensorboard_run_counts_once(tmp_path):
+    board = written(tmp_path, "Wall time,Step,Value\n1,0,4\n")
+    with pytest.raises(ValueError, match=r"a\.csv is given 2 times"):
+        read([board, tmp_path / "." / "a.csv"])
+
+
+def test_one_file_is_not_both_arms(tmp_path):
+    a, b = read(written(tmp_path, "3.1\n3.2\n")), read(written(tmp_path, "3.1\n3.2\n", "b.csv"))
+    for other in (a, b):
+        with pytest.raises(ValueError, match="hold the same file"):
+            matched(a, other, paired=False)
+    matched(a, read(written(tmp_path, "3.1\n3.20\n", "c.csv")), paired=True)  # the same losses may be
+
+
+def test_runs_that_broke_are_told_and_no_control_may_be_among_them(tmp_path):
+    good = read(written(tmp_path, "seed,loss\n3,3.1\n4,3.2\n5,3.3\n"))
+    bad = read(written(tmp_path, "seed,loss\n3,3.1\n4,NaN\n5,inf\n", "b.csv"))
+    assert broken(good) == {}
+    assert diverged(good) is None
+    assert diverged(bad) == "2 of 3 runs, seeds 4, 5: the final loss is nan"
+    matched(good, bad, paired=True)
+    with pytest.raises(ValueError, match=r"b\.csv: the baseline itself broke, seeds 4, 5: .* Nothing can be concluded"):
+        matched(bad, good, paired=True)
+
+
+def test_curves_that_broke(tmp_path):
+    back = [4, 3, 3, 3, 6, 6, 6, 6, 3, 3, 3, 3]
+    runs = {"spike": [4, 3, 9, *[3] * 9], "back": back, "rise": [*back[:8], *[6] * 4], "nan": [4, 3, 3, "nan"]}
+    rows = [f"{10 * n},{loss},{seed}" for seed, losses in runs.items() for n, loss in enumerate(losses)]
+    found = read(written(tmp_path, "step,loss,seed\n" + "\n".join(rows)))  # the NaN stopped its run: no uneven lengths
+    assert set(broken(found)) == {"rise", "nan"}
+    assert "the loss rose 2 above its minimum by step 70" in broken(found)["rise"]
+    assert broken(found)["nan"] == "the loss is nan at step 30"
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -146,27 +216,52 @@ def test_arms_that_do_not_pair_are_told():
             matched(*lengths, paired=paired)
 
 
-def curves(of, ends=(1000, 1000), every=20):
-    steps = [tuple(map(float, range(0, end + 1, every))) for end in ends]
-    return {str(n): Curve(step=at, loss=tuple(of(s) + n / 10 for s in at)) for n, at in enumerate(steps)}
+def curves(name, *losses):
+    """An arm of one run for each function of the step."""
+    runs = {str(n): Curve(step=at, loss=tuple(map(float, loss(np.array(at))))) for n, (at, loss) in enumerate(losses)}
+    return Losses(
+        source=name, final={seed: run.loss[-1] for seed, run in runs.items()}, curves=runs, labels={}, seeded=True
+    )
 
 
-def test_curves_that_have_settled():
-    assert decayed(curves(lambda s: 3 + np.exp(-s / 100)), 0.003) is None
-    assert decayed(curves(lambda s: 3 + s / 1000), 0.003) is None  # a rise is no fall
+DENSE, SPARSE = tuple(map(float, range(0, 1001, 20))), (0.0, 200.0, 400.0, 600.0, 800.0, 1000.0)
 
 
-def test_curves_that_still_fall():
-    falling = curves(lambda s: 4 - 5e-5 * s)  # 0.005 a tenth
-    assert decayed(falling, 0.0051) is None
-    reason = decayed(falling, 0.005)
-    assert reason.startswith("still falling: the next tenth of training, 100 steps, would lower the loss by 0.005 more")
+def cosine(s):
+    """A loss under a learning rate that decays to 0 by half a cosine: flat at the end, and 0.05 above it a fifth before."""
+    return 3 + (1 + np.cos(np.pi * s / 1000)) / 2
 
 
-def test_curves_with_few_points_or_of_different_steps():
-    assert decayed({}, 0.003).startswith("no curves")
-    assert "2 points a curve" in decayed(curves(lambda s: 3.0, every=1000), 0.003)
-    # 250 apart: no three in the last tenth, so the line reaches back
-    assert decayed(curves(lambda s: 4 - 5e-5 * s, every=250), 0.004).startswith("still falling")
-    mixed = {**curves(lambda s: 3.0, every=20), "x": Curve(step=(0.0, 1000.0), loss=(3.0, 3.0))}
-    assert decayed(mixed, 0.003) is None
+@pytest.mark.parametrize("steps", [SPARSE, DENSE])
+def test_a_gap_that_stays_has_settled_though_the_loss_falls(steps):
+    a = curves("A", (steps, cosine), (steps, lambda s: cosine(s) + 0.1))
+    b = curves("B", (steps, lambda s: cosine(s) + 0.002), (steps, lambda s: cosine(s) + 0.1 + 0.001 * s / 1000))
+    assert moving(a, b, 0.003) is None
+    assert "A: the loss still falls, by 0." in falling(a, 0.003)
+    assert falling(a, 0.5) is None
+    assert falling(curves("A", (steps, lambda s: 3 + s)), 0.003) is None  # a rise is no fall
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("steps", "told"), [(DENSE, 100), (SPARSE, 200)])
+def test_a_gap_that_opens_or_closes_by_the_margin_has_not_settled(steps, told, sign):
+    a = curves("A", (steps, cosine), (steps, cosine))
+    b = curves("B", *[(steps, lambda s: cosine(s) + sign * 0.004 * np.maximum(s - 800, 0) / told)] * 2)
+    move = sign * 0.004
+    assert moving(a, b, 0.0041) is None
+    reason = moving(a, b, 0.0039)
+    assert reason.startswith(f"the gap still moves: by {move:+.2g} over the last {told} steps")
+
+
+def test_the_gap_is_of_the_arms_means_whatever_their_seeds_and_steps():
+    a = curves("A", (DENSE, cosine), (DENSE, lambda s: cosine(s) + 1), (DENSE, lambda s: cosine(s) + 2))
+    b = curves("B", (DENSE, lambda s: cosine(s) + 5e-4 * s), (DENSE[::2], cosine))  # 0.025 a tenth in the mean
+    assert moving(a, b, 0.02).startswith("the gap still moves: by +0.025")
+    assert moving(a, b, 0.03) is None
+
+
+def test_curves_that_tell_nothing():
+    a, none = curves("A", (DENSE, cosine), (DENSE, cosine)), arm("B", {"1": 3.0, "2": 3.1})
+    assert moving(a, none, 0.003).startswith("no curves of both arms")
+    assert falling(none, 0.003) is None
+    assert "2 points a curve" in moving(a, curves("B", ((0.0, 1000.0), cosine)), 0.003)

@@ -5,18 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from convergence import JUDGEMENT, STEPS, TRUTH, run_record, study_of, study_records
+from convergence import JUDGEMENT, STEPS, TRUTH, run_record, study_of, study_records, write_study
 
 from te_bench.reports.equivalence import Verdict
+from te_bench.reports.rows import load_results
+from te_bench.reports.study import studies
 from te_bench.reports.verdict import Verdicts, stopper, verdicts
 
 GAPS = {**TRUTH, "float8_block_scaling": 0.02}
 
 
 def judged(
-    directory: Path, *, judgement: dict[str, Any] = JUDGEMENT, margin: float | None = None, **options: Any
+    directory: Path, *, judgement: dict[str, Any] | None = None, margin: float | None = None, **options: Any
 ) -> Verdicts:
+    """Verdicts of a run that was planned with as many seeds as it has, five at least, unless `judgement` says otherwise."""
     options.setdefault("sd", 0.0008)
+    judgement = judgement or {**JUDGEMENT, "seeds": max(5, len(options.get("seeds", range(5))))}
     return verdicts(study_of(directory / "run", study_records(**options), judgement), margin=margin)
 
 
@@ -106,12 +110,92 @@ def test_a_loss_that_rose_and_stayed_is_diverged_though_the_run_ended(tmp_path: 
     assert "did not come back" in found.recipes[1].judgement.reason
 
 
-def test_where_bf16_diverges_too_the_pair_is_left_out_and_said(tmp_path: Path) -> None:
+def test_where_bf16_diverges_nothing_is_concluded(tmp_path: Path) -> None:
+    """The seeds that are left are a biased choice, and who diverged with it has diverged all the same."""
     outcomes = {("control", 3): "diverged", ("rowwise_scaling", 3): "diverged"}
-    found = judged(tmp_path, seeds=range(8), outcomes=outcomes)
-    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.EQUIVALENT}
-    assert found.recipes[0].seeds == (0, 1, 2, 4, 5, 6, 7)
-    assert any("bf16 itself diverged on seed 3" in note for note in found.notes)
+    found = judged(tmp_path, seeds=range(5), outcomes=outcomes)
+    assert found.exit_code == 4
+    assert "bf16 itself diverged on seed 3" in str(found.void)
+    assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
+
+
+def test_a_divergence_counts_whichever_other_run_of_the_seed_ended(tmp_path: Path) -> None:
+    ended, broke = (
+        write_study(tmp_path / name, study_records(sd=0.0008, outcomes=outcomes))
+        for name, outcomes in (("ended", {}), ("broke", {("rowwise_scaling", 3): "diverged"}))
+    )
+    later = [dataclasses.replace(r, started_at="2026-11-20T13:00:00+00:00") for r in study_records(sd=0.0008)]
+    again = write_study(tmp_path / "again", later)
+    for directories in ([ended, broke], [broke, ended], [broke, again], [again, broke]):
+        [group] = load_results(directories).groups
+        [study] = studies(group)
+        found = verdicts(study)
+        if again in directories:
+            assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
+            assert any("rowwise_scaling, seed 3 was run twice" in note for note in found.notes)
+
+
+def test_each_study_of_a_directory_has_the_margin_of_its_own_plan(tmp_path: Path) -> None:
+    wide = study_records(GAPS, sd=0.0008, steps=STEPS)
+    narrow = study_records(GAPS, sd=0.0008, model="gpt2")
+    directory = write_study(tmp_path / "run", wide, {**JUDGEMENT, "margin": 0.05})
+    write_study(directory, narrow, JUDGEMENT)
+    [group] = load_results([directory]).groups
+    verdict_of = {study.title.split(",")[0]: by_name(verdicts(study)) for study in studies(group)}
+    assert verdict_of["char"]["float8_block_scaling"] is Verdict.EQUIVALENT
+    assert verdict_of["gpt2"]["float8_block_scaling"] is Verdict.INFERIOR
+
+
+def test_seeds_that_were_planned_and_left_out_are_missing(tmp_path: Path) -> None:
+    found = judged(tmp_path, seeds=range(3))
+    assert set(by_name(found).values()) == {Verdict.INCONCLUSIVE}
+    assert found.recipes[0].judgement.reason == "delayed_scaling has 3 of the 5 seeds of the plan"
+    assert found.exit_code == 4
+
+
+def test_seeds_added_after_the_first_plan_are_not_judged(tmp_path: Path) -> None:
+    directory = write_study(tmp_path / "run", study_records(sd=0.0008))
+    write_study(
+        directory, study_records({**TRUTH, "delayed_scaling": 0.5}, seeds=range(5, 8)), {**JUDGEMENT, "seeds": 8}
+    )
+    [group] = load_results([directory]).groups
+    [study] = studies(group)
+    found = verdicts(study)
+    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    assert found.recipes[0].seeds == (0, 1, 2, 3, 4)
+    assert any("seeds from 5 on were added after the first plan" in note for note in found.notes)
+
+
+def test_the_family_is_all_recipes_whatever_became_of_them(tmp_path: Path) -> None:
+    truth = {**TRUTH, "float8_block_scaling": 0.0, "float8_current_scaling": 0.0}
+    lost = {(name, 1): "crashed" for name in ("rowwise_scaling", "float8_block_scaling", "float8_current_scaling")}
+    whole, damaged = (
+        judged(tmp_path / name, truth=truth, outcomes=outcomes, sd=0.002)
+        for name, outcomes in (("whole", {}), ("damaged", lost))
+    )
+    adjusted = damaged.recipes[0].judgement.p_equivalence
+    alone = damaged.recipes[0].judgement.comparison
+    assert alone is not None
+    assert adjusted == pytest.approx(4 * alone.p_equivalence)
+    assert whole.recipes[0].judgement.family == damaged.recipes[0].judgement.family == 4
+
+
+def test_a_recipe_that_cannot_run_here_is_left_out_and_said(tmp_path: Path) -> None:
+    outcomes = {("rowwise_scaling", seed): "unsupported" for seed in range(5)}
+    found = judged(tmp_path, outcomes=outcomes)
+    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT}
+    assert found.exit_code == 0
+    assert any("rowwise_scaling is left out: unsupported" in note for note in found.notes)
+
+
+def test_an_aa_arm_that_is_the_control_itself_shows_nothing(tmp_path: Path) -> None:
+    records = study_records(sd=0.0008)
+    control = {r.trial.seed: r.samples for r in records if r.trial.problem["arm"] == "control"}
+    records = [
+        dataclasses.replace(r, samples=control[r.trial.seed]) if r.trial.problem["arm"] == "aa" else r for r in records
+    ]
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert "its perturbation was lost" in str(found.void)
 
 
 @pytest.mark.parametrize("outcome", ["oom", "timeout", "crashed", "failed_check"])
@@ -127,13 +211,15 @@ def test_arms_of_unlike_seeds_are_not_paired(tmp_path: Path) -> None:
     records = [
         r for r in study_records(seeds=range(8), sd=0.0008) if (r.trial.recipe, r.trial.seed) != ("rowwise_scaling", 6)
     ]
-    found = verdicts(study_of(tmp_path / "run", records))
+    found = verdicts(study_of(tmp_path / "run", records, {**JUDGEMENT, "seeds": 8}))
     assert by_name(found)["rowwise_scaling"] is Verdict.INCONCLUSIVE
-    assert "seed 6 was run in one of rowwise_scaling and bf16 only" in found.recipes[1].judgement.reason
+    assert found.recipes[1].judgement.reason == "rowwise_scaling has 7 of the 8 seeds of the plan"
+    unplanned = verdicts(study_of(tmp_path / "unplanned", records, {}))
+    assert "seed 6 was run in one of rowwise_scaling and bf16 only" in unplanned.recipes[1].judgement.reason
 
 
 def test_one_seed_carries_nothing(tmp_path: Path) -> None:
-    found = judged(tmp_path, seeds=[0])
+    found = judged(tmp_path, seeds=[0], judgement={**JUDGEMENT, "seeds": 1})
     assert set(by_name(found).values()) == {Verdict.INCONCLUSIVE}
     assert "1 pair of seeds" in found.recipes[0].judgement.reason
     assert found.exit_code == 4  # nor does the A/A arm
@@ -160,11 +246,13 @@ def test_a_run_cut_short_is_no_result(tmp_path: Path) -> None:
 
 
 def test_the_plan_s_margin_counts_and_another_is_said(tmp_path: Path) -> None:
-    wide = judged(tmp_path / "wide", truth=GAPS, judgement={**JUDGEMENT, "margin": 0.05})
+    wide = judged(tmp_path / "wide", truth=GAPS, judgement={**JUDGEMENT, "margin": 0.03})
     assert set(by_name(wide).values()) == {Verdict.EQUIVALENT}
     assert wide.notes == ()
-    later = judged(tmp_path / "later", truth=GAPS, margin=0.05)
-    assert any("margin 0.05 was chosen after the plan, which says 0.003" in note for note in later.notes)
+    later = judged(tmp_path / "later", truth=GAPS, margin=0.03)
+    assert any("margin 0.03 was chosen after the plan, which says 0.003" in note for note in later.notes)
+    assert later.sentence.startswith("Exploration, no test: EQUIVALENT")
+    assert (wide.exit_code, later.exit_code) == (0, 3)
     for impossible in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="margin"):
             judged(tmp_path / str(impossible), margin=impossible)
