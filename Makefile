@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 JOBS ?= 2
+SECONDS_EACH ?= 0.1
 
-.PHONY: demo test lint tables clean
+.PHONY: demo test bench lint tables clean
 
 demo: .venv/demo.done
 	$(BIN)/te-bench run quick
@@ -12,6 +13,12 @@ demo: .venv/demo.done
 test: .venv/test.done lint
 	$(BIN)/te-bench embed --check README.md
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu"
+
+# The kernels under pytest-benchmark, on a GPU where there is one; saved under .benchmarks/ with every round. Then for instance:
+# .venv/bin/pytest-benchmark compare 0001 0002 --group-by fullname
+bench: .venv/test.done
+	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-autosave --benchmark-save-data \
+	  --benchmark-max-time=$(SECONDS_EACH) --benchmark-warmup=on --benchmark-warmup-iterations=3 -q
 
 lint: .venv/test.done
 	$(BIN)/ruff check .

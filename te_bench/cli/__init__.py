@@ -1,4 +1,4 @@
-"""The command line: a verb is a stage. list -> plan -> run -> report, and doctor.
+"""The command line: a verb is a stage. list -> plan -> run -> report, verdict, export, history; evaluate, import and doctor.
 
 Exit codes: 0 done or passed; 1 inferior; 2 usage (the message says what is legal); 3 inconclusive; 4 incomplete: some
 planned trial has no result, or a verdict is void.
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from te_bench import __version__
-from te_bench.cli import evaluate, look, report, run
+from te_bench.cli import evaluate, export, history, look, report, run
 from te_bench.cli import verdict as judge
 
 app = typer.Typer(
@@ -76,6 +76,9 @@ for verb in (
     judge.verdict,
     evaluate.evaluate,
     report.embed,
+    export.export,
+    export.import_,
+    history.history,
     look.doctor,
 ):
     app.command(verb.__name__.strip("_"))(_interruptible(verb))

@@ -1,0 +1,30 @@
+"""FP8 quantisers, both layouts in one call, at every granularity."""
+
+import pytest
+import torch
+
+from te_bench.kernels import quantize
+
+#: M, N
+SIZES = {"cuda": (8192, 4096), "cpu": (128, 256)}
+CASTS = {
+    "tensor": lambda rival, x: rival.tensor(x, torch.float8_e4m3fn, rowwise=True, columnwise=True),
+    "row": lambda rival, x: rival.row(x, torch.float8_e4m3fn, rowwise=True, columnwise=True),
+    "block": lambda rival, x: rival.block(x, torch.float8_e4m3fn, rows=1, rowwise=True, columnwise=True),
+    "tile": lambda rival, x: rival.block(x, torch.float8_e4m3fn, rows=quantize.BLOCK, rowwise=True, columnwise=True),
+    "scaled": lambda rival, x: rival.scaled(
+        x, torch.ones((), device=x.device), torch.float8_e4m3fn, rowwise=True, columnwise=True
+    ),
+}
+
+
+@pytest.mark.parametrize("granularity", CASTS)
+@pytest.mark.parametrize("backend", quantize.names())
+def bench_quantize(cuda_benchmark, randn, device, dtype, capability, backend, granularity):
+    rival = quantize.load(backend)
+    if reason := rival.unsupported(quantize.Problem(device=device, capability=capability)):
+        pytest.skip(f"{backend}: {reason}")
+    m, n = SIZES[device]
+    x = randn(m, n)
+    cast = CASTS[granularity]
+    cuda_benchmark(lambda: cast(rival, x), group=f"quantize per {granularity}", dtype=dtype, m=m, n=n)

@@ -1,0 +1,28 @@
+"""te-bench history: the times of cells over commits, and where their level changed."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from te_bench.cli.options import Only
+
+
+def history(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="--out directories of runs, and of te-bench import.")
+    ],
+    only: Only = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where history.html, history.md and figures go. Default: none.")
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="False alarms that a series of mere noise may give.")] = 0.01,
+) -> None:
+    """Show each cell's times over commits and where their level changed; to judge is the gate's task."""
+    from te_bench.reports import history as records
+    from te_bench.reports import history_page
+
+    found = records.load_history(directories, only=only, alpha=alpha)
+    print(history_page.terminal(found), end="")
+    if out is not None:
+        print(f"history: {history_page.write_page(found, out)}")
