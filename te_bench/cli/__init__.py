@@ -1,7 +1,7 @@
-"""The command line: a verb is a stage. list -> plan -> run -> report, verdict, export, history; evaluate, import and doctor.
+"""The command line: a verb is a stage. list -> plan -> run -> report, verdict, gate, export, history; evaluate, import.
 
-Exit codes: 0 done or passed; 1 inferior; 2 usage (the message says what is legal); 3 inconclusive; 4 incomplete: some
-planned trial has no result, or a verdict is void.
+Exit codes: 0 done or passed; 1 inferior, or a regression; 2 usage (the message says what is legal); 3 inconclusive; 4
+incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate differ.
 130 after Ctrl-C. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
 """
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from te_bench import __version__
-from te_bench.cli import evaluate, export, history, look, report, run
+from te_bench.cli import evaluate, export, gate, history, look, report, run
 from te_bench.cli import verdict as judge
 
 app = typer.Typer(
@@ -74,6 +74,7 @@ for verb in (
     run.run,
     report.report,
     judge.verdict,
+    gate.gate,
     evaluate.evaluate,
     report.embed,
     export.export,

@@ -1,0 +1,216 @@
+"""The gate on stored records: two runs' cells paired by seed, their ratios judged, the co-gates asked, one exit code.
+
+Exit codes, the first that applies:
+5  the environments differ in what can change a result, and that was not allowed: nothing is judged
+1  a trial is slower by more than the margin, takes more memory or more launches, or a convergence verdict got worse
+4  a cell is missing, a trial failed that did not, or nothing could be compared
+3  some trial, or the geometric mean, is undecided
+0  every trial passes
+A regression that has been shown comes before what is missing, and that before what is undecided: a workflow that lets 4
+or 3 through, for a cell that was deleted on purpose, must not let a regression through with it.
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from te_bench.experiments.spec import Record
+from te_bench.reports.analysis import median, numbers
+from te_bench.reports.cogates import Finding, Match, of_match, of_studies
+from te_bench.reports.gate import Decision, Verdict, check_test, decide
+from te_bench.reports.rows import Cell, Group, Results, identity, load_results, printable
+
+PASSED, REGRESSED, UNDECIDED, INCOMPLETE, MISMATCHED = 0, 1, 3, 4, 5
+MARGIN, ALPHA = 0.02, 0.05
+#: Timed samples, in seconds, and what each adds to its trial's name.
+TIMED = {"latency_s": "", "forward_s": "/forward", "backward_s": "/backward"}
+#: Of an environment's identity, what is to differ between the two sides of a gate.
+_JUDGED = "code"
+#: nvml.h, nvmlClocksEventReasons*: hardware slowdown, software and hardware thermal slowdown, power brake. Not 0x4, the
+#: software power cap: an H200 at work in large GEMMs is always at it.
+_THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """What a gate found. `decision` is None where no trial was timed on both sides."""
+
+    baseline: str  # what is compared, for a reader
+    candidate: str
+    margin: float
+    alpha: float
+    decision: Decision | None
+    findings: tuple[Finding, ...] = ()
+    throttled: Mapping[str, int] = dataclasses.field(default_factory=dict)  # {trial: pairs set aside for their clocks}
+    mismatch: tuple[str, ...] = ()  # how the environments differ
+    allowed: bool = False  # to differ
+    compared: int = 0  # pairs of records that ended ok
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        if self.mismatch and not self.allowed:
+            return MISMATCHED
+        verdicts = {judgement.verdict for judgement in self.decision.judgements} if self.decision else set()
+        codes = {finding.code for finding in self.findings}
+        if Verdict.REGRESSION in verdicts or REGRESSED in codes:
+            return REGRESSED
+        if INCOMPLETE in codes or not self.compared:
+            return INCOMPLETE
+        return UNDECIDED if Verdict.INCONCLUSIVE in verdicts or UNDECIDED in codes else PASSED
+
+
+def compare(
+    baseline: Path,
+    candidate: Path,
+    *,
+    margin: float = MARGIN,
+    alpha: float = ALPHA,
+    mde: float | None = None,
+    only: str | None = None,
+    allow_environment_change: bool = False,
+) -> Gate:
+    """Judge the records in `candidate` against those in `baseline`, cell by cell, paired by seed.
+
+    A process counts by the median of its samples. Of each suite the environment planned in last is read. `only`: a glob
+    over trial names. Raises ValueError for a directory without a plan, a glob that matches nothing, a baseline without
+    trials, and what `decide` raises.
+    """
+    check_test(margin, alpha, mde)
+    results = tuple(load_results([directory]) for directory in (baseline, candidate))
+    sides = tuple(_newest(found, only) for found in results)
+    if not any(sides):
+        raise ValueError(f"--only {only!r} matches no trial of {baseline} or {candidate}; te-bench report lists them")
+    if not sides[0]:
+        matching = f" that matches {only!r}" if only else ""
+        raise ValueError(f"{baseline} has no trial{matching}: there is nothing to compare with")
+    names = tuple(printable(str(directory)) for directory in (baseline, candidate))
+    differs = _mismatch(results, sides)
+    if differs and not allow_environment_change:
+        return Gate(baseline=names[0], candidate=names[1], margin=margin, alpha=alpha, decision=None, mismatch=differs)
+    matches = _matches(*sides)
+    ratios, throttled = _ratios(matches)
+    return Gate(
+        baseline=names[0],
+        candidate=names[1],
+        margin=margin,
+        alpha=alpha,
+        decision=decide(ratios, margin=margin, alpha=alpha, mde=mde) if ratios else None,
+        findings=(*(f for match in matches for f in of_match(match)), *of_studies(*sides)),
+        throttled=throttled,
+        mismatch=differs,
+        allowed=allow_environment_change,
+        compared=sum(len(match.pairs) for match in matches),
+        notes=_notes(results, sides, matches),
+    )
+
+
+def _newest(results: Results, only: str | None) -> list[Group]:
+    """Of each suite the group of its newest environment, with the rows that `only` matches."""
+    groups: dict[str, Group] = {}
+    for group in results.groups:
+        groups.setdefault(group.suite, group)
+    chosen = [dataclasses.replace(group, cells=_chosen(group.cells, only)) for group in groups.values()]
+    return [group for group in chosen if group.cells]
+
+
+def _chosen(cells: Sequence[Cell], only: str | None) -> tuple[Cell, ...]:
+    if only is None:
+        return tuple(cells)
+    kept = [
+        dataclasses.replace(cell, rows=tuple(row for row in cell.rows if fnmatch.fnmatch(row.trial.name, only)))
+        for cell in cells
+    ]
+    return tuple(cell for cell in kept if cell.rows)
+
+
+def _mismatch(results: Sequence[Results], sides: Sequence[Sequence[Group]]) -> tuple[str, ...]:
+    """What differs in the identities of environments that measured the same cells, the code apart."""
+    found: dict[str, None] = {}
+    for before in sides[0]:
+        cells = {cell.id for cell in before.cells}
+        for after in sides[1]:
+            if not cells & {cell.id for cell in after.cells}:
+                continue
+            groups = zip(results, (before, after), strict=True)
+            old, new = (identity(result.environments[group.environment]) for result, group in groups)
+            if not old or not new:
+                found["what machine it was is not recorded on both sides"] = None
+            for name in dict.fromkeys([*old, *new]):
+                if name != _JUDGED and old.get(name) != new.get(name):
+                    found[printable(f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}")] = None
+    return tuple(found)
+
+
+def _shown(value: object) -> str:
+    return "not recorded" if value is None else str(value)
+
+
+def _notes(results: Sequence[Results], sides: Sequence[Sequence[Group]], matches: Sequence[Match]) -> tuple[str, ...]:
+    """What a reader must know of the records themselves."""
+    found = []
+    for name, result, side in zip(("baseline", "candidate"), results, sides, strict=True):
+        older = [group for group in result.groups if group.environment not in {g.environment for g in side}]
+        if older:
+            found.append(
+                f"the {name} holds other environments too, which are left out: of each suite the newest is read"
+            )
+    pairs = [pair for match in matches for pair in match.pairs.values()]
+    times = [sorted(pair[side].started_at for pair in pairs) for side in (0, 1)]
+    if pairs and (times[0][-1] < times[1][0] or times[1][-1] < times[0][0]):
+        found.append(
+            "the two runs were not interleaved: whatever changed on the machine from one to the other, its load say, counts "
+            "as the candidate's, and no interval knows of it"
+        )
+    return tuple(found)
+
+
+def _matches(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]:
+    """Every cell of either side, those of the baseline first, with its name: the trial's without the seed."""
+    before, after = ({cell.id: cell for group in side for cell in group.cells} for side in (baseline, candidate))
+    cells = {**after, **before}
+    order = [*before, *(cell for cell in after if cell not in before)]
+    names = {cell: cells[cell].trial.name.rpartition("/")[0] for cell in order}
+    taken = list(names.values())
+    return [
+        Match(
+            name=printable(names[cell] + (f"#{cell[:8]}" if taken.count(names[cell]) > 1 else "")),
+            baseline=before.get(cell),
+            candidate=after.get(cell),
+        )
+        for cell in order
+    ]
+
+
+def _ratios(matches: Sequence[Match]) -> tuple[dict[str, list[float | None]], dict[str, int]]:
+    """({trial: candidate / baseline, by round}, {trial: pairs in which the GPU throttled}); a round is a seed of any trial.
+
+    None where a trial has no pair of that seed, or one in which either GPU throttled.
+    """
+    rounds = sorted({seed for match in matches for seed in match.pairs})
+    ratios: dict[str, list[float | None]] = {}
+    throttled: dict[str, int] = {}
+    for match in matches:
+        pairs = match.pairs
+        for sample, suffix in TIMED.items():
+            found = {seed: ratio for seed, pair in pairs.items() if (ratio := _ratio(pair, sample)) is not None}
+            if not found:
+                continue
+            held = [seed for seed in found if any(map(_throttled, pairs[seed]))]
+            name = match.name + suffix
+            ratios[name] = [None if seed in held else found.get(seed) for seed in rounds]
+            throttled |= {name: len(held)} if held else {}
+    return ratios, throttled
+
+
+def _ratio(pair: tuple[Record, Record], sample: str) -> float | None:
+    """The candidate's median over the baseline's."""
+    old, new = (median(numbers(record.samples.get(sample))) for record in pair)
+    return new / old if old and new and old > 0 and new > 0 else None
+
+
+def _throttled(record: Record) -> bool:
+    reasons = record.device_state.get("throttle_reasons")
+    return isinstance(reasons, int | float) and bool(int(reasons) & _THROTTLED)

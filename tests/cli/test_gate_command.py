@@ -1,0 +1,154 @@
+"""te-bench gate: each exit code by command, the percentages it takes, and the files it writes."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from driving import te_bench
+from in_process import Command
+from journals import environment, step_record, trial, write
+
+from te_bench.cli.gate import fraction
+
+
+def run(
+    out: Path, *, slower: float = 1.0, attention: str = "flash", seeds: int = 8, gib: float = 1.0, **identity: Any
+) -> Path:
+    """A run of one cell on a CPU whose processes vary by 0.4 %, in another way for every slow-down."""
+    where = environment(out.name, gpu=None, code=out.name, **identity)
+    records = [
+        step_record(
+            trial(attention=attention, device="cpu", seed=seed),
+            30 * slower * (1 + 0.004 * math.sin(7 * seed + len(out.name))),
+            gib,
+            out.name,
+        )
+        for seed in range(seeds)
+    ]
+    return write(out, records, body=where)
+
+
+Gate = Callable[..., Any]
+
+
+@pytest.fixture
+def gate(command: Command, tmp_path: Path) -> Gate:
+    def compare(*arguments: object, **candidate: Any) -> Any:
+        before = run(tmp_path / "before")
+        return command("gate", "--baseline", before, "--candidate", run(tmp_path / "after", **candidate), *arguments)
+
+    return compare
+
+
+def test_0_nothing_got_slower(gate: Gate) -> None:
+    done = gate()
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("PASS: 1 PASS of 1 timed. Margin 2 %, alpha 0.05.")
+    assert "Finds" in done.out
+
+
+def test_0_a_speed_up_is_said(gate: Gate) -> None:
+    done = gate(slower=0.9)
+    assert (done.code, "1 IMPROVED of 1" in done.out) == (0, True)
+
+
+def test_1_a_regression(gate: Gate) -> None:
+    done = gate(slower=1.05)
+    assert (done.code, done.out.split(":")[0]) == (1, "REGRESSION")
+
+
+def test_1_more_memory(gate: Gate) -> None:
+    done = gate(gib=2.0)
+    assert done.code == 1
+    assert "peak resident +1,024.0 MiB" in done.out
+
+
+def test_3_too_few_pairs(gate: Gate) -> None:
+    done = gate(seeds=2)
+    assert (done.code, "2 pairs: it takes 5 at least" in done.out) == (3, True)
+
+
+def test_4_a_missing_cell(gate: Gate) -> None:
+    done = gate(attention="math")
+    assert done.code == 4
+    assert "in the baseline, not in the candidate" in " ".join(done.out.split())
+
+
+def test_5_another_environment(gate: Gate) -> None:
+    done = gate(slower=1.5, torch="2.12.0")
+    assert (done.code, "torch: 2.11.0 -> 2.12.0" in " ".join(done.out.split())) == (5, True)
+
+
+def test_an_environment_that_may_differ(gate: Gate) -> None:
+    done = gate("--allow-environment-change", slower=1.5, torch="2.12.0")
+    assert (done.code, "which was allowed: torch" in done.out) == (1, True)
+
+
+def test_the_margin_is_heeded(gate: Gate) -> None:
+    assert gate("--margin", "6%", slower=1.05).code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--margin", "0.02"), "--margin 0.02: give a percentage above 0, with its sign"),
+        (("--mde", "1"), "--mde 1: give a percentage"),
+        (("--alpha", "0.7"), "alpha 0.7"),
+        (("--only", "*/flex/*"), "matches no trial"),
+    ],
+)
+def test_2_usage(gate: Gate, arguments: tuple[str, ...], message: str) -> None:
+    done = gate(*arguments)
+    assert (done.code, message in done.err, done.out) == (2, True, "")
+
+
+def test_2_runs_that_are_none(command: Command, tmp_path: Path) -> None:
+    assert "give the runs to compare" in command("gate").err
+    run(tmp_path / "a")
+    done = command("gate", "--baseline", tmp_path / "a", "--candidate", tmp_path / "none")
+    assert (done.code, "holds no journal" in done.err) == (2, True)
+
+
+def test_usage_comes_before_another_environment(gate: Gate) -> None:
+    assert gate("--alpha", "0.7", torch="2.12.0").code == 2
+
+
+def test_every_form_is_written_whatever_the_answer(gate: Gate, tmp_path: Path) -> None:
+    files = {form: tmp_path / "out" / form for form in ("markdown", "junit", "json")}
+    done = gate(*(x for form, path in files.items() for x in (f"--{form}", path)), slower=1.05)
+    assert done.code == 1
+    assert "| REGRESSION |" in files["markdown"].read_text()
+    assert ElementTree.parse(files["junit"]).getroot().get("failures") == "1"
+    assert json.loads(files["json"].read_text())["exit_code"] == 1
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["json", "junit", "markdown"]
+
+
+def test_a_form_that_cannot_be_written_is_usage(gate: Gate, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = gate("--json", tmp_path / "file" / "gate.json")
+    assert (done.code, "Choose another --json" in done.err) == (2, True)
+
+
+def test_it_needs_no_torch(no_torch: dict[str, str], tmp_path: Path) -> None:
+    arguments = ("--baseline", run(tmp_path / "a"), "--candidate", run(tmp_path / "bb"))
+    done = te_bench("gate", *arguments, env=no_torch)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "value"), [("2%", 0.02), ("2.5 %", 0.025), (" .5%", 0.005), ("100%", 1.0), ("0.02%", 0.0002)]
+)
+def test_percentages(given: str, value: float) -> None:
+    assert fraction("margin", given) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "given", ["2", "0.02", "", "%", "0%", "-2%", "+2%", "101%", "2,5%", "nan%", "2%%", "1e1%", "٢%"]
+)
+def test_what_is_no_percentage(given: str) -> None:
+    with pytest.raises(ValueError, match=r"such as 2% or 2\.5%"):
+        fraction("margin", given)

@@ -1,0 +1,235 @@
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from te_bench.reports.gate import FAMILY, Verdict, decide
+
+LOOKS = (6, 10, 15, 20)
+WIGGLE = np.array([0.004, -0.006, 0.001, 0.003, -0.002, 0.005, -0.004, 0.0, 0.002, -0.003])  # mean 0
+
+
+def ratios(slower: float, scale: float = 1.0, n: int = 10) -> list[float]:
+    """n ratios around 1 + slower, in another order for each `slower`."""
+    logs = np.resize(np.roll(WIGGLE, round(1000 * slower)), n)
+    return list(np.exp(math.log1p(slower) + scale * logs))
+
+
+def verdicts(found) -> dict[str, Verdict]:
+    return {name: one.verdict for name, one in found.trials.items()}
+
+
+def test_slower_the_same_faster_and_undecided():
+    found = decide({"slow": ratios(0.05), "same": ratios(0.0), "fast": ratios(-0.1), "near": ratios(0.0201)})
+    assert verdicts(found) == {
+        "slow": Verdict.REGRESSION,
+        "same": Verdict.PASS,
+        "fast": Verdict.IMPROVED,
+        "near": Verdict.INCONCLUSIVE,
+    }
+    slow, same, fast, near = found.trials.values()
+    assert slow.low > 1.02
+    assert same.low < 1 < same.high < 1.02
+    assert fast.high < 1
+    assert near.low < 1.02 < near.high
+    assert slow.ratio == pytest.approx(1.05, abs=0.002)
+    assert found.more == {}  # one look: nothing more was planned
+
+
+def test_the_margin_decides_what_is_slow():
+    data = {"a": ratios(0.05)}
+    assert decide(data, margin=0.1).trials["a"].verdict is Verdict.PASS
+    assert decide(data, margin=0.04).trials["a"].verdict is Verdict.REGRESSION
+    assert decide(data).family is None
+
+
+def test_the_smallest_slow_down_found_is_always_told():
+    quiet, loud = (decide({"a": ratios(0.0, scale)}, margin=0.02).trials["a"] for scale in (1, 8))
+    assert 0.02 < quiet.detectable < 0.03
+    assert loud.detectable - 0.02 == pytest.approx(8 * (quiet.detectable - 0.02), rel=0.05)
+    assert loud.verdict is Verdict.INCONCLUSIVE
+    assert loud.needed > 10
+    assert f"{loud.needed} pairs would decide it" in loud.reason
+
+
+def test_the_pairs_needed_are_bounded_by_mde():
+    near = {"a": ratios(0.0195, 4)}
+    needed = [decide(near, mde=mde).trials["a"].needed for mde in (0.002, 0.01, None)]
+    assert needed[0] > 10 * needed[1] > 10 * 2
+    assert needed[1] > needed[2]
+
+
+def test_undecided_trials_ask_for_pairs_up_to_their_next_look():
+    data = {"slow": ratios(0.2, n=12), "near": ratios(0.021, n=12), "new": ratios(0.0, n=1), "none": []}
+    found = decide(data, looks=LOOKS)
+    assert found.more == {"near": 3, "new": 5, "none": 6}
+    assert found.trials["slow"].pairs == 10  # the look that decided
+    last = decide({"near": ratios(0.021, n=20)}, looks=LOOKS)
+    assert (verdicts(last), last.more) == ({"near": Verdict.INCONCLUSIVE}, {})
+
+
+def test_pairs_set_aside_are_no_pairs():
+    data = ratios(0.05, n=6)
+    with_none = [*data[:2], None, *data[2:5], None]
+    found = decide({"a": with_none}, looks=LOOKS).trials["a"]
+    assert (found.pairs, found.set_aside, found.more) == (5, 2, 1)
+    assert decide({"a": [*with_none, data[5]]}, looks=LOOKS).trials["a"].ratio == pytest.approx(
+        decide({"a": data}, looks=LOOKS).trials["a"].ratio
+    )
+
+
+def test_between_looks_nothing_is_decided_and_later_pairs_do_not_undo_a_verdict():
+    data = ratios(0.2, n=6)
+    decided = decide({"a": data}, looks=LOOKS)
+    assert verdicts(decided) == {"a": Verdict.REGRESSION}
+    assert verdicts(decide({"a": data[:5]}, looks=LOOKS)) == {"a": Verdict.INCONCLUSIVE}
+    assert decide({"a": [*data, 1.0, 1.0, 1.0]}, looks=LOOKS) == decided
+    assert verdicts(decide({"a": [*data, *[0.9] * 14]}, looks=LOOKS)) == {"a": Verdict.REGRESSION}
+
+
+def test_of_two_claims_that_contradict_each_other_slower_counts():
+    data = [*ratios(0.0, n=20), *ratios(0.1, n=20)]  # it passes at 20 pairs, and would not have been run on
+    assert verdicts(decide({"a": data[:20]}, looks=(20, 40))) == {"a": Verdict.PASS}
+    assert verdicts(decide({"a": data}, looks=(20, 40))) == {"a": Verdict.REGRESSION}
+
+
+def test_early_looks_claim_only_what_is_overwhelming():
+    slow = ratios(0.035, 1.5, n=6)
+    assert verdicts(decide({"a": slow})) == {"a": Verdict.REGRESSION}
+    assert verdicts(decide({"a": slow}, looks=LOOKS)) == {"a": Verdict.INCONCLUSIVE}
+
+
+def test_a_claim_passes_its_share_of_alpha_on():
+    # p of r < 1 + margin between alpha / 4 and alpha: alone among four it passes only once the others have
+    weak = ratios(0.0, 5)
+    alone = decide({"weak": weak}).trials["weak"]
+    assert alone.verdict is Verdict.PASS
+    others = {name: ratios(slower) for name, slower in (("a", 0.0), ("b", 0.001), ("c", -0.001))}
+    assert verdicts(decide({"weak": weak, **others}))["weak"] is Verdict.PASS
+    undecided = {name: ratios(slower) for name, slower in (("a", 0.0201), ("b", 0.0202), ("c", 0.0199))}
+    assert verdicts(decide({"weak": weak, **undecided}))["weak"] is Verdict.INCONCLUSIVE
+
+
+def test_the_mean_of_the_family_finds_what_no_trial_shows():
+    # nine trials whose noise, ten orders of the same numbers but one, nearly cancels
+    data = {f"t{i}": list(np.exp(0.035 + 5 * np.roll(WIGGLE, i))) for i in range(9)}
+    found = decide(data)
+    assert found.family.verdict is Verdict.REGRESSION
+    assert set(verdicts(found).values()) == {Verdict.INCONCLUSIVE}
+    # noise that all trials share is no evidence nine times over
+    together = {f"t{i}": list(np.exp(0.035 + 5 * WIGGLE)) for i in range(9)}
+    assert decide(together).family.verdict is Verdict.INCONCLUSIVE
+
+
+def test_the_mean_passes_when_every_trial_does_and_asks_for_nothing():
+    data = {"early": ratios(0.0, 0.2, n=6), "late": ratios(0.0, 2, n=20)}
+    found = decide(data, looks=LOOKS)
+    assert verdicts(found) == {"early": Verdict.PASS, "late": Verdict.PASS}
+    assert found.family.verdict is Verdict.PASS
+    undecided = decide({**data, "late": ratios(0.0205, 2, n=15)}, looks=LOOKS)
+    assert undecided.more == {"late": 5}
+    assert undecided.family.verdict is Verdict.INCONCLUSIVE
+
+
+def test_rounds_in_which_a_trial_has_no_ratio_are_none_of_the_family_s():
+    data = {"a": [1.0, None, 1.1, 1.2], "b": [1.0, 1.0, None, 0.9]}
+    family = decide(data).family
+    assert (family.pairs, family.set_aside) == (2, 2)
+    assert family.ratio == pytest.approx(math.sqrt(math.sqrt(1.2 * 0.9)))
+
+
+def test_the_same_records_twice_are_no_pass():
+    found = decide({"a": [1.0] * 8}).trials["a"]
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "same records twice" in found.reason
+    assert found.low is found.high is found.detectable is None
+
+
+def test_pairs_far_apart_at_an_early_look_do_not_overflow():
+    apart = [1.0, 3e3, 1.0, 1e-4, 2.0]
+    found = decide({"a": apart, "b": ratios(0.0, n=5)}, looks=(5, 60)).trials["a"]
+    assert (found.low, found.high, found.detectable) == (pytest.approx(0), None, None)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 4])
+def test_fewer_than_five_pairs_claim_nothing(n):
+    # with two speeds a process, as memory is laid out, all of n pairs are slow by chance in 4^-n of cases
+    found = decide({"a": ratios(0.5, 0.01, n=n)}).trials["a"]
+    assert (found.verdict, found.pairs) == (Verdict.INCONCLUSIVE, n)
+    assert "5 at least" in found.reason
+    assert decide({"a": ratios(0.5, 0.01, n=5)}).trials["a"].verdict is Verdict.REGRESSION
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ({}, {}, "no trial"),
+        ({FAMILY: [1.0]}, {}, "rename"),
+        ({"a": [1.0, 0.0]}, {}, "a, pair 2: ratio 0.0"),
+        ({"a": [math.nan]}, {}, "pair 1: ratio nan"),
+        ({"a": [1.0]}, {"margin": 0}, "margin 0"),
+        ({"a": [1.0]}, {"margin": 2}, "margin 2"),
+        ({"a": [1.0]}, {"mde": -0.1}, "mde -0.1"),
+        ({"a": [1.0]}, {"alpha": 0.5}, "alpha 0.5"),
+        ({"a": [1.0]}, {"looks": (5, 5)}, "numbers that rise"),
+        ({"a": [1.0]}, {"looks": (4, 8)}, "from 5 pairs"),
+        ({"a": [1.0]}, {"looks": ()}, "numbers that rise"),
+    ],
+)
+def test_what_cannot_be_judged_is_told(data, options, message):
+    with pytest.raises(ValueError, match=message):
+        decide(data, **options)
+
+
+def live(logs: np.ndarray):
+    """A gate of len(logs) trials that runs pairs until `decide` asks for none; the decision and the pairs run."""
+    have = {f"t{i}": 0 for i in range(len(logs))}
+    need = dict.fromkeys(have, LOOKS[0])
+    while need:
+        have |= {name: have[name] + more for name, more in need.items()}
+        found = decide({name: list(np.exp(logs[i, : have[name]])) for i, name in enumerate(have)}, looks=LOOKS)
+        need = found.more
+    return found, sum(have.values())
+
+
+def simulated(kind: str, slower: list[float], simulations: int = 2000) -> list:
+    rng = np.random.default_rng(13)
+    shape = (simulations, len(slower), LOOKS[-1])
+    noise = rng.standard_t(3, shape) if kind == "t3" else rng.standard_normal(shape)
+    if kind == "contaminated":
+        noise = np.where(rng.random(shape) < 0.05, 10 * noise, noise)
+    return [live(logs) for logs in 0.015 * noise + np.log1p(slower)[:, None]]
+
+
+KINDS = pytest.mark.parametrize("kind", ["normal", "t3", "contaminated"])
+MOST = stats.binom.ppf(0.999, 2000, 0.05)
+
+
+@pytest.mark.slow
+@KINDS
+def test_no_change_hardly_ever_alarms_and_mostly_passes(kind):
+    found = simulated(kind, [0.0] * 6)
+    every = [[one.verdict for one in decision.judgements] for decision, _ in found]
+    assert sum(Verdict.REGRESSION in verdicts for verdicts in every) <= 2
+    assert sum(Verdict.IMPROVED in verdicts for verdicts in every) <= MOST
+    assert sum(Verdict.INCONCLUSIVE not in verdicts for verdicts in every) >= 0.9 * len(every)
+    assert np.mean([pairs for _, pairs in found]) < 6 * 16.5  # of 20: the sequential rule saves
+
+
+@pytest.mark.slow
+@KINDS
+def test_trials_at_the_margin_are_claimed_either_way_within_alpha(kind):
+    found = simulated(kind, [0.02] * 6)
+    assert sum(any(one.verdict is Verdict.REGRESSION for one in decision.judgements) for decision, _ in found) <= MOST
+    assert sum(any(one.passed for one in decision.judgements) for decision, _ in found) <= MOST
+
+
+@pytest.mark.slow
+@KINDS
+def test_one_slow_trial_among_six_is_found(kind):
+    found = simulated(kind, [0.05, 0, 0, 0, 0, 0])
+    assert np.mean([decision.trials["t0"].verdict is Verdict.REGRESSION for decision, _ in found]) >= 0.98
+    # the five that did not change are claimed slower in no more than alpha
+    others = [[one.verdict for name, one in decision.trials.items() if name != "t0"] for decision, _ in found]
+    assert sum(Verdict.REGRESSION in verdicts for verdicts in others) <= 2

@@ -1,0 +1,129 @@
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+from scipy.special import stdtrit
+from statsmodels.stats.power import TTestPower
+
+from te_bench.reports.sequential import t_levels
+from te_bench.reports.slowdown import Estimate, detectable, estimate, plan_pairs, trimmed
+
+QUIET = np.array([0.004, -0.006, 0.001, 0.003, -0.002, 0.005, -0.004, 0.0, 0.002, -0.003])
+
+
+def test_of_few_pairs_it_is_the_t_test():
+    logs = [0.01, 0.03, 0.02, 0.05, 0.0]
+    found = estimate(logs)
+    for bound in (0.0, 0.02, 0.1):
+        above = stats.ttest_1samp(logs, bound, alternative="greater").pvalue
+        assert found.p_above(bound) == pytest.approx(above)
+        assert found.p_below(bound) == pytest.approx(1 - above)
+    reach = stats.t.ppf(0.99, 4) * stats.sem(logs)
+    assert (found.log_ratio, found.bound(0.01)) == pytest.approx((0.022, reach))
+
+
+def test_the_trimmed_mean_and_its_error_by_hand():
+    # of 6 the ends are left out of the mean, and drawn in to their neighbours in the sum of squares
+    found = estimate([9.0, 1.0, 2.0, 3.0, 4.0, -7.0])
+    winsorized = np.array([1.0, 1, 2, 3, 4, 4])
+    squares = np.sum((winsorized - winsorized.mean()) ** 2)
+    assert (found.n, found.df, found.log_ratio) == (6, 3, pytest.approx(2.5))
+    assert found.se == pytest.approx(math.sqrt(squares / (4 * 3)))
+    assert found.sd == pytest.approx(found.se * math.sqrt(6))
+    assert [trimmed(n) for n in (2, 5, 6, 14, 15, 24, 25, 40)] == [0, 0, 1, 1, 2, 2, 3, 4]
+
+
+@pytest.mark.parametrize("wild", [math.log(1.5), math.log(20), -math.log(20)])
+def test_one_wild_pair_neither_alarms_nor_hides(wild):
+    for shift in (0.0, 0.05):
+        logs = QUIET + shift
+        logs[4] = wild
+        found = estimate(logs)
+        assert found.log_ratio == pytest.approx(shift, abs=0.003)
+        assert (found.p_above(0.02) < 1e-4) is (shift > 0)
+        assert (found.p_below(0.02) < 1e-4) is (shift == 0)
+
+
+def test_ratios_without_spread_show_nothing():
+    for constant in (0.0, 0.3, -0.3):
+        found = estimate([constant] * 8)
+        assert (found.p_above(0.02), found.p_below(0.02), found.se) == (1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_what_is_detectable_agrees_with_statsmodels(n):
+    effect = TTestPower().solve_power(nobs=n, alpha=0.05, power=0.8, alternative="larger")
+    assert detectable(0.01, n, alpha=0.05) == pytest.approx(0.01 * effect, rel=1e-4)
+
+
+@pytest.mark.parametrize(("sd", "mde", "alpha"), [(0.01, 0.01, 0.05), (0.01, 0.0044, 0.025), (0.003, 0.02, 0.001)])
+def test_planned_pairs_are_the_fewest_that_detect(sd, mde, alpha):
+    n = plan_pairs(sd, mde, alpha=alpha)
+    assert detectable(sd, n, alpha=alpha) <= mde < detectable(sd, n - 1, alpha=alpha)
+
+
+def test_planned_pairs_have_the_power():
+    n, rng = plan_pairs(0.01, 0.008, alpha=0.01), np.random.default_rng(3)
+    quantile = -stdtrit(n - 2 * trimmed(n) - 1, 0.01)
+    found = [estimate(row) for row in 0.01 * rng.standard_normal((2000, n)) + 0.008]
+    # trimming costs normal noise a few points of what a known sd promises
+    assert 0.72 <= np.mean([e.log_ratio > quantile * e.se for e in found]) <= 0.83
+    # but not of what the sd as estimated promises
+    assert plan_pairs(float(np.mean([e.sd for e in found])), 0.008, alpha=0.01) >= n
+
+
+def test_the_ends_of_planning():
+    assert plan_pairs(0.0, 0.01) == 2
+    assert plan_pairs(10.0, 1e-4) is None
+    assert detectable(0.01, 1, alpha=0.05) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: estimate([0.1]), "two at least"),
+        (lambda: estimate([0.1, math.nan]), "finite"),
+        (lambda: plan_pairs(0.01, 0.0), "mde 0"),
+        (lambda: plan_pairs(-1.0, 0.01), "sd -1"),
+        (lambda: plan_pairs(0.01, 0.01, alpha=0.5), "alpha 0.5"),
+        (lambda: plan_pairs(0.01, 0.01, power=1.0), "power 1"),
+        (lambda: detectable(math.nan, 4, alpha=0.05), "sd nan"),
+    ],
+)
+def test_what_makes_no_sense_is_told(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def noise(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Log-ratios in units of the undisturbed pairs' standard deviation, as the table in slowdown.py has them."""
+    rng = np.random.default_rng(seed)
+    if kind == "t3":
+        return rng.standard_t(3, size=shape)
+    normal, hit = rng.standard_normal(shape), rng.random(shape)
+    if kind == "one side":
+        return normal + (hit < 0.05) * rng.choice([-1, 1], shape) * rng.exponential(20, shape)
+    return np.where(hit < {"normal": 0.0, "1 in 20": 0.05, "1 in 10": 0.1}[kind], 10 * normal, normal)
+
+
+def rejections(logs: np.ndarray, looks: tuple[int, ...], alpha: float) -> float:
+    """Share of the rows of which log ratio > 0 is claimed at any look."""
+    claimed = 0
+    for row in logs:
+        found: list[Estimate] = [estimate(row[:n]) for n in looks]
+        claimed += any(e.p_above(0.0) <= level for e, level in zip(found, t_levels(looks, alpha), strict=True))
+    return claimed / len(logs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alpha", [0.05, 0.05 / 6])
+@pytest.mark.parametrize(
+    ("kind", "power"),
+    [("normal", (97, 88)), ("t3", (91, 72)), ("1 in 20", (94, 82)), ("1 in 10", (91, 74)), ("one side", (94, 82))],
+)
+def test_false_alarms_and_power_over_all_looks(kind, power, alpha):
+    looks, simulations = (6, 10, 15, 20), 2000
+    logs = noise(kind, (simulations, looks[-1]), seed=11)
+    assert rejections(logs, looks, alpha) <= stats.binom.ppf(0.999, simulations, alpha) / simulations
+    assert rejections(logs + 1, looks, alpha) >= power[alpha < 0.05] / 100
