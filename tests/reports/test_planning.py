@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from convergence import TRUTH, arm_trial, run_record, study_of, study_records
+from convergence import JUDGEMENT, TRUTH, arm_trial, run_record, study_of, study_records
 from journals import record
 
 from te_bench.experiments import plan
@@ -61,7 +61,7 @@ def test_one_seed_shows_nothing() -> None:
 
 
 def test_the_spread_is_that_of_the_pairs_on_record(tmp_path: Path) -> None:
-    study = study_of(tmp_path / "run", study_records(seeds=range(40), sd=0.001))
+    study = study_of(tmp_path / "run", study_records(seeds=range(40), sd=0.001), {**JUDGEMENT, "seeds": 40})
     found = planning.spread([study], arm_trial("control", 99))
     assert found.pairs == 40
     assert found.gap_sd == pytest.approx(0.001 * math.sqrt(2), rel=0.2)
