@@ -53,12 +53,12 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
 
     groups = load_results(directories).groups
     known = [(group, study) for group in groups for study in studies(group)]
-    whole = [(group, study) for group, study in known if study.control and study.recipes]
+    whole = [(group, study) for group, study in known if study.whole]
     if not whole:
         why = "no bf16 control and recipe to compare" if known else "no convergence run"
         raise ValueError(f"{directories[0]} holds {why}: te-bench run convergence --out {directories[0]}")
     for group, study in known:
-        if (group, study) not in whole:
+        if not study.whole:
             print(f"Note: left out, for it has no control and recipes together: {study.title}, {group.where}.")
     found = [verdicts(study, margin=margin, alpha=alpha) for _, study in whole]
     for (group, study), one in zip(whole, found, strict=True):

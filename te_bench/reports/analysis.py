@@ -97,6 +97,20 @@ def numbers(values: object) -> list[float]:
     return [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
 
 
+def step_seconds(samples: Mapping[str, object]) -> float | None:
+    """Seconds per step of a training curve; None where it is too short to tell.
+
+    The loss is read every few steps, and all steps of a read carry its time: from the end of the first read that is on the
+    clock, for compiled steps are not, to the end of the last.
+    """
+    steps, times = (numbers(samples.get(name)) for name in ("step", "time_s"))
+    first = next((time for time in times if time > 0), None)
+    if first is None or len(steps) != len(times):
+        return None
+    end = max(i for i, time in enumerate(times) if time == first)
+    return (times[-1] - first) / (steps[-1] - steps[end]) if steps[-1] > steps[end] else None
+
+
 def finite(value: object) -> float | None:
     return next(iter(numbers([value])), None)
 

@@ -205,7 +205,7 @@ def of_studies(baseline: Iterable[Group], candidate: Iterable[Group]) -> list[Fi
 
 
 def _judged(group: Group) -> list[Study]:
-    return [study for study in studies(group) if study.control is not None and study.recipes]
+    return [study for study in studies(group) if study.whole]
 
 
 def _compared(old: Verdicts, new: Verdicts) -> list[Finding]:

@@ -20,12 +20,10 @@ from te_bench.experiments.spec import Record
 from te_bench.reports.analysis import median, numbers
 from te_bench.reports.cogates import Finding, Match, of_match, of_studies
 from te_bench.reports.gate import Decision, Verdict, check_test, decide
-from te_bench.reports.rows import Cell, Group, Results, identity, load_results, printable
+from te_bench.reports.rows import TIMED, Cell, Group, Results, identity, load_results, printable
 
 PASSED, REGRESSED, UNDECIDED, INCOMPLETE, MISMATCHED = 0, 1, 3, 4, 5
 MARGIN, ALPHA = 0.02, 0.05
-#: Timed samples, in seconds, and what each adds to its trial's name.
-TIMED = {"latency_s": "", "forward_s": "/forward", "backward_s": "/backward"}
 #: Of an environment's identity, what is to differ between the two sides of a gate.
 _JUDGED = "code"
 #: nvml.h, nvmlClocksEventReasons*: hardware slowdown, software and hardware thermal slowdown, power brake. Not 0x4, the

@@ -16,8 +16,8 @@ from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import Journal, load
 from te_bench.reports import analysis
 from te_bench.reports.change_points import ALPHA, ChangePoint, Segmentation, segment
-from te_bench.reports.pytest_export import FOREIGN, TIMED
-from te_bench.reports.rows import identity, printable
+from te_bench.reports.pytest_export import FOREIGN
+from te_bench.reports.rows import TIMED, identity, printable
 
 #: What makes a machine of its own, and so a series of its own.
 _MACHINE = ("device", "gpu", "cpu", "cores", "threads")

@@ -12,7 +12,7 @@ import numpy as np
 
 from te_bench.experiments.spec import Record, Trial
 from te_bench.reports import power
-from te_bench.reports.analysis import numbers
+from te_bench.reports.analysis import numbers, step_seconds
 from te_bench.reports.study import Arm, Study
 
 #: nat: of final losses between seeds of a 124M GPT, the NanoGPT speedruns' (github.com/KellerJordan/modded-nanogpt).
@@ -126,20 +126,15 @@ def _spread(control: Arm, recipes: Sequence[Arm]) -> Spread | None:
 def pace(record: Record) -> Pace | None:
     """The pace of one training; None for one that failed, or was too short to tell what a step takes.
 
-    The loss is read every few steps, and all steps of a read carry its time: seconds per step are those between the end
-    of the first read and the end of the last. What is unsupported takes no steps.
+    What is unsupported takes no steps.
     """
     if record.outcome == "unsupported":
         return Pace(step_s=0.0, fixed_s=record.wall_s)
-    steps, times = (list(numbers(record.samples.get(name))) for name in ("step", "time_s"))
-    if record.outcome not in ("ok", "diverged") or not steps or len(steps) != len(times):
+    step_s = step_seconds(record.samples)
+    if record.outcome not in ("ok", "diverged") or step_s is None:
         return None
-    first = next((time for time in times if time > 0), None)  # compiled steps are not on the clock
-    ends = [step for step, time in zip(steps, times, strict=True) if time == first]
-    if first is None or steps[-1] <= ends[-1]:
-        return None
-    step_s = (times[-1] - first) / (steps[-1] - ends[-1])
-    return Pace(step_s=step_s, fixed_s=max(0.0, record.wall_s - (steps[-1] + 1) * step_s))
+    taken = numbers(record.samples["step"])[-1] + 1
+    return Pace(step_s=step_s, fixed_s=max(0.0, record.wall_s - taken * step_s))
 
 
 #: Of the problem, what a training's seconds depend on beside the number of its steps.

@@ -20,12 +20,10 @@ from te_bench.experiments.store import Journal, Plan, load
 from te_bench.reports import analysis
 from te_bench.reports.pytest_stats import summary
 from te_bench.reports.render import write_atomically
-from te_bench.reports.rows import identity
+from te_bench.reports.rows import TIMED, identity, trial_of
 
 FORMAT = "5.3.1"  # the pytest-benchmark whose JSON this is
 SCHEMA = 1  # of what is under "te_bench"
-#: Timed samples of a record, and what each adds to the record's name.
-TIMED = {"latency_s": "", "forward_s": "/forward", "backward_s": "/backward"}
 FOREIGN = "pytest_benchmark"  # the workload of a benchmark that pytest-benchmark timed
 _LONGEST = 1024  # characters: Bencher's limit of a benchmark's name
 
@@ -129,11 +127,7 @@ def _environment(journal: Journal, wanted: str | None) -> str:
 def _kept(plan: Plan, trials: set[str] | None) -> Plan:
     if trials is None:
         return plan
-    return replace(plan, trials=tuple(value for value in plan.trials if _trial(value).id in trials))
-
-
-def _trial(value: Mapping[str, Any]) -> Trial:
-    return Trial.from_json({key: content for key, content in value.items() if key != "id"})
+    return replace(plan, trials=tuple(value for value in plan.trials if trial_of(value).id in trials))
 
 
 def _timed(record: Record) -> dict[str, list[float]]:
@@ -152,7 +146,7 @@ def _without_timed(record: Record) -> Record:
 
 def _benchmarks(records: Sequence[Record], plans: Sequence[Plan], body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One benchmark for each timed quantity of each record that ended ok, in the order of the records."""
-    suites = {_trial(value).id: plan.suite for plan in plans for value in plan.trials}
+    suites = {trial_of(value).id: plan.suite for plan in plans for value in plan.trials}
     names = [record.trial.name for record in records]
     found = []
     for record in records:

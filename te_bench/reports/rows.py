@@ -10,6 +10,8 @@ from te_bench.experiments.spec import OUTCOMES, Record, Trial
 from te_bench.experiments.store import Journal, Plan, load
 
 NOT_RUN = "not run; rerun the same command to go on"
+#: Timed samples of a record, in seconds, and what each adds to its trial's name.
+TIMED = {"latency_s": "", "forward_s": "/forward", "backward_s": "/backward"}
 
 _VOCABULARY = ("vocab", "padded_vocab")
 _SHAPE = ("batch", "heads", "length", "head_dim", "causal", "dropout")

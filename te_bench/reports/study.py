@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from te_bench.experiments.spec import Record, Scalar, Trial
-from te_bench.reports.analysis import finite, numbers
+from te_bench.reports.analysis import finite, step_seconds
 from te_bench.reports.rows import Cell, Group, Row, arm_name, printable, trial_of
 from te_bench.reports.sequential import looks
 from te_bench.reports.stability import Stability, stability
@@ -62,16 +62,8 @@ class Run:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds per step: the training clock between the first and the last read of the loss."""
-        steps, times = (self._samples(name) for name in ("step", "time_s"))
-        if len(steps) < 2 or len(steps) != len(times) or steps[-1] <= steps[0]:
-            return None
-        first = next((t for t in times if t > 0), 0.0)  # compiled steps are not on the clock
-        begin = max((i for i, t in enumerate(times) if t == first), default=0)  # all steps of one read carry its time
-        return (times[-1] - times[begin]) / (steps[-1] - steps[begin]) if steps[-1] > steps[begin] else None
-
-    def _samples(self, name: str) -> list[float]:
-        return list(numbers(self.record.samples.get(name))) if self.record else []
+        """Seconds per step, by the training clock."""
+        return step_seconds(self.record.samples) if self.record else None
 
     def _series(self, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         steps, values = (self.record.samples.get(name) or [] if self.record else [] for name in (x, y))
@@ -134,6 +126,11 @@ class Study:
     @property
     def arms(self) -> tuple[Arm, ...]:
         return tuple(arm for arm in (self.control, self.aa, *self.recipes, self.broken) if arm is not None)
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is something to judge: a control and a recipe."""
+        return self.control is not None and bool(self.recipes)
 
     @property
     def seeds(self) -> tuple[int, ...]:

@@ -302,13 +302,13 @@ def _finding(study: Study, control: Arm, arm: Arm, judgement: Judgement) -> Find
 
 
 def _speedup(control: Arm, arm: Arm, seeds: Sequence[int]) -> Speedup | None:
-    at = _common(control, arm, seeds)
+    at = common_steps(control, arm, seeds)
     timed = [s for s in seeds if control.runs[s].step_s and arm.runs[s].step_s]
     if not at or not timed:
         return None
     return capability_matched(
         at,
-        [_losses(control, s, at) for s in seeds],
+        [losses_at(control, s, at) for s in seeds],
         [arm.finals[s] for s in seeds],
         control_step_s=[control.runs[s].step_s or 0.0 for s in timed],
         candidate_step_s=[arm.runs[s].step_s or 0.0 for s in timed],
@@ -316,19 +316,19 @@ def _speedup(control: Arm, arm: Arm, seeds: Sequence[int]) -> Speedup | None:
 
 
 def _band(control: Arm, arm: Arm, seeds: Sequence[int]) -> Band | None:
-    at = _common(control, arm, seeds)
+    at = common_steps(control, arm, seeds)
     if not at:
         return None
-    return band(at, [_losses(arm, s, at) for s in seeds], [_losses(control, s, at) for s in seeds])
+    return band(at, [losses_at(arm, s, at) for s in seeds], [losses_at(control, s, at) for s in seeds])
 
 
-def _common(control: Arm, arm: Arm, seeds: Sequence[int]) -> list[float]:
+def common_steps(control: Arm, arm: Arm, seeds: Sequence[int]) -> list[float]:
     """The steps at which every run of both was evaluated, the first (before which nothing was learnt) to the last."""
     steps = [set(side.runs[seed].curve[0]) for side in (control, arm) for seed in seeds]
     return sorted(set.intersection(*steps)) if steps else []
 
 
-def _losses(arm: Arm, seed: int, at: Sequence[float]) -> list[float]:
+def losses_at(arm: Arm, seed: int, at: Sequence[float]) -> list[float]:
     by_step = dict(zip(*arm.runs[seed].curve, strict=True))
     return [by_step[step] for step in at]
 

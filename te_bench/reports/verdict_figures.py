@@ -13,7 +13,7 @@ from te_bench.reports import text
 from te_bench.reports.equivalence import Verdict
 from te_bench.reports.figures import COLOURS, DASHES, FAINT, INK, MARKERS, NAME, blank
 from te_bench.reports.study import Arm, Run
-from te_bench.reports.verdict import Finding, Verdicts
+from te_bench.reports.verdict import Finding, Verdicts, common_steps, losses_at
 
 VERDICT_COLOURS = {
     Verdict.EQUIVALENT: COLOURS[2],
@@ -103,12 +103,9 @@ def _gap_curves(found: Verdicts, drawn: Sequence[Finding]) -> Figure:
 
 def _mean_gap(finding: Finding, control: Arm) -> tuple[list[float], list[float]]:
     """Steps that every pair was evaluated at, and the mean gap there."""
-    arms = [
-        (dict(zip(*finding.arm.runs[s].curve, strict=True)), dict(zip(*control.runs[s].curve, strict=True)))
-        for s in finding.seeds
-    ]
-    steps = sorted(set.intersection(*(set(a) & set(b) for a, b in arms)))
-    return steps, [statistics.fmean(a[step] - b[step] for a, b in arms) for step in steps]
+    steps = common_steps(control, finding.arm, finding.seeds)
+    pairs = [(losses_at(finding.arm, s, steps), losses_at(control, s, steps)) for s in finding.seeds]
+    return steps, [statistics.fmean(ours[i] - theirs[i] for ours, theirs in pairs) for i in range(len(steps))]
 
 
 def spikes(found: Verdicts) -> Callable[[], Figure] | None:

@@ -18,7 +18,7 @@ POINTS = 1000  # logged points that spikes are counted per
 @functools.lru_cache(maxsize=8)  # asked for by headlines, figures and tables
 def of_group(group: Group) -> list[Verdicts]:
     """The verdict of each study of a group that has a control and recipes."""
-    return [verdicts(study) for study in studies(group) if study.control and study.recipes]
+    return [verdicts(study) for study in studies(group) if study.whole]
 
 
 def all_gaps(group: Group) -> list[Table]:
