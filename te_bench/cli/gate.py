@@ -33,6 +33,14 @@ def gate(
         bool, typer.Option("--allow-environment-change", help="Compare even where GPU, driver or packages differ.")
     ] = False,
     only: Only = None,
+    compare_fail: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--compare-fail",
+            metavar="STAT:N%",
+            help="Fail too where a statistic grew by more: median:2.5%, min:0.001 (s). A plain threshold; repeatable.",
+        ),
+    ] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a pull-request comment.")] = None,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")] = None,
@@ -41,6 +49,7 @@ def gate(
     if baseline is None or candidate is None:
         raise ValueError("give the runs to compare: te-bench gate --baseline DIR --candidate DIR")
     from te_bench.reports import gate_output, gate_records
+    from te_bench.reports.compare_fail import parse
 
     found = gate_records.compare(
         baseline,
@@ -50,6 +59,7 @@ def gate(
         mde=None if mde is None else fraction("mde", mde),
         only=only,
         allow_environment_change=allow_environment_change,
+        limits=[parse(expression) for expression in compare_fail or ()],
     )
     print("\n".join(gate_output.terminal(found)))
     files = (("markdown", markdown), ("junit", junit), ("json", json))

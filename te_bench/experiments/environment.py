@@ -12,6 +12,8 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -132,23 +134,57 @@ def default_device() -> str:
 
 def gpu_state(uuid: str) -> dict[str, Any]:
     """Clocks, temperature, power and throttling of one GPU at this moment; {} where they cannot be read."""
-    try:
-        import pynvml
-    except ImportError:
+    handle = _handle(uuid)
+    if handle is None:
         return {}
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    except pynvml.NVMLError:
-        return {}
+    import pynvml
+
+    clocks = _clocks(handle)
     return {
         "uuid": uuid,
-        "sm_clock_hz": _try(pynvml.nvmlDeviceGetClockInfo, handle, 1, scale=1e6),
+        "sm_clock_hz": clocks.sm_clock_hz,
         "memory_clock_hz": _try(pynvml.nvmlDeviceGetClockInfo, handle, 2, scale=1e6),
         "temperature_c": _try(pynvml.nvmlDeviceGetTemperature, handle, 0),
         "power_w": _try(pynvml.nvmlDeviceGetPowerUsage, handle, scale=1e-3),
-        "throttle_reasons": _try(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle),
+        "throttle_reasons": clocks.throttle_reasons,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """What a GPU runs at and why it runs no faster: nvml.h, nvmlClocksEventReasons*. None is what it does not say."""
+
+    sm_clock_hz: float | None = None
+    throttle_reasons: int | None = None
+
+
+def clocks_of(uuid: str) -> Callable[[], Clocks]:
+    """A reader of one GPU's clocks: what is slow, finding the GPU, is done here. It reads None where NVML is absent."""
+    handle = _handle(uuid)
+    return Clocks if handle is None else lambda: _clocks(handle)
+
+
+def _clocks(handle: Any) -> Clocks:
+    import pynvml
+
+    reasons = _try(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+    return Clocks(
+        sm_clock_hz=_try(pynvml.nvmlDeviceGetClockInfo, handle, 1, scale=1e6),
+        throttle_reasons=None if reasons is None else int(reasons),
+    )
+
+
+def _handle(uuid: str) -> Any | None:
+    """The management library's handle of a GPU; None without the library, a driver or that GPU."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except pynvml.NVMLError:
+        return None
 
 
 def code_hash() -> str:
@@ -203,13 +239,21 @@ def _os_name() -> str:
 
 
 def _git() -> dict[str, Any]:
-    """Commit and dirty flag of the checkout that this package runs from; None when it was installed without one."""
+    """Commit, its time (UTC, ISO 8601) and dirty flag of the checkout that this package runs from.
+
+    None when it was installed without one. The time is the committer's, which orders a history as its commits stand.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return {"git_commit": None, "git_dirty": None}
+        return {"git_commit": None, "git_commit_time": None, "git_dirty": None}
     commit = _git_output(root, "rev-parse", "HEAD")
+    seconds = _git_output(root, "show", "--no-patch", "--format=%ct", "HEAD")
     status = _git_output(root, "status", "--porcelain", "--untracked-files=no")
-    return {"git_commit": commit, "git_dirty": None if status is None else bool(status)}
+    return {
+        "git_commit": commit,
+        "git_commit_time": datetime.fromtimestamp(int(seconds), UTC).isoformat() if seconds else None,
+        "git_dirty": None if status is None else bool(status),
+    }
 
 
 def _git_output(root: Path, *arguments: str) -> str | None:

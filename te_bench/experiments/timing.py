@@ -5,12 +5,17 @@ bench_py   10 burn-in steps, then 20 timed ones (nanoGPT's bench.py). On a GPU o
 quickstart 50 warm-up iterations, then 50 timed ones (Transformer Engine's quickstart, whose speedometer keeps the mean
            between two events alone); the events in between are bench_py's.
 kernel     one call a sample, on a GPU with the L2 flushed before it, until the median is known to 0.5 %.
+
+Inside `looking(look)` every timed block on a GPU has a look before its first event and one after the wait for its last:
+between the events of a running stream it would be timed with it.
 """
 
+import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 import torch
 from scipy import stats
@@ -22,6 +27,26 @@ KERNEL_WARMUP = 10
 KERNEL_MIN, KERNEL_MAX = 30, 500  # samples
 KERNEL_SECONDS = 3.0  # stop there even when the interval is still wider
 KERNEL_HALF_WIDTH = 0.005  # of the median
+
+
+def _unwatched() -> None:
+    """Where nobody asked for looks."""
+
+
+_LOOK: ContextVar[Callable[[], None]] = ContextVar("look", default=_unwatched)
+
+
+@contextlib.contextmanager
+def looking(look: Callable[[], None]) -> Iterator[None]:
+    """Have every block that is timed on a GPU in here looked at, before and after it; throttling.Watch.look is such a look.
+
+    It is no argument of the protocols: a workload says what to time and need not know who watches the GPU.
+    """
+    token = _LOOK.set(look)
+    try:
+        yield
+    finally:
+        _LOOK.reset(token)
 
 
 def bench_py(step: Callable[[], object], device: str) -> list[float]:
@@ -44,12 +69,14 @@ def _consecutive(step: Callable[[], object], device: str, warm_up: int, timed: i
             edges.append(time.perf_counter())
         return [after - before for before, after in itertools.pairwise(edges)]
     torch.cuda.synchronize()
+    _LOOK.get()()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(timed + 1)]
     events[0].record()
     for event in events[1:]:
         step()
         event.record()
     torch.cuda.synchronize()
+    _LOOK.get()()
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
 
 
@@ -82,6 +109,8 @@ def _sample_cuda(call: Callable[[], object]) -> Callable[[], list[float]]:
     """Ten calls between pairs of events; a buffer of twice the L2 is overwritten before each."""
     l2 = torch.cuda.get_device_properties().L2_cache_size
     flush = torch.empty(2 * l2, dtype=torch.int8, device="cuda")
+    look = _LOOK.get()
+    look()
 
     def sample() -> list[float]:
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(10)]
@@ -91,6 +120,7 @@ def _sample_cuda(call: Callable[[], object]) -> Callable[[], list[float]]:
             call()
             after.record()
         torch.cuda.synchronize()
+        look()
         return [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
     return sample

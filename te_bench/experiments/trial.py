@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from te_bench import plugins
-from te_bench.experiments import environment, workloads
+from te_bench.experiments import timing, workloads
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Interrupted, Measurement, Unsupported
 from te_bench.experiments.spec import Trial, canonical_json
+from te_bench.experiments.throttling import Watch
 
 
 def run(trial: Trial, context: Context) -> dict[str, Any]:
@@ -20,9 +21,11 @@ def run(trial: Trial, context: Context) -> dict[str, Any]:
     started = time.perf_counter()
     reason = None
     measurement = Measurement()
+    watch = Watch(_gpu)
     try:
         workload = plugins.load(workloads.__name__, trial.workload, "run")
-        measurement = workload(trial, context)
+        with timing.looking(watch.look):
+            measurement = workload(trial, context)
         outcome = "ok"
     except Exception as error:
         traceback.print_exc()  # into the trial's log
@@ -36,7 +39,7 @@ def run(trial: Trial, context: Context) -> dict[str, Any]:
         "work": dict(measurement.work),
         "samples": {name: list(values) for name, values in measurement.samples.items()},
         "kernels": list(measurement.kernels),
-        "device_state": _device_state(),
+        "device_state": watch.state(),  # while the GPU is still warm
     }
     try:
         canonical_json(reply)
@@ -71,12 +74,11 @@ def classify(error: Exception) -> tuple[str, str]:
     return "crashed", f"{type(error).__name__}: {text}"
 
 
-def _device_state() -> dict[str, Any]:
-    """Clocks, temperature and throttling of the GPU this process used, while it is still warm; {} on a CPU."""
+def _gpu() -> str | None:
+    """UUID of the GPU that this process uses; None on a CPU, or where the process can no longer say."""
     if not torch.cuda.is_initialized():
-        return {}
+        return None
     try:
-        uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"
+        return f"GPU-{torch.cuda.get_device_properties().uuid}"
     except RuntimeError:  # after an illegal access every CUDA call fails
-        return {}
-    return environment.gpu_state(uuid)
+        return None

@@ -39,6 +39,7 @@ class Kind(StrEnum):
     MISSING = "missing"
     NEW = "new"
     VERDICT = "verdict"
+    THRESHOLD = "threshold"  # of --compare-fail
     NOTE = "note"
 
 

@@ -2,7 +2,8 @@
 
 Exit codes, the first that applies:
 5  the environments differ in what can change a result, and that was not allowed: nothing is judged
-1  a trial is slower by more than the margin, takes more memory or more launches, or a convergence verdict got worse
+1  a trial is slower by more than the margin, takes more memory or more launches, exceeds a --compare-fail limit, or a
+   convergence verdict got worse
 4  a cell is missing, a trial failed that did not, or nothing could be compared
 3  some trial, or the geometric mean, is undecided
 0  every trial passes
@@ -12,14 +13,18 @@ or 3 through, for a cell that was deleted on purpose, must not let a regression 
 
 import dataclasses
 import fnmatch
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis import median, numbers
-from te_bench.reports.cogates import Finding, Match, of_match, of_studies
+from te_bench.reports.cogates import Finding, Kind, Match, of_match, of_studies
+from te_bench.reports.compare_fail import STATS, Limit, judge
 from te_bench.reports.gate import Decision, Verdict, check_test, decide
+from te_bench.reports.pytest_stats import summary
 from te_bench.reports.rows import TIMED, Cell, Group, Results, identity, load_results, printable
 
 PASSED, REGRESSED, UNDECIDED, INCOMPLETE, MISMATCHED = 0, 1, 3, 4, 5
@@ -69,12 +74,13 @@ def compare(
     mde: float | None = None,
     only: str | None = None,
     allow_environment_change: bool = False,
+    limits: Sequence[Limit] = (),
 ) -> Gate:
     """Judge the records in `candidate` against those in `baseline`, cell by cell, paired by seed.
 
     A process counts by the median of its samples. Of each suite the environment planned in last is read. `only`: a glob
-    over trial names. Raises ValueError for a directory without a plan, a glob that matches nothing, a baseline without
-    trials, and what `decide` raises.
+    over trial names. limits: plain thresholds beside the test, as --compare-fail states them. Raises ValueError for a
+    directory without a plan, a glob that matches nothing, a baseline without trials, and what `decide` raises.
     """
     check_test(margin, alpha, mde)
     results = tuple(load_results([directory]) for directory in (baseline, candidate))
@@ -96,7 +102,7 @@ def compare(
         margin=margin,
         alpha=alpha,
         decision=decide(ratios, margin=margin, alpha=alpha, mde=mde) if ratios else None,
-        findings=(*(f for match in matches for f in of_match(match)), *of_studies(*sides)),
+        findings=(*(f for match in matches for f in of_match(match)), *of_studies(*sides), *_exceeded(matches, limits)),
         throttled=throttled,
         mismatch=differs,
         allowed=allow_environment_change,
@@ -201,6 +207,31 @@ def _ratios(matches: Sequence[Match]) -> tuple[dict[str, list[float | None]], di
             ratios[name] = [None if seed in held else found.get(seed) for seed in rounds]
             throttled |= {name: len(held)} if held else {}
     return ratios, throttled
+
+
+def _exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[Finding]:
+    """Trials whose statistics grew beyond a limit, a finding for each; pairs in which a GPU throttled count here neither."""
+    sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    for match in matches if limits else ():
+        for sample, suffix in TIMED.items():
+            pairs = [pair for pair in match.pairs.values() if _ratio(pair, sample) and not any(map(_throttled, pair))]
+            for benchmarks, records in zip(sides, zip(*pairs, strict=True), strict=False):
+                benchmarks.append({"fullname": match.name + suffix, "stats": _typical(records, sample)})
+    if not sides[0]:
+        return []
+    judged = judge(limits, *({"benchmarks": benchmarks} for benchmarks in sides))
+    return [
+        Finding(
+            name=f.fullname, kind=Kind.THRESHOLD, code=REGRESSED, message=f"{f.reason} (a threshold, no statistics)"
+        )
+        for f in judged.failures
+    ]
+
+
+def _typical(records: Sequence[Record], sample: str) -> dict[str, float]:
+    """Each of pytest-benchmark's statistics of a process's samples, in seconds: the median over the processes."""
+    found = [summary(numbers(record.samples.get(sample))) for record in records]
+    return {name: statistics.median(one[name] for one in found) for name in STATS}
 
 
 def _ratio(pair: tuple[Record, Record], sample: str) -> float | None:

@@ -92,12 +92,25 @@ def test_the_margin_is_heeded(gate: Gate) -> None:
     assert gate("--margin", "6%", slower=1.05).code == 0
 
 
+def test_1_a_threshold_beside_the_test(gate: Gate, tmp_path: Path) -> None:
+    limits = ("--compare-fail", "median:2.5%", "--compare-fail", "min:1")
+    done = gate("--margin", "6%", *limits, "--junit", tmp_path / "junit", slower=1.03)
+    said = " ".join(done.out.split())
+    assert (done.code, done.out.split(":")[0]) == (1, "REGRESSION")
+    assert "1 PASS of 1 timed; got worse: 1." in said
+    assert "the limit is median:2.5% (a threshold, no statistics)" in said
+    assert "min:1" not in said
+    assert ElementTree.parse(tmp_path / "junit").find(".//failure").get("type") == "threshold"
+    assert gate("--margin", "6%", "--compare-fail", "median:3.5%", slower=1.03).code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--margin", "0.02"), "--margin 0.02: give a percentage above 0, with its sign"),
         (("--mde", "1"), "--mde 1: give a percentage"),
         (("--alpha", "0.7"), "alpha 0.7"),
+        (("--compare-fail", "middle:3%"), "--compare-fail middle:3%: write STAT:N% or STAT:N"),
         (("--only", "*/flex/*"), "matches no trial"),
     ],
 )

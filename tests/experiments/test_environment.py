@@ -1,8 +1,10 @@
 """What is part of the environment's id and what is only recorded; nothing here needs a GPU or torch."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,33 @@ def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(
         before = environment.code_hash()
     (copy / "kernels" / "new.py").write_text("")
     assert environment.code_hash() != before
+
+
+def test_the_commit_s_time_is_recorded_in_utc_and_is_no_part_of_the_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str, **when: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        subprocess.run(
+            ["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, env=os.environ | when
+        )
+
+    source = tmp_path / "te_bench" / "experiments" / "environment.py"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    monkeypatch.setattr(environment, "__file__", str(source))
+    assert environment._git() == {"git_commit": None, "git_commit_time": None, "git_dirty": None}
+    git("init")
+    assert environment._git()["git_commit_time"] is None  # no commit yet
+    git("add", ".")
+    author, committer = "2026-01-01T00:00:00+02:00", "2026-02-01T01:30:00+02:00"
+    git("commit", "-m", "one", GIT_AUTHOR_DATE=author, GIT_COMMITTER_DATE=committer)
+    found = environment._git()
+    assert found["git_commit_time"] == "2026-01-31T23:30:00+00:00"
+    assert (len(found["git_commit"]), found["git_dirty"]) == (40, False)
+    body = environment.capture("cpu")
+    assert body["details"]["git_commit_time"] == found["git_commit_time"]
+    assert not any(key.startswith("git") for key in body["identity"])
 
 
 def test_without_a_driver_there_are_no_gpus_and_no_state() -> None:

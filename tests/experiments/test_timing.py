@@ -1,6 +1,8 @@
 """The clock's protocols under a clock that the test moves."""
 
+import contextlib
 import itertools
+import types
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -69,3 +71,68 @@ def test_kernel_sees_an_interval_narrow_with_samples(clock: Callable[[Iterator[f
 def test_the_interval_is_the_order_statistics_one() -> None:
     """n = 30: the 11th and the 21st of 30 (binomial 2.5 % and 97.5 % points of 30 fair coins are 10 and 20)."""
     assert timing._half_width([float(i) for i in range(30, 0, -1)]) == pytest.approx((21 - 11) / 2 / 15.5)
+
+
+class Stream:
+    """torch.cuda as far as the clock needs it: notes what happens in which order; every elapsed time is 1 ms."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.log: list[str] = []
+        noted = self.log.append
+
+        class Event:
+            def __init__(self, *, enable_timing: bool):
+                assert enable_timing
+
+            def record(self) -> None:
+                noted("event")
+
+            def elapsed_time(self, other: "Event") -> float:
+                return 1.0
+
+        cuda = types.SimpleNamespace(
+            Event=Event,
+            synchronize=lambda: noted("wait"),
+            get_device_properties=lambda: types.SimpleNamespace(L2_cache_size=8),
+        )
+        flush = types.SimpleNamespace(zero_=lambda: noted("flush"))
+        fake = types.SimpleNamespace(cuda=cuda, empty=lambda *_, **__: flush, int8=None)
+        monkeypatch.setattr(timing, "torch", fake)
+
+    def call(self) -> None:
+        self.log.append("call")
+
+    def look(self) -> None:
+        self.log.append("look")
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    return Stream(monkeypatch)
+
+
+@pytest.mark.parametrize(("protocol", "warm_up", "timed"), [(timing.bench_py, 10, 20), (timing.quickstart, 50, 50)])
+def test_steps_in_a_row_are_looked_at_before_the_first_and_after_the_last(
+    stream: Stream, protocol: Callable[..., list[float]], warm_up: int, timed: int
+) -> None:
+    with timing.looking(stream.look):
+        assert protocol(stream.call, "cuda") == [1e-3] * timed
+    steps = ["call", "event"] * timed
+    assert stream.log == ["call"] * warm_up + ["wait", "look", "event", *steps, "wait", "look"]
+
+
+def test_a_kernel_is_looked_at_around_every_ten_calls_and_never_between_their_events(stream: Stream) -> None:
+    with timing.looking(stream.look):
+        assert timing.kernel(stream.call, "cuda") == [1e-3] * timing.KERNEL_MIN
+    block = ["flush", "event", "call", "event"] * 10 + ["wait", "look"]
+    assert stream.log == ["call"] * timing.KERNEL_WARMUP + ["look", *block * 3]
+
+
+def test_nobody_looks_on_a_cpu_nor_after_the_trial(stream: Stream, clock: Callable[[Iterator[float]], Clock]) -> None:
+    with timing.looking(stream.look):
+        timing.bench_py(clock(itertools.repeat(1e-3)).call, "cpu")
+        timing.kernel(clock(itertools.repeat(1e-3)).call, "cpu")
+    with contextlib.suppress(KeyError), timing.looking(stream.look):
+        raise KeyError
+    timing.bench_py(stream.call, "cuda")
+    assert "look" not in stream.log

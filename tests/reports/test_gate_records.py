@@ -11,6 +11,7 @@ from journals import environment, max_batch_record, record, step_record, trial, 
 
 from te_bench.experiments.spec import Record, Trial
 from te_bench.reports.cogates import MIB, Kind
+from te_bench.reports.compare_fail import parse
 from te_bench.reports.gate import Verdict
 from te_bench.reports.gate_records import Gate, compare
 from te_bench.reports.text import GIB
@@ -295,3 +296,52 @@ def test_cells_that_a_name_does_not_tell_apart_are_told_apart(tmp_path: Path) ->
     found = gate(tmp_path, two("baseline"), two("candidate"))
     assert len(found.decision.trials) == 2
     assert all("/eager#" in name for name in found.decision.trials)
+
+
+# Thresholds of --compare-fail.
+
+
+def thresholds(found: Gate) -> list[str]:
+    return [finding.message for finding in found.findings if finding.kind is Kind.THRESHOLD]
+
+
+@pytest.mark.parametrize(
+    ("limit", "exceeded"),
+    [("median:2.5%", True), ("median:3.5%", False), ("min:0.0001", True), ("mean:1", False), ("ops:2%", True)],
+)
+def test_a_threshold_fails_what_the_test_leaves_undecided(tmp_path: Path, limit: str, exceeded: bool) -> None:
+    pair = (steps("baseline", seeds=[3, 4]), steps("candidate", slower=1.03, seeds=[3, 4]))
+    found = gate(tmp_path, *pair, limits=[parse(limit)])
+    assert (found.exit_code, len(thresholds(found))) == ((1, 1) if exceeded else (3, 0))
+    for said in thresholds(found):
+        assert said.startswith(limit.partition(":")[0])
+        assert said.endswith(f"the limit is {limit} (a threshold, no statistics)")
+    [name] = found.decision.trials
+    assert {f.name for f in found.findings} <= {name}
+
+
+def test_a_threshold_is_of_the_median_over_processes(tmp_path: Path) -> None:
+    odd = changed(steps("candidate", seeds=range(5)), 2, samples={"latency_s": [1.0] * 20})
+    found = gate(tmp_path, steps("baseline", seeds=range(5)), odd, limits=[parse("max:30%")])
+    assert thresholds(found) == []
+
+
+def test_throttled_pairs_are_held_to_no_threshold(tmp_path: Path) -> None:
+    slow = [dataclasses.replace(r, device_state={"throttle_reasons": 0x40}) for r in steps("candidate", slower=2)]
+    found = gate(tmp_path, steps("baseline"), slow, limits=[parse("median:5%")])
+    assert (found.exit_code, thresholds(found)) == (3, [])  # all pairs set aside
+
+
+def test_each_timed_quantity_and_each_limit_is_held_apart(tmp_path: Path) -> None:
+    def calls(side: str, slower: float) -> list[Record]:
+        samples = {"forward_s": [1e-3], "backward_s": [slower * 2e-3]}
+        return [record(trial("attention", "flash", seed=s), side, samples=samples) for s in SEEDS]
+
+    limits = [parse("median:5%"), parse("min:0.0001"), parse("max:1")]
+    found = gate(tmp_path, calls("baseline", 1.0), calls("candidate", 1.1), limits=limits)
+    over = [f for f in found.findings if f.kind is Kind.THRESHOLD]
+    assert [(f.name.rpartition("/")[2], f.message.partition(" ")[0]) for f in over] == [
+        ("backward", "median"),
+        ("backward", "min"),
+    ]
+    assert gate(tmp_path / "none", calls("baseline", 1.0), calls("candidate", 1.1)).findings == ()

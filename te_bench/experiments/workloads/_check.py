@@ -13,6 +13,8 @@ from te_bench.experiments.measurement import CheckFailed, Measurement
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import attention
 
+COPIES = ("Memcpy ", "Memset ")  # how Kineto names the GPU's events that are no kernels
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quantity:
@@ -44,25 +46,54 @@ def judge(reference: str, quantities: list[Quantity]) -> dict[str, Any]:
     return check
 
 
-def kernels_seen(call: Callable[[], object], device: str) -> list[str]:
-    """Names of the attention and FP8 operators and of every GPU kernel that one call runs, longest total time first."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """What a profiler saw of one call.
+
+    names: the attention and FP8 operators and every GPU kernel, longest total time first. launches: kernels that the GPU
+    ran, each as often as it did, those that a captured graph replays among them. Copies and fills by the driver (Memcpy,
+    Memset) are no kernels and left out: libraries decide by their own heuristics whether to clear a workspace. None on a
+    CPU, whose operators launch nothing, and where the profiler saw no GPU.
+    """
+
+    names: list[str]
+    launches: int | None = None
+
+
+def kernels_seen(call: Callable[[], object], device: str) -> Seen:
+    """The operators and kernels that one call runs. Whoever wants to count its launches has called it before."""
+    if device == "cuda":
+        torch.cuda.synchronize()  # what was queued before is not the call's
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities) as profiler:
         call()
         if device == "cuda":
             torch.cuda.synchronize()
     seconds: dict[str, float] = {}
+    launches = 0
     event: FunctionEvent
     for event in profiler.events() or []:
         on_gpu = "CUDA" in str(event.device_type)
         if on_gpu or "attention" in event.name or "scaled_mm" in event.name:
             seconds[event.name] = seconds.get(event.name, 0.0) + (event.device_time if on_gpu else 0.0)
-    return [name[:200] for name in sorted(seconds, key=lambda name: -seconds[name])]
+        if on_gpu and not spans_kernels(event) and not event.name.startswith(COPIES):
+            launches += 1
+    names = [name[:200] for name in sorted(seconds, key=lambda name: -seconds[name])]
+    return Seen(names, launches or None)  # no call of ours runs nothing: the profiler saw no GPU
 
 
-def require_kernels(trial: Trial, seen: list[str], measurement: Measurement) -> Measurement:
-    """The measurement with its kernels; raises CheckFailed, without timings, when another attention ran."""
-    reason = attention.wrong_kernel(trial.attention, trial.device, seen, eager=trial.mode == "eager")
+def spans_kernels(event: FunctionEvent) -> bool:
+    """Whether a GPU's event is an annotation, that of a compiled graph say, which spans the kernels that it names."""
+    return bool(event.is_user_annotation) or event.name.startswith(("## ", "Torch-Compiled"))
+
+
+def require_kernels(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:
+    """The measurement with its kernels, and in its work how many were launched where that was counted.
+
+    Raises CheckFailed, without timings, when another attention ran.
+    """
+    reason = attention.wrong_kernel(trial.attention, trial.device, seen.names, eager=trial.mode == "eager")
     if reason:
-        raise CheckFailed(reason, dataclasses.replace(measurement, samples={}, kernels=seen))
-    return dataclasses.replace(measurement, kernels=seen)
+        raise CheckFailed(reason, dataclasses.replace(measurement, samples={}, kernels=seen.names))
+    launches = {} if seen.launches is None else {"launches": seen.launches}
+    return dataclasses.replace(measurement, kernels=seen.names, work={**measurement.work, **launches})

@@ -1,7 +1,9 @@
 """One attention call, forward and backward apart, after its output and gradients were held to float64.
 
 problem: batch, heads, length, head_dim, causal; precision is the dtype of q, k and v.
-samples: forward_s, backward_s. work: forward_flop = 4 B H T^2 D, halved when causal; backward_flop = 2.5 times that.
+samples: forward_s, backward_s. work: forward_flop = 4 B H T^2 D, halved when causal; backward_flop = 2.5 times that;
+on a GPU launches, the kernels of a forward and a backward pass; in a mode that compiles graph_breaks and recompiles
+(_compilation), one of them the check's where that had to be smaller.
 """
 
 import math
@@ -14,7 +16,7 @@ from torch import Tensor
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _model
+from te_bench.experiments.workloads import _check, _compilation, _model
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.kernels import attention
 
@@ -28,6 +30,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     reason = backend.unsupported(p)
     if reason:
         raise Unsupported(f"{trial.attention}: {reason}")
+    _compilation.begin(trial)
     forward = _bind(trial, backend.forward)
     if trial.mode == "compile":
         forward = torch.compile(forward, dynamic=False)
@@ -44,6 +47,8 @@ def run(trial: Trial, context: Context) -> Measurement:
         "forward_s": timing.kernel(lambda: forward(q, k, v), trial.device),
         "backward_s": timing.kernel(backward, trial.device),
     }
+
+    work |= _compilation.counts(trial)
 
     def both() -> None:
         torch.autograd.grad(forward(q, k, v), (q, k, v), dout)

@@ -4,7 +4,9 @@ problem: layer (a name of te_bench.models.layer), variant, hidden, ffn, heads, s
 "causal"), and any setting of the recipe. x and dy are uniform on [0, 1), (sequence, batch, hidden); x needs no gradient, no
 optimiser steps and gradients accumulate, as there.
 samples: latency_s (50), peak_*_bytes (1). work: tokens, FLOP and the GEMMs' FLOP of an iteration; kernel_s, {kernel:
-seconds an iteration}, on a CPU the own time of each operator; numerics of te_bench's layers in FP8.
+seconds an iteration}, on a CPU the own time of each operator; numerics of te_bench's layers in FP8; on a GPU launches,
+the kernels of one iteration; in a mode that compiles graph_breaks and recompiles (_compilation), one of them the check's,
+whose x needs a gradient.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ import te_bench.models as te
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _model
+from te_bench.experiments.workloads import _check, _compilation, _model
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import attention
@@ -40,6 +42,7 @@ KERNELS = 60  # names that kernel_s holds; the seconds of all others go together
 def run(trial: Trial, context: Context) -> Measurement:
     rival, p = layers.load(str(trial.problem["layer"])), config_of(trial)
     require_supported(trial, rival, p)
+    _compilation.begin(trial)
     iteration = Iteration(rival, p, trial.seed, mode=trial.mode)
     check = check_layer(trial, rival, p, iteration)
     torch.manual_seed(trial.seed)  # dropout draws the same masks whatever the check drew
@@ -47,14 +50,15 @@ def run(trial: Trial, context: Context) -> Measurement:
     latency = timing.quickstart(iteration, trial.device)
     samples = {"latency_s": latency, **_model.peak_memory(trial.device)}
     work: dict[str, Any] = {"tokens": p.sequence * p.batch, "flop": flop(p), "gemm_flop": gemm_flop(p)}
+    work |= _compilation.counts(trial)
     measurement = Measurement(check=check, work=work, samples=samples)
     seen = _check.kernels_seen(iteration, trial.device)
     named = dataclasses.replace(trial, mode="compile") if rival.own_attention else trial
     measurement = _check.require_kernels(named, seen, measurement)
-    work["kernel_s"] = kernel_seconds(iteration, trial.device)
+    more: dict[str, Any] = {"kernel_s": kernel_seconds(iteration, trial.device)}
     if rival.numerics and trial.recipe:
-        work["numerics"] = iteration.numerics()
-    return dataclasses.replace(measurement, work=work)
+        more["numerics"] = iteration.numerics()
+    return dataclasses.replace(measurement, work={**measurement.work, **more})
 
 
 def config_of(trial: Trial) -> LayerConfig:
@@ -237,8 +241,7 @@ def kernel_seconds(iteration: Callable[[], object], device: str) -> dict[str, fl
     seconds: dict[str, float] = {}
     event: FunctionEvent
     for event in profiler.events() or []:
-        # Annotations, those of a compiled graph among them, span the kernels that they name.
-        annotation = event.is_user_annotation or (on_gpu and event.name.startswith(("## ", "Torch-Compiled")))
+        annotation = event.is_user_annotation or (on_gpu and _check.spans_kernels(event))
         if ("CUDA" in str(event.device_type)) == on_gpu and not annotation:
             own = event.device_time if on_gpu else event.self_cpu_time_total
             seconds[event.name[:200]] = seconds.get(event.name[:200], 0.0) + own / 1e6 / PROFILED

@@ -1,7 +1,8 @@
 """Seconds and bytes of one training step at a fixed batch, on random tokens, after its gradients were checked.
 
 problem: model, batch, block, vocab, padded_vocab, and any field of models.train.Optim.
-samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step, FP8 numerics.
+samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step, FP8 numerics; on a
+GPU launches, the kernels of one step; in a mode that compiles graph_breaks and recompiles (_compilation).
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from torch import Tensor
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _model
+from te_bench.experiments.workloads import _check, _compilation, _model
 from te_bench.models.data import Batches
 from te_bench.models.train import TrainStep
 
@@ -21,6 +22,7 @@ BATCHES = 4  # different batches, in turn: data loading is not what this workloa
 
 def run(trial: Trial, context: Context) -> Measurement:
     _model.require_supported(trial)
+    _compilation.begin(trial)
     batches = random_batches(trial)
     step = TrainStep(_model.build(trial), _model.optim_of(trial), precision=trial.precision, mode=trial.mode)
     check = _model.check_step(trial, *batches[0], step)
@@ -34,12 +36,13 @@ def run(trial: Trial, context: Context) -> Measurement:
     memory = _model.peak_memory(trial.device, step)
     loss = torch.stack(losses).tolist()
     work = {"tokens": batches[0][0].numel(), "flop": batches[0][0].numel() * _flop_per_token(step, trial)}
+    work |= _compilation.counts(trial)
     measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **memory})
     if not all(abs(x) < float("inf") for x in loss):
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
     measurement = _check.require_kernels(trial, _check.kernels_seen(next_step, trial.device), measurement)
     numerics = _model.numerics_of(trial, step.model, *batches[0])
-    return dataclasses.replace(measurement, work={**work, **numerics})
+    return dataclasses.replace(measurement, work={**measurement.work, **numerics})
 
 
 def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:

@@ -9,6 +9,8 @@ samples: step, loss, time_s, and grad_norm where gradients are clipped; val_step
 probe_step, and of each Linear's tensors amax:MODULE.TENSOR, saturated:... and underflowed:..., the latter two fractions
 of the elements. The clock counts training only: not evaluation, not the probes, not the check, not the first two steps,
 in which a compiled model is compiled.
+work: batch, tokens and windows; tries of batch "max"; on a GPU launches, the kernels of one step (eager: of a step on four
+rows at most of each micro-batch); in a mode that compiles graph_breaks and recompiles (_compilation).
 """
 
 import dataclasses
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _model, _probe, max_batch
+from te_bench.experiments.workloads import _check, _compilation, _model, _probe, max_batch
 from te_bench.models import checkpoints, data
 from te_bench.models import corpus as corpora
 from te_bench.models.gpt import GPT
@@ -39,6 +41,7 @@ def run(trial: Trial, context: Context) -> Measurement:
         work = {"batch": tries[0], "tries": tries[1]}
         trial = dataclasses.replace(trial, problem={**trial.problem, "batch": tries[0]})
     _model.require_supported(trial)  # touches CUDA, after which the tries could not have forked
+    _compilation.begin(trial)
     p = trial.problem
     corpus = None if p["data"] == "random" else corpora.load(str(p["corpus"]), cache=context.cache)
     sizes = _model.sizes_of(trial)
@@ -65,8 +68,10 @@ def run(trial: Trial, context: Context) -> Measurement:
         raise Diverged(reason, measurement)
     if context.checkpoints is not None:
         _save(step, trial, corpus, context.checkpoints)
-    # At the largest batch the profiler would have no memory left; a captured step takes no other batch than its own.
-    few = stream.at(0) if step.captured else _few(stream.at(0), optim.accumulate, trial)
+    measurement = dataclasses.replace(measurement, work={**work, **_compilation.counts(trial)})
+    # At the largest batch the profiler would have no memory left; a captured step takes no other batch than its own, and a
+    # compiled one would be compiled again for it.
+    few = _few(stream.at(0), optim.accumulate, trial) if trial.mode == "eager" else stream.at(0)
     _model.reset_memory(trial.device)
     seen = _check.kernels_seen(lambda: step(*few), trial.device)
     return _check.require_kernels(trial, seen, measurement)

@@ -167,7 +167,7 @@ def test_contract_at_gpt2s_shape_by_its_own_kernels(name: str) -> None:
     backend = supported(name, problem)
     tensors = draw(problem)
     assert_as_good_as_manual(backend, problem, tensors)
-    seen = kernels_seen(lambda: run(backend, problem, tensors), "cuda")
+    seen = kernels_seen(lambda: run(backend, problem, tensors), "cuda").names
     assert attention.wrong_kernel(name, "cuda", seen, eager=True) is None, seen
     assert any("gemm" in s or "nvjet" in s or "cutlass" in s or "attention" in s or "flash" in s for s in seen)
 
@@ -486,7 +486,7 @@ def test_on_a_cpu(asked: str) -> None:
     from te_bench.experiments.workloads._check import kernels_seen
 
     problem = a_problem((1, 2, 32, 16), "fp32", "cpu")
-    seen = kernels_seen(lambda: run(attention.load(asked), problem, draw(problem)), "cpu")
+    seen = kernels_seen(lambda: run(attention.load(asked), problem, draw(problem)), "cpu").names
     assert attention.wrong_kernel(asked, "cpu", seen, eager=True) is None, seen
     for other in {"flash", "math"} - {asked}:
         assert attention.wrong_kernel(other, "cpu", seen, eager=True)
