@@ -1,21 +1,39 @@
-"""te-bench gate: did a change make any trial slower, larger or wrong, by the records of two runs."""
+"""te-bench gate: did a change make any trial slower, larger or wrong, by two revisions or by the records of two runs."""
 
 import math
 import re
 import sys
+import textwrap
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from te_bench.cli.options import Alpha, Only
+from te_bench.cli.options import Alpha, Cache, Data, Device, Only, data_sets, find_gpus, seconds
+
+if TYPE_CHECKING:
+    from te_bench.reports.gate_live import Question
 
 _GRAMMAR = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+) ?%", re.ASCII)
 _MOST = 100.0  # %
 Run = Annotated[Path | None, typer.Option(metavar="DIR", help="--out of a run.")]
+OUT = Path("runs") / "gate"
 
 
 def gate(
+    base: Annotated[
+        str | None, typer.Option(metavar="REF", help="Revision to compare with: the branch that a change goes into.")
+    ] = None,
+    head: Annotated[str, typer.Option(metavar="REF", help="Revision to judge.")] = "HEAD",
+    suite: Annotated[str, typer.Option(help="What both revisions run; `te-bench list suites`.")] = "quick",
+    budget: Annotated[
+        str | None, typer.Option(metavar="MINUTES", help="Stop there, undecided if need be. 90s and 2h are fine, too.")
+    ] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Gate this te-bench against itself, as it is and with planted faults.")
+    ] = False,
+    gates: Annotated[int, typer.Option(help="Of --self-test: gates of each kind.")] = 1,
+    slower: Annotated[str, typer.Option(metavar="N%,...", help="Of --self-test: slow-downs to plant.")] = "1%,2%,5%",
     baseline: Run = None,
     candidate: Run = None,
     margin: Annotated[
@@ -32,6 +50,11 @@ def gate(
     allow_environment_change: Annotated[
         bool, typer.Option("--allow-environment-change", help="Compare even where GPU, driver or packages differ.")
     ] = False,
+    device: Device = None,
+    data: Data = None,
+    cache: Cache = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the records of both revisions go.")] = OUT,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")] = 900.0,
     only: Only = None,
     compare_fail: Annotated[
         list[str] | None,
@@ -46,26 +69,96 @@ def gate(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")] = None,
 ) -> None:
     """Say whether a change made it slower: 0 no, 1 yes, 3 undecided, 4 missing or failed, 5 other environments."""
-    if baseline is None or candidate is None:
-        raise ValueError("give the runs to compare: te-bench gate --baseline DIR --candidate DIR")
-    from te_bench.reports import gate_output, gate_records
+    from te_bench.experiments import environment
+    from te_bench.reports import gate_live, gate_output, gate_records
     from te_bench.reports.compare_fail import parse
 
-    found = gate_records.compare(
-        baseline,
-        candidate,
-        margin=fraction("margin", margin),
-        alpha=gate_records.ALPHA if alpha is None else alpha,
-        mde=None if mde is None else fraction("mde", mde),
-        only=only,
-        allow_environment_change=allow_environment_change,
-        limits=[parse(expression) for expression in compare_fail or ()],
-    )
+    wanted: dict[str, Any] = {
+        "margin": fraction("margin", margin),
+        "alpha": gate_records.ALPHA if alpha is None else alpha,
+        "mde": None if mde is None else fraction("mde", mde),
+        "only": only,
+        "limits": [parse(expression) for expression in compare_fail or ()],
+    }
+    if sum((base is not None, bool(baseline or candidate), self_test)) > 1:
+        raise ValueError(
+            "--base measures two revisions, --baseline reads two runs, --self-test neither: give one of them"
+        )
+    if base is not None or self_test:
+        on = device or environment.default_device()
+        gpus = find_gpus(on, None)[:1]
+        question = _question(base, head, on, gpus, data, cache, suite=suite, budget=budget, timeout=timeout, **wanted)
+        machine = environment.capture(on, gpus)
+        if self_test:
+            shares = [fraction("slower", share) for share in slower.split(",")]
+            _self_test(question, out, machine, gates, shares)
+        found = gate_live.run(question, out, machine, say=_say)
+    elif baseline is not None and candidate is not None:
+        found = gate_records.compare(baseline, candidate, allow_environment_change=allow_environment_change, **wanted)
+    else:
+        raise ValueError(
+            "give the revision to compare with, te-bench gate --base main, or two runs: te-bench gate --baseline DIR "
+            "--candidate DIR"
+        )
     print("\n".join(gate_output.terminal(found)))
     files = (("markdown", markdown), ("junit", junit), ("json", json))
     gate_output.write(found, [(form, path) for form, path in files if path is not None])
     sys.stdout.flush()
     raise typer.Exit(found.exit_code)
+
+
+def _question(
+    base: str | None,
+    head: str,
+    device: str,
+    gpus: list[dict[str, Any]],
+    data: list[str] | None,
+    cache: Path | None,
+    *,
+    budget: str | None,
+    timeout: float,
+    **wanted: Any,
+) -> "Question":
+    """What a gate that measures is asked; without a base, of this te-bench against itself."""
+    from te_bench.experiments import checkouts
+    from te_bench.reports import gate_live
+
+    if not timeout > 0:  # nor is NaN
+        raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
+    root = None if base is None else checkouts.repository(Path.cwd())
+    if root and head == "HEAD" and checkouts.dirty(root):
+        _say("Uncommitted changes are not judged: the head is the last commit.")
+    return gate_live.Question(
+        repository=root,
+        base=base or "installed",
+        head=head if base else "installed",
+        device=device,
+        options={"data": data_sets(data or []), "cache": None if cache is None else str(cache)},
+        budget_s=None if budget is None else minutes(budget),
+        timeout_s=timeout,
+        cache=cache,
+        gpu=gpus[0]["uuid"] if gpus else None,
+        **wanted,
+    )
+
+
+def _self_test(question: "Question", out: Path, machine: dict[str, Any], gates: int, slower: list[float]) -> NoReturn:
+    from te_bench.reports import self_test, tables
+
+    rates = self_test.run(question, out, machine, gates=gates, slower=slower, say=_say)
+    shown = self_test.table(rates)
+    print("\n".join([*tables.terminal(shown), *textwrap.wrap(shown.note, tables.TERMINAL_WIDTH)]))
+    raise typer.Exit(0 if self_test.passed(rates, question.alpha) else 1)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def minutes(budget: str) -> float:
+    """Seconds of a --budget in minutes: 3, 0.5; or with a unit: 90s, 3m, 2h. Raises ValueError for anything else."""
+    text = budget.strip()
+    return seconds(text if text[-1:].isalpha() else f"{text}m")
 
 
 def fraction(option: str, given: str) -> float:

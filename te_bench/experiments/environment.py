@@ -187,9 +187,17 @@ def _handle(uuid: str) -> Any | None:
         return None
 
 
-def code_hash() -> str:
-    """Hash of every source file that can change a result, committed or not."""
-    root = Path(__file__).resolve().parents[1]
+def of_revision(machine: dict[str, Any], package: Path, commit: str) -> dict[str, Any]:
+    """`capture`'s answer for the te_bench package checked out at a commit, as a gate runs it: on a CPU in one thread."""
+    one_thread = {} if machine["identity"]["device"] != "cpu" or os.environ.get("OMP_NUM_THREADS") else {"threads": 1}
+    identity = {**machine["identity"], **one_thread, "code": code_hash(package)}
+    details = {**machine["details"], "git_commit": commit, "git_commit_time": None, "git_dirty": False}
+    return {"id": digest(identity), "identity": identity, "details": details}
+
+
+def code_hash(package: Path | None = None) -> str:
+    """Hash of every source file of a te_bench package, this one by default, that can change a result, committed or not."""
+    root = package or Path(__file__).resolve().parents[1]
     total = hashlib.sha256()
     for path in sorted(p for folder in MEASURING for p in (root / folder).rglob("*.py")):
         total.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")

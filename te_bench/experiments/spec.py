@@ -18,7 +18,7 @@ OUTCOMES = ("ok", "unsupported", "oom", "timeout", "crashed", "diverged", "faile
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
-PROTOCOLS = ("bench_py", "quickstart", "kernel", "curve", "bisection", "once")
+PROTOCOLS = ("bench_py", "quickstart", "kernel", "turns", "curve", "bisection", "once")
 DEVICES = ("cpu", "cuda")
 
 

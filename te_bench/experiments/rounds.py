@@ -1,0 +1,159 @@
+"""Rounds of pairs of two revisions: in each, fresh processes of both run every trial asked for once, side by side.
+
+Round k is seed k of the trials, so what the two sides leave in their journals is what two runs with seeds leave: a gate
+reads either by the same rule. A killed round is repeated, for a pair counts only when both records of it are there.
+"""
+
+import contextlib
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from te_bench.experiments import environment, pairs
+from te_bench.experiments.pairs import Side, recorded
+from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.store import Plan, Store
+
+Told = Callable[[Sequence[Record]], None]  # of the records of a pair
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Revision:
+    """One side of a gate: its files, where its records go, and what tells its environment from the other's."""
+
+    name: str  # "base" or "head"
+    commit: str
+    root: Path
+    store: Store
+    machine: Mapping[str, Any]
+
+    @property
+    def environment(self) -> str:
+        return str(self.machine["id"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How the trials are run; the same for both sides."""
+
+    suite: str
+    only: str | None
+    options: Mapping[str, Any]  # fields of spec.Options that a revision may or may not know
+    device: str
+    log: Path
+    timeout_s: float
+    cache: Path | None = None
+    gpu: str | None = None
+    faults: Mapping[str, Mapping[str, Any]] | None = None  # of a self-test: {side: what to plant}
+    faulty: str = "*"  # into which trials
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """What each side's suite asks for, a trial a cell."""
+
+    title: str
+    baseline: str | None
+    cells: Mapping[str, Mapping[str, Trial]]  # {side's name: {cell as recorded: trial}}
+
+    @property
+    def common(self) -> list[str]:
+        base, head = self.cells.values()
+        return [cell for cell in base if cell in head]
+
+
+def revision(name: str, commit: str, root: Path, store: Store, machine: dict[str, Any]) -> Revision:
+    """The revision with the environment of its code on this machine, which its store now knows."""
+    package = root / "te_bench"
+    if not (package / "experiments").is_dir():
+        raise ValueError(f"{name} {commit[:12]} has no te_bench package at its root: it is no revision of te-bench")
+    found = environment.of_revision(machine, package, commit)
+    store.add_environment(found)
+    return Revision(name=name, commit=commit, root=root, store=store, machine=found)
+
+
+@contextlib.contextmanager
+def _started(revisions: Sequence[Revision], settings: Settings) -> Iterator[list[Side]]:
+    """The processes of a round, importing at the same time."""
+    with contextlib.ExitStack() as stack:
+        sides = []
+        for one in revisions:
+            sides.append(Side(one.name, one.root, settings.log, device=settings.device))
+            stack.callback(sides[-1].close)
+        for side, one in zip(sides, revisions, strict=True):
+            side.started(one.root)
+            side.environment = one.environment
+        yield sides
+
+
+def run(
+    number: int,
+    revisions: Sequence[Revision],
+    settings: Settings,
+    *,
+    wanted: Callable[[Planned], Mapping[str, Sequence[str]]],
+    told: Told,
+) -> Planned:
+    """Run round `number` and keep its records. wanted(planned): the cells to run on each side, by the side's name.
+
+    Raises ValueError when a revision cannot be imported or planned.
+    """
+    with _started(revisions, settings) as sides:
+        planned = _planned(sides, settings)
+        cells = wanted(planned)
+        chosen = {
+            name: {cell: replace(planned.cells[name][cell], seed=number) for cell in cells[name]} for name in cells
+        }
+        for one in revisions:  # the first round's plan names every cell: what the other side lacks is known by it
+            listed = planned.cells[one.name] if number == 0 else chosen[one.name]
+            trials = [recorded(replace(trial, seed=number)) for trial in listed.values()]
+            one.store.add_plan(_plan(one, planned, settings, trials))
+        order = list(dict.fromkeys(cell for found in chosen.values() for cell in found))
+        for place, cell in enumerate(order if number % 2 == 0 else order[::-1]):
+            taking = [i for i, one in enumerate(revisions) if cell in chosen[one.name]]
+            taking = taking if (number + place) % 2 == 0 else taking[::-1]  # who begins
+            trial = chosen[revisions[taking[0]].name][cell]
+            if all(
+                (recorded(trial).id, revisions[i].environment) in revisions[i].store.journal.records for i in taking
+            ):
+                continue  # a round that was cut short, gone on with
+            done = pairs.run(
+                [sides[i] for i in taking],
+                trial,
+                timeout_s=settings.timeout_s,
+                cache=settings.cache,
+                gpu=settings.gpu,
+                faults=settings.faults if fnmatch.fnmatch(trial.name, settings.faulty) else None,
+            )
+            for i, record in zip(taking, done, strict=True):
+                revisions[i].store.add(record)
+            told(done)
+        return planned
+
+
+def _planned(sides: Sequence[Side], settings: Settings) -> Planned:
+    for side in sides:
+        side.ask("plan", suite=settings.suite, only=settings.only, options=dict(settings.options))
+    answers = [side.answer() for side in sides]
+    cells = {}
+    for side, answer in zip(sides, answers, strict=True):
+        trials = [Trial.from_json(trial) for trial in answer["trials"]]
+        cells[side.name] = {recorded(trial).cell: trial for trial in reversed(trials)}
+    last = answers[-1]
+    rungs = [Trial.from_json(trial) for trial in last["trials"]]
+    baseline = next((recorded(trial).cell for trial in rungs if trial.cell == last["baseline"]), None)
+    return Planned(title=last["title"], baseline=baseline, cells=cells)
+
+
+def _plan(one: Revision, planned: Planned, settings: Settings, trials: Sequence[Trial]) -> Plan:
+    return Plan(
+        suite=settings.suite,
+        title=planned.title,
+        environment=one.environment,
+        trials=tuple(trial.to_json() for trial in trials),
+        baseline=planned.baseline,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

@@ -1,0 +1,215 @@
+"""The gate on two revisions: rounds of pairs, judged at looks fixed before any ratio is seen, until all is decided.
+
+DIR/gate.json, written last, says that a gate is done: a call with the same question goes on with what a killed one left
+in DIR/base and DIR/head, and else sets it aside.
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import te_bench
+from te_bench.experiments import checkouts, rounds
+from te_bench.experiments.rounds import Planned, Settings
+from te_bench.experiments.spec import Record
+from te_bench.experiments.store import Store
+from te_bench.reports import gate_output
+from te_bench.reports.compare_fail import Limit
+from te_bench.reports.gate import FEWEST, check_test
+from te_bench.reports.gate_records import ALPHA, MARGIN, Gate, compare
+from te_bench.reports.rows import TIMED
+
+SIDES = ("base", "head")
+QUESTION, ANSWER = "question.json", "gate.json"
+#: Pairs at which a gate is judged, if it gets so far; the last look is where its time ends. More would need a longer list:
+#: what each look may claim shrinks with their number.
+LOOKS = (6, 9, 13, 18, 25)
+SPARE = 1.15  # of the time of a round: rounds are not all alike
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What a live gate is asked."""
+
+    repository: Path | None  # None: both sides are this te_bench's own files, which is a self-test
+    base: str  # refs
+    head: str
+    device: str
+    suite: str = "quick"
+    only: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    margin: float = MARGIN
+    alpha: float = ALPHA
+    mde: float | None = None
+    budget_s: float | None = None
+    most: int = LOOKS[-1]  # rounds
+    limits: Sequence[Limit] = ()
+    timeout_s: float = 900.0
+    cache: Path | None = None
+    gpu: str | None = None
+    faults: Mapping[str, Mapping[str, Any]] | None = None
+    faulty: str = "*"
+
+
+def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Callable[[str], None]) -> Gate:
+    """Measure both revisions in rounds until every trial is decided, the last look is reached or the budget ends.
+
+    Keeps the records of each side in `directory`, as te-bench run would. Raises ValueError for revisions that are not there
+    or cannot be run, and for what `decide` refuses.
+    """
+    check_test(question.margin, question.alpha, question.mde)
+    started = time.monotonic()
+    commits = tuple(_commit(question.repository, ref) for ref in (question.base, question.head))
+    asked = _asked(question, commits)
+    known = _read(directory / QUESTION)
+    goes_on = not (directory / ANSWER).exists() and {**known, "looks": None} == {**asked, "looks": None}
+    looks = tuple(known.get("looks") or ()) if goes_on else ()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(checkouts.temporary())
+        stores = [stack.enter_context(Store(directory / name, fresh=not goes_on)) for name in SIDES]
+        if not goes_on:
+            (directory / ANSWER).unlink(missing_ok=True)
+            _write(directory / QUESTION, asked)
+        revisions = []
+        for name, commit, store in zip(SIDES, commits, stores, strict=True):
+            root = _files(question.repository, commit, folder / name)
+            revisions.append(rounds.revision(name, commit, root, store, machine))
+        settings = _settings(question, directory)
+        number, wanted = 0, None
+        while True:
+            begin = time.monotonic()
+            say(_round(number, wanted, looks))
+            planned = rounds.run(number, revisions, settings, wanted=_wanted(number, wanted), told=_told(say))
+            number += 1
+            took = time.monotonic() - begin
+            if number == 2 and not looks:
+                left = None if question.budget_s is None else question.budget_s - (time.monotonic() - started)
+                looks = looks_within(number, took * SPARE, left, question.most)
+                _write(directory / QUESTION, {**asked, "looks": looks})
+            gate = _judged(question, directory, commits, looks)
+            wanted = _undecided(gate, planned)
+            spent = time.monotonic() - started
+            late = question.budget_s is not None and number >= 2 and spent + took > question.budget_s
+            if not wanted or late or number >= question.most:
+                break
+    _write(directory / ANSWER, gate_output.to_json(gate))
+    return gate
+
+
+def _commit(repository: Path | None, ref: str) -> str:
+    return ref if repository is None else checkouts.commit_of(repository, ref)
+
+
+def _files(repository: Path | None, commit: str, folder: Path) -> Path:
+    """Where a revision's files are: checked out into `folder`, or where they are installed."""
+    if repository is None:
+        return Path(te_bench.__file__).resolve().parents[1]
+    checkouts.check_out(repository, commit, folder)
+    return folder
+
+
+def looks_within(done: int, round_s: float, left_s: float | None, most: int = LOOKS[-1]) -> tuple[int, ...]:
+    """The pairs at which to judge: those of LOOKS that the time left allows, and the last that it does.
+
+    Rounds get shorter as trials are decided, so this is the least that a gate will do. A gate without time for FEWEST
+    pairs is planned for so many, and ends undecided.
+    """
+    most = most if left_s is None else min(most, done + int(left_s / round_s))
+    most = max(most, FEWEST)
+    return (*(look for look in LOOKS if look < most - 1), most)
+
+
+def _asked(question: Question, commits: tuple[str, ...]) -> dict[str, Any]:
+    """What must be equal for a gate to be gone on with."""
+    names = ("device", "suite", "only", "margin", "alpha", "budget_s", "most", "faulty")
+    asked = {name: getattr(question, name) for name in names}
+    faults = {name: dict(fault) for name, fault in (question.faults or {}).items()}
+    return {**asked, "options": dict(question.options), "commits": list(commits), "faults": faults, "looks": None}
+
+
+def _settings(question: Question, directory: Path) -> Settings:
+    return Settings(
+        suite=question.suite,
+        only=question.only,
+        options={**question.options, "device": question.device},
+        device=question.device,
+        log=directory / "trials.log",
+        timeout_s=question.timeout_s,
+        cache=question.cache,
+        gpu=question.gpu,
+        faults=question.faults,
+        faulty=question.faulty,
+    )
+
+
+def _wanted(number: int, cells: Sequence[str] | None) -> Callable[[Planned], Mapping[str, Sequence[str]]]:
+    """Of the first round every trial, those that only the head has among them; later those that are to be decided."""
+
+    def wanted(planned: Planned) -> Mapping[str, Sequence[str]]:
+        if number == 0:
+            base, head = SIDES
+            return {base: planned.common, head: list(planned.cells[head])}
+        again = [cell for cell in planned.common if cells is None or cell in cells]
+        return {"base": again, "head": again}
+
+    return wanted
+
+
+def _judged(question: Question, directory: Path, commits: tuple[str, ...], looks: tuple[int, ...]) -> Gate:
+    base, head = (f"{ref} ({commit[:12]})" for ref, commit in zip((question.base, question.head), commits, strict=True))
+    return compare(
+        directory / SIDES[0],
+        directory / SIDES[1],
+        margin=question.margin,
+        alpha=question.alpha,
+        mde=question.mde,
+        allow_environment_change=True,  # one machine; an environment's own description may differ between revisions
+        limits=question.limits,
+        looks=looks or LOOKS,
+        names=(base, head),
+    )
+
+
+def _undecided(gate: Gate, planned: Planned) -> list[str]:
+    """The cells with a timed sample that is still to be decided."""
+    if gate.decision is None:
+        return []
+    more = {name.removesuffix(suffix) for name in gate.decision.more for suffix in TIMED.values()}
+    return [cell for cell in planned.common if gate.cells.get(cell) in more]
+
+
+def _round(number: int, cells: Sequence[str] | None, looks: tuple[int, ...]) -> str:
+    if cells is None:
+        return "round 1: every trial"
+    following = next((look for look in looks if look > number), None)
+    judged = f"; judged after {following}" if following else ""
+    return f"round {number + 1}: {len(cells)} {'trial' if len(cells) == 1 else 'trials'}{judged}"
+
+
+def _told(say: Callable[[str], None]) -> Callable[[Sequence[Record]], None]:
+    def told(records: Sequence[Record]) -> None:
+        for record in records:
+            if record.outcome not in ("ok", "unsupported"):
+                say(f"  {record.outcome}: {record.trial.name}: {record.reason}")
+
+    return told
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, default=list))
+    part.replace(path)

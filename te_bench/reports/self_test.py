@@ -1,0 +1,207 @@
+"""What a gate is worth on this machine: gates of the same code against itself, as it is and with a fault planted.
+
+Alarms on unchanged code, slow-downs found, a leak and a crash noticed. Each gate is a whole one, with processes of its own;
+its answer is a line of DIR/self-test.jsonl, so a long self-test is gone on with.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scipy.special import betaincinv
+
+from te_bench.experiments import checkouts, plan
+from te_bench.experiments.side import WARM_UP
+from te_bench.experiments.spec import Options
+from te_bench.reports import gate_live
+from te_bench.reports.gate_live import Question
+from te_bench.reports.gate_records import Gate
+from te_bench.reports.table import Table, Value, number, table_of, word
+
+ANSWERS = "self-test.jsonl"
+UNCHANGED = "unchanged"
+SLOWER = (0.01, 0.02, 0.05)
+LEAK = 2**25  # bytes a call
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """What is planted, and which exit code says that it was noticed."""
+
+    name: str
+    fault: Mapping[str, Any]
+    expected: int
+    rounds: int = gate_live.LOOKS[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """In how many gates of a condition there was an alarm, with the exact (Clopper-Pearson) 95 % interval."""
+
+    condition: Condition
+    gates: int
+    alarms: int  # exit code `expected`; of unchanged code, a 1
+    low: float
+    high: float
+    undecided: int  # exit code 3
+    longest_s: float
+    pairs: float  # a trial, on average
+
+
+def conditions(slower: Sequence[float]) -> list[Condition]:
+    """Unchanged code, each slow-down, a leak and a crash; the last two show in the first round."""
+    return [
+        Condition(name=UNCHANGED, fault={}, expected=1),
+        *(Condition(name=f"{100 * share:g} % slower", fault={"slower": share}, expected=1) for share in slower),
+        Condition(name="leak", fault={"leak": LEAK}, expected=1, rounds=1),
+        Condition(name="crash", fault={"crash": True}, expected=4, rounds=1),
+    ]
+
+
+def run(
+    question: Question,
+    directory: Path,
+    machine: dict[str, Any],
+    *,
+    gates: int,
+    slower: Sequence[float] = SLOWER,
+    say: Callable[[str], None],
+) -> list[Rate]:
+    """Run `gates` gates of each condition, a gate of each in turn; those that `directory` has count.
+
+    The fault is planted into one trial, the first that is timed. Raises ValueError for a suite that times none.
+    """
+    if gates < 1:
+        raise ValueError(f"--gates {gates}: give 1 or more")
+    question = replace(question, faulty=_victim(question))
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / ANSWERS
+    asked = conditions(slower)
+    known = _known(path, question)
+    for turn in range(gates):
+        for condition in asked:
+            if sum(answer["condition"] == condition.name for answer in known) > turn:
+                continue
+            say(f"gate {turn + 1} of {gates}, {condition.name}")
+            began = time.monotonic()
+            with checkouts.temporary() as folder:
+                gate = gate_live.run(_planted(question, condition), folder, machine, say=lambda line: None)
+            answer = {**_answer(gate, condition), "seconds": time.monotonic() - began, "asked": _asked(question)}
+            known.append(answer)
+            _append(path, answer)
+            say(f"  exit code {gate.exit_code} after {answer['seconds']:.0f} s")
+    return [rate(condition, [a for a in known if a["condition"] == condition.name]) for condition in asked]
+
+
+def _planted(question: Question, condition: Condition) -> Question:
+    faults = {"head": condition.fault} if condition.fault else None
+    only = question.faulty if condition.rounds == 1 else question.only
+    return replace(question, faults=faults, only=only, most=condition.rounds)
+
+
+def _victim(question: Question) -> str:
+    """A glob of the first timed trial's name, whatever its seed."""
+    options = Options(**{**question.options, "device": question.device})
+    found = [t for t in plan.resolve(question.suite, options, only=question.only).trials if t.protocol in WARM_UP]
+    if not found:
+        raise ValueError(f"the suite {question.suite} times no trial: choose another for a self-test")
+    return found[0].name.rpartition("/")[0] + "/s*"
+
+
+def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
+    judged = gate.decision.trials if gate.decision else {}
+    return {
+        "condition": condition.name,
+        "exit_code": gate.exit_code,
+        "findings": [f"{finding.kind}: {finding.name}" for finding in gate.findings if finding.code],
+        "trials": {
+            name: {"verdict": one.verdict, "ratio": one.ratio, "pairs": one.pairs} for name, one in judged.items()
+        },
+    }
+
+
+def _asked(question: Question) -> dict[str, Any]:
+    """What answers must share to be counted together."""
+    names = ("device", "suite", "only", "margin", "alpha", "budget_s", "faulty")
+    return {name: getattr(question, name) for name in names}
+
+
+def _known(path: Path, question: Question) -> list[dict[str, Any]]:
+    """The answers of a self-test that was cut short; a line that a kill tore counts as none."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            continue
+        if answer.get("asked") == _asked(question):
+            found.append(answer)
+    return found
+
+
+def _append(path: Path, answer: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        if file.tell() and not path.read_bytes().endswith(b"\n"):  # a line that a kill tore
+            file.write("\n")
+        file.write(json.dumps(answer) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def rate(condition: Condition, answers: Sequence[Mapping[str, Any]]) -> Rate:
+    """How often a condition raised the alarm."""
+    alarms, n = sum(answer["exit_code"] == condition.expected for answer in answers), len(answers)
+    low, high = interval(alarms, n)
+    pairs = [trial["pairs"] for answer in answers for trial in answer["trials"].values()]
+    return Rate(
+        condition=condition,
+        gates=n,
+        alarms=alarms,
+        low=low,
+        high=high,
+        undecided=sum(answer["exit_code"] == 3 for answer in answers),
+        longest_s=max((answer["seconds"] for answer in answers), default=0.0),
+        pairs=sum(pairs) / len(pairs) if pairs else 0.0,
+    )
+
+
+def interval(k: int, n: int) -> tuple[float, float]:
+    """Clopper & Pearson 1934 (Biometrika 26:404): the exact 95 % interval of a share of which k of n were seen."""
+    tail = (1 - CONFIDENCE) / 2
+    low = float(betaincinv(k, n - k + 1, tail)) if k else 0.0
+    high = float(betaincinv(k + 1, n - k, 1 - tail)) if k < n else 1.0
+    return low, high
+
+
+def passed(rates: Sequence[Rate], alpha: float) -> bool:
+    """Whether every leak and crash was noticed, and unchanged code raises no more alarms than alpha allows for certain."""
+    noticed = all(one.alarms == one.gates for one in rates if one.condition.rounds == 1)
+    return noticed and all(one.low <= alpha for one in rates if not one.condition.fault)
+
+
+def table(rates: Sequence[Rate]) -> Table:
+    """A row a condition."""
+    rows = [
+        (
+            word(one.condition.name),
+            Value(text=f"{one.alarms} of {one.gates}", sort=one.alarms),
+            word(f"{100 * one.low:.0f} to {100 * one.high:.0f} %"),
+            Value(text=f"{one.undecided}", sort=one.undecided),
+            number(one.pairs, lambda pairs: f"{pairs or 0:.1f}"),
+            number(one.longest_s, lambda seconds: f"{seconds or 0:.0f}"),
+        )
+        for one in rates
+    ]
+    note = (
+        "Alarms: gates with exit code 1, of a crash 4; of unchanged code they are false. Interval: exact, 95 %. Undecided: "
+        "exit code 3. Pairs: a trial, on average."
+    )
+    columns = ("Planted", "Alarms", "Interval", "Undecided", "Pairs", "Longest, s")
+    found = table_of("self-test", "Self-test", columns, rows, note)
+    assert found is not None  # there are conditions
+    return found
