@@ -39,8 +39,12 @@ _ONE_THREAD = {
 _RESULT = frozenset({"outcome", "reason", "work_s", "check", "work", "samples", "kernels", "device_state"})
 
 
+class Unrunnable(Exception):
+    """A revision that cannot be imported or planned, or whose process does not answer; the message says why."""
+
+
 class Side:
-    """The process that forks one revision's trials, until it is closed. Raises ValueError when it cannot start."""
+    """The process that forks one revision's trials, until it is closed."""
 
     def __init__(self, name: str, root: Path, log: Path, *, device: str):
         self.name, self.environment = name, ""
@@ -57,25 +61,25 @@ class Side:
         self.lines = side.Lines(ours)
 
     def started(self, root: Path) -> None:
-        """Wait for its imports. Raises ValueError when they fail, or are another te_bench's."""
+        """Wait for its imports. Raises Unrunnable when they fail, or are another te_bench's."""
         package = Path(self.answer())
         if not package.is_relative_to(root):
-            raise ValueError(f"{self.name}: te_bench was imported from {package}, not from the revision's files")
+            raise Unrunnable(f"{self.name}: te_bench was imported from {package}, not from the revision's files")
 
     def ask(self, what: str, **message: Any) -> None:
         """Ask for a "plan", to which `answer` is the answer: both sides work on theirs at the same time."""
         self.lines.send(ask=what, **message)
 
     def answer(self) -> Any:
-        """What it was asked for. Raises ValueError when the revision cannot tell."""
+        """What it was asked for. Raises Unrunnable when the revision cannot tell."""
         try:
             found = self.lines.receive(START_S)
         except EOFError:
-            raise ValueError(f"{self.name}: its process ended while it was asked") from None
+            raise Unrunnable(f"{self.name}: its process ended while it was asked") from None
         except TimeoutError:
-            raise ValueError(f"{self.name}: no answer within {START_S:g} s") from None
+            raise Unrunnable(f"{self.name}: no answer within {START_S:g} s") from None
         if "error" in found:
-            raise ValueError(f"{self.name}: {found['error']}")
+            raise Unrunnable(f"{self.name}: {found['error']}")
         return found["answer"]
 
     def close(self) -> None:
@@ -100,7 +104,8 @@ class _Running:
     trial: Trial
     started: float  # perf_counter
     started_at: str
-    deadline: float  # monotonic
+    limit_s: float  # for any one answer: time that the other side takes is not this one's
+    deadline: float = 0.0  # monotonic
     pid: int | None = None
     ready: bool = False  # to be timed
     ended: bool = False
@@ -132,6 +137,7 @@ class _Running:
         self.say(over=True)
 
     def say(self, **message: Any) -> None:
+        self.deadline = time.monotonic() + self.limit_s
         with contextlib.suppress(OSError):  # it is gone, which the next message will tell
             self.side.lines.send(**message)
 
@@ -163,10 +169,10 @@ class _Running:
             how = message["ended"] or "without a result"
             self.result = self.result or {"outcome": "crashed", "reason": f"the process ended: {how}"}
 
-    def record(self, timeout_s: float) -> Record:
+    def record(self) -> Record:
         result = {name: value for name, value in self.result.items() if name in _RESULT}
         if result["outcome"] == "timeout":
-            result["reason"] = f"stopped after {timeout_s:g} s (--timeout)"
+            result["reason"] = f"stopped after {self.limit_s:g} s (--timeout)"
         state = dict(result.get("device_state") or {})
         if self.throttle:
             state["throttle_reasons"] = self.throttle | int(state.get("throttle_reasons") or 0)
@@ -202,7 +208,7 @@ def run(
     running = []
     for server in sides:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        running.append(_Running(server, trial, time.perf_counter(), now, time.monotonic() + timeout_s))
+        running.append(_Running(server, trial, time.perf_counter(), now, timeout_s))
         fault = (faults or {}).get(server.name)
         running[-1].say(
             ask="trial", trial=trial.to_json(), cache=str(cache) if cache else None, gpu=gpu, fault=dict(fault or {})
@@ -211,7 +217,7 @@ def run(
         for one in running:
             one.wait()
         _take_turns([one for one in running if one.ready])
-    return [one.record(timeout_s) for one in running]
+    return [one.record() for one in running]
 
 
 def _take_turns(ready: Sequence[_Running]) -> None:

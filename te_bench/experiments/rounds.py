@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.experiments import environment, pairs
-from te_bench.experiments.pairs import Side, recorded
+from te_bench.experiments.pairs import Side, Unrunnable, recorded
 from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import Plan, Store
 
@@ -66,10 +66,13 @@ class Planned:
 
 
 def revision(name: str, commit: str, root: Path, store: Store, machine: dict[str, Any]) -> Revision:
-    """The revision with the environment of its code on this machine, which its store now knows."""
+    """The revision with the environment of its code on this machine, which its store now knows.
+
+    Raises pairs.Unrunnable where there is no te_bench among its files.
+    """
     package = root / "te_bench"
     if not (package / "experiments").is_dir():
-        raise ValueError(f"{name} {commit[:12]} has no te_bench package at its root: it is no revision of te-bench")
+        raise Unrunnable(f"{name}: {commit[:12]} has no te_bench package at its root: it is no revision of te-bench")
     found = environment.of_revision(machine, package, commit)
     store.add_environment(found)
     return Revision(name=name, commit=commit, root=root, store=store, machine=found)
@@ -99,7 +102,7 @@ def run(
 ) -> Planned:
     """Run round `number` and keep its records. wanted(planned): the cells to run on each side, by the side's name.
 
-    Raises ValueError when a revision cannot be imported or planned.
+    Raises pairs.Unrunnable when a revision cannot be imported or planned.
     """
     with _started(revisions, settings) as sides:
         planned = _planned(sides, settings)

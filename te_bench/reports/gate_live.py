@@ -15,13 +15,15 @@ from typing import Any
 
 import te_bench
 from te_bench.experiments import checkouts, rounds
-from te_bench.experiments.rounds import Planned, Settings
+from te_bench.experiments.pairs import Unrunnable
+from te_bench.experiments.rounds import Planned, Revision, Settings
 from te_bench.experiments.spec import Record
 from te_bench.experiments.store import Store
 from te_bench.reports import gate_output
+from te_bench.reports.cogates import Finding, Kind
 from te_bench.reports.compare_fail import Limit
 from te_bench.reports.gate import FEWEST, check_test
-from te_bench.reports.gate_records import ALPHA, MARGIN, Gate, compare
+from te_bench.reports.gate_records import ALPHA, INCOMPLETE, MARGIN, Gate, compare
 from te_bench.reports.rows import TIMED
 
 SIDES = ("base", "head")
@@ -47,7 +49,7 @@ class Question:
     alpha: float = ALPHA
     mde: float | None = None
     budget_s: float | None = None
-    most: int = LOOKS[-1]  # rounds
+    most: int | None = None  # rounds; None: to the last of LOOKS
     limits: Sequence[Limit] = ()
     timeout_s: float = 900.0
     cache: Path | None = None
@@ -59,8 +61,8 @@ class Question:
 def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Callable[[str], None]) -> Gate:
     """Measure both revisions in rounds until every trial is decided, the last look is reached or the budget ends.
 
-    Keeps the records of each side in `directory`, as te-bench run would. Raises ValueError for revisions that are not there
-    or cannot be run, and for what `decide` refuses.
+    Keeps the records of each side in `directory`, as te-bench run would. A revision that cannot be run is a failed one.
+    Raises ValueError for revisions that are not there, and for what `decide` refuses.
     """
     check_test(question.margin, question.alpha, question.mde)
     started = time.monotonic()
@@ -68,37 +70,67 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
     asked = _asked(question, commits)
     known = _read(directory / QUESTION)
     goes_on = not (directory / ANSWER).exists() and {**known, "looks": None} == {**asked, "looks": None}
-    looks = tuple(known.get("looks") or ()) if goes_on else ()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(checkouts.temporary())
         stores = [stack.enter_context(Store(directory / name, fresh=not goes_on)) for name in SIDES]
         if not goes_on:
+            known = asked
             (directory / ANSWER).unlink(missing_ok=True)
             _write(directory / QUESTION, asked)
-        revisions = []
-        for name, commit, store in zip(SIDES, commits, stores, strict=True):
-            root = _files(question.repository, commit, folder / name)
-            revisions.append(rounds.revision(name, commit, root, store, machine))
-        settings = _settings(question, directory)
-        number, wanted = 0, None
-        while True:
-            begin = time.monotonic()
-            say(_round(number, wanted, looks))
-            planned = rounds.run(number, revisions, settings, wanted=_wanted(number, wanted), told=_told(say))
-            number += 1
-            took = time.monotonic() - begin
-            if number == 2 and not looks:
-                left = None if question.budget_s is None else question.budget_s - (time.monotonic() - started)
-                looks = looks_within(number, took * SPARE, left, question.most)
-                _write(directory / QUESTION, {**asked, "looks": looks})
-            gate = _judged(question, directory, commits, looks)
-            wanted = _undecided(gate, planned)
-            spent = time.monotonic() - started
-            late = question.budget_s is not None and number >= 2 and spent + took > question.budget_s
-            if not wanted or late or number >= question.most:
-                break
+        try:
+            revisions = []
+            for name, commit, store in zip(SIDES, commits, stores, strict=True):
+                root = _files(question.repository, commit, folder / name)
+                revisions.append(rounds.revision(name, commit, root, store, machine))
+            gate = _rounds(question, directory, revisions, known, started, say)
+        except Unrunnable as error:
+            gate = _failed(question, commits, str(error))
     _write(directory / ANSWER, gate_output.to_json(gate))
     return gate
+
+
+def _rounds(
+    question: Question,
+    directory: Path,
+    revisions: Sequence[Revision],
+    known: Mapping[str, Any],
+    started: float,
+    say: Callable[[str], None],
+) -> Gate:
+    settings = _settings(question, directory)
+    commits = tuple(one.commit for one in revisions)
+    looks = tuple(known["looks"] or ())
+    number, wanted = 0, None
+    while True:
+        begin = time.monotonic()
+        say(_round(number, wanted, looks))
+        planned = rounds.run(number, revisions, settings, wanted=_wanted(number, wanted), told=_told(say))
+        number += 1
+        took = time.monotonic() - begin
+        if number == 2 and not looks:
+            left = None if question.budget_s is None else question.budget_s - (time.monotonic() - started)
+            looks = looks_within(number, took * SPARE, left, question.most)
+            _write(directory / QUESTION, {**known, "looks": looks})
+        gate = _judged(question, directory, commits, looks)
+        wanted = _undecided(gate, planned)
+        spent = time.monotonic() - started
+        late = question.budget_s is not None and number >= 2 and spent + took > question.budget_s
+        if not wanted or late or number == question.most:
+            return gate
+
+
+def _failed(question: Question, commits: tuple[str, ...], why: str) -> Gate:
+    """The gate of revisions of which one cannot be run."""
+    base, head = _called(question, commits)
+    finding = Finding(name=question.suite, kind=Kind.FAILED, code=INCOMPLETE, message=why)
+    return Gate(
+        baseline=base,
+        candidate=head,
+        margin=question.margin,
+        alpha=question.alpha,
+        decision=None,
+        findings=(finding,),
+    )
 
 
 def _commit(repository: Path | None, ref: str) -> str:
@@ -113,14 +145,14 @@ def _files(repository: Path | None, commit: str, folder: Path) -> Path:
     return folder
 
 
-def looks_within(done: int, round_s: float, left_s: float | None, most: int = LOOKS[-1]) -> tuple[int, ...]:
+def looks_within(done: int, round_s: float, left_s: float | None, most: int | None = None) -> tuple[int, ...]:
     """The pairs at which to judge: those of LOOKS that the time left allows, and the last that it does.
 
     Rounds get shorter as trials are decided, so this is the least that a gate will do. A gate without time for FEWEST
     pairs is planned for so many, and ends undecided.
     """
-    most = most if left_s is None else min(most, done + int(left_s / round_s))
-    most = max(most, FEWEST)
+    most = LOOKS[-1] if most is None else most
+    most = max(most if left_s is None else min(most, done + int(left_s / round_s)), FEWEST)
     return (*(look for look in LOOKS if look < most - 1), most)
 
 
@@ -161,7 +193,6 @@ def _wanted(number: int, cells: Sequence[str] | None) -> Callable[[Planned], Map
 
 
 def _judged(question: Question, directory: Path, commits: tuple[str, ...], looks: tuple[int, ...]) -> Gate:
-    base, head = (f"{ref} ({commit[:12]})" for ref, commit in zip((question.base, question.head), commits, strict=True))
     return compare(
         directory / SIDES[0],
         directory / SIDES[1],
@@ -171,8 +202,14 @@ def _judged(question: Question, directory: Path, commits: tuple[str, ...], looks
         allow_environment_change=True,  # one machine; an environment's own description may differ between revisions
         limits=question.limits,
         looks=looks or LOOKS,
-        names=(base, head),
+        names=_called(question, commits),
     )
+
+
+def _called(question: Question, commits: tuple[str, ...]) -> tuple[str, str]:
+    refs = zip((question.base, question.head), commits, strict=True)
+    base, head = (ref if commit.startswith(ref) else f"{ref} ({commit[:12]})" for ref, commit in refs)
+    return base, head
 
 
 def _undecided(gate: Gate, planned: Planned) -> list[str]:

@@ -36,7 +36,7 @@ class Condition:
     name: str
     fault: Mapping[str, Any]
     expected: int
-    rounds: int = gate_live.LOOKS[-1]
+    rounds: int | None = None  # None: as many as it takes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
