@@ -25,8 +25,8 @@ from te_bench.experiments import side
 from te_bench.experiments.spec import Record, Trial
 
 PROTOCOL = "turns"
-MOST_TURNS, FEWEST_TURNS = 20, 6  # of each side and timed call
-TURN_S, TIMED_S = 0.03, 1.2  # a turn lasts the first or one call; a side's turns the second, within the numbers above
+MOST_TURNS, FEWEST_TURNS = 12, 6  # of each side and timed call
+TURN_S, TIMED_S = 0.03, 0.6  # a turn lasts the first or one call; a side's turns the second, within the numbers above
 PAUSE_S = 0.002  # before a turn: threads of the other side may spin for so long after its last
 START_S = 300.0  # for the imports of a revision
 _KILLED_S = 10.0  # a killed process has ended by then

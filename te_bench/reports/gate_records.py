@@ -53,6 +53,7 @@ class Gate:
     mismatch: tuple[str, ...] = ()  # how the environments differ
     allowed: bool = False  # to differ
     compared: int = 0  # pairs of records that ended ok
+    ratios: Mapping[str, Sequence[float | None]] = dataclasses.field(default_factory=dict)  # as `decide` took them
     cells: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {cell: what its trials are called here}
     notes: tuple[str, ...] = ()
 
@@ -114,6 +115,7 @@ def compare(
         mismatch=differs,
         allowed=allow_environment_change,
         compared=sum(len(match.pairs) for match in matches),
+        ratios=ratios,
         cells={cell.id: match.name for match in matches for cell in (match.baseline, match.candidate) if cell},
         notes=_notes(results, sides, matches),
     )

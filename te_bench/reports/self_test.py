@@ -101,7 +101,7 @@ def run(
 def _planted(question: Question, condition: Condition) -> Question:
     faults = {"head": condition.fault} if condition.fault else None
     only = question.faulty if condition.rounds == 1 else question.only
-    return replace(question, faults=faults, only=only, most=condition.rounds)
+    return replace(question, faults=faults, only=only, most=condition.rounds, whole=True)
 
 
 def _victim(question: Question) -> str:
@@ -120,7 +120,8 @@ def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
         "exit_code": gate.exit_code,
         "findings": [f"{finding.kind}: {finding.name}" for finding in gate.findings if finding.code],
         "trials": {
-            name: {"verdict": one.verdict, "ratio": one.ratio, "pairs": one.pairs} for name, one in judged.items()
+            name: {"verdict": one.verdict, "ratio": one.ratio, "pairs": one.pairs, "ratios": list(gate.ratios[name])}
+            for name, one in judged.items()
         },
     }
 
