@@ -11,7 +11,7 @@ scales in every GEMM as long as each backward pass is followed by the next forwa
 
 import contextlib
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -33,11 +33,11 @@ class Region:
     group: Any = None
     numerics: bool = False  # count saturation, underflow and non-finite elements
     scales: "Scales | None" = None  # of an activation checkpoint
+    #: Whether modules must look further than their recipe and state; they ask at every call.
+    unusual: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def unusual(self) -> bool:
-        """Whether modules must look further than their recipe and state."""
-        return self.numerics or self.calibrating or self.scales is not None
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unusual", self.numerics or self.calibrating or self.scales is not None)
 
 
 class Scales:

@@ -112,6 +112,23 @@ def binder(kernel: Any) -> Any:
     return create_function_from_signature(jit.signature, jit.params, HOPPER)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_allocator_makes_what_it_is_asked_for(device: str) -> None:
+    empty = _launch.allocator(torch.empty(0, device=device).get_device())
+    for shape, strides, dtype in (((3, 4), (1, 3), E4M3), ((), (), FP32), ((2,), (4,), torch.int64)):
+        made = empty(shape, strides, dtype)
+        assert (made.shape, made.stride(), made.dtype, made.device.type) == (shape, strides, dtype, device)
+
+
+def test_an_allocator_is_of_the_tensor_s_device_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(torch, "empty_strided", lambda *given, **more: asked.append((given, more)))
+    assert _launch.allocator(1) is torch._C._dynamo.guards._empty_strided_cuda
+    _launch.allocator(0)((2, 3), (3, 1), BF16)
+    assert asked == [(((2, 3), (3, 1)), {"dtype": BF16, "device": 0})]
+
+
 class Recorder:
     """In launch's place: asserts that what Triton would compile apart never goes by the same key."""
 

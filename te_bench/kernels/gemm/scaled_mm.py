@@ -91,7 +91,7 @@ def _multiply(
     added = None
     if fused and bias is not None:
         added = bias if bias.dtype is out_dtype else bias.to(out_dtype)
-    out = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, added, None, out_dtype, fast_accum)
+    out = torch._scaled_mm(a, b.mT, a_scale_inv, b_scale_inv, added, None, out_dtype, fast_accum)
     return out if fused or bias is None else out.add_(bias)
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels._epilogue import FP8, empty_pair, magnitude, publish, tally, to_fp8
-from te_bench.kernels._launch import launch, rows_contiguous
+from te_bench.kernels._launch import allocator, launch, rows_contiguous
 from te_bench.kernels.quantize import Quantized
 
 # Tile of the casts: 64 columns are 128 bytes of bf16 read, 128 rows 128 bytes of the transposed layout written.
@@ -230,10 +230,12 @@ def pair(
         stride, w_stride = x.stride(0), w.stride(0)
     m, k = x.shape
     n = w.shape[0]
-    data, w_data = x.new_empty(m, k, dtype=dtype), w.new_empty(n, k, dtype=dtype)
-    data_t = x.new_empty(k, m, dtype=dtype) if columnwise else None
-    w_data_t = w.new_empty(k, n, dtype=dtype) if w_columnwise else None
-    scale_inv, w_scale_inv = scale.new_empty_strided((2,), (4,)).unbind()  # 16 bytes apart, as cuBLASLt wants them
+    device = x.get_device()
+    empty = allocator(device)
+    data, w_data = empty((m, k), (k, 1), dtype), empty((n, k), (k, 1), dtype)
+    data_t = empty((k, m), (m, 1), dtype) if columnwise else None
+    w_data_t = empty((k, n), (n, 1), dtype) if w_columnwise else None
+    scale_inv, w_scale_inv = empty((), (), torch.float32), empty((), (), torch.float32)
     args = (
         x, scale, data, data_t, scale_inv, amax, w, w_scale, w_data, w_data_t, w_scale_inv, w_amax,
         stride, m, w_stride, n, k,
@@ -243,7 +245,7 @@ def pair(
         dtype, amax is None, w_amax is None, columnwise, w_columnwise,
     )  # fmt: skip
     grid = (-(-m // ROWS) + -(-n // ROWS)) * -(-k // COLUMNS)
-    launch(_pair_kernel, grid, key, x.get_device(), args, PAIR[dtype])
+    launch(_pair_kernel, grid, key, device, args, PAIR[dtype])
     return (
         Quantized(data, scale_inv, data_t, scale_inv if columnwise else None),
         Quantized(w_data, w_scale_inv, w_data_t, w_scale_inv if w_columnwise else None),

@@ -115,12 +115,13 @@ class Fp8Module(nn.Module):
         recipe = region.recipe
         assert recipe is not None
         if not region.unusual and not torch.compiler.is_compiling():
-            key = gemm, torch.is_grad_enabled()
-            views, usual = self._usual.get(key, (None, None))
-            if usual is None or usual.recipe is not recipe or (self._state and self._state.views is not views):
-                self._prepare()
-                usual = Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
-                self._usual[key] = self._state and self._state.views, usual
+            key, state = (gemm, torch.is_grad_enabled()), self._state
+            known = self._usual.get(key)
+            if known is not None and known[1].recipe is recipe and (state is None or state.views is known[0]):
+                return known[1]
+            self._prepare()
+            usual = Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
+            self._usual[key] = self._state and self._state.views, usual
             return usual
         self._prepare()
         if self._state is None and not region.numerics:

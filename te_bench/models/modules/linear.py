@@ -23,7 +23,7 @@ from te_bench.models.modules._module import (
 
 
 class _Linear(torch.autograd.Function):
-    """x (M, K), weight (N, K), bias (N,) -> (M, N). What is kept for the backward pass is one byte an element."""
+    """x (M, K), weight (N, K), bias (N,) -> (M, N) of x's dtype. The backward pass keeps one byte an element."""
 
     @staticmethod
     def forward(
@@ -33,20 +33,22 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         gemms: Gemms,
         w: Quantized | None,
-        dtype: torch.dtype,
         training: bool,
     ) -> Tensor:
         """`training`: whether gradients are recorded, which a Function's own forward cannot ask."""
-        need_dx, need_dw = (training and needed for needed in ctx.needs_input_grad[:2])
+        needed = ctx.needs_input_grad
+        need_dx, need_dw = training and needed[0], training and needed[1]
         if w is None:
             recipe, x_slot, w_slot, _ = gemms
             q, w = recipe.quantize_pair(x, x_slot, weight, w_slot, x_columnwise=need_dw, w_columnwise=need_dx)
         else:
             q = gemms.quantize(x, "input", rowwise=True, columnwise=need_dw)
-        kept_w = (w.data_t, w.scale_inv_t) if need_dx else (None, None)
-        ctx.save_for_backward(q.data_t, q.scale_inv_t, *kept_w)
+        if need_dx:
+            ctx.save_for_backward(q.data_t, q.scale_inv_t, w.data_t, w.scale_inv_t)
+        else:
+            ctx.save_for_backward(q.data_t, q.scale_inv_t, None, None)
         ctx.gemms, ctx.dtypes = gemms, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return gemms.fprop(q, w, dtype, bias)
+        return gemms.fprop(q, w, x.dtype, bias)
 
     @staticmethod
     @once_differentiable
@@ -55,7 +57,7 @@ class _Linear(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         gemms, (x_dtype, w_dtype, b_dtype) = ctx.gemms, ctx.dtypes
         dx, dw, db = linear_backward(gemms, dy, x_t, x_inv, w_t, w_inv, (need_dx, need_dw, need_db), x_dtype, w_dtype)
-        return dx, dw, None if db is None else db.to(b_dtype), None, None, None, None
+        return dx, dw, None if db is None else db.to(b_dtype), None, None, None
 
 
 # What torch.autograd.Function.apply comes to where no functorch transform is active, without asking each argument whether it
@@ -63,10 +65,11 @@ class _Linear(torch.autograd.Function):
 _apply_eagerly: Callable[..., Tensor] = super(torch.autograd.Function, _Linear).apply
 
 
-def _apply(*args: Any) -> Tensor:
+def _apply() -> Callable[..., Tensor]:
+    """_Linear.apply, or what does the same sooner."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return _Linear.apply(*args)
-    return _apply_eagerly(*args)
+        return _Linear.apply
+    return _apply_eagerly
 
 
 def linear_backward(
@@ -136,6 +139,12 @@ class Parts:
             if getattr(module, bias) is not None:
                 nn.init.zeros_(getattr(module, bias))
 
+    def both(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+        own = module._parameters
+        if "weight" in own and "bias" in own:
+            return own["weight"], own["bias"]  # type: ignore[return-value]
+        return self.weight(module), self.bias(module)
+
     def weight(self, module: nn.Module) -> Tensor:
         if len(self.weights) == 1:
             return _parameter(module, self.weights[0])  # type: ignore[return-value]
@@ -193,7 +202,7 @@ class Linear(Fp8Module):
         """y, or (y, bias) with return_bias. is_first_microbatch: None casts the weight, True keeps it, False reuses it."""
         if others:
             reject_absent("Linear.forward", others)
-        weight, bias = self.parts.weight(self), self.parts.bias(self)
+        weight, bias = self.parts.both(self)
         self.check_input(x, self.in_features, weight)
         dtype = compute_dtype(x)
         added = None if self.return_bias or bias is None else bias
@@ -207,7 +216,7 @@ class Linear(Fp8Module):
             gemms, w = self.gemms(), None
             if is_first_microbatch is not None:
                 w = self.quantized_weight(gemms, weight, 0, is_first_microbatch, columnwise=True)
-            y = _apply(flatten(x, dtype), weight, added, gemms, w, dtype, torch.is_grad_enabled())
+            y = _apply()(flatten(x, dtype), weight, added, gemms, w, torch.is_grad_enabled())
             y = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         return (y, bias) if self.return_bias else y
 

@@ -28,6 +28,9 @@ class Format(Enum):
     E5M2 = ("e5m2", "e5m2")
     HYBRID = ("e4m3", "e5m2")
 
+    def __init__(self, forward: str, backward: str) -> None:
+        self.forward, self.backward = DTYPES[forward], DTYPES[backward]
+
 
 class Slot(NamedTuple):
     """What a module keeps for one of its tensors: delayed scaling's state, and the counters of te.record_numerics."""
@@ -70,8 +73,7 @@ class Recipe:
 
     def dtype(self, role: str) -> torch.dtype:
         """The FP8 format of a role."""
-        forward, backward = self.fp8_format.value
-        return DTYPES[backward if role == "grad_output" else forward]
+        return self.fp8_format.backward if role == "grad_output" else self.fp8_format.forward
 
     def quantize(
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None

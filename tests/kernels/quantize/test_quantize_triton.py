@@ -179,6 +179,7 @@ def test_captured_in_a_graph_it_follows_its_inputs() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_host_time_of_a_call() -> None:
     """Less than a third of the 60 us that a whole Linear may cost."""
     x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)

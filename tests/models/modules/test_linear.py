@@ -296,7 +296,34 @@ def test_losses_of_in_place_changes_are_loud() -> None:
     assert torch.equal(expected, changed)
 
 
+def test_every_call_looks_anew_at_what_its_region_asks_for() -> None:
+    """What a module found at its last call is no answer under numerics or calibration, nor after them."""
+    layer, x = te.Linear(16, 16, device="cpu"), 1e4 * torch.randn(4, 16)
+
+    def gathered(**options: Any) -> float:
+        with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=4), **options):
+            layer(x)
+            amax: float = layer._state.slot("input", 0)[1].item()
+        return amax
+
+    assert gathered() == x.abs().max()
+    assert "saturated" not in te.numerics(layer)[""]["input"]
+    layer._state.forward.scale.fill_(1.0)
+    with te.record_numerics():
+        gathered()
+    counted = te.numerics(layer)[""]["input"]["saturated"]
+    assert counted > 0
+    layer._state.forward.scale.fill_(1.0)
+    gathered()
+    assert te.numerics(layer)[""]["input"]["saturated"] == counted
+    with torch.no_grad():
+        assert gathered() == 0  # an evaluation
+        assert gathered(enabled=False, calibrating=True) == x.abs().max()
+        assert gathered() == 0
+
+
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_host_time_of_a_call() -> None:
     """In a stream of calls under DelayedScaling one costs the host at most 60 us where nn.Linear's costs 14.
 
