@@ -1,0 +1,87 @@
+"""AdamW rivals, one file each: every parameter of a model in one step, with the copies that the next forward reads.
+
+Loshchilov, Hutter, arXiv:1711.05101, in torch.optim.AdamW(fused=True)'s order, all float32, t counting from 1:
+g = grad * multiplier; m += (1 - beta1) (g - m); v = beta2 v + (1 - beta2) g^2;
+w = (1 - rate * weight_decay) w - rate / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from te_bench import plugins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Parameter:
+    """One parameter with its state, and where a step leaves what is made of the new weight. All contiguous.
+
+    weight, the master, grad, exp_avg and exp_avg_sq: float32, of one shape. bf16: the weight in bfloat16. data (M, N) and
+    data_t (N, M), either or both: the FP8 of that bfloat16, fp8(bf16(weight) * scale), of a 2-D weight, by the rules of
+    te_bench.kernels.quantize; scale, () float32, comes with them. scale_inv, () float32, becomes 1 / scale; amax, ()
+    float32, becomes max(amax, max |bf16(weight)|), NaN above everything.
+    """
+
+    weight: Any
+    grad: Any
+    exp_avg: Any
+    exp_avg_sq: Any
+    weight_decay: float = 0.0
+    bf16: Any = None
+    data: Any = None
+    data_t: Any = None
+    scale: Any = None
+    scale_inv: Any = None
+    amax: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Table:
+    """The parameters of a step on their device; a backend that launches kernels adds what these look up.
+
+    It holds addresses: whoever lets a tensor go for another builds another table. A gradient stays where it is under
+    zero_grad(set_to_none=False), and inside a captured CUDA graph, whose buffers never move; set_to_none=True moves it.
+    """
+
+    parameters: tuple[Parameter, ...]
+    target: Any = None  # torch.float8_e4m3fn or torch.float8_e5m2, the same for all; None where none is cast to FP8
+    rows: Any = None  # (parameters, fields) int64
+    tiles: Any = None  # (programs, 2) int32: a row, and which of its tiles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    device: str  # "cpu", "cuda"
+    capability: tuple[int, int] | None
+    fp8: bool  # data or data_t is wanted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """One rival. Nothing waits for the device, and a captured CUDA graph follows rate, step, multiplier and the scales.
+
+    table(parameters) -> Table: built before a capture, for it copies addresses to the device. ValueError for what does
+    not fit. An empty parameter is legal and nothing of it changes.
+    step(table, *, rate, step, betas, eps, multiplier=None) -> None: in place. rate, step and multiplier, () float32 on
+    the device: the learning rate, which update this is (1 for the first), and what gradients are multiplied by.
+    Gradients are only read. ValueError for betas outside [0, 1), a negative eps, and other tensors than these.
+    norm(table, max_norm) -> norm, multiplier, () float32: the norm of all gradients together, and
+    min(1, max_norm / (norm + 1e-6)), NaN where the norm is, as torch.nn.utils.clip_grad_norm_ defines it. The same bits
+    in every run. ValueError unless max_norm is positive.
+    """
+
+    table: Callable[..., Table]
+    step: Callable[..., None]
+    norm: Callable[..., tuple[Any, Any]]
+    unsupported: Callable[[Problem], str | None]
+
+
+def names() -> list[str]:
+    return plugins.names(__name__)
+
+
+def load(name: str) -> Backend:
+    """The backend in NAME.py. Raises ValueError for an unknown name."""
+    backend = plugins.load(__name__, name, "BACKEND")
+    assert isinstance(backend, Backend)
+    return backend

@@ -1,0 +1,64 @@
+"""Linear cross-entropy rivals, one file each: mean_i CE(x_i W^T, t_i) over a padded vocabulary, differentiable by autograd.
+
+Of W's Vp rows the first `vocab` count. The others are padding: outside the softmax, with a gradient of exactly zero.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from te_bench import plugins
+
+IGNORED = -1  # the target that counts for nothing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """x (N, D), W (padded, D). `capability` is the GPU's compute capability, None on a CPU."""
+
+    d: int
+    vocab: int
+    padded: int
+    dtype: str  # of the products: "fp32", "bf16", "fp16"
+    device: str  # "cpu", "cuda"
+    capability: tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """forward(x, weight, targets, *, vocab): (N, D), (Vp, D), (N,) int64 -> () float32, in nats, gradients to x and weight.
+
+    Targets of -1 are ignored; where there are no others the loss is NaN and the gradients are 0, as F.cross_entropy has
+    it. x and weight are of one dtype, or of any under torch.autocast, in whose dtype the products are then computed.
+    """
+
+    forward: Callable[..., Any]
+    unsupported: Callable[[Problem], str | None]
+
+
+def names() -> list[str]:
+    return plugins.names(__name__)
+
+
+def load(name: str) -> Backend:
+    """The backend in NAME.py. Raises ValueError for an unknown name."""
+    backend = plugins.load(__name__, name, "BACKEND")
+    assert isinstance(backend, Backend)
+    return backend
+
+
+def check(x: Any, weight: Any, targets: Any, vocab: int) -> None:
+    """Raise ValueError unless these are x (N, D), weight (Vp, D), targets (N,) int64 and 1 <= vocab <= Vp, on one device."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: x must be (N, D) and weight (Vp, D); "
+            "flatten batch and sequence first: x.flatten(0, -2)"
+        )
+    if targets.shape != x.shape[:1] or str(targets.dtype) != "torch.int64":
+        raise ValueError(
+            f"targets {targets.dtype} {tuple(targets.shape)}: int64 ({x.shape[0]},), one class for each row of x"
+        )
+    if not 1 <= vocab <= weight.shape[0]:
+        raise ValueError(f"vocab {vocab}: from 1 to {weight.shape[0]}, the rows of weight")
+    if not x.device == weight.device == targets.device:
+        raise ValueError(f"x on {x.device}, weight on {weight.device}, targets on {targets.device}: move them to one")

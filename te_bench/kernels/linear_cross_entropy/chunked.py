@@ -1,0 +1,121 @@
+"""Linear cross-entropy over chunks of rows, loss and gradients in one pass; the logits are never all in memory.
+
+A chunk's logits are made by one GEMM, turned into their own gradient in place by one Triton kernel, and used up by two
+GEMMs. Loss and gradients appear in the forward pass, as the loss is a scalar: the backward pass multiplies by its gradient.
+Nothing waits for the GPU, so that a CUDA graph can capture it. On a CPU the kernel's formula runs in plain PyTorch.
+
+Source: Hsu et al. 2024 (Liger Kernel, arXiv 2410.10989) for gradients in the forward pass; not for the chunks, for its rule
+gives 256 rows at GPT-2's shapes.
+"""
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.linear_cross_entropy import IGNORED, Backend, Problem, _kernels, reference
+from te_bench.kernels.linear_cross_entropy._autograd import apply, chunk_rows, slices
+
+
+def unsupported(p: Problem) -> str | None:
+    if p.capability is not None and p.capability < (8, 0) and p.dtype == "bf16":
+        return f"bf16 needs compute capability 8.0, this GPU has {p.capability[0]}.{p.capability[1]}"
+    return None
+
+
+def forward(
+    x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, rows: int | None = None, strip: int | None = None
+) -> Tensor:
+    """mean_i CE(x_i W^T, t_i) in nats; x (N, D), weight (Vp, D), targets (N,) int64 -> () float32.
+
+    Computed in autocast's dtype or x's: logits and their gradient are rounded to it, all sums are float32's, and the
+    gradients are rounded once, to the dtypes of x and weight. A target of -1 is ignored; one that is neither that nor in
+    the vocabulary makes the loss NaN, for an error would have to wait for the GPU.
+    rows: those of a chunk, whose logits are in memory at once (default: about 300 MiB of them); strip: those whose
+    logits are made and used before the next (default: the whole chunk). Neither changes more than the order of sums.
+    Raises ValueError for what does not fit; no second derivatives.
+    """
+    return apply(torch.ops.te_bench.linear_cross_entropy, x, weight, targets, vocab, rows, strip)
+
+
+@torch.library.custom_op("te_bench::linear_cross_entropy", mutates_args=())
+def _operator(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab: int,
+    dtype: torch.dtype,
+    rows: int | None,
+    strip: int | None,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The mean loss, how many targets count, and the gradients of the losses' sum in float32, empty where not needed."""
+    with torch.autocast(x.device.type, enabled=False):
+        x, weight, targets = x.to(dtype), weight.to(dtype), targets.contiguous()
+        (n, d), padded = x.shape, weight.shape[0]
+        rows = min(rows or chunk_rows(n, padded, dtype.itemsize), max(n, 1))
+        losses = x.new_empty(n, dtype=torch.float32)
+        dx = x.new_empty((n, d) if need_dx else 0, dtype=torch.float32)
+        dw = x.new_empty((padded, d) if need_dw else 0, dtype=torch.float32)
+        buffer = x.new_empty(rows, padded)
+        for chunk in slices(n, rows):
+            x_chunk, logits = x[chunk], buffer[: chunk.stop - chunk.start]
+            for part in slices(len(logits), strip or rows):
+                torch.mm(x_chunk[part], weight.t(), out=logits[part])
+                _rows(logits[part], targets[chunk][part], losses[chunk][part], vocab, need_dx or need_dw)
+            if need_dx:
+                _product(logits, weight, dx[chunk], accumulate=False)
+            if need_dw:
+                _product(logits.t(), x_chunk, dw, accumulate=chunk.start > 0)
+        if n == 0:
+            dw.zero_()
+        counted = (targets != IGNORED).sum()
+        return losses.sum() / counted, counted, dx, dw
+
+
+@_operator.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab: int,
+    dtype: torch.dtype,
+    rows: int | None,
+    strip: int | None,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, counted = x.new_empty((), dtype=torch.float32), targets.new_empty(())
+    dx = x.new_empty(x.shape if need_dx else 0, dtype=torch.float32)
+    return loss, counted, dx, x.new_empty(weight.shape if need_dw else 0, dtype=torch.float32)
+
+
+def _rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, gradient: bool) -> None:
+    """losses := -log p_t; with `gradient` logits := p - onehot(t), in place."""
+    if logits.is_cuda or _kernels.INTERPRETED:
+        _kernels.rows(logits, targets, losses, vocab, gradient)
+        return
+    plain_losses, plain_gradient = reference.rows(logits, targets, vocab)
+    losses.copy_(plain_losses)
+    if gradient:
+        logits.copy_(plain_gradient)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """out := a @ b, added to out where `accumulate`; a (M, K), b (K, N) of one dtype, out (M, N) float32.
+
+    float32 and not a's dtype, for a bf16 sum over chunks would be rounded once a chunk: dW is read and written twice as
+    large, which at 12288 rows in four chunks is 1.1 GB, 0.26 ms of an H200's 4.2 TB/s, partly under the GEMM.
+    """
+    if a.dtype is out.dtype or not a.is_cuda:  # out_dtype is CUDA's (torch 2.13)
+        a, b = a.to(out.dtype), b.to(out.dtype)
+        if accumulate:
+            torch.addmm(out, a, b, out=out)
+        else:
+            torch.mm(a, b, out=out)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+BACKEND = Backend(forward=forward, unsupported=unsupported)

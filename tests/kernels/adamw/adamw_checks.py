@@ -1,0 +1,127 @@
+"""What the tests of AdamW share: parameters of odd shapes, and AdamW in float64 as the paper writes it (no te_bench)."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.adamw import Parameter
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+STATE = ("weight", "exp_avg", "exp_avg_sq")
+COPIES = ("bf16", "data", "data_t", "scale_inv", "amax")
+# Of no element, below, at and beyond a tile of 32 x 64, with lengths that are and are not multiples of 16.
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (0, 5), (7,), (2112,), (2, 3, 5), (33, 70), (48, 80))
+
+Room = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
+def parameter(
+    shape: tuple[int, ...], room: Room, seed: int, layouts: str = "", target: torch.dtype = E4M3
+) -> Parameter:
+    """Of the shape, in room(shape, dtype); 1-D ones do not decay. layouts: among "b" (bf16), "r" (data), "t" (data_t)."""
+    generator = torch.Generator().manual_seed(seed)
+    f32 = torch.float32
+
+    def filled(values: Tensor) -> Tensor:
+        return room(shape, f32).copy_(values)
+
+    weight, grad, m, v = torch.randn(4, *shape, generator=generator)
+    fp8: dict[str, Any] = {}
+    if "r" in layouts or "t" in layouts:
+        fp8 = {
+            "scale": room((), f32).fill_(100 + seed),
+            "scale_inv": room((), f32).zero_(),
+            "amax": room((), f32).zero_(),
+        }
+    if "r" in layouts:
+        fp8["data"] = room(shape, target)
+    if "t" in layouts:
+        fp8["data_t"] = room(shape[::-1], target)
+    if "b" in layouts:
+        fp8["bf16"] = room(shape, torch.bfloat16).zero_()
+    spread = torch.exp(3 * torch.randn(shape, generator=generator))  # gradients over several orders of magnitude
+    return Parameter(
+        weight=filled(weight),
+        grad=filled(grad * spread),
+        exp_avg=filled(m),
+        exp_avg_sq=filled(v.square()),
+        weight_decay=0.1 if len(shape) > 1 else 0.0,
+        **fp8,
+    )
+
+
+def parameters(room: Room, target: torch.dtype = E4M3, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Parameter]:
+    """Of all shapes; the matrices in one layout, in the other, and in both, and one with bf16 alone."""
+    kinds = ("brt", "bt", "r")
+    made = []
+    for i, shape in enumerate(shapes):
+        made.append(parameter(shape, room, i, kinds[i % 3] if len(shape) == 2 else "b" if i % 2 else "", target))
+    return made
+
+
+def plain(device: str) -> Room:
+    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+
+
+def copy(p: Parameter) -> Parameter:
+    values = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
+    return Parameter(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()})
+
+
+def assert_same(ours: Parameter, theirs: Parameter) -> None:
+    """Bit for bit, gradients too."""
+    for name in (*STATE, *COPIES, "grad"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine is not None:
+            assert torch.equal(bits(mine), bits(other)), f"{name} of {tuple(ours.weight.shape)}"
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.cpu().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def update(
+    state: Sequence[Tensor],
+    g: Tensor,
+    rate: float,
+    t: int,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+    fault: str,
+) -> list[Tensor]:
+    """w, m, v after update t, float64: algorithm 2 of arXiv:1711.05101, or with a fault by name."""
+    (w, m, v), (b1, b2) = state, betas
+    t += fault == "a step ahead"
+    if fault == "decay in the gradient":
+        g = g + decay * w
+    m = b1 * m + (1 - b1) * g
+    v = b2 * v + (1 - b2) * (g if fault == "v of g" else g * g)
+    first = 1.0 if fault == "no correction of m" else 1 - b1**t
+    second = 1.0 if fault == "no correction of v" else 1 - b2**t
+    direction = (m / first) / ((v / second).sqrt() + eps)
+    if fault == "no decay" or fault == "decay in the gradient":
+        decay = 0.0
+    shrink = decay if fault == "decay not by the rate" else rate * decay
+    return [w * (1 - shrink) - rate * direction, m, v]
+
+
+FAULTS = (
+    "a step ahead", "decay in the gradient", "no correction of m", "no correction of v", "no decay",
+    "decay not by the rate", "v of g",
+)  # fmt: skip
+
+
+def rate_of(t: int) -> float:
+    """A learning rate for each step, exact in float32."""
+    return 2.0**-9 * (1 + t % 3)
+
+
+def gradient(shape: tuple[int, ...], t: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 + t)
+    g = torch.randn(shape, generator=generator) * math.exp(t % 4)
+    return g * (g.abs() > 0.1)  # some are zero

@@ -1,0 +1,224 @@
+"""What only the Triton AdamW has: how it compiles for Hopper, what it launches again, captured graphs, speed."""
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adamw_checks import E4M3, E5M2, assert_same, copy, parameter, parameters, plain
+from kernel_checks import seconds
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from te_bench.kernels.adamw import Parameter, reference, triton
+
+BETAS = (0.9, 0.95)
+
+COMPILE = """
+import re, subprocess, sys
+from pathlib import Path
+import triton as t
+import triton.backends.nvidia
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from te_bench.kernels.adamw import _kernels as kernels
+
+def compiled(kernel, signature, registers, aligned, **constants):
+    options = {"num_warps": kernels.WARPS, "enable_fp_fusion": False}
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants,
+                       {(i,): [["tt.divisibility", 16]] for i in aligned})
+    made = t.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assembly = Path(sys.argv[1]) / "kernel.ptx"
+    assembly.write_text(made.asm["ptx"])
+    ptxas = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
+    log = subprocess.run([ptxas, "-v", "-arch=sm_90a", assembly, "-o", "/dev/null"],
+                         capture_output=True, text=True, check=True)
+    line = f"{kernel.fn.__name__} {constants}: {made.metadata.shared} bytes shared; {log.stderr}"
+    print(line)
+    assert re.findall(r"(\\d+) bytes spill", log.stderr) == ["0", "0"], "spills: " + line
+    assert int(re.search(r"Used (\\d+) registers", log.stderr)[1]) <= registers, "too many registers: " + line
+    return made.asm["ttgir"], made.asm["ptx"]
+
+layouts = {"ROWS": kernels.ROWS, "COLUMNS": kernels.COLUMNS}
+signature = {"table": "*i64", "tiles": "*i32", **dict.fromkeys(("rate", "step", "multiplier"), "*fp32"),
+             **dict.fromkeys(("weight1", "weight2", "beta2", "eps"), "fp32")}
+for half, target in ((False, None), (True, None), (False, tl.float8e5), (True, tl.float8e4nv)):
+    # 80 registers: three programs of 8 warps on an SM.
+    ttgir, ptx = compiled(kernels.step_kernel, signature, 80, (0, 1), LOG_BETA1=-0.15, LOG_BETA2=-0.07,
+                          FROM_GRAD=False, HALF=half, TARGET=target, PIECE=kernels.PIECE, **layouts)
+    each = kernels.ROWS * kernels.COLUMNS // (32 * kernels.WARPS * 4)  # 16-byte accesses a thread for each tensor
+    assert len(re.findall(r"ld\\.global[\\w.:]*\\.v4", ptx)) == 4 * each, "loads"
+    assert len(re.findall(r"st\\.global[\\w.:]*\\.v4", ptx)) >= 3 * each, "stores"
+    wide = re.findall(r"tt\\.load .*32x64x!tt\\.ptr<f32>, (#\\w+)>", ttgir)
+    assert len(wide) == 4 and len(set(wide)) == 1, wide
+    shape = re.search(re.escape(wide[0]) + r" = .*sizePerThread = \\[1, (\\d+)\\]", ttgir)[1]
+    assert shape == "4", "float32 apiece: " + shape
+    # The trap: a float32 or an FP8 tile must not change its owner.
+    moved = re.findall(r"(?:convert_layout|tt\\.trans) .*: tensor<\\w+x(\\w+), ", ttgir)
+    assert set(moved) <= {"bf16", "i1"}, moved
+    assert (target is not None) == ("tt.trans" in ttgir)
+    assert "fma.rn.f32" in ptx and "mul.rn.f32" in ptx
+compiled(kernels.squares_kernel, {"table": "*i64", "tiles": "*i32", "partial": "*fp32"}, 32, (0, 1, 2), **layouts)
+compiled(kernels.norm_kernel, {**dict.fromkeys(("partial", "norm", "multiplier"), "*fp32"), "count": "i32",
+         "max_norm": "fp32"}, 64, (0, 1, 2), SUMS=kernels.SUMS)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper_without_spills(tmp_path: Path) -> None:
+    """With 16-byte accesses, and no float32 or FP8 tile transposed; needs no GPU, but a Triton that is not interpreting."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+
+
+def test_what_is_compiled_apart_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_launch.py's rule: one key, one compiled kernel; and what differs in nothing is not compiled twice."""
+    hopper, known, asked = make_backend(GPUTarget("cuda", 90, 32)), {}, []
+
+    def launch(kernel: Any, grid: int, key: tuple[Any, ...], device: int, args: Any, constants: Any) -> None:
+        jit = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+        _, specialization, options = create_function_from_signature(jit.signature, jit.params, hopper)(
+            *args, **constants
+        )
+        compiled = f"{kernel.__name__} {specialization} {options}"
+        assert known.setdefault((id(kernel), *key), compiled) == compiled
+        assert grid > 0
+        asked.append(compiled)
+
+    monkeypatch.setattr(triton, "launch", launch)
+    numbers = torch.ones(4)  # views of it are not aligned
+    for layouts in ("", "b", "rt", "brt"):
+        for target in (E4M3, E5M2):
+            shapes = ((33, 70),) * (1 if target is E4M3 else 2)
+            one = [parameter(shape, plain("cpu"), 0, layouts, target) for shape in shapes]
+            made = triton.table(one)
+            for betas in ((0.9, 0.95), (0.9, 0.99), (0.2, 0.95)):
+                for multiplier in (None, numbers[0], numbers[1]):
+                    for rate, eps in ((numbers[2], 1e-8), (numbers[0], 1.0)):
+                        triton.step(made, rate=rate, step=numbers[3], betas=betas, eps=eps, multiplier=multiplier)
+            triton.norm(made, 1)
+            triton.norm(made, 2.0)
+    steps = {compiled for compiled in asked if compiled.startswith("step_kernel")}
+    assert (
+        len(steps) == 3 * 2 * 6
+    )  # betas; with and without a multiplier; no copy, bf16, and FP8 of two formats with or not
+    assert all("'enable_fp_fusion': False" in compiled for compiled in steps)
+    norms = set(asked) - steps
+    assert len(norms) <= 1 + 4  # squares_kernel, and norm_kernel by the number of partial sums
+
+
+# On a GPU
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    call()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_its_inputs() -> None:
+    """Clipping, the step's number, the rate, the gradients and the scales all change between replays."""
+    ours, rate, count = parameters(plain("cuda")), torch.zeros((), device="cuda"), torch.zeros((), device="cuda")
+    table = triton.table(ours)
+
+    def call() -> None:
+        count.add_(1)
+        _, multiplier = triton.norm(table, 1.0)
+        triton.step(table, rate=rate, step=count, betas=BETAS, eps=1e-8, multiplier=multiplier)
+
+    graph = captured(call)  # at rate 0, but with moments
+    theirs = [copy(p) for p in ours]
+    plainly = reference.table(theirs)
+    count.zero_()
+    for t in range(1, 6):
+        rate.fill_(2.0**-9 * t)
+        for p, other in zip(ours, theirs, strict=True):
+            p.grad.normal_()
+            other.grad.copy_(p.grad)
+            if p.scale is not None:
+                p.scale.fill_(50.0 * t)
+                other.scale.copy_(p.scale)
+        _, multiplier = triton.norm(table, 1.0)
+        graph.replay()
+        step = torch.tensor(float(t), device="cuda")
+        reference.step(plainly, rate=rate, step=step, betas=BETAS, eps=1e-8, multiplier=multiplier)
+        for p, other in zip(ours, theirs, strict=True):
+            assert_same(p, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_elements_than_32_bits_count() -> None:
+    n = 2**31 + 48
+    weight, grad, m, v = (torch.zeros(n, device="cuda") for _ in range(4))
+    grad[-50:] = 1.0
+    table = triton.table([Parameter(weight=weight, grad=grad, exp_avg=m, exp_avg_sq=v)])
+    one = torch.ones((), device="cuda")
+    triton.step(table, rate=one, step=one, betas=BETAS, eps=1e-8)
+    assert (weight[-50:] == -1).all()
+    assert weight.count_nonzero() == 50
+    norm, _ = triton.norm(table, 1.0)
+    assert norm.item() == pytest.approx(50**0.5)
+
+
+GPT2 = (
+    (50304, 768), (1024, 768), *((768,), (768,), (2304, 768), (2304,), (768, 768), (768,), (768,), (768,), (3072, 768),
+    (3072,), (768, 3072), (768,)) * 12, (768,), (768,),
+)  # fmt: skip
+BYTES = {"": 28, "b": 30, "rt": 30, "brt": 32}  # an element
+
+
+def torchs(made: list[Parameter]) -> Callable[[], object]:
+    weights: list[Tensor] = [p.weight.clone().requires_grad_() for p in made]
+    for w, p in zip(weights, made, strict=True):
+        w.grad = p.grad.clone()
+    rate = torch.tensor(1e-4, device="cuda")
+    return torch.optim.AdamW(weights, lr=rate, betas=BETAS, fused=True, capturable=True).step
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", BYTES)
+def test_speed_on_gpt2(layouts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes a second against a copy's, time against torch's fused AdamW; the three by turns. Every matrix is cast."""
+    made = []
+    for i, shape in enumerate(GPT2):
+        made.append(parameter(shape, plain("cuda"), i, layouts if len(shape) == 2 else layouts.strip("rt")))
+    table, one = triton.table(made), torch.ones((), device="cuda")
+    numel = sum(p.weight.numel() for p in made)
+    source = torch.empty(numel * 3, device="cuda")
+    target = torch.empty_like(source)
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(source),
+        "ours": lambda: triton.step(table, rate=one, step=one, betas=BETAS, eps=1e-8, multiplier=one),
+        "norm": lambda: triton.norm(table, 1.0),
+        "torch": torchs(made),
+    }
+    rounds = [{name: seconds(call) for name, call in calls.items()} for _ in range(5)]
+    took = {name: statistics.median(one_round[name] for one_round in rounds) for name in calls}
+    copy_rate = 24 * numel / took["copy"]
+    rate, norm_rate = BYTES[layouts] * numel / took["ours"], 4 * numel / took["norm"]
+    with capsys.disabled():
+        print(
+            f"\nAdamW {layouts or 'plain':5s}: {took['ours'] * 1e6:.0f} us, {rate / 1e9:.0f} GB/s, {rate / copy_rate:.2f} "
+            f"of a copy's {copy_rate / 1e9:.0f}; {took['torch'] / took['ours']:.2f} x torch's {took['torch'] * 1e6:.0f} us; "
+            f"norm {took['norm'] * 1e6:.0f} us, {norm_rate / copy_rate:.2f} of a copy"
+        )
+    assert rate > 0.5 * copy_rate  # 0.85 is the aim
+    assert took["ours"] < 1.1 * took["torch"] * BYTES[layouts] / 28

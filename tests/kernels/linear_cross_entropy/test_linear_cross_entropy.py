@@ -1,0 +1,377 @@
+"""Linear cross-entropies by the rule error <= 2 x the reference's at the same dtype + floor; chunks, edges, memory."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lce_checks import PLACES, REFERENCE, Case, Forward, assert_right, draw, exact, integers, prepare, relative, run
+from torch import Tensor
+
+from te_bench.kernels import linear_cross_entropy
+from te_bench.kernels.linear_cross_entropy import Problem, _autograd, _kernels
+
+CHUNKED = linear_cross_entropy.load("chunked").forward
+CHUNKED_NAMES = ("chunked", "fp8")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+#: N, D, V, Vp, rows, strip: one row; odd sizes without padding, uneven chunks and strips; one chunk
+CASES = [(1, 8, 5, 8, None, None), (33, 7, 67, 67, 10, 4), (255, 32, 203, 208, None, 64), (300, 16, 130, 192, 128, 48)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "d", "vocab", "padded", "rows", "strip"), CASES)
+def test_chunked_is_as_good_as_the_reference(
+    n: int,
+    d: int,
+    vocab: int,
+    padded: int,
+    rows: int | None,
+    strip: int | None,
+    dtype: torch.dtype,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = prepare(place, monkeypatch)
+    if place == "interpreted" and n > 100:  # 30 ms a row: the shape of the row is what matters there
+        n, rows, strip = 21, rows and 8, strip and 3
+    assert_right(CHUNKED, draw(n, d, vocab, padded, dtype, device), rows=rows, strip=strip)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chunked_is_as_good_at_size(dtype: torch.dtype) -> None:
+    assert_right(CHUNKED, draw(4000, 768, 50257, 50304, dtype, "cuda"), rows=1500, strip=700)
+
+
+def test_the_reference_is_the_formula() -> None:
+    case = draw(33, 16, 50, 64, torch.float64)
+    for mine, right in zip(run(REFERENCE, case), exact(case), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_chunks_do_not_change_the_loss(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bitwise, where the logits are exact: a row's loss depends on the row only, the mean is of all rows at once."""
+    n = 20 if place == "interpreted" else 70
+    case = integers(n, 32, 100, 128, prepare(place, monkeypatch))
+    whole = run(CHUNKED, case)
+    logits = (case.x.double() @ case.weight[:100].double().t()).bfloat16().double()
+    assert whole.loss.item() == pytest.approx(F.cross_entropy(logits, case.targets, ignore_index=-1).item(), rel=1e-6)
+    for rows, strip in [(1, 1), (7, 7), (16, 5), (n - 1, 12), (4096, 4096)]:
+        parts = run(CHUNKED, case, rows=rows, strip=strip)
+        assert torch.equal(parts.loss, whole.loss)
+        for mine, right in zip(parts[1:], whole[1:], strict=True):
+            assert relative(mine, right.double()) < 2**-9
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", linear_cross_entropy.names())
+def test_without_targets_the_loss_is_nan_and_the_gradients_are_0(
+    name: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As F.cross_entropy has it, for no rows as for rows of which none counts."""
+    case = draw(6, 16, 20, 32, torch.bfloat16, prepare(place, monkeypatch))
+    none = case._replace(targets=torch.full_like(case.targets, -1))
+    empty = case._replace(x=case.x[:0], targets=case.targets[:0])
+    for this in (none, empty):
+        result = run(linear_cross_entropy.load(name).forward, this)
+        assert result.loss.isnan()
+        assert result.dx.shape == this.x.shape
+        assert result.dw.shape == this.weight.shape
+        assert not result.dx.any()
+        assert not result.dw.any()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("size", [1e4, 1e30])
+def test_huge_logits(size: float, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = draw(20, 16, 100, 128, dtype, prepare(place, monkeypatch), size=size)
+        assert_right(CHUNKED, case, rows=8)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", CHUNKED_NAMES)
+def test_what_the_padding_yields_does_not_matter(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of the padding above all others, by a weight of the same amax, so that FP8's scale stays."""
+    case = draw(20, 16, 50, 64, torch.bfloat16, prepare(place, monkeypatch))
+    loud = case._replace(weight=case.weight.clone())
+    loud.weight[50:] = case.weight[:50].abs().max()
+    forward = linear_cross_entropy.load(name).forward
+    quiet, other = run(forward, case), run(forward, loud)
+    assert torch.equal(quiet.loss, other.loss)
+    assert torch.equal(quiet.dx, other.dx)
+    assert torch.equal(quiet.dw, other.dw)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("target", [-2, -100, 50, 63, 64, 10**9])
+@pytest.mark.parametrize("name", CHUNKED_NAMES)
+def test_a_target_outside_of_the_vocabulary_is_loud(
+    name: str, target: int, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = draw(6, 16, 50, 64, torch.bfloat16, prepare(place, monkeypatch))
+    case.targets[3] = target
+    result = run(linear_cross_entropy.load(name).forward, case)
+    assert result.loss.isnan()
+    assert result.dx[3].isnan().all()
+    assert result.dx[:3].isfinite().all()
+    assert not result.dw[50:].any()  # the padding's gradient is 0 even then
+
+
+@pytest.mark.parametrize("name", linear_cross_entropy.names())
+def test_nan_is_seen_and_an_ignored_one_is_not(name: str) -> None:
+    case = draw(6, 16, 50, 64)
+    case.x[1, 2] = torch.nan
+    forward = linear_cross_entropy.load(name).forward
+    if name != "fp8":  # by its amax a NaN changes the scale, and multiplied by 0 it comes back in dW
+        ignored = case._replace(targets=torch.where(torch.arange(6) == 1, -1, case.targets))
+        assert forward(ignored.x, ignored.weight, ignored.targets, vocab=50).isfinite()
+    assert forward(case.x, case.weight, case.targets, vocab=50).isnan()
+
+
+@pytest.mark.parametrize("name", linear_cross_entropy.names())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_decides_the_dtype_of_the_products(name: str, dtype: torch.dtype) -> None:
+    """Gradients come back in the parameters' dtype. In bf16 the loss is another than in float32."""
+    case = draw(40, 32, 100, 128)
+    forward = linear_cross_entropy.load(name).forward
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = run(forward, case._replace(x=case.x.to(dtype)))
+    assert (cast.loss.dtype, cast.dx.dtype, cast.dw.dtype) == (torch.float32, dtype, torch.float32)
+    if name == "chunked":
+        plain = run(forward, case.to(torch.bfloat16))
+        assert torch.equal(cast.loss, plain.loss)
+        assert torch.equal(cast.dw.bfloat16(), plain.dw)
+        assert not torch.equal(cast.dw, plain.dw.float()), "dW went through bf16"
+        assert not torch.equal(cast.loss, run(forward, case).loss)
+
+
+@pytest.mark.parametrize("name", CHUNKED_NAMES)
+def test_only_what_is_needed_is_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare("plain", monkeypatch)
+    case = draw(40, 32, 100, 128)
+    forward = linear_cross_entropy.load(name).forward
+    both = run(forward, case, rows=16)
+    for index in (0, 1):
+        leaves = [tensor.clone() for tensor in case[:2]]
+        leaves[index].requires_grad_()
+        loss = forward(*leaves, case.targets, vocab=100, rows=16)
+        assert torch.equal(loss.detach(), both.loss)
+        assert torch.equal(torch.autograd.grad(3 * loss, leaves[index])[0], both[1 + index])
+        with torch.no_grad():
+            assert not forward(*leaves, case.targets, vocab=100).requires_grad
+    module = __import__(f"te_bench.kernels.linear_cross_entropy.{name}", fromlist=["_operator"])
+    for need_dx, need_dw in ((False, False), (True, False), (False, True)):
+        _, counted, dx, dw = module._operator(*case, torch.float32, None, None, need_dx, need_dw)
+        assert counted == 32
+        assert (dx.numel() > 0, dw.numel() > 0) == (need_dx, need_dw)
+
+
+@pytest.mark.parametrize("name", CHUNKED_NAMES)
+def test_backward_twice_and_no_second_derivative(name: str) -> None:
+    case = draw(10, 16, 20, 32)
+    x = case.x.requires_grad_()
+    loss = linear_cross_entropy.load(name).forward(x, case.weight, case.targets, vocab=20)
+    first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    (dx,) = torch.autograd.grad(loss**2, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_strided_operands() -> None:
+    case = draw(20, 16, 50, 64)
+    for name in CHUNKED_NAMES:
+        forward = linear_cross_entropy.load(name).forward
+        wanted = forward(case.x, case.weight, case.targets, vocab=50)
+        x, weight = case.x.t().contiguous().t(), torch.cat([case.weight, case.weight], 1)[:, :16]
+        targets = torch.stack([case.targets, case.targets], 1)[:, 0]
+        assert forward(x, weight, targets, vocab=50).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CHUNKED_NAMES)
+def test_bad_input(name: str) -> None:
+    forward, (x, weight, targets, _) = linear_cross_entropy.load(name).forward, draw(6, 16, 50, 64)
+    for arguments, options, reason in [
+        ((x[None], weight, targets), {}, "flatten batch and sequence"),
+        ((x, weight.t(), targets), {}, r"weight \(16, 64\)"),
+        ((x, weight, targets[:5]), {}, r"int64 \(6,\)"),
+        ((x, weight, targets.int()), {}, "torch.int32"),
+        ((x, weight, targets), {"vocab": 65}, "from 1 to 64"),
+        ((x, weight, targets), {"vocab": 0}, "from 1 to 64"),
+        ((x, weight, targets.to("meta")), {}, "targets on meta"),
+        ((x.bfloat16(), weight, targets), {}, "under torch.autocast"),
+        ((x.double(), weight.double(), targets), {}, "float64"),
+        ((x, weight, targets), {"rows": 0}, "rows=0"),
+        ((x, weight, targets), {"strip": -1}, "strip=-1"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            forward(*arguments, **{"vocab": 50, **options})
+    with pytest.raises(ValueError, match="from 1 to 64"):
+        REFERENCE(x, weight, targets, vocab=65)
+
+
+def test_what_can_not_run_says_why() -> None:
+    problem = Problem(d=768, vocab=50257, padded=50304, dtype="bf16", device="cuda", capability=(7, 5))
+    assert linear_cross_entropy.names() == ["chunked", "fp8", "reference"]
+    reasons = {name: linear_cross_entropy.load(name).unsupported(problem) for name in linear_cross_entropy.names()}
+    assert reasons["reference"] is None
+    assert "8.0" in str(reasons["chunked"])
+    assert "8.9" in str(reasons["fp8"])
+
+
+@pytest.mark.parametrize(("n", "padded", "itemsize"), [(12288, 50304, 2), (16384, 50304, 2), (12288, 50304, 4)])
+def test_chunks_are_even_and_within_budget(n: int, padded: int, itemsize: int) -> None:
+    rows = _autograd.chunk_rows(n, padded, itemsize)
+    assert rows % 128 == 0
+    assert rows * padded * itemsize <= _autograd.LOGITS_BYTES
+    least = -(-n * padded * itemsize // _autograd.LOGITS_BYTES)
+    assert -(-n // rows) in (least, least + 1)
+    assert _autograd.chunk_rows(12288, 50304, 2) == 3072
+    assert _autograd.chunk_rows(5, 50304, 2) == 128
+    assert _autograd.chunk_rows(10**6, 10**9, 2) == 128
+    assert [(part.start, part.stop) for part in _autograd.slices(10, 4)] == [(0, 4), (4, 8), (8, 10)]
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most that was allocated at once during the call, beyond what was before it."""
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def test_the_logits_are_never_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1024 x 4096 logits in float32 are 16 MiB; a chunk of 64 rows and what its formula needs are a few."""
+    prepare("plain", monkeypatch)
+    case = draw(1024, 16, 4090, 4096)
+    whole = 1024 * 4096 * 4
+    for name in CHUNKED_NAMES:
+        forward = linear_cross_entropy.load(name).forward
+        assert peak_bytes(lambda f=forward: run(f, case, rows=64)) < whole / 2, name  # type: ignore[misc]
+    assert peak_bytes(lambda: run(REFERENCE, case)) >= whole
+
+
+def with_gradients(change_x: Callable[[Tensor], Tensor], change_w: Callable[[Tensor], Tensor]) -> Forward:
+    def forward(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+        x, weight = x * 1.0, weight * 1.0
+        x.register_hook(change_x)
+        weight.register_hook(change_w)
+        return CHUNKED(x, weight, targets, vocab=vocab)
+
+    return forward
+
+
+def same(gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def mean_over_all(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+    return CHUNKED(x, weight, targets, vocab=vocab) * (targets != -1).float().mean()
+
+
+def last_chunk_only(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+    loss = CHUNKED(x, weight, targets, vocab=vocab)
+    frozen = CHUNKED(x[:16], weight, torch.where(targets != -1, targets, -1)[:16], vocab=vocab)
+    return loss - 0.1 * (frozen - frozen.detach())
+
+
+MUTATIONS: dict[str, Forward] = {
+    "zero dx": with_gradients(torch.zeros_like, same),
+    "minus dx": with_gradients(torch.neg, same),
+    "dx doubled": with_gradients(lambda g: g * 2, same),
+    "zero dW": with_gradients(same, torch.zeros_like),
+    "dW of another row": with_gradients(same, lambda g: g.roll(1, 0)),
+    "no one-hot in dW's largest": with_gradients(same, lambda g: g.clamp(max=g.max() / 2)),
+    "the mean of all rows": mean_over_all,
+    "a share of a chunk missing": last_chunk_only,
+    "the padding counts": lambda x, w, t, *, vocab: CHUNKED(x, w, t, vocab=w.shape[0]),
+    "one class too few": lambda x, w, t, *, vocab: CHUNKED(x, w, t.clamp(max=vocab - 2), vocab=vocab - 1),
+    "loss doubled": lambda x, w, t, *, vocab: 2 * CHUNKED(x, w, t, vocab=vocab),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_fail_the_contract(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare("plain", monkeypatch)
+    case = draw(64, 32, 50, 64, dtype)
+    assert_right(CHUNKED, case)
+    with pytest.raises(AssertionError):
+        assert_right(MUTATIONS[name], case)
+
+
+def of_rows(change: Callable[..., None]) -> Callable[..., None]:
+    """The row kernel's launcher with a mistake made after it."""
+    rows = _kernels.rows
+
+    def broken(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, gradient: bool) -> None:
+        rows(logits, targets, losses, vocab, gradient)
+        change(logits, targets, losses, vocab)
+
+    return broken
+
+
+ROW_MISTAKES: dict[str, Callable[..., None]] = {
+    "no one-hot": lambda g, t, losses, vocab: g.scatter_add_(1, t.clamp(min=0)[:, None], torch.ones_like(g[:, :1])),
+    "gradient in the padding": lambda g, t, losses, vocab: g[:, vocab:].fill_(1e-2),
+    "gradient of ignored rows": lambda g, t, losses, vocab: g.copy_(torch.where((t == -1)[:, None], 1e-2, g)),
+    "loss of the first row": lambda g, t, losses, vocab: losses[:1].zero_(),
+}
+
+
+@pytest.mark.parametrize("name", ROW_MISTAKES)
+def test_a_row_kernel_that_is_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare("interpreted", monkeypatch)
+    case = draw(10, 16, 50, 64)
+    assert_right(CHUNKED, case, rows=4)
+    monkeypatch.setattr(_kernels, "rows", of_rows(ROW_MISTAKES[name]))
+    with pytest.raises(AssertionError):
+        assert_right(CHUNKED, case, rows=4)
+
+
+def arguments(case: Case) -> tuple[Any, ...]:
+    return (*case, torch.bfloat16, 16, 8)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("needs", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("name", CHUNKED_NAMES)
+def test_operators(name: str, needs: tuple[bool, bool], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        prepare("plain", monkeypatch)
+    operator = getattr(torch.ops.te_bench, {"chunked": "linear_cross_entropy", "fp8": "linear_cross_entropy_fp8"}[name])
+    for n in (40, 0):
+        case = draw(40, 16, 50, 64, device=device)
+        case = case._replace(x=case.x[:n], targets=case.targets[:n])
+        tests = ("test_schema", "test_faketensor") if n else ("test_faketensor",)
+        torch.library.opcheck(operator.default, (*arguments(case), *needs), test_utils=tests)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", CHUNKED_NAMES)
+def test_compiles_without_graph_breaks(name: str, autocast: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        prepare("plain", monkeypatch)
+    torch._dynamo.reset()
+    case = draw(40, 16, 50, 64, torch.float32 if autocast else torch.bfloat16, device)
+    forward = linear_cross_entropy.load(name).forward
+
+    def step(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+            return forward(x * 1.0, weight, targets, vocab=vocab)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for mine, right in zip(run(compiled, case), run(step, case), strict=True):
+        assert mine.dtype is right.dtype
+        assert torch.equal(mine, right)

@@ -1,0 +1,195 @@
+"""What the compiler makes of the row kernels (no GPU needed), and on a GPU: memory, CUDA graphs, no waiting, speed."""
+
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lce_checks import Forward, Result, draw, run
+from torch import Tensor
+
+from te_bench.kernels import linear_cross_entropy
+
+N, D, V, VP = 12288, 768, 50257, 50304  # GPT-2 124M, 12 x 1024 tokens
+BARS = {"chunked": 5.0, "fp8": 3.6}  # ms of loss and gradients on an H200
+NAMES = ("chunked", "fp8")
+
+COMPILE = """
+import re, subprocess, sys
+from pathlib import Path
+import triton as t
+import triton.backends.nvidia
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from te_bench.kernels.linear_cross_entropy import _kernels as k
+
+def compiled(kernel, types, constants, warps, registers, wide):
+    every = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32", "statistics": "*fp32",
+             "data": "*fp8e5", "data_t": "*fp8e5", **types}
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = {name: every.get(name, "i32") for name in names} | dict.fromkeys(constants, "constexpr")
+    # vocab, 50257, is the one that is no multiple of 16.
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names if name != "vocab"}
+    made = t.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32),
+                     options={"num_warps": warps})
+    assembly = Path(sys.argv[1]) / "kernel.ptx"
+    assembly.write_text(made.asm["ptx"])
+    ptxas = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
+    log = subprocess.run([ptxas, "-v", "-arch=sm_90a", assembly, "-o", "/dev/null"],
+                         capture_output=True, text=True, check=True).stderr
+    line = f"{kernel.fn.__name__} {types} {constants}: {made.metadata.shared} bytes shared; {log}"
+    assert re.findall(r"(\\d+) bytes spill", log) == ["0", "0"], "spills: " + line
+    assert int(re.search(r"Used (\\d+) reg", log)[1]) <= registers, "fewer programs a processor: " + line
+    loads = len(re.findall(r"ld\\.global[\\w.]*v4", made.asm["ptx"]))
+    stores = len(re.findall(r"st\\.global[\\w.]*v4", made.asm["ptx"]))
+    assert (loads, stores) == wide, f"{loads} loads and {stores} stores of 16 bytes: " + line
+    return made
+
+# 32 registers of 1024 threads: two programs a processor. Two loops read a block each, one thread 8 columns of it.
+rows = {"BLOCK": k.BLOCK, "DTYPE": tl.bfloat16}
+compiled(k.rows_kernel, {}, {**rows, "GRADIENT": True}, k.WARPS, 32, (2, 1))
+compiled(k.rows_kernel, {}, {**rows, "GRADIENT": False}, k.WARPS, 32, (1, 0))
+compiled(k.rows_kernel, {"logits": "*fp32"}, {**rows, "DTYPE": tl.float32, "GRADIENT": True}, k.WARPS, 32, (4, 2))
+compiled(k.statistics_kernel, {}, {"BLOCK": k.BLOCK}, k.WARPS, 32, (1, 0))
+tile = {name: value for name, value in k.TILE.items() if name != "num_warps"}
+both = compiled(k.fp8_kernel, {}, tile, k.TILE["num_warps"], 128, (4, 4))
+assert "ldmatrix" in both.asm["ptx"], "the transpose goes through shared memory byte by byte"
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper_without_spills(tmp_path: Path) -> None:
+    """At GPT-2's 50304 columns: 16-byte accesses, and few enough registers; needs no GPU, but a Triton that compiles."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_at_size(name: str) -> None:
+    """Less than the logits alone in bf16, 1.24 GB."""
+    case = draw(N, D, V, VP, torch.bfloat16, "cuda")
+    run(linear_cross_entropy.load(name).forward, case)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run(linear_cross_entropy.load(name).forward, case)
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"{name}: {peak / 1e9:.2f} GB at its peak")
+    assert peak < N * VP * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cuda_graph_captures_it_and_nothing_waits(name: str) -> None:
+    forward = linear_cross_entropy.load(name).forward
+    case = draw(1000, 64, 500, 512, torch.bfloat16, "cuda")
+    x, weight = case.x.requires_grad_(), case.weight.requires_grad_()
+
+    def step() -> Result:
+        loss = forward(x, weight, case.targets, vocab=500, rows=300)
+        return Result(loss.detach(), *torch.autograd.grad(loss, (x, weight)))
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.mul_(0.5)
+        case.targets[:100] = -1  # another count of targets, which the graph must see
+    graph.replay()
+    for mine, right in zip(captured, step(), strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+def whole(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+    """What users write: all the logits, padding included, as in nanoGPT."""
+    return F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1)
+
+
+def rivals() -> dict[str, Forward]:
+    found: dict[str, Forward] = {name: linear_cross_entropy.load(name).forward for name in NAMES}
+    found["F.linear + F.cross_entropy"] = whole
+    found["the same, torch.compile"] = torch.compile(whole)
+    if importlib.util.find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        def liger(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+            return liger_fused_linear_cross_entropy(x, weight, targets, ignore_index=-1)
+
+        found["Liger"] = liger
+    return found
+
+
+def interleaved(calls: dict[str, Callable[[], object]], rounds: int = 30) -> dict[str, float]:
+    """Median ms of each, one call of each a round, by events: Liger waits for the GPU and can't be in a graph."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 5):
+        for name, call in calls.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+            stop.synchronize()
+            if number >= 5:
+                taken[name].append(start.elapsed_time(stop))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_speed() -> None:
+    """Loss and gradients of bf16 x and float32 W under bf16 autocast, at 12288 x 50304 x 768.
+
+    Floor in bf16: three GEMMs of 2 x 12288 x 50304 x 768 = 0.949 TFLOP at about 700 TFLOP/s are 4.07 ms; the row kernel
+    reads and writes 12288 x 50304 x 2 = 1.24 GB of logits once each, at 4.2 TB/s 0.59 ms: 4.66 ms. Casting W, adding up
+    dW over four chunks (4 writes and 3 reads of 155 MB) and scaling it are another 0.4 ms where nothing hides them.
+    Floor in FP8: at 1070 (K = 768), 1300 and 1200 TFLOP/s 0.89 + 0.73 + 0.79 = 2.41 ms; statistics and tiles read the
+    logits twice and write 2 x 0.62 GB, 0.88 ms: 3.29 ms; 3.00 ms where strips keep the logits in L2 for the second read.
+    """
+    case = draw(N, D, V, VP, torch.float32, "cuda", size=1.0)
+    x, weight = case.x.bfloat16().requires_grad_(), case.weight.requires_grad_()
+
+    def call(forward: Forward, **options: int) -> Callable[[], object]:
+        def step() -> object:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = forward(x, weight, case.targets, vocab=V, **options)
+            return torch.autograd.grad(loss, (x, weight))
+
+        return step
+
+    calls = {name: call(forward) for name, forward in rivals().items()}
+    for name in NAMES:  # for the choice of the defaults
+        for rows, strip in [
+            (1536, None),
+            (2048, None),
+            (2816, None),
+            (4096, None),
+            (6144, None),
+            (3072, 256),
+            (3072, 3072),
+        ]:
+            options = {"rows": rows} if strip is None else {"rows": rows, "strip": strip}
+            calls[f"{name} {options}"] = call(linear_cross_entropy.load(name).forward, **options)
+    times = interleaved(calls)
+    for name, milliseconds in times.items():
+        print(f"{name:45s} {milliseconds:6.2f} ms, {3 * 2 * N * D * VP / milliseconds / 1e9:5.0f} TFLOP/s")
+    assert times["chunked"] < times["F.linear + F.cross_entropy"]
+    if "H200" in torch.cuda.get_device_name():
+        for name, bar in BARS.items():
+            assert times[name] <= bar, f"{name}: {times[name]:.2f} ms > {bar} ms"
