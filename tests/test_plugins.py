@@ -10,8 +10,13 @@ from te_bench import plugins
 PACKAGES = [
     "te_bench.experiments.suites",
     "te_bench.experiments.workloads",
+    "te_bench.kernels.activation",
+    "te_bench.kernels.adamw",
     "te_bench.kernels.attention",
+    "te_bench.kernels.cross_entropy",
     "te_bench.kernels.gemm",
+    "te_bench.kernels.linear_cross_entropy",
+    "te_bench.kernels.norm",
     "te_bench.kernels.quantize",
     "te_bench.models.recipe",
 ]

@@ -7,17 +7,19 @@ its answer is a line of DIR/self-test.jsonl, so a long self-test is gone on with
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from scipy.special import betaincinv
 
 from te_bench.experiments import checkouts, plan
 from te_bench.experiments.side import WARM_UP
 from te_bench.experiments.spec import Options
-from te_bench.reports import gate_live
+from te_bench.reports import gate_live, text
+from te_bench.reports.gate import FEWEST, Verdict, decide
 from te_bench.reports.gate_live import Question
 from te_bench.reports.gate_records import Gate
 from te_bench.reports.table import Table, Value, number, table_of, word
@@ -27,6 +29,7 @@ UNCHANGED = "unchanged"
 SLOWER = (0.01, 0.02, 0.05)
 LEAK = 2**25  # bytes a call
 CONFIDENCE = 0.95
+REDRAWN = 500  # gates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +54,7 @@ class Rate:
     undecided: int  # exit code 3
     longest_s: float
     pairs: float  # a trial, on average
+    redrawn: float | None = None  # share with a REGRESSION of REDRAWN gates made of these gates' rounds
 
 
 def conditions(slower: Sequence[float]) -> list[Condition]:
@@ -95,7 +99,7 @@ def run(
             known.append(answer)
             _append(path, answer)
             say(f"  exit code {gate.exit_code} after {answer['seconds']:.0f} s")
-    return [rate(condition, [a for a in known if a["condition"] == condition.name]) for condition in asked]
+    return [rate(one, [a for a in known if a["condition"] == one.name], question) for one in asked]
 
 
 def _planted(question: Question, condition: Condition) -> Question:
@@ -154,11 +158,12 @@ def _append(path: Path, answer: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def rate(condition: Condition, answers: Sequence[Mapping[str, Any]]) -> Rate:
+def rate(condition: Condition, answers: Sequence[Mapping[str, Any]], question: Question) -> Rate:
     """How often a condition raised the alarm."""
     alarms, n = sum(answer["exit_code"] == condition.expected for answer in answers), len(answers)
     low, high = interval(alarms, n)
     pairs = [trial["pairs"] for answer in answers for trial in answer["trials"].values()]
+    whole = condition.rounds is None
     return Rate(
         condition=condition,
         gates=n,
@@ -168,7 +173,35 @@ def rate(condition: Condition, answers: Sequence[Mapping[str, Any]]) -> Rate:
         undecided=sum(answer["exit_code"] == 3 for answer in answers),
         longest_s=max((answer["seconds"] for answer in answers), default=0.0),
         pairs=sum(pairs) / len(pairs) if pairs else 0.0,
+        redrawn=redrawn(answers, margin=question.margin, alpha=question.alpha) if whole else None,
     )
+
+
+def redrawn(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float, gates: int = REDRAWN) -> float | None:
+    """What share of gates finds a REGRESSION whose rounds are drawn, with replacement, from all of these answers' rounds.
+
+    More gates than there is time to run, though of the same pairs: the share has no interval. A gate has as many pairs as
+    the longest of the answers, and looks where such a gate does. None with fewer rounds than two gates have.
+    """
+    rounds = [dict(zip(answer["trials"], ratios, strict=True)) for answer in answers for ratios in _rounds(answer)]
+    pairs = max((len(list(_rounds(answer))) for answer in answers), default=0)
+    if len(rounds) < 2 * pairs or pairs < FEWEST:
+        return None
+    names = [name for name in rounds[0] if all(name in one for one in rounds)]
+    looks = gate_live.looks_within(pairs, 1.0, 0.0, pairs)
+    generator = np.random.default_rng(0)
+    found = 0
+    for _ in range(gates):
+        drawn = [rounds[i] for i in generator.integers(len(rounds), size=pairs)]
+        decision = decide({n: [one[n] for one in drawn] for n in names}, margin=margin, alpha=alpha, looks=looks)
+        found += any(one.verdict is Verdict.REGRESSION for one in decision.judgements)
+    return found / gates
+
+
+def _rounds(answer: Mapping[str, Any]) -> Iterator[tuple[float, ...]]:
+    """The ratios of each round in which every trial of a gate has one."""
+    series = [trial["ratios"] for trial in answer["trials"].values()]
+    return (values for values in zip(*series, strict=False) if None not in values)
 
 
 def interval(k: int, n: int) -> tuple[float, float]:
@@ -192,6 +225,7 @@ def table(rates: Sequence[Rate]) -> Table:
             word(one.condition.name),
             Value(text=f"{one.alarms} of {one.gates}", sort=one.alarms),
             word(f"{100 * one.low:.0f} to {100 * one.high:.0f} %"),
+            number(one.redrawn, lambda share: text.MISSING if share is None else f"{100 * share:.1f} %"),
             Value(text=f"{one.undecided}", sort=one.undecided),
             number(one.pairs, lambda pairs: f"{pairs or 0:.1f}"),
             number(one.longest_s, lambda seconds: f"{seconds or 0:.0f}"),
@@ -199,10 +233,10 @@ def table(rates: Sequence[Rate]) -> Table:
         for one in rates
     ]
     note = (
-        "Alarms: gates with exit code 1, of a crash 4; of unchanged code they are false. Interval: exact, 95 %. Undecided: "
-        "exit code 3. Pairs: a trial, on average."
+        "Alarms: gates with exit code 1, of a crash 4; of unchanged code they are false. Interval: exact, 95 %. Redrawn: "
+        f"of {REDRAWN} gates whose rounds are drawn from all of these. Undecided: exit code 3. Pairs: a trial, on average."
     )
-    columns = ("Planted", "Alarms", "Interval", "Undecided", "Pairs", "Longest, s")
+    columns = ("Planted", "Alarms", "Interval", "Redrawn", "Undecided", "Pairs", "Longest, s")
     found = table_of("self-test", "Self-test", columns, rows, note)
     assert found is not None  # there are conditions
     return found

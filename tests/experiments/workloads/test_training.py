@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +148,25 @@ def test_looking_at_the_numerics_leaves_the_training_bitwise_untouched(
     assert not [name for name in never if ":" in name or name == "probe_step"]
 
 
+@pytest.fixture
+def same_sums() -> Iterator[None]:
+    """Deterministic operators where there are any; warnings where not."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "compile", "cudagraph"])
 @pytest.mark.parametrize("recipe", ["delayed_scaling", "float8_current_scaling"])
 def test_looking_at_the_numerics_leaves_a_gpus_training_alone(
-    trial: Any, context: Context, recipe: str, mode: str
+    trial: Any, context: Context, recipe: str, mode: str, same_sums: None
 ) -> None:
-    """A captured graph owns its gradients and reads the scales where they are. Sums of a GPU vary in their last bits."""
+    """A captured graph owns its gradients and reads the scales where they are.
+
+    Attention's and the embedding's gradients are summed in the same order each time: else their last bits, through an amax
+    now and then, came to 0.7 % of a loss in 1 of about 20 runs (H200, 2026-11-21), with looks or without.
+    """
     asked = {"steps": 30, "eval_every": 10, "evaluate": "both", "block": 64, "dropout": 0.1}
     curves = []
     for more in ({"probes": 3}, {}):
