@@ -12,7 +12,7 @@ demo: .venv/demo.done
 
 test: .venv/test.done lint
 	$(BIN)/te-bench embed --check README.md
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not alone"
 
 # The kernels under pytest-benchmark, on a GPU where there is one; saved under .benchmarks/ with every round. Then for instance:
 # .venv/bin/pytest-benchmark compare 0001 0002 --group-by fullname

@@ -12,6 +12,7 @@ from te_bench.reports.render import write_atomically
 from te_bench.reports.rows import load_results
 
 _START = re.compile(r"^<!-- te-bench:table (?P<directory>\S+) (?P<name>\S+) -->[ \t]*$", re.MULTILINE)
+SELF_TEST = "self_test"
 _END = "<!-- /te-bench:table -->"
 
 
@@ -46,8 +47,12 @@ def embed(page: Path, *, check: bool) -> bool:
 
 def _tables(directory: Path, name: str) -> str:
     """All tables of one name of a run, each under its group's title when there are several."""
+    if name == SELF_TEST:  # of a gate, which leaves answers and no journal
+        from te_bench.reports import self_test
+
+        return tables.markdown(self_test.table(self_test.stored(directory)))
     if name not in tables.TABLES:
-        raise ValueError(f"unknown table {name!r}. Known: {', '.join(tables.TABLES)}.")
+        raise ValueError(f"unknown table {name!r}. Known: {', '.join([*tables.TABLES, SELF_TEST])}.")
     groups = load_results([directory]).groups
     found = [(group, table) for group in groups for table in tables.of_group(group, name)]
     if not found:

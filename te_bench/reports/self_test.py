@@ -4,6 +4,7 @@ Alarms on unchanged code, slow-downs found, a leak and a crash noticed. Each gat
 its answer is a line of DIR/self-test.jsonl, so a long self-test is gone on with.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -95,11 +96,32 @@ def run(
             began = time.monotonic()
             with checkouts.temporary() as folder:
                 gate = gate_live.run(_planted(question, condition), folder, machine, say=lambda line: None)
-            answer = {**_answer(gate, condition), "seconds": time.monotonic() - began, "asked": _asked(question)}
+            answer = {
+                **_answer(gate, condition),
+                "machine": machine["identity"],
+                "seconds": time.monotonic() - began,
+                "asked": _asked(question),
+            }
             known.append(answer)
             _append(path, answer)
             say(f"  exit code {gate.exit_code} after {answer['seconds']:.0f} s")
-    return [rate(one, [a for a in known if a["condition"] == one.name], question) for one in asked]
+    return _rates(known, asked, question.margin, question.alpha)
+
+
+def stored(directory: Path) -> list[Rate]:
+    """The rates of the answers that a self-test left. Raises ValueError for none, and for those of several questions."""
+    path = directory / ANSWERS
+    answers = _read(path)
+    questions = {json.dumps(answer["asked"], sort_keys=True) for answer in answers}
+    if len(questions) != 1:
+        raise ValueError(f"{path} holds the answers of {len(questions)} self-tests: one is wanted")
+    asked = answers[0]["asked"]
+    slower = dict.fromkeys(answer["slower"] for answer in answers if answer["slower"])
+    return _rates(answers, conditions(list(slower)), asked["margin"], asked["alpha"])
+
+
+def _rates(answers: Sequence[Mapping[str, Any]], asked: Sequence[Condition], margin: float, alpha: float) -> list[Rate]:
+    return [rate(one, [a for a in answers if a["condition"] == one.name], margin, alpha) for one in asked]
 
 
 def _planted(question: Question, condition: Condition) -> Question:
@@ -121,6 +143,7 @@ def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
     judged = gate.decision.trials if gate.decision else {}
     return {
         "condition": condition.name,
+        "slower": condition.fault.get("slower"),
         "exit_code": gate.exit_code,
         "findings": [f"{finding.kind}: {finding.name}" for finding in gate.findings if finding.code],
         "trials": {
@@ -137,15 +160,16 @@ def _asked(question: Question) -> dict[str, Any]:
 
 
 def _known(path: Path, question: Question) -> list[dict[str, Any]]:
-    """The answers of a self-test that was cut short; a line that a kill tore counts as none."""
+    """The answers of a self-test that was cut short."""
+    return [answer for answer in _read(path) if answer["asked"] == _asked(question)]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Every answer; a line that a kill tore is none."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            continue
-        if answer.get("asked") == _asked(question):
-            found.append(answer)
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
     return found
 
 
@@ -158,7 +182,7 @@ def _append(path: Path, answer: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def rate(condition: Condition, answers: Sequence[Mapping[str, Any]], question: Question) -> Rate:
+def rate(condition: Condition, answers: Sequence[Mapping[str, Any]], margin: float, alpha: float) -> Rate:
     """How often a condition raised the alarm."""
     alarms, n = sum(answer["exit_code"] == condition.expected for answer in answers), len(answers)
     low, high = interval(alarms, n)
@@ -173,7 +197,7 @@ def rate(condition: Condition, answers: Sequence[Mapping[str, Any]], question: Q
         undecided=sum(answer["exit_code"] == 3 for answer in answers),
         longest_s=max((answer["seconds"] for answer in answers), default=0.0),
         pairs=sum(pairs) / len(pairs) if pairs else 0.0,
-        redrawn=redrawn(answers, margin=question.margin, alpha=question.alpha) if whole else None,
+        redrawn=redrawn(answers, margin=margin, alpha=alpha) if whole else None,
     )
 
 

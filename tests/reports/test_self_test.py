@@ -11,6 +11,7 @@ from scipy.stats import binom
 
 from te_bench.experiments import environment
 from te_bench.reports import gate_live, self_test
+from te_bench.reports.embed import embed
 from te_bench.reports.gate import Verdict, decide
 from te_bench.reports.gate_live import Question
 from te_bench.reports.gate_records import Gate, process_s
@@ -59,10 +60,10 @@ def test_a_round_that_lacks_a_ratio_is_not_drawn() -> None:
 def test_a_rate_counts_the_code_that_its_condition_expects() -> None:
     slow, *_, crash = conditions([0.05])[1:]
     assert (slow.name, slow.fault, slow.expected) == ("5 % slower", {"slower": 0.05}, 1)
-    found = rate(slow, [*answers(noisy(1.1, 2), code=1), *answers(noisy(1.0, 1))], QUESTION)
+    found = rate(slow, [*answers(noisy(1.1, 2), code=1), *answers(noisy(1.0, 1))], 0.02, 0.05)
     assert (found.alarms, found.gates, found.undecided, found.longest_s, found.pairs) == (2, 3, 1, 11.0, 9.0)
-    assert rate(crash, answers(noisy(1.0, 2), code=4), QUESTION).alarms == 2
-    assert rate(crash, answers(noisy(1.0, 2), code=1), QUESTION).alarms == 0
+    assert rate(crash, answers(noisy(1.0, 2), code=4), 0.02, 0.05).alarms == 2
+    assert rate(crash, answers(noisy(1.0, 2), code=1), 0.02, 0.05).alarms == 0
 
 
 def test_it_fails_on_an_unnoticed_crash_and_on_more_alarms_than_chance_allows() -> None:
@@ -72,7 +73,7 @@ def test_it_fails_on_an_unnoticed_crash_and_on_more_alarms_than_chance_allows() 
         found = answers([[1.0] * 5] * gates)
         for answer in found[:alarms]:
             answer["exit_code"] = condition.expected
-        return rate(condition, found, QUESTION)
+        return rate(condition, found, 0.02, 0.05)
 
     assert passed([of(unchanged, 0, 3), of(crash, 3, 3)], 0.05)
     assert passed([of(unchanged, 1, 3), of(crash, 3, 3)], 0.05)  # 1 in 3 may be chance
@@ -105,7 +106,12 @@ def test_it_goes_on_where_it_was_cut_short_and_counts_no_other_question(
     rates = self_test.run(QUESTION, tmp_path, MACHINE, gates=2, slower=[0.1], say=said.append)
     assert [fault for fault, _ in asked] == [head[3], *head]
     assert [one.gates for one in rates] == [2, 2, 2, 2]
-    assert len([line for line in path.read_text().splitlines() if _whole(line)]) == 8
+    assert [_whole(line) for line in path.read_text().splitlines()].count(True) == 8
+    assert self_test.stored(tmp_path) == rates
+    page = tmp_path / "page.md"
+    page.write_text("<!-- te-bench:table . self_test -->\n<!-- /te-bench:table -->\n")
+    assert embed(page, check=False)
+    assert "| 10 % slower | 0 of 2 |" in page.read_text()
     asked.clear()
     self_test.run(
         Question(**{**_fields(QUESTION), "margin": 0.05}), tmp_path, MACHINE, gates=1, slower=[], say=said.append
@@ -135,7 +141,7 @@ def test_a_process_counts_by_its_quiet_samples_on_a_cpu_and_by_its_median_on_a_g
     assert process_s([], "cuda") is None
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_planted_faults_are_noticed_on_this_machine(tmp_path: Path) -> None:
     """A slow-down by half: what smaller ones it takes are measured in results/gate."""
     machine = environment.capture("cpu")
