@@ -84,7 +84,10 @@ def gate(
         raise ValueError(
             "--base measures two revisions, --baseline reads two runs, --self-test neither: give one of them"
         )
+    if self_test and (markdown or junit or json):
+        raise ValueError("--self-test has no --markdown, --junit or --json: its answers are in --out; leave them out")
     if base is not None or self_test:
+        out = out.absolute()  # as every path here: each revision works in a folder of its own
         on = device or environment.default_device()
         gpus = find_gpus(on, None)[:1]
         question = _question(base, head, on, gpus, data, cache, suite=suite, budget=budget, timeout=timeout, **wanted)
@@ -123,6 +126,7 @@ def _question(
     from te_bench.experiments import checkouts
     from te_bench.reports import gate_live
 
+    cache = None if cache is None else cache.absolute()
     if not timeout > 0:  # nor is NaN
         raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
     root = None if base is None else checkouts.repository(Path.cwd())
@@ -133,13 +137,22 @@ def _question(
         base=base or "installed",
         head=head if base else "installed",
         device=device,
-        options={"data": data_sets(data or []), "cache": None if cache is None else str(cache)},
+        options={"data": _absolute(data_sets(data or [])), "cache": None if cache is None else str(cache)},
         budget_s=None if budget is None else minutes(budget),
         timeout_s=timeout,
         cache=cache,
         gpu=gpus[0]["uuid"] if gpus else None,
         **wanted,
     )
+
+
+def _absolute(data: dict[str, str]) -> dict[str, str]:
+    """The data sets with whole paths for files: text:PATH is the same file for both revisions."""
+    parts = {model: found.partition(":") for model, found in data.items()}
+    return {
+        model: f"text:{Path(path).absolute()}" if name == "text" and path else data[model]
+        for model, (name, _, path) in parts.items()
+    }
 
 
 def _self_test(question: "Question", out: Path, machine: dict[str, Any], gates: int, slower: list[float]) -> NoReturn:
@@ -158,7 +171,10 @@ def _say(line: str) -> None:
 def minutes(budget: str) -> float:
     """Seconds of a --budget in minutes: 3, 0.5; or with a unit: 90s, 3m, 2h. Raises ValueError for anything else."""
     text = budget.strip()
-    return seconds(text if text[-1:].isalpha() else f"{text}m")
+    try:
+        return seconds(text if text[-1:].isalpha() else f"{text}m")
+    except ValueError:
+        raise ValueError(f"--budget {budget}: give a time greater than 0: 10 or 10m, 90s, 2h") from None
 
 
 def fraction(option: str, given: str) -> float:

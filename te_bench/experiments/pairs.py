@@ -40,7 +40,14 @@ _RESULT = frozenset({"outcome", "reason", "work_s", "check", "work", "samples", 
 
 
 class Unrunnable(Exception):
-    """A revision that cannot be imported or planned, or whose process does not answer; the message says why."""
+    """A revision that cannot be imported or planned, or whose process does not answer; the message says why.
+
+    refused: what it said to a question that it does not accept, of a suite that it does not have for instance.
+    """
+
+    def __init__(self, message: str, refused: str | None = None):
+        super().__init__(message)
+        self.refused = refused
 
 
 class Side:
@@ -79,7 +86,8 @@ class Side:
         except TimeoutError:
             raise Unrunnable(f"{self.name}: no answer within {START_S:g} s") from None
         if "error" in found:
-            raise Unrunnable(f"{self.name}: {found['error']}")
+            refused = found["error"].removeprefix("ValueError: ") if found.get("refused") else None
+            raise Unrunnable(f"{self.name}: {found['error']}", refused)
         return found["answer"]
 
     def close(self) -> None:

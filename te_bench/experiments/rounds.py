@@ -140,7 +140,7 @@ def run(
 def _planned(sides: Sequence[Side], settings: Settings) -> Planned:
     for side in sides:
         side.ask("plan", suite=settings.suite, only=settings.only, options=dict(settings.options))
-    answers = [side.answer() for side in sides]
+    answers = _answers(sides)
     cells = {}
     for side, answer in zip(sides, answers, strict=True):
         trials = [Trial.from_json(trial) for trial in answer["trials"]]
@@ -149,6 +149,21 @@ def _planned(sides: Sequence[Side], settings: Settings) -> Planned:
     rungs = [Trial.from_json(trial) for trial in last["trials"]]
     baseline = next((recorded(trial).cell for trial in rungs if trial.cell == last["baseline"]), None)
     return Planned(title=last["title"], baseline=baseline, cells=cells)
+
+
+def _answers(sides: Sequence[Side]) -> list[Any]:
+    """Raises ValueError for a question that every side refuses, in the last one's words; else Unrunnable for a refusal."""
+    answers, refusals = [], []
+    for side in sides:
+        try:
+            answers.append(side.answer())
+        except Unrunnable as error:
+            refusals.append(error)
+    if len(refusals) == len(sides) and all(error.refused for error in refusals):
+        raise ValueError(refusals[-1].refused)
+    if refusals:
+        raise refusals[0]
+    return answers
 
 
 def _plan(one: Revision, planned: Planned, settings: Settings, trials: Sequence[Trial]) -> Plan:

@@ -70,7 +70,7 @@ def serve(lines: Lines, log: Path) -> None:
         try:
             lines.send(answer=_plan(**message))
         except Exception as error:  # the revision's own: it may be broken, which is what the gate is to tell
-            lines.send(error=f"{type(error).__name__}: {error}")
+            lines.send(error=f"{type(error).__name__}: {error}", refused=isinstance(error, ValueError))
 
 
 def _plan(suite: str, only: str | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
     Raises ValueError for revisions that are not there, and for what `decide` refuses.
     """
     check_test(question.margin, question.alpha, question.mde)
-    started = time.monotonic()
+    started, directory = time.monotonic(), directory.absolute()  # the sides have a working directory of their own
     commits = tuple(_commit(question.repository, ref) for ref in (question.base, question.head))
     asked = _asked(question, commits)
     known = _read(directory / QUESTION)
@@ -101,7 +101,7 @@ def _rounds(
     settings = _settings(question, directory)
     commits = tuple(one.commit for one in revisions)
     looks = tuple(known["looks"] or ())
-    number, wanted = 0, None
+    number, wanted, longest = 0, None, 0.0
     while True:
         begin = time.monotonic()
         say(_round(number, wanted, looks))
@@ -115,7 +115,8 @@ def _rounds(
         gate = _judged(question, directory, commits, looks)
         wanted = _undecided(gate, planned, whole=question.whole)
         spent = time.monotonic() - started
-        late = question.budget_s is not None and number >= 2 and spent + took > question.budget_s
+        longest = took if number <= 2 else max(took, longest)  # the first is longer than any: it runs every trial
+        late = question.budget_s is not None and number >= 2 and spent + longest > question.budget_s
         if not wanted or late or number == (question.most or (looks or LOOKS)[-1]):
             return gate
 

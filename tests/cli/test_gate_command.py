@@ -120,7 +120,7 @@ def test_2_usage(gate: Gate, arguments: tuple[str, ...], message: str) -> None:
 
 
 def test_2_runs_that_are_none(command: Command, tmp_path: Path) -> None:
-    assert "give the runs to compare" in command("gate").err
+    assert "give the revision to compare with" in command("gate").err
     run(tmp_path / "a")
     done = command("gate", "--baseline", tmp_path / "a", "--candidate", tmp_path / "none")
     assert (done.code, "holds no journal" in done.err) == (2, True)

@@ -137,7 +137,7 @@ def test_4_a_revision_without_te_bench(gate: Callable[..., Any], repository: Rep
 
 
 def test_2_what_cannot_be_asked(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gate: Callable[..., Any], command: Command, repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository.commit({"a": FAST})
     assert "no revision 'nowhere'" in gate("nowhere").err
@@ -145,6 +145,10 @@ def test_2_what_cannot_be_asked(
     assert "--budget soon" in gate("HEAD", "--budget", "soon").err
     assert "--timeout 0" in gate("HEAD", "--timeout", 0).err
     assert "give one of them" in gate("HEAD", "--baseline", tmp_path).err
+    assert "--self-test has no --markdown" in command("gate", "--self-test", "--markdown", tmp_path / "x.md").err
+    none = "def resolve(*a, **k): raise ValueError('no such suite')\n"
+    refused = gate(repository.commit({"a": FAST}, experiments__plan=none))
+    assert (refused.code, refused.err.splitlines()[-1]) == (2, "te-bench: no such suite")
     monkeypatch.chdir(tmp_path)
     refused = gate("HEAD")
     assert (refused.code, "is in no git repository" in refused.err) == (2, True)

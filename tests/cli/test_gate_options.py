@@ -1,0 +1,49 @@
+"""te-bench gate: what its options become before anything is measured."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import Command
+
+from te_bench.cli.gate import minutes
+from te_bench.reports import gate_live
+
+
+class Asked(Exception):
+    pass
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments that a gate on two revisions would have been measured with."""
+    found: list[Any] = []
+
+    def run(*arguments: Any, **options: Any) -> None:
+        found.extend(arguments)
+        raise Asked
+
+    monkeypatch.setattr(gate_live, "run", run)
+    monkeypatch.setattr("te_bench.experiments.checkouts.repository", lambda inside: inside)
+    monkeypatch.setattr("te_bench.experiments.checkouts.dirty", lambda root: False)
+    return found
+
+
+def test_paths_are_whole_for_revisions_work_in_folders_of_their_own(
+    command: Command, asked: list[Any], tmp_path: Path
+) -> None:
+    data = ("--data", "text:a.txt", "--data", "gpt2=text:/b.txt", "--data", "tiny=stdlib")
+    with pytest.raises(Asked):
+        command("gate", "--base", "main", "--device", "cpu", "--cache", "tokens", *data)
+    question, out, _ = asked
+    assert out == tmp_path / "runs" / "gate"
+    assert question.cache == tmp_path / "tokens"
+    assert question.options["cache"] == str(tmp_path / "tokens")
+    assert question.options["data"] == {"": f"text:{tmp_path}/a.txt", "gpt2": "text:/b.txt", "tiny": "stdlib"}
+
+
+def test_a_budget_is_minutes_unless_it_says_otherwise() -> None:
+    assert [minutes(said) for said in ("10", "0.5", "90s", "2h", " 3m ")] == [600, 30, 90, 7200, 180]
+    for said in ("0", "soon", "-1", "nan", "10d"):
+        with pytest.raises(ValueError, match=f"--budget {said}: give a time greater than 0: 10 or 10m, 90s, 2h"):
+            minutes(said)
