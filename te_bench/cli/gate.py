@@ -134,8 +134,8 @@ def _question(
         _say("Uncommitted changes are not judged: the head is the last commit.")
     return gate_live.Question(
         repository=root,
-        base=base or "installed",
-        head=head if base else "installed",
+        base="installed" if base is None else base,
+        head="installed" if base is None else head,
         device=device,
         options={"data": _absolute(data_sets(data or [])), "cache": None if cache is None else str(cache)},
         budget_s=None if budget is None else minutes(budget),

@@ -86,10 +86,10 @@ def _git(folder: Path, *arguments: str, environment: dict[str, str] | None = Non
     """What git prints. Raises ValueError with its message."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
+            ["git", "-c", "core.splitIndex=false", "-C", str(folder), *arguments],
             capture_output=True,
             text=True,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", **(environment or {})},
             check=False,
         )
     except FileNotFoundError:

@@ -2,13 +2,14 @@
 
 Both processes are there before the first turn, so whatever the machine does in the seconds of a pair it does to both: in
 A/A pairs of `quick` on two busy cores, processes one after the other differ by 24 to 40 %, in turns by 1 to 2 (sd of the
-trimmed log-ratios, 2026-11-21). Only one of them computes at a time. On a CPU each has one thread, for threads that wait
-for each other measure the neighbours' load, and keeps the memory that it frees, for otherwise the kernel's zeroing of
-pages has processes of one program run at speeds that differ by a factor of two.
+trimmed log-ratios, 2026-11-21). While one is timed the other waits. On a CPU each has one thread, for threads that wait for
+each other measure the neighbours' load, and keeps the memory that it frees, for otherwise the kernel's zeroing of pages
+has processes of one program run at speeds that differ by a factor of two.
 """
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import statistics
@@ -16,17 +17,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from te_bench.experiments import side
-from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.spec import Record, Trial, canonical_json
 
 PROTOCOL = "turns"
 MOST_TURNS, FEWEST_TURNS = 12, 6  # of each side and timed call
 TURN_S, TIMED_S = 0.03, 0.6  # a turn lasts the first or one call; a side's turns the second, within the numbers above
+SHORTEST_S = 1e-7  # of a call: an empty one still has a time
 PAUSE_S = 0.002  # before a turn: threads of the other side may spin for so long after its last
 START_S = 300.0  # for the imports of a revision
 _KILLED_S = 10.0  # a killed process has ended by then
@@ -69,13 +71,14 @@ class Side:
 
     def started(self, root: Path) -> None:
         """Wait for its imports. Raises Unrunnable when they fail, or are another te_bench's."""
-        package = Path(self.answer())
-        if not package.is_relative_to(root):
+        package = Path(self.answer()).resolve()
+        if not package.is_relative_to(root / "te_bench"):
             raise Unrunnable(f"{self.name}: te_bench was imported from {package}, not from the revision's files")
 
     def ask(self, what: str, **message: Any) -> None:
         """Ask for a "plan", to which `answer` is the answer: both sides work on theirs at the same time."""
-        self.lines.send(ask=what, **message)
+        with contextlib.suppress(OSError):  # it is gone, as the answer will say
+            self.lines.send(ask=what, **message)
 
     def answer(self) -> Any:
         """What it was asked for. Raises Unrunnable when the revision cannot tell."""
@@ -112,8 +115,9 @@ class _Running:
     trial: Trial
     started: float  # perf_counter
     started_at: str
-    limit_s: float  # for any one answer: time that the other side takes is not this one's
-    deadline: float = 0.0  # monotonic
+    limit_s: float
+    left_s: float = 0.0  # of the limit, when `since` was
+    since: float | None = None  # monotonic; None while it is the other side's turn
     pid: int | None = None
     ready: bool = False  # to be timed
     ended: bool = False
@@ -122,10 +126,19 @@ class _Running:
     throttle: int = 0
     sm_clocks: list[float] = field(default_factory=list)
 
-    def wait(self) -> None:
-        """Until it is ready to be timed, or has ended."""
-        while not self.ready and not self.ended:
-            self.take(self.next())
+    @property
+    def busy(self) -> bool:
+        return not self.ready and not self.ended
+
+    @property
+    def until(self) -> float:
+        """When its time is up, on the monotonic clock: the time that the other side takes is not this one's."""
+        return (time.monotonic() if self.since is None else self.since) + self.left_s
+
+    def say(self, **message: Any) -> None:
+        self.since = time.monotonic()
+        with contextlib.suppress(OSError):  # it is gone, which the next message will tell
+            self.side.lines.send(**message)
 
     def turn(self, **asked: Any) -> list[float]:
         """The seconds that one turn measured; [] when the process ended in it."""
@@ -135,6 +148,7 @@ class _Running:
         if "seconds" not in message:
             self.take(message)
             return []
+        self.pause()
         self.throttle |= message["throttle"]
         self.sm_clocks += [message["sm_clock_hz"]] if message["sm_clock_hz"] else []
         seconds: list[float] = message["seconds"]
@@ -144,55 +158,71 @@ class _Running:
         self.ready = False
         self.say(over=True)
 
-    def say(self, **message: Any) -> None:
-        self.deadline = time.monotonic() + self.limit_s
-        with contextlib.suppress(OSError):  # it is gone, which the next message will tell
-            self.side.lines.send(**message)
+    def pause(self) -> None:
+        self.left_s, self.since = self.until - time.monotonic(), None
 
     def next(self) -> dict[str, Any]:
         """The side's next message. A trial that exceeds its time is killed; a side that is gone says that it ended."""
         try:
-            return self.side.lines.receive(max(self.deadline - time.monotonic(), 0.0))
+            return self.side.lines.receive(max(self.until - time.monotonic(), 0.0))
         except EOFError:
             return {"ended": "its process was killed"}
         except TimeoutError:
-            self.result = {"outcome": "timeout"}
+            return self.stop()
+
+    def stop(self) -> dict[str, Any]:
+        """End a trial whose time is up, and what it started."""
+        self.result = {"outcome": "timeout", "reason": f"stopped after {self.limit_s:g} s (--timeout)"}
         if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        self.deadline = time.monotonic() + _KILLED_S
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
         try:
-            return self.side.lines.receive(_KILLED_S)
+            while "ended" not in (message := self.side.lines.receive(_KILLED_S)):
+                pass
         except (EOFError, TimeoutError):
             self.side.close()
             return {"ended": "its process was killed"}
+        return message
 
     def take(self, message: Mapping[str, Any]) -> None:
         self.pid = message.get("pid", self.pid)
         self.ready = "ready" in message
-        self.result = self.result or message.get("result", {})
+        if "result" in message and not self.result:
+            reply = message["result"]
+            self.result = reply if isinstance(reply, dict) and reply else {"outcome": f"the reply {reply!r}"}
         if "ended" in message:
             self.ended, self.ready = True, False
             self.wall_s = time.perf_counter() - self.started
             how = message["ended"] or "without a result"
             self.result = self.result or {"outcome": "crashed", "reason": f"the process ended: {how}"}
+        if not self.busy:
+            self.pause()
 
     def record(self) -> Record:
-        result = {name: value for name, value in self.result.items() if name in _RESULT}
-        if result["outcome"] == "timeout":
-            result["reason"] = f"stopped after {self.limit_s:g} s (--timeout)"
+        """What it came to; a result that no record can hold is a crash."""
+        try:
+            return self._record(self.result)
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            return self._record({"outcome": "crashed", "reason": f"no result that te-bench knows: {error!r}"})
+
+    def _record(self, reply: Mapping[str, Any]) -> Record:
+        result = {name: value for name, value in reply.items() if name in _RESULT}
         state = dict(result.get("device_state") or {})
         if self.throttle:
             state["throttle_reasons"] = self.throttle | int(state.get("throttle_reasons") or 0)
         if self.sm_clocks:
             state["sm_clock_hz"] = min(self.sm_clocks)
-        return Record(
+        outcome = {"outcome": result.pop("outcome")}
+        found = Record(
             trial=recorded(self.trial),
             environment=self.side.environment,
             started_at=self.started_at,
             wall_s=self.wall_s,
+            **outcome,
             **{**result, "device_state": state},
         )
+        canonical_json(found.to_json())  # NaN and infinity are no JSON
+        return found
 
 
 def recorded(trial: Trial) -> Trial:
@@ -202,37 +232,65 @@ def recorded(trial: Trial) -> Trial:
 
 def run(
     sides: Sequence[Side],
-    trial: Trial,
+    trials: Mapping[str, Mapping[str, Any]],
     *,
     timeout_s: float,
     cache: Path | None = None,
     gpu: str | None = None,
     faults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Record]:
-    """The trial on one side or both, the first of them first; a record of each. Never raises for what a revision does.
+    """One trial on one side or both, the first of them first; a record of each. Never raises for what a revision does.
 
-    faults: {side's name: a fault of `side.py` to plant in it}, of a self-test.
+    trials: {side's name: the trial as that side's plan has it, in JSON}. One that is not timed runs on one side after the
+    other: it may need the machine's memory, or a budget of seconds, for itself. faults: {side's name: a fault of
+    `side.py` to plant in it}, of a self-test.
     """
-    running = []
-    for server in sides:
+    more = {"cache": str(cache) if cache else None, "gpu": gpu}
+
+    def begin(server: Side) -> _Running:
+        trial = known(trials[server.name])
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        running.append(_Running(server, trial, time.perf_counter(), now, timeout_s))
-        fault = (faults or {}).get(server.name)
-        running[-1].say(
-            ask="trial", trial=trial.to_json(), cache=str(cache) if cache else None, gpu=gpu, fault=dict(fault or {})
-        )
+        one = _Running(server, trial, time.perf_counter(), now, timeout_s, left_s=timeout_s)
+        one.say(ask="trial", trial=dict(trials[server.name]), fault=dict((faults or {}).get(server.name) or {}), **more)
+        return one
+
+    if not all(known(trials[server.name]).protocol in side.WARM_UP for server in sides):
+        return [record for server in sides for record in _to_the_end([begin(server)])]
+    return _to_the_end([begin(server) for server in sides])
+
+
+def known(trial: Mapping[str, Any]) -> Trial:
+    """A revision's trial as this te_bench has it: fields that only the revision knows are left out."""
+    names = {one.name for one in fields(Trial)}
+    return Trial.from_json({name: value for name, value in trial.items() if name in names})
+
+
+def _to_the_end(running: Sequence[_Running]) -> list[Record]:
     while not all(one.ended for one in running):
-        for one in running:
-            one.wait()
+        _wait(running)
         _take_turns([one for one in running if one.ready])
     return [one.record() for one in running]
+
+
+def _wait(running: Sequence[_Running]) -> None:
+    """Until each is ready to be timed, or has ended; they work at the same time."""
+    while busy := [one for one in running if one.busy]:
+        lines = [one.side.lines for one in busy]
+        left = max(min(one.until for one in busy) - time.monotonic(), 0.0)
+        waiting = [one.connection for one in lines] if not any(b"\n" in one.rest for one in lines) else []
+        heard = select.select(waiting, [], [], left)[0] if waiting else []
+        for one in busy:
+            if b"\n" in one.side.lines.rest or one.side.lines.connection in heard:
+                one.take(one.next())
+            elif one.until <= time.monotonic():
+                one.take(one.stop())
 
 
 def _take_turns(ready: Sequence[_Running]) -> None:
     """Time one call of each side, as many calls a turn on both."""
     tried = [seconds for one in ready for seconds in one.turn(seconds=TURN_S)]
     if tried:
-        call = statistics.median(tried)
+        call = max(statistics.median(tried), SHORTEST_S)
         calls = max(1, round(TURN_S / call))
         turns = min(MOST_TURNS, max(FEWEST_TURNS, round(TIMED_S / (calls * call))))
         for number in range(turns):

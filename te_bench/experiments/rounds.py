@@ -6,6 +6,7 @@ reads either by the same rule. A killed round is repeated, for a pair counts onl
 
 import contextlib
 import fnmatch
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.experiments import environment, pairs
-from te_bench.experiments.pairs import Side, Unrunnable, recorded
+from te_bench.experiments.pairs import Side, Unrunnable, known, recorded
 from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import Plan, Store
 
@@ -57,7 +58,7 @@ class Planned:
 
     title: str
     baseline: str | None
-    cells: Mapping[str, Mapping[str, Trial]]  # {side's name: {cell as recorded: trial}}
+    cells: Mapping[str, Mapping[str, Mapping[str, Any]]]  # {side's name: {cell as recorded: its trial's JSON}}
 
     @property
     def common(self) -> list[str]:
@@ -73,7 +74,10 @@ def revision(name: str, commit: str, root: Path, store: Store, machine: dict[str
     package = root / "te_bench"
     if not (package / "experiments").is_dir():
         raise Unrunnable(f"{name}: {commit[:12]} has no te_bench package at its root: it is no revision of te-bench")
-    found = environment.of_revision(machine, package, commit)
+    try:
+        found = environment.of_revision(machine, package, commit)
+    except OSError as error:  # a link to nowhere among its files
+        raise Unrunnable(f"{name}: {error.filename}: {error.strerror}") from error
     store.add_environment(found)
     return Revision(name=name, commit=commit, root=root, store=store, machine=found)
 
@@ -99,33 +103,37 @@ def run(
     *,
     wanted: Callable[[Planned], Mapping[str, Sequence[str]]],
     told: Told,
+    until: float | None = None,
 ) -> Planned:
     """Run round `number` and keep its records. wanted(planned): the cells to run on each side, by the side's name.
+
+    until: when, on the monotonic clock, no other trial is begun; the first round is run whole.
 
     Raises pairs.Unrunnable when a revision cannot be imported or planned.
     """
     with _started(revisions, settings) as sides:
         planned = _planned(sides, settings)
         cells = wanted(planned)
-        chosen = {
-            name: {cell: replace(planned.cells[name][cell], seed=number) for cell in cells[name]} for name in cells
-        }
+        chosen = {n: {cell: {**planned.cells[n][cell], "seed": number} for cell in cells[n]} for n in cells}
         for one in revisions:  # the first round's plan names every cell: what the other side lacks is known by it
             listed = planned.cells[one.name] if number == 0 else chosen[one.name]
-            trials = [recorded(replace(trial, seed=number)) for trial in listed.values()]
+            trials = [recorded(replace(known(trial), seed=number)) for trial in listed.values()]
             one.store.add_plan(_plan(one, planned, settings, trials))
         order = list(dict.fromkeys(cell for found in chosen.values() for cell in found))
         for place, cell in enumerate(order if number % 2 == 0 else order[::-1]):
             taking = [i for i, one in enumerate(revisions) if cell in chosen[one.name]]
             taking = taking if (number + place) % 2 == 0 else taking[::-1]  # who begins
-            trial = chosen[revisions[taking[0]].name][cell]
+            pair = {revisions[i].name: chosen[revisions[i].name][cell] for i in taking}
+            trial = known(next(iter(pair.values())))
             if all(
                 (recorded(trial).id, revisions[i].environment) in revisions[i].store.journal.records for i in taking
             ):
                 continue  # a round that was cut short, gone on with
+            if number and until is not None and time.monotonic() > until:
+                break
             done = pairs.run(
                 [sides[i] for i in taking],
-                trial,
+                pair,
                 timeout_s=settings.timeout_s,
                 cache=settings.cache,
                 gpu=settings.gpu,
@@ -143,12 +151,25 @@ def _planned(sides: Sequence[Side], settings: Settings) -> Planned:
     answers = _answers(sides)
     cells = {}
     for side, answer in zip(sides, answers, strict=True):
-        trials = [Trial.from_json(trial) for trial in answer["trials"]]
-        cells[side.name] = {recorded(trial).cell: trial for trial in reversed(trials)}
+        try:
+            cells[side.name] = _cells(answer["trials"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unrunnable(f"{side.name}: a plan that te-bench does not know: {error!r}") from error
     last = answers[-1]
-    rungs = [Trial.from_json(trial) for trial in last["trials"]]
+    rungs = [known(trial) for trial in last["trials"]]
     baseline = next((recorded(trial).cell for trial in rungs if trial.cell == last["baseline"]), None)
     return Planned(title=last["title"], baseline=baseline, cells=cells)
+
+
+def _cells(trials: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """A trial a cell. Raises ValueError where two cells differ in nothing but how they were to be timed."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for trial in trials:
+        cell, own = recorded(known(trial)).cell, known(trial).cell
+        if cell in found and known(found[cell]).cell != own:
+            raise ValueError(f"{known(trial).name} is planned twice, by two protocols")
+        found.setdefault(cell, trial)
+    return found
 
 
 def _answers(sides: Sequence[Side]) -> list[Any]:

@@ -39,7 +39,7 @@ class Lines:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout: float | None = None) -> dict[str, Any]:
-        """The next message. Raises EOFError when the other end is gone, TimeoutError after `timeout` seconds without one."""
+        """The next message. Raises EOFError when the other end is gone or talks nonsense, TimeoutError after `timeout` s."""
         until = None if timeout is None else time.monotonic() + timeout
         while b"\n" not in self.rest:
             self.connection.settimeout(None if until is None else max(until - time.monotonic(), 1e-3))
@@ -53,19 +53,27 @@ class Lines:
                 raise EOFError
             self.rest += data
         line, _, self.rest = self.rest.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
+        try:
+            message = json.loads(line)
+        except ValueError:
+            raise EOFError from None
+        if not isinstance(message, dict):
+            raise EOFError
         return message
 
 
-def serve(lines: Lines, log: Path) -> None:
+def serve(lines: Lines) -> None:
     """Answer until the gate is gone."""
     while True:
         try:
             message = lines.receive()
         except EOFError:
             return
-        if message.pop("ask") == "trial":
-            _fork(lines, message, log)
+        ask = message.pop("ask", None)
+        if ask is None:  # a turn for a fork that died before it heard of it
+            continue
+        if ask == "trial":
+            _fork(lines, message)
             continue
         try:
             lines.send(answer=_plan(**message))
@@ -91,29 +99,32 @@ def _plan(suite: str, only: str | None, options: dict[str, Any]) -> dict[str, An
     }
 
 
-def _fork(lines: Lines, message: dict[str, Any], log: Path) -> None:
-    """Run a trial in a fork; should it die without a result, say how."""
+def _fork(lines: Lines, message: dict[str, Any]) -> None:
+    """Run a trial in a fork; say how it ended. Whatever the trial started itself ends with it, or with this process."""
+    ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
+        os.setsid()  # a process group of its own
+        os.close(theirs)
+        if os.fork() == 0:  # the watcher: reads until nobody holds the other end
+            os.read(ours, 1)
+            os.killpg(0, signal.SIGKILL)
+        os.close(ours)
         try:
-            _trial(lines, log=log, **message)
+            _trial(lines, **message)
         except BaseException:
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)  # no teardown: freeing a GPU's memory one tensor at a time takes longer than ending the process
+    os.close(ours)
     _, status = os.waitpid(child, 0)
+    os.close(theirs)
     lines.send(ended=signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else None)
 
 
-def _trial(
-    lines: Lines, *, log: Path, trial: dict[str, Any], cache: str | None, gpu: str | None, fault: dict[str, Any]
-) -> None:
-    _end_with(os.getppid())
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+def _trial(lines: Lines, *, trial: dict[str, Any], cache: str | None, gpu: str | None, fault: dict[str, Any]) -> None:
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     from te_bench.experiments import timing
@@ -214,21 +225,34 @@ def _turn(block: Callable[[int], list[float]], turn: dict[str, Any]) -> Iterator
 
 
 def _cpu_block(call: Callable[[], object]) -> Callable[[int], list[float]]:
+    """Seconds of each call on the wall, less those in which this thread waited for a core that others had.
+
+    Waits while other threads of this process computed are its own doing and count. Linux says how long a thread waited;
+    elsewhere it is the wall's seconds.
+    """
     try:
         waits = os.open("/proc/thread-self/schedstat", os.O_RDONLY)  # opened by the thread that is timed
     except OSError:
         waits = None
 
-    def now() -> float:
-        waited = int(os.pread(waits, 64, 0).split()[1]) * 1e-9 if waits is not None else 0.0
-        return time.perf_counter() - waited
+    def waited() -> int:
+        return int(os.pread(waits, 64, 0).split()[1]) if waits is not None else 0
+
+    def edge() -> tuple[float, float, float]:
+        """The wall's clock, the wait so far and what other threads have computed; read anew if interrupted meanwhile."""
+        for _ in range(3):
+            wait, wall, others = waited(), time.perf_counter(), time.process_time() - time.thread_time()
+            if waited() == wait:
+                break
+        return wall, wait * 1e-9, others
 
     def block(calls: int) -> list[float]:
-        edges = [now()]
+        edges = [edge()]
         for _ in range(calls):
             call()
-            edges.append(now())
-        return [after - before for before, after in itertools.pairwise(edges)]
+            edges.append(edge())
+        steps = ([b - a for a, b in zip(before, after, strict=True)] for before, after in itertools.pairwise(edges))
+        return [wall - min(max(wait - others, 0.0), 0.99 * wall) for wall, wait, others in steps]
 
     return block
 
@@ -268,14 +292,16 @@ def _clocks(device: str) -> tuple[int, float | None]:
 
     try:
         import pynvml
-
+    except ImportError:
+        return 0, None
+    try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
         return (
             pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
             pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM) * 1e6,
         )
-    except (ImportError, pynvml.NVMLError):
+    except pynvml.NVMLError:
         return 0, None
 
 
@@ -294,6 +320,9 @@ def main() -> None:
     number, parent, log, *modules = sys.argv[1:]
     _end_with(int(parent))
     os.setsid()  # Ctrl-C is the gate's to handle
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     # Importing torch's compiler asks whether there is a GPU: by the management library, or CUDA would not survive the fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     lines = Lines(socket.socket(fileno=int(number)))
@@ -306,7 +335,7 @@ def main() -> None:
     import te_bench
 
     lines.send(answer=te_bench.__file__)
-    serve(lines, Path(log))
+    serve(lines)
 
 
 if __name__ == "__main__":

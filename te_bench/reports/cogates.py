@@ -12,7 +12,7 @@ from enum import StrEnum
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis import highest, numbers
 from te_bench.reports.equivalence import Verdict
-from te_bench.reports.rows import Cell, Group, Row, printable
+from te_bench.reports.rows import TIMED, Cell, Group, Row, printable
 from te_bench.reports.study import Study, studies
 from te_bench.reports.text import shortened
 from te_bench.reports.verdict import CAUGHT, GOOD, Verdicts, verdicts
@@ -34,6 +34,7 @@ class Kind(StrEnum):
 
     MEMORY = "memory"
     COUNT = "count"
+    SPREAD = "spread"
     KERNELS = "kernels"
     FAILED = "failed"
     MISSING = "missing"
@@ -81,7 +82,7 @@ def of_match(match: Match) -> list[Finding]:
         wrong = [row for row in match.candidate.rows if row.outcome == "failed_check"]
         told = f"new in the candidate: {match.candidate.outcome}"
         return [_found(match, Kind.NEW, 0, told), *([_failed(match, wrong, "failed_check", "new")] if wrong else [])]
-    return [*_outcomes(match), *_memory(match), *_counts(match), *_kernels(match)]
+    return [*_outcomes(match), *_untimed(match), *_memory(match), *_counts(match), *_kernels(match)]
 
 
 def _found(match: Match, kind: Kind, code: int, message: str) -> Finding:
@@ -107,6 +108,19 @@ def _outcomes(match: Match) -> list[Finding]:
         if only := [row for seed, row in own.items() if seed not in others]:
             found.append(_found(match, Kind.NOTE, 0, f"in the {side} only, so in no pair: {_count(only)}"))
     return found
+
+
+def _untimed(match: Match) -> Iterable[Finding]:
+    """Times that the baseline has and the candidate does not: what is not timed cannot be slower."""
+    for sample, suffix in TIMED.items():
+        lost = [pair for pair in match.pairs.values() if numbers(pair[0].samples.get(sample))]
+        if lost and not any(numbers(after.samples.get(sample)) for _, after in lost):
+            yield Finding(
+                name=match.name + suffix,
+                kind=Kind.MISSING,
+                code=4,
+                message="timed in the baseline, not in the candidate",
+            )
 
 
 def _worse(old: str, new: str) -> bool:

@@ -7,6 +7,7 @@ in DIR/base and DIR/head, and else sets it aside.
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from te_bench.reports.cogates import Finding, Kind
 from te_bench.reports.compare_fail import Limit
 from te_bench.reports.gate import FEWEST, check_test
 from te_bench.reports.gate_records import ALPHA, INCOMPLETE, MARGIN, Gate, compare
-from te_bench.reports.rows import TIMED
+from te_bench.reports.rows import TIMED, printable
 
 SIDES = ("base", "head")
 QUESTION, ANSWER = "question.json", "gate.json"
@@ -101,11 +102,12 @@ def _rounds(
     settings = _settings(question, directory)
     commits = tuple(one.commit for one in revisions)
     looks = tuple(known["looks"] or ())
+    until = None if question.budget_s is None else started + question.budget_s
     number, wanted, longest = 0, None, 0.0
     while True:
         begin = time.monotonic()
         say(_round(number, wanted, looks))
-        planned = rounds.run(number, revisions, settings, wanted=_wanted(number, wanted), told=_told(say))
+        planned = rounds.run(number, revisions, settings, wanted=_wanted(number, wanted), told=_told(say), until=until)
         number += 1
         took = time.monotonic() - begin
         if number == 2 and not looks:
@@ -114,9 +116,8 @@ def _rounds(
             _write(directory / QUESTION, {**known, "looks": looks})
         gate = _judged(question, directory, commits, looks)
         wanted = _undecided(gate, planned, whole=question.whole)
-        spent = time.monotonic() - started
-        longest = took if number <= 2 else max(took, longest)  # the first is longer than any: it runs every trial
-        late = question.budget_s is not None and number >= 2 and spent + longest > question.budget_s
+        longest = 0.0 if number == 1 else max(took, longest)  # the first is longer than any: it runs every trial
+        late = until is not None and time.monotonic() + longest > until
         if not wanted or late or number == (question.most or (looks or LOOKS)[-1]):
             return gate
 
@@ -124,7 +125,7 @@ def _rounds(
 def _failed(question: Question, commits: tuple[str, ...], why: str) -> Gate:
     """The gate of revisions of which one cannot be run."""
     base, head = _called(question, commits)
-    finding = Finding(name=question.suite, kind=Kind.FAILED, code=INCOMPLETE, message=why)
+    finding = Finding(name=question.suite, kind=Kind.FAILED, code=INCOMPLETE, message=printable(why))
     return Gate(
         baseline=base,
         candidate=head,
@@ -160,8 +161,10 @@ def looks_within(done: int, round_s: float, left_s: float | None, most: int | No
 
 def _asked(question: Question, commits: tuple[str, ...]) -> dict[str, Any]:
     """What must be equal for a gate to be gone on with."""
-    names = ("device", "suite", "only", "margin", "alpha", "budget_s", "most", "faulty")
+    names = ("device", "suite", "only", "margin", "alpha", "budget_s", "most", "faulty", "timeout_s", "gpu")
     asked = {name: getattr(question, name) for name in names}
+    asked["memory"] = {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "OMP_"))}
+    asked["cache"] = None if question.cache is None else str(question.cache)
     faults = {name: dict(fault) for name, fault in (question.faults or {}).items()}
     return {**asked, "options": dict(question.options), "commits": list(commits), "faults": faults, "looks": None}
 
@@ -251,5 +254,9 @@ def _read(path: Path) -> dict[str, Any]:
 def _write(path: Path, value: Mapping[str, Any]) -> None:
     """Whole or not at all."""
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, default=list))
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(value, default=list))
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ValueError(f"cannot write {path}: {error.strerror}. Choose another --out.") from error

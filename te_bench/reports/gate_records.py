@@ -13,6 +13,7 @@ or 3 through, for a cell that was deleted on purpose, must not let a regression 
 
 import dataclasses
 import fnmatch
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ from te_bench.experiments.spec import Record
 from te_bench.reports.analysis import median, numbers
 from te_bench.reports.cogates import Finding, Kind, Match, of_match, of_studies
 from te_bench.reports.compare_fail import STATS, Limit, judge
-from te_bench.reports.gate import Decision, Verdict, check_test, decide
+from te_bench.reports.gate import FEWEST, Decision, Verdict, check_test, decide
 from te_bench.reports.pytest_stats import summary
 from te_bench.reports.rows import TIMED, Cell, Group, Results, identity, load_results, printable
+from te_bench.reports.slowdown import estimate
 
 PASSED, REGRESSED, UNDECIDED, INCOMPLETE, MISMATCHED = 0, 1, 3, 4, 5
 MARGIN, ALPHA = 0.02, 0.05
@@ -110,7 +112,12 @@ def compare(
         margin=margin,
         alpha=alpha,
         decision=decide(ratios, margin=margin, alpha=alpha, mde=mde, looks=looks) if ratios else None,
-        findings=(*(f for match in matches for f in of_match(match)), *of_studies(*sides), *_exceeded(matches, limits)),
+        findings=(
+            *(f for match in matches for f in of_match(match)),
+            *of_studies(*sides),
+            *_spread(matches, margin, alpha),
+            *_exceeded(matches, limits),
+        ),
         throttled=throttled,
         mismatch=differs,
         allowed=allow_environment_change,
@@ -218,6 +225,27 @@ def _ratios(matches: Sequence[Match]) -> tuple[dict[str, list[float | None]], di
             ratios[name] = [None if seed in held else found.get(seed) for seed in rounds if seed <= last]
             throttled |= {name: len(held)} if held else {}
     return ratios, throttled
+
+
+def _spread(matches: Sequence[Match], margin: float, alpha: float) -> list[Finding]:
+    """Trials on a CPU whose medians are slower by more than the margin, tested on their own: some calls may be, and not all.
+
+    A process counts by its quiet calls there, so a call that is slow every second time would pass unseen. The medians are
+    noisier, and this claim is not held to alpha over the trials: it leaves the gate undecided and fails nothing.
+    """
+    found = []
+    for match in matches:
+        pairs = [pair for pair in match.pairs.values() if pair[0].trial.device == "cpu"]
+        for sample, suffix in TIMED.items():
+            middle = [[median(numbers(record.samples.get(sample))) for record in pair] for pair in pairs]
+            logs = [math.log(new / old) for old, new in middle if old and new and old > 0 and new > 0]
+            if len(logs) < FEWEST:
+                continue
+            told = estimate(logs)
+            if told.p_above(math.log1p(margin)) <= alpha:
+                message = f"its median calls are {100 * (told.ratio - 1):+.1f} % slower: do only some calls get slower?"
+                found.append(Finding(name=match.name + suffix, kind=Kind.SPREAD, code=UNDECIDED, message=message))
+    return found
 
 
 def _exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[Finding]:

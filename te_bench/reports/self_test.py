@@ -87,7 +87,7 @@ def run(
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / ANSWERS
     asked = conditions(slower)
-    known = _known(path, question)
+    known = _known(path, _asked(question, machine))
     for turn in range(gates):
         for condition in asked:
             if sum(answer["condition"] == condition.name for answer in known) > turn:
@@ -98,9 +98,8 @@ def run(
                 gate = gate_live.run(_planted(question, condition), folder, machine, say=lambda line: None)
             answer = {
                 **_answer(gate, condition),
-                "machine": machine["identity"],
                 "seconds": time.monotonic() - began,
-                "asked": _asked(question),
+                "asked": _asked(question, machine),
             }
             known.append(answer)
             _append(path, answer)
@@ -153,15 +152,16 @@ def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
     }
 
 
-def _asked(question: Question) -> dict[str, Any]:
-    """What answers must share to be counted together."""
-    names = ("device", "suite", "only", "margin", "alpha", "budget_s", "faulty")
-    return {name: getattr(question, name) for name in names}
+def _asked(question: Question, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """What answers must share to be counted together: the question, the machine and the code."""
+    names = ("device", "suite", "only", "margin", "alpha", "budget_s", "faulty", "timeout_s")
+    asked = {name: getattr(question, name) for name in names}
+    return {**asked, "data": dict(question.options.get("data") or {}), "machine": dict(machine["identity"])}
 
 
-def _known(path: Path, question: Question) -> list[dict[str, Any]]:
+def _known(path: Path, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The answers of a self-test that was cut short."""
-    return [answer for answer in _read(path) if answer["asked"] == _asked(question)]
+    return [answer for answer in _read(path) if answer["asked"] == asked]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

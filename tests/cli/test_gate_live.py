@@ -5,13 +5,15 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from driving import Run, eventually
 from in_process import Command
-from revisions import Repository
+from revisions import FILES, Repository
 
 from te_bench.experiments import pairs
 from te_bench.experiments.store import load
@@ -73,8 +75,8 @@ def test_1_a_slower_revision_is_found(gate: Callable[..., Any], repository: Repo
 def test_3_a_budget_that_ends_too_soon(gate: Callable[..., Any], repository: Repository, tmp_path: Path) -> None:
     base = repository.commit({"a": FAST})
     done = gate(base, "--budget", "0.001")
-    assert (done.code, "2 pairs" in done.out) == (3, True)
-    assert outcomes(tmp_path / "out") == {("a", "ok"): 2}
+    assert (done.code, "1 pair:" in done.out) == (3, True)
+    assert outcomes(tmp_path / "out") == {("a", "ok"): 1}
 
 
 def test_4_a_trial_that_is_gone_is_missing_and_one_that_came_is_new(
@@ -100,6 +102,94 @@ def test_4_a_trial_that_dies(
     done = gate(base)
     assert (done.code, said in " ".join(done.out.split())) == (4, True), done
     assert outcomes(tmp_path / "out") == {("a", "ok"): 5, ("b", "crashed"): 1}  # once is enough
+
+
+def test_4_a_trial_that_is_no_longer_timed_is_missing(gate: Callable[..., Any], repository: Repository) -> None:
+    base = repository.commit({"a": FAST})
+    untimed = FILES["experiments/trial.py"].replace("timing.bench_py(call, trial.device)", "[call()] and True")
+    repository.commit({"a": FAST}, experiments__trial=untimed)
+    done = gate(base)
+    assert (done.code, "timed in the baseline, not in the candidate" in " ".join(done.out.split())) == (4, True), done
+
+
+@pytest.mark.parametrize(
+    "reply", ['{"outcome": "splendid"}', "{}", '{"outcome": "ok", "check": {"x": float("nan")}}', "7"]
+)
+def test_4_a_reply_that_no_record_can_hold_is_a_crash(
+    gate: Callable[..., Any], repository: Repository, tmp_path: Path, reply: str
+) -> None:
+    base = repository.commit({"a": FAST, "b": FAST})
+    repository.commit({"a": FAST, "b": FAST}, experiments__trial=replying("b", reply))
+    assert gate(base).code == 4
+    assert outcomes(tmp_path / "out") == {("a", "ok"): 5, ("b", "crashed"): 1}
+
+
+def replying(name: str, reply: str) -> str:
+    """The trial's source, of which one trial replies with an expression."""
+    expression = reply.replace("{", "{{").replace("}", "}}")
+    lines = f"    if name == '{name}':\n        return {expression}\n\n    def call():"
+    return FILES["experiments/trial.py"].replace("    def call():", lines)
+
+
+def test_a_fork_that_dies_between_turns_takes_no_other_trial_with_it(
+    gate: Callable[..., Any], repository: Repository, tmp_path: Path
+) -> None:
+    base = repository.commit({"a": FAST, "b": FAST, "c": FAST})
+    dies = FILES["experiments/trial.py"].replace(
+        "    timed =",
+        "    if name == 'b':\n        signal.setitimer(signal.ITIMER_REAL, 0.02)  # SIGALRM kills\n    timed =",
+    )
+    repository.commit({"a": FAST, "b": FAST, "c": FAST}, experiments__trial=dies)
+    assert gate(base).code == 4
+    assert outcomes(tmp_path / "out") == {("a", "ok"): 5, ("b", "crashed"): 1, ("c", "ok"): 5}
+
+
+def test_what_a_trial_started_ends_with_it(gate: Callable[..., Any], repository: Repository, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    base = repository.commit({"a": FAST, "b": FAST})
+    starts = replying(
+        "b", f"open({str(note)!r}, 'w').write(str(__import__('subprocess').Popen(['sleep', '600']).pid)) and {{}}"
+    )
+    repository.commit({"a": FAST, "b": FAST}, experiments__trial=starts)
+    assert gate(base).code == 4
+    assert eventually(lambda: not psutil.pid_exists(int(note.read_text())), 5)
+
+
+def test_a_trial_of_another_question_is_not_gone_on_with(
+    gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = repository.commit({"a": FAST})
+    out = tmp_path / "out"
+    gate(base)
+    first = {key: record.started_at for key, record in load(out / "head").records.items()}
+    (out / "gate.json").unlink()  # as if it had been killed just before its answer
+    gate(base)
+    assert {key: record.started_at for key, record in load(out / "head").records.items()} == first
+    for changed in (("--timeout", 30), ("--budget", 5), ("--alpha", 0.01)):
+        (out / "gate.json").unlink()
+        gate(base, *changed)
+        again = {key: record.started_at for key, record in load(out / "head").records.items()}
+        assert set(again.values()).isdisjoint(first.values())
+        first = again
+
+
+def test_untimed_trials_run_one_after_the_other(
+    gate: Callable[..., Any], repository: Repository, tmp_path: Path
+) -> None:
+    base = repository.commit({"a": FAST, "untimed": 0.2})
+    slow = FILES["experiments/trial.py"].replace(
+        "    timed =", "    if name == 'untimed':\n        time.sleep(0.2)\n    timed ="
+    )
+    head = repository.commit({"a": FAST, "untimed": 0.2}, experiments__trial=slow)
+    gate(head, "--head", head)
+    assert base != head
+    begun = [
+        datetime.fromisoformat(record.started_at)
+        for side in ("base", "head")
+        for record in load(tmp_path / "out" / side).records.values()
+        if record.trial.problem["model"] == "untimed"
+    ]
+    assert abs(begun[1] - begun[0]).total_seconds() > 0.19
 
 
 def test_4_a_trial_that_hangs_is_stopped(gate: Callable[..., Any], repository: Repository) -> None:
@@ -217,7 +307,7 @@ def test_a_kill_leaves_nothing_and_the_next_call_goes_on(
     assert run.gone()
     assert eventually(lambda: not list(temporary.iterdir()), 10)
     assert not list(out.rglob("*.part"))
-    kept = dict(load(out / "head").records)
+    kept = {key: r for key, r in load(out / "head").records.items() if key in load(out / "base").records}  # whole pairs
     done = Run(*arguments, main=main, **where).finish()
     assert done.returncode == 0, done
     now = load(out / "head").records

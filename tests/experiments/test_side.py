@@ -1,0 +1,100 @@
+"""The clock of a live gate's sides: what it counts, what it does not, and that no call takes less than no time."""
+
+import itertools
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from te_bench.experiments import side
+
+linux = pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel counts no waits")
+
+
+def work(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def _busy() -> None:
+    while True:
+        pass
+
+
+@linux
+def test_waiting_for_a_core_is_not_counted() -> None:
+    """Three processes on one core: on the wall a call takes three times as long."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    others = [multiprocessing.get_context("fork").Process(target=_busy, daemon=True) for _ in range(2)]
+    try:
+        for other in others:
+            other.start()
+        begin = time.perf_counter()
+        seconds = side._cpu_block(lambda: work(0.05))(4)
+        wall = time.perf_counter() - begin
+    finally:
+        for other in others:
+            other.kill()
+            other.join()
+        os.sched_setaffinity(0, cores)
+    assert wall > 2 * 4 * 0.05
+    assert sum(seconds) == pytest.approx(4 * 0.05, rel=0.15)
+
+
+@linux
+def test_waits_for_its_own_threads_count() -> None:
+    """A call whose other thread takes the core away has made itself slower."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=spin)
+    try:
+        thread.start()
+        begin = time.perf_counter()
+        seconds = side._cpu_block(lambda: work(0.05))(3)
+        wall = time.perf_counter() - begin
+    finally:
+        stop.set()
+        thread.join()
+        os.sched_setaffinity(0, cores)
+    assert sum(seconds) > 1.5 * 3 * 0.05
+    assert sum(seconds) <= wall
+
+
+def test_sleeping_counts_and_calls_come_in_order() -> None:
+    naps = itertools.cycle([0.01, 0.03])
+    seconds = side._cpu_block(lambda: time.sleep(next(naps)))(4)
+    assert [s > 0.02 for s in seconds] == [False, True, False, True]
+
+
+def test_no_call_takes_less_than_no_time() -> None:
+    assert all(s > 0 for s in side._cpu_block(lambda: None)(20000))
+
+
+def test_a_turn_by_seconds_is_one_call_at_least() -> None:
+    assert len(list(side._turn(side._cpu_block(lambda: time.sleep(0.02)), {"seconds": 0.001}))) == 1
+    assert len(list(side._turn(side._cpu_block(lambda: None), {"calls": 5}))) == 5
+
+
+@pytest.mark.parametrize("junk", [b"hello\n", b"[1]\n", b'{"a": \n'])
+def test_nonsense_on_the_socket_is_the_end_of_a_side(junk: bytes) -> None:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    theirs.sendall(junk)
+    with pytest.raises(EOFError):
+        side.Lines(ours).receive(1.0)
+    theirs.sendall(b'{"a": 1}\n')
+    assert side.Lines(ours).receive(1.0) == {"a": 1}
+    with pytest.raises(TimeoutError):
+        side.Lines(ours).receive(0.01)
