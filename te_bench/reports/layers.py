@@ -12,10 +12,12 @@ from te_bench.reports.rows import Cell, Group
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention", r"sdpa|scaled_dot_product|flash|fmha|attention|softmax"),
     ("GEMM", r"nvjet|gemm|xmma|cutlass|cublas|splitk|::(add|b)?mm\b|scaled_mm|^(scaled|block)_kernel"),
-    # And activations. Inductor's fused kernels are named triton_...; te_bench's own as this pattern ends.
+    # And activations, losses and optimizers: what is bound by memory. Inductor's fused kernels are named triton_...;
+    # te_bench's own as this pattern ends.
     (
         "norms, casts",
-        r"norm|gamma|gelu|quant|cast|amax|transpose|triton_|^_(forward|backward|line|block|pair|update|add)_",
+        r"norm|gamma|gelu|quant|cast|amax|transpose|triton_|^_(forward|backward|line|block|pair|update|add)_"
+        r"|^(step|squares|rows|statistics|fp8)_kernel",
     ),
 )
 OTHER = "other"

@@ -6,13 +6,55 @@ tensor (), row (rows,), block (rows, ceil(K / 128)) for 1 x 128 and tile (ceil(r
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from te_bench import plugins
-from te_bench.kernels.quantize import BLOCK
+from te_bench.kernels.activation import KINDS
+from te_bench.kernels.quantize import BLOCK, Quantized
 
 #: Granularities of (a, b) that can be multiplied: what cuBLASLt multiplies on Hopper.
 PAIRS = [("tensor", "tensor"), ("row", "row"), ("block", "block"), ("block", "tile"), ("tile", "block")]
+
+#: Activations that an epilogue has: those that are not gated, for a gated one needs two columns of the product.
+ACTIVATIONS = [kind for kind, (_, gated) in KINDS.items() if not gated]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epilogue:
+    """What is made of x = product + bias, float32, before it leaves: y = f(round(x)) + residual, out = round(y), FP8 of out.
+
+    Rounded to out_dtype, as separate kernels would round: x where there is an activation, so that its backward sees what
+    its forward saw, and y. The FP8 is fp8(out * scale) as quantize's `scaled` has it. Raises ValueError for what makes
+    no sense.
+    """
+
+    activation: str | None = None  # one of ACTIVATIONS
+    keep: bool = False  # round(x) is returned too
+    residual: bool = False
+    out: bool = True  # False: only in FP8
+    target: str | None = None  # "e4m3" or "e5m2": also in FP8
+    rowwise: bool = True  # the layouts of the FP8: (M, N)
+    columnwise: bool = False  # and (N, M)
+
+    def __post_init__(self) -> None:
+        if self.activation is not None:
+            plugins.check("activation of an epilogue", self.activation, ACTIVATIONS)
+        if self.keep and self.activation is None:
+            raise ValueError("keep=True without an activation: its input would be out; leave keep out")
+        if self.target is None and not self.out:
+            raise ValueError('out=False and target=None leave nothing: set out=True, or target="e4m3"')
+        if self.target is not None:
+            plugins.check("FP8 format", self.target, ["e4m3", "e5m2"])
+            if not (self.rowwise or self.columnwise):
+                raise ValueError("rowwise=False and columnwise=False: ask for at least one layout")
+
+
+class Product(NamedTuple):
+    """What a GEMM with an epilogue leaves; None for what was not asked for."""
+
+    out: Any  # (M, N)
+    pre: Any  # (M, N), the activation's input
+    quantized: Quantized | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +70,8 @@ class Problem:
     capability: tuple[int, int] | None
     a_granularity: str = "tensor"  # "row", "block", "tile"
     b_granularity: str = "tensor"
+    epilogue: Epilogue | None = None
+    accumulate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +79,16 @@ class Backend:
     """forward(a, b, a_scale_inv, b_scale_inv, *, out_dtype, fast_accum=False, bias=None): (M, K), (N, K) -> (M, N).
 
     out_dtype float32, bfloat16 or float16; bias (N,), any float dtype. An empty M or N gives an empty D.
+    fused(a, b, a_scale_inv, b_scale_inv, *, out_dtype, epilogue, fast_accum=False, bias=None, residual=None, scale=None,
+    amax=None) -> Product: residual (M, N), any float dtype; scale and amax, () float32, are quantize's.
+    accumulate(a, b, a_scale_inv, b_scale_inv, *, out, fast_accum=False): out (M, N) float32 += D, in place.
+    A backend without them has None there, and `unsupported` says so.
     """
 
     forward: Callable[..., Any]
     unsupported: Callable[[Problem], str | None]
+    fused: Callable[..., Product] | None = None
+    accumulate: Callable[..., None] | None = None
 
 
 def granularity(rows: int, k: int, scale_inv: Any) -> str:
@@ -78,6 +128,35 @@ def granularities(a: Any, b: Any, a_scale_inv: Any, b_scale_inv: Any, bias: Any 
         known = ", ".join(" x ".join(legal) for legal in PAIRS)
         raise ValueError(f"scales per {pair[0]} x {pair[1]} cannot be multiplied; possible are {known}")
     return pair
+
+
+def check_epilogue(a: Any, b: Any, out_dtype: Any, epilogue: Epilogue, residual: Any, scale: Any, amax: Any) -> None:
+    """Raises ValueError for a residual, a scale or an amax that the epilogue does not take, or lacks."""
+    shape = (a.shape[0], b.shape[0])
+    if (residual is not None) != epilogue.residual:
+        raise ValueError(f"residual={epilogue.residual} in the epilogue, and the residual is {type(residual).__name__}")
+    if residual is not None and (tuple(residual.shape) != shape or not residual.is_contiguous()):
+        raise ValueError(f"residual {tuple(residual.shape)} {tuple(residual.stride())}: it must be {shape}, contiguous")
+    if (scale is not None) != (epilogue.target is not None):
+        raise ValueError(f"target={epilogue.target!r} in the epilogue, and the scale is {type(scale).__name__}")
+    if epilogue.target is not None and out_dtype.itemsize != 2:
+        # On Hopper Triton 3.6 stores garbage where one kernel casts a float32 tile to FP8 and transposes it.
+        raise ValueError(f"target={epilogue.target!r} of a {out_dtype} out: the FP8 is made of bfloat16 or float16")
+    if amax is not None and scale is None:
+        raise ValueError('an amax is gathered of what is cast to FP8: it takes target="e4m3" and a scale')
+    for name, number in (("scale", scale), ("amax", amax)):
+        if number is not None and (number.dim() or number.dtype.itemsize != 4 or not number.dtype.is_floating_point):
+            raise ValueError(f"{name} {number.dtype} {tuple(number.shape)}: it must be one float32 number, of shape ()")
+
+
+def check_sum(a: Any, b: Any, out: Any) -> None:
+    """Raises ValueError unless the product can be added to out."""
+    shape = (a.shape[0], b.shape[0])
+    wrong = out.dtype.itemsize != 4 or not out.dtype.is_floating_point or tuple(out.shape) != shape
+    if wrong or not out.is_contiguous():
+        raise ValueError(
+            f"out {out.dtype} {tuple(out.shape)} {tuple(out.stride())}: the product is added to a contiguous float32 {shape}"
+        )
 
 
 def names() -> list[str]:

@@ -3,8 +3,20 @@
 import torch
 from torch import Tensor
 
-from te_bench.kernels.gemm import Backend, Problem, granularities
+from te_bench.kernels import quantize
+from te_bench.kernels.activation import reference as activation
+from te_bench.kernels.gemm import (
+    Backend,
+    Epilogue,
+    Problem,
+    Product,
+    check_epilogue,
+    check_sum,
+    granularities,
+)
 from te_bench.kernels.quantize import BLOCK
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def unsupported(p: Problem) -> str | None:
@@ -38,6 +50,46 @@ def forward(
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
+def fused(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    epilogue: Epilogue,
+    fast_accum: bool = False,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> Product:
+    """out = round(f(round(product + bias)) + residual) and fp8(out * scale); what is None or not asked for is left out.
+
+    amax becomes max(amax, max |out|). Raises ValueError for operands, or an epilogue's, that do not fit.
+    """
+    check_epilogue(a, b, out_dtype, epilogue, residual, scale, amax)
+    x = forward(a, b, a_scale_inv, b_scale_inv, out_dtype=torch.float32, bias=bias)
+    pre = None
+    if epilogue.activation is not None:
+        pre = x.to(out_dtype)
+        x = activation.forward(pre.float(), epilogue.activation)
+    out = (x if residual is None else x + residual.float()).to(out_dtype)
+    quantized = None
+    if epilogue.target is not None:
+        layouts = {"rowwise": epilogue.rowwise, "columnwise": epilogue.columnwise}
+        quantized = quantize.load("reference").scaled(out, scale, DTYPES[epilogue.target], amax=amax, **layouts)
+    return Product(out if epilogue.out else None, pre if epilogue.keep else None, quantized)
+
+
+def accumulate(
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, *, out: Tensor, fast_accum: bool = False
+) -> None:
+    """out += dequantise(a) @ dequantise(b).T in float32. Raises ValueError as `forward`, and for another out."""
+    check_sum(a, b, out)
+    out.add_(forward(a, b, a_scale_inv, b_scale_inv, out_dtype=torch.float32))
+
+
 def _blocks(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
     """Sum over the blocks of K of (a_block @ b_block.T) * their scales."""
     out = a.new_zeros(a.shape[0], b.shape[0])
@@ -53,4 +105,4 @@ def _each_row(scale_inv: Tensor, rows: int) -> Tensor:
     return scale_inv if scale_inv.shape[0] == rows else scale_inv.repeat_interleave(BLOCK, 0)[:rows]
 
 
-BACKEND = Backend(forward=forward, unsupported=unsupported)
+BACKEND = Backend(forward=forward, unsupported=unsupported, fused=fused, accumulate=accumulate)

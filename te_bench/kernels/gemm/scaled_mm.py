@@ -22,6 +22,8 @@ VectorT = TypeVar("VectorT", Tensor, Tensor | None)
 
 
 def unsupported(p: Problem) -> str | None:
+    if p.epilogue is not None or p.accumulate:
+        return "torch's _scaled_mm adds a bias and nothing else: no epilogue, no accumulation into D"
     if p.device != "cuda":
         return "needs an NVIDIA GPU"
     if p.capability is not None and p.capability < (8, 9):

@@ -1,16 +1,13 @@
 """cuBLASLt's GEMM: what it cannot do, and the padding and layouts around it, which a CPU can check."""
 
 import dataclasses
-import functools
-import statistics
 from typing import Any
 
 import pytest
 import torch
-from gemm_checks import FORMATS, Operands, a_problem, check, integers, product, quantised
+from gemm_checks import FORMATS, Operands, a_problem, integers, product
 from torch import Tensor
 
-from te_bench.experiments import timing
 from te_bench.kernels import gemm
 from te_bench.kernels.gemm import PAIRS, reference, scaled_mm
 
@@ -150,58 +147,3 @@ def test_the_library_prints_nothing(pair: tuple[str, str], capfd: pytest.Capture
     scaled_mm.forward(*integers((256, 256, 256), pair, "cuda"), out_dtype=torch.bfloat16)
     torch.cuda.synchronize()
     assert capfd.readouterr() == ("", "")
-
-
-TABLE = [
-    (8192, 8192, 8192),
-    (8192, 12288, 4096),
-    (8192, 4096, 4096),
-    (8192, 16384, 4096),
-    (8192, 4096, 16384),
-    (12288, 2304, 768),
-    (12288, 768, 768),
-    (12288, 3072, 768),
-    (12288, 768, 3072),
-    (12288, 50304, 768),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_speed_beside_triton(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints TFLOP/s of h200-peers.md's table, the rivals interleaved (ABBA); asserts only that both are right."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    for m, n, k in TABLE:
-        a, b = (torch.randn(rows, k, generator=generator, device="cuda") for rows in (m, n))
-        operands = quantised(a, b, FORMATS[0], pair)
-        del a, b
-        for fast_accum in (True, False) if pair[0] in ("tensor", "row") else (False,):
-            calls = {}
-            for name in ("scaled_mm", "triton"):
-                forward, options = gemm.load(name).forward, {"out_dtype": torch.bfloat16, "fast_accum": fast_accum}
-                # A thousand rows tell a wrong kernel, and float64 of all of them would take longer than the rest.
-                some = _rows(operands, 1024)
-                # Each of the K / 32 additions of the 14-bit accumulator cuts up to 2^-13 of the sum: errors add as
-                # their root (worst of 8 M elements at K = 8192, both rivals: 9.4e-3).
-                floor = 2e-3 * (max(1.0, k / 768) ** 0.5 if fast_accum else 1.0)
-                check(forward(*operands, **options)[:1024], some, out_dtype=torch.bfloat16, floor=floor)
-                calls[name] = functools.partial(forward, *operands, **options)
-            samples: dict[str, list[float]] = {name: [] for name in calls}
-            for name in ("scaled_mm", "triton", "triton", "scaled_mm"):
-                samples[name] += timing.kernel(calls[name], "cuda")
-            rates = {name: 2e-12 * m * n * k / statistics.median(times) for name, times in samples.items()}
-            with capsys.disabled():
-                print(
-                    f"\n{m} x {n} x {k} {'-'.join(pair)} {'fast' if fast_accum else 'promoted'}: "
-                    + ", ".join(f"{name} {rate:.0f} TFLOP/s" for name, rate in rates.items())
-                    + f" ({rates['triton'] / rates['scaled_mm']:.3f})",
-                    end="",
-                )
-
-
-def _rows(operands: Operands, count: int) -> Operands:
-    """The operands of the first `count` rows of D, a multiple of 128."""
-    a, b, a_inv, b_inv = operands
-    scales = a_inv if a_inv.dim() == 0 else a_inv[: count if a_inv.shape[0] == a.shape[0] else count // 128]
-    return Operands(a[:count], b, scales, b_inv)

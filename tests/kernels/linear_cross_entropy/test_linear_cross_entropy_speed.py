@@ -1,12 +1,8 @@
-"""What the compiler makes of the row kernels (no GPU needed), and on a GPU: memory, CUDA graphs, no waiting, speed."""
+"""On a GPU: memory, CUDA graphs, no waiting, speed. What the compiler makes of it: tests/kernels/test_compiled.py."""
 
 import importlib.util
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,59 +15,6 @@ from te_bench.kernels import linear_cross_entropy
 N, D, V, VP = 12288, 768, 50257, 50304  # GPT-2 124M, 12 x 1024 tokens
 BARS = {"chunked": 5.0, "fp8": 3.6}  # ms of loss and gradients on an H200
 NAMES = ("chunked", "fp8")
-
-COMPILE = """
-import re, subprocess, sys
-from pathlib import Path
-import triton as t
-import triton.backends.nvidia
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from te_bench.kernels.linear_cross_entropy import _kernels as k
-
-def compiled(kernel, types, constants, warps, registers, wide):
-    every = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32", "statistics": "*fp32",
-             "data": "*fp8e5", "data_t": "*fp8e5", **types}
-    names = [name for name in kernel.arg_names if name not in constants]
-    signature = {name: every.get(name, "i32") for name in names} | dict.fromkeys(constants, "constexpr")
-    # vocab, 50257, is the one that is no multiple of 16.
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names if name != "vocab"}
-    made = t.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32),
-                     options={"num_warps": warps})
-    assembly = Path(sys.argv[1]) / "kernel.ptx"
-    assembly.write_text(made.asm["ptx"])
-    ptxas = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
-    log = subprocess.run([ptxas, "-v", "-arch=sm_90a", assembly, "-o", "/dev/null"],
-                         capture_output=True, text=True, check=True).stderr
-    line = f"{kernel.fn.__name__} {types} {constants}: {made.metadata.shared} bytes shared; {log}"
-    assert re.findall(r"(\\d+) bytes spill", log) == ["0", "0"], "spills: " + line
-    assert int(re.search(r"Used (\\d+) reg", log)[1]) <= registers, "fewer programs a processor: " + line
-    loads = len(re.findall(r"ld\\.global[\\w.]*v4", made.asm["ptx"]))
-    stores = len(re.findall(r"st\\.global[\\w.]*v4", made.asm["ptx"]))
-    assert (loads, stores) == wide, f"{loads} loads and {stores} stores of 16 bytes: " + line
-    return made
-
-# 32 registers of 1024 threads: two programs a processor. Two loops read a block each, one thread 8 columns of it.
-rows = {"BLOCK": k.BLOCK, "DTYPE": tl.bfloat16}
-compiled(k.rows_kernel, {}, {**rows, "GRADIENT": True}, k.WARPS, 32, (2, 1))
-compiled(k.rows_kernel, {}, {**rows, "GRADIENT": False}, k.WARPS, 32, (1, 0))
-compiled(k.rows_kernel, {"logits": "*fp32"}, {**rows, "DTYPE": tl.float32, "GRADIENT": True}, k.WARPS, 32, (4, 2))
-compiled(k.statistics_kernel, {}, {"BLOCK": k.BLOCK}, k.WARPS, 32, (1, 0))
-tile = {name: value for name, value in k.TILE.items() if name != "num_warps"}
-both = compiled(k.fp8_kernel, {}, tile, k.TILE["num_warps"], 128, (4, 4))
-assert "ldmatrix" in both.asm["ptx"], "the transpose goes through shared memory byte by byte"
-"""
-
-
-@pytest.mark.slow
-def test_kernels_compile_for_hopper_without_spills(tmp_path: Path) -> None:
-    """At GPT-2's 50304 columns: 16-byte accesses, and few enough registers; needs no GPU, but a Triton that compiles."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu

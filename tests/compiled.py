@@ -1,0 +1,172 @@
+"""What Triton and the assembler make for Hopper of every kernel that a call launches; needs no GPU.
+
+A child process does it, for Triton interprets or compiles from its import on. There a launch is compiled as the launcher
+asks for it, arguments, constants and alignment included, and does not run. As a program: compiled.py MODULE NAME NAME ...,
+MODULE.CALLS[NAME]() being the calls.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+#: The assembler cannot keep a tensor core's products in flight, and waits for each: NVIDIA's C7510 to C7518.
+SERIALISED = r"\(C751[0-8]\)"
+#: A conversion between layouts of what is FP8 already: on Hopper Triton 3.6 gets garbage for that of a float32 tile.
+EXCHANGED = r"ttg\.convert_layout .*: (tensor<\w+xf8\w+)"
+SHARED = 227 * 1024  # bytes of a program, on sm_90
+REGISTERS, WARPS = 65536, 64  # of a processor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """One kernel, in the order of launches."""
+
+    call: str
+    kernel: str
+    registers: int  # a thread
+    spills: int  # bytes a thread, stored and loaded
+    shared: int  # bytes a program
+    warps: int
+    warnings: tuple[str, ...]  # the assembler's
+    ptx: str = dataclasses.field(repr=False)
+    sass: str = dataclasses.field(repr=False)  # where there are tensor cores
+    ttgir: str = dataclasses.field(repr=False)
+
+    def count(self, instruction: str) -> int:
+        """How many instructions of the SASS match the regular expression."""
+        return len(re.findall(instruction, self.sass))
+
+    @property
+    def programs(self) -> int:
+        """How many fit on a processor: registers, warps, and shared memory, of which each takes 1 KB more."""
+        by_registers = REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.warps)
+        return min(by_registers, (SHARED + 1024) // (self.shared + 1024), WARPS // self.warps)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.call}: {self.kernel}: {self.registers} registers, {self.spills} bytes spilled, "
+            f"{self.shared} bytes shared, {self.warps} warps, {self.programs} programs a processor"
+            + "".join(f"\n  {warning}" for warning in self.warnings)
+        )
+
+
+def faults(made: Compiled) -> list[str]:
+    """What no published kernel may have."""
+    found = []
+    if made.spills:
+        found.append(f"{made.spills} bytes spilled")
+    found += [warning for warning in made.warnings if re.search(SERIALISED, warning)]
+    if made.shared > SHARED:
+        found.append(f"{made.shared} bytes shared > {SHARED}")
+    found += [f"FP8 that changes its thread: {line}" for line in re.findall(EXCHANGED, made.ttgir)]
+    return found
+
+
+def compiled(module: str, names: list[str], folder: Path) -> list[Compiled]:
+    """The kernels that module.CALLS[name]() launch. AssertionError, with the child's words, where it fails.
+
+    What is in folder already, from the same sources and options, is not compiled again.
+    """
+    paths = [str(Path(__file__).parent), str(Path(__file__).parent / "kernels"), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, __file__, module, *names], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [Compiled(**line | {"warnings": tuple(line["warnings"])}) for line in lines]
+
+
+def main(module: str, names: list[str]) -> None:
+    from triton.runtime.jit import JITFunction
+
+    calls = importlib.import_module(module).CALLS
+    asked: list[tuple[Any, Any]] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        asked.append((kernel, (args, options)))
+
+    JITFunction.run = run
+    for name in names:
+        asked.clear()
+        calls[name]()
+        for kernel, (args, options) in asked:
+            print(json.dumps(dataclasses.asdict(_compile(name, kernel, args, options))), flush=True)
+
+
+def _compile(call: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
+    """As JITFunction.run does before it launches."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, rest = bind(*args, debug=False, **options)
+    chosen, signature, constants, attributes = kernel._pack_args(
+        backend, {"debug": False, **options}, bound, specialization, rest
+    )
+    source = ASTSource(kernel, signature, constants, attributes)
+    made, log = _assemble(functools.partial(triton.compile, source, target=target, options=chosen.__dict__))
+    used = re.search(r"Used (\d+) registers", log)
+    assert used is not None, f"the assembler said nothing of registers: {log}"
+    return Compiled(
+        call=call,
+        kernel=kernel.__name__,
+        registers=int(used[1]),
+        spills=sum(int(size) for size in re.findall(r"(\d+) bytes spill", log)),
+        shared=made.metadata.shared,
+        warps=made.metadata.num_warps,
+        warnings=tuple(line for line in log.splitlines() if "warning" in line or re.search(SERIALISED, line)),
+        ptx=made.asm["ptx"],
+        sass=_disassemble(made.asm["cubin"]) if "wgmma" in made.asm["ptx"] else "",
+        ttgir=made.asm["ttgir"],
+    )
+
+
+def _assemble(compile_kernel: Callable[[], Any]) -> tuple[Any, str]:
+    """The kernel and what the assembler said: kept beside Triton's cache, for a cached kernel is not assembled again."""
+    import triton
+
+    triton.knobs.nvidia.dump_ptxas_log = True  # printed where it runs
+    for anew in (False, True):
+        triton.knobs.compilation.always_compile = anew
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            made = compile_kernel()
+        kept = Path(triton.knobs.cache.dir) / f"{made.hash}.log"
+        if printed.getvalue():
+            kept.write_text(printed.getvalue())
+        if kept.exists():
+            break
+    return made, kept.read_text()
+
+
+def _disassemble(cubin: bytes) -> str:
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(cubin)
+        binary.flush()
+        tool = str(Path(triton.knobs.nvidia.ptxas.path).parent / "nvdisasm")
+        return subprocess.run([tool, "-c", binary.name], capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,360 @@
+"""Every Triton kernel, as its launcher compiles it for an H200, without one: no spills, no serialised tensor cores, no trap.
+
+The shapes are GPT-2 124M's at 12 x 1024 tokens, and 4096 for a large model's rows. What a launch's constants and
+alignments do not depend on is tried once.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import compiled
+import pytest
+import torch
+import triton
+import triton.language as tl
+from compiled import Compiled, faults
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from te_bench.kernels.activation import _kernels as activation
+from te_bench.kernels.adamw import Parameter
+from te_bench.kernels.adamw import triton as adamw
+from te_bench.kernels.gemm import Epilogue, _tiles
+from te_bench.kernels.gemm import triton as gemm
+from te_bench.kernels.linear_cross_entropy import _kernels as cross_entropy
+from te_bench.kernels.norm import _kernels as norm
+from te_bench.kernels.quantize import _fine_kernels, _history, _kernels
+
+M, D, F, V = 12288, 768, 3072, 50304
+E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
+BOTH = (True, True)
+PROCESSORS = 132
+
+Call = Callable[[], object]
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(rows, columns, dtype=dtype)  # its pages are never touched
+
+
+def one(dtype: torch.dtype = FP32) -> Tensor:
+    return torch.ones((), dtype=dtype)
+
+
+def on_an_h200(call: Call) -> Call:
+    """The call with the H200's number of processors, of which launchers make constants."""
+
+    def there() -> None:
+        gemm._processors = norm._multiprocessors = lambda device: PROCESSORS  # type: ignore[assignment]
+        _kernels._shares = lambda device: triton.next_power_of_2(3 * PROCESSORS)  # type: ignore[assignment]
+        call()
+
+    return there
+
+
+# GEMMs
+
+SIZES = {
+    "tensor": lambda rows, k: (),
+    "row": lambda rows, k: (rows,),
+    "block": lambda rows, k: (rows, -(-k // 128)),
+    "tile": lambda rows, k: (-(-rows // 128), -(-k // 128)),
+}
+
+
+def operands(
+    shape: tuple[int, int, int], pair: tuple[str, str], formats: tuple[torch.dtype, ...]
+) -> tuple[Tensor, ...]:
+    m, n, k = shape
+    scales = [torch.empty(SIZES[kind](rows, k)) for kind, rows in zip(pair, (m, n), strict=True)]
+    return matrix(m, k, formats[0]), matrix(n, k, formats[1]), *scales
+
+
+def product(
+    shape: tuple[int, int, int], pair: tuple[str, str] = ("tensor", "tensor"),
+    formats: tuple[torch.dtype, ...] = (E4M3, E4M3),
+    fast_accum: bool = True, out_dtype: torch.dtype = BF16, epilogue: Epilogue | None = None,
+) -> Call:  # fmt: skip
+    """With a bias, and what the epilogue takes."""
+
+    def call() -> None:
+        options: dict[str, Any] = {"out_dtype": out_dtype, "fast_accum": fast_accum, "bias": torch.empty(shape[1])}
+        if epilogue is None:
+            gemm.forward(*operands(shape, pair, formats), **options)
+            return
+        options["residual"] = matrix(*shape[:2]) if epilogue.residual else None
+        if epilogue.target is not None:
+            options |= {"scale": one(), "amax": one()}
+        gemm.fused(*operands(shape, pair, formats), **options, epilogue=epilogue)
+
+    return call
+
+
+def weight_gradient(
+    shape: tuple[int, int, int], pair: tuple[str, str] = ("tensor", "tensor"), fast_accum: bool = True
+) -> Call:
+    def call() -> None:
+        formats = (E5M2, E4M3) if pair[0] in ("tensor", "row") else (E4M3, E4M3)
+        out = matrix(*shape[:2], FP32)
+        gemm.accumulate(*operands(shape, pair, formats), out=out, fast_accum=fast_accum)
+
+    return call
+
+
+UP, DOWN = (M, F, D), (M, D, F)
+GELU = Epilogue(activation="gelu", keep=True, out=False, target="e4m3", columnwise=True)
+GELU_ROWS = Epilogue(activation="gelu", keep=True, out=False, target="e4m3")
+FP8 = Epilogue(out=False, target="e5m2", columnwise=True)
+EVERYTHING = Epilogue(activation="gelu", keep=True, residual=True, target="e4m3", columnwise=True)
+ROWS = ("row", "row")
+
+GEMM: dict[str, Call] = {
+    "up": product(UP),
+    "up by rows": product(UP, ROWS),
+    "up in float32": product(UP, out_dtype=FP32),
+    "down": product(DOWN),
+    "dgrad, promoted": product(UP, formats=(E5M2, E4M3), fast_accum=False),
+    "up by rows, promoted": product(UP, ROWS, fast_accum=False),
+    "up by blocks, tiles": product(UP, ("block", "tile")),
+    "up by blocks": product(UP, ("block", "block")),
+    "up by tiles, blocks": product(UP, ("tile", "block")),
+    "wgrad": weight_gradient((F, D, M)),
+    "wgrad, promoted": weight_gradient((F, D, M), fast_accum=False),
+    "wgrad by blocks": weight_gradient((F, D, M), ("block", "block")),
+}
+FUSED: dict[str, Call] = {
+    "up, GELU": product(UP, epilogue=Epilogue(activation="gelu", keep=True)),
+    "up, GELU in FP8": product(UP, epilogue=GELU),
+    "up, GELU in FP8 rows": product(UP, epilogue=GELU_ROWS),
+    "up by rows, GELU": product(UP, ROWS, epilogue=Epilogue(activation="gelu", keep=True)),
+    "up by rows, GELU in FP8": product(UP, ROWS, epilogue=GELU),
+    "up, promoted, GELU in FP8": product(UP, fast_accum=False, epilogue=GELU),
+    "down, residual": product(DOWN, epilogue=Epilogue(residual=True)),
+    "square by rows, residual": product((M, F, F), ROWS, epilogue=Epilogue(residual=True)),
+    "up, FP8": product(UP, epilogue=FP8),
+    "up by rows, FP8": product(UP, ROWS, epilogue=FP8),
+    "up, GELU in float32": product(UP, out_dtype=FP32, epilogue=Epilogue(activation="gelu", keep=True, residual=True)),
+    "up by rows, everything": product(UP, ROWS, epilogue=EVERYTHING),
+}  # fmt: skip
+FUSED_BY_BLOCKS: dict[str, Call] = {
+    "blocks, tiles": product(UP, ("block", "tile"), epilogue=EVERYTHING),
+    "blocks": product(UP, ("block", "block"), epilogue=EVERYTHING),
+    "tiles, blocks": product(UP, ("tile", "block"), epilogue=EVERYTHING),
+}
+
+# Casts, norms, activations, the optimizer, the loss
+
+
+def of_tensor(scale: Tensor | None, dtype: torch.dtype, x: Tensor, layouts: tuple[bool, bool], *rest: Any) -> Call:
+    return lambda: _kernels.per_tensor(x, scale, dtype, *layouts, False, *rest)
+
+
+QUANTIZE: dict[str, Call] = {
+    "scaled": of_tensor(one(), E4M3, matrix(M, D), BOTH, one(), None, None),
+    "scaled, a gradient": of_tensor(one(), E5M2, matrix(M, F), BOTH, one(), torch.zeros(3).long(), torch.zeros(F)),
+    "scaled, float32": of_tensor(one(), E4M3, matrix(M, D, FP32), (True, False), one(), None, None),
+    "tensor": of_tensor(None, E4M3, matrix(M, F), BOTH, None, None, None),
+    "pair": lambda: _kernels.pair(matrix(M, D), one(), one(), matrix(F, D), one(), one(), E4M3, *BOTH),
+    "row": lambda: _fine_kernels.per_row(matrix(M, F), E4M3, *BOTH, False, None),
+    "block": lambda: _fine_kernels.per_block(matrix(M, F), E4M3, 1, *BOTH, True, None),
+    "tile": lambda: _fine_kernels.per_block(matrix(M, F), E4M3, 128, *BOTH, True, None),
+    "history": lambda: _history.launch([(torch.zeros(16, 48), *torch.ones(3, 48))], 0, "max"),
+}
+
+
+def normed(n: int, kind: str) -> dict[str, Call]:
+    x, weight, rows = matrix(M, n), torch.empty(n), torch.empty(M)
+    bias, mean = (torch.empty(n), rows) if kind == "layernorm" else (None, None)
+    options = one(), E4M3, *BOTH, one(), None
+    return {
+        f"{kind} of {n}": lambda: norm.forward(x, weight, bias, 1e-5, False, kind),
+        f"{kind} of {n} in FP8": lambda: norm.forward_quantized(x, weight, bias, 1e-5, False, kind, *options),
+        f"{kind} of {n}, backward": lambda: norm.backward(x, x, weight, mean, rows, False, x),
+    }
+
+
+NORM = normed(D, "layernorm") | normed(4096, "rmsnorm")
+
+
+def activated(kind: str) -> dict[str, Call]:
+    gated = activation.KINDS[kind][1]
+    x, dy = matrix(M, F * 2 if gated else F), matrix(M, F)
+    cast, column_sum = (one(), E4M3, *BOTH, one(), None), torch.zeros(x.shape[1])
+    return {
+        kind: lambda: activation.forward(x, kind),
+        f"{kind} in FP8": lambda: activation.forward_quantized(x, kind, *cast),
+        f"{kind}, backward": lambda: activation.backward(dy, x, kind),
+        f"{kind}, backward in FP8": lambda: activation.backward_quantized(dy, x, kind, *cast, column_sum),
+    }
+
+
+ACTIVATION = activated("gelu") | activated("swiglu")
+
+
+def step(copies: bool) -> None:
+    fp8 = {"data": matrix(F, D, E4M3), "data_t": matrix(D, F, E4M3), "scale": one(), "scale_inv": one(), "amax": one()}
+    more = fp8 | {"bf16": matrix(F, D)} if copies else {}
+    state = {name: matrix(F, D, FP32) for name in ("weight", "grad", "exp_avg", "exp_avg_sq")}
+    table = adamw.table([Parameter(**state, **more)])
+    adamw.step(table, rate=one(), step=one(), betas=(0.9, 0.95), eps=1e-8, multiplier=one())
+    if not copies:
+        adamw.norm(table, 1.0)
+
+
+def losses(gradient: bool) -> None:
+    n = 2048
+    cross_entropy.rows(matrix(n, V), torch.empty(n, dtype=torch.int64), torch.empty(n), 50257, gradient)
+
+
+def losses_in_fp8() -> None:
+    n = 256
+    made = matrix(n, V, E5M2), matrix(V, n, E5M2)
+    cross_entropy.fp8_rows(matrix(n, V), torch.empty(n, dtype=torch.int64), torch.empty(n), 50257, *made, 0)
+
+
+FAMILIES: dict[str, dict[str, Call]] = {
+    "gemm": GEMM,
+    "gemm, fused": FUSED,
+    "gemm, fused by blocks": FUSED_BY_BLOCKS,
+    "quantize": QUANTIZE,
+    "norm": NORM,
+    "activation": ACTIVATION,
+    "adamw": {"step": lambda: step(False), "step with copies": lambda: step(True)},
+    "linear cross-entropy": {
+        "loss": lambda: losses(False), "loss and gradient": lambda: losses(True), "FP8": losses_in_fp8,
+    },
+}  # fmt: skip
+
+# What the gate must find
+
+
+@triton.jit
+def spoilt_kernel(a_desc, b_desc, d_desc, K, IMPRECISE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A product whose partial sums leave the tensor core's registers in the middle of a block of K."""
+    acc = tl.zeros((128, 256), dtype=tl.float32)
+    for k in range(0, K, 128):
+        acc = tl.dot(a_desc.load([0, k]), b_desc.load([0, k]).T, acc, max_num_imprecise_acc=IMPRECISE)
+    d_desc.store([0, 0], acc.to(tl.bfloat16))
+
+
+@triton.jit
+def pointer_kernel(a, b, d, K):  # type: ignore[no-untyped-def]
+    """bf16 by pointers: neither TMA nor FP8."""
+    rows, columns, along = tl.arange(0, 128), tl.arange(0, 128), tl.arange(0, 64)
+    acc = tl.zeros((128, 128), dtype=tl.float32)
+    for k in range(0, K, 64):
+        x = tl.load(a + rows[:, None] * K + k + along[None, :])
+        acc = tl.dot(x, tl.load(b + columns[:, None] * K + k + along[None, :]).T, acc)
+    tl.store(d + rows[:, None] * 128 + columns[None, :], acc.to(tl.bfloat16))
+
+
+@triton.jit
+def exchanging_kernel(x, y):  # type: ignore[no-untyped-def]
+    """The trap: float32 read along one way, its FP8 written along the other."""
+    rows, columns = tl.arange(0, 128)[:, None], tl.arange(0, 128)[None, :]
+    v = tl.load(x + rows * 128 + columns)
+    tl.store(y + columns * 128 + rows, v.to(tl.float8e4nv))
+
+
+def with_tile(changed: _tiles.Tile, call: Call) -> Call:
+    def there() -> None:
+        usual, gemm.tile = gemm.tile, lambda *_, **__: changed
+        call()
+        gemm.tile = usual
+
+    return there
+
+
+def serialised() -> None:
+    a, b, d = matrix(128, 512, E4M3), matrix(256, 512, E4M3), matrix(128, 256)
+    descriptors = [TensorDescriptor.from_tensor(x, shape) for x, shape in ((a, [128, 128]), (b, [256, 128]))]
+    spoilt_kernel[(1,)](*descriptors, TensorDescriptor.from_tensor(d, [128, 256]), 512, IMPRECISE=32, num_warps=8)
+
+
+BROKEN: dict[str, Call] = {
+    "two accumulators": with_tile(_tiles.LARGE, product(UP, fast_accum=False)),
+    "halves for quarters": with_tile(_tiles.FUSED_LARGE._replace(parts=2, stages=3), product(UP, epilogue=GELU)),
+    "five stages": with_tile(_tiles.LARGE._replace(stages=5), product(UP)),
+    "partial sums of 32": serialised,
+    "pointers": lambda: pointer_kernel[(1,)](matrix(128, 512), matrix(128, 512), matrix(128, 128), 512),
+    "exchange": lambda: exchanging_kernel[(1,)](matrix(128, 128, FP32), matrix(128, 128, E4M3)),
+}
+
+CALLS = {f"{family}/{name}": on_an_h200(call) for family, calls in FAMILIES.items() for name, call in calls.items()}
+CALLS |= {f"broken/{name}": on_an_h200(call) for name, call in BROKEN.items()}
+
+
+#: GEMMs of E5M2 gradients with E4M3; the others are of E4M3 alone.
+MIXED = {"gemm/dgrad, promoted", "gemm/wgrad", "gemm/wgrad, promoted"}
+#: Kernels that exchange FP8 between threads and are right: what they cast is bf16, and GPU tests compare bit for bit.
+EXCHANGING = {"quantize/block"}
+
+
+@pytest.fixture
+def folder(pytestconfig: pytest.Config) -> Path:
+    """Kept from run to run: Triton compiles only what changed."""
+    assert pytestconfig.cache is not None
+    return pytestconfig.cache.mkdir("compiled")
+
+
+def made(family: str, folder: Path) -> list[Compiled]:
+    """The family's kernels, by a child process."""
+    return compiled.compiled(__name__, [name for name in CALLS if name.split("/")[0] == family], folder)
+
+
+def missing(kernel: Compiled) -> list[str]:
+    """What a GEMM must have, of FP8 tensor cores and TMA, and has not."""
+    formats = "E5M2.E4M3" if kernel.call in MIXED else "E4M3.E4M3"
+    leaves = "UTMARED" if "accumulate" in kernel.kernel else "UTMASTG"
+    wanted = {
+        "FP8 tensor cores": rf"\bQGMMA\.\w+\.F32\.{formats}",
+        "TMA loads": r"\bUTMALDG",
+        "TMA out": rf"\b{leaves}",
+    }
+    found = [name for name, instruction in wanted.items() if not kernel.count(instruction)]
+    for instruction in (rf"wgmma\.mma_async[\w.]*f32\.{formats.lower()}", r"cp\.async\.bulk\.tensor"):
+        found += [] if re.search(instruction, kernel.ptx) else [instruction]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_kernels_compile_for_hopper_without_faults(family: str, folder: Path) -> None:
+    kernels = made(family, folder)
+    print(*kernels, sep="\n")  # pytest -s: the table
+    assert {kernel.call for kernel in kernels} == {name for name in CALLS if name.startswith(f"{family}/")}
+    found = [(kernel, fault) for kernel in kernels for fault in faults(kernel)]
+    found = [(kernel, fault) for kernel, fault in found if not (kernel.call in EXCHANGING and "changes its" in fault)]
+    if family.startswith("gemm"):
+        found += [(kernel, f"no {lack}") for kernel in kernels for lack in missing(kernel)]
+    assert not found, "\n".join(f"{kernel}\n  {fault}" for kernel, fault in found)
+    if family == "linear cross-entropy":
+        check_row_kernels({kernel.kernel: kernel for kernel in kernels if not kernel.call.endswith("/loss")})
+
+
+def check_row_kernels(by_name: dict[str, Compiled]) -> None:
+    """Two programs of 1024 threads a processor; 16-byte accesses: two loops read a block each, 8 columns a thread."""
+    wide = {"rows_kernel": (2, 1), "statistics_kernel": (1, 0), "fp8_kernel": (4, 4)}
+    for name, (loads, stores) in wide.items():
+        kernel = by_name[name]
+        assert len(re.findall(r"ld\.global[\w.]*v4", kernel.ptx)) == loads, str(kernel)
+        assert len(re.findall(r"st\.global[\w.]*v4", kernel.ptx)) == stores, str(kernel)
+        assert kernel.registers <= (128 if name == "fp8_kernel" else 32), str(kernel)
+    assert "ldmatrix" in by_name["fp8_kernel"].ptx, "the transpose goes through shared memory byte by byte"
+
+
+@pytest.mark.slow
+def test_the_gate_finds_what_is_broken(folder: Path) -> None:
+    """Tiles that are not published, and kernels that nobody should write."""
+    found = {kernel.call.split("/")[1]: " ".join(faults(kernel) + missing(kernel)) for kernel in made("broken", folder)}
+    expected = {
+        "two accumulators": "bytes spilled",
+        "halves for quarters": "bytes spilled",
+        "five stages": "bytes shared >",
+        "partial sums of 32": "C751",
+        "pointers": "FP8 tensor cores TMA loads TMA out",
+        "exchange": "FP8 that changes its thread",
+    }
+    assert {name: words for name, words in expected.items() if words not in found[name]} == {}, found
