@@ -10,6 +10,8 @@ from te_bench.experiments import suites, workloads
 from te_bench.experiments.spec import DEVICES, MODES, PRECISIONS, PROTOCOLS, Experiment, Options, Trial
 from te_bench.models.configs import CONFIGS
 
+#: Settings of a problem that name a plug-in, and where those are.
+PLUGINS = {"head": "te_bench.kernels.linear_cross_entropy", "optimizer": "te_bench.kernels.adamw"}
 RECIPES, FAULTS = "te_bench.models.recipe", "te_bench.models.faults"
 
 
@@ -89,6 +91,9 @@ def check(trial: Trial) -> None:
     plugins.check("precision", trial.precision, list(PRECISIONS))
     plugins.check("mode", trial.mode, list(MODES))
     plugins.check("protocol", trial.protocol, list(PROTOCOLS))
+    for setting, package in PLUGINS.items():
+        if setting in trial.problem:
+            plugins.check(setting, str(trial.problem[setting]), plugins.names(package))
     recipes = plugins.names(RECIPES)
     if trial.recipe is not None:
         plugins.check("recipe", trial.recipe, recipes)

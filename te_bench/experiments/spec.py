@@ -88,6 +88,8 @@ _LABELS = {
     "length": "t",
     "head_dim": "d",
     "lr_factor": "lr",
+    "head": "head-",
+    "optimizer": "adamw-",
 }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from te_bench.kernels.attention import load as load_attention
 from te_bench.kernels.cross_entropy.reference import cross_entropy
+from te_bench.kernels.linear_cross_entropy import load as load_head
 from te_bench.models import fp8
 from te_bench.models.configs import CONFIGS as CONFIGS  # part of this module's interface
 from te_bench.models.configs import GPTConfig as GPTConfig
@@ -94,6 +95,9 @@ class GPT(nn.Module):
 
     padded_vocab_size (Vp >= V) widens embedding and head; the padding never receives probability or gradient, so the
     model is the unpadded one. With a `recipe` every Linear but the head computes in FP8 under `model.autocast()`.
+    head: a name of te_bench.kernels.linear_cross_entropy, by which a training pass computes the loss from the last hidden
+    states, without all the logits; None computes them. An evaluation, model.eval(), takes `chunked` in place of any head:
+    it keeps no logits either, and its loss is of the weights, not of the rounding that they are trained with.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class GPT(nn.Module):
         attention: str = "flash",
         padded_vocab_size: int | None = None,
         recipe: Recipe | None = None,
+        head: str | None = None,
     ):
         super().__init__()
         padded = padded_vocab_size or config.vocab_size
@@ -111,6 +116,7 @@ class GPT(nn.Module):
         if config.n_embd % config.n_head:
             raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
         self.config, self.recipe = config, recipe
+        self.heads = None if head is None else {True: load_head(head).forward, False: load_head("chunked").forward}
         linear = nn.Linear if recipe is None else Linear
         device = torch.get_default_device()
         # Built on meta: torch's own initialisation would cost time, and draw more random numbers for a wider padding.
@@ -172,7 +178,13 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats; (B, T) int64 x2 -> () float32. The logits do not outlive the call."""
-        logits = self.lm_head(self.hidden(tokens).flatten(0, 1))  # (B T, Vp), no view: see cross_entropy
+        x = self.hidden(tokens).flatten(0, 1)
+        if self.heads is not None:
+            loss: Tensor = self.heads[self.training](
+                x, self.lm_head.weight, targets.flatten(), vocab=self.config.vocab_size
+            )
+            return loss
+        logits = self.lm_head(x)  # (B T, Vp), no view: see cross_entropy
         return cross_entropy(logits, targets.flatten(), vocab=self.config.vocab_size)
 
     def logits(self, tokens: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ gradient accumulation, float32 parameters under autocast.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from te_bench.models.table_adamw import TableAdamW
 
 AUTOCAST = {"fp64": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
@@ -69,15 +72,19 @@ class TrainStep:
     (torch.compile); "compile-reduce-overhead" (its own CUDA graphs around forward and backward); "cudagraph" (the
     compiled forward and backward, the clip and the optimizer captured together as one CUDA graph).
     `grad_norm`, a () tensor, is what clipping found the norm of the last step's gradients to be; None where none clips.
+    optimizer: a name of te_bench.kernels.adamw, which updates all parameters in one go, clips in passing and, in bf16 and
+    fp8, leaves the copies that the next pass computes with (models.table_adamw); None is torch's fused AdamW.
+    Raises ValueError for what is not known or cannot be.
     """
 
-    def __init__(self, model: nn.Module, optim: Optim, *, precision: str, mode: str):
+    def __init__(self, model: nn.Module, optim: Optim, *, precision: str, mode: str, optimizer: str | None = None):
         self.model, self.optim, self.precision, self.mode = model, optim, precision, mode
         self.device = next(model.parameters()).device
         self.captured = mode == "cudagraph"
         if self.captured and (self.device.type != "cuda" or precision == "fp16"):
             raise ValueError(f"mode cudagraph needs a GPU and no gradient scaler; got {self.device.type}, {precision}")
-        self.optimizer = adamw(model, optim, capturable=self.captured)
+        self.table = None if optimizer is None else self._table_adamw(optimizer)
+        self.optimizer: Any = self.table or adamw(model, optim, capturable=self.captured)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.forward: Callable[..., Tensor] = model
         if mode == "compile-reduce-overhead":
@@ -91,13 +98,40 @@ class TrainStep:
         self._norm: Tensor | None = None  # the graph's own
         self.captured_peak_bytes: int | None = None  # replays allocate nothing: the peak is the capture's
 
+    def _table_adamw(self, name: str) -> TableAdamW:
+        if self.precision == "fp16":
+            raise ValueError(f"optimizer {name} with fp16: it has no gradient scaler; choose bf16, or no optimizer")
+        return TableAdamW(
+            self.model,
+            name,
+            weight_decay=self.optim.weight_decay,
+            betas=(self.optim.beta1, self.optim.beta2),
+            rate=self.optim.learning_rate,
+            bf16=AUTOCAST[self.precision] is torch.bfloat16,
+            accumulate=self.optim.accumulate > 1,
+            fixed=not self.captured,
+            region=functools.partial(fp8_autocast, self.model),
+        )
+
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self.captured:
             return self._replay(tokens, targets)
+        self._prepare()
         loss = self._backward(tokens, targets)
         self._update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._end()
         return loss
+
+    def _prepare(self) -> None:
+        """Before a pass that is not captured."""
+        if self.table is not None:
+            self.table.prepare()
+            self.table.zero_grad(set_to_none=self.captured)
+
+    def _end(self) -> None:
+        """After a step that is not captured. A table knows where its gradients are, and keeps them."""
+        if self.table is None:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def set_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -115,10 +149,15 @@ class TrainStep:
             loss = self._replay(tokens, targets)
             self._restore(saved)
         else:
+            self._prepare()
             loss = self._backward(tokens, targets)
+        if self.table is not None:
+            by_parameter = self.table.gradients()
+            named = self.model.named_parameters()
+            return loss.item(), {name: by_parameter[p] for name, p in named if p in by_parameter}
         found = {name: p.grad.detach().clone() for name, p in self.model.named_parameters() if p.grad is not None}
         if not self.captured:  # the graph owns its gradient buffers
-            self.optimizer.zero_grad(set_to_none=True)
+            self._end()
             self.scaler.update(self.scaler.get_scale())  # forget that these gradients were unscaled; keep the scale
         return loss.item(), found
 
@@ -131,14 +170,28 @@ class TrainStep:
             raise ValueError(f"{len(tokens)} rows do not divide into {n} micro-batches")
         losses = []
         for x, y in zip(tokens.chunk(n), targets.chunk(n), strict=True):
-            with autocast(self.device, self.precision), fp8_autocast(self.model):
+            with autocast(self.device, self.precision), fp8_autocast(self.model), self._computing():
                 loss = self.forward(x, y) / n
             self.scaler.scale(loss).backward()
+            if self.table is not None:
+                self.table.gather()
             losses.append(loss.detach().clone())  # the clone outlives the CUDA graph's own memory
+        self._clip()
+        return losses[0] if n == 1 else torch.stack(losses).sum()
+
+    def _computing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.table is None else self.table.computing()
+
+    def _clip(self) -> None:
+        if self.table is not None:
+            if self.captured and self._graph is None:  # a pass that warms up
+                self.table.bind()
+            if self.optim.grad_clip:
+                self.grad_norm = self.table.clip(self.optim.grad_clip)
+            return
         self.scaler.unscale_(self.optimizer)
         if self.optim.grad_clip:
             self.grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.grad_clip, foreach=True)
-        return losses[0] if n == 1 else torch.stack(losses).sum()
 
     def _update(self) -> None:
         self.scaler.step(self.optimizer)
@@ -164,9 +217,10 @@ class TrainStep:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):  # compilation, autotuning and library handles must not happen during capture
+                self._prepare()
                 self._backward(*self._inputs)
                 self._update()
-                self.optimizer.zero_grad(set_to_none=True)
+                self._end()
         torch.cuda.current_stream().wait_stream(stream)
         with torch.no_grad():
             for p, value in zip(self.model.parameters(), weights, strict=True):
@@ -175,6 +229,8 @@ class TrainStep:
                 for value in state.values():
                     value.zero_()
         del weights
+        if self.table is not None:
+            self.table.zero_grad(set_to_none=True)  # the graph is to have its own
         torch.cuda.reset_peak_memory_stats()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
@@ -182,6 +238,8 @@ class TrainStep:
             self._norm = self.grad_norm
             self._update()
         self.captured_peak_bytes = torch.cuda.max_memory_allocated()
+        if self.table is not None:
+            self.table.move()
 
     def _replay(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self._graph is None:
@@ -191,7 +249,11 @@ class TrainStep:
         assert self._loss is not None
         self._inputs[0].copy_(tokens)
         self._inputs[1].copy_(targets)
+        if self.table is not None:
+            self.table.prepare()
         self._graph.replay()
+        if self.table is not None:
+            self.table.replayed()
         self.grad_norm = None if self._norm is None else self._norm.clone()
         return self._loss.clone()
 

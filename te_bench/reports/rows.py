@@ -276,10 +276,14 @@ def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
             labels[cell] = printable(", ".join(words))
             continue
         words = [str(trial.problem.get("layer"))] if workload == "layer" else []
-        words += [trial.attention, *([] if shaped else _vocabulary(trial.problem)), trial.precision]
+        words += [trial.attention, *([] if shaped else _vocabulary(trial.problem))]
+        # Before the recipe, for a terminal has no room for the end.
+        words += [f"head={trial.problem['head']}"] if "head" in trial.problem and "head" in differing else []
+        words += [trial.precision]
         words += [trial.recipe] if trial.recipe else []
         words += [] if shaped and trial.mode == "eager" else [trial.mode]
-        words += [f"{key}={trial.problem.get(key)}" for key in differing if trial.problem.get(key) is not None]
+        others = [key for key in differing if key != "head" and trial.problem.get(key) is not None]
+        words += [f"{key}={trial.problem[key]}" for key in others]
         words += [trial.protocol] if len(protocols) > 1 else []
         labels[cell] = printable(", ".join(words))
     return labels

@@ -65,6 +65,21 @@ def test_a_trial_with_an_unknown_name_is_refused_with_the_near_matches(field: st
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("head", "chunkd", "unknown head 'chunkd'. Did you mean chunked"),
+        ("optimizer", "trition", "unknown optimizer 'trition'. Did you mean triton"),
+    ],
+)
+def test_a_head_and_an_optimizer_are_checked_where_a_problem_has_them(setting: str, value: str, message: str) -> None:
+    known = {"head": "fp8", "optimizer": "reference"}
+    plan.check(dataclasses.replace(TRIAL, problem=known))
+    with pytest.raises(ValueError) as caught:
+        plan.check(dataclasses.replace(TRIAL, problem={**known, setting: value}))
+    assert str(caught.value).startswith(message)
+
+
 def test_fp8_and_a_recipe_go_together() -> None:
     fp8 = dataclasses.replace(TRIAL, precision="fp8", recipe="float8_current_scaling")
     plan.check(fp8)

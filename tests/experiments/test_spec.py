@@ -113,6 +113,15 @@ def test_the_name_shows_what_tells_trials_apart() -> None:
     assert dataclasses.replace(TRIAL, problem=shape).name == "train_step/b1-h4-t256-d64-full/manual/bf16/eager/s0"
 
 
+def test_the_name_shows_a_head_and_an_optimizer_where_there_are_any() -> None:
+    problem: dict[str, Any] = {"model": "gpt2", "batch": 12, "padded_vocab": 50304}
+    plain = dataclasses.replace(TRIAL, problem=problem)
+    fast = dataclasses.replace(TRIAL, problem={**problem, "head": "fp8", "optimizer": "triton"})
+    assert plain.name == "train_step/gpt2-b12-V50304/manual/bf16/eager/s0"
+    assert fast.name == "train_step/gpt2-b12-V50304-head-fp8-adamw-triton/manual/bf16/eager/s0"
+    assert fast.id != plain.id
+
+
 def test_an_outcome_is_one_of_the_eight() -> None:
     with pytest.raises(AssertionError):
         Record(trial=TRIAL, environment="e", outcome="fine", started_at="", wall_s=0.0)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_bench.kernels import attention
+from te_bench.kernels.linear_cross_entropy import _kernels
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import CONFIGS, GPT, GPTConfig
 from te_bench.models.recipe import float8_current_scaling
@@ -149,6 +150,48 @@ def test_the_gradient_of_the_padding_is_zero_on_a_gpu(precision: str) -> None:
     assert loss == pytest.approx(math.log(50257), abs=0.2)
     step(*(t.cuda() for t in batch))
     assert (model.transformer.wte.weight[50257:] == 0).all()
+
+
+# A head of its own.
+
+
+@pytest.fixture
+def plain_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes a second for each loss; a CPU's own formula is the kernel's."""
+    monkeypatch.setattr(_kernels, "INTERPRETED", False)
+
+
+def with_head(name: str) -> GPT:
+    torch.manual_seed(0)
+    return GPT(SMALL, attention="manual", padded_vocab_size=64, head=name)
+
+
+@pytest.mark.usefixtures("plain_heads")
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_a_head_changes_how_the_loss_is_computed_and_nothing_else(name: str) -> None:
+    loss, grads = gradients(a_model(64), a_batch())
+    found, found_grads = gradients(with_head(name), a_batch())
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert list(found_grads) == list(grads)
+    assert (found_grads[WTE][50:] == 0).all()
+    for key, grad in grads.items():
+        assert (found_grads[key] - grad).norm() <= 1e-5 * grad.norm(), key
+    assert torch.equal(with_head(name).logits(a_batch()[0]), a_model(64).logits(a_batch()[0]))
+
+
+@pytest.mark.usefixtures("plain_heads")
+def test_an_fp8_head_trains_in_fp8_and_is_evaluated_without() -> None:
+    """So that the validation losses of arms with different heads are of their weights."""
+    fp8, chunked, plain = with_head("fp8"), with_head("chunked"), a_model(64)
+    loss, grads = gradients(plain, a_batch())
+    rough, rough_grads = gradients(fp8, a_batch())
+    assert 1e-6 < abs(rough - loss) < 1e-2
+    assert 0.01 < (rough_grads[WTE] - grads[WTE]).norm() / grads[WTE].norm() < 0.25
+    with torch.no_grad():
+        evaluated = [model.eval()(*a_batch()).item() for model in (fp8, chunked, plain)]
+    assert evaluated[0] == evaluated[1] == pytest.approx(evaluated[2], rel=1e-6)
+    with pytest.raises(ValueError, match="Did you mean chunked"):
+        with_head("chunkd")
 
 
 # Initialisation and the head.

@@ -137,6 +137,17 @@ def test_labels_name_what_differs(tmp_path):
     assert [cell.shape for cell in group.cells[4:6]] == ["B12 H12 T1024 D64 causal", "B12 H12 T2048 D64 causal"]
 
 
+def test_a_head_is_named_before_the_precision_so_that_a_narrow_table_shows_it(tmp_path):
+    fast = {"optimizer": "triton", "mode": "cudagraph", "precision": "fp8", "recipe": "current"}
+    cells = [trial(), trial(head="chunked", **fast), trial(head="fp8", **fast)]
+    [group] = load_results([write(tmp_path / "run", [], planned=cells)]).groups
+    assert [cell.label for cell in group.cells] == [
+        "flash, Vp=50304, bf16, eager",
+        "flash, Vp=50304, head=chunked, fp8, current, cudagraph, optimizer=triton",
+        "flash, Vp=50304, head=fp8, fp8, current, cudagraph, optimizer=triton",
+    ]
+
+
 def test_environments_are_told_apart_by_what_differs():
     bodies = {
         "a": environment("a", torch="2.11.0"),

@@ -1,4 +1,8 @@
-"""What the model workloads share: building the trial's model, its check against the reference, its memory."""
+"""What the model workloads share: building the trial's model and step, its check against the reference, its memory.
+
+problem["head"]: a name of te_bench.kernels.linear_cross_entropy, problem["optimizer"]: one of te_bench.kernels.adamw;
+absent, all logits at once, and torch's fused AdamW.
+"""
 
 import dataclasses
 import gc
@@ -15,10 +19,11 @@ from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.experiments.workloads._emulation import emulate
-from te_bench.kernels import attention
+from te_bench.kernels import adamw, attention, linear_cross_entropy
 from te_bench.models import faults, fp8
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import CONFIGS, GPT, GPTConfig
+from te_bench.models.recipe import Float8CurrentScaling
 from te_bench.models.train import Optim, TrainStep, autocast
 
 #: Unit round-off of the compute format: the floor below which two right answers may differ.
@@ -35,6 +40,9 @@ FP8_LEAST = 0.5
 #: Passes before the check of an FP8 step. Delayed scaling begins with scale 1, at which small gradients vanish, and with
 #: them all that flows through their GEMM: each pass brings the next one down to its scale.
 SETTLE = 4
+
+#: What makes a step fast and nothing else: the references of the check are without.
+FAST = ("head", "optimizer")
 
 _PEAK = Path("/proc/self/clear_refs")
 
@@ -72,10 +80,38 @@ def require_supported(trial: Trial) -> None:
         raise Unsupported(f"{trial.mode}: CUDA graphs need an NVIDIA GPU")
     if trial.mode == "cudagraph" and trial.precision == "fp16":
         raise Unsupported("cudagraph with fp16: the gradient scaler decides on the host whether to step")
+    _require_fast(trial, config)
     if trial.recipe:
         reason = recipes.load(trial.recipe).unsupported(trial.device, capability(trial.device))
         if reason:
             raise Unsupported(f"{trial.recipe}: {reason}")
+
+
+def _require_fast(trial: Trial, config: GPTConfig) -> None:
+    """Raise Unsupported when this machine cannot run the trial's head or optimizer."""
+    machine = {"device": trial.device, "capability": capability(trial.device)}
+    head, optimizer = (trial.problem.get(name) for name in FAST)
+    reasons = {}
+    if head is not None:
+        problem = linear_cross_entropy.Problem(
+            d=config.n_embd,
+            vocab=config.vocab_size,
+            padded=trial.number("padded_vocab"),
+            dtype={"fp8": "bf16"}.get(trial.precision, trial.precision),
+            **machine,  # type: ignore[arg-type]
+        )
+        reasons[f"head {head}"] = linear_cross_entropy.load(str(head)).unsupported(problem)
+    if optimizer is not None:
+        backend, cast = adamw.load(str(optimizer)), trial.precision == "fp8"
+        reason = backend.unsupported(adamw.Problem(fp8=cast, **machine))  # type: ignore[arg-type]
+        if trial.mode == "cudagraph" and backend.move is None:
+            reason = reason or "no captured graph can follow its table; choose triton"
+        if trial.precision == "fp16":
+            reason = reason or "fp16: it has no gradient scaler"
+        reasons[f"optimizer {optimizer}"] = reason
+    for name, reason in reasons.items():
+        if reason:
+            raise Unsupported(f"{name}: {reason}")
 
 
 def config_of(trial: Trial) -> GPTConfig:
@@ -101,14 +137,32 @@ def build(trial: Trial) -> GPT:
     recipe = recipes.load(trial.recipe) if trial.recipe else None
     if recipe is not None and "fault" in trial.problem:
         recipe = faults.load(str(trial.problem["fault"]))(recipe)
-    padded = trial.number("padded_vocab")
+    padded, head = trial.number("padded_vocab"), trial.problem.get("head")
     allow_tf32(trial.precision)
     torch.manual_seed(trial.seed)
     with torch.device(trial.device):
-        model = GPT(config_of(trial), attention=trial.attention, padded_vocab_size=padded, recipe=recipe)
+        model = GPT(
+            config_of(trial),
+            attention=trial.attention,
+            padded_vocab_size=padded,
+            recipe=recipe,
+            head=None if head is None else str(head),
+        )
     if "perturb_ulp" in trial.problem:
         model.perturb(trial.seed, trial.number("perturb_ulp"))
     return model
+
+
+def step_of(trial: Trial) -> TrainStep:
+    """One training step of the trial's model, in its precision and mode, by its optimizer."""
+    optimizer = trial.problem.get("optimizer")
+    return TrainStep(
+        build(trial),
+        optim_of(trial),
+        precision=trial.precision,
+        mode=trial.mode,
+        optimizer=None if optimizer is None else str(optimizer),
+    )
 
 
 def allow_tf32(precision: str) -> None:
@@ -125,17 +179,18 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     """
     if config_of(trial).dropout:
         trial = dataclasses.replace(trial, mode="eager", problem={**trial.problem, "dropout": 0.0})
-        step = TrainStep(build(trial), step.optim, precision=trial.precision, mode="eager")
+        step = step_of(trial)
     for _ in range(SETTLE if trial.recipe else 0):
         step.gradients(tokens, targets)
     loss, ours = step.gradients(tokens, targets)
     vocab = trial.number("vocab")
-    unpadded = {**trial.problem, "padded_vocab": vocab}
+    unpadded = {name: value for name, value in trial.problem.items() if name not in FAST} | {"padded_vocab": vocab}
     exact = dataclasses.replace(trial, attention="manual", precision="fp64", recipe=None, problem=unpadded)
     library = dataclasses.replace(trial, attention="manual", recipe=None, problem=unpadded)
     true_loss, truth = _in_rows(exact, step.optim, tokens, targets)
     recipe = recipes.load(trial.recipe) if trial.recipe else None
-    library_loss, yardstick = _in_rows(library, step.optim, tokens, targets, recipe)
+    fp8_head = trial.problem.get("head") == "fp8"
+    library_loss, yardstick = _in_rows(library, step.optim, tokens, targets, recipe, fp8_head)
     allow_tf32(trial.precision)  # building the references set it for theirs
     padding = ours["transformer.wte.weight"][vocab:]
     ours["transformer.wte.weight"] = ours["transformer.wte.weight"][:vocab]
@@ -144,7 +199,8 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     floor = 4 * EPSILON[trial.precision]
     # Half-precision log-probabilities are rounded one by one (autocast on a GPU): four sigma of their mean's rounding.
     rounding = 4 * EPSILON[trial.precision] / math.sqrt(12 * targets.numel())
-    loss_limit = FACTOR * abs(library_loss - true_loss) + (LOSS_FLOOR[trial.precision] + rounding) * abs(true_loss)
+    loss_floor = LOSS_FLOOR["fp8" if fp8_head else trial.precision]
+    loss_limit = FACTOR * abs(library_loss - true_loss) + (loss_floor + rounding) * abs(true_loss)
     quantities = [Quantity("loss", abs(loss - true_loss), loss_limit)]
     errors = {name: relative_error(yardstick[name], gradient) for name, gradient in truth.items()}
     typical = statistics.median(errors.values())  # a tensor where the library happened to round well is no yardstick
@@ -174,11 +230,16 @@ def numerics_of(trial: Trial, model: Any, tokens: Tensor, targets: Tensor) -> di
 
 
 def _in_rows(
-    trial: Trial, optim: Optim, tokens: Tensor, targets: Tensor, recipe: recipes.Recipe | None = None
+    trial: Trial,
+    optim: Optim,
+    tokens: Tensor,
+    targets: Tensor,
+    recipe: recipes.Recipe | None = None,
+    fp8_head: bool = False,
 ) -> tuple[float, dict[str, Tensor]]:
     """loss, gradients of the eager model one sequence at a time: the reference fits wherever the trial does.
 
-    With a recipe, its FP8 is emulated.
+    With a recipe, its FP8 is emulated; with fp8_head, that of the head `fp8`, one scale a tensor.
     """
     rows = dataclasses.replace(optim, accumulate=len(tokens))
     model = build(trial)
@@ -186,6 +247,8 @@ def _in_rows(
         model.double()
     if recipe is not None:
         emulate(model, recipe, leave=("lm_head",))
+    if fp8_head:
+        emulate(model.lm_head, Float8CurrentScaling())
     step = TrainStep(model, rows, precision=trial.precision, mode="eager")
     return step.gradients(tokens, targets)
 

@@ -20,7 +20,6 @@ from te_bench.experiments.host import oom_kills
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _check, _model, train_step
-from te_bench.models.train import TrainStep
 
 STEPS = 3  # AdamW's moments exist after the first; a captured or compiled step has settled after the second
 LIMIT = 1 << 16  # no try beyond this batch
@@ -150,7 +149,7 @@ def _outcome(*, fits: bool, allocated: int | None = None, reserved: int | None =
 def _steps(trial: Trial) -> Try:
     total = _limit_memory(trial)
     batches = train_step.random_batches(trial)
-    step = TrainStep(_model.build(trial), _model.optim_of(trial), precision=trial.precision, mode=trial.mode)
+    step = _model.step_of(trial)
     for number in range(STEPS):
         step(*batches[number])
     if trial.device != "cuda":
@@ -162,7 +161,7 @@ def _steps(trial: Trial) -> Try:
 
 def _verify(trial: Trial) -> Try:
     batch = train_step.random_batches(trial)[0]
-    step = TrainStep(_model.build(trial), _model.optim_of(trial), precision=trial.precision, mode=trial.mode)
+    step = _model.step_of(trial)
     try:
         measurement = Measurement(check=_model.check_step(trial, *batch, step))
         seen = _check.kernels_seen(lambda: step(*batch), trial.device)

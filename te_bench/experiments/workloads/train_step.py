@@ -1,6 +1,6 @@
 """Seconds and bytes of one training step at a fixed batch, on random tokens, after its gradients were checked.
 
-problem: model, batch, block, vocab, padded_vocab, and any field of models.train.Optim.
+problem: model, batch, block, vocab, padded_vocab, head and optimizer (_model), and any field of models.train.Optim.
 samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step, FP8 numerics; on a
 GPU launches, the kernels of one step; in a mode that compiles graph_breaks and recompiles (_compilation).
 """
@@ -24,7 +24,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     _model.require_supported(trial)
     _compilation.begin(trial)
     batches = random_batches(trial)
-    step = TrainStep(_model.build(trial), _model.optim_of(trial), precision=trial.precision, mode=trial.mode)
+    step = _model.step_of(trial)
     check = _model.check_step(trial, *batches[0], step)
     losses: list[Tensor] = []
 

@@ -1,10 +1,10 @@
 """A loss curve on real data, by steps or by a budget of seconds, with a fixed validation stream beside it.
 
 problem: model, batch (a number, or "max" for the largest that fits), block, vocab, padded_vocab, data, tokenizer, corpus
-(the cache key, which holds the content hash), steps or budget_s, eval_every (steps) or eval_every_s, eval_tokens, and any
-field of models.train.Optim. Of a convergence trial besides: perturb_ulp and fault, which make the model (_model.build);
-evaluate "both": val_loss is in bf16 whatever the trial trains in, val_loss_native as it trains; probes: about how many
-looks at the FP8 numerics there are, at evaluations that are evenly spaced.
+(the cache key, which holds the content hash), steps or budget_s, eval_every (steps) or eval_every_s, eval_tokens, head
+and optimizer (_model), and any field of models.train.Optim. Of a convergence trial besides: perturb_ulp and fault, which
+make the model (_model.build); evaluate "both": val_loss is in bf16 whatever the trial trains in, val_loss_native as it
+trains; probes: about how many looks at the FP8 numerics there are, at evaluations that are evenly spaced.
 samples: step, loss, time_s, and grad_norm where gradients are clipped; val_step, val_loss, val_time_s, val_loss_native;
 probe_step, and of each Linear's tensors amax:MODULE.TENSOR, saturated:... and underflowed:..., the latter two fractions
 of the elements. The clock counts training only: not evaluation, not the probes, not the check, not the first two steps,
@@ -48,7 +48,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     optim = _model.optim_of(trial)
     rows = {**sizes, "batch": sizes["batch"] * optim.accumulate}
     stream = data.Batches(corpus, **rows, seed=trial.seed, device=trial.device)
-    step = TrainStep(_model.build(trial), optim, precision=trial.precision, mode=trial.mode)
+    step = _model.step_of(trial)
     check = _checked(trial, *_few(stream.at(0), optim.accumulate, trial), step)
     _model.reset_memory(trial.device)
     torch.manual_seed(trial.seed)  # dropout draws the same masks whatever the check drew

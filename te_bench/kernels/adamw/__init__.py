@@ -16,7 +16,8 @@ from te_bench import plugins
 class Parameter:
     """One parameter with its state, and where a step leaves what is made of the new weight. All contiguous.
 
-    weight, the master, grad, exp_avg and exp_avg_sq: float32, of one shape. bf16: the weight in bfloat16. data (M, N) and
+    weight, the master, grad, exp_avg and exp_avg_sq: float32, of one shape; grad may be bfloat16, each parameter's apart:
+    it is widened, and all sums are float32's. bf16: the weight in bfloat16. data (M, N) and
     data_t (N, M), either or both: the FP8 of that bfloat16, fp8(bf16(weight) * scale), of a 2-D weight, by the rules of
     te_bench.kernels.quantize; scale, () float32, comes with them. scale_inv, () float32, becomes 1 / scale; amax, ()
     float32, becomes max(amax, max |bf16(weight)|), NaN above everything.
@@ -68,12 +69,16 @@ class Backend:
     norm(table, max_norm) -> norm, multiplier, () float32: the norm of all gradients together, and
     min(1, max_norm / (norm + 1e-6)), NaN where the norm is, as torch.nn.utils.clip_grad_norm_ defines it. The same bits
     in every run. ValueError unless max_norm is positive.
+    move(table, parameters) -> Table: the table of parameters of the same shapes and dtypes at other addresses, which
+    launches that a graph captured with the old one follow from now on. ValueError for other shapes and dtypes, and as
+    `table`. None where no captured graph could follow.
     """
 
     table: Callable[..., Table]
     step: Callable[..., None]
     norm: Callable[..., tuple[Any, Any]]
     unsupported: Callable[[Problem], str | None]
+    move: Callable[..., Table] | None = None
 
 
 def names() -> list[str]:

@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """AdamW's Triton kernels: one tile of one parameter a program, looked up in a table of addresses.
 
-Bound by memory: 16 bytes read and 12 written an element, 2 more for the bf16 copy and 1 for each FP8 layout. A parameter
+Bound by memory: 16 bytes read and 12 written an element, 2 more for the bf16 copy and 1 for each FP8 layout, 2 less for a
+bf16 gradient. A parameter
 whose transpose is wanted is cut into tiles of ROWS x COLUMNS; any other is read as a matrix as wide as a tile, so that
 its tiles are runs of ROWS * COLUMNS elements.
 """
@@ -23,8 +24,8 @@ UNALIGNED = ["rate", "step", "multiplier"]
 #: Fields of a row of the table, 8 bytes each: addresses or 0; the bits of a float64; numbers.
 (
     WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ, BF16, DATA, DATA_T, SCALE, SCALE_INV, AMAX, WEIGHT_DECAY, HEIGHT, WIDTH, COUNT,
-    ALIGNED, FIELDS,
-) = (tl.constexpr(i) for i in range(16))  # fmt: skip
+    ALIGNED, HALF_GRAD, FIELDS,
+) = (tl.constexpr(i) for i in range(17))  # fmt: skip
 
 
 @triton.jit
@@ -60,6 +61,23 @@ def _elements(rows, columns, left, width, rest):
 
 
 @triton.jit
+def _gradient(
+    row, first, left, width, rest, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """A tile of the gradient in float32; it is float32 or, where the row says so, bf16."""
+    if tl.load(row + HALF_GRAD) != 0:
+        # As a line, as the bf16 copy is written: a tile would give its threads to every other tile.
+        at = tl.arange(0, ROWS * COLUMNS)
+        line_offsets, line_mask = _elements(at // COLUMNS, at % COLUMNS, left, width, rest)
+        line = tl.load(_address(row, GRAD, first, tl.bfloat16, ALIGNED) + line_offsets, mask=line_mask, other=0.0)
+        g = tl.reshape(line, (ROWS, COLUMNS)).to(tl.float32)
+    else:
+        offsets, mask = _elements(tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], left, width, rest)
+        g = tl.load(_address(row, GRAD, first, tl.float32, ALIGNED) + offsets, mask=mask, other=0.0)
+    return g
+
+
+@triton.jit
 def _multiply_add(a, b, c):
     """a * b + c, rounded once."""
     if INTERPRETED:
@@ -81,7 +99,7 @@ def _update_tile(
     weight = _address(row, WEIGHT, first, tl.float32, ALIGNED) + offsets
     exp_avg = _address(row, EXP_AVG, first, tl.float32, ALIGNED) + offsets
     exp_avg_sq = _address(row, EXP_AVG_SQ, first, tl.float32, ALIGNED) + offsets
-    g = tl.load(_address(row, GRAD, first, tl.float32, ALIGNED) + offsets, mask=mask, other=0.0)
+    g = _gradient(row, first, left, width, rest, ALIGNED, ROWS, COLUMNS)
     m = tl.load(exp_avg, mask=mask, other=0.0)
     v = tl.load(exp_avg_sq, mask=mask, other=0.0)
     w = tl.load(weight, mask=mask, other=0.0)
@@ -166,9 +184,7 @@ def step_kernel(
 @triton.jit
 def _squares(row, tile, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     top, left, width, rest = _place(row, tile, 0, ALIGNED, ROWS, COLUMNS)
-    offsets, mask = _elements(tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], left, width, rest)
-    g = _address(row, GRAD, top.to(tl.int64) * width + left, tl.float32, ALIGNED) + offsets
-    g = tl.load(g, mask=mask, other=0.0)
+    g = _gradient(row, top.to(tl.int64) * width + left, left, width, rest, ALIGNED, ROWS, COLUMNS)
     return tl.sum(g * g)
 
 

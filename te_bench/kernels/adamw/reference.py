@@ -14,6 +14,7 @@ from te_bench.kernels.adamw import Backend, Parameter, Problem, Table
 from te_bench.kernels.quantize import reference as quantizer
 
 FLOATS = ("weight", "grad", "exp_avg", "exp_avg_sq")
+GRADIENTS = (torch.float32, torch.bfloat16)
 NUMBERS = ("scale", "scale_inv", "amax")
 WRITTEN = ("weight", "exp_avg", "exp_avg_sq", "bf16", "data", "data_t", "scale_inv")
 
@@ -52,6 +53,7 @@ def _check(p: Parameter, where: str) -> None:
     expected: dict[str, tuple[torch.Size, tuple[torch.dtype, ...]]] = {
         name: (shape, (torch.float32,)) for name in FLOATS
     }
+    expected["grad"] = (shape, GRADIENTS)
     expected |= {name: (torch.Size(()), (torch.float32,)) for name in NUMBERS}
     expected |= {"bf16": (shape, (torch.bfloat16,)), "data": (shape, quantizer.FORMATS)}
     expected |= {"data_t": (transposed, quantizer.FORMATS)}
@@ -110,7 +112,7 @@ def step(
         return torch.full((), value, dtype=torch.float32, device=rate.device)  # a fill: legal in a capture
 
     for p in table.parameters:
-        g = p.grad if multiplier is None else p.grad * multiplier
+        g = p.grad.float() if multiplier is None else p.grad.float() * multiplier
         # From the nearer end, as torch.lerp: exact where beta1 is 0.
         weight, start = (number(1 - beta1), p.exp_avg) if 1 - beta1 < 0.5 else (number(1 - beta1) - 1, g)
         m = _multiply_add(weight, g - p.exp_avg, start)
@@ -153,7 +155,8 @@ def norm(table: Table, max_norm: float) -> tuple[Tensor, Tensor]:
     Raises ValueError unless max_norm is positive.
     """
     check_norm(max_norm)
-    found = torch.nn.utils.get_total_norm([p.grad for p in table.parameters])
+    # In float32: torch rounds the norm of each bfloat16 tensor to bfloat16.
+    found = torch.nn.utils.get_total_norm([p.grad.float() for p in table.parameters])
     return found, multiplier_of(found, max_norm)
 
 

@@ -7,6 +7,8 @@ import ctypes
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -56,6 +58,26 @@ def table(parameters: Sequence[Parameter]) -> Table:
     )
 
 
+def move(old: Table, parameters: Sequence[Parameter]) -> Table:
+    """The parameters of `old` at other addresses, in the memory that a captured graph reads; not during a capture.
+
+    Raises ValueError for what does not fit together, and for shapes, dtypes and copies other than old's.
+    """
+    made = table(parameters)
+    if _form(made) != _form(old):
+        raise ValueError("other shapes, dtypes or copies than the table's: build another one, and capture again")
+    if old.rows is not None:
+        old.rows.copy_(made.rows)
+    return replace(made, rows=old.rows, tiles=old.tiles)
+
+
+def _form(table: Table) -> list[tuple[Any, ...]]:
+    """What a table says besides addresses."""
+    copies = ((p.bf16, p.data, p.data_t) for p in table.parameters)
+    asked = ([None if t is None else t.dtype for t in three] for three in copies)
+    return [(p.weight.shape, p.grad.dtype, *three) for p, three in zip(table.parameters, asked, strict=True)]
+
+
 def _row(p: Parameter) -> list[int]:
     """p's row of the table, in the order of _kernels' fields."""
     numel = p.weight.numel()
@@ -67,7 +89,7 @@ def _row(p: Parameter) -> list[int]:
     lengths = (numel, width, height) if p.data_t is not None else (numel,)
     aligned = not any(n % 16 for n in (*addresses[:7], *lengths))
     (decay,) = struct.unpack("q", struct.pack("d", p.weight_decay))
-    row = [*addresses, decay, height, width, numel, int(aligned)]
+    row = [*addresses, decay, height, width, numel, int(aligned), int(p.grad.dtype is torch.bfloat16)]
     assert len(row) == _kernels.FIELDS.value
     return row
 
@@ -107,8 +129,9 @@ def step(
     weight1, *numbers = (ctypes.c_float(x).value for x in (1 - beta1, 1 - beta2, beta2, eps))
     args = (table.rows, table.tiles, rate, step, multiplier, weight1 - 1 if from_grad else weight1, *numbers)
     launch(_kernels.step_kernel, len(table.tiles), key, rate.get_device(), args, constants)
-    # The kernel writes behind autograd's back: a backward that saved an old weight must find out.
-    torch.autograd.graph.increment_version([p.weight for p in table.parameters])
+    # The kernel writes behind autograd's back: a backward that saved an old weight, or its copy, must find out.
+    written = [t for p in table.parameters for t in (p.weight, p.bf16) if t is not None]
+    torch.autograd.graph.increment_version(written)
 
 
 def norm(table: Table, max_norm: float) -> tuple[Tensor, Tensor]:
@@ -128,4 +151,4 @@ def norm(table: Table, max_norm: float) -> tuple[Tensor, Tensor]:
     return found, multiplier
 
 
-BACKEND = Backend(table=table, step=step, norm=norm, unsupported=unsupported)
+BACKEND = Backend(table=table, step=step, norm=norm, unsupported=unsupported, move=move)

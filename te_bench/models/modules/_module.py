@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.recipe import Recipe, Slot
+from te_bench.models.recipe import Cast, Recipe, Slot
 
 Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe it was cast by
 NOT_KEPT: Kept = (None, None)
@@ -107,6 +107,7 @@ class Fp8Module(nn.Module):
         self._loaded: dict[str, Tensor] = {}  # from a state dict, until the recipe is known
         self._counts: dict[tuple[str, int], Tensor] = {}
         self._cached: list[Kept] = [NOT_KEPT] * gemms
+        self._reuse = False  # what is kept, where a call does not speak of micro-batches
         self._usual: dict[tuple[int, bool], tuple[Any, Gemms]] = {}  # what gemms() answers while the state is the same
 
     def gemms(self, gemm: int = 0) -> Gemms:
@@ -188,6 +189,19 @@ class Fp8Module(nn.Module):
         if is_first_microbatch:
             self._cached[gemm] = gemms.recipe, made
         return made
+
+    def weight_cast(self) -> tuple[Recipe, Cast] | None:
+        """How whoever makes the weight may cast it under the present autocast; None where that is up to the recipe."""
+        self._prepare()
+        region = fp8.current
+        if not region.enabled or region.recipe is None or self._state is None:
+            return None
+        cast = region.recipe.epilogue("weight", Slot(*self._state.slot("weight", 0)))
+        return None if cast is None else (region.recipe, cast)
+
+    def reuse(self, recipe: Recipe | None, weight: Quantized | None) -> None:
+        """Let calls that do not speak of micro-batches compute with `weight`, cast by `recipe`; None ends that."""
+        self._cached[0], self._reuse = (recipe, weight), weight is not None
 
     def calibrate(self, gemm: int, x: Tensor, weight: Tensor) -> None:
         """Gather amaxes for a recipe that keeps state, while the module computes in high precision."""

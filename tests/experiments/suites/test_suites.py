@@ -73,6 +73,21 @@ def test_fp8_has_every_recipe_in_every_mode_beside_bf16(tmp_path: Path) -> None:
     assert {t.precision for t in resolve("fp8", "cpu", tmp_path).trials if t.recipe is None} == {"bf16"}
 
 
+def test_speed_has_the_rivals_and_ours_in_bf16_and_in_both_fp8_recipes(tmp_path: Path) -> None:
+    trials = resolve("speed", "cuda", tmp_path, seeds=1).trials
+    recipes = (None, "delayed_scaling", "float8_current_scaling")
+    plain = {(t.recipe, t.mode) for t in trials if "optimizer" not in t.problem and t.attention != "manual"}
+    assert plain == {(recipe, mode) for recipe in recipes for mode in ("compile-reduce-overhead", "cudagraph")}
+    ours = {(t.recipe, t.mode, t.problem.get("head")) for t in trials if t.problem.get("optimizer") == "triton"}
+    assert ours == {(recipe, "cudagraph", head) for recipe in recipes for head in ("chunked", "fp8")} - {
+        (None, "cudagraph", "fp8")
+    }
+    assert {(t.problem["model"], t.problem["batch"], t.problem["block"]) for t in trials} == {("gpt2", 12, 1024)}
+    assert len({t.name for t in trials}) == len(trials)
+    small = resolve("speed", "cpu", tmp_path).trials
+    assert {(t.mode, t.problem.get("optimizer")) for t in small} == {("eager", None), ("eager", "reference")}
+
+
 def test_layer_replays_the_quickstart_and_makes_it_fair(tmp_path: Path) -> None:
     experiment = resolve("layer", "cuda", tmp_path, seeds=1)
     sizes = {

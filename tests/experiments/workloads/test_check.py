@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _model, train_step
+from te_bench.kernels.linear_cross_entropy import _kernels
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize.reference import dequantize
 from te_bench.models import gpt
 from te_bench.models import recipe as recipes
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Float8CurrentScaling, Format, Recipe, Slot
+from te_bench.models.table_adamw import TableAdamW
 from te_bench.models.train import TrainStep
 
 PRECISIONS = ["fp32", "bf16", "fp8"]
@@ -75,6 +77,85 @@ def test_true_steps_pass_on_every_seed(precision: str, recipe: str, seed: int) -
 def test_true_steps_of_other_shapes_pass(precision: str, problem: dict[str, Any]) -> None:
     for seed in range(2):
         checked(a_trial(precision, seed, **problem))
+
+
+@pytest.fixture
+def plain_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes a second for each loss; a CPU's own formula is the kernel's."""
+    monkeypatch.setattr(_kernels, "INTERPRETED", False)
+
+
+FAST = {"head": "chunked", "optimizer": "reference"}
+
+
+@pytest.mark.usefixtures("plain_heads")
+@pytest.mark.parametrize(
+    "problem", [FAST, {**FAST, "head": "fp8"}, {**FAST, "accumulate": 2}, {**FAST, "dropout": 0.2}]
+)
+@pytest.mark.parametrize(
+    ("precision", "recipe"), [("fp32", CURRENT), ("bf16", CURRENT), *(("fp8", recipe) for recipe in RECIPES)]
+)
+def test_true_fast_steps_pass(precision: str, recipe: str, problem: dict[str, Any]) -> None:
+    if precision == "fp32" and problem["head"] == "fp8":
+        return  # its yardstick is bf16's
+    for seed in range(2):
+        trial = a_trial(precision, seed, recipe, **problem)
+        step = _model.step_of(trial)
+        assert step.table is not None
+        _model.check_step(trial, *train_step.random_batches(trial)[0], step)
+
+
+def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the copies were at first, whatever the weights become."""
+    right = TableAdamW._refresh
+
+    def refresh(self: TableAdamW) -> None:
+        for p in self.masters:
+            p.data.mul_(1.1)
+        right(self)
+        for p in self.masters:
+            p.data.div_(1.1)
+
+    monkeypatch.setattr(TableAdamW, "_refresh", refresh)
+
+
+def gradient_of_the_head_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TableAdamW, "gather", lambda self: None)
+
+
+def padding_in_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gpt.load_head
+
+    def load(name: str) -> Any:
+        forward = right(name).forward
+        return dataclasses.replace(right(name), forward=lambda *args, vocab: forward(*args, vocab=vocab + 1))
+
+    monkeypatch.setattr(gpt, "load_head", load)
+
+
+def no_clip_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TableAdamW.clip
+
+    def clip(self: TableAdamW, max_norm: float) -> Tensor:
+        norm = right(self, max_norm)
+        self._multiplier = None
+        return norm
+
+    monkeypatch.setattr(TableAdamW, "clip", clip)
+
+
+@pytest.mark.usefixtures("plain_heads")
+@pytest.mark.parametrize(
+    "mutation", [stale_copies, gradient_of_the_head_lost, padding_in_the_head, no_clip_factor], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize(("precision", "recipe"), [("bf16", CURRENT), ("fp8", "delayed_scaling")])
+def test_a_wrong_fast_step_fails(
+    precision: str, recipe: str, mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = a_trial(precision, 0, recipe, **FAST, grad_clip=0.1)
+    mutation(monkeypatch)
+    with pytest.raises(CheckFailed):
+        _model.check_step(trial, *train_step.random_batches(trial)[0], _model.step_of(trial))
 
 
 # Mutations of the trial's own model.

@@ -4,11 +4,13 @@ import dataclasses
 from typing import Any
 
 import pytest
+import triton
 
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.kernels import attention
+from te_bench.kernels.linear_cross_entropy import _kernels
 from te_bench.models import gpt
 
 TINY = {"model": "tiny", "batch": 2, "block": 8, "vocab": 60, "padded_vocab": 64, "grad_clip": 0.0}
@@ -30,6 +32,14 @@ def test_every_step_is_kept_and_the_check_comes_with_them() -> None:
     assert {"loss", "grad padding rows"} < {q["name"] for q in found.check["quantities"]}
     assert all(q["error"] <= q["limit"] for q in found.check["quantities"])
     assert any("flash" in name for name in found.kernels)
+
+
+def test_a_fast_step_is_timed_and_its_losses_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kernels, "INTERPRETED", False)
+    plain = train_step.run(TRIAL, Context()).samples["loss"]
+    fast = train_step.run(changed(head="chunked", optimizer="reference"), Context()).samples["loss"]
+    assert fast == pytest.approx(plain, rel=1e-5)
+    assert fast != plain  # so the settings were heeded
 
 
 def test_the_seed_decides_the_weights_and_the_tokens() -> None:
@@ -58,8 +68,12 @@ def test_a_rung_that_ran_another_kernel_fails_its_check(monkeypatch: pytest.Monk
         ({"precision": "fp16"}, "fp16: "),
         ({"mode": "cudagraph"}, "cudagraph: CUDA graphs need an NVIDIA GPU"),
         ({"mode": "compile-reduce-overhead"}, "CUDA graphs need an NVIDIA GPU"),
+        ({"problem": {**TINY, "optimizer": "triton"}}, "optimizer triton: needs an NVIDIA GPU"),
     ],
 )
-def test_what_a_cpu_cannot_do_is_unsupported_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+def test_what_a_cpu_cannot_do_is_unsupported_with_the_reason(
+    changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(Unsupported, match=reason):
         train_step.run(dataclasses.replace(TRIAL, **changes), Context())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.workloads import _check, _model, training
+from te_bench.kernels.linear_cross_entropy import _kernels
 from te_bench.models import corpus as corpora
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import GPT
@@ -64,6 +65,26 @@ def test_evaluating_more_often_changes_nothing_in_the_training(trial: Any, conte
     often, seldom = (training.run(trial(steps=30, eval_every=every), context).samples for every in (10, 30))
     assert often["loss"] == seldom["loss"]
     assert often["val_loss"][-1] == seldom["val_loss"][-1]
+
+
+@pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", "delayed_scaling")])
+def test_a_fast_step_trains_to_the_same_curve_whatever_looks_at_it(
+    trial: Any, context: Context, precision: str, recipe: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations and probes read the model, whose Linears compute with the step's copies in its own passes only."""
+    monkeypatch.setattr(_kernels, "INTERPRETED", False)
+    settings = {"precision": precision, "recipe": recipe, "steps": 30, "evaluate": "both", "accumulate": 2}
+    plain = training.run(trial(**settings, eval_every=30), context).samples
+    fast = {"head": "chunked", "optimizer": "reference", **settings}
+    seldom, often = (
+        training.run(trial(**fast, eval_every=every, probes=probes), context).samples
+        for every, probes in ((30, 0), (5, 6))
+    )
+    assert often["loss"] == seldom["loss"]
+    assert often["val_loss"][-1] == seldom["val_loss"][-1]
+    assert seldom["val_loss"] == pytest.approx(plain["val_loss"], rel=2e-2)
+    assert seldom["grad_norm"][:5] == pytest.approx(plain["grad_norm"][:5], rel=0.05)
+    assert ("probe_step" in often) == (precision == "fp8")
 
 
 def test_a_time_budget_ends_training_and_is_measured_in_training_time(trial: Any, context: Context) -> None:

@@ -22,7 +22,10 @@ Room = Callable[[tuple[int, ...], torch.dtype], Tensor]
 def parameter(
     shape: tuple[int, ...], room: Room, seed: int, layouts: str = "", target: torch.dtype = E4M3
 ) -> Parameter:
-    """Of the shape, in room(shape, dtype); 1-D ones do not decay. layouts: among "b" (bf16), "r" (data), "t" (data_t)."""
+    """Of the shape, in room(shape, dtype); 1-D ones do not decay.
+
+    layouts: among "b" (bf16), "r" (data), "t" (data_t), and "g", whose gradient is bf16.
+    """
     generator = torch.Generator().manual_seed(seed)
     f32 = torch.float32
 
@@ -46,7 +49,7 @@ def parameter(
     spread = torch.exp(3 * torch.randn(shape, generator=generator))  # gradients over several orders of magnitude
     return Parameter(
         weight=filled(weight),
-        grad=filled(grad * spread),
+        grad=room(shape, torch.bfloat16 if "g" in layouts else f32).copy_(grad * spread),
         exp_avg=filled(m),
         exp_avg_sq=filled(v.square()),
         weight_decay=0.1 if len(shape) > 1 else 0.0,
@@ -55,11 +58,11 @@ def parameter(
 
 
 def parameters(room: Room, target: torch.dtype = E4M3, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Parameter]:
-    """Of all shapes; the matrices in one layout, in the other, and in both, and one with bf16 alone."""
-    kinds = ("brt", "bt", "r")
+    """Of all shapes; the matrices in one layout, in the other, and in both, some with bf16 alone; either gradient dtype."""
+    kinds = ("brtg", "bt", "rg")
     made = []
     for i, shape in enumerate(shapes):
-        made.append(parameter(shape, room, i, kinds[i % 3] if len(shape) == 2 else "b" if i % 2 else "", target))
+        made.append(parameter(shape, room, i, kinds[i % 3] if len(shape) == 2 else "bg" if i % 2 else "", target))
     return made
 
 

@@ -5,6 +5,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ for half, target in ((False, None), (True, None), (False, tl.float8e5), (True, t
     ttgir, ptx = compiled(kernels.step_kernel, signature, 80, (0, 1), LOG_BETA1=-0.15, LOG_BETA2=-0.07,
                           FROM_GRAD=False, HALF=half, TARGET=target, PIECE=kernels.PIECE, **layouts)
     each = kernels.ROWS * kernels.COLUMNS // (32 * kernels.WARPS * 4)  # 16-byte accesses a thread for each tensor
-    assert len(re.findall(r"ld\\.global[\\w.:]*\\.v4", ptx)) == 4 * each, "loads"
+    assert len(re.findall(r"ld\\.global[\\w.:]*\\.v4", ptx)) == 4 * each + each // 2, "loads"  # or a bf16 gradient's
     assert len(re.findall(r"st\\.global[\\w.:]*\\.v4", ptx)) >= 3 * each, "stores"
     wide = re.findall(r"tt\\.load .*32x64x!tt\\.ptr<f32>, (#\\w+)>", ttgir)
     assert len(wide) == 4 and len(set(wide)) == 1, wide
@@ -117,6 +118,36 @@ def test_what_is_compiled_apart_has_another_key(monkeypatch: pytest.MonkeyPatch)
     assert all("'enable_fp_fusion': False" in compiled for compiled in steps)
     norms = set(asked) - steps
     assert len(norms) <= 1 + 4  # squares_kernel, and norm_kernel by the number of partial sums
+
+
+# A table whose parameters move
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+def test_what_was_launched_with_a_table_follows_its_move() -> None:
+    """A captured graph launches with the old table's tensors for ever."""
+    ours = parameters(plain("cpu"))
+    theirs, elsewhere = ([copy(p) for p in ours] for _ in range(2))
+    old = triton.table(ours)
+    moved = triton.move(old, elsewhere)
+    assert moved.parameters == tuple(elsewhere)
+    assert (moved.rows is old.rows, moved.tiles is old.tiles) == (True, True)
+    number = {"rate": torch.tensor(2.0**-8), "step": torch.ones(()), "betas": BETAS, "eps": 1e-8}
+    triton.step(old, **number)
+    reference.step(reference.table(theirs), **number)
+    for before, now, wanted in zip(ours, elsewhere, theirs, strict=True):
+        assert_same(now, wanted)
+        assert before.weight.numel() == 0 or not torch.equal(before.weight, now.weight)
+
+
+def test_a_table_moves_to_its_own_like_only() -> None:
+    old = triton.table([parameter((33, 70), plain("cpu"), 0, "b")])
+    for shape, layouts in (((70, 33), "b"), ((33, 70), "bg"), ((33, 70), ""), ((33, 70), "brt")):
+        with pytest.raises(ValueError, match="other shapes, dtypes or copies"):
+            triton.move(old, [parameter(shape, plain("cpu"), 0, layouts)])
+    with pytest.raises(ValueError, match="contiguous"):
+        triton.move(old, [replace(parameter((33, 70), plain("cpu"), 0, "b"), grad=torch.ones(70, 33).t())])
+    assert reference.BACKEND.move is None
 
 
 # On a GPU

@@ -1,0 +1,50 @@
+"""GPT-2 124M training step at its fastest: fused head and optimizer in one CUDA graph beside torch.compile, BF16 and FP8."""
+
+import dataclasses
+
+from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
+from te_bench.experiments.suites import _rungs
+from te_bench.experiments.suites._rungs import VP, V
+
+SEEDS = 3
+RECIPES = ("delayed_scaling", "float8_current_scaling")
+
+#: Heads of the fast step in bf16 and in fp8; the FP8 head is an option of its own.
+HEADS = {"bf16": ("chunked",), "fp8": ("chunked", "fp8")}
+
+
+def experiment(options: Options) -> Experiment:
+    cuda = options.device == "cuda"
+    problem: dict[str, Scalar] = {"model": "gpt2", "batch": 12, "block": 1024}
+    if not cuda:
+        problem = {"model": "tiny", "batch": 4, "block": 64}
+    repetitions = [_trials(options, problem, seed) for seed in _rungs.seeds(options, SEEDS if cuda else 1)]
+    return Experiment(
+        suite="speed",
+        title="Fastest step: " + ("GPT-2 124M, 12 x 1024 tokens" if cuda else "tiny GPT, 4 x 64 tokens"),
+        trials=tuple(trial for trials in repetitions for trial in trials),
+        baseline=repetitions[0][0].cell,
+    )
+
+
+def _trials(options: Options, problem: dict[str, Scalar], seed: int) -> list[Trial]:
+    """torch.compile in bf16 first. A CPU has neither CUDA graphs nor Triton: all is eager there, and in plain PyTorch."""
+    cuda = options.device == "cuda"
+    attention, modes = ("cudnn", ("compile-reduce-overhead", "cudagraph")) if cuda else ("flash", ("eager",))
+    precisions = [("bf16", ""), *(("fp8", recipe) for recipe in RECIPES)]
+    trials = [
+        _rungs.step(options, problem, attention, VP, precision, mode, seed, recipe=recipe)
+        for mode in modes
+        for precision, recipe in precisions
+    ]
+    if cuda:  # what everybody begins with
+        trials.append(_rungs.step(options, problem, "manual", V, "bf16", "eager", seed))
+    fast: dict[str, Scalar] = {**problem, "optimizer": "triton" if cuda else "reference"}
+    trials += [
+        _rungs.step(options, {**fast, "head": head}, attention, VP, precision, modes[-1], seed, recipe=recipe)
+        for precision, recipe in precisions
+        for head in HEADS[precision]
+    ]
+    # The reference optimizer takes float64's time: a vocabulary that a CPU can update.
+    small: dict[str, Scalar] = {} if cuda else {"vocab": 250, "padded_vocab": 256}
+    return [dataclasses.replace(trial, problem={**trial.problem, **small}) for trial in trials]
