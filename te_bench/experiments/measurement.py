@@ -11,10 +11,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """Where things are on this machine; nothing in it may change a result."""
+    """Where things are on this machine, and what was done before; nothing in it may change a result."""
 
     cache: Path | None = None  # of token files; None is the default one
     checkpoints: Path | None = None  # where trained models go, as TRIAL-ID.pt; None keeps none
+    check: bool = True  # False in later rounds of a gate, whose first has checked the same trial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -237,15 +237,17 @@ def run(
     timeout_s: float,
     cache: Path | None = None,
     gpu: str | None = None,
+    check: bool = True,
     faults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Record]:
     """One trial on one side or both, the first of them first; a record of each. Never raises for what a revision does.
 
     trials: {side's name: the trial as that side's plan has it, in JSON}. One that is not timed runs on one side after the
-    other: it may need the machine's memory, or a budget of seconds, for itself. faults: {side's name: a fault of
+    other: it may need the machine's memory, or a budget of seconds, for itself. check: whether the result is compared with
+    its reference first, which a revision that knows no such choice does anyway. faults: {side's name: a fault of
     `side.py` to plant in it}, of a self-test.
     """
-    more = {"cache": str(cache) if cache else None, "gpu": gpu}
+    more = {"cache": str(cache) if cache else None, "gpu": gpu, "check": check}
 
     def begin(server: Side) -> _Running:
         trial = known(trials[server.name])

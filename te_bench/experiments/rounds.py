@@ -137,6 +137,7 @@ def run(
                 timeout_s=settings.timeout_s,
                 cache=settings.cache,
                 gpu=settings.gpu,
+                check=number == 0,
                 faults=settings.faults if fnmatch.fnmatch(trial.name, settings.faulty) else None,
             )
             for i, record in zip(taking, done, strict=True):

@@ -124,7 +124,9 @@ def _fork(lines: Lines, message: dict[str, Any]) -> None:
     lines.send(ended=signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else None)
 
 
-def _trial(lines: Lines, *, trial: dict[str, Any], cache: str | None, gpu: str | None, fault: dict[str, Any]) -> None:
+def _trial(
+    lines: Lines, *, trial: dict[str, Any], cache: str | None, gpu: str | None, check: bool, fault: dict[str, Any]
+) -> None:
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     from te_bench.experiments import timing
@@ -135,7 +137,8 @@ def _trial(lines: Lines, *, trial: dict[str, Any], cache: str | None, gpu: str |
     lines.send(pid=os.getpid())
     for name, calls in WARM_UP.items():
         setattr(timing, name, _in_turns(lines, name, calls, fault))
-    context = Context(cache=Path(cache) if cache else None)
+    asked: dict[str, Any] = {"cache": Path(cache) if cache else None, "check": check}
+    context = Context(**{name: value for name, value in asked.items() if name in Context.__dataclass_fields__})
     lines.send(result=runs.run(Trial.from_json(trial), context))
 
 

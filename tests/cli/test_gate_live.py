@@ -61,6 +61,8 @@ def test_0_the_same_code_passes(gate: Callable[..., Any], repository: Repository
     assert done.code == 0, done
     assert done.out.startswith("PASS: 1 PASS of 1 timed.")
     assert outcomes(tmp_path / "out") == {("a", "ok"): 5, ("untimed", "ok"): 1}
+    records = load(tmp_path / "out" / "head").records.values()
+    assert all(record.check["asked"] == (record.trial.seed == 0) for record in records)  # checked once
     assert json.loads((tmp_path / "out" / "gate.json").read_text())["exit_code"] == 0
 
 

@@ -16,6 +16,10 @@ from te_bench.kernels import attention
 COPIES = ("Memcpy ", "Memset ")  # how Kineto names the GPU's events that are no kernels
 
 
+#: The check of a record whose trial an earlier round of the same gate has checked.
+CHECKED_BEFORE = {"skipped": "checked in the first round"}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quantity:
     """One thing that was compared: its error against the reference and what it may be."""

@@ -25,7 +25,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     _compilation.begin(trial)
     batches = random_batches(trial)
     step = _model.step_of(trial)
-    check = _model.check_step(trial, *batches[0], step)
+    check = _model.check_step(trial, *batches[0], step) if context.check else _check.CHECKED_BEFORE
     losses: list[Tensor] = []
 
     def next_step() -> None:

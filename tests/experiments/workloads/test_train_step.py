@@ -34,6 +34,12 @@ def test_every_step_is_kept_and_the_check_comes_with_them() -> None:
     assert any("flash" in name for name in found.kernels)
 
 
+def test_a_later_round_of_a_gate_is_not_checked_again_and_trains_the_same() -> None:
+    checked, not_again = train_step.run(TRIAL, Context()), train_step.run(TRIAL, Context(check=False))
+    assert not_again.check == {"skipped": "checked in the first round"}
+    assert not_again.samples["loss"] == checked.samples["loss"]
+
+
 def test_a_fast_step_is_timed_and_its_losses_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_kernels, "INTERPRETED", False)
     plain = train_step.run(TRIAL, Context()).samples["loss"]
