@@ -57,7 +57,8 @@ def run(trial, context):
 
     timed = name.startswith("untimed") or timing.bench_py(call, trial.device)
     samples = {{}} if timed is True else {{"latency_s": timed}}
-    return {{"outcome": "ok", "reason": None, "work_s": 0.0, "check": {{"asked": context.check}}, "work": {{}}, "samples": samples, "kernels": [],
+    check = {{"asked": context.check}}
+    return {{"outcome": "ok", "reason": None, "work_s": 0.0, "check": check, "work": {{}}, "samples": samples, "kernels": [],
             "device_state": {{}}, "of_a_later_schema": 1}}
 """,
 }
