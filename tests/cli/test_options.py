@@ -15,7 +15,7 @@ USAGE = [
     (
         ["run", "quik"],
         "unknown suite 'quik'. Did you mean quick? Known: attention, convergence, curves, fp8, "
-        "layer, memory, nanogpt, quick, stress.",
+        "layer, memory, nanogpt, quick, speed, stress.",
     ),
     (["plan", "nanogtp"], "unknown suite 'nanogtp'. Did you mean nanogpt?"),
     (["run", "quick", "--device", "cdua"], "unknown device 'cdua'. Did you mean cuda"),

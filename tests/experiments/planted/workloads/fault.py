@@ -16,7 +16,7 @@ import torch
 
 from te_bench.experiments.measurement import Context, Measurement
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads._check import require_kernels
+from te_bench.experiments.workloads._check import Seen, require_kernels
 
 MARK = "TE_BENCH_TEST_RUN"  # as tests/driving.py sets it
 TIMED = Measurement(samples={"latency_s": [0.5]})
@@ -67,7 +67,7 @@ def missing_submodule(trial: Trial, cache: Path) -> Measurement:
 
 
 def wrong_kernel(trial: Trial, cache: Path) -> Measurement:
-    return require_kernels(trial, ["aten::_scaled_dot_product_flash_attention_for_cpu"], TIMED)
+    return require_kernels(trial, Seen(["aten::_scaled_dot_product_flash_attention_for_cpu"]), TIMED)
 
 
 def killed_once(trial: Trial, cache: Path) -> Measurement:
