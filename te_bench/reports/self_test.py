@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.special import betaincinv
 
 from te_bench.experiments import checkouts, plan
 from te_bench.experiments.side import WARM_UP
@@ -23,6 +22,7 @@ from te_bench.reports import gate_live, text
 from te_bench.reports.gate import FEWEST, Verdict, decide
 from te_bench.reports.gate_live import Question
 from te_bench.reports.gate_records import Gate
+from te_bench.reports.stability import rate_bound
 from te_bench.reports.table import Table, Value, number, table_of, word
 
 ANSWERS = "self-test.jsonl"
@@ -230,10 +230,10 @@ def _rounds(answer: Mapping[str, Any]) -> Iterator[tuple[float, ...]]:
 
 def interval(k: int, n: int) -> tuple[float, float]:
     """Clopper & Pearson 1934 (Biometrika 26:404): the exact 95 % interval of a share of which k of n were seen."""
-    tail = (1 - CONFIDENCE) / 2
-    low = float(betaincinv(k, n - k + 1, tail)) if k else 0.0
-    high = float(betaincinv(k + 1, n - k, 1 - tail)) if k < n else 1.0
-    return low, high
+    if n == 0:
+        return 0.0, 1.0  # of a condition that has not been reached
+    one_sided = (1 + CONFIDENCE) / 2
+    return 1 - rate_bound(n - k, n, one_sided), rate_bound(k, n, one_sided)
 
 
 def passed(rates: Sequence[Rate], alpha: float) -> bool:

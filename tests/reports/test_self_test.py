@@ -31,6 +31,10 @@ def test_the_interval_is_the_shares_that_five_in_a_hundred_such_counts_would_con
         assert binom.cdf(k, n, high) == pytest.approx(0.025)
 
 
+def test_of_no_gate_every_share_is_possible() -> None:
+    assert interval(0, 0) == (0.0, 1.0)
+
+
 def answers(ratios: list[list[float]], *, code: int = 3) -> list[dict[str, Any]]:
     """A gate for each list: two trials with the same ratios."""
     trials = [{"ratios": one, "pairs": len(one)} for one in ratios]

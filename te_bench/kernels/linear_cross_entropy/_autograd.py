@@ -64,6 +64,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None, None, None
 
 
+def fake(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab: int,
+    dtype: torch.dtype,
+    rows: int | None,
+    strip: int | None,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The shapes and dtypes of what the operators return."""
+    loss, counted = x.new_empty((), dtype=torch.float32), targets.new_empty(())
+    dx = x.new_empty(x.shape if need_dx else 0, dtype=torch.float32)
+    return loss, counted, dx, x.new_empty(weight.shape if need_dw else 0, dtype=torch.float32)
+
+
 def apply(
     operator: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
     x: Tensor,

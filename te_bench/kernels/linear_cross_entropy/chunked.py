@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels.linear_cross_entropy import IGNORED, Backend, Problem, _kernels, reference
-from te_bench.kernels.linear_cross_entropy._autograd import apply, chunk_rows, slices
+from te_bench.kernels.linear_cross_entropy._autograd import apply, chunk_rows, fake, slices
 
 
 def unsupported(p: Problem) -> str | None:
@@ -72,21 +72,7 @@ def _operator(
         return losses.sum() / counted, counted, dx, dw
 
 
-@_operator.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocab: int,
-    dtype: torch.dtype,
-    rows: int | None,
-    strip: int | None,
-    need_dx: bool,
-    need_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, counted = x.new_empty((), dtype=torch.float32), targets.new_empty(())
-    dx = x.new_empty(x.shape if need_dx else 0, dtype=torch.float32)
-    return loss, counted, dx, x.new_empty(weight.shape if need_dw else 0, dtype=torch.float32)
+_operator.register_fake(fake)
 
 
 def _rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, gradient: bool) -> None:
