@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from te_bench.reports import tables
-from te_bench.reports.render import write_atomically
+from te_bench.reports.files import write_atomically
 from te_bench.reports.rows import load_results
 
 _START = re.compile(r"^<!-- te-bench:table (?P<directory>\S+) (?P<name>\S+) -->[ \t]*$", re.MULTILINE)

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 from te_bench.reports import tables, text
 from te_bench.reports.cogates import Finding
+from te_bench.reports.files import write_atomically
 from te_bench.reports.gate import FAMILY, Judgement, Verdict
 from te_bench.reports.gate_records import Gate
 from te_bench.reports.table import Table, Value, number, table_of, word
@@ -232,10 +233,6 @@ def write(gate: Gate, files: Sequence[tuple[str, Path]]) -> None:
 
     Raises ValueError for a file that cannot be written.
     """
-    from te_bench.reports.render import (
-        write_atomically,
-    )  # imports matplotlib: half a second that most calls do not need
-
     made = {"markdown": markdown, "junit": junit, "json": _dump}
     for form, path in files:
         try:

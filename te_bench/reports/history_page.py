@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from te_bench.reports import tables, text
 from te_bench.reports.figures import Drawing
+from te_bench.reports.files import write_atomically
 from te_bench.reports.history import History, Series
 from te_bench.reports.history_figures import of_history, percent_change
-from te_bench.reports.render import write_atomically
+from te_bench.reports.render import template
 from te_bench.reports.table import Column, Table, Value, word
 
 _WIDE = ("Machine", "Commits", "First level, ms")  # columns that a terminal has no room for
@@ -118,10 +118,10 @@ def write_page(history: History, out: Path) -> Path:
     drawings = of_history(history)
     content = _content(history, drawings)
     files = {
-        "history.md": _template("history.md.j2", autoescape=False).render(content).encode(),
+        "history.md": template("history.md.j2", autoescape=False).render(content).encode(),
         **{f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings},
         **{f"figures/{drawing.name}.png": drawing.png for drawing in drawings},
-        "history.html": _template("history.html.j2", autoescape=True).render(content).encode(),
+        "history.html": template("history.html.j2", autoescape=True).render(content).encode(),
     }
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
@@ -146,15 +146,3 @@ def _content(history: History, drawings: Sequence[Drawing]) -> dict[str, Any]:
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "inline": Markup,  # for our own SVG only: matplotlib has escaped the text in it
     }
-
-
-def _template(name: str, *, autoescape: bool) -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=autoescape,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template(name)

@@ -18,8 +18,8 @@ from typing import Any
 from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import Journal, Plan, load
 from te_bench.reports import analysis
+from te_bench.reports.files import write_atomically
 from te_bench.reports.pytest_stats import summary
-from te_bench.reports.render import write_atomically
 from te_bench.reports.rows import TIMED, identity, trial_of
 
 FORMAT = "5.3.1"  # the pytest-benchmark whose JSON this is

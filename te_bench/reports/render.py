@@ -4,10 +4,8 @@ import base64
 import csv
 import hashlib
 import io
-import os
 import re
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import jinja2
 from markupsafe import Markup
 
 from te_bench.reports import analysis, figures, gallery, tables
+from te_bench.reports.files import write_atomically
 from te_bench.reports.rows import Cell, Group, Results, Row, identity, load_results, printable
 from te_bench.reports.table import Table
 
@@ -70,11 +69,11 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
     drawn = draw(results)
     content = page(results, drawn)
     files = {
-        "report.md": _template("report.md.j2", autoescape=False).render(content).encode(),
+        "report.md": template("report.md.j2", autoescape=False).render(content).encode(),
         "records.csv": records_csv(results).encode(),
         **{f"figures/{drawing.name}.svg": drawing.svg for found in drawn.values() for drawing in found},
         **{f"figures/{drawing.name}.png": drawing.png for found in drawn.values() for drawing in found},
-        "index.html": _template("report.html.j2", autoescape=True).render(content).encode(),
+        "index.html": template("report.html.j2", autoescape=True).render(content).encode(),
     }
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
@@ -83,19 +82,6 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
     except OSError as error:
         raise ValueError(f"cannot write the report to {out}: {error.strerror}. Choose another --out.") from error
     return out / "index.html"
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's content in one step: a reader sees the old bytes or the new ones."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-        Path(temporary).chmod(0o644)  # mkstemp's 0600 would hide the report from a web server
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def draw(results: Results) -> dict[int, tuple[figures.Drawing, ...]]:
@@ -315,7 +301,8 @@ def _cell(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
 
 
-def _template(name: str, *, autoescape: bool) -> jinja2.Template:
+def template(name: str, *, autoescape: bool) -> jinja2.Template:
+    """One of the templates beside this file; what it names and is not given is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=autoescape,
