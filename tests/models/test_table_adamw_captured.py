@@ -166,7 +166,8 @@ def on_gpu(precision: str, recipe: str, mode: str, optimizer: str | None, head: 
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIGS["tiny"], vocab_size=250)
     found = recipes.load(recipe) if precision == "fp8" else None
-    model = GPT(config, attention="flash", padded_vocab_size=256, recipe=found, head=head).cuda()
+    attention = "mem_efficient" if precision == "fp32" else "flash"  # FlashAttention-2 has no float32
+    model = GPT(config, attention=attention, padded_vocab_size=256, recipe=found, head=head).cuda()
     optim = Optim(learning_rate=1e-3, grad_clip=0.3)
     return TrainStep(model, optim, precision=precision, mode=mode, optimizer=optimizer)
 
