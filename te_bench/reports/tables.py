@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from te_bench.reports import analysis, curves, layer_tables, layers, text, verdict_tables
+from te_bench.reports import analysis, curves, floor_tables, layer_tables, layers, text, verdict_tables
 from te_bench.reports.rows import Group, Results, load_results, printable
 from te_bench.reports.table import Table, Value, interval_note, label, number, repetitions, table_of, word
 
@@ -194,6 +194,9 @@ def kernels(group: Group) -> Table | None:
 TABLES: dict[str, Callable[[Group], list[Table] | Table | None]] = {
     "ladder": ladder,
     "memory": memory,
+    "floor": floor_tables.floors,
+    "floor_kinds": floor_tables.kinds,
+    "floor_kernels": floor_tables.kernels,
     "layer": layer_tables.layer,
     "layer_kinds": layer_tables.kinds,
     "layer_kernels": layer_tables.kernels,

@@ -67,12 +67,12 @@ def test_page_asks_for_nothing(full):
 
 def test_page_has_its_sections_in_order(full):
     anchors = re.findall(r'<section id="([^"]+)"', content(full))
-    order = ["ladder", "layer", "curves", "max-batch", "attention", "numerics", "errors", "failures", "kernels"]
+    order = ["ladder", "floor", "layer", "curves", "max-batch", "attention", "numerics", "errors", "failures", "kernels"]
     assert anchors == [*order, "environment", "reproduce"]
     page = Page(content(full))
     assert page.count("h1") == 1
     assert page.count("figure") == 9
-    assert "71 of 83" in page.text
+    assert "72 of 84" in page.text
     assert "te-bench run nanogpt --device cuda --" in page.text
 
 

@@ -133,7 +133,7 @@ def test_summary_fits_a_terminal(tmp_path):
     everything(tmp_path / "run")
     text = summary([tmp_path / "run"])
     assert max(map(len, text.splitlines())) <= 100
-    assert text.startswith("71 of 83 trials ok\nFastest: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch")
+    assert text.startswith("72 of 84 trials ok\nFastest: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch")
     assert "flash, Vp=50304, bf16, compile " in text
 
 

@@ -14,6 +14,8 @@ from te_bench.experiments.spec import Trial
 from te_bench.kernels import attention
 
 COPIES = ("Memcpy ", "Memset ")  # how Kineto names the GPU's events that are no kernels
+PROFILED = 3  # calls under the profiler, whose mean kernel_seconds is
+KERNELS = 60  # names that kernel_seconds holds; the seconds of all others go together
 
 
 #: The check of a record whose trial an earlier round of the same gate has checked.
@@ -84,6 +86,27 @@ def kernels_seen(call: Callable[[], object], device: str) -> Seen:
             launches += 1
     names = [name[:200] for name in sorted(seconds, key=lambda name: -seconds[name])]
     return Seen(names, launches or None)  # no call of ours runs nothing: the profiler saw no GPU
+
+
+def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:
+    """{kernel: seconds a call} on a GPU, {operator: seconds of its own} on a CPU, the longest first."""
+    on_gpu = device == "cuda"
+    activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        for _ in range(PROFILED):
+            call()
+        if on_gpu:
+            torch.cuda.synchronize()
+    seconds: dict[str, float] = {}
+    event: FunctionEvent
+    for event in profiler.events() or []:
+        annotation = event.is_user_annotation or (on_gpu and spans_kernels(event))
+        if ("CUDA" in str(event.device_type)) == on_gpu and not annotation:
+            own = event.device_time if on_gpu else event.self_cpu_time_total
+            seconds[event.name[:200]] = seconds.get(event.name[:200], 0.0) + own / 1e6 / PROFILED
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    kept, rest = ordered[:KERNELS], ordered[KERNELS:]
+    return dict(kept) | ({f"({len(rest)} others)": sum(value for _, value in rest)} if rest else {})
 
 
 def spans_kernels(event: FunctionEvent) -> bool:

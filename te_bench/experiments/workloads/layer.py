@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile
 
 import te_bench.models as te
 from te_bench.experiments import timing
@@ -35,8 +33,6 @@ from te_bench.models.layer.plain import PlainLayer
 #: What a layer trial's problem names besides the settings of its recipe.
 SIZES = ("hidden", "ffn", "heads", "sequence", "batch")
 NAMED = ("layer", "variant", "dropout", "mask", *SIZES)
-PROFILED = 3  # iterations under the profiler, whose mean kernel_s is
-KERNELS = 60  # names that kernel_s holds; the seconds of all others go together
 
 
 def run(trial: Trial, context: Context) -> Measurement:
@@ -55,7 +51,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     seen = _check.kernels_seen(iteration, trial.device)
     named = dataclasses.replace(trial, mode="compile") if rival.own_attention else trial
     measurement = _check.require_kernels(named, seen, measurement)
-    more: dict[str, Any] = {"kernel_s": kernel_seconds(iteration, trial.device)}
+    more: dict[str, Any] = {"kernel_s": _check.kernel_seconds(iteration, trial.device)}
     if rival.numerics and trial.recipe:
         more["numerics"] = iteration.numerics()
     return dataclasses.replace(measurement, work={**measurement.work, **more})
@@ -227,24 +223,3 @@ def _fp8_quantities(
     overall = _model.geometric_mean([q.error / max(errors[q.name], 1e-30) for q in weights])
     above = [Quantity("grad, ratio to FP8 emulation", overall, _model.FP8_OVERALL)] if rival.numerics else []
     return [*above, Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / _model.FP8_LEAST)]
-
-
-def kernel_seconds(iteration: Callable[[], object], device: str) -> dict[str, float]:
-    """{kernel: seconds an iteration} on a GPU, {operator: seconds of its own} on a CPU, the longest first."""
-    on_gpu = device == "cuda"
-    activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
-    with profile(activities=activities) as profiler:
-        for _ in range(PROFILED):
-            iteration()
-        if on_gpu:
-            torch.cuda.synchronize()
-    seconds: dict[str, float] = {}
-    event: FunctionEvent
-    for event in profiler.events() or []:
-        annotation = event.is_user_annotation or (on_gpu and _check.spans_kernels(event))
-        if ("CUDA" in str(event.device_type)) == on_gpu and not annotation:
-            own = event.device_time if on_gpu else event.self_cpu_time_total
-            seconds[event.name[:200]] = seconds.get(event.name[:200], 0.0) + own / 1e6 / PROFILED
-    ordered = sorted(seconds.items(), key=lambda item: -item[1])
-    kept, rest = ordered[:KERNELS], ordered[KERNELS:]
-    return dict(kept) | ({f"({len(rest)} others)": sum(value for _, value in rest)} if rest else {})

@@ -1,8 +1,9 @@
 """Seconds and bytes of one training step at a fixed batch, on random tokens, after its gradients were checked.
 
 problem: model, batch, block, vocab, padded_vocab, head and optimizer (_model), and any field of models.train.Optim.
-samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step, FP8 numerics; on a
-GPU launches, the kernels of one step; in a mode that compiles graph_breaks and recompiles (_compilation).
+samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step, FP8 numerics; on a GPU launches,
+the kernels of one step, and kernel_s, {kernel: seconds a step}; in a mode that compiles graph_breaks and recompiles
+(_compilation).
 """
 
 import dataclasses
@@ -41,8 +42,12 @@ def run(trial: Trial, context: Context) -> Measurement:
     if not all(abs(x) < float("inf") for x in loss):
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
     measurement = _check.require_kernels(trial, _check.kernels_seen(next_step, trial.device), measurement)
+    # A CPU's operators are no kernels that a floor could be given for, and a gate's later rounds need no profile.
+    profile = (
+        {"kernel_s": _check.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" and context.check else {}
+    )
     numerics = _model.numerics_of(trial, step.model, *batches[0])
-    return dataclasses.replace(measurement, work={**measurement.work, **numerics})
+    return dataclasses.replace(measurement, work={**measurement.work, **profile, **numerics})
 
 
 def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:

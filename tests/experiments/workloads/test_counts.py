@@ -253,4 +253,7 @@ def test_a_gpu_s_launches_are_the_same_every_time(mode: str) -> None:
     trial = dataclasses.replace(trial, problem={**STEP, "block": 64, "grad_clip": 0.0})
     first, second = (train_step.run(trial, Context()).work for _ in range(2))
     assert first["launches"] == second["launches"] > 10
+    assert set(first["kernel_s"]) & set(second["kernel_s"])
+    assert 1e-5 < sum(first["kernel_s"].values()) < 1
+    assert "kernel_s" not in train_step.run(trial, Context(check=False)).work
     assert counted(first) == ({} if mode == "eager" else NONE)

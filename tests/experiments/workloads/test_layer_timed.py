@@ -12,6 +12,7 @@ from te_bench.experiments import timing
 from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.suites.layer import GPU
+from te_bench.experiments.workloads import _check
 from te_bench.experiments.workloads import layer as workload
 from te_bench.models import layer as layers
 from te_bench.models import recipe as recipes
@@ -70,9 +71,9 @@ def test_a_record_has_every_iteration_the_check_and_where_the_time_went() -> Non
 
 
 def test_a_long_tail_of_kernels_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workload, "KERNELS", 2)
+    monkeypatch.setattr(_check, "KERNELS", 2)
     rival, p = layers.load("te_layer"), workload.config_of(TRIAL)
-    seconds = workload.kernel_seconds(workload.Iteration(rival, p, 0), "cpu")
+    seconds = _check.kernel_seconds(workload.Iteration(rival, p, 0), "cpu")
     assert len(seconds) == 3
     assert list(seconds)[-1].endswith("others)")
 

@@ -1,0 +1,86 @@
+"""What this device reaches when nothing but the roof limits it: a copy's bandwidth and the rate of a large square GEMM.
+
+problem: copy_bytes, the size of what is copied, and edge, the GEMM's M = N = K.
+samples: copy_s, gemm_bf16_s and, where the device has it, gemm_fp8_s (E4M3 x E4M3, one scale a tensor, fast accumulation)
+of single calls. work: copy_bytes, read and written together, and gemm_flop. A floor is a kernel's bytes and FLOP at these.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_bench.experiments import timing
+from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import _check, _model
+from te_bench.experiments.workloads._check import Quantity, judge
+from te_bench.kernels.gemm import Problem, scaled_mm
+
+CHECKED = 64  # rows and columns of the product that float64 computes, too
+E4M3 = torch.float8_e4m3fn
+
+
+def run(trial: Trial, context: Context) -> Measurement:
+    if trial.device == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("torch sees no NVIDIA GPU")
+    size, edge = trial.number("copy_bytes"), trial.number("edge")
+    torch.manual_seed(trial.seed)
+    # The values matter: a GEMM of zeros draws less power, and so runs at a higher clock.
+    a, b = (torch.randn(edge, edge, device=trial.device).bfloat16() for _ in range(2))
+    found = {"bf16": _bf16(a, b)}
+    if scaled_mm.unsupported(_fp8_problem(trial, edge)) is None:
+        found["fp8"] = _fp8(a, b)
+    check = judge("fp64 of the same operands", [_quantity(name, *found[name]) for name in found])
+    samples = {f"gemm_{name}_s": timing.kernel(call, trial.device) for name, (call, *_) in found.items()}
+    del a, b, found
+    samples["copy_s"] = _copy(size, trial.device)
+    work: dict[str, Any] = {"copy_bytes": 2 * size, "gemm_flop": 2 * edge**3}
+    return Measurement(check=check if context.check else _check.CHECKED_BEFORE, work=work, samples=samples)
+
+
+Product = tuple[Callable[[], Tensor], Tensor, Tensor]
+"""The call, and its operands as they are multiplied: (K, N) for the second."""
+
+
+def _bf16(a: Tensor, b: Tensor) -> Product:
+    out = torch.empty_like(a)
+    return (lambda: torch.mm(a, b.t(), out=out)), a, b.t()
+
+
+def _fp8_problem(trial: Trial, edge: int) -> Problem:
+    return Problem(
+        m=edge,
+        n=edge,
+        k=edge,
+        a_dtype="e4m3",
+        b_dtype="e4m3",
+        a_granularity="tensor",
+        b_granularity="tensor",
+        device=trial.device,
+        capability=_model.capability(trial.device),
+    )
+
+
+def _fp8(a: Tensor, b: Tensor) -> Product:
+    qa, qb, one = a.to(E4M3), b.to(E4M3), torch.ones((), device=a.device)
+
+    def call() -> Tensor:
+        return scaled_mm.forward(qa, qb, one, one, out_dtype=torch.bfloat16, fast_accum=True)
+
+    return call, qa, qb.t()
+
+
+def _quantity(name: str, call: Callable[[], Tensor], a: Tensor, b: Tensor) -> Quantity:
+    """Relative to the largest: bf16 rounds the result once, and 14 bits of accumulator lose less than that."""
+    truth = a[:CHECKED].double() @ b[:, :CHECKED].double()
+    error = (call()[:CHECKED, :CHECKED].double() - truth).abs().max() / truth.abs().max()
+    return Quantity(f"{name} GEMM", error.item(), 2 * _model.EPSILON["bf16"])
+
+
+def _copy(size: int, device: str) -> list[float]:
+    """Seconds of copies by a kernel: the driver's own are slower in a captured graph (2.7 of 4.2 TB/s, H200)."""
+    source = torch.randn(size // 2, device=device).bfloat16()
+    target = torch.empty_like(source)
+    return timing.kernel(lambda: torch.add(source, 0, out=target), device)

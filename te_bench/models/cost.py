@@ -1,0 +1,66 @@
+"""What one training step of models.gpt must at least compute and move, by kind of kernel. No torch.
+
+Each fused pass over a tensor reads its inputs and writes its outputs once; parameters, optimizer states and the residual
+stream are float32, as under autocast, all else bf16 or, where a GEMM of a recipe reads it, FP8 in two layouts (two bytes an
+element as well). A GEMM's own operands are left out: at these sizes they hide behind its FLOP.
+N = batch x block tokens, C = n_embd, L = n_layer, T = block, Vp = padded vocabulary, P = parameters.
+"""
+
+from dataclasses import dataclass
+
+from te_bench.models.configs import GPTConfig
+
+GEMM, ATTENTION, LOSS, ELEMENTWISE, OPTIMIZER = "GEMM", "attention", "loss", "elementwise", "optimizer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """FLOP in bf16 and in FP8, and bytes to and from memory, of all kernels of one kind in one step."""
+
+    kind: str
+    bf16_flop: int = 0
+    fp8_flop: int = 0
+    bytes: int = 0
+
+
+def parameters(config: GPTConfig, padded_vocab: int) -> int:
+    """Elements of all weights, the tied head's once."""
+    c = config.n_embd
+    biases = 11 * c if config.bias else 0  # 3C + C + 4C + C, and C for each of two norms
+    return (
+        padded_vocab * c
+        + config.block_size * c
+        + config.n_layer * (12 * c * c + 2 * c + biases)
+        + c * (1 + config.bias)
+    )
+
+
+def step(config: GPTConfig, *, batch: int, padded_vocab: int, fp8: bool, fp8_head: bool) -> tuple[Cost, ...]:
+    """The least of a forward and backward pass with one update, block_size tokens a sequence.
+
+    fp8: the layers' Linears compute in FP8; fp8_head: so does the head. Causal attention is bf16, with 2.5 times the
+    forward pass's FLOP in the backward pass, where it is computed again.
+    """
+    n, c, layers = batch * config.block_size, config.n_embd, config.n_layer
+    linears, head = 6 * n * 12 * c * c * layers, 6 * n * c * padded_vocab
+    weights = 12 * c * c * layers + c * padded_vocab  # those that a GEMM reads in half precision or FP8
+    in_fp8 = linears * fp8 + head * fp8_head
+    return (
+        Cost(kind=GEMM, bf16_flop=linears + head - in_fp8, fp8_flop=in_fp8),
+        Cost(kind=ATTENTION, bf16_flop=(2 + 5) * n * config.block_size * c * layers),
+        Cost(kind=LOSS, bytes=4 * n * padded_vocab),  # logits read once, their gradient written once
+        Cost(kind=ELEMENTWISE, bytes=_elementwise(config, n, fp8)),
+        # weight, gradient and both moments read, all but the gradient written; the gradient's norm; the copies for GEMMs
+        Cost(kind=OPTIMIZER, bytes=(16 + 12 + 4) * parameters(config, padded_vocab) + 2 * weights),
+    )
+
+
+def _elementwise(config: GPTConfig, n: int, fp8: bool) -> int:
+    c, layers = config.n_embd, config.n_layer
+    norms = (2 * layers + 1) * (4 + 2 + 4 + 2)  # residual stream and branch read, their sum and its norm written
+    norms_backward = 2 * layers * (2 + 4 + 4 + 4) + 10  # gradients of norm and stream and the stream read, one written
+    branches = 2 * layers * (4 + 2)  # the stream's gradient, rounded for the branch's last GEMM
+    attention = layers * ((2 + 2) + 3 * (2 + 2)) if fp8 else 0  # its output, and the gradients of q, k and v, quantized
+    gelu = 4 * layers * ((2 + 2) + (2 + 2 + 2))
+    embedding = (4 + 4) + (4 + 4 + 4)
+    return n * c * (norms + norms_backward + branches + attention + gelu + embedding)
