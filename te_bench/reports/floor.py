@@ -85,6 +85,15 @@ def breakdowns(group: Group) -> tuple[Breakdown, ...]:
     return tuple(b for rung in rungs if (b := _breakdown(rung, found)) is not None)
 
 
+def compared(group: Group) -> list[Breakdown]:
+    """Those worth seeing side by side: the baseline and the fastest step of each precision."""
+    found = breakdowns(group)
+    fastest: dict[str, Breakdown] = {}
+    for breakdown in found:
+        fastest.setdefault(breakdown.rung.cell.trial.precision, breakdown)
+    return [b for b in found if b.rung.is_baseline or b in fastest.values()]
+
+
 def _breakdown(rung: Rung, at: Ceilings) -> Breakdown | None:
     measured, costs = kernels(rung.cell), _costs(rung.cell)
     if not measured or not costs or (at.fp8_flop_per_s is None and any(c.fp8_flop for c in costs)):

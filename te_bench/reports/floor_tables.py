@@ -1,7 +1,6 @@
 """The tables of a training step against its floor."""
 
 from te_bench.reports import floor, text
-from te_bench.reports.floor import Breakdown
 from te_bench.reports.rows import Group
 from te_bench.reports.table import Table, Value, label, number, table_of, word
 
@@ -36,7 +35,7 @@ def kinds(group: Group) -> Table | None:
             number(part.measured_s, text.milliseconds),
             _times(part.measured_s, part.floor_s),
         )
-        for found in _compared(group)
+        for found in floor.compared(group)
         for part in found.parts
     ]
     columns = ("Rung", "Kind", "TFLOP", "GB", "Floor, ms", "Measured, ms", "Measured / floor")
@@ -53,19 +52,11 @@ def kernels(group: Group) -> Table | None:
             word(text.shortened(kernel, 80)),
             number(seconds, text.milliseconds),
         )
-        for found in _compared(group)
+        for found in floor.compared(group)
         for kernel, seconds in list(floor.kernels(found.rung.cell).items())[:KERNELS_SHOWN]
     ]
     columns = ("Rung", "Kind", "Kernel", "ms a step")
     return table_of("floor_kernels", "The longest kernels of a step", columns, shown, text_columns=3)
-
-
-def _compared(group: Group) -> list[Breakdown]:
-    found = floor.breakdowns(group)
-    fastest: dict[str, Breakdown] = {}
-    for breakdown in found:
-        fastest.setdefault(breakdown.rung.cell.trial.precision, breakdown)
-    return [b for b in found if b.rung.is_baseline or b in fastest.values()]
 
 
 def _times(value: float | None, least: float) -> Value:

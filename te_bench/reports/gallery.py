@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from te_bench.reports import curves, figures, layer_figures, verdict_figures, verdict_tables
+from te_bench.reports import curves, figures, floor_figures, layer_figures, verdict_figures, verdict_tables
 from te_bench.reports.rows import Group, printable
 
 
@@ -14,6 +14,7 @@ def of_group(group: Group, suffix: str) -> list[figures.Drawing]:
     builders: list[tuple[str, str, Callable[[], Figure] | None]] = [
         ("ladder", "Time per training step", figures.ladder(group)),
         ("memory", "Peak memory of a training step", figures.memory(group)),
+        ("floor_kinds", "The step and its floor by kind of kernel", floor_figures.against_floor(group)),
         ("max_batch", "Largest batch that fits", figures.max_batch(group)),
         ("attention_forward", "Attention forward", figures.attention(group, "forward")),
         ("attention_backward", "Attention backward", figures.attention(group, "backward")),

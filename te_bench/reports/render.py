@@ -31,7 +31,7 @@ SECTIONS = (
     ),
     ("stress", "Where each precision breaks", (), ("stress",)),
     ("ladder", "Time and memory of a training step", ("ladder", "memory"), ("ladder", "memory")),
-    ("floor", "The step against its floor", (), ("floor", "floor_kinds", "floor_kernels")),
+    ("floor", "The step against its floor", ("floor_kinds",), ("floor", "floor_kinds", "floor_kernels")),
     ("layer", "One transformer layer", ("layer_time",), ("layer", "layer_kinds", "layer_kernels")),
     ("curves", "Loss curves", ("loss_step", "loss_time"), ("curves",)),
     ("max-batch", "Largest batch", ("max_batch",), ("max_batch",)),

@@ -21,7 +21,7 @@ def drawings(group):
     return {drawing.name: drawing for drawing in gallery.of_group(group, "")}
 
 
-KINDS = ("ladder", "memory", "layer_time", "loss_step", "loss_time", "max_batch")
+KINDS = ("ladder", "memory", "floor_kinds", "layer_time", "loss_step", "loss_time", "max_batch")
 KINDS += ("attention_forward", "attention_backward", "numerics")
 
 

@@ -4,7 +4,7 @@ import pytest
 from journals import STEP_KERNELS, ceilings_record, step_record, trial, write
 
 from te_bench.models import cost
-from te_bench.reports import floor
+from te_bench.reports import floor, floor_figures
 from te_bench.reports.rows import load_results
 from te_bench.reports.tables import of_group
 
@@ -65,6 +65,16 @@ def test_the_tables_show_it(tmp_path):
     assert kernels.rows[0][2].text.startswith("nvjet")
 
 
+def test_the_figure_s_bars_are_floor_and_step(tmp_path):
+    build = floor_figures.against_floor(group_of(tmp_path, [*steps(), ceilings_record()]))
+    rows = {}
+    for patch in build().axes[0].patches:
+        rows.setdefault(round(patch.get_y() + patch.get_height() / 2 - 0.45), []).append(patch.get_width())
+    fp8, bf16 = floor.breakdowns(group_of(tmp_path / "2", [*steps(), ceilings_record()]))
+    widths = [sum(row) / 1e3 for row in rows.values()]
+    assert widths == pytest.approx([fp8.floor_s, fp8.rung.latency_s, bf16.floor_s, bf16.rung.latency_s])
+
+
 @pytest.mark.parametrize(
     "records",
     [
@@ -77,6 +87,7 @@ def test_the_tables_show_it(tmp_path):
 def test_nothing_is_made_up(tmp_path, records):
     group = group_of(tmp_path, records())
     assert all(of_group(group, name) == [] for name in ("floor", "floor_kinds", "floor_kernels"))
+    assert floor_figures.against_floor(group) is None
 
 
 def test_no_fp8_floor_without_an_fp8_ceiling(tmp_path):

@@ -53,7 +53,7 @@ def test_every_file_is_written_and_nothing_else(full):
     files = sorted(str(path.relative_to(full)) for path in full.rglob("*") if path.is_file())
     assert files[0].startswith("figures/")
     assert files[-3:] == ["index.html", "records.csv", "report.md"]
-    assert len(files) == 3 + 2 * 9
+    assert len(files) == 3 + 2 * 10
 
 
 def test_page_asks_for_nothing(full):
@@ -71,22 +71,22 @@ def test_page_has_its_sections_in_order(full):
     assert anchors == [*order, "environment", "reproduce"]
     page = Page(content(full))
     assert page.count("h1") == 1
-    assert page.count("figure") == 9
+    assert page.count("figure") == 10
     assert "72 of 84" in page.text
     assert "te-bench run nanogpt --device cuda --" in page.text
 
 
 def test_markdown_links_figures_that_exist(full):
     links = re.findall(r"\]\((figures/[^)]+)\)", content(full, "report.md"))
-    assert len(links) == 9
+    assert len(links) == 10
     assert all((full / link).is_file() for link in links)
     assert content(full, "report.md").startswith("# Fastest: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch")
 
 
 def test_records_csv_has_a_line_for_each_planned_trial(full):
     frame = pd.read_csv(full / "records.csv")
-    assert len(frame) == 83
-    assert (frame["outcome"] == "ok").sum() == 71
+    assert len(frame) == 84
+    assert (frame["outcome"] == "ok").sum() == 72
     compiled = frame[frame["name"].str.contains("V50304/flash/bf16/compile/s0")].iloc[0]
     assert compiled["latency_s_median"] == pytest.approx(0.0274)
     assert compiled["problem_padded_vocab"] == 50304
