@@ -7,21 +7,35 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from te_bench.kernels.linear_cross_entropy import check
+from te_bench.kernels.linear_cross_entropy import IGNORED, _kernels, check
 
+_autograd: Any = torch._C._autograd
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-# 3072 rows of GPT-2's 50304 columns in bf16, so that 12288 are four chunks. Fewer rows: dW, 155 MB in float32, is read and
-# written more often, and dx has fewer tiles (3072 x 768: 144 of 128 x 128 for 132 processors). Reasoned, not measured.
-LOGITS_BYTES = 300 * 2**20
 ROWS_MULTIPLE = 128  # rows of a GEMM's tile
 
 
-def chunk_rows(n: int, padded: int, itemsize: int) -> int:
-    """Rows a chunk: as few chunks as LOGITS_BYTES of logits allow, of one size but for the last."""
-    most = max(ROWS_MULTIPLE, LOGITS_BYTES // (padded * itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE)
+def chunk_rows(n: int, padded: int, itemsize: int, budget: int) -> int:
+    """Rows a chunk: as few chunks as `budget` bytes of (rows, padded) allow, of one size but for the last."""
+    most = max(ROWS_MULTIPLE, budget // (padded * itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE)
     each = -(-n // -(-n // most)) if n else most
     return -(-each // ROWS_MULTIPLE) * ROWS_MULTIPLE
+
+
+def count(targets: Tensor) -> Tensor:
+    """`_kernels.count`, in plain PyTorch where no kernel runs."""
+    if targets.is_cuda or _kernels.INTERPRETED:
+        return _kernels.count(targets)
+    counted = (targets != IGNORED).sum().float()
+    inverse = 1 / counted.clamp(min=1)  # where every target is ignored the gradients are 0, and not 0 / 0
+    return torch.stack([counted, inverse, inverse / _kernels.GRADIENT_SCALE])[:, None].expand(-1, 4).contiguous()
+
+
+def mean(losses: Tensor, numbers: Tensor) -> Tensor:
+    """`_kernels.mean`, in plain PyTorch where no kernel runs."""
+    if losses.is_cuda or _kernels.INTERPRETED:
+        return _kernels.mean(losses, numbers)
+    return losses.sum() / numbers[_kernels.COUNTED, 0]
 
 
 def slices(n: int, size: int) -> Iterator[slice]:
@@ -30,11 +44,7 @@ def slices(n: int, size: int) -> Iterator[slice]:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The operator computes the gradients of the sum of the losses along with them; the backward pass scales them.
-
-    Scaling at the end and not in the logits' gradient keeps that within [-1, 1]: divided by 12288 rows, float16 would lose
-    it to underflow, and FP8 would need a scale that depends on the number of targets.
-    """
+    """The operator computes the mean loss's gradients along with it; the backward pass scales them by the loss's own."""
 
     @staticmethod
     def forward(
@@ -42,26 +52,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        operator: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+        operator: Callable[..., tuple[Tensor, Tensor, Tensor]],
         settings: tuple[Any, ...],
         need_dx: bool,
         need_dw: bool,
     ) -> Tensor:
-        loss, counted, dx, dw = operator(x, weight, targets, *settings, need_dx, need_dw)
-        ctx.save_for_backward(counted, dx, dw)
+        loss, dx, dw = operator(x, weight, targets, *settings, need_dx, need_dw)
+        ctx.save_for_backward(dx, dw)
         ctx.needs, ctx.dtypes = (need_dx, need_dw), (x.dtype, weight.dtype)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        counted, dx, dw = ctx.saved_tensors
-        factor = dloss / counted.clamp(min=1)  # where every target is ignored the gradients are 0, and not 0 / 0
         scaled = (
-            (sums * factor).to(dtype) if needed else None
-            for sums, needed, dtype in zip((dx, dw), ctx.needs, ctx.dtypes, strict=True)
+            _scaled(gradient, dloss, dtype) if needed else None
+            for gradient, needed, dtype in zip(ctx.saved_tensors, ctx.needs, ctx.dtypes, strict=True)
         )
         return *scaled, None, None, None, None, None
+
+
+def _scaled(gradient: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * dloss in dtype: gradient itself, overwritten, where a kernel can do it and no other backward pass follows.
+
+    dW, 155 MB in float32, is then not read where dloss is 1, as it is but for a scaled or divided loss: 125 of the 5000 us
+    that loss and gradients took (12288 x 50304 x 768 on an H200, 2026-11-21). The GPU decides, for nobody waits for it.
+    """
+    if torch.compiler.is_compiling() or not (gradient.is_cuda or _kernels.INTERPRETED):
+        return (gradient * dloss).to(dtype)
+    again = dtype is not gradient.dtype or _autograd._get_current_graph_task_keep_graph()
+    out = torch.empty_like(gradient, dtype=dtype) if again else gradient
+    _kernels.scale(gradient, dloss, out)
+    return out
 
 
 def fake(
@@ -74,15 +96,15 @@ def fake(
     strip: int | None,
     need_dx: bool,
     need_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The shapes and dtypes of what the operators return."""
-    loss, counted = x.new_empty((), dtype=torch.float32), targets.new_empty(())
+    loss = x.new_empty((), dtype=torch.float32)
     dx = x.new_empty(x.shape if need_dx else 0, dtype=torch.float32)
-    return loss, counted, dx, x.new_empty(weight.shape if need_dw else 0, dtype=torch.float32)
+    return loss, dx, x.new_empty(weight.shape if need_dw else 0, dtype=torch.float32)
 
 
 def apply(
-    operator: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+    operator: Callable[..., tuple[Tensor, Tensor, Tensor]],
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -90,9 +112,9 @@ def apply(
     rows: int | None,
     strip: int | None,
 ) -> Tensor:
-    """The loss by operator(x, weight, targets, vocab, dtype, rows, strip, need_dx, need_dw) -> loss, counted, dx, dw.
+    """The loss by operator(x, weight, targets, vocab, dtype, rows, strip, need_dx, need_dw) -> loss, dx, dw.
 
-    dtype is autocast's or x's; dx and dw, float32, are gradients of the sum of the losses, empty where not needed.
+    dtype is autocast's or x's; dx and dw, float32, are the mean loss's gradients, empty where not needed.
     Raises ValueError for what does not fit.
     """
     check(x, weight, targets, vocab)

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The Triton kernels that turn logits into losses and into the logits' gradient, and their launchers.
 
-Bound by memory. One program has a row and reads it twice: 50304 columns of bf16 are 100 KB, and the 264 rows that an H200's
-132 processors have in flight (two programs of 1024 threads each) 27 MB, so that the second read finds them in the 50 MB of
-L2; four programs of 512 threads would have 53 MB in flight. Each thread keeps the maximum and the sum of what it saw: no
-barrier until the row's end. Rows and, the second time, columns are taken from last to first: what was written last is
-still in L2. The alternative, a row in 64 registers of 1024 threads (BLOCK 65536), leaves one program a processor, which
-loads while nobody computes. Registers for sm_90a, Triton 3.7: 28, nothing spilt; speeds are not measured yet.
+Bound by memory, as long as an element costs few instructions: 618 million exponentials alone keep an H200's special function
+units busy for 0.17 ms, and 24 instructions an element, which the FP8 kernel once had, all of its 132 processors for 0.5 ms
+(12288 x 50304; it took 0.89 ms where its bytes take 0.6, 2026-11-21). Hence: exp2 without denormals, targets of 32 bits, and
+one cast for both layouts (15 instructions). One program has a row and reads it twice, the second time mostly not from L2.
+Each thread keeps the maximum and the sum of what it saw: no barrier until the row's end. Rows and, the second time, columns
+are taken from last to first: what was written last is still in L2.
 """
 
 import torch
@@ -14,21 +14,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_bench.kernels._epilogue import FLOATS, quantize_tile, rounded
+from te_bench.kernels._epilogue import FLOATS, rounded, to_fp8
+from te_bench.kernels._epilogue import INTERPRETED as IN_PYTHON
 from te_bench.kernels._launch import launch, traits
 
+Constants = dict[str, object]
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
-BLOCK, WARPS = 8192, 32
+# Of blocks of 1024 to 8192 and 4 to 32 warps at 12288 x 50304: the rows in 795 us (840 by 4096 and 16 warps, 945 by 1024
+# and 4), the statistics in 312 (397 by 8192 and 32); a row kept in shared memory for one read, in Gluon, took 846.
+ROW: Constants = {"BLOCK": 8192, "num_warps": 16}
+STATISTICS: Constants = {"BLOCK": 4096, "num_warps": 8}
 TOGETHER = tl.constexpr(8)  # columns that a thread loads at once: 16 bytes of bf16
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(
-    -2e38
-)  # of a thread that saw nothing: -inf - -inf would be NaN, and times LOG2_E it must not overflow
+# Of a thread that saw nothing: -inf - -inf would be NaN, and times LOG2_E it must not overflow.
+LOWEST = tl.constexpr(-2e38)
 
 # |softmax - onehot| <= 1, so that 2^15 takes it to at most 32768, in the last of E5M2's binades (its largest is 57344).
 GRADIENT_SCALE = 2.0**15
-ROWS, COLUMNS = 128, 64  # tile of the FP8 kernel, that of te_bench.kernels.quantize
-TILE = {"SCALE": GRADIENT_SCALE, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 8}
+# Tile of the FP8 kernel, 657 us: 128 bytes of bf16 read, 128 bytes of the transposed layout written. 64 x 128 took 645 with
+# Triton 3.6, but 3.7 moves it through shared memory byte by byte; 128 x 128: 714.
+ROWS, COLUMNS = 128, 64
+TILE: Constants = {"SCALE": GRADIENT_SCALE, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 8}
+TARGETS = 8192  # that count_kernel and mean_kernel, one program each, take at a time
+# Of scale_kernel: elements at a time, and programs, which have nothing to do where dloss is 1.
+PIECE, PROGRAMS = 4096, 1024
+
+# numbers (3, 4), a value a row: what is 16 bytes apart is aligned for cuBLASLt too.
+COUNTED, INVERSE, SCALED = 0, 1, 2  # targets that count, 1 over them (0 counts as 1), that over GRADIENT_SCALE
+
+
+@triton.jit
+def _exp2(x):
+    """2^x, 0 below float32's normal numbers: there exp2's own takes three instructions more (Triton 3.7)."""
+    if IN_PYTHON:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -46,17 +70,25 @@ def _load(z, cols, vocab, padded):
 
 
 @triton.jit
+def _seen(v, largest, total):
+    """Every thread's maximum and sum, v (BLOCK / 8, 8) among them."""
+    above = tl.maximum(largest, tl.max(v, 1))
+    return above, total * _exp2((largest - above) * LOG2_E) + tl.sum(_exp2((v - above[:, None]) * LOG2_E), 1)
+
+
+@triton.jit
 def _statistics(z, vocab, padded, BLOCK: tl.constexpr):
     """max z and sum exp(z - max z) over the first `vocab` of a row."""
     largest = tl.full((BLOCK // TOGETHER,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK // TOGETHER,), tl.float32)
-    for start in tl.range(0, padded, BLOCK):
-        v = _load(z, _columns(start, BLOCK), vocab, padded)
-        above = tl.maximum(largest, tl.max(v, 1))
-        total = total * tl.exp2((largest - above) * LOG2_E) + tl.sum(tl.exp2((v - above[:, None]) * LOG2_E), 1)
-        largest = above
+    full = vocab // BLOCK * BLOCK
+    for start in tl.range(0, full, BLOCK):
+        v = tl.load(z + _columns(start, BLOCK)).to(tl.float32)
+        largest, total = _seen(v, largest, total)
+    for start in tl.range(full, vocab, BLOCK):
+        largest, total = _seen(_load(z, _columns(start, BLOCK), vocab, padded), largest, total)
     row_largest = tl.max(largest)
-    return row_largest, tl.sum(total * tl.exp2((largest - row_largest) * LOG2_E))
+    return row_largest, tl.sum(total * _exp2((largest - row_largest) * LOG2_E))
 
 
 @triton.jit
@@ -75,9 +107,9 @@ def _target_logit(z, target, vocab):
 
 @triton.jit
 def rows_kernel(
-    logits, targets, losses, vocab, padded, GRADIENT: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, losses, factor, vocab, padded, GRADIENT: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """losses[row] = -log p_t; with GRADIENT logits[row] := p - onehot(t), 0 in the padding and where t is ignored."""
+    """losses[row] = -log p_t; with GRADIENT logits[row] := (p - onehot(t)) * factor, 0 in the padding and for ignored t."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
     z = logits + row.to(tl.int64) * padded
     target = tl.load(targets + row)
@@ -86,13 +118,21 @@ def rows_kernel(
     loss, inverse = _loss(z_target, target, largest, total, vocab)
     tl.store(losses + row, loss)
     if GRADIENT:
+        one = tl.load(factor)
+        inverse *= one
+        counts, column = target != -1, target.to(tl.int32)  # one that does not fit is NaN by `inverse`
+        full = vocab // BLOCK
         blocks = tl.cdiv(padded, BLOCK)
-        for block in tl.range(0, blocks):
+        for block in tl.range(0, blocks - full):
             cols = _columns((blocks - 1 - block) * BLOCK, BLOCK)
-            v = _load(z, cols, vocab, padded)
-            g = tl.exp2((v - largest) * LOG2_E) * inverse - (cols == target).to(tl.float32)
-            g = tl.where((cols < vocab) & (target != -1), g, 0.0)
-            tl.store(z + cols, rounded(g, DTYPE), mask=cols < padded)
+            g = _exp2((_load(z, cols, vocab, padded) - largest) * LOG2_E) * inverse
+            g = tl.where(cols == column, g - one, g)
+            tl.store(z + cols, rounded(tl.where((cols < vocab) & counts, g, 0.0), DTYPE), mask=cols < padded)
+        for block in tl.range(0, full):
+            cols = _columns((full - 1 - block) * BLOCK, BLOCK)
+            g = _exp2((tl.load(z + cols).to(tl.float32) - largest) * LOG2_E) * inverse
+            g = tl.where(cols == column, g - one, g)
+            tl.store(z + cols, rounded(tl.where(counts, g, 0.0), DTYPE))
 
 
 @triton.jit
@@ -110,48 +150,122 @@ def statistics_kernel(logits, targets, losses, statistics, vocab, padded, BLOCK:
 
 
 @triton.jit
-def fp8_kernel(
-    logits,
-    targets,
-    statistics,
-    data,
-    data_t,
-    rows,
-    first,
-    height,
-    vocab,
-    padded,
-    SCALE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A tile of e5m2((p - onehot(t)) * SCALE) into data (height, Vp) from its row `first` on, and into data_t (Vp, height).
+def _gradient(logits, targets, statistics, here, cols, rows, vocab, padded, SCALE: tl.constexpr):
+    """(p - onehot(t)) * SCALE, float32, at (here, cols), 0 where t is ignored; what the padding holds is the caller's."""
+    there = here < rows
+    target = tl.load(targets + here, mask=there, other=-1)
+    largest = tl.load(statistics + 2 * here, mask=there, other=0.0)
+    inverse = tl.load(statistics + 2 * here + 1, mask=there, other=0.0) * SCALE
+    mask = there[:, None] & (cols < padded)[None, :]
+    v = tl.load(logits + here.to(tl.int64)[:, None] * padded + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    g = _exp2((v - largest[:, None]) * LOG2_E) * inverse[:, None]
+    # 32 bits are one comparison, 64 two; a target that does not fit is NaN by `inverse`.
+    g = tl.where(cols[None, :] == target.to(tl.int32)[:, None], g - SCALE, g)
+    return tl.where((target != -1)[:, None], g, 0.0), mask
 
-    Rounded to bf16 on the way, as the gradient of bf16 logits is: what is transposed must be 16 bits wide.
+
+@triton.jit
+def _pairs(upper, lower):
+    """E5M2's codes of two rows, the upper one's in the low byte of 16 bits: as they follow one another in a column."""
+    if IN_PYTHON:
+        low = to_fp8(upper, tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint16)
+        high = to_fp8(lower, tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint16)
+        return low | (high << 8)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 first, second;
+            cvt.rn.satfinite.e5m2x2.f32 first, $3, $1;
+            cvt.rn.satfinite.e5m2x2.f32 second, $4, $2;
+            mov.b32 $0, {first, second};
+            }""",
+            "=r,r,r,r,r",
+            [upper, lower],
+            dtype=tl.uint16,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def fp8_kernel(
+    logits, targets, statistics, data, data_t, rows, first, height, vocab, padded,
+    PAIRED: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of e5m2((p - onehot(t)) * SCALE) into data (rows, Vp) and data_t (Vp, height), there from column `first` on.
+
+    Both are bytes; PAIRED: data_t is 16 bits wide, (Vp, height / 2), first and rows are even. Rows go in pairs, cast once
+    and moved through shared memory as 16 bits: Triton would move bytes one by one.
     """
     across = tl.cdiv(padded, COLUMNS)
     index = tl.program_id(0)
-    here = index // across * ROWS + tl.arange(0, ROWS)
-    cols = index % across * COLUMNS + tl.arange(0, COLUMNS)
-    there = here < rows
-    mask = there[:, None] & (cols < padded)[None, :]
-    target = tl.load(targets + here, mask=there, other=-1)
-    largest = tl.load(statistics + 2 * here, mask=there, other=0.0)
-    inverse = tl.load(statistics + 2 * here + 1, mask=there, other=0.0)
-    v = tl.load(logits + here.to(tl.int64)[:, None] * padded + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    onehot = (cols[None, :] == target[:, None]).to(tl.float32)
-    g = tl.exp2((v - largest[:, None]) * LOG2_E) * inverse[:, None] - onehot
-    g = tl.where((cols < vocab)[None, :] & (target != -1)[:, None], g, 0.0)
-    g = rounded(g, tl.bfloat16)
-    quantize_tile(g, mask, SCALE, data, data_t, first + here, cols, height, padded, tl.float8e5)
+    start = index % across * COLUMNS
+    pairs = index // across * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    upper, lower = 2 * pairs, 2 * pairs + 1
+    cols = start + tl.arange(0, COLUMNS)
+    g_upper, upper_mask = _gradient(logits, targets, statistics, upper, cols, rows, vocab, padded, SCALE)
+    g_lower, lower_mask = _gradient(logits, targets, statistics, lower, cols, rows, vocab, padded, SCALE)
+    if start + COLUMNS > vocab:
+        g_upper = tl.where((cols < vocab)[None, :], g_upper, 0.0)
+        g_lower = tl.where((cols < vocab)[None, :], g_lower, 0.0)
+    packed = _pairs(g_upper, g_lower)
+    if data is not None:
+        there = data + upper.to(tl.int64)[:, None] * padded + cols[None, :]
+        tl.store(there, (packed & 0xFF).to(tl.uint8), mask=upper_mask)
+        tl.store(there + padded, (packed >> 8).to(tl.uint8), mask=lower_mask)
+    if data_t is not None:
+        packed_t, wide = tl.trans(packed), cols.to(tl.int64)[:, None]
+        if PAIRED:
+            # Counted in pairs: of `lower < rows` Triton would not see that neighbours agree, and store two bytes at a time.
+            mask = (cols < padded)[:, None] & (pairs < rows // 2)[None, :]
+            tl.store(data_t + wide * (height // 2) + (first // 2 + pairs)[None, :], packed_t, mask=mask)
+        else:
+            there_t = data_t + wide * height + (first + upper)[None, :]
+            tl.store(there_t, (packed_t & 0xFF).to(tl.uint8), mask=tl.trans(upper_mask))
+            tl.store(there_t + 1, (packed_t >> 8).to(tl.uint8), mask=tl.trans(lower_mask))
 
 
-def rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, gradient: bool) -> None:
-    """losses (N,) float32 := -log p_t; with `gradient` logits (N, Vp), contiguous, := p - onehot(t)."""
+@triton.jit
+def count_kernel(targets, numbers, n, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """numbers: how many targets are not ignored, 1 over that or over 1, the same over SCALE."""
+    total = tl.zeros((BLOCK,), tl.int32)
+    for start in tl.range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += (tl.load(targets + at, mask=at < n, other=-1) != -1).to(tl.int32)
+    counted = tl.sum(total).to(tl.float32)
+    inverse = tl.div_rn(1.0, tl.maximum(counted, 1.0))
+    tl.store(numbers, counted)
+    tl.store(numbers + 4, inverse)
+    tl.store(numbers + 8, inverse / SCALE)
+
+
+@triton.jit
+def mean_kernel(losses, numbers, loss, n, BLOCK: tl.constexpr):
+    """loss := the sum of losses (n,) over the targets that count; NaN, 0 / 0, where none does."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(losses + at, mask=at < n, other=0.0)
+    tl.store(loss, tl.div_rn(tl.sum(total), tl.load(numbers)))
+
+
+@triton.jit
+def scale_kernel(x, factor, out, n, IN_PLACE: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """out := x * factor, both (n,); IN_PLACE, where they are one, nothing is read or written if the factor is 1."""
+    by = tl.load(factor)
+    end = tl.where(by == 1.0, 0, n) if IN_PLACE else n
+    for start in tl.range(tl.program_id(0) * BLOCK, end, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(out + at, rounded(tl.load(x + at, mask=at < n, other=0.0) * by, DTYPE), mask=at < n)
+
+
+def rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, factor: Tensor | None) -> None:
+    """losses (N,) := -log p_t; with a factor, () float32, logits (N, Vp), contiguous, := (p - onehot(t)) * factor."""
     n, padded = logits.shape
-    args = (logits, targets, losses, vocab, padded)
-    constants = {"GRADIENT": gradient, "DTYPE": FLOATS[logits.dtype], "BLOCK": BLOCK, "num_warps": WARPS}
-    key = (*traits(logits, targets, losses), vocab, padded, gradient)
+    args = (logits, targets, losses, factor, vocab, padded)
+    gradient = factor is not None
+    constants = {"GRADIENT": gradient, "DTYPE": FLOATS[logits.dtype], **ROW}
+    key = (*traits(logits, targets, losses, factor), vocab, padded)
     with torch.cuda.device_of(logits):
         launch(rows_kernel, n, key, logits.get_device(), args, constants)
 
@@ -159,7 +273,7 @@ def rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, gradient: 
 def fp8_rows(
     logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, data: Tensor | None, data_t: Tensor | None, first: int
 ) -> None:
-    """losses (N,) := -log p_t; rows first.. of data (height, Vp) and columns of data_t (Vp, height) := E5M2's p - onehot(t).
+    """losses (N,) := -log p_t; data (N, Vp) and the columns of data_t (Vp, height) from `first` on := E5M2's p - onehot(t).
 
     logits (N, Vp), contiguous, stay as they are; data and data_t, E5M2, stand for GRADIENT_SCALE times the gradient.
     """
@@ -168,14 +282,46 @@ def fp8_rows(
     args = (logits, targets, losses, statistics, vocab, padded)
     key = (*traits(logits, targets, losses, statistics), vocab, padded)
     with torch.cuda.device_of(logits):
-        launch(statistics_kernel, n, key, device, args, {"BLOCK": BLOCK, "num_warps": WARPS})
-        if data is not None:
-            height = data.shape[0]
-        elif data_t is not None:
-            height = data_t.shape[1]
-        else:
+        launch(statistics_kernel, n, key, device, args, STATISTICS)
+        if data is None and data_t is None:
             return
+        height = 0 if data_t is None else data_t.shape[1]
+        paired = not (height % 2 or first % 2 or n % 2) and (data_t is None or data_t.data_ptr() % 2 == 0)
+        if data is not None:
+            data = data.view(torch.uint8)
+        if data_t is not None:
+            data_t = data_t.view(torch.uint16 if paired else torch.uint8)
         sizes = (n, first, height, vocab, padded)
         key = (*traits(logits, targets, statistics, data, data_t), *sizes)
         tiles = triton.cdiv(n, ROWS) * triton.cdiv(padded, COLUMNS)
-        launch(fp8_kernel, tiles, key, device, (logits, targets, statistics, data, data_t, *sizes), TILE)
+        arguments = (logits, targets, statistics, data, data_t, *sizes)
+        launch(fp8_kernel, tiles, key, device, arguments, {"PAIRED": paired, **TILE})
+
+
+def count(targets: Tensor) -> Tensor:
+    """numbers (3, 4) float32 of targets (N,): rows COUNTED, INVERSE and SCALED, a number in the first column of each."""
+    numbers = torch.empty(3, 4, dtype=torch.float32, device=targets.device)
+    args, constants = (targets, numbers, len(targets)), {"SCALE": GRADIENT_SCALE, "BLOCK": TARGETS, "num_warps": 32}
+    with torch.cuda.device_of(targets):
+        launch(count_kernel, 1, (*traits(targets), len(targets)), targets.get_device(), args, constants)
+    return numbers
+
+
+def mean(losses: Tensor, numbers: Tensor) -> Tensor:
+    """() float32: the sum of losses (N,) float32 over the targets that count."""
+    loss = torch.empty((), dtype=torch.float32, device=losses.device)
+    args, constants = (losses, numbers, loss, len(losses)), {"BLOCK": TARGETS, "num_warps": 32}
+    with torch.cuda.device_of(losses):
+        launch(mean_kernel, 1, (*traits(losses), len(losses)), losses.get_device(), args, constants)
+    return loss
+
+
+def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
+    """out := x * factor, x contiguous float32, factor () float32, out of x's shape or x itself."""
+    n, constants = x.numel(), {"IN_PLACE": out is x, "DTYPE": FLOATS[out.dtype], "BLOCK": PIECE, "num_warps": 8}
+    if n:
+        key = (*traits(x, factor, out), n, out is x)
+        with torch.cuda.device_of(x):
+            launch(
+                scale_kernel, min(triton.cdiv(n, PIECE), PROGRAMS), key, x.get_device(), (x, factor, out, n), constants
+            )

@@ -11,8 +11,12 @@ gives 256 rows at GPT-2's shapes.
 import torch
 from torch import Tensor
 
-from te_bench.kernels.linear_cross_entropy import IGNORED, Backend, Problem, _kernels, reference
-from te_bench.kernels.linear_cross_entropy._autograd import apply, chunk_rows, fake, slices
+from te_bench.kernels.linear_cross_entropy import Backend, Problem, _kernels, reference
+from te_bench.kernels.linear_cross_entropy._autograd import apply, chunk_rows, count, fake, mean, slices
+
+# Of a chunk's logits: 6144 rows of GPT-2's 50304 columns in bf16, so that 12288 are two chunks. More chunks: dW, 155 MB in
+# float32, is read and written more often, and dx has fewer tiles.
+LOGITS_BYTES = 600 * 2**20
 
 
 def unsupported(p: Problem) -> str | None:
@@ -29,7 +33,7 @@ def forward(
     Computed in autocast's dtype or x's: logits and their gradient are rounded to it, all sums are float32's, and the
     gradients are rounded once, to the dtypes of x and weight. A target of -1 is ignored; one that is neither that nor in
     the vocabulary makes the loss NaN, for an error would have to wait for the GPU.
-    rows: those of a chunk, whose logits are in memory at once (default: about 300 MiB of them); strip: those whose
+    rows: those of a chunk, whose logits are in memory at once (default: about 600 MiB of them); strip: those whose
     logits are made and used before the next (default: the whole chunk). Neither changes more than the order of sums.
     Raises ValueError for what does not fit; no second derivatives.
     """
@@ -47,43 +51,50 @@ def _operator(
     strip: int | None,
     need_dx: bool,
     need_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The mean loss, how many targets count, and the gradients of the losses' sum in float32, empty where not needed."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss and its gradients in float32, empty where not needed."""
     with torch.autocast(x.device.type, enabled=False):
         x, weight, targets = x.to(dtype), weight.to(dtype), targets.contiguous()
         (n, d), padded = x.shape, weight.shape[0]
-        rows = min(rows or chunk_rows(n, padded, dtype.itemsize), max(n, 1))
+        rows = min(rows or chunk_rows(n, padded, dtype.itemsize, LOGITS_BYTES), max(n, 1))
         losses = x.new_empty(n, dtype=torch.float32)
         dx = x.new_empty((n, d) if need_dx else 0, dtype=torch.float32)
         dw = x.new_empty((padded, d) if need_dw else 0, dtype=torch.float32)
         buffer = x.new_empty(rows, padded)
+        numbers = count(targets)
+        inverse = numbers[_kernels.INVERSE, 0]
+        # Divided by 12288 rows float16 would lose the gradient of the logits to underflow: there what it makes is divided.
+        late = dtype is torch.float16
+        factor = (torch.ones_like(inverse) if late else inverse) if need_dx or need_dw else None
         for chunk in slices(n, rows):
             x_chunk, logits = x[chunk], buffer[: chunk.stop - chunk.start]
             for part in slices(len(logits), strip or rows):
                 torch.mm(x_chunk[part], weight.t(), out=logits[part])
-                _rows(logits[part], targets[chunk][part], losses[chunk][part], vocab, need_dx or need_dw)
+                _rows(logits[part], targets[chunk][part], losses[chunk][part], vocab, factor)
             if need_dx:
                 _product(logits, weight, dx[chunk], accumulate=False)
             if need_dw:
                 _product(logits.t(), x_chunk, dw, accumulate=chunk.start > 0)
         if n == 0:
             dw.zero_()
-        counted = (targets != IGNORED).sum()
-        return losses.sum() / counted, counted, dx, dw
+        if late:
+            dx.mul_(inverse)
+            dw.mul_(inverse)
+        return mean(losses, numbers), dx, dw
 
 
 _operator.register_fake(fake)
 
 
-def _rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, gradient: bool) -> None:
-    """losses := -log p_t; with `gradient` logits := p - onehot(t), in place."""
+def _rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, factor: Tensor | None) -> None:
+    """losses := -log p_t; with a factor logits := (p - onehot(t)) * factor, in place."""
     if logits.is_cuda or _kernels.INTERPRETED:
-        _kernels.rows(logits, targets, losses, vocab, gradient)
+        _kernels.rows(logits, targets, losses, vocab, factor)
         return
-    plain_losses, plain_gradient = reference.rows(logits, targets, vocab)
+    plain_losses, gradient = reference.rows(logits, targets, vocab)
     losses.copy_(plain_losses)
-    if gradient:
-        logits.copy_(plain_gradient)
+    if factor is not None:
+        logits.copy_(gradient * factor)
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:

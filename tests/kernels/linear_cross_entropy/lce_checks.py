@@ -41,7 +41,8 @@ def prepare(place: str, monkeypatch: pytest.MonkeyPatch) -> str:
         pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setattr(_kernels, "INTERPRETED", place == "interpreted")
     if place == "interpreted":
-        monkeypatch.setattr(_kernels, "BLOCK", 64)
+        for constants in (_kernels.ROW, _kernels.STATISTICS):
+            monkeypatch.setitem(constants, "BLOCK", 64)
     return "cuda" if place == "cuda" else "cpu"
 
 

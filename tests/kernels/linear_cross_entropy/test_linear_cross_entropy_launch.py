@@ -45,7 +45,8 @@ def test_rows(known: dict[tuple[Any, ...], str]) -> None:
     for dtype, (n, padded), offset, gradient in itertools.product(dtypes, shapes, (0, 1, 8), (False, True)):
         for vocab in {1, 32, padded}:
             targets, losses = torch.zeros(n + offset, dtype=torch.int64)[offset:], torch.zeros(n + offset)[offset:]
-            _kernels.rows(matrix(n, padded, dtype, offset), targets, losses, vocab, gradient)
+            factor = torch.zeros(()) if gradient else None
+            _kernels.rows(matrix(n, padded, dtype, offset), targets, losses, vocab, factor)
     assert len(set(known.values())) > 30
 
 
@@ -56,7 +57,18 @@ def test_fp8_rows(known: dict[tuple[Any, ...], str]) -> None:
     ):
         logits, targets = matrix(n, padded, torch.bfloat16, offset), torch.zeros(n, dtype=torch.int64)
         for rowwise, columnwise in ((True, True), (True, False), (False, True), (False, False)):
-            data = matrix(height, padded, e5m2, offset) if rowwise else None
+            data = matrix(n, padded, e5m2, offset) if rowwise else None
             data_t = matrix(padded, height, e5m2, offset) if columnwise else None
             _kernels.fp8_rows(logits, targets, torch.zeros(n), padded, data, data_t, first)
     assert len(set(known.values())) > 100
+
+
+def test_what_surrounds_them(known: dict[tuple[Any, ...], str]) -> None:
+    for n, offset in itertools.product((1, 16, 17, 48), (0, 1, 16)):
+        targets, losses = torch.zeros(n + offset, dtype=torch.int64)[offset:], torch.zeros(n + offset)[offset:]
+        _kernels.mean(losses, _kernels.count(targets))
+        _kernels.scale(losses, torch.ones(()), losses)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            _kernels.scale(losses, torch.ones(()), torch.zeros(n, dtype=dtype))
+    assert len({key[0] for key in known}) == 3
+    assert len(set(known.values())) > 20
