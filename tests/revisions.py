@@ -18,12 +18,13 @@ FILES = {
     "experiments/plan.py": """
 import fnmatch
 from te_bench.experiments.spec import Experiment, Trial
-from te_bench.experiments.trial import SECONDS
+from te_bench.experiments.trial import SECONDS, UNTIMED
 
 def resolve(suite, options, *, only=None):
     trials = [
-        Trial(workload="train_step", device=options.device, problem={"model": name}, attention="flash", precision="fp32",
-              mode="eager", protocol="once" if name.startswith("untimed") else "bench_py", seed=0)
+        Trial(workload="training" if name.startswith("training") else "train_step", device=options.device,
+              problem={"model": name, **({"budget_s": 1} if name.endswith("budget") else {})}, attention="flash",
+              precision="fp32", mode="eager", protocol="once" if name.startswith(UNTIMED) else "bench_py", seed=0)
         for name in SECONDS
     ]
     chosen = [trial for trial in trials if only is None or fnmatch.fnmatch(trial.name, only)]
@@ -35,6 +36,7 @@ import os, signal, time
 from te_bench.experiments import timing
 
 SECONDS = {seconds}
+UNTIMED = ("untimed", "training")
 NOTES = {notes!r}
 
 def run(trial, context):
@@ -55,7 +57,7 @@ def run(trial, context):
             with open(NOTES, "a") as file:
                 file.write(f"{{os.environ['PYTHONPATH'].split(os.pathsep)[0][-4:]}} {{trial.seed}}\\n")
 
-    timed = name.startswith("untimed") or timing.bench_py(call, trial.device)
+    timed = name.startswith(UNTIMED) or timing.bench_py(call, trial.device)
     samples = {{}} if timed is True else {{"latency_s": timed}}
     check = {{"asked": context.check}}
     return {{"outcome": "ok", "reason": None, "work_s": 0.0, "check": check, "work": {{}}, "samples": samples, "kernels": [],

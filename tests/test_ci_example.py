@@ -32,6 +32,7 @@ from te_bench.cli import main
 from te_bench.experiments import pairs
 from te_bench.reports import gate_live
 
+pairs.SHARED = ()
 pairs.TURN_S, pairs.TIMED_S, pairs.MOST_TURNS = 0.004, 0.03, 6
 gate_live.LOOKS = (5,)
 sys.argv += ["--device", "cpu"]

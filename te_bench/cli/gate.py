@@ -16,85 +16,86 @@ if TYPE_CHECKING:
 
 _GRAMMAR = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+) ?%", re.ASCII)
 _MOST = 100.0  # %
-Run = Annotated[Path | None, typer.Option(metavar="DIR", help="--out of a run.")]
 OUT = Path("runs") / "gate"
+
+Run = Annotated[Path | None, typer.Option(metavar="DIR", help="--out of a run.")]
+Base = Annotated[
+    str | None, typer.Option(metavar="REF", help="Revision to compare with: the branch that a change goes into.")
+]
+Head = Annotated[str, typer.Option(metavar="REF", help="Revision to judge.")]
+Suite = Annotated[str, typer.Option(help="What both revisions run; `te-bench list suites`.")]
+Budget = Annotated[
+    str | None, typer.Option(metavar="MINUTES", help="Stop there, undecided if need be. 90s and 2h are fine, too.")
+]
+SelfTest = Annotated[
+    bool, typer.Option("--self-test", help="Gate this te-bench against itself, as it is and with planted faults.")
+]
+Gates = Annotated[int, typer.Option(help="Of --self-test: gates of each kind.")]
+Slower = Annotated[str, typer.Option(metavar="N%,...", help="Of --self-test: slow-downs to plant.")]
+Margin = Annotated[str, typer.Option(metavar="N%", help="A slow-down by less counts as none; decimals are fine: 2.5%.")]
+Mde = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N%",
+        help="How near to the margin a ratio may stay untold: bounds the pairs said to be needed. Default: the margin.",
+    ),
+]
+AllowEnvironmentChange = Annotated[
+    bool, typer.Option("--allow-environment-change", help="Compare even where GPU, driver or packages differ.")
+]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Where the records of both revisions go.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")]
+CompareFail = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--compare-fail",
+        metavar="STAT:N%",
+        help="Fail too where a statistic grew by more: median:2.5%, min:0.001 (s). A plain threshold; repeatable.",
+    ),
+]
+Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a pull-request comment.")]
+Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")]
+Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")]
 
 
 def gate(
-    base: Annotated[
-        str | None, typer.Option(metavar="REF", help="Revision to compare with: the branch that a change goes into.")
-    ] = None,
-    head: Annotated[str, typer.Option(metavar="REF", help="Revision to judge.")] = "HEAD",
-    suite: Annotated[str, typer.Option(help="What both revisions run; `te-bench list suites`.")] = "quick",
-    budget: Annotated[
-        str | None, typer.Option(metavar="MINUTES", help="Stop there, undecided if need be. 90s and 2h are fine, too.")
-    ] = None,
-    self_test: Annotated[
-        bool, typer.Option("--self-test", help="Gate this te-bench against itself, as it is and with planted faults.")
-    ] = False,
-    gates: Annotated[int, typer.Option(help="Of --self-test: gates of each kind.")] = 1,
-    slower: Annotated[str, typer.Option(metavar="N%,...", help="Of --self-test: slow-downs to plant.")] = "1%,2%,5%",
+    base: Base = None,
+    head: Head = "HEAD",
+    suite: Suite = "quick",
+    budget: Budget = None,
+    self_test: SelfTest = False,
+    gates: Gates = 1,
+    slower: Slower = "1%,2%,5%",
     baseline: Run = None,
     candidate: Run = None,
-    margin: Annotated[
-        str, typer.Option(metavar="N%", help="A slow-down by less counts as none; decimals are fine: 2.5%.")
-    ] = "2%",
-    mde: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N%",
-            help="How near to the margin a ratio may stay untold: bounds the pairs said to be needed. Default: the margin.",
-        ),
-    ] = None,
+    margin: Margin = "2%",
+    mde: Mde = None,
     alpha: Alpha = None,
-    allow_environment_change: Annotated[
-        bool, typer.Option("--allow-environment-change", help="Compare even where GPU, driver or packages differ.")
-    ] = False,
+    allow_environment_change: AllowEnvironmentChange = False,
     device: Device = None,
     data: Data = None,
     cache: Cache = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the records of both revisions go.")] = OUT,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")] = 900.0,
+    out: Out = OUT,
+    timeout: Timeout = 900.0,
     only: Only = None,
-    compare_fail: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--compare-fail",
-            metavar="STAT:N%",
-            help="Fail too where a statistic grew by more: median:2.5%, min:0.001 (s). A plain threshold; repeatable.",
-        ),
-    ] = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a pull-request comment.")] = None,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")] = None,
+    compare_fail: CompareFail = None,
+    markdown: Markdown = None,
+    junit: Junit = None,
+    json: Json = None,
 ) -> None:
     """Say whether a change made it slower: 0 no, 1 yes, 3 undecided, 4 missing or failed, 5 other environments."""
-    from te_bench.experiments import environment
     from te_bench.reports import gate_live, gate_output, gate_records
-    from te_bench.reports.compare_fail import parse
 
-    wanted: dict[str, Any] = {
-        "margin": fraction("margin", margin),
-        "alpha": gate_records.ALPHA if alpha is None else alpha,
-        "mde": None if mde is None else fraction("mde", mde),
-        "only": only,
-        "limits": [parse(expression) for expression in compare_fail or ()],
-    }
-    if sum((base is not None, bool(baseline or candidate), self_test)) > 1:
-        raise ValueError(
-            "--base measures two revisions, --baseline reads two runs, --self-test neither: give one of them"
-        )
-    if self_test and (markdown or junit or json):
-        raise ValueError("--self-test has no --markdown, --junit or --json: its answers are in --out; leave them out")
+    wanted = _wanted(margin, alpha, mde, only, compare_fail)
+    files = [(form, path) for form, path in (("markdown", markdown), ("junit", junit), ("json", json)) if path]
+    _one_question(base, bool(baseline or candidate), self_test, bool(files))
     if base is not None or self_test:
         out = out.absolute()  # as every path here: each revision works in a folder of its own
-        on = device or environment.default_device()
-        gpus = find_gpus(on, None)[:1]
-        question = _question(base, head, on, gpus, data, cache, suite=suite, budget=budget, timeout=timeout, **wanted)
-        machine = environment.capture(on, gpus)
+        question, machine = _question(
+            base, head, device, data, cache, suite=suite, budget=budget, timeout=timeout, **wanted
+        )
         if self_test:
-            shares = [fraction("slower", share) for share in slower.split(",")]
-            _self_test(question, out, machine, gates, shares)
+            _self_test(question, out, machine, gates, _shares(slower))
         found = gate_live.run(question, out, machine, say=_say)
     elif baseline is not None and candidate is not None:
         found = gate_records.compare(baseline, candidate, allow_environment_change=allow_environment_change, **wanted)
@@ -104,39 +105,64 @@ def gate(
             "--candidate DIR"
         )
     print("\n".join(gate_output.terminal(found)))
-    files = (("markdown", markdown), ("junit", junit), ("json", json))
-    gate_output.write(found, [(form, path) for form, path in files if path is not None])
+    gate_output.write(found, files)
     sys.stdout.flush()
     raise typer.Exit(found.exit_code)
+
+
+def _wanted(
+    margin: str, alpha: float | None, mde: str | None, only: str | None, compare_fail: list[str] | None
+) -> dict[str, Any]:
+    """What is asked of two revisions and of two runs alike."""
+    from te_bench.reports import gate_records
+    from te_bench.reports.compare_fail import parse
+
+    return {
+        "margin": fraction("margin", margin),
+        "alpha": gate_records.ALPHA if alpha is None else alpha,
+        "mde": None if mde is None else fraction("mde", mde),
+        "only": only,
+        "limits": [parse(expression) for expression in compare_fail or ()],
+    }
+
+
+def _one_question(base: str | None, runs: bool, self_test: bool, files: bool) -> None:
+    if sum((base is not None, runs, self_test)) > 1:
+        raise ValueError(
+            "--base measures two revisions, --baseline reads two runs, --self-test neither: give one of them"
+        )
+    if self_test and files:
+        raise ValueError("--self-test has no --markdown, --junit or --json: its answers are in --out; leave them out")
 
 
 def _question(
     base: str | None,
     head: str,
-    device: str,
-    gpus: list[dict[str, Any]],
+    device: str | None,
     data: list[str] | None,
     cache: Path | None,
     *,
     budget: str | None,
     timeout: float,
     **wanted: Any,
-) -> "Question":
-    """What a gate that measures is asked; without a base, of this te-bench against itself."""
-    from te_bench.experiments import checkouts
+) -> tuple["Question", dict[str, Any]]:
+    """What a gate that measures is asked, and its machine; without a base, of this te-bench against itself."""
+    from te_bench.experiments import checkouts, environment
     from te_bench.reports import gate_live
 
     cache = None if cache is None else cache.absolute()
     if not timeout > 0:  # nor is NaN
         raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
+    on = device or environment.default_device()
+    gpus = find_gpus(on, None)[:1]
     root = None if base is None else checkouts.repository(Path.cwd())
     if root and head == "HEAD" and checkouts.dirty(root):
         _say("Uncommitted changes are not judged: the head is the last commit.")
-    return gate_live.Question(
+    question = gate_live.Question(
         repository=root,
         base="installed" if base is None else base,
         head="installed" if base is None else head,
-        device=device,
+        device=on,
         options={"data": _absolute(data_sets(data or [])), "cache": None if cache is None else str(cache)},
         budget_s=None if budget is None else minutes(budget),
         timeout_s=timeout,
@@ -144,6 +170,7 @@ def _question(
         gpu=gpus[0]["uuid"] if gpus else None,
         **wanted,
     )
+    return question, environment.capture(on, gpus)
 
 
 def _absolute(data: dict[str, str]) -> dict[str, str]:
@@ -153,6 +180,14 @@ def _absolute(data: dict[str, str]) -> dict[str, str]:
         model: f"text:{Path(path).absolute()}" if name == "text" and path else data[model]
         for model, (name, _, path) in parts.items()
     }
+
+
+def _shares(slower: str) -> list[float]:
+    """0.01 and 0.05 of 1%,5%. Raises ValueError for one given twice, whose gates would count as the same condition's."""
+    shares = [fraction("slower", share) for share in slower.split(",")]
+    if len(set(shares)) < len(shares):
+        raise ValueError(f"--slower {slower}: give each slow-down once; --gates says how many gates it gets")
+    return shares
 
 
 def _self_test(question: "Question", out: Path, machine: dict[str, Any], gates: int, slower: list[float]) -> NoReturn:

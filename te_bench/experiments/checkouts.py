@@ -14,6 +14,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "te-bench-gate-"
+#: What git's hooks and its worktree-minded users set: it would have git look at another repository than the folder's.
+#: `git rev-parse --local-env-vars` lists them; those of its configuration stay, which may say that a folder is safe.
+_ELSEWHERE = (
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+    "GIT_COMMON_DIR",
+    "GIT_DIR",
+    "GIT_GRAFT_FILE",
+    "GIT_IMPLICIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_INTERNAL_SUPER_PREFIX",
+    "GIT_NAMESPACE",
+    "GIT_NO_REPLACE_OBJECTS",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_PREFIX",
+    "GIT_REPLACE_REF_BASE",
+    "GIT_SHALLOW_FILE",
+    "GIT_WORK_TREE",
+)
 #: Waits on its standard input, which this process holds open; then removes the folder, while dying processes write to it.
 _JANITOR = """
 import shutil, sys, time
@@ -84,12 +102,13 @@ def check_out(root: Path, commit: str, folder: Path) -> None:
 
 def _git(folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> str:
     """What git prints. Raises ValueError with its message."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     try:
         done = subprocess.run(
             ["git", "-c", "core.splitIndex=false", "-C", str(folder), *arguments],
             capture_output=True,
             text=True,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", **(environment or {})},
+            env={**inherited, "GIT_OPTIONAL_LOCKS": "0", **(environment or {})},
             check=False,
         )
     except FileNotFoundError:

@@ -8,6 +8,7 @@ has processes of one program run at speeds that differ by a factor of two.
 """
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -22,14 +23,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from te_bench.experiments import side
+from te_bench.experiments import origin, side
 from te_bench.experiments.spec import Record, Trial, canonical_json
 
 PROTOCOL = "turns"
-MOST_TURNS, FEWEST_TURNS = 12, 6  # of each side and timed call
+#: Of each side and timed call. 52 A/A pairs under a load of 5 have log-ratios of 1.3, 1.2, 1.1 and 1.2 % with 6, 8, 10 and
+#: 12 turns (rms, trimmed by a tenth, 2026-11-21); without a turn there is nearly a second of forking and building.
+MOST_TURNS, FEWEST_TURNS = 10, 6
 TURN_S, TIMED_S = 0.03, 0.6  # a turn lasts the first or one call; a side's turns the second, within the numbers above
 SHORTEST_S = 1e-7  # of a call: an empty one still has a time
 PAUSE_S = 0.002  # before a turn: threads of the other side may spin for so long after its last
+#: What sides share: it is imported once. With torch comes all but te_bench that `quick` needs.
+SHARED = ("torch", "torch._dynamo", "scipy.stats")
 START_S = 300.0  # for the imports of a revision
 _KILLED_S = 10.0  # a killed process has ended by then
 _ONE_THREAD = {
@@ -52,22 +57,43 @@ class Unrunnable(Exception):
         self.refused = refused
 
 
+class Origin:
+    """The process that sides are forked from, until it is closed, and they with it."""
+
+    def __init__(self, log: Path, *, device: str):
+        self.connection, theirs = socket.socketpair()
+        shared = [*SHARED, *(["torch._inductor"] if device == "cuda" else [])]
+        arguments = [str(theirs.fileno()), str(os.getpid()), str(log), *shared]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", origin.__file__, *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**(_ONE_THREAD if device == "cpu" else {}), **os.environ},  # what the user sets stands
+            )
+
+    def fork(self, root: Path) -> socket.socket:
+        """A new side's socket, closed where there is none."""
+        ours, theirs = socket.socketpair()
+        message = json.dumps({"root": str(root), "modules": ["te_bench.experiments.trial"]}).encode()
+        with theirs, contextlib.suppress(OSError):
+            socket.send_fds(self.connection, [message], [theirs.fileno()])
+        return ours
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
 class Side:
     """The process that forks one revision's trials, until it is closed."""
 
-    def __init__(self, name: str, root: Path, log: Path, *, device: str):
+    def __init__(self, name: str, root: Path, origin: Origin):
+        """Raises Unrunnable where it cannot be forked."""
         self.name, self.environment = name, ""
-        ours, theirs = socket.socketpair()
-        modules = ["te_bench.experiments.trial", *(["torch._inductor"] if device == "cuda" else [])]
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", side.__file__, str(theirs.fileno()), str(os.getpid()), str(log), *modules],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=_environment(root, device),
-                cwd=root,
-            )
-        self.lines = side.Lines(ours)
+        self.lines = side.Lines(origin.fork(root))
+        self.pid: int = self._next()["pid"]
 
     def started(self, root: Path) -> None:
         """Wait for its imports. Raises Unrunnable when they fail, or are another te_bench's."""
@@ -82,29 +108,29 @@ class Side:
 
     def answer(self) -> Any:
         """What it was asked for. Raises Unrunnable when the revision cannot tell."""
-        try:
-            found = self.lines.receive(START_S)
-        except EOFError:
-            raise Unrunnable(f"{self.name}: its process ended while it was asked") from None
-        except TimeoutError:
-            raise Unrunnable(f"{self.name}: no answer within {START_S:g} s") from None
+        found = self._next()
         if "error" in found:
             refused = found["error"].removeprefix("ValueError: ") if found.get("refused") else None
             raise Unrunnable(f"{self.name}: {found['error']}", refused)
         return found["answer"]
 
+    def _next(self) -> dict[str, Any]:
+        try:
+            return self.lines.receive(START_S)
+        except EOFError:
+            raise Unrunnable(f"{self.name}: its process ended while it was asked") from None
+        except TimeoutError:
+            raise Unrunnable(f"{self.name}: no answer within {START_S:g} s") from None
+
     def close(self) -> None:
+        """End it, and the trial that it runs, which holds the socket as well."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()  # should it not have become a group yet
-        self.process.wait()
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # which a timeout is
+            self.lines.connection.settimeout(_KILLED_S)
+            while self.lines.connection.recv(2**16):
+                pass
         self.lines.connection.close()
-
-
-def _environment(root: Path, device: str) -> dict[str, str]:
-    """The revision's files first on the path; what the user sets for threads and memory stands."""
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**(_ONE_THREAD if device == "cpu" else {}), **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @dataclass(slots=True)

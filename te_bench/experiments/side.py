@@ -1,19 +1,22 @@
 """One side of a live gate: a process that runs one revision's trials, a fork for each, and times them when it is told to.
 
-Run as a program by `pairs.Side`, with the revision's checkout on PYTHONPATH: this file is the gate's own, the same for
-both sides, and everything it imports from te_bench is the revision's. It may therefore rely only on what every revision
-has: spec.Trial, trial.run, plan.resolve and a `timing` whose functions take (call, device).
+Loaded by `origin`, with the revision's checkout first on the path: this file is the gate's own, the same for both sides,
+and everything it imports from te_bench is the revision's. It may therefore rely only on what every revision has:
+spec.Trial, trial.run, plan.resolve and a `timing` whose functions take (call, device).
 
-Talks in JSON lines over the socket whose number is its argument. It is asked {"ask": "plan" | "trial", ...}
-and answers with one line, but for a trial: there the fork says {"pid"}, then {"ready": NAME} whenever the workload wants to
-time a call, is told {"calls": n} or {"seconds": s} for each turn, or {"over": true}, and answers a turn with {"seconds":
-[...], "throttle": bits, "sm_clock_hz": lowest}; then {"result": what trial.run returned}. Once the fork is gone {"ended":
-SIGNAL or null} follows, whatever came before.
+Talks in JSON lines over a socket. It is asked {"ask": "plan" | "load" | "trial", ...} and answers with one line, but for a
+trial: there the fork says {"pid"}, then {"ready": NAME} whenever the workload wants to time a call, is told {"calls":
+n} or {"seconds": s} for each turn, or {"over": true}, and answers a turn with {"seconds": [...], "throttle": bits,
+"sm_clock_hz": lowest}; then {"result": what trial.run returned}. Once the fork is gone {"ended": SIGNAL or null}
+follows, whatever came before.
 """
 
+import contextlib
+import gc
 import itertools
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -21,10 +24,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 #: Calls before the first turn, by what the workload asked its clock for; a compiled step has been compiled by its check.
 WARM_UP = {"bench_py": 3, "quickstart": 5, "kernel": 10}
+ORPHANS_S = 5.0  # for what a trial left to end, once it is killed
+#: Bytes by which, at most, a fork's memory is moved: its side's memory lies as the code happens to have laid it, the same in
+#: every round, and what that costs (Mytkowicz et al. 2009, ASPLOS 14:265) is no change's doing.
+MOVED = 2**20
+NICE = -10  # of a process that is timed; BenchmarkDotNet too has its own run at a high priority
 EVENTS = 10  # pairs of CUDA events that are recorded before the device is waited for, where the L2 is flushed
 
 
@@ -64,6 +72,7 @@ class Lines:
 
 def serve(lines: Lines) -> None:
     """Answer until the gate is gone."""
+    answers: dict[str, Callable[..., object]] = {"plan": _plan, "load": _load}
     while True:
         try:
             message = lines.receive()
@@ -76,22 +85,20 @@ def serve(lines: Lines) -> None:
             _fork(lines, message)
             continue
         try:
-            lines.send(answer=_plan(**message))
+            lines.send(answer=answers[ask](**message))
         except Exception as error:  # the revision's own: it may be broken, which is what the gate is to tell
             lines.send(error=f"{type(error).__name__}: {error}", refused=isinstance(error, ValueError))
 
 
 def _plan(suite: str, only: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    from te_bench import plugins
-    from te_bench.experiments import plan, workloads
+    from te_bench.experiments import plan
     from te_bench.experiments.spec import Options
 
     known = Options.__dataclass_fields__
     paths = {"cache": Path(options["cache"])} if options.get("cache") else {}
     given = {name: value for name, value in {**options, **paths}.items() if name in known}
     experiment = plan.resolve(suite, Options(**given), only=only)
-    for workload in {trial.workload for trial in experiment.trials}:  # once, for all forks
-        plugins.load(workloads.__name__, workload, "run")
+    _load(sorted({trial.workload for trial in experiment.trials}))
     return {
         "title": experiment.title,
         "baseline": experiment.baseline,
@@ -99,29 +106,85 @@ def _plan(suite: str, only: str | None, options: dict[str, Any]) -> dict[str, An
     }
 
 
+def _load(workloads: list[str]) -> None:
+    """Import them, once for all forks of a round."""
+    from te_bench import plugins
+    from te_bench.experiments import workloads as package
+
+    for workload in workloads:
+        plugins.load(package.__name__, workload, "run")
+
+
 def _fork(lines: Lines, message: dict[str, Any]) -> None:
-    """Run a trial in a fork; say how it ended. Whatever the trial started itself ends with it, or with this process."""
+    """Run a trial in a fork; say how it ended. Between it and this process is a warden, so that nothing it starts stays."""
+    gc.collect()
+    gc.freeze()  # else each fork's collector would walk through all that was imported, copying the pages, while it is timed
     ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.setsid()  # a process group of its own
+    warden = os.fork()
+    if warden == 0:
         os.close(theirs)
-        if os.fork() == 0:  # the watcher: reads until nobody holds the other end
-            os.read(ours, 1)
-            os.killpg(0, signal.SIGKILL)
-        os.close(ours)
-        try:
-            _trial(lines, **message)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)  # no teardown: freeing a GPU's memory one tensor at a time takes longer than ending the process
+        _ward(lines, message, ours)
     os.close(ours)
-    _, status = os.waitpid(child, 0)
+    _, status = os.waitpid(warden, 0)
     os.close(theirs)
-    lines.send(ended=signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else None)
+    number = abs(os.waitstatus_to_exitcode(status))
+    lines.send(ended=signal.Signals(number).name if number else None)
+
+
+def _ward(lines: Lines, message: dict[str, Any], side: int) -> NoReturn:
+    """Fork the trial; once it has ended, or `side` has no other end, end all that it left. Exits with the trial's signal."""
+    os.setsid()
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what loses its parent becomes this process's child
+    trial = os.fork()
+    if trial == 0:
+        _in_fork(lines, message, side)
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    ended, status = os.waitpid(trial, os.WNOHANG)
+    while not ended and side not in select.select([side, woken], [], [])[0]:
+        os.read(woken, 2**10)
+        ended, status = os.waitpid(trial, os.WNOHANG)
+    if not ended:
+        os.kill(trial, signal.SIGKILL)  # it may not have become a group yet
+        _, status = os.waitpid(trial, 0)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(trial, signal.SIGKILL)
+    _end_children()
+    os._exit(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0)
+
+
+def _in_fork(lines: Lines, message: dict[str, Any], side: int) -> NoReturn:
+    os.setsid()  # a process group of its own
+    os.close(side)
+    try:
+        _trial(lines, **message)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # no teardown: freeing a GPU's memory one tensor at a time takes longer than ending the process
+
+
+def _end_children() -> None:
+    """Kill this process's children until it has none: a killed one's own become its children."""
+    until = time.monotonic() + ORPHANS_S
+    while time.monotonic() < until:
+        try:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not ended:
+            for stat in Path("/proc").glob("[0-9]*/stat"):
+                with contextlib.suppress(OSError):
+                    if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():  # its parent, proc(5)
+                        os.kill(int(stat.parent.name), signal.SIGKILL)
+            time.sleep(1e-3)
 
 
 def _trial(
@@ -135,11 +198,23 @@ def _trial(
     from te_bench.experiments.spec import Trial
 
     lines.send(pid=os.getpid())
+    if trial["protocol"] in WARM_UP:
+        _first_in_line()
     for name, calls in WARM_UP.items():
         setattr(timing, name, _in_turns(lines, name, calls, fault))
     asked: dict[str, Any] = {"cache": Path(cache) if cache else None, "check": check}
     context = Context(**{name: value for name, value in asked.items() if name in Context.__dataclass_fields__})
+    moved = bytearray(int.from_bytes(os.urandom(4)) % MOVED)
     lines.send(result=runs.run(Trial.from_json(trial), context))
+    del moved
+
+
+def _first_in_line() -> None:
+    """Have this session's processes run before others, where that is permitted: they are disturbed less, and done sooner."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    with contextlib.suppress(OSError):  # sched(7): where Linux groups processes by session, that is the group's
+        Path("/proc/self/autogroup").write_text(str(NICE))
 
 
 def _in_turns(
@@ -306,40 +381,3 @@ def _clocks(device: str) -> tuple[int, float | None]:
         )
     except pynvml.NVMLError:
         return 0, None
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends, by whatever. Linux only; elsewhere the socket's end tells it."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before that
-        os._exit(1)
-
-
-def main() -> None:
-    """side.py SOCKET PARENT LOG [MODULE ...]: import the modules, then serve."""
-    number, parent, log, *modules = sys.argv[1:]
-    _end_with(int(parent))
-    os.setsid()  # Ctrl-C is the gate's to handle
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    # Importing torch's compiler asks whether there is a GPU: by the management library, or CUDA would not survive the fork.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    lines = Lines(socket.socket(fileno=int(number)))
-    try:
-        for module in modules:
-            __import__(module)
-    except Exception as error:  # a revision that cannot be imported
-        lines.send(error=f"{type(error).__name__}: {error}")
-        return
-    import te_bench
-
-    lines.send(answer=te_bench.__file__)
-    serve(lines)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from typing import Any
 import te_bench
 from te_bench.experiments import checkouts, rounds
 from te_bench.experiments.pairs import Unrunnable
-from te_bench.experiments.rounds import Planned, Revision, Settings
+from te_bench.experiments.rounds import Planned, Processes, Settings
 from te_bench.experiments.spec import Record
 from te_bench.experiments.store import Store
 from te_bench.reports import gate_output
@@ -29,10 +29,9 @@ from te_bench.reports.rows import TIMED, printable
 
 SIDES = ("base", "head")
 QUESTION, ANSWER = "question.json", "gate.json"
-#: Pairs at which a gate is judged, if it gets so far; the last look is where its time ends. More would need a longer list:
-#: what each look may claim shrinks with their number.
+#: Pairs at which a gate is judged, if it gets so far; the last look is where its time ends (`looks_until`). More would need
+#: a longer list: what each look may claim shrinks with their number.
 LOOKS = (6, 9, 13, 18, 25)
-SPARE = 1.08  # of the time of a round: rounds are not all alike
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +50,6 @@ class Question:
     mde: float | None = None
     budget_s: float | None = None
     most: int | None = None  # rounds; None: to the last of LOOKS
-    whole: bool = False  # every trial in every round, decided or not: for who learns from the ratios
     limits: Sequence[Limit] = ()
     timeout_s: float = 900.0
     cache: Path | None = None
@@ -84,7 +82,8 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
             for name, commit, store in zip(SIDES, commits, stores, strict=True):
                 root = _files(question.repository, commit, folder / name)
                 revisions.append(rounds.revision(name, commit, root, store, machine))
-            gate = _rounds(question, directory, revisions, known, started, say)
+            processes = stack.enter_context(rounds.processes(revisions, _settings(question, directory)))
+            gate = _rounds(question, directory, processes, known, started, say)
         except Unrunnable as error:
             gate = _failed(question, commits, str(error))
     _write(directory / ANSWER, gate_output.to_json(gate))
@@ -94,30 +93,32 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
 def _rounds(
     question: Question,
     directory: Path,
-    revisions: Sequence[Revision],
+    processes: Processes,
     known: Mapping[str, Any],
     started: float,
     say: Callable[[str], None],
 ) -> Gate:
-    settings = _settings(question, directory)
-    commits = tuple(one.commit for one in revisions)
+    commits = tuple(one.commit for one in processes.revisions)
     looks = tuple(known["looks"] or ())
     until = None if question.budget_s is None else started + question.budget_s
     number, wanted, longest = 0, None, 0.0
     while True:
         begin = time.monotonic()
         say(_round(number, wanted, looks))
-        planned = rounds.run(number, revisions, settings, wanted=_wanted(number, wanted), told=_told(say), until=until)
+        planned = rounds.run(number, processes, wanted=_wanted(number, wanted), told=_told(say), until=until)
         number += 1
         took = time.monotonic() - begin
         if number == 2 and not looks:
             left = None if question.budget_s is None else question.budget_s - (time.monotonic() - started)
-            looks = looks_within(number, took * SPARE, left, question.most)
+            looks = looks_within(number, took, left, question.most)
             _write(directory / QUESTION, {**known, "looks": looks})
         gate = _judged(question, directory, commits, looks)
-        wanted = _undecided(gate, planned, whole=question.whole)
+        wanted = _undecided(gate, planned)
         longest = 0.0 if number == 1 else max(took, longest)  # the first is longer than any: it runs every trial
         late = until is not None and time.monotonic() + longest > until
+        if wanted and late:
+            looks = looks_until(number, looks or LOOKS)
+            gate = _judged(question, directory, commits, looks)
         if not wanted or late or number == (question.most or (looks or LOOKS)[-1]):
             return gate
 
@@ -157,6 +158,15 @@ def looks_within(done: int, round_s: float, left_s: float | None, most: int | No
     most = LOOKS[-1] if most is None else most
     most = max(most if left_s is None else min(most, done + int(left_s / round_s)), FEWEST)
     return (*(look for look in LOOKS if look < most - 1), most)
+
+
+def looks_until(number: int, looks: tuple[int, ...]) -> tuple[int, ...]:
+    """The looks of a gate whose time ends after so many rounds: the last is there, if that is enough to claim anything.
+
+    As if it had been planned so: the clock does not know the ratios. What was claimed before stays claimed, for the levels
+    of the looks rise when fewer pairs are to come.
+    """
+    return looks if not FEWEST <= number < looks[-1] else (*(look for look in looks if look < number), number)
 
 
 def _asked(question: Question, commits: tuple[str, ...]) -> dict[str, Any]:
@@ -217,12 +227,11 @@ def _called(question: Question, commits: tuple[str, ...]) -> tuple[str, str]:
     return base, head
 
 
-def _undecided(gate: Gate, planned: Planned, *, whole: bool) -> list[str]:
+def _undecided(gate: Gate, planned: Planned) -> list[str]:
     """The cells with a timed sample that is still to be decided."""
     if gate.decision is None:
         return []
-    names = gate.ratios if whole else gate.decision.more
-    more = {name.removesuffix(suffix) for name in names for suffix in TIMED.values()}
+    more = {name.removesuffix(suffix) for name in gate.decision.more for suffix in TIMED.values()}
     return [cell for cell in planned.common if gate.cells.get(cell) in more]
 
 

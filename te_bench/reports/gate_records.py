@@ -283,7 +283,9 @@ def process_s(seconds: Sequence[float], device: str) -> float | None:
     """What a process counts by: the median of its samples, on a CPU their lowest tenth's quantile; None without any.
 
     Whatever else runs on a shared CPU only ever adds time, and not evenly: 48 A/A pairs of `quick`, in turns on two busy
-    cores, have log-ratios of 5.2 % rms by medians, 2.7 % by minima and 2.0 % by this quantile (2026-11-21).
+    cores, have log-ratios of 5.2 % rms by medians, 2.7 % by minima and 2.0 % by this quantile. Nor do the turns' own ratios
+    serve, though what drifts cancels in them: 127 pairs, trimmed by a tenth, have 1.8 % by their median and 1.2 % by this
+    quantile (2026-11-21).
     """
     if not seconds or device != "cpu":
         return median(seconds)

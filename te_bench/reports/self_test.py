@@ -7,8 +7,9 @@ its answer is a line of DIR/self-test.jsonl, so a long self-test is gone on with
 import contextlib
 import json
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class Rate:
     undecided: int  # exit code 3
     longest_s: float
     pairs: float  # a trial, on average
-    redrawn: float | None = None  # share with a REGRESSION of REDRAWN gates made of these gates' rounds
+    redrawn: float | None = None  # share with a REGRESSION of REDRAWN gates made of these gates' pairs
 
 
 def conditions(slower: Sequence[float]) -> list[Condition]:
@@ -126,7 +127,7 @@ def _rates(answers: Sequence[Mapping[str, Any]], asked: Sequence[Condition], mar
 def _planted(question: Question, condition: Condition) -> Question:
     faults = {"head": condition.fault} if condition.fault else None
     only = question.faulty if condition.rounds == 1 else question.only
-    return replace(question, faults=faults, only=only, most=condition.rounds, whole=True)
+    return replace(question, faults=faults, only=only, most=condition.rounds)
 
 
 def _victim(question: Question) -> str:
@@ -202,30 +203,28 @@ def rate(condition: Condition, answers: Sequence[Mapping[str, Any]], margin: flo
 
 
 def redrawn(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float, gates: int = REDRAWN) -> float | None:
-    """What share of gates finds a REGRESSION whose rounds are drawn, with replacement, from all of these answers' rounds.
+    """What share of gates finds a REGRESSION whose ratios are drawn, with replacement, from all that a trial has in these.
 
     More gates than there is time to run, though of the same pairs: the share has no interval. A gate has as many pairs as
-    the longest of the answers, and looks where such a gate does. None with fewer rounds than two gates have.
+    most of the answers have of the trial that was undecided for longest, and looks where such a gate does. A trial of which
+    many pairs were made, because they were noisy, is drawn by them. None of fewer than two gates.
     """
-    rounds = [dict(zip(answer["trials"], ratios, strict=True)) for answer in answers for ratios in _rounds(answer)]
-    pairs = max((len(list(_rounds(answer))) for answer in answers), default=0)
-    if len(rounds) < 2 * pairs or pairs < FEWEST:
+    known: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, trial in answer["trials"].items():
+            known.setdefault(name, []).extend(ratio for ratio in trial["ratios"] if ratio is not None)
+    longest = [max(trial["pairs"] for trial in answer["trials"].values()) for answer in answers if answer["trials"]]
+    pairs = statistics.median_high(longest) if longest else 0
+    if len(longest) < 2 or pairs < FEWEST or not all(known.values()):
         return None
-    names = [name for name in rounds[0] if all(name in one for one in rounds)]
     looks = gate_live.looks_within(pairs, 1.0, 0.0, pairs)
     generator = np.random.default_rng(0)
     found = 0
     for _ in range(gates):
-        drawn = [rounds[i] for i in generator.integers(len(rounds), size=pairs)]
-        decision = decide({n: [one[n] for one in drawn] for n in names}, margin=margin, alpha=alpha, looks=looks)
+        drawn = {name: generator.choice(ratios, size=pairs).tolist() for name, ratios in known.items()}
+        decision = decide(drawn, margin=margin, alpha=alpha, looks=looks)
         found += any(one.verdict is Verdict.REGRESSION for one in decision.judgements)
     return found / gates
-
-
-def _rounds(answer: Mapping[str, Any]) -> Iterator[tuple[float, ...]]:
-    """The ratios of each round in which every trial of a gate has one."""
-    series = [trial["ratios"] for trial in answer["trials"].values()]
-    return (values for values in zip(*series, strict=False) if None not in values)
 
 
 def interval(k: int, n: int) -> tuple[float, float]:
@@ -258,7 +257,7 @@ def table(rates: Sequence[Rate]) -> Table:
     ]
     note = (
         "Alarms: gates with exit code 1, of a crash 4; of unchanged code they are false. Interval: exact, 95 %. Redrawn: "
-        f"of {REDRAWN} gates whose rounds are drawn from all of these. Undecided: exit code 3. Pairs: a trial, on average."
+        f"of {REDRAWN} gates whose ratios are drawn from all of these. Undecided: exit code 3. Pairs: a trial, on average."
     )
     columns = ("Planted", "Alarms", "Interval", "Redrawn", "Undecided", "Pairs", "Longest, s")
     found = table_of("self-test", "Self-test", columns, rows, note)

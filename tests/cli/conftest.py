@@ -1,10 +1,17 @@
 """te-bench as a fixture. Tests of the command line simulate convergence runs as those of the reports do."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from gates import QUICK
 from in_process import Command
+from revisions import Repository
+
+from te_bench.experiments import pairs
+from te_bench.reports import gate_live
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "reports"))  # journals.py and convergence.py
 
@@ -13,3 +20,30 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "reports"))  # journal
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     monkeypatch.chdir(tmp_path)
     return Command(monkeypatch, capsys)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    return Repository(tmp_path / "repository")
+
+
+@pytest.fixture
+def gate(
+    command: Command, repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """gate("--head", ...) from inside the repository, in rounds of a tenth of a second."""
+    monkeypatch.chdir(repository.root)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    for name, value in QUICK.items():
+        monkeypatch.setattr(pairs, name, value)
+    monkeypatch.setattr(gate_live, "LOOKS", (5,))
+    out = tmp_path / "out"
+
+    def run(base: str, *arguments: object, margin: str = "100%") -> Any:
+        done = command("gate", "--base", base, "--device", "cpu", "--out", out, "--margin", margin, *arguments)
+        assert not list((tmp_path / "tmp").iterdir())
+        return done
+
+    return run

@@ -42,6 +42,12 @@ def test_paths_are_whole_for_revisions_work_in_folders_of_their_own(
     assert question.options["data"] == {"": f"text:{tmp_path}/a.txt", "gpt2": "text:/b.txt", "tiny": "stdlib"}
 
 
+@pytest.mark.parametrize("slower", ["1%,1%", "10%,5%,10.0 %"])
+def test_a_slow_down_is_planted_once(command: Command, slower: str) -> None:
+    done = command("gate", "--self-test", "--device", "cpu", "--slower", slower)
+    assert (done.code, f"--slower {slower}: give each slow-down once" in done.err) == (2, True)
+
+
 def test_a_budget_is_minutes_unless_it_says_otherwise() -> None:
     assert [minutes(said) for said in ("10", "0.5", "90s", "2h", " 3m ")] == [600, 30, 90, 7200, 180]
     for said in ("0", "soon", "-1", "nan", "10d"):

@@ -71,6 +71,19 @@ def test_waits_for_its_own_threads_count() -> None:
     assert sum(seconds) <= wall
 
 
+def test_who_may_not_go_before_others_is_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def setpriority(*arguments: int) -> None:
+        asked.append(arguments)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", setpriority)
+    monkeypatch.setattr(side, "NICE", 0)  # which the group of this session has
+    side._first_in_line()
+    assert asked == [(os.PRIO_PROCESS, 0, 0)]
+
+
 def test_sleeping_counts_and_calls_come_in_order() -> None:
     naps = itertools.cycle([0.01, 0.03])
     seconds = side._cpu_block(lambda: time.sleep(next(naps)))(4)

@@ -50,15 +50,21 @@ def test_redrawn_gates_find_what_is_there_and_nothing_else() -> None:
     asked = {"margin": 0.02, "alpha": 0.05, "gates": 60}
     assert redrawn(answers(noisy(1.0, 5)), **asked) == 0
     assert redrawn(answers(noisy(1.10, 5)), **asked) == 1
-    assert 0 < redrawn(answers(noisy(1.034, 5)), **asked) < 1
+    assert 0 < redrawn(answers(noisy(1.03, 5)), **asked) < 1
     assert redrawn(answers(noisy(1.0, 1)), **asked) is None  # a gate drawn from one gate is that gate
     assert redrawn([], **asked) is None
 
 
-def test_a_round_that_lacks_a_ratio_is_not_drawn() -> None:
+def test_a_trial_that_was_decided_early_is_drawn_by_the_ratios_that_it_has() -> None:
+    """Two trials of other pairs: the slow one is set aside once and undecided for longer."""
     found = answers(noisy(1.10, 3))
-    found[0]["trials"]["a"] = {"ratios": [None, *found[0]["trials"]["a"]["ratios"][1:]], "pairs": 8}
+    for answer in found:
+        answer["trials"]["a"] = {"ratios": [None, *answer["trials"]["a"]["ratios"][1:]], "pairs": 8}
+        answer["trials"]["b"] = {"ratios": [1.0, 1.01, 0.99, 1.0, 1.01], "pairs": 5}
     assert redrawn(found, margin=0.02, alpha=0.05, gates=5) == 1
+    for answer in found:
+        answer["trials"]["a"]["ratios"] = [ratio and ratio / 1.10 for ratio in answer["trials"]["a"]["ratios"]]
+    assert redrawn(found, margin=0.02, alpha=0.05, gates=20) == 0
 
 
 def test_a_rate_counts_the_code_that_its_condition_expects() -> None:

@@ -1,0 +1,144 @@
+"""The rounds of te-bench gate --base: who takes turns with whom, what runs beside, and at which pairs it is judged."""
+
+import json
+import time
+from collections.abc import Callable
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gates import FAST, outcomes
+from revisions import FILES, Repository
+
+from te_bench.experiments import pairs
+from te_bench.experiments.store import load
+from te_bench.reports import gate_live
+
+
+@pytest.mark.parametrize(("name", "together"), [("untimed", False), ("training-budget", False), ("training", True)])
+def test_untimed_trials_run_one_after_the_other_but_trainings_of_so_many_steps(
+    gate: Callable[..., Any], repository: Repository, tmp_path: Path, name: str, together: bool
+) -> None:
+    base = repository.commit({"a": FAST, name: 0})
+    sleeps = f"    if name == '{name}':\n        time.sleep(0.3)\n    timed ="
+    head = repository.commit(
+        {"a": FAST, name: 0}, experiments__trial=FILES["experiments/trial.py"].replace("    timed =", sleeps)
+    )
+    assert base != head
+    assert gate(head, "--head", head).code == 0
+    begun = [
+        datetime.fromisoformat(record.started_at)
+        for side in ("base", "head")
+        for record in load(tmp_path / "out" / side).records.values()
+        if record.trial.problem["model"] == name
+    ]
+    assert len(begun) == 2
+    assert (abs(begun[1] - begun[0]).total_seconds() < 0.29) == together
+
+
+def test_a_training_beside_does_not_hold_up_a_gate_that_ends(
+    gate: Callable[..., Any], repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise ValueError("the disk is full")
+
+    base = repository.commit({"a": FAST, "training": "hangs"})
+    monkeypatch.setattr("te_bench.experiments.store.Store.add", full)
+    begin = time.monotonic()
+    done = gate(base)
+    assert (done.code, "the disk is full" in done.err, time.monotonic() - begin < 30) == (2, True, True)
+
+
+def test_a_side_that_was_killed_is_replaced_with_the_next_round(
+    gate: Callable[..., Any], repository: Repository, tmp_path: Path
+) -> None:
+    """By a trial of the second round, whose parent is its warden, and that one's parent the side."""
+    kills = (
+        "    if trial.seed == 1 and '/head/' in __file__:\n"
+        "        side = open(f'/proc/{{os.getppid()}}/stat').read().rpartition(')')[2].split()[1]\n"
+        "        os.kill(int(side), signal.SIGKILL)\n"
+        "        time.sleep(60)\n    timed ="
+    )
+    base = repository.commit({"a": FAST, "b": FAST})
+    repository.commit(
+        {"a": FAST, "b": FAST}, experiments__trial=FILES["experiments/trial.py"].replace("    timed =", kills)
+    )
+    assert gate(base).code == 4
+    found = outcomes(tmp_path / "out")
+    assert {name for name, outcome in found if outcome == "crashed"} == {"a", "b"}
+    assert [found[name, "ok"] for name in "ab"] == [4, 4]
+
+
+def test_the_two_take_turns_and_another_begins_each_round(
+    gate: Callable[..., Any], repository: Repository, tmp_path: Path
+) -> None:
+    notes = tmp_path / "notes"
+    base = repository.commit({"a": FAST}, notes=notes)
+    gate(base)
+    calls: dict[str, list[tuple[str, int]]] = {}  # {round: (whose, how many) calls follow each other}
+    for who, seed in (line.split() for line in notes.read_text().splitlines()):
+        found = calls.setdefault(seed, [])
+        found.append((who, found.pop()[1] + 1 if found and found[-1][0] == who else 1))
+    for seed, found in calls.items():
+        first, second = ("base", "head") if int(seed) % 2 == 0 else ("head", "base")
+        *_, (_, turn) = found
+        # A B (how long is a call?), then A B, B A, A B, B A, A B, B A
+        assert [who for who, _ in found[-9:]] == [first, second] * 4 + [first]
+        assert [number for _, number in found[-6:]] == [2 * turn] * 5 + [turn]
+
+
+@pytest.mark.parametrize("trials", ["ab", "abc"])
+def test_another_begins_each_round_of_each_trial(
+    gate: Callable[..., Any], repository: Repository, monkeypatch: pytest.MonkeyPatch, trials: str
+) -> None:
+    began: dict[str, list[str]] = {}
+    run = pairs.run
+
+    def noted(sides: Any, asked: Any, **options: Any) -> Any:
+        began.setdefault(asked["head"]["problem"]["model"], []).append(sides[0].name)
+        return run(sides, asked, **options)
+
+    monkeypatch.setattr(pairs, "run", noted)
+    gate(repository.commit(dict.fromkeys(trials, FAST)))
+    assert [one[0] for one in began.values()] == (["base", "head"] * 2)[: len(trials)]
+    assert all(a != b for one in began.values() for a, b in pairwise(one))
+
+
+def test_looks_are_those_that_the_time_allows() -> None:
+    looks = gate_live.LOOKS
+    assert gate_live.looks_within(2, 10, None) == looks
+    assert gate_live.looks_within(2, 10, 1000) == looks
+    assert gate_live.looks_within(2, 10, 80) == (6, 10)  # none just before the last, where alpha would be thrown away
+    assert gate_live.looks_within(2, 10, 41) == (6,)
+    assert gate_live.looks_within(2, 10, 0) == (5,)  # fewer pairs claim nothing: such a gate ends undecided
+    assert gate_live.looks_within(2, 10, None, most=7) == (7,)
+
+
+def test_a_gate_whose_time_ends_before_its_last_look_is_judged_there() -> None:
+    assert gate_live.looks_until(9, (6, 10)) == (6, 9)
+    assert gate_live.looks_until(6, (6, 10)) == (6,)
+    assert gate_live.looks_until(10, (6, 10)) == (6, 10)
+    assert gate_live.looks_until(4, (6, 10)) == (6, 10)  # which it does not reach: nothing is claimed
+
+
+def test_every_pair_counts_when_time_ends(
+    gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = gate_live.rounds.run
+    numbers: list[int] = []
+
+    def run(number: int, *arguments: Any, **options: Any) -> Any:
+        numbers.append(number)
+        return rounds(number, *arguments, **options)
+
+    now = time.monotonic
+    clock = SimpleNamespace(monotonic=lambda: now() + (1e6 if len(numbers) == 7 else 0.0))
+    monkeypatch.setattr(gate_live.rounds, "run", run)
+    monkeypatch.setattr(gate_live, "time", clock)
+    monkeypatch.setattr(gate_live, "LOOKS", (5, 30))
+    gate(repository.commit({"a": FAST}), "--budget", 1000, margin="0.0001%")
+    [trial] = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]
+    assert (trial["pairs"], numbers) == (7, [*range(7)])
