@@ -377,6 +377,10 @@ FLASH_LIMITS = [
         ("flash4", {"dropout": 0.1}, "dropout 0.1"),
         ("flash4", {"mask": True}, "mask"),
         ("flash4", {"kv_length": 9}, "1024 queries and 9 keys"),
+        ("triton", {"capability": (7, 5)}, "7.5 < 8.0"),
+        ("triton", {"dtype": "fp64"}, "dtype fp64"),
+        ("triton", {"head_dim": 264}, "head_dim 264 > 256"),
+        ("triton", {"v_head_dim": 264}, "head_dim 264 > 256"),
         *[(name, changes, reason) for name in ("flash", "cudnn") for changes, reason in FLASH_LIMITS],
     ],
 )
@@ -444,6 +448,12 @@ SEEN = {
         "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_at__tensorptr",
         "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensorptrf16gmemalign",
     ],
+    "triton": [
+        "attention_forward_kernel",
+        "attention_delta_kernel",
+        "attention_backward_rows_kernel",
+        "attention_backward_keys_kernel",
+    ],
     "flex": ["triton_tem_fused_flex_attention_0", "triton_tem_fused_flex_attention_backward_zeros_1"],
     "manual": [],
     "math": [],
@@ -476,7 +486,7 @@ def test_a_backend_is_known_by_its_kernels_and_by_no_others(asked: str, ran: str
 
 def test_a_kernel_of_another_backend_beside_its_own_is_noticed() -> None:
     for asked in SEEN:
-        for other in ("flash", "flash4", "cudnn", "mem_efficient", "flex"):
+        for other in ("flash", "flash4", "cudnn", "mem_efficient", "flex", "triton"):
             seen = [*GEMM, *SEEN[asked], *SEEN[other][:1], *([OPERATOR[asked]] if asked in OPERATOR else [])]
             assert (attention.wrong_kernel(asked, "cuda", seen, eager=True) is None) == (asked == other)
 

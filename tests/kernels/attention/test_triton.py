@@ -1,0 +1,403 @@
+"""Our Triton attention beyond the contract: windows, dropout, logarithms of sums, layouts, odd sizes, operators."""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton as triton_package
+from test_contract import a_problem, by_definition, gradients, largest
+from torch import Tensor
+
+from te_bench.kernels import attention
+from te_bench.kernels.attention import _autograd, _backward_kernels, _kernels
+from te_bench.kernels.attention import triton as ours
+from te_bench.kernels.attention._kernels import Extent, Tile
+
+INTERPRETED = triton_package.knobs.runtime.interpret
+#: Where the kernels run: in the interpreter, in float32, or on the GPU.
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+#: Relative to the largest element: float32's sums of some dozen terms; bf16's weights and outputs rounded.
+TOLERANCE = {"cpu": 2e-6, "cuda": 2e-2}
+
+
+def drawn(device: str, *sizes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+
+
+def masked(hidden: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Attention by definition, of weights that are 0 where hidden, and rows of zeros where all are."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = (q @ k.mT / math.sqrt(q.shape[3])).masked_fill(hidden, -math.inf)
+        top = scores.amax(-1, keepdim=True).clamp(min=-1e300).detach()
+        weights = (scores - top).exp()
+        return weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) @ v
+
+    return forward
+
+
+def assert_close(got: list[Tensor], exact: list[Tensor], device: str) -> None:
+    for name, value, truth in zip(("out", "dq", "dk", "dv"), got, exact, strict=True):
+        assert largest(value.double() - truth) <= TOLERANCE[device] * max(1.0, largest(truth)), name
+
+
+def band(rows: int, keys: int, left: int, right: int) -> Tensor:
+    """What a window hides."""
+    ahead = torch.arange(keys) - torch.arange(rows)[:, None]
+    hidden = torch.zeros(rows, keys, dtype=torch.bool)
+    hidden |= ahead > right if right >= 0 else False
+    return hidden | (ahead < -left if left >= 0 else torch.zeros_like(hidden))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [(0, 0), (5, 3), (70, 0), (40, -1), (-1, 9), (200, 200)], ids=str)
+@pytest.mark.parametrize(("rows", "keys"), [(150, 150), (70, 130), (130, 40)])
+def test_windows(rows: int, keys: int, window: tuple[int, int], device: str) -> None:
+    """Row i sees keys i - left to i + right; rows far beyond the last key see none."""
+    tensors = drawn(device, (1, 2, rows, 16), (1, 1, keys, 16), (1, 1, keys, 16), (1, 2, rows, 16))
+    got = gradients(lambda q, k, v: ours.attention(q, k, v, scale=0.25, window=window)[0], tensors)
+    hidden = band(rows, keys, *window).to(device)
+    assert_close(got, gradients(masked(hidden), tensors, torch.float64), device)
+    assert not got[0].transpose(1, 2)[:, hidden.all(-1)].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_window_a_causal_mask_and_a_mask_hide_together(device: str) -> None:
+    tensors = drawn(device, *[(2, 2, 90, 16)] * 4)
+    mask = torch.rand(2, 1, 90, 90, generator=torch.Generator().manual_seed(1)) < 0.3
+    mask[:, :, 17] = True
+    hidden = (mask | band(90, 90, 30, 0)).to(device)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ours.attention(q, k, v, causal=True, scale=0.25, window=(30, -1), mask=mask.to(device))[0]
+
+    got = gradients(forward, tensors)
+    assert_close(got, gradients(masked(hidden), tensors, torch.float64), device)
+    assert not got[0][:, :, 17].any()
+    assert not got[1][:, :, 17].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_logarithm_of_each_rows_sum(device: str) -> None:
+    q, k, v = drawn(device, (2, 2, 70, 32), (2, 2, 90, 32), (2, 2, 90, 32))
+    mask = torch.zeros(70, 90, dtype=torch.bool, device=device)
+    mask[3] = True
+    out, lse = ours.attention(q, k, v, scale=0.3, mask=mask)
+    exact = (0.3 * q.double() @ k.double().mT).masked_fill(mask, -math.inf).logsumexp(-1)
+    assert lse.dtype is torch.float32
+    assert (lse[:, :, 3] == -math.inf).all()
+    assert not out[:, :, 3].any()
+    live = [i for i in range(70) if i != 3]
+    torch.testing.assert_close(lse[:, :, live].double(), exact[:, :, live], rtol=1e-5, atol=1e-5)
+
+
+# Dropout
+
+
+def weights_of(seed: Tensor, dropout: float, rows: int, keys: int, tile: Tile | None = None) -> Tensor:
+    """(2, 2, rows, keys): what dropout leaves of equal weights, times keys: 0 or 1 / (1 - dropout)."""
+    q = torch.zeros(2, 2, rows, 16, device=seed.device)
+    v = torch.eye(keys, device=seed.device).expand(2, 2, keys, keys)
+    dtype = torch.float32 if seed.device.type == "cpu" else torch.float16
+    k = torch.zeros(2, 2, keys, 16, device=seed.device)
+    out, _ = _kernels.forward(
+        q.to(dtype), k.to(dtype), v.to(dtype).contiguous(), Extent(-1, -1, None), 1.0, dropout, seed, tile
+    )
+    return out.float() * keys
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout_depends_on_the_seed_and_the_place_and_on_nothing_else(device: str) -> None:
+    seed = torch.tensor([12345678901234, 77], device=device)
+    usual = weights_of(seed, 0.25, 64, 64)
+    values = usual.unique()
+    assert values.numel() == 2
+    torch.testing.assert_close(values, torch.tensor([0.0, 4 / 3], device=device), rtol=1e-3, atol=0)
+    rate = (usual == 0).float().mean().item()
+    assert abs(rate - 0.25) < 4 * math.sqrt(0.25 * 0.75 / usual.numel())
+    assert torch.equal(usual, weights_of(seed, 0.25, 64, 64, Tile(32, 16, 4, 1)))
+    dropped = usual == 0
+    others = [
+        weights_of(torch.tensor(pair, device=device), 0.25, 64, 64) == 0 for pair in ((12345678901234, 78), (5, 77))
+    ]
+    heads = [
+        dropped[0, 0],
+        dropped[0, 1],
+        dropped[1, 0],
+        dropped[1, 1],
+        dropped[0, 0].mT,
+        others[0][0, 0],
+        others[1][0, 0],
+    ]
+    for a, b in itertools.combinations(heads, 2):  # independent: they differ in 2 p (1 - p) of the places
+        assert abs((a != b).float().mean().item() - 0.375) < 0.05
+    for shift in (1, 2, 4, 8, 16, 32):
+        for dim in (2, 3):
+            assert abs((dropped != dropped.roll(shift, dim)).float().mean().item() - 0.375) < 0.02
+    assert not weights_of(seed, 1.0, 16, 16).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_backward_pass_drops_what_the_forward_pass_dropped(deterministic: bool, device: str) -> None:
+    """Against autograd through float64 weights times the mask that the kernel made."""
+    seed = torch.tensor([99, 1 << 40], device=device)
+    rows, keys, scale = 80, 96, 0.25
+    tensors = drawn(device, (2, 2, rows, 64), (2, 2, keys, 64), (2, 2, keys, 64), (2, 2, rows, 64))
+    stays = weights_of(seed, 0.3, rows, keys).double()
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((scale * q @ k.mT).softmax(-1) * stays) @ v
+
+    settings = -1, -1, scale, 0.3
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _autograd._Attention.apply(q, k, v, None, seed, settings, deterministic)[0]
+
+    assert_close(gradients(forward, tensors), gradients(definition, tensors, torch.float64), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout_follows_torchs_generator(device: str) -> None:
+    q, k, v = drawn(device, *[(1, 1, 32, 16)] * 3)
+    made = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        made.append(ours.forward(q, k, v, causal=False, scale=1.0, dropout=0.5))
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+
+
+# Layouts, sizes, values
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_of_one_qkv_tensor(device: str) -> None:
+    """As GPT passes them; the gradients keep the inputs' order in memory, and out has the projection's."""
+    (qkv,) = drawn(device, (2, 40, 3 * 4 * 16))
+    q, k, v = (x.view(2, 40, 4, 16).transpose(1, 2) for x in qkv.split(64, 2))
+    (dout,) = drawn(device, (2, 40, 4, 16), seed=1)
+    views = [q, k, v, dout.transpose(1, 2)]
+    got = gradients(lambda *x: ours.forward(*x, causal=True, scale=0.25), views)
+    again = gradients(lambda *x: ours.forward(*x, causal=True, scale=0.25), [x.contiguous() for x in views])
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    for x in got:
+        assert x.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides_of_every_kind(device: str) -> None:
+    """Heads that are broadcast, features apart from one another, rows with gaps, a gradient that is one number."""
+    wide = drawn(device, (2, 3, 34, 40))[0]
+    q = wide[:, :, 1:, 3:35]
+    k = drawn(device, (2, 3, 32, 33), seed=1)[0].mT
+    v = drawn(device, (2, 1, 33, 32), seed=2)[0].expand(2, 3, 33, 32)
+    dout = drawn(device, (1, 1, 1, 1), seed=3)[0].expand(2, 3, 33, 32)
+    got = gradients(lambda *x: ours.forward(*x, causal=True, scale=1 / math.sqrt(32)), [q, k, v, dout])
+    exact = gradients(masked(band(33, 33, -1, 0).to(device)), [q, k, v, dout], torch.float64)
+    assert_close(got, exact, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head_dims", [(1, 1), (8, 8), (24, 40), (80, 80), (96, 160), (256, 256)], ids=str)
+def test_widths_that_are_no_powers_of_two(head_dims: tuple[int, int], device: str) -> None:
+    d, dv = head_dims
+    problem = a_problem((1, 2, 37, d), "fp32" if device == "cpu" else "bf16", device, v_head_dim=dv)
+    assert attention.load("triton").unsupported(problem) is None
+    tensors = drawn(device, (1, 2, 37, d), (1, 2, 37, d), (1, 2, 37, dv), (1, 2, 37, dv))
+    got = gradients(lambda *x: ours.forward(*x, causal=True, scale=1 / math.sqrt(d)), tensors)
+    assert_close(got, by_definition(problem, tensors), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("batch", "rows", "keys"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 1, 1)])
+def test_empty_and_least_sizes(batch: int, rows: int, keys: int, device: str) -> None:
+    sizes = (batch, 2, rows, 16), (batch, 2, keys, 16), (batch, 2, keys, 8), (batch, 2, rows, 8)
+    tensors = drawn(device, *sizes)
+    out, *grads = gradients(lambda *x: ours.forward(*x, causal=True, scale=1.0), tensors)
+    assert out.shape == sizes[3]
+    assert [g.shape for g in grads] == list(sizes[:3])
+    if rows == keys == 1:
+        torch.testing.assert_close(out, tensors[2])
+    else:
+        assert not any(x.any() for x in (out, *grads))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_scales_that_are_not_positive(scale: float, device: str) -> None:
+    tensors = drawn(device, *[(1, 2, 40, 16)] * 4)
+    tensors[0] = tensors[0] * 20  # the wrong maximum would overflow
+    got = gradients(lambda *x: ours.forward(*x, causal=False, scale=scale), tensors)
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (scale * q @ k.mT).softmax(-1) @ v
+
+    exact = gradients(definition, tensors, torch.float64)
+    for value, truth in zip(got, exact, strict=True):  # scores of 100 in float32
+        assert largest(value - truth) <= (1e-4 if device == "cpu" else 0.1) * max(1.0, largest(truth))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_values_that_are_not_finite_reach_the_rows_that_see_them(which: str, bad: float, device: str) -> None:
+    tensors = drawn(device, *[(1, 1, 70, 16)] * 3)
+    tensors["qkv".index(which)][0, 0, 66, 5] = bad
+    out = ours.forward(*tensors, causal=True, scale=0.25)
+    exact = attention.load("manual").forward(*(x.double() for x in tensors), causal=True, scale=0.25)
+    seeing = slice(66, 67) if which == "q" else slice(66, None)
+    assert torch.equal(out[0, 0, seeing].isfinite(), exact[0, 0, seeing].isfinite())
+    assert torch.equal(out[0, 0, seeing].isnan(), exact[0, 0, seeing].isnan())
+    assert (out.isfinite() | ~exact.isfinite()).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [16, 64, 128])
+def test_both_ways_backward_agree(width: int, device: str) -> None:
+    """In one pass over the keys, with atomics, and in two: whatever the tiles, on whole blocks and on parts of some."""
+    for rows, keys in ((128, 128), (130, 70)):
+        q, k, v, dout = drawn(
+            device, (1, 2, rows, width), (1, 1, keys, width), (1, 1, keys, width), (1, 2, rows, width)
+        )
+        extent = Extent(-1, 0, None)
+        out, lse = _kernels.forward(q, k, v, extent, 0.1, 0.0, None)
+        made = [
+            _backward_kernels.backward(
+                extent, 0.1, 0.0, False, dout, q, k, v, out, lse, None, Tile(32, 64, 4, 1), of_keys, fused
+            )
+            for of_keys in (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1))
+            for fused in (False, True)
+        ]
+        for other in made[1:]:
+            assert_close([out, *other], [x.double() for x in (out, *made[0])], device)
+
+
+# Operators
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_the_operators_keep_their_word() -> None:
+    """Shapes, strides and dtypes of their fakes among it."""
+    (qkv,) = drawn("cpu", (2, 20, 3 * 2 * 16))
+    q, k, v = (x.view(2, 20, 2, 16).transpose(1, 2) for x in qkv.split(32, 2))
+    mask = torch.zeros(20, 20, dtype=torch.bool)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(_autograd._forward_op, (q, k, v, mask, None, -1, 0, 0.25, 0.0), test_utils=checks)
+    out, lse = _autograd.forward(q, k, v, mask, None, -1, 0, 0.25, 0.0)
+    dout = torch.randn(2, 20, 2, 16).transpose(1, 2)
+    args = (dout, q, k, v, out, lse, mask, None, -1, 0, 0.25, 0.0, True)
+    torch.library.opcheck(_autograd._backward_op, args, test_utils=checks)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_compiled_code_sees_one_operator_each_way() -> None:
+    graphs: list[list[str]] = []
+
+    def inspect(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    tensors = drawn("cpu", *[(1, 2, 24, 16)] * 4)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ours.forward(q, k, v, causal=True, scale=0.25)
+
+    compiled = torch.compile(call, backend=aot_autograd(fw_compiler=inspect), fullgraph=True)
+    got, plain = gradients(compiled, tensors), gradients(call, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+    operators = [[name for name in graph if "attention" in name] for graph in graphs]
+    assert operators == [["te_bench.attention_forward.default"], ["te_bench.attention_backward.default"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q": torch.zeros(1, 2, 3)}, "q is"),
+        ({"k": torch.zeros(1, 2, 3, 8)}, r"must be \(B, H, T, D\)"),
+        ({"v": torch.zeros(1, 2, 5, 4)}, r"must be \(B, H, T, D\)"),
+        ({"v": torch.zeros(1, 2, 3, 4).half()}, "v is"),
+        ({"q": torch.zeros(1, 3, 3, 4)}, "must divide"),
+        ({"dropout": 1.5}, "dropout=1.5"),
+        ({"mask": torch.zeros(3, 3)}, "must be bool"),
+        ({"window": (-2, 0)}, r"window=\(-2, 0\)"),
+    ],
+)
+def test_what_is_no_attention_is_refused(changes: dict[str, object], words: str) -> None:
+    given = {name: torch.zeros(1, 2, 3, 4) for name in "qkv"} | {"scale": 1.0} | changes
+    q, k, v = (given.pop(name) for name in "qkv")
+    with pytest.raises(ValueError, match=words):
+        ours.attention(q, k, v, **given)  # type: ignore[arg-type]
+
+
+# What only a GPU can show
+
+
+@pytest.mark.gpu
+def test_deterministic_gradients_repeat_bit_for_bit() -> None:
+    tensors = [torch.randn(4, 6, 1000, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+
+    def forward(*x: Tensor) -> Tensor:
+        return ours.attention(*x, causal=True, scale=0.125, deterministic=True)[0]
+
+    first, *others = [gradients(forward, tensors) for _ in range(5)]
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_drops_anew_at_each_replay() -> None:
+    q, k, v = (torch.randn(2, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def call() -> Tensor:
+        return ours.forward(q, k, v, causal=True, scale=0.125, dropout=0.5)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    made = []
+    for _ in range(2):
+        graph.replay()
+        made.append(out.clone())
+    assert not torch.equal(*made)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count() -> None:
+    """The last head of 2^31 + 2^20 elements, of a tensor whose rows are far apart, too."""
+    q = torch.randn(1, 1025, 32768, 64, device="cuda", dtype=torch.bfloat16)
+    out = ours.forward(q, q, q, causal=True, scale=0.125)
+    alone = q[:, -1:].contiguous()
+    assert torch.equal(out[:, -1:], ours.forward(alone, alone, alone, causal=True, scale=0.125))
+    del out, alone
+    apart = torch.randn(70000, 32768, device="cuda", dtype=torch.bfloat16)[:, :64].view(1, 1, 70000, 64)
+    near = apart.contiguous()
+    out = ours.forward(apart, apart, apart, causal=True, scale=0.125)
+    assert torch.equal(out, ours.forward(near, near, near, causal=True, scale=0.125))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("emulated", [1, 2])
+def test_emulated_exponentials_are_as_good(emulated: int) -> None:
+    q, k, v = (torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    exact = gradients(masked(band(512, 512, -1, 0).cuda()), [q, k, v, v], torch.float64)[0]
+    extent = Extent(-1, 0, None)
+    errors = [
+        largest(_kernels.forward(q, k, v, extent, 0.125, 0.0, None, Tile(64, 64, 4, 2, share))[0] - exact)
+        for share in (0, emulated)
+    ]
+    assert errors[1] <= 1.2 * errors[0]
