@@ -114,6 +114,7 @@ def _compile(call: str, kernel: Any, args: tuple[Any, ...], options: dict[str, A
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
     target = GPUTarget("cuda", 90, 32)
@@ -123,7 +124,7 @@ def _compile(call: str, kernel: Any, args: tuple[Any, ...], options: dict[str, A
     chosen, signature, constants, attributes = kernel._pack_args(
         backend, {"debug": False, **options}, bound, specialization, rest
     )
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     made, log = _assemble(functools.partial(triton.compile, source, target=target, options=chosen.__dict__))
     used = re.search(r"Used (\d+) registers", log)
     assert used is not None, f"the assembler said nothing of registers: {log}"

@@ -7,11 +7,21 @@ from itertools import groupby
 
 from te_bench import plugins
 from te_bench.experiments import suites, workloads
-from te_bench.experiments.spec import DEVICES, MODES, PRECISIONS, PROTOCOLS, Experiment, Options, Trial
+from te_bench.experiments.spec import (
+    DEVICES,
+    MODES,
+    NO_ATTENTION,
+    PRECISIONS,
+    PROTOCOLS,
+    Experiment,
+    Options,
+    Trial,
+)
 from te_bench.models.configs import CONFIGS
 
 #: Settings of a problem that name a plug-in, and where those are.
 PLUGINS = {"head": "te_bench.kernels.linear_cross_entropy", "optimizer": "te_bench.kernels.adamw"}
+WITHOUT_ATTENTION = ("ceilings",)  # workloads
 RECIPES, FAULTS = "te_bench.models.recipe", "te_bench.models.faults"
 
 
@@ -87,7 +97,8 @@ def _check_options(experiment: Experiment, options: Options) -> None:
 def check(trial: Trial) -> None:
     """Raise ValueError, with the near matches, unless every name in the trial is known, and unless fp8 has its recipe."""
     plugins.check("workload", trial.workload, plugins.names(workloads.__name__))
-    plugins.check("attention backend", trial.attention, plugins.names("te_bench.kernels.attention"))
+    if trial.attention != NO_ATTENTION or trial.workload not in WITHOUT_ATTENTION:
+        plugins.check("attention backend", trial.attention, plugins.names("te_bench.kernels.attention"))
     plugins.check("precision", trial.precision, list(PRECISIONS))
     plugins.check("mode", trial.mode, list(MODES))
     plugins.check("protocol", trial.protocol, list(PROTOCOLS))

@@ -20,6 +20,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
 PROTOCOLS = ("bench_py", "quickstart", "kernel", "turns", "curve", "bisection", "once")
 DEVICES = ("cpu", "cuda")
+NO_ATTENTION = "none"  # of a trial whose workload computes none
 
 
 def canonical_json(value: Any) -> str:
@@ -90,6 +91,8 @@ _LABELS = {
     "lr_factor": "lr",
     "head": "head-",
     "optimizer": "adamw-",
+    "blocks": "blocks-",
+    "edge": "n",
 }
 
 

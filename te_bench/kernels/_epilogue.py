@@ -26,12 +26,29 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def rounded_by_twos(x, dtype: tl.constexpr):
+    """`rounded` to half precision, for tiles that are exchanged between threads next: there x.to(dtype) goes one by one, at
+    an eighth of the speed (F2F for F2FP, sm_90a).
+    """
+    if INTERPRETED:
+        return rounded(x, dtype)
+    elif dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
 def to_fp8(x, dtype: tl.constexpr):
     """x, float32, saturated and to the nearest of dtype; NaN stays NaN."""
-    LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
-    x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
+        LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
+        x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
         SMALLEST: tl.constexpr = 121 if dtype == tl.float8e4nv else 113  # biased exponents of 2^-6 and 2^-14, normal
         bits = x.to(tl.int32, bitcast=True)
@@ -43,7 +60,38 @@ def to_fp8(x, dtype: tl.constexpr):
         code = signed.to(dtype).to(tl.uint8, bitcast=True)
         return tl.where(x == x, code, 0x7F).to(tl.uint8).to(dtype, bitcast=True)
     else:
-        return x.to(dtype)
+        # Infinity, too, becomes the largest (PTX ISA, cvt). Four bytes leave as one register: two bytes that are both put
+        # with others and used alone (x.to(dtype)), ptxas 12.8 fuses with the former and takes from the stack pointer for
+        # the latter (sm_90a; found 2026-11-21).
+        CAST: tl.constexpr = "cvt.rn.satfinite." + ("e4m3x2" if dtype == tl.float8e4nv else "e5m2x2") + ".f32 "
+        code = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; " + CAST + "low, $2, $1; " + CAST + "high, $4, $3; mov.b32 $0, {low, high}; }",
+            "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+        return code.to(dtype, bitcast=True)
+
+
+@triton.jit
+def zipped(a, b):
+    """Of bytes a and b, 16 bits each: a below, b above."""
+    if INTERPRETED:
+        return a.to(tl.uint16) | (b.to(tl.uint16) << 8)
+    else:  # what the compiler makes of the above is four times as many instructions
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;", "=r,=r,r,r", [a, b],
+            dtype=tl.uint16, is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def larger(a, b):
+    """max(|a|, |b|) but for its sign, of tiles of one dtype; NaN above infinity. Half precision goes by twos."""
+    if not INTERPRETED and (a.dtype == tl.bfloat16 or a.dtype == tl.float16):
+        ASM: tl.constexpr = "max.NaN.xorsign.abs." + ("bf16x2" if a.dtype == tl.bfloat16 else "f16x2") + " $0, $1, $2;"
+        return tl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
+    else:
+        bits = tl.maximum(magnitude(a.to(tl.float32)), magnitude(b.to(tl.float32)))
+        return bits.to(tl.float32, bitcast=True).to(a.dtype)
 
 
 @triton.jit
@@ -68,16 +116,53 @@ def tally(bits, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def publish(bits, tallies, amax, counts):
-    """amax := max(amax, max of bits), counts += the sum of tallies; both over one program's elements, at most 2^21."""
+def seen(amax):
+    """The bits of amax as they are now, for `publish`: read early, they have come when it is time."""
+    return tl.load(amax.to(tl.pointer_type(tl.int32), bitcast=True), cache_modifier=".cg")
+
+
+@triton.jit
+def publish(bits, tallies, amax, counts, before=0):
+    """amax := max(amax, max of bits), counts += the sum of tallies; both over one program's elements, at most 2^21.
+
+    before: what amax was some time ago. It only grows, so what is not above it has nothing to tell.
+    """
     if amax is not None:
-        tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(bits), sem="relaxed")
+        largest = tl.max(bits)
+        at = amax.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.atomic_max(at, largest, mask=largest > before, sem="relaxed")
     if counts is not None:
-        wide = tallies.to(tl.int64)
-        total = tl.sum((wide & 0x3FF) + (((wide >> 10) & 0x3FF) << 21) + ((wide >> 20) << 42))
-        for i in tl.static_range(3):
-            count = (total >> (21 * i)) & 0x1FFFFF
-            tl.atomic_add(counts + i, count, mask=count > 0, sem="relaxed")
+        add(counts + 1, tl.sum((tallies >> 10) & 0x3FF))
+        if tl.max(tallies & 0x3FF003FF) > 0:  # seldom
+            add(counts, tl.sum(tallies & 0x3FF))
+            add(counts + 2, tl.sum(tallies >> 20))
+
+
+@triton.jit
+def add(counter, count):
+    """counter, int64, += count, int32."""
+    tl.atomic_add(counter, count.to(tl.int64), mask=count > 0, sem="relaxed")
+
+
+@triton.jit
+def underflows(v, scale, dtype: tl.constexpr):
+    """Which elements of v, not 0, become 0: at or below half of dtype's smallest, the tie included."""
+    TINY: tl.constexpr = 2.0**-10 if dtype == tl.float8e4nv else 2.0**-17
+    y = v.to(tl.float32)
+    return ((y != 0) & (tl.abs(y * scale) <= TINY)).to(tl.int32)
+
+
+@triton.jit
+def publish_underflows(a, b, scale, counts, dtype: tl.constexpr):
+    """counts += those of a program's tiles a and b that become 0."""
+    add(counts + 1, tl.sum(underflows(a, scale, dtype) + underflows(b, scale, dtype)))
+
+
+@triton.jit
+def within(bits, scale, dtype: tl.constexpr):
+    """Whether nothing saturates or is infinite or NaN of what has magnitudes up to those in bits, by one scale."""
+    LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
+    return tl.max(bits).to(tl.float32, bitcast=True) * scale <= LIMIT
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from te_bench.kernels.attention import load as load_attention
 from te_bench.kernels.cross_entropy.reference import cross_entropy
 from te_bench.kernels.linear_cross_entropy import load as load_head
-from te_bench.models import fp8
+from te_bench.models import fp8, fused_blocks
 from te_bench.models.configs import CONFIGS as CONFIGS  # part of this module's interface
 from te_bench.models.configs import GPTConfig as GPTConfig
 from te_bench.models.modules.linear import Linear
@@ -74,8 +74,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Everything but the head; the names are those of OpenAI's checkpoints."""
 
-    def __init__(self, config: GPTConfig, attention: str, padded: int, linear: Callable[..., nn.Module]):
+    def __init__(
+        self, config: GPTConfig, attention: str, padded: int, linear: Callable[..., nn.Module], blocks: str | None
+    ):
         super().__init__()
+        self.config, self.fused = config, blocks == "fused"
+        self.attention = load_attention(attention).forward
         self.wte = nn.Embedding(padded, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
@@ -85,6 +89,9 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.drop(self.wte(tokens) + self.wpe(positions))
+        if self.fused and not fp8.current.calibrating:  # which looks at the modules' inputs
+            heads, gelu = self.config.n_head, self.config.gelu
+            return fused_blocks.run(self.h, self.ln_f, x, attend=self.attention, heads=heads, gelu=gelu)
         for block in self.h:
             x = block(x)
         return self.ln_f(x)
@@ -98,6 +105,8 @@ class GPT(nn.Module):
     head: a name of te_bench.kernels.linear_cross_entropy, by which a training pass computes the loss from the last hidden
     states, without all the logits; None computes them. An evaluation, model.eval(), takes `chunked` in place of any head:
     it keeps no logits either, and its loss is of the weights, not of the rounding that they are trained with.
+    blocks: "fused" computes from one attention to the next by fused kernels (models.fused_blocks), None one module after
+    the other; parameters and their names are the same. Raises ValueError for dropout in fused blocks.
     """
 
     def __init__(
@@ -108,6 +117,7 @@ class GPT(nn.Module):
         padded_vocab_size: int | None = None,
         recipe: Recipe | None = None,
         head: str | None = None,
+        blocks: str | None = None,
     ):
         super().__init__()
         padded = padded_vocab_size or config.vocab_size
@@ -115,13 +125,19 @@ class GPT(nn.Module):
             raise ValueError(f"padded_vocab_size {padded} < vocab_size {config.vocab_size}")
         if config.n_embd % config.n_head:
             raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
-        self.config, self.recipe = config, recipe
+        if blocks not in (None, "fused"):
+            raise ValueError(f'blocks {blocks!r}: "fused", or None for one module after the other')
+        if blocks == "fused" and config.dropout:
+            raise ValueError(
+                f"blocks fused: no kernel has dropout {config.dropout}; set dropout 0, or leave blocks out"
+            )
+        self.config, self.recipe, self.blocks = config, recipe, blocks
         self.heads = None if head is None else {True: load_head(head).forward, False: load_head("chunked").forward}
         linear = nn.Linear if recipe is None else Linear
         device = torch.get_default_device()
         # Built on meta: torch's own initialisation would cost time, and draw more random numbers for a wider padding.
         with torch.device("meta"):
-            self.transformer = Transformer(config, attention, padded, linear)
+            self.transformer = Transformer(config, attention, padded, linear, blocks)
             self.lm_head = nn.Linear(config.n_embd, padded, bias=False)
         self.to_empty(device=device)
         self.init_weights()

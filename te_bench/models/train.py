@@ -70,7 +70,8 @@ class TrainStep:
 
     tokens and targets are (accumulate * B, T) int64. Nothing waits for the device. Modes: "eager"; "compile"
     (torch.compile); "compile-reduce-overhead" (its own CUDA graphs around forward and backward); "cudagraph" (the
-    compiled forward and backward, the clip and the optimizer captured together as one CUDA graph).
+    compiled forward and backward, the clip and the optimizer captured together as one CUDA graph; a model of fused blocks is
+    captured as it is, for it leaves a compiler next to nothing to fuse).
     `grad_norm`, a () tensor, is what clipping found the norm of the last step's gradients to be; None where none clips.
     optimizer: a name of te_bench.kernels.adamw, which updates all parameters in one go, clips in passing and, in bf16 and
     fp8, leaves the copies that the next pass computes with (models.table_adamw); None is torch's fused AdamW.
@@ -89,7 +90,7 @@ class TrainStep:
         self.forward: Callable[..., Tensor] = model
         if mode == "compile-reduce-overhead":
             self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
-        elif mode != "eager":
+        elif mode == "compile" or (self.captured and getattr(model, "blocks", None) is None):
             self.forward = torch.compile(model, dynamic=False)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, Tensor] | None = None

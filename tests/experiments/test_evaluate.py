@@ -75,6 +75,24 @@ def test_both_checks_in_bf16_and_in_the_checkpoints_own_recipe(
     assert (found.data_sha256, found.split, found.seen) == (corpus.sha256, "val", False)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["manual", "flash"])
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_a_gpu_scores_as_a_cpu_does(checkpoint: Path, text: str, passages: Path, recipe: str, attention: str) -> None:
+    settings: dict[str, Any] = {"passages": passages, "recipe": recipe, "batch": 4, "split": "all"}
+    on_gpu = evaluate(checkpoint, text, attention=attention, device="cuda", **settings)
+    on_cpu = evaluate(checkpoint, text, attention="manual", device="cpu", **settings)
+    for gpu, cpu in zip(on_gpu.arms, on_cpu.arms, strict=True):
+        assert (gpu.precision, gpu.recipe) == (cpu.precision, cpu.recipe)
+        assert gpu.perplexity is not None
+        assert cpu.perplexity is not None
+        assert gpu.perplexity.tokens == cpu.perplexity.tokens > 1000
+        assert gpu.perplexity.nats_per_token == pytest.approx(cpu.perplexity.nats_per_token, rel=5e-3)
+        assert gpu.last_word is not None
+        assert cpu.last_word is not None
+        assert gpu.last_word.passages == cpu.last_word.passages == len(PASSAGES)
+
+
 def test_the_parts_of_a_text_are_those_of_training(checkpoint: Path, text: str, corpus: Corpus) -> None:
     settings: dict[str, Any] = {"recipe": "none", "attention": "manual", "stride": 16}
     counts = {}

@@ -1,8 +1,8 @@
-"""GPT-2 124M training step at its fastest: fused head and optimizer in one CUDA graph beside torch.compile, BF16 and FP8."""
+"""GPT-2 124M training step at its fastest: fused head, optimizer and blocks in one CUDA graph beside torch.compile."""
 
 import dataclasses
 
-from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
+from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Scalar, Trial
 from te_bench.experiments.suites import _rungs
 from te_bench.experiments.suites._rungs import VP, V
 
@@ -12,19 +12,32 @@ RECIPES = ("delayed_scaling", "float8_current_scaling")
 #: Heads of the fast step in bf16 and in fp8; the FP8 head is an option of its own.
 HEADS = {"bf16": ("chunked",), "fp8": ("chunked", "fp8")}
 
+#: Blocks of one module after the other, and fused ones; the latter on a GPU with our own attention, too.
+BLOCKS: tuple[dict[str, Scalar], ...] = ({}, {"blocks": "fused"})
+OWN = "triton"
+
 
 def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
     problem: dict[str, Scalar] = {"model": "gpt2", "batch": 12, "block": 1024}
     if not cuda:
         problem = {"model": "tiny", "batch": 4, "block": 64}
-    repetitions = [_trials(options, problem, seed) for seed in _rungs.seeds(options, SEEDS if cuda else 1)]
+    seeds = _rungs.seeds(options, SEEDS if cuda else 1)
+    repetitions = [[*_trials(options, problem, seed), _ceilings(options.device, seed)] for seed in seeds]
     return Experiment(
         suite="speed",
         title="Fastest step: " + ("GPT-2 124M, 12 x 1024 tokens" if cuda else "tiny GPT, 4 x 64 tokens"),
         trials=tuple(trial for trials in repetitions for trial in trials),
         baseline=repetitions[0][0].cell,
     )
+
+
+def _ceilings(device: str, seed: int) -> Trial:
+    """What the floors are made of; a GPU's copy far beyond its L2, a CPU's only to show that the workload runs."""
+    roof: dict[str, Scalar] = (
+        {"copy_bytes": 2**31, "edge": 8192} if device == "cuda" else {"copy_bytes": 2**24, "edge": 256}
+    )
+    return Trial(workload="ceilings", device=device, problem=roof, attention=NO_ATTENTION, protocol="kernel", seed=seed)
 
 
 def _trials(options: Options, problem: dict[str, Scalar], seed: int) -> list[Trial]:
@@ -41,9 +54,11 @@ def _trials(options: Options, problem: dict[str, Scalar], seed: int) -> list[Tri
         trials.append(_rungs.step(options, problem, "manual", V, "bf16", "eager", seed))
     fast: dict[str, Scalar] = {**problem, "optimizer": "triton" if cuda else "reference"}
     trials += [
-        _rungs.step(options, {**fast, "head": head}, attention, VP, precision, modes[-1], seed, recipe=recipe)
+        _rungs.step(options, {**fast, "head": head, **blocks}, kernel, VP, precision, modes[-1], seed, recipe=recipe)
         for precision, recipe in precisions
         for head in HEADS[precision]
+        for blocks in BLOCKS
+        for kernel in (attention, *([OWN] if cuda and blocks else []))
     ]
     # The reference optimizer takes float64's time: a vocabulary that a CPU can update.
     small: dict[str, Scalar] = {} if cuda else {"vocab": 250, "padded_vocab": 256}

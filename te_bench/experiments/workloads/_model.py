@@ -1,7 +1,7 @@
 """What the model workloads share: building the trial's model and step, its check against the reference, its memory.
 
-problem["head"]: a name of te_bench.kernels.linear_cross_entropy, problem["optimizer"]: one of te_bench.kernels.adamw;
-absent, all logits at once, and torch's fused AdamW.
+problem["head"]: a name of te_bench.kernels.linear_cross_entropy, problem["optimizer"]: one of te_bench.kernels.adamw,
+problem["blocks"]: "fused"; absent, all logits at once, torch's fused AdamW, and blocks of one module after the other.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.experiments.workloads._emulation import emulate
-from te_bench.kernels import adamw, attention, linear_cross_entropy
+from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
 from te_bench.models import faults, fp8
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import CONFIGS, GPT, GPTConfig
@@ -42,7 +42,7 @@ FP8_LEAST = 0.5
 SETTLE = 4
 
 #: What makes a step fast and nothing else: the references of the check are without.
-FAST = ("head", "optimizer")
+FAST = ("head", "optimizer", "blocks")
 
 _PEAK = Path("/proc/self/clear_refs")
 
@@ -90,8 +90,10 @@ def require_supported(trial: Trial) -> None:
 def _require_fast(trial: Trial, config: GPTConfig) -> None:
     """Raise Unsupported when this machine cannot run the trial's head or optimizer."""
     machine = {"device": trial.device, "capability": capability(trial.device)}
-    head, optimizer = (trial.problem.get(name) for name in FAST)
-    reasons = {}
+    head, optimizer, blocks = (trial.problem.get(name) for name in FAST)
+    reasons: dict[str, str | None] = {}
+    if blocks is not None:
+        reasons[f"blocks {blocks}"] = _no_blocks(trial, config)
     if head is not None:
         problem = linear_cross_entropy.Problem(
             d=config.n_embd,
@@ -112,6 +114,20 @@ def _require_fast(trial: Trial, config: GPTConfig) -> None:
     for name, reason in reasons.items():
         if reason:
             raise Unsupported(f"{name}: {reason}")
+
+
+def _no_blocks(trial: Trial, config: GPTConfig) -> str | None:
+    """Why the trial's blocks cannot be fused, or None."""
+    if config.dropout:
+        return f"dropout {config.dropout}: no fused kernel has it"
+    machine = {"device": trial.device, "capability": capability(trial.device)}
+    if trial.device == "cpu":
+        return None  # in plain PyTorch
+    cast = trial.precision == "fp8"
+    dtype = {"fp8": "bf16"}.get(trial.precision, trial.precision)
+    norms = norm.Problem(n=config.n_embd, dtype=dtype, kind="layernorm", quantized=cast, **machine)  # type: ignore[arg-type]
+    activations = activation.Problem(quantized=cast, **machine)  # type: ignore[arg-type]
+    return norm.load("triton").unsupported(norms) or activation.load("triton").unsupported(activations)
 
 
 def config_of(trial: Trial) -> GPTConfig:
@@ -137,7 +153,7 @@ def build(trial: Trial) -> GPT:
     recipe = recipes.load(trial.recipe) if trial.recipe else None
     if recipe is not None and "fault" in trial.problem:
         recipe = faults.load(str(trial.problem["fault"]))(recipe)
-    padded, head = trial.number("padded_vocab"), trial.problem.get("head")
+    padded, head, blocks = trial.number("padded_vocab"), trial.problem.get("head"), trial.problem.get("blocks")
     allow_tf32(trial.precision)
     torch.manual_seed(trial.seed)
     with torch.device(trial.device):
@@ -147,6 +163,7 @@ def build(trial: Trial) -> GPT:
             padded_vocab_size=padded,
             recipe=recipe,
             head=None if head is None else str(head),
+            blocks=None if blocks is None else str(blocks),
         )
     if "perturb_ulp" in trial.problem:
         model.perturb(trial.seed, trial.number("perturb_ulp"))

@@ -2,7 +2,8 @@
 
 y = f(x), or, of a gated kind, y = f(x[:, :F]) * x[:, F:]: x (M, 2F) -> (M, F), the first half through f, in Transformer
 Engine's order. f by its name in KINDS, s being the logistic function:
-gelu x s(2 sqrt(2 / pi) (x + 0.044715 x^3)), the tanh approximation; qgelu x s(1.702 x); silu x s(x); sigmoid s(x);
+gelu x s(2 sqrt(2 / pi) (x + 0.044715 x^3)), the tanh approximation; gelu_erf x Phi(x), the exact one, Phi being the normal
+distribution's; qgelu x s(1.702 x); silu x s(x); sigmoid s(x);
 relu max(x, 0); srelu max(x, 0)^2.
 """
 
@@ -12,9 +13,11 @@ from typing import Any
 
 from te_bench import plugins
 
-#: Transformer Engine's name -> f, and whether it is gated. Source: Transformer Engine, common/activation.
+#: Transformer Engine's name -> f, and whether it is gated; gelu_erf is nanoGPT's, which Transformer Engine lacks.
+#: Source: Transformer Engine, common/activation.
 KINDS = {
     "gelu": ("gelu", False),
+    "gelu_erf": ("gelu_erf", False),
     "geglu": ("gelu", True),
     "glu": ("sigmoid", True),
     "qgelu": ("qgelu", False),

@@ -85,6 +85,9 @@ def _value_and_slope(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
         return x.relu(), (x > 0).to(x.dtype)
     if name == "srelu":
         return x.relu().square(), 2 * x.relu()
+    if name == "gelu_erf":
+        cdf = torch.special.erfc(-x * math.sqrt(0.5)) / 2  # 1 + erf would cancel below 0
+        return x * cdf, cdf + x * torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
     if name == "gelu":
         a, b = GELU
         argument, inner = a * (x + b * x**3), a * (1 + 3 * b * x.square())

@@ -26,6 +26,27 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Residual:
+    """A norm in a residual stream: x (M, N) is the stream, in float32 under autocast, branch (M, N) or None what is added.
+
+    add_forward(x, branch, weight, bias, *, eps, dtype, zero_centered_gamma=False, kind="layernorm", amax=None) -> total,
+    y, mean, rstd: total = x + branch in x's dtype, x itself without a branch; y = norm(total) in `dtype`.
+    add_forward_quantized(x, branch, weight, bias, *, eps, via, scale, dtype, rowwise, columnwise, ..., amax=None,
+    counts=None) -> total, Quantized, mean, rstd: y, rounded to `via`, then what quantize's `scaled` does with it.
+    backward_rounded(dy, x, weight, mean, rstd, *, dtype, ..., residual=None, biased=True, amax=None, column_sum=None) ->
+    dx, dx rounded to `dtype`, dweight, dbias: as Backend's backward; x is the total; dbias is None unless biased. amax and
+    column_sum, (N,) float32, are of what was rounded, the branch's gradient; its sum is that of the bias last added to it.
+    backward_quantized(dy, x, weight, mean, rstd, *, via, scale, dtype, rowwise, columnwise, ..., residual=None, biased=True,
+    amax=None, counts=None, column_sum=None) -> dx, Quantized, dweight, dbias: dx, rounded to `via`, then `scaled`.
+    """
+
+    add_forward: Callable[..., Any]
+    add_forward_quantized: Callable[..., Any]
+    backward_rounded: Callable[..., Any]
+    backward_quantized: Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
     """One rival. x (M, N), rows contiguous; weight and bias (N,), bias None in rmsnorm and allowed to be in layernorm.
 
@@ -37,12 +58,14 @@ class Backend:
     backward(dy, x, weight, mean, rstd, *, zero_centered_gamma=False, kind="layernorm", residual=None) -> dx, dweight,
     dbias: dx in x's dtype, plus residual (M, N), the gradient that bypassed the norm; dweight and dbias, None in rmsnorm,
     are sums in float32 and the same in every run, in weight's dtype.
+    residual: the norm in a residual stream, fused with what is around it; None where a backend has none.
     """
 
     forward: Callable[..., Any]
     forward_quantized: Callable[..., Any]
     backward: Callable[..., Any]
     unsupported: Callable[[Problem], str | None]
+    residual: Residual | None = None
 
 
 def names() -> list[str]:
@@ -64,3 +87,9 @@ def check(x: Any, weight: Any, bias: Any, kind: str) -> None:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: x must be (M, N) and weight (N,)")
     if bias is not None and (kind == "rmsnorm" or bias.shape != weight.shape):
         raise ValueError(f"bias {tuple(bias.shape)} in a {kind}: layernorm takes one of weight's shape, rmsnorm none")
+
+
+def check_stream(x: Any, branch: Any) -> None:
+    """Raise ValueError unless branch is None or of x's shape."""
+    if branch is not None and branch.shape != x.shape:
+        raise ValueError(f"branch {tuple(branch.shape)} of a stream {tuple(x.shape)}: it must be of the same shape")

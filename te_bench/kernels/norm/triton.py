@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from te_bench.kernels.norm import Backend, Problem, _kernels, check, reference
+from te_bench.kernels.norm import Backend, Problem, _kernels, _residual, check, reference
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize import triton as quantizer
 
@@ -230,4 +230,10 @@ def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if tensor is None else tensor
 
 
-BACKEND = Backend(forward=forward, forward_quantized=forward_quantized, backward=backward, unsupported=unsupported)
+BACKEND = Backend(
+    forward=forward,
+    forward_quantized=forward_quantized,
+    backward=backward,
+    unsupported=unsupported,
+    residual=_residual.RESIDUAL,
+)

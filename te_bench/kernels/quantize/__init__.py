@@ -41,8 +41,9 @@ class Problem:
 class Backend:
     """One rival. x (M, N), any float dtype, rows contiguous; dtype torch.float8_e4m3fn or torch.float8_e5m2.
 
-    scaled(x, scale, dtype, *, rowwise, columnwise, amax=None, counts=None, column_sum=None): by a given () float32 scale
-    (delayed scaling); the () float32 `amax` becomes max(amax, max |x|) in place, NaN above everything.
+    scaled(x, scale, dtype, *, rowwise, columnwise, amax=None, counts=None, column_sum=None, via=None): by a given ()
+    float32 scale (delayed scaling); the () float32 `amax` becomes max(amax, max |x|) in place, NaN above everything.
+    via torch.bfloat16 or torch.float16: x is rounded to it first, for amax, counts and column_sum, too.
     tensor(x, dtype, *, rowwise, columnwise, power_of_two=False, counts=None, column_sum=None): by x's own amax.
     row(x, dtype, *, rowwise, columnwise, power_of_two=False, counts=None): each row of either layout by its own amax.
     block(x, dtype, *, rows, rowwise, columnwise, power_of_two=True, counts=None): rows 1: 1 x 128 of either layout;

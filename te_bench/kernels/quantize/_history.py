@@ -111,6 +111,11 @@ def _update_kernel(table, divisor, MOST_RECENT: tl.constexpr, ROWS: tl.constexpr
 
 
 _tables: dict[tuple[int, ...], Tensor] = {}
+_captured: dict[tuple[int, ...], Tensor] = {}  # read at every replay of a graph, which keeps no input: never forgotten
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def launch(states: Sequence[tuple[Tensor, ...]], margin: float, algorithm: str) -> None:
@@ -126,6 +131,8 @@ def launch(states: Sequence[tuple[Tensor, ...]], margin: float, algorithm: str) 
         if len(_tables) >= TABLES:
             _tables.clear()
         table = _tables[known] = torch.tensor(entries, dtype=torch.int64, device=device).view(-1, 6)
+    if _capturing(device):
+        _captured[known] = table
     length, n = max(entries[4::6]), max(entries[5::6])
     most_recent, rows = algorithm == "most_recent", min(LONGEST, triton.next_power_of_2(length))
     constants = {"MOST_RECENT": most_recent, "ROWS": rows, "SLOTS": SLOTS, "num_warps": 4}

@@ -66,10 +66,11 @@ def scaled(
     amax: Tensor | None = None,
     counts: Tensor | None = None,
     column_sum: Tensor | None = None,
+    via: torch.dtype | None = None,
 ) -> Quantized:
     """fp8(x * scale) of x (M, N) with a given () float32 scale, and x's amax and counts; see Backend. ValueError: check."""
-    check(x, dtype, rowwise, columnwise, scale=scale, amax=amax, counts=counts, column_sum=column_sum)
-    v = _float32(x)
+    check(x, dtype, rowwise, columnwise, scale=scale, amax=amax, counts=counts, column_sum=column_sum, via=via)
+    v = _float32(x if via is None else x.to(via))
     if amax is not None and v.numel():
         amax.copy_(torch.maximum(amax, v.abs().amax()))
     return _tensor(v, scale, dtype, rowwise, columnwise, counts, column_sum)
@@ -154,6 +155,7 @@ def check(
     amax: Tensor | None = None,
     counts: Tensor | None = None,
     column_sum: Tensor | None = None,
+    via: torch.dtype | None = None,
 ) -> None:
     """Raise ValueError unless x is a float (M, N), dtype an FP8 format, a layout asked for, and the buffers fit."""
     if x.dim() != 2 or not x.is_floating_point():
@@ -162,6 +164,8 @@ def check(
         raise ValueError(f"dtype {dtype}: {' or '.join(map(str, FORMATS))}")
     if not (rowwise or columnwise):
         raise ValueError("rowwise=False and columnwise=False: ask for at least one layout")
+    if via not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"via {via}: None (x as it is), torch.bfloat16 or torch.float16")
     if rows not in (1, BLOCK):
         raise ValueError(f"rows {rows}: 1 (1 x {BLOCK}, for activations and gradients) or {BLOCK} (for weights)")
     for name, buffer, numel, kind in (

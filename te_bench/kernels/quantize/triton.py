@@ -35,17 +35,18 @@ def scaled(
     amax: Tensor | None = None,
     counts: Tensor | None = None,
     column_sum: Tensor | None = None,
+    via: torch.dtype | None = None,
 ) -> Quantized:
     """fp8(x * scale) of x (M, N) with a given () float32 scale, and x's amax and counts; see Backend. ValueError: check."""
-    check(x, dtype, rowwise, columnwise, scale=scale, amax=amax, counts=counts, column_sum=column_sum)
+    check(x, dtype, rowwise, columnwise, scale=scale, amax=amax, counts=counts, column_sum=column_sum, via=via)
     _check_float(x)
-    if miscompiled(x) and (columnwise or not x.is_contiguous()):
-        cast = functools.partial(scaled, scale=scale, dtype=dtype, amax=amax)
-        return _one_way_at_a_time(cast, x, rowwise, columnwise, counts, column_sum)
     if torch.compiler.is_compiling():
-        made = _scaled_op(x.detach(), scale, dtype, rowwise, columnwise, amax, counts, column_sum)
+        made = _scaled_op(x.detach(), scale, dtype, rowwise, columnwise, amax, counts, column_sum, via)
+    elif columnwise and x.shape[0] % 2:
+        cast = functools.partial(scaled, scale=scale, dtype=dtype, amax=amax, via=via)
+        return _one_way_at_a_time(cast, x, rowwise, counts, column_sum, via)
     elif x.numel():
-        made = _kernels.per_tensor(x, scale, dtype, rowwise, columnwise, False, amax, counts, column_sum)
+        made = _kernels.per_tensor(_aligned(x), scale, dtype, rowwise, columnwise, False, amax, counts, column_sum, via)
     else:
         return reference.scaled(x, scale, dtype, rowwise=rowwise, columnwise=columnwise)
     data, data_t, scale_inv = made
@@ -65,11 +66,14 @@ def scaled_pair(
 ) -> tuple[Quantized, Quantized] | None:
     """`scaled` of x (M, K) and of w (N, K), rowwise always, in one launch.
 
-    None where it takes two, which also say what is wrong: other dtypes (see `miscompiled`) and shapes, and empty matrices.
+    None where it takes two, which also say what is wrong: other dtypes (see `miscompiled`) and shapes, empty matrices, and
+    odd heights of what is asked for transposed.
     """
     if not (x.dtype in HALVES and w.dtype in HALVES) or torch.compiler.is_compiling():
         return None
     if w.dim() != 2 or w.shape[1] != x.shape[1] or not (x.numel() and w.numel()):
+        return None
+    if (columnwise and x.shape[0] % 2) or (w_columnwise and w.shape[0] % 2):
         return None
     return _kernels.pair(x, scale, amax, w, w_scale, w_amax, dtype, columnwise, w_columnwise)
 
@@ -87,13 +91,15 @@ def tensor(
     """fp8(x * scale) of x (M, N) with one scale, from its own amax; see Backend. ValueError: check."""
     check(x, dtype, rowwise, columnwise, counts=counts, column_sum=column_sum)
     _check_float(x)
-    if miscompiled(x) and (columnwise or not x.is_contiguous()):
-        cast = functools.partial(tensor, dtype=dtype, power_of_two=power_of_two)
-        return _one_way_at_a_time(cast, x, rowwise, columnwise, counts, column_sum)
     if torch.compiler.is_compiling():
         made = _tensor_op(x.detach(), dtype, rowwise, columnwise, power_of_two, counts, column_sum)
+    elif columnwise and x.shape[0] % 2:
+        cast = functools.partial(tensor, dtype=dtype, power_of_two=power_of_two)
+        return _one_way_at_a_time(cast, x, rowwise, counts, column_sum)
     elif x.numel():
-        made = _kernels.per_tensor(x, None, dtype, rowwise, columnwise, power_of_two, None, counts, column_sum)
+        made = _kernels.per_tensor(
+            _aligned(x), None, dtype, rowwise, columnwise, power_of_two, None, counts, column_sum
+        )
     else:
         return reference.tensor(x, dtype, rowwise=rowwise, columnwise=columnwise)
     data, data_t, scale_inv = made
@@ -115,13 +121,13 @@ def row(
     """
     check(x, dtype, rowwise, columnwise, counts=counts)
     _check_float(x)
-    if miscompiled(x) and (columnwise or not x.is_contiguous()):
-        cast = functools.partial(row, dtype=dtype, power_of_two=power_of_two)
-        return _one_way_at_a_time(cast, x, rowwise, columnwise, counts, None)
     if torch.compiler.is_compiling():
         made = _row_op(x.detach(), dtype, rowwise, columnwise, power_of_two, counts)
+    elif columnwise and x.shape[0] % 2:
+        cast = functools.partial(row, dtype=dtype, power_of_two=power_of_two)
+        return _one_way_at_a_time(cast, x, rowwise, counts, None)
     elif x.numel():
-        made = _fine_kernels.per_row(x, dtype, rowwise, columnwise, power_of_two, counts)
+        made = _fine_kernels.per_row(_aligned(x), dtype, rowwise, columnwise, power_of_two, counts)
     else:
         return reference.row(x, dtype, rowwise=rowwise, columnwise=columnwise)
     return _wrap(rowwise, columnwise, *made)
@@ -143,43 +149,47 @@ def block(
     """
     check(x, dtype, rowwise, columnwise, rows=rows, counts=counts)
     _check_float(x)
-    if miscompiled(x) and (columnwise or not x.is_contiguous()):
-        cast = functools.partial(block, dtype=dtype, rows=rows, power_of_two=power_of_two)
-        return _one_way_at_a_time(cast, x, rowwise, columnwise, counts, None)
     if torch.compiler.is_compiling():
         made = _block_op(x.detach(), dtype, rows, rowwise, columnwise, power_of_two, counts)
+    elif columnwise and x.shape[0] % 2:
+        cast = functools.partial(block, dtype=dtype, rows=rows, power_of_two=power_of_two)
+        return _one_way_at_a_time(cast, x, rowwise, counts, None)
     elif x.numel():
-        made = _fine_kernels.per_block(x, dtype, rows, rowwise, columnwise, power_of_two, counts)
+        made = _fine_kernels.per_block(_aligned(x), dtype, rows, rowwise, columnwise, power_of_two, counts)
     else:
         return reference.block(x, dtype, rows=rows, rowwise=rowwise, columnwise=columnwise)
     return _wrap(rowwise, columnwise, *made)
 
 
 def miscompiled(x: Tensor) -> bool:
-    """Whether a kernel that casts and transposes x goes wrong: Triton 3.6 exchanges float32's finished FP8 bytes between
-    threads and gets garbage (H200, 2026-11-21). Half precision is exchanged before the cast, and right.
+    """Whether a kernel that casts a tile of x and transposes it whole goes wrong: Triton 3.6 exchanges float32's finished
+    FP8 bytes between threads and gets garbage (H200, 2026-11-21). Half precision is exchanged before the cast, and right;
+    so are the 16 bits of two bytes, as which these quantisers exchange them.
     """
     return x.dtype is torch.float32
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy where it would be read and written by other threads: see `miscompiled`."""
+    return x.contiguous() if miscompiled(x) else x
 
 
 def _one_way_at_a_time(
     cast: Callable[..., Quantized],
     x: Tensor,
     rowwise: bool,
-    columnwise: bool,
     counts: Tensor | None,
     column_sum: Tensor | None,
+    via: torch.dtype | None = None,
 ) -> Quantized:
-    """Both layouts without transposing inside a kernel: data from x, data_t from a transposed copy."""
-    nothing = Quantized(None, None, None, None)
+    """data_t, whose bytes no kernel writes by twos where M is odd, from a transposed copy, and data as ever."""
     more = {} if column_sum is None else {"column_sum": column_sum}
-    there, back = nothing, nothing
+    there = Quantized(None, None, None, None)
     if rowwise:
         there = cast(x.contiguous(), rowwise=True, columnwise=False, counts=counts, **more)
-    if columnwise:
-        back = cast(x.t().contiguous(), rowwise=True, columnwise=False, counts=None if rowwise else counts)
+    back = cast(x.t().contiguous(), rowwise=True, columnwise=False, counts=None if rowwise else counts)
     if column_sum is not None and not rowwise:
-        column_sum += x.sum(0)
+        column_sum += (x if via is None else x.to(via)).sum(0, dtype=torch.float32)
     return Quantized(there.data, there.scale_inv, back.data, back.scale_inv)
 
 
@@ -215,6 +225,7 @@ def _scaled_op(
     amax: Tensor | None,
     counts: Tensor | None,
     column_sum: Tensor | None,
+    via: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     implementation = scaled if x.is_cuda else reference.scaled
     return _per_tensor(
@@ -227,6 +238,7 @@ def _scaled_op(
             amax=amax,
             counts=counts,
             column_sum=column_sum,
+            via=via,
         ),
         x,
     )
@@ -242,6 +254,7 @@ def _(
     amax: Tensor | None,
     counts: Tensor | None,
     column_sum: Tensor | None,
+    via: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return *_fake_pair(x, dtype, rowwise, columnwise), x.new_empty((), dtype=torch.float32)
 

@@ -23,6 +23,7 @@ REFERENCE = activation.load("reference")
 #: f, written out, and by torch's own operators.
 TEXTBOOK: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x / 2 * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh()),
+    "gelu_erf": lambda x: x / 2 * torch.special.erfc(-x / math.sqrt(2)),
     "sigmoid": lambda x: (1 + (x / 2).tanh()) / 2,
     "qgelu": lambda x: x / 2 * (1 + (1.702 / 2 * x).tanh()),
     "silu": lambda x: x / 2 * (1 + (x / 2).tanh()),
@@ -31,6 +32,7 @@ TEXTBOOK: dict[str, Callable[[Tensor], Tensor]] = {
 }
 LIBRARY: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_erf": F.gelu,
     "sigmoid": torch.sigmoid,
     "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": F.silu,
@@ -120,7 +122,7 @@ def test_contract(name: str, shape: tuple[int, int], dtype: str, kind: str, devi
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["gelu", "swiglu", "srelu"])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_erf", "swiglu", "srelu"])
 @pytest.mark.parametrize("shape", [(8192, 16384), (12288, 3072), (70001, 48)], ids=str)
 def test_contract_at_size(shape: tuple[int, int], kind: str) -> None:
     backend, (x, dy) = supported("triton", "cuda", quantized=True), draw(shape, kind, device="cuda")
@@ -189,6 +191,15 @@ def test_strided_and_empty_inputs(name: str, kind: str, device: str) -> None:
     assert packed.data.shape == x[:0].shape
     assert packed.scale_inv.item() == pytest.approx(2.9 / 448)
     assert (amax.item(), counts.tolist(), set(total.tolist())) == (0.5, [1, 1, 1], {2.0})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", activation.names())
+def test_a_column_and_its_gate(name: str, device: str) -> None:
+    """Triton compiles integers that are 1 in, as constants: on a GPU alone."""
+    backend, (x, dy) = supported(name, device, quantized=True), draw((34, 1), "swiglu", device=device)
+    assert_right(backend, x, dy, "swiglu")
+    assert_quantizes_right(backend, x, dy, "swiglu", FP8[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -339,6 +350,7 @@ def test_compiles_without_graph_breaks(kind: str, device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # other workers' kernels would take their share of the memory's bandwidth
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
 @pytest.mark.parametrize("shape", [(8192, 16384), (12288, 3072)], ids=str)
 def test_bandwidth(shape: tuple[int, int], kind: str) -> None:

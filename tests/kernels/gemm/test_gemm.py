@@ -24,8 +24,8 @@ from te_bench.kernels import gemm
 from te_bench.kernels.gemm import PAIRS, Backend
 
 SHAPES = [(1, 3, 5), (17, 64, 96), (130, 257, 300), (130, 264, 304)]
-# scaled_mm is tested on a CPU too, in test_gemm_scaled_mm.py.
-RIVALS = [(name, "cpu") for name in gemm.names() if name != "scaled_mm"]
+# scaled_mm is tested on a CPU too, in test_gemm_scaled_mm.py; Gluon has no interpreter.
+RIVALS = [(name, "cpu") for name in gemm.names() if name not in ("gluon", "scaled_mm")]
 RIVALS += [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in gemm.names()]
 each_rival = pytest.mark.parametrize(("name", "device"), RIVALS)
 each_pair = pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -245,7 +245,7 @@ def test_a_scale_that_fits_nothing_says_what_would(shape: tuple[int, ...]) -> No
         gemm.granularity(300, 272, torch.ones(shape))
 
 
-@pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.parametrize("name", ["gluon", "reference", "triton"])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -279,5 +279,5 @@ def test_the_reference_can_do_everything() -> None:
 
 
 def test_unknown_gemm_names_what_is_known() -> None:
-    with pytest.raises(ValueError, match="reference, scaled_mm, triton"):
+    with pytest.raises(ValueError, match="gluon, reference, scaled_mm, triton"):
         gemm.load("cublas")

@@ -10,19 +10,21 @@ from gemm_checks import FAST, FLOAT32, FORMATS, PROMOTED, Operands, a_problem, d
 from torch import Tensor
 
 from te_bench.kernels import gemm
-from te_bench.kernels.gemm import PAIRS, Backend, Epilogue, Product, _tiles, triton
+from te_bench.kernels.gemm import PAIRS, Backend, Epilogue, Product, _tiles, gluon, triton
 
 RIVALS = [(name, "cpu") for name in ("reference", "triton")]
-RIVALS += [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("reference", "triton")]
+RIVALS += [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("gluon", "reference", "triton")]
 each_rival = pytest.mark.parametrize(("name", "device"), RIVALS)
 SHAPE = (144, 272, 304)  # neither a multiple of a tile, both of 16 bytes of FP8
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
 
 
-def backend_of(name: str, device: str) -> Backend:
-    if name == "triton" and device == "cpu" and not triton.INTERPRETED:
-        pytest.skip("on a CPU in the interpreter only")
-    return gemm.load(name)
+def backend_of(name: str, device: str, pair: tuple[str, str] = PAIRS[0]) -> Backend:
+    """Skips the test, with the backend's own reason, where it has one."""
+    backend = gemm.load(name)
+    if reason := backend.unsupported(a_problem(SHAPE, FORMATS[0], pair, device)):
+        pytest.skip(reason)
+    return backend
 
 
 def floor(name: str, device: str, fast_accum: bool) -> float:
@@ -58,7 +60,7 @@ def test_every_part_is_right(
     g = a_case(kind, device, pair, formats, out_dtype)
     for fast_accum in (False, True) if pair in PAIRS[:2] else (False,):
         amax = None if g.scale is None else torch.zeros((), device=device)
-        made = run(backend_of(name, device), g, fast_accum=fast_accum, amax=amax)
+        made = run(backend_of(name, device, pair), g, fast_accum=fast_accum, amax=amax)
         check_product(made, g, floor=floor(name, device, fast_accum), amax=amax)
 
 
@@ -188,7 +190,7 @@ def test_accumulation_adds_exactly_where_sums_are_exact(
     name: str, device: str, pair: tuple[str, str], shape: tuple[int, int, int]
 ) -> None:
     """Integers on top of what is there; twice, so that an overwritten D shows."""
-    backend = backend_of(name, device)
+    backend = backend_of(name, device, pair)
     assert backend.accumulate is not None
     operands = integers(shape, pair, device)
     before = torch.randint(-9, 9, shape[:2], generator=torch.Generator().manual_seed(0)).float().to(device)
@@ -264,7 +266,7 @@ def test_an_epilogue_that_makes_no_sense_says_so(fields: dict[str, Any], message
         Epilogue(**fields)
 
 
-@pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.parametrize("name", ["gluon", "reference", "triton"])
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
@@ -287,7 +289,7 @@ def test_tensors_that_do_not_fit_an_epilogue_are_named(
         run(gemm.load(name), a_case("gelu"), amax=torch.zeros(()))
 
 
-@pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.parametrize("name", ["gluon", "reference", "triton"])
 @pytest.mark.parametrize("out", [torch.ones(32, 31), torch.ones(32, 32).bfloat16(), torch.ones(32, 64)[:, ::2]])
 def test_a_product_is_added_to_a_float32_matrix(name: str, out: Tensor) -> None:
     accumulate = gemm.load(name).accumulate
@@ -298,6 +300,7 @@ def test_a_product_is_added_to_a_float32_matrix(name: str, out: Tensor) -> None:
 
 def test_a_backend_without_epilogues_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "INTERPRETED", False)
+    monkeypatch.setattr(gluon, "INTERPRETED", False)
     plain = dataclasses.replace(a_problem((144, 272, 304), FORMATS[0], PAIRS[0], "cuda"), capability=(9, 0))
     for wanted in ({"epilogue": Epilogue(activation="gelu")}, {"accumulate": True}):
         for name in gemm.names():

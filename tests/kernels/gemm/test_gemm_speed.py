@@ -1,4 +1,4 @@
-"""On an H200: Triton's GEMMs beside cuBLASLt's, and with an epilogue beside cuBLASLt's followed by the separate kernel.
+"""On an H200: our GEMMs beside cuBLASLt's, and with an epilogue beside cuBLASLt's followed by the separate kernel.
 
 All there is to measure, tables and geometric means: pytest -m "gpu and slow" -n 0 tests/kernels/gemm/test_gemm_speed.py
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from te_bench.kernels.activation import triton as activation
-from te_bench.kernels.gemm import PAIRS, Epilogue, _tiles, scaled_mm, triton
+from te_bench.kernels.gemm import PAIRS, Epilogue, _tiles, gluon, scaled_mm, triton
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize import triton as quantize
 
@@ -76,16 +76,19 @@ class Table:
     """Rows of interleaved measurements (ABBA), and the geometric mean of what they say."""
 
     def __init__(self, title: str, capsys: pytest.CaptureFixture[str]) -> None:
-        self.title, self.capsys, self.ratios = title, capsys, list[float]()
+        self.title, self.capsys, self.ratios = title, capsys, dict[str, list[float]]()
         self.say(title)
 
     def say(self, line: str) -> None:
         with self.capsys.disabled():
             print(f"\n{line}", end="")
 
-    def row(self, shape: Shape, library: Call, ours: Call, candidates: dict[str, _tiles.Tile]) -> None:
-        """TFLOP/s of both, and of ours with each of the tiles that the GPU has room for."""
+    def row(
+        self, shape: Shape, library: Call, ours: Call, in_gluon: Call | None, candidates: dict[str, _tiles.Tile]
+    ) -> None:
+        """TFLOP/s of all, and of Triton's with each of the tiles that the GPU has room for."""
         tried, flop = {"cuBLASLt": library, "Triton": ours}, 2e-12 * shape[0] * shape[1] * shape[2]
+        tried |= {} if in_gluon is None else {"Gluon": in_gluon}
         for name, tile in candidates.items():
             try:
                 with_tile(tile, ours)()
@@ -96,12 +99,16 @@ class Table:
         for name in (*tried, *reversed(tried)):
             samples[name].append(seconds(tried[name]))
         took = {name: statistics.mean(times) for name, times in samples.items()}
-        self.ratios.append(took["cuBLASLt"] / took["Triton"])
+        ratios = {name: took["cuBLASLt"] / took[name] for name in ("Triton", "Gluon") if name in took}
+        for name, ratio in (*ratios.items(), ("the faster", max(ratios.values()))):
+            self.ratios.setdefault(name, []).append(ratio)
         rates = ", ".join(f"{name} {flop / time:.0f}" for name, time in took.items())
-        self.say(f"  {' x '.join(map(str, shape)):22s} {self.ratios[-1]:.3f}  TFLOP/s: {rates}")
+        said = " ".join(f"{ratio:.3f}" for ratio in ratios.values())
+        self.say(f"  {' x '.join(map(str, shape)):22s} {said}  TFLOP/s: {rates}")
 
     def mean(self, bar: float) -> None:
-        self.say(f"  {self.title}: geometric mean {statistics.geometric_mean(self.ratios):.3f}, bar {bar}\n")
+        means = ", ".join(f"{name} {statistics.geometric_mean(ratios):.3f}" for name, ratios in self.ratios.items())
+        self.say(f"  {self.title}: geometric mean {means}, bar {bar}\n")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -113,14 +120,15 @@ def test_plain(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> Non
         for shape in TABLE:
             operands = drawn(shape, pair=pair)
             options = {"out_dtype": torch.bfloat16, "fast_accum": fast_accum}
-            rivals = [functools.partial(rival.forward, *operands, **options) for rival in (scaled_mm, triton)]
+            backends = (scaled_mm, triton, gluon) if coarse else (scaled_mm, triton)
+            rivals = [functools.partial(rival.forward, *operands, **options) for rival in backends]
             # Each of the K / 32 additions of the 14-bit accumulator cuts up to 2^-13 of the sum: errors add as
             # their root (worst of 8 M elements at K = 8192, both rivals: 9.4e-3).
             floor = 2e-3 * (max(1.0, shape[2] / 768) ** 0.5 if fast_accum else 1.0)
             for rival in rivals:  # a thousand rows tell a wrong kernel
                 check(rival()[:1024], _rows(operands, 1024), out_dtype=torch.bfloat16, floor=floor)
             tiles = FAST if fast_accum else {} if coarse else PROMOTED
-            table.row(shape, rivals[0], rivals[1], tiles)
+            table.row(shape, rivals[0], rivals[1], rivals[2] if coarse else None, tiles)
         table.mean(1.02 if coarse else 1.15)
 
 
@@ -154,14 +162,16 @@ def test_gelu_in_fp8(columnwise: bool, capsys: pytest.CaptureFixture[str]) -> No
         operands, bias = drawn(shape), torch.randn(shape[1], device="cuda").bfloat16()
         scale, amax = torch.tensor(60.0, device="cuda"), torch.zeros((), device="cuda")
         options = {"out_dtype": torch.bfloat16, "fast_accum": True, "bias": bias}
-        fused = functools.partial(triton.fused, *operands, **options, epilogue=epilogue, scale=scale, amax=amax)
+        more = {"epilogue": epilogue, "scale": scale, "amax": amax}
+        fused = [functools.partial(rival.fused, *operands, **options, **more) for rival in (triton, gluon)]
         apart = functools.partial(gelu_apart, operands, options, scale, amax, columnwise)
-        made, (pre, cast) = fused(), apart()
-        same(made.pre, pre)
-        same(made.quantized.data, cast.data)
-        if columnwise:
-            assert torch.equal(made.quantized.data.view(torch.uint8).t(), made.quantized.data_t.view(torch.uint8))
-        table.row(shape, apart, fused, FUSED)
+        pre, cast = apart()
+        for made in (rival() for rival in fused):
+            same(made.pre, pre)
+            same(made.quantized.data, cast.data)
+            if columnwise:
+                assert torch.equal(made.quantized.data.view(torch.uint8).t(), made.quantized.data_t.view(torch.uint8))
+        table.row(shape, apart, *fused, FUSED)
     table.mean(1.10)
 
 
@@ -176,12 +186,12 @@ def test_residual(capsys: pytest.CaptureFixture[str]) -> None:
         operands, bias = drawn(shape), torch.randn(shape[1], device="cuda").bfloat16()
         residual = torch.randn(shape[:2], device="cuda").bfloat16()
         options = {"out_dtype": torch.bfloat16, "fast_accum": True, "bias": bias}
-        fused = functools.partial(
-            triton.fused, *operands, **options, epilogue=Epilogue(residual=True), residual=residual
-        )
+        more = {"epilogue": Epilogue(residual=True), "residual": residual}
+        fused = [functools.partial(rival.fused, *operands, **options, **more) for rival in (triton, gluon)]
         apart = functools.partial(residual_apart, operands, options, residual)
-        same(fused().out, apart())
-        table.row(shape, apart, fused, FUSED)
+        for rival in fused:
+            same(rival().out, apart())
+        table.row(shape, apart, *fused, FUSED)
     table.mean(1.10)
 
 
@@ -198,12 +208,14 @@ def test_fp8(capsys: pytest.CaptureFixture[str]) -> None:
         operands = drawn(shape, FORMATS[2])
         scale, amax = torch.tensor(1000.0, device="cuda"), torch.zeros((), device="cuda")
         options = {"out_dtype": torch.bfloat16, "fast_accum": False}
-        fused = functools.partial(triton.fused, *operands, **options, epilogue=epilogue, scale=scale, amax=amax)
+        more = {"epilogue": epilogue, "scale": scale, "amax": amax}
+        fused = [functools.partial(rival.fused, *operands, **options, **more) for rival in (triton, gluon)]
         apart = functools.partial(fp8_apart, operands, options, scale, amax)
-        made, cast = fused().quantized, apart()
-        same(made.data, cast.data)
-        same(made.data_t, cast.data_t)
-        table.row(shape, apart, fused, {})
+        cast = apart()
+        for made in (rival().quantized for rival in fused):
+            same(made.data, cast.data)
+            same(made.data_t, cast.data_t)
+        table.row(shape, apart, *fused, {})
     table.mean(1.10)
 
 
@@ -219,9 +231,12 @@ def test_weight_gradient(fast_accum: bool, capsys: pytest.CaptureFixture[str]) -
         operands, main = drawn(shape, FORMATS[2]), torch.zeros(shape[:2], device="cuda")
         options = {"fast_accum": fast_accum}
         apart = functools.partial(sum_apart, operands, main, fast_accum)
-        triton.accumulate(*operands, out=main, **options)
-        same(main, scaled_mm.forward(*operands, out_dtype=torch.float32, **options))
-        table.row(shape, apart, functools.partial(triton.accumulate, *operands, out=main, **options), {})
+        adds = [functools.partial(rival.accumulate, *operands, out=main, **options) for rival in (triton, gluon)]
+        for add in adds:
+            main.zero_()
+            add()
+            same(main, scaled_mm.forward(*operands, out_dtype=torch.float32, **options))
+        table.row(shape, apart, *adds, {})
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         _, shares = _tiles.split(*shape, promote=not fast_accum, processors=processors)
         table.say(f"    K in {shares} shares")

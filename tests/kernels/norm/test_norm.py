@@ -406,6 +406,7 @@ def test_gradients_are_the_same_in_every_run() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("shape", [(8192, 4096), (12288, 768)], ids=str)
 def test_bandwidth(shape: tuple[int, int]) -> None:
     """bf16 bytes: 2 read and 2 written an element; the backward reads 3 x 2 and writes 2."""

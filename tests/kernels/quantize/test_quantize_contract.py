@@ -180,10 +180,47 @@ def test_amax_counts_and_column_sums_add_up(of: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("via", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of", quantize.names())
+def test_rounded_on_the_way(of: str, via: torch.dtype, device: str) -> None:
+    """What a cast of the rounded matrix makes, to the bit, and not what one of the matrix itself would."""
+    found = backend(of, device)
+    for shape in ((300, 70), (33, 150)):
+        x = sample(shape, torch.float32, seed=3).to(device)
+        x[5, :2] = torch.tensor([194.6, 1e5])  # saturates as bfloat16's 195 x 2.3, is float16's infinity
+        answers = []
+        for y, more in ((x, {"via": via}), (x.to(via), {}), (x, {})):
+            amax, counts = torch.zeros((), device=device), torch.zeros(3, dtype=torch.int64, device=device)
+            sums = torch.zeros(shape[1], device=device)
+            q = run(found, "scaled", y, E4M3, amax=amax, counts=counts, column_sum=sums, **more)
+            answers.append([*q, amax, counts, sums])
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(*answers[:2], strict=True))
+        for i in (0, 2, 4, 6):
+            assert not torch.equal(answers[0][i].float(), answers[2][i].float())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("of", quantize.names())
+def test_powers_of_two_at_every_boundary(of: str, name: str, device: str) -> None:
+    """A row for each amax: around 1.75 x 2^k, where the power changes, around 2^k, and the largest and the smallest."""
+    middle = (1.75 * 2.0 ** torch.arange(-126.0, 127.0)).view(torch.int32)
+    even = (2.0 ** torch.arange(-126.0, 128.0)).view(torch.int32)
+    bits = torch.cat([middle - 1, middle, middle + 1, even - 1, even, even + 1, torch.tensor([1, 0x7F7FFFFF, 0])])
+    x = bits.view(torch.float32)[:, None]
+    q = backend(of, device).row(x.to(device), FORMATS[name][0], rowwise=True, columnwise=False, power_of_two=True)
+    assert (q.scale_inv.cpu().numpy() == tables.scales(x.numpy(), name, "row", True)[1]).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("of", quantize.names())
 def test_infinity_and_nan_in_an_amax(of: str, device: str) -> None:
     found = backend(of, device)
     amax = torch.zeros((), device=device)
+    for value in (3.0, 3.0 + 2.0**-22):  # neighbours in float32
+        run(found, "scaled", torch.tensor([[value, 1.0]], device=device), E4M3, amax=amax)
+        assert amax.item() == value
+    amax.zero_()
     for value, seen in (
         (-3.0, 3.0),
         (-math.inf, math.inf),
@@ -221,6 +258,7 @@ def test_what_is_wrong_is_named(of: str) -> None:
         (lambda: found.scaled(x, one, E4M3, amax=torch.zeros(4), **ok), "amax"),
         (lambda: found.scaled(x, one, E4M3, column_sum=torch.zeros(5), **ok), "column_sum"),
         (lambda: found.tensor(x, E4M3, counts=torch.zeros(3), **ok), "counts"),
+        (lambda: found.scaled(x, one, E4M3, via=torch.float32, **ok), "via torch.float32"),
     ]
     for call, named in wrong:
         with pytest.raises(ValueError, match=named):

@@ -1,6 +1,8 @@
 """The step of delayed scaling against a plain loop over slots, over many steps of changing amaxes."""
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -156,3 +158,34 @@ def test_many_modules_in_one_launch_and_in_a_graph(length: int) -> None:
         step(wanted, "reference", 0, "max")
     for ours, theirs in zip(states, wanted, strict=True):
         assert all(torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_graph_s_table_outlives_those_of_many_models(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph reads the table at each replay and does not keep it: what stood there next would be taken for addresses."""
+    monkeypatch.setattr(_history, "_tables", {})
+    monkeypatch.setattr(_history, "_captured", {})
+    kept, others = {}, [make(2, (3,), "cuda" if mode == "cuda" else "cpu") for _ in range(_history.TABLES + 2)]
+    graph = torch.cuda.CUDAGraph() if mode == "cuda" else None
+    for capturing in (False, True):
+        states = make(2, (3,), "cuda" if mode == "cuda" else "cpu")
+        step(states, mode, 0, "max")
+        if graph is not None and capturing:
+            with torch.cuda.graph(graph):
+                step(states, mode, 0, "max")
+        elif capturing:
+            with monkeypatch.context() as patch:
+                patch.setattr(_history, "_capturing", lambda device: True)
+                step(states, mode, 0, "max")
+        kept[capturing] = states, weakref.ref(list(_history._tables.values())[-1])
+    for other in others:
+        step(other, mode, 0, "max")
+    gc.collect()
+    assert kept[False][1]() is None
+    assert kept[True][1]() is not None
+    if graph is not None:
+        torch.cuda.empty_cache()
+        ((history, scale, _, _),), _ = kept[True]
+        history[0] = 2.0
+        graph.replay()
+        assert scale.tolist() == [224.0] * 3

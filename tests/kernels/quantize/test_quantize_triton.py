@@ -35,6 +35,7 @@ def test_operators_are_what_they_declare(layouts: tuple[bool, bool], device: str
     for op, arguments in (
         ("scaled", (x, scale, E5M2, *layouts, amax, counts, sums)),
         ("scaled", (x, scale, E4M3, *layouts, None, None, None)),
+        ("scaled", (x, scale, E4M3, *layouts, None, None, sums, torch.bfloat16)),
         ("tensor", (x, E4M3, *layouts, True, counts, sums)),
         ("row", (x, E4M3, *layouts, False, counts)),
         ("block", (x, E4M3, 1, *layouts, True, counts)),
@@ -52,7 +53,7 @@ def test_operators_are_what_they_declare(layouts: tuple[bool, bool], device: str
 def test_a_pair_is_two_casts_in_one_launch(dtype: torch.dtype, layouts: tuple[bool, bool], device: str) -> None:
     """Both matrices at once, of unlike heights and with a slice's stride, bit for bit as one by one."""
     x = torch.randn(130, 330, device=device, dtype=dtype)[:, 16:166] * 30
-    w, scales = torch.randn(77, 150, device=device, dtype=dtype), torch.tensor([20.0, 300.0], device=device)
+    w, scales = torch.randn(78, 150, device=device, dtype=dtype), torch.tensor([20.0, 300.0], device=device)
     amaxes, expected = torch.zeros(2, device=device), torch.tensor([150.0, 0.0], device=device)
     amaxes[0] = expected[0]  # larger than x's own: kept
     pair = triton.scaled_pair(
@@ -71,7 +72,7 @@ def test_a_pair_is_two_casts_in_one_launch(dtype: torch.dtype, layouts: tuple[bo
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_pair_of_transposed_matrices_is_not_read_along_the_wrong_dimension(device: str) -> None:
     """A weight may be another's transpose, as a tied or a converted one is."""
-    x, w = (torch.randn(48, rows, device=device).bfloat16().t() for rows in (33, 77))
+    x, w = (torch.randn(48, rows, device=device).bfloat16().t() for rows in (34, 78))
     scale = torch.tensor(20.0, device=device)
     for a, b in ((x, w), (x.contiguous(), w), (x, w.contiguous())):
         pair = triton.scaled_pair(a, scale, None, b, scale, None, E4M3, columnwise=True, w_columnwise=True)
@@ -82,11 +83,12 @@ def test_a_pair_of_transposed_matrices_is_not_read_along_the_wrong_dimension(dev
             assert torch.equal(made.data_t.float(), alone.data_t.float())
 
 
-def test_a_pair_of_float32_takes_two_casts() -> None:
+def test_a_pair_of_float32_or_of_odd_height_takes_two_casts() -> None:
     x, scale = torch.ones(16, 16), torch.ones(())
     w = x.bfloat16()
-    for a, b in ((x, w), (w, x), (w, w[:0])):
+    for a, b in ((x, w), (w, x), (w, w[:0]), (w[:15], w), (w, w[:15])):
         assert triton.scaled_pair(a, scale, None, b, scale, None, E4M3, columnwise=True, w_columnwise=True) is None
+    assert triton.scaled_pair(w[:15], scale, None, w, scale, None, E4M3, columnwise=False, w_columnwise=True)
 
 
 @pytest.mark.slow
@@ -144,6 +146,11 @@ def seconds(call: Callable[[], object]) -> float:
     return statistics.median(timing.kernel(captured(call).replay, "cuda"))
 
 
+#: Of a copy's bytes a second, about 5 % below the least of 12288 x 768, 2304 and 3072 and 8192 x 16384 (H200, 2026-11-21).
+#: `tensor` and `row` read x twice: 2 / 3 is all there is, but for what the L2 holds.
+AT_LEAST = {"scaled": 0.9, "scaled with all": 0.65, "tensor": 0.6, "row": 0.5, "block1": 0.65, "block128": 0.9}
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", COPY_SHAPES, ids=str)
@@ -162,7 +169,7 @@ def test_bandwidth(shape: tuple[int, int], capsys: pytest.CaptureFixture[str]) -
             + "; ".join(f"{name} {rate / 1e9:.0f} ({rate / copy:.2f})" for name, rate in found.items())
         )
     for function, rate in found.items():
-        assert rate > 0.4 * copy, function
+        assert rate > AT_LEAST[function] * copy, function
 
 
 @pytest.mark.gpu

@@ -1,0 +1,395 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The Triton kernels of a norm in a residual stream, and their launchers.
+
+Forward: the stream and a branch are added, normalised and rounded while a row is in registers. In FP8 it goes by tiles,
+once for the sum and its statistics, once to normalise and cast: the sum, just written, comes from the L2, and 32 rows make
+whole sectors of the transposed layout. For 12288 x 768 that takes 36 us, whole rows in registers took 47 (H200, 2026-11-21).
+
+Backward: the norm's gradient is added to the stream's, and leaves in the stream's precision and rounded to the branch's, for
+the GEMMs that made the branch. The cast of that is a kernel of its own: here tiles would be read twice, from memory, and a
+kernel of whole rows that did both took 79 us, where the quantiser takes 16.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels._epilogue import FLOATS, FP8, empty_pair, larger, magnitude, publish, rounded, seen, tally
+from te_bench.kernels._launch import launch, rows_contiguous, traits
+from te_bench.kernels.norm import _kernels
+from te_bench.kernels.norm._kernels import UNALIGNED, _inverse_root
+from te_bench.kernels.quantize._kernels import cast, store, store_t
+
+# Forward, elements and warps of a program: 8 rows of 768 whole, 56 registers a thread, 2 programs a processor.
+FORWARD_ELEMENTS, FORWARD_WARPS = 8192, 16
+# In FP8: the fastest of 8 tiles swept, by 3 to 22 % (H200, 2026-11-21).
+CAST = {"ROWS": 32, "COLUMNS": 128, "num_warps": 8}
+# Backward, elements of a program and of one of its warps: 2 rows of 768, 64 registers a thread. A processor's warps: what
+# the registers of 8192 columns and less have room for, without and with the sums for biases.
+BACKWARD_ELEMENTS, BACKWARD_PER_WARP, BACKWARD_WARPS = 2048, 256, (32, 24)
+SUM_ROWS, SUM_COLUMNS = 128, 32  # tile of the second stage of the sums over rows
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _add_forward_kernel(
+    x, branch, weight, bias, total, y, mean, rstd, amax, stride, branch_stride, M, eps,
+    N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """total := x + branch; y := norm(total). A branch of None: total is x."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLUMNS)
+    inside = (cols < N)[None, :]
+    wide = rows.to(tl.int64)[:, None]
+    mask = (rows < M)[:, None] & inside
+    centred = tl.load(x + wide * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if branch is not None:
+        centred += tl.load(branch + wide * branch_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        kept = rounded(centred, total.dtype.element_ty)
+        tl.store(total + wide * N + cols[None, :], kept, mask=mask)
+        centred = kept.to(tl.float32)
+    if not RMS:
+        mu = tl.div_rn(tl.sum(centred, 1), float(N))
+        tl.store(mean + rows, mu, mask=rows < M)
+        centred = tl.where(inside, centred - mu[:, None], 0.0)
+    inverse = _inverse_root(tl.sum(centred * centred, 1) / N, eps)
+    tl.store(rstd + rows, inverse, mask=rows < M)
+    gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if CENTRED_GAMMA:
+        gamma += 1.0
+    out = centred * inverse[:, None] * gamma[None, :]
+    if bias is not None:
+        out += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    out = rounded(out, DTYPE)
+    tl.store(y + wide * N + cols[None, :], out, mask=mask)
+    if amax is not None:
+        publish(tl.where(mask, magnitude(out.to(tl.float32)), 0), None, amax, None)
+
+
+@triton.jit
+def _summed(x, branch, total, stride, branch_stride, wide, cols, mask, N):
+    """total := x + branch of a tile of rows `wide`, and what was stored, in float32; x itself without a branch."""
+    if branch is None:
+        return tl.load(x + wide * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    else:  # what is not read again makes room for what is
+        v = tl.load(x + wide * stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        at = branch + wide * branch_stride + cols[None, :]
+        v = v.to(tl.float32) + tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        kept = rounded(v, total.dtype.element_ty)
+        tl.store(total + wide * N + cols[None, :], kept, mask=mask)
+        return kept.to(tl.float32)
+
+
+@triton.jit
+def _statistics(v, mu, squares, start, count, inside, RMS: tl.constexpr):
+    """Mean and sum of squares around it, of `start` columns before, with those of v, `count` columns.
+
+    Chan, Golub, LeVeque 1983: tiles' means and squares combine without the cancellation of E[x^2] - E[x]^2.
+    """
+    if not RMS:
+        part = tl.sum(v, 1) / count
+        v = tl.where(inside, v - part[:, None], 0.0)
+        step = part - mu
+        share = count / (start + count)
+        mu += step * share
+        squares += step * step * (start * share)
+    return mu, squares + tl.sum(v * v, 1)
+
+
+@triton.jit
+def _normed(total, wide, stride, cols, mask, mu, inverse, gamma, beta, RMS: tl.constexpr, DTYPE: tl.constexpr):
+    """norm(total) of a tile, rounded to DTYPE; 0 outside the mask."""
+    v = tl.load(total + wide * stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    v = v.to(tl.float32)
+    if not RMS:
+        v -= mu[:, None]
+    v = v * inverse[:, None] * gamma
+    if beta is not None:
+        v += beta
+    return rounded(tl.where(mask, v, 0.0), DTYPE)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _add_forward_cast_kernel(
+    x, branch, weight, bias, total, scale, data, data_t, scale_inv, mean, rstd, amax, counts,
+    stride, branch_stride, total_stride, M, eps,
+    N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """total := x + branch; data, data_t := norm(total), rounded to DTYPE, in FP8. A branch of None: total is x.
+
+    Rows 2i and 2i + 1 are two tiles, as in quantize's kernels; M is even where there is a data_t.
+    """
+    HALF: tl.constexpr = ROWS // 2
+    TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    rows = tl.program_id(0) * ROWS + 2 * tl.arange(0, HALF)
+    wide = rows.to(tl.int64)[:, None]
+    here, below = (rows < M)[:, None], (rows + 1 < M)[:, None]
+    before = 0
+    if amax is not None:
+        before = seen(amax)
+    mu_a, squares_a = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+    mu_b, squares_b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+    for start in tl.range(0, N, COLUMNS, num_stages=1):
+        cols = tl.max_contiguous(start + tl.arange(0, COLUMNS), [4])  # 16 bytes of float32 a thread
+        inside = (cols < N)[None, :]
+        count = tl.minimum(N - start, COLUMNS).to(tl.float32)
+        a = _summed(x, branch, total, stride, branch_stride, wide, cols, here & inside, N)
+        b = _summed(x, branch, total, stride, branch_stride, wide + 1, cols, below & inside, N)
+        mu_a, squares_a = _statistics(a, mu_a, squares_a, start, count, inside, RMS)
+        mu_b, squares_b = _statistics(b, mu_b, squares_b, start, count, inside, RMS)
+    inverse_a, inverse_b = _inverse_root(squares_a / N, eps), _inverse_root(squares_b / N, eps)
+    tl.store(rstd + rows, inverse_a, mask=rows < M)
+    tl.store(rstd + rows + 1, inverse_b, mask=rows + 1 < M)
+    if not RMS:
+        tl.store(mean + rows, mu_a, mask=rows < M)
+        tl.store(mean + rows + 1, mu_b, mask=rows + 1 < M)
+
+    factor = tl.load(scale)
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, factor))
+    tl.debug_barrier()  # a thread may read of total what another one wrote
+    largest = tl.zeros((HALF, COLUMNS), DTYPE)
+    tallies = tl.zeros((HALF, COLUMNS), tl.int32)
+    for i in tl.range(0, TILES, num_stages=1):
+        tile = TILES - 1 - i  # backwards: the last written is the likeliest in the L2
+        cols = tl.max_contiguous(tile * COLUMNS + tl.arange(0, COLUMNS), [4])
+        inside = (cols < N)[None, :]
+        gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        if CENTRED_GAMMA:
+            gamma += 1.0
+        beta = None
+        if bias is not None:
+            beta = tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        a = _normed(total, wide, total_stride, cols, here & inside, mu_a, inverse_a, gamma, beta, RMS, DTYPE)
+        b = _normed(total, wide + 1, total_stride, cols, below & inside, mu_b, inverse_b, gamma, beta, RMS, DTYPE)
+        first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
+        if data is not None:
+            store(first, second, data, N, rows, cols, M, N, "")
+        if data_t is not None:
+            store_t(first, second, data_t, tl.program_id(0) * TILES, cols, M, N, ROWS, COLUMNS, "")
+        if amax is not None:
+            largest = larger(largest, larger(a, b))
+        if counts is not None:
+            tallies += tally(magnitude(a.to(tl.float32)), factor, TARGET)
+            tallies += tally(magnitude(b.to(tl.float32)), factor, TARGET)
+    publish(magnitude(largest.to(tl.float32)), tallies, amax, counts, before)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _backward_kernel(
+    dy,
+    x,
+    weight,
+    mean,
+    rstd,
+    residual,
+    dx,
+    copy,
+    amax,
+    partials,
+    dy_stride,
+    x_stride,
+    residual_stride,
+    M,
+    N: tl.constexpr,
+    RMS: tl.constexpr,
+    CENTRED_GAMMA: tl.constexpr,
+    BIASED: tl.constexpr,
+    SUMMED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """dx, and dx rounded to DTYPE as copy: ROWS whole rows at a time, sums over a program's rows kept until its last.
+
+    partials, (programs, N) each: the sums that are dweight; dbias where BIASED; of what was rounded where SUMMED.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    # 4 columns a thread, 16 bytes of float32, for every tensor: more of bf16's would have to change their threads.
+    cols = tl.max_contiguous(tl.arange(0, COLUMNS), [4])
+    inside = cols < N
+    gamma = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED_GAMMA:
+        gamma = tl.where(inside, gamma + 1.0, 0.0)
+    dweight = tl.zeros((COLUMNS,), tl.float32)
+    dbias = tl.zeros((COLUMNS,), tl.float32)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    largest = tl.zeros((COLUMNS,), tl.int32)
+    for start in tl.range(program * ROWS, M, programs * ROWS):
+        rows = start + tl.arange(0, ROWS)
+        wide = rows.to(tl.int64)[:, None]
+        mask = (rows < M)[:, None] & inside[None, :]
+        inverse = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
+        xhat = tl.load(x + wide * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dy + wide * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if residual is not None:
+            above = tl.load(residual + wide * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if not RMS:
+            xhat -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
+        xhat *= inverse  # of no consequence outside the mask, where d is 0
+        dweight += tl.sum(d * xhat, 0)
+        if BIASED:
+            dbias += tl.sum(d, 0)
+        g = d * gamma[None, :]
+        out = g - xhat * (tl.sum(g * xhat, 1) / N)[:, None]
+        if not RMS:
+            out -= (tl.sum(g, 1) / N)[:, None]
+        out *= inverse
+        if residual is not None:
+            out += above
+        out = rounded(out, dx.dtype.element_ty)
+        tl.store(dx + wide * N + cols[None, :], out, mask=mask)
+        half = rounded(out.to(tl.float32), DTYPE)
+        tl.store(copy + wide * N + cols[None, :], half, mask=mask)
+        if SUMMED:
+            total += tl.sum(tl.where(mask, half.to(tl.float32), 0.0), 0)
+        if amax is not None:
+            largest = tl.maximum(largest, tl.max(tl.where(mask, magnitude(half.to(tl.float32)), 0), 0))
+    share = partials + program * N + cols
+    tl.store(share, dweight, mask=inside)
+    if BIASED:
+        share += programs * N
+        tl.store(share, dbias, mask=inside)
+    if SUMMED:
+        tl.store(share + programs * N, total, mask=inside)
+    publish(largest, None, amax, None)
+
+
+@triton.jit(do_not_specialize_on_alignment=["column_sum"])
+def _sum_kernel(partials, sums, column_sum, shares, N, SUMMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """sums (K, N): of partials (K, shares, N) over shares, in order; the last of them, where SUMMED, onto column_sum."""
+    which = tl.program_id(1)
+    cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    found = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(0, shares, ROWS, num_stages=3):
+        rows = start + tl.arange(0, ROWS)
+        mask = (rows < shares)[:, None] & (cols < N)[None, :]
+        found += tl.load(partials + (which * shares + rows)[:, None] * N + cols[None, :], mask=mask, other=0.0)
+    result = tl.sum(found, 0)
+    if SUMMED and which == tl.num_programs(1) - 1:
+        before = tl.load(column_sum + cols, mask=cols < N, other=0.0)
+        tl.store(column_sum + cols, before + result, mask=cols < N)
+    else:
+        tl.store(sums + which * N + cols, result, mask=cols < N)
+
+
+@functools.cache
+def _rows(n: int, elements: int) -> tuple[int, int]:
+    """ROWS, COLUMNS of a program that keeps so many elements, or a whole row, in registers."""
+    columns = triton.next_power_of_2(n)
+    return max(1, elements // columns), columns
+
+
+def _float32(x: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def add_forward(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
+    kind: str,
+    out_dtype: torch.dtype,
+    scale: Tensor | None,
+    target: torch.dtype | None,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+    counts: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    """total, y, data, data_t, scale_inv, mean, rstd; of a target, an FP8 format, no y.
+
+    M is even where columnwise; out_dtype is of half precision where there is a target.
+    """
+    x = rows_contiguous(x)
+    m, n = x.shape
+    total, branch_stride = x, 0
+    if branch is not None:
+        branch = rows_contiguous(branch)
+        total, branch_stride = torch.empty((m, n), dtype=x.dtype, device=x.device), branch.stride(0)
+    mean, rstd = _float32(x, m) if kind == "layernorm" else None, _float32(x, m)
+    stride = x.stride(0)
+    constants: dict[str, Any] = {
+        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[out_dtype]
+    }  # fmt: skip
+    key = (
+        *traits(x, branch, weight, bias, amax),
+        *(stride, branch_stride, m, n, zero_centered_gamma, kind, out_dtype),
+    )
+    if target is None:
+        rows, columns = _rows(n, FORWARD_ELEMENTS)
+        y = torch.empty((m, n), dtype=out_dtype, device=x.device)
+        args = x, branch, weight, bias, total, y, mean, rstd, amax, stride, branch_stride, m, float(eps)
+        constants |= {"ROWS": rows, "COLUMNS": columns, "num_warps": FORWARD_WARPS}
+        launch(_add_forward_kernel, max(1, -(-m // rows)), key, x.get_device(), args, constants)
+        return total, y, None, None, None, mean, rstd
+    data, data_t = empty_pair(m, n, x, target, rowwise, columnwise)
+    scale_inv = _float32(x)
+    key = (*key, *traits(scale, counts), target, rowwise, columnwise)
+    casting = (
+        *(x, branch, weight, bias, total, scale, data, data_t, scale_inv, mean, rstd, amax, counts),
+        *(stride, branch_stride, total.stride(0), m, float(eps)),
+    )
+    constants |= {"TARGET": FP8[target], **CAST}
+    launch(_add_forward_cast_kernel, max(1, -(-m // CAST["ROWS"])), key, x.get_device(), casting, constants)
+    return total, None, data, data_t, scale_inv, mean, rstd
+
+
+def backward_rounded(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    zero_centered_gamma: bool,
+    residual: Tensor | None,
+    biased: bool,
+    out_dtype: torch.dtype,
+    amax: Tensor | None,
+    column_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, copy and sums (1 or 2, N): dweight and dbias, float32."""
+    dy, x = rows_contiguous(dy), rows_contiguous(x)
+    residual = residual if residual is None else rows_contiguous(residual)
+    m, n = x.shape
+    dx = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    copy = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    rows, columns = _rows(n, BACKWARD_ELEMENTS)
+    warps = min(32, max(4, rows * columns // BACKWARD_PER_WARP))
+    most = BACKWARD_WARPS[biased or column_sum is not None]
+    resident = max(1, most // warps) * _kernels._multiprocessors(x.device)
+    programs = max(1, min(-(-m // rows), resident))
+    own = 1 + biased
+    partials = _float32(x, own + (column_sum is not None), programs, n)
+    dy_stride, stride, residual_stride = dy.stride(0), x.stride(0), 0 if residual is None else residual.stride(0)
+    key = (
+        *traits(dy, x, weight, mean, rstd, residual, amax),
+        *(dy_stride, stride, residual_stride, m, n, zero_centered_gamma, biased, out_dtype, column_sum is None),
+        *(rows, warps),
+    )
+    args = (
+        *(dy, x, weight, mean, rstd, residual, dx, copy, amax, partials),
+        *(dy_stride, stride, residual_stride, m),
+    )
+    constants = {
+        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "BIASED": biased,
+        "SUMMED": column_sum is not None, "DTYPE": FLOATS[out_dtype], "ROWS": rows, "COLUMNS": columns,
+        "num_warps": warps,
+    }  # fmt: skip
+    device = x.get_device()
+    launch(_backward_kernel, programs, key, device, args, constants)
+    sums = _float32(x, own, n)
+    more = {"SUMMED": column_sum is not None, "ROWS": SUM_ROWS, "COLUMNS": SUM_COLUMNS}
+    those = (partials, sums, column_sum, programs, n)
+    launch(
+        _sum_kernel, -(-n // SUM_COLUMNS), (programs, n, own, column_sum is None), device, those, more, len(partials)
+    )
+    return dx, copy, sums

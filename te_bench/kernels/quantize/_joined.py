@@ -1,0 +1,118 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Matrices side by side, cast as one: the gradients of q, k and v, which attention leaves apart and GEMMs read together."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels._epilogue import FP8, empty_pair, larger, magnitude, publish, seen
+from te_bench.kernels._launch import launch, traits
+from te_bench.kernels.quantize import Quantized, reference
+from te_bench.kernels.quantize._kernels import TILE, UNALIGNED, cast, float32, store, store_t
+
+PARTS = 3
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _joined_kernel(
+    first,
+    second,
+    third,
+    scale,
+    data,
+    data_t,
+    scale_inv,
+    amax,
+    stride,
+    M,
+    WIDTH: tl.constexpr,
+    TARGET: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """quantize's _cast_kernel of three matrices (M, WIDTH) in a row; COLUMNS divide WIDTH, so that a tile is of one."""
+    N: tl.constexpr = 3 * WIDTH
+    ACROSS: tl.constexpr = WIDTH // COLUMNS
+    index = tl.program_id(0)
+    factor = tl.load(scale)
+    before = 0
+    if amax is not None:
+        before = seen(amax)
+    part = index % (3 * ACROSS) // ACROSS
+    x = tl.where(part == 0, first, tl.where(part == 1, second, third))
+    rows = index // (3 * ACROSS) * ROWS + 2 * tl.arange(0, ROWS // 2)
+    within = tl.max_contiguous(index % ACROSS * COLUMNS + tl.arange(0, COLUMNS), [VECTOR])
+    at = x + rows.to(tl.int64)[:, None] * stride + within[None, :]
+    a = tl.load(at, mask=(rows < M)[:, None], other=0.0)
+    b = tl.load(at + stride, mask=(rows + 1 < M)[:, None], other=0.0)
+    if index == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, factor))
+    low, high = cast(a, factor, TARGET), cast(b, factor, TARGET)
+    cols = tl.max_contiguous(index % (3 * ACROSS) * COLUMNS + tl.arange(0, COLUMNS), [VECTOR])
+    store(low, high, data, N, rows, cols, M, N, POLICY)
+    store_t(low, high, data_t, index, cols, M, N, ROWS, COLUMNS, POLICY)
+    if amax is not None:
+        publish(magnitude(larger(a, b).to(tl.float32)), None, amax, None, before)
+
+
+def fits(parts: Sequence[Tensor]) -> bool:
+    """Whether the kernel takes these: three alike, of half precision, an even height and a multiple of a tile wide."""
+    first = parts[0]
+    alike = all(
+        p.dim() == 2 and (p.shape, p.stride(), p.dtype) == (first.shape, first.stride(), first.dtype) for p in parts
+    )
+    if len(parts) != PARTS or not alike or first.dtype not in HALVES or not first.numel():
+        return False
+    return first.stride(1) == 1 and first.shape[0] % 2 == 0 and first.shape[1] % TILE["COLUMNS"] == 0
+
+
+def joined(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Quantized:
+    """`scaled` of torch.cat(parts, 1), bit for bit, in both layouts; of three matrices (M, N / 3) that fit."""
+    assert fits(parts)
+    if torch.compiler.is_compiling():
+        data, data_t, scale_inv = _joined_op([p.detach() for p in parts], scale, dtype, amax)
+    elif parts[0].is_cuda:
+        data, data_t, scale_inv = kernel(parts, scale, dtype, amax)
+    else:
+        return reference.scaled(torch.cat([*parts], 1), scale, dtype, rowwise=True, columnwise=True, amax=amax)
+    return Quantized(data, scale_inv, data_t, scale_inv)
+
+
+def kernel(
+    parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, amax: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """data, data_t, scale_inv, by the kernel."""
+    m, width = parts[0].shape
+    data, data_t = empty_pair(m, PARTS * width, parts[0], dtype, rowwise=True, columnwise=True)
+    assert data is not None
+    assert data_t is not None
+    scale_inv = float32(data)
+    stride = parts[0].stride(0)
+    grid = -(-m // TILE["ROWS"]) * (PARTS * width // TILE["COLUMNS"])
+    key = (*traits(*parts), stride, m, width, dtype, amax is None)
+    args = (*parts, scale, data, data_t, scale_inv, amax, stride, m)
+    launch(_joined_kernel, grid, key, data.get_device(), args, {"WIDTH": width, "TARGET": FP8[dtype], **TILE})
+    return data, data_t, scale_inv
+
+
+@torch.library.custom_op("te_bench::quantize_joined", mutates_args=("amax",))
+def _joined_op(
+    parts: list[Tensor], scale: Tensor, dtype: torch.dtype, amax: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if parts[0].is_cuda:
+        return kernel(parts, scale, dtype, amax)
+    made = joined(parts, scale, dtype, amax)
+    return made.data, made.data_t, made.scale_inv
+
+
+@_joined_op.register_fake
+def _(parts: list[Tensor], scale: Tensor, dtype: torch.dtype, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    m, width = parts[0].shape
+    data, data_t = empty_pair(m, PARTS * width, parts[0], dtype, rowwise=True, columnwise=True)
+    return data, data_t, parts[0].new_empty((), dtype=torch.float32)  # type: ignore[return-value]

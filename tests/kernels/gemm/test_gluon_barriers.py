@@ -1,0 +1,250 @@
+"""Who waits for whom in Gluon's GEMM: its own functions as three Python threads, on barriers as sm_90's are.
+
+A barrier shows one bit of how many phases are over: who is two behind, or ahead by one, takes another block for its own.
+On an H200 every plan in turns with two tiles a program ended in an "unspecified launch failure" of it (2026-11-21).
+"""
+
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from te_bench.kernels.gemm import _gluon_kernels, _plans
+from te_bench.kernels.gemm._plans import Plan
+
+PATIENCE = 5.0  # seconds
+PAUSE = 2e-4
+
+
+class Barrier:
+    pending = phase = bytes = count = 0
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+
+class Place:
+    """Of a block in shared memory: what was last copied there."""
+
+    holds: Any = None
+
+    def permute(self, _: Any) -> "Place":
+        return self
+
+    def slice(self, *_: Any) -> "Place":
+        return self
+
+
+class Room(list[Any]):
+    def index(self, i: Any, *_: Any) -> Any:
+        return self[i]
+
+
+class Sum:
+    """Of products: those that are over by what they read, and those under way."""
+
+    def __init__(self, over: list[Any], under_way: list[tuple[Place, Place]]) -> None:
+        self.over, self.under_way = over, under_way
+
+    def __add__(self, other: "Sum") -> "Sum":
+        assert not other.under_way, "taken before it was there"
+        return Sum(self.over + other.over, [])
+
+
+class Machine:
+    """Stand-ins for what the kernels take from Gluon; `slow` waits before whatever it does."""
+
+    def __init__(self, slow: str) -> None:
+        self.slow, self.changed, self.failed = slow, threading.Condition(), list[BaseException]()
+
+    def _do(self, action: Callable[[], None]) -> None:
+        if threading.current_thread().name == self.slow:
+            time.sleep(PAUSE)
+        with self.changed:
+            action()
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        self._do(lambda: self.failed.append(error))
+
+    def allocate(self, dtype: Any, shape: list[int], _: Any) -> Room:
+        return Room((Barrier if dtype == "barrier" else Place)() for _ in range(shape[0]))
+
+    def init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.pending = count
+
+    def wait(self, barrier: Barrier, parity: int) -> None:
+        self._do(lambda: None)
+        with self.changed:
+            there = self.changed.wait_for(lambda: self.failed or barrier.phase & 1 != parity, PATIENCE)
+        assert not self.failed
+        assert there, "hangs"
+
+    def arrive(self, barrier: Barrier, *, count: int = 1, pred: bool = True) -> None:
+        def there() -> None:
+            assert barrier.pending >= count, "arrived once too often"
+            barrier.pending -= count
+            barrier.settle()
+
+        if pred:
+            self._do(there)
+
+    def expect(self, barrier: Barrier, size: int) -> None:
+        barrier.bytes += size
+        self.arrive(barrier)
+
+    def copy(self, desc: Any, at: list[int], barrier: Barrier, place: Place) -> None:
+        def landed() -> None:
+            place.holds = at
+            barrier.bytes -= desc.block_type.nbytes
+            barrier.settle()
+
+        self._do(landed)
+
+    def multiply(self, a: Place, b: Place, acc: Sum, *, use_acc: bool, is_async: bool) -> Sum:
+        assert is_async
+        return Sum(acc.over if use_acc else [], [*(acc.under_way if use_acc else []), (a, b)])
+
+    def finish(self, pending: int, deps: tuple[Sum]) -> Sum:
+        (acc,) = deps
+        self._do(lambda: None)
+        done = len(acc.under_way) - pending
+        read = [(a.holds, b.holds) for a, b in acc.under_way[: max(done, 0)]]
+        return Sum(acc.over + read, acc.under_way[max(done, 0) :])
+
+    def join(self, upper: Sum, lower: Sum) -> Sum:
+        assert upper.over == lower.over
+        return upper
+
+
+def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, programs: int) -> Any:
+    """The module of the kernels, its functions Python's."""
+    k = _gluon_kernels
+    for name in (
+        "_tile_origin", "_span", "_stretch", "_next", "_await_turn", "_one_each", "_ring", "_product", "_promoted_product",
+    ):  # fmt: skip
+        monkeypatch.setattr(k, name, getattr(k, name).fn)
+    same = lambda x, *_, **__: x  # noqa: E731
+    language = types.SimpleNamespace(
+        cdiv=lambda x, y: -(-x // y), program_id=lambda _: 0, num_programs=lambda _: programs, static_range=range,
+        NVMMADistributedLayout=lambda *_: None, zeros=lambda *_: Sum([], []), int16=None, float32=None, int64="barrier",
+        allocate_shared_memory=machine.allocate, join=machine.join, permute=same, reshape=same, convert_layout=same,
+    )  # fmt: skip
+    monkeypatch.setattr(k, "gl", language)
+    monkeypatch.setattr(
+        k, "tma", types.SimpleNamespace(async_copy_global_to_shared=machine.copy, store_wait=lambda _: None)
+    )
+    of_barriers = {name: getattr(machine, name) for name in ("init", "wait", "arrive", "expect")}
+    monkeypatch.setattr(k, "mbarrier", types.SimpleNamespace(**of_barriers, MBarrierLayout=lambda: None))
+    monkeypatch.setattr(k, "warpgroup_mma", machine.multiply)
+    monkeypatch.setattr(k, "warpgroup_mma_wait", machine.finish)
+    monkeypatch.setattr(k, "WARPGROUPS", 2)
+    return k
+
+
+def run(
+    shape: tuple[int, int, int], p: Plan, stages: int, programs: int, promote: bool, stream: bool | None, slow: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[tuple[int, int, list[Any]]]:  # fmt: skip
+    """Row, column and products of what the first of `programs` leaves; stream: of the sums' kernel, if not None."""
+    machine = Machine(slow)
+    k = stand_in(machine, monkeypatch, programs)
+    left: list[tuple[int, int, list[Any]]] = []
+
+    def leave(x: Sum, row: int, column: int) -> None:
+        assert not x.under_way
+        machine._do(lambda: left.append((row, column, x.over)))
+
+    monkeypatch.setattr(k, "leave_by_parts", lambda *args: leave(args[0], args[9], args[10]))
+    monkeypatch.setattr(k, "add_by_parts", lambda *args: leave(args[0], args[5], args[6]))
+    a, b = (
+        types.SimpleNamespace(
+            block_type=types.SimpleNamespace(shape=[rows, 128], nbytes=rows * 128), dtype=None, layout=None
+        )
+        for rows in (p.height, p.width)
+    )
+    a_shared, b_shared, full, empty = ring = k._ring(a, b, 1 if p.turns else 2, stages)
+    turn = k._one_each()
+    tile = p.height, p.width, 128, p.parts, p.slots, p.turns, stages, 8
+    nothing = (None,) * 5
+
+    def multiply(who: int) -> None:
+        if stream is None:
+            k._multiply.fn(
+                *ring, turn, nothing, nothing, None, None, None, None, *shape, who,
+                "tensor", promote, None, None, 1, False, *tile,
+            )  # fmt: skip
+        else:
+            k._multiply_and_add.fn(*ring, turn, None, None, None, *shape, who, "tensor", promote, *tile, stream)
+
+    calls: dict[str, Callable[[], None]] = {
+        "fetch": lambda: k._fetch.fn(a, b, a_shared, b_shared, full, empty, *shape, p.turns, stages, 8, bool(stream)),
+        "first": lambda: multiply(0),
+        "second": lambda: multiply(1),
+    }
+
+    def guarded(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            machine.fail(error)
+
+    threads = [threading.Thread(target=guarded, args=(call,), name=name) for name, call in calls.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if machine.failed:
+        raise machine.failed[0]
+    return left
+
+
+PLANS = {
+    "turns": (_plans.TURNS, False),
+    "turns, wide": (Plan(64, 256, True, 4), False),
+    "halves": (_plans.HALVES, False),
+    "promoted": (_plans.PROMOTED, True),
+    "promoted, in turns": (_plans.PROMOTED._replace(turns=True), True),
+}
+
+
+@pytest.mark.parametrize("slow", ["fetch", "first", "second"])
+@pytest.mark.parametrize("stream", [None, False, True], ids=["leaves", "adds", "adds shares"])
+@pytest.mark.parametrize(("k", "stages"), [(128, 4), (640, 4), (768, 6), (1152, 2), (1152, 3)])
+@pytest.mark.parametrize("name", PLANS)
+def test_each_tile_is_of_its_own_blocks_whoever_is_slow(
+    name: str, k: int, stages: int, stream: bool | None, slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, promote = PLANS[name]
+    shape = 5 * p.tile()[0] - 16, 2 * p.tile()[1], k
+    left = run(shape, p, stages, 2, promote, stream, slow, monkeypatch)
+    assert len(left) > (2 if p.turns else 4), "too few for a barrier's second phase"
+    for row, column, products in left:
+        depths = [of_a[1] for of_a, _ in products]
+        assert products == [([row, depth], [column, depth]) for depth in depths]
+        assert depths == list(range(depths[0], depths[0] + 128 * len(depths), 128))
+        assert stream or len(depths) == k // 128
+    if stream:
+        blocks = sum(len(products) for *_, products in left) // (1 if p.turns else 2)
+        assert blocks == 10 * k // 128 // 2
+
+
+def check_tiles(left: list[tuple[int, int, list[Any]]], k: int) -> None:
+    for row, column, products in left:
+        assert products == [([row, depth], [column, depth]) for depth in range(0, k, 128)]
+
+
+def test_without_turns_a_warpgroup_takes_the_others_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed on an H200: the test above would see it."""
+    there = 640, 256, 768
+    check_tiles(run(there, _plans.TURNS, 6, 2, False, None, "fetch", monkeypatch), 768)
+    monkeypatch.undo()
+    monkeypatch.setattr(sys.modules[__name__], "PATIENCE", 0.5)
+    monkeypatch.setattr(_gluon_kernels, "_await_turn", types.SimpleNamespace(fn=lambda *_: None))
+    with pytest.raises((AssertionError, TypeError)):
+        check_tiles(run(there, _plans.TURNS, 6, 2, False, None, "fetch", monkeypatch), 768)

@@ -1,0 +1,325 @@
+"""Norms in a residual stream, in one kernel: the reference's rounding and casts, bit for bit where sums allow it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernel_checks import assert_as_good, assert_quantized_alike, codes, of_copy
+from torch import Tensor
+
+from te_bench.kernels import norm
+from te_bench.kernels.norm import Problem, Residual, _residual, reference
+from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import triton as quantizer
+
+EPS = 1e-5
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [(1, 7), (33, 100), (70, 300)]  # of odd height; whole tiles and parts of them
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+REFERENCE = reference.RESIDUAL
+
+
+def residual(name: str, device: str) -> Residual:
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    problem = Problem(n=768, dtype="bf16", kind="layernorm", quantized=True, device=device, capability=capability)
+    backend = norm.load(name)
+    reason = backend.unsupported(problem)
+    if reason:
+        pytest.skip(reason)
+    assert backend.residual is not None
+    return backend.residual
+
+
+@dataclasses.dataclass
+class Case:
+    """A float32 stream, a bf16 branch and gradient, as under autocast; without branch and bias where not `rich`."""
+
+    x: Tensor
+    branch: Tensor | None
+    dy: Tensor
+    above: Tensor | None  # the gradient of the stream
+    weight: Tensor
+    bias: Tensor | None
+    options: dict[str, Any]
+
+
+def draw(
+    shape: tuple[int, int], kind: str = "layernorm", rich: bool = True, device: str = "cpu", stream: Any = torch.float32
+) -> Case:
+    generator = torch.Generator().manual_seed(shape[0] * shape[1])
+    x, branch, dy, above = (torch.randn(shape, generator=generator).to(device) for _ in range(4))
+    weight, bias = (torch.randn(shape[1], generator=generator).to(device) for _ in range(2))
+    return Case(
+        (x * 2 + 0.5).to(stream),
+        branch.to(BF16) if rich else None,
+        dy.to(BF16),
+        above.to(stream) if rich else None,
+        weight,
+        bias if rich and kind == "layernorm" else None,
+        {"kind": kind, "zero_centered_gamma": rich},
+    )
+
+
+def looks(case: Case) -> dict[str, Tensor]:
+    """Gathered from what is there already: amax 0.5, counts 1, sums 2."""
+    device = case.x.device
+    return {
+        "amax": torch.tensor(0.5, device=device),
+        "counts": torch.ones(3, dtype=torch.int64, device=device),
+        "column_sum": torch.full((case.x.shape[1],), 2.0, device=device),
+    }
+
+
+def cast(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    """At a scale that saturates and underflows."""
+    scale = torch.tensor(torch.finfo(dtype).max / 2.9, device=case.x.device)
+    return {"via": BF16, "scale": scale, "dtype": dtype}
+
+
+Made = dict[str, Any]
+
+
+def run(ours: Residual, case: Case, dtype: torch.dtype | None, **layouts: bool) -> Made:
+    """Both directions; dtype None: rounded to bf16 alone. The backward is of the reference's total and statistics."""
+    forth, back = looks(case), looks(case)
+    layouts = layouts or {"rowwise": True, "columnwise": True}
+    given = case.x, case.branch, case.weight, case.bias
+    total, _, mean, rstd = REFERENCE.add_forward(*given, eps=EPS, dtype=BF16, **case.options)
+    backward = case.dy, total, case.weight, mean, rstd
+    extra = {"residual": case.above, "biased": case.bias is not None, "column_sum": back["column_sum"], **case.options}
+    if dtype is None:
+        first = ours.add_forward(*given, eps=EPS, dtype=BF16, amax=forth["amax"], **case.options)
+        second = ours.backward_rounded(*backward, dtype=BF16, amax=back["amax"], **extra)
+    else:
+        seen, way = (forth["amax"], forth["counts"]), cast(case, dtype) | layouts
+        first = ours.add_forward_quantized(*given, eps=EPS, amax=seen[0], counts=seen[1], **way, **case.options)
+        second = ours.backward_quantized(*backward, amax=back["amax"], counts=back["counts"], **way, **extra)
+    names = ("total", "y", "mean", "rstd"), ("dx", "g", "dweight", "dbias")
+    return dict(zip(names[0], first, strict=True)) | dict(zip(names[1], second, strict=True)) | {
+        f"{way} {name}": tensor for way, found in (("y", forth), ("g", back)) for name, tensor in found.items()
+    }  # fmt: skip
+
+
+def assert_alike(made: Made, exact: Made, case: Case) -> None:
+    m = len(case.x)
+    assert torch.equal(made["total"], exact["total"])
+    for name in ("mean", "rstd", "dx"):
+        if exact[name] is None:
+            assert made[name] is None
+            continue
+        assert made[name].dtype == exact[name].dtype
+        tiny = 1e-2 if exact[name].dtype is BF16 else 1e-5
+        torch.testing.assert_close(made[name], exact[name], rtol=tiny, atol=tiny / 5)
+    for name in ("y", "g"):
+        if isinstance(exact[name], Quantized):
+            assert_quantized_alike(made[name], exact[name])
+        else:
+            assert made[name].dtype == exact[name].dtype == BF16
+            assert (made[name] != exact[name]).sum() <= max(1, exact[name].numel() // 500)
+            torch.testing.assert_close(made[name], exact[name], rtol=2**-7, atol=1e-5)
+        amax = exact[f"{name} amax"]
+        torch.testing.assert_close(made[f"{name} amax"], amax, rtol=2**-7, atol=0)
+        apart = (made[f"{name} counts"] - exact[f"{name} counts"]).abs()
+        assert (apart <= max(1, case.x.numel() // 1000)).all()
+        slack = (m * 2**-24 + 2**-8) * amax.item()
+        torch.testing.assert_close(made[f"{name} column_sum"], exact[f"{name} column_sum"], rtol=1e-6, atol=slack)
+    for name in ("dweight", "dbias"):
+        if exact[name] is None:
+            assert made[name] is None
+        else:
+            torch.testing.assert_close(made[name], exact[name], rtol=1e-5, atol=1e-5 * m)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [None, E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("rich", [False, True], ids=["plain", "branch, bias, residual, 1 + weight"])
+@pytest.mark.parametrize("kind", norm.KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_triton_is_the_reference(
+    shape: tuple[int, int], kind: str, rich: bool, dtype: torch.dtype | None, device: str
+) -> None:
+    case = draw(shape, kind, rich, device)
+    assert_alike(run(residual("triton", device), case, dtype), run(REFERENCE, case, dtype), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("shape", [(12288, 768), (12289, 768), (4096, 1600), (300, 16384)], ids=str)
+def test_triton_is_the_reference_at_size(shape: tuple[int, int], dtype: torch.dtype | None) -> None:
+    case = draw(shape, device="cuda")
+    assert_alike(run(residual("triton", "cuda"), case, dtype), run(REFERENCE, case, dtype), case)
+
+
+@pytest.mark.parametrize(
+    ("device", "shape"), [("cpu", (64, 768)), pytest.param("cuda", (12288, 768), marks=pytest.mark.gpu)]
+)
+def test_by_tiles_it_is_the_cast_of_whole_rows(device: str, shape: tuple[int, int]) -> None:
+    """But for the order of sums: on an H200 3 of 9.4 million codes were their neighbours (2026-11-21)."""
+    ours, case = residual("triton", device), draw(shape, device=device)
+    given, way = (case.x, case.branch, case.weight, case.bias), cast(case, E4M3)
+    tiles, rows = torch.zeros((), device=device), torch.zeros((), device=device)
+    total, q, mean, rstd = ours.add_forward_quantized(
+        *given, eps=EPS, rowwise=True, columnwise=True, amax=tiles, **way, **case.options
+    )
+    wanted, y, mu, root = ours.add_forward(*given, eps=EPS, dtype=BF16, amax=rows, **case.options)
+    exact = quantizer.scaled(y, way["scale"], E4M3, rowwise=True, columnwise=True)
+    assert_quantized_alike(q, exact)
+    assert (codes(q.data) != codes(exact.data)).sum() <= max(1, case.x.numel() // 100_000)
+    assert torch.equal(total, wanted)
+    assert torch.allclose(tiles, rows, rtol=2**-8, atol=0)
+    assert mean is not None
+    assert mu is not None
+    torch.testing.assert_close(mean, mu, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rstd, root, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_a_stream_in_bf16_and_one_layout_alone(name: str, device: str) -> None:
+    ours, case = residual(name, device), draw((34, 140), device=device, stream=BF16)
+    assert run(ours, case, None)["total"].dtype == BF16
+    for height, rowwise in ((33, True), (34, False)):  # by tiles an odd height is cast row by row alone
+        layouts = {"rowwise": rowwise, "columnwise": not rowwise}
+        case = draw((height, 140), device=device, stream=BF16)
+        made = run(ours, case, E4M3, **layouts)
+        for q in (made["y"], made["g"]):
+            assert [t is None for t in q] == [not rowwise] * 2 + [rowwise] * 2
+        assert_alike(made, run(REFERENCE, case, E4M3, **layouts), case)
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_the_sum_is_the_streams_own_addition(name: str) -> None:
+    """Written out with torch's operators, in float64: the rounded total, or x, is normalised."""
+    ours, case = residual(name, "cpu"), draw((33, 100))
+    assert case.branch is not None
+    total, y, mean, rstd = ours.add_forward(
+        case.x, case.branch, case.weight, case.bias, eps=EPS, dtype=torch.float32, **case.options
+    )
+    assert torch.equal(total, case.x + case.branch)
+    assert case.bias is not None
+    exact = torch.nn.functional.layer_norm(total.double(), (100,), case.weight.double() + 1, case.bias.double(), EPS)
+    library = torch.nn.functional.layer_norm(total, (100,), case.weight + 1, case.bias, EPS)
+    assert_as_good("y", y, library, exact)
+    alone = ours.add_forward(case.x, None, case.weight, None, eps=EPS, dtype=BF16)
+    assert alone[0] is case.x
+    assert y.dtype == torch.float32
+    assert mean.dtype == rstd.dtype == torch.float32
+
+
+def broken(change: Callable[[Made], None]) -> Callable[[Made], Made]:
+    def spoil(made: Made) -> Made:
+        made = {name: value.clone() if isinstance(value, Tensor) else value for name, value in made.items()}
+        change(made)
+        return made
+
+    return spoil
+
+
+def spoilt(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Made], Made]:
+    return broken(lambda made: made.update({name: change(made[name])}))
+
+
+def off_by(q: Quantized, share: int) -> Quantized:
+    """Every share-th code its neighbour."""
+    wrong = q.data.view(torch.uint8).clone().flatten()
+    wrong[::share] ^= 1
+    return q._replace(data=wrong.view_as(q.data.view(torch.uint8)).view(q.data.dtype))
+
+
+SPOILT: dict[str, Callable[[Made], Made]] = {
+    "total without the branch": spoilt("total", lambda t: t * 0.99),
+    "dx without the residual": spoilt("dx", lambda t: t - 0.01),
+    "dweight doubled": spoilt("dweight", lambda t: t * 2),
+    "dbias of one row less": spoilt("dbias", lambda t: t - 0.3),
+    "column_sum not gathered": spoilt("g column_sum", lambda t: t * 0 + 2),
+    "amax not gathered": spoilt("g amax", lambda t: t * 0 + 0.5),
+    "counts not gathered": spoilt("y counts", lambda t: t * 0),
+    "y not rounded beforehand": broken(lambda made: made.update(y=off_by(made["y"], 50))),
+    "g's layouts unlike": broken(lambda made: made.update(g=off_by(made["g"], 2000))),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_mutations_fail_the_contract(name: str) -> None:
+    case = draw((64, 64))
+    made = run(REFERENCE, case, E4M3)
+    assert codes(made["y"].data).abs().max() > 100
+    assert_alike(made, run(REFERENCE, case, E4M3), case)
+    with pytest.raises(AssertionError):
+        assert_alike(SPOILT[name](made), run(REFERENCE, case, E4M3), case)
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_bad_input(name: str) -> None:
+    ours, case = residual(name, "cpu"), draw((4, 8))
+    with pytest.raises(ValueError, match=r"\(4, 7\) of a stream \(4, 8\)"):
+        ours.add_forward(case.x, case.x[:, :7], case.weight, None, eps=EPS, dtype=BF16)
+    with pytest.raises(ValueError, match="layout"):
+        run(ours, case, E4M3, rowwise=False, columnwise=False)
+    with pytest.raises(ValueError, match="rmsnorm none"):
+        ours.add_forward(case.x, None, case.weight, case.bias, eps=EPS, dtype=BF16, kind="rmsnorm")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("target", [None, E4M3], ids=str)
+@pytest.mark.parametrize("kind", norm.KINDS)
+def test_operators(kind: str, target: torch.dtype | None, device: str) -> None:
+    case = draw((6, 16), kind, device=device)
+    seen = looks(case)
+    total, _, mean, rstd = REFERENCE.add_forward(
+        case.x, case.branch, case.weight, case.bias, eps=EPS, dtype=BF16, **case.options
+    )
+    way = (torch.tensor(9.0, device=device) if target else None, target, target is not None, False)
+    counts = seen["counts"] if target else None
+    forward = (case.x, case.branch, case.weight, case.bias, EPS, True, kind, BF16, *way, seen["amax"], counts)
+    backward = (
+        *(case.dy, total, case.weight, mean, rstd, True, case.above, case.bias is not None, BF16),
+        *(seen["amax"], seen["column_sum"]),
+    )
+    for operator, arguments in ((_residual._add_forward_op, forward), (_residual._backward_op, backward)):
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rich", [False, True], ids=["plain", "rich"])
+@pytest.mark.parametrize("dtype", [None, E4M3], ids=str)
+def test_compiles_without_graph_breaks(dtype: torch.dtype | None, rich: bool, device: str) -> None:
+    ours, case = residual("triton", device), draw((17, 32), rich=rich, device=device)
+    names = [field.name for field in dataclasses.fields(Residual)]
+    compiled = {name: torch.compile(getattr(ours, name), fullgraph=True, backend="aot_eager") for name in names}
+    assert_alike(run(Residual(**compiled), case, dtype), run(ours, case, dtype), case)
+
+
+@pytest.mark.gpu
+def test_sums_are_the_same_in_every_run() -> None:
+    ours, case = residual("triton", "cuda"), draw((4096, 768), device="cuda")
+    first = run(ours, case, E5M2)
+    for _ in range(5):
+        again = run(ours, case, E5M2)
+        assert all(torch.equal(first[name], again[name]) for name in ("dx", "dweight", "dbias", "g column_sum"))
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_bandwidth() -> None:
+    """Bytes an element, least: forward 4 + 2 read, 4 + 2 written; backward 2 + 4 + 4 read, 4 + 2 written, and the cast's."""
+    ours, case = residual("triton", "cuda"), draw((12288, 768), device="cuda")
+    options: dict[str, Any] = {"scale": torch.ones((), device="cuda"), "rowwise": True, "columnwise": True}
+    amax, mean, rstd = (torch.zeros(n, device="cuda") for n in (1, 12288, 12288))
+
+    def forward() -> object:
+        return ours.add_forward_quantized(
+            case.x, case.branch, case.weight, None, eps=EPS, via=BF16, dtype=E4M3, amax=amax, **options
+        )
+
+    def backward() -> object:
+        return ours.backward_quantized(
+            case.dy, case.x, case.weight, mean, rstd, via=BF16, dtype=E5M2, residual=case.above, biased=False, amax=amax,
+            **options,
+        )  # fmt: skip
+
+    elements = case.x.numel()
+    assert of_copy(forward, 12 * elements, case.x, "add, norm, FP8") > 0.65  # 0.81 (H200, 2026-11-21)
+    assert of_copy(backward, 16 * elements, case.x, "norm backward, add, FP8") > 0.5

@@ -1,0 +1,56 @@
+"""Three matrices cast as one: what `scaled` makes of them side by side, bit for bit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_bench.kernels.quantize import _joined, reference
+
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def draw(m: int, width: int, device: str, dtype: torch.dtype = BF16, stride: int | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(m + width)
+    whole = [torch.randn(m, stride or width, generator=generator) * 10**k for k in range(3)]
+    return [x.to(device, dtype)[:, :width] for x in whole]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("target", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(
+    ("m", "width", "stride", "dtype"), [(130, 64, None, BF16), (64, 192, 256, BF16), (2, 128, None, torch.float16)]
+)
+def test_it_is_scaled_of_them_side_by_side(
+    m: int, width: int, stride: int | None, dtype: torch.dtype, target: torch.dtype, device: str
+) -> None:
+    parts, scale = draw(m, width, device, dtype, stride), torch.tensor(3.0, device=device)
+    amax, wanted = (torch.tensor(0.5, device=device) for _ in range(2))
+    assert _joined.fits(parts)
+    data, data_t, scale_inv = _joined.kernel(parts, scale, target, amax)
+    exact = reference.scaled(torch.cat(parts, 1), scale, target, rowwise=True, columnwise=True, amax=wanted)
+    assert torch.equal(data.view(torch.uint8), exact.data.view(torch.uint8))
+    assert torch.equal(data_t.view(torch.uint8), exact.data_t.view(torch.uint8))
+    assert torch.equal(scale_inv, exact.scale_inv)
+    assert torch.equal(amax, wanted)
+    made = _joined.joined(parts, scale, target)
+    assert torch.equal(made.data.view(torch.uint8), data.view(torch.uint8))
+
+
+def test_what_does_not_fit() -> None:
+    assert not _joined.fits(draw(3, 64, "cpu"))
+    assert not _joined.fits(draw(4, 65, "cpu"))
+    assert not _joined.fits(draw(4, 64, "cpu", torch.float32))
+    assert not _joined.fits(draw(4, 64, "cpu")[:2])
+    one, two, three = draw(64, 64, "cpu")
+    assert not _joined.fits([one, two, three.t()])
+    assert not _joined.fits([one, two, three[:32]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_operator(device: str) -> None:
+    arguments = draw(4, 64, device), torch.tensor(3.0, device=device), E5M2, torch.tensor(0.5, device=device)
+    torch.library.opcheck(_joined._joined_op, arguments, test_utils=("test_schema", "test_faketensor"))
+    compiled = torch.compile(_joined.joined, fullgraph=True, backend="aot_eager")
+    made, eager = compiled(*arguments), _joined.joined(*arguments)
+    assert torch.equal(made.data_t.view(torch.uint8), eager.data_t.view(torch.uint8))

@@ -1,0 +1,237 @@
+"""Fused blocks: the same model as one module after the other, step by step, in every mode, with the same state."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from table_adamw_cases import CURRENT, DELAYED, OPTIM, SMALL, a_batch, losses
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from te_bench.kernels.activation import triton as activation_triton
+from te_bench.kernels.linear_cross_entropy import _kernels as head_kernels
+from te_bench.kernels.norm import triton as norm_triton
+from te_bench.models import fp8, fused_blocks
+from te_bench.models import recipe as recipes
+from te_bench.models.data import Batches
+from te_bench.models.gpt import CONFIGS, GPT
+from te_bench.models.modules import layernorm_mlp
+from te_bench.models.train import Optim, TrainStep, evaluate
+
+BOTH = (None, "fused")
+RICH = {"bias": True, "gelu": "tanh"}
+
+
+@pytest.fixture(autouse=True)
+def _plain_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes a second for each loss; a CPU's own formula is the kernel's."""
+    monkeypatch.setattr(head_kernels, "INTERPRETED", False)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices of 32 columns: beside other processes a second thread makes a case of 0.2 s one of 9."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a GPU, interpreted, or, under torch.compile, their operators."""
+    monkeypatch.setattr(fused_blocks, "backend", lambda x: norm_triton.BACKEND)
+    for module in (fused_blocks, layernorm_mlp):
+        monkeypatch.setattr(module, "activation_backend", lambda x: activation_triton.BACKEND)
+
+
+def a_step(
+    blocks: str | None, precision: str, recipe: str | None = None, *, optimizer: str | None = None,
+    mode: str = "eager", optim: Optim = OPTIM, **config: Any,
+) -> TrainStep:  # fmt: skip
+    torch.manual_seed(0)
+    found = recipes.load(recipe) if recipe else None
+    shape = dataclasses.replace(SMALL, **config)
+    model = GPT(shape, attention="manual", padded_vocab_size=64, recipe=found, head="chunked", blocks=blocks)
+    return TrainStep(model, optim, precision=precision, mode=mode, optimizer=optimizer)
+
+
+def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert list(a) == list(b)
+    return max(((a[name] - b[name]).norm() / a[name].norm()).item() for name in a)
+
+
+#: precision, recipe, and how far a gradient may be off: float32's own roundings; a bf16 or FP8 number here and there that
+#: they bring to the other side of a midpoint.
+CASES = [
+    ("fp32", None, 2e-5),
+    ("bf16", None, 1e-2),
+    ("fp8", DELAYED, 2e-2),
+    ("fp8", CURRENT, 2e-2),
+    ("fp8", "float8_block_scaling", 2e-2),
+    ("fp8", "rowwise_scaling", 2e-2),
+]
+
+
+@pytest.mark.parametrize("config", [{}, RICH, {"n_embd": 64}], ids=["exact GELU", "biases, tanh", "q, k, v joined"])
+@pytest.mark.parametrize(("precision", "recipe", "tolerance"), CASES)
+def test_gradients_and_losses_are_those_of_the_modules(
+    precision: str, recipe: str | None, tolerance: float, config: dict[str, Any]
+) -> None:
+    plain, fused = (a_step(blocks, precision, recipe, **config) for blocks in BOTH)
+    for _ in range(4 if recipe == DELAYED else 1):
+        (loss, wanted), (ours, found) = (step.gradients(*a_batch()) for step in (plain, fused))
+    assert ours == pytest.approx(loss, rel=2e-5)
+    assert furthest(wanted, found) < tolerance
+    assert losses(fused, 4) == pytest.approx(losses(plain, 4), rel=1e-3 if recipe else 5e-5)
+
+
+@pytest.mark.parametrize("recipe", [None, DELAYED, CURRENT])
+def test_a_step_with_the_optimizers_copies_and_accumulation(recipe: str | None) -> None:
+    optim = dataclasses.replace(OPTIM, accumulate=2)
+    precision = "fp8" if recipe else "bf16"
+    curves = [
+        losses(a_step(blocks, precision, recipe, optimizer="reference", optim=how), 6)
+        for blocks in BOTH
+        for how in (OPTIM, optim)
+    ]
+    assert curves[2] == pytest.approx(curves[0], rel=1e-3)
+    assert curves[3] == pytest.approx(curves[1], rel=1e-3)
+    assert curves[0][0] - curves[0][4] > 0.005
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("recipe", [None, DELAYED])
+def test_the_kernels_give_what_the_reference_gives(recipe: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    precision, batch = "fp8" if recipe else "bf16", [t[:1] for t in a_batch()]
+    ours, found = a_step("fused", precision, recipe, n_layer=1, **RICH).gradients(*batch)
+    monkeypatch.undo()
+    monkeypatch.setattr(head_kernels, "INTERPRETED", False)
+    loss, wanted = a_step("fused", precision, recipe, n_layer=1, **RICH).gradients(*batch)
+    assert ours == pytest.approx(loss, rel=1e-4)
+    assert furthest(wanted, found) < (0.05 if recipe else 1e-2)
+
+
+def test_parameters_their_names_and_fp8_state_are_the_modules_own() -> None:
+    states = []
+    for blocks in BOTH:  # one after the other: an autocast that ends takes a step for every living model's scales
+        step = a_step(blocks, "fp8", DELAYED)
+        losses(step, 3)
+        states.append(step.model.state_dict())
+    there, here = states
+    assert list(here) == list(there)
+    for name, tensor in there.items():
+        if "scale" in name or "amax" in name:
+            torch.testing.assert_close(here[name], tensor, rtol=0.05, atol=1e-6)
+    plain, fused = (a_step(blocks, "fp8", DELAYED) for blocks in BOTH)
+    for step in (plain, fused):
+        step.model.load_state_dict(there)
+    assert fused(*a_batch()).item() == pytest.approx(plain(*a_batch()).item(), rel=1e-5)
+
+
+def test_evaluation_with_fp8_without_it_and_calibration() -> None:
+    plain, fused = (a_step(blocks, "fp8", DELAYED).model for blocks in BOTH)
+    for quantized in (True, False):
+        found = [evaluate(model, iter([a_batch()]), "fp8", quantized=quantized) for model in (plain, fused)]
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+    with fp8.autocast(enabled=False, calibrating=True, recipe=recipes.load(DELAYED)), torch.no_grad():
+        fused(*a_batch())
+    figures = fp8.numerics(fused)
+    assert all(figures[f"transformer.h.1.{name}"]["input"]["scale"] != 1 for name in ("attn.c_attn", "mlp.c_proj"))
+
+
+def test_numerics_are_counted() -> None:
+    counted = []
+    for blocks in BOTH:
+        model = a_step(blocks, "fp8", DELAYED).model
+        with fp8.record_numerics(), torch.autocast("cpu", torch.bfloat16), model.autocast():  # type: ignore[operator]
+            loss = model(*a_batch())
+        loss.backward()
+        counted.append(fp8.numerics(model))
+    plain, fused = counted
+    assert plain.keys() == fused.keys()
+    for module, tensors in plain.items():
+        for tensor, figures in tensors.items():
+            wanted = figures["underflowed"]
+            assert fused[module][tensor]["underflowed"] == pytest.approx(wanted, abs=max(2, 0.02 * wanted)), tensor
+    assert sum(f["underflowed"] for tensors in plain.values() for f in tensors.values()) > 0
+
+
+def test_what_cannot_be_fused_says_why() -> None:
+    with pytest.raises(ValueError, match='"fused", or None'):
+        GPT(SMALL, blocks="fuse")
+    with pytest.raises(ValueError, match=r"dropout 0.1; set dropout 0"):
+        GPT(dataclasses.replace(SMALL, dropout=0.1), blocks="fused")
+    with pytest.raises(ValueError, match="float64; build the model without blocks"):
+        GPT(SMALL, attention="manual", blocks="fused").double()(*a_batch())
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", CURRENT)])
+def test_compiled_by_the_kernels_operators_it_is_one_graph(precision: str, recipe: str | None) -> None:
+    """Traced forward and backward; Inductor's own compilation, a minute of a CPU, is for the GPU."""
+    torch._dynamo.reset()
+    counters.clear()
+    ours = a_step("fused", precision, recipe, optimizer="reference", bias=True)
+    ours.forward = torch.compile(ours.model, backend="aot_eager", dynamic=False)
+    assert losses(ours, 4) == pytest.approx(losses(a_step(None, precision, recipe, bias=True), 4), rel=1e-3)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+# On a GPU
+
+
+def on_gpu(precision: str, recipe: str | None, mode: str, blocks: str | None, bias: bool) -> TrainStep:
+    torch.manual_seed(0)
+    config = dataclasses.replace(CONFIGS["tiny"], vocab_size=250, bias=bias)
+    found = recipes.load(recipe) if recipe else None
+    attention = "mem_efficient" if precision == "fp32" else "flash"  # FlashAttention-2 has no float32
+    model = GPT(config, attention=attention, padded_vocab_size=256, recipe=found, head="chunked", blocks=blocks).cuda()
+    return TrainStep(model, Optim(learning_rate=1e-3), precision=precision, mode=mode, optimizer="triton")
+
+
+def on_a_batch(step: TrainStep, steps: int) -> tuple[dict[str, Tensor], list[float]]:
+    batch = [t.cuda() for t in Batches(None, block=64, batch=8, vocab=250, seed=1).at(0)]
+    for _ in range(4):  # delayed scaling's way to its scales
+        _, found = step.gradients(*batch)
+    return found, torch.stack([step(*batch) for _ in range(steps)]).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "compile", "compile-reduce-overhead", "cudagraph"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
+@pytest.mark.parametrize(
+    ("precision", "recipe"),
+    [("fp32", None), ("bf16", None), ("fp8", DELAYED), ("fp8", CURRENT), ("fp8", "float8_block_scaling")],
+)
+def test_every_mode_trains_as_the_plain_eager_step(precision: str, recipe: str | None, bias: bool, mode: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    found, curve = on_a_batch(on_gpu(precision, recipe, mode, "fused", bias), 5)
+    assert not counters["graph_break"]
+    wanted, plain = on_a_batch(on_gpu(precision, recipe, "eager", None, bias), 5)
+    assert furthest(wanted, found) < {"fp32": 1e-4, "bf16": 2e-2}.get(precision, 0.1)
+    assert curve == pytest.approx(plain, rel=1e-4 if precision == "fp32" else 2e-3)
+    assert curve[0] - curve[-1] > 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", DELAYED), ("fp8", CURRENT)])
+def test_gpt2s_own_widths(precision: str, recipe: str | None) -> None:
+    """768 columns fill no power of two; two layers of GPT-2, 4 x 1024 tokens."""
+    config = dataclasses.replace(CONFIGS["gpt2"], n_layer=2)
+    batch = [t.cuda() for t in Batches(None, block=1024, batch=4, vocab=50257, seed=1).at(0)]
+    made = []
+    for blocks in BOTH:
+        torch.manual_seed(0)
+        found = recipes.load(recipe) if recipe else None
+        model = GPT(config, attention="flash", padded_vocab_size=50304, recipe=found, head="chunked", blocks=blocks)
+        step = TrainStep(model.cuda(), Optim(), precision=precision, mode="eager")
+        made.append([step.gradients(*batch) for _ in range(4)][-1])
+    (loss, wanted), (ours, found_here) = made
+    assert ours == pytest.approx(loss, rel=1e-4)
+    assert furthest(wanted, found_here) < (0.05 if recipe else 2e-2)
