@@ -18,7 +18,7 @@ from te_bench.reports.rows import Cell, Group
 KINDS: tuple[tuple[str, str], ...] = (
     (cost.ATTENTION, r"cudnn|sdpa|flash|fmha|attention"),
     (cost.OPTIMIZER, r"multi_tensor|adam|^(step|squares|norm)_kernel"),
-    (cost.LOSS, r"^(rows|statistics|fp8)_kernel|log_softmax|nll_loss|cross_entropy"),
+    (cost.LOSS, r"^(rows|statistics|fp8|count|mean|scale)_kernel|log_softmax|nll_loss|cross_entropy"),
     (cost.GEMM, r"nvjet|gemm|xmma|cutlass|cublas|splitk|^(scaled|block)_kernel"),
 )
 

@@ -16,8 +16,8 @@ KINDS: tuple[tuple[str, str], ...] = (
     # te_bench's own as this pattern ends.
     (
         "norms, casts",
-        r"norm|gamma|gelu|quant|cast|amax|transpose|triton_|^_(forward|backward|line|block|pair|update|add)_"
-        r"|^(step|squares|rows|statistics|fp8)_kernel",
+        r"norm|gamma|gelu|quant|cast|amax|transpose|triton_|^_(forward|backward|line|block|pair|update|add|joined|sum|tile)_"
+        r"|^(step|squares|rows|statistics|fp8|count|mean|scale)_kernel",
     ),
 )
 OTHER = "other"

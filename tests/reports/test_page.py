@@ -73,7 +73,7 @@ def test_desktop(site, tmp_path):
     found, console = measured(site, tmp_path)
     assert console == []
     assert [path for path in Quiet.requested if path != "/favicon.ico"] == ["/full/measure.html", "/full/index.html"]
-    assert len(found["figures"]) == 9
+    assert len(found["figures"]) == 10
     for figure in found["figures"]:
         assert figure["width"] > 350, figure
         assert figure["height"] > 80, figure

@@ -183,7 +183,7 @@ def test_amax_counts_and_column_sums_add_up(of: str, device: str) -> None:
 @pytest.mark.parametrize("via", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("of", quantize.names())
 def test_rounded_on_the_way(of: str, via: torch.dtype, device: str) -> None:
-    """What a cast of the rounded matrix makes, to the bit, and not what one of the matrix itself would."""
+    """What a cast of the rounded matrix makes, to the bit but for the order of its sums, and not what the matrix's own would."""
     found = backend(of, device)
     for shape in ((300, 70), (33, 150)):
         x = sample(shape, torch.float32, seed=3).to(device)
@@ -194,7 +194,11 @@ def test_rounded_on_the_way(of: str, via: torch.dtype, device: str) -> None:
             sums = torch.zeros(shape[1], device=device)
             q = run(found, "scaled", y, E4M3, amax=amax, counts=counts, column_sum=sums, **more)
             answers.append([*q, amax, counts, sums])
-        assert all(torch.equal(a.float(), b.float()) for a, b in zip(*answers[:2], strict=True))
+        *exact, sums = zip(*answers[:2], strict=True)
+        assert all(torch.equal(a.float(), b.float()) for a, b in exact)
+        # Kernels of two input types have tiles of their own: the terms come in another order.
+        apart = torch.where(sums[0] == sums[1], 0, (sums[0] - sums[1]).abs())
+        assert (apart <= shape[0] * 2.0**-24 * x.to(via).float().abs().sum(0)).all()
         for i in (0, 2, 4, 6):
             assert not torch.equal(answers[0][i].float(), answers[2][i].float())
 
