@@ -67,7 +67,18 @@ def test_page_asks_for_nothing(full):
 
 def test_page_has_its_sections_in_order(full):
     anchors = re.findall(r'<section id="([^"]+)"', content(full))
-    order = ["ladder", "floor", "layer", "curves", "max-batch", "attention", "numerics", "errors", "failures", "kernels"]
+    order = [
+        "ladder",
+        "floor",
+        "layer",
+        "curves",
+        "max-batch",
+        "attention",
+        "numerics",
+        "errors",
+        "failures",
+        "kernels",
+    ]
     assert anchors == [*order, "environment", "reproduce"]
     page = Page(content(full))
     assert page.count("h1") == 1

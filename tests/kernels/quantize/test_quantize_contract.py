@@ -183,7 +183,7 @@ def test_amax_counts_and_column_sums_add_up(of: str, device: str) -> None:
 @pytest.mark.parametrize("via", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("of", quantize.names())
 def test_rounded_on_the_way(of: str, via: torch.dtype, device: str) -> None:
-    """What a cast of the rounded matrix makes, to the bit but for the order of its sums, and not what the matrix's own would."""
+    """What a cast of the rounded matrix makes, to the bit but for the order of its sums, and not the matrix's own."""
     found = backend(of, device)
     for shape in ((300, 70), (33, 150)):
         x = sample(shape, torch.float32, seed=3).to(device)
