@@ -105,6 +105,8 @@ def check(trial: Trial) -> None:
     for setting, package in PLUGINS.items():
         if setting in trial.problem:
             plugins.check(setting, str(trial.problem[setting]), plugins.names(package))
+    if "blocks" in trial.problem:
+        plugins.check("blocks", str(trial.problem["blocks"]), ["fused"])
     recipes = plugins.names(RECIPES)
     if trial.recipe is not None:
         plugins.check("recipe", trial.recipe, recipes)

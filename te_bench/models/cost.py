@@ -35,11 +35,13 @@ def parameters(config: GPTConfig, padded_vocab: int) -> int:
     )
 
 
-def step(config: GPTConfig, *, batch: int, padded_vocab: int, fp8: bool, fp8_head: bool) -> tuple[Cost, ...]:
+def step(
+    config: GPTConfig, *, batch: int, padded_vocab: int, fp8: bool, fp8_head: bool, clipped: bool
+) -> tuple[Cost, ...]:
     """The least of a forward and backward pass with one update, block_size tokens a sequence.
 
-    fp8: the layers' Linears compute in FP8; fp8_head: so does the head. Causal attention is bf16, with 2.5 times the
-    forward pass's FLOP in the backward pass, where it is computed again.
+    fp8: the layers' Linears compute in FP8; fp8_head: so does the head; clipped: gradients are, by their norm. Causal
+    attention is bf16, with 2.5 times the forward pass's FLOP in the backward pass, where it is computed again.
     """
     n, c, layers = batch * config.block_size, config.n_embd, config.n_layer
     linears, head = 6 * n * 12 * c * c * layers, 6 * n * c * padded_vocab
@@ -51,7 +53,7 @@ def step(config: GPTConfig, *, batch: int, padded_vocab: int, fp8: bool, fp8_hea
         Cost(kind=LOSS, bytes=4 * n * padded_vocab),  # logits read once, their gradient written once
         Cost(kind=ELEMENTWISE, bytes=_elementwise(config, n, fp8)),
         # weight, gradient and both moments read, all but the gradient written; the gradient's norm; the copies for GEMMs
-        Cost(kind=OPTIMIZER, bytes=(16 + 12 + 4) * parameters(config, padded_vocab) + 2 * weights),
+        Cost(kind=OPTIMIZER, bytes=(16 + 12 + 4 * clipped) * parameters(config, padded_vocab) + 2 * weights),
     )
 
 
@@ -59,7 +61,7 @@ def _elementwise(config: GPTConfig, n: int, fp8: bool) -> int:
     c, layers = config.n_embd, config.n_layer
     norms = (2 * layers + 1) * (4 + 2 + 4 + 2)  # residual stream and branch read, their sum and its norm written
     norms_backward = 2 * layers * (2 + 4 + 4 + 4) + 10  # gradients of norm and stream and the stream read, one written
-    branches = 2 * layers * (4 + 2)  # the stream's gradient, rounded for the branch's last GEMM
+    branches = 2 * layers * 2  # the stream's gradient, written once more, rounded for the branch's last GEMM
     attention = layers * ((2 + 2) + 3 * (2 + 2)) if fp8 else 0  # its output, and the gradients of q, k and v, quantized
     gelu = 4 * layers * ((2 + 2) + (2 + 2 + 2))
     embedding = (4 + 4) + (4 + 4 + 4)

@@ -90,7 +90,7 @@ class TrainStep:
         self.forward: Callable[..., Tensor] = model
         if mode == "compile-reduce-overhead":
             self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
-        elif mode == "compile" or (self.captured and getattr(model, "blocks", None) is None):
+        elif mode == "compile" or (self.captured and getattr(model, "blocks", None) != "fused"):
             self.forward = torch.compile(model, dynamic=False)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, Tensor] | None = None

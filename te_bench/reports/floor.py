@@ -18,8 +18,11 @@ from te_bench.reports.rows import Cell, Group
 KINDS: tuple[tuple[str, str], ...] = (
     (cost.ATTENTION, r"cudnn|sdpa|flash|fmha|attention"),
     (cost.OPTIMIZER, r"multi_tensor|adam|^(step|squares|norm)_kernel"),
-    (cost.LOSS, r"^(rows|statistics|fp8|count|mean|scale)_kernel|log_softmax|nll_loss|cross_entropy"),
-    (cost.GEMM, r"nvjet|gemm|xmma|cutlass|cublas|splitk|^(scaled|block)_kernel"),
+    (
+        cost.LOSS,
+        r"^(rows|statistics|fp8|count|mean|scale)_kernel|cunn_SoftMax|^(?!.*layer_norm).*(log_softmax|nll_loss|cross_entropy)",
+    ),
+    (cost.GEMM, r"nvjet|gemm|xmma|cutlass|cublas|splitk|^scaled_kernel"),
 )
 
 
@@ -116,7 +119,8 @@ def _costs(cell: Cell) -> tuple[Cost, ...]:
     config = dataclasses.replace(config, block_size=cell.trial.number("block"), vocab_size=cell.trial.number("vocab"))
     head = problem.get("head") == "fp8"
     batch, padded = cell.trial.number("batch"), cell.trial.number("padded_vocab")
-    return cost.step(config, batch=batch, padded_vocab=padded, fp8=precision == "fp8", fp8_head=head)
+    clipped = bool(problem.get("grad_clip", 1.0))
+    return cost.step(config, batch=batch, padded_vocab=padded, fp8=precision == "fp8", fp8_head=head, clipped=clipped)
 
 
 def _floor(c: Cost, at: Ceilings) -> float:

@@ -25,9 +25,9 @@ def _stacks(found: Breakdown) -> tuple[Stack, Stack]:
     step = (found.rung.latency_s or 0.0) * 1e3
     name, baseline = found.rung.cell.label, ", baseline" if found.rung.is_baseline else ""
     return (
-        Stack(name=f"{name}: floor", parts=least, remark=f"{text.milliseconds(found.floor_s)} ms"),
+        Stack(name=name, parts=least, remark=f"floor, {text.milliseconds(found.floor_s)} ms"),
         Stack(
-            name=f"{name}: measured",
+            name=name,
             parts=took,
             rest=max(step - sum(took.values()), 0.0),
             remark=f"{text.milliseconds(found.rung.latency_s)} ms{baseline}",

@@ -70,6 +70,7 @@ def test_a_trial_with_an_unknown_name_is_refused_with_the_near_matches(field: st
     [
         ("head", "chunkd", "unknown head 'chunkd'. Did you mean chunked"),
         ("optimizer", "trition", "unknown optimizer 'trition'. Did you mean triton"),
+        ("blocks", "fuse", "unknown blocks 'fuse'. Did you mean fused"),
     ],
 )
 def test_a_head_and_an_optimizer_are_checked_where_a_problem_has_them(setting: str, value: str, message: str) -> None:

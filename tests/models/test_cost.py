@@ -13,8 +13,8 @@ from te_bench.models.gpt import GPT
 GPT2 = CONFIGS["gpt2"]
 
 
-def gpt2(*, fp8: bool, fp8_head: bool = False, batch: int = 12) -> dict[str, Cost]:
-    found = cost.step(GPT2, batch=batch, padded_vocab=50304, fp8=fp8, fp8_head=fp8_head)
+def gpt2(*, fp8: bool, fp8_head: bool = False, batch: int = 12, clipped: bool = False) -> dict[str, Cost]:
+    found = cost.step(GPT2, batch=batch, padded_vocab=50304, fp8=fp8, fp8_head=fp8_head, clipped=clipped)
     assert len({c.kind for c in found}) == len(found)
     return {c.kind: c for c in found}
 
@@ -54,6 +54,8 @@ def test_fp8_moves_flop_and_not_their_number() -> None:
 def test_bytes_by_hand() -> None:
     found = gpt2(fp8=False, batch=1)
     assert found[LOSS].bytes == 1024 * 50304 * 4
-    assert found[OPTIMIZER].bytes == 32 * cost.parameters(GPT2, 50304) + 2 * (12 * 12 * 768**2 + 50304 * 768)
-    # norms 25 x 12; their backward passes 24 x 14 + 10; branches 24 x 6; GELU 12 x 4 x 10; embeddings 20.
-    assert found[ELEMENTWISE].bytes == 1024 * 768 * (300 + 346 + 144 + 480 + 20)
+    assert found[OPTIMIZER].bytes == 28 * cost.parameters(GPT2, 50304) + 2 * (12 * 12 * 768**2 + 50304 * 768)
+    clipped = gpt2(fp8=False, batch=1, clipped=True)
+    assert clipped[OPTIMIZER].bytes - found[OPTIMIZER].bytes == 4 * cost.parameters(GPT2, 50304)
+    # norms 25 x 12; their backward passes 24 x 14 + 10; branches 24 x 2; GELU 12 x 4 x 10; embeddings 20.
+    assert found[ELEMENTWISE].bytes == 1024 * 768 * (300 + 346 + 48 + 480 + 20)

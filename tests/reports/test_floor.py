@@ -1,5 +1,7 @@
 """A step against its floor: kinds of kernels, ceilings of the same run, nothing where something lacks."""
 
+from pathlib import Path
+
 import pytest
 from journals import STEP_KERNELS, ceilings_record, step_record, trial, write
 
@@ -8,6 +10,7 @@ from te_bench.reports import floor, floor_figures
 from te_bench.reports.rows import load_results
 from te_bench.reports.tables import of_group
 
+PUBLISHED = Path(__file__).parents[2] / "results" / "h200" / "speed"
 BF16 = trial(attention="cudnn", mode="cudagraph")
 FP8 = trial(attention="cudnn", mode="cudagraph", precision="fp8", recipe="delayed_scaling", head="fp8")
 
@@ -73,6 +76,18 @@ def test_the_figure_s_bars_are_floor_and_step(tmp_path):
     fp8, bf16 = floor.breakdowns(group_of(tmp_path / "2", [*steps(), ceilings_record()]))
     widths = [sum(row) / 1e3 for row in rows.values()]
     assert widths == pytest.approx([fp8.floor_s, fp8.rung.latency_s, bf16.floor_s, bf16.rung.latency_s])
+
+
+def test_nothing_published_is_faster_than_its_floor():
+    [group] = load_results([PUBLISHED]).groups
+    found = floor.breakdowns(group)
+    assert len(found) > 20
+    for breakdown in found:
+        trial = breakdown.rung.cell.trial
+        for part in breakdown.parts:
+            if trial.attention == "manual" and part.cost.kind == cost.ATTENTION:
+                continue  # written out, it is GEMMs and elementwise kernels
+            assert part.measured_s >= 0.99 * part.floor_s, (trial.name, part)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def begin(trial: Trial) -> None:
 
     It may touch CUDA, so it comes after any fork.
     """
-    if trial.mode == "eager":
+    if not _compiles(trial):
         return
     import torch._dynamo
     from torch._dynamo.utils import counters
@@ -29,13 +29,18 @@ def begin(trial: Trial) -> None:
     counters.clear()
 
 
+def _compiles(trial: Trial) -> bool:
+    """Fused blocks are captured as they are."""
+    return trial.mode != "eager" and not (trial.mode == "cudagraph" and "blocks" in trial.problem)
+
+
 def counts(trial: Trial) -> dict[str, int]:
     """{"graph_breaks", "recompiles"} since `begin`; {} where the trial's mode compiles nothing.
 
     graph_breaks: places at which tracing stopped, once for each time that they were traced. recompiles: compilations of
     code that had been compiled before, whatever the reason; a first compilation is none.
     """
-    if trial.mode == "eager":
+    if not _compiles(trial):
         return {}
     from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
     from torch._dynamo.utils import counters

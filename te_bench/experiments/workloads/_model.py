@@ -88,7 +88,7 @@ def require_supported(trial: Trial) -> None:
 
 
 def _require_fast(trial: Trial, config: GPTConfig) -> None:
-    """Raise Unsupported when this machine cannot run the trial's head or optimizer."""
+    """Raise Unsupported when this machine cannot run the trial's head, optimizer or blocks."""
     machine = {"device": trial.device, "capability": capability(trial.device)}
     head, optimizer, blocks = (trial.problem.get(name) for name in FAST)
     reasons: dict[str, str | None] = {}
@@ -310,8 +310,8 @@ def peak_memory(device: str, step: TrainStep | None = None) -> dict[str, list[fl
     """Bytes: allocated and reserved at their peak since reset_memory; on a CPU the largest resident set since then."""
     if device != "cuda":
         return {"peak_rss_bytes": [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0]}
+    reserved = {"peak_reserved_bytes": [float(torch.cuda.max_memory_reserved())]}
+    if step is not None and step.mode == "compile-reduce-overhead":
+        return reserved  # torch's own graphs were captured before, and their replays allocate nothing
     captured = step.captured_peak_bytes if step else None
-    return {
-        "peak_allocated_bytes": [float(max(torch.cuda.max_memory_allocated(), captured or 0))],
-        "peak_reserved_bytes": [float(torch.cuda.max_memory_reserved())],
-    }
+    return {"peak_allocated_bytes": [float(max(torch.cuda.max_memory_allocated(), captured or 0))], **reserved}

@@ -26,6 +26,8 @@ def run(trial: Trial, context: Context) -> Measurement:
     if trial.device == "cuda" and not torch.cuda.is_available():
         raise Unsupported("torch sees no NVIDIA GPU")
     size, edge = trial.number("copy_bytes"), trial.number("edge")
+    if size < 2 or size % 2 or edge < 16 or edge % 16:  # or cuBLASLt's time would have that of padding in it
+        raise ValueError(f"ceilings: copy_bytes {size} must be even and edge {edge} a multiple of 16, both positive")
     torch.manual_seed(trial.seed)
     # The values matter: a GEMM of zeros draws less power, and so runs at a higher clock.
     a, b = (torch.randn(edge, edge, device=trial.device).bfloat16() for _ in range(2))

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from te_bench.kernels.attention import _backward_kernels, _kernels
 from te_bench.kernels.attention._kernels import Extent
 
+WIDEST = 256
 LEAST = 1e-30  # of a scale: hidden scores are -inf, and 0 x -inf is NaN; all weights are equal with either
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -106,12 +107,23 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) 
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: must be (B, H, T, D), (B, Hkv, S, D), "
             "(B, Hkv, S, Dv)"
         )
+    if max(q.shape[3], v.shape[3]) > WIDEST:
+        raise ValueError(f"head_dim {q.shape[3]}, of v {v.shape[3]}: at most {WIDEST}; take another attention backend")
+    if q.is_cuda and q.dtype is torch.float32:
+        raise ValueError("float32 on a GPU: bfloat16 or float16; take mem_efficient or math for float32")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads, {k.shape[1]} key heads: the latter must divide the former")
     if not 0 <= dropout <= 1:
         raise ValueError(f"dropout={dropout}: from 0 to 1")
     if mask is not None and mask.dtype is not torch.bool:
         raise ValueError(f"mask of {mask.dtype}: must be bool, True for what is hidden")
+    full = (*q.shape[:3], k.shape[2])
+    if mask is not None and (
+        mask.device != q.device
+        or mask.dim() > len(full)
+        or any(n not in (1, wanted) for n, wanted in zip(reversed(mask.shape), reversed(full), strict=False))
+    ):
+        raise ValueError(f"mask {tuple(mask.shape)} on {mask.device}: must broadcast to {full}, on {q.device} as q is")
 
 
 def attention(

@@ -294,6 +294,8 @@ def backward(
     of_rows = of_rows or chosen(OF_ROWS, common)
     block = max(of_keys.rows, DELTA_ROWS if fused else of_rows.rows)
     padded = triton.cdiv(rows, block) * block
+    # A tile of rows beyond the last one is only read behind a mask, which there is none of where tiles divide the rows.
+    assert fused or padded - rows < of_rows.rows or rows % of_rows.rows, f"tiles {of_rows}, {of_keys} of {rows} rows"
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     level, delta = q.new_empty(2, batch, heads, padded, dtype=torch.float32).unbind()
     dq_sum = q.new_empty(batch, heads, padded, width, dtype=torch.float32) if fused else None

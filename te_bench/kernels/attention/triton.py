@@ -9,9 +9,8 @@ import triton
 from torch import Tensor
 
 from te_bench.kernels.attention import Backend, Problem
+from te_bench.kernels.attention._autograd import WIDEST
 from te_bench.kernels.attention._autograd import attention as attention
-
-WIDEST = 256
 
 
 def unsupported(p: Problem) -> str | None:

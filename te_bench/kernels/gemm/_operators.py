@@ -46,10 +46,10 @@ def _unaligned(m: int, n: int, epilogue: Epilogue) -> str | None:
     return None
 
 
-def _check_alignment(n: int, k: int) -> None:
+def _check_alignment(name: str, n: int, k: int) -> None:
     if k % K_ALIGNMENT or n % N_ALIGNMENT:
         raise ValueError(
-            f"N {n} and K {k}: Triton's GEMM takes N a multiple of {N_ALIGNMENT} and K of {K_ALIGNMENT}; "
+            f"N {n} and K {k}: the {name} GEMM takes N a multiple of {N_ALIGNMENT} and K of {K_ALIGNMENT}; "
             "pad with zeros, or take scaled_mm, which does"
         )
 
@@ -76,7 +76,7 @@ def _forward(name: str, launch: Callable[..., Product]) -> Callable[..., Tensor]
     ) -> Tensor:
         granularities(a, b, a_scale_inv, b_scale_inv, bias)
         (m, k), n = a.shape, b.shape[0]
-        _check_alignment(n, k)
+        _check_alignment(name, n, k)
         if not (m and n and k):
             nothing = a.new_zeros((m, n), dtype=out_dtype)
             return nothing if bias is None else nothing.add_(bias)
@@ -139,7 +139,7 @@ def _fused(name: str, launch: Callable[..., Product]) -> Callable[..., Product]:
         """
         check_epilogue(a, b, out_dtype, epilogue, residual, scale, amax)
         (m, k), n = a.shape, b.shape[0]
-        _check_alignment(n, k)
+        _check_alignment(name, n, k)
         if reason := _unaligned(m, n, epilogue):
             raise ValueError(f"{reason}; pad with zeros, or cast out by te_bench.kernels.quantize")
         if not (m and n and k):
@@ -250,7 +250,7 @@ def _accumulate(name: str, add: Callable[..., None]) -> Callable[..., None]:
         """
         check_sum(a, b, out)
         granularities(a, b, a_scale_inv, b_scale_inv)
-        _check_alignment(b.shape[0], a.shape[1])
+        _check_alignment(name, b.shape[0], a.shape[1])
         if a.shape[0] and b.shape[0] and a.shape[1]:
             operator(a, b, a_scale_inv, b_scale_inv, out, fast_accum, torch.are_deterministic_algorithms_enabled())
 

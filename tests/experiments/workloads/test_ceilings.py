@@ -52,6 +52,12 @@ def test_a_wrong_product_is_no_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
         run()
 
 
+@pytest.mark.parametrize("wrong", [{"edge": 0}, {"edge": 100}, {"copy_bytes": -4}, {"copy_bytes": 1}])
+def test_sizes_that_would_measure_something_else(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be even and edge"):
+        run(dataclasses.replace(TRIAL, problem={**TRIAL.problem, **wrong}))
+
+
 @pytest.mark.gpu
 def test_a_gpu_has_fp8_where_cublaslt_has(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = dataclasses.replace(TRIAL, device="cuda", problem={"copy_bytes": 2**26, "edge": 4096})

@@ -330,6 +330,9 @@ def test_compiled_code_sees_one_operator_each_way() -> None:
         ({"q": torch.zeros(1, 3, 3, 4)}, "must divide"),
         ({"dropout": 1.5}, "dropout=1.5"),
         ({"mask": torch.zeros(3, 3)}, "must be bool"),
+        ({"mask": torch.zeros(4, 4, dtype=torch.bool)}, "must broadcast to"),
+        ({"mask": torch.zeros(1, 1, 1, 3, 3, dtype=torch.bool)}, "must broadcast to"),
+        ({name: torch.zeros(1, 2, 3, 300) for name in "qkv"}, "at most 256"),
         ({"window": (-2, 0)}, r"window=\(-2, 0\)"),
     ],
 )
