@@ -55,6 +55,11 @@ def capability(device: str) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if device == "cuda" else None
 
 
+def kernel_dtype(trial: Trial) -> str:
+    """Of what kernels that do not multiply in FP8 read: bf16 in an fp8 trial, its precision in all others."""
+    return {"fp8": "bf16"}.get(trial.precision, trial.precision)
+
+
 def require_supported(trial: Trial) -> None:
     """Raise Unsupported, with the reason, when this machine cannot run the trial's rungs."""
     if trial.device == "cuda" and not torch.cuda.is_available():
@@ -65,7 +70,7 @@ def require_supported(trial: Trial) -> None:
         heads=config.n_head,
         length=trial.number("block"),
         head_dim=config.n_embd // config.n_head,
-        dtype={"fp8": "bf16"}.get(trial.precision, trial.precision),
+        dtype=kernel_dtype(trial),
         causal=True,
         dropout=config.dropout,
         device=trial.device,
@@ -89,23 +94,23 @@ def require_supported(trial: Trial) -> None:
 
 def _require_fast(trial: Trial, config: GPTConfig) -> None:
     """Raise Unsupported when this machine cannot run the trial's head, optimizer or blocks."""
-    machine = {"device": trial.device, "capability": capability(trial.device)}
+    machine: dict[str, Any] = {"device": trial.device, "capability": capability(trial.device)}
     head, optimizer, blocks = (trial.problem.get(name) for name in FAST)
     reasons: dict[str, str | None] = {}
     if blocks is not None:
-        reasons[f"blocks {blocks}"] = _no_blocks(trial, config)
+        reasons[f"blocks {blocks}"] = _no_blocks(trial, config, machine)
     if head is not None:
         problem = linear_cross_entropy.Problem(
             d=config.n_embd,
             vocab=config.vocab_size,
             padded=trial.number("padded_vocab"),
-            dtype={"fp8": "bf16"}.get(trial.precision, trial.precision),
-            **machine,  # type: ignore[arg-type]
+            dtype=kernel_dtype(trial),
+            **machine,
         )
         reasons[f"head {head}"] = linear_cross_entropy.load(str(head)).unsupported(problem)
     if optimizer is not None:
         backend, cast = adamw.load(str(optimizer)), trial.precision == "fp8"
-        reason = backend.unsupported(adamw.Problem(fp8=cast, **machine))  # type: ignore[arg-type]
+        reason = backend.unsupported(adamw.Problem(fp8=cast, **machine))
         if trial.mode == "cudagraph" and backend.move is None:
             reason = reason or "no captured graph can follow its table; choose triton"
         if trial.precision == "fp16":
@@ -116,17 +121,15 @@ def _require_fast(trial: Trial, config: GPTConfig) -> None:
             raise Unsupported(f"{name}: {reason}")
 
 
-def _no_blocks(trial: Trial, config: GPTConfig) -> str | None:
+def _no_blocks(trial: Trial, config: GPTConfig, machine: dict[str, Any]) -> str | None:
     """Why the trial's blocks cannot be fused, or None."""
     if config.dropout:
         return f"dropout {config.dropout}: no fused kernel has it"
-    machine = {"device": trial.device, "capability": capability(trial.device)}
     if trial.device == "cpu":
         return None  # in plain PyTorch
     cast = trial.precision == "fp8"
-    dtype = {"fp8": "bf16"}.get(trial.precision, trial.precision)
-    norms = norm.Problem(n=config.n_embd, dtype=dtype, kind="layernorm", quantized=cast, **machine)  # type: ignore[arg-type]
-    activations = activation.Problem(quantized=cast, **machine)  # type: ignore[arg-type]
+    norms = norm.Problem(n=config.n_embd, dtype=kernel_dtype(trial), kind="layernorm", quantized=cast, **machine)
+    activations = activation.Problem(quantized=cast, **machine)
     return norm.load("triton").unsupported(norms) or activation.load("triton").unsupported(activations)
 
 
