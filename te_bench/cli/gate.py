@@ -27,6 +27,10 @@ Suite = Annotated[str, typer.Option(help="What both revisions run; `te-bench lis
 Budget = Annotated[
     str | None, typer.Option(metavar="MINUTES", help="Stop there, undecided if need be. 90s and 2h are fine, too.")
 ]
+ExitFirst = Annotated[
+    bool,
+    typer.Option("-x", "--exitfirst", help="Stop at the first regression: the answer stands, the rest stays open."),
+]
 SelfTest = Annotated[
     bool, typer.Option("--self-test", help="Gate this te-bench against itself, as it is and with planted faults.")
 ]
@@ -63,6 +67,7 @@ def gate(
     head: Head = "HEAD",
     suite: Suite = "quick",
     budget: Budget = None,
+    exit_first: ExitFirst = False,
     self_test: SelfTest = False,
     gates: Gates = 1,
     slower: Slower = "1%,2%,5%",
@@ -92,7 +97,16 @@ def gate(
     if base is not None or self_test:
         out = out.absolute()  # as every path here: each revision works in a folder of its own
         question, machine = _question(
-            base, head, device, data, cache, suite=suite, budget=budget, timeout=timeout, **wanted
+            base,
+            head,
+            device,
+            data,
+            cache,
+            suite=suite,
+            budget=budget,
+            exit_first=exit_first,
+            timeout=timeout,
+            **wanted,
         )
         if self_test:
             _self_test(question, out, machine, gates, _shares(slower))

@@ -50,6 +50,7 @@ class Question:
     mde: float | None = None
     budget_s: float | None = None
     most: int | None = None  # rounds; None: to the last of LOOKS
+    exit_first: bool = False
     limits: Sequence[Limit] = ()
     timeout_s: float = 900.0
     cache: Path | None = None
@@ -60,6 +61,8 @@ class Question:
 
 def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Callable[[str], None]) -> Gate:
     """Measure both revisions in rounds until every trial is decided, the last look is reached or the budget ends.
+
+    `exit_first`: or a ratio is a REGRESSION, which later looks do not take back, as they may what else fails.
 
     Keeps the records of each side in `directory`, as te-bench run would. A revision that cannot be run is a failed one.
     Raises ValueError for revisions that are not there, and for what `decide` refuses.
@@ -119,7 +122,8 @@ def _rounds(
         if wanted and late:
             looks = looks_until(number, looks or LOOKS)
             gate = _judged(question, directory, commits, looks)
-        if not wanted or late or number == (question.most or (looks or LOOKS)[-1]):
+        answered = question.exit_first and gate.regressed
+        if not wanted or late or answered or number == (question.most or (looks or LOOKS)[-1]):
             return gate
 
 
@@ -171,7 +175,19 @@ def looks_until(number: int, looks: tuple[int, ...]) -> tuple[int, ...]:
 
 def _asked(question: Question, commits: tuple[str, ...]) -> dict[str, Any]:
     """What must be equal for a gate to be gone on with."""
-    names = ("device", "suite", "only", "margin", "alpha", "budget_s", "most", "faulty", "timeout_s", "gpu")
+    names = (
+        "device",
+        "suite",
+        "only",
+        "margin",
+        "alpha",
+        "budget_s",
+        "most",
+        "exit_first",
+        "faulty",
+        "timeout_s",
+        "gpu",
+    )
     asked = {name: getattr(question, name) for name in names}
     asked["memory"] = {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "OMP_"))}
     asked["cache"] = None if question.cache is None else str(question.cache)

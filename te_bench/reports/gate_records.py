@@ -60,12 +60,21 @@ class Gate:
     notes: tuple[str, ...] = ()
 
     @property
+    def verdicts(self) -> frozenset[Verdict]:
+        return frozenset(one.verdict for one in self.decision.judgements) if self.decision else frozenset()
+
+    @property
+    def regressed(self) -> bool:
+        """Whether a ratio is a REGRESSION."""
+        return Verdict.REGRESSION in self.verdicts
+
+    @property
     def exit_code(self) -> int:
         if self.mismatch and not self.allowed:
             return MISMATCHED
-        verdicts = {judgement.verdict for judgement in self.decision.judgements} if self.decision else set()
+        verdicts = self.verdicts
         codes = {finding.code for finding in self.findings}
-        if Verdict.REGRESSION in verdicts or REGRESSED in codes:
+        if self.regressed or REGRESSED in codes:
             return REGRESSED
         if INCOMPLETE in codes or not self.compared:
             return INCOMPLETE

@@ -105,7 +105,7 @@ def run(
             known.append(answer)
             _append(path, answer)
             say(f"  exit code {gate.exit_code} after {answer['seconds']:.0f} s")
-    return _rates(known, asked, question.margin, question.alpha)
+    return _rates(known, asked, _asked(question, machine))
 
 
 def stored(directory: Path) -> list[Rate]:
@@ -117,11 +117,12 @@ def stored(directory: Path) -> list[Rate]:
         raise ValueError(f"{path} holds the answers of {len(questions)} self-tests: one is wanted")
     asked = answers[0]["asked"]
     slower = dict.fromkeys(answer["slower"] for answer in answers if answer["slower"])
-    return _rates(answers, conditions(list(slower)), asked["margin"], asked["alpha"])
+    return _rates(answers, conditions(list(slower)), asked)
 
 
-def _rates(answers: Sequence[Mapping[str, Any]], asked: Sequence[Condition], margin: float, alpha: float) -> list[Rate]:
-    return [rate(one, [a for a in answers if a["condition"] == one.name], margin, alpha) for one in asked]
+def _rates(answers: Sequence[Mapping[str, Any]], found: Sequence[Condition], asked: Mapping[str, Any]) -> list[Rate]:
+    question = {name: asked[name] for name in ("margin", "alpha", "exit_first")}
+    return [rate(one, [a for a in answers if a["condition"] == one.name], **question) for one in found]
 
 
 def _planted(question: Question, condition: Condition) -> Question:
@@ -155,7 +156,7 @@ def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
 
 def _asked(question: Question, machine: Mapping[str, Any]) -> dict[str, Any]:
     """What answers must share to be counted together: the question, the machine and the code."""
-    names = ("device", "suite", "only", "margin", "alpha", "budget_s", "faulty", "timeout_s")
+    names = ("device", "suite", "only", "margin", "alpha", "budget_s", "exit_first", "faulty", "timeout_s")
     asked = {name: getattr(question, name) for name in names}
     return {**asked, "data": dict(question.options.get("data") or {}), "machine": dict(machine["identity"])}
 
@@ -183,12 +184,17 @@ def _append(path: Path, answer: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def rate(condition: Condition, answers: Sequence[Mapping[str, Any]], margin: float, alpha: float) -> Rate:
-    """How often a condition raised the alarm."""
+def rate(
+    condition: Condition, answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float, exit_first: bool = False
+) -> Rate:
+    """How often a condition raised the alarm.
+
+    Gates that end with the first regression are not redrawn where one is planted: they never saw their later looks.
+    """
     alarms, n = sum(answer["exit_code"] == condition.expected for answer in answers), len(answers)
     low, high = interval(alarms, n)
     pairs = [trial["pairs"] for answer in answers for trial in answer["trials"].values()]
-    whole = condition.rounds is None
+    whole = condition.rounds is None and not (exit_first and condition.fault)
     return Rate(
         condition=condition,
         gates=n,

@@ -1,9 +1,16 @@
 """What the tests of gates on two revisions share: how long a call takes, rounds of a tenth of a second, what came of it."""
 
 from collections import Counter
+from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from te_bench.experiments.store import load
+from te_bench.reports import gate_records
+from te_bench.reports.gate import Decision, Ratios
 
 FAST, SLOW = 0.002, 0.006  # seconds a call
 #: Of pairs.py.
@@ -13,3 +20,16 @@ QUICK = {"TURN_S": 0.004, "TIMED_S": 0.03, "MOST_TURNS": 6, "SHARED": ()}
 def outcomes(out: Path) -> Counter[tuple[str, str]]:
     """{(trial, outcome): records} of the head."""
     return Counter((r.trial.problem["model"], r.outcome) for r in load(out / "head").records.values())
+
+
+def told(monkeypatch: pytest.MonkeyPatch, ratios: Mapping[str, float]) -> None:
+    """Judge every trial by pairs of this ratio, half of them 1 % above and half 1 % below, and by none that was measured."""
+    decide = gate_records.decide
+
+    def of_told(found: Ratios, **options: Any) -> Decision:
+        means = {name: ratio for name in found for model, ratio in ratios.items() if f"/{model}/" in name}
+        assert means.keys() == found.keys()
+        signs = {name: zip(found[name], cycle((0.99, 1.01)), strict=False) for name in found}
+        return decide({name: [means[name] * sign for _, sign in signs[name]] for name in found}, **options)
+
+    monkeypatch.setattr(gate_records, "decide", of_told)

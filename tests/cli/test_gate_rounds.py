@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gates import FAST, outcomes
+from gates import FAST, outcomes, told
 from revisions import FILES, Repository
 
 from te_bench.experiments import pairs
@@ -139,6 +139,25 @@ def test_every_pair_counts_when_time_ends(
     monkeypatch.setattr(gate_live.rounds, "run", run)
     monkeypatch.setattr(gate_live, "time", clock)
     monkeypatch.setattr(gate_live, "LOOKS", (5, 30))
-    gate(repository.commit({"a": FAST}), "--budget", 1000, margin="0.0001%")
+    told(monkeypatch, {"a": 1.02})
+    gate(repository.commit({"a": FAST}), "--budget", 1000, margin="2%")
     [trial] = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]
     assert (trial["pairs"], numbers) == (7, [*range(7)])
+
+
+@pytest.mark.parametrize(("arguments", "pairs"), [((), [7, 5]), (("-x",), [5, 5]), (("--exitfirst",), [5, 5])])
+def test_exitfirst_ends_with_the_first_regression(
+    gate: Callable[..., Any],
+    repository: Repository,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    pairs: list[int],
+) -> None:
+    monkeypatch.setattr(gate_live, "LOOKS", (5, 7))
+    told(monkeypatch, {"a": 1.02, "b": 1.5})
+    assert gate(repository.commit({"a": FAST, "b": FAST}), *arguments, margin="2%").code == 1
+    trials = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]
+    assert [(trial["verdict"], trial["pairs"]) for trial in trials] == list(
+        zip(["INCONCLUSIVE", "REGRESSION"], pairs, strict=True)
+    )

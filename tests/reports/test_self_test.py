@@ -70,10 +70,19 @@ def test_a_trial_that_was_decided_early_is_drawn_by_the_ratios_that_it_has() -> 
 def test_a_rate_counts_the_code_that_its_condition_expects() -> None:
     slow, *_, crash = conditions([0.05])[1:]
     assert (slow.name, slow.fault, slow.expected) == ("5 % slower", {"slower": 0.05}, 1)
-    found = rate(slow, [*answers(noisy(1.1, 2), code=1), *answers(noisy(1.0, 1))], 0.02, 0.05)
+    found = rate(slow, [*answers(noisy(1.1, 2), code=1), *answers(noisy(1.0, 1))], margin=0.02, alpha=0.05)
     assert (found.alarms, found.gates, found.undecided, found.longest_s, found.pairs) == (2, 3, 1, 11.0, 9.0)
-    assert rate(crash, answers(noisy(1.0, 2), code=4), 0.02, 0.05).alarms == 2
-    assert rate(crash, answers(noisy(1.0, 2), code=1), 0.02, 0.05).alarms == 0
+    assert rate(crash, answers(noisy(1.0, 2), code=4), margin=0.02, alpha=0.05).alarms == 2
+    assert rate(crash, answers(noisy(1.0, 2), code=1), margin=0.02, alpha=0.05).alarms == 0
+
+
+def test_gates_that_end_with_the_first_regression_are_redrawn_where_none_is_planted() -> None:
+    unchanged, slow, *_ = conditions([0.05])
+    found = answers(noisy(1.0, 2))
+    for exit_first in (False, True):
+        of = {"margin": 0.02, "alpha": 0.05, "exit_first": exit_first}
+        assert rate(unchanged, found, **of).redrawn == 0
+        assert rate(slow, found, **of).redrawn == (None if exit_first else 0)
 
 
 def test_it_fails_on_an_unnoticed_crash_and_on_more_alarms_than_chance_allows() -> None:
@@ -83,7 +92,7 @@ def test_it_fails_on_an_unnoticed_crash_and_on_more_alarms_than_chance_allows() 
         found = answers([[1.0] * 5] * gates)
         for answer in found[:alarms]:
             answer["exit_code"] = condition.expected
-        return rate(condition, found, 0.02, 0.05)
+        return rate(condition, found, margin=0.02, alpha=0.05)
 
     assert passed([of(unchanged, 0, 3), of(crash, 3, 3)], 0.05)
     assert passed([of(unchanged, 1, 3), of(crash, 3, 3)], 0.05)  # 1 in 3 may be chance
