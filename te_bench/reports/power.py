@@ -4,6 +4,7 @@ sd is always that of the gap (candidate - control): of the pairs' differences, o
 run an arm. Losses, gaps, margins and standard deviations share one unit, nat as a rule.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -48,8 +49,14 @@ def power(n: int, sd: float, margin: float, *, gap: float = 0.0, alpha: float = 
 
 def detectable(*, se: float, df: float, alpha: float = 0.05) -> float:
     """The smallest margin that a true gap of 0 would be shown to lie within with a probability of POWER."""
+    return se * _detectable(df, alpha)
+
+
+@functools.lru_cache(1024)  # with equal numbers of seeds there are few
+def _detectable(df: float, alpha: float) -> float:
+    """In standard errors."""
     furthest = float(stdtrit(df, 1 - alpha)) * math.sqrt(chdtri(df, (1 - POWER) / 2) / df) + 10
-    return se * float(brentq(lambda margin: exact_power(margin, se=1, df=df, alpha=alpha) - POWER, 0, furthest))
+    return float(brentq(lambda margin: exact_power(margin, se=1, df=df, alpha=alpha) - POWER, 0, furthest))
 
 
 def seeds_needed(sd: float, margin: float, *, gap: float = 0.0, alpha: float = 0.05, paired: bool = True) -> int | None:

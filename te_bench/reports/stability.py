@@ -121,11 +121,10 @@ def spikes(steps: Sequence[float] | Array, values: Sequence[float] | Array) -> t
     at, series = _steps(steps, values=values), np.asarray(values, dtype=np.float64)
     if series.size <= FEWEST_BEFORE:
         return ()
-    early = [_robust(series[:end][None], series[end : end + 1]) for end in range(FEWEST_BEFORE, SPIKE_WINDOW)]
-    sizes = np.concatenate([np.zeros(FEWEST_BEFORE), *early[: series.size - FEWEST_BEFORE]])
-    if series.size > SPIKE_WINDOW:
-        before = sliding_window_view(series, SPIKE_WINDOW)[:-1]
-        sizes = np.concatenate([sizes, _robust(before, series[SPIKE_WINDOW:])])
+    judged = np.arange(FEWEST_BEFORE, series.size)
+    before = sliding_window_view(np.concatenate([np.full(SPIKE_WINDOW, np.inf), series]), SPIKE_WINDOW)
+    off = _robust(before[judged], np.minimum(judged, SPIKE_WINDOW), series[judged])
+    sizes = np.concatenate([np.zeros(FEWEST_BEFORE), off])
     found = []
     for first, last in _stretches(sizes > SPIKE):
         highest = first + int(np.argmax(sizes[first:last]))
@@ -154,12 +153,20 @@ def rate_p_value(candidate: tuple[int, int], control: tuple[int, int]) -> float:
     return float(fisher_exact(table, alternative="two-sided").pvalue)
 
 
-def _robust(before: Array, values: Array) -> Array:
-    """(x - median) / (1.4826 MAD) of each value over its own row of values before."""
-    median = np.median(before, axis=1)
-    spread = TO_SD * np.median(np.abs(before - median[:, None]), axis=1)
+def _robust(before: Array, known: NDArray[np.int64], values: Array) -> Array:
+    """(x - median) / (1.4826 MAD) of each value over its own row of values before, of which all but `known` are infinite."""
+    median = _median(before, known)
+    # The infinite ones are so far off as well.
+    spread = TO_SD * _median(np.abs(before - median[:, None]), known)
     off = values - median
     return np.divide(off, spread, out=np.where(off > 0, np.inf, 0.0), where=spread > 0)
+
+
+def _median(rows: Array, known: NDArray[np.int64]) -> Array:
+    """Of the `known` smallest of each row. np.median in a loop over rows of other lengths takes twenty times as long."""
+    ordered = np.sort(rows, axis=1)
+    middle = np.stack([(known - 1) // 2, known // 2], axis=1)
+    return np.asarray(np.take_along_axis(ordered, middle, axis=1).mean(axis=1))
 
 
 def _stretches(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:

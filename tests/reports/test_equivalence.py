@@ -24,8 +24,9 @@ SIMULATIONS = 2000
 
 @pytest.fixture
 def quick(monkeypatch):
-    """The bootstrap interval has no part in the verdict, and multipletests collects garbage at each call, 50 ms."""
+    """What has no part in the verdict: the bootstrap interval, the seeds still needed, multipletests' 50 ms of gc a call."""
     monkeypatch.setattr(equivalence, "RESAMPLES", 9)
+    monkeypatch.setattr(equivalence, "seeds_needed", lambda *_, **__: None)
     monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
