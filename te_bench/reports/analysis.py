@@ -97,7 +97,7 @@ def numbers(values: object) -> list[float]:
     """The finite numbers among recorded values; what was not measured (None, a missing key) drops out."""
     if not isinstance(values, Iterable):
         return []
-    return [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
+    return [number for number in map(finite, values) if number is not None]
 
 
 def step_seconds(samples: Mapping[str, object]) -> float | None:
@@ -115,7 +115,9 @@ def step_seconds(samples: Mapping[str, object]) -> float | None:
 
 
 def finite(value: object) -> float | None:
-    return next(iter(numbers([value])), None)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return None
 
 
 def median(values: Sequence[float]) -> float | None:
