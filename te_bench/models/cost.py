@@ -23,6 +23,14 @@ class Cost:
     bytes: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """Bytes of one kind of tensor while the head makes its gradients, which is where a step's memory is at its peak."""
+
+    what: str
+    bytes: int
+
+
 def parameters(config: GPTConfig, padded_vocab: int) -> int:
     """Elements of all weights, the tied head's once."""
     c = config.n_embd
@@ -66,3 +74,46 @@ def _elementwise(config: GPTConfig, n: int, fp8: bool) -> int:
     gelu = 4 * layers * ((2 + 2) + (2 + 2 + 2))
     embedding = (4 + 4) + (4 + 4 + 4)
     return n * c * (norms + norms_backward + branches + attention + gelu + embedding)
+
+
+def memory(
+    config: GPTConfig,
+    *,
+    batch: int,
+    padded_vocab: int,
+    fp8: bool,
+    fp8_head: bool,
+    logits: int,
+    strip: int = 0,
+    chunk: int = 0,
+) -> tuple[Held, ...]:
+    """What a step of fused blocks, table AdamW and a head in chunks holds at its peak, block_size tokens a sequence.
+
+    fp8: the layers' Linears compute in FP8 with scales known beforehand, so that GELU's output is made again; else in bf16.
+    logits: rows of them that the head makes at a time, which in bf16 become their own gradient; fp8_head: that is kept for
+    dx of `strip` rows and for dW of `chunk` rows. No gradient of a parameter is there yet but, in bf16, the head's.
+    """
+    n, c, layers = batch * config.block_size, config.n_embd, config.n_layer
+    held = parameters(config, padded_vocab)
+    linear, head = 12 * c * c * layers, padded_vocab * c
+    tokens = n * c
+    statistics = 8 * n * (2 * layers + 1)  # mean and rstd
+    return (
+        Held(what="weights", bytes=4 * held),
+        Held(what="AdamW's moments", bytes=8 * held),
+        Held(what="weights for GEMMs", bytes=2 * (linear + head) + 2 * linear * fp8),
+        # What the embedding made; then after each block the stream, and before its MLP what attention added.
+        Held(what="residual stream", bytes=4 * tokens + layers * (4 + 2) * tokens + statistics),
+        # q, k, v, the output, and a logarithm for each row and head
+        Held(what="attention", bytes=layers * ((3 + 1) * 2 * tokens + 4 * n * config.n_head)),
+        Held(what="GELU's input", bytes=layers * 2 * 4 * tokens),
+        # In FP8, transposed, what the three Linears before GELU read; in bf16 what all read but attention's output.
+        Held(what="operands of weight gradients", bytes=layers * tokens * (3 if fp8 else 2 + 2 + 2 * 4)),
+        Held(what="head: hidden states and their gradient", bytes=(4 + 4) * tokens),
+        Held(what="head: operands", bytes=2 * (tokens + head) if fp8_head else 2 * tokens),
+        Held(
+            what="head: logits and their gradients",
+            bytes=padded_vocab * (2 * logits + (strip + chunk) * fp8_head),
+        ),
+        Held(what="head: its weight's gradient", bytes=0 if fp8_head else 4 * head),
+    )

@@ -8,6 +8,10 @@ k and v are cast as one matrix. The modules are those of models.gpt, with their 
 optimizer left in FP8; what is computed is what they compute one by one, rounded where they round. Where a recipe needs the
 finished tensor for its scale the cast is a kernel of its own; without a recipe nothing is cast, and GEMMs read what the
 same kernels leave in bf16.
+
+From pass to pass a block keeps one float32 stream and what the attention added to it, in bf16: their sum is added up again.
+Where the scale is known beforehand GELU's output is made again by the kernel that makes its gradient, and not kept either:
+models.cost says how many bytes that leaves.
 """
 
 import math
@@ -19,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from te_bench.kernels.activation import _recomputed
 from te_bench.kernels.quantize import Quantized, _joined
 from te_bench.models import fp8
 from te_bench.models.modules._module import FLOATS, Gemms, compute_dtype
@@ -65,14 +70,20 @@ class Product(NamedTuple):
         if self.gemms is None:
             return x.data, None, weight, None
         assert self.w is not None
-        return x.data_t, x.scale_inv_t, self.w.data_t, self.w.scale_inv_t
+        # Both layouts are of one scale, where one of them is not made yet.
+        return x.data_t, x.scale_inv if x.data_t is None else x.scale_inv_t, self.w.data_t, self.w.scale_inv_t
+
+    def dgrad(self, g: Quantized, kept: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+        _, _, w_t, w_inv = kept
+        return g.data @ w_t if self.gemms is None else self.gemms.dgrad(g, w_t, w_inv, dtype)
+
+    def wgrad(self, g: Quantized, kept: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+        x_t, x_inv, _, _ = kept
+        return g.data.t() @ x_t if self.gemms is None else self.gemms.wgrad(g, x_t, x_inv, dtype)
 
     def backward(self, g: Quantized, kept: tuple[Any, ...], dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Any, Any]:
         """dx and dw, of these dtypes."""
-        x_t, x_inv, w_t, w_inv = kept
-        if self.gemms is None:
-            return g.data @ w_t, g.data.t() @ x_t
-        return self.gemms.dgrad(g, w_t, w_inv, dtypes[0]), self.gemms.wgrad(g, x_t, x_inv, dtypes[1])
+        return self.dgrad(g, kept, dtypes[0]), self.wgrad(g, kept, dtypes[1])
 
 
 class Plan(NamedTuple):
@@ -86,6 +97,7 @@ class Plan(NamedTuple):
     gelu: str
     dtype: torch.dtype  # of what the GEMMs make
     training: bool  # whether gradients are recorded
+    scale: Tensor | None = None  # that GELU's output is cast by, a copy; None where that output is kept
 
 
 def _add_norm(
@@ -110,18 +122,18 @@ def _add_norm(
 def _add_norm_backward(
     product: Product,
     dn: Tensor,
-    kept: tuple[Tensor, ...],
+    kept: tuple[Any, ...],
     residual: Tensor | None,
     biased: bool,
     total: Tensor | None,
     plan: Plan,
 ) -> tuple[Tensor, Quantized, Tensor, Tensor | None]:
     """dx, it as an operand of `product`, whose output the branch was, dgamma, dbeta."""
-    x, gamma, mean, rstd = kept
+    x, branch, gamma, mean, rstd = kept
     stream = backend(x).residual
     assert stream is not None
     cast = product.cast("grad_output")
-    options: dict[str, Any] = {"residual": residual, "biased": biased, "column_sum": total}
+    options: dict[str, Any] = {"residual": residual, "biased": biased, "column_sum": total, "branch": branch}
     if cast is not None:
         made: Any = stream.backward_quantized(
             dn, x, gamma, mean, rstd, via=plan.dtype, rowwise=True, columnwise=True, **cast, **options
@@ -133,14 +145,31 @@ def _add_norm_backward(
 
 def _activated(product: Product, h: Tensor, plan: Plan) -> Quantized:
     if product.gemms is not None:
-        return activate_quantize(product.gemms, h, plan.gelu, columnwise=plan.training)
+        return activate_quantize(product.gemms, h, plan.gelu, columnwise=plan.training and plan.scale is None)
     return product.operand(activation_backend(h).forward(h, plan.gelu), "input", plan.training)
 
 
-def _activated_backward(product: Product, da: Tensor, h: Tensor, total: Tensor | None, plan: Plan) -> Quantized:
-    if product.gemms is not None:
-        return activation_grad_quantize(product.gemms, da, h, plan.gelu, rowwise=True, columnwise=True, total=total)
-    return product.operand(activation_backend(h).backward(da, h, plan.gelu), "grad_output", True, total)
+def _activated_backward(
+    product: Product, da: Tensor, h: Tensor, total: Tensor | None, plan: Plan, kept: tuple[Any, ...]
+) -> tuple[Quantized, tuple[Any, ...]]:
+    """The gradient of h as an operand of `product`, and what was kept of GELU's output, or that output again."""
+    if product.gemms is None:
+        dh = activation_backend(h).backward(da, h, plan.gelu)
+        return product.operand(dh, "grad_output", True, total), kept
+    if plan.scale is None:
+        both = {"rowwise": True, "columnwise": True}
+        return activation_grad_quantize(product.gemms, da, h, plan.gelu, **both, total=total), kept
+    g, a_t = _recomputed.recomputed(
+        activation_backend(h),
+        da,
+        h,
+        plan.gelu,
+        **product.cast("grad_output"),
+        value_scale=plan.scale,
+        value_dtype=product.gemms.recipe.dtype("input"),
+        column_sum=total,
+    )
+    return g, (a_t, *kept[1:])
 
 
 def _no_sums(bias: torch.dtype | None, like: Tensor, features: int) -> Tensor | None:
@@ -175,6 +204,20 @@ class _Enter(torch.autograd.Function):
         return dx, dgamma, dbeta if ctx.dtypes[2] else None, dw, db, None
 
 
+def _whole(parts: list[Tensor]) -> Tensor | None:
+    """torch.cat(parts, 1) without a copy, where attention left (M, C) parts side by side in one (M, 3C); else None."""
+    first, (m, width) = parts[0], parts[0].shape
+    strides = (len(parts) * width, 1)
+    if torch.compiler.is_compiling() or any(p.shape != first.shape or p.stride() != strides for p in parts):
+        return None
+    one = first.untyped_storage().data_ptr()
+    places = [p.storage_offset() - first.storage_offset() for p in parts]
+    if any(p.untyped_storage().data_ptr() != one or p.dtype is not first.dtype for p in parts):
+        return None
+    there = places == [i * width for i in range(len(parts))]
+    return first.as_strided((m, strides[0]), strides) if there else None
+
+
 def _after_backward(
     plan: Plan, dqkv: tuple[Tensor, ...], kept: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -185,7 +228,10 @@ def _after_backward(
     features = sum(part.shape[1] for part in parts)
     total = _no_sums(dtypes[1], parts[0], features)
     cast = product.cast("grad_output")
-    if cast is not None and cast.pop("counts") is None and total is None and _joined.fits(parts):
+    whole = _whole(parts)
+    if whole is not None:
+        g = product.operand(whole, "grad_output", True, total)
+    elif cast is not None and cast.pop("counts") is None and total is None and _joined.fits(parts):
         g = _joined.joined(parts, **cast)
     else:
         g = product.operand(torch.cat(parts, 1), "grad_output", True, total)
@@ -211,12 +257,13 @@ class _Between(torch.autograd.Function):
         middle, n, mean, rstd = _add_norm(fc, x, branch, (gamma, beta, plan.eps[0]), plan)
         h = fc.forward(n, fc_w, fc_b, plan.dtype)
         a = _activated(out, h, plan)
-        branch = out.forward(a, out_w, out_b, plan.dtype)
         total, n_end, mean_end, rstd_end = _add_norm(
-            plan.after, middle, branch, (gamma_end, beta_end, plan.eps[1]), plan
+            plan.after, middle, out.forward(a, out_w, out_b, plan.dtype), (gamma_end, beta_end, plan.eps[1]), plan
         )
+        halved = branch.dtype.itemsize < x.dtype.itemsize
         ctx.save_for_backward(
-            *(middle, gamma, mean, rstd, total, gamma_end, mean_end, rstd_end, h),
+            *((x, branch) if halved else (middle, None)),
+            *(gamma, mean, rstd, total, gamma_end, mean_end, rstd_end, h),
             *(*proj.kept(attended, proj_w), *fc.kept(n, fc_w), *out.kept(a, out_w)),
             *(() if plan.after is None else plan.after.kept(n_end, w)),
         )
@@ -230,8 +277,8 @@ class _Between(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         plan, (proj_types, norm_types, fc_types, out_types, end_types, after_types) = ctx.plan, ctx.dtypes
         saved = ctx.saved_tensors
-        norm, norm_end, h = saved[:4], saved[4:8], saved[8]
-        proj_kept, fc_kept, out_kept, after_kept = (saved[i : i + 4] for i in (9, 13, 17, 21))
+        norm, norm_end, h = saved[:5], (saved[5], None, *saved[6:9]), saved[9]
+        proj_kept, fc_kept, out_kept, after_kept = (saved[i : i + 4] for i in (10, 14, 18, 22))
         dw = db = residual = None
         if plan.after is None:
             (dn,) = gradients
@@ -245,9 +292,12 @@ class _Between(torch.autograd.Function):
         dx, g, dgamma_end, dbeta_end = _add_norm_backward(
             plan.out, dn, norm_end, residual, end_types[1] is not None, totals[2], plan
         )
-        da, d_out = plan.out.backward(g, out_kept, (plan.dtype, out_types[0]))
-        g = _activated_backward(plan.fc, da, h, totals[1], plan)
+        da = plan.out.dgrad(g, out_kept, plan.dtype)
+        g_h, out_kept = _activated_backward(plan.fc, da, h, totals[1], plan, out_kept)
         del da
+        d_out = plan.out.wgrad(g, out_kept, out_types[0])
+        g, out_kept = g_h, None
+        del g_h
         dn, d_fc = plan.fc.backward(g, fc_kept, (plan.dtype, fc_types[0]))
         dx, g, dgamma, dbeta = _add_norm_backward(plan.proj, dn, norm, dx, norm_types[1] is not None, totals[0], plan)
         dy, d_proj = plan.proj.backward(g, proj_kept, (plan.dtype, proj_types[0]))
@@ -271,6 +321,17 @@ def _linear(module: Any, dtype: torch.dtype, training: bool) -> tuple[Product, T
     return Product(gemms, module.quantized_weight(gemms, weight, 0, kept, columnwise=training)), weight, bias
 
 
+def _scales(blocks: list[Any], training: bool) -> list[Tensor | None]:
+    """What each block's GELU is cast by, copied, for scales move on between the passes; None where it is to be kept."""
+    region = fp8.current
+    absent: list[Tensor | None] = [None] * len(blocks)
+    if not (training and region.enabled) or region.unusual or torch.compiler.is_compiling():
+        return absent
+    gemms = [block.mlp.c_proj.gemms() for block in blocks]
+    casts = [known.recipe.epilogue("input", known.input) for known in gemms]
+    return absent if None in casts else [*torch.stack([cast.scale for cast in casts]).unbind()]
+
+
 def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend, heads: int, gelu: str) -> Tensor:
     """`last` of what the blocks make of x (B, T, C); attend is kernels.attention's forward, gelu torch's `approximate`.
 
@@ -286,7 +347,7 @@ def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend,
     after, w, b = _linear(first.attn.c_attn, dtype, training)
     plan = Plan(None, None, None, after, (0.0, first.ln_1.eps), GELU[gelu], dtype, training)
     qkv = _Enter.apply(stream, first.ln_1.weight, first.ln_1.bias, w, b, plan)
-    for block, following in zip(layers, [*layers[1:], None], strict=True):
+    for block, following, scale in zip(layers, [*layers[1:], None], _scales(layers, training), strict=True):
         q, k, v = (t.view(B, T, heads, -1).transpose(1, 2) for t in qkv)
         y = attend(q, k, v, causal=True, scale=1 / math.sqrt(C // heads), dropout=0.0)
         y = y.transpose(1, 2).reshape(B * T, C)
@@ -294,7 +355,7 @@ def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend,
         norm = last if following is None else following.ln_1
         end: Any = (None, None, None) if following is None else _linear(following.attn.c_attn, dtype, training)
         (proj, proj_w, proj_b), (fc, fc_w, fc_b), (out, out_w, out_b) = linears
-        plan = Plan(proj, fc, out, end[0], (block.ln_2.eps, norm.eps), GELU[gelu], dtype, training)
+        plan = Plan(proj, fc, out, end[0], (block.ln_2.eps, norm.eps), GELU[gelu], dtype, training, scale)
         weights = (proj_w, proj_b, block.ln_2.weight, block.ln_2.bias, fc_w, fc_b, out_w, out_b)
         made = _Between.apply(stream, y.to(dtype), plan, *weights, norm.weight, norm.bias, *end[1:])
         if following is not None:

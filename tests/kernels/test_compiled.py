@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from te_bench.kernels.activation import _kernels as activation
+from te_bench.kernels.activation import _recomputed
 from te_bench.kernels.adamw import Parameter
 from te_bench.kernels.adamw import triton as adamw
 from te_bench.kernels.attention import _backward_kernels as attention_backward
@@ -26,6 +27,7 @@ from te_bench.kernels.attention import _kernels as attention
 from te_bench.kernels.gemm import Backend, Epilogue, _tiles, gluon
 from te_bench.kernels.gemm import triton as gemm
 from te_bench.kernels.linear_cross_entropy import _kernels as cross_entropy
+from te_bench.kernels.linear_cross_entropy import _tied
 from te_bench.kernels.norm import _kernels as norm
 from te_bench.kernels.norm import _residual_kernels as residual
 from te_bench.kernels.quantize import _fine_kernels, _history, _joined, _kernels
@@ -169,6 +171,7 @@ IN_GLUON: dict[str, Call] = {
     "up, FP8, promoted": product(UP, fast_accum=False, epilogue=FP8, backend=gluon.BACKEND),
     "up by rows, everything": product(UP, ROWS, epilogue=EVERYTHING, backend=gluon.BACKEND),
     "wgrad": weight_gradient((F, D, M), backend=gluon.BACKEND),
+    "wgrad, whole tiles": weight_gradient((3 * D, D, M), backend=gluon.BACKEND),
     "wgrad, promoted": weight_gradient((F, D, M), fast_accum=False, backend=gluon.BACKEND),
 }
 
@@ -216,11 +219,18 @@ def in_a_stream(n: int, biased: bool) -> dict[str, Call]:
         name: lambda: residual.add_forward(*forward, None, None, False, False, None, None),
         f"{name}, in FP8": lambda: residual.add_forward(*forward, one(), E4M3, *BOTH, one(), None),
         f"{name}, backward": lambda: residual.backward_rounded(*backward),
+        f"{name}, backward of what was not kept": lambda: residual.backward_rounded(*backward, branch),
     }
 
 
 NORM = normed(D, "layernorm") | normed(4096, "rmsnorm")
 NORM |= in_a_stream(D, False) | in_a_stream(D, True) | in_a_stream(4096, False)
+
+
+def again(kind: str) -> Call:
+    """The gradient with what it is the gradient of."""
+    looks = {"amax": one(), "counts": None, "column_sum": torch.zeros(F)}
+    return lambda: _recomputed.kernel(matrix(M, F), matrix(M, F), kind, one(), E5M2, one(), E4M3, **looks)
 
 
 def activated(kind: str) -> dict[str, Call]:
@@ -232,7 +242,7 @@ def activated(kind: str) -> dict[str, Call]:
         f"{kind} in FP8": lambda: activation.forward_quantized(x, kind, *cast),
         f"{kind}, backward": lambda: activation.backward(dy, x, kind),
         f"{kind}, backward in FP8": lambda: activation.backward_quantized(dy, x, kind, *cast, column_sum),
-    }
+    } | ({} if gated else {f"{kind}, backward in FP8, and again": again(kind)})
 
 
 ACTIVATION = activated("gelu") | activated("gelu_erf") | activated("swiglu")
@@ -282,6 +292,20 @@ def attend(
     return call
 
 
+def attend_packed(head_dim: int, left: int = -1, groups: int = 4) -> Call:
+    """Causal, of sequences one after the other."""
+
+    def call() -> None:
+        q = torch.empty(1, 4, 4096, head_dim, dtype=BF16)
+        k = v = torch.empty(1, groups, 4096, head_dim, dtype=BF16)
+        starts = torch.zeros(5, dtype=torch.int32)
+        packed, extent = attention.Packed(starts, starts, 1024, 1024), attention.Extent(left, 0, None)
+        out, lse = attention.forward(q, k, v, extent, 0.125, 0.0, None, packed=packed)
+        attention_backward.backward(extent, 0.125, 0.0, False, out, q, k, v, out, lse, None, packed=packed)
+
+    return call
+
+
 ATTENTION: dict[str, Call] = {
     "64": attend(64),
     "64, fused": attend(64, fused=True),
@@ -291,7 +315,11 @@ ATTENTION: dict[str, Call] = {
     "64, any mask": attend(64, mask=(2, 4, 1024)),
     "64, dropout": attend(64, dropout=0.1),
     "64, shared heads": attend(64, groups=1),
+    "64, packed": attend_packed(64),
+    "64, packed, window, shared heads": attend_packed(64, 256, 1),
     "128": attend(128),
+    "128, packed": attend_packed(128),
+    "128, packed, shared heads": attend_packed(128, groups=1),
     "128, window": attend(128, left=256),
     "128, dropout": attend(128, dropout=0.1),
     "128, shared heads": attend(128, groups=1),
@@ -314,6 +342,7 @@ FAMILIES: dict[str, dict[str, Call]] = {
         "mean": lambda: cross_entropy.mean(torch.empty(M), torch.empty(3, 4)),
         "scaled": lambda: cross_entropy.scale(matrix(M, D, FP32), one(), matrix(M, D)),
         "scaled in place": lambda: cross_entropy.scale(*in_place(matrix(V, D, FP32))),
+        "tied": lambda: _tied.kernel(matrix(V, D, FP32), matrix(M, D, FP32), torch.zeros(M).long()),
     },
 }  # fmt: skip
 
@@ -379,7 +408,7 @@ CALLS |= {f"broken/{name}": on_an_h200(call) for name, call in BROKEN.items()}
 MIXED = {
     f"{family}/{name}"
     for family in ("gemm", "gemm, in Gluon")
-    for name in ("dgrad", "dgrad, promoted", "wgrad", "wgrad, promoted")
+    for name in ("dgrad", "dgrad, promoted", "wgrad", "wgrad, whole tiles", "wgrad, promoted")
 }
 
 

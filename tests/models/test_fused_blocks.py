@@ -115,6 +115,69 @@ def test_the_kernels_give_what_the_reference_gives(recipe: str | None, monkeypat
     assert furthest(wanted, found) < (0.05 if recipe else 1e-2)
 
 
+def gradients_of_four(step: TrainStep) -> list[dict[str, Tensor]]:
+    """Of four steps, in which delayed scaling's scales change between the passes."""
+    return [step.gradients(*a_batch(number))[1] for number in range(4)]
+
+
+def test_what_is_made_again_is_bit_for_bit_what_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GELU's output, cast by the scale of the forward pass: by the one that the autocast's end left it is another."""
+    scales = fused_blocks._scales
+
+    def live(blocks: list[Any], training: bool) -> list[Any]:
+        return [block.mlp.c_proj.gemms().input.scale for block in blocks]
+
+    ours, kept, moved = [], [], []
+    for found, how in ((ours, scales), (kept, lambda blocks, training: [None] * len(blocks)), (moved, live)):
+        monkeypatch.setattr(fused_blocks, "_scales", how)
+        found += gradients_of_four(a_step("fused", "fp8", DELAYED, **RICH))
+    for mine, wanted in zip(ours, kept, strict=True):
+        assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+    assert any(not torch.equal(moved[1][name], kept[1][name]) for name in kept[1])
+
+
+class SideBySide(torch.autograd.Function):
+    """A stand-in for attention, whose gradients lie in one (B, T, 3, H, D) as its inputs do, or apart."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, together: bool) -> Tensor:
+        ctx.together = together
+        return (q * 2 + k * 3 + v).transpose(1, 2).contiguous().transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        B, H, T, D = dy.shape
+        made = dy.new_empty(B, T, 3, H, D) if ctx.together else [dy.new_empty(B, T, H, D) for _ in range(3)]
+        out = [(made[:, :, i] if isinstance(made, Tensor) else made[i]).transpose(1, 2) for i in range(3)]
+        for gradient, factor in zip(out, (2, 3, 1), strict=True):
+            gradient.copy_(dy * factor)
+        return *out, None
+
+
+@pytest.mark.parametrize("config", [{}, RICH, {"n_embd": 64}], ids=["exact GELU", "biases, tanh", "q, k, v joined"])
+@pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", DELAYED), ("fp8", CURRENT)])
+def test_gradients_of_q_k_and_v_in_one_matrix_are_not_copied(
+    precision: str, recipe: str | None, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit the same as apart, which is what attention's rivals leave by themselves."""
+    found, copied = [], []
+    concatenate = torch.cat
+
+    def cat(tensors: Any, dim: int = 0) -> Tensor:
+        copied.append(dim)
+        return concatenate(tensors, dim)
+
+    monkeypatch.setattr(torch, "cat", cat)
+    for together in (True, False):
+        step = a_step("fused", precision, recipe, **config)
+        step.model.transformer.attention = lambda q, k, v, *, how=together, **_: SideBySide.apply(q, k, v, how)  # type: ignore[union-attr]
+        copied.clear()
+        found.append(gradients_of_four(step))
+        assert (1 in copied) is not together  # the recipe's own are of vectors
+    for mine, wanted in zip(*found, strict=True):
+        assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+
+
 def test_parameters_their_names_and_fp8_state_are_the_modules_own() -> None:
     states = []
     for blocks in BOTH:  # one after the other: an autocast that ends takes a step for every living model's scales

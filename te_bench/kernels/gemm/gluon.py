@@ -13,7 +13,7 @@ from torch import Tensor
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import Backend, Epilogue, Problem, Product, granularities
 from te_bench.kernels.gemm._operators import misaligned, operators
-from te_bench.kernels.gemm._plans import SUM, SUM_PROMOTED, Plan, plan, programs
+from te_bench.kernels.gemm._plans import Plan, plan, programs, sums
 from te_bench.kernels.gemm.reference import DTYPES
 from te_bench.kernels.gemm.triton import GROUP_M, _processors
 from te_bench.kernels.quantize import BLOCK, Quantized
@@ -134,7 +134,7 @@ def _add(
     """out += the product, none of M, N and K being 0; whole: no tile is shared by several programs."""
     kind = _kind(a, b, a_scale_inv, b_scale_inv)
     (m, k), n, processors = a.shape, b.shape[0], _processors(a.device)
-    p = chosen or (SUM if fast_accum else SUM_PROMOTED)
+    p, whole = (chosen, whole) if chosen else sums(m, n, promote=not fast_accum, whole=whole, processors=processors)
     height, width = p.tile()
     steps = triton.cdiv(m, height) * triton.cdiv(n, width) * triton.cdiv(k, BLOCK)
     with torch.cuda.device_of(a):

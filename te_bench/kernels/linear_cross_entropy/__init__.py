@@ -30,10 +30,12 @@ class Backend:
 
     Targets of -1 are ignored; where there are no others the loss is NaN and the gradients are 0, as F.cross_entropy has
     it. x and weight are of one dtype, or of any under torch.autocast, in whose dtype the products are then computed.
+    copied: forward also takes copy, (Vp, D) or None: weight, rounded already.
     """
 
     forward: Callable[..., Any]
     unsupported: Callable[[Problem], str | None]
+    copied: bool = False
 
 
 def names() -> list[str]:

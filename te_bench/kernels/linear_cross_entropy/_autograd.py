@@ -56,8 +56,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         settings: tuple[Any, ...],
         need_dx: bool,
         need_dw: bool,
+        copy: Tensor | None,
     ) -> Tensor:
-        loss, dx, dw = operator(x, weight, targets, *settings, need_dx, need_dw)
+        loss, dx, dw = operator(x, weight if copy is None else copy, targets, *settings, need_dx, need_dw)
         ctx.save_for_backward(dx, dw)
         ctx.needs, ctx.dtypes = (need_dx, need_dw), (x.dtype, weight.dtype)
         return loss
@@ -69,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             _scaled(gradient, dloss, dtype) if needed else None
             for gradient, needed, dtype in zip(ctx.saved_tensors, ctx.needs, ctx.dtypes, strict=True)
         )
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None
 
 
 def _scaled(gradient: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,13 +112,16 @@ def apply(
     vocab: int,
     rows: int | None,
     strip: int | None,
+    copy: Tensor | None,
 ) -> Tensor:
     """The loss by operator(x, weight, targets, vocab, dtype, rows, strip, need_dx, need_dw) -> loss, dx, dw.
 
-    dtype is autocast's or x's; dx and dw, float32, are the mean loss's gradients, empty where not needed.
-    Raises ValueError for what does not fit.
+    dtype is autocast's or x's; dx and dw, float32, are the mean loss's gradients, empty where not needed. copy: what
+    operator takes for weight, whose gradient it stays. Raises ValueError for what does not fit.
     """
     check(x, weight, targets, vocab)
+    if copy is not None and copy.shape != weight.shape:
+        raise ValueError(f"copy {tuple(copy.shape)} of a weight {tuple(weight.shape)}: it must be of the same shape")
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind)
     if x.dtype not in FLOATS or weight.dtype not in FLOATS or (x.dtype != weight.dtype and not autocast):
@@ -130,4 +134,5 @@ def apply(
     dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
     training = torch.is_grad_enabled()
     needs = training and x.requires_grad, training and weight.requires_grad
-    return _LinearCrossEntropy.apply(x, weight, targets, operator, (vocab, dtype, rows, strip), *needs)
+    copy = None if copy is None else copy.detach()
+    return _LinearCrossEntropy.apply(x, weight, targets, operator, (vocab, dtype, rows, strip), *needs, copy)

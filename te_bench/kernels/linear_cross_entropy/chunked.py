@@ -26,7 +26,14 @@ def unsupported(p: Problem) -> str | None:
 
 
 def forward(
-    x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, rows: int | None = None, strip: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab: int,
+    rows: int | None = None,
+    strip: int | None = None,
+    copy: Tensor | None = None,
 ) -> Tensor:
     """mean_i CE(x_i W^T, t_i) in nats; x (N, D), weight (Vp, D), targets (N,) int64 -> () float32.
 
@@ -35,9 +42,10 @@ def forward(
     the vocabulary makes the loss NaN, for an error would have to wait for the GPU.
     rows: those of a chunk, whose logits are in memory at once (default: about 600 MiB of them); strip: those whose
     logits are made and used before the next (default: the whole chunk). Neither changes more than the order of sums.
+    copy: weight as somebody has rounded it already, of which the products are; the gradient is weight's all the same.
     Raises ValueError for what does not fit; no second derivatives.
     """
-    return apply(torch.ops.te_bench.linear_cross_entropy, x, weight, targets, vocab, rows, strip)
+    return apply(torch.ops.te_bench.linear_cross_entropy, x, weight, targets, vocab, rows, strip, copy)
 
 
 @torch.library.custom_op("te_bench::linear_cross_entropy", mutates_args=())
@@ -115,4 +123,4 @@ def _product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-BACKEND = Backend(forward=forward, unsupported=unsupported)
+BACKEND = Backend(forward=forward, unsupported=unsupported, copied=True)

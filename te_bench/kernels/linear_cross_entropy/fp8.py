@@ -1,9 +1,10 @@
 """Linear cross-entropy with all three GEMMs in FP8: x and W in E4M3 by their own amax, the logits' gradient in E5M2.
 
 As `chunked`, but the gradient of the logits leaves its kernel as E5M2 in both layouts, for the GEMM that contracts the
-vocabulary and for the one that contracts the rows. Its scale needs no amax: |softmax - onehot| <= 1. The bf16 logits of a
-strip, and their gradient for dx, are gone when the next strip's are made; the gradient for dW is kept for a chunk of many
-strips, as torch's FP8 GEMM cannot add to a dW that is there. On a CPU kernels and GEMMs are emulated.
+vocabulary and for the one that contracts the rows. Its scale needs no amax: |softmax - onehot| <= 1. The bf16 logits are
+made of a part of a strip at a time, and gone when the next ones are made, the gradient for dx with its strip; the gradient
+for dW is kept for a chunk of many strips, as torch's FP8 GEMM cannot add to a dW that is there. On a CPU kernels and GEMMs
+are emulated.
 
 Source: Micikevicius et al. 2022 (FP8 formats for deep learning) for E4M3 forward and E5M2 backward.
 """
@@ -12,17 +13,18 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels import quantize
+from te_bench.kernels.gemm import _policy, scaled_mm
 from te_bench.kernels.gemm import reference as gemm_reference
-from te_bench.kernels.gemm import scaled_mm
 from te_bench.kernels.linear_cross_entropy import Backend, Problem, _kernels, reference
 from te_bench.kernels.linear_cross_entropy._autograd import apply, chunk_rows, count, fake, mean, slices
 from te_bench.kernels.quantize import Quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-# Bytes of bf16 logits a strip: 3072 rows of GPT-2's 50304 columns. Loss and gradients take 3.48 ms with it (12288 rows, a
-# captured graph on one H200), 3.36 with 6144 rows and 0.43 GiB more, 3.59 with 2048 and 0.14 GiB less, 4.0 with 1024.
-STRIP_BYTES = 300 * 2**20
+# Bytes of bf16 logits a strip, were they all there: 3072 rows of GPT-2's 50304 columns. Loss and gradients took 3.48 ms
+# with it (12288 rows, a captured graph on one H200), 3.36 with 6144 rows and 3.59 with 2048, 4.0 with 1024: dx has too few
+# tiles. The logits themselves, 393 columns of tiles, can do with fewer rows at a time: 1536 (not timed yet).
+STRIP_BYTES, LOGITS_BYTES = 300 * 2**20, 150 * 2**20
 # Bytes of E5M2 for dW a chunk: 12288 rows of 50304. Two chunks in their place cost 105 us of adding 155 MB up, four 319.
 CHUNK_BYTES = 600 * 2**20
 
@@ -34,16 +36,23 @@ def unsupported(p: Problem) -> str | None:
 
 
 def forward(
-    x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, rows: int | None = None, strip: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab: int,
+    rows: int | None = None,
+    strip: int | None = None,
+    copy: Tensor | None = None,
 ) -> Tensor:
     """mean_i CE(q(x)_i q(W)^T, t_i) in nats; x (N, D), weight (Vp, D), targets (N,) int64 -> () float32.
 
     q is E4M3 with one scale per tensor; logits are bf16. dx = g q(W) and dW = g^T q(x), g = E5M2(softmax - onehot), in
     float32, then rounded once to the dtypes of x and weight. targets and errors are those of `chunked`.
-    rows: those whose g^T is in memory at once (default: about 600 MiB of it); strip: those whose logits and g are
-    (default: about 300 MiB of logits). Neither changes more than the order of sums.
+    rows: those whose g^T is in memory at once (default: about 600 MiB of it); strip: those whose g is (default: about 150
+    MiB), and at most whose logits are (about 150 MiB). Neither changes more than the order of sums. copy: as `chunked`'s.
     """
-    return apply(torch.ops.te_bench.linear_cross_entropy_fp8, x, weight, targets, vocab, rows, strip)
+    return apply(torch.ops.te_bench.linear_cross_entropy_fp8, x, weight, targets, vocab, rows, strip, copy)
 
 
 @torch.library.custom_op("te_bench::linear_cross_entropy_fp8", mutates_args=())
@@ -63,6 +72,7 @@ def _operator(
         (n, d), padded, targets = x.shape, weight.shape[0], targets.contiguous()
         rows = min(rows or chunk_rows(n, padded, 1, CHUNK_BYTES), max(n, 1))
         strip = min(strip or chunk_rows(rows, padded, 2, STRIP_BYTES), rows)
+        most = chunk_rows(strip, padded, 2, LOGITS_BYTES)
         qx, qw = _quantized(x, weight, need_dx, need_dw)
         numbers = count(targets)
         # The gradient's scale and the mean are one factor of the GEMMs.
@@ -77,9 +87,12 @@ def _operator(
             for start in range(chunk.start, chunk.stop, strip):
                 part = slice(start, min(start + strip, chunk.stop))
                 g_part = None if g is None else g[: part.stop - start]
-                logits = _gemm(qx.data[part], qw.data, qx.scale_inv, qw.scale_inv, torch.bfloat16)
-                _rows(logits, targets[part], losses[part], vocab, g_part, g_t, start - chunk.start)
-                del logits  # or the next strip's would be made beside them
+                for some in slices(part.stop - start, most):
+                    here = slice(start + some.start, start + some.stop)
+                    logits = _gemm(qx.data[here], qw.data, qx.scale_inv, qw.scale_inv, torch.bfloat16)
+                    g_some = None if g_part is None else g_part[some]
+                    _rows(logits, targets[here], losses[here], vocab, g_some, g_t, here.start - chunk.start)
+                    del logits  # or the next ones would be made beside them
                 if g_part is not None:
                     _gemm_into(dx[part], g_part, qw.data_t, g_scale_inv, qw.scale_inv_t)
             if g_t is not None:
@@ -104,7 +117,7 @@ def _quantized(x: Tensor, weight: Tensor, need_dx: bool, need_dw: bool) -> tuple
 
 def _gemm(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a (M, K) b (N, K)^T; the logits, of K = D, by fast accumulation, the gradients, of long sums, without."""
-    multiply = scaled_mm.forward if a.is_cuda else gemm_reference.forward
+    multiply = _policy.forward if a.is_cuda else gemm_reference.forward
     return multiply(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=out_dtype is torch.bfloat16)
 
 
@@ -139,4 +152,4 @@ def _rows(
         g_t[:, first : first + len(logits)] = packed.t()
 
 
-BACKEND = Backend(forward=forward, unsupported=unsupported)
+BACKEND = Backend(forward=forward, unsupported=unsupported, copied=True)

@@ -33,11 +33,12 @@ class Residual:
     y, mean, rstd: total = x + branch in x's dtype, x itself without a branch; y = norm(total) in `dtype`.
     add_forward_quantized(x, branch, weight, bias, *, eps, via, scale, dtype, rowwise, columnwise, ..., amax=None,
     counts=None) -> total, Quantized, mean, rstd: y, rounded to `via`, then what quantize's `scaled` does with it.
-    backward_rounded(dy, x, weight, mean, rstd, *, dtype, ..., residual=None, biased=True, amax=None, column_sum=None) ->
-    dx, dx rounded to `dtype`, dweight, dbias: as Backend's backward; x is the total; dbias is None unless biased. amax and
-    column_sum, (N,) float32, are of what was rounded, the branch's gradient; its sum is that of the bias last added to it.
+    backward_rounded(dy, x, weight, mean, rstd, *, dtype, ..., residual=None, biased=True, amax=None, column_sum=None,
+    branch=None) -> dx, dx rounded to `dtype`, dweight, dbias: as Backend's backward; x is the total, or, where that was not
+    kept, what branch is to be added to once more; dbias is None unless biased. amax and column_sum, (N,) float32, are of
+    what was rounded, the branch's gradient; its sum is that of the bias last added to it.
     backward_quantized(dy, x, weight, mean, rstd, *, via, scale, dtype, rowwise, columnwise, ..., residual=None, biased=True,
-    amax=None, counts=None, column_sum=None) -> dx, Quantized, dweight, dbias: dx, rounded to `via`, then `scaled`.
+    amax=None, counts=None, column_sum=None, branch=None) -> dx, Quantized, dweight, dbias: dx, rounded to `via`, `scaled`.
     """
 
     add_forward: Callable[..., Any]

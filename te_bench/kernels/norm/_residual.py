@@ -91,16 +91,19 @@ def backward_rounded(
     biased: bool = True,
     amax: Tensor | None = None,
     column_sum: Tensor | None = None,
+    branch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dx as `backward`'s, dx rounded to `dtype`, dweight, dbias.
+    """dx as `backward`'s, dx rounded to `dtype`, dweight, dbias; of x + branch, rounded to x's dtype, where there is one.
 
     Of what was rounded amax, () float32, becomes the largest magnitude if that is larger, and column_sum, (N,) float32, is
     added the sum over rows. Sums over rows are the same in every run on the same GPU.
     """
     check(x, weight, None, kind)
+    check_stream(x, branch)
     run = _backward_op if torch.compiler.is_compiling() else _residual_kernels.backward_rounded
+    both = biased and mean is not None
     dx, copy, sums = run(
-        dy, x, weight, mean, rstd, zero_centered_gamma, residual, biased and mean is not None, dtype, amax, column_sum
+        dy, x, weight, mean, rstd, zero_centered_gamma, residual, both, dtype, amax, column_sum, branch
     )
     return dx, copy, *_parameters(sums, weight)
 
@@ -124,15 +127,16 @@ def backward_quantized(
     amax: Tensor | None = None,
     counts: Tensor | None = None,
     column_sum: Tensor | None = None,
+    branch: Tensor | None = None,
 ) -> tuple[Tensor, Quantized, Tensor, Tensor | None]:
-    """dx as `backward`'s, fp8(dx * scale) in the layouts asked for, dx rounded to `via` beforehand, dweight, dbias.
+    """dx as `backward_rounded`'s, fp8(dx * scale) in the layouts asked for, rounded to `via` beforehand, dweight, dbias.
 
     amax, counts and column_sum are of what was rounded. Raises ValueError as `backward`, and where no layout is asked for.
     """
     check_layouts(rowwise, columnwise)
     options: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "kind": kind, "residual": residual}
     dx, copy, dweight, dbias = backward_rounded(
-        dy, x, weight, mean, rstd, dtype=via, biased=biased, column_sum=column_sum, **options
+        dy, x, weight, mean, rstd, dtype=via, biased=biased, column_sum=column_sum, branch=branch, **options
     )
     q = quantizer.scaled(copy, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
     return dx, q, dweight, dbias
@@ -242,10 +246,11 @@ def _backward_op(
     out_dtype: torch.dtype,
     amax: Tensor | None,
     column_sum: Tensor | None,
+    branch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.is_cuda:
         return _residual_kernels.backward_rounded(
-            dy, x, weight, mean, rstd, zero_centered_gamma, residual, biased, out_dtype, amax, column_sum
+            dy, x, weight, mean, rstd, zero_centered_gamma, residual, biased, out_dtype, amax, column_sum, branch
         )
     options: dict[str, Any] = {
         "zero_centered_gamma": zero_centered_gamma,
@@ -254,6 +259,7 @@ def _backward_op(
         "biased": biased,
         "amax": amax,
         "column_sum": column_sum,
+        "branch": branch,
     }
     dx, copy, *sums = reference.backward_rounded(dy, x, weight, mean, rstd, dtype=out_dtype, **options)
     return dx, copy, torch.stack([s.float() for s in sums if s is not None])
@@ -272,6 +278,7 @@ def _(
     out_dtype: torch.dtype,
     amax: Tensor | None,
     column_sum: Tensor | None,
+    branch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = x.new_empty((1 + biased, x.shape[1]), dtype=torch.float32)
     return x.new_empty(x.shape), x.new_empty(x.shape, dtype=out_dtype), sums

@@ -188,6 +188,7 @@ def _backward_kernel(
     mean,
     rstd,
     residual,
+    branch,
     dx,
     copy,
     amax,
@@ -195,6 +196,7 @@ def _backward_kernel(
     dy_stride,
     x_stride,
     residual_stride,
+    branch_stride,
     M,
     N: tl.constexpr,
     RMS: tl.constexpr,
@@ -207,6 +209,7 @@ def _backward_kernel(
 ):
     """dx, and dx rounded to DTYPE as copy: ROWS whole rows at a time, sums over a program's rows kept until its last.
 
+    A branch is added to x once more, as the forward pass rounded their sum.
     partials, (programs, N) each: the sums that are dweight; dbias where BIASED; of what was rounded where SUMMED.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -227,6 +230,9 @@ def _backward_kernel(
         inverse = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
         xhat = tl.load(x + wide * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         d = tl.load(dy + wide * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if branch is not None:
+            xhat += tl.load(branch + wide * branch_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            xhat = rounded(xhat, x.dtype.element_ty).to(tl.float32)
         if residual is not None:
             above = tl.load(residual + wide * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if not RMS:
@@ -355,30 +361,29 @@ def backward_rounded(
     out_dtype: torch.dtype,
     amax: Tensor | None,
     column_sum: Tensor | None,
+    branch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, copy and sums (1 or 2, N): dweight and dbias, float32."""
     dy, x = rows_contiguous(dy), rows_contiguous(x)
-    residual = residual if residual is None else rows_contiguous(residual)
+    residual, branch = (t if t is None else rows_contiguous(t) for t in (residual, branch))
     m, n = x.shape
     dx = torch.empty((m, n), dtype=x.dtype, device=x.device)
     copy = torch.empty((m, n), dtype=out_dtype, device=x.device)
     rows, columns = _rows(n, BACKWARD_ELEMENTS)
     warps = min(32, max(4, rows * columns // BACKWARD_PER_WARP))
-    most = BACKWARD_WARPS[biased or column_sum is not None]
+    most = BACKWARD_WARPS[biased or column_sum is not None or branch is not None]
     resident = max(1, most // warps) * _kernels._multiprocessors(x.device)
     programs = max(1, min(-(-m // rows), resident))
     own = 1 + biased
     partials = _float32(x, own + (column_sum is not None), programs, n)
-    dy_stride, stride, residual_stride = dy.stride(0), x.stride(0), 0 if residual is None else residual.stride(0)
+    residual_stride, branch_stride = (0 if t is None else t.stride(0) for t in (residual, branch))
+    strides = dy.stride(0), x.stride(0), residual_stride, branch_stride
     key = (
-        *traits(dy, x, weight, mean, rstd, residual, amax),
-        *(dy_stride, stride, residual_stride, m, n, zero_centered_gamma, biased, out_dtype, column_sum is None),
+        *traits(dy, x, weight, mean, rstd, residual, branch, amax),
+        *(*strides, m, n, zero_centered_gamma, biased, out_dtype, column_sum is None),
         *(rows, warps),
     )
-    args = (
-        *(dy, x, weight, mean, rstd, residual, dx, copy, amax, partials),
-        *(dy_stride, stride, residual_stride, m),
-    )
+    args = (dy, x, weight, mean, rstd, residual, branch, dx, copy, amax, partials, *strides, m)
     constants = {
         "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "BIASED": biased,
         "SUMMED": column_sum is not None, "DTYPE": FLOATS[out_dtype], "ROWS": rows, "COLUMNS": columns,

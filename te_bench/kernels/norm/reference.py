@@ -163,8 +163,14 @@ def backward_rounded(
     biased: bool = True,
     amax: Tensor | None = None,
     column_sum: Tensor | None = None,
+    branch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dx, dx rounded to `dtype`, dweight, dbias: `backward`, then amax and column_sum of what was rounded, in place."""
+    """dx, dx rounded to `dtype`, dweight, dbias: `backward`, then amax and column_sum of what was rounded, in place.
+
+    Of x + branch, rounded to x's dtype as add_forward's total, where there is a branch.
+    """
+    check_stream(x, branch)
+    x = x if branch is None else (x.float() + branch.float()).to(x.dtype)
     options: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "kind": kind, "residual": residual}
     dx, dweight, dbias = backward(dy, x, weight, mean, rstd, **options)
     copy = dx.to(dtype)
@@ -194,6 +200,7 @@ def backward_quantized(
     amax: Tensor | None = None,
     counts: Tensor | None = None,
     column_sum: Tensor | None = None,
+    branch: Tensor | None = None,
 ) -> tuple[Tensor, Quantized, Tensor, Tensor | None]:
     """dx, fp8(dx * scale), dweight, dbias: `backward_rounded`, then quantize's `scaled`."""
     options: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "kind": kind, "residual": residual}
@@ -205,6 +212,7 @@ def backward_quantized(
         rstd,
         dtype=via,
         column_sum=column_sum,
+        branch=branch,
         **options,
     )
     packed = reference.scaled(copy, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from te_bench.kernels.gemm import _policy
 from te_bench.kernels.gemm import reference as gemm_reference
-from te_bench.kernels.gemm import scaled_mm
 from te_bench.kernels.quantize import Backend, Quantized
 from te_bench.kernels.quantize import reference as quantize_reference
 from te_bench.kernels.quantize import triton as quantize_triton
@@ -111,8 +111,11 @@ class Recipe:
         out_dtype: torch.dtype,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """D = a @ b.T + bias of K-major operands, (M, K) and (N, K) -> (M, N); only fprop accumulates fast."""
-        multiply = gemm_reference.forward if self._emulated(a) else scaled_mm.forward
+        """D = a @ b.T + bias of K-major operands, (M, K) and (N, K) -> (M, N); only fprop accumulates fast.
+
+        By cuBLASLt, or by what was measured to be faster at this shape on this GPU (kernels/gemm/_measured.py).
+        """
+        multiply = gemm_reference.forward if self._emulated(a) else _policy.forward
         return multiply(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=gemm == "fprop", bias=bias)
 
     def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:

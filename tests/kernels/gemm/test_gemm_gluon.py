@@ -85,6 +85,26 @@ def test_where_there_is_no_room_it_says_so() -> None:
     assert _plans.plan(BF16, promote=False, epilogue=Epilogue(residual=True), residual=residual) == _plans.TURNS
 
 
+#: TFLOP/s of a fast sum into (M, N), K = 12288 (the last 8192), by plan and whether tiles are shared (H200, 2026-11-21).
+SUMS = {
+    (3072, 768): {(_plans.SUM, False): 863, (_plans.SUM_HALVES, False): 1012, (_plans.SUM, True): 720},
+    (768, 3072): {(_plans.SUM, False): 907, (_plans.SUM_HALVES, False): 909, (_plans.SUM, True): 736},
+    (768, 768): {(_plans.SUM, False): 585, (_plans.SUM_HALVES, False): 543, (_plans.SUM, True): 393},
+    (2304, 768): {(_plans.SUM, False): 805, (_plans.SUM_HALVES, False): 949, (_plans.SUM, True): 1042},
+    (50304, 768): {(_plans.SUM, False): 824, (_plans.SUM_HALVES, False): 1235, (_plans.SUM, True): 1294},
+    (4096, 16384): {(_plans.SUM, False): 911, (_plans.SUM_HALVES, False): 1013, (_plans.SUM, True): 1274},
+}
+
+
+@pytest.mark.parametrize("shape", SUMS, ids=str)
+def test_a_sum_goes_by_the_fastest_plan_measured(shape: tuple[int, int]) -> None:
+    measured = SUMS[shape]
+    assert _plans.sums(*shape, promote=False, whole=False, processors=132) == max(measured, key=lambda p: measured[p])
+    assert _plans.sums(*shape, promote=False, whole=True, processors=132) == (_plans.SUM, True)
+    for whole in (False, True):
+        assert _plans.sums(*shape, promote=True, whole=whole, processors=132) == (_plans.SUM_PROMOTED, whole)
+
+
 # Who makes what: the kernels' own functions, run as Python with what they launch replaced
 
 Stretch = tuple[int, int, int, int]  # first step in the ring, length, row, column
@@ -232,7 +252,7 @@ def test_every_plan_s_epilogues(name: str, kind: str, shape: tuple[int, int, int
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(128, 128, 128), (768, 776, 2048), (768, 768, 12288), (3072, 768, 4096)], ids=str)
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("p", [_plans.SUM, Plan(64, 256, False, 8)], ids=["turns", "halves"])
+@pytest.mark.parametrize("p", [_plans.SUM, _plans.SUM_HALVES], ids=["turns", "halves"])
 def test_every_plan_s_sums(p: Plan, whole: bool, shape: tuple[int, int, int]) -> None:
     operands, out = integers(shape, PAIRS[0], "cuda"), torch.ones(shape[:2], device="cuda")
     for times in (1, 2):

@@ -134,6 +134,23 @@ def test_a_chunk_of_operands_that_are_not_the_first(monkeypatch: pytest.MonkeyPa
             assert relative(mine, right.double()) < 2**-9
 
 
+def test_logits_of_a_part_of_a_strip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: a row's gradient depends on its own logits alone. Parts of 128 rows, the last of what is left."""
+    prepare("plain", monkeypatch)
+    case, seen = draw(700, 16, 40, 48, torch.bfloat16), []
+    whole = run(FP8, case, rows=600, strip=300)
+    monkeypatch.setattr(fp8, "LOGITS_BYTES", 1)
+
+    def spy(logits: Tensor, *rest: object) -> None:
+        seen.append(len(logits))
+        ROWS(logits, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fp8, "_rows", spy)
+    for mine, wanted in zip(run(FP8, case, rows=600, strip=300), whole, strict=True):
+        assert torch.equal(mine, wanted)
+    assert seen == [128, 128, 44, 128, 128, 44, 100]
+
+
 def after_rows(change: Callable[[Tensor, Tensor, slice], None]) -> Callable[..., None]:
     """The row pass, then a change of g and g_t, of which it wrote all and the given columns."""
     rows = fp8._rows

@@ -208,6 +208,31 @@ def test_the_sum_is_the_streams_own_addition(name: str) -> None:
     assert mean.dtype == rstd.dtype == torch.float32
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stream", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_a_total_that_was_not_kept_is_added_up_again(name: str, stream: torch.dtype, device: str) -> None:
+    """Bit for bit: the gradients of x and a branch are those of their rounded sum."""
+    ours, case = residual(name, device), draw((34, 140), device=device, stream=stream)
+    assert case.branch is not None
+    total, _, mean, rstd = REFERENCE.add_forward(
+        case.x, case.branch, case.weight, case.bias, eps=EPS, dtype=BF16, **case.options
+    )
+    options = {"residual": case.above, **case.options}
+    for run, way in ((ours.backward_rounded, {"dtype": BF16}), (ours.backward_quantized, cast(case, E5M2))):
+        more = way | options | ({"rowwise": True, "columnwise": True} if "scale" in way else {})
+        kept = run(case.dy, total, case.weight, mean, rstd, **more)
+        again = run(case.dy, case.x, case.weight, mean, rstd, branch=case.branch, **more)
+        other = run(case.dy, case.x, case.weight, mean, rstd, **more)
+        for one, two in zip(kept, again, strict=True):
+            for a, b in zip(*((t if isinstance(t, Quantized) else (t,)) for t in (one, two)), strict=True):
+                a, b = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (a, b))
+                assert torch.equal(a, b)
+        assert not torch.equal(other[0], again[0])
+    with pytest.raises(ValueError, match="of the same shape"):
+        ours.backward_rounded(case.dy, case.x, case.weight, mean, rstd, dtype=BF16, branch=case.branch[:1])
+
+
 def broken(change: Callable[[Made], None]) -> Callable[[Made], Made]:
     def spoil(made: Made) -> Made:
         made = {name: value.clone() if isinstance(value, Tensor) else value for name, value in made.items()}

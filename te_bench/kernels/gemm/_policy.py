@@ -1,0 +1,129 @@
+"""The fastest FP8 GEMM of a shape, as measured; cuBLASLt where nothing was, or where nothing is much faster.
+
+Every backend keeps the same contract, so that the choice is one of time alone. It depends on the shape, the scales, the sums
+asked for and the GPU, and on nothing else: a trial's record names the kernels that ran.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.gemm import Epilogue, Problem, Product, gluon, scaled_mm, triton
+from te_bench.kernels.gemm._measured import GPU, ROWS, Row
+
+USUAL = "scaled_mm"
+#: Below it the choice saves less than a launch in Triton costs the host (some 50 us for cuBLASLt's 10), or is noise.
+LEAST = 1.05
+#: A measured row stands for such heights as its own, and for all from this many tiles on: 8 waves of an H200's processors,
+#: of which the last, ragged one is too little to count.
+NEAR, TILE, MANY = 1.25, 128, 8 * 132
+LAUNCHES: dict[str, Callable[..., Product]] = {"gluon": gluon._launch, "triton": triton._launch}
+
+
+def forward(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """D = dequantise(a) @ dequantise(b).T + bias by the backend chosen; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
+
+    As gemm.Backend's forward; raises ValueError for operands that cannot be multiplied.
+    """
+    if torch.compiler.is_compiling():
+        return _operator(a, b, a_scale_inv, b_scale_inv, out_dtype, fast_accum, bias)
+    launch = _launch(
+        *(*a.shape, *b.shape, a.dtype, b.dtype, a_scale_inv.dim(), b_scale_inv.dim()),
+        *(out_dtype, fast_accum, a.get_device()),
+    )
+    if launch is None:
+        return scaled_mm.forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
+    made: Tensor = launch(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum, PLAIN, None, None, None).out
+    return made
+
+
+PLAIN = Epilogue()
+
+
+@torch.library.custom_op("te_bench::policy_gemm", mutates_args=())
+def _operator(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    return forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
+
+
+@_operator.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@functools.cache
+def _launch(
+    m: int,
+    k: int,
+    n: int,
+    b_k: int,
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+    a_scales: int,
+    b_scales: int,
+    out_dtype: torch.dtype,
+    fast: bool,
+    device: int,
+) -> Callable[..., Product] | None:
+    """The launcher of another backend than cuBLASLt; by scales' dimensions, 0 per tensor and 1 per row."""
+    formats = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+    legal = b_k == k and a_scales == b_scales < 2 and {a_dtype, b_dtype} <= formats.keys()
+    # What was measured: E4M3 into half precision. float32 leaves by other tiles.
+    if not legal or device < 0 or out_dtype.itemsize != 2 or torch.float8_e5m2 in (a_dtype, b_dtype):
+        return None
+    granularity = ("tensor", "row")[a_scales]
+    name = choose(m, n, k, granularity=granularity, fast=fast, gpu=torch.cuda.get_device_name(device))
+    if name == USUAL:
+        return None
+    problem = Problem(
+        m=m, n=n, k=k, a_dtype=formats[a_dtype], b_dtype=formats[b_dtype], device="cuda",
+        capability=torch.cuda.get_device_capability(device), a_granularity=granularity, b_granularity=granularity,
+    )  # fmt: skip
+    backend = {"gluon": gluon, "triton": triton}[name].BACKEND
+    return LAUNCHES[name] if backend.unsupported(problem) is None else None
+
+
+def choose(m: int, n: int, k: int, *, granularity: str, fast: bool, gpu: str) -> str:
+    """The backend's name, of E4M3 operands (M, K) and (N, K) with scales per "tensor" or "row"."""
+    if gpu != GPU:
+        return USUAL
+    asked = (n, k, granularity, fast)
+    found = [row for row in ROWS if (row.n, row.k, row.granularity, row.fast) == asked and _stands_for(row, m)]
+    if not found:
+        return USUAL
+    row = min(found, key=lambda row: max(m, row.m) / min(m, row.m))
+    best = max(row.tflops, key=lambda name: row.tflops[name])
+    return best if row.tflops[best] >= LEAST * row.tflops[USUAL] else USUAL
+
+
+def _stands_for(row: Row, m: int) -> bool:
+    if not m:
+        return False
+    tiles = min(-(-height // TILE) * -(-row.n // TILE) for height in (m, row.m))
+    return max(m, row.m) <= NEAR * min(m, row.m) or tiles >= MANY

@@ -1,0 +1,92 @@
+"""The activation that comes with its gradient: bit for bit what the forward pass's own cast left."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_bench.kernels import activation
+from te_bench.kernels.activation import KINDS, Backend, _recomputed
+from te_bench.kernels.activation import triton as in_triton
+from te_bench.kernels.quantize import Quantized
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+PLAIN = [kind for kind, (_, gated) in KINDS.items() if not gated]
+
+
+def draw(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(shape[0])
+    x, dy = (torch.randn(shape, generator=generator) * 2 for _ in range(2))
+    return x.to(device, dtype), dy.to(device, dtype)
+
+
+def looks(x: Tensor) -> dict[str, Any]:
+    return {
+        "amax": torch.tensor(0.5, device=x.device),
+        "counts": torch.ones(3, dtype=torch.int64, device=x.device),
+        "column_sum": torch.full((x.shape[1],), 2.0, device=x.device),
+    }
+
+
+def code(t: Tensor) -> Tensor:
+    return t.view(torch.uint8)
+
+
+def assert_as_apart(
+    backend: Backend, run: Any, dy: Tensor, x: Tensor, kind: str, dtype: torch.dtype, slack: float = 0.0
+) -> None:
+    """Both results, and what is gathered, are those of the two functions that `run` stands for."""
+    scale, by = (torch.tensor(s, device=x.device) for s in (torch.finfo(dtype).max / 2.9, 448 / 3.7))
+    ours, theirs = looks(x), looks(x)
+    packed, value_t = run(dy, x, kind, scale=scale, dtype=dtype, value_scale=by, value_dtype=E4M3, **ours)
+    both = {"rowwise": True, "columnwise": True}
+    apart: Quantized = backend.backward_quantized(dy, x, kind, scale=scale, dtype=dtype, **both, **theirs)
+    value = backend.forward_quantized(x, kind, scale=by, dtype=E4M3, **both)
+    for mine, wanted in zip((*packed[::2], value_t), (*apart[::2], value.data_t), strict=True):
+        assert torch.equal(code(mine), code(wanted))
+    assert packed.scale_inv.item() == packed.scale_inv_t.item() == apart.scale_inv.item()
+    for name, wanted in theirs.items():
+        torch.testing.assert_close(ours[name], wanted, rtol=slack, atol=0)
+
+
+def by_kernel(dy: Tensor, x: Tensor, kind: str, **options: Any) -> tuple[Quantized, Tensor]:
+    cast = [options.pop(name) for name in ("scale", "dtype", "value_scale", "value_dtype")]
+    return _recomputed.kernel(dy, x, kind, *cast, **options)
+
+
+def wrapped(backend: Backend) -> Any:
+    return lambda dy, x, kind, **options: _recomputed.recomputed(backend, dy, x, kind, **options)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_the_kernel_is_the_two_kernels(kind: str, dtype: torch.dtype) -> None:
+    for shape in ((6, 100), (130, 72)):
+        dy, x = draw(shape)
+        assert_as_apart(in_triton.BACKEND, by_kernel, dy, x, kind, dtype)
+
+
+@pytest.mark.parametrize("shape", [(33, 100), (6, 16)], ids=str)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float32], ids=str)
+def test_without_the_kernel(shape: tuple[int, int], half: torch.dtype) -> None:
+    backend = activation.load("reference")
+    assert_as_apart(backend, wrapped(backend), *draw(shape, half), "gelu", E5M2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gelu", "gelu_erf"])
+@pytest.mark.parametrize("shape", [(12288, 3072), (4098, 776), (33, 100)], ids=str)
+def test_at_size(shape: tuple[int, int], kind: str) -> None:
+    assert_as_apart(in_triton.BACKEND, wrapped(in_triton.BACKEND), *draw(shape, device="cuda"), kind, E5M2)
+
+
+def test_what_it_is_not_for() -> None:
+    one, (dy, x) = torch.ones(()), draw((4, 8))
+    cast: dict[str, Any] = {"scale": one, "dtype": E5M2, "value_scale": one, "value_dtype": E4M3}
+    run = wrapped(activation.load("reference"))
+    with pytest.raises(ValueError, match="swiglu: its gate"):
+        run(dy[:, :4], x, "swiglu", **cast)
+    with pytest.raises(ValueError, match=r"\(4, 8\)"):
+        run(dy[:, :4], x, "gelu", **cast)

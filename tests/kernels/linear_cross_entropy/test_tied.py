@@ -1,0 +1,149 @@
+"""The tied embedding: the gradients of autograd's own sum, in one table, added in the same order in every run."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lce_checks import PLACES
+from torch import Tensor
+
+from te_bench.kernels import linear_cross_entropy
+from te_bench.kernels.linear_cross_entropy import _kernels, _tied
+
+VOCAB, PADDED, D = 50, 64, 48
+
+
+def prepare(place: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    if place == "interpreted" and not _tied.INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    monkeypatch.setattr(_tied, "INTERPRETED", place == "interpreted")
+    monkeypatch.setattr(_kernels, "INTERPRETED", False)  # the losses are tested elsewhere
+    monkeypatch.setitem(_tied.CONSTANTS, "COLUMNS", 32)  # two programs a token, the second with less to do
+    return "cuda" if place == "cuda" else "cpu"
+
+
+def draw(n: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A table, rows, and tokens of which one is there more often than a turn takes."""
+    generator = torch.Generator().manual_seed(n)
+    tokens = torch.randint(0, VOCAB, (n,), generator=generator)
+    tokens[torch.randperm(n, generator=generator)[: n // 2]] = 7
+    table, rows = (torch.randn(height, D, generator=generator) for height in (PADDED, n))
+    return table.to(device), rows.to(device), tokens.to(device)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("n", [0, 1, 16, 70])
+def test_rows_are_added_where_their_tokens_are(n: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, rows, tokens = draw(n, prepare(place, monkeypatch))
+    for dtype, error in ((torch.float32, 1e-6), (torch.bfloat16, 1e-6)):
+        given = rows.to(dtype)
+        exact = table.double().index_add(0, tokens, given.double())
+        found = table.clone()
+        _tied.add_rows(found, given, tokens)
+        torch.testing.assert_close(found.double(), exact, rtol=error, atol=20 * error)
+        again = table.clone()
+        _tied.add_rows(again, given, tokens)
+        assert torch.equal(found, again)
+        whole = table.round()
+        _tied.add_rows(whole, given.round(), tokens)
+        assert torch.equal(whole, table.round().index_add(0, tokens, given.round().float()))
+
+
+@pytest.mark.gpu
+def test_rows_of_a_text_at_size() -> None:
+    """A twentieth of the tokens are one word."""
+    tokens = torch.randint(0, 50257, (12288,), device="cuda")
+    tokens[::20] = 262
+    rows, table = torch.randn(12288, 768, device="cuda"), torch.randn(50304, 768, device="cuda")
+    exact = table.double().index_add(0, tokens, rows.double())
+    found = [table.clone() for _ in range(3)]
+    for one in found:
+        _tied.add_rows(one, rows, tokens)
+    torch.testing.assert_close(found[0].double(), exact, rtol=1e-5, atol=1e-4)
+    assert all(torch.equal(found[0], one) for one in found[1:])
+
+
+def loss(head: Any, table: Tensor, tokens: Tensor, one: bool, copy: Tensor | None = None) -> Tensor:
+    rows, again = _tied.tied(table, tokens) if one else (F.embedding(tokens, table), table)
+    x = rows.flatten(0, 1).tanh() * 2
+    made: Tensor = head(x, again, tokens.flatten().roll(-1), vocab=VOCAB, **({"copy": copy} if one else {}))
+    return 3 * made
+
+
+@pytest.mark.parametrize("place", ["plain", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["chunked", "fp8"])
+def test_the_gradient_is_autograds(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, _, tokens = draw(60, prepare(place, monkeypatch))
+    head, tokens = linear_cross_entropy.load(name).forward, tokens.view(4, 15)
+    gradients = []
+    for one in (True, False):
+        leaf = table.clone().requires_grad_()
+        with torch.autocast(table.device.type, torch.bfloat16):
+            value = loss(head, leaf, tokens, one)
+        (first,) = torch.autograd.grad(value, leaf, retain_graph=True)
+        (second,) = torch.autograd.grad(value, leaf)
+        assert torch.equal(first, second)
+        gradients.append((value.detach(), first))
+    (mine, ours), (wanted, theirs) = gradients
+    assert torch.equal(mine, wanted)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * ours.abs().max().item())
+    assert not ours[VOCAB:].any()
+    assert ours[tokens.flatten()].any(1).all()
+
+
+@pytest.mark.parametrize("name", ["chunked", "fp8"])
+def test_a_copy_is_multiplied_and_the_weight_has_the_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, as the products made it, where a bf16 leaf's would be rounded."""
+    table, _, tokens = draw(60, prepare("plain", monkeypatch))
+    head, tokens = linear_cross_entropy.load(name).forward, tokens.view(4, 15)
+    copy = table.bfloat16().requires_grad_()
+    found = []
+    for given in (None, copy):
+        leaf = table.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(head, leaf, tokens, True, given)
+        value.backward()
+        found.append((value.item(), leaf.grad))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])  # type: ignore[arg-type]
+    assert copy.grad is None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert loss(head, table, tokens, True, copy * 0).item() == pytest.approx(3 * torch.tensor(VOCAB).log().item())
+    with pytest.raises(ValueError, match=r"copy \(63, 48\) of a weight \(64, 48\)"):
+        head(torch.zeros(2, D), table, torch.zeros(2, dtype=torch.int64), vocab=VOCAB, copy=table[1:])
+
+
+class Given(torch.autograd.Function):
+    """A head whose gradient is a buffer that it gives away."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+        ctx.save_for_backward(buffer)
+        ctx.shape = x.shape
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dy.expand(ctx.shape), *ctx.saved_tensors, None
+
+
+def test_one_table_is_made_and_one_of_two_users_is_enough() -> None:
+    table, _, tokens = draw(30, "cpu")
+    counts = torch.bincount(tokens, minlength=PADDED)[:, None]
+    leaf = table.clone().requires_grad_()
+    rows, again = _tied.tied(leaf, tokens)
+    assert torch.equal(rows, table[tokens])
+    assert torch.equal(again, table)
+    buffer = torch.ones_like(table)
+    made, there = Given.apply(rows, again, buffer), buffer.data_ptr()
+    del buffer
+    made.backward()
+    assert leaf.grad is not None
+    assert leaf.grad.data_ptr() == there
+    assert torch.equal(leaf.grad, (1 + counts).float().expand_as(table))
+    for which, wanted in ((0, counts.float().expand_as(table)), (1, torch.ones_like(table))):
+        leaf = table.clone().requires_grad_()
+        _tied.tied(leaf, tokens)[which].sum().backward()
+        assert torch.equal(leaf.grad, wanted)  # type: ignore[arg-type]
