@@ -1,0 +1,150 @@
+"""Launching Gluon's attention kernels: tiles, registers, TMA's descriptors."""
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from te_bench.kernels.attention._gluon_backward_keys import gluon_attention_backward_keys_kernel
+from te_bench.kernels.attention._gluon_backward_rows import gluon_attention_backward_rows_kernel
+from te_bench.kernels.attention._gluon_forward import gluon_attention_forward_kernel
+
+LOG2_E = 1.4426950408889634
+L2_BYTES = 40 * 2**20  # of an H200's 50 MB, for keys and values that programs share
+ROWS = 64  # of a warpgroup
+REGISTERS = 65536  # of a processor
+TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+class Plan(NamedTuple):
+    """A program's tile, 64 rows (or keys) for each of its warpgroups, and what it keeps.
+
+    at_once: keys (or rows) that come together; stages: how many of those places there are, slots: of tiles. registers: of a
+    thread that multiplies. programs: on a processor. overlap, turns: as in _gluon_forward. persistent: each program makes
+    tiles until there are none. in_registers: what is held is an operand from there, in the backward pass; from shared memory
+    two of 64 rows or columns take all that it moves in a cycle.
+    """
+
+    warpgroups: int
+    at_once: int
+    stages: int
+    slots: int
+    registers: int
+    overlap: int = 0
+    turns: bool = False
+    programs: int = 1
+    persistent: bool = True
+    in_registers: bool = False
+
+    def at_start(self) -> int:
+        """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
+        return REGISTERS // (self.programs * 128 * (self.warpgroups + 1)) // 8 * 8
+
+    def fetching(self) -> int:
+        """Registers that are left to the threads that fetch."""
+        left = self.at_start() * (self.warpgroups + 1) - self.warpgroups * self.registers
+        assert left >= 24, f"{self}: {left} registers to fetch with"
+        return left
+
+
+#: By the width of the heads; chosen by reasoning from what they compile to, not swept yet.
+FORWARD: Mapping[int, Plan] = {
+    64: Plan(4, 64, 4, 2, 112, overlap=1),
+    128: Plan(2, 128, 2, 2, 240, overlap=2, turns=True),
+}
+OF_ROWS: Mapping[int, Plan] = {64: Plan(3, 64, 4, 2, 160), 128: Plan(2, 64, 3, 1, 240)}  # dQ
+OF_KEYS: Mapping[int, Plan] = {64: Plan(2, 64, 4, 2, 240, in_registers=True), 128: Plan(2, 32, 4, 2, 240)}  # dK and dV
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def readable(x: Tensor) -> Tensor:
+    """x, or a copy where TMA cannot read it: strides of 16 bytes, none of them 0, elements of a row one after another."""
+    *outer, last = zip(x.shape, x.stride(), strict=True)
+    odd = last[1] != 1 or x.data_ptr() % 16 or any(size > 1 and (not step or step % 8) for size, step in outer)
+    return x.clone(memory_format=torch.contiguous_format) if odd else x
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Of blocks (1, 1, rows, D) of x (B, H, T, D)."""
+    steps = [step if size > 1 else 8 for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    layout = gl.NVMMASharedLayout(128, 16, 4)
+    return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, rows, x.shape[3]], layout)
+
+
+def _constants(p: Plan) -> dict[str, int]:
+    constants = {
+        "CONSUMERS": p.warpgroups, "SLOTS": p.slots, "STAGES": p.stages, "REGISTERS": p.registers,
+        "FETCHING": p.fetching(), "num_warps": 4,
+    }  # fmt: skip
+    return constants | ({} if p.programs == 1 else {"maxnreg": p.at_start()})
+
+
+def _dealt(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
+    """How many programs, and T, S, H, group, pairs, blocks, near, whole, rest, as the kernels take them."""
+    batch, heads, rows, width = q.shape
+    keys, group = k.shape[2], heads // k.shape[1]
+    pairs = batch * (k.shape[1] if of_keys else heads)
+    come = 2 * (rows * group if of_keys else keys) * width * q.element_size()  # bytes that a pair's programs share
+    near = pairs  # sections of what fits in the L2 would leave who is dealt their first tiles 8 to 14 % over the mean
+    if not p.persistent:  # who is free takes the next one
+        near = min(pairs, max(1, L2_BYTES // come) * (1 if of_keys else group))
+    blocks = triton.cdiv(keys if of_keys else rows, ROWS * p.warpgroups)
+    tiles = blocks * pairs
+    programs = min(tiles, processors(q.device) * p.programs) if p.persistent else tiles
+    return programs, (rows, keys, heads, group, pairs, blocks, near, *divmod(tiles, programs))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, given: Plan | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, T, D) in q's dtype, in the memory order (B, T, H, D), and lse (B, H, T) float32; none of them empty."""
+    p = given or FORWARD[q.shape[3]]
+    q, k, v = (readable(x) for x in (q, k, v))
+    batch, heads, rows, width = q.shape
+    out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
+    lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
+    programs, sizes = _dealt(p, q, k, of_keys=False)
+    descriptors = [_descriptor(x, n) for x, n in ((q, ROWS), (k, p.at_once), (v, p.at_once), (out, ROWS))]
+    with torch.cuda.device_of(q):
+        gluon_attention_forward_kernel[(programs,)](
+            *descriptors, lse, float(scale * LOG2_E), *sizes,
+            CAUSAL=causal, EDGE=causal or k.shape[2] % p.at_once != 0, OVERLAP=p.overlap, TURNS=p.turns, **_constants(p),
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    of_rows: Plan | None = None, of_keys: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in the inputs' dtype; bitwise the same in every run."""
+    of_rows, of_keys = of_rows or OF_ROWS[q.shape[3]], of_keys or OF_KEYS[q.shape[3]]
+    dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    batch, heads, rows, _ = q.shape
+    padded = triton.cdiv(rows, ROWS) * ROWS
+    info = q.new_empty(batch * heads, 2, padded, dtype=torch.float32)
+    (programs, sizes), n = _dealt(of_rows, q, k, of_keys=False), of_rows.at_once
+    with torch.cuda.device_of(q):
+        held, come = [_descriptor(x, ROWS) for x in (q, dout, out)], [_descriptor(x, n) for x in (k, v)]
+        gluon_attention_backward_rows_kernel[(programs,)](
+            *held, *come, _descriptor(dq, ROWS), lse, info, padded, float(scale * LOG2_E), *sizes,
+            CAUSAL=causal, EDGE=causal or k.shape[2] % n != 0, IN_REGISTERS=of_rows.in_registers, **_constants(of_rows),
+        )  # fmt: skip
+        (programs, sizes), n = _dealt(of_keys, q, k, of_keys=True), of_keys.at_once
+        held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, n) for x in (q, dout)]
+        levels = TensorDescriptor.from_tensor(info, [1, 2, n], gl.NVMMASharedLayout(0, 32, 3))
+        gluon_attention_backward_keys_kernel[(programs,)](
+            *held, *come, levels, _descriptor(dk, ROWS), _descriptor(dv, ROWS), float(scale * LOG2_E), *sizes,
+            CAUSAL=causal, IN_REGISTERS=of_keys.in_registers, **_constants(of_keys),
+        )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,201 @@
+"""What Gluon's attention kernels for Hopper share: which tile is whose, the ring's places, and arithmetic on fragments.
+
+A program has a warp that fetches and CONSUMERS warpgroups of ROWS rows each (of keys, where dK and dV are made). Scores
+are in units of log2(e), so that a weight is one multiplication and addition, one exp2.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+ROWS = gl.constexpr(64)  # of a warpgroup: those of one instruction of the tensor core
+LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+# One compilation for all lengths; `group` is 1 or not.
+SIZES = ["T", "S", "H", "pairs", "blocks", "near", "whole", "rest", "padded"]
+UNALIGNED = ["group"]
+
+
+# Whose tile
+
+
+@gluon.jit
+def rounds(whole, rest):
+    """How many tiles are this program's: of `whole` rounds, and of the first `rest` of one more."""
+    at = gl.program_id(0)
+    if (whole & 1) > 0:
+        at = gl.num_programs(0) - 1 - at
+    if at < rest:
+        whole += 1
+    return whole
+
+
+@gluon.jit
+def tile(turn, blocks, pairs, near):
+    """(which block of rows, in order; which pair of a sequence and a head) of the program's tile number `turn`.
+
+    Tiles are dealt there and back, so that who had the heaviest of one round has the lightest of the next. In order: block
+    0 of `near` pairs, then block 1 of them, and so on.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    at = program
+    if (turn & 1) > 0:
+        at = programs - 1 - program
+    at += turn * programs
+    first = at // (blocks * near) * near
+    count = min(pairs - first, near)
+    inside = at - first * blocks
+    return inside // count, first + inside % count
+
+
+@gluon.jit
+def next_place(place, phase, STAGES: gl.constexpr):
+    """After a place in the ring, and the parity of how often it was filled before."""
+    place += 1
+    if place == STAGES:
+        place = 0
+        phase ^= 1
+    return place, phase
+
+
+@gluon.jit
+def place_before(place, phase, STAGES: gl.constexpr):
+    if place == 0:
+        place = STAGES
+        phase ^= 1
+    return place - 1, phase
+
+
+@gluon.jit
+def blocks_of_keys(first, WARPGROUPS: gl.constexpr, T, S, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many blocks of keys WARPGROUPS x 64 rows from `first` on see; one, if there are no such rows."""
+    keys = S
+    if CAUSAL:
+        keys = min(S, min(first + ROWS * WARPGROUPS, T))
+    if first >= T:
+        keys = 1
+    return gl.cdiv(keys, KEYS)
+
+
+# Barriers and shared memory
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def room(desc, COUNT: gl.constexpr):
+    """Shared memory for COUNT blocks of desc's tensor, (1, 1, rows, D) each."""
+    shape: gl.constexpr = desc.block_type.shape
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, 1, shape[2], shape[3]], desc.layout)
+
+
+@gluon.jit
+def matrix(block):
+    """A block (1, 1, rows, D) as a matrix."""
+    shape: gl.constexpr = block.shape
+    BITS: gl.constexpr = block.dtype.primitive_bitwidth
+    return block._reinterpret(block.dtype, [shape[2], shape[3]], gl.NVMMASharedLayout(128, BITS, 2))
+
+
+@gluon.jit
+def fetch(desc, b, h, row, full, empty, phase, place):
+    """Fill a place, once all have left it."""
+    mbarrier.wait(empty, phase ^ 1)
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], full, place)
+
+
+@gluon.jit
+def take_turn(turn, who, phase):
+    """Wait for the warpgroup before; the first of all waits for nobody."""
+    if who == 0:
+        mbarrier.wait(turn.index(who), phase ^ 1)
+    else:
+        mbarrier.wait(turn.index(who), phase)
+
+
+@gluon.jit
+def pass_turn(turn, who, CONSUMERS: gl.constexpr):
+    mbarrier.arrive(turn.index((who + 1) % CONSUMERS), count=1)
+
+
+# Arithmetic
+
+
+@gluon.jit
+def exp2(x):
+    """2^x of float32, 0 below its normal numbers."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def rounded(x, DTYPE: gl.constexpr):
+    """x, float32, to the nearest of DTYPE, in pairs: one by one the conversion is a slow one."""
+    if gl.bfloat16 == DTYPE:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
+def operand(x, LAYOUT: gl.constexpr):
+    """A product's result as the left operand of the next one; nothing leaves its thread."""
+    return gl.convert_layout(x, gl.DotOperandLayout(0, LAYOUT, 2))
+
+
+@gluon.jit
+def of_rows(x, y):
+    """x, a number for each row, laid out as the rows of y; nothing leaves its thread."""
+    return gl.convert_layout(x, gl.SliceLayout(1, y.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def partial_sums(x):
+    """The sums of every 8th column of x: they stay in their threads."""
+    WIDTH: gl.constexpr = x.shape[1]
+    if WIDTH == 8:
+        return x
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, WIDTH // 2)), (0, 2, 1)))
+        return partial_sums(left + right)
+
+
+@gluon.jit
+def settled(sums):
+    """sums, float32 and not negative; what comes after does not come before they are there.
+
+    The assembler moves the wait for a product up, over all that is not memory's, though the exponentials should run under
+    the product (ptxas 12.8 to 13.5). So it is told of a store, which never happens.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .f32 x, y; .reg .b32 a; mov.b32 a, 0; add.f32 x, $4, $5; add.f32 y, $6, $7; add.f32 x, x, y; "
+        "setp.lt.f32 p, x, 0f00000000; @p st.shared.f32 [a], x; "
+        "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; }",
+        "=f,=f,=f,=f,f,f,f,f", [sums], dtype=gl.float32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def hidden(scores, first, key, S, CAUSAL: gl.constexpr):
+    """The scores of rows from `first` on and keys from `key` on, -inf where they are not seen."""
+    keys = key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+    see = (keys < S)[None, :]
+    if CAUSAL:
+        rows = first + gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
+        see = see & (keys[None, :] <= rows[:, None])
+    return gl.where(see, scores, float("-inf"))

@@ -1,0 +1,212 @@
+"""A processor for Gluon's attention kernels: their own functions as Python threads, on barriers as sm_90's are."""
+
+import threading
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+from te_bench.kernels.attention._gluon_launch import Plan
+
+PATIENCE = 5.0  # seconds
+PAUSE = 2e-4
+ROWS = 64
+
+
+class Barrier:
+    pending = phase = bytes = count = 0
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+
+class Place:
+    """Of a block in shared memory: what was last copied there, and who reads it."""
+
+    holds: Any = None
+    readers = 0
+    leaving = False
+    dtype = None
+
+    def permute(self, _: Any) -> "Place":
+        return self
+
+    def index(self, _: int) -> "Place":
+        return self
+
+    def _reinterpret(self, *_: Any) -> "Place":
+        return self
+
+    def load(self, _: Any) -> "Sum":
+        return Sum((self.holds,))
+
+    def store(self, x: "Sum") -> None:
+        assert self.readers == 0, "written while a product reads it"
+        x.done()
+        self.holds = "a result"
+
+
+class Room:
+    dtype = None
+
+    def __init__(self, of: list[Any], rows: int = 0) -> None:
+        self.of, self.shape = of, (len(of), 1, 1, rows, 64)
+
+    def index(self, i: int) -> Any:
+        return self.of[i]
+
+
+class Number:
+    """Whatever is no product."""
+
+    def _same(self, *_: Any) -> "Number":
+        return self
+
+    __getitem__ = __add__ = __radd__ = __le__ = _same
+
+
+class Sum:
+    """Of products: what those that are over have read, and how many are under way."""
+
+    type = types.SimpleNamespace(layout=None)
+
+    def __init__(self, read: tuple[Any, ...] = ()) -> None:
+        self.read, self.under_way = read, 0
+
+    def done(self) -> tuple[Any, ...]:
+        assert not self.under_way, "taken before it was there"
+        return self.read
+
+    def __mul__(self, other: Any) -> "Sum":
+        return Sum(self.done() + (other.done() if isinstance(other, Sum) else ()))
+
+    def __sub__(self, _: Any) -> "Sum":
+        return Sum(self.done())
+
+    def __getitem__(self, _: Any) -> "Sum":
+        return self
+
+
+class Machine:
+    """Stand-ins for what the kernels take from Gluon; `slow` waits before whatever it does."""
+
+    def __init__(self, slow: str) -> None:
+        self.slow, self.changed, self.failed = slow, threading.Condition(), list[BaseException]()
+        self.own = threading.local()
+
+    def do(self, action: Callable[[], None]) -> None:
+        if threading.current_thread().name == self.slow:
+            time.sleep(PAUSE)
+        with self.changed:
+            action()
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        self.do(lambda: self.failed.append(error))
+
+    def barriers(self, count: int, arrivals: int) -> Room:
+        made = Room([Barrier() for _ in range(count)])
+        for barrier in made.of:
+            barrier.count = barrier.pending = arrivals
+        return made
+
+    def wait(self, barrier: Barrier, parity: int) -> None:
+        self.do(lambda: None)
+        with self.changed:
+            there = self.changed.wait_for(lambda: self.failed or barrier.phase & 1 != parity, PATIENCE)
+        assert not self.failed
+        assert there, "hangs"
+
+    def arrive(self, barrier: Barrier, *, count: int = 1, pred: bool = True) -> None:
+        def there() -> None:
+            assert barrier.pending >= count, "arrived once too often"
+            barrier.pending -= count
+            barrier.settle()
+
+        if pred:
+            self.do(there)
+
+    def expect(self, barrier: Barrier, size: int) -> None:
+        barrier.bytes += size
+        self.arrive(barrier)
+
+    def load(self, desc: Any, at: list[int], barrier: Barrier, place: Place) -> None:
+        def landed() -> None:
+            assert place.readers == 0, "filled while a product reads it"
+            assert not place.leaving, "filled while a store reads it"
+            place.holds = (desc.name, *at)
+            barrier.bytes -= desc.block_type.nbytes
+            barrier.settle()
+
+        self.do(landed)
+
+    def leave(self, place: Place) -> None:
+        place.leaving = True
+        self.stores().append(place)
+
+    def stores(self) -> list[Place]:
+        found: list[Place] = self.own.__dict__.setdefault("stores", [])
+        return found
+
+    def store_wait(self, pending: int) -> None:
+        assert pending == 0
+        while self.stores():
+            self.stores().pop().leaving = False
+
+    def multiply(self, a: Place | Sum, b: Place, acc: Sum, *, use_acc: bool = True, is_async: bool) -> Sum:
+        assert is_async
+        result = acc if use_acc else Sum()
+        result.under_way += 1
+        read = [x for x in (a, b) if isinstance(x, Place)]
+        for place in read:
+            place.readers += 1
+        what = a.done() if isinstance(a, Sum) else (a.holds,)
+        self.own.__dict__.setdefault("products", []).append((result, read, (what, b.holds)))
+        return result
+
+    def finish(self, pending: int, deps: tuple[Sum, ...]) -> Any:
+        self.do(lambda: None)
+        products = self.own.__dict__.setdefault("products", [])
+        while len(products) > pending:
+            result, read, what = products.pop(0)
+            for place in read:
+                place.readers -= 1
+            result.read += (what,)
+            result.under_way -= 1
+        return deps[0] if len(deps) == 1 else deps
+
+
+def ran(machine: Machine, calls: dict[str, Callable[[], None]]) -> None:
+    def guarded(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            machine.fail(error)
+
+    threads = [threading.Thread(target=guarded, args=(call,), name=name) for name, call in calls.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if machine.failed:
+        raise machine.failed[0]
+
+
+class Shape:
+    """batch, heads, heads of keys, rows, keys, causal."""
+
+    def __init__(self, batch: int, heads: int, kv_heads: int, rows: int, keys: int, causal: bool) -> None:
+        self.batch, self.heads, self.rows, self.keys, self.causal = batch, heads, rows, keys, causal
+        self.group, self.kv_heads = heads // kv_heads, kv_heads
+
+    def sizes(self, p: Plan, *, of_keys: bool, near: int) -> tuple[int, ...]:
+        pairs = self.batch * (self.kv_heads if of_keys else self.heads)
+        blocks = -(-(self.keys if of_keys else self.rows) // (ROWS * p.warpgroups))
+        lengths = self.rows, self.keys, self.heads, self.group
+        return *lengths, pairs, blocks, min(near, pairs), *divmod(blocks * pairs, 2)
+
+    def keys_of(self, row: int, at_once: int) -> list[int]:
+        """The first keys of the blocks that rows from `row` see, from the last on."""
+        end = min(self.keys, row + ROWS) if self.causal else self.keys
+        return list(range(0, end, at_once))[::-1]

@@ -1,0 +1,210 @@
+"""Gluon's attention beyond the contract: limits, room on a processor, what TMA reads; on a GPU, NaN, repeats, operators."""
+
+import dataclasses
+import itertools
+import math
+import types
+from typing import Any
+
+import pytest
+import torch
+from test_contract import a_problem, assert_as_good_as_manual, by_definition, draw, gradients, largest, run, supported
+
+from te_bench.kernels.attention import _gluon_launch as launch
+from te_bench.kernels.attention import _gluon_parts, gluon
+from te_bench.kernels.attention._gluon_launch import Plan
+
+H200 = dataclasses.replace(a_problem(), capability=(9, 0))
+BF16 = torch.bfloat16
+SHARED = 227 * 1024
+PLANS = {
+    f"{name}, {width}": (name, width, plan)
+    for name, table in (("forward", launch.FORWARD), ("rows", launch.OF_ROWS), ("keys", launch.OF_KEYS))
+    for width, plan in table.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cpu"}, "NVIDIA GPU"),
+        ({"capability": (8, 9)}, "8.9 is not 9.0"),
+        ({"capability": (10, 0)}, "10.0 is not 9.0"),
+        ({"dtype": "fp32"}, "fp32"),
+        ({"head_dim": 96}, "head_dim 96"),
+        ({"head_dim": 256}, "head_dim 256"),
+        ({"v_head_dim": 128}, "of v 128"),
+        ({"mask": True, "causal": False}, "take triton"),
+        ({"window": (256, 0)}, "window"),
+        ({"dropout": 0.1}, "dropout 0.1"),
+    ],
+)
+def test_what_it_cannot_do_it_says(changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon, "INTERPRETED", False)
+    for fine in ({}, {"causal": False}, {"head_dim": 128, "kv_heads": 4}, {"kv_length": 70, "dtype": "fp16"}):
+        assert gluon.unsupported(dataclasses.replace(H200, **fine)) is None
+    assert reason in str(gluon.unsupported(dataclasses.replace(H200, **changes)))
+
+
+def test_it_needs_gluon_and_no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon, "INTERPRETED", True)
+    assert "no interpreter" in str(gluon.unsupported(H200))
+    monkeypatch.setattr(gluon, "MISSING", "Triton 3.1 has no Gluon for Hopper: pip install")
+    assert "pip install" in str(gluon.unsupported(H200))
+
+
+def test_what_it_cannot_take_it_refuses_by_name() -> None:
+    q = torch.empty(1, 2, 8, 64, dtype=BF16)
+    with pytest.raises(ValueError, match="on cpu: 64 or 128, on the GPU"):
+        gluon.forward(q, q, q, causal=True, scale=1.0)
+    with pytest.raises(ValueError, match="float32: four dimensions"):
+        gluon.forward(q.float(), q, q, causal=True, scale=1.0)
+    with pytest.raises(ValueError, match="take triton"):
+        gluon.forward(q, q, q, causal=True, scale=1.0, dropout=0.1)
+
+
+# Room on a processor
+
+
+@pytest.mark.parametrize("which", PLANS)
+def test_a_plan_has_room(which: str) -> None:
+    """Counted buffer by buffer, as the kernels allocate them."""
+    name, width, p = PLANS[which]
+    assert p.at_start() * 128 * (p.warpgroups + 1) * p.programs <= 65536
+    assert p.registers * p.warpgroups + p.fetching() <= p.at_start() * (p.warpgroups + 1)
+    assert p.registers % 8 == p.fetching() % 8 == 0, "setmaxnreg takes multiples of 8"
+    assert p.registers <= 240
+    held = {"forward": 1, "rows": 3, "keys": 2}[name] * p.warpgroups * p.slots * 64 * width * 2
+    ring = 2 * p.stages * p.at_once * width * 2 + (name == "keys") * p.stages * p.at_once * 8
+    assert p.programs * (held + ring + 1024) <= SHARED, "no room for the buffers, or for the barriers"
+    assert p.at_once in ((32, 64, 128) if name == "keys" else (64, 128)), "one block of keys is partly hidden, not two"
+    assert p.stages >= 2
+
+
+def test_too_many_registers_are_refused() -> None:
+    with pytest.raises(AssertionError, match="registers to fetch with"):
+        Plan(4, 64, 4, 2, 120).fetching()
+
+
+def test_tma_reads_what_it_can_and_a_copy_of_the_rest() -> None:
+    qkv = torch.empty(2, 16, 3, 4, 64, dtype=BF16)
+    views = [qkv[:, :, i].transpose(1, 2) for i in range(3)]
+    whole = torch.empty(2, 4, 16, 64, dtype=BF16)
+    one_row = torch.empty(2, 4, 64, dtype=BF16).as_strided((2, 4, 1, 64), (256, 64, 3, 1))
+    for x in (*views, whole, whole[:, :, ::2], one_row, whole[:, :, 1:]):
+        assert launch.readable(x) is x
+    odd_base = torch.empty(2 * 4 * 16 * 64 + 1, dtype=BF16)[1:].view(2, 4, 16, 64)
+    odd_stride = torch.empty(2, 4, 16, 68, dtype=BF16)[..., :64]
+    expanded = torch.empty(2, 4, 1, 64, dtype=BF16).expand(2, 4, 16, 64)
+    for x in (odd_base, odd_stride, expanded, whole.transpose(2, 3).contiguous().transpose(2, 3)):
+        made = launch.readable(x)
+        assert made is not x
+        assert made.is_contiguous()
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_pairs_that_are_near_share_what_fits_in_the_l2(of_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the next tile goes to who is free."""
+    monkeypatch.setattr(launch, "processors", lambda _: 132)
+    q, k = torch.empty(4, 32, 4096, 128, dtype=BF16), torch.empty(4, 8, 4096, 128, dtype=BF16)
+    p = Plan(2, 64, 4, 2, 240, persistent=False)
+    programs, sizes = launch._dealt(p, q, k, of_keys=of_keys)
+    assert sizes == (4096, 4096, 32, 4, 4 * (8 if of_keys else 32), 32, sizes[6], 1, 0)
+    assert programs == sizes[4] * 32
+    shared = 2 * 128 * 2 * (4096 * 4 if of_keys else 4096)
+    heads = sizes[6] if of_keys else sizes[6] // 4
+    assert heads * shared <= launch.L2_BYTES < (heads + 1) * shared
+    all_at_once = launch._dealt(p._replace(persistent=True), q, k, of_keys=of_keys)
+    assert all_at_once == (132, (*sizes[:6], sizes[4], *divmod(sizes[4] * 32, 132)))
+
+
+@pytest.mark.parametrize(("pairs", "blocks"), [(144, 8), (128, 16), (32, 64), (64, 64)])
+def test_programs_are_dealt_alike_and_every_tile_once(pairs: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causal tiles of 128 rows, the last of which sees the most: no program has 4 % more than the mean."""
+    seen, loads = set[tuple[int, int]](), list[float]()
+    whole, rest = divmod(pairs * blocks, 132)
+    for program in range(132):
+        language = types.SimpleNamespace(program_id=lambda _, p=program: p, num_programs=lambda _: 132)
+        monkeypatch.setattr(_gluon_parts, "gl", language)
+        dealt = [
+            _gluon_parts.tile.fn(turn, blocks, pairs, pairs) for turn in range(_gluon_parts.rounds.fn(whole, rest))
+        ]
+        seen.update(dealt)
+        loads.append(sum(blocks - order + 0.5 for order, _ in dealt))  # in blocks of 128 x 128, and what a tile costs
+        assert dealt == sorted(dealt), "what is heavy comes first"
+    assert seen == set(itertools.product(range(blocks), range(pairs)))
+    assert max(loads) <= 1.04 * sum(loads) / 132
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 300), (65, 64), (700, 700), (129, 1000), (2048, 2048)])
+def test_any_length(rows: int, keys: int, head_dim: int, causal: bool) -> None:
+    problem = a_problem((2, 6, rows, head_dim), causal=causal, kv_length=keys, kv_heads=2)
+    assert_as_good_as_manual(supported("gluon", problem), problem, draw(problem))
+
+
+@pytest.mark.gpu
+def test_more_tiles_than_programs_and_views_of_qkv() -> None:
+    problem = a_problem((9, 12, 1000, 64))
+    backend = supported("gluon", problem)
+    tensors = draw(problem)
+    packed = torch.stack(tensors[:3]).permute(1, 3, 0, 2, 4).contiguous()
+    views = [packed[:, :, i].transpose(1, 2) for i in range(3)]
+    for ours, theirs in zip(run(backend, problem, [*views, tensors[3]]), run(backend, problem, tensors), strict=True):
+        assert torch.equal(ours, theirs)
+    few = [x[:1] for x in tensors]
+    of_one = dataclasses.replace(problem, batch=1)
+    for ours, exact in zip(run(backend, problem, tensors), by_definition(of_one, few), strict=True):
+        assert largest(ours[:1] - exact) <= 2e-2 * largest(exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_repeats_are_bitwise_the_same_and_nan_stays_in_its_rows(head_dim: int) -> None:
+    problem = a_problem((2, 3, 500, head_dim))
+    backend, tensors = supported("gluon", problem), draw(problem)
+    first, second = run(backend, problem, tensors), run(backend, problem, tensors)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    tensors[2][1, 1, 300] = math.nan  # a value: of the rows from 300 on, and of that head alone
+    out = run(backend, problem, tensors)[0]
+    assert out[1, 1, 300:].isnan().all()
+    assert torch.equal(out[1, 1, :300], first[0][1, 1, :300])
+    assert torch.equal(out[0], first[0][0])
+    assert torch.equal(out[1, 2], first[0][1, 2])
+
+
+@pytest.mark.gpu
+def test_lse_negative_scale_and_compiled() -> None:
+    problem = a_problem((2, 3, 200, 64))
+    supported("gluon", problem)
+    q, k, v, dout = draw(problem)
+    out, lse = gluon.attention(q, k, v, causal=True, scale=-0.125)
+    scores = (-0.125 * q.double() @ k.double().mT).masked_fill(
+        torch.ones(200, 200, device="cuda").bool().triu(1), -math.inf
+    )
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=2e-3, rtol=0)
+    whole = torch.compile(lambda q, k, v: gluon.forward(q, k, v, causal=True, scale=-0.125), fullgraph=True)
+    assert torch.equal(whole(q, k, v), out)
+    eager, graphs = (
+        gradients(f, [q, k, v, dout])
+        for f in (lambda q, k, v: gluon.forward(q, k, v, causal=True, scale=-0.125), whole)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(eager, graphs, strict=True))
+
+
+@pytest.mark.gpu
+def test_of_nothing_it_makes_nothing() -> None:
+    supported("gluon", a_problem((2, 3, 200, 64)))
+    for rows, keys in ((0, 5), (5, 0)):
+        q = torch.randn(2, 3, rows, 64, device="cuda", dtype=BF16, requires_grad=True)
+        k = torch.randn(2, 3, keys, 64, device="cuda", dtype=BF16, requires_grad=True)
+        out, lse = gluon.attention(q, k, k, scale=0.125)
+        assert not out.any()
+        assert (lse == -math.inf).all()
+        grads = torch.autograd.grad(out.sum(), (q, k))
+        assert not any(x.any() for x in grads)

@@ -1,0 +1,286 @@
+"""What Gluon's attention computes: its own functions as Python threads, in float64, against the definition.
+
+Layouts and instructions are the GPU's; which rows and keys, the masks, the scales and the order are here.
+"""
+
+import itertools
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gluon_machine import ROWS, Machine, Place, Room, Shape, ran
+from torch import Tensor
+
+from te_bench.kernels.attention import _gluon_backward_keys, _gluon_backward_rows, _gluon_forward, _gluon_parts
+from te_bench.kernels.attention._gluon_launch import LOG2_E, Plan
+
+D = 64
+
+
+class Fragment(Tensor):
+    type = types.SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+
+def fragment(x: Tensor) -> Any:
+    return x.as_subclass(Fragment)
+
+
+class Pointer:
+    def __init__(self, of: Tensor, at: Any = 0) -> None:
+        self.of, self.at = of, at
+
+    def __add__(self, more: Any) -> "Pointer":
+        return Pointer(self.of, self.at + more)
+
+    def load(self, there: Tensor, other: float) -> Any:
+        at = torch.where(there, self.at, 0)
+        return fragment(torch.where(there, self.of.flatten()[at], other))
+
+    def store(self, x: Tensor, there: Tensor) -> None:
+        self.of.view(-1)[self.at[there]] = x[there].as_subclass(Tensor)
+
+
+class Block(Place):
+    """In shared memory: a matrix."""
+
+    turned = False
+
+    def permute(self, _: Any) -> "Block":
+        made = Block()
+        made.holds = self.holds.mT
+        return made
+
+    def index(self, i: int) -> "Block":
+        made = Block()
+        made.holds = self.holds[i]
+        return made
+
+    def load(self, _: Any) -> Any:
+        return self.holds
+
+    def store(self, x: Any) -> None:
+        self.holds = x
+
+
+def blocks(count: int, rows: int) -> Room:
+    return Room([Block() for _ in range(count)], rows)
+
+
+def desc(of: Tensor, rows: int) -> Any:
+    return types.SimpleNamespace(
+        of=of, name="", dtype=None, block_type=types.SimpleNamespace(shape=[1, 1, rows, D], nbytes=rows)
+    )
+
+
+def fetched(desc: Any, at: list[Any]) -> Any:
+    """A block, 0 where there is nothing; the last two sizes are rows and D, or 2 and rows."""
+    of, rows = desc.of, desc.block_type.shape[2]
+    if of.dim() == 3:
+        found = of[int(at[0])][:, at[2] : at[2] + rows]
+        return fragment(torch.nn.functional.pad(found, (0, rows - found.shape[1])))
+    found = of[int(at[0]), int(at[1]), at[2] : at[2] + rows]
+    return fragment(torch.nn.functional.pad(found, (0, 0, 0, rows - found.shape[0])))
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Machine:
+    """The kernels' functions become Python's, on matrices."""
+    machine = Machine("nobody")
+
+    def load(desc: Any, at: list[Any], barrier: Any, place: Block) -> None:
+        def landed() -> None:
+            place.holds = fetched(desc, at)
+            barrier.bytes -= desc.block_type.nbytes
+            barrier.settle()
+
+        machine.do(landed)
+
+    def leave(desc: Any, at: list[Any], place: Block) -> None:
+        there = desc.of[int(at[0]), int(at[1]), at[2] : at[2] + ROWS]
+        there.copy_(place.holds[: there.shape[0]])
+
+    def product(a: Any, b: Block, acc: Any, *, use_acc: bool = True, is_async: bool) -> Any:
+        made = (a.holds if isinstance(a, Block) else a) @ b.holds
+        return acc + made if use_acc else made
+
+    language = types.SimpleNamespace(
+        cdiv=lambda x, y: -(-x // y), program_id=lambda _: program, num_programs=lambda _: programs, static_range=range,
+        NVMMADistributedLayout=lambda *args: types.SimpleNamespace(instr_shape=args[2]), float32=None, int64=torch.int64,
+        zeros=lambda shape, *_: fragment(torch.zeros(shape, dtype=torch.float64)),
+        SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
+        BlockedLayout=lambda *_: None,
+        arange=lambda a, b, _=None: fragment(torch.arange(a, b)), where=torch.where, sum=torch.sum, log2=torch.log2,
+        max=lambda x, axis: x.amax(axis), maximum=torch.maximum, convert_layout=lambda x, *_, **__: x,
+        store=lambda at, x, there: at.store(x, there), load=lambda at, there, other: at.load(there, other),
+    )  # fmt: skip
+    language.float32 = torch.float64
+    barriers = types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive, expect=machine.expect)
+    copies = types.SimpleNamespace(
+        async_copy_global_to_shared=load, async_copy_shared_to_global=leave, store_wait=lambda _: None
+    )
+    python = {
+        name: getattr(_gluon_parts, name).fn
+        for name in (
+            "rounds",
+            "next_place",
+            "place_before",
+            "blocks_of_keys",
+            "fetch",
+            "take_turn",
+            "pass_turn",
+            "hidden",
+        )
+    }
+    tile = _gluon_parts.tile.fn
+    same = {name: lambda x, *_: x for name in ("matrix", "rounded", "operand", "settled")}
+    values = {
+        "gl": language, "mbarrier": barriers, "tma": copies, "ROWS": ROWS, "LN_2": math.log(2), "LOG2_E": LOG2_E,
+        "tile": lambda *args: (tile(*args)[0], torch.tensor(tile(*args)[1])), "exp2": torch.exp2,
+        "of_rows": lambda x, _: x[:, None], "partial_sums": lambda x: x.reshape(ROWS, -1, 8).sum(1),
+        "warpgroup_mma": product, "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
+        "fence_async_shared": lambda: None,
+    }  # fmt: skip
+    own = {
+        _gluon_forward: ("_first_weights", "_weights", "_leave", "_pass_over", "_scores", "_step"),
+        _gluon_backward_rows: ("_row_step", "_row_sums", "_levels"),
+        _gluon_backward_keys: ("_key_step", "_blocks_of_rows"),
+    }
+    for module in (_gluon_parts, _gluon_forward, _gluon_backward_rows, _gluon_backward_keys):
+        for name, value in (values | python | same).items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+        for name in own.get(module, ()):
+            monkeypatch.setattr(module, name, getattr(module, name).fn)
+    return machine
+
+
+SHAPES = {
+    "whole": Shape(1, 2, 2, 256, 256, True),
+    "full, tails": Shape(2, 1, 1, 200, 330, False),
+    "tails, shared heads": Shape(2, 4, 2, 201, 201, True),
+    "few keys": Shape(1, 2, 1, 300, 70, True),
+    "few rows": Shape(1, 2, 2, 40, 300, True),
+    "one of each": Shape(1, 1, 1, 1, 1, True),
+}
+FORWARD = {
+    "4x64": Plan(4, 64, 4, 2, 112, 1), "3x128": Plan(3, 128, 2, 1, 160, 0), "2x128": Plan(2, 128, 2, 2, 240, 2, True)
+}  # fmt: skip
+BACKWARD = {
+    "64": (Plan(3, 64, 4, 2, 160), Plan(2, 64, 4, 2, 240, in_registers=True)),
+    "128": (Plan(2, 128, 2, 1, 232), Plan(2, 32, 4, 2, 240))
+}  # fmt: skip
+
+
+def drawn(s: Shape) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((s.heads, s.rows), (s.kv_heads, s.keys), (s.kv_heads, s.keys), (s.heads, s.rows))
+    return [torch.randn(s.batch, h, n, D, generator=generator, dtype=torch.float64) for h, n in sizes]
+
+
+def by_definition(s: Shape, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """out, lse, dq, dk, dv, of scale 0.3."""
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    scores = 0.3 * q @ k.repeat_interleave(s.group, 1).mT
+    if s.causal:
+        scores = scores.masked_fill(torch.arange(s.keys) > torch.arange(s.rows)[:, None], -math.inf)
+    out = scores.softmax(-1) @ v.repeat_interleave(s.group, 1)
+    return [out.detach(), scores.detach().logsumexp(-1), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def both_programs(call: Callable[[pytest.MonkeyPatch, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in range(2):
+        with monkeypatch.context() as patch:
+            call(patch, program)
+
+
+def edge(s: Shape, p: Plan) -> bool:
+    """As the launcher says it."""
+    return s.causal or s.keys % p.at_once != 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("plan", FORWARD)
+def test_forward(plan: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, s = FORWARD[plan], SHAPES[shape]
+    q, k, v, dout = drawn(s)
+    out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:3], math.nan, dtype=torch.float64)
+
+    def program(patch: pytest.MonkeyPatch, which: int) -> None:
+        machine = stand_in(patch, which, 2)
+        n, held = p.at_once, p.warpgroups * p.slots
+        shared = blocks(held, ROWS), blocks(p.stages, n), blocks(p.stages, n)
+        counts = (
+            (held, 1),
+            (held, 1),
+            (p.stages, 1),
+            (p.stages, p.warpgroups),
+            (p.stages, 1),
+            (p.stages, p.warpgroups),
+        )
+        gates = tuple(itertools.starmap(machine.barriers, (*counts, (p.warpgroups, 1))))
+        sizes, common = s.sizes(p, of_keys=False, near=2), (p.warpgroups, p.slots, p.stages, s.causal)
+        given = (desc(q, ROWS), desc(k, n), desc(v, n), shared, gates, sizes)
+        made = (desc(out, ROWS), shared, gates, sizes, Pointer(lse), 0.3 * LOG2_E)
+        calls = {"fetch": lambda: _gluon_forward._fetch.fn(given, *common)}
+        constants = (*common, edge(s, p), p.overlap, p.turns)
+        for who in range(p.warpgroups):
+            calls[str(who)] = lambda who=who: _gluon_forward._attend.fn(made, who, *constants)  # type: ignore[misc]
+        ran(machine, calls)
+
+    both_programs(program, monkeypatch)
+    expected = by_definition(s, q, k, v, dout)
+    torch.testing.assert_close(out, expected[0], atol=1e-9, rtol=0)
+    torch.testing.assert_close(lse, expected[1], atol=1e-9, rtol=0)
+
+
+def gates_of(machine: Machine, p: Plan) -> tuple[Room, ...]:
+    """Of the backward kernels."""
+    held = p.warpgroups * p.slots
+    return tuple(itertools.starmap(machine.barriers, ((held, 1), (held, 1), (p.stages, 1), (p.stages, p.warpgroups))))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("plans", BACKWARD)
+def test_backward(plans: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (of_rows, of_keys), s = BACKWARD[plans], SHAPES[shape]
+    q, k, v, dout = drawn(s)
+    out, lse, *expected = by_definition(s, q, k, v, dout)
+    dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
+    padded = -(-s.rows // ROWS) * ROWS
+    info = torch.full((s.batch * s.heads, 2, padded), math.nan, dtype=torch.float64)
+
+    def rows(patch: pytest.MonkeyPatch, which: int) -> None:
+        machine, p = stand_in(patch, which, 2), of_rows
+        held, n = p.warpgroups * p.slots, p.at_once
+        shared = *(blocks(held, ROWS) for _ in range(3)), *(blocks(p.stages, n) for _ in range(2))
+        gates, sizes = gates_of(machine, p), s.sizes(p, of_keys=False, near=2)
+        given = (*(desc(x, ROWS) for x in (q, dout, out)), desc(k, n), desc(v, n), shared, gates, sizes)
+        made = (desc(dq, ROWS), shared, gates, sizes, Pointer(lse), Pointer(info), padded, 0.3 * LOG2_E)
+        common = p.warpgroups, p.slots, p.stages, s.causal
+        calls = {"fetch": lambda: _gluon_backward_rows._fetch_keys.fn(given, *common)}
+        for who in range(p.warpgroups):
+            calls[str(who)] = lambda who=who: _gluon_backward_rows._make_dq.fn(
+                made, who, *common, p.in_registers, edge(s, p)
+            )  # type: ignore[misc]
+        ran(machine, calls)
+
+    def keys(patch: pytest.MonkeyPatch, which: int) -> None:
+        machine, p = stand_in(patch, which, 2), of_keys
+        held, n = p.warpgroups * p.slots, p.at_once
+        shared = *(blocks(held, ROWS) for _ in range(2)), *(blocks(p.stages, n) for _ in range(3))
+        gates, sizes = gates_of(machine, p), s.sizes(p, of_keys=True, near=2)
+        given = (desc(k, ROWS), desc(v, ROWS), desc(q, n), desc(dout, n), desc(info, n), shared, gates, sizes)
+        made = (desc(dk, ROWS), desc(dv, ROWS), shared, gates, sizes, 0.3 * LOG2_E)
+        common = p.warpgroups, p.slots, p.stages, s.causal
+        calls = {"fetch": lambda: _gluon_backward_keys._fetch_rows.fn(given, *common)}
+        for who in range(p.warpgroups):
+            calls[str(who)] = lambda who=who: _gluon_backward_keys._make_dk_dv.fn(made, who, *common, p.in_registers)  # type: ignore[misc]
+        ran(machine, calls)
+
+    both_programs(rows, monkeypatch)
+    assert not info.isnan().any()
+    both_programs(keys, monkeypatch)
+    for made, exact in zip((dq, dk, dv), expected, strict=True):
+        torch.testing.assert_close(made, exact, atol=1e-9, rtol=0)

@@ -1,0 +1,229 @@
+"""Who waits for whom in Gluon's attention: its own functions as Python threads, on barriers as sm_90's are.
+
+What a product reads may not change until the product is over, nor what a store reads until it is read; each tile must be of
+its own rows and keys, each once and in order. A barrier shows one bit of how many phases are over.
+"""
+
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gluon_machine import ROWS, Machine, Number, Place, Room, Shape, Sum, ran
+
+from te_bench.kernels.attention import _gluon_backward_keys, _gluon_backward_rows, _gluon_forward, _gluon_parts
+from te_bench.kernels.attention._gluon_launch import Plan
+
+
+def desc(name: str, rows: int) -> Any:
+    return types.SimpleNamespace(
+        name=name, dtype=None, block_type=types.SimpleNamespace(shape=[1, 1, rows, 64], nbytes=rows)
+    )
+
+
+def room(count: int, rows: int) -> Room:
+    return Room([Place() for _ in range(count)], rows)
+
+
+def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> None:
+    """The kernels' functions become Python's."""
+    language = types.SimpleNamespace(
+        cdiv=lambda x, y: -(-x // y), program_id=lambda _: program, num_programs=lambda _: programs, static_range=range,
+        NVMMADistributedLayout=lambda *args: types.SimpleNamespace(instr_shape=args[2]), zeros=lambda *_: Sum(),
+        SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None, float32=None,
+        arange=lambda *_: Number(), where=lambda _, x, __: x,
+    )  # fmt: skip
+    of_barriers = types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive, expect=machine.expect)
+    stores = types.SimpleNamespace(
+        async_copy_global_to_shared=machine.load, store_wait=machine.store_wait,
+        async_copy_shared_to_global=lambda desc, at, place: machine.leave(place),
+    )  # fmt: skip
+    parts = ("rounds", "tile", "next_place", "place_before", "blocks_of_keys", "fetch", "take_turn", "pass_turn")
+    python = {name: getattr(_gluon_parts, name).fn for name in parts}
+    same = {name: lambda x, *_: x for name in ("matrix", "rounded", "operand", "settled", "exp2", "hidden")}
+    common = {"gl": language, "mbarrier": of_barriers, "tma": stores, "ROWS": ROWS, "LN_2": 1, "of_rows": lambda *_: 1}
+    products = {
+        "warpgroup_mma": machine.multiply,
+        "warpgroup_mma_wait": machine.finish,
+        "fence_async_shared": lambda: None,
+    }
+    for module in (_gluon_parts, _gluon_forward, _gluon_backward_rows, _gluon_backward_keys):
+        for name, value in (common | python | same | products).items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+    for module, names in (
+        (_gluon_forward, ("_pass_over", "_scores", "_step")), (_gluon_backward_rows, ("_row_step",)),
+        (_gluon_backward_keys, ("_key_step", "_blocks_of_rows")),
+    ):  # fmt: skip
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name).fn)
+
+
+SHAPES = {
+    "whole": Shape(1, 3, 3, 512, 512, True),
+    "full": Shape(2, 1, 1, 256, 384, False),
+    "tails, shared heads": Shape(2, 2, 1, 330, 330, True),
+    "few keys": Shape(1, 2, 2, 400, 70, True),
+    "few rows": Shape(1, 3, 3, 40, 500, True),
+    "one of each": Shape(1, 1, 1, 1, 1, True),
+}
+FORWARD = {
+    "4": Plan(4, 64, 4, 2, 112, 1), "4, turns": Plan(4, 64, 2, 1, 112, 0, True), "3": Plan(3, 128, 2, 2, 160, 1, True),
+    "2, overlap": Plan(2, 128, 2, 2, 232, 2, True), "2, one place": Plan(2, 64, 2, 1, 232, 2),
+}  # fmt: skip
+SLOW = ["fetch", "0", "1"]
+
+
+@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("plan", FORWARD)
+def test_forward(plan: str, shape: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, s, found = FORWARD[plan], SHAPES[shape], list[Any]()
+    for program in range(2):
+        with monkeypatch.context() as patch:
+            found += forward(p, s, slow, patch, program)
+    expected = []
+    for b, h, row in itertools.product(range(s.batch), range(s.heads), range(0, s.rows, ROWS)):
+        kv = h // s.group
+        of_keys = [((("q", b, h, row, 0),), ("k", b, kv, key, 0)) for key in s.keys_of(row, p.at_once)]
+        expected.append((b, h, row, tuple(((pair,), ("v", *pair[1][1:])) for pair in of_keys)))
+    assert sorted(found) == sorted(expected)
+
+
+def forward(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program: int) -> list[Any]:
+    """What one of two programs leaves: sequence, head, row, and the products of weights and values."""
+    machine, found = Machine(slow), list[Any]()
+    stand_in(machine, monkeypatch, program, 2)
+
+    def leave(acc: Sum, sums: Any, top: Any, desc: Any, place: Place, lse: Any, b: int, h: int, pair: int, row: int, T: int):  # type: ignore[no-untyped-def] # fmt: skip
+        place.store(acc)
+        machine.leave(place)
+        if row < T:
+            machine.do(lambda: found.append((b, h, row, acc.done())))
+
+    monkeypatch.setattr(_gluon_forward, "_leave", leave)
+    monkeypatch.setattr(_gluon_forward, "_first_weights", lambda x, *_: (Sum(x.done()), None, None))
+    monkeypatch.setattr(_gluon_forward, "_weights", lambda x, *_: (Sum(x.done()), None, None, 1))
+    monkeypatch.setattr(Sum, "__mul__", lambda self, _: (self.done(), self)[1])
+    n, held = p.at_once, p.warpgroups * p.slots
+    shared = room(held, ROWS), room(p.stages, n), room(p.stages, n)
+    counts = ((held, 1), (held, 1), (p.stages, 1), (p.stages, p.warpgroups), (p.stages, 1), (p.stages, p.warpgroups))
+    gates = tuple(itertools.starmap(machine.barriers, (*counts, (p.warpgroups, 1))))
+    sizes = s.sizes(p, of_keys=False, near=2)
+    fetched = (desc("q", ROWS), desc("k", n), desc("v", n), shared, gates, sizes)
+    common = p.warpgroups, p.slots, p.stages, s.causal
+    made = (None, shared, gates, sizes, None, 1.0)
+    calls = {"fetch": lambda: _gluon_forward._fetch.fn(fetched, *common)}
+    for who in range(p.warpgroups):
+        calls[str(who)] = lambda who=who: _gluon_forward._attend.fn(made, who, *common, True, p.overlap, p.turns)  # type: ignore[misc]
+    ran(machine, calls)
+    return found
+
+
+def collecting(machine: Machine, found: list[Any], limit: int) -> Callable[[Place, Sum], None]:
+    """A store into a place that tells what was there, and the products: but for rows or keys beyond the limit."""
+
+    def store(place: Place, x: Sum) -> None:
+        assert place.readers == 0, "written while a product reads it"
+        if place.holds[3] < limit:
+            machine.do(lambda: found.append((place.holds, x.done())))
+        place.holds = "a result"
+
+    return store
+
+
+BACKWARD = {
+    "3": Plan(3, 64, 4, 2, 160), "2": Plan(2, 128, 2, 1, 232), "2, few rows": Plan(2, 32, 3, 2, 232),
+    "2, in registers": Plan(2, 64, 2, 2, 240, in_registers=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("plan", ["3", "2", "2, in registers"])
+def test_dq(plan: str, shape: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, s, found = BACKWARD[plan], SHAPES[shape], list[Any]()
+    for program in range(2):
+        with monkeypatch.context() as patch:
+            found += rows(p, s, slow, patch, program)
+    expected = []
+    for b, h, row in itertools.product(range(s.batch), range(s.heads), range(0, s.rows, ROWS)):
+        products = []
+        for key in s.keys_of(row, p.at_once):
+            q, dout, k, v = (name_at(x, b, h, h // s.group, row, key) for x in ("q", "dout", "k", "v"))
+            products.append(((((q,), k), ((dout,), v)), k))
+        expected.append((q, tuple(products)))
+    assert sorted(found) == sorted(expected)
+
+
+def name_at(name: str, b: int, h: int, kv: int, row: int, key: int) -> tuple[Any, ...]:
+    return (name, b, kv, key, 0) if name in "kv" else (name, b, h, row, 0)
+
+
+def rows(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program: int) -> list[Any]:
+    """What one of two programs leaves of dQ: its place in q, and the products of dS, of what it is made, and keys."""
+    machine, found = Machine(slow), list[Any]()
+    stand_in(machine, monkeypatch, program, 2)
+
+    def levels(out: Place, dout: Place, lse: Any, info: Any, pair: int, row: int, T: int, *_: Any) -> tuple[Any, Any]:
+        at = dout.holds[1:]
+        assert out.holds == ("out", *at)
+        assert at == (pair // s.heads, pair % s.heads, row, 0)
+        return Number(), Number()
+
+    monkeypatch.setattr(_gluon_backward_rows, "_levels", levels)
+    monkeypatch.setattr(Place, "store", collecting(machine, found, s.rows))
+    n, held = p.at_once, p.warpgroups * p.slots
+    shared = *(room(held, ROWS) for _ in range(3)), *(room(p.stages, n) for _ in range(2))
+    gates = tuple(itertools.starmap(machine.barriers, ((held, 1), (held, 1), (p.stages, 1), (p.stages, p.warpgroups))))
+    sizes = s.sizes(p, of_keys=False, near=2)
+    fetched = (*(desc(x, ROWS) for x in ("q", "dout", "out")), desc("k", n), desc("v", n), shared, gates, sizes)
+    made = (desc("dq", ROWS), shared, gates, sizes, None, None, 0, 1.0)
+    common = p.warpgroups, p.slots, p.stages, s.causal
+    calls = {"fetch": lambda: _gluon_backward_rows._fetch_keys.fn(fetched, *common)}
+    for who in range(p.warpgroups):
+        calls[str(who)] = lambda who=who: _gluon_backward_rows._make_dq.fn(made, who, *common, p.in_registers, True)  # type: ignore[misc]
+    ran(machine, calls)
+    return found
+
+
+@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("plan", ["3", "2, few rows", "2, in registers"])
+def test_dk_and_dv(plan: str, shape: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, s, found = BACKWARD[plan], SHAPES[shape], list[Any]()
+    for program in range(2):
+        with monkeypatch.context() as patch:
+            found += keys(p, s, slow, patch, program)
+    expected = []
+    for b, kv, key in itertools.product(range(s.batch), range(s.kv_heads), range(0, s.keys, ROWS)):
+        begin = min(key, s.rows - 1) // ROWS * ROWS if s.causal else 0
+        dk, dv = [], []
+        for h, row in itertools.product(
+            range(kv * s.group, (kv + 1) * s.group), range(begin, -(-s.rows // ROWS) * ROWS, p.at_once)
+        ):
+            q, dout, k, v = (name_at(x, b, h, kv, row, key) for x in ("q", "dout", "k", "v"))
+            dv.append(((((k,), q),), dout))
+            dk.append(((((k,), q), ((v,), dout)), q))
+        expected += [(k, tuple(dk)), (v, tuple(dv))]
+    assert sorted(found) == sorted(expected)
+
+
+def keys(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program: int) -> list[Any]:
+    """What one of two programs leaves of dK and dV: its place in k or v, and the products."""
+    machine, found = Machine(slow), list[Any]()
+    stand_in(machine, monkeypatch, program, 2)
+    monkeypatch.setattr(Place, "store", collecting(machine, found, s.keys))
+    n, held = p.at_once, p.warpgroups * p.slots
+    shared = room(held, ROWS), room(held, ROWS), *(room(p.stages, n) for _ in range(3))
+    gates = tuple(itertools.starmap(machine.barriers, ((held, 1), (held, 1), (p.stages, 1), (p.stages, p.warpgroups))))
+    sizes = s.sizes(p, of_keys=True, near=2)
+    fetched = (desc("k", ROWS), desc("v", ROWS), desc("q", n), desc("dout", n), desc("info", n), shared, gates, sizes)
+    made = (desc("dk", ROWS), desc("dv", ROWS), shared, gates, sizes, 1.0)
+    common = p.warpgroups, p.slots, p.stages, s.causal
+    calls = {"fetch": lambda: _gluon_backward_keys._fetch_rows.fn(fetched, *common)}
+    for who in range(p.warpgroups):
+        calls[str(who)] = lambda who=who: _gluon_backward_keys._make_dk_dv.fn(made, who, *common, p.in_registers)  # type: ignore[misc]
+    ran(machine, calls)
+    return found

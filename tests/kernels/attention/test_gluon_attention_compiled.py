@@ -1,0 +1,144 @@
+"""Gluon's attention as it compiles for Hopper, without one: no serialised tensor cores, exponentials under products.
+
+No spills either, but for a few numbers of a tile, which its loops over blocks do not look at.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import compiled
+import pytest
+import torch
+from compiled import Compiled, faults
+
+from te_bench.kernels.attention import _gluon_launch as launch
+from te_bench.kernels.attention._gluon_launch import Plan
+
+BF16 = torch.bfloat16
+OF_A_TILE = 16  # bytes spilled
+LONGEST, BESIDES = 6, 140  # instructions for an element, and for a block
+Call = Callable[[], object]
+
+
+def on_an_h200(head_dim: int, call: Callable[..., Any], *given: Any, groups: int = 4, causal: bool = True) -> Call:
+    """What is compiled depends on no length."""
+
+    def there() -> None:
+        launch.processors = lambda device: 132  # type: ignore[assignment]
+        q = torch.empty(2, 4, 1000, head_dim, dtype=BF16)
+        k = torch.empty(2, groups, 1000, head_dim, dtype=BF16)
+        call(q, k, causal, *given)
+
+    return there
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, causal: bool, plan: Plan | None = None) -> None:
+    launch.forward(q, k, k, causal, 0.125, plan)
+
+
+def backward(q: torch.Tensor, k: torch.Tensor, causal: bool, of_rows: Plan | None = None) -> None:
+    launch.backward(q, q, k, k, q, torch.empty(q.shape[:3]), causal, 0.125, of_rows)
+
+
+CALLS: dict[str, Call] = {
+    f"{name} {head_dim}{suffix}": on_an_h200(head_dim, call, **options)
+    for name, call in (("forward", forward), ("backward", backward))
+    for head_dim in (64, 128)
+    for suffix, options in (("", {}), (", full", {"causal": False}))
+}
+CALLS["forward 64, shared heads"] = on_an_h200(64, forward, groups=1)
+CALLS["backward 64, shared heads"] = on_an_h200(64, backward, groups=1)
+BROKEN = {
+    "serialised": on_an_h200(128, backward, Plan(2, 128, 2, 1, 240)),
+    "spilt": on_an_h200(64, forward, Plan(3, 128, 2, 2, 160, overlap=2)),
+}
+CALLS |= BROKEN
+
+
+def loops(kernel: Compiled) -> list[list[str]]:
+    """The innermost loops with products: from a label to the branch back to it, waits that stand elsewhere included."""
+    labels, lines, found = dict[str, int](), list[str](), list[tuple[int, int]]()
+    for line in kernel.sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif ";" in line:
+            lines.append(line)
+    for at, line in enumerate(lines):
+        back = re.search(r"\bBRA\b.*?(\.L_x_\d+)", line)
+        if back and labels.get(back[1], at + 1) <= at and any("HGMMA" in x for x in lines[labels[back[1]] : at]):
+            found.append((labels[back[1]], at))
+    inner = [(a, b) for a, b in found if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in found)]
+    return [lines[a : b + 1] for a, b in inner]
+
+
+def count(loop: list[str], instruction: str) -> int:
+    return sum(bool(re.search(instruction, line)) for line in loop)
+
+
+def made(names: list[str], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
+    assert pytestconfig.cache is not None
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    found: list[Compiled] = compiled.compiled(__name__, names, pytestconfig.cache.mkdir("compiled"))
+    return found
+
+
+@pytest.mark.slow
+def test_it_compiles_without_faults(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = made([name for name in CALLS if name not in BROKEN], pytestconfig, monkeypatch)
+    print(*kernels, sep="\n")  # pytest -s: the table
+    assert len(kernels) == 5 + 2 * 5
+    found = [
+        f"{kernel}\n  {fault}"
+        for kernel in kernels
+        for fault in faults(kernel)
+        if kernel.spills > OF_A_TILE or "spilled" not in fault
+    ]
+    assert not found, "\n".join(found)
+    for kernel in kernels:
+        plan, products, elements = expected(kernel)
+        assert set(re.findall(r"USETMAXREG\S* .*?(0x\w+)", kernel.sass)) >= {hex(plan.registers), hex(plan.fetching())}
+        assert kernel.count(r"\bUTMALDG"), str(kernel)
+        assert kernel.count(r"\bUTMASTG"), str(kernel)
+        found_loops = [(count(loop, "HGMMA"), len(loop)) for loop in loops(kernel)]
+        inside = [
+            loop
+            for loop in loops(kernel)
+            if count(loop, "HGMMA") == products and len(loop) <= LONGEST * elements + BESIDES
+        ]
+        assert len(inside) == plan.warpgroups, f"{kernel}: {products} products of {elements} elements in {found_loops}"
+        for loop in inside:
+            assert elements <= count(loop, r"MUFU\.EX2") <= elements + 2, str(kernel)
+            assert not count(loop, r"\b(LDL|STL|LDG|STG)\b"), str(kernel)
+            assert count(loop, r"\bMOV\b") <= 4, f"{kernel}: operands are copied"
+            if plan.overlap == 2 and "forward" in kernel.kernel:
+                check_overlap(loop, elements)
+
+
+def expected(kernel: Compiled) -> tuple[Plan, int, int]:
+    """The plan, and of its loop over blocks the products and a thread's elements."""
+    head_dim = int(re.findall(r"\d+", kernel.call)[0])
+    name = next(name for name in ("forward", "rows", "keys") if name in kernel.kernel)
+    plan = {"forward": launch.FORWARD, "rows": launch.OF_ROWS, "keys": launch.OF_KEYS}[name][head_dim]
+    # Of depth 16: scores and dP have the heads' width, the others that of the block.
+    wide, deep = {"forward": (1, 1), "rows": (2, 1), "keys": (2, 2)}[name]
+    return plan, wide * head_dim // 16 + deep * plan.at_once // 16, plan.at_once // 2
+
+
+def check_overlap(loop: list[str], elements: int) -> None:
+    """The exponentials come between the wait for the scores and that for the product of weights and values."""
+    waits = [(at, line) for at, line in enumerate(loop) if "WARPGROUP.DEPBAR" in line]
+    (first, one), (second, none) = waits
+    assert "gsb0, 0x1" in one
+    assert "gsb0, 0x0" in none
+    assert count(loop[first:second], r"MUFU\.EX2") >= elements
+
+
+@pytest.mark.slow
+def test_the_gate_finds_what_is_broken(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_call: dict[str, str] = {}
+    for kernel in made(list(BROKEN), pytestconfig, monkeypatch):
+        by_call[kernel.call] = by_call.get(kernel.call, "") + " ".join(faults(kernel))
+    assert "C751" in by_call["serialised"]
+    assert "bytes spilled" in by_call["spilt"]
