@@ -13,6 +13,7 @@ demo: .venv/demo.done
 test: .venv/test.done lint
 	$(BIN)/te-bench embed --check README.md
 	$(BIN)/te-bench embed --check docs/performance.md
+	$(BIN)/te-bench embed --check docs/attention.md
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not alone"
 
 # The kernels under pytest-benchmark, on a GPU where there is one; saved under .benchmarks/ with every round. Then for instance:
@@ -26,10 +27,11 @@ lint: .venv/test.done
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The tables in README.md and docs/performance.md, from the records under results/.
+# The tables in README.md, docs/performance.md and docs/attention.md, from the records under results/ and the backends' words.
 tables: .venv/demo.done
 	$(BIN)/te-bench embed README.md
 	$(BIN)/te-bench embed docs/performance.md
+	$(BIN)/te-bench embed docs/attention.md
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -1,4 +1,4 @@
-"""The command line: a verb is a stage. list -> plan -> run -> report, verdict, gate, export, history; evaluate, import.
+"""The command line: a verb is a stage. list -> plan -> run -> report, verdict, gate, export, history; tune.
 
 Exit codes: 0 done or passed; 1 inferior, or a regression; 2 usage (the message says what is legal); 3 inconclusive; 4
 incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate differ.
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from te_bench import __version__
-from te_bench.cli import evaluate, export, gate, history, look, report, run
+from te_bench.cli import evaluate, export, gate, history, look, report, run, tune
 from te_bench.cli import verdict as judge
 
 app = typer.Typer(
@@ -76,6 +76,7 @@ for verb in (
     judge.verdict,
     gate.gate,
     evaluate.evaluate,
+    tune.tune,
     report.embed,
     export.export,
     export.import_,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.experiments.spec import digest
+from te_bench.kernels.attention._table import user_table
 
 PACKAGES = (
     "torch",
@@ -58,6 +59,8 @@ def capture(device: str, gpus: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         "threads": None if cuda else _threads(),
         "code": code_hash(),
     }
+    if (own := _attention_table()) is not None:  # of the machines without one the id is as it was
+        identity["attention_table"] = own
     details = {
         "os": _os_name(),
         "kernel": platform.release(),
@@ -199,9 +202,15 @@ def code_hash(package: Path | None = None) -> str:
     """Hash of every source file of a te_bench package, this one by default, that can change a result, committed or not."""
     root = package or Path(__file__).resolve().parents[1]
     total = hashlib.sha256()
-    for path in sorted(p for folder in MEASURING for p in (root / folder).rglob("*.py")):
+    for path in sorted(p for folder in MEASURING for kind in ("*.py", "*.json") for p in (root / folder).rglob(kind)):
         total.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return total.hexdigest()[:16]
+
+
+def _attention_table() -> str | None:
+    """Hash of the user's table that the attention backend `auto` goes by; None without one."""
+    path = user_table()
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None and path.exists() else None
 
 
 def _torch_build() -> dict[str, str | None]:

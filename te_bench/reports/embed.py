@@ -12,7 +12,7 @@ from te_bench.reports.files import write_atomically
 from te_bench.reports.rows import load_results
 
 _START = re.compile(r"^<!-- te-bench:table (?P<directory>\S+) (?P<name>\S+) -->[ \t]*$", re.MULTILINE)
-SELF_TEST = "self_test"
+SELF_TEST, CAPABILITIES = "self_test", "capabilities"
 _END = "<!-- /te-bench:table -->"
 
 
@@ -51,8 +51,12 @@ def _tables(directory: Path, name: str) -> str:
         from te_bench.reports import self_test
 
         return tables.markdown(self_test.table(self_test.stored(directory)))
+    if name == CAPABILITIES:  # of the attention backends, which say it themselves
+        from te_bench.reports import attention_capabilities
+
+        return tables.markdown(attention_capabilities.table())
     if name not in tables.TABLES:
-        raise ValueError(f"unknown table {name!r}. Known: {', '.join([*tables.TABLES, SELF_TEST])}.")
+        raise ValueError(f"unknown table {name!r}. Known: {', '.join([*tables.TABLES, SELF_TEST, CAPABILITIES])}.")
     groups = load_results([directory]).groups
     found = [(group, table) for group in groups for table in tables.of_group(group, name)]
     if not found:

@@ -190,8 +190,12 @@ def shape_label(problem: Mapping[str, Any]) -> str:
     """B12 H12 T1024 D64 causal: the shape of an attention problem."""
     keys = {"B": "batch", "H": "heads", "T": "length", "D": "head_dim"}
     words = [f"{letter}{problem[key]}" for letter, key in keys.items() if key in problem]
+    if "kv_heads" in problem:
+        words = [f"{word}/{problem['kv_heads']}" if word.startswith("H") else word for word in words]
     if "causal" in problem:
-        words.append("causal" if problem["causal"] else "full")
+        windowed = "window_left" in problem
+        words.append(f"window {problem['window_left']}:{problem['window_right']}" if windowed else "")
+        words[-1] = words[-1] or ("causal" if problem["causal"] else "full")
     if problem.get("dropout"):
         words.append(f"dropout {problem['dropout']}")
     return " ".join(words)

@@ -50,8 +50,10 @@ def repetitions(cell: Cell) -> Value:
 
 
 def label(cell: Cell, *, baseline: bool = False) -> Value:
-    """The cell's name with what became of it, where no repetition ended ok."""
-    remarks = [*(["baseline"] if baseline else []), *([] if cell.outcome == "ok" else [cell.outcome])]
+    """The cell's name with the attention that `auto` chose, and what became of it where no repetition ended ok."""
+    chosen = sorted({str(record.work["chosen"]) for record in cell.ok if "chosen" in record.work})
+    remarks = [*(["baseline"] if baseline else []), *(f"chose {name}" for name in chosen)]
+    remarks += [] if cell.outcome == "ok" else [cell.outcome]
     return word(cell.label + (f" ({', '.join(remarks)})" if remarks else ""))
 
 

@@ -1,5 +1,7 @@
 """Attention alone, forward and backward, every backend at eight shapes; and where it should be scaled."""
 
+from collections.abc import Iterable, Sequence
+
 from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
 from te_bench.experiments.suites import _rungs
 from te_bench.kernels import attention
@@ -23,14 +25,8 @@ SCORES_LIMIT = 8 * 2**30
 def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
     dtype = "bf16" if cuda else "fp32"
-    shapes = [_problem(*shape) for shape in (GPU_SHAPES if cuda else CPU_SHAPES)]
-    trials = [
-        _trial(options, "attention", problem, name, dtype, "kernel", seed)
-        for seed in _rungs.seeds(options, 1)
-        for problem in shapes
-        for name in attention.names()
-        if name not in ("manual", "math") or _scores_bytes(problem) <= SCORES_LIMIT
-    ]
+    shapes = [problem(*shape) for shape in (GPU_SHAPES if cuda else CPU_SHAPES)]
+    trials = rivals(options, shapes, attention.names(), dtype, _rungs.seeds(options, 1))
     numerics = [
         _trial(options, "attention_numerics", shapes[0], name, precision, "once", seed)
         for seed in _rungs.seeds(options, 1)
@@ -40,7 +36,21 @@ def experiment(options: Options) -> Experiment:
     return Experiment(suite="attention", title="Attention, forward and backward", trials=(*trials, *numerics))
 
 
-def _problem(batch: int, heads: int, length: int, head_dim: int, causal: bool) -> dict[str, Scalar]:
+def rivals(
+    options: Options, shapes: Sequence[dict[str, Scalar]], names: Iterable[str], dtype: str, seeds: Iterable[int]
+) -> list[Trial]:
+    """A trial for each backend, shape and seed, but for backends that would hold too many scores."""
+    names = list(names)
+    return [
+        _trial(options, "attention", shape, name, dtype, "kernel", seed)
+        for seed in seeds
+        for shape in shapes
+        for name in names
+        if name not in ("manual", "math") or _scores_bytes(shape) <= SCORES_LIMIT
+    ]
+
+
+def problem(batch: int, heads: int, length: int, head_dim: int, causal: bool) -> dict[str, Scalar]:
     return {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim, "causal": causal}
 
 

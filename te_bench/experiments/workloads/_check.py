@@ -115,12 +115,15 @@ def spans_kernels(event: FunctionEvent) -> bool:
 
 
 def require_kernels(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:
-    """The measurement with its kernels, and in its work how many were launched where that was counted.
+    """The measurement with its kernels, and in its work how many were launched where that was counted, and `auto`'s choice.
 
     Raises CheckFailed, without timings, when another attention ran.
     """
     reason = attention.wrong_kernel(trial.attention, trial.device, seen.names, eager=trial.mode == "eager")
     if reason:
         raise CheckFailed(reason, dataclasses.replace(measurement, samples={}, kernels=seen.names))
-    launches = {} if seen.launches is None else {"launches": seen.launches}
-    return dataclasses.replace(measurement, kernels=seen.names, work={**measurement.work, **launches})
+    more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
+    chosen = attention.load(trial.attention).chosen
+    if chosen is not None:
+        more = {"chosen": ", ".join(chosen()), **more}
+    return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})

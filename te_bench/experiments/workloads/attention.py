@@ -1,9 +1,11 @@
 """One attention call, forward and backward apart, after its output and gradients were held to float64.
 
-problem: batch, heads, length, head_dim, causal; precision is the dtype of q, k and v.
-samples: forward_s, backward_s. work: forward_flop = 4 B H T^2 D, halved when causal; backward_flop = 2.5 times that;
-on a GPU launches, the kernels of a forward and a backward pass; in a mode that compiles graph_breaks and recompiles
-(_compilation), one of them the check's where that had to be smaller.
+problem: batch, heads, length, head_dim, causal; kv_heads where keys and values are shared, window_left and window_right
+where a row i sees keys i - left to i + right alone, -1 for no end. precision is the dtype of q, k and v.
+samples: forward_s, backward_s. work: forward_flop = 4 B H T^2 D, halved when causal, and for a window 4 B H D for each key
+that a row sees; backward_flop = 2.5 times that; on a GPU launches, the kernels of a forward and a backward pass; of `auto`
+chosen, the backend that it chose, which is the one that was checked and whose kernels had to run; in a mode that compiles
+graph_breaks and recompiles (_compilation), one of them the check's where that had to be smaller.
 """
 
 import math
@@ -26,19 +28,24 @@ CHECK_SCORES = 2**26  # at most so many float64 scores (0.5 GiB) are held by the
 
 def run(trial: Trial, context: Context) -> Measurement:
     p = problem_of(trial)
-    backend = attention.load(trial.attention)
-    reason = backend.unsupported(p)
+    backend, chosen = attention.load(trial.attention), attention.rival(trial.attention, p)
+    reason = backend.unsupported(attention.posed(backend, p))
     if reason:
         raise Unsupported(f"{trial.attention}: {reason}")
     _compilation.begin(trial)
-    forward = _bind(trial, backend.forward)
+    forward = _bind(trial, backend)
+    # At the check's size, where that is smaller, `auto` might choose another.
+    checked = forward if chosen == trial.attention else _bind(trial, attention.load(chosen))
     if trial.mode == "compile":
         forward = torch.compile(forward, dynamic=False)
-    check = check_attention(trial, forward) if context.check else _check.CHECKED_BEFORE
+        checked = forward if chosen == trial.attention else torch.compile(checked, dynamic=False)
+    check = check_attention(trial, checked) if context.check else _check.CHECKED_BEFORE
     q, k, v, dout = inputs(trial, p.batch, p.heads)
     out = forward(q, k, v)
-    flop = 4 * p.batch * p.heads * p.length**2 * p.head_dim // (2 if p.causal else 1)
-    work = {"forward_flop": flop, "backward_flop": 5 * flop // 2}
+    flop = 4 * p.batch * p.heads * p.head_dim * seen_pairs(p)
+    work: dict[str, Any] = {"forward_flop": flop, "backward_flop": 5 * flop // 2}
+    if chosen != trial.attention:
+        work["chosen"] = chosen
 
     def backward() -> None:
         torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
@@ -71,15 +78,28 @@ def problem_of(trial: Trial) -> attention.Problem:
         dropout=0.0,
         device=trial.device,
         capability=_model.capability(trial.device),
+        kv_heads=p.get("kv_heads"),
+        window=(p["window_left"], p["window_right"]) if "window_left" in p else None,
     )
 
 
+def seen_pairs(p: attention.Problem) -> int:
+    """How many keys all rows of one head see; the half of T^2 where causal, as everybody counts it."""
+    if p.window is None:
+        return p.length**2 // (2 if p.causal else 1)
+    left, right = (p.length if side < 0 else side for side in p.window)
+    right = 0 if p.causal else right
+    return sum(min(i + right, p.length - 1) - max(i - left, 0) + 1 for i in range(p.length))
+
+
 def inputs(trial: Trial, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, dout: standard normal, (batch, heads, T, D) in the trial's dtype."""
+    """q, k, v, dout: standard normal, (batch, heads, T, D) in the trial's dtype; k and v of their share of the heads."""
     generator = torch.Generator(trial.device).manual_seed(trial.seed)
-    size = (batch, heads, trial.number("length"), trial.number("head_dim"))
+    shared = trial.number("heads") // trial.number("kv_heads") if "kv_heads" in trial.problem else 1
+    size = trial.number("length"), trial.number("head_dim")
     dtype = DTYPES[trial.precision]
-    draw = [torch.randn(size, generator=generator, device=trial.device).to(dtype) for _ in range(4)]
+    counts = heads, max(1, heads // shared), max(1, heads // shared), heads
+    draw = [torch.randn((batch, n, *size), generator=generator, device=trial.device).to(dtype) for n in counts]
     return draw[0].requires_grad_(), draw[1].requires_grad_(), draw[2].requires_grad_(), draw[3]
 
 
@@ -93,7 +113,7 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
     whole = length * length * trial.number("batch") * trial.number("heads") <= CHECK_SCORES
     batch, heads = (trial.number("batch"), trial.number("heads")) if whole else (1, 1)
     exact_inputs = [t.detach().double().requires_grad_() for t in inputs(trial, batch, heads)]
-    manual = _bind(trial, attention.load("manual").forward)
+    manual = _bind(trial, attention.load("manual"))
     truth = _gradients(manual, exact_inputs)
     library = _gradients(manual, inputs(trial, batch, heads))
     ours = _gradients(forward, inputs(trial, batch, heads))
@@ -104,10 +124,14 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
     return judge("manual attention, fp64", quantities)
 
 
-def _bind(trial: Trial, forward: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The backend's forward with the trial's mask and the usual scale, 1 / sqrt(D)."""
-    causal, scale = bool(trial.problem["causal"]), 1 / math.sqrt(trial.number("head_dim"))
-    return lambda q, k, v: forward(q, k, v, causal=causal, scale=scale)
+def _bind(trial: Trial, backend: attention.Backend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The backend with the trial's masks and the usual scale, 1 / sqrt(D)."""
+    p: dict[str, Any] = dict(trial.problem)
+    window = (p["window_left"], p["window_right"]) if "window_left" in p else None
+    causal, scale = bool(p["causal"]), 1 / math.sqrt(trial.number("head_dim"))
+    if window is None:
+        return lambda q, k, v: backend.forward(q, k, v, causal=causal, scale=scale)
+    return lambda q, k, v: attention.attend(backend, q, k, v, causal=causal, scale=scale, window=window)
 
 
 def _gradients(forward: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: Any) -> list[Tensor]:

@@ -6,7 +6,7 @@ h // (H / Hkv). A causal row i sees keys 0..i, whatever T and S are (aligned at 
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from te_bench import plugins
@@ -32,6 +32,8 @@ class Problem:
     kv_length: int | None = None
     v_head_dim: int | None = None
     mask: bool = False  # a mask beside, or instead of, the causal one
+    window: tuple[int, int] | None = None  # (left, right): row i sees keys i - left to i + right at most, -1 for no end
+    packed: bool = False  # `batch` sequences one after the other, of at most `length` rows and `kv_length` keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +42,26 @@ class Backend:
 
     forward(q, k, v, *, causal, scale, dropout=0.0, mask=None): as above, differentiable by autograd. mask: bool, of shape
     (T, S) or (B or 1, H or 1, T or 1, S); it comes with causal=False and hides no row's every key (`attend` sees to both).
+    windows: forward takes window=(left, right) too, any mask and the causal flag beside it, and a row that sees no key is 0
+    whatever comes back to it; others are given a mask in place of a window (`posed`).
+    packed(q, k, v, starts_q, starts_k, longest, *, causal, scale, dropout, window): of packed sequences, as
+    `_packed.attend_packed` says; it pads them for a backend that has none.
     unsupported(problem): why it can't, or None. It never falls back to another kernel.
     kernels: device -> regular expression over the names of the kernels that prove it ran; a device that is absent has no
     kernel of its own (the backend is made of ordinary operators). operators: the same over operator names, which a
     profiler sees only when nothing was compiled or captured.
+    choose, chosen: of a backend that hands every problem to another one, `auto`: the name that it gives to, and all that it
+    has given to in this process.
     """
 
     forward: Callable[..., Any]
     unsupported: Callable[[Problem], str | None]
     kernels: Mapping[str, str] = field(default_factory=dict)
     operators: str | None = None
+    windows: bool = False
+    packed: Callable[..., Any] | None = None
+    choose: Callable[[Problem], str] | None = None
+    chosen: Callable[[], tuple[str, ...]] | None = None
 
 
 def names() -> list[str]:
@@ -63,6 +75,24 @@ def load(name: str) -> Backend:
     return backend
 
 
+def rival(name: str, problem: Problem) -> str:
+    """The backend that computes this problem where `name` is asked for: itself, but for `auto`."""
+    choose = load(name).choose
+    return name if choose is None else choose(problem)
+
+
+def posed(backend: Backend, problem: Problem) -> Problem:
+    """The problem as `attend` puts it to this backend: to one without windows, a mask for what is not causal alone.
+
+    A backend that takes no packed sequences gets padded ones, and a mask of the padding.
+    """
+    if problem.packed and backend.packed is None:
+        problem = replace(problem, packed=False, mask=True)
+    if backend.windows or (problem.window is None and not (problem.causal and problem.mask)):
+        return problem
+    return replace(problem, causal=False, mask=True, window=None)
+
+
 def attend(
     backend: Backend,
     q: Any,
@@ -73,37 +103,66 @@ def attend(
     scale: float,
     dropout: float = 0.0,
     mask: Any | None = None,
+    window: tuple[int, int] | None = None,
 ) -> Any:
-    """backend.forward with any mask broadcastable to (B, H, T, S): a row that sees no key is 0, and so are its gradients.
+    """backend.forward with any window, and any mask broadcastable to (B, H, T, S); a row that sees no key is 0.
 
-    True hides. Such dead rows are given all keys, so that no kernel divides 0 by 0, and their output is thrown away.
+    So are such a row's gradients. True hides. A backend without windows gets a mask for all of them; its dead rows are
+    given all keys, so that no kernel divides 0 by 0, and their output is thrown away.
     """
-    if mask is None:
+    if backend.windows:
+        return backend.forward(q, k, v, causal=causal, scale=scale, dropout=dropout, mask=mask, window=window)
+    if mask is None and window is None:
         return backend.forward(q, k, v, causal=causal, scale=scale, dropout=dropout)
-    if causal:
-        rows, keys = q.shape[-2], k.shape[-2]
-        mask = mask | mask.new_ones(rows, keys).triu(1)
-    mask = mask.expand(*mask.shape[:-1], k.shape[-2])
+    mask = _hidden(q, k, causal, mask, window)
     dead = mask.all(-1, keepdim=True)
     out = backend.forward(q, k, v, causal=False, scale=scale, dropout=dropout, mask=mask & ~dead)
     return out.masked_fill(dead, 0.0)
 
 
+def _hidden(q: Any, k: Any, causal: bool, mask: Any | None, window: tuple[int, int] | None) -> Any:
+    """The mask, or a new one, that hides what the window and the causal mask do as well; S wide."""
+    left, right = (-1, -1) if window is None else window
+    right = 0 if causal else right
+    rows, keys = q.shape[-2], k.shape[-2]
+    if right >= 0 or left >= 0:
+        ones = q.detach().new_ones(rows, keys)
+        after = ones.triu(right + 1) if right >= 0 else 0 * ones
+        outside = (after if left < 0 else after + ones.tril(-left - 1)).bool()
+        mask = outside if mask is None else mask | outside
+    assert mask is not None
+    return mask.expand(*mask.shape[:-1], keys)
+
+
 def wrong_kernel(name: str, device: str, seen: Sequence[str], *, eager: bool) -> str | None:
     """Why the kernels a profiler saw are not this backend's, or None when they are.
 
-    Its own must be among them (where it has any), and no other backend's may be.
+    Its own must be among them (where it has any), and no other backend's may be. Of `auto` they must be those of a backend
+    that it has chosen in this process.
     """
-    own = load(name)
-    wanted = [own.kernels.get(device), own.operators if eager else None]
-    for pattern in wanted:
-        if pattern and not any(re.search(pattern, kernel) for kernel in seen):
-            return f"asked for {name}, but nothing that ran matches /{pattern}/"
+    chosen = load(name).chosen
+    allowed = (name,) if chosen is None else chosen()
+    if not allowed:
+        return f"asked for {name}, which chose no backend in this process"
+    asked = name if chosen is None else f"{name}, which chose {' and '.join(allowed)}"
+    reasons = [_not_seen(own, asked, device, seen, eager) for own in allowed]
+    if all(reasons):
+        return reasons[0]
+    known = {load(own).kernels.get(device) for own in allowed}
     for other in names():
         pattern = load(other).kernels.get(device)
-        if other == name or pattern is None or pattern == own.kernels.get(device):
+        if other in allowed or pattern is None or pattern in known:
             continue
         for kernel in seen:
             if re.search(pattern, kernel):
-                return f"asked for {name}, but {other} ran ({kernel[:80]})"
+                return f"asked for {asked}, but {other} ran ({kernel[:80]})"
+    return None
+
+
+def _not_seen(own: str, asked: str, device: str, seen: Sequence[str], eager: bool) -> str | None:
+    """That no kernel, or operator, of the backend `own` was seen, or None where they were or it has none."""
+    backend = load(own)
+    for pattern in (backend.kernels.get(device), backend.operators if eager else None):
+        if pattern and not any(re.search(pattern, kernel) for kernel in seen):
+            return f"asked for {asked}, but nothing that ran matches /{pattern}/"
     return None

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.attention import _backward_kernels, _kernels
-from te_bench.kernels.attention._kernels import Extent
+from te_bench.kernels.attention._kernels import Extent, Packed
 
 WIDEST = 256
 LEAST = 1e-30  # of a scale: hidden scores are -inf, and 0 x -inf is NaN; all weights are equal with either
@@ -28,38 +28,52 @@ def _extent(q: Tensor, k: Tensor, left: int, right: int, mask: Tensor | None) ->
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None,
     left: int, right: int, scale: float, dropout: float,
+    starts_q: Tensor | None = None, starts_k: Tensor | None = None, rows: int = 0, keys: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and lse, by the kernel; of an empty sum 0 and -inf."""
+    """out and lse, by the kernel; of an empty sum 0 and -inf. starts: of packed sequences, of at most `rows` and `keys`."""
     if q.numel() == 0 or k.shape[2] == 0:
         out, lse = _fake(q, k, v, mask, seed, left, right, scale, dropout)
         return out.zero_(), lse.fill_(float("-inf"))
-    return _kernels.forward(_rows(q), _rows(k), _rows(v), _extent(q, k, left, right, mask), scale, dropout, seed)
+    extent, packed = _extent(q, k, left, right, mask), _packed(starts_q, starts_k, rows, keys)
+    return _kernels.forward(_rows(q), _rows(k), _rows(v), extent, scale, dropout, seed, packed=packed)
+
+
+def _packed(starts_q: Tensor | None, starts_k: Tensor | None, rows: int, keys: int) -> Packed | None:
+    return None if starts_q is None or starts_k is None else Packed(starts_q, starts_k, rows, keys)
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, seed: Tensor | None,
     left: int, right: int, scale: float, dropout: float, deterministic: bool,
+    starts_q: Tensor | None = None, starts_k: Tensor | None = None, rows: int = 0, keys: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, by the kernels."""
     if q.numel() == 0 or k.shape[2] == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    packed = _packed(starts_q, starts_k, rows, keys)
+    # Rows that see no key: 0 x an infinite gradient is NaN.
+    if mask is not None or 0 <= left < q.shape[2] - k.shape[2] or (packed is not None and starts_q is not starts_k):
+        dout = dout.masked_fill((lse == float("-inf"))[..., None], 0.0)
     dout, q, k, v = (_rows(x) for x in (dout, q, k, v))
     extent = _extent(q, k, left, right, mask)
-    return _backward_kernels.backward(extent, scale, dropout, deterministic, dout, q, k, v, out, lse, seed)
+    tensors = dout, q, k, v, out, lse, seed
+    return _backward_kernels.backward(extent, scale, dropout, deterministic, *tensors, packed=packed)
 
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None,
     left: int, right: int, scale: float, dropout: float,
+    starts_q: Tensor | None = None, starts_k: Tensor | None = None, rows: int = 0, keys: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    batch, heads, rows, _ = q.shape
-    out = q.new_empty(batch, rows, heads, v.shape[-1]).transpose(1, 2)
-    return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
+    batch, heads, length, _ = q.shape
+    out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, length, dtype=torch.float32)
 
 
 def _fake_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, seed: Tensor | None,
     left: int, right: int, scale: float, dropout: float, deterministic: bool,
+    starts_q: Tensor | None = None, starts_k: Tensor | None = None, rows: int = 0, keys: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -75,12 +89,13 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None,
         settings: tuple[int, int, float, float], deterministic: bool,
+        starts_q: Tensor | None = None, starts_k: Tensor | None = None, longest: tuple[int, int] = (0, 0),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         # Eager calls go straight to the launchers: a custom operator costs the host about 20 us a call.
         run = _forward_op if torch.compiler.is_compiling() else forward
-        out, lse = run(q, k, v, mask, seed, *settings)
-        ctx.save_for_backward(q, k, v, out, lse, mask, seed)
-        ctx.settings = *settings, deterministic
+        out, lse = run(q, k, v, mask, seed, *settings, starts_q, starts_k, *longest)
+        ctx.save_for_backward(q, k, v, out, lse, mask, seed, starts_q, starts_k)
+        ctx.settings, ctx.longest = (*settings, deterministic), longest
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -89,9 +104,11 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * 7
+            return (None,) * 10
         run = _backward_op if torch.compiler.is_compiling() else backward
-        return *run(dout, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+        q, k, v, out, lse, mask, seed, *starts = ctx.saved_tensors
+        made = run(dout, q, k, v, out, lse, mask, seed, *ctx.settings, *starts, *ctx.longest)
+        return *made, None, None, None, None, None, None, None
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> None:
@@ -146,6 +163,15 @@ def attention(
     device. deterministic: gradients that are bitwise the same in every run. Raises ValueError for what does not fit.
     """
     check(q, k, v, mask, dropout)
+    q, seed, settings = _prepared(q, causal, scale, dropout, window)
+    out, lse = _Attention.apply(q, k, v, mask, seed, settings, deterministic)
+    return out, lse
+
+
+def _prepared(
+    q: Tensor, causal: bool, scale: float, dropout: float, window: tuple[int, int]
+) -> tuple[Tensor, Tensor | None, tuple[int, int, float, float]]:
+    """q, the seed and the settings that the Function takes."""
     left, right = window
     if left < -1 or right < -1:
         raise ValueError(f"window={window}: (left, right), at least 0, or -1 for no end")
@@ -153,6 +179,45 @@ def attention(
         q, scale = -q, -scale
     scale = max(scale, LEAST)
     seed = torch.randint(-(2**63), 2**63 - 1, (2,), device=q.device) if dropout else None
-    settings = left, 0 if causal else right, float(scale), float(dropout)
-    out, lse = _Attention.apply(q, k, v, mask, seed, settings, deterministic)
-    return out, lse
+    return q, seed, (left, 0 if causal else right, float(scale), float(dropout))
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest: tuple[int, int],
+    *,
+    causal: bool = False,
+    scale: float,
+    dropout: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`attention` of sequences of many lengths, one after the other: out (rows, H, Dv) and lse (H, rows).
+
+    q (rows, H, D), k (keys, Hkv, D), v (keys, Hkv, Dv). Sequence b is rows starts_q[b] to starts_q[b + 1], starts (sequences
+    + 1,) int32 or int64, and likewise keys; longest: rows and keys of the longest, which no sequence may exceed (their
+    values go unread here). Rows of no sequence are 0. Raises ValueError as `attention` does.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} is {tuple(x.shape)}: packed sequences are (rows, heads, features)")
+    for name, starts in (("starts_q", starts_q), ("starts_k", starts_k)):
+        if starts.dtype not in (torch.int32, torch.int64) or starts.dim() != 1 or starts.device != q.device:
+            raise ValueError(
+                f"{name} is {tuple(starts.shape)} of {starts.dtype} on {starts.device}: (sequences + 1,), int32"
+            )
+    if len(starts_q) != len(starts_k) or len(starts_q) < 2:
+        raise ValueError(
+            f"starts_q has {len(starts_q)} entries, starts_k {len(starts_k)}: one more than sequences, both"
+        )
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    check(q, k, v, None, dropout)
+    q, seed, settings = _prepared(q, causal, scale, dropout, window)
+    first = starts_q.contiguous()
+    second = first if starts_k is starts_q else starts_k.contiguous()
+    out, lse = _Attention.apply(q, k, v, None, seed, settings, deterministic, first, second, longest)
+    return out[0].transpose(0, 1), lse[0]

@@ -17,7 +17,17 @@ from torch import Tensor
 
 from te_bench.kernels._epilogue import rounded
 from te_bench.kernels._launch import launch, traits
-from te_bench.kernels.attention._kernels import Extent, Tile, chosen, row_strides, together, widths
+from te_bench.kernels.attention._kernels import (
+    Extent,
+    Packed,
+    Tile,
+    chosen,
+    counts,
+    row_strides,
+    starts_of,
+    together,
+    widths,
+)
 from te_bench.kernels.attention._scores import (
     LOG2_E,
     NO_MASK,
@@ -29,6 +39,7 @@ from te_bench.kernels.attention._scores import (
     put,
     row_range,
     seen,
+    sequence,
     settled,
     tile,
 )
@@ -50,6 +61,8 @@ OF_KEYS: Mapping[int, Tile] = {  # dK and dV
 }
 #: The same where random numbers, or the loop over query heads, take registers that a smaller tile would spill.
 OF_KEYS_CROWDED: Mapping[int, Tile] = {**OF_KEYS, 64: Tile(64, 128, 8, 3)}
+#: And where the lengths of packed sequences take some as well, beside the loop over query heads.
+OF_KEYS_PACKED: Mapping[int, Tile] = {**OF_KEYS, 64: Tile(32, 128, 8, 2), 128: Tile(16, 128, 8, 2)}
 FUSED: Mapping[int, Tile] = {64: Tile(64, 128, 8, 3)}  # all three
 #: Where one pass is faster than two: nowhere on an H200 (at D64, B12 H12 T1024 causal, 198 TFLOP/s against 229).
 FASTER_FUSED: frozenset[int] = frozenset()
@@ -58,7 +71,8 @@ DELTA_ROWS = 64
 
 @triton.jit
 def _row_sums(out, dout, stride_out, stride_dout, lse, level, delta, pair, first, T, padded,
-              DV: tl.constexpr, ROWS: tl.constexpr, WIDTH_V: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+              DV: tl.constexpr, ROWS: tl.constexpr, WIDTH_V: tl.constexpr, WHOLE: tl.constexpr,
+              PACKED: tl.constexpr):  # fmt: skip
     """dO, level and delta of ROWS rows, the latter two written for the pass over the keys.
 
     level: the logarithm, to base 2, of the rows' sums; infinity, whose weights are 0, for rows that see no key or are none.
@@ -68,7 +82,10 @@ def _row_sums(out, dout, stride_out, stride_dout, lse, level, delta, pair, first
     made = tile(out, stride_out, first, T, ROWS, WIDTH_V, DV, WHOLE)
     sums = tl.sum(made.to(tl.float32) * come.to(tl.float32), 1)
     tl.store(delta + pair.to(tl.int64) * padded + rows, sums)
-    value = tl.load(lse + pair.to(tl.int64) * T + rows, mask=rows < T, other=float("inf"))
+    if PACKED:  # lse begins with the sequence
+        value = tl.load(lse + rows, mask=rows < T, other=float("inf"))
+    else:
+        value = tl.load(lse + pair.to(tl.int64) * T + rows, mask=rows < T, other=float("inf"))
     value = tl.where(value == float("-inf"), float("inf"), value) * LOG2_E
     tl.store(level + pair.to(tl.int64) * padded + rows, value)
     return come, value, sums
@@ -86,7 +103,7 @@ def attention_delta_kernel(
     h = (pair % H).to(tl.int64)
     _row_sums(
         out + b * out_b + h * out_h, dout + b * dout_b + h * dout_h, out_t, dout_t, lse, level, delta, pair, first, T,
-        padded, DV, ROWS, WIDTH_V, False,
+        padded, DV, ROWS, WIDTH_V, False, False,
     )  # fmt: skip
     at = dq + (pair.to(tl.int64) * padded + first) * WIDTH
     at += tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -126,14 +143,14 @@ def _row_steps(
 
 @triton.jit
 def attention_backward_rows_kernel(
-    q, k, v, dout, out, lse, level, delta, dq, mask, seed,
+    q, k, v, dout, out, lse, level, delta, dq, mask, seed, starts_q, starts_k,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, dout_b, dout_h, dout_t, out_b, out_h, out_t, dq_b, dq_h, dq_t,
-    mask_b, mask_h, mask_t, mask_s, batch, H, T, S, group, near, padded, left, right, scale, dropout,
+    mask_b, mask_h, mask_t, mask_s, batch, H, T, S, group, near, padded, left, right, scale, dropout, total_rows,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WHOLE: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """dQ, level and delta of ROWS rows."""
+    """dQ, level and delta of ROWS rows. PACKED: as in the forward pass."""
     blocks = padded // ROWS
     order, pair = heavy_first(tl.program_id(0), blocks, batch * H, near)
     first = (blocks - 1 - order) * ROWS
@@ -143,9 +160,20 @@ def attention_backward_rows_kernel(
     v += b * v_b + (h // group) * v_h
     if MASK != NO_MASK:
         mask += b * mask_b + h * mask_h
+    if PACKED:
+        begin_q, T = sequence(starts_q, b)
+        begin_k, S = sequence(starts_k, b)
+        S = tl.where(first < T, S, 0)
+        q += begin_q.to(tl.int64) * q_t
+        dout += begin_q.to(tl.int64) * dout_t
+        out += begin_q.to(tl.int64) * out_t
+        dq += begin_q.to(tl.int64) * dq_t
+        k += begin_k.to(tl.int64) * k_s
+        v += begin_k.to(tl.int64) * v_s
+        lse += h * total_rows + begin_q
     come, own_level, sums = _row_sums(
         out + b * out_b + h * out_h, dout + b * dout_b + h * dout_h, out_t, dout_t, lse, level, delta, pair, first, T,
-        padded, DV, ROWS, WIDTH_V, WHOLE,
+        padded, DV, ROWS, WIDTH_V, WHOLE, PACKED,
     )  # fmt: skip
     own = tile(q + b * q_b + h * q_h, q_t, first, T, ROWS, WIDTH, D, WHOLE)
     begin, inner, outer, end = key_range(first, S, left, right, ROWS, KEYS, HAS_LEFT, HAS_RIGHT, MASK)
@@ -216,11 +244,11 @@ def _key_steps(
 
 @triton.jit
 def attention_backward_keys_kernel(
-    q, k, v, dout, level, delta, dq, dk, dv, mask, seed,
+    q, k, v, dout, level, delta, dq, dk, dv, mask, seed, starts_q, starts_k,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, dout_b, dout_h, dout_t, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
     mask_b, mask_h, mask_t, mask_s, batch, H, T, S, group, near, padded, left, right, scale, dropout,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr, EMULATED: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of KEYS keys, over GROUP query heads; where FUSED their share of dq (B, H, padded, WIDTH), not scaled."""
@@ -228,6 +256,16 @@ def attention_backward_keys_kernel(
     first = order * KEYS  # of causal keys the first are seen the most
     b = (pair // (H // GROUP)).to(tl.int64)
     kv_head = (pair % (H // GROUP)).to(tl.int64)
+    if PACKED:
+        begin_q, T = sequence(starts_q, b)
+        begin_k, S = sequence(starts_k, b)
+        T = tl.where(first < S, T, 0)
+        q += begin_q.to(tl.int64) * q_t
+        dout += begin_q.to(tl.int64) * dout_t
+        k += begin_k.to(tl.int64) * k_s
+        v += begin_k.to(tl.int64) * v_s
+        dk += begin_k.to(tl.int64) * dk_s
+        dv += begin_k.to(tl.int64) * dv_s
     own = tile(k + b * k_b + kv_head * k_h, k_s, first, S, KEYS, WIDTH, D, WHOLE)
     values = tile(v + b * v_b + kv_head * v_h, v_s, first, S, KEYS, WIDTH_V, DV, WHOLE)
     begin, inner, outer, end = row_range(first, T, S, left, right, ROWS, KEYS, HAS_LEFT, HAS_RIGHT, MASK)
@@ -269,9 +307,10 @@ def attention_backward_keys_kernel(
     put(dv + b * dv_b + kv_head * dv_h, dv_s, first, S, rounded(dv_tile, dv.dtype.element_ty), KEYS, WIDTH_V, DV)
 
 
-def _sized(size: Tile, rows: int, keys: int) -> dict[str, Any]:
+def _sized(size: Tile, rows: int, keys: int, alike: bool) -> dict[str, Any]:
+    """The tile's constants, WHOLE among them where all sequences are of the same length."""
     return {
-        "ROWS": size.rows, "KEYS": size.keys, "WHOLE": rows % size.rows == 0 and keys % size.keys == 0,
+        "ROWS": size.rows, "KEYS": size.keys, "WHOLE": alike and rows % size.rows == 0 and keys % size.keys == 0,
         "EMULATED": size.emulated, "num_warps": size.warps, "num_stages": size.stages,
     }  # fmt: skip
 
@@ -279,28 +318,34 @@ def _sized(size: Tile, rows: int, keys: int) -> dict[str, Any]:
 def backward(
     extent: Extent, scale: float, dropout: float, deterministic: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, seed: Tensor | None, of_rows: Tile | None = None, of_keys: Tile | None = None,
-    fused: bool | None = None,
+    fused: bool | None = None, packed: Packed | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the inputs' dtype and order in memory; extent to dropout and seed are the forward pass's."""
-    batch, heads, rows, _ = q.shape
-    keys, group = k.shape[2], heads // k.shape[1]
-    common = {**widths(q, v), **extent.constants(), "DROPOUT": dropout > 0}
+    """dq, dk, dv in the inputs' dtype and order in memory; extent to dropout, seed and packed are the forward pass's."""
+    shape = counts(q, k, packed)
+    batch, heads, rows, keys, group = shape
+    common = {**widths(q, v), **extent.constants(), "DROPOUT": dropout > 0, "PACKED": packed is not None}
     width = common["WIDTH"]
     if fused is None:
         # Random numbers and the loop over query heads leave too few registers for a third product's accumulator.
-        fused = not (deterministic or dropout) and group == 1 and max(width, common["WIDTH_V"]) in FASTER_FUSED
+        fused = (
+            not (deterministic or dropout or packed) and group == 1 and max(width, common["WIDTH_V"]) in FASTER_FUSED
+        )
     apart = OF_KEYS_CROWDED if dropout or group > 1 else OF_KEYS
+    apart = OF_KEYS_PACKED if packed and group > 1 else apart
     of_keys = of_keys or chosen(FUSED if fused else apart, common)
     of_rows = of_rows or chosen(OF_ROWS, common)
     block = max(of_keys.rows, DELTA_ROWS if fused else of_rows.rows)
     padded = triton.cdiv(rows, block) * block
     # A tile of rows beyond the last one is only read behind a mask, which there is none of where tiles divide the rows.
-    assert fused or padded - rows < of_rows.rows or rows % of_rows.rows, f"tiles {of_rows}, {of_keys} of {rows} rows"
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    assert packed or fused or padded - rows < of_rows.rows or rows % of_rows.rows, (
+        f"tiles {of_rows}, {of_keys} of {rows} rows"
+    )
+    made = torch.empty_like if packed is None else torch.zeros_like  # what is of no sequence is 0
+    dq, dk, dv = made(q), made(k), made(v)
     level, delta = q.new_empty(2, batch, heads, padded, dtype=torch.float32).unbind()
     dq_sum = q.new_empty(batch, heads, padded, width, dtype=torch.float32) if fused else None
-    counts = batch, heads, rows, keys, group
     floats = float(scale), float(dropout)
+    starts = starts_of(packed)
     if fused:
         constants = {name: common[name] for name in ("DV", "WIDTH", "WIDTH_V")}
         _run(
@@ -311,17 +356,17 @@ def backward(
         strides = *row_strides(q, k, v, dout, out, dq), *extent.strides()
         _run(
             attention_backward_rows_kernel, padded // of_rows.rows * batch * heads,
-            (q, k, v, dout, out, lse, level, delta, dq, extent.mask, seed),
-            (*strides, *counts, together(k, v, group), padded, extent.left, extent.right), floats,
-            common | _sized(of_rows, rows, keys),
+            (q, k, v, dout, out, lse, level, delta, dq, extent.mask, seed, *starts),
+            (*strides, *shape, together(k, v, group, keys), padded, extent.left, extent.right), floats,
+            common | _sized(of_rows, rows, keys, packed is None), q.shape[2],
         )  # fmt: skip
     strides = *row_strides(q, k, v, dout, dk, dv), *extent.strides()
-    near = max(1, together(q, dout, 1) // group)
+    near = max(1, together(q, dout, 1, rows) // group)
     _run(
         attention_backward_keys_kernel, triton.cdiv(keys, of_keys.keys) * batch * k.shape[1],
-        (q, k, v, dout, level, delta, dq_sum, dk, dv, extent.mask, seed),
-        (*strides, *counts, near, padded, extent.left, extent.right), floats,
-        common | _sized(of_keys, rows, keys) | {"GROUP": group, "FUSED": fused},
+        (q, k, v, dout, level, delta, dq_sum, dk, dv, extent.mask, seed, *starts),
+        (*strides, *shape, near, padded, extent.left, extent.right), floats,
+        common | _sized(of_keys, rows, keys, packed is None) | {"GROUP": group, "FUSED": fused},
     )  # fmt: skip
     if dq_sum is not None:
         torch.mul(dq_sum[:, :, :rows, : q.shape[-1]], scale, out=dq)
@@ -330,8 +375,8 @@ def backward(
 
 def _run(
     kernel: Any, grid: int, tensors: tuple[Tensor | None, ...], integers: tuple[int, ...], floats: tuple[float, ...],
-    constants: dict[str, Any],
+    constants: dict[str, Any], *last: int,
 ) -> None:  # fmt: skip
-    key = (*traits(*tensors), *integers, *constants.values())
+    key = (*traits(*tensors), *integers, *last, *constants.values())
     device = next(t for t in tensors if t is not None).get_device()
-    launch(kernel, grid, key, device, (*tensors, *integers, *floats), constants)
+    launch(kernel, grid, key, device, (*tensors, *integers, *floats, *last), constants)

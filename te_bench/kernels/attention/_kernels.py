@@ -28,6 +28,7 @@ from te_bench.kernels.attention._scores import (
     product,
     put,
     seen,
+    sequence,
     settled,
     tile,
 )
@@ -95,14 +96,17 @@ def _steps(
 
 @triton.jit
 def attention_forward_kernel(
-    q, k, v, out, lse, mask, seed,
+    q, k, v, out, lse, mask, seed, starts_q, starts_k,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_t, mask_b, mask_h, mask_t, mask_s,
-    batch, H, T, S, group, near, left, right, scale, dropout,
+    batch, H, T, S, group, near, left, right, scale, dropout, total_rows,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, WHOLE: tl.constexpr,
-    EMULATED: tl.constexpr,
+    EMULATED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of ROWS rows. WHOLE: S is a multiple of KEYS and T one of ROWS."""
+    """out and lse of ROWS rows. WHOLE: S is a multiple of KEYS and T one of ROWS.
+
+    PACKED: `batch` sequences one after the other, of at most T rows and S keys, begin at starts_q and starts_k.
+    """
     blocks = tl.cdiv(T, ROWS)
     order, pair = heavy_first(tl.program_id(0), blocks, batch * H, near)
     first = (blocks - 1 - order) * ROWS  # of causal rows the last see the most
@@ -113,6 +117,15 @@ def attention_forward_kernel(
     mask_bh = mask
     if MASK != NO_MASK:
         mask_bh = mask + b * mask_b + h * mask_h
+    if PACKED:
+        begin_q, T = sequence(starts_q, b)
+        begin_k, S = sequence(starts_k, b)
+        S = tl.where(first < T, S, 0)  # a shorter sequence has fewer blocks than the longest
+        q += begin_q.to(tl.int64) * q_t
+        k += begin_k.to(tl.int64) * k_s
+        v += begin_k.to(tl.int64) * v_s
+        out += begin_q.to(tl.int64) * out_t
+        lse += h * total_rows + begin_q
     own = tile(q + b * q_b + h * q_h, q_t, first, T, ROWS, WIDTH, D, WHOLE)
 
     begin, inner, outer, end = key_range(first, S, left, right, ROWS, KEYS, HAS_LEFT, HAS_RIGHT, MASK)
@@ -141,7 +154,10 @@ def attention_forward_kernel(
 
     share = 1.0 / tl.where(total == 0.0, 1.0, total)  # a row that sees no key is 0
     rows = first + tl.arange(0, ROWS)
-    tl.store(lse + pair.to(tl.int64) * T + rows, (top + tl.log2(total)) * LN_2, mask=rows < T)
+    if PACKED:
+        tl.store(lse + rows, (top + tl.log2(total)) * LN_2, mask=rows < T)
+    else:
+        tl.store(lse + pair.to(tl.int64) * T + rows, (top + tl.log2(total)) * LN_2, mask=rows < T)
     result = rounded(acc * share[:, None], out.dtype.element_ty)
     put(out + b * out_b + h * out_h, out_t, first, T, result, ROWS, WIDTH_V, DV)
 
@@ -165,6 +181,15 @@ class Extent(NamedTuple):
         return {"HAS_LEFT": self.left >= 0, "HAS_RIGHT": self.right >= 0, "MASK": self.kind()}
 
 
+class Packed(NamedTuple):
+    """Sequences one after the other in q (1, H, total, D), k and v: where each begins, and the lengths of the longest."""
+
+    starts_q: Tensor  # (sequences + 1,), int32 or int64
+    starts_k: Tensor
+    rows: int
+    keys: int
+
+
 def widths(q: Tensor, v: Tensor) -> dict[str, int]:
     """The heads' widths, and those of their tiles, powers of two of at least the 16 that tensor cores take."""
     d, dv = q.shape[-1], v.shape[-1]
@@ -180,48 +205,62 @@ def chosen(table: Mapping[int, Tile], sizes: Mapping[str, Any]) -> Tile:
     return table[max(sizes["WIDTH"], sizes["WIDTH_V"])]
 
 
-def together(k: Tensor, v: Tensor, group: int) -> int:
-    """How many query heads' keys and values fit in the L2."""
-    bytes_a_head = (k.shape[-1] + v.shape[-1]) * k.shape[2] * k.element_size()
+def together(k: Tensor, v: Tensor, group: int, keys: int | None = None) -> int:
+    """How many query heads' keys and values fit in the L2, of `keys` keys, by default all."""
+    bytes_a_head = (k.shape[-1] + v.shape[-1]) * (k.shape[2] if keys is None else keys) * k.element_size()
     return max(1, L2_BYTES // max(1, bytes_a_head)) * group
 
 
 def row_strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for x in tensors for stride in x.stride()[:3])
+    """(batch, head, row) strides of each; a batch of one, which packed sequences are, has stride 0."""
+    return tuple(stride for x in tensors for stride in (x.stride(0) if x.shape[0] > 1 else 0, *x.stride()[1:3]))
+
+
+def counts(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[int, int, int, int, int]:
+    """Sequences, heads, rows and keys (of the longest), query heads a key head."""
+    if packed is None:
+        return q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    return len(packed.starts_q) - 1, q.shape[1], packed.rows, packed.keys, q.shape[1] // k.shape[1]
+
+
+def starts_of(packed: Packed | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if packed is None else (packed.starts_q, packed.starts_k)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, extent: Extent, scale: float, dropout: float, seed: Tensor | None,
-    given: Tile | None = None,
+    given: Tile | None = None, packed: Packed | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, H, T, Dv) in q's dtype, in the memory order (B, T, H, Dv), and lse (B, H, T) float32, natural logarithms.
 
     The last strides are 1. seed (2,) int64, where dropout > 0: the generator's key and one word of its counter.
     """
-    batch, heads, rows, _ = q.shape
-    keys, sizes = k.shape[2], widths(q, v)
+    batch, heads, rows, keys, group = counts(q, k, packed)
+    sizes = widths(q, v)
     size = given or chosen(FORWARD, sizes)
-    out = q.new_empty(batch, rows, heads, sizes["DV"]).transpose(1, 2)
-    lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
-    group = heads // k.shape[1]
+    out = q.new_empty(q.shape[0], q.shape[2], heads, sizes["DV"]).transpose(1, 2)
+    lse = q.new_empty(q.shape[0], heads, q.shape[2], dtype=torch.float32)
+    if packed is not None:  # what is of no sequence
+        out.zero_()
+        lse.fill_(float("-inf"))
     integers = (
-        *row_strides(q, k, v, out), *extent.strides(), batch, heads, rows, keys, group, together(k, v, group),
+        *row_strides(q, k, v, out), *extent.strides(), batch, heads, rows, keys, group, together(k, v, group, keys),
         extent.left, extent.right,
     )  # fmt: skip
     constants = {
         **sizes, "ROWS": size.rows, "KEYS": size.keys, **extent.constants(), "DROPOUT": dropout > 0,
-        "WHOLE": rows % size.rows == 0 and keys % size.keys == 0, 
-        "EMULATED": size.emulated, "num_warps": size.warps, "num_stages": size.stages,
+        "WHOLE": packed is None and rows % size.rows == 0 and keys % size.keys == 0, "EMULATED": size.emulated,
+        "PACKED": packed is not None, "num_warps": size.warps, "num_stages": size.stages,
     }  # fmt: skip
-    tensors = (q, k, v, out, lse, extent.mask, seed)
-    key = (*traits(*tensors), *integers, *constants.values())
+    tensors = (q, k, v, out, lse, extent.mask, seed, *starts_of(packed))
+    key = (*traits(*tensors), *integers, q.shape[2], *constants.values())
     grid = triton.cdiv(rows, size.rows) * batch * heads
     launch(
         attention_forward_kernel,
         grid,
         key,
         q.get_device(),
-        (*tensors, *integers, float(scale), float(dropout)),
+        (*tensors, *integers, float(scale), float(dropout), q.shape[2]),
         constants,
     )
     return out, lse

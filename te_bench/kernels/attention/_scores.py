@@ -166,6 +166,13 @@ def kept(seed, head, row, key, dropout, ROWS: tl.constexpr, KEYS: tl.constexpr, 
 
 
 @triton.jit
+def sequence(starts, b):
+    """(where sequence b begins among those packed one after the other, how long it is)."""
+    begin = tl.load(starts + b).to(tl.int32)
+    return begin, tl.load(starts + b + 1).to(tl.int32) - begin
+
+
+@triton.jit
 def heavy_first(pid, blocks, heads, together):
     """(which of a head's blocks, in order; which head): block 0 of `together` heads, then block 1 of them, and so on.
 

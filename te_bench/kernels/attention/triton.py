@@ -1,7 +1,8 @@
 """Our own fused attention in Triton: FlashAttention-2's algorithm with Hopper's tiles, whatever the mask.
 
-Keys and values shared by heads, windows and any mask are the kernel's own; dropout is counted by Philox from one draw of
-torch's generator, so that the backward pass makes it again. The memory order of out is (B, T, H, Dv).
+Keys and values shared by heads, windows and any mask are the kernel's own, and no mask is made of a window: keys outside
+are not read. Dropout is counted by Philox from one draw of torch's generator, so that the backward pass makes it again. The
+memory order of out is (B, T, H, Dv).
 """
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from te_bench.kernels.attention import Backend, Problem
 from te_bench.kernels.attention._autograd import WIDEST
 from te_bench.kernels.attention._autograd import attention as attention
+from te_bench.kernels.attention._autograd import packed_attention as packed_attention
 
 
 def unsupported(p: Problem) -> str | None:
@@ -27,11 +29,58 @@ def unsupported(p: Problem) -> str | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float = 0.0, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    mask: Tensor | None = None,
+    window: tuple[int, int] | None = None,
 ) -> Tensor:
     """attention's out; gradients are deterministic where torch.use_deterministic_algorithms asks for it."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    out, _ = attention(q, k, v, causal=causal, scale=scale, dropout=dropout, mask=mask, deterministic=deterministic)
+    out, _ = attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        scale=scale,
+        dropout=dropout,
+        mask=mask,
+        window=(-1, -1) if window is None else window,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return out
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest: tuple[int, int],
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    window: tuple[int, int] | None = None,
+) -> Tensor:
+    """packed_attention's out; deterministic as forward is."""
+    out, _ = packed_attention(
+        q,
+        k,
+        v,
+        starts_q,
+        starts_k,
+        longest,
+        causal=causal,
+        scale=scale,
+        dropout=dropout,
+        window=(-1, -1) if window is None else window,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
     return out
 
 
@@ -39,4 +88,6 @@ BACKEND = Backend(
     forward=forward,
     unsupported=unsupported,
     kernels={"cuda": r"^attention_(forward|backward_(rows|keys)|delta)_kernel"},
+    windows=True,
+    packed=packed,
 )

@@ -35,6 +35,7 @@ class L2Normalization(nn.Module):
 class MultiheadAttention(nn.Module):
     """Projections to query, key and value, attention over heads, projection back: (s, b, hidden) -> (s, b, hidden).
 
+    With qkv_format "bshd" (b, s, hidden); "thd" (rows, hidden), sequences packed one after the other, by cu_seqlens.
     input_layernorm normalises the input first; attention_type "cross" takes keys and values from encoder_output. Without
     fuse_qkv_params the weights of query, key and value are parameters of their own; with it they are one, whose rows are
     grouped by head (qkv_weight_interleaved) or by query, key, value. Arguments, defaults and parameter names are
@@ -171,6 +172,18 @@ class MultiheadAttention(nn.Module):
         """
         if others:
             reject("MultiheadAttention.forward", others)
+        core: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+            "attn_mask_type": self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            "window_size": self.window_size if window_size is None else window_size,
+            "checkpoint_core_attention": checkpoint_core_attention,
+        }
+        if self.qkv_format == "thd":
+            return self._packed(hidden_states, encoder_output, is_first_microbatch, rotary_pos_emb, core)
         q, k, v, normed = self._project(hidden_states, encoder_output, is_first_microbatch)
         if self.q_norm is not None and self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -182,19 +195,33 @@ class MultiheadAttention(nn.Module):
             )
         if self.q_norm is not None and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
-        context = self.core_attention(
-            q,
-            k,
-            v,
-            attention_mask,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_kv,
-            attn_mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type,
-            window_size=self.window_size if window_size is None else window_size,
-            checkpoint_core_attention=checkpoint_core_attention,
-        )
+        context = self.core_attention(q, k, v, **core)
+        return self._finish(context, normed, is_first_microbatch)
+
+    def _packed(
+        self,
+        x: Tensor,
+        encoder_output: Tensor | None,
+        is_first_microbatch: bool | None,
+        rotary: Any,
+        core: dict[str, Any],
+    ) -> Any:
+        """forward for "thd": (rows, hidden), projected as a batch of one."""
+        if rotary is not None:
+            raise ValueError(
+                "MultiheadAttention: te_bench has no rotary_pos_emb for qkv_format='thd'; rotate q and k before"
+            )
+        if x.dim() != 2:
+            raise ValueError(f"MultiheadAttention: hidden_states must be (rows, hidden) for thd, got {tuple(x.shape)}")
+        encoded = None if encoder_output is None else encoder_output[:, None]
+        q, k, v, normed = self._project(x[:, None], encoded, is_first_microbatch)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        context = self.core_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), **core)
+        return self._finish(context, None if normed is None else normed.squeeze(1), is_first_microbatch)
+
+    def _finish(self, context: Tensor, normed: Tensor | None, is_first_microbatch: bool | None) -> Any:
+        """proj of the context, with what forward returns beside it."""
         out = self.proj(context, is_first_microbatch=is_first_microbatch)
         outputs = tuple(out) if self.return_bias else (out,)
         outputs += (normed,) if self.return_layernorm_output else ()

@@ -4,6 +4,7 @@
         out = layer(x)
 
 Without it each takes the first of `preference` that can do what it is asked; `report` says which, and why not the others.
+"auto" takes what was measured to be the fastest (kernels/attention/auto.py).
 """
 
 import contextlib
@@ -11,25 +12,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from te_bench.kernels import attention
-from te_bench.kernels.attention import Backend, Problem
-
-#: The fastest first. Hopper: facts of an H200, 2026-11-20: cuDNN 1.5 to 1.9 times as fast as FlashAttention-2 forward.
-HOPPER = ("cudnn", "flash", "mem_efficient", "math")
-#: Elsewhere cuDNN is not the faster one for certain, and it is PyTorch's own order.
-OTHER_GPU = ("flash", "mem_efficient", "math")
-CPU = ("flash", "math")
+from te_bench.kernels.attention import Backend, Problem, posed
+from te_bench.kernels.attention.auto import HOPPER, WINDOWED, preference
 
 #: The name that the innermost attention_kernel asks for. One for the process, like te.autocast, and not for the thread:
 #: on a GPU an activation checkpoint recomputes in a thread of autograd's, and must find the kernel of the forward pass.
 current: str | None = None
 
 # Loaded beforehand, because torch.compile can't trace an import.
-_backends: dict[str, Backend] = {name: attention.load(name) for name in HOPPER}
+_backends: dict[str, Backend] = {name: attention.load(name) for name in (*HOPPER, *WINDOWED)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """chosen: the backend that runs, None if the one asked for can't. reasons: why not, for each that can't."""
+    """chosen: the backend that runs, `auto`'s choice where that is asked for, None if the one asked for can't.
+
+    reasons: why not, for each that can't.
+    """
 
     chosen: str | None
     reasons: Mapping[str, str]
@@ -61,26 +60,23 @@ def within(name: str | None) -> Iterator[None]:
         current = before
 
 
-def preference(problem: Problem) -> tuple[str, ...]:
-    """The backends that are tried for a problem, the fastest first."""
-    if problem.device == "cpu":
-        return CPU
-    hopper = problem.capability is not None and problem.capability[0] == 9
-    return HOPPER if hopper else OTHER_GPU
-
-
 def choose(problem: Problem) -> str:
     """The backend that attention_kernel asks for, or the first preference that can. Raises ValueError if that can't."""
     if current is not None:
-        reason = _backends[current].unsupported(problem)
+        reason = _unable(_backends[current], problem)
         if reason is not None:
-            able = [name for name in attention.names() if attention.load(name).unsupported(problem) is None]
+            able = [name for name in attention.names() if _unable(attention.load(name), problem) is None]
             raise ValueError(f"attention_kernel({current!r}) can't do this: {reason}. Able: {', '.join(able)}.")
         return current
     for name in preference(problem):
-        if _backends[name].unsupported(problem) is None:
+        if _unable(_backends[name], problem) is None:
             return name
     raise AssertionError("math does everything")
+
+
+def _unable(backend: Backend, problem: Problem) -> str | None:
+    """Why the backend can't do the problem as `attend` would put it, or None."""
+    return backend.unsupported(posed(backend, problem))
 
 
 def backend(name: str) -> Backend:
@@ -90,6 +86,6 @@ def backend(name: str) -> Backend:
 
 def report(problem: Problem) -> Report:
     """What `choose` gives for a problem, and every backend's reason against it."""
-    said = {name: attention.load(name).unsupported(problem) for name in attention.names()}
+    said = {name: _unable(attention.load(name), problem) for name in attention.names()}
     reasons = {name: reason for name, reason in said.items() if reason is not None}
-    return Report(chosen=None if current in reasons else choose(problem), reasons=reasons)
+    return Report(chosen=None if current in reasons else attention.rival(choose(problem), problem), reasons=reasons)

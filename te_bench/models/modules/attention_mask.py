@@ -1,4 +1,4 @@
-"""Transformer Engine's mask types and windows as (causal, mask) for te_bench.kernels.attention. **True hides.**
+"""Transformer Engine's mask types and windows as te_bench.kernels.attention takes them. **True hides.**
 
 Source: Transformer Engine 2.x, DotProductAttention: the mask tensor counts for padding and arbitrary types only; causal
 means aligned at the top left, every other type aligns its window at the bottom right, unless told; padding is at the end.
@@ -33,6 +33,19 @@ class Sizes(NamedTuple):
     heads: int
     rows: int
     keys: int
+
+
+class Extent(NamedTuple):
+    """What a row sees: keys inside of the window, none after it where causal, that the mask does not hide.
+
+    mask: bool, broadcasts to (B, H, T, S). empty: bool (B, 1, T, 1), rows that see nothing whatever the rest says: padded
+    queries, which would make a mask of T x S of the keys' padding, (B, 1, 1, S).
+    """
+
+    causal: bool = False
+    window: Window | None = None  # (left, right): row i sees keys i - left to i + right, -1 for no end
+    mask: Tensor | None = None
+    empty: Tensor | None = None
 
 
 def check_type(attn_mask_type: str) -> str:
@@ -72,8 +85,8 @@ def build(
     cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None),
     window_size: Window | None = None,
     bottom_right_diagonal: bool | None = None,
-) -> tuple[bool, Tensor | None]:
-    """(causal, mask): mask is bool and broadcasts to (B, H, T, S), or is None where the causal flag says all.
+) -> Extent:
+    """What each row sees. A mask of T x S is made only where an alignment at the bottom right moves a window's ends.
 
     attention_mask: (B, 1, 1, T) for padding, a pair (B, 1, 1, T), (B, 1, 1, S) where queries and keys differ, anything that
     broadcasts to (B, H, T, S) for arbitrary. cu_seqlens (B + 1,), int32 or int64, of queries and keys stand in for a
@@ -84,34 +97,114 @@ def build(
     window = check_window(kind, window_size)
     bottom_right = "bottom_right" in kind or ("causal" not in kind and bottom_right_diagonal is not False)
     mask: Tensor | None = None
+    empty: Tensor | None = None
     offset: int | Tensor = sizes.keys - sizes.rows if bottom_right else 0
     if "padding" in kind:
-        query, key = _padding(attention_mask, cu_seqlens, sizes, device)
-        mask = query.transpose(-2, -1) | key  # a padded query sees nothing, so it gives 0
+        query, mask = _padding(attention_mask, cu_seqlens, sizes, device)
+        empty = query.transpose(-2, -1)
         if bottom_right:
-            offset = _lengths(key) - _lengths(query)
+            offset = 0 if query is mask else _lengths(mask) - _lengths(query)
     elif kind == "arbitrary":
         mask = _arbitrary(attention_mask, sizes, device)
     if window == (-1, -1):
-        return False, mask
-    if window == (-1, 0) and not isinstance(offset, Tensor) and offset == 0:
-        return True, mask
+        return Extent(mask=mask, empty=empty)
+    moved = _moved(window, offset)
+    if moved is not None:
+        causal = moved[1] == 0
+        return Extent(causal, None if moved[0] < 0 and causal else moved, mask, empty)
     band = _band(sizes, window, offset, device)
-    return False, band if mask is None else mask | band
+    return Extent(mask=band if mask is None else mask | band, empty=empty)
+
+
+def _moved(window: Window, offset: int | Tensor) -> Window | None:
+    """The window of row i about key i, of one about key i + offset; None where its ends pass i, or are each sequence's own.
+
+    A causal window that ends before or after i has another right end; only what ends at i is causal.
+    """
+    if isinstance(offset, Tensor):
+        return None
+    if offset == 0:  # as it most often is; to compiled code, whose sizes may vary, a branch and no sum
+        return window
+    left, right = (side if side < 0 else side + move for side, move in zip(window, (-offset, offset), strict=True))
+    passed = (window[0] >= 0 > left) or (window[1] >= 0 > right)
+    return None if passed else (left, right)
+
+
+class Sequences(NamedTuple):
+    """Sequences packed one after the other, and which of each other's keys their rows see."""
+
+    starts: tuple[Tensor, Tensor]  # of queries and keys, (sequences + 1,)
+    longest: tuple[int, int]
+    causal: bool
+    window: Window | None
+
+
+def pack(
+    attn_mask_type: str,
+    totals: tuple[int, int],
+    device: torch.device,
+    *,
+    cu_seqlens: tuple[Tensor | None, Tensor | None],
+    max_seqlens: tuple[int | None, int | None],
+    window_size: Window | None = None,
+    bottom_right_diagonal: bool | None = None,
+) -> Sequences:
+    """What qkv_format "thd" says: totals are the rows of queries and keys, cu_seqlens (sequences + 1,) where each begins.
+
+    Without max_seqlens, the lengths of the longest, they are read from the device. Raises ValueError for what is no padding
+    type, and for a window that the alignment at the bottom right would move by each sequence's own lengths.
+    """
+    kind = check_type(attn_mask_type)
+    if "padding" not in kind:
+        raise ValueError(
+            f"attn_mask_type={attn_mask_type!r} with thd: one of {', '.join(t for t in TYPES if 'padding' in t)}"
+        )
+    left, right = check_window(kind, window_size)
+    starts_q, starts_kv = cu_seqlens
+    if starts_q is None or starts_kv is None:
+        raise ValueError("qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv")
+    bottom_right = "bottom_right" in kind or ("causal" not in kind and bottom_right_diagonal is not False)
+    if bottom_right and (left, right) != (-1, -1) and starts_q is not starts_kv:
+        raise ValueError(
+            f"{kind} with thd, a window and other lengths of keys: give one tensor as cu_seqlens_q and cu_seqlens_kv, take "
+            "padding_causal, or pad the sequences (bshd)"
+        )
+    if len(starts_q) != len(starts_kv):
+        raise ValueError(f"cu_seqlens_q is of {len(starts_q) - 1} sequences, cu_seqlens_kv of {len(starts_kv) - 1}")
+    longest = (
+        _longest("q", starts_q, totals[0], max_seqlens[0], device),
+        _longest("kv", starts_kv, totals[1], max_seqlens[1], device),
+    )
+    window = None if left < 0 and right <= 0 else (left, right)
+    return Sequences((starts_q, starts_kv), longest, right == 0, window)
+
+
+def _longest(name: str, starts: Tensor, total: int, given: int | None, device: torch.device) -> int:
+    """The length of the longest sequence, which is given or read. Raises ValueError for starts that can't be."""
+    _check_form(f"cu_seqlens_{name}", starts, None, device)
+    unread = torch.compiler.is_compiling() or (starts.is_cuda and torch.cuda.is_current_stream_capturing())
+    if unread and given is None:
+        raise ValueError(f"max_seqlen_{name} must be given in compiled code and while a CUDA graph is captured")
+    if given is not None and given < 1:
+        raise ValueError(f"max_seqlen_{name}={given}: must be at least 1")
+    if unread and given is not None:
+        return given
+    _check_starts(f"cu_seqlens_{name}", starts, total if given is None else given, total)
+    return int((starts[1:] - starts[:-1]).max().clamp(min=1)) if given is None else given
 
 
 def _padding(
     given: MaskTensor, cu_seqlens: tuple[Tensor | None, Tensor | None], sizes: Sizes, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The padding of the queries (B, 1, 1, T) and of the keys (B, 1, 1, S)."""
+    """The padding of the queries (B, 1, 1, T) and of the keys (B, 1, 1, S); one tensor where it is one and the same."""
     if given is None:
         starts_q, starts_kv = cu_seqlens
         if starts_q is None or starts_kv is None:
             raise ValueError("a padding mask type needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
-        return (
-            _ends("cu_seqlens_q", starts_q, sizes.batch, sizes.rows, device),
-            _ends("cu_seqlens_kv", starts_kv, sizes.batch, sizes.keys, device),
-        )
+        query = _ends("cu_seqlens_q", starts_q, sizes.batch, sizes.rows, device)
+        if starts_kv is starts_q and sizes.rows == sizes.keys:
+            return query, query
+        return query, _ends("cu_seqlens_kv", starts_kv, sizes.batch, sizes.keys, device)
     if isinstance(given, Tensor):
         if sizes.rows != sizes.keys:
             raise ValueError(
@@ -133,17 +226,23 @@ def _padding(
 
 def _ends(name: str, starts: Tensor, batch: int, length: int, device: torch.device) -> Tensor:
     """(B, 1, 1, length): True from each sequence's length on. starts (B + 1,): cumulative lengths."""
-    if not isinstance(starts, Tensor) or starts.dtype not in (torch.int32, torch.int64):
-        got = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
-        raise ValueError(f"{name} must be a tensor of torch.int32 or torch.int64, got {got}")
-    if starts.shape != (batch + 1,):
-        raise ValueError(f"{name} must be {(batch + 1,)}, got {tuple(starts.shape)}")
-    if starts.device != device:
-        raise ValueError(f"{name} is on {starts.device}, the query on {device}: move it")
+    _check_form(name, starts, batch, device)
     if not torch.compiler.is_compiling() and not (starts.is_cuda and torch.cuda.is_current_stream_capturing()):
         _check_starts(name, starts, length)
     lengths = starts[1:] - starts[:-1]
     return torch.arange(length, device=device) >= lengths.view(-1, 1, 1, 1)
+
+
+def _check_form(name: str, starts: Tensor, batch: int | None, device: torch.device) -> None:
+    """Raise ValueError for starts that are not (batch + 1,), or (2 or more,), whole numbers on the device."""
+    if not isinstance(starts, Tensor) or starts.dtype not in (torch.int32, torch.int64):
+        got = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
+        raise ValueError(f"{name} must be a tensor of torch.int32 or torch.int64, got {got}")
+    if starts.dim() != 1 or len(starts) < 2 or batch not in (None, len(starts) - 1):
+        wanted = "(sequences + 1,)" if batch is None else (batch + 1,)
+        raise ValueError(f"{name} must be {wanted}, got {tuple(starts.shape)}")
+    if starts.device != device:
+        raise ValueError(f"{name} is on {starts.device}, the query on {device}: move it")
 
 
 #: The lengths that cumulative lengths were found possible for, and their version then: a model's layers share them, and
@@ -151,9 +250,9 @@ def _ends(name: str, starts: Tensor, batch: int, length: int, device: torch.devi
 _possible: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _check_starts(name: str, starts: Tensor, length: int) -> None:
-    """Raise ValueError for cumulative lengths of which no sequence of at most `length` positions can be made."""
-    known = None if starts.is_inference() else (starts._version, length)
+def _check_starts(name: str, starts: Tensor, length: int, total: int | None = None) -> None:
+    """Raise ValueError for cumulative lengths of which no sequences of at most `length`, `total` in all, can be made."""
+    known = None if starts.is_inference() else (starts._version, length, total)
     if starts.is_meta or (known is not None and _possible.get(starts) == known):
         return
     values = starts.tolist()
@@ -163,6 +262,8 @@ def _check_starts(name: str, starts: Tensor, length: int) -> None:
             why = why or f"sequence {i} would end at {end}, before it begins at {begin}"
         elif end - begin > length:
             why = why or f"sequence {i} would have {end - begin} of {length} positions"
+    if total is not None and values[-1] > total:
+        why = why or f"they end at {values[-1]} of {total} positions"
     if why is not None:
         raise ValueError(f"{name}={values}: {why}; give 0 and then the sums of the sequences' lengths")
     if known is not None:

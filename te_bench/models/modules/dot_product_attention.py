@@ -6,6 +6,7 @@ Shapes: s positions, b batch, h heads, g groups of heads that share a key and a 
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from te_bench.kernels.attention import Problem, attend
+from te_bench.kernels.attention import Backend, Problem, attend
+from te_bench.kernels.attention._packed import attend_packed
 from te_bench.models.modules import _arguments, attention_kernel, attention_mask
 from te_bench.models.modules._module import compute_dtype, reject_absent
 from te_bench.models.modules.attention_kernel import Report
-from te_bench.models.modules.attention_mask import MaskTensor, Sizes, Window
+from te_bench.models.modules.attention_mask import Extent, MaskTensor, Sequences, Sizes, Window, pack
 
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -65,8 +67,8 @@ _capability = torch.compiler.assume_constant_result(_read_capability)  # Dynamo 
 
 
 def check_format(where: str, qkv_format: str) -> str:
-    if qkv_format not in ("sbhd", "bshd"):
-        raise ValueError(f"{where}: qkv_format={qkv_format!r} is not possible: sbhd or bshd (te_bench has no thd)")
+    if qkv_format not in ("sbhd", "bshd", "thd"):
+        raise ValueError(f"{where}: qkv_format={qkv_format!r} is not possible: sbhd, bshd or thd")
     return qkv_format
 
 
@@ -91,13 +93,29 @@ def _channels(where: str, kv_channels: int | tuple[int, int]) -> tuple[int, int]
     return pair[0], pair[1]
 
 
+def _attend(backend: Backend, extent: Extent, scale: float, dropout: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    causal, window, mask, empty = extent
+    out = attend(backend, q, k, v, causal=causal, scale=scale, dropout=dropout, mask=mask, window=window)
+    return out if empty is None else out.masked_fill(empty, 0.0)
+
+
+def _attend_packed(
+    backend: Backend, sequences: Sequences, scale: float, dropout: float, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    options: dict[str, Any] = {"causal": sequences.causal, "window": sequences.window}
+    starts, longest = sequences.starts, sequences.longest
+    return attend_packed(backend, q, k, v, *starts, longest, scale=scale, dropout=dropout, **options)
+
+
 class DotProductAttention(nn.Module):
     """softmax(scale Q K^T, masked) V for query (s, b, h, d), key (t, b, g, d), value (t, b, g, e) -> (s, b, h e).
 
-    "bshd": (b, s, h, d) and so on -> (b, s, h e). kv_channels: d, or (d, e); softmax_scale defaults to d^-1/2. A query that
-    sees no key, padding among them, gives 0 and has gradient 0. Masks and windows: attention_mask.py. Attention dropout
-    draws from torch's generator. Arguments and defaults are Transformer Engine's, those after bottom_right_diagonal by
-    name only. Raises ValueError for what te_bench has not: thd, biases, context parallelism, KV caches.
+    "bshd": (b, s, h, d) and so on -> (b, s, h e). "thd": sequences of many lengths one after the other, (rows, h, d) and so
+    on -> (rows, h e), under a padding type and by cu_seqlens alone; rows of no sequence are 0. kv_channels: d, or (d, e);
+    softmax_scale defaults to d^-1/2. A query that sees no key, padding among them, gives 0 and has gradient 0. Masks and
+    windows: attention_mask.py. Attention dropout draws from torch's generator. Arguments and defaults are Transformer
+    Engine's, those after bottom_right_diagonal by name only. Raises ValueError for what te_bench has not: biases, context
+    parallelism, KV caches.
     """
 
     def __init__(
@@ -161,29 +179,82 @@ class DotProductAttention(nn.Module):
         if others:
             reject("DotProductAttention.forward", others)
         layout = self._layout(qkv_format)
+        if layout == "thd":
+            if attention_mask is not None:
+                raise ValueError("DotProductAttention: thd tells padding by cu_seqlens: leave attention_mask out")
+            q, k, v = self._rows(query_layer, key_layer, value_layer)
+            given: dict[str, Any] = {
+                "max_seqlen_q": max_seqlen_q,
+                "max_seqlen_kv": max_seqlen_kv,
+                "attn_mask_type": attn_mask_type,
+            }
+            given |= {"window_size": window_size, "bottom_right_diagonal": bottom_right_diagonal}
+            sequences = self._sequences(q, k, (cu_seqlens_q, cu_seqlens_kv), given)
+            return self._packed(q, k, v, sequences, checkpoint_core_attention)
         q, k, v = self._inputs(query_layer, key_layer, value_layer, layout)
         self._check_lengths(q, k, max_seqlen_q, max_seqlen_kv)
-        causal, mask = self._mask(
+        extent = self._extent(
             q, k, attention_mask, (cu_seqlens_q, cu_seqlens_kv), attn_mask_type, window_size, bottom_right_diagonal
         )
-        problem = self._problem(q, k, v, causal, mask)
+        problem = self._problem(q, k, v, extent)
         if q.numel() == 0 or k.shape[2] == 0:  # kernels refuse it; 0 x inputs keeps the graph of an empty batch
             out = (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(*q.shape[:3], v.shape[-1])
         else:
             backend = attention_kernel.backend(attention_kernel.choose(problem))
-            run = partial(attend, backend, causal=causal, scale=self.softmax_scale, dropout=problem.dropout, mask=mask)
+            run = partial(_attend, backend, extent, self.softmax_scale, problem.dropout)
             out = checkpoint(run, q, k, v, use_reentrant=False) if checkpoint_core_attention else run(q, k, v)
         context = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.transpose(1, 2)
         return context.flatten(2)
 
+    def _rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`_inputs` of packed sequences, as a batch of one."""
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.dim() != 3:
+                raise ValueError(
+                    f"DotProductAttention: {name}_layer must be thd, (rows, heads, features), got {tuple(x.shape)}"
+                )
+        return self._inputs(query[None], key[None], value[None], "bshd")
+
+    def _sequences(
+        self, q: Tensor, k: Tensor, cu_seqlens: tuple[Tensor | None, Tensor | None], given: Mapping[str, Any]
+    ) -> Sequences:
+        return pack(
+            given.get("attn_mask_type") or self.attn_mask_type,
+            (q.shape[2], k.shape[2]),
+            q.device,
+            cu_seqlens=cu_seqlens,
+            max_seqlens=(given.get("max_seqlen_q"), given.get("max_seqlen_kv")),
+            **self._asked(given.get("window_size"), given.get("bottom_right_diagonal")),
+        )
+
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, again: bool) -> Tensor:
+        """forward for "thd"; again: computed again in the backward pass."""
+        if q.numel() == 0 or k.shape[2] == 0:
+            return (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(q.shape[2], q.shape[1] * v.shape[3])
+        problem = self._packed_problem(q, k, v, sequences)
+        backend = attention_kernel.backend(attention_kernel.choose(problem))
+        run = partial(_attend_packed, backend, sequences, self.softmax_scale, problem.dropout)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = checkpoint(run, q, k, v, use_reentrant=False) if again else run(q, k, v)
+        return out.flatten(1)
+
+    def _packed_problem(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Problem:
+        whole = self._problem(q, k, v, Extent(sequences.causal, sequences.window))
+        (rows, keys), batch = sequences.longest, len(sequences.starts[0]) - 1
+        return replace(whole, batch=batch, length=rows, kv_length=keys, packed=True)
+
     def backend_report(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **options: Any) -> Report:
         """Which backend forward would run with these arguments, and why the others can't; computes nothing."""
-        q, k, v = self._inputs(query_layer, key_layer, value_layer, self._layout(options.get("qkv_format")))
+        layout = self._layout(options.get("qkv_format"))
         lengths = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
+        if layout == "thd":
+            q, k, v = self._rows(query_layer, key_layer, value_layer)
+            return attention_kernel.report(self._packed_problem(q, k, v, self._sequences(q, k, lengths, options)))
+        q, k, v = self._inputs(query_layer, key_layer, value_layer, layout)
         names = ("attn_mask_type", "window_size", "bottom_right_diagonal")
         asked = [options.get(name) for name in names]
-        causal, mask = self._mask(q, k, options.get("attention_mask"), lengths, *asked)
-        return attention_kernel.report(self._problem(q, k, v, causal, mask))
+        extent = self._extent(q, k, options.get("attention_mask"), lengths, *asked)
+        return attention_kernel.report(self._problem(q, k, v, extent))
 
     def _layout(self, qkv_format: str | None) -> str:
         return self.qkv_format if qkv_format is None else check_format("DotProductAttention.forward", qkv_format)
@@ -219,9 +290,9 @@ class DotProductAttention(nn.Module):
     def _check_lengths(self, q: Tensor, k: Tensor, rows: int | None, keys: int | None) -> None:
         for name, given, length in (("max_seqlen_q", rows, q.shape[2]), ("max_seqlen_kv", keys, k.shape[2])):
             if given is not None and given != length:
-                raise ValueError(f"{name}={given} must be the tensors' {length}: te_bench has no thd")
+                raise ValueError(f"{name}={given} must be the tensors' {length}; they are for qkv_format='thd'")
 
-    def _mask(
+    def _extent(
         self,
         q: Tensor,
         k: Tensor,
@@ -230,20 +301,23 @@ class DotProductAttention(nn.Module):
         attn_mask_type: str | None,
         window_size: Window | None,
         bottom_right_diagonal: bool | None,
-    ) -> tuple[bool, Tensor | None]:
+    ) -> Extent:
         return attention_mask.build(
             self.attn_mask_type if attn_mask_type is None else attn_mask_type,
             Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2]),
             q.device,
             attention_mask=given,
             cu_seqlens=cu_seqlens,
-            window_size=self.window_size if window_size is None else window_size,
-            bottom_right_diagonal=(
-                self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
-            ),
+            **self._asked(window_size, bottom_right_diagonal),
         )
 
-    def _problem(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> Problem:
+    def _asked(self, window_size: Window | None, bottom_right_diagonal: bool | None) -> dict[str, Any]:
+        """These arguments of forward, or the constructor's where they are None."""
+        told = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        window = self.window_size if window_size is None else window_size
+        return {"window_size": window, "bottom_right_diagonal": told}
+
+    def _problem(self, q: Tensor, k: Tensor, v: Tensor, extent: Extent) -> Problem:
         batch, heads, length, head_dim = q.shape
         return Problem(
             batch=batch,
@@ -251,14 +325,15 @@ class DotProductAttention(nn.Module):
             length=length,
             head_dim=head_dim,
             dtype=DTYPES[q.dtype],
-            causal=causal and mask is None,  # attend folds the one into the other
+            causal=extent.causal,
             dropout=self.attention_dropout if self.training else 0.0,
             device=q.device.type,
             capability=_capability(q.device.index) if q.is_cuda else None,
             kv_heads=k.shape[1],
             kv_length=k.shape[2],
             v_head_dim=v.shape[-1],
-            mask=mask is not None,
+            mask=extent.mask is not None,
+            window=extent.window,
         )
 
     def extra_repr(self) -> str:

@@ -23,6 +23,7 @@ _Options = dict[str, Any]
 class TransformerLayer(nn.Module):
     """h = x + dropout(attention(norm(x))), y = h + dropout(MLP(norm(h))); x (s, b, hidden), or (b, s, hidden) for "bshd".
 
+    For "thd" x is (rows, hidden), sequences packed one after the other, where cu_seqlens_q and cu_seqlens_kv say.
     layer_type "decoder" attends to encoder_output in between. apply_residual_connection_post_layernorm takes the
     residuals after the norms; output_layernorm moves the attention's norm to the layer's end; parallel_attention_mlp
     feeds both from x. Dropouts default to 0.1, the mask to causal: Transformer Engine's arguments, defaults and
@@ -112,6 +113,8 @@ class TransformerLayer(nn.Module):
         rotary_pos_emb: Any = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
         **others: Any,
     ) -> Tensor:
         """The layer's output, of hidden_states' shape. Masks are bool, True = masked out; see DotProductAttention."""
@@ -132,6 +135,8 @@ class TransformerLayer(nn.Module):
             rotary_pos_emb=rotary_pos_emb,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
         )
         attended, residual = _split(attended, x)
         if self.parallel:

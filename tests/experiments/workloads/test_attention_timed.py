@@ -1,7 +1,7 @@
 """The attention workloads: timed with their check, and the appendix's numerics."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import attention, attention_numerics
 from te_bench.kernels import attention as kernels
+from te_bench.kernels.attention import auto
 
 SHAPE = {"batch": 2, "heads": 2, "length": 16, "head_dim": 8, "causal": True}
 TRIAL = Trial(workload="attention", device="cpu", problem=SHAPE, attention="flash", precision="fp32", protocol="kernel")
@@ -47,7 +48,7 @@ def test_right_kernels_pass_on_every_seed(name: str, precision: str, length: int
     shape = {**SHAPE, "length": length, "head_dim": 32, "heads": 4}
     for seed in range(20):
         trial = dataclasses.replace(TRIAL, attention=name, precision=precision, problem=shape, seed=seed)
-        attention.check_attention(trial, attention._bind(trial, kernels.load(name).forward))
+        attention.check_attention(trial, attention._bind(trial, kernels.load(name)))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,75 @@ def test_what_the_backend_cannot_do_is_unsupported() -> None:
     for workload in (attention, attention_numerics):
         with pytest.raises(Unsupported, match="cudnn: needs an NVIDIA GPU"):
             workload.run(dataclasses.replace(TRIAL, attention="cudnn"), Context())
+
+
+@pytest.mark.parametrize(
+    ("changes", "pairs"),
+    [
+        ({"window_left": 3, "window_right": 0, "causal": False}, 4 * 16 - 6),
+        ({"window_left": 3, "window_right": 2, "causal": True}, 4 * 16 - 6),
+        ({"window_left": -1, "window_right": 1, "causal": False}, 16 * 17 // 2 + 15),
+        ({"kv_heads": 1}, 16 * 16 // 2),
+    ],
+)
+@pytest.mark.parametrize("name", ["flash", "manual", "auto"])
+def test_windows_and_shared_heads_are_checked_and_their_work_is_counted(
+    name: str, changes: dict[str, Any], pairs: int
+) -> None:
+    found = attention.run(dataclasses.replace(TRIAL, attention=name, problem={**SHAPE, **changes}), Context())
+    assert found.work["forward_flop"] == 4 * 2 * 2 * 8 * pairs
+
+
+def test_a_window_that_is_ignored_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced(monkeypatch, lambda f: lambda q, k, v, *, mask, **o: f(q, k, v, **{**o, "causal": True}))
+    shape = {**SHAPE, "causal": False, "window_left": 3, "window_right": 0}
+    with pytest.raises(CheckFailed, match=r"error .* > "):
+        attention.run(dataclasses.replace(TRIAL, problem=shape), Context())
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    auto.forget()
+    yield
+    auto.forget()
+
+
+@pytest.mark.usefixtures("anew")
+def test_auto_says_what_it_chose_and_that_is_what_is_checked_and_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = dataclasses.replace(TRIAL, attention="auto")
+    for name in ("math", "flash"):
+        monkeypatch.setattr(auto, "preference", lambda problem, name=name: (name,))
+        auto.forget()
+        assert attention.run(trial, Context()).work["chosen"] == name
+        assert auto.chosen() == (name,)
+    assert "chosen" not in attention.run(TRIAL, Context()).work
+    # It says flash, and runs math.
+    monkeypatch.setattr(auto, "_backends", {"flash": kernels.load("math")})
+    monkeypatch.setattr(auto, "load", lambda name: kernels.load("math"))
+    auto.forget()
+    with pytest.raises(CheckFailed, match="asked for auto, which chose flash, but"):
+        attention.run(trial, Context())
+
+
+@pytest.mark.usefixtures("anew")
+def test_autos_backend_is_checked_at_the_size_of_the_check_whatever_auto_would_take_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "CHECK_SCORES", 16 * 16)  # one head of one sequence
+    monkeypatch.setattr(auto, "preference", lambda problem: ("math",) if problem.batch == 1 else ("flash",))
+    ran: list[tuple[str, int]] = []
+    real = kernels.load
+
+    def spied(name: str) -> kernels.Backend:
+        def forward(q: Any, *tensors: Any, **options: Any) -> Any:
+            ran.append((name, len(q)))
+            return real(name).forward(q, *tensors, **options)
+
+        return real(name) if name == "auto" else dataclasses.replace(real(name), forward=forward)
+
+    monkeypatch.setattr(kernels, "load", spied)
+    attention.run(dataclasses.replace(TRIAL, attention="auto"), Context())
+    assert {name for name, batch in ran if batch == 1} == {"manual", "flash"}
 
 
 def test_numerics_has_one_error_of_each_kind_a_draw_and_they_are_small() -> None:

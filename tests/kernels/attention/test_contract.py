@@ -1,6 +1,7 @@
 """Every attention backend, forward and backward, against float64 by the rule error <= 2 x manual's at its dtype + floor."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -42,6 +43,13 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, object], str | None]] = {
     "one mask for all": ((2, 2, 48, 32), {"kv_length": 72}, "shared"),
     "dead rows": ((2, 2, 64, 32), {}, "dead rows"),
     "dead rows causal": ((2, 2, 64, 32), {"causal": True}, "dead rows with causal"),
+    "window": ((2, 2, 96, 32), {"window": (20, 0)}, None),
+    "window both ways": ((2, 4, 70, 64), {"window": (9, 30), "kv_heads": 2}, None),
+    "window and causal": ((1, 2, 100, 32), {"window": (33, 7), "causal": True}, None),
+    "window ahead": ((1, 2, 64, 32), {"window": (-1, 5), "kv_length": 80}, None),
+    "window that some rows are past": ((1, 2, 90, 32), {"window": (10, 0), "kv_length": 40}, None),
+    "window and padding": ((3, 2, 72, 64), {"window": (40, 0)}, "padding"),
+    "window, causal and any mask": ((2, 2, 64, 32), {"window": (16, -1), "causal": True}, "each"),
 }
 
 
@@ -59,7 +67,7 @@ def keys_of(p: Problem) -> int:
 def supported(name: str, problem: Problem) -> Backend:
     """The backend; skips the test, with the backend's own reason, where it has one."""
     backend = attention.load(name)
-    reason = backend.unsupported(problem)
+    reason = backend.unsupported(attention.posed(backend, problem))
     if reason:
         pytest.skip(reason)
     return backend
@@ -99,7 +107,10 @@ def gradients(
 def run(backend: Backend, problem: Problem, tensors: list[Tensor], mask: Tensor | None = None) -> list[Tensor]:
     scale = 1 / math.sqrt(problem.head_dim)
     return gradients(
-        lambda q, k, v: attention.attend(backend, q, k, v, causal=problem.causal, scale=scale, mask=mask), tensors
+        lambda q, k, v: attention.attend(
+            backend, q, k, v, causal=problem.causal, scale=scale, mask=mask, window=problem.window
+        ),
+        tensors,
     )
 
 
@@ -112,6 +123,10 @@ def by_definition(problem: Problem, tensors: list[Tensor], mask: Tensor | None =
         seen = torch.ones(scores.shape, dtype=torch.bool, device=q.device)
         if problem.causal:
             seen &= torch.arange(q.shape[2])[:, None].to(q.device) >= torch.arange(k.shape[2]).to(q.device)
+        for i, j in itertools.product(range(q.shape[2]), range(k.shape[2])) if problem.window else ():
+            left, right = problem.window
+            if (left >= 0 and j < i - left) or (right >= 0 and j > i + right):
+                seen[..., i, j] = False
         if mask is not None:
             seen &= ~mask
         largest_seen = scores.detach().masked_fill(~seen, -1e300).amax(-1, keepdim=True)
@@ -179,7 +194,7 @@ def test_contract_at_gpt2s_shape_by_its_own_kernels(name: str) -> None:
 def test_contract_beyond_one_shape(name: str, case: str, dtype: str, device: str) -> None:
     if name == "flex" and (case, dtype) not in [("mqa causal", "bf16"), ("few keys causal", "bf16")]:
         pytest.skip("each problem of FlexAttention compiles for seconds: two stand for all")
-    if dtype == "fp16" and device == "cpu":
+    if device == "cpu" and (dtype == "fp16" or (dtype == "bf16" and "window" in case and name != "triton")):
         pytest.skip("slow on a CPU, and nothing there depends on it that test_contract does not see")
     shape, changes, kind = CASES[case]
     problem = a_problem(shape, dtype, device, **{"causal": False, "mask": kind is not None, **changes})
@@ -330,6 +345,45 @@ def test_dropout_drops_on_average_nothing(name: str, device: str) -> None:
     assert once.float().mean().item() == pytest.approx(without.float().mean().item(), rel=0.02)
 
 
+# Windows
+
+
+WINDOW_MISTAKES: dict[str, Callable[[tuple[int, int]], tuple[int, int] | None]] = {
+    "ignored": lambda w: None,
+    "one key too many": lambda w: (w[0] + 1, w[1]),
+    "one key too few": lambda w: (w[0] - 1, w[1]),
+    "one key too many after it": lambda w: (w[0], w[1] + 1),
+    "mirrored": lambda w: (w[1], w[0]),
+}
+
+
+@pytest.mark.parametrize("mistake", WINDOW_MISTAKES)
+def test_a_wrong_window_fails_the_contract(mistake: str) -> None:
+    """Of a backend that is told the window, and of the mask that is made for one that is not."""
+    shape, changes, _ = CASES["window both ways"]
+    problem = a_problem(shape, "fp32", "cpu", **{"causal": False, **changes})
+    assert_as_good_as_manual(attention.load("manual"), problem, draw(problem))
+    assert problem.window is not None
+    wrong = dataclasses.replace(problem, window=WINDOW_MISTAKES[mistake](problem.window))
+    ours, truth = run(attention.load("manual"), wrong, draw(problem)), by_definition(problem, draw(problem))
+    for name, value, exact in zip(("out", "dq", "dk", "dv"), ours, truth, strict=True):
+        assert largest(value - exact) > 1e-2 * largest(exact), name
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "mask"), [*itertools.product([None, (4, 2)], [False, True], [False, True])]
+)
+def test_what_takes_no_windows_is_posed_a_mask(window: tuple[int, int] | None, causal: bool, mask: bool) -> None:
+    problem = a_problem(GPT2, causal=causal, mask=mask, window=window)
+    told = Backend(forward=lambda: None, unsupported=lambda p: None, windows=True)
+    assert attention.posed(told, problem) == problem
+    posed = attention.posed(attention.load("flash"), problem)
+    if window is None and not (causal and mask):
+        assert posed == problem
+    else:
+        assert (posed.window, posed.causal, posed.mask) == (None, False, True)
+
+
 # What each cannot do.
 
 FLASH_LIMITS = [
@@ -402,7 +456,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention.load("flash4").unsupported(h200) == "pip install flash-attn-4"
 
 
-@pytest.mark.parametrize("name", ["manual", "math"])
+@pytest.mark.parametrize("name", ["auto", "manual", "math"])
 def test_ordinary_operators_can_do_everything(name: str) -> None:
     for device in ("cpu", "cuda"):
         for dtype in DTYPES:
@@ -454,6 +508,11 @@ SEEN = {
         "attention_backward_rows_kernel",
         "attention_backward_keys_kernel",
     ],
+    "gluon": [  # not seen on an H200 yet
+        "gluon_attention_forward_kernel",
+        "gluon_attention_backward_rows_kernel",
+        "gluon_attention_backward_keys_kernel",
+    ],
     "flex": ["triton_tem_fused_flex_attention_0", "triton_tem_fused_flex_attention_backward_zeros_1"],
     "manual": [],
     "math": [],
@@ -467,7 +526,7 @@ OPERATOR = {
 
 
 def test_the_examples_cover_every_backend() -> None:
-    assert sorted(SEEN) == attention.names()
+    assert sorted([*SEEN, "auto"]) == attention.names()  # auto has no kernels of its own: test_auto.py
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -486,7 +545,7 @@ def test_a_backend_is_known_by_its_kernels_and_by_no_others(asked: str, ran: str
 
 def test_a_kernel_of_another_backend_beside_its_own_is_noticed() -> None:
     for asked in SEEN:
-        for other in ("flash", "flash4", "cudnn", "mem_efficient", "flex", "triton"):
+        for other in ("flash", "flash4", "cudnn", "mem_efficient", "flex", "triton", "gluon"):
             seen = [*GEMM, *SEEN[asked], *SEEN[other][:1], *([OPERATOR[asked]] if asked in OPERATOR else [])]
             assert (attention.wrong_kernel(asked, "cuda", seen, eager=True) is None) == (asked == other)
 

@@ -86,6 +86,45 @@ def test_a_window_a_causal_mask_and_a_mask_hide_together(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", ["mask", "window"])
+def test_what_comes_back_to_a_row_that_sees_no_key_goes_nowhere_not_even_infinities(case: str, device: str) -> None:
+    """The kernels say so to `attend`, which gives them such rows as they are."""
+    tensors = drawn(device, (1, 2, 60, 16), (1, 2, 40, 16), (1, 2, 40, 16), (1, 2, 60, 16))
+    window, mask, dead = None, None, torch.arange(60, device=device) > 49
+    if case == "mask":
+        mask = (torch.arange(60, device=device) > 49)[:, None].expand(60, 40)
+    else:
+        window = (10, 0)  # row 50 would see keys 40 to 50, of which there are 40
+    backend = attention.load("triton")
+    assert backend.windows
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention.attend(backend, q, k, v, causal=False, scale=0.25, mask=mask, window=window)
+
+    finite = gradients(forward, tensors)
+    tensors[3][:, :, dead] = math.inf
+    out, dq, dk, dv = gradients(forward, tensors)
+    assert not out[:, :, dead].any()
+    assert not dq[:, :, dead].any()
+    assert out[:, :, ~dead].any(-1).all()
+    for value, before in zip((dq, dk, dv), finite[1:], strict=True):
+        assert torch.equal(value, before)
+        assert value.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_a_window_needs_no_memory_for_a_mask() -> None:
+    q, k, v, dout = (torch.randn(1, 2, 32768, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients(
+        lambda *x: attention.attend(attention.load("triton"), *x, causal=True, scale=0.125, window=(255, 0)),
+        [q, k, v, dout],
+    )
+    assert torch.cuda.max_memory_allocated() - before < 2**28  # 32768^2 bytes are 2^30
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_logarithm_of_each_rows_sum(device: str) -> None:
     q, k, v = drawn(device, (2, 2, 70, 32), (2, 2, 90, 32), (2, 2, 90, 32))
     mask = torch.zeros(70, 90, dtype=torch.bool, device=device)

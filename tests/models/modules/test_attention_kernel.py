@@ -108,7 +108,7 @@ def test_one_that_cannot_says_why_and_who_can() -> None:
     masked = dataclasses.replace(H200, mask=True)
     with attention_kernel("flash"):
         with pytest.raises(
-            ValueError, match=r"'flash'.*FlashAttention-2 takes none.*Able: manual, math, mem_efficient"
+            ValueError, match=r"'flash'.*FlashAttention-2 takes none.*Able: auto, manual, math, mem_efficient"
         ):
             choose(masked)
         assert report(masked).chosen is None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_bench.models.modules import attention_mask
-from te_bench.models.modules.attention_mask import Sizes
+from te_bench.models.modules.attention_mask import Extent, Sizes
 
 CPU = torch.device("cpu")
 # Transformer Engine's README: [a, a, a, 0, 0], [b, b, 0, 0, 0], [c, c, c, c, 0]; True is padding.
@@ -23,12 +23,19 @@ LENGTHS = (3, 2, 4)
 
 
 def hidden(kind: str, sizes: Sizes, **options: object) -> Tensor:
-    """(B, T, S): what `build` hides, its causal flag spelt out."""
-    causal, mask = attention_mask.build(kind, sizes, CPU, **options)  # type: ignore[arg-type]
+    """(B, T, S): what `build` hides, its causal flag and its window spelt out."""
+    causal, window, mask, empty = attention_mask.build(kind, sizes, CPU, **options)  # type: ignore[arg-type]
     out = torch.zeros(sizes.batch, 1, sizes.rows, sizes.keys, dtype=torch.bool)
+    left, right = (-1, -1) if window is None else window
     if causal:
         out |= torch.ones(sizes.rows, sizes.keys, dtype=torch.bool).triu(1)
-    return (out if mask is None else out | mask)[:, 0]
+    if right >= 0:
+        out |= torch.ones(sizes.rows, sizes.keys, dtype=torch.bool).triu(right + 1)
+    if left >= 0:
+        out |= torch.ones(sizes.rows, sizes.keys, dtype=torch.bool).tril(-left - 1)
+    for part in (mask, empty):
+        out = out if part is None else out | part
+    return out[:, 0]
 
 
 def by_definition(
@@ -89,19 +96,40 @@ def test_cumulative_lengths_stand_in_for_a_mask(kind: str) -> None:
 def test_plain_types_build_no_mask() -> None:
     long = Sizes(1, 3, 1 << 20, 1 << 20)  # a mask of it would be a tebibyte
     build = attention_mask.build
-    assert build("no_mask", long, CPU) == (False, None)
-    assert build("causal", long, CPU) == (True, None)
-    assert build("causal", long, CPU, window_size=(-1, 0)) == (True, None)
-    assert build("causal_bottom_right", long, CPU) == (True, None)
-    assert build("causal", Sizes(1, 3, 5, 1 << 40), CPU) == (True, None)
-    assert build("causal", long, CPU, attention_mask=README) == (True, None)  # ignored
+    assert build("no_mask", long, CPU) == Extent()
+    assert build("causal", long, CPU) == Extent(causal=True)
+    assert build("causal", long, CPU, window_size=(-1, 0)) == Extent(causal=True)
+    assert build("causal_bottom_right", long, CPU) == Extent(causal=True)
+    assert build("causal", Sizes(1, 3, 5, 1 << 40), CPU) == Extent(causal=True)
+    assert build("causal", long, CPU, attention_mask=README) == Extent(causal=True)  # ignored
+
+
+def test_windows_and_padding_build_no_mask_of_queries_and_keys() -> None:
+    long = Sizes(1, 3, 1 << 20, 1 << 20)
+    build = attention_mask.build
+    assert build("causal", long, CPU, window_size=(255, 0)) == Extent(causal=True, window=(255, 0))
+    assert build("no_mask", long, CPU, window_size=(3, 5)) == Extent(window=(3, 5))
+    assert build("no_mask", long, CPU, window_size=(3, 0)) == Extent(causal=True, window=(3, 0))
+    more = Sizes(1, 3, 1 << 20, (1 << 20) + 4)  # the last row stands at the last key
+    assert build("causal_bottom_right", more, CPU) == Extent(window=(-1, 4))
+    assert build("causal_bottom_right", more, CPU, window_size=(9, 0)) == Extent(window=(5, 4))
+    padding = torch.zeros(1, 1, 1, 1 << 20, dtype=torch.bool)
+    starts = torch.tensor([0, 5])
+    given: list[dict[str, object]] = [{"attention_mask": padding}, {"cu_seqlens": (starts, starts)}]
+    for kind, options in itertools.product(("padding", "padding_causal", "padding_causal_bottom_right"), given):
+        extent = build(kind, long, CPU, window_size=(255, 0), **options)  # type: ignore[arg-type]
+        assert (extent.causal, extent.window) == (True, (255, 0))
+        assert extent.mask is not None
+        assert extent.empty is not None
+        assert (extent.mask.shape, extent.empty.shape) == (padding.shape, padding.mT.shape)
 
 
 @pytest.mark.parametrize("shape", [(5,), (1, 5), (4, 1), (4, 5), (2, 1, 4, 5), (1, 3, 1, 5), (2, 3, 4, 1)], ids=str)
 def test_an_arbitrary_mask_broadcasts(shape: tuple[int, ...]) -> None:
     mask = torch.rand(shape) < 0.5
-    causal, built = attention_mask.build("arbitrary", Sizes(2, 3, 4, 5), CPU, attention_mask=mask)
+    causal, window, built, empty = attention_mask.build("arbitrary", Sizes(2, 3, 4, 5), CPU, attention_mask=mask)
     assert not causal
+    assert window is empty is None
     assert built is not None
     assert torch.equal(built.expand(2, 3, 4, 5), mask.expand(2, 3, 4, 5))
 

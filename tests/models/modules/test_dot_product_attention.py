@@ -1,12 +1,15 @@
 """DotProductAttention against the definition in float64, on both layouts, with Transformer Engine's masks."""
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
+from te_bench.kernels import attention
 from te_bench.models.modules import attention_kernel as kernels
 from te_bench.models.modules.attention import DotProductAttention
 
@@ -194,6 +197,80 @@ def test_dropout_is_for_training_and_from_torchs_generator() -> None:
     torch.testing.assert_close(layer.eval()(q, k, v), whole)
 
 
+class Spy:
+    """What a backend's forward was given beside its tensors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str):
+        real = attention.load(name)
+
+        def forward(*tensors: Tensor, **options: Any) -> Tensor:
+            self.seen = options
+            return real.forward(*tensors, **options)
+
+        spied = dataclasses.replace(real, forward=forward)
+        monkeypatch.setattr(kernels, "_backends", {**kernels._backends, name: spied})
+        monkeypatch.setattr(
+            attention, "load", lambda asked, load=attention.load: spied if asked == name else load(asked)
+        )
+
+
+@pytest.mark.parametrize("kind", ["causal", "no_mask", "padding", "padding_causal", "padding_causal_bottom_right"])
+def test_a_window_reaches_a_backend_that_takes_it_and_no_mask_of_queries_and_keys_is_made(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, dout = draw(*[(5, 3, 2, 16)] * 4)
+    layer = DotProductAttention(2, 16, attn_mask_type=kind, window_size=(1, 0 if "causal" in kind else 2))
+    results = []
+    for name in ("math", "triton"):
+        spy = Spy(monkeypatch, name)
+        with kernels.attention_kernel(name):
+            assert layer.backend_report(q, k, v, attention_mask=README).chosen in (name, None)
+            if name == "triton" and not triton_interpreted():
+                pytest.skip("needs TRITON_INTERPRET=1")
+            out = layer(q, k, v, README)
+        results.append([out, *torch.autograd.grad(out, (q, k, v), dout.flatten(2))])
+        mask = spy.seen["mask"]
+        if name == "math":
+            assert mask.shape[-2:] == (5, 5)
+        else:
+            assert spy.seen["window"] == layer.window_size
+            assert spy.seen["causal"] == ("causal" in kind)
+            assert mask is None if "padding" not in kind else mask.shape == (3, 1, 1, 5)
+    for ours, exact in zip(*reversed(results), strict=True):
+        assert_close(ours, exact)
+
+
+def triton_interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+def test_a_window_that_its_alignment_moves_is_the_same_by_any_backend() -> None:
+    """Four keys more than queries, at the bottom right: (6, 0) is (2, 4) of the row; (3, 0) ends before it: a mask."""
+    q, k, v = draw((5, 2, 2, 16), (9, 2, 2, 16), (9, 2, 2, 16))
+    for window in ((6, 0), (3, 0), (-1, 0)):
+        layer = DotProductAttention(2, 16, attn_mask_type="causal_bottom_right", window_size=window)
+        ahead = torch.arange(9) - torch.arange(5)[:, None] - 4
+        seen = (ahead <= 0) & ((ahead >= -window[0]) if window[0] >= 0 else torch.ones(5, 9, dtype=torch.bool))
+        for name in ("math", "manual", "triton"):
+            if name == "triton" and not triton_interpreted():
+                continue
+            with kernels.attention_kernel(name):
+                out = layer(q, k, v)
+            for b, sequence in enumerate(by_sequence(q, k, v, "sbhd")):
+                assert_close(out[:, b], plain(*sequence, seen))
+
+
+@pytest.mark.gpu
+def test_a_windowed_layer_on_a_gpu_makes_no_mask() -> None:
+    q, k, v = (x.detach() for x in draw(*[(32768, 1, 2, 64)] * 3, device="cuda", dtype=torch.bfloat16))
+    layer = DotProductAttention(2, 64, window_size=(255, 0))
+    assert layer.backend_report(q, k, v).chosen == "triton"
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    layer(q, k, v)
+    assert torch.cuda.max_memory_allocated() - before < 2**28  # a mask would take 2^30
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["causal", "padding"])
 def test_checkpointed_attention_drops_the_same_again(kind: str, device: str) -> None:
@@ -306,7 +383,7 @@ def test_it_compiles_without_breaks(kind: str, dynamic: bool) -> None:
     ("options", "reason"),
     [
         ({"num_gqa_groups": 3}, "num_attention_heads=4 must be a multiple of num_gqa_groups=3"),
-        ({"qkv_format": "thd"}, "thd"),
+        ({"qkv_format": "hdt"}, "'hdt' is not possible: sbhd, bshd or thd"),
         ({"attn_mask_type": "casual"}, "casual"),
         ({"attention_type": "crossed"}, "crossed"),
         ({"attention_dropout": 1.0}, "attention_dropout=1.0"),
@@ -343,7 +420,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ({"alibi_slopes": torch.zeros(2)}, "alibi_slopes"),
         ({"inference_params": object()}, "inference_params"),
         ({"cu_seqlens_q_padded": torch.zeros(4)}, "cu_seqlens_q_padded"),
-        ({"qkv_format": "thd"}, "thd"),
+        ({"qkv_format": "thd"}, r"query_layer must be thd, \(rows, heads, features\), got \(5, 3, 2, 8\)"),
         ({"max_seqlen_q": 3}, "max_seqlen_q=3"),
         ({"attn_mask_type": "padding"}, "needs attention_mask"),
         (

@@ -1,0 +1,280 @@
+"""auto: the nearest measured cell by its stated rule, the fastest there that can; else the first preferred that can."""
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_contract import GPT2, a_problem, draw, run
+
+from te_bench.kernels import attention
+from te_bench.kernels.attention import Problem, _table, auto
+from te_bench.kernels.attention._table import Cell
+
+H200 = dataclasses.replace(a_problem(GPT2), capability=(9, 0))
+HERE = "NVIDIA H200"
+SECONDS = {"triton": 3e-4, "cudnn": 2e-4, "flash": 4e-4}
+
+
+def a_cell(problem: Problem = H200, machine: str = HERE, **seconds: float) -> Cell:
+    return Cell(machine=machine, problem=_table.whole(problem), seconds=seconds or SECONDS, source="a test")
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No table of the user's own, and no choice made before; nor any left for other tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    auto.forget()
+    yield
+    auto.forget()
+
+
+class _Cells:
+    """Stands for _table.cells."""
+
+    def __init__(self, cells: list[Cell]):
+        self.cells = cells
+
+    def __call__(self) -> tuple[Cell, ...]:
+        return tuple(self.cells)
+
+    def cache_clear(self) -> None:
+        """Nothing is kept."""
+
+
+# Which cell
+
+
+def test_the_same_problem_is_no_doubling_away() -> None:
+    cell = a_cell()
+    assert _table.nearest([cell], HERE, H200) == (cell, 0.0)
+    told = dataclasses.replace(H200, kv_heads=12, kv_length=1024, v_head_dim=64, capability=None)
+    assert _table.nearest([cell], HERE, told) == (cell, 0.0)
+    assert _table.nearest([cell], "NVIDIA H100", H200) is None
+    assert _table.nearest([], HERE, H200) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "doublings"),
+    [
+        ({"batch": 24}, 1),
+        ({"batch": 6, "heads": 24}, 0),
+        ({"batch": 3}, 2),
+        ({"length": 2048}, 3),  # of queries, of keys, and of the keys that a row may see
+        ({"length": 2048, "kv_length": 1024}, 1),
+        ({"batch": 12 * 2**6}, 6),
+        ({"batch": 12 * 2**6 + 1}, None),
+        ({"length": 8192}, None),
+        ({"dtype": "fp16"}, None),
+        ({"causal": False}, None),
+        ({"mask": True}, None),
+        ({"dropout": 0.1}, None),
+        ({"window": (256, 0)}, None),
+        ({"head_dim": 128}, None),
+        ({"v_head_dim": 32}, None),
+        ({"kv_heads": 4}, None),
+        ({"length": 0}, None),
+        ({"device": "cpu"}, None),
+    ],
+    ids=str,
+)
+def test_how_far_a_problem_is(changes: dict[str, object], doublings: float | None) -> None:
+    found = _table.nearest([a_cell()], HERE, dataclasses.replace(H200, **changes))  # type: ignore[arg-type]
+    assert (None if found is None else found[1]) == doublings
+
+
+def test_the_nearest_of_several_and_the_first_of_equals() -> None:
+    near, twice, half = (a_cell(dataclasses.replace(H200, batch=n)) for n in (12, 24, 6))
+    wanted = dataclasses.replace(H200, batch=12)
+    assert _table.nearest([twice, near, half], HERE, wanted) == (near, 0.0)
+    assert _table.nearest([twice, half], HERE, wanted) == (twice, 1.0)
+    assert _table.nearest([half, twice], HERE, wanted) == (half, 1.0)
+
+
+def test_windows_are_near_by_their_widths() -> None:
+    cell = a_cell(dataclasses.replace(H200, window=(255, 0), causal=False))
+    assert cell.problem.causal
+    for window, doublings in (((255, 0), 0), ((511, 0), 1), ((127, 0), 1), ((2**20, 0), 2)):
+        for causal in (False, True):
+            asked = dataclasses.replace(H200, causal=causal, window=window)
+            assert _table.nearest([cell], HERE, asked) == (cell, doublings)
+    for window in ((255, 255), (-1, 255)):
+        assert _table.nearest([cell], HERE, dataclasses.replace(H200, causal=False, window=window)) is None
+    for window in (None, (-1, 0), (-1, 9)):  # all of them the causal mask alone
+        assert _table.nearest([a_cell()], HERE, dataclasses.replace(H200, window=window)) == (a_cell(), 0.0)
+
+
+# Which backend
+
+
+def test_the_fastest_there_that_can() -> None:
+    cells = [a_cell()]
+    assert choice(cells, H200).name == "cudnn"
+    assert choice(cells, H200).why.startswith(
+        "measured: B12 H12 T1024 D64 bf16 causal on NVIDIA H200, us: cudnn 200, triton"
+    )
+    assert choice(cells, dataclasses.replace(H200, batch=24)).why.startswith("nearest measured, 1.0 doublings away")
+    uneven = dataclasses.replace(H200, kv_length=2048)  # of which cuDNN and flash take no causal mask
+    assert choice(cells, uneven).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "cudnn"),
+        ({"capability": (8, 0)}, "flash"),
+        ({"mask": True}, "mem_efficient"),
+        ({"window": (9, 0)}, "triton"),
+        ({"window": (9, 0), "dtype": "fp32"}, "mem_efficient"),
+        ({"window": (9, 0), "dtype": "fp64"}, "math"),
+        ({"device": "cpu", "capability": None}, "flash"),
+        ({"device": "cpu", "capability": None, "dropout": 0.5}, "math"),
+        ({"device": "cpu", "capability": None, "window": (9, 0)}, "flash"),
+    ],
+    ids=str,
+)
+def test_the_first_of_the_preference_where_nothing_near_was_measured(changes: dict[str, object], name: str) -> None:
+    for cells in ([], [a_cell(dataclasses.replace(H200, head_dim=128))], [a_cell(machine="another")]):
+        found = choice(cells, dataclasses.replace(H200, **changes))  # type: ignore[arg-type]
+        assert found.name == name
+        assert "nothing near was measured" in found.why
+
+
+def choice(cells: list[Cell], problem: Problem) -> auto.Choice:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_table, "cells", _Cells(cells))
+        patch.setattr("triton.knobs.runtime.interpret", False)
+        return auto.choose(problem, HERE)
+
+
+def test_a_choice_is_carried_out_remembered_and_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_bench.experiments.workloads._check import kernels_seen
+
+    problem = a_problem((1, 2, 32, 16), "fp32", "cpu")
+    here = _table.machine("cpu")
+    assert (
+        attention.wrong_kernel("auto", "cpu", [], eager=True)
+        == "asked for auto, which chose no backend in this process"
+    )
+    for name, other in (("math", "flash"), ("flash", "math")):
+        auto.forget()
+        monkeypatch.setattr(_table, "cells", _Cells([a_cell(problem, here, **{name: 1e-6, other: 2e-6})]))
+        assert attention.rival("auto", problem) == name
+        assert auto.chosen() == ()  # to ask is not to run
+        seen = kernels_seen(lambda: run(attention.load("auto"), problem, draw(problem)), "cpu").names
+        assert auto.chosen() == (name,)
+        assert attention.wrong_kernel("auto", "cpu", seen, eager=True) is None
+        another = attention.load(other)
+        wrong = kernels_seen(functools.partial(run, another, problem, draw(problem)), "cpu").names
+        said = attention.wrong_kernel("auto", "cpu", wrong, eager=True)
+        assert said is not None
+        assert f"auto, which chose {name}" in said
+    assert attention.rival("flash", problem) == "flash"
+
+
+def test_of_several_choices_any_may_have_run_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "chosen", lambda: ("cudnn", "triton"))
+    backend = dataclasses.replace(auto.BACKEND, chosen=lambda: ("cudnn", "triton"))
+    monkeypatch.setattr(auto, "BACKEND", backend)
+    ours, cudnn, flash = "attention_forward_kernel", "cudnn_generated_sdpa", "pytorch_flash::flash_fwd_kernel"
+    for seen in ([ours], [cudnn], [ours, cudnn]):
+        assert attention.wrong_kernel("auto", "cuda", seen, eager=False) is None
+    for seen in ([flash], [ours, flash], []):
+        said = attention.wrong_kernel("auto", "cuda", seen, eager=False)
+        assert said is not None
+        assert "auto, which chose cudnn and triton" in said
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_compiles_without_breaks(dynamic: bool) -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return auto.forward(q, k, v, causal=False, scale=0.3, window=(3, 0))
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=dynamic)
+    for length in (16, 24):
+        q, k, v = (torch.randn(2, 2, length, 8) for _ in range(3))
+        torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
+    torch._dynamo.reset()
+
+
+# Tables
+
+
+def test_the_users_own_cells_take_the_place_of_the_shipped_ones() -> None:
+    shipped = _table.read(_table.SHIPPED)
+    assert shipped == _table.cells()
+    own = _table.user_table()
+    assert own is not None
+    own.parent.mkdir(parents=True)
+    mine = [a_cell(flash=1e-4), a_cell(dataclasses.replace(H200, head_dim=128), flash=1e-4)]
+    own.write_text(_table.text(mine))
+    auto.forget()
+    assert _table.cells() == (*mine, *(cell for cell in shipped if cell.key != mine[0].key))
+    assert auto.choose(H200, HERE).name == "flash"
+    for broken in (
+        "",
+        "[]",
+        '{"schema": 2, "cells": []}',
+        '{"schema": 1, "cells": [{}]}',
+        _table.text([a_cell(flash=0.0)]),
+    ):
+        own.write_text(broken)
+        auto.forget()
+        with pytest.raises(
+            ValueError, match=r"attention\.json is no table of measured attention .* te-bench tune attention"
+        ):
+            auto.choose(H200, HERE)
+
+
+def test_the_shipped_table_is_what_the_published_records_say() -> None:
+    from te_bench.reports import attention_table
+
+    results = Path(__file__).resolve().parents[3] / "results" / "h200"
+    made = attention_table.of_results([path.parent for path in sorted(results.glob("*/journal.jsonl"))])
+    assert set(map(cell_text, made)) == set(map(cell_text, _table.read(_table.SHIPPED))), (
+        "te-bench tune attention --from results/h200/... --table te_bench/kernels/attention/measured.json"
+    )
+    assert auto.choose(H200, HERE).why.startswith("measured")
+
+
+def cell_text(cell: Cell) -> str:
+    return _table.text([cell])
+
+
+sizes = st.integers(1, 2**20)
+windows = st.none() | st.tuples(st.integers(-1, 4096), st.integers(-1, 4096))
+
+
+@given(
+    st.builds(
+        Problem, batch=sizes, heads=sizes, length=sizes, head_dim=sizes, dtype=st.sampled_from(["bf16", "fp32"]),
+        causal=st.booleans(), dropout=st.just(0.0), device=st.just("cuda"), capability=st.just((9, 0)),
+        kv_heads=st.none() | sizes, kv_length=st.none() | sizes, mask=st.booleans(), window=windows,
+    ),
+    st.dictionaries(st.text(min_size=1), st.floats(1e-9, 1e3), min_size=1),
+)  # fmt: skip
+def test_a_table_is_read_as_it_was_written(problem: Problem, seconds: dict[str, float]) -> None:
+    cell = dataclasses.replace(a_cell(problem, flash=1.0), seconds=seconds)
+    [again] = map(_table._cell, json.loads(_table.text([cell]))["cells"])
+    assert again == cell
+    assert _table.distance(cell.problem, cell.problem) == 0
+    assert _table.whole(cell.problem) == cell.problem
+    assert math.isinf(_table.distance(cell.problem, dataclasses.replace(cell.problem, mask=not cell.problem.mask)))
+
+
+@pytest.mark.gpu
+def test_on_an_h200_the_table_decides_and_its_kernels_run() -> None:
+    from te_bench.experiments.workloads._check import kernels_seen
+
+    if torch.cuda.get_device_name() != HERE:
+        pytest.skip("the shipped table is an H200's")
+    problem = a_problem(GPT2)
+    [cell] = [cell for cell in _table.cells() if cell.key == a_cell(problem).key]
+    seen = kernels_seen(lambda: run(attention.load("auto"), problem, draw(problem)), "cuda").names
+    assert auto.chosen() == (cell.fastest()[0],)
+    assert attention.wrong_kernel("auto", "cuda", seen, eager=True) is None
