@@ -5,6 +5,7 @@
 On an NVIDIA GPU that every backend runs on; half a minute. More shapes: add rows there, with any figures.
 """
 
+import datetime
 import statistics
 import sys
 from collections.abc import Callable
@@ -82,8 +83,6 @@ def source(rows: list[Row], gpu: str, versions: str) -> str:
 
 
 def main() -> None:
-    import datetime
-
     torch.manual_seed(0)
     today = datetime.datetime.now(datetime.UTC).date()
     versions = f"{today}, torch {torch.__version__}, Triton {triton.__version__}"

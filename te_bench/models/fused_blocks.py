@@ -327,9 +327,13 @@ def _scales(blocks: list[Any], training: bool) -> list[Tensor | None]:
     absent: list[Tensor | None] = [None] * len(blocks)
     if not (training and region.enabled) or region.unusual or torch.compiler.is_compiling():
         return absent
-    gemms = [block.mlp.c_proj.gemms() for block in blocks]
+    # In the order in which they multiply: who asks first makes a state, and ranks, of which one may have evaluated before,
+    # share their amaxes in the order of the states.
+    order = [(b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj) for b in blocks]
+    gemms = [[linear.gemms() for linear in linears][-1] for linears in order]
     casts = [known.recipe.epilogue("input", known.input) for known in gemms]
-    return absent if None in casts else [*torch.stack([cast.scale for cast in casts]).unbind()]
+    gradients = [known.recipe.epilogue("grad_output", known.grad_output) for known in gemms]
+    return absent if None in (*casts, *gradients) else [*torch.stack([cast.scale for cast in casts]).unbind()]
 
 
 def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend, heads: int, gelu: str) -> Tensor:

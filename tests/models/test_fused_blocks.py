@@ -298,3 +298,20 @@ def test_gpt2s_own_widths(precision: str, recipe: str | None) -> None:
     (loss, wanted), (ours, found_here) = made
     assert ours == pytest.approx(loss, rel=1e-4)
     assert furthest(wanted, found_here) < (0.05 if recipe else 2e-2)
+
+
+def test_states_are_made_in_one_order_whatever_ran_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share amaxes in that order, and one of them may have evaluated before it trained."""
+    orders = []
+    for evaluates in (True, False):
+        monkeypatch.setattr(fp8, "_states", [])
+        step = a_step("fused", "fp8", DELAYED)
+        tokens, targets = a_batch()
+        if evaluates:
+            with torch.no_grad(), step.model.autocast():
+                step.model(tokens, targets)
+        step.gradients(tokens, targets)
+        names = {id(m._state): name for name, m in step.model.named_modules() if getattr(m, "_state", None) is not None}
+        orders.append([names[id(state())] for state in fp8._states])
+    assert orders[0] == orders[1]
+    assert len(orders[0]) == 4 * SMALL.n_layer

@@ -1,7 +1,8 @@
 """The fastest FP8 GEMM of a shape, as measured; cuBLASLt where nothing was, or where nothing is much faster.
 
-Every backend keeps the same contract, so that the choice is one of time alone. It depends on the shape, the scales, the sums
-asked for and the GPU, and on nothing else: a trial's record names the kernels that ran.
+Every backend keeps the same contract, so that the choice is one of time; the last bits differ, by the order in which K is
+added up and by a bias that Gluon adds before it rounds. It depends on the shape, the scales, the sums asked for and the GPU,
+and on nothing else: a trial's record names the kernels that ran.
 """
 
 import functools
@@ -10,15 +11,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from te_bench.kernels.gemm import Epilogue, Problem, Product, gluon, scaled_mm, triton
+from te_bench.kernels.gemm import Epilogue, Problem, Product, gluon, granularities, scaled_mm, triton
 from te_bench.kernels.gemm._measured import GPU, ROWS, Row
 
 USUAL = "scaled_mm"
-#: Below it the choice saves less than a launch in Triton costs the host (some 50 us for cuBLASLt's 10), or is noise.
+#: Below it the choice is noise. Captured, a launch costs the GPU nothing; in eager mode Gluon's costs the host some 50 us
+#: for cuBLASLt's 10, which may be more than it saves where the host is what is waited for.
 LEAST = 1.05
 #: A measured row stands for such heights as its own, and for all from this many tiles on: 8 waves of an H200's processors,
 #: of which the last, ragged one is too little to count.
 NEAR, TILE, MANY = 1.25, 128, 8 * 132
+PLAIN = Epilogue()
 LAUNCHES: dict[str, Callable[..., Product]] = {"gluon": gluon._launch, "triton": triton._launch}
 
 
@@ -38,6 +41,8 @@ def forward(
     """
     if torch.compiler.is_compiling():
         return _operator(a, b, a_scale_inv, b_scale_inv, out_dtype, fast_accum, bias)
+    if a.dim() != 2 or b.dim() != 2:
+        granularities(a, b, a_scale_inv, b_scale_inv, bias)  # which raises
     launch = _launch(
         *(*a.shape, *b.shape, a.dtype, b.dtype, a_scale_inv.dim(), b_scale_inv.dim()),
         *(out_dtype, fast_accum, a.get_device()),
@@ -46,9 +51,6 @@ def forward(
         return scaled_mm.forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
     made: Tensor = launch(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum, PLAIN, None, None, None).out
     return made
-
-
-PLAIN = Epilogue()
 
 
 @torch.library.custom_op("te_bench::policy_gemm", mutates_args=())
@@ -77,7 +79,7 @@ def _(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)  # sequences of many lengths would fill it for ever
 def _launch(
     m: int,
     k: int,

@@ -83,6 +83,7 @@ class _Tied(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         if dtable is None:
             dtable = drows.new_zeros(ctx.shape, dtype=ctx.dtype)
+        dtable = dtable.contiguous()  # one that was expanded has no room of its own
         add_rows(dtable, drows.flatten(0, -2), tokens.flatten())
         return dtable, None
 

@@ -56,6 +56,12 @@ def test_gpt2s_products() -> None:
     assert chosen(1024, 2304, 768) == "scaled_mm"
 
 
+def test_operands_that_are_no_matrices_are_refused() -> None:
+    a, one = torch.zeros(2, 16, 16, dtype=torch.float8_e4m3fn), torch.ones(())
+    with pytest.raises(ValueError, match="contiguous .rows, K. matrices"):
+        _policy.forward(a, a[0], one, one, out_dtype=torch.bfloat16)
+
+
 def test_what_was_not_measured_is_cublaslts() -> None:
     assert chosen(12288, 3072, 768, gpu="NVIDIA H100 80GB HBM3") == "scaled_mm"
     assert chosen(12288, 3072, 776) == chosen(12288, 3080, 768) == chosen(0, 3072, 768) == "scaled_mm"

@@ -93,6 +93,14 @@ def test_the_gradient_is_autograds(name: str, place: str, monkeypatch: pytest.Mo
     assert ours[tokens.flatten()].any(1).all()
 
 
+def test_a_gradient_that_was_expanded_has_room_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, _, tokens = draw(60, prepare("plain", monkeypatch))
+    leaf = table.clone().requires_grad_()
+    rows, again = _tied.tied(leaf, tokens)
+    (rows.sum() + again.sum()).backward()
+    assert torch.equal(leaf.grad, 1 + tokens.bincount(minlength=len(table)).float()[:, None].expand_as(table))
+
+
 @pytest.mark.parametrize("name", ["chunked", "fp8"])
 def test_a_copy_is_multiplied_and_the_weight_has_the_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, as the products made it, where a bf16 leaf's would be rounded."""
