@@ -14,6 +14,7 @@ test: .venv/test.done lint
 	$(BIN)/te-bench embed --check README.md
 	$(BIN)/te-bench embed --check docs/performance.md
 	$(BIN)/te-bench embed --check docs/attention.md
+	$(BIN)/te-bench embed --check docs/gate.md
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not alone"
 
 # The kernels under pytest-benchmark, on a GPU where there is one; saved under .benchmarks/ with every round. Then for instance:
@@ -27,11 +28,12 @@ lint: .venv/test.done
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The tables in README.md, docs/performance.md and docs/attention.md, from the records under results/ and the backends' words.
+# The tables of README.md and docs/, from the records under results/ and the backends' own words.
 tables: .venv/demo.done
 	$(BIN)/te-bench embed README.md
 	$(BIN)/te-bench embed docs/performance.md
 	$(BIN)/te-bench embed docs/attention.md
+	$(BIN)/te-bench embed docs/gate.md
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -76,7 +76,8 @@ def run(
     chosen = find_gpus(wanted.device, gpus)
     directory = out or Path("runs") / suite
     experiment = _experiment(suite, only, wanted, directory, timings, gpus, fresh)
-    machine = environment.capture(wanted.device, chosen)
+    auto = any(trial.attention == "auto" for trial in experiment.trials)
+    machine = environment.capture(wanted.device, chosen, auto=auto)
     with Store(directory, fresh=fresh) as store:
         store.add_environment(machine)
         stopping.check(experiment, store.journal, machine["id"])

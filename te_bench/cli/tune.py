@@ -1,5 +1,6 @@
 """te-bench tune: measure what this machine is fastest with, and keep it where the code that chooses looks."""
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 KINDS = ("attention",)
 INCOMPLETE = 4
+ROUNDS = 2
 CHOOSER = "auto"  # it is what chooses among the others
 SHAPE = re.compile(r"(\d+),(\d+)(?:/(\d+))?,(\d+),(\d+),(causal|full|window=(\d*):(\d*))")
 
@@ -35,7 +37,7 @@ def tune(
     rivals: Annotated[
         str | None, typer.Option(metavar="A,B", help="Backends to measure. Default: all that can.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Processes of each backend and shape, the rivals by turns.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Processes of each backend and shape, the rivals by turns.")] = ROUNDS,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where records go. Default: runs/tune-attention.")
     ] = None,
@@ -59,20 +61,12 @@ def tune(
     path = table or _table.user_table()
     if path is None:
         raise ValueError("no home folder to keep a table in: name one with --table FILE")
-    before = _table.read(path) if path.exists() else ()
+    own = table is None
+    _known(path, own)  # before anything is measured
     incomplete = False
     if results:
-        given = {
-            "--shape": shape,
-            "--rivals": rivals,
-            "--dtype": dtype,
-            "--out": out,
-            "--device": device,
-            "--gpus": gpus,
-        }
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(f"{name} with --from, which measures nothing: leave one of them out")
+        asked = {"rounds": None if rounds == ROUNDS else rounds, "fresh": fresh or None}
+        _refuse(shape=shape, rivals=rivals, dtype=dtype, out=out, device=device, gpus=gpus, **asked)
         cells = attention_table.of_results(results)
     else:
         directory = out or Path("runs/tune-attention")
@@ -80,11 +74,36 @@ def tune(
         records = _measure(experiment, directory, gpus=gpus, timeout=timeout, fresh=fresh)
         incomplete = any(record.outcome not in ("ok", "unsupported") for record in records)
         cells = _of_this_run(directory, records)
-    _write(path, _table.merged(before, cells))
-    print("\n".join(_lines(cells)))
-    print(f"table: {path}")
-    if incomplete:
+    if cells:
+        before = _known(path, own)
+        _write(path, _table.merged(before, cells))
+        print("\n".join([*_lines(cells), *_lost(before, cells), f"table: {path}"]))
+    else:
+        print(f"nothing passed: {path} is as it was")
+    if incomplete or not cells:
         raise typer.Exit(INCOMPLETE)
+
+
+def _known(path: Path, own: bool) -> "tuple[Cell, ...]":
+    """The cells of the table, () where there is none. The user's own that cannot be read, an older one say, is set aside."""
+    from te_bench.kernels.attention import _table
+
+    try:
+        return _table.read(path) if path.exists() else ()
+    except ValueError as error:
+        if not (own and path.is_file()):
+            raise
+        aside = path.with_suffix(".bad")
+        path.replace(aside)
+        print(f"set aside as {aside}: {error}")
+        return ()
+
+
+def _lost(before: "Sequence[Cell]", cells: "Sequence[Cell]") -> list[str]:
+    """A line for each problem whose cell no longer has backends that it had."""
+    known = {cell.key: cell.seconds for cell in before}
+    gone = [(cell, sorted(known.get(cell.key, {}).keys() - cell.seconds.keys())) for cell in cells]
+    return [f"{label(cell)}: no longer in the table: {', '.join(names)}" for cell, names in gone if names]
 
 
 def _refuse(**given: object) -> None:
@@ -117,7 +136,7 @@ def _experiment(
         raise ValueError(f"--rivals names none; known: {', '.join(able)}")
     for name in names:
         plugins.check("rival", name, able)
-    problems = [problem(text) for text in shapes]
+    problems = list({json.dumps(p): p for p in map(problem, shapes)}.values())
     problems = problems or [suite.problem(*sizes) for sizes in (suite.GPU_SHAPES if cuda else suite.CPU_SHAPES)]
     trials = suite.rivals(options, problems, names, precision, range(rounds))
     for trial in trials:
@@ -160,7 +179,6 @@ def _measure(
     from te_bench.experiments import environment, runner
     from te_bench.experiments.measurement import Context
     from te_bench.experiments.progress import Progress
-    from te_bench.experiments.spec import digest
     from te_bench.experiments.store import Plan, Store
 
     if not timeout > 0 or math.isinf(timeout):
@@ -168,9 +186,6 @@ def _measure(
     device = experiment.trials[0].device
     chosen = find_gpus(device, gpus)
     machine = environment.capture(device, chosen)
-    # The table is what this makes, and nothing that a rival's time depends on: with it no run would go on.
-    identity = {name: value for name, value in machine["identity"].items() if name != "attention_table"}
-    machine = {**machine, "identity": identity, "id": digest(identity)}
     trials = experiment.trials
     with Store(directory, fresh=fresh) as store:
         store.add_environment(machine)
@@ -214,6 +229,8 @@ def _of_this_run(directory: Path, records: "Sequence[Record]") -> "tuple[Cell, .
     asked = {
         _table.whole(attention_table.problem_of(r.trial.problem, r.trial.precision, r.trial.device)) for r in records
     }
+    if not any(record.outcome == "ok" for record in records):
+        return ()
     cells = attention_table.of_results([directory], records[0].environment)
     return tuple(cell for cell in cells if cell.problem in asked)
 

@@ -35,7 +35,7 @@ PACKAGES = (
 MEASURING = ("kernels", "models", "experiments")
 
 
-def capture(device: str, gpus: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def capture(device: str, gpus: Sequence[dict[str, Any]] = (), *, auto: bool = False) -> dict[str, Any]:
     """{"id", "identity", "details"} of this machine for trials on `device`: "cpu", or "cuda" with the chosen `gpus`.
 
     Raises ValueError for GPUs of different models: their results would share one id.
@@ -59,7 +59,7 @@ def capture(device: str, gpus: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         "threads": None if cuda else _threads(),
         "code": code_hash(),
     }
-    if (own := _attention_table()) is not None:  # of the machines without one the id is as it was
+    if auto and (own := _attention_table()) is not None:
         identity["attention_table"] = own
     details = {
         "os": _os_name(),
@@ -210,7 +210,10 @@ def code_hash(package: Path | None = None) -> str:
 def _attention_table() -> str | None:
     """Hash of the user's table that the attention backend `auto` goes by; None without one."""
     path = user_table()
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None and path.exists() else None
+    try:
+        return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:  # there is none, or `auto` will say what is wrong with it
+        return None
 
 
 def _torch_build() -> dict[str, str | None]:

@@ -31,6 +31,8 @@ from te_bench.experiments.store import Journal, Store
 LOGS = "logs"
 FORK_SERVERS, FORK_SERVER_DIES_S = 5, 0.3  # attempts at starting a child, and how long a killed server may take to go
 LONGEST_WAIT = 86400.0  # seconds; poll(2) counts milliseconds in an int, which a --timeout of 25 days would overflow
+#: What torch's profiler imports when it starts: 4 s in every child otherwise (2.11, H200), 1.4 s (2.13, CPU; 2026-11-21).
+PROFILER: tuple[str, ...] = ("torch._inductor",)
 Progress = Callable[[Record | None, Trial | None], None]  # (a record just written, a trial just started)
 
 
@@ -109,12 +111,12 @@ def run(
 
 
 def _preload(trials: Sequence[Trial]) -> list[str]:
-    """What the fork server imports once for all children: the trial, and the compiler where it will be needed.
+    """What the fork server imports once for all children: the trial, the compiler and, for a CPU, the workloads.
 
-    torch 2.11's profiler imports torch._inductor when it starts, 4 s in every child otherwise (H200, 2026-11-21).
+    For a GPU they, and the kernels that they import, are left to the children: no CUDA must be touched before the fork.
     """
-    compiler = any(t.device == "cuda" or t.mode != "eager" for t in trials)
-    return ["te_bench.experiments.trial", *(["torch._inductor"] if compiler else [])]
+    workloads = {f"te_bench.experiments.workloads.{t.workload}" for t in trials if t.device == "cpu"}
+    return ["te_bench.experiments.trial", *PROFILER, *sorted(workloads)]
 
 
 def _prepare(server: Any, trial: Trial, store: Store, gpu: str | None, scratch: Path, context: Context) -> Running:

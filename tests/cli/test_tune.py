@@ -1,5 +1,6 @@
 """te-bench tune attention: measured, checked, and written where `auto` looks."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -161,15 +162,40 @@ def test_nothing_of_attention_is_no_table(command: Command, tmp_path: Path) -> N
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_table_that_cannot_be_read_is_not_overwritten(command: Command) -> None:
+def test_a_table_that_cannot_be_read_is_not_overwritten(command: Command, tmp_path: Path) -> None:
+    """The user's own is set aside, and made anew; another file was not meant."""
+    path, notes = _table.user_table(), tmp_path / "notes.txt"
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    for file in (path, notes):
+        file.write_text("my notes")
+    done = command("tune", "attention", "--from", SPEED)
+    assert done.code == 0
+    assert f"set aside as {path.with_suffix('.bad')}" in done.out
+    assert path.with_suffix(".bad").read_text() == "my notes"
+    assert len(own_table()) == 1
+    done = command("tune", "attention", "--from", SPEED, "--table", notes)
+    assert done.code == 2
+    assert "is no table of measured attention" in done.err
+    assert notes.read_text() == "my notes"
+
+
+def test_backends_that_a_shape_no_longer_has_are_named(command: Command) -> None:
     path = _table.user_table()
     assert path is not None
     path.parent.mkdir(parents=True)
-    path.write_text("my notes")
+    [cell] = _table.read(_table.SHIPPED)
+    path.write_text(_table.text([dataclasses.replace(cell, seconds={**cell.seconds, "flash": 1e-3, "math": 1.0})]))
     done = command("tune", "attention", "--from", SPEED)
+    assert done.code == 0
+    assert "no longer in the table: flash, math" in done.out
+
+
+@pytest.mark.parametrize("option", [("--rounds", "3"), ("--fresh",), ("--shape", "1,1,16,16,full")])
+def test_an_option_of_a_measurement_is_refused_where_nothing_is_measured(command: Command, option: tuple[str]) -> None:
+    done = command("tune", "attention", "--from", SPEED, *option)
     assert done.code == 2
-    assert "is no table of measured attention" in done.err
-    assert path.read_text() == "my notes"
+    assert f"{option[0]} with --from" in done.err
 
 
 @pytest.mark.slow

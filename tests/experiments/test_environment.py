@@ -186,3 +186,18 @@ def test_without_a_driver_there_are_no_gpus_and_no_state() -> None:
         pytest.skip("there is a driver here")
     assert environment.nvidia_gpus() == []
     assert environment.gpu_state("GPU-0") == {}
+
+
+def test_the_users_attention_table_counts_where_auto_goes_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain = environment.capture("cpu", auto=True)["id"]
+    table = tmp_path / "te-bench" / "attention.json"
+    table.parent.mkdir()
+    table.write_text("anything")
+    assert environment.capture("cpu")["id"] == plain
+    assert environment.capture("cpu", auto=True)["id"] != plain
+    table.unlink()
+    table.mkdir()  # no file: no other command should mind
+    assert environment.capture("cpu", auto=True)["id"] == plain

@@ -10,6 +10,7 @@ from te_bench.kernels.attention import _backward_kernels, _kernels
 from te_bench.kernels.attention._kernels import Extent, Packed
 
 WIDEST = 256
+FARTHEST = 2**30  # of a window's ends, which the kernels add to int32 indices
 LEAST = 1e-30  # of a scale: hidden scores are -inf, and 0 x -inf is NaN; all weights are equal with either
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -20,6 +21,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _extent(q: Tensor, k: Tensor, left: int, right: int, mask: Tensor | None) -> Extent:
+    left, right = min(left, FARTHEST), min(right, FARTHEST)
     if mask is None:
         return Extent(left, right, None)
     return Extent(left, right, mask.view(torch.uint8).expand(*q.shape[:3], k.shape[2]))

@@ -134,7 +134,7 @@ def read(path: Path) -> tuple[Cell, ...]:
         return tuple(_cell(cell) for cell in table["cells"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no table of measured attention ({error}): write it anew with te-bench tune attention, or delete it"
+            f"{path} is no table of measured attention ({error}): te-bench tune attention begins your own anew"
         ) from error
 
 
@@ -151,9 +151,13 @@ def text(cells: Iterable[Cell]) -> str:
 def _cell(body: Mapping[str, Any]) -> Cell:
     problem = dict(body["problem"])
     window = problem.get("window")
-    problem["window"] = None if window is None else (int(window[0]), int(window[1]))
+    if window is not None:
+        left, right = window
+        problem["window"] = int(left), int(right)
     seconds = {str(name): float(value) for name, value in body["seconds"].items()}
     if not seconds or not all(0 < value < math.inf for value in seconds.values()):
         raise ValueError(f"seconds {body['seconds']} must be numbers greater than 0")
     found = whole(Problem(**problem, capability=None))
+    if not all(size > 0 for size in (found.batch, found.heads, found.head_dim, *_sizes(found))):
+        raise ValueError(f"sizes must be at least 1: {problem}")
     return Cell(machine=str(body["machine"]), problem=found, seconds=seconds, source=str(body["source"]))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.kernels.attention import Backend, Problem, _table, attend, load, posed
+from te_bench.kernels.attention import Backend, Problem, _table, attend, load, names, posed
 from te_bench.kernels.attention._packed import attend_packed
 
 #: Where nothing near was measured. Hopper: an H200, 2026-11-20: cuDNN 1.5 to 1.9 times as fast as FlashAttention-2 forward.
@@ -23,6 +23,7 @@ CPU = ("flash", "math")
 #: Before them on a GPU for windows and packed sequences: what is outside costs it no time, and a mask no memory.
 WINDOWED = ("triton",)
 
+RIVALS = frozenset(names()) - {"auto"}
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -50,7 +51,7 @@ def choose(problem: Problem, here: str | None = None) -> Choice:
     found = _table.nearest(_table.cells(), here or _here(problem.device), problem)
     if found is not None:
         cell, doublings = found
-        for name in cell.fastest():
+        for name in (name for name in cell.fastest() if name in RIVALS):  # others have gone since
             if _able(name, problem):
                 where = "measured" if doublings == 0 else f"nearest measured, {doublings:.1f} doublings away"
                 return Choice(name=name, why=f"{where}: {_label(cell)} ({cell.source})")

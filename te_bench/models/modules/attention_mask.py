@@ -190,7 +190,15 @@ def _longest(name: str, starts: Tensor, total: int, given: int | None, device: t
     if unread and given is not None:
         return given
     _check_starts(f"cu_seqlens_{name}", starts, total if given is None else given, total)
-    return int((starts[1:] - starts[:-1]).max().clamp(min=1)) if given is None else given
+    if given is not None:
+        return given
+    version = None if starts.is_inference() else starts._version
+    known: tuple[int, int] | None = _read.get(starts)
+    if known is None or known[0] != version:  # once for all layers: the host waits for it
+        known = version or 0, int((starts[1:] - starts[:-1]).max().clamp(min=1))
+        if version is not None:
+            _read[starts] = known
+    return known[1]
 
 
 def _padding(
@@ -248,6 +256,8 @@ def _check_form(name: str, starts: Tensor, batch: int | None, device: torch.devi
 #: The lengths that cumulative lengths were found possible for, and their version then: a model's layers share them, and
 #: to read them the host waits for the GPU.
 _possible: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+#: The version of cumulative lengths, and the longest that was read of them.
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _check_starts(name: str, starts: Tensor, length: int, total: int | None = None) -> None:

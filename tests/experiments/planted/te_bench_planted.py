@@ -6,11 +6,12 @@ The fork server imports the main module before it forks, so the planted workload
 from pathlib import Path
 
 from te_bench import cli
-from te_bench.experiments import suites, workloads
+from te_bench.experiments import runner, suites, workloads
 
 HERE = Path(__file__).resolve().parent
 suites.__path__.append(str(HERE / "suites"))
 workloads.__path__.append(str(HERE / "workloads"))
+runner.PROFILER = ()  # no planted trial profiles, and a second to import
 
 if __name__ == "__main__":
     cli.main()

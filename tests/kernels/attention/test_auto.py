@@ -222,6 +222,8 @@ def test_the_users_own_cells_take_the_place_of_the_shipped_ones() -> None:
         '{"schema": 2, "cells": []}',
         '{"schema": 1, "cells": [{}]}',
         _table.text([a_cell(flash=0.0)]),
+        _table.text([a_cell(dataclasses.replace(H200, batch=-1), flash=1.0)]),
+        _table.text([a_cell(flash=1.0)]).replace('"window": null', '"window": [3]'),
     ):
         own.write_text(broken)
         auto.forget()
@@ -240,6 +242,15 @@ def test_the_shipped_table_is_what_the_published_records_say() -> None:
         "te-bench tune attention --from results/h200/... --table te_bench/kernels/attention/measured.json"
     )
     assert auto.choose(H200, HERE).why.startswith("measured")
+
+
+def test_what_has_gone_since_it_was_measured_is_passed_over() -> None:
+    own = _table.user_table()
+    assert own is not None
+    own.parent.mkdir(parents=True)
+    own.write_text(_table.text([a_cell(gone=1e-9, auto=1e-8, flash=1e-4, math=1e-3)]))
+    auto.forget()
+    assert auto.choose(H200, HERE).name == "flash"
 
 
 def cell_text(cell: Cell) -> str:

@@ -58,7 +58,9 @@ def band(rows: int, keys: int, left: int, right: int) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("window", [(0, 0), (5, 3), (70, 0), (40, -1), (-1, 9), (200, 200)], ids=str)
+@pytest.mark.parametrize(
+    "window", [(0, 0), (5, 3), (70, 0), (40, -1), (-1, 9), (200, 200), (2**31 - 1, 2**40)], ids=str
+)
 @pytest.mark.parametrize(("rows", "keys"), [(150, 150), (70, 130), (130, 40)])
 def test_windows(rows: int, keys: int, window: tuple[int, int], device: str) -> None:
     """Row i sees keys i - left to i + right; rows far beyond the last key see none."""

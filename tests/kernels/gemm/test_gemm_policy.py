@@ -58,7 +58,7 @@ def test_gpt2s_products() -> None:
 
 def test_operands_that_are_no_matrices_are_refused() -> None:
     a, one = torch.zeros(2, 16, 16, dtype=torch.float8_e4m3fn), torch.ones(())
-    with pytest.raises(ValueError, match="contiguous .rows, K. matrices"):
+    with pytest.raises(ValueError, match="contiguous"):
         _policy.forward(a, a[0], one, one, out_dtype=torch.bfloat16)
 
 

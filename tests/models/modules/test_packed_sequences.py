@@ -12,6 +12,7 @@ from torch import Tensor
 import te_bench.models as te
 from te_bench.kernels import attention
 from te_bench.models.modules import attention_kernel as kernels
+from te_bench.models.modules import attention_mask
 from te_bench.models.modules.attention import DotProductAttention, MultiheadAttention
 
 PACKED = (5, 0, 7, 1)
@@ -168,3 +169,16 @@ def test_no_rotary_embedding_of_packed_sequences() -> None:
     layer, starts = MultiheadAttention(32, 4, attn_mask_type="padding", qkv_format="thd"), starts_of((5, 8))
     with pytest.raises(ValueError, match="no rotary_pos_emb for qkv_format='thd'"):
         layer(torch.zeros(13, 32), rotary_pos_emb=torch.zeros(13, 1, 1, 8), cu_seqlens_q=starts, cu_seqlens_kv=starts)
+
+
+def test_the_longest_is_read_once_for_all_layers_and_again_when_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    maximum = Tensor.max
+    monkeypatch.setattr(Tensor, "max", lambda x, *arguments: reads.append(1) or maximum(x, *arguments))
+    starts = starts_of((3, 5))
+    for _ in range(2):
+        assert attention_mask._longest("q", starts, 8, None, starts.device) == 5
+    assert len(reads) == 1
+    starts[1] = 2
+    assert attention_mask._longest("q", starts, 8, None, starts.device) == 6
+    assert len(reads) == 2
