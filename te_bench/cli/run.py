@@ -3,7 +3,6 @@
 import shlex
 import sys
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +35,6 @@ from te_bench.cli.options import (
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options, Record
-    from te_bench.experiments.store import Plan
 
 INCOMPLETE = 4
 
@@ -68,7 +66,8 @@ def run(
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
     from te_bench.experiments import environment, runner
     from te_bench.experiments.measurement import Context
-    from te_bench.experiments.store import Store
+    from te_bench.experiments.store import Plan, Store
+    from te_bench.kernels.attention import AUTO
 
     if not timeout > 0:  # nor is NaN
         raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
@@ -76,12 +75,12 @@ def run(
     chosen = find_gpus(wanted.device, gpus)
     directory = out or Path("runs") / suite
     experiment = _experiment(suite, only, wanted, directory, timings, gpus, fresh)
-    auto = any(trial.attention == "auto" for trial in experiment.trials)
+    auto = any(trial.attention == AUTO for trial in experiment.trials)
     machine = environment.capture(wanted.device, chosen, auto=auto)
     with Store(directory, fresh=fresh) as store:
         store.add_environment(machine)
         stopping.check(experiment, store.journal, machine["id"])
-        store.add_plan(_plan(suite, experiment, machine["id"]))
+        store.add_plan(Plan.of(experiment, machine["id"]))
         left = runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry)
         total, done = len(experiment.trials), len(experiment.trials) - len(left)
         if done:
@@ -124,20 +123,6 @@ def _experiment(
     if earlier is not None:
         print("\n".join(planned.forecast(experiment, earlier).lines()))
     return experiment
-
-
-def _plan(suite: str, experiment: "Experiment", environment_id: str) -> "Plan":
-    from te_bench.experiments.store import Plan
-
-    return Plan(
-        suite=suite,
-        title=experiment.title,
-        environment=environment_id,
-        trials=tuple(t.to_json() for t in experiment.trials),
-        baseline=experiment.baseline,
-        judgement=experiment.judgement,
-        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
 
 
 def _finish(directory: Path, records: "list[Record]") -> None:

@@ -4,7 +4,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 KINDS = ("attention",)
 INCOMPLETE = 4
 ROUNDS = 2
-CHOOSER = "auto"  # it is what chooses among the others
 SHAPE = re.compile(r"(\d+),(\d+)(?:/(\d+))?,(\d+),(\d+),(causal|full|window=(\d*):(\d*))")
 
 
@@ -130,7 +128,7 @@ def _experiment(
     cuda = options.device == "cuda"
     precision = dtype or ("bf16" if cuda else "fp32")
     plugins.check("dtype", precision, ["fp32", "bf16", "fp16"])
-    able = [name for name in attention.names() if name != CHOOSER]
+    able = [name for name in attention.names() if name != attention.AUTO]
     names = able if rivals is None else list(dict.fromkeys(name.strip() for name in rivals.split(",") if name.strip()))
     if not names:
         raise ValueError(f"--rivals names none; known: {', '.join(able)}")
@@ -189,17 +187,7 @@ def _measure(
     trials = experiment.trials
     with Store(directory, fresh=fresh) as store:
         store.add_environment(machine)
-        store.add_plan(
-            Plan(
-                suite=experiment.suite,
-                title=experiment.title,
-                environment=machine["id"],
-                trials=tuple(trial.to_json() for trial in trials),
-                baseline=None,
-                judgement={},
-                started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            )
-        )
+        store.add_plan(Plan.of(experiment, machine["id"]))
         left = runner.to_do(trials, store.journal, machine["id"], retry=False)
         try:
             with Progress(len(trials), len(trials) - len(left), max(len(chosen), 1)) as progress:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.experiments.spec import digest
-from te_bench.kernels.attention._table import user_table
+from te_bench.kernels.attention._table import machine, user_table
 
 PACKAGES = (
     "torch",
@@ -54,7 +54,7 @@ def capture(device: str, gpus: Sequence[dict[str, Any]] = (), *, auto: bool = Fa
         "torch": torch.get("version"),
         "triton": _version("triton"),
         "python": platform.python_version(),
-        "cpu": _cpu_model(),
+        "cpu": machine("cpu"),
         "cores": _cores(),
         "threads": None if cuda else _threads(),
         "code": code_hash(),
@@ -233,12 +233,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _cores() -> int:

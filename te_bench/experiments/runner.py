@@ -84,7 +84,8 @@ def run(
     # Importing torch's compiler asks whether there is a GPU: by the management library, or CUDA would not survive the fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["__main__", *_preload()])
+    # Not the workloads: they import kernels, and no CUDA must be touched before the fork.
+    server.set_forkserver_preload(["__main__", "te_bench.experiments.trial", *PROFILER])
     (store.directory / LOGS).mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="te-bench-") as scratch, _terminable():
         try:
@@ -108,14 +109,6 @@ def run(
         finally:
             for job in running:
                 _kill(job.process)
-
-
-def _preload() -> list[str]:
-    """What the fork server imports once for all children: the trial, and the compiler.
-
-    Not the workloads, 0.6 s: they import kernels, and no CUDA must be touched before the fork.
-    """
-    return ["te_bench.experiments.trial", *PROFILER]
 
 
 def _prepare(server: Any, trial: Trial, store: Store, gpu: str | None, scratch: Path, context: Context) -> Running:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from te_bench.experiments.spec import SCHEMA, Record, Scalar, canonical_json
+from te_bench.experiments.spec import SCHEMA, Experiment, Record, Scalar, canonical_json
 
 JOURNAL = "journal.jsonl"
 _PREFIX = len('{"crc32":"01234567",')
@@ -39,6 +39,19 @@ class Plan:
     baseline: str | None
     started_at: str
     judgement: Mapping[str, Scalar] = field(default_factory=dict)  # Experiment.judgement; older journals have none
+
+    @classmethod
+    def of(cls, experiment: Experiment, environment: str) -> Self:
+        """The plan of an experiment that begins now."""
+        return cls(
+            suite=experiment.suite,
+            title=experiment.title,
+            environment=environment,
+            trials=tuple(trial.to_json() for trial in experiment.trials),
+            baseline=experiment.baseline,
+            judgement=experiment.judgement,
+            started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
 
 
 class Records(Mapping[Key, Record]):

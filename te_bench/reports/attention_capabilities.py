@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from te_bench.kernels import attention
 from te_bench.kernels.attention import Backend, Problem
-from te_bench.reports.attention_table import CHOOSER
 from te_bench.reports.table import Table, table_of, word
 
 #: GPT-2's shape on an H200, of which the others differ in one thing.
@@ -32,7 +31,7 @@ def table() -> Table:
     """A row a backend: yes, no, or what takes its place."""
     rows = []
     for name in attention.names():
-        if name == CHOOSER:
+        if name == attention.AUTO:
             continue
         can = _asker(attention.load(name))
         rows.append(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from te_bench.kernels.attention import Problem, _table
+from te_bench.kernels.attention import AUTO, Problem, _table
 from te_bench.kernels.attention._table import Cell
 from te_bench.models import cost
 from te_bench.models.configs import CONFIGS
@@ -18,7 +18,6 @@ from te_bench.reports.floor import kind
 from te_bench.reports.layers import kernels
 from te_bench.reports.rows import Group, Results
 
-CHOOSER = "auto"  # the backend that is none of the rivals
 NOTE = "derived from GPT steps that differ in their attention alone"
 
 
@@ -58,7 +57,7 @@ def _alone(results: Results, group: Group) -> Iterator[Found]:
     dates: dict[Problem, list[str]] = {}
     for rung in analysis.attention(group):
         trial = rung.cell.trial
-        if rung.forward_s is None or rung.backward_s is None or trial.attention == CHOOSER or trial.mode != "eager":
+        if rung.forward_s is None or rung.backward_s is None or trial.attention == AUTO or trial.mode != "eager":
             continue
         problem = _table.whole(problem_of(trial.problem, trial.precision, trial.device))
         seconds.setdefault(problem, {})[trial.attention] = rung.forward_s + rung.backward_s

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from te_bench.kernels.activation import Backend, Problem, _kernels, reference, width
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import Quantized, check_layouts
 from te_bench.kernels.quantize import triton as quantizer
 
 
@@ -48,7 +48,7 @@ def forward_quantized(
     amax, () float32, becomes max(amax, max |y|) and counts, (3,) int64, is added to. Raises ValueError as `forward`.
     """
     width(x, kind)
-    _check_layouts(rowwise, columnwise)
+    check_layouts(rowwise, columnwise)
     if _in_two_steps(x, columnwise):
         y = forward(x, kind)
         return quantizer.scaled(y, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
@@ -80,7 +80,7 @@ def backward_quantized(
     column_sum is float32 of x's width; amax and counts as in `forward_quantized`. Raises ValueError as `backward`.
     """
     width(x, kind, dy)
-    _check_layouts(rowwise, columnwise)
+    check_layouts(rowwise, columnwise)
     if _in_two_steps(x, columnwise):
         cast = functools.partial(quantizer.scaled, amax=amax, counts=counts, column_sum=column_sum)
         return cast(backward(dy, x, kind), scale, dtype, rowwise=rowwise, columnwise=columnwise)
@@ -95,19 +95,8 @@ def _in_two_steps(x: Tensor, columnwise: bool) -> bool:
     return x.dtype is torch.float32 or (columnwise and x.shape[0] % 2 == 1)
 
 
-def _check_layouts(rowwise: bool, columnwise: bool) -> None:
-    if not (rowwise or columnwise):
-        raise ValueError("rowwise=False and columnwise=False: ask for at least one layout")
-
-
 def _quantized(parts: tuple[Tensor | None, Tensor | None, Tensor], rowwise: bool, columnwise: bool) -> Quantized:
-    data, data_t, scale_inv = parts
-    return Quantized(
-        data if rowwise else None,
-        scale_inv if rowwise else None,
-        data_t if columnwise else None,
-        scale_inv if columnwise else None,
-    )
+    return quantizer.wrap(rowwise, columnwise, *parts, parts[2])
 
 
 @torch.library.custom_op("te_bench::activation_forward", mutates_args=())

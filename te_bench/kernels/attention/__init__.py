@@ -11,6 +11,8 @@ from typing import Any
 
 from te_bench import plugins
 
+AUTO = "auto"  # the backend that chooses among the others
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:

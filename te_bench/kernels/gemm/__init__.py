@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from te_bench import plugins
 from te_bench.kernels.activation import KINDS
-from te_bench.kernels.quantize import BLOCK, Quantized
+from te_bench.kernels.quantize import BLOCK, Quantized, check_layouts
 
 #: Granularities of (a, b) that can be multiplied: what cuBLASLt multiplies on Hopper.
 PAIRS = [("tensor", "tensor"), ("row", "row"), ("block", "block"), ("block", "tile"), ("tile", "block")]
@@ -45,8 +45,7 @@ class Epilogue:
             raise ValueError('out=False and target=None leave nothing: set out=True, or target="e4m3"')
         if self.target is not None:
             plugins.check("FP8 format", self.target, ["e4m3", "e5m2"])
-            if not (self.rowwise or self.columnwise):
-                raise ValueError("rowwise=False and columnwise=False: ask for at least one layout")
+            check_layouts(self.rowwise, self.columnwise)
 
 
 class Product(NamedTuple):

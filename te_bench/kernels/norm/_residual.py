@@ -3,13 +3,14 @@
 torch.compile sees two operators, whose CPU implementation is the reference; eager calls go straight to the launchers.
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_bench.kernels.norm import Residual, _residual_kernels, check, check_stream, reference
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import Quantized, check_layouts
 from te_bench.kernels.quantize import triton as quantizer
 
 
@@ -73,7 +74,7 @@ def add_forward_quantized(
     total, _, data, data_t, inverse, mean, rstd = run(
         x, branch, weight, bias, *settings, scale, dtype, rowwise, columnwise, amax, counts
     )
-    packed = _packed(data, data_t, inverse, rowwise, columnwise)
+    packed = quantizer.wrap(rowwise, columnwise, data, data_t, inverse, inverse)
     return x if branch is None else total, packed, mean if kind == "layernorm" else None, rstd
 
 
@@ -108,62 +109,13 @@ def backward_rounded(
     return dx, copy, *_parameters(sums, weight)
 
 
-def backward_quantized(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    *,
-    via: torch.dtype,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
-    residual: Tensor | None = None,
-    biased: bool = True,
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
-    column_sum: Tensor | None = None,
-    branch: Tensor | None = None,
-) -> tuple[Tensor, Quantized, Tensor, Tensor | None]:
-    """dx as `backward_rounded`'s, fp8(dx * scale) in the layouts asked for, rounded to `via` beforehand, dweight, dbias.
-
-    amax, counts and column_sum are of what was rounded. Raises ValueError as `backward`, and where no layout is asked for.
-    """
-    check_layouts(rowwise, columnwise)
-    options: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "kind": kind, "residual": residual}
-    dx, copy, dweight, dbias = backward_rounded(
-        dy, x, weight, mean, rstd, dtype=via, biased=biased, column_sum=column_sum, branch=branch, **options
-    )
-    q = quantizer.scaled(copy, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
-    return dx, q, dweight, dbias
-
-
+backward_quantized = functools.partial(reference.backward_cast, backward_rounded, quantizer.scaled)
 NO_CAST = (None, None, False, False)
-
-
-def check_layouts(rowwise: bool, columnwise: bool) -> None:
-    if not (rowwise or columnwise):
-        raise ValueError("rowwise=False and columnwise=False: ask for at least one layout")
 
 
 def _parameters(sums: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
     dweight, *dbias = sums.to(weight.dtype).unbind(0)
     return dweight, dbias[0] if dbias else None
-
-
-def _packed(
-    data: Tensor | None, data_t: Tensor | None, inverse: Tensor | None, rowwise: bool, columnwise: bool
-) -> Quantized:
-    return Quantized(
-        data if rowwise else None,
-        inverse if rowwise else None,
-        data_t if columnwise else None,
-        inverse if columnwise else None,
-    )
 
 
 @torch.library.custom_op("te_bench::norm_add_forward", mutates_args=("amax", "counts"))

@@ -3,13 +3,15 @@
 Sources: Ba, Kiros, Hinton, arXiv:1607.06450; Zhang, Sennrich, arXiv:1910.07467.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_bench.kernels.norm import Backend, Problem, Residual, check, check_stream
-from te_bench.kernels.quantize import Quantized, reference
+from te_bench.kernels.quantize import Quantized, check_layouts, reference
 
 
 def unsupported(p: Problem) -> str | None:
@@ -181,42 +183,34 @@ def backward_rounded(
     return dx, copy.clone() if copy is dx else copy, dweight, dbias if biased else None
 
 
-def backward_quantized(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    *,
+def backward_cast(
+    rounded: Callable[..., Any],
+    cast: Callable[..., Quantized],
+    *tensors: Tensor | None,
     via: torch.dtype,
     scale: Tensor,
     dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
-    residual: Tensor | None = None,
-    biased: bool = True,
     amax: Tensor | None = None,
     counts: Tensor | None = None,
-    column_sum: Tensor | None = None,
-    branch: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Quantized, Tensor, Tensor | None]:
-    """dx, fp8(dx * scale), dweight, dbias: `backward_rounded`, then quantize's `scaled`."""
-    options: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "kind": kind, "residual": residual}
-    dx, copy, dweight, dbias = backward_rounded(
-        dy,
-        x,
-        weight,
-        mean,
-        rstd,
-        dtype=via,
-        column_sum=column_sum,
-        branch=branch,
-        **options,
+    """dx, fp8(dx * scale), dweight, dbias: a backend's `backward_rounded` to `via`, then its quantizer's `scaled`.
+
+    amax, counts and column_sum are of what was rounded. Raises ValueError as `backward`, and where no layout is asked for.
+    """
+    check_layouts(rowwise, columnwise)
+    dx, copy, dweight, dbias = rounded(*tensors, dtype=via, **options)
+    return (
+        dx,
+        cast(copy, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts),
+        dweight,
+        dbias,
     )
-    packed = reference.scaled(copy, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
-    return dx, packed, dweight, dbias if biased else None
+
+
+backward_quantized = functools.partial(backward_cast, backward_rounded, reference.scaled)
 
 
 def _gather(amax: Tensor | None, y: Tensor) -> None:

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from te_bench.kernels.norm import Backend, Problem, _kernels, _residual, check, reference
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import Quantized, check_layouts
 from te_bench.kernels.quantize import triton as quantizer
 
 LARGEST_N = 16384  # a row of the backward fills the registers of 32 warps (and spills 252 bytes a thread)
@@ -65,8 +65,7 @@ def forward_quantized(
     amax, () float32, becomes max(amax, max |y|) and counts, (3,) int64, is added to. Raises ValueError as `forward`.
     """
     check(x, weight, bias, kind)
-    if not (rowwise or columnwise):
-        raise ValueError("rowwise=False and columnwise=False: ask for at least one layout")
+    check_layouts(rowwise, columnwise)
     if quantizer.miscompiled(x):
         y, mean, rstd = forward(x, weight, bias, eps=eps, zero_centered_gamma=zero_centered_gamma, kind=kind)
         packed = quantizer.scaled(y, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
@@ -75,12 +74,7 @@ def forward_quantized(
     data, data_t, scale_inv, mean, rstd = run(
         x, weight, bias, eps, zero_centered_gamma, kind, scale, dtype, rowwise, columnwise, amax, counts
     )
-    quantized = Quantized(
-        data if rowwise else None,
-        scale_inv if rowwise else None,
-        data_t if columnwise else None,
-        scale_inv if columnwise else None,
-    )
+    quantized = quantizer.wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv)
     return quantized, mean if kind == "layernorm" else None, rstd
 
 

@@ -31,6 +31,11 @@ class Quantized(NamedTuple):
     scale_inv_t: Any
 
 
+def check_layouts(rowwise: bool, columnwise: bool) -> None:
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise=False and columnwise=False: ask for at least one layout")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     device: str  # "cpu", "cuda"

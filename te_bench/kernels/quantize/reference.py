@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from te_bench.kernels.quantize import BLOCK, Backend, Problem, Quantized
+from te_bench.kernels.quantize import BLOCK, Backend, Problem, Quantized, check_layouts
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 LARGEST = torch.finfo(torch.float32).max
@@ -162,8 +162,7 @@ def check(
         raise ValueError(f"x {tuple(x.shape)} of {x.dtype}: it must be (M, N), of float32, bfloat16 or float16")
     if dtype not in FORMATS:
         raise ValueError(f"dtype {dtype}: {' or '.join(map(str, FORMATS))}")
-    if not (rowwise or columnwise):
-        raise ValueError("rowwise=False and columnwise=False: ask for at least one layout")
+    check_layouts(rowwise, columnwise)
     if via not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"via {via}: None (x as it is), torch.bfloat16 or torch.float16")
     if rows not in (1, BLOCK):

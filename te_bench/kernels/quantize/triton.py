@@ -50,7 +50,7 @@ def scaled(
     else:
         return reference.scaled(x, scale, dtype, rowwise=rowwise, columnwise=columnwise)
     data, data_t, scale_inv = made
-    return _wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv)
+    return wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv)
 
 
 def scaled_pair(
@@ -103,7 +103,7 @@ def tensor(
     else:
         return reference.tensor(x, dtype, rowwise=rowwise, columnwise=columnwise)
     data, data_t, scale_inv = made
-    return _wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv)
+    return wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv)
 
 
 def row(
@@ -130,7 +130,7 @@ def row(
         made = _fine_kernels.per_row(_aligned(x), dtype, rowwise, columnwise, power_of_two, counts)
     else:
         return reference.row(x, dtype, rowwise=rowwise, columnwise=columnwise)
-    return _wrap(rowwise, columnwise, *made)
+    return wrap(rowwise, columnwise, *made)
 
 
 def block(
@@ -158,7 +158,7 @@ def block(
         made = _fine_kernels.per_block(_aligned(x), dtype, rows, rowwise, columnwise, power_of_two, counts)
     else:
         return reference.block(x, dtype, rows=rows, rowwise=rowwise, columnwise=columnwise)
-    return _wrap(rowwise, columnwise, *made)
+    return wrap(rowwise, columnwise, *made)
 
 
 def miscompiled(x: Tensor) -> bool:
@@ -198,7 +198,7 @@ def _check_float(x: Tensor) -> None:
         raise ValueError(f"x of {x.dtype}: float32, bfloat16 or float16; the reference backend takes any float")
 
 
-def _wrap(
+def wrap(
     rowwise: bool,
     columnwise: bool,
     data: Tensor | None,

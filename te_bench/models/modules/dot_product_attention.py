@@ -16,12 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from te_bench.kernels.attention import Backend, Problem, attend
 from te_bench.kernels.attention._packed import attend_packed
+from te_bench.kernels.attention.auto import DTYPES
 from te_bench.models.modules import _arguments, attention_kernel, attention_mask
 from te_bench.models.modules._module import compute_dtype, reject_absent
 from te_bench.models.modules.attention_kernel import Report
 from te_bench.models.modules.attention_mask import Extent, MaskTensor, Sequences, Sizes, Window, pack
-
-DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 #: Transformer Engine's arguments of attention alone that te_bench has no machinery for, with what asks for nothing.
 ABSENT: Mapping[str, tuple[Any, ...]] = {
