@@ -101,7 +101,7 @@ def memory(
     return (
         Held(what="weights", bytes=4 * held),
         Held(what="AdamW's moments", bytes=8 * held),
-        Held(what="weights for GEMMs", bytes=2 * (linear + head) + 2 * linear * fp8),
+        Held(what="weights for GEMMs", bytes=2 * (linear + head)),  # in bf16, or in FP8 in both layouts
         # What the embedding made; then after each block the stream, and before its MLP what attention added.
         Held(what="residual stream", bytes=4 * tokens + layers * (4 + 2) * tokens + statistics),
         # q, k, v, the output, and a logarithm for each row and head

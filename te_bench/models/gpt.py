@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from te_bench.kernels.attention import load as load_attention
 from te_bench.kernels.cross_entropy.reference import cross_entropy
+from te_bench.kernels.linear_cross_entropy import Backend as Head
 from te_bench.kernels.linear_cross_entropy import load as load_head
+from te_bench.kernels.linear_cross_entropy._tied import tied
 from te_bench.models import fp8, fused_blocks
 from te_bench.models.configs import CONFIGS as CONFIGS  # part of this module's interface
 from te_bench.models.configs import GPTConfig as GPTConfig
@@ -86,9 +88,10 @@ class Transformer(nn.Module):
         self.h = nn.ModuleList(Block(config, attention, linear) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, embedded: Tensor | None = None) -> Tensor:
+        """embedded: wte(tokens), where somebody has looked them up."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.drop(self.wte(tokens) + self.wpe(positions))
+        x = self.drop((self.wte(tokens) if embedded is None else embedded) + self.wpe(positions))
         if self.fused and not fp8.current.calibrating:  # which looks at the modules' inputs
             heads, gelu = self.config.n_head, self.config.gelu
             return fused_blocks.run(self.h, self.ln_f, x, attend=self.attention, heads=heads, gelu=gelu)
@@ -132,7 +135,7 @@ class GPT(nn.Module):
                 f"blocks fused: no kernel has dropout {config.dropout}; set dropout 0, or leave blocks out"
             )
         self.config, self.recipe, self.blocks = config, recipe, blocks
-        self.heads = None if head is None else {True: load_head(head).forward, False: load_head("chunked").forward}
+        self.heads = None if head is None else {True: load_head(head), False: load_head("chunked")}
         linear = nn.Linear if recipe is None else Linear
         device = torch.get_default_device()
         # Built on meta: torch's own initialisation would cost time, and draw more random numbers for a wider padding.
@@ -184,24 +187,35 @@ class GPT(nn.Module):
         """
         return contextlib.nullcontext() if self.recipe is None else fp8.autocast(enabled, recipe=self.recipe)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, embedded: Tensor | None = None) -> Tensor:
         """(B, T) int64 -> (B, T, C), after the last LayerNorm. Raises ValueError when T > block_size."""
         if self.recipe is not None and fp8.current.recipe is None:
             raise ValueError("this GPT has an FP8 recipe, but runs outside of autocast: with model.autocast(): ...")
         if tokens.shape[1] > self.config.block_size:
             raise ValueError(f"{tokens.shape[1]} tokens, but block_size is {self.config.block_size}")
-        return self.transformer(tokens)
+        return self.transformer(tokens, embedded)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats; (B, T) int64 x2 -> () float32. The logits do not outlive the call."""
-        x = self.hidden(tokens).flatten(0, 1)
         if self.heads is not None:
-            loss: Tensor = self.heads[self.training](
-                x, self.lm_head.weight, targets.flatten(), vocab=self.config.vocab_size
-            )
-            return loss
+            return self._through_head(self.heads[self.training], tokens, targets.flatten())
+        x = self.hidden(tokens).flatten(0, 1)
         logits = self.lm_head(x)  # (B T, Vp), no view: see cross_entropy
         return cross_entropy(logits, targets.flatten(), vocab=self.config.vocab_size)
+
+    def _through_head(self, head: Head, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss; where nobody compiles, and the head takes a copy, with one gradient made for embedding and head."""
+        table, weight = self.transformer.wte.weight, self.lm_head.weight
+        if not head.copied or torch.compiler.is_compiling():
+            made: Tensor = head.forward(
+                self.hidden(tokens).flatten(0, 1), weight, targets, vocab=self.config.vocab_size
+            )
+            return made
+        embedded, again = tied(table, tokens)
+        copy = None if weight is table else weight  # an optimizer's, in the table's place
+        x = self.hidden(tokens, embedded).flatten(0, 1)
+        made = head.forward(x, again, targets, vocab=self.config.vocab_size, copy=copy)
+        return made
 
     def logits(self, tokens: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, V): without the padding columns."""

@@ -3,13 +3,14 @@
 The model's parameters stay what they are: float32, in its state dict, for evaluations and checkpoints. While a training
 pass runs, a bf16 leaf takes the place of every Linear's weight, the copy that the last update left: autocast finds nothing
 to cast, and the gradient of the weight arrives at the leaf as its GEMM rounded it, as it does under autocast, whose
-backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8, too, and Linear, which is
-told to reuse what is kept, quantizes no weight.
+backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8 instead, and Linear, which
+is told to reuse what is kept, quantizes no weight: of that leaf only the gradient is real, its numbers are one NaN.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,22 +62,27 @@ def copies(
         for master, modules in users.items():
             linear = [m for m in modules if isinstance(m, nn.Linear | Linear) and m._parameters.get("weight") is master]
             if linear:
-                leaf = nn.Parameter(master.to(torch.bfloat16))
                 alone = len(modules) == 1
-                fp8 = _fp8_copy(linear[0], leaf) if alone and isinstance(linear[0], Linear) else None
-                found[master] = Copy(leaf, tuple(linear), direct and alone, fp8)
+                fp8 = _fp8_copy(linear[0], master) if alone and isinstance(linear[0], Linear) else None
+                half = master.to(torch.bfloat16) if fp8 is None else _nothing(master)
+                found[master] = Copy(nn.Parameter(half), tuple(linear), direct and alone, fp8)
     return found
 
 
-def _fp8_copy(module: Linear, leaf: Tensor) -> Fp8Copy | None:
+def _nothing(like: Tensor) -> Tensor:
+    """A tensor of like's shape for a gradient to arrive at: who multiplied by it would find NaN."""
+    return torch.full((), math.nan, dtype=torch.bfloat16, device=like.device).expand(like.shape)
+
+
+def _fp8_copy(module: Linear, master: Tensor) -> Fp8Copy | None:
     """None where the present autocast's recipe cannot leave the cast to whoever makes the weight."""
     made = module.weight_cast()
     if made is None:
         return None
     recipe, cast = made
-    inverse = torch.ones((), device=leaf.device)
-    data = torch.empty_like(leaf, dtype=cast.dtype)
-    data_t = torch.empty_like(leaf.t(), dtype=cast.dtype, memory_format=torch.contiguous_format)
+    inverse = torch.ones((), device=master.device)
+    data = torch.empty_like(master, dtype=cast.dtype)
+    data_t = torch.empty_like(master.t(), dtype=cast.dtype, memory_format=torch.contiguous_format)
     return Fp8Copy(module, recipe, Slot(cast.scale, cast.amax), Quantized(data, inverse, data_t, inverse))
 
 
@@ -127,7 +133,8 @@ class TableAdamW:
         self._buffers: list[tuple[nn.Parameter, Tensor]] = []
         self._table: Table | None = None
         if fixed:
-            self._buffers = [(p, torch.zeros_like(p, requires_grad=False)) for p in self._gradient_holders()]
+            holders = self._gradient_holders()
+            self._buffers = [(p, torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in holders]
             self.zero_grad()
             self.bind()
 
@@ -154,12 +161,15 @@ class TableAdamW:
     @torch.no_grad()
     def _refresh(self) -> None:
         for master, copy in self.copies.items():
-            copy.leaf.copy_(master)
-            if copy.fp8 is not None:
+            if copy.fp8 is None:
+                copy.leaf.copy_(master)
+            else:
                 slot, kept = copy.fp8.slot, copy.fp8.kept
                 if slot.amax is not None:
                     slot.amax.zero_()  # of the weight that an update made before this one took its place
-                made = copy.fp8.recipe.quantize(copy.leaf, "weight", slot, rowwise=True, columnwise=True)
+                made = copy.fp8.recipe.quantize(
+                    master.to(torch.bfloat16), "weight", slot, rowwise=True, columnwise=True
+                )
                 for ours, theirs in zip(kept[:3], made[:3], strict=True):
                     ours.copy_(theirs)
         self._versions = self._seen()
@@ -210,6 +220,13 @@ class TableAdamW:
         """Note where weights, gradients, moments and copies are; not while a graph is captured."""
         self._table = self._backend.table(self._parameters())
 
+    def let_go(self) -> None:
+        """Before the capture of a step: of the gradients so far the table keeps only what they look like, until `move`."""
+        assert self._table is not None
+        self.zero_grad(set_to_none=True)
+        forms = (replace(p, grad=torch.empty_like(p.grad, device="meta")) for p in self._table.parameters)
+        self._table = replace(self._table, parameters=tuple(forms))
+
     def move(self) -> None:
         """After the capture of a step: what was captured finds the gradients that the capture made."""
         assert self._table is not None
@@ -234,7 +251,7 @@ class TableAdamW:
                 grad=holder.grad,
                 **self.state[master],
                 weight_decay=self._decay if master.dim() >= 2 else 0.0,
-                bf16=None if copy is None else copy.leaf,
+                bf16=None if copy is None or copy.fp8 is not None else copy.leaf,
                 **fp8,
             )
             made.append(parameter)

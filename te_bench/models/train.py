@@ -231,7 +231,7 @@ class TrainStep:
                     value.zero_()
         del weights
         if self.table is not None:
-            self.table.zero_grad(set_to_none=True)  # the graph is to have its own
+            self.table.let_go()  # the graph is to have its own
         torch.cuda.reset_peak_memory_stats()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):

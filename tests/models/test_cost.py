@@ -137,7 +137,7 @@ def test_weights_moments_and_copies_are_the_optimizers() -> None:
         step = TrainStep(model, OPTIM, precision="fp8" if fp8 else "bf16", mode="eager", optimizer="reference")
         table = step.table
         assert table is not None
-        copies = [c.leaf for c in table.copies.values()]
+        copies = [c.leaf for c in table.copies.values() if c.fp8 is None]
         copies += [t for c in table.copies.values() if c.fp8 is not None for t in (c.fp8.kept.data, c.fp8.kept.data_t)]
         counted = held(fp8=fp8, config=SMALL, batch=2, padded=64, fp8_head=False, logits=1)
         moments = [t for p, state in table.state.items() if p != "step" for t in state.values()]
@@ -170,4 +170,4 @@ def test_gpt2s_bytes_by_hand() -> None:
         plain["head: logits and their gradients"] + plain["head: its weight's gradient"] == 2 * 50304 * 6144 + 4 * head
     )
     assert sum(plain.values()) < 5.5 * 2**30
-    assert sum(ours.values()) == pytest.approx(5.48 * 2**30, rel=1e-3)
+    assert sum(ours.values()) == pytest.approx(5.324 * 2**30, rel=1e-3)

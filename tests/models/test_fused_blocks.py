@@ -248,13 +248,20 @@ def test_compiled_by_the_kernels_operators_it_is_one_graph(precision: str, recip
 # On a GPU
 
 
-def on_gpu(precision: str, recipe: str | None, mode: str, blocks: str | None, bias: bool) -> TrainStep:
+#: In FP8 a last bit here and there grows over some layers and steps to as much as if the weights had been one ulp away: of
+#: two layers of GPT-2 the furthest gradient of fused blocks is 0.119 (delayed) and 0.132 (current) off, of such weights
+#: 0.130 and 0.125, both as far from bf16's, 0.13 (H200, 2026-11-22). So the recipe's own noise is the yardstick.
+NOISE = 1.3
+
+
+def on_gpu(precision: str, recipe: str | None, mode: str, blocks: str | None, bias: bool, ulps: int = 0) -> TrainStep:
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIGS["tiny"], vocab_size=250, bias=bias)
     found = recipes.load(recipe) if recipe else None
     attention = "mem_efficient" if precision == "fp32" else "flash"  # FlashAttention-2 has no float32
-    model = GPT(config, attention=attention, padded_vocab_size=256, recipe=found, head="chunked", blocks=blocks).cuda()
-    return TrainStep(model, Optim(learning_rate=1e-3), precision=precision, mode=mode, optimizer="triton")
+    model = GPT(config, attention=attention, padded_vocab_size=256, recipe=found, head="chunked", blocks=blocks)
+    model.perturb(1, ulps)
+    return TrainStep(model.cuda(), Optim(learning_rate=1e-3), precision=precision, mode=mode, optimizer="triton")
 
 
 def on_a_batch(step: TrainStep, steps: int) -> tuple[dict[str, Tensor], list[float]]:
@@ -277,7 +284,10 @@ def test_every_mode_trains_as_the_plain_eager_step(precision: str, recipe: str |
     found, curve = on_a_batch(on_gpu(precision, recipe, mode, "fused", bias), 5)
     assert not counters["graph_break"]
     wanted, plain = on_a_batch(on_gpu(precision, recipe, "eager", None, bias), 5)
-    assert furthest(wanted, found) < {"fp32": 1e-4, "bf16": 2e-2}.get(precision, 0.1)
+    limit = {"fp32": 1e-4, "bf16": 2e-2}.get(precision, 0.1)
+    if recipe and furthest(wanted, found) >= limit:
+        limit = NOISE * furthest(wanted, on_a_batch(on_gpu(precision, recipe, "eager", None, bias, ulps=1), 1)[0])
+    assert furthest(wanted, found) < limit
     assert curve == pytest.approx(plain, rel=1e-4 if precision == "fp32" else 2e-3)
     assert curve[0] - curve[-1] > 0.02
 
@@ -288,16 +298,23 @@ def test_gpt2s_own_widths(precision: str, recipe: str | None) -> None:
     """768 columns fill no power of two; two layers of GPT-2, 4 x 1024 tokens."""
     config = dataclasses.replace(CONFIGS["gpt2"], n_layer=2)
     batch = [t.cuda() for t in Batches(None, block=1024, batch=4, vocab=50257, seed=1).at(0)]
-    made = []
-    for blocks in BOTH:
+
+    def gradients(recipe: str | None, blocks: str | None, ulps: int = 0) -> tuple[float, dict[str, Tensor]]:
         torch.manual_seed(0)
         found = recipes.load(recipe) if recipe else None
         model = GPT(config, attention="flash", padded_vocab_size=50304, recipe=found, head="chunked", blocks=blocks)
-        step = TrainStep(model.cuda(), Optim(), precision=precision, mode="eager")
-        made.append([step.gradients(*batch) for _ in range(4)][-1])
-    (loss, wanted), (ours, found_here) = made
+        model.perturb(1, ulps)
+        step = TrainStep(model.cuda(), Optim(), precision=precision if recipe else "bf16", mode="eager")
+        return [step.gradients(*batch) for _ in range(4)][-1]
+
+    (loss, wanted), (ours, found) = gradients(recipe, None), gradients(recipe, "fused")
     assert ours == pytest.approx(loss, rel=1e-4)
-    assert furthest(wanted, found_here) < (0.05 if recipe else 2e-2)
+    if recipe is None:
+        assert furthest(wanted, found) < 2e-2
+    else:
+        assert furthest(wanted, found) < NOISE * furthest(wanted, gradients(recipe, None, ulps=1)[1])
+        _, exact = gradients(None, None)
+        assert furthest(exact, found) < 1.1 * furthest(exact, wanted)
 
 
 def test_states_are_made_in_one_order_whatever_ran_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,7 @@ def test_the_pages_rows_are_the_backends_own_words() -> None:
     assert set(shown) <= set(rows)  # te-bench embed --check holds the page to all of them
 
 
-def test_what_a_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon, "UNTRIED", None)
+def test_what_a_row_says() -> None:
     rows = {row[0].text: [value.text for value in row[1:]] for row in attention_capabilities.table().rows}
     assert "auto" not in rows
     assert rows["manual"] == [

@@ -12,9 +12,9 @@ RECIPES = ("delayed_scaling", "float8_current_scaling")
 #: Heads of the fast step in bf16 and in fp8; the FP8 head is an option of its own.
 HEADS = {"bf16": ("chunked",), "fp8": ("chunked", "fp8")}
 
-#: Blocks of one module after the other, and fused ones; the latter on a GPU with our own attention, too.
+#: Blocks of one module after the other, and fused ones; the latter on a GPU with our own attentions, too.
 BLOCKS: tuple[dict[str, Scalar], ...] = ({}, {"blocks": "fused"})
-OWN = "triton"
+OWN = ("triton", "gluon")
 
 
 def experiment(options: Options) -> Experiment:
@@ -58,7 +58,7 @@ def _trials(options: Options, problem: dict[str, Scalar], seed: int) -> list[Tri
         for precision, recipe in precisions
         for head in HEADS[precision]
         for blocks in BLOCKS
-        for kernel in (attention, *([OWN] if cuda and blocks else []))
+        for kernel in (attention, *(OWN if cuda and blocks else ()))
     ]
     # The reference optimizer takes float64's time: a vocabulary that a CPU can update.
     small: dict[str, Scalar] = {} if cuda else {"vocab": 250, "padded_vocab": 256}

@@ -52,18 +52,32 @@ class Plan(NamedTuple):
         return left
 
 
-#: By the width of the heads; chosen by reasoning from what they compile to, not swept yet.
-FORWARD: Mapping[int, Plan] = {
-    64: Plan(4, 64, 4, 2, 112, overlap=1),
-    128: Plan(2, 128, 2, 2, 240, overlap=2, turns=True),
-}
-OF_ROWS: Mapping[int, Plan] = {64: Plan(3, 64, 4, 2, 160), 128: Plan(2, 64, 3, 1, 240)}  # dQ
-OF_KEYS: Mapping[int, Plan] = {64: Plan(2, 64, 4, 2, 240, in_registers=True), 128: Plan(2, 32, 4, 2, 240)}  # dK and dV
+#: By the width of the heads and whether keys are many: the fastest of a sweep at 1024, 2048, 8192 and 16384 of them
+#: (docs/attention.md). LONG lies between the lengths where the order changed.
+LONG = 4096
+_ALL_64, _IN_TURNS = Plan(4, 64, 4, 2, 112, overlap=1, turns=True), Plan(2, 128, 2, 2, 240, overlap=2, turns=True)
+FORWARD: Mapping[tuple[int, bool], Plan] = {
+    (64, False): _ALL_64, (64, True): _ALL_64,
+    (128, False): Plan(3, 64, 3, 1, 160, overlap=1), (128, True): _IN_TURNS,
+}  # fmt: skip
+_ROWS_128, _KEYS_64, _KEYS_128 = (
+    Plan(2, 64, 3, 1, 240), Plan(2, 64, 4, 2, 240, in_registers=True), Plan(2, 32, 4, 2, 240),
+)  # fmt: skip
+OF_ROWS: Mapping[tuple[int, bool], Plan] = {  # dQ
+    (64, False): Plan(2, 64, 4, 2, 240), (64, True): Plan(3, 64, 4, 2, 160), (128, False): _ROWS_128, (128, True): _ROWS_128,
+}  # fmt: skip
+OF_KEYS: Mapping[tuple[int, bool], Plan] = {  # dK and dV
+    (64, False): _KEYS_64, (64, True): _KEYS_64, (128, False): _KEYS_128, (128, True): _KEYS_128,
+}  # fmt: skip
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _of(k: Tensor) -> tuple[int, bool]:
+    return k.shape[3], k.shape[2] >= LONG
 
 
 def readable(x: Tensor) -> Tensor:
@@ -107,7 +121,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, given: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, T, D) in q's dtype, in the memory order (B, T, H, D), and lse (B, H, T) float32; none of them empty."""
-    p = given or FORWARD[q.shape[3]]
+    p = given or FORWARD[_of(k)]
     q, k, v = (readable(x) for x in (q, k, v))
     batch, heads, rows, width = q.shape
     out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
@@ -127,7 +141,7 @@ def backward(
     of_rows: Plan | None = None, of_keys: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the inputs' dtype; bitwise the same in every run."""
-    of_rows, of_keys = of_rows or OF_ROWS[q.shape[3]], of_keys or OF_KEYS[q.shape[3]]
+    of_rows, of_keys = of_rows or OF_ROWS[_of(k)], of_keys or OF_KEYS[_of(k)]
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     batch, heads, rows, _ = q.shape

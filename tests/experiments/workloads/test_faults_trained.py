@@ -1,5 +1,6 @@
 """Every planted fault on a real training run, small as it is: worse than bf16 by far more than bf16 is from itself."""
 
+import statistics
 from typing import Any
 
 import pytest
@@ -33,14 +34,20 @@ PROBLEM = {
 
 
 @pytest.fixture(scope="module")
-def end(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """end(seed, recipe, **problem) -> the final losses (by bf16, native) of a training, each trained once."""
+def end(looks: Any) -> Any:
+    """end(seed, recipe, **problem) -> the final losses (by bf16, native) of a training."""
+    return lambda *asked, **problem: looks(*asked, **problem)[-1]
+
+
+@pytest.fixture(scope="module")
+def looks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """looks(seed, recipe, **problem) -> losses (by bf16, native) at every evaluation of a training, each trained once."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "text.txt").write_text(TEXT)
     corpus = corpora.prepare(f"text:{folder / 'text.txt'}", "bytes", cache=folder)
-    known: dict[str, tuple[float, float]] = {}
+    known: dict[str, list[tuple[float, float]]] = {}
 
-    def trained(seed: int = 0, recipe: str | None = None, **problem: Any) -> tuple[float, float]:
+    def trained(seed: int = 0, recipe: str | None = None, **problem: Any) -> list[tuple[float, float]]:
         trial = Trial(
             workload="training",
             device="cpu",
@@ -52,7 +59,7 @@ def end(tmp_path_factory: pytest.TempPathFactory) -> Any:
         )
         if trial.id not in known:
             found = training.run(trial, Context(cache=folder)).samples
-            known[trial.id] = found["val_loss"][-1], found["val_loss_native"][-1]
+            known[trial.id] = list(zip(found["val_loss"], found["val_loss_native"], strict=True))
         return known[trial.id]
 
     return trained
@@ -83,14 +90,15 @@ def test_a_fault_is_far_worse_than_bf16(end: Any, fault: str, recipe: str, gap: 
     assert min(gaps) > 0.7 * gap
 
 
-def test_e5m2_in_the_forward_pass_shows_where_the_model_is_evaluated_as_it_trains(end: Any) -> None:
+def test_e5m2_in_the_forward_pass_shows_where_the_model_is_evaluated_as_it_trains(looks: Any) -> None:
     """Two mantissa bits train nearly as three do, so the loss in bf16 hides them; what they cost by themselves does not.
 
-    native - bf16 of the same weights: 0.0018, 0.0024, 0.0015 with E5M2; 0.0000, 0.0008, 0.0005 without (2026-11-21).
+    native - bf16 of the same weights, the mean of 15 evaluations: 7e-4 to 26e-4 with E5M2, 2e-4 to 9e-4 without, 20 seeds
+    each (2026-11-22). One evaluation varies by as much as it shows, and a seed by half: four of them differ by 3.3 errors.
     """
+    often = {"eval_every": 10, "eval_tokens": 512}
     right, wrong = (
-        [native - bf16 for bf16, native in (end(seed, CURRENT, **more) for seed in range(3))]
-        for more in ({}, {"fault": "e5m2_forward"})
+        [statistics.mean(native - bf16 for bf16, native in looks(seed, CURRENT, **more)[5:]) for seed in range(4)]
+        for more in (often, {**often, "fault": "e5m2_forward"})
     )
-    assert all(w > r for r, w in zip(right, wrong, strict=True))
-    assert sum(wrong) > 2 * sum(abs(r) for r in right)
+    assert sum(wrong) > sum(right)

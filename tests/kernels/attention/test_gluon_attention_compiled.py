@@ -22,13 +22,15 @@ LONGEST, BESIDES = 6, 140  # instructions for an element, and for a block
 Call = Callable[[], object]
 
 
-def on_an_h200(head_dim: int, call: Callable[..., Any], *given: Any, groups: int = 4, causal: bool = True) -> Call:
-    """What is compiled depends on no length."""
+def on_an_h200(
+    head_dim: int, call: Callable[..., Any], *given: Any, groups: int = 4, causal: bool = True, keys: int = 1000
+) -> Call:
+    """What is compiled depends on no length, but for the plan, which goes by the keys."""
 
     def there() -> None:
         launch.processors = lambda device: 132  # type: ignore[assignment]
         q = torch.empty(2, 4, 1000, head_dim, dtype=BF16)
-        k = torch.empty(2, groups, 1000, head_dim, dtype=BF16)
+        k = torch.empty(2, groups, keys, head_dim, dtype=BF16)
         call(q, k, causal, *given)
 
     return there
@@ -48,6 +50,8 @@ CALLS: dict[str, Call] = {
     for head_dim in (64, 128)
     for suffix, options in (("", {}), (", full", {"causal": False}))
 }
+CALLS["forward 128, long"] = on_an_h200(128, forward, keys=launch.LONG)
+CALLS["backward 64, long"] = on_an_h200(64, backward, keys=launch.LONG)
 CALLS["forward 64, shared heads"] = on_an_h200(64, forward, groups=1)
 CALLS["backward 64, shared heads"] = on_an_h200(64, backward, groups=1)
 BROKEN = {
@@ -88,7 +92,7 @@ def made(names: list[str], pytestconfig: pytest.Config, monkeypatch: pytest.Monk
 def test_it_compiles_without_faults(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = made([name for name in CALLS if name not in BROKEN], pytestconfig, monkeypatch)
     print(*kernels, sep="\n")  # pytest -s: the table
-    assert len(kernels) == 5 + 2 * 5
+    assert len(kernels) == 6 + 2 * 6
     found = [
         f"{kernel}\n  {fault}"
         for kernel in kernels
@@ -120,7 +124,9 @@ def expected(kernel: Compiled) -> tuple[Plan, int, int]:
     """The plan, and of its loop over blocks the products and a thread's elements."""
     head_dim = int(re.findall(r"\d+", kernel.call)[0])
     name = next(name for name in ("forward", "rows", "keys") if name in kernel.kernel)
-    plan = {"forward": launch.FORWARD, "rows": launch.OF_ROWS, "keys": launch.OF_KEYS}[name][head_dim]
+    plan = {"forward": launch.FORWARD, "rows": launch.OF_ROWS, "keys": launch.OF_KEYS}[name][
+        head_dim, "long" in kernel.call
+    ]
     # Of depth 16: scores and dP have the heads' width, the others that of the block.
     wide, deep = {"forward": (1, 1), "rows": (2, 1), "keys": (2, 2)}[name]
     return plan, wide * head_dim // 16 + deep * plan.at_once // 16, plan.at_once // 2
