@@ -2,10 +2,13 @@
 
 import contextlib
 import itertools
+import statistics
+import time
 import types
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from te_bench.experiments import timing
 
@@ -78,6 +81,7 @@ class Stream:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.log: list[str] = []
+        self.held: list[int] = []
         noted = self.log.append
 
         class Event:
@@ -93,6 +97,7 @@ class Stream:
         cuda = types.SimpleNamespace(
             Event=Event,
             synchronize=lambda: noted("wait"),
+            _sleep=self.hold,
             get_device_properties=lambda: types.SimpleNamespace(L2_cache_size=8),
         )
         flush = types.SimpleNamespace(zero_=lambda: noted("flush"))
@@ -101,6 +106,10 @@ class Stream:
 
     def call(self) -> None:
         self.log.append("call")
+
+    def hold(self, cycles: int) -> None:
+        self.log.append("hold")
+        self.held.append(cycles)
 
     def look(self) -> None:
         self.log.append("look")
@@ -124,8 +133,35 @@ def test_steps_in_a_row_are_looked_at_before_the_first_and_after_the_last(
 def test_a_kernel_is_looked_at_around_every_ten_calls_and_never_between_their_events(stream: Stream) -> None:
     with timing.looking(stream.look):
         assert timing.kernel(stream.call, "cuda") == [1e-3] * timing.KERNEL_MIN
-    block = ["flush", "event", "call", "event"] * 10 + ["wait", "look"]
-    assert stream.log == ["call"] * timing.KERNEL_WARMUP + ["look", *block * 3]
+    block = ["hold", *["flush", "event", "call", "event"] * 10, "wait", "look"]
+    assert stream.log == ["call"] * timing.KERNEL_WARMUP + ["look", *block * 4]  # the first ten do not count
+
+
+def test_the_gpu_waits_for_the_host_as_long_as_the_ten_before_took_and_more(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seconds, expected in ((2e-4, 1.5 * 10 * 2e-4), (1.0, timing.KERNEL_HELD)):
+        stream.held.clear()
+        now = itertools.count()
+        host = types.SimpleNamespace(perf_counter=lambda s=seconds, n=now: 10 * s * next(n))
+        with monkeypatch.context() as patch:
+            patch.setattr(timing, "time", host)
+            sample = timing._sample_cuda(stream.call)
+            sample()
+        assert stream.held == [0, pytest.approx(expected * timing.KERNEL_CLOCK)]
+
+
+@pytest.mark.gpu
+def test_what_is_launched_slowly_is_not_timed_as_long_as_its_launch() -> None:
+    x = torch.zeros(16, device="cuda")
+
+    def slowly() -> None:
+        until = time.perf_counter() + 5e-4
+        while time.perf_counter() < until:
+            pass
+        x.add_(1)
+
+    assert statistics.median(timing.kernel(slowly, "cuda")) < 1e-4
 
 
 def test_nobody_looks_on_a_cpu_nor_after_the_trial(stream: Stream, clock: Callable[[Iterator[float]], Clock]) -> None:
