@@ -188,11 +188,17 @@ def test_captured_in_a_graph_it_follows_its_inputs() -> None:
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_host_time_of_a_call() -> None:
-    """Less than a third of the 60 us that a whole Linear may cost."""
+    """Less than a third of the 60 us that a whole Linear may cost where nn.Linear's call costs 14: as in its test, by turns.
+
+    20 us aimed at; twice that, for other processes' sake.
+    """
     x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
-    call = caller("scaled", x)
-    times = []
+    plain = torch.nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
+    calls = [caller("scaled", x), lambda: plain(x)]
+    turns = []
     for _ in range(5):
         torch.cuda.synchronize()
-        times.append(statistics.median(timing.kernel(call, "cpu")))
-    assert min(times) < 40e-6  # 20 us aimed at; twice that, for other processes' sake
+        turns.append([statistics.median(timing.kernel(call, "cpu")) * 1e6 for call in calls])
+    ours, theirs = map(min, zip(*turns, strict=True))
+    print(f"host time of a call, (64, 64): quantizing {ours:.1f} us, nn.Linear {theirs:.1f} us")
+    assert ours / theirs < 2 * 20 / 14
