@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import statistics
 from dataclasses import dataclass
 
 from te_bench.models import cost
@@ -61,17 +60,20 @@ class Breakdown:
 
 
 def ceilings(group: Group) -> Ceilings | None:
-    """Medians over the group's processes; None when it measured none."""
+    """Those of the fastest call in any of the group's processes; None when it measured none.
+
+    What a chip at its power limit does over seconds is below what a kernel between others may do: no ceiling.
+    """
 
     def rate(sample: str, work: str) -> float | None:
         found = [
-            amount / statistics.median(seconds)
+            amount / min(seconds)
             for cell in group.of("ceilings")
             for record in cell.ok
             if (seconds := analysis.numbers(record.samples.get(sample)))
             and (amount := analysis.finite(record.work.get(work)))
         ]
-        return statistics.median(found) if found else None
+        return max(found) if found else None
 
     copy, bf16 = rate("copy_s", "copy_bytes"), rate("gemm_bf16_s", "gemm_flop")
     if copy is None or bf16 is None:

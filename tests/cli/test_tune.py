@@ -98,9 +98,9 @@ def test_the_rivals_take_turns_and_auto_is_none_of_them() -> None:
 def test_a_table_of_what_was_recorded(command: Command) -> None:
     done = command("tune", "attention", "--from", SPEED)
     assert done.code == 0, done.err
-    assert "B12 H12 T1024 D64 causal bf16: cudnn 0.276 ms (triton 1.03x)" in done.out
+    assert "B12 H12 T1024 D64 causal bf16: gluon 0.214 ms (cudnn 1.29x, triton 1.34x)" in done.out
     [cell] = own_table()
-    assert cell.fastest() == ["cudnn", "triton"]
+    assert cell.fastest() == ["gluon", "cudnn", "triton"]
     assert cell.source.endswith("derived from GPT steps that differ in their attention alone")
     assert command("tune", "attention", "--from", SPEED, "--table", "mine.json").code == 0
     assert _table.read(Path("mine.json")) == (cell,)
@@ -184,7 +184,7 @@ def test_backends_that_a_shape_no_longer_has_are_named(command: Command) -> None
     path = _table.user_table()
     assert path is not None
     path.parent.mkdir(parents=True)
-    [cell] = _table.read(_table.SHIPPED)
+    cell = next(cell for cell in _table.read(_table.SHIPPED) if cell.problem.length == 1024 and cell.problem.causal)
     path.write_text(_table.text([dataclasses.replace(cell, seconds={**cell.seconds, "flash": 1e-3, "math": 1.0})]))
     done = command("tune", "attention", "--from", SPEED)
     assert done.code == 0

@@ -1,5 +1,6 @@
 """A step against its floor: kinds of kernels, ceilings of the same run, nothing where something lacks."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,15 @@ def test_nothing_published_is_faster_than_its_floor():
             if trial.attention == "manual" and part.cost.kind == cost.ATTENTION:
                 continue  # written out, it is GEMMs and elementwise kernels
             assert part.measured_s >= 0.99 * part.floor_s, (trial.name, part)
+
+
+def test_a_ceiling_is_the_fastest_call_of_any_process(tmp_path):
+    slow, fast = {"copy_s": [2e-3, 1e-3], "gemm_bf16_s": [4e-3, 3e-3]}, {"copy_s": [4e-3], "gemm_bf16_s": [5e-3, 2e-3]}
+    records = [ceilings_record(samples=slow), ceilings_record(samples=fast)]
+    records[1] = dataclasses.replace(records[1], trial=dataclasses.replace(records[1].trial, seed=1))
+    found = floor.ceilings(group_of(tmp_path, [*steps(), *records]))
+    assert found.bytes_per_s == 4e9 / 1e-3
+    assert found.bf16_flop_per_s == 2 * 8192**3 / 2e-3
 
 
 @pytest.mark.parametrize(
