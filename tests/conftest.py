@@ -1,6 +1,7 @@
 """What every test may use; its being here also puts this folder on the import path."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,10 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core already
     os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell without job control starts what it runs in the background deaf to Ctrl-C, and so would be all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
