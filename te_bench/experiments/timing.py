@@ -28,7 +28,7 @@ KERNEL_WARMUP = 10
 KERNEL_MIN, KERNEL_MAX = 30, 500  # samples
 KERNEL_SECONDS = 3.0  # stop there even when the interval is still wider
 KERNEL_HALF_WIDTH = 0.005  # of the median
-KERNEL_HELD = 0.05  # seconds that a GPU waits for the host at most: a call that waits for the GPU is never ahead
+KERNEL_HELD = 0.05  # seconds that a GPU waits for the host at most; for a call that itself waits for the GPU, in vain
 KERNEL_CLOCK = 2e9  # Hz, that of a fast GPU's processors: a slower one waits longer
 
 
@@ -111,18 +111,17 @@ def _sample_cpu(call: Callable[[], object]) -> Callable[[], list[float]]:
 def _sample_cuda(call: Callable[[], object]) -> Callable[[], list[float]]:
     """Ten calls between pairs of events; a buffer of twice the L2 is overwritten before each.
 
-    The GPU waits until the ten are queued, as long as the host took for the ten before and half as much again: without,
-    a call that is launched more slowly than it runs is as slow as its launches (131 us in place of 61; H200, 2026-11-22).
+    The GPU waits until the ten are queued, half as long again as the host took for ten that nobody held up: without, a
+    call that is launched more slowly than it runs is as slow as its launches (131 us in place of 61; H200, 2026-11-22).
     """
     l2 = torch.cuda.get_device_properties().L2_cache_size
     flush = torch.empty(2 * l2, dtype=torch.int8, device="cuda")
     look = _LOOK.get()
-    queueing = 0.0  # seconds
 
-    def sample() -> list[float]:
-        nonlocal queueing
+    def ten(held: int) -> tuple[list[float], float]:
+        """Their seconds, after so many cycles' wait, and those of queueing them."""
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(10)]
-        torch.cuda._sleep(int(min(1.5 * queueing, KERNEL_HELD) * KERNEL_CLOCK))
+        torch.cuda._sleep(held)
         began = time.perf_counter()
         for before, after in pairs:
             flush.zero_()
@@ -132,11 +131,12 @@ def _sample_cuda(call: Callable[[], object]) -> Callable[[], list[float]]:
         queueing = time.perf_counter() - began
         torch.cuda.synchronize()
         look()
-        return [before.elapsed_time(after) / 1e3 for before, after in pairs]
+        return [before.elapsed_time(after) / 1e3 for before, after in pairs], queueing
 
     look()
-    sample()  # nobody held the GPU
-    return sample
+    _, queueing = ten(0)
+    cycles = int(min(1.5 * queueing, KERNEL_HELD) * KERNEL_CLOCK)
+    return lambda: ten(cycles)[0]
 
 
 def _half_width(samples: list[float]) -> float:

@@ -204,18 +204,19 @@ class GPT(nn.Module):
         return cross_entropy(logits, targets.flatten(), vocab=self.config.vocab_size)
 
     def _through_head(self, head: Head, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss; where nobody compiles, and the head takes a copy, with one gradient made for embedding and head."""
-        table, weight = self.transformer.wte.weight, self.lm_head.weight
-        if not head.copied or torch.compiler.is_compiling():
-            made: Tensor = head.forward(
-                self.hidden(tokens).flatten(0, 1), weight, targets, vocab=self.config.vocab_size
-            )
-            return made
+        """The loss; with one gradient made for embedding and head where nothing looks between them."""
+        embedding, weight = self.transformer.wte, self.lm_head.weight
+        table: Tensor = embedding.weight
+        copy = weight if getattr(weight, "copy_of", None) is table else None  # an optimizer's, in the table's place
+        shared = (weight is table or copy is not None) and head.copied and not torch.compiler.is_compiling()
+        if not shared or embedding._forward_hooks or embedding._forward_pre_hooks:
+            x = self.hidden(tokens).flatten(0, 1)
+            loss: Tensor = head.forward(x, weight, targets, vocab=self.config.vocab_size)
+            return loss
         embedded, again = tied(table, tokens)
-        copy = None if weight is table else weight  # an optimizer's, in the table's place
         x = self.hidden(tokens, embedded).flatten(0, 1)
-        made = head.forward(x, again, targets, vocab=self.config.vocab_size, copy=copy)
-        return made
+        loss = head.forward(x, again, targets, vocab=self.config.vocab_size, copy=copy)
+        return loss
 
     def logits(self, tokens: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, V): without the padding columns."""

@@ -3,8 +3,9 @@
 The model's parameters stay what they are: float32, in its state dict, for evaluations and checkpoints. While a training
 pass runs, a bf16 leaf takes the place of every Linear's weight, the copy that the last update left: autocast finds nothing
 to cast, and the gradient of the weight arrives at the leaf as its GEMM rounded it, as it does under autocast, whose
-backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8 instead, and Linear, which
-is told to reuse what is kept, quantizes no weight: of that leaf only the gradient is real, its numbers are one NaN.
+backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8, too, and Linear, which is
+told to reuse what is kept, quantizes no weight. A GPT reads such a weight nowhere else: of its leaf only the gradient is
+real, its numbers are one NaN.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from te_bench.kernels import adamw
 from te_bench.kernels.adamw import Parameter, Table
 from te_bench.kernels.quantize import Quantized
+from te_bench.models import fp8
+from te_bench.models.gpt import GPT
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe, Slot
 
@@ -40,11 +43,13 @@ class Copy:
     """A matrix's bf16 leaf and the modules in which it takes the master's place.
 
     direct: the leaf's gradient is all of the master's, and the update reads it there; else it is added to the master's.
+    half: it is the weight in bf16; else nobody multiplies by it, and it has no numbers. `leaf.copy_of` is the master.
     """
 
     leaf: nn.Parameter
     modules: tuple[nn.Module, ...]
     direct: bool
+    half: bool
     fp8: Fp8Copy | None
 
 
@@ -64,8 +69,10 @@ def copies(
             if linear:
                 alone = len(modules) == 1
                 fp8 = _fp8_copy(linear[0], master) if alone and isinstance(linear[0], Linear) else None
-                half = master.to(torch.bfloat16) if fp8 is None else _nothing(master)
-                found[master] = Copy(nn.Parameter(half), tuple(linear), direct and alone, fp8)
+                half = fp8 is None or not isinstance(model, GPT)
+                leaf: Any = nn.Parameter(master.to(torch.bfloat16) if half else _nothing(master))
+                leaf.copy_of = master
+                found[master] = Copy(leaf, tuple(linear), direct and alone, half, fp8)
     return found
 
 
@@ -161,9 +168,9 @@ class TableAdamW:
     @torch.no_grad()
     def _refresh(self) -> None:
         for master, copy in self.copies.items():
-            if copy.fp8 is None:
+            if copy.half:
                 copy.leaf.copy_(master)
-            else:
+            if copy.fp8 is not None:
                 slot, kept = copy.fp8.slot, copy.fp8.kept
                 if slot.amax is not None:
                     slot.amax.zero_()  # of the weight that an update made before this one took its place
@@ -176,7 +183,13 @@ class TableAdamW:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """While inside, the model's Linears compute with the copies."""
+        """While inside, the model's Linears compute with the copies. Raises ValueError where those are of FP8 it has not."""
+        fp8_only = any(not copy.half for copy in self.copies.values())
+        if fp8_only and (fp8.current.calibrating or not fp8.current.enabled):
+            raise ValueError(
+                "this step's weights are copied in FP8 alone, but the model's autocast is without: train in the autocast "
+                "that the step was made in, or make another step"
+            )
         try:
             for copy in self.copies.values():
                 for module in copy.modules:
@@ -251,7 +264,7 @@ class TableAdamW:
                 grad=holder.grad,
                 **self.state[master],
                 weight_decay=self._decay if master.dim() >= 2 else 0.0,
-                bf16=None if copy is None or copy.fp8 is not None else copy.leaf,
+                bf16=copy.leaf if copy is not None and copy.half else None,
                 **fp8,
             )
             made.append(parameter)

@@ -234,10 +234,14 @@ class TrainStep:
             self.table.let_go()  # the graph is to have its own
         torch.cuda.reset_peak_memory_stats()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._loss = self._backward(*self._inputs)
-            self._norm = self.grad_norm
-            self._update()
+        try:
+            with torch.cuda.graph(self._graph):
+                self._loss = self._backward(*self._inputs)
+                self._norm = self.grad_norm
+                self._update()
+        except BaseException:
+            self._graph = None  # or the next step would replay nothing
+            raise
         self.captured_peak_bytes = torch.cuda.max_memory_allocated()
         if self.table is not None:
             self.table.move()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from te_bench.kernels.adamw import Parameter
 from te_bench.kernels.linear_cross_entropy import _kernels as head_kernels
 from te_bench.kernels.quantize import reference as quantizer
-from te_bench.models import checkpoints, faults, table_adamw
+from te_bench.models import checkpoints, faults, fp8, table_adamw
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import GPT
 from te_bench.models.modules.linear import Linear
@@ -282,13 +282,13 @@ def test_passes_without_an_update_settle_the_scales_of_the_weights() -> None:
     assert step.table is not None
     found = [c.fp8 for c in step.table.copies.values() if c.fp8 is not None]
     step.gradients(*a_batch())
-    assert all(fp8.kept.scale_inv == 1 for fp8 in found)
+    assert all(copied.kept.scale_inv == 1 for copied in found)
     for _ in range(2):
         step.gradients(*a_batch())
-        for fp8 in found:
-            largest = fp8.module.weight.abs().max().item()  # type: ignore[union-attr]
-            assert fp8.kept.scale_inv.item() == pytest.approx(largest / 448, rel=0.01)
-            assert fp8.kept.data.float().abs().max().item() == pytest.approx(448, rel=0.1)
+        for copied in found:
+            largest = copied.module.weight.abs().max().item()  # type: ignore[union-attr]
+            assert copied.kept.scale_inv.item() == pytest.approx(largest / 448, rel=0.01)
+            assert copied.kept.data.float().abs().max().item() == pytest.approx(448, rel=0.1)
 
 
 def test_every_pass_counts_the_amax_of_a_weight_once() -> None:
@@ -362,3 +362,76 @@ def test_gradients_that_somebody_dropped_are_put_back() -> None:
 
 def test_eps_is_torchs() -> None:
     assert torch.optim.AdamW([torch.zeros(1)]).defaults["eps"] == table_adamw.EPS
+
+
+# Weights that others than their own Linear read, and heads that are no longer tied
+
+
+class Two(nn.Module):
+    """Two Linears, the second one used as `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.recipe = kind, DelayedScaling()
+        self.a, self.b = Linear(32, 32, device="cpu"), Linear(32, 32, device="cpu")
+
+    def autocast(self, enabled: bool = True) -> fp8.autocast:
+        return fp8.autocast(enabled, recipe=self.recipe)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.kind == "outside of fp8":
+            with fp8.autocast(False):
+                h = self.b(h)
+        elif self.kind == "first of micro-batches":
+            h = self.b(h, is_first_microbatch=True)
+        elif self.kind == "by somebody else":
+            h = nn.functional.linear(h, self.b.weight.to(h.dtype))
+        else:
+            h = self.b(h) + 1e-6 * self.b.weight.float().square().sum()
+        return (h.float() - y).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["outside of fp8", "first of micro-batches", "by somebody else", "penalised"])
+def test_a_weight_that_is_read_elsewhere_has_numbers_there(kind: str) -> None:
+    x, y = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
+    curves = []
+    for optimizer in ("reference", None):
+        torch.manual_seed(0)
+        step = TrainStep(Two(kind), OPTIM, precision="fp8", mode="eager", optimizer=optimizer)
+        curves.append([step(x, y).item() for _ in range(3)])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("calibrating", [False, True])
+def test_a_gpt_without_its_fp8_is_refused_for_it_has_no_other_copies(calibrating: bool) -> None:
+    step = a_step("fp8", recipe=DELAYED)
+    step.model.autocast = lambda enabled=True: fp8.autocast(False, calibrating)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="in FP8 alone"):
+        step(*a_batch())
+
+
+@pytest.mark.parametrize("optimizer", ["reference", None])
+def test_a_head_that_is_no_longer_tied_has_a_gradient_of_its_own(optimizer: str | None) -> None:
+    """load_state_dict(assign=True) gives head and embedding a parameter each."""
+    found = []
+    for head in ("chunked", "reference"):
+        step = a_step("bf16", None, head=head)
+        step.model.load_state_dict({k: v.clone() for k, v in step.model.state_dict().items()}, assign=True)
+        step = TrainStep(step.model, OPTIM, precision="bf16", mode="eager", optimizer=optimizer)
+        found.append(step.gradients(*a_batch())[1])
+    assert furthest_gradient(*found) < 0.02
+    assert found[0]["lm_head.weight"].any()
+
+
+def furthest_gradient(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert list(a) == list(b)
+    return max(((a[name] - b[name]).norm() / b[name].norm()).item() for name in a)
+
+
+def test_who_hooks_the_embedding_is_called() -> None:
+    seen = []
+    step = a_step("bf16", head="chunked")
+    step.model.transformer.wte.register_forward_hook(lambda *_: seen.append(1))
+    step(*a_batch())
+    assert seen

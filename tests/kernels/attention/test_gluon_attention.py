@@ -165,15 +165,14 @@ def test_more_tiles_than_programs_and_views_of_qkv() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_repeats_are_bitwise_the_same_and_nan_stays_in_its_rows(head_dim: int) -> None:
+def test_repeats_are_bitwise_the_same_and_nan_stays_in_its_block_and_head(head_dim: int) -> None:
     problem = a_problem((2, 3, 500, head_dim))
     backend, tensors = supported("gluon", problem), draw(problem)
     first, second = run(backend, problem, tensors), run(backend, problem, tensors)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-    tensors[2][1, 1, 300] = (
-        math.nan
-    )  # a value: of the rows from 300 on, of others that meet its block, as 0 x NaN, and of
-    out = run(backend, problem, tensors)[0]  # that head alone
+    # A value: of the rows from 300 on, and, as 0 x NaN, of those before it that meet its block of keys, which begins at 256.
+    tensors[2][1, 1, 300] = math.nan
+    out = run(backend, problem, tensors)[0]
     assert out[1, 1, 300:].isnan().all()
     assert torch.equal(out[1, 1, :256], first[0][1, 1, :256])
     assert torch.equal(out[0], first[0][0])
