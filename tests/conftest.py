@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,3 +47,12 @@ def no_package(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 @pytest.fixture
 def no_torch(no_package: Callable[[str], dict[str, str]]) -> dict[str, str]:
     return no_package("torch")
+
+
+@pytest.fixture
+def plain_heads() -> Iterator[None]:
+    """Linear cross-entropy and the tied gradient by a CPU's own formulas: the interpreter takes a second for each."""
+    with pytest.MonkeyPatch.context() as patch:  # its own, which a test's undo leaves alone
+        for kernels in ("_kernels", "_tied"):
+            patch.setattr(f"te_bench.kernels.linear_cross_entropy.{kernels}.INTERPRETED", False)
+        yield

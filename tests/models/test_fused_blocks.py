@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from te_bench.kernels.activation import triton as activation_triton
-from te_bench.kernels.linear_cross_entropy import _kernels as head_kernels
 from te_bench.kernels.norm import triton as norm_triton
 from te_bench.models import fp8, fused_blocks
 from te_bench.models import recipe as recipes
@@ -24,10 +23,7 @@ BOTH = (None, "fused")
 RICH = {"bias": True, "gelu": "tanh"}
 
 
-@pytest.fixture(autouse=True)
-def _plain_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes a second for each loss; a CPU's own formula is the kernel's."""
-    monkeypatch.setattr(head_kernels, "INTERPRETED", False)
+pytestmark = pytest.mark.usefixtures("plain_heads")
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +105,6 @@ def test_the_kernels_give_what_the_reference_gives(recipe: str | None, monkeypat
     precision, batch = "fp8" if recipe else "bf16", [t[:1] for t in a_batch()]
     ours, found = a_step("fused", precision, recipe, n_layer=1, **RICH).gradients(*batch)
     monkeypatch.undo()
-    monkeypatch.setattr(head_kernels, "INTERPRETED", False)
     loss, wanted = a_step("fused", precision, recipe, n_layer=1, **RICH).gradients(*batch)
     assert ours == pytest.approx(loss, rel=1e-4)
     assert furthest(wanted, found) < (0.05 if recipe else 1e-2)

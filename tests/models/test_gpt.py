@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_bench.kernels import attention
-from te_bench.kernels.linear_cross_entropy import _kernels
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import CONFIGS, GPT, GPTConfig
 from te_bench.models.recipe import float8_current_scaling
@@ -153,12 +152,6 @@ def test_the_gradient_of_the_padding_is_zero_on_a_gpu(precision: str) -> None:
 
 
 # A head of its own.
-
-
-@pytest.fixture
-def plain_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes a second for each loss; a CPU's own formula is the kernel's."""
-    monkeypatch.setattr(_kernels, "INTERPRETED", False)
 
 
 def with_head(name: str) -> GPT:

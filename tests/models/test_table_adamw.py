@@ -13,7 +13,6 @@ from table_adamw_cases import CURRENT, DELAYED, OPTIM, SMALL, a_batch, a_step, f
 from torch import Tensor, nn
 
 from te_bench.kernels.adamw import Parameter
-from te_bench.kernels.linear_cross_entropy import _kernels as head_kernels
 from te_bench.kernels.quantize import reference as quantizer
 from te_bench.models import checkpoints, faults, fp8, table_adamw
 from te_bench.models import recipe as recipes
@@ -28,10 +27,7 @@ vectorised = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def _plain_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes a second for each loss; a CPU's own formula is the kernel's."""
-    monkeypatch.setattr(head_kernels, "INTERPRETED", False)
+pytestmark = pytest.mark.usefixtures("plain_heads")
 
 
 # The same training as without it

@@ -9,7 +9,6 @@ import torch
 from table_adamw_cases import CURRENT, DELAYED, a_batch, a_step, losses, weights
 from torch._dynamo.utils import counters
 
-from te_bench.kernels.linear_cross_entropy import _kernels as head_kernels
 from te_bench.models import recipe as recipes
 from te_bench.models.data import Batches
 from te_bench.models.gpt import CONFIGS, GPT
@@ -17,11 +16,7 @@ from te_bench.models.modules.linear import Linear
 from te_bench.models.table_adamw import TableAdamW
 from te_bench.models.train import Optim, TrainStep, evaluate
 
-
-@pytest.fixture(autouse=True)
-def _plain_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes a second for each loss; a CPU's own formula is the kernel's."""
-    monkeypatch.setattr(head_kernels, "INTERPRETED", False)
+pytestmark = pytest.mark.usefixtures("plain_heads")
 
 
 # A captured step, simulated: the graph makes gradients of its own, and at a replay nothing but what it recorded runs

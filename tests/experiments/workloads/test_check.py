@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _model, train_step
-from te_bench.kernels.linear_cross_entropy import _kernels
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize.reference import dequantize
 from te_bench.models import gpt
@@ -77,12 +76,6 @@ def test_true_steps_pass_on_every_seed(precision: str, recipe: str, seed: int) -
 def test_true_steps_of_other_shapes_pass(precision: str, problem: dict[str, Any]) -> None:
     for seed in range(2):
         checked(a_trial(precision, seed, **problem))
-
-
-@pytest.fixture
-def plain_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes a second for each loss; a CPU's own formula is the kernel's."""
-    monkeypatch.setattr(_kernels, "INTERPRETED", False)
 
 
 FAST = {"head": "chunked", "optimizer": "reference"}

@@ -9,8 +9,7 @@ import triton
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
-from te_bench.kernels import attention
-from te_bench.kernels.linear_cross_entropy import _kernels
+from te_bench.kernels import adamw, attention
 from te_bench.models import gpt
 
 TINY = {"model": "tiny", "batch": 2, "block": 8, "vocab": 60, "padded_vocab": 64, "grad_clip": 0.0}
@@ -40,8 +39,8 @@ def test_a_later_round_of_a_gate_is_not_checked_again_and_trains_the_same() -> N
     assert not_again.samples["loss"] == checked.samples["loss"]
 
 
-def test_a_fast_step_is_timed_and_its_losses_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_kernels, "INTERPRETED", False)
+@pytest.mark.usefixtures("plain_heads")
+def test_a_fast_step_is_timed_and_its_losses_are_the_plain_ones() -> None:
     plain = train_step.run(TRIAL, Context()).samples["loss"]
     fast = train_step.run(changed(head="chunked", optimizer="reference"), Context()).samples["loss"]
     assert fast == pytest.approx(plain, rel=1e-5)
@@ -80,6 +79,7 @@ def test_a_rung_that_ran_another_kernel_fails_its_check(monkeypatch: pytest.Monk
 def test_what_a_cpu_cannot_do_is_unsupported_with_the_reason(
     changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    adamw.load("triton")  # first, or its kernels would not be the interpreter's in the tests that come after this one
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(Unsupported, match=reason):
         train_step.run(dataclasses.replace(TRIAL, **changes), Context())

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.workloads import _check, _model, training
-from te_bench.kernels.linear_cross_entropy import _kernels
 from te_bench.models import corpus as corpora
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import GPT
@@ -67,12 +66,12 @@ def test_evaluating_more_often_changes_nothing_in_the_training(trial: Any, conte
     assert often["val_loss"][-1] == seldom["val_loss"][-1]
 
 
+@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", "delayed_scaling")])
 def test_a_fast_step_trains_to_the_same_curve_whatever_looks_at_it(
-    trial: Any, context: Context, precision: str, recipe: str | None, monkeypatch: pytest.MonkeyPatch
+    trial: Any, context: Context, precision: str, recipe: str | None
 ) -> None:
     """Evaluations and probes read the model, whose Linears compute with the step's copies in its own passes only."""
-    monkeypatch.setattr(_kernels, "INTERPRETED", False)
     settings = {"precision": precision, "recipe": recipe, "steps": 30, "evaluate": "both", "accumulate": 2}
     plain = training.run(trial(**settings, eval_every=30), context).samples
     fast = {"head": "chunked", "optimizer": "reference", **settings}
