@@ -147,9 +147,7 @@ def test_the_gpu_waits_for_the_host_as_long_as_the_first_ten_took_and_more(
         with monkeypatch.context() as patch:
             patch.setattr(timing, "time", host)
             sample = timing._sample_cuda(stream.call)
-            for _ in range(
-                3
-            ):  # a call that waits for the GPU waits for the hold, too: it must not lengthen the next one
+            for _ in range(3):  # who waits for the GPU waits for the hold, too, which must not lengthen the next
                 sample()
         assert stream.held == [0, *[pytest.approx(expected * timing.KERNEL_CLOCK)] * 3]
 

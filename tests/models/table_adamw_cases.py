@@ -56,3 +56,9 @@ def weights(step: TrainStep) -> list[Tensor]:
 
 def furthest(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def furthest_gradient(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    """The largest |found - wanted| / |wanted| of a parameter's."""
+    assert list(wanted) == list(found)
+    return max(((wanted[name] - found[name]).norm() / wanted[name].norm()).item() for name in wanted)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from table_adamw_cases import CURRENT, DELAYED, OPTIM, SMALL, a_batch, losses
+from table_adamw_cases import CURRENT, DELAYED, OPTIM, SMALL, a_batch, furthest_gradient, losses
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -54,11 +54,6 @@ def a_step(
     return TrainStep(model, optim, precision=precision, mode=mode, optimizer=optimizer)
 
 
-def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    assert list(a) == list(b)
-    return max(((a[name] - b[name]).norm() / a[name].norm()).item() for name in a)
-
-
 #: precision, recipe, and how far a gradient may be off: float32's own roundings; a bf16 or FP8 number here and there that
 #: they bring to the other side of a midpoint.
 CASES = [
@@ -80,7 +75,7 @@ def test_gradients_and_losses_are_those_of_the_modules(
     for _ in range(4 if recipe == DELAYED else 1):
         (loss, wanted), (ours, found) = (step.gradients(*a_batch()) for step in (plain, fused))
     assert ours == pytest.approx(loss, rel=2e-5)
-    assert furthest(wanted, found) < tolerance
+    assert furthest_gradient(wanted, found) < tolerance
     assert losses(fused, 4) == pytest.approx(losses(plain, 4), rel=1e-3 if recipe else 5e-5)
 
 
@@ -107,7 +102,7 @@ def test_the_kernels_give_what_the_reference_gives(recipe: str | None, monkeypat
     monkeypatch.undo()
     loss, wanted = a_step("fused", precision, recipe, n_layer=1, **RICH).gradients(*batch)
     assert ours == pytest.approx(loss, rel=1e-4)
-    assert furthest(wanted, found) < (0.05 if recipe else 1e-2)
+    assert furthest_gradient(wanted, found) < (0.05 if recipe else 1e-2)
 
 
 def gradients_of_four(step: TrainStep) -> list[dict[str, Tensor]]:
@@ -286,7 +281,7 @@ def test_every_mode_trains_as_the_plain_eager_step(precision: str, recipe: str |
     # Capturing takes three steps to warm up. Weights are put back, but scales remember those of the steps.
     begin = states if mode == "cudagraph" else None
     wanted, plain, _ = on_a_batch(on_gpu(precision, recipe, "eager", None, bias), 5, begin)
-    assert furthest(wanted, found) < {"fp32": 1e-4, "bf16": 2e-2}.get(precision, 0.1)
+    assert furthest_gradient(wanted, found) < {"fp32": 1e-4, "bf16": 2e-2}.get(precision, 0.1)
     assert curve == pytest.approx(plain, rel=1e-4 if precision == "fp32" else 2e-3)
     assert curve[0] - curve[-1] > 0.02
 
@@ -309,11 +304,11 @@ def test_gpt2s_own_widths(precision: str, recipe: str | None) -> None:
     (loss, wanted), (ours, found) = gradients(recipe, None), gradients(recipe, "fused")
     assert ours == pytest.approx(loss, rel=1e-4)
     if recipe is None:
-        assert furthest(wanted, found) < 2e-2
+        assert furthest_gradient(wanted, found) < 2e-2
     else:
-        assert furthest(wanted, found) < NOISE * furthest(wanted, gradients(recipe, None, ulps=1)[1])
+        assert furthest_gradient(wanted, found) < NOISE * furthest_gradient(wanted, gradients(recipe, None, ulps=1)[1])
         _, exact = gradients(None, None)
-        assert furthest(exact, found) < 1.1 * furthest(exact, wanted)
+        assert furthest_gradient(exact, found) < 1.1 * furthest_gradient(exact, wanted)
 
 
 def test_states_are_made_in_one_order_whatever_ran_first(monkeypatch: pytest.MonkeyPatch) -> None:
