@@ -223,7 +223,7 @@ def to_json(gate: Gate) -> dict[str, Any]:
 
 
 def _judgement(name: str, one: Judgement, gate: Gate) -> dict[str, Any]:
-    fields = ("reason", "pairs", "set_aside", "ratio", "low", "high", "detectable", "needed")
+    fields = ("reason", "pairs", "ratio", "low", "high", "detectable", "needed")
     known = {field: getattr(one, field) for field in fields}
     return {"name": name, "verdict": one.verdict.value, **known, "throttled": gate.throttled.get(name, 0)}
 

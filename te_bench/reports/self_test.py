@@ -158,7 +158,8 @@ def _asked(question: Question, machine: Mapping[str, Any]) -> dict[str, Any]:
     """What answers must share to be counted together: the question, the machine and the code."""
     names = ("device", "suite", "only", "margin", "alpha", "budget_s", "exit_first", "faulty", "timeout_s")
     asked = {name: getattr(question, name) for name in names}
-    return {**asked, "data": dict(question.options.get("data") or {}), "machine": dict(machine["identity"])}
+    more = {"data": dict(question.options.get("data") or {}), "looks": list(gate_live.LOOKS)}
+    return {**asked, **more, "machine": dict(machine["identity"])}
 
 
 def _known(path: Path, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -223,7 +224,7 @@ def redrawn(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float
     pairs = statistics.median_high(longest) if longest else 0
     if len(longest) < 2 or pairs < FEWEST or not all(known.values()):
         return None
-    looks = gate_live.looks_within(pairs, 1.0, 0.0, pairs)
+    looks = gate_live.looks_within(pairs)
     generator = np.random.default_rng(0)
     found = 0
     for _ in range(gates):

@@ -22,14 +22,14 @@ def outcomes(out: Path) -> Counter[tuple[str, str]]:
     return Counter((r.trial.problem["model"], r.outcome) for r in load(out / "head").records.values())
 
 
-def told(monkeypatch: pytest.MonkeyPatch, ratios: Mapping[str, float]) -> None:
-    """Judge every trial by pairs of this ratio, half of them 1 % above and half 1 % below, and by none that was measured."""
+def told(monkeypatch: pytest.MonkeyPatch, ratios: Mapping[str, float], noise: float = 0.01) -> None:
+    """Judge every trial by pairs of this ratio, half above and half below by `noise`, and by none that was measured."""
     decide = gate_records.decide
 
     def of_told(found: Ratios, **options: Any) -> Decision:
         means = {name: ratio for name in found for model, ratio in ratios.items() if f"/{model}/" in name}
         assert means.keys() == found.keys()
-        signs = {name: zip(found[name], cycle((0.99, 1.01)), strict=False) for name in found}
-        return decide({name: [means[name] * sign for _, sign in signs[name]] for name in found}, **options)
+        signs = {name: zip(found[name], cycle((1 - noise, 1 + noise)), strict=False) for name in found}
+        return decide({name: [one and means[name] * sign for one, sign in signs[name]] for name in found}, **options)
 
     monkeypatch.setattr(gate_records, "decide", of_told)

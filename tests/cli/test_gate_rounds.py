@@ -109,19 +109,12 @@ def test_another_begins_each_round_of_each_trial(
 
 def test_looks_are_those_that_the_time_allows() -> None:
     looks = gate_live.LOOKS
-    assert gate_live.looks_within(2, 10, None) == looks
-    assert gate_live.looks_within(2, 10, 1000) == looks
-    assert gate_live.looks_within(2, 10, 80) == (6, 10)  # none just before the last, where alpha would be thrown away
-    assert gate_live.looks_within(2, 10, 41) == (6,)
-    assert gate_live.looks_within(2, 10, 0) == (5,)  # fewer pairs claim nothing: such a gate ends undecided
-    assert gate_live.looks_within(2, 10, None, most=7) == (7,)
-
-
-def test_a_gate_whose_time_ends_before_its_last_look_is_judged_there() -> None:
-    assert gate_live.looks_until(9, (6, 10)) == (6, 9)
-    assert gate_live.looks_until(6, (6, 10)) == (6,)
-    assert gate_live.looks_until(10, (6, 10)) == (6, 10)
-    assert gate_live.looks_until(4, (6, 10)) == (6, 10)  # which it does not reach: nothing is claimed
+    assert gate_live.looks_within(looks[-1]) == looks
+    assert gate_live.looks_within(1000) == looks
+    assert gate_live.looks_within(11) == (6, 11)  # none just before the last, where alpha would be thrown away
+    assert gate_live.looks_within(6) == (6,)
+    assert gate_live.looks_within(2) == (5,)  # fewer pairs claim nothing: such a gate ends undecided
+    assert gate_live.looks_within(7) == (7,)
 
 
 def test_every_pair_counts_when_time_ends(
@@ -145,7 +138,32 @@ def test_every_pair_counts_when_time_ends(
     assert (trial["pairs"], numbers) == (7, [*range(7)])
 
 
-@pytest.mark.parametrize(("arguments", "pairs"), [((), [7, 5]), (("-x",), [5, 5]), (("--exitfirst",), [5, 5])])
+def test_a_trial_that_may_be_slower_goes_before_the_others(
+    gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = gate_live.rounds.run
+    cells: list[list[str]] = []
+
+    def run(number: int, processes: Any, *, wanted: Any, **options: Any) -> Any:
+        def noted(planned: Any) -> Any:
+            chosen = wanted(planned)
+            names = [planned.cells["head"][cell]["problem"]["model"] for cell in chosen["head"]]
+            cells.append(sorted(names))
+            return chosen
+
+        return rounds(number, processes, wanted=noted, **options)
+
+    monkeypatch.setattr(gate_live.rounds, "run", run)
+    monkeypatch.setattr(gate_live, "LOOKS", (5, 8))
+    told(monkeypatch, {"a": 1.0, "b": 1.3}, noise=0.2)
+    done = gate(repository.commit({"a": FAST, "b": FAST}), margin="2%")
+    assert cells == [["a", "b"]] * 4 + [["b"]] * 4 + [["a"]] * 4
+    assert "round 8: 1 trial that may be slower\nround 9: 1 trial\n" in done.err
+    trials = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]
+    assert [trial["pairs"] for trial in trials] == [8, 8]
+
+
+@pytest.mark.parametrize(("arguments", "pairs"), [((), [7, 5]), (("-x",), [4, 5]), (("--exitfirst",), [4, 5])])
 def test_exitfirst_ends_with_the_first_regression(
     gate: Callable[..., Any],
     repository: Repository,

@@ -71,11 +71,11 @@ def test_undecided_trials_ask_for_pairs_up_to_their_next_look():
     assert (verdicts(last), last.more) == ({"near": Verdict.INCONCLUSIVE}, {})
 
 
-def test_pairs_set_aside_are_no_pairs():
+def test_rounds_without_a_pair_do_not_count():
     data = ratios(0.05, n=6)
     with_none = [*data[:2], None, *data[2:5], None]
     found = decide({"a": with_none}, looks=LOOKS).trials["a"]
-    assert (found.pairs, found.set_aside, found.more) == (5, 2, 1)
+    assert (found.pairs, found.more) == (5, 1)
     assert decide({"a": [*with_none, data[5]]}, looks=LOOKS).trials["a"].ratio == pytest.approx(
         decide({"a": data}, looks=LOOKS).trials["a"].ratio
     )
@@ -88,6 +88,37 @@ def test_between_looks_nothing_is_decided_and_later_pairs_do_not_undo_a_verdict(
     assert verdicts(decide({"a": data[:5]}, looks=LOOKS)) == {"a": Verdict.INCONCLUSIVE}
     assert decide({"a": [*data, 1.0, 1.0, 1.0]}, looks=LOOKS) == decided
     assert verdicts(decide({"a": [*data, *[0.9] * 14]}, looks=LOOKS)) == {"a": Verdict.REGRESSION}
+
+
+def test_a_trial_that_ends_between_two_looks_is_judged_there():
+    data = {"slow": ratios(0.035, n=9), "few": ratios(0.035, n=4), "near": ratios(0.0205, n=9)}
+    going_on, ended = (decide(data, looks=LOOKS, ended=ended) for ended in (False, True))
+    assert set(verdicts(going_on).values()) == {Verdict.INCONCLUSIVE}
+    assert verdicts(ended) == {
+        "slow": Verdict.REGRESSION,
+        "few": Verdict.INCONCLUSIVE,
+        "near": Verdict.INCONCLUSIVE,
+    }
+    assert [one.pairs for one in ended.trials.values()] == [9, 4, 9]
+    assert gate.looks_until(9, (6, 10)) == (6, 9)
+    assert gate.looks_until(6, (6, 10)) == (6,)
+    assert gate.looks_until(10, (6, 10)) == (6, 10)
+    assert gate.looks_until(4, (6, 10)) == (6, 10)  # which it does not reach: nothing is claimed
+
+
+def test_undecided_trials_that_look_slower_are_suspect():
+    data = {
+        "slow": ratios(0.03, 3, n=5),
+        "same": ratios(0.0, 3, n=5),
+        "new": ratios(0.03, n=3),  # of too few pairs to suspect it
+        "found": ratios(0.5, n=6),
+    }
+    found = decide(data, looks=LOOKS)
+    assert found.trials["found"].verdict is Verdict.REGRESSION
+    assert {name for name, one in found.trials.items() if one.suspect} == {"slow"}
+    # by all its pairs, not by those up to its last look
+    turned = decide({"a": [*ratios(0.03, 3, n=6), *ratios(-0.1, n=3)]}, looks=LOOKS).trials["a"]
+    assert (turned.pairs, turned.ratio > 1.02, turned.suspect) == (6, True, False)
 
 
 def test_of_two_claims_that_contradict_each_other_slower_counts():
@@ -137,7 +168,7 @@ def test_the_mean_passes_when_every_trial_does_and_asks_for_nothing():
 def test_rounds_in_which_a_trial_has_no_ratio_are_none_of_the_family_s():
     data = {"a": [1.0, None, 1.1, 1.2], "b": [1.0, 1.0, None, 0.9]}
     family = decide(data).family
-    assert (family.pairs, family.set_aside) == (2, 2)
+    assert family.pairs == 2
     assert family.ratio == pytest.approx(math.sqrt(math.sqrt(1.2 * 0.9)))
 
 
@@ -184,18 +215,27 @@ def test_what_cannot_be_judged_is_told(data, options, message):
         decide(data, **options)
 
 
-def live(logs: np.ndarray):
-    """A gate of len(logs) trials that runs pairs until `decide` asks for none; the decision and the pairs run."""
+def live(logs: np.ndarray, most: int):
+    """A gate of len(logs) trials with time for `most` pairs: which `decide` asks for, suspects first; and the pairs run."""
     have = {f"t{i}": 0 for i in range(len(logs))}
-    need = dict.fromkeys(have, LOOKS[0])
-    while need:
-        have |= {name: have[name] + more for name, more in need.items()}
-        found = decide({name: list(np.exp(logs[i, : have[name]])) for i, name in enumerate(have)}, looks=LOOKS)
-        need = found.more
-    return found, sum(have.values())
+    need = dict.fromkeys(have, gate.SUSPECT_FROM)
+    ended = False
+    while True:
+        if not ended:
+            for name, more in need.items():
+                have[name] += min(more, most - sum(have.values()))
+        found = decide(
+            {name: list(np.exp(logs[i, : have[name]])) for i, name in enumerate(have)}, looks=LOOKS, ended=ended
+        )
+        if ended or not found.more:
+            return found, sum(have.values())
+        suspects = [name for name in found.more if found.trials[name].suspect]
+        need = dict.fromkeys(suspects or found.more, 1)  # a round
+        ended = sum(have.values()) == most
 
 
-def simulated(kind: str, slower: list[float], simulations: int = 2000) -> list:
+def simulated(kind: str, slower: list[float], *, share: float = 1.0, simulations: int = 2000) -> list:
+    """Decisions and pairs of gates with time for a share of the pairs that all trials could have."""
     rng = np.random.default_rng(13)
     shape = (simulations, len(slower), LOOKS[-1])
     noise = rng.standard_t(3, shape) if kind == "t3" else rng.standard_normal(shape)
@@ -207,7 +247,8 @@ def simulated(kind: str, slower: list[float], simulations: int = 2000) -> list:
         patched.setattr(gate, "estimate", functools.cache(gate.estimate))
         patched.setattr(gate, "detectable", lambda *_, **options: None)
         patched.setattr(gate, "plan_pairs", lambda *_, **options: None)
-        return [live(logs) for logs in 0.015 * noise + np.log1p(slower)[:, None]]
+        most = int(share * len(slower) * LOOKS[-1])
+        return [live(logs, most) for logs in 0.015 * noise + np.log1p(slower)[:, None]]
 
 
 KINDS = pytest.mark.parametrize("kind", ["normal", "t3", "contaminated"])
@@ -227,8 +268,9 @@ def test_no_change_hardly_ever_alarms_and_mostly_passes(kind):
 
 @pytest.mark.slow
 @KINDS
-def test_trials_at_the_margin_are_claimed_either_way_within_alpha(kind):
-    found = simulated(kind, [0.02] * 6)
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_trials_at_the_margin_are_claimed_either_way_within_alpha(kind, share):
+    found = simulated(kind, [0.02] * 6, share=share)
     assert sum(any(one.verdict is Verdict.REGRESSION for one in decision.judgements) for decision, _ in found) <= MOST
     assert sum(any(one.passed for one in decision.judgements) for decision, _ in found) <= MOST
 
