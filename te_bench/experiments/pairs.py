@@ -27,10 +27,12 @@ from te_bench.experiments import origin, side
 from te_bench.experiments.spec import Record, Trial, canonical_json
 
 PROTOCOL = "turns"
-#: Of each side and timed call. 52 A/A pairs under a load of 5 have log-ratios of 1.3, 1.2, 1.1 and 1.2 % with 6, 8, 10 and
-#: 12 turns (rms, trimmed by a tenth, 2026-11-21); without a turn there is nearly a second of forking and building.
-MOST_TURNS, FEWEST_TURNS = 10, 6
-TURN_S, TIMED_S = 0.03, 0.6  # a turn lasts the first or one call; a side's turns the second, within the numbers above
+#: Of each side and timed call. A/A pairs of `quick` whose calls take 40 to 100 ms have log-ratios of 6.1, 4.0, 3.6, 3.7 and
+#: 3.7 % with 8, 12, 16, 24 and 32 turns on two cores at a load of 4, whose memory others use as well (42 pairs); on another
+#: machine 1.3, 1.2, 1.1 and 1.2 % with 6, 8, 10 and 12 (52 pairs; rms, trimmed by a tenth, 2026-11-21 and 2026-11-22).
+#: Without a turn there is nearly a second of forking and building.
+MOST_TURNS, FEWEST_TURNS = 16, 10
+TURN_S, TIMED_S = 0.03, 0.9  # a turn lasts the first or one call; a side's turns the second, within the numbers above
 SHORTEST_S = 1e-7  # of a call: an empty one still has a time
 PAUSE_S = 0.002  # before a turn: threads of the other side may spin for so long after its last
 #: What sides share: it is imported once. With torch comes all but te_bench that `quick` needs.

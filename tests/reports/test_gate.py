@@ -110,7 +110,7 @@ def test_undecided_trials_that_look_slower_are_suspect():
     data = {
         "slow": ratios(0.03, 3, n=5),
         "same": ratios(0.0, 3, n=5),
-        "new": ratios(0.03, n=3),  # of too few pairs to suspect it
+        "new": ratios(0.03, n=2),  # of too few pairs to suspect it
         "found": ratios(0.5, n=6),
     }
     found = decide(data, looks=LOOKS)
