@@ -72,6 +72,18 @@ def test_a_loss_that_does_not_fall_gives_no_figure(slope):
     assert "does not fall over the last quarter" in found.reason
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_gap_that_the_slope_does_not_reach_costs_no_number_of_steps(sign):
+    reach = -SLOPE * 250  # what the control gains in the last quarter
+    near, far = (matched(control(), [sign * share * reach] * 5) for share in (0.99, 1.5))
+    assert near.more_steps == pytest.approx(sign * 247.5)
+    assert (far.less_time, far.more_steps) == (None, None)
+    assert (
+        far.reason
+        == "the gap is 1.5 times what the control gained in the last quarter: its slope does not reach that far"
+    )
+
+
 def test_what_is_missing_is_said():
     one = matched(control(n=1), [0.002])
     assert (one.less_time_interval, one.reason) == (None, "no interval: one seed")
