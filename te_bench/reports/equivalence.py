@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
-from te_bench.reports.power import detectable, exact_power, seeds_needed
+from te_bench.reports.power import detectable, exact_power, seeds_beyond, seeds_needed
 
 Array = NDArray[np.float64]
 
 RESAMPLES = 9999
 FEWEST_RESAMPLED = 4  # of 3 runs one resample in 9 is one run three times: more than the 5 % that an end cuts off
 SAME = 1e-12  # a spread below this share of the losses is rounding of the subtraction
+LARGEST = 1e100  # a loss whose square is a number still
 
 
 class Verdict(StrEnum):
@@ -68,7 +69,7 @@ class Comparison:
     power: float | None  # to show equivalence with these n and sd at a true gap of 0
     detectable: float | None  # the smallest margin that has 80 % power with these n and sd
     seeds_needed: int | None  # for 80 % power with this sd at a true gap of 0
-    seeds_needed_at_gap: int | None  # the same at the gap as measured
+    seeds_needed_at_gap: int | None  # to show what the gap as measured is: within the margin, or beyond it
     verdict: Verdict
     reason: str
 
@@ -84,7 +85,7 @@ class Judgement:
     p_equivalence: float | None = None
     p_non_inferior: float | None = None
     p_inferior: float | None = None
-    seeds_needed: int | None = None  # for 80 % power at the gap as measured, whatever the other candidates do
+    seeds_needed: int | None = None  # to show what the gap as measured is, whatever the other candidates do
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,23 +117,25 @@ def compare(
     normal and of exponential gaps in 92 % and 90 % of 600 simulations, BCa's in 80 % and 75 %, t in 91 % and 84 %.
 
     Gaps that do not vary carry no standard error: INCONCLUSIVE, except where every pair ended on the very same loss
-    though the seeds differ, which says that both arms computed the same: EQUIVALENT.
+    though the seeds differ, which says that both arms computed the same: EQUIVALENT. An arm whose runs all ended on one
+    loss is one run, counted several times: INCONCLUSIVE too.
 
     Raises ValueError for a margin that is not positive, alpha outside (0, 0.5), fewer than 2 runs, unequal lengths
-    when paired, and a loss that is not finite.
+    when paired, and a loss that is not finite or above 1e100.
     """
     check_test(margin, alpha)
     arms = _arms(candidate, control, paired)
     estimate = _paired(arms[0] - arms[1]) if paired else _welch(*arms)
     same = bool(np.all(arms[0] == arms[1])) if paired else False
-    if estimate.sd <= SAME * max(float(np.abs(arm).max()) for arm in arms):
+    copied = any(np.ptp(arm) == 0 for arm in arms)
+    if copied or estimate.sd <= SAME * max(float(np.abs(arm).max()) for arm in arms):
         return _degenerate(
             estimate, arms, same=same and bool(np.ptp(arms[1]) > 0), margin=margin, alpha=alpha, paired=paired
         )
     claims = claims_of(estimate.gap, estimate.se, estimate.df, margin)
     reach = float(stdtrit(estimate.df, 1 - alpha)) * estimate.se
     interval = estimate.gap - reach, estimate.gap + reach
-    at_gap = seeds_needed(estimate.sd, margin, gap=estimate.gap, alpha=alpha, paired=paired)
+    at_gap = _needed(estimate.gap, estimate.sd, margin, alpha, paired)
     verdict = claims.verdict(alpha)
     return Comparison(
         n=arms[0].size,
@@ -202,7 +205,7 @@ def _judged(c: Comparison, claims: Claims, family: int) -> Judgement:
     verdict, reason, needed = claims.verdict(c.alpha), c.reason, None
     if c.interval is not None:
         # Holm's hardest step, so enough whichever rank the candidate takes
-        needed = seeds_needed(c.sd, c.margin, gap=c.gap, alpha=c.alpha / family, paired=c.paired)
+        needed = _needed(c.gap, c.sd, c.margin, c.alpha / family, c.paired)
         reason = _reason(verdict, c.gap, c.interval, c.margin, c.alpha, needed)
     if verdict is not c.verdict:
         reason = f"{c.verdict} on its own, not after Holm over {family} candidates: {reason}"
@@ -248,6 +251,10 @@ def _arm(losses: Sequence[float], arm: str) -> Array:
         raise ValueError(
             f"{arm}, run {place + 1} of {values.size}: the loss is {values[place]}. A run that broke is judged as "
             "diverged; it has no final loss"
+        )
+    for place in np.flatnonzero(np.abs(values) > LARGEST):
+        raise ValueError(
+            f"{arm}, run {place + 1} of {values.size}: {values[place]:g} is no loss; write nan where it diverged"
         )
     if values.size < 2:
         raise ValueError(f"{values.size} {arm} run: a verdict needs 2 seeds at least, and 5 to be worth much")
@@ -333,8 +340,11 @@ def _degenerate(
     elif paired:
         reason = f"all {arms[0].size} gaps are {estimate.gap:.3g}: they do not vary, so nothing says how sure that is. "
         reason += "Check that the runs differ in their seeds"
-    else:
-        reason = "no run of either arm differs from the others: check that they differ in their seeds"
+    if not same and (copied := [arm.size for arm in arms if np.ptp(arm) == 0]):
+        reason = (
+            f"all {copied[0]} runs of an arm ended on the very same loss, so nothing says how far seeds move it: check that "
+            "they differ in their seeds"
+        )
     return Comparison(
         n=arms[0].size,
         n_control=arms[1].size,
@@ -358,6 +368,14 @@ def _degenerate(
     )
 
 
+def _needed(gap: float, sd: float, margin: float, alpha: float, paired: bool) -> int | None:
+    """Seeds to show EQUIVALENT with 80 % power if that is the true gap; beyond the margin INFERIOR, or NON_INFERIOR."""
+    if abs(gap) < margin:
+        return seeds_needed(sd, margin, gap=gap, alpha=alpha, paired=paired)
+    excess = gap - margin if gap > 0 else margin - gap
+    return seeds_beyond(sd, excess, alpha=alpha, paired=paired)
+
+
 def _reason(
     verdict: Verdict, gap: float, interval: tuple[float, float], margin: float, alpha: float, needed: int | None
 ) -> str:
@@ -368,7 +386,9 @@ def _reason(
         return f"ends less than {margin:g} above the control, and perhaps further than that below it: {measured}"
     if verdict is Verdict.INFERIOR:
         return f"ends more than {margin:g} above the control: {measured}"
-    more = "no number of seeds would show equivalence if that is its true gap"
+    claim = Verdict.EQUIVALENT if abs(gap) < margin else Verdict.INFERIOR if gap > 0 else Verdict.NON_INFERIOR
+    more = f"no number of seeds would show it {claim} if that is its true gap"
     if needed is not None:
-        more = f"{needed} seeds an arm would show equivalence in 80 % of cases if that is its true gap"
-    return f"too few seeds to tell {margin:g} from nothing: {measured}; {more}"
+        more = f"{needed} seeds an arm would show it {claim} in 80 % of cases if that is its true gap"
+    what = f"tell whether the gap is more than {margin:g}" if interval[0] > 0 else f"tell {margin:g} from nothing"
+    return f"too few seeds to {what}: {measured}; {more}"

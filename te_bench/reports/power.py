@@ -6,10 +6,11 @@ run an arm. Losses, gaps, margins and standard deviations share one unit, nat as
 
 import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import chdtri, gammaln, ndtr, stdtrit
+from scipy.special import chdtri, gammaln, nctdtr, ndtr, stdtrit
 
 POWER = 0.8  # the field's habit (Cohen 1988, Statistical Power Analysis, 2.4): four claims in five succeed
 MOST_SEEDS = 1_000_000  # beyond this no number of seeds is said to do
@@ -63,14 +64,30 @@ def seeds_needed(sd: float, margin: float, *, gap: float = 0.0, alpha: float = 0
     """The fewest pairs (runs an arm) with a power of POWER at a true `gap`; None when no number would do."""
     if abs(gap) >= margin:
         return None
+    return _fewest(lambda n: power(n, sd, margin, gap=gap, alpha=alpha, paired=paired))
+
+
+def seeds_beyond(sd: float, excess: float, *, alpha: float = 0.05, paired: bool = True) -> int | None:
+    """The fewest pairs (runs an arm) whose one-sided t-test sees a true `excess` over a bound with a power of POWER."""
+    if excess <= 0:
+        return None
+
+    def seen(n: int) -> float:
+        df = n - 1 if paired else 2 * n - 2
+        return 1 - float(nctdtr(df, excess * math.sqrt(n) / sd, stdtrit(df, 1 - alpha)))
+
+    return _fewest(seen)
+
+
+def _fewest(power_of: Callable[[int], float]) -> int | None:
     few, many = 1, 2
-    while power(many, sd, margin, gap=gap, alpha=alpha, paired=paired) < POWER:
+    while power_of(many) < POWER:
         few, many = many, 2 * many
         if many > MOST_SEEDS:
             return None
     while many - few > 1:
         middle = (few + many) // 2
-        if power(middle, sd, margin, gap=gap, alpha=alpha, paired=paired) < POWER:
+        if power_of(middle) < POWER:
             few = middle
         else:
             many = middle

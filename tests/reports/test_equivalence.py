@@ -129,6 +129,30 @@ def test_gaps_that_do_not_vary_carry_no_verdict():
     assert judge({"x": shifted(np.full(5, 0.001))}, margin=MARGIN)["x"].verdict is Verdict.INCONCLUSIVE
 
 
+@pytest.mark.parametrize("paired", [True, False])
+def test_an_arm_of_one_run_counted_several_times_carries_no_verdict(paired):
+    copies, varied = [3.28] * 5, [3.2801, 3.2799, 3.2802, 3.2798, 3.2800]
+    for candidate, control in ((copies, varied), (varied, copies)):
+        found = compare(candidate, control, margin=MARGIN, paired=paired)
+        assert (found.verdict, found.interval, found.p_equivalence) == (Verdict.INCONCLUSIVE, None, 1.0)
+        assert "all 5 runs of an arm ended on the very same loss" in found.reason
+
+
+def test_a_gap_beyond_the_margin_says_how_many_seeds_would_show_that():
+    noise = np.array([-2, -1, 0, 1, 2]) * 1e-3
+    worse = compare(*shifted(noise + 0.004), margin=MARGIN)
+    assert worse.verdict is Verdict.INCONCLUSIVE
+    assert worse.seeds_needed_at_gap == power.seeds_beyond(worse.sd, worse.gap - MARGIN)
+    assert "too few seeds to tell whether the gap is more than 0.003" in worse.reason
+    assert f"{worse.seeds_needed_at_gap} seeds an arm would show it INFERIOR" in worse.reason
+    [judged] = judge({"x": shifted(noise + 0.004)}, margin=MARGIN).values()
+    assert judged.seeds_needed == worse.seeds_needed_at_gap
+    better = compare(*shifted(10 * noise - 0.004), margin=MARGIN)
+    assert better.verdict is Verdict.INCONCLUSIVE
+    assert better.seeds_needed_at_gap == power.seeds_beyond(better.sd, MARGIN - better.gap)
+    assert f"{better.seeds_needed_at_gap} seeds an arm would show it NON_INFERIOR" in better.reason
+
+
 def test_identical_runs_are_equivalent_only_over_seeds_that_differ():
     control = [3.281, 3.279, 3.283]
     assert compare(control, control, margin=MARGIN).verdict is Verdict.EQUIVALENT
@@ -148,6 +172,7 @@ def test_identical_runs_are_equivalent_only_over_seeds_that_differ():
         ([1, 2, 3], [1, 2], {"margin": 1}, "3 candidate and 2 control runs cannot be paired"),
         ([1, math.nan], [1, 2], {"margin": 1}, "candidate, run 2 of 2: the loss is nan"),
         ([1, 2], [-math.inf, 2], {"margin": 1}, "control, run 1 of 2: the loss is -inf"),
+        ([1, 2], [1, 1e300], {"margin": 1}, r"control, run 2 of 2: 1e\+300 is no loss; write nan"),
     ],
 )
 def test_what_cannot_be_judged_is_told(candidate, control, settings, message):

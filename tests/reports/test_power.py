@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 from scipy import integrate, stats
+from statsmodels.stats.power import TTestIndPower, TTestPower
 
 from te_bench.reports import power
 
@@ -51,6 +52,19 @@ def test_seeds_needed_is_the_fewest_and_pairs_that_go_together_need_fewer():
 @pytest.mark.parametrize("gap", [0.003, -0.003, 0.01, math.nextafter(0.003, 0)])
 def test_no_number_of_seeds_shows_what_is_not_so(gap):
     assert power.seeds_needed(0.002, 0.003, gap=gap) is None
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_seeds_beyond_a_bound_are_those_of_statsmodels(paired):
+    excess, sd = 0.002, 0.004
+    n = power.seeds_beyond(sd, excess, paired=paired)
+    # statsmodels' effect of two samples is in standard deviations of one run: sd / sqrt(2)
+    judge, effect = (TTestPower(), excess / sd) if paired else (TTestIndPower(), math.sqrt(2) * excess / sd)
+    with_n, with_fewer = (judge.power(effect, m, 0.05, alternative="larger") for m in (n, n - 1))
+    assert with_n >= power.POWER > with_fewer
+    assert power.seeds_beyond(sd, excess, alpha=0.0125, paired=paired) > n
+    assert power.seeds_beyond(sd, 0.0) is None
+    assert power.seeds_beyond(sd, 1e-7) is None  # more than a million
 
 
 @pytest.mark.parametrize("df", [1, 4, 30])
