@@ -69,7 +69,8 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
         assert brief is not None
         print("\n".join(tables.terminal(brief)), end="\n\n")
         for finding in one.findings:
-            said = f"{finding.arm.name}: {finding.missing or finding.judgement.reason}"
+            why, name = finding.missing or finding.judgement.reason, finding.arm.name
+            said = why if why.startswith(name) else f"{name}: {why}"
             print("\n".join(textwrap.wrap(said, tables.TERMINAL_WIDTH, subsequent_indent="  ")))
         for note in one.notes:
             print("\n".join(textwrap.wrap(f"Note: {note}.", tables.TERMINAL_WIDTH, subsequent_indent="  ")))
@@ -96,6 +97,7 @@ def _of_losses(baseline: list[Path], candidate: list[Path], paired: bool, margin
         print(f"{verdict}: {moving if moving and known else found.reason}\n")
         print("\n".join(tables.terminal(verdict_tables.losses(found, verdict))))
         notes += [moving] if moving and not known else []
+        notes += [far for arm in arms if (far := loss_arms.outlying(arm))]
         notes += [fall for arm in arms if (fall := loss_arms.falling(arm, margin))]
     for note in notes:
         print(f"Note: {note}.")

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_bench.reports.loss_csv import Curve, Losses, broken
+from te_bench.reports.stability import RISE
 
 Array = NDArray[np.float64]
 
@@ -80,6 +81,19 @@ def diverged(candidate: Losses) -> str | None:
     """How many of the candidate's runs broke, which, and why the first did; None where all ended on a loss."""
     broke = broken(candidate)
     return f"{len(broke)} of {len(candidate.final)} runs, {_told(candidate, broke)}" if broke else None
+
+
+def outlying(arm: Losses) -> str | None:
+    """What to note of a run that ends RISE or more above its arm's median: had it diverged, a mean would hide it."""
+    middle = float(np.median(list(arm.final.values())))
+    far = {seed: final for seed, final in arm.final.items() if final > middle + RISE}
+    if not far:
+        return None
+    what, seed = "seed" if arm.seeded else "row", next(iter(far))
+    return (
+        f"{arm.source}: {what} {seed} ends {far[seed] - middle:.3g} above its arm's median; write nan if it diverged: such "
+        "an arm is DIVERGED, whatever its mean"
+    )
 
 
 def moving(baseline: Losses, candidate: Losses, margin: float) -> str | None:

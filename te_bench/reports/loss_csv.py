@@ -1,5 +1,6 @@
 """A user's own losses from CSV: final losses, curves by seed, and what Weights & Biases and TensorBoard export."""
 
+import codecs
 import csv
 import hashlib
 import math
@@ -19,7 +20,9 @@ SEED = ("seed", "run", "run_id")
 TENSORBOARD = ("wall time", "step", "value")
 WANDB = " - "  # between the run's name and the metric's
 TIMES = ("relative time", "wall time", "_runtime", "_timestamp", "tokens", "epoch")  # x-axes other than the step
+TELLING = 3  # losses: seeds that differ may share one or two of them, rounded
 WIDE = r"(?:s|seed)?[-_ ]?\d+"  # a column a seed
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell's > and Excel's "Unicode text" write
 SPAN = ("__MIN", "__MAX")  # companions of a W&B column: the extremes of the points that one row stands for
 
 _Point = tuple[int, float, float]  # line, step, loss
@@ -130,9 +133,11 @@ def _files(path: Path | str | Sequence[Path | str]) -> list[Path]:
 def _table(path: Path) -> _Table:
     try:
         content = path.read_bytes()
-        text = content.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+        text = content.decode("utf-16" if content[:2] in UTF_16 else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {path}: it is not UTF-8 text; export or save it as CSV in UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
     lines = [
         (n, line)
         for n, line in enumerate(text.splitlines(), start=1)
@@ -186,6 +191,10 @@ def _numeric(cell: str) -> bool:
 
 def _loss(table: _Table, line: int, cell: str) -> float:
     value = _number(cell)
+    if not cell:
+        raise ValueError(
+            f"{table.path}, line {line}: no loss; write nan for a run that diverged, or leave the line out"
+        )
     if value is None:
         comma = ": write decimals with a point, not a comma" if _numeric(cell) else ""
         raise ValueError(f"{table.path}, line {line}: {cell!r} is not a number{comma}")
@@ -333,6 +342,7 @@ def _curve(path: Path, seed: str, points: Sequence[_Point]) -> Curve:
 
 def _of_curves(source: str, curves: Mapping[str, Curve], notes: tuple[str, ...] = ()) -> Losses:
     _two(source, len(curves))
+    _apart(source, curves)
     final = {seed: curve.loss[-1] for seed, curve in curves.items()}
     found = Losses(source=source, final=final, curves=dict(curves), labels={}, seeded=True, notes=notes)
     broke = broken(found)  # such a run may have been stopped for it
@@ -344,6 +354,14 @@ def _of_curves(source: str, curves: Mapping[str, Curve], notes: tuple[str, ...] 
             "early has no final loss; run it to the end"
         )
     return found
+
+
+def _apart(source: str, curves: Mapping[str, Curve]) -> None:
+    """Raises ValueError for two seeds with one and the same curve: a run that counts twice hides how far seeds vary."""
+    seen: dict[Curve, str] = {}
+    for seed, curve in curves.items():
+        if (first := seen.setdefault(curve, seed)) != seed and len(curve.step) >= TELLING:
+            raise ValueError(f"{source}: seeds {first} and {seed} are one run, loss for loss: a run counts once")
 
 
 def _two(source: Path | str, seeds: int) -> None:

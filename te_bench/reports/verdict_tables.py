@@ -89,7 +89,7 @@ def losses(c: Comparison, verdict: Verdict) -> Table:
         ("Power at a true gap of 0", number(c.power, text.percent)),
         ("Smallest margin with 80 % power", number(c.detectable)),
         ("Runs needed for 80 % power", number(c.seeds_needed, text.count)),
-        ("The same at the gap as measured", number(c.seeds_needed_at_gap, text.count)),
+        ("To show what the measured gap is", number(c.seeds_needed_at_gap, text.count)),
     )
     table = table_of("losses", "Final losses", ("What", "Value"), [(word(name), value) for name, value in rows])
     assert table is not None
@@ -194,7 +194,7 @@ def _level(alpha: float) -> str:
 
 
 def signed(value: float | None) -> str:
-    return text.MISSING if value is None else f"{value:+.4f}"
+    return text.MISSING if value is None else f"{value:+.4f}" if abs(value) < 1e4 else f"{value:+.3g}"
 
 
 def probability(value: float | None) -> str:
@@ -202,7 +202,7 @@ def probability(value: float | None) -> str:
 
 
 def _interval(ends: tuple[float, float] | None) -> str | None:
-    return None if ends is None else f"[{ends[0]:+.4f}, {ends[1]:+.4f}]"
+    return None if ends is None else f"[{signed(ends[0])}, {signed(ends[1])}]"
 
 
 def _percents(ends: tuple[float, float] | None) -> str | None:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from te_bench.reports.loss_arms import diverged, falling, matched, moving
+from te_bench.reports.loss_arms import diverged, falling, matched, moving, outlying
 from te_bench.reports.loss_csv import Curve, Losses, broken, read
 
 LONG = "step,loss,seed\n0,4.0,1\n10,3.0,1\n0,4.1,2\n10,3.2,2\n"
@@ -115,6 +115,11 @@ def test_tensorboard_directory_or_files(tmp_path):
         ("x,y\n1,2\n3,4\n", "x, y are all numbers; call the column of final losses loss"),
         ("step,x,y,seed\n0,1,2,3\n", "call the one with the losses loss"),
         ("seed,loss\n1,3\n1,4\n", "line 3: seed 1 a second time"),
+        ("seed,loss\n1,3\n2,\n", "line 3: no loss; write nan for a run that diverged, or leave the line out"),
+        (
+            "step,0,1,2\n0,4,4.1,4\n5,3,3.2,3\n9,2,2.1,2\n",
+            "seeds 0 and 2 are one run, loss for loss: a run counts once",
+        ),
         ("step,loss,seed\n0,4,1\n0,3,1\n", "line 3: step 0 of 1 a second time"),
         ("step,loss,seed\n0,4,1\n5,3,1\n0,3,2\n", "seed 2 ends at step 0, others at 5"),
         ("Step,a - loss,b - loss\n0,,1\n", "a has no losses"),
@@ -183,7 +188,22 @@ def test_curves_that_broke(tmp_path):
     assert broken(found)["nan"] == "the loss is nan at step 30"
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_what_windows_writes(tmp_path, encoding):
+    path = tmp_path / "a.csv"
+    path.write_bytes("loss\r\n3.1\r\n3.2\r\n".encode(encoding))
+    assert read(path).final == {"1": 3.1, "2": 3.2}
+
+
+def test_seeds_may_share_two_rounded_losses(tmp_path):
+    found = read(written(tmp_path, "step,0,1\n0,4.1,4.1\n9,3.2,3.2\n"))
+    assert found.final == {"0": 3.2, "1": 3.2}
+
+
 def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "latin.csv").write_bytes("d\xe9lai,loss\n0,3.1\n1,3.2\n".encode("latin-1"))
+    with pytest.raises(ValueError, match="it is not UTF-8 text; export or save it as CSV in UTF-8"):
+        read(tmp_path / "latin.csv")
     with pytest.raises(ValueError, match="cannot read"):
         read(tmp_path / "missing.csv")
     (tmp_path / "empty").mkdir()
@@ -196,6 +216,12 @@ def test_files_that_cannot_be_read(tmp_path):
 def arm(name, final, *, seeded=True, end=None):
     curves = {} if end is None else {seed: Curve(step=(0, end), loss=(4, loss)) for seed, loss in final.items()}
     return Losses(source=name, final=final, curves=curves, labels={}, seeded=seeded)
+
+
+def test_a_run_that_ends_far_above_its_arm_is_told():
+    assert outlying(arm("A", {"0": 3.1, "1": 3.2, "2": 3.3})) is None
+    worse = arm("A", {"0": 3.1, "1": 12.0, "2": 3.3}, seeded=False)
+    assert outlying(worse).startswith("A: row 1 ends 8.7 above its arm's median; write nan if it diverged")
 
 
 def test_arms_that_do_not_pair_are_told():

@@ -177,6 +177,18 @@ def test_a_candidate_that_broke_is_diverged_with_its_seeds(tmp_path: Path) -> No
     assert "the baseline itself broke" in done.stderr
 
 
+def test_one_run_far_off_is_told_and_sizes_beyond_reason_are_readable(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    a.write_text("3.280\n3.281\n3.279\n3.282\n")
+    b.write_text("3.280\n3.281\n1e30\n3.282\n")
+    done = verdict("--baseline", a, "--candidate", b, "--margin", "0.003", "--paired")
+    assert done.returncode == 3, done.stderr
+    assert "row 3 ends 1e+30 above its arm's median; write nan if it diverged" in done.stdout
+    assert "+2.5e+29" in done.stdout
+    assert max(map(len, done.stdout.splitlines()[2:16])) < 100
+    assert done.stderr == ""
+
+
 def test_final_losses_alone_say_what_they_cannot_tell(tmp_path: Path) -> None:
     a, b = tmp_path / "a.csv", tmp_path / "b.csv"
     a.write_text("3.280\n3.281\n3.279\n")
