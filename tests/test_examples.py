@@ -44,6 +44,11 @@ def test_python_sources_are_a_corpus_with_a_hash(
     text = (tmp_path / "sources.txt").read_bytes()
     assert hashlib.sha256(text).hexdigest() == digest
     assert text.index(b"class PluginManager") < text.index(b"class IniConfig")
+    again = main("python_sources", [str(tmp_path / "mixed.txt"), "iniconfig", "pluggy", "--shuffled"])
+    mixed = (tmp_path / "mixed.txt").read_bytes()
+    assert again != digest
+    assert again == main("python_sources", [str(tmp_path / "same.txt"), "pluggy", "iniconfig", "--shuffled"])
+    assert sorted(mixed.splitlines()) == sorted(text.splitlines())  # the same files
     with pytest.raises(SystemExit):
         main("python_sources", [str(tmp_path / "none.txt"), "no-such-package"])
     assert "no-such-package is not installed: pip install no-such-package" in capsys.readouterr().err
