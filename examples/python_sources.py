@@ -3,9 +3,9 @@
     python examples/python_sources.py sources.txt numpy scipy pandas
     te-bench run convergence --data text:sources.txt
 
-Prints each package's version and size, and the SHA-256 of the whole. Files are in the order of their paths, so the tenth that
-te-bench holds out is the end of the last package: how well what was learnt of others carries over. --shuffled orders
-the files of all packages by the hashes of their paths: the tenth held out is like the rest.
+Prints each package's version and size, and the SHA-256 of the whole. Files are in the order of their paths, so the tenth
+that te-bench holds out is the end of the last package: how well what was learnt of others carries over. --shuffled
+orders the files of all packages by the hashes of their paths: the tenth held out is like the rest.
 """
 
 import argparse

@@ -61,22 +61,24 @@ def validation(
     batch: int,
     vocab: int,
     max_tokens: int | None = None,
+    every: int = 1,
     device: str | torch.device = "cpu",
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (x, y), int64 (at most batch, block), over the first windows of the validation part: the same every time.
 
-    The windows do not overlap, and there are `windows(...)` of them; the last batch may have fewer rows, so a mean
-    loss weights each batch by its x.numel(). Raises ValueError as Batches does, before the first batch.
+    The windows do not overlap, and there are `windows(...)` of them, of which one in `every` is taken, evenly spread;
+    the last batch may have fewer rows, so a mean loss weights each batch by its x.numel(). Raises ValueError as Batches
+    does, before the first batch.
     """
     _check(corpus, block, batch, vocab)
     count = windows(corpus, block, max_tokens)
     if corpus is None:
-        fixed = _uniform(_generator(VALIDATION, 0, 0), count, block, vocab)
-        rows = (fixed[start : start + batch] for start in range(0, count, batch))
+        fixed = _uniform(_generator(VALIDATION, 0, 0), count, block, vocab)[::every]
+        rows = (fixed[start : start + batch] for start in range(0, len(fixed), batch))
     else:
         tokens = corpus.tokens("val")
-        starts = np.arange(count) * block
-        rows = (_windows(tokens, starts[start : start + batch], block) for start in range(0, count, batch))
+        starts = np.arange(0, count, every) * block
+        rows = (_windows(tokens, starts[start : start + batch], block) for start in range(0, starts.size, batch))
     return (_pair(window, torch.device(device)) for window in rows)
 
 

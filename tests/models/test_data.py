@@ -118,6 +118,8 @@ def test_max_tokens_takes_the_first_windows(make: Make) -> None:
     (x, _), *rest = validation(corpus, block=8, batch=5, vocab=2000, max_tokens=31)
     assert x[:, 0].tolist() == [1000, 1008, 1016]
     assert not rest
+    spread = validation(corpus, block=8, batch=5, vocab=2000, every=5)
+    assert torch.cat([x for x, _ in spread])[:, 0].tolist() == [1000, 1040, 1080]
     assert windows(corpus, 8, 10**9) == windows(corpus, 8)
     with pytest.raises(ValueError, match="max_tokens 7 is less than a block of 8"):
         validation(corpus, block=8, batch=5, vocab=2000, max_tokens=7)

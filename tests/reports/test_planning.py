@@ -144,6 +144,7 @@ def test_the_aa_arm_costs_what_bf16_does_and_a_fault_what_its_recipe_does() -> N
         {"accumulate": 2},
         {"evaluate": None},
         {"eval_tokens": 1024},
+        {"early_eval_tokens": 1024},
         {"mode": "compile"},
         {"device": "cpu"},
     ],

@@ -1,8 +1,9 @@
 """A loss curve on real data, by steps or by a budget of seconds, with a fixed validation stream beside it.
 
 problem: model, batch (a number, or "max" for the largest that fits), block, vocab, padded_vocab, data, tokenizer, corpus
-(the cache key, which holds the content hash), steps or budget_s, eval_every (steps) or eval_every_s, eval_tokens, head
-and optimizer (_model), and any field of models.train.Optim. Of a convergence trial besides: perturb_ulp and fault, which
+(the cache key, which holds the content hash), steps or budget_s, eval_every (steps) or eval_every_s, eval_tokens, of
+which evaluations before the last quarter of the steps take early_eval_tokens, evenly spread, where it is given, head and
+optimizer (_model), and any field of models.train.Optim. Of a convergence trial besides: perturb_ulp and fault, which
 make the model (_model.build); evaluate "both": val_loss is in bf16 whatever the trial trains in, val_loss_native as it
 trains; probes: about how many looks at the FP8 numerics there are, at evaluations that are evenly spaced.
 samples: step, loss, time_s, and grad_norm where gradients are clipped; val_step, val_loss, val_time_s, val_loss_native;
@@ -31,6 +32,9 @@ from te_bench.models.gpt import GPT
 from te_bench.models.train import TrainStep, evaluate, train
 
 LOG_EVERY = 10  # steps between reads of the loss: each read waits for the device
+LATE = (
+    0.75  # of the steps: from here on slopes and bands are read from the curve, so all its points see the same tokens
+)
 COMPILING = 2  # first steps, whose time is not training time
 
 
@@ -115,6 +119,8 @@ class _Curve:
         self.eval_every, self.eval_every_s = p.get("eval_every"), p.get("eval_every_s")
         self.tokens = {"max_tokens": p.get("eval_tokens")}
         self.windows = data.windows(corpus, trial.number("block"), **self.tokens)  # type: ignore[arg-type]
+        early = int(p.get("early_eval_tokens") or 0) // trial.number("block")
+        self.early_every = max(1, self.windows // early) if early else 1
         self.elapsed, self.mark = 0.0, time.perf_counter()
         self.pending: list[tuple[int, Tensor, Tensor]] = []  # step, loss, norm of the gradients
         self.last_eval_s = 0.0
@@ -220,4 +226,5 @@ class _Curve:
 
     def _validation(self) -> Iterator[tuple[Tensor, Tensor]]:
         sizes: dict[str, Any] = _model.sizes_of(self.trial) | self.tokens
-        return data.validation(self.corpus, **sizes, device=self.trial.device)
+        early = self.steps is not None and self.number + 1 < LATE * int(self.steps)
+        return data.validation(self.corpus, **sizes, every=self.early_every if early else 1, device=self.trial.device)

@@ -86,6 +86,7 @@ def test_gpt2_trains_on_a_hundred_million_tokens_with_a_padded_vocabulary() -> N
     assert p["model"] == "gpt2"
     assert (p["batch"], p["block"], p["vocab"], p["padded_vocab"]) == (12, 1024, 50257, 50304)
     assert 100e6 <= tokens < 100.1e6
+    assert (p["eval_tokens"], p["early_eval_tokens"]) == (10 * 2**20, 2**18)
     assert {t.mode for t in resolve(device="cuda").trials} == {"cudagraph"}
 
 

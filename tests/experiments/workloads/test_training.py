@@ -16,6 +16,7 @@ from te_bench.experiments.workloads import _check, _model, training
 from te_bench.models import corpus as corpora
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import GPT
+from te_bench.reports import band, speedup
 
 TINY = {"model": "tiny", "batch": 4, "block": 8, "vocab": 256, "padded_vocab": 256, "tokenizer": "bytes"}
 TINY |= {"learning_rate": 3e-3, "min_learning_rate": 3e-4, "eval_tokens": 64}
@@ -64,6 +65,19 @@ def test_evaluating_more_often_changes_nothing_in_the_training(trial: Any, conte
     often, seldom = (training.run(trial(steps=30, eval_every=every), context).samples for every in (10, 30))
     assert often["loss"] == seldom["loss"]
     assert often["val_loss"][-1] == seldom["val_loss"][-1]
+
+
+def test_early_evaluations_see_few_tokens_and_the_last_quarter_all(trial: Any, context: Context) -> None:
+    asked = {"steps": 40, "eval_every": 10, "evaluate": "both"}
+    few = training.run(trial(**asked, early_eval_tokens=16), context)
+    whole = training.run(trial(**asked), context)
+    assert few.work == whole.work
+    assert few.samples["loss"] == whole.samples["loss"]
+    for name in ("val_loss", "val_loss_native"):
+        alike = [a == b for a, b in zip(few.samples[name], whole.samples[name], strict=True)]
+        assert alike == [False, False, True, True]  # steps 10 and 20, then 30 and 40
+    # what a report reads a slope or a band from is of the same tokens
+    assert training.LATE == 1 - speedup.LAST == 1 - band.LAST
 
 
 @pytest.mark.usefixtures("plain_heads")
