@@ -30,7 +30,6 @@ from te_bench.cli.options import (
     Tokens,
     find_gpus,
     options,
-    resolve,
 )
 
 if TYPE_CHECKING:
@@ -116,9 +115,7 @@ def _experiment(
     gpus: str | None,
     fresh: bool,
 ) -> "Experiment":
-    """What is to be run; of a --budget that chose the seeds of a verdict, how many they are is said."""
-    if wanted.budget_s is None and timings is None:
-        return resolve(suite, only, wanted)
+    """What is to be run; where it gives a verdict, what that can conclude is said before hours are spent on it."""
     experiment, earlier = planned.resolved(suite, only, wanted, out=directory, timings=timings, gpus=gpus, fresh=fresh)
     if earlier is not None:
         print("\n".join(planned.forecast(experiment, earlier).lines()))

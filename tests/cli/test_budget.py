@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -233,3 +234,18 @@ def test_a_run_takes_the_seeds_of_its_budget_and_writes_down_its_looks(
     assert load(out).plans[0].judgement == {"margin": 0.01, "alpha": 0.05, "seeds": 6, "steps": 150, "first_look": 4}
     assert asked["needless"](asked["trials"][0]) is None
     assert callable(stopping.rule("convergence", load(out), "nowhere"))
+
+
+def test_a_run_says_what_its_seeds_can_conclude_before_it_begins(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stop(*_: object, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", stop)
+    done = command("run", *CONVERGENCE, "--seeds", "2", "--margin", "0.003", "--out", tmp_path / "out")
+    assert done.code == 130
+    assert done.out.startswith("What 2 seeds can conclude, margin 0.003 nat:\n")
+    assert re.search(r"one recipe on its own \(alpha 0\.05\): power \d+% at a true gap", done.out)
+    quick = command("run", "quick", "--device", "cpu", "--out", tmp_path / "quick")
+    assert "can conclude" not in quick.out
