@@ -300,26 +300,29 @@ def _losses(comparison: curves.Comparison, axis: str) -> Figure:
     handles: list[Line2D | Patch] = []
     if comparison.reference:
         handles += _band(axes, comparison.reference, axis)
+    top = _focus(axes, [point.mean for arm in comparison.arms for point in arm.validation or arm.train])
     for place, arm in enumerate(comparison.arms):
-        if arm.validation or arm.train:
-            handles.append(_curve(axes, arm, axis, place))
+        if drawn := arm.validation or arm.train:
+            where = ", above the frame" if min(point.mean for point in drawn) > top else ""
+            handles.append(_curve(axes, arm, axis, place, where))
     if any(arm.validation for arm in comparison.arms) and any(arm.train for arm in comparison.arms):
         handles.append(Line2D([], [], color=FAINT, linewidth=0.8, alpha=0.6, label="thin lines: training loss"))
     axes.set_xlabel("step" if axis == "step" else "training time, s")
     axes.set_ylabel("validation loss" if any(arm.validation for arm in comparison.arms) else "training loss")
     axes.grid(color=FAINT, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
-    _focus(axes, [point.mean for arm in comparison.arms for point in arm.validation or arm.train])
     figure.legend(handles=handles, loc="outside lower left", ncols=1, frameon=False, fontsize=8.5)
     return figure
 
 
-def _focus(axes: Axes, means: Sequence[float]) -> None:
-    """Leave the first steep fall out of the frame where it would take more than half of it."""
+def _focus(axes: Axes, means: Sequence[float]) -> float:
+    """Leave the first steep fall out of the frame where it would take more than half of it. The most that is in it."""
     lowest, upper = min(means), analysis.quantile(means, 0.75) or 0.0
-    if max(means) - upper > upper - lowest > 0:
-        room = 0.08 * (upper - lowest)
-        axes.set_ylim(lowest - room, upper + room)
+    if not max(means) - upper > upper - lowest > 0:
+        return math.inf
+    room = 0.08 * (upper - lowest)
+    axes.set_ylim(lowest - room, upper + room)
+    return upper + room
 
 
 def _x(points: Sequence[curves.Point], axis: str) -> list[float]:
@@ -343,7 +346,7 @@ def _band(axes: Axes, arm: curves.Arm, axis: str) -> list[Patch]:
     ]
 
 
-def _curve(axes: Axes, arm: curves.Arm, axis: str, place: int) -> Line2D:
+def _curve(axes: Axes, arm: curves.Arm, axis: str, place: int, where: str) -> Line2D:
     colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
     dashes = DASHES[place // len(COLOURS) % len(DASHES)]
     main, faint = (arm.validation, arm.train) if arm.validation else (arm.train, ())
@@ -351,7 +354,7 @@ def _curve(axes: Axes, arm: curves.Arm, axis: str, place: int) -> Line2D:
     style: Any = {"linewidth": 1.5, "marker": marker, "markersize": 4, "markevery": max(1, len(main) // 12)}
     axes.plot(_x(main, axis), [p.mean for p in main], dashes, color=colour, **style)
     seeds = len(arm.cell.ok)
-    name = text.shortened(arm.cell.label, NAME - 10)
+    name = text.shortened(arm.cell.label, NAME - 10 - len(where))
     name += f" (mean of {seeds})" if seeds > 1 else ""
-    name += " (diverged)" if arm.diverged else ""
+    name += f"{' (diverged)' if arm.diverged else ''}{where}"
     return Line2D([], [], color=colour, linestyle=dashes, marker=marker, markersize=4, label=name)

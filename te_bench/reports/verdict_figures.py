@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from te_bench.reports import text
 from te_bench.reports.equivalence import Verdict
-from te_bench.reports.figures import COLOURS, DASHES, FAINT, INK, MARKERS, NAME, blank
+from te_bench.reports.figures import COLOURS, FAINT, INK, MARKERS, NAME, blank
 from te_bench.reports.study import Arm, Run
 from te_bench.reports.verdict import Finding, Verdicts, common_steps, losses_at
 
@@ -67,37 +67,37 @@ def _forest(found: Verdicts, findings: Sequence[Finding]) -> Figure:
 
 
 def gap_curves(found: Verdicts) -> Callable[[], Figure] | None:
-    """Mean gap by step of every recipe, with a band over the last quarter that holds all of it at once."""
-    drawn = [f for f in found.recipes if f.band is not None]
+    """Mean gap by step of A/A and every recipe, with a band over the last quarter that holds all of it at once."""
+    drawn = [f for f in (found.aa, *found.recipes) if f is not None and f.band is not None]
     return (lambda: _gap_curves(found, drawn)) if drawn else None
 
 
 def _gap_curves(found: Verdicts, drawn: Sequence[Finding]) -> Figure:
     control = found.study.control
     assert control is not None
-    figure = blank(3.2 + 0.19 * len(drawn))
-    axes = figure.subplots()
-    axes.axhspan(-found.margin, found.margin, color=FAINT, alpha=0.2, linewidth=0)
-    axes.axhline(0, color=FAINT, linewidth=0.8)
-    handles: list[Line2D | Patch] = []
+    figure = blank(0.7 + 0.95 * len(drawn))
+    panels = figure.subplots(len(drawn), sharex=True, sharey=True, squeeze=False)[:, 0]
     reach = [found.margin]
-    for place, finding in enumerate(drawn):
-        colour, dashes = COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
-        steps, means = _mean_gap(finding, control)
-        axes.plot(steps, means, dashes, color=colour, linewidth=1.4)
+    for axes, finding in zip(panels, drawn, strict=True):
         band = finding.band
         assert band is not None
-        axes.fill_between(band.step, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
+        steps, means = _mean_gap(finding, control)
+        axes.axhspan(-found.margin, found.margin, color=COLOURS[2], alpha=0.12, linewidth=0)
+        axes.axhline(0, color=FAINT, linewidth=0.8)
+        axes.plot(steps, means, color=COLOURS[0], linewidth=1.4)
+        axes.fill_between(band.step, band.low, band.high, color=COLOURS[0], alpha=0.2, linewidth=0)
         reach += [*(abs(v) for v in (*band.low, *band.high)), *(abs(m) for m in means[len(means) // 2 :])]
         name = f"{finding.arm.name} (mean of {len(finding.seeds)}{', the others diverged' if finding.arm.diverged else ''})"
-        handles.append(Line2D([], [], color=colour, linestyle=dashes, label=text.shortened(name, NAME)))
-    axes.set_ylim(-1.15 * max(reach), 1.15 * max(reach))  # the first steps may leave the frame
-    axes.set_xlabel("step")
-    axes.set_ylabel("validation loss less bf16's, nat")
-    handles.append(Patch(facecolor=FAINT, alpha=0.3, label=f"grey: within the margin {found.margin:g}"))
-    confidence = drawn[0].band.confidence if drawn[0].band else 0.95
-    handles.append(Patch(facecolor=COLOURS[0], alpha=0.18, label=f"shaded: simultaneous {100 * confidence:g} % band"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=1, frameon=False, fontsize=8.5)
+        axes.set_title(text.shortened(name, NAME), loc="left", fontsize=8.8, pad=3)
+    panels[0].set_ylim(-1.15 * max(reach), 1.15 * max(reach))  # the first steps may leave the frame
+    panels[-1].set_xlabel("step")
+    figure.supylabel("validation loss less bf16's, nat", fontsize=8.8)
+    confidence = next(f.band.confidence for f in drawn if f.band)
+    handles = [
+        Patch(facecolor=COLOURS[2], alpha=0.3, label=f"within the margin {found.margin:g}"),
+        Patch(facecolor=COLOURS[0], alpha=0.3, label=f"simultaneous {100 * confidence:g} % band"),
+    ]
+    figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=8.5)
     return figure
 
 

@@ -70,6 +70,24 @@ def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_p
     assert page.index("Does FP8 train like bf16?") < page.index("Loss curves")
 
 
+def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(run: Path) -> None:
+    [group] = load_results([run]).groups
+    drawn = {d.kind: d.inline for d in gallery.of_group(group, "")}
+    panels = re.findall(r">([^<>]*) \(mean of \d+", drawn["verdict_gap"])
+    assert panels[0] == "bf16, A/A"
+    assert set(panels[1:]) >= {"delayed_scaling", "rowwise_scaling"}
+    assert not any("broken" in panel for panel in panels)
+    assert "within the margin 0.003" in drawn["verdict_gap"]
+
+
+@pytest.mark.parametrize(("gap", "off"), [(0.2, []), (400.0, ["delayed_scaling, broken on pur… (mean of 5)"])])
+def test_an_arm_above_the_frame_of_the_loss_curves_is_said_to_be(tmp_path: Path, gap: float, off: list[str]) -> None:
+    write_study(tmp_path / "run", study_records({**TRUTH, "broken": gap}))
+    [group] = load_results([tmp_path / "run"]).groups
+    drawn = {d.name: d.inline for d in gallery.of_group(group, "")}["loss_step"]
+    assert re.findall(r">([^<>]*), above the frame<", drawn) == off
+
+
 def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path) -> None:
     [group] = load_results([run]).groups
     [found] = verdict_tables.of_group(group)
