@@ -30,7 +30,7 @@ Budget = Annotated[
 ]
 Model = Annotated[str | None, typer.Option(help="Model to train, where the suite lets you; `te-bench list models`.")]
 Recipes = Annotated[str | None, typer.Option(metavar="A,B", help="FP8 recipes to judge; `te-bench list recipes`.")]
-Preset = Annotated[str | None, typer.Option(help="A suite's named settings: cpu, char or gpt2.")]
+Preset = Annotated[str | None, typer.Option(help="A suite's named settings: cpu, char, gpt2, gpt2-low-rate.")]
 Steps = Annotated[int | None, typer.Option(help="Training steps of each run.")]
 Tokens = Annotated[int | None, typer.Option(help="Training tokens of each run, in place of --steps.")]
 Margin = Annotated[float | None, typer.Option(metavar="NATS", help="Largest gap in final loss that counts as none.")]

@@ -90,6 +90,11 @@ def test_gpt2_trains_on_a_hundred_million_tokens_with_a_padded_vocabulary() -> N
     assert {t.mode for t in resolve(device="cuda").trials} == {"cudagraph"}
 
 
+def test_the_low_rate_is_all_that_its_preset_changes() -> None:
+    usual, low = (resolve(preset=preset, device="cuda").trials[0].problem for preset in ("gpt2", "gpt2-low-rate"))
+    assert dict(low) == {**usual, "learning_rate": 3e-4, "warmup": 400}
+
+
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (49152, 1), (49153, 2), (1_000_000, 21)])
 def test_tokens_are_steps_rounded_up(tokens: int, steps: int) -> None:
     trials = resolve(device="cuda", tokens=tokens).trials
