@@ -49,19 +49,25 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
     from te_bench.reports import tables, verdict_tables
     from te_bench.reports.rows import load_results
     from te_bench.reports.study import studies
-    from te_bench.reports.verdict import verdicts
+    from te_bench.reports.verdict import INCOMPLETE, noise, verdicts
 
     groups = load_results(directories).groups
     known = [(group, study) for group in groups for study in studies(group)]
     whole = [(group, study) for group, study in known if study.whole]
+    pilots = [(study, found) for _, study in known if (found := noise(study, margin=margin, alpha=alpha))]
+    if not whole and pilots:  # bf16 and A/A, run first to see whether the recipes are worth their time
+        for study, found in pilots:
+            said = f"No verdict: {study.title} has no recipe yet. bf16 against itself: {found.verdict}, {found.reason}."
+            print("\n".join(textwrap.wrap(said, tables.TERMINAL_WIDTH)))
+        return INCOMPLETE
     if not whole:
         why = "no bf16 control and recipe to compare" if known else "no convergence run"
         raise ValueError(f"{directories[0]} holds {why}: te-bench run convergence --out {directories[0]}")
     for group, study in known:
         if not study.whole:
             print(f"Note: left out, for it has no control and recipes together: {study.title}, {group.where}.")
-    found = [verdicts(study, margin=margin, alpha=alpha) for _, study in whole]
-    for (group, study), one in zip(whole, found, strict=True):
+    judged = [verdicts(study, margin=margin, alpha=alpha) for _, study in whole]
+    for (group, study), one in zip(whole, judged, strict=True):
         if len(whole) > 1:
             print(f"== {study.title}, {group.where}")
         print("\n".join(textwrap.wrap(one.sentence, tables.TERMINAL_WIDTH)), end="\n\n")
@@ -74,7 +80,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
             print("\n".join(textwrap.wrap(said, tables.TERMINAL_WIDTH, subsequent_indent="  ")))
         for note in one.notes:
             print("\n".join(textwrap.wrap(f"Note: {note}.", tables.TERMINAL_WIDTH, subsequent_indent="  ")))
-    return max((one.exit_code for one in found), key=_SEVERITY.index)
+    return max((one.exit_code for one in judged), key=_SEVERITY.index)
 
 
 def _of_losses(baseline: list[Path], candidate: list[Path], paired: bool, margin: float, alpha: float) -> int:

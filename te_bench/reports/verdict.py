@@ -137,6 +137,14 @@ def verdicts(study: Study, *, margin: float | None = None, alpha: float | None =
     )
 
 
+def noise(study: Study, *, margin: float | None = None, alpha: float | None = None) -> Judgement | None:
+    """A/A against the control, which needs no recipe: whether these seeds could tell a margin. None without either."""
+    if study.control is None or study.aa is None:
+        return None
+    bar, level = (_chosen(study, *setting, []) for setting in (("margin", margin, MARGIN), ("alpha", alpha, ALPHA)))
+    return _alone(study, study.control, study.aa, bar, level)
+
+
 def _chosen(study: Study, name: str, asked: float | None, default: float, notes: list[str]) -> float:
     """What was asked for, else the plan's, else the default; a note where the plan said otherwise."""
     planned = study.number(name)

@@ -134,6 +134,18 @@ def test_exit_code_and_sentence_of_a_run(run: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
+def test_a_pilot_without_recipes_tells_its_noise_and_no_verdict(tmp_path: Path) -> None:
+    pilot = write_study(tmp_path / "run", study_records({"control": 0.0, "aa": 0.0}, sd=0.0003))
+    done = verdict(pilot)
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 4, done.stderr
+    assert said.startswith("No verdict: char, ")
+    assert "has no recipe yet. bf16 against itself: EQUIVALENT, ends within 0.003 of the control: gap" in said
+    said = " ".join(verdict(pilot, "--margin", "0.0001").stdout.split())
+    assert "bf16 against itself: INCONCLUSIVE, too few seeds to tell 0.0001 from nothing" in said
+    assert verdict(write_study(tmp_path / "one", study_records({"control": 0.0}))).returncode == 2
+
+
 def test_another_margin_is_exploration(run: Path) -> None:
     done = verdict(run, "--margin", "0.03")
     assert "margin 0.03 was chosen after the plan, which says 0.003" in " ".join(done.stdout.split())
