@@ -15,6 +15,7 @@ test: .venv/test.done lint
 	$(BIN)/te-bench embed --check docs/performance.md
 	$(BIN)/te-bench embed --check docs/attention.md
 	$(BIN)/te-bench embed --check docs/gate.md
+	$(BIN)/te-bench embed --check docs/convergence.md
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not alone"
 
 # The kernels under pytest-benchmark, on a GPU where there is one; saved under .benchmarks/ with every round. Then for instance:
@@ -34,6 +35,7 @@ tables: .venv/demo.done
 	$(BIN)/te-bench embed docs/performance.md
 	$(BIN)/te-bench embed docs/attention.md
 	$(BIN)/te-bench embed docs/gate.md
+	$(BIN)/te-bench embed docs/convergence.md
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
