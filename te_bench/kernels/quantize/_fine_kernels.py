@@ -173,23 +173,26 @@ def _block_kernel(
     VECTOR: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """A BLOCK x BLOCK tile a program, with a scale for each of its rows, and in data_t for each of its columns."""
+    """A BLOCK x BLOCK tile a program, with a scale for each of its rows, and in data_t for each of its columns.
+
+    scale_inv (blocks, M), scale_inv_t (blocks, N): a line of scales together, as cuBLASLt reads them.
+    """
     index = tl.program_id(0)
-    across, down = tl.cdiv(N, BLOCK), tl.cdiv(M, BLOCK)
+    across = tl.cdiv(N, BLOCK)
     a, b, rows, cols = load_pairs(x, index, stride, M, N, BLOCK, BLOCK, VECTOR)
     if data is not None:
         a_scale = scale_of(tl.max(magnitude(a.to(tl.float32)), 1), TARGET, POWER_OF_TWO)
         b_scale = scale_of(tl.max(magnitude(b.to(tl.float32)), 1), TARGET, POWER_OF_TWO)
-        to = scale_inv + rows.to(tl.int64) * across + index % across
+        to = scale_inv + (index % across).to(tl.int64) * M + rows
         tl.store(to, inverse_of(a_scale, POWER_OF_TWO), mask=rows < M)
-        tl.store(to + across, inverse_of(b_scale, POWER_OF_TWO), mask=rows + 1 < M)
+        tl.store(to + 1, inverse_of(b_scale, POWER_OF_TWO), mask=rows + 1 < M)
         first, second = cast(a, a_scale[:, None], TARGET), cast(b, b_scale[:, None], TARGET)
         store(first, second, data, N, rows, cols, M, N, POLICY)
         if counts is not None:
             _tally(a, b, a_scale[:, None], b_scale[:, None], counts, TARGET)
     if data_t is not None:
         scale = scale_of(tl.max(magnitude(larger(a, b).to(tl.float32)), 0), TARGET, POWER_OF_TWO)
-        to = scale_inv_t + cols.to(tl.int64) * down + index // across
+        to = scale_inv_t + (index // across).to(tl.int64) * N + cols
         tl.store(to, inverse_of(scale, POWER_OF_TWO), mask=cols < N)
         first, second = cast(a, scale[None, :], TARGET), cast(b, scale[None, :], TARGET)
         store_t(first, second, data_t, index, cols, M, N, BLOCK, BLOCK, POLICY)
@@ -237,16 +240,19 @@ def per_block(
     power_of_two: bool,
     counts: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """data, data_t, scale_inv, scale_inv_t of x, (M, N) and not empty."""
+    """data, data_t, scale_inv, scale_inv_t of x, (M, N) and not empty; scales of 1 x 128 are views of their transposes."""
     x = rows_contiguous(x)
     m, n = x.shape
     stride, down, across = x.stride(0), -(-m // BLOCK), -(-n // BLOCK)
     square = rows == BLOCK
     data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
-    scale_inv = float32(x, down if square else m, across) if rowwise else None
-    scale_inv_t = float32(x, across if square else n, down) if columnwise else None
+    scale_inv = float32(x, *((down, across) if square else (across, m))) if rowwise else None
+    scale_inv_t = float32(x, *((across, down) if square else (down, n))) if columnwise else None
     args = (x, data, data_t, scale_inv, scale_inv_t, counts, stride, m, n)
     key = (*traits(x), stride, m, n, rowwise, columnwise, dtype, power_of_two, counts is None)
     constants = {"POWER_OF_TWO": power_of_two, "TARGET": FP8[dtype], **(SQUARE if square else BLOCKS)}
     launch(_tile_kernel if square else _block_kernel, down * across, key, x.get_device(), args, constants)
-    return data, data_t, scale_inv, scale_inv_t
+    if square:
+        return data, data_t, scale_inv, scale_inv_t
+    by_line = [None if scales is None else scales.t() for scales in (scale_inv, scale_inv_t)]
+    return data, data_t, by_line[0], by_line[1]

@@ -383,8 +383,8 @@ def _all(q: Quantized, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         nothing if q.data is None else q.data,
         nothing if q.data_t is None else q.data_t,
-        no_scale if q.scale_inv is None else q.scale_inv,
-        no_scale if q.scale_inv_t is None else q.scale_inv_t,
+        no_scale if q.scale_inv is None else q.scale_inv.contiguous(),  # as its fake implementation says
+        no_scale if q.scale_inv_t is None else q.scale_inv_t.contiguous(),
     )
 
 

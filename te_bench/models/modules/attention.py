@@ -254,8 +254,9 @@ class MultiheadAttention(nn.Module):
         """queries, keys and values, (.., heads, d): `queries` of the first for each key, by groups if interleaved."""
         groups, d = self.num_gqa_groups, self.channels
         if self.interleaved:
-            grouped = mixed.view(*mixed.shape[:2], groups, queries + 2, d)
-            q, k, v = grouped.split((queries, 1, 1), dim=-2)
+            # In four dimensions: torch's fast concatenation, the gradient of this, has no fifth (H200: 100 us for 248).
+            grouped = mixed.view(*mixed.shape[:2], groups, (queries + 2) * d)
+            q, k, v = grouped.split((queries * d, d, d), dim=-1)
             return tuple(x.reshape(*mixed.shape[:2], -1, d) for x in (q, k, v))
         q, k, v = mixed.split((queries * groups * d, groups * d, groups * d), dim=-1)
         return tuple(x.unflatten(-1, (-1, d)) for x in (q, k, v))
