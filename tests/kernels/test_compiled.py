@@ -189,7 +189,10 @@ QUANTIZE: dict[str, Call] = {
     "scaled, float32 via bf16": of_tensor(one(), E5M2, matrix(M, D, FP32), BOTH, one(), None, torch.zeros(D), BF16),
     "tensor": of_tensor(None, E4M3, matrix(M, F), BOTH, None, None, None),
     "pair": lambda: _kernels.pair(matrix(M, D), one(), one(), matrix(F, D), one(), one(), E4M3, *BOTH),
-    "joined": lambda: _joined.kernel([matrix(M, D) for _ in range(3)], one(), E5M2, one()),
+    "joined": lambda: _joined.kernel([matrix(M, D) for _ in range(3)], D, one(), E5M2, one(), None),
+    "joined by heads, with sums": lambda: _joined.kernel(
+        [matrix(M, 4096) for _ in range(3)], 128, one(), E5M2, one(), torch.zeros(3 * 4096)
+    ),
     "row": lambda: _fine_kernels.per_row(matrix(M, F), E4M3, *BOTH, False, None),
     "block": lambda: _fine_kernels.per_block(matrix(M, F), E4M3, 1, *BOTH, True, None),
     "tile": lambda: _fine_kernels.per_block(matrix(M, F), E4M3, 128, *BOTH, True, None),

@@ -16,7 +16,7 @@ from te_bench.models import fp8, fused_blocks
 from te_bench.models import recipe as recipes
 from te_bench.models.data import Batches
 from te_bench.models.gpt import CONFIGS, GPT
-from te_bench.models.modules import layernorm_mlp
+from te_bench.models.modules import _stretch, layernorm_mlp
 from te_bench.models.train import Optim, TrainStep, evaluate
 
 BOTH = (None, "fused")
@@ -38,8 +38,8 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of a GPU, interpreted, or, under torch.compile, their operators."""
-    monkeypatch.setattr(fused_blocks, "backend", lambda x: norm_triton.BACKEND)
-    for module in (fused_blocks, layernorm_mlp):
+    monkeypatch.setattr(_stretch, "backend", lambda x: norm_triton.BACKEND)
+    for module in (_stretch, layernorm_mlp):
         monkeypatch.setattr(module, "activation_backend", lambda x: activation_triton.BACKEND)
 
 
@@ -163,7 +163,7 @@ def test_gradients_of_q_k_and_v_in_one_matrix_are_not_copied(
         step.model.transformer.attention = lambda q, k, v, *, how=together, **_: SideBySide.apply(q, k, v, how)  # type: ignore[union-attr]
         copied.clear()
         found.append(gradients_of_four(step))
-        assert (1 in copied) is not together  # the recipe's own are of vectors
+        assert (2 in copied) is not together  # the recipe's own are of vectors
     for mine, wanted in zip(*found, strict=True):
         assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
 

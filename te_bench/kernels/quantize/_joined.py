@@ -11,7 +11,7 @@ from torch import Tensor
 from te_bench.kernels._epilogue import FP8, empty_pair, larger, magnitude, publish, seen
 from te_bench.kernels._launch import launch, traits
 from te_bench.kernels.quantize import Quantized, reference
-from te_bench.kernels.quantize._kernels import TILE, UNALIGNED, cast, float32, store, store_t
+from te_bench.kernels.quantize._kernels import GATHERING, TILE, UNALIGNED, add_sums, cast, float32, store, store_t
 
 PARTS = 3
 HALVES = (torch.bfloat16, torch.float16)
@@ -27,65 +27,89 @@ def _joined_kernel(
     data_t,
     scale_inv,
     amax,
+    sums,
     stride,
     M,
     WIDTH: tl.constexpr,
+    TURN: tl.constexpr,
     TARGET: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     VECTOR: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """quantize's _cast_kernel of three matrices (M, WIDTH) in a row; COLUMNS divide WIDTH, so that a tile is of one."""
+    """quantize's _cast_kernel of three matrices (M, WIDTH), TURN columns of each in turn; COLUMNS divide a TURN."""
     N: tl.constexpr = 3 * WIDTH
-    ACROSS: tl.constexpr = WIDTH // COLUMNS
+    ACROSS: tl.constexpr = N // COLUMNS
     index = tl.program_id(0)
     factor = tl.load(scale)
     before = 0
     if amax is not None:
         before = seen(amax)
-    part = index % (3 * ACROSS) // ACROSS
+    column = index % ACROSS * COLUMNS
+    part = column % (3 * TURN) // TURN
     x = tl.where(part == 0, first, tl.where(part == 1, second, third))
-    rows = index // (3 * ACROSS) * ROWS + 2 * tl.arange(0, ROWS // 2)
-    within = tl.max_contiguous(index % ACROSS * COLUMNS + tl.arange(0, COLUMNS), [VECTOR])
+    rows = index // ACROSS * ROWS + 2 * tl.arange(0, ROWS // 2)
+    start = column // (3 * TURN) * TURN + column % TURN
+    within = tl.max_contiguous(start + tl.arange(0, COLUMNS), [VECTOR])
     at = x + rows.to(tl.int64)[:, None] * stride + within[None, :]
     a = tl.load(at, mask=(rows < M)[:, None], other=0.0)
     b = tl.load(at + stride, mask=(rows + 1 < M)[:, None], other=0.0)
     if index == 0:
         tl.store(scale_inv, tl.div_rn(1.0, factor))
     low, high = cast(a, factor, TARGET), cast(b, factor, TARGET)
-    cols = tl.max_contiguous(index % (3 * ACROSS) * COLUMNS + tl.arange(0, COLUMNS), [VECTOR])
+    cols = tl.max_contiguous(column + tl.arange(0, COLUMNS), [VECTOR])
     store(low, high, data, N, rows, cols, M, N, POLICY)
     store_t(low, high, data_t, index, cols, M, N, ROWS, COLUMNS, POLICY)
+    if sums is not None:
+        tl.store(sums + (index // ACROSS).to(tl.int64) * N + cols, tl.sum(a.to(tl.float32) + b.to(tl.float32), 0))
     if amax is not None:
         publish(magnitude(larger(a, b).to(tl.float32)), None, amax, None, before)
 
 
-def fits(parts: Sequence[Tensor]) -> bool:
-    """Whether the kernel takes these: three alike, of half precision, an even height and a multiple of a tile wide."""
+def fits(parts: Sequence[Tensor], turn: int) -> bool:
+    """Whether the kernel takes these: three alike, of half precision, an even height and turns of whole tiles."""
     first = parts[0]
     alike = all(
         p.dim() == 2 and (p.shape, p.stride(), p.dtype) == (first.shape, first.stride(), first.dtype) for p in parts
     )
-    if len(parts) != PARTS or not alike or first.dtype not in HALVES or not first.numel():
+    if len(parts) != PARTS or not alike or first.dtype not in HALVES or not first.numel() or first.shape[1] % turn:
         return False
-    return first.stride(1) == 1 and first.shape[0] % 2 == 0 and first.shape[1] % TILE["COLUMNS"] == 0
+    return first.stride(1) == 1 and first.shape[0] % 2 == 0 and turn % TILE["COLUMNS"] == 0
 
 
-def joined(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Quantized:
-    """`scaled` of torch.cat(parts, 1), bit for bit, in both layouts; of three matrices (M, N / 3) that fit."""
-    assert fits(parts)
+def dealt(parts: Sequence[Tensor], turn: int) -> Tensor:
+    """(M, N) of three (M, N / 3): `turn` columns of each in turn."""
+    return torch.cat([p.unflatten(1, (-1, turn)) for p in parts], 2).flatten(1)
+
+
+def joined(
+    parts: Sequence[Tensor],
+    turn: int,
+    scale: Tensor,
+    dtype: torch.dtype,
+    amax: Tensor | None = None,
+    column_sum: Tensor | None = None,
+) -> Quantized:
+    """`scaled` of dealt(parts, turn), bit for bit, in both layouts; of three matrices (M, N / 3) that fit."""
+    assert fits(parts, turn)
     if torch.compiler.is_compiling():
-        data, data_t, scale_inv = _joined_op([p.detach() for p in parts], scale, dtype, amax)
+        data, data_t, scale_inv = _joined_op([p.detach() for p in parts], turn, scale, dtype, amax, column_sum)
     elif parts[0].is_cuda:
-        data, data_t, scale_inv = kernel(parts, scale, dtype, amax)
+        data, data_t, scale_inv = kernel(parts, turn, scale, dtype, amax, column_sum)
     else:
-        return reference.scaled(torch.cat([*parts], 1), scale, dtype, rowwise=True, columnwise=True, amax=amax)
+        looks = {"amax": amax, "column_sum": column_sum}
+        return reference.scaled(dealt(parts, turn), scale, dtype, rowwise=True, columnwise=True, **looks)
     return Quantized(data, scale_inv, data_t, scale_inv)
 
 
 def kernel(
-    parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, amax: Tensor | None
+    parts: Sequence[Tensor],
+    turn: int,
+    scale: Tensor,
+    dtype: torch.dtype,
+    amax: Tensor | None,
+    column_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """data, data_t, scale_inv, by the kernel."""
     m, width = parts[0].shape
@@ -93,26 +117,43 @@ def kernel(
     assert data is not None
     assert data_t is not None
     scale_inv = float32(data)
-    stride = parts[0].stride(0)
-    grid = -(-m // TILE["ROWS"]) * (PARTS * width // TILE["COLUMNS"])
-    key = (*traits(*parts), stride, m, width, dtype, amax is None)
-    args = (*parts, scale, data, data_t, scale_inv, amax, stride, m)
-    launch(_joined_kernel, grid, key, data.get_device(), args, {"WIDTH": width, "TARGET": FP8[dtype], **TILE})
+    tile = TILE if column_sum is None else GATHERING
+    stride, down = parts[0].stride(0), -(-m // tile["ROWS"])
+    sums = None if column_sum is None else float32(data, down, PARTS * width)
+    grid = down * (PARTS * width // tile["COLUMNS"])
+    key = (*traits(*parts), stride, m, width, turn, dtype, amax is None, sums is None)
+    args = (*parts, scale, data, data_t, scale_inv, amax, sums, stride, m)
+    constants = {"WIDTH": width, "TURN": turn, "TARGET": FP8[dtype], **tile}
+    launch(_joined_kernel, grid, key, data.get_device(), args, constants)
+    if column_sum is not None and sums is not None:
+        add_sums(sums, column_sum)
     return data, data_t, scale_inv
 
 
-@torch.library.custom_op("te_bench::quantize_joined", mutates_args=("amax",))
+@torch.library.custom_op("te_bench::quantize_joined", mutates_args=("amax", "column_sum"))
 def _joined_op(
-    parts: list[Tensor], scale: Tensor, dtype: torch.dtype, amax: Tensor | None
+    parts: list[Tensor],
+    turn: int,
+    scale: Tensor,
+    dtype: torch.dtype,
+    amax: Tensor | None,
+    column_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if parts[0].is_cuda:
-        return kernel(parts, scale, dtype, amax)
-    made = joined(parts, scale, dtype, amax)
+        return kernel(parts, turn, scale, dtype, amax, column_sum)
+    made = joined(parts, turn, scale, dtype, amax, column_sum)
     return made.data, made.data_t, made.scale_inv
 
 
 @_joined_op.register_fake
-def _(parts: list[Tensor], scale: Tensor, dtype: torch.dtype, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    parts: list[Tensor],
+    turn: int,
+    scale: Tensor,
+    dtype: torch.dtype,
+    amax: Tensor | None,
+    column_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     m, width = parts[0].shape
     data, data_t = empty_pair(m, PARTS * width, parts[0], dtype, rowwise=True, columnwise=True)
     return data, data_t, parts[0].new_empty((), dtype=torch.float32)  # type: ignore[return-value]

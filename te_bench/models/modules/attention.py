@@ -172,19 +172,35 @@ class MultiheadAttention(nn.Module):
         """
         if others:
             reject("MultiheadAttention.forward", others)
-        core: dict[str, Any] = {
-            "attention_mask": attention_mask,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_kv": cu_seqlens_kv,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_kv": max_seqlen_kv,
-            "attn_mask_type": self.attn_mask_type if attn_mask_type is None else attn_mask_type,
-            "window_size": self.window_size if window_size is None else window_size,
-            "checkpoint_core_attention": checkpoint_core_attention,
-        }
+        core = self.asked(
+            attention_mask=attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+        )
         if self.qkv_format == "thd":
             return self._packed(hidden_states, encoder_output, is_first_microbatch, rotary_pos_emb, core)
         q, k, v, normed = self._project(hidden_states, encoder_output, is_first_microbatch)
+        return self._finish(self.attend(q, k, v, rotary_pos_emb, core), normed, is_first_microbatch)
+
+    def asked(self, **given: Any) -> dict[str, Any]:
+        """What core_attention takes of forward's arguments; None is what the constructor was given."""
+        own = {"attn_mask_type": self.attn_mask_type, "window_size": self.window_size}
+        return {name: own.get(name) if value is None else value for name, value in given.items()}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
+        core: dict[str, Any],
+    ) -> Tensor:
+        """The context of projected q, k and v, in the layout of hidden_states; core: what core_attention takes."""
         if self.q_norm is not None and self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary_pos_emb is not None:
@@ -195,8 +211,8 @@ class MultiheadAttention(nn.Module):
             )
         if self.q_norm is not None and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
-        context = self.core_attention(q, k, v, **core)
-        return self._finish(context, normed, is_first_microbatch)
+        context: Tensor = self.core_attention(q, k, v, **core)
+        return context
 
     def _packed(
         self,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_bench.models.modules import _arguments
+from te_bench.models.modules import _arguments, _fused_layer
 from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.dot_product_attention import reject
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm, check_normalization
@@ -125,18 +125,20 @@ class TransformerLayer(nn.Module):
         if self.layer_type == "decoder" and encoder_output is None:
             raise ValueError("a decoder layer needs encoder_output")
         x = hidden_states
+        core: _Options = {
+            "attention_mask": attention_mask,
+            "attn_mask_type": self_attn_mask_type,
+            "window_size": window_size,
+            "checkpoint_core_attention": checkpoint_core_attention,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+        }
+        if _fused_layer.able(self, x):
+            return _fused_layer.run(self, x, is_first_microbatch, rotary_pos_emb, self.self_attention.asked(**core))
         attended = self.self_attention(
-            x,
-            attention_mask,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            is_first_microbatch=is_first_microbatch,
-            checkpoint_core_attention=checkpoint_core_attention,
-            rotary_pos_emb=rotary_pos_emb,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_kv,
+            x, is_first_microbatch=is_first_microbatch, rotary_pos_emb=rotary_pos_emb, **core
         )
         attended, residual = _split(attended, x)
         if self.parallel:

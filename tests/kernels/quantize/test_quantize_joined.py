@@ -19,37 +19,51 @@ def draw(m: int, width: int, device: str, dtype: torch.dtype = BF16, stride: int
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("target", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize(
-    ("m", "width", "stride", "dtype"), [(130, 64, None, BF16), (64, 192, 256, BF16), (2, 128, None, torch.float16)]
+    ("m", "width", "turn", "stride", "dtype"),
+    [
+        (130, 64, 64, None, BF16),
+        (64, 192, 192, 256, BF16),
+        (2, 128, 128, None, torch.float16),
+        (6, 256, 64, None, BF16),
+        (130, 384, 128, 400, BF16),
+    ],
 )
-def test_it_is_scaled_of_them_side_by_side(
-    m: int, width: int, stride: int | None, dtype: torch.dtype, target: torch.dtype, device: str
+def test_it_is_scaled_of_them_dealt_out_in_turn(
+    m: int, width: int, turn: int, stride: int | None, dtype: torch.dtype, target: torch.dtype, device: str
 ) -> None:
     parts, scale = draw(m, width, device, dtype, stride), torch.tensor(3.0, device=device)
     amax, wanted = (torch.tensor(0.5, device=device) for _ in range(2))
-    assert _joined.fits(parts)
-    data, data_t, scale_inv = _joined.kernel(parts, scale, target, amax)
-    exact = reference.scaled(torch.cat(parts, 1), scale, target, rowwise=True, columnwise=True, amax=wanted)
+    sums, total = (torch.full((3 * width,), 2.0, device=device) for _ in range(2))
+    assert _joined.fits(parts, turn)
+    data, data_t, scale_inv = _joined.kernel(parts, turn, scale, target, amax, sums)
+    whole = torch.stack([x.unflatten(1, (-1, turn)) for x in parts], 2).flatten(1)
+    looks = {"amax": wanted, "column_sum": total}
+    exact = reference.scaled(whole, scale, target, rowwise=True, columnwise=True, **looks)
+    torch.testing.assert_close(sums, total, rtol=1e-5, atol=1e-5 * whole.float().abs().sum(0).max().item())
     assert torch.equal(data.view(torch.uint8), exact.data.view(torch.uint8))
     assert torch.equal(data_t.view(torch.uint8), exact.data_t.view(torch.uint8))
     assert torch.equal(scale_inv, exact.scale_inv)
     assert torch.equal(amax, wanted)
-    made = _joined.joined(parts, scale, target)
+    made = _joined.joined(parts, turn, scale, target)
     assert torch.equal(made.data.view(torch.uint8), data.view(torch.uint8))
 
 
 def test_what_does_not_fit() -> None:
-    assert not _joined.fits(draw(3, 64, "cpu"))
-    assert not _joined.fits(draw(4, 65, "cpu"))
-    assert not _joined.fits(draw(4, 64, "cpu", torch.float32))
-    assert not _joined.fits(draw(4, 64, "cpu")[:2])
+    assert not _joined.fits(draw(3, 64, "cpu"), 64)
+    assert not _joined.fits(draw(4, 65, "cpu"), 65)
+    assert not _joined.fits(draw(4, 64, "cpu", torch.float32), 64)
+    assert not _joined.fits(draw(4, 64, "cpu")[:2], 64)
     one, two, three = draw(64, 64, "cpu")
-    assert not _joined.fits([one, two, three.t()])
-    assert not _joined.fits([one, two, three[:32]])
+    assert not _joined.fits([one, two, three.t()], 64)
+    assert not _joined.fits([one, two, three[:32]], 64)
+    assert not _joined.fits(draw(4, 128, "cpu"), 32)
+    assert not _joined.fits(draw(4, 192, "cpu"), 128)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_operator(device: str) -> None:
-    arguments = draw(4, 64, device), torch.tensor(3.0, device=device), E5M2, torch.tensor(0.5, device=device)
+    scale, amax = torch.tensor(3.0, device=device), torch.tensor(0.5, device=device)
+    arguments = draw(4, 64, device), 64, scale, E5M2, amax, torch.zeros(192, device=device)
     torch.library.opcheck(_joined._joined_op, arguments, test_utils=("test_schema", "test_faketensor"))
     compiled = torch.compile(_joined.joined, fullgraph=True, backend="aot_eager")
     made, eager = compiled(*arguments), _joined.joined(*arguments)
