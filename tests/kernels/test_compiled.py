@@ -206,7 +206,7 @@ def normed(n: int, kind: str) -> dict[str, Call]:
     options = one(), E4M3, *BOTH, one(), None
     return {
         f"{kind} of {n}": lambda: norm.forward(x, weight, bias, 1e-5, False, kind),
-        f"{kind} of {n} in FP8": lambda: norm.forward_quantized(x, weight, bias, 1e-5, False, kind, *options),
+        f"{kind} of {n} in FP8": lambda: residual.add_forward(x, None, weight, bias, 1e-5, False, kind, BF16, *options),
         f"{kind} of {n}, backward": lambda: norm.backward(x, x, weight, mean, rows, False, x),
     }
 
@@ -227,6 +227,10 @@ def in_a_stream(n: int, biased: bool) -> dict[str, Call]:
 
 
 NORM = normed(D, "layernorm") | normed(4096, "rmsnorm")
+NORM["layernorm of a sum of 4096 in bf16, in FP8"] = lambda: residual.add_forward(
+    *(matrix(M, 4096), matrix(M, 4096), torch.empty(4096), torch.empty(4096), 1e-5, False, "layernorm", BF16),
+    *(one(), E4M3, *BOTH, one(), None),
+)
 NORM |= in_a_stream(D, False) | in_a_stream(D, True) | in_a_stream(4096, False)
 
 

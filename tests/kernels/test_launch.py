@@ -18,6 +18,7 @@ from te_bench.kernels import _launch
 from te_bench.kernels.activation import _kernels as activation
 from te_bench.kernels.activation import triton as activation_triton
 from te_bench.kernels.norm import _kernels as norm
+from te_bench.kernels.norm import _residual_kernels as residual_kernels
 from te_bench.kernels.norm import triton as norm_triton
 from te_bench.kernels.quantize import _fine_kernels, _history, _kernels
 from te_bench.kernels.quantize import triton as quantize_triton
@@ -160,7 +161,7 @@ def known() -> Recorder:
 
 @pytest.fixture
 def recorder(known: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    for module in (activation, norm, _kernels, _fine_kernels, _launch):
+    for module in (activation, norm, residual_kernels, _kernels, _fine_kernels, _launch):
         monkeypatch.setattr(module, "launch", known.launch)
     return known
 
@@ -210,8 +211,8 @@ def norm_forward(dtype, weight, bias, eps, centred, kind, m, n, **view):
 
 
 def norm_quantized(dtype, weight, bias, eps, centred, kind, scale, target, layouts, amax, counts, m, n, **view):
-    norm.forward_quantized(
-        *(matrix(m, n, dtype, **view), vector(n, weight), vector(n, bias), eps, centred, kind),
+    residual_kernels.add_forward(
+        *(matrix(m, n, dtype, **view), None, vector(n, weight), vector(n, bias), eps, centred, kind, dtype),
         *(vector(1, scale), target, *layouts, vector(1, amax), vector(3, counts, torch.int64)),
     )
 
@@ -277,7 +278,7 @@ LAUNCHERS: dict[Callable[..., None], dict[str, tuple[Any, ...]]] = {
     by_row: {"dtype": FLOATS, **TENSOR, **VIEW},
     by_block: {"dtype": FLOATS, "rows": (128, 1), **TENSOR, **VIEW},
     norm_forward: {"dtype": FLOATS, **NORM, **VIEW},
-    norm_quantized: {"dtype": FLOATS, **NORM, **CAST, **VIEW},
+    norm_quantized: {"dtype": (BF16, FP16), **NORM, **CAST, **VIEW},
     norm_backward: {
         "dtype": FLOATS, **GRADIENT, "weight": POINTER, "mean": MAYBE, "rstd": POINTER, "residual": RESIDUALS,
         "centred": BOTH, **VIEW,

@@ -1,8 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The norms' Triton kernels and their launchers.
 
-Statistics are in float32 and around the mean. The quantising kernel reads x twice, the second time from the L2, and is
-otherwise bound by memory: 2 bytes read and 2 written an element of bf16.
+Statistics are in float32 and around the mean. With a cast to FP8 in the same pass: _residual_kernels.
 """
 
 import functools
@@ -12,12 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_bench.kernels._epilogue import FLOATS, FP8, empty_pair, publish, quantize_tile, rounded
+from te_bench.kernels._epilogue import FLOATS, rounded
 from te_bench.kernels._launch import launch, rows_contiguous, traits
 
-# Tile of the quantising kernel: 32 rows make whole 32-byte sectors of the transposed layout, and at M = 8192 256 programs,
-# all of them resident on 132 SMs; 128 columns of bf16 are two 16-byte loads a thread of 8 warps.
-QUANTIZED_ROWS, QUANTIZED_COLUMNS, QUANTIZED_WARPS = 32, 128, 8
 # A tensor of one number, or a view into a table of them: not worth a compilation for each alignment.
 UNALIGNED = ["scale", "amax", "counts"]
 
@@ -64,78 +60,6 @@ def _forward_kernel(
     if bias is not None:
         out += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     tl.store(y + rows.to(tl.int64)[:, None] * N + cols[None, :], rounded(out, DTYPE), mask=mask)
-
-
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
-def _forward_quantized_kernel(
-    x,
-    weight,
-    bias,
-    scale,
-    data,
-    data_t,
-    scale_inv,
-    mean,
-    rstd,
-    amax,
-    counts,
-    stride,
-    M,
-    eps,
-    N: tl.constexpr,
-    RMS: tl.constexpr,
-    CENTRED_GAMMA: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TARGET: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """ROWS rows a program, in tiles: once for the statistics, once to normalise, cast and store."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = (rows < M)[:, None]
-    row = x + rows.to(tl.int64)[:, None] * stride
-    mu = tl.zeros((ROWS,), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)  # of x - mu
-    for start in tl.range(0, N, COLUMNS, num_stages=3):
-        cols = start + tl.arange(0, COLUMNS)
-        inside = (cols < N)[None, :]
-        v = tl.load(row + cols[None, :], mask=live & inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        if not RMS:
-            # Chan, Golub, LeVeque 1983: tiles' means and squares combine without the cancellation of E[x^2] - E[x]^2.
-            count = tl.minimum(N - start, COLUMNS).to(tl.float32)
-            part = tl.div_rn(tl.sum(v, 1), count)
-            v = tl.where(inside, v - part[:, None], 0.0)
-            step = part - mu
-            share = count / (start + count)
-            mu += step * share
-            squares += step * step * (start * share)
-        squares += tl.sum(v * v, 1)
-    inverse = _inverse_root(squares / N, eps)
-    tl.store(rstd + rows, inverse, mask=rows < M)
-    if not RMS:
-        tl.store(mean + rows, mu, mask=rows < M)
-
-    factor = tl.load(scale)
-    if tl.program_id(0) == 0:
-        tl.store(scale_inv, tl.div_rn(1.0, factor))
-    largest = tl.zeros((ROWS, COLUMNS), tl.int32)
-    tallies = tl.zeros((ROWS, COLUMNS), tl.int32)
-    TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    for i in tl.range(0, TILES, num_stages=3):
-        cols = (TILES - 1 - i) * COLUMNS + tl.arange(0, COLUMNS)  # backwards: the last read is the likeliest in the L2
-        mask = live & (cols < N)[None, :]
-        v = tl.load(row + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if CENTRED_GAMMA:
-            gamma += 1.0
-        y = (v - mu[:, None]) * inverse[:, None] * gamma[None, :]
-        if bias is not None:
-            y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        y = rounded(y, DTYPE)
-        bits, tallied = quantize_tile(y, mask, factor, data, data_t, rows, cols, M, N, TARGET)
-        largest = tl.maximum(largest, bits)
-        tallies += tallied
-    publish(largest, tallies, amax, counts)
 
 
 @triton.jit
@@ -224,40 +148,6 @@ def forward(
     }  # fmt: skip
     launch(_forward_kernel, -(-m // rows), key, x.get_device(), args, constants)
     return y, mean, rstd
-
-
-def forward_quantized(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered_gamma: bool,
-    kind: str,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor]:
-    x = rows_contiguous(x)
-    m, n = x.shape
-    data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
-    scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
-    mean = torch.empty(m, dtype=torch.float32, device=x.device) if kind == "layernorm" else None
-    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
-    stride = x.stride(0)
-    key = (
-        *traits(x, weight, bias, scale, amax, counts),
-        *(stride, m, n, zero_centered_gamma, kind, dtype, rowwise, columnwise),
-    )
-    args = (x, weight, bias, scale, data, data_t, scale_inv, mean, rstd, amax, counts, stride, m, float(eps))
-    constants = {
-        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[x.dtype],
-        "TARGET": FP8[dtype], "ROWS": QUANTIZED_ROWS, "COLUMNS": QUANTIZED_COLUMNS, "num_warps": QUANTIZED_WARPS,
-    }  # fmt: skip
-    launch(_forward_quantized_kernel, max(1, -(-m // QUANTIZED_ROWS)), key, x.get_device(), args, constants)
-    return data, data_t, scale_inv, mean, rstd
 
 
 def backward(

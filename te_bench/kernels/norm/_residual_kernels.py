@@ -28,6 +28,9 @@ from te_bench.kernels.quantize._kernels import cast, store, store_t
 FORWARD_ELEMENTS, FORWARD_WARPS = 8192, 16
 # In FP8: the fastest of 8 tiles swept, by 3 to 22 % (H200, 2026-11-21).
 CAST = {"ROWS": 32, "COLUMNS": 128, "num_warps": 8}
+# 32 rows of this many columns and more are too few programs to fill a processor (8192 rows: 2), so each has more on its way.
+# Not swept yet: benchmarks/bench_norm.py is to say.
+WIDE, WIDE_CAST = 2048, {"ROWS": 32, "COLUMNS": 256, "num_warps": 8}
 # Backward, elements of a program and of one of its warps: 2 rows of 768, 64 registers a thread. A processor's warps: what
 # the registers of 8192 columns and less have room for, without and with the sums for biases.
 BACKWARD_ELEMENTS, BACKWARD_PER_WARP, BACKWARD_WARPS = 2048, 256, (32, 24)
@@ -344,8 +347,9 @@ def add_forward(
         *(x, branch, weight, bias, total, scale, data, data_t, scale_inv, mean, rstd, amax, counts),
         *(stride, branch_stride, total.stride(0), m, float(eps)),
     )
-    constants |= {"TARGET": FP8[target], **CAST}
-    launch(_add_forward_cast_kernel, max(1, -(-m // CAST["ROWS"])), key, x.get_device(), casting, constants)
+    tile = CAST if n < WIDE else WIDE_CAST
+    constants |= {"TARGET": FP8[target], **tile}
+    launch(_add_forward_cast_kernel, max(1, -(-m // tile["ROWS"])), key, x.get_device(), casting, constants)
     return total, None, data, data_t, scale_inv, mean, rstd
 
 

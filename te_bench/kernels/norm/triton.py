@@ -1,7 +1,8 @@
 """Fused norms in Triton: forward, forward with the FP8 cast into both layouts in the same pass, backward.
 
-torch.compile sees three operators, whose CPU implementation is the reference; eager calls go straight to the launchers,
-for a custom operator costs the host about 20 us a call.
+A cast in passing is _residual's of a stream to which nothing is added. torch.compile sees two operators, whose CPU
+implementation is the reference; eager calls go straight to the launchers, for a custom operator costs the host about 20 us
+a call.
 """
 
 import torch
@@ -9,8 +10,7 @@ import triton
 from torch import Tensor
 
 from te_bench.kernels.norm import Backend, Problem, _kernels, _residual, check, reference
-from te_bench.kernels.quantize import Quantized, check_layouts
-from te_bench.kernels.quantize import triton as quantizer
+from te_bench.kernels.quantize import Quantized
 
 LARGEST_N = 16384  # a row of the backward fills the registers of 32 warps (and spills 252 bytes a thread)
 
@@ -64,18 +64,23 @@ def forward_quantized(
 
     amax, () float32, becomes max(amax, max |y|) and counts, (3,) int64, is added to. Raises ValueError as `forward`.
     """
-    check(x, weight, bias, kind)
-    check_layouts(rowwise, columnwise)
-    if quantizer.miscompiled(x):
-        y, mean, rstd = forward(x, weight, bias, eps=eps, zero_centered_gamma=zero_centered_gamma, kind=kind)
-        packed = quantizer.scaled(y, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
-        return packed, mean, rstd
-    run = _forward_quantized_op if torch.compiler.is_compiling() else _kernels.forward_quantized
-    data, data_t, scale_inv, mean, rstd = run(
-        x, weight, bias, eps, zero_centered_gamma, kind, scale, dtype, rowwise, columnwise, amax, counts
+    _, packed, mean, rstd = _residual.add_forward_quantized(
+        x,
+        None,
+        weight,
+        bias,
+        eps=eps,
+        via=x.dtype,
+        scale=scale,
+        dtype=dtype,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        zero_centered_gamma=zero_centered_gamma,
+        kind=kind,
+        amax=amax,
+        counts=counts,
     )
-    quantized = quantizer.wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv)
-    return quantized, mean if kind == "layernorm" else None, rstd
+    return packed, mean, rstd
 
 
 def backward(
@@ -119,70 +124,6 @@ def _(
     m = x.shape[0]
     mean = x.new_empty(m if kind == "layernorm" else 0, dtype=torch.float32)
     return x.new_empty(x.shape), mean, x.new_empty(m, dtype=torch.float32)
-
-
-@torch.library.custom_op("te_bench::norm_forward_quantized", mutates_args=("amax", "counts"))
-def _forward_quantized_op(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered_gamma: bool,
-    kind: str,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if x.is_cuda:
-        data, data_t, scale_inv, mean, rstd = _kernels.forward_quantized(
-            x, weight, bias, eps, zero_centered_gamma, kind, scale, dtype, rowwise, columnwise, amax, counts
-        )
-    else:
-        (data, _, data_t, _), mean, rstd = reference.forward_quantized(
-            x,
-            weight,
-            bias,
-            eps=eps,
-            scale=scale,
-            dtype=dtype,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            zero_centered_gamma=zero_centered_gamma,
-            kind=kind,
-            amax=amax,
-            counts=counts,
-        )
-        scale_inv = scale.reciprocal()
-    nothing = x.new_empty(0, dtype=dtype)
-    return _or_empty(data, nothing), _or_empty(data_t, nothing), scale_inv, _or_empty(mean, rstd), rstd
-
-
-@_forward_quantized_op.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered_gamma: bool,
-    kind: str,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    m, n = x.shape
-    return (
-        x.new_empty((m, n) if rowwise else (0,), dtype=dtype),
-        x.new_empty((n, m) if columnwise else (0,), dtype=dtype),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty(m if kind == "layernorm" else 0, dtype=torch.float32),
-        x.new_empty(m, dtype=torch.float32),
-    )
 
 
 @torch.library.custom_op("te_bench::norm_backward", mutates_args=())

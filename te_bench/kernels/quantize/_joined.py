@@ -51,7 +51,7 @@ def _joined_kernel(
     x = tl.where(part == 0, first, tl.where(part == 1, second, third))
     rows = index // ACROSS * ROWS + 2 * tl.arange(0, ROWS // 2)
     start = column // (3 * TURN) * TURN + column % TURN
-    within = tl.max_contiguous(start + tl.arange(0, COLUMNS), [VECTOR])
+    within = tl.max_contiguous(tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS), [VECTOR])
     at = x + rows.to(tl.int64)[:, None] * stride + within[None, :]
     a = tl.load(at, mask=(rows < M)[:, None], other=0.0)
     b = tl.load(at + stride, mask=(rows + 1 < M)[:, None], other=0.0)
@@ -98,8 +98,8 @@ def joined(
     elif parts[0].is_cuda:
         data, data_t, scale_inv = kernel(parts, turn, scale, dtype, amax, column_sum)
     else:
-        looks = {"amax": amax, "column_sum": column_sum}
-        return reference.scaled(dealt(parts, turn), scale, dtype, rowwise=True, columnwise=True, **looks)
+        whole = dealt(parts, turn)
+        return reference.scaled(whole, scale, dtype, rowwise=True, columnwise=True, amax=amax, column_sum=column_sum)
     return Quantized(data, scale_inv, data_t, scale_inv)
 
 
