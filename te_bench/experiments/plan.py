@@ -21,7 +21,7 @@ from te_bench.models.configs import CONFIGS
 
 #: Settings of a problem that name a plug-in, and where those are.
 PLUGINS = {"head": "te_bench.kernels.linear_cross_entropy", "optimizer": "te_bench.kernels.adamw"}
-WITHOUT_ATTENTION = ("ceilings",)  # workloads
+WITHOUT_ATTENTION = ("ceilings", "layer")  # workloads that can do without
 RECIPES, FAULTS = "te_bench.models.recipe", "te_bench.models.faults"
 
 

@@ -1,11 +1,12 @@
 """Transformer Engine's quickstart layer: as it was shown, and with the same function on every rung.
 
 "faithful": dropout 0.1, and the masks of the original: full for the plain layer, causal inside TransformerLayer, which so
-computes another function with half of the attention work. "fair": no dropout, causal everywhere.
+computes another function with half of the attention work. "fair": no dropout, causal everywhere. "mlp": its norm and MLP
+alone, te.LayerNormMLP beside the plain one.
 """
 
 from te_bench import plugins
-from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
+from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Scalar, Trial
 from te_bench.experiments.suites import _rungs
 
 SEEDS = 3
@@ -13,10 +14,14 @@ GPU: dict[str, Scalar] = {"hidden": 4096, "ffn": 16384, "heads": 32, "sequence":
 CPU: dict[str, Scalar] = {"hidden": 128, "ffn": 512, "heads": 4, "sequence": 64, "batch": 2}
 FAITHFUL: dict[str, Scalar] = {"variant": "faithful", "dropout": 0.1, "mask": "full"}
 FAIR: dict[str, Scalar] = {"variant": "fair", "dropout": 0.0, "mask": "causal"}
+MLP: dict[str, Scalar] = {**FAIR, "variant": "mlp"}
 HISTORY = 16  # the quickstart's amax_history_len
 
 DELAYED, CURRENT, ROWWISE = "delayed_scaling", "float8_current_scaling", "rowwise_scaling"
 THEIRS = (DELAYED, CURRENT, "float8_block_scaling")  # what Transformer Engine has on Hopper
+
+#: Attention and mode of te_layer's rungs besides cuDNN's in eager mode: ours, and both captured.
+OURS = (("gluon", "eager"), ("cudnn", "cudagraph"), ("gluon", "cudagraph"))
 
 Rung = tuple[str, str, str | None, str]  # layer, attention, recipe (None: no FP8), mode
 
@@ -30,6 +35,7 @@ def experiment(options: Options) -> Experiment:
     for seed in _rungs.seeds(options, SEEDS if cuda else 1):
         trials += [_trial(options, sizes | FAITHFUL, rung, seed) for rung in faithful]
         trials += [_trial(options, sizes | FAIR, rung, seed) for rung in fair]
+        trials += [_trial(options, sizes | MLP, rung, seed) for rung in _mlp(cuda)]
     s, b, h = (sizes[key] for key in ("sequence", "batch", "hidden"))
     title = f"Transformer Engine's quickstart layer: sequence {s}, batch {b}, hidden {h}"
     return Experiment(suite="layer", title=title, trials=tuple(trials), baseline=trials[0].cell)
@@ -52,8 +58,17 @@ def _fair_gpu() -> list[Rung]:
     for recipe in recipes:
         modes = both if recipe in (DELAYED, CURRENT) else ("eager",)
         rungs += [("te_layer", "cudnn", recipe, mode) for mode in modes]
+    rungs += [("te_layer", kernel, recipe, mode) for recipe in (None, *recipes) for kernel, mode in OURS]
     rungs += [("torchao_tensorwise", "cudnn", CURRENT, "compile"), ("torchao_rowwise", "cudnn", ROWWISE, "compile")]
     return rungs + [("transformer_engine", "cudnn", recipe, "eager") for recipe in (None, *THEIRS)]
+
+
+def _mlp(cuda: bool) -> list[Rung]:
+    modes = ("eager", "cudagraph") if cuda else ("eager",)
+    rungs: list[Rung] = [("plain", NO_ATTENTION, None, mode) for mode in (("eager", "compile") if cuda else modes)]
+    recipes = (None, *plugins.names("te_bench.models.recipe"))
+    rungs += [("te_layer", NO_ATTENTION, recipe, mode) for recipe in recipes for mode in modes]
+    return rungs + [("transformer_engine", NO_ATTENTION, recipe, "eager") for recipe in (None, *THEIRS) if cuda]
 
 
 def _fair_cpu() -> list[Rung]:

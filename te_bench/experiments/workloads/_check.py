@@ -10,7 +10,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from te_bench.experiments.measurement import CheckFailed, Measurement
-from te_bench.experiments.spec import Trial
+from te_bench.experiments.spec import NO_ATTENTION, Trial
 from te_bench.kernels import attention
 
 COPIES = ("Memcpy ", "Memset ")  # how Kineto names the GPU's events that are no kernels
@@ -119,10 +119,12 @@ def require_kernels(trial: Trial, seen: Seen, measurement: Measurement) -> Measu
 
     Raises CheckFailed, without timings, when another attention ran.
     """
+    more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
+    if trial.attention == NO_ATTENTION:
+        return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})
     reason = attention.wrong_kernel(trial.attention, trial.device, seen.names, eager=trial.mode == "eager")
     if reason:
         raise CheckFailed(reason, dataclasses.replace(measurement, samples={}, kernels=seen.names))
-    more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
     chosen = attention.load(trial.attention).chosen
     if chosen is not None:
         more = {"chosen": ", ".join(chosen()), **more}

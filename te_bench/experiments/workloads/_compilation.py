@@ -30,8 +30,9 @@ def begin(trial: Trial) -> None:
 
 
 def _compiles(trial: Trial) -> bool:
-    """Fused blocks are captured as they are."""
-    return trial.mode != "eager" and not (trial.mode == "cudagraph" and "blocks" in trial.problem)
+    """Fused blocks and layers are captured as they are."""
+    as_it_is = "blocks" in trial.problem or trial.workload == "layer"
+    return trial.mode != "eager" and not (trial.mode == "cudagraph" and as_it_is)
 
 
 def counts(trial: Trial) -> dict[str, int]:

@@ -1,12 +1,12 @@
 """Forward and backward pass of one transformer layer by Transformer Engine's quickstart, after it was held to float64.
 
 problem: layer (a name of te_bench.models.layer), variant, hidden, ffn, heads, sequence, batch, dropout, mask ("full",
-"causal"), and any setting of the recipe. x and dy are uniform on [0, 1), (sequence, batch, hidden); x needs no gradient, no
-optimiser steps and gradients accumulate, as there.
+"causal"), and any setting of the recipe. The variant "mlp" is the norm and MLP alone, with attention "none". x and dy
+are uniform on [0, 1), (sequence, batch, hidden); x needs no gradient, no optimiser steps and gradients accumulate, as there.
 samples: latency_s (50), peak_*_bytes (1). work: tokens, FLOP and the GEMMs' FLOP of an iteration; kernel_s, {kernel:
 seconds an iteration}, on a CPU the own time of each operator; numerics of te_bench's layers in FP8; on a GPU launches,
 the kernels of one iteration; in a mode that compiles graph_breaks and recompiles (_compilation), one of them the check's,
-whose x needs a gradient.
+whose x needs a gradient. Mode cudagraph: both passes, with the recipe's step for its scales, captured as they are.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from torch import Tensor
 import te_bench.models as te
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
-from te_bench.experiments.spec import Trial
+from te_bench.experiments.spec import NO_ATTENTION, Trial
 from te_bench.experiments.workloads import _check, _compilation, _model
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.experiments.workloads._emulation import emulate
@@ -28,11 +28,11 @@ from te_bench.kernels import attention
 from te_bench.models import layer as layers
 from te_bench.models import recipe as recipes
 from te_bench.models.layer import Layer, LayerConfig
-from te_bench.models.layer.plain import PlainLayer
 
 #: What a layer trial's problem names besides the settings of its recipe.
 SIZES = ("hidden", "ffn", "heads", "sequence", "batch")
 NAMED = ("layer", "variant", "dropout", "mask", *SIZES)
+WARM_UP = 3  # passes before one is captured
 
 
 def run(trial: Trial, context: Context) -> Measurement:
@@ -74,6 +74,7 @@ def config_of(trial: Trial) -> LayerConfig:
         device=trial.device,
         recipe=trial.recipe,
         settings={name: value for name, value in problem.items() if name not in NAMED},
+        part="mlp" if problem["variant"] == "mlp" else "layer",
     )
 
 
@@ -81,25 +82,36 @@ def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
     """Raise Unsupported, with the reason, when this machine or this rival cannot run the trial."""
     if trial.device == "cuda" and not torch.cuda.is_available():
         raise Unsupported("torch sees no NVIDIA GPU")
-    if trial.mode not in ("eager", "compile"):
-        raise Unsupported(f"{trial.mode}: the layer runs eager or compile; the suite fp8 has CUDA graphs")
+    if trial.mode == "compile-reduce-overhead":
+        raise Unsupported(f"{trial.mode}: the layer runs eager, compile or cudagraph")
+    if trial.mode == "cudagraph" and trial.device == "cpu":
+        raise Unsupported("cudagraph: CUDA graphs need an NVIDIA GPU")
     if trial.device == "cpu" and trial.precision == "fp16":
         raise Unsupported("fp16: half-precision training is for GPUs; use bf16 on a CPU")
+    if p.part not in rival.parts:
+        raise Unsupported(f"variant mlp: {trial.problem['layer']} has no MLP of its own; choose a variant of the layer")
+    if (p.part == "mlp") != (trial.attention == NO_ATTENTION):
+        raise Unsupported(f"attention {trial.attention}: the variant mlp computes none, the others compute one")
     reason = rival.unsupported(p)
     if reason:
         raise Unsupported(reason)
+    if p.part == "mlp":
+        return
     reason = attention.load(trial.attention).unsupported(p.attention_problem)
     if reason:
         raise Unsupported(f"{trial.attention}: {reason}")
 
 
 def gemm_flop(p: LayerConfig) -> int:
-    """6 (4 h^2 + 2 h f) a token: forward and backward of the four Linears."""
-    return p.sequence * p.batch * 6 * (4 * p.hidden**2 + 2 * p.hidden * p.ffn)
+    """6 (4 h^2 + 2 h f) a token: forward and backward of the four Linears; of the MLP's two 12 h f."""
+    around = 0 if p.part == "mlp" else 4 * p.hidden**2
+    return p.sequence * p.batch * 6 * (around + 2 * p.hidden * p.ffn)
 
 
 def flop(p: LayerConfig) -> int:
     """gemm_flop, and 12 s h a token for attention, half of it when causal."""
+    if p.part == "mlp":
+        return gemm_flop(p)
     return gemm_flop(p) + p.sequence * p.batch * 12 * p.sequence * p.hidden // (2 if p.causal else 1)
 
 
@@ -107,7 +119,7 @@ def draw(p: LayerConfig, seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """The plain layer's weights by torch's initialisation, x and dy, all in p.dtype: the same for every rival."""
     torch.manual_seed(seed)
     with torch.device(p.device):
-        plain = PlainLayer(p)
+        plain = layers.load("plain").build(p)
         x, dy = (torch.rand(p.sequence, p.batch, p.hidden).to(p.dtype) for _ in range(2))
     return {name: weight.detach().to(p.dtype) for name, weight in plain.named_parameters()}, x, dy
 
@@ -115,11 +127,13 @@ def draw(p: LayerConfig, seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
 class Iteration:
     """One rival with its weights and data: a call is a forward pass in its context and a backward pass.
 
-    wide computes in float64 what p says, from the same weights and data.
+    wide computes in float64 what p says, from the same weights and data. Mode cudagraph replays both.
     """
 
     def __init__(self, rival: Layer, p: LayerConfig, seed: int, *, mode: str = "eager", wide: bool = False):
-        self.rival, self.heads = rival, p.heads
+        self.rival, self.heads, self.part = rival, p.heads, p.part
+        self.captures = mode == "cudagraph"
+        self.graph: Any = None
         weights, self.x, self.dy = draw(p, seed)
         self.names = tuple(weights)  # not the weights: their copy would count as the rival's memory
         if wide:
@@ -135,22 +149,57 @@ class Iteration:
             self.forward = torch.compile(self.module, dynamic=False)
 
     def __call__(self) -> None:
+        if not self.captures:
+            self.passes(self.x)
+            return
+        if self.graph is None:
+            self.graph, _ = self._captured(self.x)
+        self.graph.replay()
+
+    def passes(self, x: Tensor) -> Tensor:
+        """The output of one pass, whose backward pass has added to the gradients."""
         with self.context():
-            y = self.forward(self.x)
+            y = self.forward(x)
         y.backward(self.dy)
+        return y.detach()
+
+    def _captured(self, x: Tensor) -> tuple[Any, Tensor]:
+        """A CUDA graph of both passes, which adds to the gradients that are there now, and its output."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):  # autotuning and library handles must not happen during capture
+                self.passes(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = self.passes(x)
+        return graph, y
+
+    def _once(self, x: Tensor) -> Tensor:
+        """The output of one more pass, by a graph of its own where the mode has one, whose gradients alone are left."""
+        self.graph = None  # it adds to gradients that are let go here
+        self.module.zero_grad(set_to_none=True)
+        if not self.captures:
+            return self.passes(x)
+        graph, y = self._captured(x)
+        self.module.zero_grad(set_to_none=False)
+        if x.grad is not None:
+            x.grad.zero_()
+        graph.replay()
+        return y.clone()
 
     def results(self) -> dict[str, Tensor | None]:
         """What the layer adds to its residual stream, forward and backward, and every gradient, of one more pass.
 
-        The weight of query, key and value in parts; their bias whole, for the key's has gradient 0.
+        The weight of query, key and value in parts; their bias whole, for the key's has gradient 0. The MLP adds to nothing.
         """
-        self.module.zero_grad(set_to_none=True)
         x = self.x.clone().requires_grad_()
-        with self.context():
-            y = self.forward(x)
-        y.backward(self.dy)
-        dx = None if x.grad is None else x.grad.double() - self.dy.double()
-        found: dict[str, Tensor | None] = {"output - x": y.detach().double() - self.x.double(), "dx - dy": dx}
+        y = self._once(x).double()
+        dx = None if x.grad is None else x.grad.double()
+        found: dict[str, Tensor | None] = {"output": y, "dx": dx}
+        if self.part == "layer":
+            found = {"output - x": y - self.x.double(), "dx - dy": None if dx is None else dx - self.dy.double()}
         for name, gradient in layers.plain_gradients(self.rival, self.module, self.names).items():
             if name == "qkv_projection.weight" and gradient is not None:
                 parts = gradient.view(self.heads, 3, -1, gradient.shape[1]).unbind(1)

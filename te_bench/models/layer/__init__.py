@@ -1,4 +1,4 @@
-"""Rivals that build the GPT layer of Transformer Engine's quickstart, one file each: LAYER in NAME.py.
+"""Rivals that build the GPT layer of Transformer Engine's quickstart, or its MLP alone, one file each: LAYER in NAME.py.
 
 Shapes: x (s, b, h) -> (s, b, h), s positions, b batch, h hidden. All take the weights of plain.py by its names, so that
 their outputs and gradients can be compared.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from te_bench import plugins
 from te_bench.kernels.attention import Problem
 
+PARTS = ("layer", "mlp")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -23,7 +24,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 class LayerConfig:
     """What a rival is asked to build and to run in. precision "fp8": parameters in bf16, GEMMs as `recipe` says.
 
-    mask: "full" or "causal". settings: fields of the recipe that differ from its defaults.
+    mask: "full" or "causal". settings: fields of the recipe that differ from its defaults. part: one of PARTS; "mlp" is the
+    second norm and the MLP, without attention and without a residual.
     """
 
     hidden: int
@@ -38,6 +40,7 @@ class LayerConfig:
     device: str
     recipe: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    part: str = "layer"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,6 +50,10 @@ class LayerConfig:
     @property
     def causal(self) -> bool:
         return self.mask == "causal"
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        return torch.cuda.get_device_capability() if self.device == "cuda" else None
 
     @property
     def attention_problem(self) -> Problem:
@@ -59,7 +66,7 @@ class LayerConfig:
             causal=self.causal,
             dropout=self.dropout,
             device=self.device,
-            capability=torch.cuda.get_device_capability() if self.device == "cuda" else None,
+            capability=self.capability,
         )
 
 
@@ -78,6 +85,7 @@ class Layer:
     None; attention's own reasons are asked for elsewhere. context(p)(): what each forward pass runs in, its backward pass
     outside. names: plain.py's parameter -> this layer's, where they differ. numerics: whether te.numerics knows it.
     own_attention: it calls attention kernels through operators of its own, which torch's profiler has no names for.
+    parts: of PARTS, those that it can build.
     """
 
     build: Callable[[LayerConfig], nn.Module]
@@ -86,6 +94,7 @@ class Layer:
     names: Mapping[str, str] = field(default_factory=dict)
     numerics: bool = False
     own_attention: bool = False
+    parts: tuple[str, ...] = ("layer",)
 
 
 def names() -> list[str]:

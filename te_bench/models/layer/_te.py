@@ -23,8 +23,7 @@ def recipe_of(p: LayerConfig) -> recipes.Recipe | None:
 
 def unsupported(p: LayerConfig) -> str | None:
     recipe = recipe_of(p)
-    capability = p.attention_problem.capability
-    return None if recipe is None else recipe.unsupported(p.device, capability)
+    return None if recipe is None else recipe.unsupported(p.device, p.capability)
 
 
 def context(p: LayerConfig) -> Context:
@@ -33,7 +32,8 @@ def context(p: LayerConfig) -> Context:
 
     @contextlib.contextmanager
     def enter() -> Iterator[None]:
-        with te.attention_kernel(p.attention), te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+        kernel = te.attention_kernel(p.attention) if p.part == "layer" else contextlib.nullcontext()
+        with kernel, te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
             yield
 
     return enter

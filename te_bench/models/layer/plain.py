@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_bench.kernels import attention
-from te_bench.models.layer import Layer, LayerConfig
+from te_bench.models.layer import PARTS, Layer, LayerConfig
 
 EPS = 1e-5
 
@@ -98,8 +98,21 @@ class PlainLayer(nn.Module):
         return x + self.mlp(self.ln2(x))
 
 
+class PlainMLP(nn.Module):
+    """mlp(ln2(x)) by the layer's names; x (s, b, h)."""
+
+    def __init__(self, p: LayerConfig):
+        super().__init__()
+        self.ln2 = nn.LayerNorm(p.hidden, eps=EPS)
+        self.mlp = MLP(p, nn.Linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(self.ln2(x))
+        return y
+
+
 def build(p: LayerConfig) -> nn.Module:
-    return PlainLayer(p).to(p.dtype)
+    return (PlainMLP if p.part == "mlp" else PlainLayer)(p).to(p.dtype)
 
 
 def no_fp8(p: LayerConfig) -> str | None:
@@ -107,9 +120,9 @@ def no_fp8(p: LayerConfig) -> str | None:
 
 
 def unsupported(p: LayerConfig) -> str | None:
-    if p.attention != "manual":
+    if p.part == "layer" and p.attention != "manual":
         return f"attention {p.attention}: plain writes attention out (manual); plain_sdpa calls a kernel"
     return no_fp8(p)
 
 
-LAYER = Layer(build=build, unsupported=unsupported)
+LAYER = Layer(build=build, unsupported=unsupported, parts=PARTS)

@@ -1,12 +1,26 @@
-"""te.TransformerLayer: the quickstart's fourth step and, with a recipe, its fifth."""
+"""te.TransformerLayer: the quickstart's fourth step and, with a recipe, its fifth; of its parts te.LayerNormMLP."""
 
-from torch import nn
+from torch import Tensor, nn
 
 import te_bench.models as te
-from te_bench.models.layer import Layer, LayerConfig, _te
+from te_bench.models.layer import PARTS, Layer, LayerConfig, _te
+
+
+class Alone(nn.Module):
+    """A LayerNormMLP by its name in the layer."""
+
+    def __init__(self, mlp: nn.Module):
+        super().__init__()
+        self.layernorm_mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layernorm_mlp(x)
+        return y
 
 
 def build(p: LayerConfig) -> nn.Module:
+    if p.part == "mlp":
+        return Alone(te.LayerNormMLP(p.hidden, p.ffn, params_dtype=p.dtype))
     # One QKV weight, its rows by head as the plain layer has them.
     return te.TransformerLayer(
         p.hidden,
@@ -36,4 +50,4 @@ NAMES = {
     "mlp.linear2.bias": "layernorm_mlp.fc2_bias",
 }
 
-LAYER = Layer(build=build, unsupported=_te.unsupported, context=_te.context, names=NAMES, numerics=True)
+LAYER = Layer(build=build, unsupported=_te.unsupported, context=_te.context, names=NAMES, numerics=True, parts=PARTS)

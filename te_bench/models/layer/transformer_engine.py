@@ -1,4 +1,4 @@
-"""Transformer Engine's own TransformerLayer, its recipes by te_bench's names."""
+"""Transformer Engine's own TransformerLayer, or its LayerNormMLP; its recipes by te_bench's names."""
 
 import contextlib
 import importlib.util
@@ -6,7 +6,7 @@ import importlib.util
 import torch
 from torch import nn
 
-from te_bench.models.layer import Context, Layer, LayerConfig, te_layer
+from te_bench.models.layer import PARTS, Context, Layer, LayerConfig, te_layer
 
 RECIPES = {
     "delayed_scaling": "DelayedScaling",
@@ -25,17 +25,18 @@ def unsupported(p: LayerConfig) -> str | None:
     if p.device != "cuda":
         return "needs an NVIDIA GPU: Transformer Engine does not run on a CPU"
     # Transformer Engine chooses by itself; what ran is held to the name by the profiler.
-    return (
-        None
-        if p.attention in ("cudnn", "flash")
-        else f"attention {p.attention}: Transformer Engine has cudnn and flash"
-    )
+    if p.part == "mlp" or p.attention in ("cudnn", "flash"):
+        return None
+    return f"attention {p.attention}: Transformer Engine has cudnn and flash"
 
 
 def build(p: LayerConfig) -> nn.Module:
-    from transformer_engine.pytorch import TransformerLayer
+    from transformer_engine import pytorch
 
-    layer: nn.Module = TransformerLayer(
+    device = torch.get_default_device()
+    if p.part == "mlp":
+        return te_layer.Alone(pytorch.LayerNormMLP(p.hidden, p.ffn, params_dtype=p.dtype, device=device))
+    layer: nn.Module = pytorch.TransformerLayer(
         p.hidden,
         p.ffn,
         p.heads,
@@ -44,7 +45,7 @@ def build(p: LayerConfig) -> nn.Module:
         self_attn_mask_type="causal" if p.causal else "no_mask",
         fuse_qkv_params=True,
         params_dtype=p.dtype,
-        device=torch.get_default_device(),
+        device=device,
     )
     return layer
 
@@ -59,4 +60,6 @@ def context(p: LayerConfig) -> Context:
     return lambda: fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
-LAYER = Layer(build=build, unsupported=unsupported, context=context, names=te_layer.NAMES, own_attention=True)
+LAYER = Layer(
+    build=build, unsupported=unsupported, context=context, names=te_layer.NAMES, own_attention=True, parts=PARTS
+)

@@ -118,6 +118,16 @@ def test_layer_replays_the_quickstart_and_makes_it_fair(tmp_path: Path) -> None:
         "faithful",
     )
     assert {t.problem["layer"] for t in fair} == set(plugins.names("te_bench.models.layer"))
+    every = (None, *plugins.names("te_bench.models.recipe"))
+    captured = {(t.recipe, t.attention, t.mode) for t in fair if t.problem["layer"] == "te_layer"}
+    assert {
+        (r, kernel, mode) for r in every for kernel in ("cudnn", "gluon") for mode in ("eager", "cudagraph")
+    } <= captured
+    alone = [t for t in experiment.trials if t.problem["variant"] == "mlp"]
+    assert {t.attention for t in alone} == {"none"}
+    mlps = {(t.recipe, t.mode) for t in alone if t.problem["layer"] == "te_layer"}
+    assert mlps == {(r, mode) for r in every for mode in ("eager", "cudagraph")}
+    assert {t.problem["layer"] for t in alone} == {"plain", "te_layer", "transformer_engine"}
     ours = {(t.recipe, t.mode) for t in fair if t.problem["layer"] == "te_layer"}
     assert {(recipe, "eager") for recipe in (None, *plugins.names("te_bench.models.recipe"))} <= ours
     assert {(r, "compile") for r in (None, "delayed_scaling", "float8_current_scaling")} <= ours

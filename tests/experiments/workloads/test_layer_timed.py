@@ -16,7 +16,7 @@ from te_bench.experiments.workloads import _check
 from te_bench.experiments.workloads import layer as workload
 from te_bench.models import layer as layers
 from te_bench.models import recipe as recipes
-from te_bench.models.layer import Layer
+from te_bench.models.layer import Layer, LayerConfig
 from te_bench.models.recipe import Format
 
 PROBLEM = {
@@ -114,6 +114,35 @@ def test_rivals_share_weights_and_data_and_the_seed_decides_them() -> None:
     assert torch.equal(plain.x, fused.x)
     assert torch.equal(plain.dy, fused.dy)
     assert not torch.equal(fused.x, other.x)
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_the_mlp_alone_passes_its_check(recipe: str | None, brief: None) -> None:
+    precision = "fp8" if recipe else "fp32"
+    trial = changed(variant="mlp", attention="none", precision=precision, recipe=recipe)
+    found = workload.run(trial, Context())
+    names = {q["name"] for q in found.check["quantities"]}
+    assert {"output", "dx", "grad ln2.weight", "grad mlp.linear1.bias", "grad mlp.linear2.weight"} <= names
+    assert found.work["gemm_flop"] == found.work["flop"] == 64 * 12 * 64 * 128
+    assert not any("attention" in name for name in found.kernels)
+    assert ("layernorm_mlp" in found.work.get("numerics", {})) is (recipe is not None)
+
+
+@pytest.mark.parametrize("fault", ["a scaled output", "no gradient", "the other sign", "twice"])
+def test_a_fault_of_the_mlp_is_caught(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    output, gradient = FAULTS[fault]
+    rival = layers.load("te_layer")
+    names = {name: f"layer.{own}" for name, own in rival.names.items()}
+
+    def build(p: LayerConfig) -> nn.Module:
+        faulty = Faulty(rival.build(p), output, None)
+        if gradient is not None:
+            faulty.layer.get_parameter("layernorm_mlp.fc1_weight").register_hook(gradient)
+        return faulty
+
+    planted(monkeypatch, build=build, names=names)
+    with pytest.raises(CheckFailed, match=r"error .* > "):
+        check(changed(variant="mlp", attention="none"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -240,7 +269,11 @@ def test_gradients_in_e4m3_where_the_recipe_says_e5m2_err_less_and_pass(monkeypa
 @pytest.mark.parametrize(
     ("trial", "reason"),
     [
-        (dataclasses.replace(TRIAL, mode="cudagraph"), "cudagraph: the layer runs eager or compile"),
+        (dataclasses.replace(TRIAL, mode="cudagraph"), "cudagraph: CUDA graphs need an NVIDIA GPU"),
+        (dataclasses.replace(TRIAL, mode="compile-reduce-overhead"), "the layer runs eager, compile or cudagraph"),
+        (changed(variant="mlp"), "attention flash: the variant mlp computes none"),
+        (changed(attention="none"), "attention none: the variant mlp computes none"),
+        (changed(attention="none", layer="te_basic", variant="mlp"), "te_basic has no MLP of its own"),
         (dataclasses.replace(TRIAL, attention="cudnn"), "cudnn: needs an NVIDIA GPU"),
         (changed(precision="fp16"), "fp16: half-precision training is for GPUs"),
         (changed(layer="plain"), "attention flash: plain writes attention out"),
@@ -268,7 +301,7 @@ def test_a_problem_that_is_none_says_what_is_wrong(changes: dict[str, Any], mess
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("mode", ["eager", "compile", "cudagraph"])
 @pytest.mark.parametrize("recipe", [None, "delayed_scaling", "float8_current_scaling"])
 def test_on_a_gpu_the_layer_passes_and_its_kernels_are_timed(brief: None, mode: str, recipe: str | None) -> None:
     sizes = {"hidden": 512, "ffn": 2048, "heads": 8, "sequence": 256, "batch": 2}

@@ -73,6 +73,19 @@ def test_a_rival_is_the_plain_layer(name: str, mask: str) -> None:
         torch.testing.assert_close(ours[key], value.float(), rtol=1e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
 
 
+def test_te_layer_s_mlp_is_the_plain_one() -> None:
+    wide = changed(part="mlp", precision="fp64")
+    torch.manual_seed(0)
+    weights = {name: torch.rand_like(w) - 0.4 for name, w in layers.load("plain").build(wide).named_parameters()}
+    truth = results("plain", wide, weights)
+    ours = results("te_layer", changed(part="mlp"), {name: w.float() for name, w in weights.items()})
+    assert ours.keys() == truth.keys()
+    assert len(truth) == 2 + 6
+    for key, value in truth.items():
+        assert value is not None
+        torch.testing.assert_close(ours[key], value.float(), rtol=1e-4, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
+
+
 def test_a_parameter_without_a_partner_is_not_left_as_it_was() -> None:
     weights = weights_of(P)
     weights.pop("ln1.bias")
@@ -149,6 +162,11 @@ def test_transformer_engine_is_built_as_ours_and_its_recipe_gets_the_settings(mo
     monkeypatch.setattr(common, "recipe", types.SimpleNamespace(DelayedScaling=recipes.DelayedScaling), raising=False)
     for module in (types.ModuleType("transformer_engine"), pytorch, common):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys.modules["transformer_engine"], "pytorch", pytorch, raising=False)
+    monkeypatch.setattr(pytorch, "LayerNormMLP", te.LayerNormMLP, raising=False)
+    alone = transformer_engine.build(changed(part="mlp"))
+    mlp = {name for name in transformer_engine.LAYER.names.values() if name.startswith("layernorm_mlp.")}
+    assert set(dict(alone.named_parameters())) == mlp
     module = transformer_engine.build(P)
     layers.load_weights(transformer_engine.LAYER, module, weights_of(P))
     p = changed(precision="fp8", recipe="delayed_scaling", settings={"amax_history_len": 16})
