@@ -9,6 +9,7 @@ import typer
 from te_bench.cli import budget as planned
 from te_bench.cli.options import (
     Alpha,
+    Batch,
     Budget,
     Cache,
     Data,
@@ -81,6 +82,7 @@ def plan(
     budget: Budget = None,
     cache: Cache = None,
     model: Model = None,
+    batch: Batch = None,
     recipes: Recipes = None,
     preset: Preset = None,
     steps: Steps = None,

@@ -29,6 +29,7 @@ Budget = Annotated[
     ),
 ]
 Model = Annotated[str | None, typer.Option(help="Model to train, where the suite lets you; `te-bench list models`.")]
+Batch = Annotated[int | None, typer.Option(help="Sequences of a training step, where the suite lets you.")]
 Recipes = Annotated[str | None, typer.Option(metavar="A,B", help="FP8 recipes to judge; `te-bench list recipes`.")]
 Preset = Annotated[str | None, typer.Option(help="A suite's named settings: cpu, char, gpt2, gpt2-low-rate.")]
 Steps = Annotated[int | None, typer.Option(help="Training steps of each run.")]
@@ -51,7 +52,7 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 #: Arguments of verbs that are fields of Options as they are.
-_AS_THEY_ARE = ("seeds", "cache", "model", "preset", "steps", "tokens", "margin", "alpha")
+_AS_THEY_ARE = ("seeds", "cache", "model", "batch", "preset", "steps", "tokens", "margin", "alpha")
 
 
 def options(given: Mapping[str, Any]) -> "Options":

@@ -12,6 +12,7 @@ from te_bench.cli import budget as planned
 from te_bench.cli import stopping
 from te_bench.cli.options import (
     Alpha,
+    Batch,
     Budget,
     Cache,
     Data,
@@ -48,6 +49,7 @@ def run(
     budget: Budget = None,
     cache: Cache = None,
     model: Model = None,
+    batch: Batch = None,
     recipes: Recipes = None,
     preset: Preset = None,
     steps: Steps = None,

@@ -43,7 +43,7 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
 
 def _check_values(options: Options) -> None:
     """Raise ValueError for an option that no suite could obey."""
-    for name in ("seeds", "steps", "tokens"):
+    for name in ("seeds", "batch", "steps", "tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value}: give 1 or more")
@@ -68,6 +68,7 @@ def _check_values(options: Options) -> None:
 #: Why a suite does not obey an option that is not among those it heeds.
 _UNHEEDED = {
     "model": "chooses its models itself",
+    "batch": "chooses its batches itself",
     "recipes": "chooses its recipes itself",
     "steps": "chooses itself how long it trains",
     "tokens": "chooses itself how long it trains",

@@ -118,6 +118,7 @@ class Options:
     budget_s: float | None = None
     cache: Path | None = None
     model: str | None = None
+    batch: int | None = None  # sequences of a training step
     recipes: tuple[str, ...] | None = None
     steps: int | None = None
     tokens: int | None = None  # of training, in place of steps
@@ -136,7 +137,7 @@ class Experiment:
 
     judgement: what a verdict will be judged by, fixed before the first step: margin, alpha, seeds, steps, and first_look
     where arms may stop early.
-    heeds: which of Options.model, recipes, steps, tokens, margin, alpha, preset and stop_early the suite obeys.
+    heeds: which of Options.model, batch, recipes, steps, tokens, margin, alpha, preset and stop_early the suite obeys.
     """
 
     suite: str

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from te_bench import plugins
 from te_bench.experiments import plan, suites
-from te_bench.experiments.spec import Experiment, Options
+from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites._rungs import VP, V, corpus_problem
 
 SUITES = plugins.names(suites.__name__)
@@ -93,6 +94,27 @@ def test_speed_has_the_rivals_and_ours_in_bf16_and_in_both_fp8_recipes(tmp_path:
     assert len({t.name for t in trials}) == len(trials)
     small = [t for t in resolve("speed", "cpu", tmp_path).trials if t.workload == "train_step"]
     assert {(t.mode, t.problem.get("optimizer")) for t in small} == {("eager", None), ("eager", "reference")}
+
+
+def test_speed_of_another_model_and_batch(tmp_path: Path) -> None:
+    """The same rungs, but for manual attention: at GPT-2 XL's size it is no beginning any more."""
+
+    def steps(device: str = "cuda", **options: Any) -> list[Trial]:
+        found = plan.resolve("speed", Options(device=device, seeds=1, cache=tmp_path, **options))
+        assert found.baseline == found.trials[0].cell
+        return [t for t in found.trials if t.workload == "train_step"]
+
+    usual, large, wide = steps(), steps(model="gpt2-xl", batch=6), steps(batch=64)
+    assert len(large) == len(wide) == len(usual) - 1
+    assert {(t.problem["model"], t.problem["batch"], t.problem["block"]) for t in large} == {("gpt2-xl", 6, 1024)}
+    assert {(t.problem["model"], t.problem["batch"], t.problem["block"]) for t in wide} == {("gpt2", 64, 1024)}
+    assert "manual" not in {t.attention for t in (*large, *wide)}
+    assert [t.id for t in steps(model="gpt2", batch=12)] == [t.id for t in usual]
+    assert {t.problem["batch"] for t in steps("cpu", batch=2)} == {2}
+    with pytest.raises(ValueError, match=r"--model char: it trains with dropout"):
+        steps(model="char")
+    with pytest.raises(ValueError, match=r"--batch 0: give 1 or more"):
+        steps(batch=0)
 
 
 def test_layer_replays_the_quickstart_and_makes_it_fair(tmp_path: Path) -> None:
