@@ -1,4 +1,4 @@
-"""What one training step of models.gpt must at least compute and move, by kind of kernel. No torch.
+"""What one training step of models.gpt, and a pass of the quickstart's layer, must at least compute and move. No torch.
 
 Each fused pass over a tensor reads its inputs and writes its outputs once; parameters, optimizer states and the residual
 stream are float32, as under autocast, all else bf16 or, where a GEMM of a recipe reads it, FP8 in two layouts (two bytes an
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from te_bench.models.configs import GPTConfig
 
 GEMM, ATTENTION, LOSS, ELEMENTWISE, OPTIMIZER = "GEMM", "attention", "loss", "elementwise", "optimizer"
+WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +75,35 @@ def _elementwise(config: GPTConfig, n: int, fp8: bool) -> int:
     gelu = 4 * layers * ((2 + 2) + (2 + 2 + 2))
     embedding = (4 + 4) + (4 + 4 + 4)
     return n * c * (norms + norms_backward + branches + attention + gelu + embedding)
+
+
+def layer(
+    *, hidden: int, ffn: int, sequence: int, batch: int, fp8: bool, causal: bool = True, mlp: bool = False
+) -> tuple[Cost, ...]:
+    """The least of a forward and backward pass of a layer with 4 hidden^2 + 2 hidden ffn weights, all bf16 but its GEMMs.
+
+    Gradients are added to those that are there, as the quickstart has it, and weights cast anew. mlp: the second norm and
+    the MLP alone, without a residual. With a GELU; the input needs no gradient beyond that of its norm.
+    """
+    n = sequence * batch
+    weights = 2 * hidden * ffn + (0 if mlp else 4 * hidden**2)
+    cast = (2 + 2) * fp8  # bf16 read, FP8 written in both layouts
+    norm, norm_backward, added = 2 + 2, 2 + 2 + 2, 2 + 2  # added: a branch read, the sum written
+    if mlp:
+        stream = norm + norm_backward + cast  # that of the output's gradient
+    else:
+        second = norm + added + norm_backward + 2
+        # Cast: attention's output, the gradients of the output, of the stream before the MLP and of q, k and v.
+        stream = norm + norm_backward + second + (2 + added) + (1 + 1 + 1 + 3) * cast
+    gelu = (2 + 2) + (2 + 2 + 2)
+    flop = 6 * n * weights
+    costs = (
+        Cost(kind=GEMM, bf16_flop=0 if fp8 else flop, fp8_flop=flop if fp8 else 0),
+        Cost(kind=ATTENTION, bf16_flop=(4 + 10) * n * sequence * hidden // (2 if causal else 1)),
+        Cost(kind=ELEMENTWISE, bytes=n * (hidden * stream + ffn * gelu)),
+        Cost(kind=WEIGHTS, bytes=weights * (cast + (2 + 2 + 2))),
+    )
+    return tuple(cost for cost in costs if not (mlp and cost.kind == ATTENTION))
 
 
 def memory(

@@ -171,3 +171,27 @@ def test_gpt2s_bytes_by_hand() -> None:
     )
     assert sum(plain.values()) < 5.5 * 2**30
     assert sum(ours.values()) == pytest.approx(5.324 * 2**30, rel=1e-3)
+
+
+QUICKSTART = {"hidden": 4096, "ffn": 16384, "sequence": 2048, "batch": 4}
+
+
+def test_the_quickstarts_layer_by_hand() -> None:
+    """The facts: GEMMs of 9.9 and causal attention of 0.41 TFLOP, by 6 and 12 a product; here attention is computed again."""
+    found = {c.kind: c for c in cost.layer(**QUICKSTART, fp8=True)}
+    assert found[GEMM].fp8_flop == 6 * 8192 * 12 * 4096**2
+    assert found[GEMM].bf16_flop == 0
+    assert found[ATTENTION].bf16_flop == pytest.approx(0.4123e12 * 7 / 6, rel=1e-3)
+    tokens, wide = 8192 * 4096, 8192 * 16384
+    forward = (2 + 2) + (2 + 2) + (2 + 2 + 2 + 2) + (2 + 2 + 2)  # norm; context's cast; sum, norm; sum
+    backward = (2 + 2) + (2 + 2 + 2 + 2) + (2 + 2) + 3 * (2 + 2) + (2 + 2 + 2)
+    assert found[ELEMENTWISE].bytes == tokens * (forward + backward) + wide * ((2 + 2) + (2 + 2 + 2))
+    assert found[cost.WEIGHTS].bytes == 12 * 4096**2 * ((2 + 2) + (2 + 2 + 2))
+    assert sum(c.bytes for c in cost.layer(**QUICKSTART, fp8=False)) == 3_623_878_656
+
+
+def test_the_mlp_is_two_thirds_of_the_gemms_and_has_no_attention() -> None:
+    whole, alone = (cost.layer(**QUICKSTART, fp8=True, mlp=mlp) for mlp in (False, True))
+    assert [c.kind for c in alone] == [GEMM, ELEMENTWISE, cost.WEIGHTS]
+    assert 3 * alone[0].fp8_flop == 2 * whole[0].fp8_flop
+    assert alone[1].bytes == 8192 * (4096 * (4 + 6 + 4) + 16384 * 10)
