@@ -18,6 +18,7 @@ from te_bench.experiments.spec import (
     Trial,
 )
 from te_bench.models.configs import CONFIGS
+from te_bench.models.torchao_linears import NAMES as LINEARS
 
 #: Settings of a problem that name a plug-in, and where those are.
 PLUGINS = {"head": "te_bench.kernels.linear_cross_entropy", "optimizer": "te_bench.kernels.adamw"}
@@ -108,6 +109,11 @@ def check(trial: Trial) -> None:
             plugins.check(setting, str(trial.problem[setting]), plugins.names(package))
     if "blocks" in trial.problem:
         plugins.check("blocks", str(trial.problem["blocks"]), ["fused"])
+    if "linears" in trial.problem:
+        linears = str(trial.problem["linears"])
+        plugins.check("linears", linears, list(LINEARS))
+        if trial.recipe != (recipe := LINEARS[linears][1]):
+            raise ValueError(f"{trial.name}: the arithmetic of {linears} is the recipe {recipe}, not {trial.recipe}")
     recipes = plugins.names(RECIPES)
     if trial.recipe is not None:
         plugins.check("recipe", trial.recipe, recipes)

@@ -95,6 +95,7 @@ _LABELS = {
     "head": "head-",
     "optimizer": "adamw-",
     "blocks": "blocks-",
+    "linears": "",
     "edge": "n",
 }
 

@@ -71,6 +71,7 @@ def test_a_trial_with_an_unknown_name_is_refused_with_the_near_matches(field: st
         ("head", "chunkd", "unknown head 'chunkd'. Did you mean chunked"),
         ("optimizer", "trition", "unknown optimizer 'trition'. Did you mean triton"),
         ("blocks", "fuse", "unknown blocks 'fuse'. Did you mean fused"),
+        ("linears", "torchao_rowise", "unknown linears 'torchao_rowise'. Did you mean torchao_rowwise"),
     ],
 )
 def test_a_head_and_an_optimizer_are_checked_where_a_problem_has_them(setting: str, value: str, message: str) -> None:
@@ -79,6 +80,16 @@ def test_a_head_and_an_optimizer_are_checked_where_a_problem_has_them(setting: s
     with pytest.raises(ValueError) as caught:
         plan.check(dataclasses.replace(TRIAL, problem={**known, setting: value}))
     assert str(caught.value).startswith(message)
+
+
+def test_a_peers_linears_and_their_recipe_go_together() -> None:
+    problem = {"linears": "torchao_tensorwise"}
+    peer = dataclasses.replace(TRIAL, precision="fp8", recipe="float8_current_scaling", problem=problem)
+    plan.check(peer)
+    with pytest.raises(
+        ValueError, match="torchao_tensorwise is the recipe float8_current_scaling, not rowwise_scaling"
+    ):
+        plan.check(dataclasses.replace(peer, recipe="rowwise_scaling"))
 
 
 def test_fp8_and_a_recipe_go_together() -> None:

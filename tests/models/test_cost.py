@@ -177,7 +177,7 @@ QUICKSTART = {"hidden": 4096, "ffn": 16384, "sequence": 2048, "batch": 4}
 
 
 def test_the_quickstarts_layer_by_hand() -> None:
-    """The facts: GEMMs of 9.9 and causal attention of 0.41 TFLOP, by 6 and 12 a product; here attention is computed again."""
+    """The facts: GEMMs of 9.9 and causal attention of 0.41 TFLOP, to which its backward adds a product computed again."""
     found = {c.kind: c for c in cost.layer(**QUICKSTART, fp8=True)}
     assert found[GEMM].fp8_flop == 6 * 8192 * 12 * 4096**2
     assert found[GEMM].bf16_flop == 0

@@ -65,6 +65,9 @@ def _trials(options: Options, problem: dict[str, Scalar], seed: int, begun: bool
         for mode in modes
         for precision, recipe in precisions
     ]
+    if cuda:  # the peer that trains in FP8 under torch.compile
+        peer: dict[str, Scalar] = {**problem, "linears": "torchao_tensorwise"}
+        trials.append(_rungs.step(options, peer, attention, VP, "fp8", "compile", seed))
     if begun:
         trials.append(_rungs.step(options, problem, "manual", V, "bf16", "eager", seed))
     fast: dict[str, Scalar] = {**problem, "optimizer": "triton" if cuda else "reference"}

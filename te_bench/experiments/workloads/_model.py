@@ -2,6 +2,7 @@
 
 problem["head"]: a name of te_bench.kernels.linear_cross_entropy, problem["optimizer"]: one of te_bench.kernels.adamw,
 problem["blocks"]: "fused"; absent, all logits at once, torch's fused AdamW, and blocks of one module after the other.
+problem["linears"]: a peer's in place of te.Linear, of models.torchao_linears.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
-from te_bench.models import faults, fp8
+from te_bench.models import faults, fp8, torchao_linears
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import CONFIGS, GPT, GPTConfig
 from te_bench.models.recipe import Float8CurrentScaling
@@ -42,7 +43,7 @@ FP8_LEAST = 0.5
 SETTLE = 4
 
 #: What makes a step fast and nothing else: the references of the check are without.
-FAST = ("head", "optimizer", "blocks")
+FAST = ("head", "optimizer", "blocks", "linears")
 
 _PEAK = Path("/proc/self/clear_refs")
 
@@ -95,8 +96,10 @@ def require_supported(trial: Trial) -> None:
 def _require_fast(trial: Trial, config: GPTConfig) -> None:
     """Raise Unsupported when this machine cannot run the trial's head, optimizer or blocks."""
     machine: dict[str, Any] = {"device": trial.device, "capability": capability(trial.device)}
-    head, optimizer, blocks = (trial.problem.get(name) for name in FAST)
+    head, optimizer, blocks, linears = (trial.problem.get(name) for name in FAST)
     reasons: dict[str, str | None] = {}
+    if linears is not None:
+        reasons[f"linears {linears}"] = torchao_linears.unsupported(**machine)
     if blocks is not None:
         reasons[f"blocks {blocks}"] = _no_blocks(trial, config, machine)
     if head is not None:
@@ -157,6 +160,7 @@ def build(trial: Trial) -> GPT:
     if recipe is not None and "fault" in trial.problem:
         recipe = faults.load(str(trial.problem["fault"]))(recipe)
     padded, head, blocks = trial.number("padded_vocab"), trial.problem.get("head"), trial.problem.get("blocks")
+    linears = trial.problem.get("linears")
     allow_tf32(trial.precision)
     torch.manual_seed(trial.seed)
     with torch.device(trial.device):
@@ -164,10 +168,12 @@ def build(trial: Trial) -> GPT:
             config_of(trial),
             attention=trial.attention,
             padded_vocab_size=padded,
-            recipe=recipe,
+            recipe=None if linears is not None else recipe,
             head=None if head is None else str(head),
             blocks=None if blocks is None else str(blocks),
         )
+    if linears is not None:
+        torchao_linears.convert(model, str(linears), leave=("lm_head",))
     if "perturb_ulp" in trial.problem:
         model.perturb(trial.seed, trial.number("perturb_ulp"))
     return model
@@ -230,7 +236,8 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     if trial.precision == "fp8":
         ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth, quantities[1:], strict=True)]
         overall = geometric_mean(ratios)
-        quantities.append(Quantity("grad, ratio to FP8 emulation", overall, FP8_OVERALL))
+        if "linears" not in trial.problem:  # a peer may round more coarsely than the recipe says
+            quantities.append(Quantity("grad, ratio to FP8 emulation", overall, FP8_OVERALL))
         # A step that rounds much less was not computed in FP8: bf16 0.07; E4M3 gradients, which is legal, 0.70.
         quantities.append(Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
     quantities.append(Quantity("grad padding rows", _largest(padding), 0.0))

@@ -1,32 +1,21 @@
 """The plain_sdpa layer with its Linears converted by torchao.float8."""
 
-import importlib.util
-
 from torch import nn
 
+from te_bench.models import torchao_linears
 from te_bench.models.layer import LayerConfig, plain_sdpa
 
-VERSION = "0.18.0"  # whose convert_to_float8_training and recipe names these are
 
-
-def unsupported(p: LayerConfig, recipe: str) -> str | None:
-    """Why not; `recipe` is the te_bench recipe that does the same arithmetic."""
+def unsupported(p: LayerConfig, name: str) -> str | None:
+    """Why not; `name` is one of torchao_linears.NAMES."""
+    recipe = torchao_linears.NAMES[name][1]
     if p.recipe != recipe:
         return f"recipe {p.recipe}: this conversion is {recipe}"
     if p.settings:
         return f"{', '.join(p.settings)}: torchao's recipe has no such setting"
-    if importlib.util.find_spec("torchao") is None:
-        return f"needs torchao: pip install torchao=={VERSION}"
-    problem = p.attention_problem
-    if problem.capability is None or problem.capability < (8, 9):
-        return "needs an NVIDIA GPU of compute capability 8.9 or newer"
-    return None if p.attention != "manual" else "attention manual: choose a kernel"
+    reason = torchao_linears.unsupported(p.device, p.capability)
+    return reason or ("attention manual: choose a kernel" if p.attention == "manual" else None)
 
 
 def build(p: LayerConfig, name: str) -> nn.Module:
-    """`name` is torchao's name of its recipe: "tensorwise" or "rowwise"."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    layer = plain_sdpa.LAYER.build(p)
-    converted: nn.Module = convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name(name))
-    return converted
+    return torchao_linears.convert(plain_sdpa.LAYER.build(p), name)

@@ -5,6 +5,6 @@ import functools
 from te_bench.models.layer import Layer, _torchao
 
 LAYER = Layer(
-    build=functools.partial(_torchao.build, name="tensorwise"),
-    unsupported=functools.partial(_torchao.unsupported, recipe="float8_current_scaling"),
+    build=functools.partial(_torchao.build, name="torchao_tensorwise"),
+    unsupported=functools.partial(_torchao.unsupported, name="torchao_tensorwise"),
 )

@@ -80,6 +80,9 @@ def test_speed_has_the_rivals_and_ours_in_bf16_and_in_both_fp8_recipes(tmp_path:
     assert roof.problem["copy_bytes"] > 50 * 2**20  # an H200's L2
     trials = [t for t in everything if t is not roof]
     recipes = (None, "delayed_scaling", "float8_current_scaling")
+    [peer] = [t for t in trials if "linears" in t.problem]
+    assert (peer.problem["linears"], peer.precision, peer.mode) == ("torchao_tensorwise", "fp8", "compile")
+    trials.remove(peer)
     plain = {(t.recipe, t.mode) for t in trials if "optimizer" not in t.problem and t.attention != "manual"}
     assert plain == {(recipe, mode) for recipe in recipes for mode in ("compile-reduce-overhead", "cudagraph")}
     ours = {(t.recipe, t.mode, t.problem.get("head")) for t in trials if t.problem.get("optimizer") == "triton"}
@@ -91,7 +94,7 @@ def test_speed_has_the_rivals_and_ours_in_bf16_and_in_both_fp8_recipes(tmp_path:
         assert {(t.recipe, t.mode, t.problem.get("head")) for t in fused if t.attention == kernel} == ours
     assert all("-blocks-fused" in t.name for t in fused)
     assert {(t.problem["model"], t.problem["batch"], t.problem["block"]) for t in trials} == {("gpt2", 12, 1024)}
-    assert len({t.name for t in trials}) == len(trials)
+    assert len({t.name for t in [*trials, peer]}) == len(trials) + 1
     small = [t for t in resolve("speed", "cpu", tmp_path).trials if t.workload == "train_step"]
     assert {(t.mode, t.problem.get("optimizer")) for t in small} == {("eager", None), ("eager", "reference")}
 

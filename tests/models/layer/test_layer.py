@@ -181,7 +181,7 @@ def test_torchao_converts_by_its_recipe_s_name(monkeypatch: pytest.MonkeyPatch) 
     config = types.SimpleNamespace(from_recipe_name=lambda name: name)
     asked: list[str] = []
 
-    def convert(module: torch.nn.Module, *, config: str) -> torch.nn.Module:
+    def convert(module: torch.nn.Module, *, config: str, module_filter_fn: Any) -> torch.nn.Module:
         asked.append(config)
         return module
 
