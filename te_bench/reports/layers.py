@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from te_bench.experiments.spec import NO_ATTENTION
 from te_bench.reports import analysis
 from te_bench.reports.analysis import Rung
 from te_bench.reports.rows import Cell, Group
@@ -48,7 +49,7 @@ def variants(group: Group) -> tuple[Variant, ...]:
     found = []
     for name in names:
         ours = [cell for cell in cells if cell.shape == name]
-        baseline = next((cell for cell in ours if chosen is not None and _rival(cell) == chosen), None)
+        baseline = next((cell for cell in ours if chosen is not None and _is(cell, chosen)), None)
         found.append(Variant(name=name, rungs=analysis.rungs(ours, baseline, group.gpu), baseline=baseline))
     return tuple(found)
 
@@ -56,6 +57,12 @@ def variants(group: Group) -> tuple[Variant, ...]:
 def _rival(cell: Cell) -> tuple[object, ...]:
     trial = cell.trial
     return trial.problem.get("layer"), trial.attention, trial.precision, trial.recipe, trial.mode
+
+
+def _is(cell: Cell, rival: tuple[object, ...]) -> bool:
+    """Whether a cell is that rival; the MLP alone is whatever its attention."""
+    layer, attention, *rest = _rival(cell)
+    return (layer, *rest) == (rival[0], *rival[2:]) and attention in (rival[1], NO_ATTENTION)
 
 
 def kernels(cell: Cell) -> dict[str, float]:

@@ -50,6 +50,17 @@ def test_each_variant_has_its_own_baseline_and_names(tmp_path):
     assert "te_layer, cudnn, bf16, eager, mask=causal" in {rung.cell.label for rung in faithful.rungs}
 
 
+def test_the_mlp_alone_is_held_against_the_plain_one(tmp_path):
+    alone = []
+    for one in layer_records(variant="mlp"):
+        alone.append(dataclasses.replace(one, trial=dataclasses.replace(one.trial, attention="none")))
+    faithful, fair, mlp = layers.variants(group_of(tmp_path, [*both(), *alone]))
+    assert mlp.name == "mlp"
+    assert mlp.baseline.label == "plain, none, bf16, eager"
+    assert all(rung.speedup for rung in mlp.rungs)
+    assert (faithful.baseline.trial.attention, fair.baseline.trial.attention) == ("manual", "manual")
+
+
 def test_a_layer_with_another_mask_is_marked(tmp_path):
     faithful, fair = of_group(group_of(tmp_path, both(3)), "layer")
     shown = texts(faithful)
