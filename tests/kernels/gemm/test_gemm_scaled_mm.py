@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_bench.kernels import gemm
 from te_bench.kernels.gemm import PAIRS, reference, scaled_mm
+from te_bench.kernels.quantize import triton as quantizer
 
 H200 = dataclasses.replace(a_problem((128, 256, 512), FORMATS[0], ("tensor", "tensor"), "cuda"), capability=(9, 0))
 SHAPES = [(1, 3, 5), (17, 64, 96), (130, 257, 300), (130, 264, 304), (48, 128, 512), (129, 16, 128)]
@@ -147,3 +148,14 @@ def test_the_library_prints_nothing(pair: tuple[str, str], capfd: pytest.Capture
     scaled_mm.forward(*integers((256, 256, 256), pair, "cuda"), out_dtype=torch.bfloat16)
     torch.cuda.synchronize()
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_block_scales_lie_as_cublaslt_reads_them(columnwise: bool) -> None:
+    """Else every product begins with a transpose: 90 us of a pass of the quickstart's layer (H200)."""
+    q = quantizer.block(torch.randn(256, 384), torch.float8_e4m3fn, rows=1, rowwise=True, columnwise=True)
+    scales, rows = (q.scale_inv_t, 384) if columnwise else (q.scale_inv, 256)
+    assert scales.shape == (rows, 2 if columnwise else 3)
+    given = scaled_mm._layout(scales, rows, "block")
+    assert given.data_ptr() == scales.data_ptr()
+    assert given.stride() == (1, rows)
