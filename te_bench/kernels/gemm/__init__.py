@@ -1,6 +1,6 @@
 """FP8 GEMM rivals, one file each: D = dequantise(a) @ dequantise(b).T + bias with both operands K-major.
 
-What a scale stands for is read from the shape of scale_inv (float32, of any strides, as te_bench.kernels.quantize writes it):
+What a scale stands for is read from the shape of scale_inv, float32, as te_bench.kernels.quantize writes it:
 tensor (), row (rows,), block (rows, ceil(K / 128)) for 1 x 128 and tile (ceil(rows / 128), ceil(K / 128)) for 128 x 128.
 """
 
