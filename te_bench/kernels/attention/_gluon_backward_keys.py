@@ -34,7 +34,7 @@ from te_bench.kernels.attention._gluon_parts import (
 
 
 @gluon.jit
-def _blocks_of_rows(first, T, AT_ONCE: gl.constexpr, CAUSAL: gl.constexpr):
+def blocks_of_rows(first, T, AT_ONCE: gl.constexpr, CAUSAL: gl.constexpr):
     """The first block of rows that see any of the keys from `first` on, or else the last ones, and the end of all blocks.
 
     What is partly hidden are the first blocks of 64 rows, and there are as many: rows beyond T are 0, and so is their share.
@@ -47,7 +47,7 @@ def _blocks_of_rows(first, T, AT_ONCE: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_rows(
+def fetch_rows(
     fetched, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Tile after tile, each warpgroup's keys and values, and for each query head the rows of q and dO, level and delta."""
@@ -68,7 +68,7 @@ def _fetch_rows(
             tma.async_copy_global_to_shared(k_desc, [b, kv, key, 0], held.index(at), k_shared.index(at))
             tma.async_copy_global_to_shared(v_desc, [b, kv, key, 0], held.index(at), v_shared.index(at))
         slot, slot_phase = next_place(slot, slot_phase, SLOTS)
-        begin, end = _blocks_of_rows(first, T, AT_ONCE, CAUSAL)
+        begin, end = blocks_of_rows(first, T, AT_ONCE, CAUSAL)
         for h in range(kv * group, kv * group + group):
             for block in range(begin, end):
                 mbarrier.wait(empty.index(place), phase ^ 1)
@@ -126,8 +126,8 @@ def _make_dk_dv(
         order, pair = tile(turn, blocks, pairs, near)
         start = order * ROWS * CONSUMERS
         first = start + who * ROWS
-        begin, end = _blocks_of_rows(first, T, AT_ONCE, CAUSAL)
-        others_begin, _end = _blocks_of_rows(start, T, AT_ONCE, CAUSAL)
+        begin, end = blocks_of_rows(first, T, AT_ONCE, CAUSAL)
+        others_begin, _end = blocks_of_rows(start, T, AT_ONCE, CAUSAL)
         at = who * SLOTS + slot
         k, v = matrix(k_shared.index(at)), matrix(v_shared.index(at))
         dk = gl.zeros((ROWS, D), gl.float32, OUT)
@@ -209,7 +209,7 @@ def gluon_attention_backward_keys_kernel(
             [
                 (_make_dk_dv, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, IN_REGISTERS)),
                 (_make_dk_dv, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, IN_REGISTERS)),
-                (_fetch_rows, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
+                (fetch_rows, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
             ],
             [4, 1], [REGISTERS, FETCHING],
         )  # fmt: skip
@@ -220,7 +220,7 @@ def gluon_attention_backward_keys_kernel(
                 (_make_dk_dv, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, IN_REGISTERS)),
                 (_make_dk_dv, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, IN_REGISTERS)),
                 (_make_dk_dv, (made, 2, CONSUMERS, SLOTS, STAGES, CAUSAL, IN_REGISTERS)),
-                (_fetch_rows, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
+                (fetch_rows, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, FETCHING],
         )  # fmt: skip

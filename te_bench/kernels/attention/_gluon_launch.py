@@ -10,9 +10,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from te_bench.kernels.attention._gluon_backward_fused import gluon_attention_backward_fused_kernel
 from te_bench.kernels.attention._gluon_backward_keys import gluon_attention_backward_keys_kernel
 from te_bench.kernels.attention._gluon_backward_rows import gluon_attention_backward_rows_kernel
 from te_bench.kernels.attention._gluon_forward import gluon_attention_forward_kernel
+from te_bench.kernels.attention._gluon_sums import gluon_attention_delta_kernel, gluon_attention_sums_kernel
+from te_bench.kernels.attention._kernels import row_strides
 
 LOG2_E = 1.4426950408889634
 L2_BYTES = 40 * 2**20  # of an H200's 50 MB, for keys and values that programs share
@@ -26,8 +29,9 @@ class Plan(NamedTuple):
 
     at_once: keys (or rows) that come together; stages: how many of those places there are, slots: of tiles. registers: of a
     thread that multiplies. programs: on a processor. overlap, turns: as in _gluon_forward. persistent: each program makes
-    tiles until there are none. in_registers: what is held is an operand from there, in the backward pass; from shared memory
-    two of 64 rows or columns take all that it moves in a cycle.
+    tiles until there are none; sharing: of one sequence and head as many programs at a time, 0 for as few as can be.
+    in_registers: what is held is an operand from there, in the backward pass; from shared memory two of 64 rows or columns
+    take all that it moves in a cycle.
     """
 
     warpgroups: int
@@ -40,6 +44,7 @@ class Plan(NamedTuple):
     programs: int = 1
     persistent: bool = True
     in_registers: bool = False
+    sharing: int = 0
 
     def at_start(self) -> int:
         """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
@@ -69,6 +74,11 @@ OF_ROWS: Mapping[tuple[int, bool], Plan] = {  # dQ
 OF_KEYS: Mapping[tuple[int, bool], Plan] = {  # dK and dV
     (64, False): _KEYS_64, (64, True): _KEYS_64, (128, False): _KEYS_128, (128, True): _KEYS_128,
 }  # fmt: skip
+#: All three, with dQ's sums in global memory. A pair's rows and sums come and go 4 times less often where 4 programs share
+#: them; alone, at 600 TFLOP/s, they would be 5.5 TB/s, more than an H200 moves (docs/attention.md).
+FUSED: Mapping[int, Plan] = {128: Plan(2, 64, 3, 1, 240, sharing=4)}
+#: Where that is faster than two kernels: not measured yet.
+FASTER_FUSED: frozenset[tuple[int, bool]] = frozenset()
 
 
 @functools.cache
@@ -111,6 +121,8 @@ def _dealt(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[
     near = pairs  # sections of what fits in the L2 would leave who is dealt their first tiles 8 to 14 % over the mean
     if not p.persistent:  # who is free takes the next one
         near = min(pairs, max(1, L2_BYTES // come) * (1 if of_keys else group))
+    elif p.sharing:
+        near = min(pairs, max(1, processors(q.device) // p.sharing))
     blocks = triton.cdiv(keys if of_keys else rows, ROWS * p.warpgroups)
     tiles = blocks * pairs
     programs = min(tiles, processors(q.device) * p.programs) if p.persistent else tiles
@@ -138,27 +150,72 @@ def forward(
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-    of_rows: Plan | None = None, of_keys: Plan | None = None,
+    deterministic: bool = False, of_rows: Plan | None = None, of_keys: Plan | None = None, fused: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the inputs' dtype; bitwise the same in every run."""
-    of_rows, of_keys = of_rows or OF_ROWS[_of(k)], of_keys or OF_KEYS[_of(k)]
+    """dq, dk, dv in the inputs' dtype; deterministic: bitwise the same in every run, as those of the two kernels are."""
+    if not deterministic and _of(k) in FASTER_FUSED:
+        fused = fused or FUSED[k.shape[3]]
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    with torch.cuda.device_of(q):
+        if fused is not None:
+            _backward_fused(gradients, dout, q, k, v, out, lse, causal, scale, fused)
+        else:
+            plans = of_rows or OF_ROWS[_of(k)], of_keys or OF_KEYS[_of(k)]
+            _backward_by_two(gradients, dout, q, k, v, out, lse, causal, scale, *plans)
+    return gradients
+
+
+def _backward_by_two(
+    gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    causal: bool, scale: float, of_rows: Plan, of_keys: Plan,
+) -> None:  # fmt: skip
+    """Into gradients, of what TMA can read."""
+    dq, dk, dv = gradients
     batch, heads, rows, _ = q.shape
     padded = triton.cdiv(rows, ROWS) * ROWS
     info = q.new_empty(batch * heads, 2, padded, dtype=torch.float32)
     (programs, sizes), n = _dealt(of_rows, q, k, of_keys=False), of_rows.at_once
-    with torch.cuda.device_of(q):
-        held, come = [_descriptor(x, ROWS) for x in (q, dout, out)], [_descriptor(x, n) for x in (k, v)]
-        gluon_attention_backward_rows_kernel[(programs,)](
-            *held, *come, _descriptor(dq, ROWS), lse, info, padded, float(scale * LOG2_E), *sizes,
-            CAUSAL=causal, EDGE=causal or k.shape[2] % n != 0, IN_REGISTERS=of_rows.in_registers, **_constants(of_rows),
-        )  # fmt: skip
-        (programs, sizes), n = _dealt(of_keys, q, k, of_keys=True), of_keys.at_once
-        held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, n) for x in (q, dout)]
-        levels = TensorDescriptor.from_tensor(info, [1, 2, n], gl.NVMMASharedLayout(0, 32, 3))
-        gluon_attention_backward_keys_kernel[(programs,)](
-            *held, *come, levels, _descriptor(dk, ROWS), _descriptor(dv, ROWS), float(scale * LOG2_E), *sizes,
-            CAUSAL=causal, IN_REGISTERS=of_keys.in_registers, **_constants(of_keys),
-        )  # fmt: skip
-    return dq, dk, dv
+    held, come = [_descriptor(x, ROWS) for x in (q, dout, out)], [_descriptor(x, n) for x in (k, v)]
+    gluon_attention_backward_rows_kernel[(programs,)](
+        *held, *come, _descriptor(dq, ROWS), lse, info, padded, float(scale * LOG2_E), *sizes,
+        CAUSAL=causal, EDGE=causal or k.shape[2] % n != 0, IN_REGISTERS=of_rows.in_registers, **_constants(of_rows),
+    )  # fmt: skip
+    (programs, sizes), n = _dealt(of_keys, q, k, of_keys=True), of_keys.at_once
+    held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, n) for x in (q, dout)]
+    gluon_attention_backward_keys_kernel[(programs,)](
+        *held, *come, _levels(info, n), _descriptor(dk, ROWS), _descriptor(dv, ROWS), float(scale * LOG2_E), *sizes,
+        CAUSAL=causal, IN_REGISTERS=of_keys.in_registers, **_constants(of_keys),
+    )  # fmt: skip
+
+
+def _backward_fused(
+    gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    causal: bool, scale: float, p: Plan,
+) -> None:  # fmt: skip
+    """Into gradients, of what TMA can read."""
+    dq, dk, dv = gradients
+    batch, heads, rows, width = q.shape
+    padded = triton.cdiv(rows, ROWS) * ROWS
+    info = q.new_empty(2, batch * heads, padded, dtype=torch.float32)
+    sums = q.new_empty(batch * heads, padded, width, dtype=torch.float32)
+    grid = (batch * heads * padded // ROWS,)
+    gluon_attention_delta_kernel[grid](
+        out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), heads, rows, padded, D=width, num_warps=4
+    )
+    programs, sizes = _dealt(p, q, k, of_keys=True)
+    held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, ROWS) for x in (q, dout)]
+    gluon_attention_backward_fused_kernel[(programs,)](
+        *held, *come, _levels(info.transpose(0, 1), ROWS), _descriptor(dk, ROWS), _descriptor(dv, ROWS), sums, padded,
+        float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
+        **_constants(p),
+    )  # fmt: skip
+    gluon_attention_sums_kernel[grid](
+        sums, dq, *row_strides(dq), float(scale), heads, rows, padded, D=width, num_warps=4
+    )
+
+
+def _levels(info: Tensor, rows: int) -> TensorDescriptor:
+    """Of blocks (1, 2, rows) of info (pairs, 2, rows padded): level and delta."""
+    layout = gl.NVMMASharedLayout(0, 32, 3)
+    return TensorDescriptor(info, list(info.shape), list(info.stride()), [1, 2, rows], layout)

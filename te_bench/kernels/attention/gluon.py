@@ -1,8 +1,8 @@
 """Our own fused attention for Hopper in Gluon: a warp fetches by TMA, two to four warpgroups multiply and weigh.
 
 Keys and values shared by heads are the kernels' own; masks, windows and dropout are not: `triton` has them. The backward
-pass adds in a fixed order, so its gradients are bitwise the same in every run. Source: te-bench's own kernels, after Shah et
-al., "FlashAttention-3", arXiv:2407.08608.
+pass adds in a fixed order, so its gradients are bitwise the same in every run, but where _gluon_launch has its one kernel
+for the faster: there for who asks. Source: te-bench's own kernels, after Shah et al., "FlashAttention-3", arXiv:2407.08608.
 """
 
 from typing import Any
@@ -57,12 +57,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, by the kernels."""
     if q.numel() == 0 or k.shape[2] == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return _gluon_launch.backward(dout, q, k, v, out, lse, causal, scale)
+    return _gluon_launch.backward(dout, q, k, v, out, lse, causal, scale, deterministic)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -72,8 +73,9 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[
 
 
 def _fake_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -85,11 +87,13 @@ _backward_op.register_fake(_fake_backward)
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, deterministic: bool
+    ) -> tuple[Tensor, Tensor]:
         run = _forward_op if torch.compiler.is_compiling() else _forward  # an operator costs the host 20 us a call
         out, lse = run(q, k, v, causal, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = causal, scale
+        ctx.settings = causal, scale, deterministic
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -98,9 +102,9 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * 5
+            return (None,) * 6
         run = _backward_op if torch.compiler.is_compiling() else _backward
-        return *run(dout, *ctx.saved_tensors, *ctx.settings), None, None
+        return *run(dout, *ctx.saved_tensors, *ctx.settings), None, None, None
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -122,30 +126,34 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{q.shape[1]} query heads, {k.shape[1]} key heads: the latter must divide the former")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float, deterministic: bool = False
+) -> tuple[Tensor, Tensor]:
     """out = softmax(scale Q K^T, causal or not) V and lse, the logarithm of each row's sum of exp; of no key 0 and -inf.
 
     q (B, H, T, D), k and v (B, Hkv, S, D), D of 64 or 128, in bf16 or fp16 -> (B, H, T, D) in their dtype, (B, H, T)
-    float32, not differentiable. Strides that TMA cannot take are copied. Raises ValueError for what does not fit.
+    float32, not differentiable. Strides that TMA cannot take are copied. deterministic: gradients that are bitwise the same
+    in every run. Raises ValueError for what does not fit.
     """
     _check(q, k, v)
     if scale < 0:  # the kernels take the maximum before they scale
         q, scale = -q, -scale
-    out, lse = _Attention.apply(q, k, v, causal, max(float(scale), LEAST))
+    out, lse = _Attention.apply(q, k, v, causal, max(float(scale), LEAST), deterministic)
     return out, lse
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float = 0.0, mask: Tensor | None = None
 ) -> Tensor:
-    """attention's out."""
+    """attention's out; gradients are deterministic where torch.use_deterministic_algorithms asks for it."""
     if dropout or mask is not None:
         raise ValueError("dropout and masks: Gluon's attention has none; take triton")
-    return attention(q, k, v, causal=causal, scale=scale)[0]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return attention(q, k, v, causal=causal, scale=scale, deterministic=deterministic)[0]
 
 
 BACKEND = Backend(
     forward=forward,
     unsupported=unsupported,
-    kernels={"cuda": r"^gluon_attention_(forward|backward_(rows|keys))_kernel"},
+    kernels={"cuda": r"^gluon_attention_(forward|backward_(rows|keys|fused)|delta|sums)_kernel"},
 )

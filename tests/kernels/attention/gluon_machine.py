@@ -32,6 +32,9 @@ class Place:
     def permute(self, _: Any) -> "Place":
         return self
 
+    def slice(self, *_: Any, dim: int) -> "Place":
+        return self
+
     def index(self, _: int) -> "Place":
         return self
 
@@ -82,6 +85,9 @@ class Sum:
         return Sum(self.done() + (other.done() if isinstance(other, Sum) else ()))
 
     def __sub__(self, _: Any) -> "Sum":
+        return Sum(self.done())
+
+    def to(self, _: Any) -> "Sum":
         return Sum(self.done())
 
     def __getitem__(self, _: Any) -> "Sum":

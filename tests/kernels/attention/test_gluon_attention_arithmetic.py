@@ -14,8 +14,16 @@ import torch
 from gluon_machine import ROWS, Machine, Place, Room, Shape, ran
 from torch import Tensor
 
-from te_bench.kernels.attention import _gluon_backward_keys, _gluon_backward_rows, _gluon_forward, _gluon_parts
+from te_bench.kernels.attention import (
+    _gluon_backward_fused,
+    _gluon_backward_keys,
+    _gluon_backward_rows,
+    _gluon_forward,
+    _gluon_parts,
+)
 from te_bench.kernels.attention._gluon_launch import LOG2_E, Plan
+from te_bench.kernels.attention._gluon_sums import gluon_attention_delta_kernel, gluon_attention_sums_kernel
+from te_bench.kernels.attention._kernels import row_strides
 
 D = 64
 
@@ -42,6 +50,9 @@ class Pointer:
     def store(self, x: Tensor, there: Tensor) -> None:
         self.of.view(-1)[self.at[there]] = x[there].as_subclass(Tensor)
 
+    def add(self, x: Tensor) -> None:
+        self.of.view(-1).index_add_(0, self.at.as_subclass(Tensor), x.as_subclass(Tensor))
+
 
 class Block(Place):
     """In shared memory: a matrix."""
@@ -56,6 +67,11 @@ class Block(Place):
     def index(self, i: int) -> "Block":
         made = Block()
         made.holds = self.holds[i]
+        return made
+
+    def slice(self, first: int, count: int, dim: int) -> "Block":
+        made = Block()
+        made.holds = self.holds.narrow(dim, first, count)
         return made
 
     def load(self, _: Any) -> Any:
@@ -113,6 +129,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
         BlockedLayout=lambda *_: None,
         arange=lambda a, b, _=None: fragment(torch.arange(a, b)), where=torch.where, sum=torch.sum, log2=torch.log2,
         max=lambda x, axis: x.amax(axis), maximum=torch.maximum, convert_layout=lambda x, *_, **__: x,
+        reshape=torch.reshape, permute=torch.permute, atomic_add=lambda at, x, sem: machine.do(lambda: at.add(x)),
         store=lambda at, x, there: at.store(x, there), load=lambda at, there, other: at.load(there, other),
     )  # fmt: skip
     language.float32 = torch.float64
@@ -145,9 +162,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
     own = {
         _gluon_forward: ("_first_weights", "_weights", "_leave", "_pass_over", "_scores", "_step"),
         _gluon_backward_rows: ("_row_step", "_row_sums", "_levels"),
-        _gluon_backward_keys: ("_key_step", "_blocks_of_rows"),
+        _gluon_backward_keys: ("_key_step", "blocks_of_rows"),
+        _gluon_backward_fused: ("_fused_step", "blocks_of_rows", "_hidden", "_in_order", "_columns", "_add"),
     }
-    for module in (_gluon_parts, _gluon_forward, _gluon_backward_rows, _gluon_backward_keys):
+    for module in (_gluon_parts, _gluon_forward, _gluon_backward_rows, _gluon_backward_keys, _gluon_backward_fused):
         for name, value in (values | python | same).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
@@ -274,7 +292,7 @@ def test_backward(plans: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> No
         given = (desc(k, ROWS), desc(v, ROWS), desc(q, n), desc(dout, n), desc(info, n), shared, gates, sizes)
         made = (desc(dk, ROWS), desc(dv, ROWS), shared, gates, sizes, 0.3 * LOG2_E)
         common = p.warpgroups, p.slots, p.stages, s.causal
-        calls = {"fetch": lambda: _gluon_backward_keys._fetch_rows.fn(given, *common)}
+        calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(given, *common)}
         for who in range(p.warpgroups):
             calls[str(who)] = lambda who=who: _gluon_backward_keys._make_dk_dv.fn(made, who, *common, p.in_registers)  # type: ignore[misc]
         ran(machine, calls)
@@ -284,3 +302,47 @@ def test_backward(plans: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> No
     both_programs(keys, monkeypatch)
     for made, exact in zip((dq, dk, dv), expected, strict=True):
         torch.testing.assert_close(made, exact, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["near", "far below 0"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("plan", [Plan(2, 64, 3, 1, 240), Plan(2, 64, 2, 2, 240)], ids=["1 slot", "2 slots"])
+def test_backward_by_one_kernel(plan: Plan, shape: str, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """far: 2 to the power of 0 - level is infinity, and so a key beyond the last one must not get there."""
+    s = SHAPES[shape]
+    q, k, v, dout = drawn(s)
+    if far:
+        q, k = q.abs() + 8, -k.abs() - 8
+    out, lse, *expected = by_definition(s, q, k, v, dout)
+    dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
+    padded = -(-s.rows // ROWS) * ROWS
+    info = torch.full((2, s.batch * s.heads, padded), math.nan, dtype=torch.float64)
+    sums = torch.full((s.batch * s.heads, padded, D), math.nan, dtype=torch.float64)
+    grid, common = (s.batch * s.heads * padded // ROWS,), (s.heads, s.rows, padded)
+    gluon_attention_delta_kernel[grid](out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), *common, D=D)
+    assert not sums.any()
+
+    def program(patch: pytest.MonkeyPatch, which: int) -> None:
+        machine = stand_in(patch, which, 2)
+        held, n, p = plan.warpgroups * plan.slots, ROWS, plan
+        shared = *(blocks(held, ROWS) for _ in range(2)), *(blocks(p.stages, n) for _ in range(3))
+        gates, sizes = gates_of(machine, p), s.sizes(p, of_keys=True, near=2)
+        given, over = machine.barriers(2, p.warpgroups), machine.barriers(1, p.warpgroups).index(0)
+        levels = desc(info.transpose(0, 1), n)
+        fetched = (desc(k, ROWS), desc(v, ROWS), desc(q, n), desc(dout, n), levels, shared, gates, sizes)
+        made = (
+            desc(dk, ROWS), desc(dv, ROWS), shared, blocks(2 * p.warpgroups, ROWS), gates, given, over, sizes, Pointer(sums),
+            padded, 0.3 * LOG2_E,
+        )  # fmt: skip
+        constants = p.warpgroups, p.slots, p.stages, s.causal
+        calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(fetched, *constants)}
+        edges = s.causal or s.keys % (2 * ROWS) != 0
+        for who in range(p.warpgroups):
+            calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(made, who, *constants, edges)  # type: ignore[misc]
+        ran(machine, calls)
+
+    both_programs(program, monkeypatch)
+    gluon_attention_sums_kernel[grid](sums, dq, *row_strides(dq), 0.3, *common, D=D)
+    of_float32 = 1e-4 if far else 1e-5  # levels, delta and the scale are
+    for found, exact in zip((dq, dk, dv), expected, strict=True):
+        torch.testing.assert_close(found, exact, atol=of_float32, rtol=0)

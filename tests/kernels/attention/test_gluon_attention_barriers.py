@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 from gluon_machine import ROWS, Machine, Number, Place, Room, Shape, Sum, ran
 
-from te_bench.kernels.attention import _gluon_backward_keys, _gluon_backward_rows, _gluon_forward, _gluon_parts
+from te_bench.kernels.attention import (
+    _gluon_backward_fused,
+    _gluon_backward_keys,
+    _gluon_backward_rows,
+    _gluon_forward,
+    _gluon_parts,
+)
 from te_bench.kernels.attention._gluon_launch import Plan
 
 
@@ -48,13 +54,13 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
         "warpgroup_mma_wait": machine.finish,
         "fence_async_shared": lambda: None,
     }
-    for module in (_gluon_parts, _gluon_forward, _gluon_backward_rows, _gluon_backward_keys):
+    for module in (_gluon_parts, _gluon_forward, _gluon_backward_rows, _gluon_backward_keys, _gluon_backward_fused):
         for name, value in (common | python | same | products).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
     for module, names in (
         (_gluon_forward, ("_pass_over", "_scores", "_step")), (_gluon_backward_rows, ("_row_step",)),
-        (_gluon_backward_keys, ("_key_step", "_blocks_of_rows")),
+        (_gluon_backward_keys, ("_key_step", "blocks_of_rows")), (_gluon_backward_fused, ("_fused_step", "blocks_of_rows")),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name).fn)
@@ -222,8 +228,100 @@ def keys(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program:
     fetched = (desc("k", ROWS), desc("v", ROWS), desc("q", n), desc("dout", n), desc("info", n), shared, gates, sizes)
     made = (desc("dk", ROWS), desc("dv", ROWS), shared, gates, sizes, 1.0)
     common = p.warpgroups, p.slots, p.stages, s.causal
-    calls = {"fetch": lambda: _gluon_backward_keys._fetch_rows.fn(fetched, *common)}
+    calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(fetched, *common)}
     for who in range(p.warpgroups):
         calls[str(who)] = lambda who=who: _gluon_backward_keys._make_dk_dv.fn(made, who, *common, p.in_registers)  # type: ignore[misc]
     ran(machine, calls)
     return found
+
+
+FUSED = {"3 places": Plan(2, 64, 3, 1, 240), "2 places, 2 slots": Plan(2, 64, 2, 2, 240)}
+
+
+@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("plan", FUSED)
+def test_all_gradients_at_once(plan: str, shape: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s, found = SHAPES[shape], list[Any]()
+    for program in range(2):
+        with monkeypatch.context() as patch:
+            found += fused(FUSED[plan], s, slow, patch, program)
+    assert sorted(found) == sorted(of_all(s))
+
+
+def of_all(s: Shape) -> list[Any]:
+    """dK and dV: places in k or v, and products; dQ's shares: head, half of its columns, row, and products."""
+    expected: list[Any] = []
+    for b, kv, first in itertools.product(range(s.batch), range(s.kv_heads), range(0, s.keys, 2 * ROWS)):
+        begin = min(first, s.rows - 1) // ROWS * ROWS if s.causal else 0
+        made: dict[int, tuple[list[Any], list[Any]]] = {first: ([], []), first + ROWS: ([], [])}
+        for h, row in itertools.product(range(kv * s.group, (kv + 1) * s.group), range(begin, s.rows, ROWS)):
+            share = []
+            for key, (dk, dv) in made.items():
+                q, dout, k, v = (name_at(x, b, h, kv, row, key) for x in ("q", "dout", "k", "v"))
+                scores, dscores = (((k,), q),), (((k,), q), ((v,), dout))
+                dv.append((scores, dout))
+                dk.append((dscores, q))
+                share.append(((dscores,), k))
+            expected += [(b * s.heads + h, who, row, tuple(share)) for who in range(2)]
+        for key, (dk, dv) in made.items():
+            if key < s.keys:
+                expected += [(("k", b, kv, key, 0), tuple(dk)), (("v", b, kv, key, 0), tuple(dv))]
+    return [(str(x), *x) for x in expected]
+
+
+def fused(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program: int, without: str = "") -> list[Any]:
+    """What one of two programs leaves, and that without waiting at one of its barriers."""
+    machine, found = Machine(slow), list[Any]()
+    stand_in(machine, monkeypatch, program, 2)
+    dscores_shared = room(4, ROWS)
+    leave = collecting(machine, found, s.keys)
+
+    def store(place: Place, x: Sum) -> None:
+        if place in dscores_shared.of:
+            assert place.readers == 0, "written while a product reads it"
+            machine.do(lambda: setattr(place, "holds", x.done()))
+        else:
+            leave(place, x)
+
+    def add(columns: tuple[int, int], row: int, dq: Sum, _: int) -> None:
+        machine.do(lambda: found.append((*columns, row, dq.done())))
+
+    monkeypatch.setattr(Place, "store", store)
+    monkeypatch.setattr(_gluon_backward_fused, "_add", add)
+    monkeypatch.setattr(_gluon_backward_fused, "_columns", lambda _, head, who, *__: (head, who))
+    monkeypatch.setattr(_gluon_backward_fused, "_hidden", lambda x, *_: x)
+    n, held = p.at_once, p.warpgroups * p.slots
+    shared = room(held, ROWS), room(held, ROWS), *(room(p.stages, n) for _ in range(3))
+    gates = tuple(itertools.starmap(machine.barriers, ((held, 1), (held, 1), (p.stages, 1), (p.stages, p.warpgroups))))
+    given, over = machine.barriers(2, p.warpgroups), machine.barriers(1, p.warpgroups).index(0)
+    skipped = {"": (), "given": given.of, "over": (over,)}[without]
+    waits = types.SimpleNamespace(
+        arrive=machine.arrive, wait=lambda barrier, parity: barrier in skipped or machine.wait(barrier, parity)
+    )
+    monkeypatch.setattr(_gluon_backward_fused, "mbarrier", waits)
+    sizes = s.sizes(p, of_keys=True, near=2)
+    fetched = (desc("k", ROWS), desc("v", ROWS), desc("q", n), desc("dout", n), desc("info", n), shared, gates, sizes)
+    made = (desc("dk", ROWS), desc("dv", ROWS), shared, dscores_shared, gates, given, over, sizes, None, 0, 1.0)
+    common = p.warpgroups, p.slots, p.stages, s.causal
+    calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(fetched, *common)}
+    for who in range(p.warpgroups):
+        calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(made, who, *common, True)  # type: ignore[misc]
+    ran(machine, calls)
+    return [(str(x), *x) for x in found]
+
+
+@pytest.mark.parametrize("slow", ["0", "1"])
+@pytest.mark.parametrize("without", ["given", "over"])
+def test_each_wait_of_one_warpgroup_for_the_other_is_needed(
+    without: str, slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read too early or written too early shows, by whichever of the two is slower."""
+    s, found = SHAPES["whole"], list[Any]()
+    try:
+        for program in range(2):
+            with monkeypatch.context() as patch:
+                found += fused(FUSED["3 places"], s, slow, patch, program, without)
+    except AssertionError:
+        return
+    assert sorted(found) != sorted(of_all(s))

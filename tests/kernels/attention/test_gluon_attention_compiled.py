@@ -1,8 +1,9 @@
 """Gluon's attention as it compiles for Hopper, without one: no serialised tensor cores, exponentials under products.
 
-No spills either, but for a few numbers of a tile, which its loops over blocks do not look at.
+No spills either, but for numbers of a tile, which its loops over blocks do not look at.
 """
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,9 @@ from te_bench.kernels.attention._gluon_launch import Plan
 
 BF16 = torch.bfloat16
 OF_A_TILE = 16  # bytes spilled
+OF_A_FUSED_TILE = 320  # there the loop over blocks takes all registers, so that what deals tiles waits in memory
 LONGEST, BESIDES = 6, 140  # instructions for an element, and for a block
+LONGEST_FUSED = 560  # and for a block of the fused kernel, that branches over the mask
 Call = Callable[[], object]
 
 
@@ -41,7 +44,11 @@ def forward(q: torch.Tensor, k: torch.Tensor, causal: bool, plan: Plan | None = 
 
 
 def backward(q: torch.Tensor, k: torch.Tensor, causal: bool, of_rows: Plan | None = None) -> None:
-    launch.backward(q, q, k, k, q, torch.empty(q.shape[:3]), causal, 0.125, of_rows)
+    launch.backward(q, q, k, k, q, torch.empty(q.shape[:3]), causal, 0.125, of_rows=of_rows)
+
+
+def fused(q: torch.Tensor, k: torch.Tensor, causal: bool, plan: Plan = launch.FUSED[128]) -> None:
+    launch.backward(q, q, k, k, q, torch.empty(q.shape[:3]), causal, 0.125, fused=plan)
 
 
 CALLS: dict[str, Call] = {
@@ -54,11 +61,16 @@ CALLS["forward 128, long"] = on_an_h200(128, forward, keys=launch.LONG)
 CALLS["backward 64, long"] = on_an_h200(64, backward, keys=launch.LONG)
 CALLS["forward 64, shared heads"] = on_an_h200(64, forward, groups=1)
 CALLS["backward 64, shared heads"] = on_an_h200(64, backward, groups=1)
+FUSED: dict[str, Call] = {
+    "fused 128": on_an_h200(128, fused), "fused 128, full": on_an_h200(128, fused, causal=False, keys=1024),
+    "fused 128, full, tails": on_an_h200(128, fused, causal=False),
+    "fused 128, shared heads": on_an_h200(128, fused, groups=1),
+}  # fmt: skip
 BROKEN = {
     "serialised": on_an_h200(128, backward, Plan(2, 128, 2, 1, 240)),
     "spilt": on_an_h200(64, forward, Plan(3, 128, 2, 2, 160, overlap=2)),
 }
-CALLS |= BROKEN
+CALLS |= FUSED | BROKEN
 
 
 def loops(kernel: Compiled) -> list[list[str]]:
@@ -83,14 +95,14 @@ def count(loop: list[str], instruction: str) -> int:
 
 def made(names: list[str], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
     assert pytestconfig.cache is not None
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     found: list[Compiled] = compiled.compiled(__name__, names, pytestconfig.cache.mkdir("compiled"))
     return found
 
 
 @pytest.mark.slow
 def test_it_compiles_without_faults(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = made([name for name in CALLS if name not in BROKEN], pytestconfig, monkeypatch)
+    kernels = made([name for name in CALLS if name not in BROKEN and name not in FUSED], pytestconfig, monkeypatch)
     print(*kernels, sep="\n")  # pytest -s: the table
     assert len(kernels) == 6 + 2 * 6
     found = [
@@ -139,6 +151,59 @@ def check_overlap(loop: list[str], elements: int) -> None:
     assert "gsb0, 0x1" in one
     assert "gsb0, 0x0" in none
     assert count(loop[first:second], r"MUFU\.EX2") >= elements
+
+
+@pytest.mark.slow
+def test_the_fused_backward_kernel_keeps_its_products_in_flight(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = made(list(FUSED), pytestconfig, monkeypatch)
+    print(*kernels, sep="\n")
+    assert len(kernels) == 3 * len(FUSED)
+    for kernel in kernels:
+        found = [fault for fault in faults(kernel) if "spilled" not in fault]
+        assert not found, f"{kernel}\n  {found}"
+        if "fused" not in kernel.kernel:
+            assert not kernel.spills, str(kernel)
+            assert re.search(r"st\.global.*\.v4\.b32", kernel.ptx), f"{kernel}: 16 bytes at a time"
+            continue
+        assert kernel.spills <= OF_A_FUSED_TILE, str(kernel)
+        assert set(re.findall(r"USETMAXREG\S* .*?(0x\w+)", kernel.sass)) >= {hex(240), hex(24)}
+        assert kernel.count(r"\bUTMALDG"), str(kernel)
+        assert kernel.count(r"\bUTMASTG"), str(kernel)
+        found_loops = [(count(loop, "HGMMA"), len(loop)) for loop in loops(kernel)]
+        inside = [loop for loop in loops(kernel) if count(loop, "HGMMA") == 32 and len(loop) <= LONGEST_FUSED]
+        assert len(inside) == 2, f"{kernel}: {found_loops}"
+        for loop in inside:
+            check_order(loop, kernel)
+
+
+def check_order(loop: list[str], kernel: Compiled) -> None:
+    """Of a block: what runs under which product, and that dS is told of after it is there for the tensor core to read."""
+    patterns = {
+        "scores": r"HGMMA\.64x64x16", "wide": r"HGMMA\.64x128x16", "wait": r"WARPGROUP\.DEPBAR", "exp": r"MUFU\.EX2",
+        "put": r"\bSTSM", "fence": r"FENCE\.VIEW\.ASYNC", "sync": r"BAR\.SYNC", "tell": r"SYNCS\.ARRIVE", "add": r"\bREDG",
+        "see": r"SYNCS\.PHASECHK", "spilled": r"\b(LDL|STL)\b",
+    }  # fmt: skip
+    order = [name for line in loop for name, pattern in patterns.items() if re.search(pattern, line)]
+    waits = [int(x, 16) for line in loop for x in re.findall(r"DEPBAR.*gsb0, (0x\d)", line)]
+    assert waits == [1, 1, 1, 0], f"{kernel}: waits with {waits} products under way"
+    assert order.count("scores") == 3 * 8, str(kernel)
+    assert order.count("wide") == 2 * 4, str(kernel)
+    assert order.count("exp") == 32, str(kernel)
+    assert order.count("put") == 4, str(kernel)
+    read_again = "shared heads" in kernel.call  # a number of the tile
+    assert order.count("spilled") <= read_again, str(kernel)
+    assert order.count("add") == sum("REDG.E.ADD.F32x4" in line for line in loop) == 8, f"{kernel}: 16 bytes at a time"
+    first, second, third, last = (i for i, name in enumerate(order) if name == "wait")
+    assert order[:first].count("scores") == 16, "scores and dP are both under way"
+    assert set(order[first:second]) >= {"exp", "wide"}
+    assert not {"exp"} & set(order[second:]), "exponentials under dP's product"
+    given = order[second:third]
+    assert given.index("put") < given.index("fence") < given.index("tell") < given.index("see") < given.index("scores")
+    assert "sync" in given[given.index("fence") : given.index("tell")], "one thread tells for all, so all are awaited"
+    assert given.index("scores") < given.index("wide"), "dQ before dK"
+    assert order[third:last].count("add") == 8, "dQ leaves under dK's product"
 
 
 @pytest.mark.slow
