@@ -75,7 +75,7 @@ OF_KEYS: Mapping[tuple[int, bool], Plan] = {  # dK and dV
     (64, False): _KEYS_64, (64, True): _KEYS_64, (128, False): _KEYS_128, (128, True): _KEYS_128,
 }  # fmt: skip
 #: All three, with dQ's sums in global memory. A pair's rows and sums come and go 4 times less often where 4 programs share
-#: them; alone, at 600 TFLOP/s, they would be 5.5 TB/s, more than an H200 moves (docs/attention.md).
+#: them; alone, at 580 TFLOP/s, they would be 5.4 TB/s, more than an H200 moves (docs/attention.md).
 FUSED: Mapping[int, Plan] = {128: Plan(2, 64, 3, 1, 240, sharing=4)}
 #: Where that is faster than two kernels: not measured yet.
 FASTER_FUSED: frozenset[tuple[int, bool]] = frozenset()
