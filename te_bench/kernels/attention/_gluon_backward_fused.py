@@ -82,8 +82,8 @@ def _add(columns, row, dq, D: gl.constexpr):
 @gluon.jit
 def _fused_step(
     dk, dv, held, who, first, S, come, row, edge, given, turn, parity, columns, scale,
-    CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr,
-    OUT: gl.constexpr,
+    CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr,
+    UNROUNDED: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """dk and dv with a block's share, dq's added to its columns."""
     k_shared, v_shared, dscores_shared, slot = held
@@ -100,12 +100,14 @@ def _fused_step(
         if edge:
             scores = _hidden(scores, first + who * ROWS, row, S, CAUSAL)
     level = levels.index(0).load(gl.SliceLayout(0, SCORES))
-    # Rounded for dS too: dV's product keeps these registers, and there are none for the unrounded.
-    weights = rounded(exp2(scores * scale - level[None, :]), q.dtype)
-    dv = warpgroup_mma(operand(weights, OUT), dout, dv, is_async=True)
+    weights = exp2(scores * scale - level[None, :])
+    left = rounded(weights, q.dtype)
+    dv = warpgroup_mma(operand(left, OUT), dout, dv, is_async=True)
+    if not UNROUNDED:  # dV's product keeps these registers in any case
+        weights = left.to(gl.float32)
     delta = levels.index(1).load(gl.SliceLayout(0, SCORES))
     dweights = warpgroup_mma_wait(1, deps=(dweights,))
-    dscores = rounded(weights.to(gl.float32) * (dweights - delta[None, :]), q.dtype)
+    dscores = rounded(weights * (dweights - delta[None, :]), q.dtype)
     # Two places: who writes here has seen all of the block before, and by then the others were done with the one before it.
     dscores_shared.index(turn * CONSUMERS + who).store(dscores)
     fence_async_shared()
@@ -126,6 +128,7 @@ def _fused_step(
 @gluon.jit
 def _make_all(
     made, who, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
+    UNROUNDED: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
     dk_desc, dv_desc, shared, dscores_shared, gates, given, over, sizes, sums, padded, scale = made
@@ -162,7 +165,8 @@ def _make_all(
                 come = matrix(q_shared.index(place)), matrix(dout_shared.index(place)), info_shared.index(place)
                 dk, dv = _fused_step(
                     dk, dv, (k_shared, v_shared, dscores_shared, slot), who, first, S, come, row, row < edges,
-                    given, step & 1, step >> 1 & 1, columns, scale, CONSUMERS, SLOTS, EDGE, CAUSAL, SCORES, OUT,
+                    given, step & 1, step >> 1 & 1, columns, scale, CONSUMERS, SLOTS, EDGE, CAUSAL, UNROUNDED,
+                    SCORES, OUT,
                 )  # fmt: skip
                 mbarrier.arrive(empty.index(place), count=1)
                 place, phase = next_place(place, phase, STAGES)
@@ -185,12 +189,13 @@ def _make_all(
 def gluon_attention_backward_fused_kernel(
     k_desc, v_desc, q_desc, dout_desc, info_desc, dk_desc, dv_desc, sums, padded, scale, T, S, H, group, pairs, blocks,
     near, whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
+    FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, UNROUNDED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ added to sums.
 
     sums: float32 (sequences, heads, padded rows, 128), not scaled; 64 rows' two halves of columns each as _in_order has it.
-    scale times log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S are there.
+    scale times log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S are there. UNROUNDED: the
+    weights that dS is made of; then a few numbers of each block wait in local memory.
     """
     HELD: gl.constexpr = CONSUMERS * SLOTS
     gl.static_assert(CONSUMERS == 2 and q_desc.block_type.shape[2] == 64 and q_desc.block_type.shape[3] == 128)
@@ -205,8 +210,8 @@ def gluon_attention_backward_fused_kernel(
     made = (dk_desc, dv_desc, shared, dscores_shared, gates, given, over, sizes, sums, padded, scale)
     gl.warp_specialize(
         [
-            (_make_all, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE)),
-            (_make_all, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE)),
+            (_make_all, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, UNROUNDED)),
+            (_make_all, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, UNROUNDED)),
             (fetch_rows, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
         ],
         [4, 1], [REGISTERS, FETCHING],

@@ -306,7 +306,9 @@ def test_backward(plans: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("far", [False, True], ids=["near", "far below 0"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("plan", [Plan(2, 64, 3, 1, 240), Plan(2, 64, 2, 2, 240)], ids=["1 slot", "2 slots"])
+@pytest.mark.parametrize(
+    "plan", [Plan(2, 64, 3, 1, 240), Plan(2, 64, 2, 2, 240, unrounded=True)], ids=["1 slot", "2 slots"]
+)
 def test_backward_by_one_kernel(plan: Plan, shape: str, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """far: 2 to the power of 0 - level is infinity, and so a key beyond the last one must not get there."""
     s = SHAPES[shape]
@@ -338,7 +340,9 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, far: bool, monkeypatch: 
         calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(fetched, *constants)}
         edges = s.causal or s.keys % (2 * ROWS) != 0
         for who in range(p.warpgroups):
-            calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(made, who, *constants, edges)  # type: ignore[misc]
+            calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(
+                made, who, *constants, edges, p.unrounded
+            )  # type: ignore[misc]
         ran(machine, calls)
 
     both_programs(program, monkeypatch)
