@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     thread that multiplies. programs: on a processor. overlap, turns: as in _gluon_forward. persistent: each program makes
     tiles until there are none; sharing: of one sequence and head as many programs at a time, 0 for as few as can be.
     in_registers: what is held is an operand from there, in the backward pass; from shared memory two of 64 rows or columns
-    take all that it moves in a cycle. unrounded: as in _gluon_backward_fused.
+    take all that it moves in a cycle. unrounded, chained: as in _gluon_backward_fused.
     """
 
     warpgroups: int
@@ -46,6 +46,7 @@ class Plan(NamedTuple):
     in_registers: bool = False
     sharing: int = 0
     unrounded: bool = False
+    chained: bool = False
 
     def at_start(self) -> int:
         """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
@@ -209,7 +210,7 @@ def _backward_fused(
     gluon_attention_backward_fused_kernel[(programs,)](
         *held, *come, _levels(info.transpose(0, 1), ROWS), _descriptor(dk, ROWS), _descriptor(dv, ROWS), sums, padded,
         float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
-        UNROUNDED=p.unrounded, **_constants(p),
+        UNROUNDED=p.unrounded, CHAINED=p.chained, **_constants(p),
     )  # fmt: skip
     gluon_attention_sums_kernel[grid](
         sums, dq, *row_strides(dq), float(scale), heads, rows, padded, D=width, num_warps=4

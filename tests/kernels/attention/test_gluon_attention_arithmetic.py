@@ -157,7 +157,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
         "tile": lambda *args: (tile(*args)[0], torch.tensor(tile(*args)[1])), "exp2": torch.exp2,
         "of_rows": lambda x, _: x[:, None], "partial_sums": lambda x: x.reshape(ROWS, -1, 8).sum(1),
         "warpgroup_mma": product, "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
-        "fence_async_shared": lambda: None,
+        "fence_async_shared": lambda: None, "warpgroup_mma_init": lambda x: x,
     }  # fmt: skip
     own = {
         _gluon_forward: ("_first_weights", "_weights", "_leave", "_pass_over", "_scores", "_step"),
@@ -307,7 +307,9 @@ def test_backward(plans: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("far", [False, True], ids=["near", "far below 0"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "plan", [Plan(2, 64, 3, 1, 240), Plan(2, 64, 2, 2, 240, unrounded=True)], ids=["1 slot", "2 slots"]
+    "plan",
+    [Plan(2, 64, 3, 1, 240), Plan(2, 64, 2, 2, 240, unrounded=True), Plan(2, 64, 3, 1, 240, chained=True)],
+    ids=["1 slot", "2 slots", "chained"],
 )
 def test_backward_by_one_kernel(plan: Plan, shape: str, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """far: 2 to the power of 0 - level is infinity, and so a key beyond the last one must not get there."""
@@ -341,7 +343,7 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, far: bool, monkeypatch: 
         edges = s.causal or s.keys % (2 * ROWS) != 0
         for who in range(p.warpgroups):
             calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(
-                made, who, *constants, edges, p.unrounded
+                made, who, *constants, edges, p.unrounded, p.chained
             )  # type: ignore[misc]
         ran(machine, calls)
 

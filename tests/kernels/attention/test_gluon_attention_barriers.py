@@ -52,6 +52,7 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
     products = {
         "warpgroup_mma": machine.multiply,
         "warpgroup_mma_wait": machine.finish,
+        "warpgroup_mma_init": lambda x: x,
         "fence_async_shared": lambda: None,
     }
     for module in (_gluon_parts, _gluon_forward, _gluon_backward_rows, _gluon_backward_keys, _gluon_backward_fused):
@@ -235,7 +236,10 @@ def keys(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program:
     return found
 
 
-FUSED = {"3 places": Plan(2, 64, 3, 1, 240), "2 places, 2 slots": Plan(2, 64, 2, 2, 240, unrounded=True)}
+FUSED = {
+    "3 places": Plan(2, 64, 3, 1, 240), "2 places, 2 slots": Plan(2, 64, 2, 2, 240, unrounded=True),
+    "3 places, chained": Plan(2, 64, 3, 1, 240, chained=True), "2 places, chained": Plan(2, 64, 2, 1, 240, chained=True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("slow", SLOW)
@@ -246,10 +250,10 @@ def test_all_gradients_at_once(plan: str, shape: str, slow: str, monkeypatch: py
     for program in range(2):
         with monkeypatch.context() as patch:
             found += fused(FUSED[plan], s, slow, patch, program)
-    assert sorted(found) == sorted(of_all(s))
+    assert sorted(found) == sorted(of_all(s, FUSED[plan]))
 
 
-def of_all(s: Shape) -> list[Any]:
+def of_all(s: Shape, p: Plan) -> list[Any]:
     """dK and dV: places in k or v, and products; dQ's shares: head, half of its columns, row, and products."""
     expected: list[Any] = []
     for b, kv, first in itertools.product(range(s.batch), range(s.kv_heads), range(0, s.keys, 2 * ROWS)):
@@ -261,7 +265,7 @@ def of_all(s: Shape) -> list[Any]:
                 q, dout, k, v = (name_at(x, b, h, kv, row, key) for x in ("q", "dout", "k", "v"))
                 scores, dscores = (((k,), q),), (((k,), q), ((v,), dout))
                 dv.append((scores, dout))
-                dk.append((dscores, q))
+                dk.append(((dscores,) if p.chained else dscores, q))  # from its place or not
                 share.append(((dscores,), k))
             expected += [(b * s.heads + h, who, row, tuple(share)) for who in range(2)]
         for key, (dk, dv) in made.items():
@@ -306,22 +310,25 @@ def fused(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program
     common = p.warpgroups, p.slots, p.stages, s.causal
     calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(fetched, *common)}
     for who in range(p.warpgroups):
-        calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(made, who, *common, True, p.unrounded)  # type: ignore[misc]
+        calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(
+            made, who, *common, True, p.unrounded, p.chained
+        )  # type: ignore[misc]
     ran(machine, calls)
     return [(str(x), *x) for x in found]
 
 
 @pytest.mark.parametrize("slow", ["0", "1"])
+@pytest.mark.parametrize("plan", ["3 places", "3 places, chained"])
 @pytest.mark.parametrize("without", ["given", "over"])
 def test_each_wait_of_one_warpgroup_for_the_other_is_needed(
-    without: str, slow: str, monkeypatch: pytest.MonkeyPatch
+    without: str, plan: str, slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read too early or written too early shows, by whichever of the two is slower."""
     s, found = SHAPES["whole"], list[Any]()
     try:
         for program in range(2):
             with monkeypatch.context() as patch:
-                found += fused(FUSED["3 places"], s, slow, patch, program, without)
+                found += fused(FUSED[plan], s, slow, patch, program, without)
     except AssertionError:
         return
-    assert sorted(found) != sorted(of_all(s))
+    assert sorted(found) != sorted(of_all(s, FUSED[plan]))
