@@ -128,7 +128,7 @@ def _experiment(
     cuda = options.device == "cuda"
     precision = dtype or ("bf16" if cuda else "fp32")
     plugins.check("dtype", precision, ["fp32", "bf16", "fp16"])
-    able = [name for name in attention.names() if name != attention.AUTO]
+    able = [name for name in attention.names() if name != attention.AUTO and not attention.in_fp8(name)]
     names = able if rivals is None else list(dict.fromkeys(name.strip() for name in rivals.split(",") if name.strip()))
     if not names:
         raise ValueError(f"--rivals names none; known: {', '.join(able)}")

@@ -46,7 +46,7 @@ def rivals(
         for seed in seeds
         for shape in shapes
         for name in names
-        if name not in ("manual", "math") or _scores_bytes(shape) <= SCORES_LIMIT
+        if name not in ("manual", "manual_fp8", "math") or _scores_bytes(shape) <= SCORES_LIMIT
     ]
 
 

@@ -106,8 +106,9 @@ def inputs(trial: Trial, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor
 def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Any]:
     """FlashAttention's rule for out, dq, dk and dv: max error <= 2 x manual attention's at the same dtype + floor.
 
-    The floor is twice what rounding the exact result to the dtype costs, and 16 units of float32's accumulation: in fp32
-    manual's own error is by chance as small as 0.7 of that (CPU flash and math, 1.3 x the rule). Raises CheckFailed.
+    Of a backend that computes in FP8, manual_fp8's. The floor is twice what rounding the exact result to the dtype costs,
+    and 16 units of float32's accumulation: in fp32 manual's own error is by chance as small as 0.7 of that (CPU flash and
+    math, 1.3 x the rule). Raises CheckFailed.
     """
     length = trial.number("length")
     whole = length * length * trial.number("batch") * trial.number("heads") <= CHECK_SCORES
@@ -115,7 +116,8 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
     exact_inputs = [t.detach().double().requires_grad_() for t in inputs(trial, batch, heads)]
     manual = _bind(trial, attention.load("manual"))
     truth = _gradients(manual, exact_inputs)
-    library = _gradients(manual, inputs(trial, batch, heads))
+    definition = _bind(trial, attention.load(attention.yardstick(trial.attention)))
+    library = _gradients(definition, inputs(trial, batch, heads))
     ours = _gradients(forward, inputs(trial, batch, heads))
     quantities = []
     for name, exact, yardstick, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=True):

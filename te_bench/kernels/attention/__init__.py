@@ -52,6 +52,8 @@ class Backend:
     kernels: device -> regular expression over the names of the kernels that prove it ran; a device that is absent has no
     kernel of its own (the backend is made of ordinary operators). operators: the same over operator names, which a
     profiler sees only when nothing was compiled or captured.
+    fp8: it rounds its operands to FP8, as its name ends in (`in_fp8`). Nobody gets such a backend who did not ask for FP8
+    attention, `auto` takes none, and its errors are held to those of manual_fp8 (`yardstick`).
     choose, chosen: of a backend that hands every problem to another one, `auto`: the name that it gives to, and all that it
     has given to in this process.
     """
@@ -62,6 +64,7 @@ class Backend:
     operators: str | None = None
     windows: bool = False
     packed: Callable[..., Any] | None = None
+    fp8: bool = False
     choose: Callable[[Problem], str] | None = None
     chosen: Callable[[], tuple[str, ...]] | None = None
 
@@ -75,6 +78,16 @@ def load(name: str) -> Backend:
     backend = plugins.load(__name__, name, "BACKEND")
     assert isinstance(backend, Backend)
     return backend
+
+
+def in_fp8(name: str) -> bool:
+    """Whether the backend rounds its operands to FP8: its name says so to who plans without torch."""
+    return name.endswith("_fp8")
+
+
+def yardstick(name: str) -> str:
+    """The backend whose error is the measure of this one's: the definition, in the inputs' dtype or by way of FP8."""
+    return "manual_fp8" if in_fp8(name) else "manual"
 
 
 def rival(name: str, problem: Problem) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.kernels.attention import AUTO, Backend, Problem, _table, attend, load, names, posed
+from te_bench.kernels.attention import AUTO, Backend, Problem, _table, attend, in_fp8, load, names, posed
 from te_bench.kernels.attention._packed import attend_packed
 
 #: Where nothing near was measured. Hopper: an H200, 2026-11-20: cuDNN 1.5 to 1.9 times as fast as FlashAttention-2 forward.
@@ -23,7 +23,7 @@ CPU = ("flash", "math")
 #: Before them on a GPU for windows and packed sequences: what is outside costs it no time, and a mask no memory.
 WINDOWED = ("triton",)
 
-RIVALS = frozenset(names()) - {AUTO}
+RIVALS = frozenset(name for name in names() if name != AUTO and not in_fp8(name))
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

@@ -51,6 +51,19 @@ def test_right_kernels_pass_on_every_seed(name: str, precision: str, length: int
         attention.check_attention(trial, attention._bind(trial, kernels.load(name)))
 
 
+def test_a_backend_in_fp8_is_held_to_the_definition_in_fp8() -> None:
+    """It errs far more than manual attention at its dtype; at twice its scale it errs too much for FP8 too."""
+    trial = dataclasses.replace(TRIAL, attention="manual_fp8", problem={**SHAPE, "length": 64, "head_dim": 32})
+    forward = attention._bind(trial, kernels.load("manual_fp8"))
+    found = attention.check_attention(trial, forward)
+    assert all(1e-3 < q["error"] < q["limit"] for q in found["quantities"])
+    in_fp32 = dataclasses.replace(trial, attention="flash")
+    with pytest.raises(CheckFailed):
+        attention.check_attention(in_fp32, forward)
+    with pytest.raises(CheckFailed):
+        attention.check_attention(trial, lambda q, k, v: forward(2 * q, k, v))
+
+
 @pytest.mark.parametrize(
     "change",
     [

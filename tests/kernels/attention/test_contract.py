@@ -1,4 +1,8 @@
-"""Every attention backend, forward and backward, against float64 by the rule error <= 2 x manual's at its dtype + floor."""
+"""Every attention backend, forward and backward, against float64 by the rule error <= 2 x manual's at its dtype + floor.
+
+Those that compute in FP8 have manual_fp8's error in place of manual's; test_manual_fp8 and test_triton_fp8 say how far they
+may be from float64 of the operands that FP8 leaves, which is far less.
+"""
 
 import dataclasses
 import itertools
@@ -142,7 +146,8 @@ def assert_as_good_as_manual(
     backend: Backend, problem: Problem, tensors: list[Tensor], mask: Tensor | None = None
 ) -> None:
     truth = by_definition(problem, tensors, mask)
-    yardstick = run(attention.load("manual"), problem, tensors, mask)
+    yardstick = run(attention.load("manual_fp8" if backend.fp8 else "manual"), problem, tensors, mask)
+    within = 0.2 if backend.fp8 else 0.1
     ours = run(backend, problem, tensors, mask)
     for name, exact, library, value in zip(("out", "dq", "dk", "dv"), truth, yardstick, ours, strict=True):
         floor = 2 * largest(exact.to(value.dtype) - exact) + 16 * torch.finfo(torch.float32).eps * largest(exact)
@@ -151,7 +156,7 @@ def assert_as_good_as_manual(
             floor = 1e-5  # what is left of float32's dO V^T - delta
             assert largest(exact) < 1e-12
         else:  # the yardstick goes through attend too: a mistake there must not stretch it
-            assert largest(library - exact) <= 0.1 * largest(exact), name
+            assert largest(library - exact) <= within * largest(exact), name
         assert largest(value - exact) <= 2 * largest(library - exact) + floor, name
 
 
@@ -304,7 +309,7 @@ def test_scores_in_the_thousands_stay_finite_and_right(name: str, dtype: str, de
     out, exact = run(backend, problem, tensors)[0], by_definition(problem, tensors)[0]
     # Scores of 1000 rounded to bf16 are off by 4, which turns near ties; most rows have a clear winner.
     rows = (out - exact).double().abs().amax(-1).flatten()
-    assert rows.median() < 0.05
+    assert rows.median() < (0.25 if backend.fp8 else 0.05)  # FP8 takes up to 1/16 of a value of 3
     assert rows.max() < 10
 
 
@@ -316,7 +321,10 @@ def test_a_causal_row_depends_on_nothing_after_it(name: str, device: str) -> Non
     q, k, v, dout = draw(problem)
     before = run(backend, problem, [q, k, v, dout])[0]
     k2, v2 = k.clone(), v.clone()
-    k2[:, :, 40:], v2[:, :, 40:] = 1e3, -1e3
+    if backend.fp8:  # whose scales are of a head's every row: what comes after is another, and no larger
+        k2[:, :, 40:], v2[:, :, 40:] = -k[:, :, 40:].flip(2), -v[:, :, 40:]
+    else:
+        k2[:, :, 40:], v2[:, :, 40:] = 1e3, -1e3
     after = run(backend, problem, [q, k2, v2, dout])[0]
     assert torch.equal(before[:, :, :40], after[:, :, :40])
     assert not torch.equal(before[:, :, 40:], after[:, :, 40:])
@@ -329,7 +337,8 @@ def test_the_scale_is_the_one_given(name: str, device: str) -> None:
     backend = supported(name, problem)
     q, k, v, _ = draw(problem)
     uniform = backend.forward(q, k, v, causal=False, scale=1e-30)
-    torch.testing.assert_close(uniform.float(), v.float().mean(2, keepdim=True).expand_as(v), atol=4e-3, rtol=0)
+    mean = v.float().mean(2, keepdim=True).expand_as(v)
+    torch.testing.assert_close(uniform.float(), mean, atol=2e-2 if backend.fp8 else 4e-3, rtol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
