@@ -1,0 +1,150 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The forward kernel of FP8 attention, and its launcher: `_kernels`' order with both products in E4M3.
+
+What `manual_fp8` says, block of keys by block: 2^8 P of the maximum so far is rounded to E4M3. Each block's product with the
+values is added to the others in float32: the FP8 tensor core's own sums have 14 bits, and over 16384 keys that shows.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels._epilogue import INTERPRETED, rounded, to_fp8
+from te_bench.kernels._launch import launch, traits
+from te_bench.kernels.attention._fp8_quantize import Heads, padded
+from te_bench.kernels.attention._kernels import L2_BYTES, Tile, row_strides
+from te_bench.kernels.attention._scores import LN_2, LOG2_E, exp2, heavy_first, largest, put
+
+OFFSET = tl.constexpr(8.0)  # P is rounded as 2^8 P: manual_fp8.WEIGHTS
+
+#: By the wider of the two heads. Compiled for sm_90a without spills; not swept yet.
+FORWARD: Mapping[int, Tile] = {
+    32: Tile(128, 128, 8, 3),
+    64: Tile(128, 128, 8, 3),
+    128: Tile(128, 128, 8, 2),
+}
+
+
+@triton.jit
+def fp8_product(a, b):
+    """a b in float32 of FP8 operands; by itself, not added to what there is."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def whole_tile(base, stride, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows first to first + ROWS of what is padded to whole tiles."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    return tl.load(base + first.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :])
+
+
+@triton.jit
+def slotted(weights, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Columns in the order of `in_slots`, in which the values come."""
+    apart = tl.reshape(weights, (ROWS, KEYS // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(apart, (0, 1, 3, 2, 4)), (ROWS, KEYS))
+
+
+@triton.jit
+def _steps(
+    acc, total, top, q, k, values, padded, start, stop, first, S, scale, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, CAUSAL: tl.constexpr, EMULATED: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Keys start to stop, of which all are seen by all rows but where EDGE; values are transposed."""
+    rows = first + tl.arange(0, ROWS)
+    features = tl.arange(0, WIDTH_V)
+    for n in tl.range(start, stop, KEYS):
+        n = tl.multiple_of(n, KEYS)
+        keys = n + tl.arange(0, KEYS)
+        scores = fp8_product(q, whole_tile(k, WIDTH, n, KEYS, WIDTH).T)
+        if EDGE:
+            see = (keys < S)[None, :]
+            if CAUSAL:
+                see = see & (keys[None, :] <= rows[:, None])
+            scores = tl.where(see, scores, float("-inf"))
+        higher = tl.maximum(top, largest(scores) * scale, propagate_nan=tl.PropagateNan.ALL)
+        weights = exp2(scores * scale - (higher - OFFSET)[:, None], EMULATED)
+        shrink = exp2(top - higher, 0)
+        total = total * shrink + tl.sum(weights, 1)
+        block = tl.load(values + features[:, None] * padded + keys[None, :])
+        operand = to_fp8(slotted(weights, ROWS, KEYS), tl.float8e4nv)
+        acc = acc * shrink[:, None] + fp8_product(operand, block.T)
+        top = higher
+    return acc, total, top
+
+
+@triton.jit
+def fp8_attention_forward_kernel(
+    q, k, values, q_inv, k_inv, v_inv, out, lse, out_b, out_h, out_t, pairs, H, T, S, group, near, padded_q, padded_k, scale,
+    DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+    CAUSAL: tl.constexpr, EMULATED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """out and lse of ROWS rows. q (B, H, padded_q, WIDTH), k and the values (B, Hkv, ...) in E4M3. EVEN: S % KEYS is 0."""
+    blocks = tl.cdiv(T, ROWS)
+    order, pair = heavy_first(tl.program_id(0), blocks, pairs, near)
+    first = (blocks - 1 - order) * ROWS  # of causal rows the last see the most
+    kv = pair // H * (H // group) + pair % H // group
+    k += kv.to(tl.int64) * padded_k * WIDTH
+    values += kv.to(tl.int64) * padded_k * WIDTH_V
+    own = whole_tile(q + pair.to(tl.int64) * padded_q * WIDTH, WIDTH, first, ROWS, WIDTH)
+    scale *= LOG2_E * tl.load(q_inv + pair) * tl.load(k_inv + kv)
+    end = S
+    inner = S // KEYS * KEYS
+    if CAUSAL:
+        end = tl.minimum(S, first + ROWS)
+        inner = tl.minimum(S, first + 1) // KEYS * KEYS
+    acc = tl.zeros((ROWS, WIDTH_V), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    acc, total, top = _steps(
+        acc, total, top, own, k, values, padded_k, 0, inner, first, S, scale,
+        ROWS, KEYS, WIDTH, WIDTH_V, CAUSAL, EMULATED, False,
+    )  # fmt: skip
+    if CAUSAL or not EVEN:
+        acc, total, top = _steps(
+            acc, total, top, own, k, values, padded_k, inner, end, first, S, scale,
+            ROWS, KEYS, WIDTH, WIDTH_V, CAUSAL, EMULATED, True,
+        )  # fmt: skip
+    rows = first + tl.arange(0, ROWS)
+    tl.store(lse + pair.to(tl.int64) * T + rows, (top - OFFSET + tl.log2(total)) * LN_2, mask=rows < T)
+    result = rounded(acc * (tl.load(v_inv + kv) / total)[:, None], out.dtype.element_ty)
+    out += (pair // H).to(tl.int64) * out_b + (pair % H).to(tl.int64) * out_h
+    put(out, out_t, first, T, result, ROWS, WIDTH_V, DV)
+
+
+def forward(
+    q: Heads, k: Heads, v: Heads, lengths: tuple[int, int], features: int, dtype: torch.dtype, causal: bool, scale: float,
+    given: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out (B, H, T, features) of dtype, in the memory order (B, T, H, features), and lse (B, H, T) float32.
+
+    lengths: T and S, neither 0; q and k by rows, v transposed.
+    """
+    assert q.data is not None
+    assert k.data is not None
+    assert v.data_t is not None
+    (rows, keys), (batch, heads, padded_q, wide) = lengths, q.data.shape
+    kv_heads, wide_v, padded_k = v.data_t.shape[1:]
+    group, size = heads // kv_heads, given or FORWARD[max(wide, wide_v)]
+    assert padded_q == padded(rows)
+    out = torch.empty(batch, rows, heads, features, dtype=dtype, device=q.data.device).transpose(1, 2)
+    lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.data.device)
+    near = max(1, L2_BYTES // (padded_k * (wide + wide_v))) * group
+    integers = *row_strides(out), batch * heads, heads, rows, keys, group, near, padded_q, padded_k
+    constants: dict[str, Any] = {
+        "DV": features, "ROWS": size.rows, "KEYS": size.keys, "WIDTH": wide, "WIDTH_V": wide_v, "CAUSAL": causal,
+        "EMULATED": size.emulated, "EVEN": keys % size.keys == 0, "num_warps": size.warps, "num_stages": size.stages,
+    }  # fmt: skip
+    tensors = (q.data, k.data, v.data_t, q.scale_inv, k.scale_inv, v.scale_inv, out, lse)
+    key = (*traits(*tensors), *integers, *constants.values())
+    grid = triton.cdiv(rows, size.rows) * batch * heads
+    launch(fp8_attention_forward_kernel, grid, key, out.get_device(), (*tensors, *integers, float(scale)), constants)
+    return out, lse

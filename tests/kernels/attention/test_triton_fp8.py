@@ -1,0 +1,277 @@
+"""FP8 attention in Triton beyond the contract: what FP8 leaves is computed as well as manual_fp8 computes it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fp8_definition import NAMES, definition, sqnr
+from test_contract import DEVICES, a_problem, gradients, supported
+from torch import Tensor
+
+from te_bench.kernels.attention import _fp8_backward_kernels, _fp8_kernels, _fp8_quantize, manual_fp8
+from te_bench.kernels.attention import triton_fp8 as ours
+from te_bench.kernels.attention._fp8_quantize import Heads
+from te_bench.kernels.attention._kernels import Tile
+
+INTERPRETED = not torch.cuda.is_available()
+WORSE = 1.0  # dB that may be lost on manual_fp8, which rounds P by the row's maximum and not by that of the keys so far
+SIZES = {  # B, H, Hkv, T, S, D, Dv, causal
+    "full": (1, 4, 4, 256, 256, 64, 64, False),
+    "causal": (1, 2, 2, 256, 256, 64, 64, True),
+    "shared heads of 128": (1, 4, 2, 150, 300, 128, 128, False),
+    "shared heads, few keys, causal": (2, 4, 1, 300, 130, 64, 64, True),
+    "few queries, odd widths, causal": (1, 2, 2, 40, 130, 24, 48, True),
+}
+
+
+def drawn(sizes: tuple[Any, ...], device: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """q, k, v, dout; each head of a size of its own."""
+    b, h, kv, t, s, d, dv, _ = sizes
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(n, generator=generator) for n in ((b, h, t, d), (b, kv, s, d), (b, kv, s, dv), (b, h, t, dv))]
+    for x in made[1:]:
+        x *= torch.linspace(1, 2, b * x.shape[1]).view(*x.shape[:2], 1, 1)
+    made[3] *= torch.logspace(-6, 0, made[3].shape[2]).view(-1, 1)  # as losses' gradients are: some rows' are small
+    return [x.to(device, dtype or (torch.float32 if device == "cpu" else torch.bfloat16)) for x in made]
+
+
+def run(tensors: list[Tensor], causal: bool, module: Any = ours) -> list[Tensor]:
+    scale = 1 / math.sqrt(tensors[0].shape[3])
+    return gradients(lambda q, k, v: module.attention(q, k, v, causal=causal, scale=scale)[0], tensors)
+
+
+def figures(tensors: list[Tensor], causal: bool, made: list[Tensor]) -> list[float]:
+    exact = definition(tensors, causal, 1 / math.sqrt(tensors[0].shape[3]))
+    return [sqnr(*pair) for pair in zip(exact, made, strict=True)]
+
+
+def assert_as_good(tensors: list[Tensor], causal: bool, made: list[Tensor]) -> None:
+    """Within WORSE of manual_fp8's distance from float64 of the rounded operands, which is more than 31 dB."""
+    yardstick = figures(tensors, causal, run(tensors, causal, manual_fp8))
+    for name, own, other in zip(NAMES, figures(tensors, causal, made), yardstick, strict=True):
+        assert other > 31, (name, other)  # the yardstick is one
+        assert own >= min(other, 50.0 if tensors[0].dtype is torch.float32 else other) - WORSE, (name, own, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_what_fp8_leaves_is_computed_as_well_as_by_definition(name: str, dtype: torch.dtype, device: str) -> None:
+    if device == "cuda" and dtype is torch.float32:
+        pytest.skip("bf16 and fp16 on a GPU")
+    sizes = SIZES[name]
+    problem = a_problem((sizes[0], sizes[1], sizes[3], sizes[5]), "fp32" if dtype is torch.float32 else "bf16", device)
+    supported("triton_fp8", problem)
+    tensors = drawn(sizes, device, dtype)
+    assert_as_good(tensors, sizes[7], run(tensors, sizes[7]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("keys", [1, 15, 128, 200])
+@pytest.mark.parametrize("width", [16, 64, 80])
+def test_the_quantiser_casts_heads_as_the_definition(width: int, keys: int, device: str) -> None:
+    """Bit for bit, padding included; transposed, each key is where the weights' product takes it from."""
+    wide = drawn((2, 3, 3, keys, 5, width, 8, False), device)[0].transpose(1, 2).contiguous()
+    x = torch.cat([wide, wide.flip(1)], -1)[..., :width].transpose(1, 2)  # rows apart from one another
+    x[1, 2] = 0
+    made = _fp8_quantize.quantize(x, rowwise=True, columnwise=True)
+    data, scale_inv = manual_fp8.quantize_heads(x)
+    assert made.data is not None
+    assert made.data_t is not None
+    assert torch.equal(made.scale_inv, scale_inv[..., 0, 0])
+    assert torch.equal(made.data[:, :, :keys, :width].view(torch.uint8), data.view(torch.uint8))
+    assert made.data.shape == (2, 3, -(-keys // 128) * 128, max(32, 2 ** math.ceil(math.log2(width))))
+    assert not made.data[:, :, keys:].view(torch.uint8).any()
+    assert not made.data[..., width:].view(torch.uint8).any()
+    # Thread t of four has columns 2 t and 2 t + 1 of every eight, and gives four in a row of every sixteen.
+    order = [16 * a + 8 * b + 2 * t + c for a in range(made.data.shape[2] // 16) for t in range(4)
+             for b in range(2) for c in range(2)]  # fmt: skip
+    assert torch.equal(made.data_t.view(torch.uint8), made.data[:, :, order].view(torch.uint8).mT)
+    by_itself = _fp8_quantize.quantize(x, rowwise=False, columnwise=True)
+    assert by_itself.data is None
+    assert by_itself.data_t is not None
+    assert torch.equal(by_itself.data_t.view(torch.uint8), made.data_t.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("which", range(4))
+def test_what_is_not_finite_makes_its_head_nan_and_no_other(which: int, bad: float, device: str) -> None:
+    tensors = drawn((2, 2, 2, 40, 40, 32, 32, True), device)
+    before = run(tensors, True)
+    tensors[which][1, 0, 3, 5] = bad
+    after, right = run(tensors, True), run(tensors, True, manual_fp8)
+    for x, y, z in zip(before, after, right, strict=True):
+        assert torch.equal(x[0], y[0])
+        assert torch.equal(x[1, 1], y[1, 1])
+        assert torch.equal(y.isfinite(), z.isfinite())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("batch", "rows", "keys"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 1, 1)])
+def test_empty_and_least_sizes(batch: int, rows: int, keys: int, device: str) -> None:
+    tensors = drawn((batch, 2, 2, rows, keys, 16, 8, True), device)
+    out, *grads = run(tensors, True)
+    assert [g.shape for g in grads] == [x.shape for x in tensors[:3]]
+    if rows == keys == 1:
+        data, scale_inv = manual_fp8.quantize_heads(tensors[2])
+        torch.testing.assert_close(out, (data.float() * scale_inv).to(out.dtype))
+    else:
+        assert not any(x.any() for x in (out, *grads))
+        _, lse = ours.attention(*tensors[:3], scale=1.0)
+        assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_lse_and_scales_that_are_not_positive(scale: float, device: str) -> None:
+    tensors = drawn((1, 2, 1, 70, 140, 16, 16, True), device)
+    made = ours.attention(*tensors[:3], causal=True, scale=scale)
+    right = manual_fp8.attention(*tensors[:3], causal=True, scale=scale)
+    torch.testing.assert_close(made[1], right[1], atol=1e-4, rtol=1e-5)
+    assert sqnr(right[0].double(), made[0]) > 30
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_give_what_copies_give_and_gradients_keep_their_order(device: str) -> None:
+    qkv = drawn((2, 40, 40, 1, 1, 3 * 4 * 16, 1, True), device)[0][:, :, 0]
+    q, k, v = (x.view(2, 40, 4, 16).transpose(1, 2) for x in qkv.split(64, 2))
+    dout = drawn((2, 40, 40, 4, 4, 16, 1, True), device)[0].transpose(1, 2)
+    got = run([q, k, v, dout], True)
+    again = run([x.contiguous() for x in (q, k, v, dout)], True)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    for x in got:
+        assert x.transpose(1, 2).is_contiguous()
+    apart = run([q, k.mT.contiguous().mT, v, dout[:, :, :1].expand_as(dout)], True)
+    assert torch.equal(apart[0], got[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tile", [Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 128, 4, 2)], ids=str)
+def test_whatever_the_tiles(tile: Tile, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, names in ((_fp8_kernels, ("FORWARD",)), (_fp8_backward_kernels, ("OF_ROWS", "OF_KEYS"))):
+        for name in names:
+            monkeypatch.setattr(module, name, {width: tile for width in (32, 64, 128)})
+    for causal in (True, False):
+        tensors = drawn((1, 2, 1, 130, 200, 32, 32, causal), device)
+        assert_as_good(tensors, causal, run(tensors, causal))
+
+
+# Mistakes
+
+
+def _quantized(change: Callable[[Heads], Heads]) -> Callable[[pytest.MonkeyPatch], None]:
+    right = _fp8_quantize.quantize
+    return lambda patch: patch.setattr(_fp8_quantize, "quantize", lambda x, **options: change(right(x, **options)))
+
+
+def _values(change: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    return _quantized(lambda made: made if made.data_t is None else made._replace(data_t=change(made.data_t)))
+
+
+def _backward(change: Callable[[dict[str, Any]], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = _fp8_backward_kernels.backward
+
+        def wrong(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, heads: Any, *rest: Any) -> Any:
+            given = {"dout": dout, "q": q, "k": k, "out": out, "lse": lse, "heads": heads}
+            change(given)
+            return right(*given.values(), *rest)
+
+        patch.setattr(_fp8_backward_kernels, "backward", wrong)
+
+    return plant
+
+
+def _coarse(x: Tensor) -> Tensor:
+    return x.float().to(torch.float8_e5m2).to(x.dtype)
+
+
+FORWARD_MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a doubled scale": _quantized(lambda made: made._replace(scale_inv=2 * made.scale_inv)),
+    "a scale of another head": _quantized(lambda made: made._replace(scale_inv=made.scale_inv.roll(1, 1))),
+    "values in order": _values(lambda x: x[..., [16 * (i // 16) + 4 * (i % 8 // 2) + 2 * (i % 16 // 8) + i % 2
+                                                for i in range(x.shape[3])]]),
+    "no values": _values(torch.zeros_like),
+    "values in E5M2": _values(_coarse),
+    "the last keys left out": _values(lambda x: torch.cat([x[..., :-64], torch.zeros_like(x[..., -64:])], -1)),
+    "sign": _values(lambda x: (-x.float()).to(x.dtype)),
+}  # fmt: skip
+BACKWARD_MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "sign of dO": _backward(lambda g: g.update(dout=-g["dout"])),
+    "no out in delta": _backward(lambda g: g.update(out=torch.zeros_like(g["out"]))),
+    "doubled weights": _backward(lambda g: g.update(lse=g["lse"] - math.log(2))),
+    "values of another head": _backward(
+        lambda g: g.update(heads=(*g["heads"][:2], g["heads"][2]._replace(data=g["heads"][2].data.roll(1, 1))))
+    ),
+    "no scale of the values": _backward(
+        lambda g: g.update(heads=(*g["heads"][:2], g["heads"][2]._replace(scale_inv=torch.ones_like(g["lse"][..., 0]))))
+    ),
+    "another head's keys": _backward(lambda g: g.update(k=g["k"].roll(1, 1))),
+    "gradients in E5M2": _backward(lambda g: g.update(dout=_coarse(g["dout"] * 1e3) / 1e3)),
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("mistake", FORWARD_MISTAKES | BACKWARD_MISTAKES)
+def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (FORWARD_MISTAKES | BACKWARD_MISTAKES)[mistake](monkeypatch)
+    tensors = drawn((1, 4, 4, 128, 128, 64, 64, False), "cpu")
+    made = run(tensors, False)
+    with pytest.raises(AssertionError):
+        assert_as_good(tensors, False, made)
+    if mistake in BACKWARD_MISTAKES:
+        assert sqnr(definition(tensors, False, 0.125)[0], made[0]) > 31, "the forward pass is right"
+
+
+# Operators
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_operators_keep_their_word(keep: bool) -> None:
+    q, k, v, dout = drawn((2, 2, 1, 20, 30, 16, 24, True), "cpu")
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ours._forward_op, (q, k, v, True, 0.25, keep), test_utils=checks)
+    if keep:
+        out, lse, *kept = ours._forward(q, k, v, True, 0.25, True)
+        given = (dout, q, k, out, lse, *kept, True, 0.25)
+        torch.library.opcheck(ours._backward_op, given, test_utils="test_faketensor")  # the other one has no FP8 inputs
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_compiled_code_sees_one_operator_each_way() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[list[str]] = []
+
+    def inspect(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    tensors = drawn((1, 2, 2, 24, 24, 16, 16, True), "cpu")
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ours.forward(q, k, v, causal=True, scale=0.25)
+
+    compiled = torch.compile(call, backend=aot_autograd(fw_compiler=inspect), fullgraph=True)
+    got, plain = gradients(compiled, tensors), gradients(call, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+    operators = [[name for name in graph if "attention" in name] for graph in graphs]
+    assert operators == [["te_bench.fp8_attention_forward.default"], ["te_bench.fp8_attention_backward.default"]]
+
+
+def test_what_is_not_wanted_is_not_kept() -> None:
+    q, k, v, _ = drawn((1, 2, 2, 24, 24, 16, 16, True), "cpu" if INTERPRETED else "cuda")
+    kept = [x.numel() for x in ours._forward(q, k, v, True, 0.25, False)[2:5]]
+    assert kept == [0, 0, 0]
+
+
+@pytest.mark.gpu
+def test_repeats_are_bitwise_the_same() -> None:
+    tensors = drawn((2, 4, 2, 1000, 1000, 128, 128, True), "cuda")
+    first, *others = [run(tensors, True) for _ in range(3)]
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

@@ -1,0 +1,73 @@
+"""FP8 attention in Triton as it compiles for Hopper: FP8 products, no spills, no byte that changes its thread."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import compiled
+import pytest
+import torch
+from compiled import faults
+
+from te_bench.kernels.attention import _fp8_backward_kernels, _fp8_kernels, _fp8_quantize
+from te_bench.kernels.attention._fp8_quantize import E4M3, Heads
+
+BF16 = torch.bfloat16
+Call = Callable[[], object]
+
+
+def attend(head_dim: int, *, causal: bool = True, groups: int = 4, length: int = 1024) -> Call:
+    def call() -> None:
+        q = torch.empty(2, 4, length, head_dim, dtype=BF16)
+        k = torch.empty(2, groups, length, head_dim, dtype=BF16)
+        _fp8_quantize.quantize(q, rowwise=True, columnwise=False)
+        for keep in (True, False):
+            _fp8_quantize.quantize(k, rowwise=keep, columnwise=True)
+        q8, k8 = heads(q), heads(k)
+        out, lse = _fp8_kernels.forward(q8, k8, k8, (length, length), head_dim, BF16, causal, 0.125)
+        _fp8_backward_kernels.backward(q, q, k, out, lse, (q8, k8, k8), head_dim, causal, 0.125)
+
+    return call
+
+
+def heads(x: torch.Tensor) -> Heads:
+    wide, padded = _fp8_quantize.width(x.shape[3]), _fp8_quantize.padded(x.shape[2])
+    data = torch.empty(*x.shape[:2], padded, wide, dtype=E4M3)
+    return Heads(data, data.view(*x.shape[:2], wide, padded), torch.empty(*x.shape[:2]))
+
+
+CALLS: dict[str, Call] = {
+    "64": attend(64),
+    "64, full": attend(64, causal=False),
+    "64, 1000 rows, shared heads": attend(64, length=1000, groups=1),
+    "80": attend(80),
+    "128": attend(128),
+    "128, full": attend(128, causal=False),
+    "128, shared heads": attend(128, groups=1),
+}
+
+
+@pytest.mark.slow
+def test_it_compiles_without_faults(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pytestconfig.cache is not None
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    kernels = compiled.compiled(__name__, list(CALLS), pytestconfig.cache.mkdir("compiled"))
+    print(*kernels, sep="\n")  # pytest -s: the table
+    assert len(kernels) == 11 * len(CALLS)
+    found = []
+    for kernel in kernels:
+        # Of the forward pass the operand's layout is another one's name: the shuffles say whether bytes move.
+        wrong = [x for x in faults(kernel) if "changes its thread" not in x or "forward" not in kernel.kernel]
+        found += [f"{kernel}\n  {fault}" for fault in wrong]
+    assert not found, "\n".join(found)
+    for kernel in kernels:
+        loops = 1 if "full" in kernel.call else 2
+        if "forward" in kernel.kernel:
+            assert kernel.count("QGMMA")
+            assert not kernel.count("HGMMA")
+            # Four for each of a thread's two rows' maxima, a loop, and of their sums: none is of weights.
+            assert kernel.count(r"\bSHFL") == 8 * loops, str(kernel)
+        if "rows" in kernel.kernel or "keys" in kernel.kernel:
+            assert kernel.count("QGMMA"), "S and dP are products of FP8"
+            assert kernel.count("HGMMA"), "the others are not"
+            assert not kernel.count(r"\bSHFL"), str(kernel)
