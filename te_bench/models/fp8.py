@@ -146,6 +146,12 @@ def is_fp8_enabled() -> bool:
     return current.enabled
 
 
+def recipe_of_attention() -> Recipe | None:
+    """The recipe by which attention computes in FP8 here; None where it computes in the activations' precision."""
+    recipe = current.recipe
+    return recipe if current.enabled and recipe is not None and recipe.fp8_dpa else None
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _update(group: Any) -> None:
     """One step of every recipe that has states."""

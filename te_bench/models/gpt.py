@@ -22,7 +22,7 @@ from te_bench.kernels.cross_entropy.reference import cross_entropy
 from te_bench.kernels.linear_cross_entropy import Backend as Head
 from te_bench.kernels.linear_cross_entropy import load as load_head
 from te_bench.kernels.linear_cross_entropy._tied import tied
-from te_bench.models import fp8, fused_blocks
+from te_bench.models import fp8, fp8_attention, fused_blocks
 from te_bench.models.configs import CONFIGS as CONFIGS  # part of this module's interface
 from te_bench.models.configs import GPTConfig as GPTConfig
 from te_bench.models.modules.linear import Linear
@@ -33,7 +33,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, attention: str, linear: Callable[..., nn.Module]):
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
-        self.attention = load_attention(attention).forward
+        self.attention = fp8_attention.by_recipe(load_attention(attention))
         self.c_attn = linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.config, self.fused = config, blocks == "fused"
-        self.attention = load_attention(attention).forward
+        self.attention = fp8_attention.by_recipe(load_attention(attention))
         self.wte = nn.Embedding(padded, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
@@ -104,7 +104,8 @@ class GPT(nn.Module):
     """A decoder-only transformer, pre-LN, learned positions, head tied to the token embedding.
 
     padded_vocab_size (Vp >= V) widens embedding and head; the padding never receives probability or gradient, so the
-    model is the unpadded one. With a `recipe` every Linear but the head computes in FP8 under `model.autocast()`.
+    model is the unpadded one. With a `recipe` every Linear but the head computes in FP8 under `model.autocast()`, and
+    attention, too, if the recipe's fp8_dpa asks for it.
     head: a name of te_bench.kernels.linear_cross_entropy, by which a training pass computes the loss from the last hidden
     states, without all the logits; None computes them. An evaluation, model.eval(), takes `chunked` in place of any head:
     it keeps no logits either, and its loss is of the weights, not of the rounding that they are trained with.

@@ -28,7 +28,8 @@ def test_list_as_text_and_as_json(command: Command, kind: str) -> None:
 
 def test_list_recipes_tells_what_each_does(command: Command) -> None:
     listed = {row["name"]: row["about"] for row in json.loads(command("list", "recipes", "--json").out)}
-    assert set(listed) == {"delayed_scaling", "float8_block_scaling", "float8_current_scaling", "rowwise_scaling"}
+    current = "float8_current_scaling"
+    assert set(listed) == {"delayed_scaling", "float8_block_scaling", current, f"{current}_dpa", "rowwise_scaling"}
     assert "amaxes of the steps before" in listed["delayed_scaling"]
     assert "transformer_engine" in command("list", "layers").out
 

@@ -6,8 +6,6 @@ from te_bench.experiments.suites import _rungs
 from te_bench.experiments.suites.curves import CHAR, TINY
 from te_bench.models.configs import CONFIGS
 
-RECIPES = "te_bench.models.recipe"
-
 #: Learning rates that decay to 0: before that, losses measure the rate more than the precision.
 _DECAYED: dict[str, Scalar] = {"min_learning_rate": 0.0, "evaluate": "both", "probes": 10}
 
@@ -61,7 +59,7 @@ def preset_of(options: Options) -> str:
 
 
 def recipes_of(options: Options) -> tuple[str, ...]:
-    return options.recipes or tuple(plugins.names(RECIPES))
+    return options.recipes or tuple(_rungs.recipes())
 
 
 def problem_of(options: Options) -> dict[str, Scalar]:

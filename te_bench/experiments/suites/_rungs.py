@@ -2,11 +2,14 @@
 
 from typing import Any
 
+from te_bench import plugins
 from te_bench.experiments.spec import Options, Scalar, Trial
 from te_bench.models import corpus as corpora
 
 V, VP = 50257, 50304  # GPT-2's vocabulary, and the same padded to a multiple of 64
 FP8_RECIPE = "float8_current_scaling"
+#: Recipes that a suite runs where --recipes names them: attention in FP8 is off unless asked for.
+ON_REQUEST = frozenset({"float8_current_scaling_dpa"})
 
 #: nanoGPT's bench.py: no clipping, no accumulation, weight decay 1e-2, learning rate 1e-4.
 BENCH_PY: dict[str, Scalar] = {
@@ -15,6 +18,11 @@ BENCH_PY: dict[str, Scalar] = {
     "learning_rate": 1e-4,
     "min_learning_rate": 1e-4,
 }
+
+
+def recipes() -> list[str]:
+    """The recipes of a suite that was not told which."""
+    return [name for name in plugins.names("te_bench.models.recipe") if name not in ON_REQUEST]
 
 
 def seeds(options: Options, default: int) -> range:

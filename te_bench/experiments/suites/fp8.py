@@ -1,6 +1,5 @@
 """GPT-2 124M training step in every FP8 recipe beside BF16, in eager mode, compiled and as one CUDA graph."""
 
-from te_bench import plugins
 from te_bench.experiments.spec import Experiment, Options, Scalar
 from te_bench.experiments.suites import _rungs
 from te_bench.experiments.suites._rungs import VP
@@ -15,7 +14,7 @@ def experiment(options: Options) -> Experiment:
     if not cuda:
         problem = {"model": "tiny", "batch": 2, "block": 64}
     attention, modes = ("cudnn", MODES) if cuda else ("flash", ("eager",))
-    recipes = plugins.names("te_bench.models.recipe")
+    recipes = _rungs.recipes()
     rungs = [("bf16", "", mode) for mode in modes]
     rungs += [("fp8", recipe, mode) for recipe in recipes for mode in modes]
     trials = [

@@ -5,7 +5,6 @@ computes another function with half of the attention work. "fair": no dropout, c
 alone, te.LayerNormMLP beside the plain one.
 """
 
-from te_bench import plugins
 from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Scalar, Trial
 from te_bench.experiments.suites import _rungs
 
@@ -50,15 +49,14 @@ def _faithful(kernel: str, *, theirs: bool) -> list[Rung]:
 
 
 def _fair_gpu() -> list[Rung]:
-    recipes = plugins.names("te_bench.models.recipe")
     both = ("eager", "compile")
     rungs: list[Rung] = [("plain", "manual", None, "eager")]
     rungs += [("plain_sdpa", kernel, None, mode) for kernel in ("flash", "cudnn") for mode in both]
     rungs += [(layer, "cudnn", None, mode) for layer in ("te_basic", "te_fused", "te_layer") for mode in both]
-    for recipe in recipes:
+    for recipe in _rungs.recipes():
         modes = both if recipe in (DELAYED, CURRENT) else ("eager",)
         rungs += [("te_layer", "cudnn", recipe, mode) for mode in modes]
-    rungs += [("te_layer", kernel, recipe, mode) for recipe in (None, *recipes) for kernel, mode in OURS]
+    rungs += [("te_layer", kernel, recipe, mode) for recipe in (None, *_rungs.recipes()) for kernel, mode in OURS]
     rungs += [("torchao_tensorwise", "cudnn", CURRENT, "compile"), ("torchao_rowwise", "cudnn", ROWWISE, "compile")]
     return rungs + [("transformer_engine", "cudnn", recipe, "eager") for recipe in (None, *THEIRS)]
 
@@ -66,7 +64,7 @@ def _fair_gpu() -> list[Rung]:
 def _mlp(cuda: bool) -> list[Rung]:
     modes = ("eager", "cudagraph") if cuda else ("eager",)
     rungs: list[Rung] = [("plain", NO_ATTENTION, None, mode) for mode in (("eager", "compile") if cuda else modes)]
-    recipes = (None, *plugins.names("te_bench.models.recipe"))
+    recipes = (None, *_rungs.recipes())
     rungs += [("te_layer", NO_ATTENTION, recipe, mode) for recipe in recipes for mode in modes]
     return rungs + [("transformer_engine", NO_ATTENTION, recipe, "eager") for recipe in (None, *THEIRS) if cuda]
 
@@ -74,7 +72,7 @@ def _mlp(cuda: bool) -> list[Rung]:
 def _fair_cpu() -> list[Rung]:
     rungs: list[Rung] = [("plain", "manual", None, "eager")]
     rungs += [(layer, "flash", None, "eager") for layer in ("plain_sdpa", "te_basic", "te_fused", "te_layer")]
-    return rungs + [("te_layer", "flash", recipe, "eager") for recipe in plugins.names("te_bench.models.recipe")]
+    return rungs + [("te_layer", "flash", recipe, "eager") for recipe in _rungs.recipes()]
 
 
 def _trial(options: Options, problem: dict[str, Scalar], rung: Rung, seed: int) -> Trial:

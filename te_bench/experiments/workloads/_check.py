@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from te_bench.experiments.measurement import CheckFailed, Measurement
 from te_bench.experiments.spec import NO_ATTENTION, Trial
 from te_bench.kernels import attention
+from te_bench.models import recipe as recipes
+from te_bench.models.modules import attention_kernel
 
 COPIES = ("Memcpy ", "Memset ")  # how Kineto names the GPU's events that are no kernels
 PROFILED = 3  # calls under the profiler, whose mean kernel_seconds is
@@ -114,6 +116,14 @@ def spans_kernels(event: FunctionEvent) -> bool:
     return bool(event.is_user_annotation) or event.name.startswith(("## ", "Torch-Compiled"))
 
 
+def attention_of(trial: Trial) -> str:
+    """The backend whose attention a training pass of the trial runs: its own, or under a recipe with fp8_dpa the FP8 one."""
+    recipe = None if trial.recipe is None else recipes.load(trial.recipe)
+    if recipe is None or not recipe.fp8_dpa or attention.in_fp8(trial.attention):
+        return trial.attention
+    return attention_kernel.in_fp8(trial.device, recipe.emulate)
+
+
 def require_kernels(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:
     """The measurement with its kernels, and in its work how many were launched where that was counted, and `auto`'s choice.
 
@@ -122,7 +132,7 @@ def require_kernels(trial: Trial, seen: Seen, measurement: Measurement) -> Measu
     more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
     if trial.attention == NO_ATTENTION:
         return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})
-    reason = attention.wrong_kernel(trial.attention, trial.device, seen.names, eager=trial.mode == "eager")
+    reason = attention.wrong_kernel(attention_of(trial), trial.device, seen.names, eager=trial.mode == "eager")
     if reason:
         raise CheckFailed(reason, dataclasses.replace(measurement, samples={}, kernels=seen.names))
     chosen = attention.load(trial.attention).chosen

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import _check
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
@@ -77,9 +78,10 @@ def require_supported(trial: Trial) -> None:
         device=trial.device,
         capability=capability(trial.device),
     )
-    reason = attention.load(trial.attention).unsupported(problem)
-    if reason:
-        raise Unsupported(f"{trial.attention}: {reason}")
+    for name in dict.fromkeys((trial.attention, _check.attention_of(trial))):  # an evaluation in bf16 takes the former
+        reason = attention.load(name).unsupported(problem)
+        if reason:
+            raise Unsupported(f"{name}: {reason}")
     if trial.device == "cpu" and trial.precision == "fp16":
         raise Unsupported("fp16: its gradient scaler and half-precision training are for GPUs; use bf16 on a CPU")
     if trial.device == "cpu" and trial.mode in ("compile-reduce-overhead", "cudagraph"):
@@ -199,8 +201,9 @@ def allow_tf32(precision: str) -> None:
 def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> dict[str, Any]:
     """Hold loss and every gradient of one step to the same model in float64 with manual attention and no padding.
 
-    The yardstick is the same model with manual attention at the trial's own precision, eager, and FP8 emulated: the
-    trial may err FACTOR times as much, tensor by tensor, plus a floor. Raises CheckFailed, naming the worst tensor.
+    The yardstick is the same model with manual attention at the trial's own precision, eager, and FP8 emulated, attention's
+    by manual_fp8 where the trial's is in FP8: the trial may err FACTOR times as much, tensor by tensor, plus a floor. Raises
+    CheckFailed, naming the worst tensor.
     Models with dropout are compared without it, eagerly: random masks cannot be.
     """
     if config_of(trial).dropout:
@@ -212,7 +215,8 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     vocab = trial.number("vocab")
     unpadded = {name: value for name, value in trial.problem.items() if name not in FAST} | {"padded_vocab": vocab}
     exact = dataclasses.replace(trial, attention="manual", precision="fp64", recipe=None, problem=unpadded)
-    library = dataclasses.replace(trial, attention="manual", recipe=None, problem=unpadded)
+    definition = attention.yardstick(_check.attention_of(trial))
+    library = dataclasses.replace(trial, attention=definition, recipe=None, problem=unpadded)
     true_loss, truth = _in_rows(exact, step.optim, tokens, targets)
     recipe = recipes.load(trial.recipe) if trial.recipe else None
     fp8_head = trial.problem.get("head") == "fp8"

@@ -19,8 +19,10 @@ from te_bench.kernels.attention.auto import HOPPER, WINDOWED, preference
 #: on a GPU an activation checkpoint recomputes in a thread of autograd's, and must find the kernel of the forward pass.
 current: str | None = None
 
+FP8 = ("triton_fp8", "manual_fp8")  # under a recipe with fp8_dpa: on a GPU; where FP8 is emulated
+
 # Loaded beforehand, because torch.compile can't trace an import.
-_backends: dict[str, Backend] = {name: attention.load(name) for name in (*HOPPER, *WINDOWED)}
+_backends: dict[str, Backend] = {name: attention.load(name) for name in (*HOPPER, *WINDOWED, *FP8)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +62,13 @@ def within(name: str | None) -> Iterator[None]:
         current = before
 
 
-def choose(problem: Problem) -> str:
-    """The backend that attention_kernel asks for, or the first preference that can. Raises ValueError if that can't."""
+def choose(problem: Problem, emulate: bool | None = None) -> str:
+    """The backend that attention_kernel asks for, or the first preference that can. Raises ValueError if that can't.
+
+    emulate: None in the inputs' precision; else in FP8, which may have to be emulated.
+    """
+    if emulate is not None:
+        return _choose_fp8(problem, emulate)
     if current is not None:
         reason = _unable(_backends[current], problem)
         if reason is not None:
@@ -74,6 +81,26 @@ def choose(problem: Problem) -> str:
     raise AssertionError("math does everything")
 
 
+def in_fp8(device: str, emulate: bool) -> str:
+    """The backend by which attention computes in FP8 where nobody asks for another."""
+    return FP8[emulate or device == "cpu"]
+
+
+def _choose_fp8(problem: Problem, emulate: bool) -> str:
+    name = in_fp8(problem.device, emulate) if current is None else current
+    if not _backends[name].fp8:
+        raise ValueError(
+            f"attention_kernel({name!r}) has no FP8, which the recipe's fp8_dpa=True asks for: leave one of them out, or "
+            f"take {' or '.join(FP8)}"
+        )
+    reason = _unable(_backends[name], problem)
+    if reason is not None:
+        raise ValueError(
+            f"fp8_dpa=True, but {name} can't do this: {reason}. Compute it under a recipe without fp8_dpa."
+        )
+    return name
+
+
 def _unable(backend: Backend, problem: Problem) -> str | None:
     """Why the backend can't do the problem as `attend` would put it, or None."""
     return backend.unsupported(posed(backend, problem))
@@ -84,8 +111,12 @@ def backend(name: str) -> Backend:
     return _backends[name]
 
 
-def report(problem: Problem) -> Report:
+def report(problem: Problem, emulate: bool | None = None) -> Report:
     """What `choose` gives for a problem, and every backend's reason against it."""
     said = {name: _unable(attention.load(name), problem) for name in attention.names()}
+    if emulate is not None:
+        said |= {name: "no FP8, which fp8_dpa=True asks for" for name in said if not attention.in_fp8(name)}
     reasons = {name: reason for name, reason in said.items() if reason is not None}
-    return Report(chosen=None if current in reasons else attention.rival(choose(problem), problem), reasons=reasons)
+    asked = in_fp8(problem.device, emulate) if emulate is not None and current is None else current
+    chosen = None if asked in reasons else attention.rival(choose(problem, emulate), problem)
+    return Report(chosen=chosen, reasons=reasons)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from te_bench.kernels.attention import Backend, Problem, attend
 from te_bench.kernels.attention._packed import attend_packed
 from te_bench.kernels.attention.auto import DTYPES
+from te_bench.models import fp8
 from te_bench.models.modules import _arguments, attention_kernel, attention_mask
 from te_bench.models.modules._module import compute_dtype, reject_absent
 from te_bench.models.modules.attention_kernel import Report
@@ -106,13 +107,20 @@ def _attend_packed(
     return attend_packed(backend, q, k, v, *starts, longest, scale=scale, dropout=dropout, **options)
 
 
+def _emulate() -> bool | None:
+    """Whether FP8 is to be emulated; None where attention is to compute in the inputs' precision."""
+    recipe = fp8.recipe_of_attention()
+    return None if recipe is None else recipe.emulate
+
+
 class DotProductAttention(nn.Module):
     """softmax(scale Q K^T, masked) V for query (s, b, h, d), key (t, b, g, d), value (t, b, g, e) -> (s, b, h e).
 
     "bshd": (b, s, h, d) and so on -> (b, s, h e). "thd": sequences of many lengths one after the other, (rows, h, d) and so
     on -> (rows, h e), under a padding type and by cu_seqlens alone; rows of no sequence are 0. kv_channels: d, or (d, e);
     softmax_scale defaults to d^-1/2. A query that sees no key, padding among them, gives 0 and has gradient 0. Masks and
-    windows: attention_mask.py. Attention dropout draws from torch's generator. Arguments and defaults are Transformer
+    windows: attention_mask.py. Attention dropout draws from torch's generator. Under a recipe with fp8_dpa it computes in
+    FP8, causal or full and without dropout, and raises ValueError for all else. Arguments and defaults are Transformer
     Engine's, those after bottom_right_diagonal by name only. Raises ValueError for what te_bench has not: biases, context
     parallelism, KV caches.
     """
@@ -199,7 +207,7 @@ class DotProductAttention(nn.Module):
         if q.numel() == 0 or k.shape[2] == 0:  # kernels refuse it; 0 x inputs keeps the graph of an empty batch
             out = (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(*q.shape[:3], v.shape[-1])
         else:
-            backend = attention_kernel.backend(attention_kernel.choose(problem))
+            backend = attention_kernel.backend(attention_kernel.choose(problem, _emulate()))
             run = partial(_attend, backend, extent, self.softmax_scale, problem.dropout)
             out = checkpoint(run, q, k, v, use_reentrant=False) if checkpoint_core_attention else run(q, k, v)
         context = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.transpose(1, 2)
@@ -231,7 +239,7 @@ class DotProductAttention(nn.Module):
         if q.numel() == 0 or k.shape[2] == 0:
             return (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(q.shape[2], q.shape[1] * v.shape[3])
         problem = self._packed_problem(q, k, v, sequences)
-        backend = attention_kernel.backend(attention_kernel.choose(problem))
+        backend = attention_kernel.backend(attention_kernel.choose(problem, _emulate()))
         run = partial(_attend_packed, backend, sequences, self.softmax_scale, problem.dropout)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         out = checkpoint(run, q, k, v, use_reentrant=False) if again else run(q, k, v)
@@ -248,12 +256,13 @@ class DotProductAttention(nn.Module):
         lengths = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
         if layout == "thd":
             q, k, v = self._rows(query_layer, key_layer, value_layer)
-            return attention_kernel.report(self._packed_problem(q, k, v, self._sequences(q, k, lengths, options)))
+            problem = self._packed_problem(q, k, v, self._sequences(q, k, lengths, options))
+            return attention_kernel.report(problem, _emulate())
         q, k, v = self._inputs(query_layer, key_layer, value_layer, layout)
         names = ("attn_mask_type", "window_size", "bottom_right_diagonal")
         asked = [options.get(name) for name in names]
         extent = self._extent(q, k, options.get("attention_mask"), lengths, *asked)
-        return attention_kernel.report(self._problem(q, k, v, extent))
+        return attention_kernel.report(self._problem(q, k, v, extent), _emulate())
 
     def _layout(self, qkv_format: str | None) -> str:
         return self.qkv_format if qkv_format is None else check_format("DotProductAttention.forward", qkv_format)

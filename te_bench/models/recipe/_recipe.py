@@ -59,6 +59,7 @@ class Recipe:
     # Not annotated: a dataclass would put what it knows as a ClassVar before the fields of its subclasses.
     fp8_format = Format.HYBRID
     power_of_two = False  # whether scales are powers of two
+    fp8_dpa = False  # whether attention computes in FP8, too: kernels/attention/manual_fp8.py says how
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Whoever overrides quantize is asked by quantize alone: an inherited short cut would go past it."""

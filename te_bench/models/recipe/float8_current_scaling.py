@@ -1,6 +1,6 @@
 """Per-tensor current scaling: every tensor is scaled by its own amax, measured just before the cast."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -12,12 +12,14 @@ from te_bench.models.recipe._recipe import Format, Recipe, Slot
 class Float8CurrentScaling(Recipe):
     """scale = FP8_MAX / amax(x), 1 where amax is 0, infinite or NaN; split accumulation in dgrad and wgrad.
 
-    power_of_two rounds scales down to powers of two. Raises ValueError for Format.E5M2.
+    power_of_two rounds scales down to powers of two. fp8_dpa: attention, too, with a scale a head, in E4M3
+    both ways whatever the format. Raises ValueError for Format.E5M2.
     Source: Transformer Engine, Float8CurrentScaling.
     """
 
     fp8_format: Format = Format.HYBRID
     power_of_two: bool = False
+    fp8_dpa: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         self._check_format()

@@ -11,7 +11,7 @@ from te_bench.experiments import plan
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import _convergence, convergence
 
-RECIPES = plugins.names("te_bench.models.recipe")
+RECIPES = [name for name in plugins.names("te_bench.models.recipe") if not name.endswith("_dpa")]
 #: What may differ between the arms of one seed, and nothing else.
 ARM = ("arm", "perturb_ulp", "fault")
 
@@ -117,6 +117,13 @@ def test_tokens_are_steps_rounded_up(tokens: int, steps: int) -> None:
 )
 def test_the_preset_is_the_users_or_the_models_or_the_devices(device: str, asked: dict[str, Any], model: str) -> None:
     assert {t.problem["model"] for t in resolve(device=device, **asked).trials} == {model}
+
+
+def test_attention_in_fp8_is_an_arm_of_its_own_where_it_is_asked_for() -> None:
+    arms = resolve(recipes=("float8_current_scaling", "float8_current_scaling_dpa"), seeds=1).trials
+    plain, in_fp8 = (t for t in arms if t.problem["arm"] == "recipe")
+    assert dataclasses.replace(in_fp8, recipe=plain.recipe) == plain
+    assert len({t.cell for t in arms}) == len(arms)
 
 
 def test_recipes_are_those_asked_for() -> None:

@@ -24,9 +24,12 @@ def slot(x: Tensor, asked: Recipe, role: str) -> Slot:
 
 
 def test_names() -> None:
-    assert recipe.names() == ["delayed_scaling", "float8_block_scaling", "float8_current_scaling", "rowwise_scaling"]
+    expected = ["delayed_scaling", "float8_block_scaling", "float8_current_scaling", "float8_current_scaling_dpa"]
+    assert recipe.names() == [*expected, "rowwise_scaling"]
     for name in recipe.names():
         assert recipe.load(name).unsupported("cpu", None) is None
+        assert recipe.load(name).fp8_dpa == name.endswith("_dpa"), "off unless asked for"
+    assert recipe.DelayedScaling(fp8_dpa=True).fp8_dpa
 
 
 @pytest.mark.parametrize("name", recipe.names())
@@ -153,7 +156,6 @@ def test_arguments_stand_in_transformer_engines_order() -> None:
         ),
         (lambda: recipe.DelayedScaling(margin="1"), "margin='1' is not possible: a number"),
         (lambda: recipe.DelayedScaling(margin=float("nan")), "margin=nan is not possible: a number"),
-        (lambda: recipe.DelayedScaling(fp8_dpa=True), "fp8_dpa=True is not possible: te_bench computes attention in"),
         (lambda: recipe.DelayedScaling(fp8_mha=True), "fp8_mha=True is not possible"),
     ],
 )
