@@ -86,7 +86,7 @@ def test_what_is_wrong_is_named(command: Command, arguments: list[object], reaso
 def test_the_rivals_take_turns_and_auto_is_none_of_them_nor_what_it_never_takes() -> None:
     from te_bench.kernels import attention
 
-    names = [name for name in attention.names() if name not in ("auto", "manual_fp8", "triton_fp8")]
+    names = [name for name in attention.names() if name != "auto" and not attention.load(name).fp8]
     experiment = tune._experiment("cuda", ["1,2,64,16,causal", "1,2,64,16,full"], None, None, 2)
     ran = [(t.problem["causal"], t.attention) for t in experiment.trials]
     once = [(causal, name) for causal in (True, False) for name in names]

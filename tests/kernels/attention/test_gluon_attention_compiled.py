@@ -84,7 +84,7 @@ def loops(kernel: Compiled) -> list[list[str]]:
             lines.append(line)
     for at, line in enumerate(lines):
         back = re.search(r"\bBRA\b.*?(\.L_x_\d+)", line)
-        if back and labels.get(back[1], at + 1) <= at and any("HGMMA" in x for x in lines[labels[back[1]] : at]):
+        if back and labels.get(back[1], at + 1) <= at and any("GMMA" in x for x in lines[labels[back[1]] : at]):
             found.append((labels[back[1]], at))
     inner = [(a, b) for a, b in found if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in found)]
     return [lines[a : b + 1] for a, b in inner]
