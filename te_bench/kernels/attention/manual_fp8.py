@@ -6,7 +6,7 @@ O = P V / sum. Backward: S again, and dP = dO V^T, of FP8 operands; P and dS = P
 dtype for dV = P^T dO, dQ = scale dS K and dK = scale dS^T Q with dO, K and Q as they came. delta is the rows' sums of
 O * dO with the dO of dP, so that the rows of dS add up to 0.
 
-dO in E4M3 and not in E5M2, the format of gradients elsewhere: a scale for each head, from the very tensor, leaves nearly 2^18 from
+dO in E4M3 and not in E5M2, the format of gradients elsewhere: a scale for each head, from the very tensor, leaves 2^17 from
 the largest element to the last, and dS is a difference in which a third bit of the mantissa counts. A head that has a NaN or
 an infinity is NaN altogether: its scale is, for a saturating cast would hide it.
 Source: Micikevicius et al., arXiv:2209.05433; Shah et al., "FlashAttention-3", arXiv:2407.08608, for P's 2^8.
