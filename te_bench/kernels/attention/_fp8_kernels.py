@@ -25,7 +25,7 @@ OFFSET = tl.constexpr(8.0)  # P is rounded as 2^8 P: manual_fp8.WEIGHTS
 FORWARD: Mapping[int, Tile] = {
     32: Tile(128, 128, 8, 3),
     64: Tile(128, 128, 8, 3),
-    128: Tile(128, 128, 8, 2),
+    128: Tile(128, 128, 8, 3),
 }
 
 
