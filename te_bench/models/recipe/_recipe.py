@@ -126,6 +126,10 @@ class Recipe:
                 f"FP8 tensor cores need compute capability 8.9, this GPU has {capability[0]}.{capability[1]}; "
                 f"{type(self).__name__}(emulate=True) computes the same numbers without them, slowly"
             )
+        if device == "cuda" and not self.emulate and self.fp8_dpa and capability is not None and capability < (9, 0):
+            return (
+                f"fp8_dpa: attention in FP8 is for compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
+            )
         return None
 
     def _emulated(self, x: Tensor) -> bool:
