@@ -39,6 +39,9 @@ Alpha = Annotated[float | None, typer.Option(help="Error rate of the verdict's t
 StopEarly = Annotated[
     bool, typer.Option("--stop-early", help="Spare arms the seeds that a sequential test no longer needs.")
 ]
+Fused = Annotated[
+    bool, typer.Option("--fused", help="Judge each recipe's fused step too, with a bf16 and with an FP8 head.")
+]
 Timings = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Results, of a pilot say, that tell how long steps take and seeds vary."),
@@ -67,6 +70,7 @@ def options(given: Mapping[str, Any]) -> "Options":
         budget_s=None if budget is None else seconds(budget),
         recipes=None if recipes is None else tuple(name.strip() for name in recipes.split(",") if name.strip()),
         stop_early=given.get("stop_early") or None,
+        fused=given.get("fused") or None,
         **{name: given.get(name) for name in _AS_THEY_ARE},
     )
 

@@ -77,6 +77,7 @@ _UNHEEDED = {
     "alpha": "gives no verdict on convergence",
     "preset": "has no presets",
     "stop_early": "gives no verdict that could come early",
+    "fused": "chooses its kernels itself",
 }
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from te_bench.reports import curves, figures, floor_figures, layer_figures, verdict_figures, verdict_tables
+from te_bench.reports import curves, figures, floor_figures, layer_figures, text, verdict_figures, verdict_tables
 from te_bench.reports.rows import Group, printable
 
 
@@ -49,5 +49,5 @@ def _verdicts(group: Group) -> list[tuple[str, str, Callable[[], Figure] | None]
         found.append((f"verdict_spikes{place}", f"Spikes and divergences: {title}", verdict_figures.spikes(study)))
         for arm in study.study.recipes:
             caption = f"FP8 numerics over the training, {arm.name}: {title}"
-            found.append((f"verdict_numerics-{arm.name}{place}", caption, verdict_figures.numerics(arm)))
+            found.append((f"verdict_numerics-{text.slug(arm.name)}{place}", caption, verdict_figures.numerics(arm)))
     return found

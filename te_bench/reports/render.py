@@ -4,7 +4,6 @@ import base64
 import csv
 import hashlib
 import io
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from te_bench.reports import analysis, figures, gallery, tables
+from te_bench.reports import analysis, figures, gallery, tables, text
 from te_bench.reports.files import write_atomically
 from te_bench.reports.rows import Cell, Group, Results, Row, identity, load_results, printable
 from te_bench.reports.table import Table
@@ -90,18 +89,14 @@ def draw(results: Results) -> dict[int, tuple[figures.Drawing, ...]]:
     drawn = {}
     taken: set[str] = set()
     for place, group in enumerate(results.groups):
-        suffix = "" if len(results.groups) == 1 else f"-{_slug(group.suite)}"
+        suffix = "" if len(results.groups) == 1 else f"-{text.slug(group.suite)}"
         if sum(other.suite == group.suite for other in results.groups) > 1:
-            suffix += f"-{_slug(group.environment)[:8]}"
+            suffix += f"-{text.slug(group.environment)[:8]}"
         while suffix in taken:  # two names with the same slug
             suffix += f"-{place}"
         taken.add(suffix)
         drawn[place] = tuple(gallery.of_group(group, suffix))
     return drawn
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "unnamed"
 
 
 def page(results: Results, drawn: Mapping[int, Sequence[figures.Drawing]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Numbers as a reader wants them: sensible digits, units of the field, a dash for what was not measured."""
 
 import math
+import re
 
 from te_bench.reports.analysis import Ratio
 
@@ -84,3 +85,8 @@ def milliseconds(seconds: float | None) -> str:
 def shortened(text: str, limit: int) -> str:
     """The text, its end cut and marked when it is longer than the limit."""
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
+
+
+def slug(name: str) -> str:
+    """The name as part of a file's."""
+    return re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")[:60] or "unnamed"

@@ -20,7 +20,10 @@ FAULT, FAULTY = "flushed_gradients", "float8_current_scaling"
 FIRST_LOOK = 4
 WORTH_LOOKING = 8  # seeds from which stopping early saves a third of them, by the same simulations
 
-HEEDS = frozenset({"model", "recipes", "steps", "tokens", "margin", "alpha", "preset", "stop_early"})
+#: Heads of the fused step: the FP8 one is an option of its own, with a verdict of its own.
+FUSED_HEADS = ("chunked", "fp8")
+
+HEEDS = frozenset({"model", "recipes", "steps", "tokens", "margin", "alpha", "preset", "stop_early", "fused"})
 
 
 def experiment(options: Options) -> Experiment:
@@ -58,11 +61,14 @@ def _looks(options: Options, seeds: int) -> dict[str, Scalar]:
 
 def _arms(options: Options, problem: dict[str, Scalar], seed: int) -> list[Trial]:
     """The arms of one pair: what differs between them is in "arm", "perturb_ulp" and "fault", precision and recipe."""
-    recipe_arm: dict[str, Scalar] = {"arm": "recipe"}
+    ways: list[dict[str, Scalar]] = [{}]
+    if options.fused:
+        fast = {"blocks": "fused", "optimizer": "triton" if options.device == "cuda" else "reference"}
+        ways += [{**fast, "head": head} for head in FUSED_HEADS]
     asked: list[tuple[str | None, dict[str, Scalar]]] = [
         (None, {"arm": "control"}),
         (None, {"arm": "aa", "perturb_ulp": 1}),
-        *((recipe, recipe_arm) for recipe in _convergence.recipes_of(options)),
+        *((recipe, {"arm": "recipe", **way}) for recipe in _convergence.recipes_of(options) for way in ways),
         (FAULTY, {"arm": "broken", "fault": FAULT}),
     ]
     return [_convergence.arm(options, {**problem, **more}, recipe, seed) for recipe, more in asked]

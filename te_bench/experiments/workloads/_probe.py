@@ -28,6 +28,7 @@ def look(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float | 
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(_untouched(step.model, list(modules.values())))
+        stack.enter_context(_one_by_one(step.model))
         for name, module in modules.items():
             stack.enter_context(_watched(name, module, seen))
         torch.manual_seed(SEED)
@@ -73,6 +74,19 @@ def _watched(name: str, module: Linear, seen: dict[str, tuple[Tensor, int]]) -> 
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _one_by_one(model: nn.Module) -> Iterator[None]:
+    """While inside, fused blocks go by their modules, which can be watched."""
+    fused = [module for module in model.modules() if getattr(module, "fused", False) is True]
+    for module in fused:
+        module.fused = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in fused:
+            module.fused = True  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

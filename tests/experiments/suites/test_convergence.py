@@ -10,6 +10,7 @@ from te_bench import plugins
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import _convergence, convergence
+from te_bench.reports.rows import arm_name
 
 RECIPES = [name for name in plugins.names("te_bench.models.recipe") if not name.endswith("_dpa")]
 #: What may differ between the arms of one seed, and nothing else.
@@ -50,6 +51,22 @@ def test_the_arms_of_a_seed_differ_in_their_arm_alone(device: str, preset: str) 
         }
         assert len(arms) == len(found)
     assert len({t.name for t in experiment.trials}) == len(experiment.trials)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fused_steps_are_arms_of_their_own(device: str) -> None:
+    plain, fused = (resolve(device=device, recipes=("delayed_scaling",), fused=asked).trials for asked in (None, True))
+    more = {trial.id: trial for trial in fused if trial not in plain}
+    assert len(fused) - len(plain) == len(more) == 2 * 5  # two heads, five seeds
+    assert set(plain) < set(fused)
+    ways = [{key: trial.problem[key] for key in ("blocks", "head", "optimizer")} for trial in more.values()]
+    optimizer = "triton" if device == "cuda" else "reference"
+    assert ways[0] == {"blocks": "fused", "head": "chunked", "optimizer": optimizer}
+    assert ways[1] == {"blocks": "fused", "head": "fp8", "optimizer": optimizer}
+    assert {arm_name(trial) for trial in more.values()} == {
+        "delayed_scaling, fused",
+        "delayed_scaling, fused, FP8 head",
+    }
 
 
 def test_seeds_are_outermost_so_that_a_run_may_stop_between_them() -> None:
