@@ -1,0 +1,63 @@
+"""Tiles of the norm's FP8 cast at 8192 x 4096 in bf16, alone and with a residual's addition: us, the L2 cold.
+
+    python benchmarks/norm_tiles.py [--json FILE]
+
+On an NVIDIA GPU; half a minute. The fastest of both is `WIDE_CAST` of te_bench/kernels/norm/_residual_kernels.py. Under
+TRITON_INTERPRET=1 a CPU runs one tile, which it does not time.
+"""
+
+import argparse
+import itertools
+import statistics
+from functools import partial
+from pathlib import Path
+
+import torch
+from _race import keep
+
+from te_bench.experiments import timing
+from te_bench.kernels import _launch
+from te_bench.kernels.norm import _residual, _residual_kernels
+
+TILES = list(itertools.product((16, 32, 64), (128, 256, 512), (4, 8, 16)))  # ROWS, COLUMNS, num_warps
+
+
+def measured(rows: int, columns: int, warps: int, device: str) -> list[float | str]:
+    """us without and with the addition; an exception's name in place of what has none."""
+    m, n = (8192 if device == "cuda" else 64), 4096
+    x, residual = (torch.randn(m, n, device=device).bfloat16() for _ in range(2))
+    weight, bias = torch.ones(n, device=device).bfloat16(), torch.zeros(n, device=device).bfloat16()
+    scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
+    _residual_kernels.WIDE_CAST = {"ROWS": rows, "COLUMNS": columns, "num_warps": warps}
+    _launch._compiled.clear()  # its keys know of one tile only
+    found: list[float | str] = []
+    for branch in (None, residual):
+        call = partial(
+            _residual.add_forward_quantized, x, branch, weight, bias, eps=1e-5, via=x.dtype, scale=scale,
+            dtype=torch.float8_e4m3fn, rowwise=True, columnwise=True, amax=amax,
+        )  # fmt: skip
+        try:
+            if device == "cuda":
+                found.append(round(1e6 * statistics.median(timing.kernel(call, device)), 1))
+            else:
+                call()
+                found.append(0)
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    file = parser.parse_args().json
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    table = {}
+    for tile in TILES if device == "cuda" else [(32, 256, 8)]:
+        found = table["{} x {} by {} warps".format(*tile)] = measured(*tile, device)
+        print(*tile, *found, flush=True)
+        keep(table, file)
+
+
+if __name__ == "__main__":
+    main()
