@@ -1,0 +1,184 @@
+"""The sweeps under benchmarks/: who runs when, what hangs is killed, and a Hopper GPU has room for every plan."""
+
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from te_bench.kernels.norm import _residual_kernels
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = 227 * 1024  # bytes of a processor's shared memory that a program may have
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def test_candidates_take_turns_there_and_back(script: Callable[[str], Any]) -> None:
+    seen: list[str] = []
+    clock = {"a": iter((9.0, 1.0, 2.0)), "b": iter((4.0, 6.0, 5.0)), "c": iter((7.0, 7.0, 8.0))}
+
+    def seconds(name: str) -> float:
+        seen.append(name)
+        return next(clock[name])
+
+    assert script("_race").by_turns({name: name for name in "abc"}, 3, seconds) == {"a": 2.0, "b": 5.0, "c": 7.0}
+    assert "".join(seen) == "cbaabccba"
+
+
+def test_who_raises_is_left_out_of_a_forgiving_race(
+    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    race = script("_race")
+    cuda = SimpleNamespace(empty_cache=lambda: None, Stream=object, stream=contextlib.nullcontext)
+    monkeypatch.setattr(race, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(race, "captured", lambda call, stream: call())
+    monkeypatch.setattr(race, "seconds_of", lambda graph, stream: graph)
+    calls = {"a": lambda: 1.0, "b": lambda: 1 / 0, "c": lambda: 3.0}
+    assert race.race(lambda: calls, 2, skip=["c"], forgiving=True) == {"a": 1.0}
+    assert capsys.readouterr().out == "b: ZeroDivisionError division by zero\n"
+    with pytest.raises(ZeroDivisionError):
+        race.race(lambda: calls, 2)
+
+
+def test_a_table_has_the_fastest_first_and_is_kept(
+    script: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    race = script("_race")
+    rates = race.told("a shape", 4e9, {"slow": 4e-5, "fast": 1e-5})
+    assert rates == pytest.approx({"slow": 100, "fast": 400})
+    assert [line.split()[-1] for line in capsys.readouterr().out.split("\n")[2:4]] == ["fast", "slow"]
+    race.keep({"a shape": rates}, tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a shape": rates}
+
+
+PIECE = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(__file__).with_suffix(".pid").write_text(str(os.getpid()))
+time.sleep(60 if sys.argv[1] == "hangs" else 0)
+sys.exit(sys.argv[1] == "fails")
+"""
+
+
+@pytest.mark.parametrize(("how", "seconds", "well"), [("ends", 30, True), ("fails", 30, False), ("hangs", 1, False)])
+def test_a_piece_that_hangs_is_killed(
+    how: str, seconds: float, well: bool, script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piece = tmp_path / "piece.py"
+    piece.write_text(PIECE)
+    monkeypatch.setattr("sys.argv", [str(piece), "not", "these"])
+    began = time.monotonic()
+    assert script("_race").apart(seconds, how, "more") is well
+    assert time.monotonic() - began < 20
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(piece.with_suffix(".pid").read_text()), 0)
+
+
+def test_plans_of_the_backward_pass(script: Callable[[str], Any]) -> None:
+    sweep = script("attention_backward_plans")
+    assert len(sweep.PLANS) == len(set(sweep.PLANS.values())) == 10
+    assert sweep.launch.FUSED[128] in sweep.PLANS.values()
+    for p in sweep.PLANS.values():
+        held, ring, dscores = 2 * p.warpgroups * p.slots * 64 * 256, 4 * p.stages * 64 * 128, 4 * p.warpgroups * 64 * 64
+        assert p.fetching() >= 24
+        assert held + ring + p.stages * 64 * 8 + dscores + 1024 <= SHARED
+    skipped = set(sweep.CHECKED) | {name for names in sweep.ALIKE.values() for name in names}
+    unchecked = set(sweep.PLANS) - skipped
+    assert {sweep.PLANS[name]._replace(sharing=4, persistent=True) for name in unchecked} == {sweep.BASE}
+
+
+def asked(sweep: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str, wrong: str = "") -> list[tuple[Any, ...]]:
+    """Pieces that a sweep runs apart, where one check fails: seconds and arguments."""
+    pieces = []
+
+    def apart(seconds: float, *of: str) -> bool:
+        pieces.append((seconds, *of))
+        return of != ("check", wrong)
+
+    monkeypatch.setattr(sweep, "apart", apart)
+    monkeypatch.setattr("sys.argv", ["sweep.py", *arguments])
+    sweep.main()
+    return pieces
+
+
+def test_what_failed_is_not_timed(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, chained = script("attention_backward_plans"), "3 places, sharing 4, chained"
+    *checks, last = asked(sweep, monkeypatch, "--json", "x.json", wrong=chained)
+    assert checks == [(60 if i else 150, "check", name) for i, name in enumerate(sweep.CHECKED)]
+    assert last == (180, "time", chained, "3 places, sharing 12, chained", "--json", "x.json")
+    measured: list[Any] = []
+    monkeypatch.setattr(sweep, "measure", lambda *given: measured.extend(given))
+    assert asked(sweep, monkeypatch, *map(str, last[1:])) == []
+    assert measured == [[chained, "3 places, sharing 12, chained"], Path("x.json")]
+    with pytest.raises(SystemExit, match="1"):
+        asked(sweep, monkeypatch, wrong=sweep.CHECKED[0])
+
+
+def test_pieces_of_fp8_attention(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = script("attention_fp8_plans")
+    pieces = asked(sweep, monkeypatch, "--json", "x.json")
+    assert [piece[0] for piece in pieces] == [150, 150, 150, 120, 420]
+    assert asked(sweep, monkeypatch, "plans") == [(90, "check", f"gluon_fp8:{plan}") for plan in sweep.PLANS]
+    ran: list[Any] = []
+    for name in ("check", "long", "measure"):
+        monkeypatch.setattr(sweep, name, lambda *given, name=name: ran.append((name, *given)))
+    for _, *arguments in pieces:
+        assert asked(sweep, monkeypatch, *map(str, arguments)) == []
+    checks = [("check", name) for name in ("quantize", "triton_fp8", "gluon_fp8")]
+    assert ran == [*checks, ("long",), ("measure", Path("x.json"))]
+
+
+def test_plans_of_fp8_attention(script: Callable[[str], Any]) -> None:
+    sweep = script("attention_fp8_plans")
+    for name, (p, fresh) in sweep.PLANS.items():
+        width = int(name.split("-")[0])
+        assert name.startswith(f"{width}-{p.warpgroups}w{p.at_once}")
+        assert ("fresh" in name) <= fresh
+        assert p.fetching() >= 24
+        held = p.warpgroups * (p.slots * 64 * width + 2 * 64 * width)
+        assert held + 2 * p.stages * p.at_once * width + 1024 <= SHARED
+    for width, ships in sweep._gluon_fp8_launch.FORWARD.items():
+        assert ships in [plan for name, plan in sweep.PLANS.items() if name.startswith(f"{width}-")]
+
+
+def test_shapes_and_bars_are_the_documents(script: Callable[[str], Any]) -> None:
+    document = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    backward, fp8 = script("attention_backward_plans").SHAPES, script("attention_fp8_plans").SHAPES
+    for name, (batch, heads, rows, causal, bar) in backward.items():
+        assert name == f"B{batch} H{heads} T{rows} {'causal' if causal else 'full'}"
+        assert f"\n| {name} | {bar} |".replace(" 0 ", " ") in document
+    for name, (batch, heads, rows, width, causal, bar) in fp8.items():
+        assert name == f"B{batch} H{heads} T{rows} D{width} {'causal' if causal else 'full'}"
+        assert not bar or re.search(rf"^\| {name}, forward[^|]*\| {bar} \|", document, re.MULTILINE)
+
+
+def test_the_norms_tiles_hold_what_ships_and_each_is_what_runs(
+    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = script("norm_tiles")
+    ships, named = _residual_kernels.WIDE_CAST, inspect.signature(sweep._residual.add_forward_quantized)
+    assert tuple(ships.values()) in sweep.TILES
+    assert len(set(sweep.TILES)) == 27
+
+    def cast(*args: Any, **kwargs: Any) -> None:
+        given = named.bind(*args, **kwargs).arguments
+        assert dict(zip(ships, (16, 512, 4), strict=True)) == _residual_kernels.WIDE_CAST
+        if given["branch"] is not None:
+            raise OverflowError
+
+    monkeypatch.setattr(_residual_kernels, "WIDE_CAST", ships)  # which is put back
+    monkeypatch.setattr(sweep._residual, "add_forward_quantized", cast)
+    assert sweep.measured(16, 512, 4, "cpu") == [0, "OverflowError"]
