@@ -229,8 +229,8 @@ def live(logs: np.ndarray, most: int):
         )
         if ended or not found.more:
             return found, sum(have.values())
-        suspects = [name for name in found.more if found.trials[name].suspect]
-        need = dict.fromkeys(suspects or found.more, 1)  # a round
+        suspects = {name: more for name, more in found.more.items() if found.trials[name].suspect}
+        need = suspects or found.more  # to their next looks at once, where a gate asks after each pair
         ended = sum(have.values()) == most
 
 
