@@ -9,6 +9,7 @@ import pytest
 from te_bench import plugins
 from te_bench.experiments import plan, suites
 from te_bench.experiments.spec import Experiment, Options, Trial
+from te_bench.experiments.suites import _rungs
 from te_bench.experiments.suites._rungs import VP, V, corpus_problem
 
 SUITES = plugins.names(suites.__name__)
@@ -143,7 +144,8 @@ def test_layer_replays_the_quickstart_and_makes_it_fair(tmp_path: Path) -> None:
         "faithful",
     )
     assert {t.problem["layer"] for t in fair} == set(plugins.names("te_bench.models.layer"))
-    every = (None, *plugins.names("te_bench.models.recipe"))
+    recipes = _rungs.recipes()
+    every = (None, *recipes)
     captured = {(t.recipe, t.attention, t.mode) for t in fair if t.problem["layer"] == "te_layer"}
     assert {
         (r, kernel, mode) for r in every for kernel in ("cudnn", "gluon") for mode in ("eager", "cudagraph")
@@ -154,7 +156,6 @@ def test_layer_replays_the_quickstart_and_makes_it_fair(tmp_path: Path) -> None:
     assert mlps == {(r, mode) for r in every for mode in ("eager", "cudagraph")}
     assert {t.problem["layer"] for t in alone} == {"plain", "te_layer", "transformer_engine"}
     ours = {(t.recipe, t.mode) for t in fair if t.problem["layer"] == "te_layer"}
-    recipes = [name for name in plugins.names("te_bench.models.recipe") if not name.endswith("_dpa")]
     assert {(recipe, "eager") for recipe in (None, *recipes)} <= ours
     assert {(r, "compile") for r in (None, "delayed_scaling", "float8_current_scaling")} <= ours
     assert {t.problem.get("amax_history_len") for t in experiment.trials if t.recipe == "delayed_scaling"} == {16}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
+from te_bench.experiments.suites import _rungs
 from te_bench.experiments.suites.layer import GPU
 from te_bench.experiments.workloads import _check
 from te_bench.experiments.workloads import layer as workload
@@ -34,7 +35,7 @@ TRIAL = Trial(
     workload="layer", device="cpu", problem=PROBLEM, attention="flash", precision="fp32", protocol="quickstart"
 )
 FP8: dict[str, Any] = {"precision": "fp8", "recipe": "float8_current_scaling"}
-RECIPES = recipes.names()
+RECIPES = _rungs.recipes()
 
 
 def changed(*, attention: str = "flash", precision: str = "fp32", recipe: str | None = None, **problem: Any) -> Trial:
