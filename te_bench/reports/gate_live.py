@@ -116,8 +116,8 @@ def _rounds(
         planned = rounds.run(number, processes, wanted=_wanted(number, wanted), told=_told(say), until=until)
         number += 1
         pairs.update(planned.common if wanted is None else wanted)
-        if number > 1:  # the first is longer than any: it runs every trial
-            slowest = max(slowest, (time.monotonic() - begin) / len(wanted or planned.common or [""]))
+        if wanted:  # the first round is longer than any: it runs every trial
+            slowest = max(slowest, (time.monotonic() - begin) / len(wanted))
         if number == 2 and not looks:
             left = None if question.budget_s is None else question.budget_s - (time.monotonic() - started)
             looks = looks_within(LOOKS[-1] if left is None else number + int(left / slowest))
