@@ -19,6 +19,7 @@ import os
 import select
 import signal
 import socket
+import statistics
 import sys
 import time
 import traceback
@@ -34,6 +35,10 @@ ORPHANS_S = 5.0  # for what a trial left to end, once it is killed
 MOVED = 2**20
 NICE = -10  # of a process that is timed; BenchmarkDotNet too has its own run at a high priority
 EVENTS = 10  # pairs of CUDA events that are recorded before the device is waited for, where the L2 is flushed
+HELD = 10**8  # cycles that the device waits for the host at most: 0.05 s; a call may wait for the device itself
+CLOCK = 2e9  # Hz, that of a fast device's processors: a slower one waits longer
+LEAKS = 64  # calls that leak: a GPU's memory should last for thousands
+SPINS = 10**7  # of torch's spinning kernel, to learn how long one lasts
 
 
 class Lines:
@@ -223,7 +228,7 @@ def _in_turns(
     """A clock in place of the revision's: it times `call` when the gate says so, and returns all that it timed."""
 
     def clock(call: Callable[[], object], device: str) -> list[float]:
-        call = _planted(call, device, **fault) if fault else call
+        call = _planted(call, device, flush=name == "kernel", **fault) if fault else call
         for _ in range(warm_up):
             call()
         block = _cuda_block(call, flush=name == "kernel") if device == "cuda" else _cpu_block(call)
@@ -245,49 +250,46 @@ def _in_turns(
 
 
 def _planted(
-    call: Callable[[], object], device: str, *, slower: float = 0.0, leak: int = 0, crash: bool = False
+    call: Callable[[], object], device: str, *, flush: bool, slower: float = 0.0, leak: int = 0, crash: bool = False
 ) -> Callable[[], object]:
     """The call with a fault of the gate's self-test: it takes (1 + slower) times as long, keeps `leak` bytes, or crashes."""
     import torch
 
-    kept = []
+    kept: list[object] = []
 
     def faulty() -> object:
         begin = time.perf_counter()
         found = call()
         if crash:
             os.kill(os.getpid(), signal.SIGSEGV)
-        if leak:
+        if leak and len(kept) < LEAKS:
             kept.append(torch.ones(leak, dtype=torch.int8, device=device))
         if slower and device == "cuda":
-            torch.cuda._sleep(int(slower * cycles[0]))
+            torch.cuda._sleep(spins)
         until = begin + (1 + slower) * (time.perf_counter() - begin)
         while slower and device != "cuda" and time.perf_counter() < until:
             pass
         return found
 
-    cycles = [_cycles(call)] if slower and device == "cuda" else [0.0]
+    spins = _spins(call, slower, flush=flush) if slower and device == "cuda" else 0
     return faulty
 
 
-def _cycles(call: Callable[[], object]) -> float:
-    """How many turns of torch's spinning kernel last as long as one call does on the device."""
+def _spins(call: Callable[[], object], share: float, *, flush: bool) -> int:
+    """For how many turns torch's spinning kernel, put behind a call, makes it longer by that share on the device."""
     import torch
 
-    def milliseconds(of: Callable[[], object], times: int) -> float:
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        before.record()
-        for _ in range(times):
-            of()
-        after.record()
-        torch.cuda.synchronize()
-        return before.elapsed_time(after) / times
+    def followed() -> None:
+        call()
+        torch.cuda._sleep(0)
 
     for _ in range(3):
-        call()
-    spins = 10_000_000
-    return milliseconds(call, 10) / milliseconds(lambda: torch.cuda._sleep(spins), 3) * spins
+        followed()
+    seconds, one_kernel_more = (_cuda_block(one, flush=flush)(2 * EVENTS) for one in (call, followed))
+    asked = share * statistics.median(seconds)
+    launch = statistics.median(one_kernel_more) - statistics.median(seconds)
+    spinning = statistics.median(_cuda_block(lambda: torch.cuda._sleep(SPINS), flush=False)(3))
+    return max(round((asked - max(launch, 0.0)) / spinning * SPINS), 0)
 
 
 def _turn(block: Callable[[int], list[float]], turn: dict[str, Any]) -> Iterator[float]:
@@ -336,27 +338,41 @@ def _cpu_block(call: Callable[[], object]) -> Callable[[int], list[float]]:
 
 
 def _cuda_block(call: Callable[[], object], *, flush: bool) -> Callable[[int], list[float]]:
-    """Seconds between events around each call, by the device's clock; the L2 is overwritten before each where asked for."""
+    """Seconds between events around each call, by the device's clock.
+
+    flush: as a kernel is timed, with the L2 overwritten before each call and the device held until EVENTS of them are
+    queued, so that a call which is launched more slowly than it runs is not as slow as its launches.
+    """
     import torch
 
     size = 2 * torch.cuda.get_device_properties().L2_cache_size if flush else 0
     l2 = torch.empty(size, dtype=torch.int8, device="cuda")
 
+    def queued(calls: int, held: int) -> tuple[list[float], float]:
+        """Their seconds, after so many cycles' wait, and those of queueing them."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+        torch.cuda.synchronize()
+        if held:
+            torch.cuda._sleep(held)
+        began = time.perf_counter()
+        for before, after in events:
+            if flush:
+                l2.zero_()
+            before.record()
+            call()
+            after.record()
+        queueing = time.perf_counter() - began
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in events], queueing
+
+    most = EVENTS if flush else sys.maxsize
+    held_a_call = 1.5 * queued(EVENTS, 0)[1] / EVENTS * CLOCK if flush else 0.0
+
     def block(calls: int) -> list[float]:
         found: list[float] = []
-        while calls > 0:
-            now = min(calls, EVENTS) if flush else calls
-            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(now)]
-            torch.cuda.synchronize()
-            for before, after in events:
-                if flush:
-                    l2.zero_()
-                before.record()
-                call()
-                after.record()
-            torch.cuda.synchronize()
-            found += [before.elapsed_time(after) / 1e3 for before, after in events]
-            calls -= now
+        while calls > len(found):
+            now = min(calls - len(found), most)
+            found += queued(now, min(round(now * held_a_call), HELD))[0]
         return found
 
     return block

@@ -3,11 +3,13 @@
 import itertools
 import multiprocessing
 import os
+import statistics
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from te_bench.experiments import side
 
@@ -97,6 +99,34 @@ def test_no_call_takes_less_than_no_time() -> None:
 def test_a_turn_by_seconds_is_one_call_at_least() -> None:
     assert len(list(side._turn(side._cpu_block(lambda: time.sleep(0.02)), {"seconds": 0.001}))) == 1
     assert len(list(side._turn(side._cpu_block(lambda: None), {"calls": 5}))) == 5
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_is_launched_slowly_is_not_as_slow_as_its_launches() -> None:
+    x = torch.zeros(16, device="cuda")
+
+    def slowly() -> None:
+        until = time.perf_counter() + 5e-4
+        while time.perf_counter() < until:
+            pass
+        x.add_(1)
+
+    assert statistics.median(side._cuda_block(slowly, flush=True)(25)) < 1e-4
+    assert statistics.median(side._cuda_block(slowly, flush=False)(25)) > 4e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_planted_slow_down_is_as_large_as_asked_for(flush: bool) -> None:
+    a, b = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def call() -> torch.Tensor:
+        return a @ b
+
+    slower = side._planted(call, "cuda", flush=flush, slower=0.05)
+    one, other = (side._cuda_block(each, flush=flush) for each in (call, slower))
+    ratios = [statistics.median(other(20)) / statistics.median(one(20)) for _ in range(10)]
+    assert statistics.median(ratios) == pytest.approx(1.05, abs=0.015)
 
 
 @pytest.mark.parametrize("junk", [b"hello\n", b"[1]\n", b'{"a": \n'])
