@@ -1,0 +1,49 @@
+"""What the processes of a live gate's pairs are given."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from driving import eventually
+
+from te_bench.experiments import pairs
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+#: Of 128 MiB that are written to, the kB in huge pages.
+IN_HUGE_PAGES = """
+import re
+kept = bytearray(2**27)
+print(re.search(r"AnonHugePages: *(\\d+)", open("/proc/self/smaps_rollup").read())[1])
+"""
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc")
+def test_what_the_user_says_of_memory_and_threads_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "SHARED", ())
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    for device, expected in (("cpu", pairs._ONE_THREAD | {"OMP_NUM_THREADS": "2"}), ("cuda", {"OMP_NUM_THREADS": "2"})):
+        origin = pairs.Origin(tmp_path / "log", device=device)
+        try:
+            assert eventually(lambda pid=origin.process.pid: environment_of(pid), 5.0)  # it has none until it has begun
+            found = environment_of(origin.process.pid)
+        finally:
+            origin.close()
+        assert {name: found.get(name) for name in pairs._ONE_THREAD} == dict.fromkeys(pairs._ONE_THREAD) | expected
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or not HUGE.exists() or "[never]" in HUGE.read_text(), reason="no huge pages"
+)
+def test_memory_lies_in_huge_pages() -> None:
+    run = [sys.executable, "-c", IN_HUGE_PAGES]
+    done = subprocess.run(run, env={**os.environ, **pairs._ONE_THREAD}, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 2**16  # half of it: a machine may be short of huge pages
