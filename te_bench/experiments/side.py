@@ -193,7 +193,14 @@ def _end_children() -> None:
 
 
 def _trial(
-    lines: Lines, *, trial: dict[str, Any], cache: str | None, gpu: str | None, check: bool, fault: dict[str, Any]
+    lines: Lines,
+    *,
+    trial: dict[str, Any],
+    cache: str | None,
+    gpu: str | None,
+    check: bool,
+    core: int | None,
+    fault: dict[str, Any],
 ) -> None:
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -206,7 +213,7 @@ def _trial(
     if trial["protocol"] in WARM_UP:
         _first_in_line()
     for name, calls in WARM_UP.items():
-        setattr(timing, name, _in_turns(lines, name, calls, fault))
+        setattr(timing, name, _in_turns(lines, name, calls, core, fault))
     asked: dict[str, Any] = {"cache": Path(cache) if cache else None, "check": check}
     context = Context(**{name: value for name, value in asked.items() if name in Context.__dataclass_fields__})
     moved = bytearray(int.from_bytes(os.urandom(4)) % MOVED)
@@ -223,7 +230,7 @@ def _first_in_line() -> None:
 
 
 def _in_turns(
-    lines: Lines, name: str, warm_up: int, fault: dict[str, Any]
+    lines: Lines, name: str, warm_up: int, core: int | None, fault: dict[str, Any]
 ) -> Callable[[Callable[[], object], str], list[float]]:
     """A clock in place of the revision's: it times `call` when the gate says so, and returns all that it timed."""
 
@@ -232,21 +239,36 @@ def _in_turns(
         for _ in range(warm_up):
             call()
         block = _cuda_block(call, flush=name == "kernel") if device == "cuda" else _cpu_block(call)
-        lines.send(ready=name)
-        kept: list[float] = []
-        while True:
-            turn = lines.receive()
-            if turn.get("over"):
-                return kept
+        with _on(core):
+            lines.send(ready=name)
+            return list(answers(block, device))
+
+    def answers(block: Callable[[int], list[float]], device: str) -> Iterator[float]:
+        while not (turn := lines.receive()).get("over"):
             before = _clocks(device)
             seconds = list(_turn(block, turn))
             after = _clocks(device)
             if "calls" in turn:
-                kept += seconds
+                yield from seconds
             known = [hz for hz in (before[1], after[1]) if hz]
             lines.send(seconds=seconds, throttle=before[0] | after[0], sm_clock_hz=min(known, default=None))
 
     return clock
+
+
+@contextlib.contextmanager
+def _on(core: int | None) -> Iterator[None]:
+    """Have this thread on one core, where the system lets it; anywhere for None."""
+    if core is None:
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):  # a core that it was denied meanwhile
+        os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _planted(

@@ -184,7 +184,9 @@ def _asked(question: Question, commits: tuple[str, ...]) -> dict[str, Any]:
         "gpu",
     )
     asked = {name: getattr(question, name) for name in names}
-    asked["memory"] = {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "OMP_", "GLIBC_"))}
+    asked["memory"] = {
+        name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "OMP_", "GLIBC_"))
+    }
     asked["cache"] = None if question.cache is None else str(question.cache)
     faults = {name: dict(fault) for name, fault in (question.faults or {}).items()}
     return {**asked, "options": dict(question.options), "commits": list(commits), "faults": faults, "looks": None}

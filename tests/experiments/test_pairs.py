@@ -10,6 +10,7 @@ import pytest
 from driving import eventually
 
 from te_bench.experiments import pairs
+from te_bench.experiments.spec import Trial
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 #: Of 128 MiB that are written to, the kB in huge pages.
@@ -38,6 +39,29 @@ def test_what_the_user_says_of_memory_and_threads_stands(tmp_path: Path, monkeyp
         finally:
             origin.close()
         assert {name: found.get(name) for name in pairs._ONE_THREAD} == dict.fromkeys(pairs._ONE_THREAD) | expected
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="a process has no cores of its own")
+def test_both_sides_of_a_round_have_one_core_and_the_next_round_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 8})
+
+    def core(seed: int, device: str = "cpu") -> int | None:
+        trial = Trial(
+            workload="train_step",
+            device=device,
+            problem={},
+            attention="flash",
+            precision="fp32",
+            protocol="once",
+            seed=seed,
+        )
+        return pairs._core({"base": trial.to_json(), "head": trial.to_json()})
+
+    assert [core(seed) for seed in range(4)] == [3, 8, 3, 8]
+    assert core(0, "cuda") is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # they would share it
+    assert core(0) is None
 
 
 @pytest.mark.skipif(

@@ -101,6 +101,36 @@ def test_a_turn_by_seconds_is_one_call_at_least() -> None:
     assert len(list(side._turn(side._cpu_block(lambda: None), {"calls": 5}))) == 5
 
 
+class Asked:
+    """The gate's end of a side's lines: three turns, then it is over."""
+
+    def __init__(self) -> None:
+        self.messages = iter([{"seconds": 1e-3}, {"calls": 2}, {"calls": 1}, {"over": True}])
+        self.sent: list[dict[str, object]] = []
+
+    def receive(self) -> dict[str, object]:
+        return next(self.messages)
+
+    def send(self, **message: object) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="a process has no cores of its own")
+@pytest.mark.parametrize("pinned", [True, False])
+def test_turns_are_taken_on_the_core_that_the_gate_says(pinned: bool) -> None:
+    cores = os.sched_getaffinity(0)
+    core = max(cores)
+    seen = []
+    lines = Asked()
+    clock = side._in_turns(lines, "bench_py", 1, core if pinned else None, {})  # type: ignore[arg-type]
+    kept = clock(lambda: seen.append(os.sched_getaffinity(0)), "cpu")
+    assert len(kept) == 3  # the turn that was tried by seconds does not count
+    assert seen[0] == cores  # it warms up where it was built
+    assert seen[1:] == [{core} if pinned else cores] * (len(seen) - 1)
+    assert os.sched_getaffinity(0) == cores
+    assert [sorted(message) for message in lines.sent] == [["ready"], *[["seconds", "sm_clock_hz", "throttle"]] * 3]
+
+
 @pytest.mark.gpu
 def test_a_kernel_that_is_launched_slowly_is_not_as_slow_as_its_launches() -> None:
     x = torch.zeros(16, device="cuda")
