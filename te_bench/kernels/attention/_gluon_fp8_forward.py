@@ -162,7 +162,8 @@ def _step(
     _, k_shared, v_shared, _ = shared
     _, _, k_full, k_empty, v_full, v_empty, turns = gates
     older, older_phase = place_before(place, phase, STAGES)
-    left = _operand(weights, acc.type.layout)
+    OUT: gl.constexpr = acc.type.layout  # Triton 3.6 takes a layout for a constant only where it has a name
+    left = _operand(weights, OUT)
     mbarrier.wait(k_full.index(place), phase)
     if TURNS:
         take_turn(turns, who, parity)

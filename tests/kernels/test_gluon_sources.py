@@ -1,0 +1,35 @@
+"""What Gluon's kernels may not say, for Triton 3.6 does not compile it, though the pinned version does."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import te_bench.kernels
+
+FILES = sorted(Path(te_bench.kernels.__path__[0]).rglob("_gluon*.py"))
+
+
+def layouts_given(source: str) -> list[str]:
+    """Calls of a file's or another's own functions, known by their plain names, that are given an attribute .layout.
+
+    Triton 3.6 takes one for a constant where it has a name, and says of others: no attribute '_flatten_ir'.
+    """
+    return [
+        f"{call.lineno}: {ast.unparse(call)}"
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        for given in (*call.args, *(keyword.value for keyword in call.keywords))
+        if isinstance(given, ast.Attribute) and given.attr == "layout"
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_layout_that_is_given_has_a_name(path: Path) -> None:
+    assert not layouts_given(path.read_text())
+
+
+def test_the_rule_finds_one_without() -> None:
+    right = "OUT: gl.constexpr = acc.type.layout\nleft = operand(x, OUT)\ny = shared.load(x.type.layout)"
+    assert not layouts_given(right)
+    assert layouts_given(f"{right}\nleft = operand(x, acc.type.layout)") == ["4: operand(x, acc.type.layout)"]
