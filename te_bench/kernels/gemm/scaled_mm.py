@@ -160,7 +160,9 @@ def _layout(scale_inv: Tensor, rows: int, kind: str) -> Tensor:
     if kind == "block":
         missing = rows - scale_inv.shape[0]
         padded = F.pad(scale_inv, (0, 0, 0, missing), value=1.0) if missing else scale_inv
-        return padded.t().contiguous().t()
+        columns = padded.t().contiguous()
+        # Of a single block of K too, whose stride is anything: torch lets a's be 1 only where b's is (ScaledBlas.cpp, 2.11).
+        return columns.as_strided((rows, columns.shape[0]), (1, rows))
     missing = -scale_inv.shape[1] % SCALE_ALIGNMENT
     return (F.pad(scale_inv, (0, missing), value=1.0) if missing else scale_inv.contiguous()).t()
 
