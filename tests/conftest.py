@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +25,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    # A workload allows TF32 as its trial needs it, for the process, which is the trial's own; here the next test's as well.
+    if "torch" in sys.modules:
+        sys.modules["torch"].backends.cuda.matmul.allow_tf32 = False
     if item.get_closest_marker("gpu"):
         import torch
 

@@ -278,6 +278,13 @@ def test_checking_leaves_tf32_as_the_trial_needs_it() -> None:
         assert torch.backends.cuda.matmul.allow_tf32 is (precision != "fp32")
 
 
+@pytest.mark.parametrize("turn", [1, 2])
+def test_what_a_trial_allows_ends_with_its_test(turn: int) -> None:
+    """Else every later test of float32 on a GPU is one of TF32, and fails by the order of files."""
+    assert not torch.backends.cuda.matmul.allow_tf32
+    _model.allow_tf32("bf16")
+
+
 def test_limits_are_below_what_any_single_wrong_gradient_would_show() -> None:
     """A zeroed gradient has relative error 1, a sign flip 2, a doubled one 1, one scaled by sqrt(2) 0.41."""
     for precision in PRECISIONS:

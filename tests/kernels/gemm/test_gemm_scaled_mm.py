@@ -79,7 +79,10 @@ def cublaslt(
         if recipe == torch.nn.functional.ScalingType.BlockWise1x128.value:
             assert scale.shape == (rows, blocks)
             assert rows % 4 == 0
-            assert scale.stride() == (1, rows)  # torch 2.11 takes (1, 1) for one block of K, but of both operands or none
+            assert scale.stride() == (
+                1,
+                rows,
+            )  # torch 2.11 takes (1, 1) for one block of K, but of both operands or none
             return scale.contiguous()
         rounded = -(-blocks // 4) * 4
         assert recipe == torch.nn.functional.ScalingType.BlockWise128x128.value
