@@ -26,14 +26,19 @@ SIZES = {  # B, H, Hkv, T, S, D, Dv, causal
 }
 
 
-def drawn(sizes: tuple[Any, ...], device: str, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """q, k, v, dout; each head of a size of its own."""
+def drawn(sizes: tuple[Any, ...], device: str, dtype: torch.dtype | None = None, *, even: bool = False) -> list[Tensor]:
+    """q, k, v, dout; each head of a size of its own, and but for `even` each row of dout, as losses' gradients are.
+
+    Uneven, a head's last 5 rows in 65 are all that dQ's and dK's noise is of: a roll of the dice of 3 dB between two
+    kernels that are equally good where they round P by other maxima.
+    """
     b, h, kv, t, s, d, dv, _ = sizes
     generator = torch.Generator().manual_seed(1)
     made = [torch.randn(n, generator=generator) for n in ((b, h, t, d), (b, kv, s, d), (b, kv, s, dv), (b, h, t, dv))]
     for x in made[1:]:
         x *= torch.linspace(1, 2, b * x.shape[1]).view(*x.shape[:2], 1, 1)
-    made[3] *= torch.logspace(-6, 0, made[3].shape[2]).view(-1, 1)  # as losses' gradients are: some rows' are small
+    if not even:
+        made[3] *= torch.logspace(-6, 0, made[3].shape[2]).view(-1, 1)
     return [x.to(device, dtype or (torch.float32 if device == "cpu" else torch.bfloat16)) for x in made]
 
 
@@ -130,7 +135,8 @@ def test_lse_and_scales_that_are_not_positive(scale: float, device: str) -> None
     tensors = drawn((1, 2, 1, 70, 140, 16, 16, True), device)
     made = ours.attention(*tensors[:3], causal=True, scale=scale)
     right = manual_fp8.attention(*tensors[:3], causal=True, scale=scale)
-    torch.testing.assert_close(made[1], right[1], atol=1e-4, rtol=1e-5)
+    # Hopper's tensor cores add FP8 products in 14 bits: cut off there, they leave 6.2e-4 here; an H200 left 6.5e-4.
+    torch.testing.assert_close(made[1], right[1], atol=1e-4 if device == "cpu" else 1e-3, rtol=1e-5)
     assert sqnr(right[0].double(), made[0]) > 30
 
 
@@ -155,8 +161,9 @@ def test_whatever_the_tiles(tile: Tile, device: str, monkeypatch: pytest.MonkeyP
         for name in names:
             monkeypatch.setattr(module, name, {width: tile for width in (32, 64, 128)})
     for causal in (True, False):
-        tensors = drawn((1, 2, 1, 130, 200, 32, 32, causal), device)
-        assert_as_good(tensors, causal, run(tensors, causal))
+        for dtype in (torch.bfloat16, torch.float32)[: 2 if device == "cpu" else 1]:
+            tensors = drawn((1, 2, 1, 130, 200, 32, 32, causal), device, dtype, even=True)
+            assert_as_good(tensors, causal, run(tensors, causal))
 
 
 # Mistakes
