@@ -313,7 +313,7 @@ def test_on_a_gpu_it_is_the_layer_of_modules(options: str, name: str, stretches:
     )
     assert len(stretches) == 8
     for mine, theirs in zip(found, wanted, strict=True):
-        assert furthest(mine, theirs) < 0.05
+        assert furthest(mine, theirs) < NOISE
 
 
 @pytest.mark.gpu
