@@ -15,7 +15,9 @@ from te_bench.kernels import attention
 from te_bench.models import recipe as recipes
 from te_bench.models.modules import attention_kernel
 
-COPIES = ("Memcpy ", "Memset ")  # how Kineto names the GPU's events that are no kernels
+#: How Kineto names the GPU's copies and fills; and the driver the kernels of its own by which a captured graph does some of
+#: them, "memcpy32_post" and "memset32" (H200, CUDA 13.0).
+COPIES = ("Memcpy ", "Memset ", "memcpy32", "memset32")
 PROFILED = 3  # calls under the profiler, whose mean kernel_seconds is
 KERNELS = 60  # names that kernel_seconds holds; the seconds of all others go together
 
@@ -59,9 +61,9 @@ class Seen:
     """What a profiler saw of one call.
 
     names: the attention and FP8 operators and every GPU kernel, longest total time first. launches: kernels that the GPU
-    ran, each as often as it did, those that a captured graph replays among them. Copies and fills by the driver (Memcpy,
-    Memset) are no kernels and left out: libraries decide by their own heuristics whether to clear a workspace. None on a
-    CPU, whose operators launch nothing, and where the profiler saw no GPU.
+    ran, each as often as it did, those that a captured graph replays among them. Copies and fills by the driver are left
+    out, by whatever means: libraries decide by their own heuristics whether to clear a workspace. None on a CPU, whose
+    operators launch nothing, and where the profiler saw no GPU.
     """
 
     names: list[str]
