@@ -132,6 +132,7 @@ def test_turns_are_taken_on_the_core_that_the_gate_says(pinned: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # while others have the GPU, a queue of calls gathers that then run at once
 def test_a_kernel_that_is_launched_slowly_is_not_as_slow_as_its_launches() -> None:
     x = torch.zeros(16, device="cuda")
 
@@ -146,6 +147,7 @@ def test_a_kernel_that_is_launched_slowly_is_not_as_slow_as_its_launches() -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("flush", [True, False])
 def test_a_planted_slow_down_is_as_large_as_asked_for(flush: bool) -> None:
     a, b = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
