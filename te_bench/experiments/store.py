@@ -8,6 +8,7 @@ record's line says its done-key and schema before its body, so that a journal is
 import contextlib
 import fcntl
 import json
+import lzma
 import os
 import re
 import socket
@@ -23,6 +24,7 @@ from typing import Any, Self
 from te_bench.experiments.spec import SCHEMA, Experiment, Record, Scalar, canonical_json
 
 JOURNAL = "journal.jsonl"
+PACKED = f"{JOURNAL}.xz"  # of a run that is over and published: a fifth of the size
 _PREFIX = len('{"crc32":"01234567",')
 _RECORD = re.compile(rb'"kind":"record","schema":(\d+),"key":\["([^"\\]*)","([^"\\]*)"\],')
 Key = tuple[str, str]  # (trial id, environment id)
@@ -92,11 +94,16 @@ class Journal:
 
 
 def load(directory: Path) -> Journal:
-    """Read DIR/journal.jsonl. Ignores a torn last line; raises ValueError for damage anywhere else."""
-    path = directory / JOURNAL
-    if not path.exists():
+    """Read DIR/journal.jsonl, or what `xz` made of it. Ignores a torn last line; raises ValueError for damage elsewhere."""
+    path, packed = directory / JOURNAL, directory / PACKED
+    if path.exists():
+        return _parse(path.read_bytes(), path)
+    if not packed.exists():
         raise ValueError(f"{directory} holds no {JOURNAL}: it is not the --out directory of a te-bench run")
-    return _parse(path.read_bytes(), path)
+    try:
+        return _parse(lzma.decompress(packed.read_bytes()), packed)
+    except lzma.LZMAError as error:
+        raise ValueError(f"{packed} is damaged, or no file of xz: {error}") from error
 
 
 def _parse(data: bytes, path: Path) -> Journal:
@@ -174,7 +181,9 @@ class Store:
     def __init__(self, directory: Path, *, fresh: bool = False):
         """Create or open DIR. Raises ValueError when another run holds it, or when it cannot be written."""
         self.directory = directory
-        path = directory / JOURNAL
+        path, packed = directory / JOURNAL, directory / PACKED
+        if packed.exists() and not path.exists():
+            raise ValueError(f"{packed} is of a run that is over: choose another --out, or unpack it to go on (xz -d)")
         with contextlib.ExitStack() as opened:  # closed again when anything here fails
             try:
                 directory.mkdir(parents=True, exist_ok=True)

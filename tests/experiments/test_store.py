@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import lzma
 import os
 import resource
 import socket
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from te_bench.experiments.spec import Record, Trial
-from te_bench.experiments.store import JOURNAL, Plan, Store, encode, load
+from te_bench.experiments.store import JOURNAL, PACKED, Plan, Store, encode, load
 
 ENVIRONMENT = {"id": "e0", "identity": {"device": "cpu"}, "details": {}}
 
@@ -199,6 +200,23 @@ def headless(**changes: Any) -> bytes:
     """A record's line as it would be without its key and schema in front."""
     rest = json.dumps({"body": record().to_json() | changes, "kind": "record"}, separators=(",", ":"))[1:].encode()
     return b'{"crc32":"%08x",' % zlib.crc32(rest) + rest + b"\n"
+
+
+def test_a_published_journal_is_read_as_xz_packed_it_and_not_written(tmp_path: Path) -> None:
+    fill(tmp_path)
+    before = load(tmp_path)
+    packed = tmp_path / PACKED
+    packed.write_bytes(lzma.compress((tmp_path / JOURNAL).read_bytes()))
+    (tmp_path / JOURNAL).unlink()
+    found = load(tmp_path)
+    assert (dict(found.records), found.plans, found.size) == (dict(before.records), before.plans, before.size)
+    with pytest.raises(ValueError, match=r"journal\.jsonl\.xz is of a run that is over.*xz -d"):
+        Store(tmp_path)
+    assert not (tmp_path / JOURNAL).exists()
+    for damaged in (packed.read_bytes()[:-40], b"hello"):
+        packed.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"journal\.jsonl\.xz is damaged, or no file of xz"):
+            load(tmp_path)
 
 
 def test_a_directory_that_no_run_wrote_is_refused(tmp_path: Path) -> None:
