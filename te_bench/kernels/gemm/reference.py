@@ -15,6 +15,7 @@ from te_bench.kernels.gemm import (
     granularities,
 )
 from te_bench.kernels.quantize import BLOCK
+from te_bench.kernels.quantize.reference import widened
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -42,11 +43,11 @@ def forward(
     with torch.autocast(a.device.type, enabled=False):
         # FP8 fits into TF32 and even bfloat16, so that torch.set_float32_matmul_precision does not matter here.
         if kind == "tensor":
-            out = (a.float() @ b.float().t()) * (a_scale_inv * b_scale_inv)
+            out = (widened(a) @ widened(b).t()).mul_(a_scale_inv * b_scale_inv)
         elif kind == "row":
-            out = (a.float() @ b.float().t()) * a_scale_inv[:, None] * b_scale_inv
+            out = (widened(a) @ widened(b).t()).mul_(a_scale_inv[:, None]).mul_(b_scale_inv)
         else:
-            out = _blocks(a.float(), b.float(), a_scale_inv, b_scale_inv)
+            out = _blocks(widened(a), widened(b), a_scale_inv, b_scale_inv)
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
@@ -92,12 +93,13 @@ def accumulate(
 
 def _blocks(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
     """Sum over the blocks of K of (a_block @ b_block.T) * their scales."""
-    out = a.new_zeros(a.shape[0], b.shape[0])
     a_scale_inv, b_scale_inv = _each_row(a_scale_inv, a.shape[0]), _each_row(b_scale_inv, b.shape[0])
+    out = None
     for i in range(a_scale_inv.shape[1]):
         along = slice(i * BLOCK, (i + 1) * BLOCK)
-        out += (a[:, along] @ b[:, along].t()) * a_scale_inv[:, i, None] * b_scale_inv[:, i]
-    return out
+        product = (a[:, along] @ b[:, along].t()).mul_(a_scale_inv[:, i, None]).mul_(b_scale_inv[:, i])
+        out = product if out is None else out.add_(product)
+    return a.new_zeros(a.shape[0], b.shape[0]) if out is None else out
 
 
 def _each_row(scale_inv: Tensor, rows: int) -> Tensor:

@@ -10,7 +10,7 @@ from fp8_tables import E4M3, E5M2, FORMATS, encode, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_bench.kernels.quantize.reference import BACKEND, dequantize, scale_from_amax
+from te_bench.kernels.quantize.reference import BACKEND, dequantize, scale_from_amax, widened
 
 
 def nearest(x: float, values: list[tuple[float, int]]) -> int:
@@ -159,6 +159,27 @@ def test_the_tables_fast_encoder_is_the_slow_one(name: str) -> None:
     x = np.array([v for v, _ in values] + middles + list(np.random.default_rng(0).normal(size=200) * 30) + [1e9, 0.0])
     x = np.concatenate([x, -x])
     assert encode(x, name).tolist() == [nearest(float(v), values) for v in x]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_code_is_widened_to_what_it_stands_for(name: str) -> None:
+    """With a NaN among them and without, transposed too, and where small float32 numbers count as zero."""
+    dtype, e, m, limit = FORMATS[name]
+    positive = torch.tensor([value for value, _ in table(e, m, limit)])
+    numbers = torch.cat([positive, -positive])
+    data = torch.tensor([code | sign for sign in (0, 0x80) for _, code in table(e, m, limit)], dtype=torch.uint8)
+    both = data.view(dtype).view(2, -1)
+    assert torch.equal(widened(both), numbers.view(2, -1))
+    assert torch.equal(widened(both).signbit(), numbers.view(2, -1).signbit())  # of the zeros, too
+    assert torch.equal(widened(both.t()), numbers.view(2, -1).t())
+    torch.set_flush_denormal(True)
+    try:
+        assert torch.equal(widened(both), numbers.view(2, -1))
+    finally:
+        torch.set_flush_denormal(False)
+    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    torch.testing.assert_close(widened(every), every.float(), rtol=0, atol=0, equal_nan=True)
+    assert widened(every[:0]).shape == (0,)
 
 
 @pytest.mark.gpu
