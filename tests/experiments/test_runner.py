@@ -130,6 +130,14 @@ def test_a_trial_costs_half_a_second_at_most_beside_its_own_work(tmp_path: Path)
     assert statistics.median(cost) <= 0.5, cost
 
 
+def test_on_a_cpu_a_child_finds_the_models_imported_and_nothing_of_it_to_collect(tmp_path: Path) -> None:
+    where = ("--out", tmp_path / "out", "--device", "cpu", "--cache", tmp_path, "--only", "fault/sound/*")
+    te_bench("run", "faults", *where, main=PLANTED)
+    (row,) = rows(tmp_path / "out")
+    assert row["work"]["models"]
+    assert row["work"]["frozen"] > 100_000
+
+
 def test_the_plan_a_run_writes_down_is_the_plan_it_shows(tmp_path: Path) -> None:
     assert te_bench(*NAPS, tmp_path, main=PLANTED).returncode == 0
     ids = [trial["id"] for trial in planned("naps")]
