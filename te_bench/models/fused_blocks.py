@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from te_bench.models import fp8
 from te_bench.models.modules._module import FLOATS, compute_dtype
-from te_bench.models.modules._stretch import Between, Enter, Heads, Plan, Product
+from te_bench.models.modules._stretch import Between, Enter, Heads, Plan, Product, unwatched
 from te_bench.models.modules.layernorm_linear import Norm
 
 GELU = {"none": "gelu_erf", "tanh": "gelu"}  # torch's `approximate` -> a kind of kernels.activation
@@ -52,6 +52,16 @@ def _scales(blocks: list[Any], training: bool) -> list[Tensor | None]:
     casts = [known.recipe.epilogue("input", known.input) for known in gemms]
     gradients = [known.recipe.epilogue("grad_output", known.grad_output) for known in gemms]
     return absent if None in (*casts, *gradients) else [*torch.stack([cast.scale for cast in casts]).unbind()]
+
+
+def able(blocks: nn.ModuleList, last: nn.LayerNorm) -> bool:
+    """Whether this pass is one that stretches compute: nobody looks at the modules' inputs, as calibration does, or listens.
+
+    torch.compile cannot trace the question: what it compiles is fused.
+    """
+    if fp8.current.calibrating:
+        return False
+    return torch.compiler.is_compiling() or unwatched((*blocks.modules(), last))
 
 
 def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend, heads: int, gelu: str) -> Tensor:

@@ -92,7 +92,7 @@ class Transformer(nn.Module):
         """embedded: wte(tokens), where somebody has looked them up."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.drop((self.wte(tokens) if embedded is None else embedded) + self.wpe(positions))
-        if self.fused and not fp8.current.calibrating:  # which looks at the modules' inputs
+        if self.fused and fused_blocks.able(self.h, self.ln_f):
             heads, gelu = self.config.n_head, self.config.gelu
             return fused_blocks.run(self.h, self.ln_f, x, attend=self.attention, heads=heads, gelu=gelu)
         for block in self.h:
@@ -110,7 +110,8 @@ class GPT(nn.Module):
     states, without all the logits; None computes them. An evaluation, model.eval(), takes `chunked` in place of any head:
     it keeps no logits either, and its loss is of the weights, not of the rounding that they are trained with.
     blocks: "fused" computes from one attention to the next by fused kernels (models.fused_blocks), None one module after
-    the other; parameters and their names are the same. Raises ValueError for dropout in fused blocks.
+    the other, as every pass goes that somebody watches (hooks on a block's modules, calibration) or that has frozen weights
+    in it; parameters and their names are the same. Raises ValueError for dropout in fused blocks.
     """
 
     def __init__(

@@ -326,3 +326,40 @@ def test_states_are_made_in_one_order_whatever_ran_first(monkeypatch: pytest.Mon
         orders.append([names[id(state())] for state in fp8._states])
     assert orders[0] == orders[1]
     assert len(orders[0]) == 4 * SMALL.n_layer
+
+
+@pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", DELAYED)])
+def test_who_watches_a_module_of_a_block_sees_it_called(precision: str, recipe: str | None) -> None:
+    """And the pass is that of the modules, bit for bit, until nobody watches any more."""
+    plain, fused = (a_step(blocks, precision, recipe) for blocks in BOTH)
+    block: Any = fused.model.transformer.h[1]  # type: ignore[union-attr, index]
+    seen: list[str] = []
+    hooks = [
+        block.mlp.c_fc.register_forward_pre_hook(lambda *_: seen.append("forward")),
+        block.mlp.c_fc.register_full_backward_pre_hook(lambda *_: seen.append("backward")),
+    ]
+    (loss, wanted), (ours, found) = (step.gradients(*a_batch()) for step in (plain, fused))
+    assert seen == ["forward", "backward"]
+    assert ours == loss
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+    for hook in hooks:
+        hook.remove()
+    fused.gradients(*a_batch())
+    assert seen == ["forward", "backward"]
+
+
+def test_the_last_norm_and_a_whole_block_are_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[None] = []
+    run = fused_blocks.run
+    monkeypatch.setattr(fused_blocks, "run", lambda *args, **more: runs.append(None) or run(*args, **more))
+    step = a_step("fused", "bf16")
+    transformer: Any = step.model.transformer
+    seen: list[str] = []
+    for name, module in (("norm", transformer.ln_f), ("block", transformer.h[0])):
+        hook = module.register_forward_hook(lambda *_, name=name: seen.append(name))
+        step.gradients(*a_batch())
+        hook.remove()
+    assert seen == ["norm", "block"]
+    assert not runs
+    step.gradients(*a_batch())
+    assert runs

@@ -28,7 +28,6 @@ def look(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float | 
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(_untouched(step.model, list(modules.values())))
-        stack.enter_context(_one_by_one(step.model))
         for name, module in modules.items():
             stack.enter_context(_watched(name, module, seen))
         torch.manual_seed(SEED)
@@ -56,7 +55,10 @@ def _figures(
 
 @contextlib.contextmanager
 def _watched(name: str, module: Linear, seen: dict[str, tuple[Tensor, int]]) -> Iterator[None]:
-    """While inside, note amax and size of the module's input, weight and grad_output: not every recipe keeps amaxes."""
+    """While inside, note amax and size of the module's input, weight and grad_output: not every recipe keeps amaxes.
+
+    Fused blocks, watched, go by their modules.
+    """
 
     def note(tensor: str, x: Tensor) -> None:
         seen[f"{name}.{tensor}"] = x.detach().abs().amax().float(), x.numel()
@@ -74,19 +76,6 @@ def _watched(name: str, module: Linear, seen: dict[str, tuple[Tensor, int]]) -> 
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextlib.contextmanager
-def _one_by_one(model: nn.Module) -> Iterator[None]:
-    """While inside, fused blocks go by their modules, which can be watched."""
-    fused = [module for module in model.modules() if getattr(module, "fused", False) is True]
-    for module in fused:
-        module.fused = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for module in fused:
-            module.fused = True  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

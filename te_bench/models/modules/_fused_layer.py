@@ -7,18 +7,15 @@ called one by one: `able` says which.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch import Tensor
 
 from te_bench.models import fp8
 from te_bench.models.modules._module import FLOATS, compute_dtype, flatten
-from te_bench.models.modules._stretch import Between, Enter, Heads, Plan, Product
+from te_bench.models.modules._stretch import Between, Enter, Heads, Plan, Product, unwatched
 from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.layernorm_linear import LayerNormLinear
 from te_bench.models.modules.layernorm_mlp import LayerNormMLP
 from te_bench.models.modules.linear import Linear
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def able(layer: Any, x: Tensor) -> bool:
@@ -30,18 +27,10 @@ def able(layer: Any, x: Tensor) -> bool:
     if layer.hidden_dropout and layer.training:
         return False
     attention = layer.self_attention
-    inner = attention, getattr(attention, "layernorm_qkv", None), attention.proj, layer.layernorm_mlp
+    inner: Any = (attention, getattr(attention, "layernorm_qkv", None), attention.proj, layer.layernorm_mlp)
     if tuple(map(type, inner)) != (MultiheadAttention, LayerNormLinear, Linear, LayerNormMLP):
         return False  # another one in its place, or a parametrised one
-    return attention.qkv_format != "thd" and not _has_any_global_hook() and all(map(_untouched, inner))
-
-
-def _untouched(module: nn.Module) -> bool:
-    """Whether nobody listens to the module, and all it has is trained, or nothing is."""
-    own = module.__dict__
-    if "forward" in own or any(own[name] for name in HOOKS):
-        return False
-    return not torch.is_grad_enabled() or all(p is None or p.requires_grad for p in own["_parameters"].values())
+    return attention.qkv_format != "thd" and unwatched(inner)
 
 
 def run(layer: Any, x: Tensor, is_first_microbatch: bool | None, rotary: Any, core: dict[str, Any]) -> Tensor:

@@ -9,12 +9,14 @@ modules one after the other round. Where a recipe needs the finished tensor for 
 without a recipe nothing is cast, and GEMMs read what the same kernels leave in bf16.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 
 from te_bench.kernels.activation import _recomputed
 from te_bench.kernels.quantize import Quantized, _joined
@@ -22,6 +24,23 @@ from te_bench.models.modules._module import Fp8Module, Gemms
 from te_bench.models.modules.layernorm import backend
 from te_bench.models.modules.layernorm_linear import Norm
 from te_bench.models.modules.layernorm_mlp import activate_quantize, activation_backend, activation_grad_quantize
+
+
+def unwatched(modules: Iterable[nn.Module]) -> bool:
+    """Whether stretches may pass by the modules: nobody listens to them, and all that each has is trained, or nothing is."""
+    return not _has_any_global_hook() and all(map(_untouched, modules))
+
+
+def _untouched(module: nn.Module) -> bool:
+    own = module.__dict__  # asked of 145 modules in an eager pass of a fused GPT-2: 0.13 ms
+    if "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return False
+    if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return False
+    parameters = own["_parameters"]
+    if not parameters or not torch.is_grad_enabled():
+        return True
+    return all(p is None or p.requires_grad for p in parameters.values())
 
 
 class Product(NamedTuple):
