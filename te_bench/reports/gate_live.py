@@ -25,7 +25,7 @@ from te_bench.reports import gate_output
 from te_bench.reports.cogates import Finding, Kind
 from te_bench.reports.compare_fail import Limit
 from te_bench.reports.gate import FEWEST, check_test
-from te_bench.reports.gate_records import ALPHA, INCOMPLETE, MARGIN, Gate, compare
+from te_bench.reports.gate_records import ALPHA, INCOMPLETE, MARGIN, Gate, at_its_end, compare
 from te_bench.reports.rows import TIMED, printable
 
 SIDES = ("base", "head")
@@ -126,7 +126,7 @@ def _rounds(
         wanted = _following(gate, [cell for cell in planned.common if pairs[cell] < (looks or LOOKS)[-1]])
         late = until is not None and time.monotonic() + slowest * len(wanted) > until
         if late or not wanted:
-            gate = _judged(question, directory, commits, looks, ended=True)
+            gate = at_its_end(gate, looks=looks or LOOKS, mde=question.mde)
         answered = question.exit_first and gate.regressed
         if not wanted or late or answered or number == question.most:
             return gate
@@ -220,9 +220,7 @@ def _wanted(number: int, cells: Sequence[str] | None) -> Callable[[Planned], Map
     return wanted
 
 
-def _judged(
-    question: Question, directory: Path, commits: tuple[str, ...], looks: tuple[int, ...], *, ended: bool = False
-) -> Gate:
+def _judged(question: Question, directory: Path, commits: tuple[str, ...], looks: tuple[int, ...]) -> Gate:
     return compare(
         directory / SIDES[0],
         directory / SIDES[1],
@@ -232,7 +230,6 @@ def _judged(
         allow_environment_change=True,  # one machine; an environment's own description may differ between revisions
         limits=question.limits,
         looks=looks or LOOKS,
-        ended=ended,
         names=_called(question, commits),
     )
 

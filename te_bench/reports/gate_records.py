@@ -92,16 +92,14 @@ def compare(
     allow_environment_change: bool = False,
     limits: Sequence[Limit] = (),
     looks: Sequence[int] | None = None,
-    ended: bool = False,
     names: tuple[str, str] | None = None,
 ) -> Gate:
     """Judge the records in `candidate` against those in `baseline`, cell by cell, paired by seed.
 
     A process counts by its `process_s`. Of each suite the environment planned in last is read. `only`: a glob over
     trial names. limits: plain thresholds beside the test, as --compare-fail states them. looks: the numbers of pairs at
-    which a gate that is still measuring is judged; ended: it measures no more. names: what to call the two sides. Raises
-    ValueError for a directory without a plan, a glob that matches nothing, a baseline without trials, and what `decide`
-    raises.
+    which a gate that is still measuring is judged. names: what to call the two sides. Raises ValueError for a directory
+    without a plan, a glob that matches nothing, a baseline without trials, and what `decide` raises.
     """
     check_test(margin, alpha, mde)
     results = tuple(load_results([directory]) for directory in (baseline, candidate))
@@ -122,7 +120,7 @@ def compare(
         candidate=names[1],
         margin=margin,
         alpha=alpha,
-        decision=decide(ratios, margin=margin, alpha=alpha, mde=mde, looks=looks, ended=ended) if ratios else None,
+        decision=decide(ratios, margin=margin, alpha=alpha, mde=mde, looks=looks) if ratios else None,
         findings=(
             *(f for match in matches for f in of_match(match)),
             *of_studies(*sides),
@@ -137,6 +135,14 @@ def compare(
         cells={cell.id: match.name for match in matches for cell in (match.baseline, match.candidate) if cell},
         notes=_notes(results, sides, matches),
     )
+
+
+def at_its_end(gate: Gate, *, looks: Sequence[int], mde: float | None = None) -> Gate:
+    """`compare`'s answer at some look, judged as that of a gate that measures no more."""
+    if gate.decision is None:
+        return gate
+    decision = decide(gate.ratios, margin=gate.margin, alpha=gate.alpha, mde=mde, looks=looks, ended=True)
+    return dataclasses.replace(gate, decision=decision)
 
 
 def _newest(results: Results, only: str | None) -> list[Group]:
