@@ -12,9 +12,8 @@ from te_bench.reports.analysis import CONFIDENCE, Ratio, geometric_mean
 
 Array = NDArray[np.float64]
 
-LAST = 0.25  # the share of training that the slope is fitted over
+LAST = 0.25  # the share of training that the slope is fitted over, and the longest way that it is followed
 FEWEST_POINTS = 3  # two would fit any line
-REACH = LAST  # no line is followed for more steps than it was fitted over
 
 Interval = tuple[float, float]
 
@@ -74,8 +73,9 @@ def capability_matched(
     if slope >= 0:
         flat = f"the control's loss does not fall over the last quarter (slope {slope:+.2g} a step)"
         return Speedup(gap=gap, slope=slope, step_time=step_time, reason=f"{flat}: no steps make up a gap")
-    if abs(gap) > REACH * at[-1] * -slope:
-        far = f"the gap is {abs(gap / (LAST * at[-1] * slope)):.2g} times what the control gained in the last quarter"
+    reach = LAST * at[-1] * -slope
+    if abs(gap) > reach:
+        far = f"the gap is {abs(gap) / reach:.2g} times what the control gained in the last quarter"
         return Speedup(gap=gap, slope=slope, step_time=step_time, reason=f"{far}: its slope does not reach that far")
     interval = fieller(gaps, -slopes)
     less_time, less_interval, reason = _less_time(-gap / slope, interval, float(at[-1]), step_time)
