@@ -185,31 +185,11 @@ def _add_forward_cast_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _backward_kernel(
-    dy,
-    x,
-    weight,
-    mean,
-    rstd,
-    residual,
-    branch,
-    dx,
-    copy,
-    amax,
-    partials,
-    dy_stride,
-    x_stride,
-    residual_stride,
-    branch_stride,
-    M,
-    N: tl.constexpr,
-    RMS: tl.constexpr,
-    CENTRED_GAMMA: tl.constexpr,
-    BIASED: tl.constexpr,
-    SUMMED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    dy, x, weight, mean, rstd, residual, branch, dx, copy, amax, partials,
+    dy_stride, x_stride, residual_stride, branch_stride, M,
+    N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, BIASED: tl.constexpr, SUMMED: tl.constexpr,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """dx, and dx rounded to DTYPE as copy: ROWS whole rows at a time, sums over a program's rows kept until its last.
 
     A branch is added to x once more, as the forward pass rounded their sum.
