@@ -2,10 +2,11 @@
 
 problem: batch, heads, length, head_dim, causal; kv_heads where keys and values are shared, window_left and window_right
 where a row i sees keys i - left to i + right alone, -1 for no end. precision is the dtype of q, k and v.
-samples: forward_s, backward_s. work: forward_flop = 4 B H T^2 D, halved when causal, and for a window 4 B H D for each key
-that a row sees; backward_flop = 2.5 times that; on a GPU launches, the kernels of a forward and a backward pass; of `auto`
-chosen, the backend that it chose, which is the one that was checked and whose kernels had to run; in a mode that compiles
-graph_breaks and recompiles (_compilation), one of them the check's where that had to be smaller.
+samples: forward_s, backward_s; peak_*_bytes of both, with the buffer that overwrites the L2.
+work: forward_flop = 4 B H T^2 D, halved when causal, and for a window 4 B H D for each key that a row sees; backward_flop =
+2.5 times that; on a GPU launches, the kernels of a forward and a backward pass; of `auto` chosen, the backend that it chose,
+which is the one that was checked and whose kernels had to run; in a mode that compiles graph_breaks and recompiles
+(_compilation), one of them the check's where that had to be smaller.
 """
 
 import math
@@ -50,18 +51,22 @@ def run(trial: Trial, context: Context) -> Measurement:
     def backward() -> None:
         torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
+    _model.reset_memory(trial.device)
     samples = {
         "forward_s": timing.kernel(lambda: forward(q, k, v), trial.device),
         "backward_s": timing.kernel(backward, trial.device),
     }
-
+    samples |= _model.peak_memory(trial.device)
     work |= _compilation.counts(trial)
+
+    measurement = Measurement(check=check, work=work, samples=samples)
+    if not context.check:  # a gate's later rounds need times and memory alone
+        return measurement
 
     def both() -> None:
         torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
 
-    seen = _check.kernels_seen(both, trial.device)
-    return _check.require_kernels(trial, seen, Measurement(check=check, work=work, samples=samples))
+    return _check.require_kernels(trial, _check.kernels_seen(both, trial.device), measurement)
 
 
 def problem_of(trial: Trial) -> attention.Problem:

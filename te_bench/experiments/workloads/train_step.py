@@ -41,11 +41,11 @@ def run(trial: Trial, context: Context) -> Measurement:
     measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **memory})
     if not all(abs(x) < float("inf") for x in loss):
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
+    if not context.check:  # a gate's later rounds need times and memory alone
+        return measurement
     measurement = _check.require_kernels(trial, _check.kernels_seen(next_step, trial.device), measurement)
-    # A CPU's operators are no kernels that a floor could be given for, and a gate's later rounds need no profile.
-    profile = (
-        {"kernel_s": _check.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" and context.check else {}
-    )
+    # A CPU's operators are no kernels that a floor could be given for.
+    profile = {"kernel_s": _check.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
     numerics = _model.numerics_of(trial, step.model, *batches[0])
     return dataclasses.replace(measurement, work={**measurement.work, **profile, **numerics})
 

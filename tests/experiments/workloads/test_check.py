@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _model, train_step
+from te_bench.experiments.workloads import _check, _model, train_step
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize.reference import dequantize
 from te_bench.models import gpt
@@ -468,3 +468,14 @@ def test_a_linear_that_multiplies_by_the_wrong_operand_fails(monkeypatch: pytest
     monkeypatch.setattr(Linear, "forward", lambda self, x: right(self, x.flip(-1)))
     with pytest.raises(CheckFailed):
         checked(a_trial("fp8"))
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"), [([89, 88], 88), ([88, 88], 88), ([None, None], None), ([None, 5], None)]
+)
+def test_launches_are_the_fewer_of_two_looks(
+    counts: list[int | None], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter(counts)
+    monkeypatch.setattr(_check, "_seen", lambda call, device: _check.Seen(["gemm"], next(looks)))
+    assert _check.kernels_seen(lambda: None, "cuda") == _check.Seen(["gemm"], expected)

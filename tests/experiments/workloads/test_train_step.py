@@ -37,6 +37,8 @@ def test_a_later_round_of_a_gate_is_not_checked_again_and_trains_the_same() -> N
     checked, not_again = train_step.run(TRIAL, Context()), train_step.run(TRIAL, Context(check=False))
     assert not_again.check == {"skipped": "checked in the first round"}
     assert not_again.samples["loss"] == checked.samples["loss"]
+    assert checked.kernels
+    assert not not_again.kernels  # nor looked at by a profiler
 
 
 @pytest.mark.usefixtures("plain_heads")
