@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -82,15 +81,11 @@ def _add(columns, row, dq, D: gl.constexpr):
 
 @gluon.jit
 def _fused_step(
-    dk, dv, held, who, first, S, come, row, edge, empty, used, given, turn, parity, columns, scale,
+    dk, dv, held, who, first, S, come, row, edge, given, turn, parity, columns, scale,
     CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr,
-    UNROUNDED: gl.constexpr, CHAINED: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    UNROUNDED: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with a block's share, dq's added to its columns.
-
-    CHAINED: the next block's scores follow dk's product, and then `empty`, the place before, is left, if it is `used`. Its
-    left operand then comes from shared memory: kept in flight from registers, the assembler serialises all products (C7512).
-    """
+    """dk and dv with a block's share, dq's added to its columns."""
     k_shared, v_shared, dscores_shared, slot = held
     q, dout, info = come
     WIDTH: gl.constexpr = OUT.instr_shape[1] // CONSUMERS
@@ -99,9 +94,6 @@ def _fused_step(
     levels = info._reinterpret(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k, v = matrix(k_shared.index(who * SLOTS + slot)), matrix(v_shared.index(who * SLOTS + slot))
     scores = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
-    if CHAINED:
-        dk = warpgroup_mma_wait(1, deps=(dk,))
-        mbarrier.arrive(empty, count=1, pred=used)
     dweights = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     if EDGE:  # noqa: SIM102 (known when it compiles; the other is not)
@@ -126,21 +118,19 @@ def _fused_step(
         keys = matrix(k_shared.index(other * SLOTS + slot)).slice(who * WIDTH, WIDTH, dim=1)
         by_rows = dscores_shared.index(turn * CONSUMERS + other).permute((1, 0))
         dq = warpgroup_mma(by_rows, keys, dq, use_acc=other > 0, is_async=True)
-    if CHAINED:
-        dk = warpgroup_mma(dscores_shared.index(turn * CONSUMERS + who), q, dk, is_async=True)
-    else:
-        dk = warpgroup_mma(operand(dscores, OUT), q, dk, is_async=True)
+    dk = warpgroup_mma(operand(dscores, OUT), q, dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
     _add(columns, row, dq, OUT.instr_shape[1])
-    if not CHAINED:
-        dk = warpgroup_mma_wait(0, deps=(dk,))
+    dk = warpgroup_mma_wait(
+        0, deps=(dk,)
+    )  # in flight to the next block's scores, the assembler would serialise all (C7512)
     return dk, dv
 
 
 @gluon.jit
 def _make_all(
     made, who, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
-    UNROUNDED: gl.constexpr, CHAINED: gl.constexpr,
+    UNROUNDED: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
     dk_desc, dv_desc, shared, dscores_shared, gates, given, over, sizes, sums, padded, scale = made
@@ -172,27 +162,16 @@ def _make_all(
             mbarrier.wait(held.index(other * SLOTS + slot), slot_phase)
         for h in range(kv * group, kv * group + group):
             columns = _columns(sums, b * H + h, who, padded, CONSUMERS, D)
-            older = place
-            if CHAINED:
-                dk = warpgroup_mma_init(dk)
             for row in range(begin, end, ROWS):
                 mbarrier.wait(full.index(place), phase)
                 come = matrix(q_shared.index(place)), matrix(dout_shared.index(place)), info_shared.index(place)
                 dk, dv = _fused_step(
                     dk, dv, (k_shared, v_shared, dscores_shared, slot), who, first, S, come, row, row < edges,
-                    empty.index(older), row > begin,
-                    given, step & 1, step >> 1 & 1, columns, scale, CONSUMERS, SLOTS, EDGE, CAUSAL, UNROUNDED,
-                    CHAINED, SCORES, OUT,
+                    given, step & 1, step >> 1 & 1, columns, scale, CONSUMERS, SLOTS, EDGE, CAUSAL, UNROUNDED, SCORES, OUT,
                 )  # fmt: skip
-                if CHAINED:
-                    older = place
-                else:
-                    mbarrier.arrive(empty.index(place), count=1)
+                mbarrier.arrive(empty.index(place), count=1)
                 place, phase = next_place(place, phase, STAGES)
                 step += 1
-            if CHAINED:
-                dk = warpgroup_mma_wait(0, deps=(dk,))
-                mbarrier.arrive(empty.index(older), count=1)
         matrix(v_shared.index(at)).store(rounded(dv, dv_desc.dtype))
         mbarrier.arrive(over, count=1)
         mbarrier.wait(over, turn & 1)  # the others' dQ is of these keys too
@@ -212,13 +191,12 @@ def gluon_attention_backward_fused_kernel(
     k_desc, v_desc, q_desc, dout_desc, info_desc, dk_desc, dv_desc, sums, padded, scale, T, S, H, group, pairs, blocks,
     near, whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, UNROUNDED: gl.constexpr,
-    CHAINED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ added to sums.
 
     sums: float32 (sequences, heads, padded rows, 128), not scaled; 64 rows' two halves of columns each as _in_order has it.
     scale times log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S are there. UNROUNDED: the
-    weights that dS is made of; then a few numbers of each block wait in local memory. CHAINED: as in _fused_step.
+    weights that dS is made of; then a few numbers of each block wait in local memory.
     """
     HELD: gl.constexpr = CONSUMERS * SLOTS
     gl.static_assert(CONSUMERS == 2 and q_desc.block_type.shape[2] == 64 and q_desc.block_type.shape[3] == 128)
@@ -233,8 +211,8 @@ def gluon_attention_backward_fused_kernel(
     made = (dk_desc, dv_desc, shared, dscores_shared, gates, given, over, sizes, sums, padded, scale)
     gl.warp_specialize(
         [
-            (_make_all, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, UNROUNDED, CHAINED)),
-            (_make_all, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, UNROUNDED, CHAINED)),
+            (_make_all, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, UNROUNDED)),
+            (_make_all, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, UNROUNDED)),
             (fetch_rows, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
         ],
         [4, 1], [REGISTERS, FETCHING],

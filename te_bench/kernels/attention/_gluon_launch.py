@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     thread that multiplies. programs: on a processor. overlap, turns: as in _gluon_forward. persistent: each program makes
     tiles until there are none; sharing: of one sequence and head as many programs at a time, 0 for as few as can be.
     in_registers: what is held is an operand from there, in the backward pass; from shared memory two of 64 rows or columns
-    take all that it moves in a cycle. unrounded, chained: as in _gluon_backward_fused.
+    take all that it moves in a cycle. unrounded: as in _gluon_backward_fused.
     """
 
     warpgroups: int
@@ -46,7 +46,6 @@ class Plan(NamedTuple):
     in_registers: bool = False
     sharing: int = 0
     unrounded: bool = False
-    chained: bool = False
 
     def at_start(self) -> int:
         """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
@@ -76,11 +75,14 @@ OF_ROWS: Mapping[tuple[int, bool], Plan] = {  # dQ
 OF_KEYS: Mapping[tuple[int, bool], Plan] = {  # dK and dV
     (64, False): _KEYS_64, (64, True): _KEYS_64, (128, False): _KEYS_128, (128, True): _KEYS_128,
 }  # fmt: skip
-#: All three, with dQ's sums in global memory. A pair's rows and sums come and go 4 times less often where 4 programs share
-#: them; alone, at 580 TFLOP/s, they would be 5.4 TB/s, more than an H200 moves (docs/attention.md).
-FUSED: Mapping[int, Plan] = {128: Plan(2, 64, 3, 1, 240, sharing=4)}
-#: Where that is faster than two kernels: not measured yet.
-FASTER_FUSED: frozenset[tuple[int, bool]] = frozenset()
+#: All three, with dQ's sums in global memory; by the width, whether keys are many, and causal. A pair's rows and sums come
+#: and go 4 times less often where 4 programs share them; where all work alike, all may (docs/attention.md).
+_SHARED, _ALIKE = Plan(2, 64, 3, 1, 240, sharing=4), Plan(2, 64, 3, 1, 240, sharing=132)
+FUSED: Mapping[tuple[int, bool, bool], Plan] = {
+    (128, False, True): _SHARED, (128, True, True): _SHARED._replace(unrounded=True),
+    (128, False, False): _ALIKE, (128, True, False): _ALIKE,
+}  # fmt: skip
+FUSED_FROM = 2048  # keys; of fewer, by which the sums weigh more, it was not measured against two kernels
 
 
 @functools.cache
@@ -155,8 +157,8 @@ def backward(
     deterministic: bool = False, of_rows: Plan | None = None, of_keys: Plan | None = None, fused: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the inputs' dtype; deterministic: bitwise the same in every run, as those of the two kernels are."""
-    if not deterministic and _of(k) in FASTER_FUSED:
-        fused = fused or FUSED[k.shape[3]]
+    if not deterministic and k.shape[2] >= FUSED_FROM:
+        fused = fused or FUSED.get((*_of(k), causal))
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with torch.cuda.device_of(q):
@@ -210,7 +212,7 @@ def _backward_fused(
     gluon_attention_backward_fused_kernel[(programs,)](
         *held, *come, _levels(info.transpose(0, 1), ROWS), _descriptor(dk, ROWS), _descriptor(dv, ROWS), sums, padded,
         float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
-        UNROUNDED=p.unrounded, CHAINED=p.chained, **_constants(p),
+        UNROUNDED=p.unrounded, **_constants(p),
     )  # fmt: skip
     gluon_attention_sums_kernel[grid](
         sums, dq, *row_strides(dq), float(scale), heads, rows, padded, D=width, num_warps=4

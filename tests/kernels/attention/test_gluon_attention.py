@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import sys
 import types
 from typing import Any
 
@@ -21,7 +22,7 @@ PLANS = {
     f"{name}, {width}, {'long' if many else 'short'}": (name, width, plan)
     for name, table in (("forward", launch.FORWARD), ("rows", launch.OF_ROWS), ("keys", launch.OF_KEYS))
     for (width, many), plan in table.items()
-} | {f"fused, {width}": ("fused", width, plan) for width, plan in launch.FUSED.items()}
+} | {f"fused, {key}": ("fused", key[0], plan) for key, plan in launch.FUSED.items()}
 
 
 @pytest.mark.parametrize(
@@ -123,23 +124,21 @@ def test_programs_share_a_pair_as_the_plan_says(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch, "processors", lambda _: 132)
     for batch, shared in ((4, 33), (1, 32)):
         q = torch.empty(batch, 32, 2048, 128, dtype=BF16)
-        assert launch._dealt(launch.FUSED[128], q, q, of_keys=True)[1][6] == shared
+        assert launch._dealt(launch.FUSED[128, False, True], q, q, of_keys=True)[1][6] == shared
 
 
-@pytest.mark.parametrize(("faster", "deterministic"), list(itertools.product((False, True), repeat=2)))
-def test_one_kernel_only_where_it_is_faster_and_bits_may_differ(
-    faster: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("causal", "deterministic"), list(itertools.product((False, True), repeat=2)))
+def test_one_kernel_where_it_was_measured_to_be_faster_and_bits_may_differ(
+    causal: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not launch.FASTER_FUSED, "measured? then docs/attention.md says so, and this test what ships"
-    made: list[str] = []
-    monkeypatch.setattr(launch, "_backward_fused", lambda *_: made.append("one"))
+    made: list[object] = []
+    monkeypatch.setattr(launch, "_backward_fused", lambda *given: made.append(given[-1]))
     monkeypatch.setattr(launch, "_backward_by_two", lambda *_: made.append("two"))
-    if faster:
-        monkeypatch.setattr(launch, "FASTER_FUSED", frozenset({(128, False)}))
-    for keys, width in ((64, 128), (launch.LONG, 128), (64, 64)):
+    for keys, width in ((2047, 128), (2048, 128), (launch.LONG, 128), (launch.LONG, 64)):
         x = torch.empty(1, 1, keys, width, dtype=BF16)
-        gluon._backward(x, x, x, x, x, torch.empty(1, 1, keys), True, 0.125, deterministic)
-    assert made == ["one" if faster and not deterministic else "two", "two", "two"]
+        gluon._backward(x, x, x, x, x, torch.empty(1, 1, keys), causal, 0.125, deterministic)
+    plans = [launch.FUSED[128, many, causal] for many in (False, True)]
+    assert made == ["two", *(["two", "two"] if deterministic else plans), "two"]
 
 
 def test_who_asks_torch_for_determinism_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +179,7 @@ def test_programs_are_dealt_alike_and_every_tile_once(pairs: int, blocks: int, m
 def head_dim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """And by which kernels the gradients are made."""
     width, *by_one = request.param.split(" ", 1)
-    if by_one:
-        monkeypatch.setattr(launch, "FASTER_FUSED", frozenset({(128, False), (128, True)}))
+    monkeypatch.setattr(launch, "FUSED_FROM", 1 if by_one else sys.maxsize)
     return int(width)
 
 

@@ -308,8 +308,8 @@ def test_backward(plans: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "plan",
-    [Plan(2, 64, 3, 1, 240), Plan(2, 64, 2, 2, 240, unrounded=True), Plan(2, 64, 3, 1, 240, chained=True)],
-    ids=["1 slot", "2 slots", "chained"],
+    [Plan(2, 64, 3, 1, 240), Plan(2, 64, 2, 2, 240, unrounded=True)],
+    ids=["1 slot", "2 slots"],
 )
 def test_backward_by_one_kernel(plan: Plan, shape: str, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """far: 2 to the power of 0 - level is infinity, and so a key beyond the last one must not get there."""
@@ -343,7 +343,7 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, far: bool, monkeypatch: 
         edges = s.causal or s.keys % (2 * ROWS) != 0
         for who in range(p.warpgroups):
             calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(
-                made, who, *constants, edges, p.unrounded, p.chained
+                made, who, *constants, edges, p.unrounded
             )  # type: ignore[misc]
         ran(machine, calls)
 

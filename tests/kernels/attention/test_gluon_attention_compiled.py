@@ -20,6 +20,7 @@ from te_bench.kernels.attention._gluon_launch import Plan
 BF16 = torch.bfloat16
 OF_A_TILE = 16  # bytes spilled
 OF_A_FUSED_TILE = 320  # there the loop over blocks takes all registers, so that what deals tiles waits in memory
+UNROUNDED = 480  # with a few numbers of each block, and yet 3 to 6 % faster where keys are many (docs/attention.md)
 LONGEST, BESIDES = 6, 140  # instructions for an element, and for a block
 LONGEST_FUSED = 560  # and for a block of the fused kernel, that branches over the mask
 Call = Callable[[], object]
@@ -47,7 +48,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, causal: bool, of_rows: Plan | Non
     launch.backward(q, q, k, k, q, torch.empty(q.shape[:3]), causal, 0.125, of_rows=of_rows)
 
 
-def fused(q: torch.Tensor, k: torch.Tensor, causal: bool, plan: Plan = launch.FUSED[128]) -> None:
+def fused(q: torch.Tensor, k: torch.Tensor, causal: bool, plan: Plan = launch.FUSED[128, False, True]) -> None:
     launch.backward(q, q, k, k, q, torch.empty(q.shape[:3]), causal, 0.125, fused=plan)
 
 
@@ -65,7 +66,7 @@ FUSED: dict[str, Call] = {
     "fused 128": on_an_h200(128, fused), "fused 128, full": on_an_h200(128, fused, causal=False, keys=1024),
     "fused 128, full, tails": on_an_h200(128, fused, causal=False),
     "fused 128, shared heads": on_an_h200(128, fused, groups=1),
-    "fused 128, chained": on_an_h200(128, fused, launch.FUSED[128]._replace(chained=True)),
+    "fused 128, long": on_an_h200(128, fused, launch.FUSED[128, True, True]),
 }  # fmt: skip
 BROKEN = {
     "serialised": on_an_h200(128, backward, Plan(2, 128, 2, 1, 240)),
@@ -168,7 +169,7 @@ def test_the_fused_backward_kernel_keeps_its_products_in_flight(
             assert not kernel.spills, str(kernel)
             assert re.search(r"st\.global.*\.v4\.b32", kernel.ptx), f"{kernel}: 16 bytes at a time"
             continue
-        assert kernel.spills <= OF_A_FUSED_TILE, str(kernel)
+        assert kernel.spills <= (UNROUNDED if "long" in kernel.call else OF_A_FUSED_TILE), str(kernel)
         assert set(re.findall(r"USETMAXREG\S* .*?(0x\w+)", kernel.sass)) >= {hex(240), hex(24)}
         assert kernel.count(r"\bUTMALDG"), str(kernel)
         assert kernel.count(r"\bUTMASTG"), str(kernel)
@@ -188,20 +189,16 @@ def check_order(loop: list[str], kernel: Compiled) -> None:
     }  # fmt: skip
     order = [name for line in loop for name, pattern in patterns.items() if re.search(pattern, line)]
     waits = [int(x, 16) for line in loop for x in re.findall(r"DEPBAR.*gsb0, (0x\d)", line)]
-    chained = "chained" in kernel.call
-    assert waits == ([1] * 4 if chained else [1, 1, 1, 0]), f"{kernel}: waits with {waits} products under way"
+    assert waits == [1, 1, 1, 0], f"{kernel}: waits with {waits} products under way"
     assert order.count("scores") == 3 * 8, str(kernel)
     assert order.count("wide") == 2 * 4, str(kernel)
     assert order.count("exp") == 32, str(kernel)
     assert order.count("put") == 4, str(kernel)
-    read_again = chained or "shared heads" in kernel.call  # a number of the tile
-    assert order.count("spilled") <= read_again, str(kernel)
+    # A number of the tile, with shared heads; unrounded weights leave no registers for a few of each block.
+    allowed = 10 if "long" in kernel.call else int("shared heads" in kernel.call)
+    assert order.count("spilled") <= allowed, str(kernel)
     assert order.count("add") == sum("REDG.E.ADD.F32x4" in line for line in loop) == 8, f"{kernel}: 16 bytes at a time"
-    found = [i for i, name in enumerate(order) if name == "wait"]
-    if chained:
-        assert order[: found[0]].count("scores") == 8, "the scores follow dK"
-        found = [*found[1:], len(order)]
-    first, second, third, last = found
+    first, second, third, last = [i for i, name in enumerate(order) if name == "wait"]
     assert order[:first].count("scores") == 16, "scores and dP are both under way"
     assert set(order[first:second]) >= {"exp", "wide"}
     assert not {"exp"} & set(order[second:]), "exponentials under dP's product"
