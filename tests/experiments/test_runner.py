@@ -93,7 +93,7 @@ def test_hung_trials_end_in_time_with_all_that_they_started(tmp_path: Path) -> N
     with running("run", "hangs", "--out", tmp_path, "--device", "cpu", "--cache", tmp_path, "--timeout", "3") as run:
         done = run.finish()
         assert run.gone(), run.family()
-    *hung, after = rows(tmp_path)
+    _, *hung, after = rows(tmp_path)
     assert [(row["outcome"], row["reason"]) for row in hung] == [("timeout", "stopped after 3 s (--timeout)")] * 2
     assert [row["trial"]["problem"]["model"] for row in hung] == ["hang", "hang-holding-gil"]
     assert all(3 <= row["wall_s"] < 6 for row in hung)

@@ -19,7 +19,6 @@ import torch
 
 from te_bench.experiments.measurement import Context, Measurement
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads._check import Seen, require_kernels
 
 MARK = "TE_BENCH_TEST_RUN"  # as tests/driving.py sets it
 TIMED = Measurement(samples={"latency_s": [0.5]})
@@ -71,6 +70,8 @@ def missing_submodule(trial: Trial, cache: Path) -> Measurement:
 
 
 def wrong_kernel(trial: Trial, cache: Path) -> Measurement:
+    from te_bench.experiments.workloads._check import Seen, require_kernels  # 3 s, in every child that imports it
+
     return require_kernels(trial, Seen(["aten::_scaled_dot_product_flash_attention_for_cpu"]), TIMED)
 
 
