@@ -1,6 +1,7 @@
 """Imports go one way, and what must answer without torch never reaches it: read from the source, transitively."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted((ROOT / "te_bench").rglob("*.py"))}
 
 
-def imports(module: str, *, deferred: bool) -> set[str]:
+@functools.cache  # every module reaches the same few
+def imports(module: str, *, deferred: bool) -> frozenset[str]:
     """Modules that it imports: at module level, and with `deferred` inside functions and for type checkers too."""
     tree = ast.parse(MODULES[module].read_bytes())
     found: set[str] = set()
@@ -45,7 +47,7 @@ def imports(module: str, *, deferred: bool) -> set[str]:
             assert node.level == 0, f"{module} has a relative import"
             assert node.module is not None
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if not name.startswith("te_bench") or name in MODULES}
+    return frozenset(name for name in found if not name.startswith("te_bench") or name in MODULES)
 
 
 def at_module_level(node: ast.AST) -> Iterator[ast.AST]:
@@ -65,14 +67,15 @@ def with_parents(name: str) -> set[str]:
     return {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
 
 
-def path_to_torch(module: str, seen: frozenset[str] = frozenset()) -> list[str] | None:
-    """The chain of module-level imports that ends in torch or triton, or None."""
+def path_to_torch(module: str, seen: set[str] | None = None) -> list[str] | None:
+    """The chain of module-level imports that ends in torch or triton, or None; `seen` are known to reach neither."""
+    seen = set() if seen is None else seen
+    seen.add(module)
     for name in sorted(imports(module, deferred=False)):
         if name.partition(".")[0] in ("torch", "triton"):
             return [module, name]
-        for reached in with_parents(name) & set(MODULES) - seen - {module}:
-            chain = path_to_torch(reached, seen | {module})
-            if chain:
+        for reached in sorted(with_parents(name) & set(MODULES)):
+            if reached not in seen and (chain := path_to_torch(reached, seen)):
                 return [module, *chain]
     return None
 
