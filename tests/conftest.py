@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import interpreter
 import pytest
 
 # The processes that tests start find te_bench from any folder, installed or not.
@@ -28,6 +29,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # A workload allows TF32 as its trial needs it, for the process, which is the trial's own; here the next test's as well.
     if "torch" in sys.modules:
         sys.modules["torch"].backends.cuda.matmul.allow_tf32 = False
+    interpreter.quicken()
     if item.get_closest_marker("gpu"):
         import torch
 
