@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from driving import rows, te_bench
+from driving import PLANTED, rows, te_bench
 
 
 @pytest.mark.slow
@@ -36,10 +36,14 @@ def test_a_real_run_from_plan_to_report_and_the_rerun_that_does_nothing(tmp_path
 
 @pytest.mark.slow
 def test_the_layer_suite_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
-    done = te_bench("run", "layer", "--device", "cpu", "--out", tmp_path / "out", timeout=300)
+    preloaded = PLANTED.with_name("te_bench_preloaded.py")
+    only = "layer/*/fp*[2d]*/*"  # fp32, and delayed scaling: test_layer_timed.py has every recipe
+    arguments = ["layer", "--device", "cpu", "--only", only, "--out", tmp_path / "out"]
+    done = te_bench("run", *arguments, main=preloaded, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     written = rows(tmp_path / "out")
     assert {row["outcome"] for row in written} == {"ok"}
+    assert {row["trial"]["recipe"] for row in written} == {None, "delayed_scaling"}
     assert {len(row["samples"]["latency_s"]) for row in written} == {50}
     told = (tmp_path / "out" / "report" / "report.md").read_text()
     assert "One transformer layer, fair" in told

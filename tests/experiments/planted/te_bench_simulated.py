@@ -6,9 +6,10 @@ The folder `simulated` stands before te-bench's own workloads, so its training.p
 from pathlib import Path
 
 from te_bench import cli
-from te_bench.experiments import workloads
+from te_bench.experiments import runner, workloads
 
 workloads.__path__.insert(0, str(Path(__file__).resolve().parent / "simulated"))
+runner.PROFILER = ()  # no simulated training profiles, and a second to import
 
 if __name__ == "__main__":
     cli.main()

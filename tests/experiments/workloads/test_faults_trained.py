@@ -1,6 +1,7 @@
 """Every planted fault on a real training run, small as it is: worse than bf16 by far more than bf16 is from itself."""
 
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def end(looks: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def looks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def looks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """looks(seed, recipe, **problem) -> losses (by bf16, native) at every evaluation of a training, each trained once."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "text.txt").write_text(TEXT)
@@ -62,31 +63,34 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> Any:
             known[trial.id] = list(zip(found["val_loss"], found["val_loss_native"], strict=True))
         return known[trial.id]
 
-    return trained
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            training, "_checked", lambda *_: {}
+        )  # test_training.py has it, and a tenth of the time goes there
+        yield trained
 
 
 def test_bf16_is_close_to_itself_one_ulp_away_and_so_are_the_right_recipes(end: Any) -> None:
-    """A/A on 3 seeds: -0.001, -0.005, +0.005; recipes at most 0.019 away (2026-11-21)."""
-    for seed in range(2):
+    """A/A on 3 seeds: -0.001, -0.005, +0.005; recipes at most 0.019 away (2026-11-21): one a seed."""
+    for seed, recipe in enumerate((CURRENT, "delayed_scaling")):
         control, aa = end(seed)[0], end(seed, perturb_ulp=1)[0]
         assert control != aa
         assert abs(control - aa) < 0.02
-        for recipe in (CURRENT, "delayed_scaling"):
-            assert abs(control - end(seed, recipe)[0]) < 0.03
+        assert abs(control - end(seed, recipe)[0]) < 0.03
 
 
 @pytest.mark.parametrize(
-    ("fault", "recipe", "gap"),
+    ("fault", "recipe", "gap", "seeds"),
     [
-        ("doubled_scale", CURRENT, 0.08),  # 0.08 to 0.30 measured, 3 seeds
-        ("doubled_scale", "rowwise_scaling", 0.13),  # 0.14 to 0.25
-        ("frozen_scale", "delayed_scaling", 0.3),  # 0.31 to 0.49
-        ("flushed_gradients", CURRENT, 0.35),  # 0.36 to 0.40
-        ("transposed_wgrad", CURRENT, 1.4),  # 1.46 to 1.64
+        ("doubled_scale", CURRENT, 0.08, 2),  # 0.08 to 0.30 measured, 3 seeds
+        ("doubled_scale", "rowwise_scaling", 0.13, 2),  # 0.14 to 0.25
+        ("frozen_scale", "delayed_scaling", 0.3, 1),  # 0.31 to 0.49: fifty times what A/A shows, so that one tells it
+        ("flushed_gradients", CURRENT, 0.35, 1),  # 0.36 to 0.40
+        ("transposed_wgrad", CURRENT, 1.4, 1),  # 1.46 to 1.64
     ],
 )
-def test_a_fault_is_far_worse_than_bf16(end: Any, fault: str, recipe: str, gap: float) -> None:
-    gaps = [end(seed, recipe, fault=fault)[0] - end(seed)[0] for seed in range(2)]
+def test_a_fault_is_far_worse_than_bf16(end: Any, fault: str, recipe: str, gap: float, seeds: int) -> None:
+    gaps = [end(seed, recipe, fault=fault)[0] - end(seed)[0] for seed in range(seeds)]
     assert min(gaps) > 0.7 * gap
 
 

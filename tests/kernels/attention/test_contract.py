@@ -127,10 +127,15 @@ def by_definition(problem: Problem, tensors: list[Tensor], mask: Tensor | None =
         seen = torch.ones(scores.shape, dtype=torch.bool, device=q.device)
         if problem.causal:
             seen &= torch.arange(q.shape[2])[:, None].to(q.device) >= torch.arange(k.shape[2]).to(q.device)
-        for i, j in itertools.product(range(q.shape[2]), range(k.shape[2])) if problem.window else ():
+        if problem.window:
             left, right = problem.window
-            if (left >= 0 and j < i - left) or (right >= 0 and j > i + right):
-                seen[..., i, j] = False
+            ahead = (torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]).to(
+                q.device
+            )  # of the query is the key
+            if left >= 0:
+                seen &= ahead >= -left
+            if right >= 0:
+                seen &= ahead <= right
         if mask is not None:
             seen &= ~mask
         largest_seen = scores.detach().masked_fill(~seen, -1e300).amax(-1, keepdim=True)
