@@ -23,6 +23,8 @@ def quicken() -> None:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     if hasattr(interpreter, "_get_np_dtype"):
         interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    language = interpreter.tl.core
+    language.block_type.with_element_ty = _made_once(language.block_type.with_element_ty, language.dtype)
 
 
 def _by_name(right: Any) -> Any:
@@ -36,6 +38,21 @@ def _by_name(right: Any) -> Any:
         return known[name]
 
     return look_up
+
+
+def _made_once(right: Any, plain: type) -> Any:
+    """block_type.with_element_ty: the same few blocks over and over, whose names take longest to write."""
+    known: dict[Any, Any] = {}
+
+    def with_element_ty(self: Any, element: Any) -> Any:
+        if type(element) is not plain:  # pointers, which a name does not tell apart
+            return right(self, element)
+        key = (element.name, *self.shape)
+        if key not in known:
+            known[key] = right(self, element)
+        return known[key]
+
+    return with_element_ty
 
 
 def _once_a_launch(interpreter: Any) -> Any:
