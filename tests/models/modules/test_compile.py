@@ -33,6 +33,7 @@ SLOW = [
     ("TransformerLayer", "block"),
     ("LayerNormMLP", "row"),
 ]
+ALONE = {"Linear": "block", "LayerNormLinear": "current", "LayerNormMLP": "row"}
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +88,8 @@ def pair(module: str, **options: Any) -> tuple[nn.Module, nn.Module]:
         pytest.param(module, name, marks=[pytest.mark.slow] if (module, name) in SLOW else [])
         for module in MODULES
         for name in FAMILIES
+        # The parts of a TransformerLayer by themselves: with one recipe that has a history, and one that has none.
+        if module == "TransformerLayer" or name in ("delayed", ALONE[module])
     ],
 )
 def test_bit_for_bit_what_eager_computes(module: str, name: str) -> None:
