@@ -11,7 +11,8 @@ from convergence import JUDGEMENT, TRUTH, arm_trial, run_record, study_records, 
 from driving import te_bench
 from journals import record, write
 
-from te_bench.reports import gallery, render, tables, verdict_tables
+from te_bench.reports import figures, gallery, render, tables, verdict_tables
+from te_bench.reports.curves import comparisons
 from te_bench.reports.rows import load_results
 
 TRUTHS = {**TRUTH, "float8_block_scaling": 0.02, "float8_current_scaling": 0.0028}
@@ -22,6 +23,12 @@ OUTCOMES = {("rowwise_scaling", 2): "diverged"}
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = study_records(TRUTHS, sd=0.0008, outcomes=OUTCOMES)
     return write_study(tmp_path_factory.mktemp("study") / "run", records, JUDGEMENT)
+
+
+@pytest.fixture(scope="module")
+def drawings(run: Path) -> dict[str, figures.Drawing]:
+    [group] = load_results([run]).groups
+    return {drawing.name: drawing for drawing in gallery.of_group(group, "")}
 
 
 def texts(table: tables.Table) -> dict[str, dict[str, str]]:
@@ -70,28 +77,28 @@ def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_p
     assert page.index("Does FP8 train like bf16?") < page.index("Loss curves")
 
 
-def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(run: Path) -> None:
-    [group] = load_results([run]).groups
-    drawn = {d.kind: d.inline for d in gallery.of_group(group, "")}
-    panels = re.findall(r">([^<>]*) \(mean of \d+", drawn["verdict_gap"])
+def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, figures.Drawing]) -> None:
+    drawn = drawings["verdict_gap"].inline
+    panels = re.findall(r">([^<>]*) \(mean of \d+", drawn)
     assert panels[0] == "bf16, A/A"
     assert set(panels[1:]) >= {"delayed_scaling", "rowwise_scaling"}
     assert not any("broken" in panel for panel in panels)
-    assert "within the margin 0.003" in drawn["verdict_gap"]
+    assert "within the margin 0.003" in drawn
 
 
 @pytest.mark.parametrize(("gap", "off"), [(0.2, []), (400.0, ["delayed_scaling, broken on pur… (mean of 5)"])])
 def test_an_arm_above_the_frame_of_the_loss_curves_is_said_to_be(tmp_path: Path, gap: float, off: list[str]) -> None:
     write_study(tmp_path / "run", study_records({**TRUTH, "broken": gap}))
     [group] = load_results([tmp_path / "run"]).groups
-    drawn = {d.name: d.inline for d in gallery.of_group(group, "")}["loss_step"]
+    [comparison] = comparisons(group)
+    drawn = figures.draw("loss_step", "loss_step", "", "", figures.losses(comparison, "step")).inline
     assert re.findall(r">([^<>]*), above the frame<", drawn) == off
 
 
-def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path) -> None:
+def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path, drawings: dict[str, figures.Drawing]) -> None:
     [group] = load_results([run]).groups
     [found] = verdict_tables.of_group(group)
-    [drawing] = [d for d in gallery.of_group(group, "") if d.kind == "verdict_forest"]
+    drawing = drawings["verdict_forest"]
     assert found.broken is not None
     comparison = found.broken.judgement.comparison
     assert comparison is not None
