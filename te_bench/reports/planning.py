@@ -138,7 +138,10 @@ def pace(record: Record) -> Pace | None:
 
 
 #: Of the problem, what a training's seconds depend on beside the number of its steps.
-_SIZES = ("model", "batch", "block", "accumulate", "padded_vocab", "evaluate", "eval_tokens", "early_eval_tokens")
+_SIZES = (
+    *("model", "batch", "block", "accumulate", "padded_vocab", "threads"),
+    *("evaluate", "eval_tokens", "early_eval_tokens"),
+)
 
 
 def _work(trial: Trial) -> tuple[object, ...]:

@@ -145,6 +145,7 @@ def test_the_aa_arm_costs_what_bf16_does_and_a_fault_what_its_recipe_does() -> N
         {"evaluate": None},
         {"eval_tokens": 1024},
         {"early_eval_tokens": 1024},
+        {"threads": 1},
         {"mode": "compile"},
         {"device": "cpu"},
     ],

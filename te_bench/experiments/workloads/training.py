@@ -2,10 +2,11 @@
 
 problem: model, batch (a number, or "max" for the largest that fits), block, vocab, padded_vocab, data, tokenizer, corpus
 (the cache key, which holds the content hash), steps or budget_s, eval_every (steps) or eval_every_s, eval_tokens, of
-which evaluations before the last quarter of the steps take early_eval_tokens, evenly spread, where it is given, head and
-optimizer (_model), and any field of models.train.Optim. Of a convergence trial besides: perturb_ulp and fault, which
-make the model (_model.build); evaluate "both": val_loss is in bf16 whatever the trial trains in, val_loss_native as it
-trains; probes: about how many looks at the FP8 numerics there are, at evaluations that are evenly spaced.
+which evaluations before the last quarter of the steps take early_eval_tokens, evenly spread, where it is given, head
+and optimizer (_model), threads (those of a CPU's torch; by default as it has them), and any field of
+models.train.Optim. Of a convergence trial besides: perturb_ulp and fault, which make the model (_model.build); evaluate
+"both": val_loss is in bf16 whatever the trial trains in, val_loss_native as it trains; probes: about how many looks at
+the FP8 numerics there are, at evaluations that are evenly spaced.
 samples: step, loss, time_s, and grad_norm where gradients are clipped; val_step, val_loss, val_time_s, val_loss_native;
 probe_step, and of each Linear's tensors amax:MODULE.TENSOR, saturated:... and underflowed:..., the latter two fractions
 of the elements. The clock counts training only: not evaluation, not the probes, not the check, not the first two steps,
@@ -39,6 +40,8 @@ COMPILING = 2  # first steps, whose time is not training time
 
 
 def run(trial: Trial, context: Context) -> Measurement:
+    if "threads" in trial.problem:
+        torch.set_num_threads(trial.number("threads"))
     work: dict[str, object] = {}
     if trial.problem["batch"] == "max":
         tries = max_batch.largest(trial)

@@ -69,6 +69,19 @@ def test_fused_steps_are_arms_of_their_own(device: str) -> None:
     }
 
 
+def test_on_a_cpu_early_evaluations_are_short() -> None:
+    """Few tokens for evaluations that enter no verdict; those that do see all."""
+    for p in (t.problem for t in resolve().trials):
+        assert int(str(p["early_eval_tokens"])) * 4 == p["eval_tokens"]
+
+
+def test_a_tiny_gpt_has_one_thread_of_a_cpu() -> None:
+    for suite in ("convergence", "stress"):
+        assert {t.problem["threads"] for t in resolve(suite).trials} == {1}
+        assert not [t for t in resolve(suite, model="char").trials if "threads" in t.problem]
+        assert not [t for t in resolve(suite, device="cuda", preset="cpu").trials if "threads" in t.problem]
+
+
 def test_seeds_are_outermost_so_that_a_run_may_stop_between_them() -> None:
     seeds = [t.seed for t in resolve(seeds=3).trials]
     assert seeds == sorted(seeds)

@@ -90,6 +90,16 @@ def test_early_evaluations_see_few_tokens_and_the_last_quarter_all(trial: Any, c
     assert training.LATE == 1 - speedup.LAST == 1 - band.LAST
 
 
+def test_a_trial_computes_in_as_many_threads_as_it_says(trial: Any, context: Context) -> None:
+    before = torch.get_num_threads()
+    try:
+        for asked, found in (({"threads": 3}, 3), ({}, 3), ({"threads": 1}, 1)):
+            training.run(trial(steps=2, eval_every=2, **asked), context)
+            assert torch.get_num_threads() == found
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", "delayed_scaling")])
 def test_a_fast_step_trains_to_the_same_curve_whatever_looks_at_it(
