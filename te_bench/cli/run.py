@@ -89,12 +89,13 @@ def run(
         if done:
             print(f"{done} of {total} trials are already in {directory}")
         try:
-            with _progress(total, done, max(len(chosen), 1)) as progress:
+            slots = [gpu["uuid"] for gpu in chosen] or [None] * _at_once(experiment, machine["identity"]["cores"])
+            with _progress(total, done, len(slots)) as progress:
                 runner.run(
                     experiment.trials,
                     store,
                     machine["id"],
-                    gpus=[gpu["uuid"] for gpu in chosen] or [None],
+                    gpus=slots,
                     timeout_s=timeout,
                     context=Context(cache=cache, checkpoints=checkpoints),
                     progress=progress,
@@ -124,6 +125,13 @@ def _experiment(
     if earlier is not None:
         print("\n".join(planned.forecast(experiment, earlier).lines()))
     return experiment
+
+
+def _at_once(experiment: "Experiment", cores: int) -> int:
+    """Trials side by side on a CPU: where a look may spare the next ones they go one after the other."""
+    from te_bench.experiments import runner
+
+    return 1 if "first_look" in experiment.judgement else runner.at_once(experiment.trials, cores)
 
 
 def _finish(directory: Path, records: "list[Record]") -> None:

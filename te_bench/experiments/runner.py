@@ -37,6 +37,7 @@ PROFILER: tuple[str, ...] = ("torch._inductor",)
 #: The models, and with them all kernels: 0.4 s of every child on a CPU (2026-11-22). For a GPU they are left to the
 #: children: no CUDA must be touched before the fork. So are workloads: those that a main module plants come first there.
 MODELS: tuple[str, ...] = ("te_bench.models.gpt",)
+MOST_AT_ONCE = 8  # trials on a CPU: each is 0.4 GB resident, with what it shares with the fork server
 Progress = Callable[[Record | None, Trial | None], None]  # (a record just written, a trial just started)
 
 
@@ -64,6 +65,15 @@ def to_do(trials: Sequence[Trial], journal: Journal, environment_id: str, *, ret
     return [trial for trial in trials if waits((trial.id, environment_id))]
 
 
+def at_once(trials: Sequence[Trial], cores: int) -> int:
+    """How many trials a CPU runs side by side: as have a core for each of their threads, where all say how many those are.
+
+    Who does not say takes all cores, and has them for itself.
+    """
+    threads = [int(trial.problem.get("threads") or cores) for trial in trials]
+    return max(1, min(cores // max(threads, default=cores), MOST_AT_ONCE))
+
+
 def run(
     trials: Sequence[Trial],
     store: Store,
@@ -76,7 +86,8 @@ def run(
     retry: bool = False,
     needless: Callable[[Trial], str | None] = lambda _: None,
 ) -> None:
-    """Run every trial that is `to_do`, once; `gpus` are CUDA_VISIBLE_DEVICES values, one trial on each at a time.
+    """Run every trial that is `to_do`, once; `gpus` are CUDA_VISIBLE_DEVICES values, one trial on each at a time; on a
+    CPU None, once for each trial that runs beside others.
 
     needless(trial), asked when its turn comes, answers why it is not to be run any more: its outcome is "stopped".
 

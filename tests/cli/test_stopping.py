@@ -233,6 +233,23 @@ def test_a_run_that_began_without_looks_cannot_get_them_later(
     assert command(*asked, "--stop-early", "--fresh").code == 130
 
 
+def test_trials_that_a_look_may_spare_go_one_after_the_other(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slots: list[list[str | None]] = []
+
+    def noted(*arguments: object, gpus: list[str | None], **options: object) -> None:
+        slots.append(gpus)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", noted)
+    monkeypatch.setattr("te_bench.experiments.environment._cores", lambda: 4)
+    asked = ("run", "convergence", "--device", "cpu", "--data", "random", "--seeds", 8, "--out")
+    for where, more in (("all", ()), ("early", ("--stop-early",)), ("char", ("--model", "char"))):
+        assert command(*asked, tmp_path / where, *more).code == 130
+    assert slots == [[None] * 4, [None], [None]]
+
+
 def test_another_machine_s_plan_does_not_forbid_looks(tmp_path: Path) -> None:
     journal = load(write_study(tmp_path, study_records(seeds=range(2))))
     looking = Experiment(suite="convergence", title="", trials=(), judgement=SEQUENTIAL)

@@ -264,6 +264,18 @@ def test_a_second_run_on_the_directory_is_told_who_holds_it(tmp_path: Path) -> N
         assert run.process.poll() is None
 
 
+@pytest.mark.parametrize(
+    ("threads", "cores", "expected"),
+    [((1, 1), 2, 2), ((1, 1), 1, 1), ((1, 2), 4, 2), ((1, 1), 64, 8), ((8, 8), 4, 1), ((1, None), 4, 1), ((), 4, 1)],
+)
+def test_trials_that_say_their_threads_run_side_by_side_on_a_cpu(
+    threads: tuple[int | None, ...], cores: int, expected: int
+) -> None:
+    problems: list[dict[str, Any]] = [{} if number is None else {"threads": number} for number in threads]
+    trials = [Trial(workload="training", device="cpu", problem=problem, attention="flash") for problem in problems]
+    assert runner.at_once(trials, cores) == expected
+
+
 def test_a_fork_server_that_is_dying_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "FORK_SERVER_DIES_S", 0.0)
     broken: list[type[Exception]] = [EOFError, ConnectionRefusedError, BrokenPipeError]
