@@ -38,7 +38,6 @@ EVENTS = 10  # pairs of CUDA events that are recorded before the device is waite
 HELD = 10**8  # cycles that the device waits for the host at most: 0.05 s; a call may wait for the device itself
 CLOCK = 2e9  # Hz, that of a fast device's processors: a slower one waits longer
 LEAKS = 64  # calls that leak: a GPU's memory should last for thousands
-SPINS = 10**7  # of torch's spinning kernel, to learn how long one lasts
 
 
 class Lines:
@@ -298,20 +297,27 @@ def _planted(
 
 
 def _spins(call: Callable[[], object], share: float, *, flush: bool) -> int:
-    """For how many turns torch's spinning kernel, put behind a call, makes it longer by that share on the device."""
+    """For how many cycles torch's spinning kernel, put behind a call, makes it longer by that share on the device.
+
+    Timed behind the call: a device at its power cap has other clocks than one that spins alone.
+    """
     import torch
 
-    def followed() -> None:
-        call()
-        torch.cuda._sleep(0)
+    def seconds(spins: int | None) -> float:
+        def followed() -> None:
+            call()
+            if spins is not None:
+                torch.cuda._sleep(spins)
 
-    for _ in range(3):
-        followed()
-    seconds, one_kernel_more = (_cuda_block(one, flush=flush)(2 * EVENTS) for one in (call, followed))
-    asked = share * statistics.median(seconds)
-    launch = statistics.median(one_kernel_more) - statistics.median(seconds)
-    spinning = statistics.median(_cuda_block(lambda: torch.cuda._sleep(SPINS), flush=False)(3))
-    return max(round((asked - max(launch, 0.0)) / spinning * SPINS), 0)
+        for _ in range(3):
+            followed()
+        return statistics.median(_cuda_block(followed, flush=flush)(2 * EVENTS))
+
+    alone = seconds(None)
+    many = max(round(10 * share * alone * CLOCK), 1)
+    launched, spinning = seconds(0), seconds(many)
+    a_cycle = max(spinning - launched, 0.1 * many / CLOCK) / many
+    return max(round((share * alone - max(launched - alone, 0.0)) / a_cycle), 0)
 
 
 def _turn(block: Callable[[int], list[float]], turn: dict[str, Any]) -> Iterator[float]:
