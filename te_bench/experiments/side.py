@@ -267,7 +267,8 @@ def _on(core: int | None) -> Iterator[None]:
     try:
         yield
     finally:
-        os.sched_setaffinity(0, cores)
+        with contextlib.suppress(OSError):  # nor those, where it may choose none or all were taken away
+            os.sched_setaffinity(0, cores)
 
 
 def _planted(

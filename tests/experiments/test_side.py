@@ -1,5 +1,6 @@
 """The clock of a live gate's sides: what it counts, what it does not, and that no call takes less than no time."""
 
+import errno
 import itertools
 import multiprocessing
 import os
@@ -129,6 +130,25 @@ def test_turns_are_taken_on_the_core_that_the_gate_says(pinned: bool) -> None:
     assert seen[1:] == [{core} if pinned else cores] * (len(seen) - 1)
     assert os.sched_getaffinity(0) == cores
     assert [sorted(message) for message in lines.sent] == [["ready"], *[["seconds", "sm_clock_hz", "throttle"]] * 3]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="a process has no cores of its own")
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_turns_are_taken_where_no_core_may_be_chosen_or_all_are_taken_away(
+    allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[set[int]] = []
+
+    def choose(pid: int, cores: set[int]) -> None:
+        asked.append(cores)
+        if len(asked) > allowed:
+            raise PermissionError if not allowed else OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setaffinity", choose)
+    core = max(os.sched_getaffinity(0))
+    clock = side._in_turns(Asked(), "bench_py", 1, core, {})  # type: ignore[arg-type]
+    assert len(clock(lambda: None, "cpu")) == 3
+    assert asked == [{core}, os.sched_getaffinity(0)]
 
 
 @pytest.mark.gpu
