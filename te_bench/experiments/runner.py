@@ -36,7 +36,7 @@ LONGEST_WAIT = 86400.0  # seconds; poll(2) counts milliseconds in an int, which 
 PROFILER: tuple[str, ...] = ("torch._inductor",)
 #: The models, and with them all kernels: 0.4 s of every child on a CPU (2026-11-22). For a GPU they are left to the
 #: children: no CUDA must be touched before the fork. So are workloads: those that a main module plants come first there.
-MODELS: tuple[str, ...] = ("te_bench.models.gpt",)
+MODELS: tuple[str, ...] = ("te_bench.experiments.preloaded",)
 MOST_AT_ONCE = 8  # trials on a CPU: each is 0.4 GB resident, with what it shares with the fork server
 Progress = Callable[[Record | None, Trial | None], None]  # (a record just written, a trial just started)
 

@@ -138,6 +138,29 @@ def test_on_a_cpu_a_child_finds_the_models_imported_and_nothing_of_it_to_collect
     assert row["work"]["frozen"] > 100_000
 
 
+BROKEN = """
+import sys
+
+class Broken:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "te_bench.models.gpt":
+            raise RuntimeError("broken")
+
+sys.meta_path.insert(0, Broken)
+"""
+
+
+def test_models_that_do_not_import_are_the_trials_fault_alone(tmp_path: Path) -> None:
+    """The fork server would die of them, and the run with it."""
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    env = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))}
+    where = ("--out", tmp_path / "out", "--device", "cpu", "--cache", tmp_path, "--only", "fault/sound/*")
+    te_bench("run", "faults", *where, main=PLANTED, env=env)
+    (row,) = rows(tmp_path / "out")
+    assert (row["outcome"], row["work"]["models"]) == ("ok", False)
+
+
 def test_the_plan_a_run_writes_down_is_the_plan_it_shows(tmp_path: Path) -> None:
     assert te_bench(*NAPS, tmp_path, main=PLANTED).returncode == 0
     ids = [trial["id"] for trial in planned("naps")]
