@@ -81,11 +81,11 @@ def _machine(device: str, gpus: str | None) -> Machine:
 
 def _known(out: Path | None, timings: Path | None, where: Machine) -> Known:
     """Read DIR of --timings, and --out where a run has begun. Raises ValueError for a DIR that holds no journal."""
-    from te_bench.experiments.store import JOURNAL, load
+    from te_bench.experiments.store import load, written
     from te_bench.reports.rows import from_journals
     from te_bench.reports.study import studies
 
-    own = load(out) if out is not None and (out / JOURNAL).exists() else None
+    own = load(out) if out is not None and written(out) else None
     journals = {"out": own} if own else {}
     if timings is not None and (own is None or out is None or timings.resolve() != out.resolve()):
         journals["timings"] = load(timings)

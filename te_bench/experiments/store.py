@@ -93,6 +93,11 @@ class Journal:
         return record is not None and record.outcome != "interrupted"
 
 
+def written(directory: Path) -> bool:
+    """Whether DIR holds a journal, packed or not."""
+    return any((directory / name).exists() for name in (JOURNAL, PACKED))
+
+
 def load(directory: Path) -> Journal:
     """Read DIR/journal.jsonl, or what `xz` made of it. Ignores a torn last line; raises ValueError for damage elsewhere."""
     path, packed = directory / JOURNAL, directory / PACKED
@@ -182,10 +187,11 @@ class Store:
         """Create or open DIR. Raises ValueError when another run holds it, or when it cannot be written."""
         self.directory = directory
         path, packed = directory / JOURNAL, directory / PACKED
-        if packed.exists() and not path.exists():
-            raise ValueError(f"{packed} is of a run that is over: choose another --out, or unpack it to go on (xz -d)")
         with contextlib.ExitStack() as opened:  # closed again when anything here fails
             try:
+                if packed.exists() and not path.exists():
+                    said = f"{packed} is of a run that is over: choose another --out, or unpack it to go on (xz -d)"
+                    raise ValueError(said)
                 directory.mkdir(parents=True, exist_ok=True)
                 self._lock = _lock(directory)
                 opened.callback(os.close, self._lock)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import lzma
 import re
 import shlex
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from in_process import Command, gpus
 from te_bench.cli import stopping
 from te_bench.experiments import environment, plan, runner
 from te_bench.experiments.spec import Options, Record, Trial
-from te_bench.experiments.store import Store, load
+from te_bench.experiments.store import JOURNAL, PACKED, Store, load
 
 STEPS, BESIDE_S = 40, 4.0
 STEP_S = {None: 0.1, "delayed_scaling": 0.2, "float8_current_scaling": 0.3}
@@ -179,6 +180,10 @@ def test_a_run_that_has_begun_keeps_its_seeds_whatever_its_own_records_say(comma
     """Its plan was fixed before its first step; but a run of another length is another run."""
     begun = [ended(trial) for trial in trials(3, None)]
     write(tmp_path / "out", begun, seeds=3, steps=150)
+    assert planned(command, "--budget", "10h", "--out", tmp_path / "out")["judgement"]["seeds"] == 3
+    journal = tmp_path / "out" / JOURNAL
+    journal.with_name(PACKED).write_bytes(lzma.compress(journal.read_bytes()))
+    journal.unlink()
     assert planned(command, "--budget", "10h", "--out", tmp_path / "out")["judgement"]["seeds"] == 3
     write(tmp_path / "other", [ended(trial) for trial in trials()], seeds=1)
     assert planned(command, "--budget", 7 * SEED_S, "--out", tmp_path / "other")["judgement"]["seeds"] == 7

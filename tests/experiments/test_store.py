@@ -270,6 +270,8 @@ def test_a_path_that_cannot_be_a_directory_is_refused_with_the_system_s_word(tmp
             Store(path)
     with pytest.raises(ValueError, match="cannot write to /proc/te-bench: No such file or directory"):
         Store(Path("/proc/te-bench"))
+    with pytest.raises(ValueError, match=r"cannot write to a{300}: File name too long\. Choose another --out\."):
+        Store(Path("a" * 300))
 
 
 def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
