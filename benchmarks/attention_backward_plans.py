@@ -81,7 +81,7 @@ def check(name: str) -> None:
         q, k, v, dout = inputs = drawn(batch, heads, kv_heads, rows, keys, dtype)
         out, lse = launch.forward(q, k, v, causal, SCALE)
         print(f"{name}: {(batch, heads, kv_heads, rows, keys, causal, dtype)} ...", end=" ", flush=True)
-        by_two = launch.backward(dout, q, k, v, out, lse, causal, SCALE)
+        by_two = launch.backward(dout, q, k, v, out, lse, causal, SCALE, deterministic=True)
         ours = launch.backward(dout, q, k, v, out, lse, causal, SCALE, fused=PLANS[name])
         torch.cuda.synchronize()
         for what, x, y, truth in zip(("dq", "dk", "dv"), ours, by_two, exact(inputs, causal), strict=True):
@@ -92,7 +92,7 @@ def check(name: str) -> None:
     for batch, heads, rows, causal in REPEATED:
         q, k, v, dout = drawn(batch, heads, heads, rows, rows)
         out, lse = launch.forward(q, k, v, causal, SCALE)
-        by_two = launch.backward(dout, q, k, v, out, lse, causal, SCALE)
+        by_two = launch.backward(dout, q, k, v, out, lse, causal, SCALE, deterministic=True)
         fused = partial(launch.backward, dout, q, k, v, out, lse, causal, SCALE, fused=PLANS[name])
         first = fused()
         for x, y in zip(first, by_two, strict=True):

@@ -141,6 +141,15 @@ def test_one_kernel_where_it_was_measured_to_be_faster_and_bits_may_differ(
     assert made == ["two", *(["two", "two"] if deterministic else plans), "two"]
 
 
+@pytest.mark.parametrize("given", ["of_rows", "of_keys"])
+def test_a_plan_that_is_given_is_the_one_that_is_run(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr(launch, "_backward_by_two", lambda *passed: made.append(passed[-2:]))
+    x, plan = torch.empty(1, 1, launch.FUSED_FROM, 128, dtype=BF16), Plan(2, 64, 3, 1, 240)
+    launch.backward(x, x, x, x, x, torch.empty(1, 1, launch.FUSED_FROM), True, 0.125, **{given: plan})  # type: ignore[arg-type]
+    assert made[0][given == "of_keys"] is plan
+
+
 def test_who_asks_torch_for_determinism_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(gluon, "attention", lambda *_, deterministic, **__: (asked.append(deterministic), None))
