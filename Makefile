@@ -10,6 +10,8 @@ SECONDS_EACH ?= 0.1
 demo: .venv/demo.done
 	$(BIN)/te-bench run quick
 
+# The tests start hundreds of processes, each of which would compile te_bench anew where Python is told to write no bytecode.
+test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/test.done lint
 	$(BIN)/te-bench embed --check README.md
 	$(BIN)/te-bench embed --check docs/performance.md
