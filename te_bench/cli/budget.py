@@ -23,8 +23,15 @@ class Machine:
 
     device: str
     chip: str | None
-    gpus: int  # that trials run on side by side; 1 on a CPU
+    slots: int  # trials that run side by side, each on a GPU of its own or on its share of the cores
     asked: str | None = None  # --gpus as it was said
+
+    @property
+    def on(self) -> str:
+        """Said after a time that a run takes."""
+        from te_bench.reports import planning
+
+        return planning.on(self.device, self.slots)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,23 +67,32 @@ def resolved(
         if timings is not None:
             raise ValueError(f"--timings: the suite {suite} gives no verdict to plan for; leave it out")
         return resolve(suite, only, wanted) if budget else one, None
-    earlier = _known(None if fresh else out, timings, _machine(wanted.device, gpus))
+    earlier = _known(None if fresh else out, timings, _machine(one, wanted, gpus))
     if not budget:
         return one, earlier
     seeds = _seeds(one, wanted, earlier, out)
     return resolve(suite, only, dataclasses.replace(wanted, budget_s=None, seeds=seeds)), earlier
 
 
-def _machine(device: str, gpus: str | None) -> Machine:
+def at_once(experiment: "Experiment", cores: int) -> int:
+    """Its trials side by side on a CPU: where a look may spare the next ones they go one after the other."""
+    from te_bench.experiments import runner
+
+    return 1 if "first_look" in experiment.judgement else runner.at_once(experiment.trials, cores)
+
+
+def _machine(experiment: "Experiment", wanted: "Options", gpus: str | None) -> Machine:
     """The machine that a plan is for: GPUs that are not here may be planned for too, one or those of --gpus 0,1,2,3."""
     from te_bench.experiments import environment
 
+    device = wanted.device
     if device == "cuda" and not environment.nvidia_gpus():
         number = 1 if gpus is None or gpus == "all" else len(set(gpus.split(",")))
-        return Machine(device=device, chip=None, gpus=number, asked=gpus)
+        return Machine(device=device, chip=None, slots=number, asked=gpus)
     chosen = environment.visible_gpus() if device == "cuda" and gpus is None else find_gpus(device, gpus)
-    chip = _chip(environment.capture(device, chosen)["identity"])
-    return Machine(device=device, chip=chip, gpus=max(len(chosen), 1), asked=gpus)
+    here = environment.capture(device, chosen)["identity"]
+    slots = len(chosen) or (1 if wanted.stop_early else at_once(experiment, here["cores"]))
+    return Machine(device=device, chip=_chip(here), slots=slots, asked=gpus)
 
 
 def _known(out: Path | None, timings: Path | None, where: Machine) -> Known:
@@ -129,11 +145,11 @@ def _seeds(one: "Experiment", wanted: "Options", earlier: Known, out: Path) -> i
         raise ValueError(_pilot(one, wanted, where, out, missing))
     assert wanted.budget_s is not None
     seed_s = sum(time or 0.0 for time in taken.values())
-    most = planning.seeds_within(wanted.budget_s, gpus=where.gpus, seed_s=seed_s)
+    most = planning.seeds_within(wanted.budget_s, slots=where.slots, seed_s=seed_s, where=where.on)
     if wanted.seeds is not None and wanted.seeds > most:
-        needed = planning.duration(wanted.seeds * seed_s / where.gpus)
+        needed = planning.duration(wanted.seeds * seed_s / where.slots)
         raise ValueError(
-            f"--seeds {wanted.seeds} take about {needed}{planning.on(where.gpus)}, and --budget is "
+            f"--seeds {wanted.seeds} take about {needed}{where.on}, and --budget is "
             f"{planning.duration(wanted.budget_s)}: give --seeds {most}, or a larger budget"
         )
     return wanted.seeds or most
@@ -183,8 +199,8 @@ class Forecast:
     where: Machine
 
     def to_json(self) -> dict[str, Any]:
-        elapsed = None if self.seconds is None else self.seconds / self.where.gpus
-        estimate = {"device_s": self.seconds, "elapsed_s": elapsed, "gpus": self.where.gpus}
+        elapsed = None if self.seconds is None else self.seconds / self.where.slots
+        estimate = {"device_s": self.seconds, "elapsed_s": elapsed, "at_once": self.where.slots}
         return {"conclusion": {**dataclasses.asdict(self.outlook), "looks": self.looks}, "estimate": estimate}
 
     def lines(self) -> list[str]:
@@ -217,10 +233,10 @@ class Forecast:
 
         if self.seconds is None:
             return "not known; --timings DIR of a pilot would tell"
-        gpus = self.where.gpus
-        elapsed = f", {planning.duration(self.seconds / gpus)}{planning.on(gpus)}" if gpus > 1 else ""
+        where = self.where
+        elapsed = f", {planning.duration(self.seconds / where.slots)}{where.on}" if where.slots > 1 else ""
         most = "at most" if self.looks else "about"
-        return f"{most} {self.seconds / 60:.3g} {'GPU' if self.where.device == 'cuda' else 'CPU'} minutes{elapsed}"
+        return f"{most} {self.seconds / 60:.3g} {'GPU' if where.device == 'cuda' else 'CPU'} minutes{elapsed}"
 
 
 def forecast(experiment: "Experiment", earlier: Known) -> "Forecast":

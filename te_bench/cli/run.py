@@ -89,7 +89,9 @@ def run(
         if done:
             print(f"{done} of {total} trials are already in {directory}")
         try:
-            slots = [gpu["uuid"] for gpu in chosen] or [None] * _at_once(experiment, machine["identity"]["cores"])
+            slots = [gpu["uuid"] for gpu in chosen] or [None] * planned.at_once(
+                experiment, machine["identity"]["cores"]
+            )
             with _progress(total, done, len(slots)) as progress:
                 runner.run(
                     experiment.trials,
@@ -125,13 +127,6 @@ def _experiment(
     if earlier is not None:
         print("\n".join(planned.forecast(experiment, earlier).lines()))
     return experiment
-
-
-def _at_once(experiment: "Experiment", cores: int) -> int:
-    """Trials side by side on a CPU: where a look may spare the next ones they go one after the other."""
-    from te_bench.experiments import runner
-
-    return 1 if "first_look" in experiment.judgement else runner.at_once(experiment.trials, cores)
 
 
 def _finish(directory: Path, records: "list[Record]") -> None:

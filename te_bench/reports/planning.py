@@ -163,13 +163,16 @@ def _median(paces: Sequence[Pace], steps: int) -> float | None:
     return median(known.seconds(steps) for known in paces) if paces else None
 
 
-def seeds_within(budget_s: float, *, gpus: int, seed_s: float) -> int:
-    """floor(budget GPUs / seconds of all arms of one seed). Raises ValueError for a budget that is too small for 2 seeds."""
-    seeds = int(budget_s * gpus / seed_s)
+def seeds_within(budget_s: float, *, slots: int, seed_s: float, where: str = "") -> int:
+    """floor(budget slots / seconds of all arms of one seed), of as many trials at once as there are slots.
+
+    where: said after a time that they take. Raises ValueError for a budget that is too small for 2 seeds.
+    """
+    seeds = int(budget_s * slots / seed_s)
     if seeds < FEWEST_SEEDS:
         raise ValueError(
             f"--budget {duration(budget_s)}: a verdict needs {FEWEST_SEEDS} seeds, which take about "
-            f"{duration(FEWEST_SEEDS * seed_s / gpus)}{on(gpus)}"
+            f"{duration(FEWEST_SEEDS * seed_s / slots)}{where}"
         )
     return seeds
 
@@ -188,5 +191,6 @@ def duration(seconds: float) -> str:
     return f"{math.ceil(seconds / 60)} min" if seconds < 7200 else f"{math.ceil(seconds / 360) / 10:g} h"
 
 
-def on(gpus: int) -> str:
-    return f" on {gpus} GPUs" if gpus > 1 else ""
+def on(device: str, slots: int) -> str:
+    """Where as many trials run at once."""
+    return f" on {slots} {'GPUs' if device == 'cuda' else 'cores'}" if slots > 1 else ""

@@ -54,6 +54,12 @@ def write(directory: Path, records: Sequence[Record], chip: str | None = None, *
     return journals.write(directory, records, suite="convergence", title="Convergence", body=body, judgement=fixed)
 
 
+@pytest.fixture(autouse=True)
+def _one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many cores there are, but where a test says otherwise."""
+    monkeypatch.setattr(runner, "at_once", lambda trials, cores: 1)
+
+
 @pytest.fixture
 def pilot(tmp_path: Path) -> Path:
     return write(tmp_path / "pilot", [ended(trial) for trial in trials()])
@@ -86,6 +92,23 @@ def test_a_budget_is_spent_on_all_gpus_at_once(
         assert found["estimate"]["elapsed_s"] == pytest.approx(SEED_S)
     monkeypatch.setattr(environment, "nvidia_gpus", list)  # planned from a machine without any
     assert planned(command, *where, "--gpus", "0,1,2")["judgement"]["seeds"] == 3
+
+
+def test_a_budget_is_spent_on_as_many_cores_as_trials_run_on_at_once(
+    command: Command, monkeypatch: pytest.MonkeyPatch, pilot: Path
+) -> None:
+    monkeypatch.setattr(runner, "at_once", lambda trials, cores: 3)
+    asked = ("--budget", f"{2 * SEED_S}s", "--timings", pilot)
+    found = planned(command, *asked)
+    assert found["judgement"]["seeds"] == 6
+    assert found["estimate"] == {
+        "device_s": pytest.approx(6 * SEED_S), "elapsed_s": pytest.approx(2 * SEED_S), "at_once": 3,
+    }  # fmt: skip
+    assert "on 3 cores" in command("plan", *CONVERGENCE, *asked).out
+    refused = command("plan", *CONVERGENCE, "--budget", f"{SEED_S / 3}s", "--timings", pilot)
+    assert (refused.code, "on 3 cores" in refused.err) == (2, True)
+    # Where a look may spare the next ones they go one after the other.
+    assert planned(command, *asked[:1], f"{8 * SEED_S}s", *asked[2:], "--stop-early")["judgement"]["seeds"] == 8
 
 
 def test_records_of_another_chip_say_nothing(command: Command, tmp_path: Path) -> None:
