@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_definition import NAMES
 from gluon_machine import ROWS, Machine, Number, Place, Shape, Sum, ran
 from test_contract import a_problem, supported
 from test_gluon_attention_barriers import SHAPES, SLOW, desc, room, stand_in
-from test_triton_fp8 import NAMES, assert_as_good, drawn
+from test_triton_fp8 import assert_as_good, drawn
 from test_triton_fp8 import run as run_heads
 
 from te_bench.kernels.attention import _gluon_forward, _gluon_fp8_forward, _gluon_parts, gluon, gluon_fp8
