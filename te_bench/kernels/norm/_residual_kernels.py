@@ -27,10 +27,10 @@ from te_bench.kernels.quantize._kernels import cast, store, store_t
 # Forward, elements and warps of a program: 8 rows of 768 whole, 56 registers a thread, 2 programs a processor.
 FORWARD_ELEMENTS, FORWARD_WARPS = 8192, 16
 # In FP8: the fastest of 8 tiles swept, by 3 to 22 % (H200, 2026-11-21).
-CAST = {"ROWS": 32, "COLUMNS": 128, "num_warps": 8}
+CAST = {"ROWS": 32, "COLUMNS": 128, "STAGES": 1, "num_warps": 8}
 # 32 rows of this many columns and more are too few programs to fill a processor (8192 rows: 2), so each has more on its way.
-# Not swept yet: benchmarks/bench_norm.py is to say.
-WIDE, WIDE_CAST = 2048, {"ROWS": 32, "COLUMNS": 256, "num_warps": 8}
+# 90 us at 8192 x 4096 where two kernels took 75 (H200, 2026-11-22); benchmarks/norm_tiles.py is to find a faster one.
+WIDE, WIDE_CAST = 2048, {"ROWS": 32, "COLUMNS": 256, "STAGES": 1, "num_warps": 8}
 # Backward, elements of a program and of one of its warps: 2 rows of 768, 64 registers a thread. A processor's warps: what
 # the registers of 8192 columns and less have room for, without and with the sums for biases.
 BACKWARD_ELEMENTS, BACKWARD_PER_WARP, BACKWARD_WARPS = 2048, 256, (32, 24)
@@ -121,11 +121,12 @@ def _add_forward_cast_kernel(
     x, branch, weight, bias, total, scale, data, data_t, scale_inv, mean, rstd, amax, counts,
     stride, branch_stride, total_stride, M, eps,
     N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """total := x + branch; data, data_t := norm(total), rounded to DTYPE, in FP8. A branch of None: total is x.
 
-    Rows 2i and 2i + 1 are two tiles, as in quantize's kernels; M is even where there is a data_t.
+    Rows 2i and 2i + 1 are two tiles, as in quantize's kernels; M is even where there is a data_t. STAGES: a row's tiles
+    that are on their way at once.
     """
     HALF: tl.constexpr = ROWS // 2
     TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
@@ -137,7 +138,7 @@ def _add_forward_cast_kernel(
         before = seen(amax)
     mu_a, squares_a = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     mu_b, squares_b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
-    for start in tl.range(0, N, COLUMNS, num_stages=1):
+    for start in tl.range(0, N, COLUMNS, num_stages=STAGES):
         cols = tl.max_contiguous(start + tl.arange(0, COLUMNS), [4])  # 16 bytes of float32 a thread
         inside = (cols < N)[None, :]
         count = tl.minimum(N - start, COLUMNS).to(tl.float32)
@@ -158,7 +159,7 @@ def _add_forward_cast_kernel(
     tl.debug_barrier()  # a thread may read of total what another one wrote
     largest = tl.zeros((HALF, COLUMNS), DTYPE)
     tallies = tl.zeros((HALF, COLUMNS), tl.int32)
-    for i in tl.range(0, TILES, num_stages=1):
+    for i in tl.range(0, TILES, num_stages=STAGES):
         tile = TILES - 1 - i  # backwards: the last written is the likeliest in the L2
         cols = tl.max_contiguous(tile * COLUMNS + tl.arange(0, COLUMNS), [4])
         inside = (cols < N)[None, :]
