@@ -96,10 +96,12 @@ class Processes:
     sides: list[Side] = field(default_factory=list)
     others: list[Side] = field(default_factory=list)  # for trainings beside the trials that are timed
     planned: Planned | None = None
+    starting_s: float = 0.0  # what a round waited for fresh sides
     _origin: Origin | None = None
 
     def start(self) -> Planned:
         """The plans, of fresh sides. Raises pairs.Unrunnable when a revision cannot be imported or planned."""
+        began = time.monotonic()
         for side in self.sides:
             side.close()
         if self._origin is None or self._origin.process.poll() is not None:
@@ -107,6 +109,7 @@ class Processes:
             self._origin = Origin(self.settings.log, device=self.settings.device)
         self.sides = self._started()
         self.planned = self.planned or _planned(self.sides, self.settings)
+        self.starting_s = time.monotonic() - began
         return self.planned
 
     def start_others(self) -> None:

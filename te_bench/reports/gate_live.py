@@ -114,6 +114,7 @@ def _rounds(
         begin = time.monotonic()
         say(_round(number, wanted, gate))
         planned = rounds.run(number, processes, wanted=_wanted(number, wanted), told=_told(say), until=until)
+        say(f"  {time.monotonic() - begin:.1f} s, {processes.starting_s:.1f} s of them to start")
         number += 1
         pairs.update(planned.common if wanted is None else wanted)
         if wanted:  # the first round is longer than any: it runs every trial
