@@ -41,7 +41,9 @@ def test_a_gate_that_ends_between_two_looks_is_judged_there_by_what_was_read_onc
 
     monkeypatch.setattr(gate_records, "load_results", noted)
     question = gate_live.Question(repository=None, base="base", head="head", device="cpu", budget_s=0.0)
-    revisions: Any = SimpleNamespace(starting_s=0.0, revisions=[SimpleNamespace(commit=side) for side in gate_live.SIDES])
+    revisions: Any = SimpleNamespace(
+        starting_s=0.0, revisions=[SimpleNamespace(commit=side) for side in gate_live.SIDES]
+    )
     found = gate_live._rounds(question, tmp_path, revisions, {"looks": (6, 16)}, 0.0, lambda _: None)
 
     assert read == [tmp_path / side for side in gate_live.SIDES]
