@@ -238,19 +238,18 @@ def _in_turns(
         for _ in range(warm_up):
             call()
         block = _cuda_block(call, flush=name == "kernel") if device == "cuda" else _cpu_block(call)
+        kept: list[float] = []
         with _on(core):
             lines.send(ready=name)
-            return list(answers(block, device))
-
-    def answers(block: Callable[[int], list[float]], device: str) -> Iterator[float]:
-        while not (turn := lines.receive()).get("over"):
-            before = _clocks(device)
-            seconds = list(_turn(block, turn))
-            after = _clocks(device)
-            if "calls" in turn:
-                yield from seconds
-            known = [hz for hz in (before[1], after[1]) if hz]
-            lines.send(seconds=seconds, throttle=before[0] | after[0], sm_clock_hz=min(known, default=None))
+            while not (turn := lines.receive()).get("over"):
+                before = _clocks(device)
+                seconds = list(_turn(block, turn))
+                after = _clocks(device)
+                if "calls" in turn:
+                    kept += seconds
+                known = [hz for hz in (before[1], after[1]) if hz]
+                lines.send(seconds=seconds, throttle=before[0] | after[0], sm_clock_hz=min(known, default=None))
+        return kept
 
     return clock
 

@@ -114,11 +114,12 @@ def _rounds(
         begin = time.monotonic()
         say(_round(number, wanted, gate))
         planned = rounds.run(number, processes, wanted=_wanted(number, wanted), told=_told(say), until=until)
-        say(f"  {time.monotonic() - begin:.1f} s, {processes.starting_s:.1f} s of them to start")
+        took = time.monotonic() - begin
+        say(f"  {took:.1f} s, {processes.starting_s:.1f} s of them to start")
         number += 1
         pairs.update(planned.common if wanted is None else wanted)
         if wanted:  # the first round is longer than any: it runs every trial
-            slowest = max(slowest, (time.monotonic() - begin) / len(wanted))
+            slowest = max(slowest, took / len(wanted))
         if number == 2 and not looks:
             left = None if question.budget_s is None else question.budget_s - (time.monotonic() - started)
             looks = looks_within(LOOKS[-1] if left is None else number + int(left / slowest))

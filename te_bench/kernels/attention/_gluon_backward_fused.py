@@ -121,9 +121,8 @@ def _fused_step(
     dk = warpgroup_mma(operand(dscores, OUT), q, dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
     _add(columns, row, dq, OUT.instr_shape[1])
-    dk = warpgroup_mma_wait(
-        0, deps=(dk,)
-    )  # in flight to the next block's scores, the assembler would serialise all (C7512)
+    # Were it in flight when the next block's scores begin, the assembler would serialise all products (C7512).
+    dk = warpgroup_mma_wait(0, deps=(dk,))
     return dk, dv
 
 
