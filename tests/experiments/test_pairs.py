@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,32 @@ def test_memory_lies_in_huge_pages() -> None:
     run = [sys.executable, "-c", IN_HUGE_PAGES]
     done = subprocess.run(run, env={**os.environ, **pairs._ONE_THREAD}, capture_output=True, text=True, check=True)
     assert int(done.stdout) > 2**16  # half of it: a machine may be short of huge pages
+
+
+class Waiting:
+    """A side whose calls take 0.1 ms by their own clock and keep it waiting for `waits` seconds each."""
+
+    def __init__(self, waits: float):
+        self.waits, self.ready, self.asked = waits, True, list[int]()
+
+    def turn(self, seconds: float | None = None, calls: int = 0) -> list[float]:
+        if seconds is not None:
+            calls = max(1, round(seconds / self.waits))
+            time.sleep(pairs.PAUSE_S + calls * self.waits)
+        else:
+            self.asked.append(calls)
+        return [1e-4] * calls
+
+    def over(self) -> None:
+        self.ready = False
+
+
+def test_a_turn_has_the_calls_that_fit_into_it_with_what_goes_on_between_them() -> None:
+    quick, slow = Waiting(1e-3), Waiting(1e-3)
+    pairs._take_turns([quick, slow])  # type: ignore[list-item]
+    assert quick.asked == slow.asked
+    assert 10 <= quick.asked[0] <= pairs.TURN_S / 1e-3 < pairs.TURN_S / 1e-4 / 5
+    assert pairs.FEWEST_TURNS <= len(quick.asked) <= pairs.MOST_TURNS
+    alone = Waiting(1e-4)
+    pairs._take_turns([alone])  # type: ignore[list-item]
+    assert alone.asked[0] > 150
