@@ -4,6 +4,8 @@
 Forward: the stream and a branch are added, normalised and rounded while a row is in registers. In FP8 it goes by tiles,
 once for the sum and its statistics, once to normalise and cast: the sum, just written, comes from the L2, and 32 rows make
 whole sectors of the transposed layout. For 12288 x 768 that takes 36 us, whole rows in registers took 47 (H200, 2026-11-21).
+Wide rows go by two kernels, for 32 of them a program are too few programs: 63 us at 8192 x 4096 where the best of 54 tiles
+of one kernel took 72, 81 for 158 where saturations are counted; at 12288 x 768 two take 25 for 22 (H200, 2026-11-22).
 
 Backward: the norm's gradient is added to the stream's, and leaves in the stream's precision and rounded to the branch's, for
 the GEMMs that made the branch. The cast of that is a kernel of its own: here tiles would be read twice, from memory, and a
@@ -22,15 +24,17 @@ from te_bench.kernels._epilogue import FLOATS, FP8, empty_pair, larger, magnitud
 from te_bench.kernels._launch import launch, rows_contiguous, traits
 from te_bench.kernels.norm import _kernels
 from te_bench.kernels.norm._kernels import UNALIGNED, _inverse_root
-from te_bench.kernels.quantize._kernels import cast, store, store_t
+from te_bench.kernels.quantize._kernels import cast, load_pairs, store, store_t
 
 # Forward, elements and warps of a program: 8 rows of 768 whole, 56 registers a thread, 2 programs a processor.
 FORWARD_ELEMENTS, FORWARD_WARPS = 8192, 16
 # In FP8: the fastest of 8 tiles swept, by 3 to 22 % (H200, 2026-11-21).
-CAST = {"ROWS": 32, "COLUMNS": 128, "STAGES": 1, "num_warps": 8}
-# 32 rows of this many columns and more are too few programs to fill a processor (8192 rows: 2), so each has more on its way.
-# 90 us at 8192 x 4096 where two kernels took 75 (H200, 2026-11-22); benchmarks/norm_tiles.py is to find a faster one.
-WIDE, WIDE_CAST = 2048, {"ROWS": 32, "COLUMNS": 256, "STAGES": 1, "num_warps": 8}
+CAST = {"ROWS": 32, "COLUMNS": 128, "num_warps": 8}
+# Of so many columns and more: elements of a program of the first kernel, a whole row at least, and of one of its warps; and
+# the second's tile. The fastest of 7, by up to 17 %, and within 1 % of the fastest of the 24 that benchmarks/norm_tiles.py
+# sweeps (8192 x 4096; H200, 2026-11-22).
+WIDE, LOOK_ELEMENTS, LOOK_PER_WARP = 2048, 2048, 1024
+WIDE_CAST: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "VECTOR": 8, "num_warps": 4}
 # Backward, elements of a program and of one of its warps: 2 rows of 768, 64 registers a thread. A processor's warps: what
 # the registers of 8192 columns and less have room for, without and with the sums for biases.
 BACKWARD_ELEMENTS, BACKWARD_PER_WARP, BACKWARD_WARPS = 2048, 256, (32, 24)
@@ -43,7 +47,7 @@ def _add_forward_kernel(
     N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """total := x + branch; y := norm(total). A branch of None: total is x."""
+    """total := x + branch; y := norm(total). A branch of None: total is x. A y of None: the statistics alone."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLUMNS)
     inside = (cols < N)[None, :]
@@ -61,16 +65,17 @@ def _add_forward_kernel(
         centred = tl.where(inside, centred - mu[:, None], 0.0)
     inverse = _inverse_root(tl.sum(centred * centred, 1) / N, eps)
     tl.store(rstd + rows, inverse, mask=rows < M)
-    gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)
-    if CENTRED_GAMMA:
-        gamma += 1.0
-    out = centred * inverse[:, None] * gamma[None, :]
-    if bias is not None:
-        out += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    out = rounded(out, DTYPE)
-    tl.store(y + wide * N + cols[None, :], out, mask=mask)
-    if amax is not None:
-        publish(tl.where(mask, magnitude(out.to(tl.float32)), 0), None, amax, None)
+    if y is not None:
+        gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if CENTRED_GAMMA:
+            gamma += 1.0
+        out = centred * inverse[:, None] * gamma[None, :]
+        if bias is not None:
+            out += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        out = rounded(out, DTYPE)
+        tl.store(y + wide * N + cols[None, :], out, mask=mask)
+        if amax is not None:
+            publish(tl.where(mask, magnitude(out.to(tl.float32)), 0), None, amax, None)
 
 
 @triton.jit
@@ -121,12 +126,11 @@ def _add_forward_cast_kernel(
     x, branch, weight, bias, total, scale, data, data_t, scale_inv, mean, rstd, amax, counts,
     stride, branch_stride, total_stride, M, eps,
     N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """total := x + branch; data, data_t := norm(total), rounded to DTYPE, in FP8. A branch of None: total is x.
 
-    Rows 2i and 2i + 1 are two tiles, as in quantize's kernels; M is even where there is a data_t. STAGES: a row's tiles
-    that are on their way at once.
+    Rows 2i and 2i + 1 are two tiles, as in quantize's kernels; M is even where there is a data_t.
     """
     HALF: tl.constexpr = ROWS // 2
     TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
@@ -138,7 +142,7 @@ def _add_forward_cast_kernel(
         before = seen(amax)
     mu_a, squares_a = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     mu_b, squares_b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
-    for start in tl.range(0, N, COLUMNS, num_stages=STAGES):
+    for start in tl.range(0, N, COLUMNS, num_stages=1):
         cols = tl.max_contiguous(start + tl.arange(0, COLUMNS), [4])  # 16 bytes of float32 a thread
         inside = (cols < N)[None, :]
         count = tl.minimum(N - start, COLUMNS).to(tl.float32)
@@ -159,7 +163,7 @@ def _add_forward_cast_kernel(
     tl.debug_barrier()  # a thread may read of total what another one wrote
     largest = tl.zeros((HALF, COLUMNS), DTYPE)
     tallies = tl.zeros((HALF, COLUMNS), tl.int32)
-    for i in tl.range(0, TILES, num_stages=STAGES):
+    for i in tl.range(0, TILES, num_stages=1):
         tile = TILES - 1 - i  # backwards: the last written is the likeliest in the L2
         cols = tl.max_contiguous(tile * COLUMNS + tl.arange(0, COLUMNS), [4])
         inside = (cols < N)[None, :]
@@ -182,6 +186,54 @@ def _add_forward_cast_kernel(
             tallies += tally(magnitude(a.to(tl.float32)), factor, TARGET)
             tallies += tally(magnitude(b.to(tl.float32)), factor, TARGET)
     publish(magnitude(largest.to(tl.float32)), tallies, amax, counts, before)
+
+
+@triton.jit
+def _normed_rows(v, here, rows, M, mean, rstd, gamma, beta, DTYPE: tl.constexpr):
+    """norm of v, whose statistics are there, rounded to DTYPE; 0 where not `here`."""
+    v = v.to(tl.float32)
+    if mean is not None:
+        v -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
+    v = v * tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None] * gamma
+    if beta is not None:
+        v += beta
+    return rounded(tl.where(here, v, 0.0), DTYPE)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _normed_cast_kernel(
+    total, weight, bias, scale, data, data_t, scale_inv, mean, rstd, amax, counts, stride, M,
+    N: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """data, data_t := norm(total) by its statistics, rounded to DTYPE, in FP8: a tile a program. M is even for a data_t."""
+    index = tl.program_id(0)
+    before = 0
+    if amax is not None:
+        before = seen(amax)
+    a, b, rows, cols = load_pairs(total, index, stride, M, N, ROWS, COLUMNS, VECTOR)
+    factor = tl.load(scale)
+    if index == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, factor))
+    gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if CENTRED_GAMMA:
+        gamma += 1.0
+    beta = None
+    if bias is not None:
+        beta = tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    there = (cols < N)[None, :]
+    a = _normed_rows(a, (rows < M)[:, None] & there, rows, M, mean, rstd, gamma, beta, DTYPE)
+    b = _normed_rows(b, (rows + 1 < M)[:, None] & there, rows + 1, M, mean, rstd, gamma, beta, DTYPE)
+    first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
+    if data is not None:
+        store(first, second, data, N, rows, cols, M, N, "")
+    if data_t is not None:
+        store_t(first, second, data_t, index, cols, M, N, ROWS, COLUMNS, "")
+    largest, tallies = magnitude(larger(a, b).to(tl.float32)), None
+    if counts is not None:
+        tallies = tally(magnitude(a.to(tl.float32)), factor, TARGET)
+        tallies += tally(magnitude(b.to(tl.float32)), factor, TARGET)
+    publish(largest, tallies, amax, counts, before)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -324,14 +376,25 @@ def add_forward(
     data, data_t = empty_pair(m, n, x, target, rowwise, columnwise)
     scale_inv = _float32(x)
     key = (*key, *traits(scale, counts), target, rowwise, columnwise)
-    casting = (
-        *(x, branch, weight, bias, total, scale, data, data_t, scale_inv, mean, rstd, amax, counts),
-        *(stride, branch_stride, total.stride(0), m, float(eps)),
-    )
-    tile = CAST if n < WIDE else WIDE_CAST
-    constants |= {"TARGET": FP8[target], **tile}
-    launch(_add_forward_cast_kernel, max(1, -(-m // tile["ROWS"])), key, x.get_device(), casting, constants)
-    return total, None, data, data_t, scale_inv, mean, rstd
+    layouts = data, data_t, scale_inv
+    if n < WIDE:
+        casting = (
+            *(x, branch, weight, bias, total, scale, *layouts, mean, rstd, amax, counts),
+            *(stride, branch_stride, total.stride(0), m, float(eps)),
+        )
+        constants |= {"TARGET": FP8[target], **CAST}
+        launch(_add_forward_cast_kernel, max(1, -(-m // CAST["ROWS"])), key, x.get_device(), casting, constants)
+        return total, None, *layouts, mean, rstd
+    rows, columns = _rows(n, LOOK_ELEMENTS)
+    looking = x, branch, weight, bias, total, None, mean, rstd, None, stride, branch_stride, m, float(eps)
+    look = {**constants, "ROWS": rows, "COLUMNS": columns, "num_warps": min(16, max(4, columns // LOOK_PER_WARP))}
+    launch(_add_forward_kernel, max(1, -(-m // rows)), key, x.get_device(), looking, look)
+    normed = total, weight, bias, scale, *layouts, mean, rstd, amax, counts, total.stride(0), m
+    del constants["RMS"]
+    constants |= {"TARGET": FP8[target], **WIDE_CAST}
+    grid = max(1, -(-m // WIDE_CAST["ROWS"])) * -(-n // WIDE_CAST["COLUMNS"])
+    launch(_normed_cast_kernel, grid, key, x.get_device(), normed, constants)
+    return total, None, *layouts, mean, rstd
 
 
 def backward_rounded(

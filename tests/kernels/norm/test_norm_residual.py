@@ -10,7 +10,7 @@ from kernel_checks import assert_as_good, assert_quantized_alike, codes, of_copy
 from torch import Tensor
 
 from te_bench.kernels import norm
-from te_bench.kernels.norm import Problem, Residual, _residual, reference
+from te_bench.kernels.norm import Problem, Residual, _residual, _residual_kernels, reference
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize import triton as quantizer
 
@@ -142,6 +142,20 @@ def test_triton_is_the_reference(
 ) -> None:
     case = draw(shape, kind, rich, device)
     assert_alike(run(residual("triton", device), case, dtype), run(REFERENCE, case, dtype), case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("rich", [False, True], ids=["plain", "branch, bias, residual, 1 + weight"])
+@pytest.mark.parametrize(
+    ("shape", "kind"), [*((shape, "layernorm") for shape in SHAPES), (SHAPES[-1], "rmsnorm")], ids=str
+)
+def test_wide_rows_by_two_kernels_are_the_reference(
+    shape: tuple[int, int], kind: str, rich: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert max(n for _, n in SHAPES) < _residual_kernels.WIDE
+    monkeypatch.setattr(_residual_kernels, "WIDE", 1)
+    test_triton_is_the_reference(shape, kind, rich, dtype, device)
 
 
 @pytest.mark.gpu
