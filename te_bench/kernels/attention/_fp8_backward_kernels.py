@@ -18,7 +18,7 @@ from torch import Tensor
 from te_bench.kernels._epilogue import rounded, to_fp8
 from te_bench.kernels._launch import launch, traits
 from te_bench.kernels.attention._fp8_kernels import fp8_product, whole_tile
-from te_bench.kernels.attention._fp8_quantize import E4M3, Heads, amax_bits, head_scale, padded, width
+from te_bench.kernels.attention._fp8_quantize import E4M3, PADDED_ROWS, Heads, amax_bits, head_scale, padded, width
 from te_bench.kernels.attention._kernels import L2_BYTES, Tile, row_strides
 from te_bench.kernels.attention._scores import LOG2_E, exp2, heavy_first, product, put, settled, tile
 
@@ -36,7 +36,7 @@ OF_KEYS: Mapping[int, Tile] = {  # dK and dV
 DELTA_ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PADDED_ROWS)
 def fp8_attention_delta_kernel(
     dout, out, lse, bits, come, come_inv, level, delta, dout_b, dout_h, dout_t, out_b, out_h, out_t, H, T, padded,
     DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,

@@ -46,6 +46,11 @@ def width(features: int) -> int:
     return max(LEAST_WIDTH, triton.next_power_of_2(features))
 
 
+#: Not compiled in: were T a constant, 1, the rows beyond it would be known to be 0, and of four equal numbers ptxas 12.8
+#: packs two bytes with two of what the register had before. So dO beyond T was NaN, and dk with it (H200, 2026-11-22).
+PADDED_ROWS = ["T"]
+
+
 @triton.jit
 def head_scale(bits):
     """scale and 1 / scale of a head whose amax has these bits; the latter NaN where the amax is no number."""
@@ -79,7 +84,7 @@ def fp8_attention_amax_kernel(
     tl.atomic_max(bits + pair, tl.max(magnitude(largest.to(tl.float32))), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PADDED_ROWS)
 def fp8_attention_cast_kernel(
     x, bits, scale_inv, data, data_t, x_b, x_h, x_t, H, T, across, padded,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,

@@ -10,10 +10,10 @@ from fp8_definition import NAMES
 from gluon_machine import ROWS, Machine, Number, Place, Shape, Sum, ran
 from test_contract import a_problem, supported
 from test_gluon_attention_barriers import SHAPES, SLOW, desc, room, stand_in
-from test_triton_fp8 import assert_as_good, drawn
+from test_triton_fp8 import assert_as_good, drawn, figures
 from test_triton_fp8 import run as run_heads
 
-from te_bench.kernels.attention import _gluon_forward, _gluon_fp8_forward, _gluon_parts, gluon, gluon_fp8
+from te_bench.kernels.attention import _gluon_forward, _gluon_fp8_forward, _gluon_parts, gluon, gluon_fp8, load
 from te_bench.kernels.attention._gluon_launch import Plan
 
 H200 = dataclasses.replace(a_problem(), capability=(9, 0))
@@ -143,6 +143,18 @@ def test_what_fp8_leaves_is_computed_as_well_as_by_definition(
     assert [name for name, x, y in zip(NAMES, made, again, strict=True) if not torch.equal(x, y)] == []
     if rows > 1:
         assert_as_good(tensors, causal, made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["triton_fp8", "gluon_fp8"])
+def test_sums_over_many_keys_have_more_bits_than_the_tensor_cores(name: str, head_dim: int) -> None:
+    """Its own have 14: values with a mean of 1 lost 18 % of their sum in them, 14.7 dB (H200, 2026-11-22)."""
+    supported(name, a_problem((1, 1, 128, head_dim), causal=False, kv_length=16384))
+    tensors = drawn((1, 1, 1, 128, 16384, head_dim, head_dim, False), "cuda", even=True)
+    tensors[2] += 1
+    out, *_ = figures(tensors, False, run_heads(tensors, False, load(name)))
+    assert out > 45
 
 
 @pytest.mark.gpu

@@ -38,8 +38,8 @@ def heads(number: int, head_dim: int) -> Heads:
 
 #: Those that a GPU has still to choose among, beside what ships.
 PLANS: dict[str, Fp8Plan] = {
-    "128, sums apart": Fp8Plan(Plan(2, 64, 4, 2, 240, turns=True), True),
-    "64, three warpgroups": Fp8Plan(Plan(3, 64, 4, 2, 160), True),
+    "128, sums in the tensor core": Fp8Plan(Plan(3, 64, 4, 2, 160), False),
+    "64, two warpgroups": Fp8Plan(Plan(2, 128, 4, 2, 240, turns=True), True),
 }
 SPILT = {"128, spilt": Fp8Plan(Plan(2, 128, 3, 2, 240, turns=True), True)}
 CALLS: dict[str, Call] = {
