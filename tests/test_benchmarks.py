@@ -30,7 +30,7 @@ def collected() -> list[str]:
     return re.findall(r"^benchmarks/(\S+)$", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize("family", ["attention", "gemm", "quantize", "norm", "activation", "cross_entropy"])
+@pytest.mark.parametrize("family", ["attention", "gemm", "quantize", "norm", "activation", "rotary", "cross_entropy"])
 def test_every_rival_of_a_registry_has_its_benchmarks(collected: list[str], family: str) -> None:
     mine = [name for name in collected if name.startswith(f"bench_{family}.py::bench_{family}[")]
     backends = {re.split(r"[-\]]", name.partition("[")[2])[0] for name in mine}

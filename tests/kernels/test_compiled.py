@@ -31,6 +31,8 @@ from te_bench.kernels.linear_cross_entropy import _tied
 from te_bench.kernels.norm import _kernels as norm
 from te_bench.kernels.norm import _residual_kernels as residual
 from te_bench.kernels.quantize import _fine_kernels, _history, _joined, _kernels
+from te_bench.kernels.rotary import Part
+from te_bench.kernels.rotary import _kernels as rotary
 
 M, D, F, V = 12288, 768, 3072, 50304
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
@@ -333,6 +335,35 @@ ATTENTION: dict[str, Call] = {
     "256": attend(256),
 }
 
+
+def turned(
+    head_dim: int, *, backward: bool = False, interleaved: bool = False, groups: int = 1, rest: int = 0,
+    dtype: torch.dtype = BF16,
+) -> Call:  # fmt: skip
+    """q and k in place of a projection of 4 x 2048 tokens, or gradients of q, k and v into one of it; 16 heads."""
+
+    def call() -> None:
+        mixed = torch.empty(2048, 4, groups, 16 // groups + 2, head_dim, dtype=dtype)
+        angles = torch.empty(2048, head_dim - rest)
+        parts = [*mixed.split((16 // groups, 1, 1), 3)]
+        apart = [torch.empty(p.shape, dtype=dtype) for p in parts] if backward else parts
+        sources = zip(apart, parts, (angles, angles, None), strict=True)
+        rotary.rotate([Part(*given) for given in sources][: 3 if backward else 2], interleaved, backward)
+
+    return call
+
+
+ROTARY: dict[str, Call] = {
+    "64": turned(64),
+    "64, backward": turned(64, backward=True),
+    "128": turned(128),
+    "128, backward": turned(128, backward=True),
+    "128, interleaved": turned(128, interleaved=True),
+    "128, interleaved, backward": turned(128, backward=True, interleaved=True),
+    "128, a quarter, backward, shared heads": turned(128, backward=True, groups=4, rest=96),
+    "256, float32": turned(256, dtype=FP32),
+}
+
 FAMILIES: dict[str, dict[str, Call]] = {
     "attention": ATTENTION,
     "gemm": GEMM,
@@ -342,6 +373,7 @@ FAMILIES: dict[str, dict[str, Call]] = {
     "quantize": QUANTIZE,
     "norm": NORM,
     "activation": ACTIVATION,
+    "rotary": ROTARY,
     "adamw": {"step": lambda: step(False), "step with copies": lambda: step(True)},
     "linear cross-entropy": {
         "loss": lambda: losses(False), "loss and gradient": lambda: losses(True), "FP8": losses_in_fp8,
@@ -464,6 +496,9 @@ def test_published_kernels_compile_for_hopper_without_faults(family: str, folder
         for kernel in kernels:
             if kernel.kernel.endswith("_cast_kernel"):
                 check_casts(kernel)
+    if family == "rotary":
+        for kernel in kernels:
+            check_rotary(kernel)
     if family == "linear cross-entropy":
         check_row_kernels({kernel.kernel: kernel for kernel in kernels if not kernel.call.endswith("/loss")})
 
@@ -511,6 +546,17 @@ def check_casts(kernel: Compiled) -> None:
     results = re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+([^,]+),", kernel.ptx)
     assert results, f"{kernel}: no cast"
     assert set(results) <= {"low", "high"}, f"{kernel}: {set(results)}"
+
+
+def check_rotary(kernel: Compiled) -> None:
+    """16 bytes at a time; a cosine and a sine for each of a thread's angles, once; 12 warps."""
+    accesses = re.findall(r"\b(?:ld|st)\.global[\w.]*", kernel.ptx)
+    narrow = [access for access in accesses if "v4.b32" not in access]
+    assert len(accesses) >= 12, str(kernel)
+    few = kernel.call.endswith("shared heads")  # angles: a thread has 2 pairs of them, for 16 bytes of others
+    assert len(narrow) <= 2 * few, f"{kernel}: {narrow}"
+    assert kernel.programs * kernel.warps >= 12, str(kernel)
+    assert len(re.findall(r"\bsin\.approx", kernel.ptx)) == (4 if few else 16), str(kernel)
 
 
 def check_row_kernels(by_name: dict[str, Compiled]) -> None:

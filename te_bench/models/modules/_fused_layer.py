@@ -47,10 +47,13 @@ def run(layer: Any, x: Tensor, is_first_microbatch: bool | None, rotary: Any, co
     turns = groups if attention.interleaved else 1
     columns = Heads(heads * d // turns, groups * d // turns, groups * d // turns)
     after = Product.of(first, weight, 0, is_first_microbatch, training)
-    plan = Plan(None, None, None, after, (None, first.norm), columns, mlp.activation, dtype, training)
+    rotation = attention.rotation(x.shape[:2], rotary)
+    plan = Plan(
+        None, None, None, after, (None, first.norm), columns, mlp.activation, dtype, training, rotation=rotation
+    )  # fmt: skip
     qkv = Enter.apply(stream, first.layer_norm_weight, first.layer_norm_bias, weight, bias, plan)
     q, k, v = (part.reshape(*x.shape[:2], -1, d) for part in qkv)
-    y = attention.attend(q, k, v, rotary, core)
+    y = attention.attend(q, k, v, None if rotation is not None else rotary, core)
 
     proj_w, proj_b = last.parts.both(last)
     proj = Product.of(last, proj_w, 0, is_first_microbatch, training)

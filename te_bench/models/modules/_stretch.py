@@ -24,6 +24,7 @@ from te_bench.models.modules._module import Fp8Module, Gemms
 from te_bench.models.modules.layernorm import backend
 from te_bench.models.modules.layernorm_linear import Norm
 from te_bench.models.modules.layernorm_mlp import activate_quantize, activation_backend, activation_grad_quantize
+from te_bench.models.modules.rotary import Rotation
 
 
 def unwatched(modules: Iterable[nn.Module]) -> bool:
@@ -130,6 +131,7 @@ class Plan(NamedTuple):
     dtype: torch.dtype  # of what the GEMMs make
     training: bool  # whether gradients are recorded
     scale: Tensor | None = None  # that the activation is cast by, a copy; None where that output is kept
+    rotation: Rotation | None = None  # of what `after` makes
 
 
 def _add_norm(
@@ -235,14 +237,18 @@ class Enter(torch.autograd.Function):
         assert plan.heads is not None
         _, n, mean, rstd = _add_norm(plan.after, x, None, (gamma, beta), plan.norms[1], plan)
         qkv = plan.after.forward(n, w, b, plan.dtype)
-        ctx.save_for_backward(x, gamma, mean, rstd, *plan.after.kept(n, w))
+        angles: tuple[Tensor, ...] = ()
+        if plan.rotation is not None:
+            plan.rotation.in_place(qkv)
+            angles = plan.rotation[:2]
+        ctx.save_for_backward(x, gamma, mean, rstd, *plan.after.kept(n, w), *angles)
         ctx.plan, ctx.dtypes = plan, _dtypes(w, b, beta)
         return plan.heads.split(qkv)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dqkv: Tensor) -> Any:
-        x, gamma, mean, rstd, *kept = ctx.saved_tensors
+        x, gamma, mean, rstd, *kept = ctx.saved_tensors[:8]  # angles that have changed are found here
         norm = ctx.plan.norms[1]
         dn, dw, db = _after_backward(ctx.plan, dqkv, tuple(kept), ctx.dtypes)
         options = {"zero_centered_gamma": norm.zero_centered_gamma, "kind": norm.kind}
@@ -277,6 +283,8 @@ def _after_backward(
     total = _no_sums(dtypes[1], parts[0], deals * sum(heads))
     cast = product.cast("grad_output")
     whole = _whole(parts) if deals == 1 else None
+    if plan.rotation is not None:
+        whole = plan.rotation.back(turns).view(m, -1)
     if whole is not None:
         g = product.operand(whole, "grad_output", True, total)
     elif cast is not None and cast.pop("counts") is None and _joined.fits(parts, heads.q):

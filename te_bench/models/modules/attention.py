@@ -10,12 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.models.modules import _arguments, attention_mask
+from te_bench.models.modules._stretch import unwatched
 from te_bench.models.modules.attention_mask import MaskTensor, Window
 from te_bench.models.modules.dot_product_attention import DotProductAttention, check_format, check_heads, reject
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.layernorm_linear import LayerNormLinear
 from te_bench.models.modules.linear import Linear
-from te_bench.models.modules.rotary import apply_rotary_pos_emb
+from te_bench.models.modules.rotary import (
+    Rotation,
+    angles_of,
+    apply_rotary_pos_emb,
+    check_angles,
+    constant,
+    fusable,
+    split_rotated,
+)
+
+Rotary = Tensor | tuple[Tensor, Tensor] | None  # angles of queries and keys, or a pair of them
 
 __all__ = ["DotProductAttention", "MultiheadAttention"]
 
@@ -30,6 +41,10 @@ class L2Normalization(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def _pair(rotary: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return rotary if isinstance(rotary, tuple) else (rotary, rotary)
 
 
 class MultiheadAttention(nn.Module):
@@ -159,7 +174,7 @@ class MultiheadAttention(nn.Module):
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         *,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        rotary_pos_emb: Rotary = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
         max_seqlen_q: int | None = None,
@@ -184,8 +199,8 @@ class MultiheadAttention(nn.Module):
         )
         if self.qkv_format == "thd":
             return self._packed(hidden_states, encoder_output, is_first_microbatch, rotary_pos_emb, core)
-        q, k, v, normed = self._project(hidden_states, encoder_output, is_first_microbatch)
-        return self._finish(self.attend(q, k, v, rotary_pos_emb, core), normed, is_first_microbatch)
+        q, k, v, normed, rotary = self._project(hidden_states, encoder_output, is_first_microbatch, rotary_pos_emb)
+        return self._finish(self.attend(q, k, v, rotary, core), normed, is_first_microbatch)
 
     def asked(self, **given: Any) -> dict[str, Any]:
         """What core_attention takes of forward's arguments; None is what the constructor was given."""
@@ -197,22 +212,38 @@ class MultiheadAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
+        rotary_pos_emb: Rotary,
         core: dict[str, Any],
     ) -> Tensor:
         """The context of projected q, k and v, in the layout of hidden_states; core: what core_attention takes."""
         if self.q_norm is not None and self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary_pos_emb is not None:
-            pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             q, k = (
                 apply_rotary_pos_emb(x, freqs, self.qkv_format, interleaved=self.rotary_pos_interleaved)
-                for x, freqs in zip((q, k), pair, strict=True)
+                for x, freqs in zip((q, k), _pair(rotary_pos_emb), strict=True)
             )
         if self.q_norm is not None and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         context: Tensor = self.core_attention(q, k, v, **core)
         return context
+
+    def rotation(self, outer: tuple[int, int], rotary_pos_emb: Rotary) -> Rotation | None:
+        """What turns a projection, (*outer, F), where that comes first and by constant angles; else None.
+
+        Raises ValueError as apply_rotary_pos_emb does.
+        """
+        if rotary_pos_emb is None or (self.q_norm is not None and self.qk_norm_before_rope):
+            return None
+        pair, batch_first = _pair(rotary_pos_emb), self.qkv_format == "bshd"
+        if not constant(*pair):
+            return None
+        for freqs in pair:
+            check_angles((*outer, self.num_attention_heads, self.channels), freqs, batch_first)
+        q, k = (angles_of(outer, freqs, batch_first) for freqs in pair)
+        turns = self.num_gqa_groups if self.interleaved else 1
+        columns = self.features_q // turns, self.features_kv // turns, self.features_kv // turns
+        return Rotation(q, k, turns, columns, self.channels, outer, batch_first, self.rotary_pos_interleaved)
 
     def _packed(
         self,
@@ -230,7 +261,7 @@ class MultiheadAttention(nn.Module):
         if x.dim() != 2:
             raise ValueError(f"MultiheadAttention: hidden_states must be (rows, hidden) for thd, got {tuple(x.shape)}")
         encoded = None if encoder_output is None else encoder_output[:, None]
-        q, k, v, normed = self._project(x[:, None], encoded, is_first_microbatch)
+        q, k, v, normed, _ = self._project(x[:, None], encoded, is_first_microbatch, None)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         context = self.core_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), **core)
@@ -244,9 +275,9 @@ class MultiheadAttention(nn.Module):
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _project(
-        self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """query, key, value with a dimension for heads, and norm(x) where the layer returns it."""
+        self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None, rotary: Rotary
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Rotary]:
+        """query, key, value with a dimension for heads, norm(x) where the layer returns it, rotary if it is yet to come."""
         if x.dim() != 3:
             raise ValueError(f"MultiheadAttention: hidden_states must have 3 dimensions, got {tuple(x.shape)}")
         crossed = self.attention_type == "cross"
@@ -260,11 +291,16 @@ class MultiheadAttention(nn.Module):
         projected = first(x, is_first_microbatch=is_first_microbatch)
         mixed, normed = projected if self.return_layernorm_output else (projected, None)
         if not crossed:
+            rotation = self.rotation(mixed.shape[:2], rotary)
+            if rotation is not None and fusable(mixed):
+                # Its memory becomes theirs where nobody can have kept it, as a module of another kind might, or a hook.
+                own = type(first) in (Linear, LayerNormLinear) and unwatched((first,))
+                return *split_rotated(mixed, rotation, own), normed, None
             q, k, v = self._split(mixed, self.num_attention_heads // self.num_gqa_groups)
-            return q, k, v, normed
+            return q, k, v, normed, rotary
         kv = self.key_value(encoder_output, is_first_microbatch=is_first_microbatch)
         _, k, v = self._split(kv, 0)
-        return mixed.view(*mixed.shape[:2], self.num_attention_heads, self.channels), k, v, normed
+        return mixed.view(*mixed.shape[:2], self.num_attention_heads, self.channels), k, v, normed, rotary
 
     def _split(self, mixed: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
         """queries, keys and values, (.., heads, d): `queries` of the first for each key, by groups if interleaved."""

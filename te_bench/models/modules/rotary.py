@@ -3,11 +3,20 @@
 Source: Su et al., "RoFormer", arXiv:2104.09864; interpolation: Chen et al., arXiv:2306.15595; interface: Transformer Engine.
 """
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from te_bench.kernels.rotary import Backend, Part
+from te_bench.kernels.rotary import reference as rotary_reference
+from te_bench.kernels.rotary import triton as rotary_triton
 from te_bench.models.modules import _arguments
-from te_bench.models.modules._module import factory
+from te_bench.models.modules._module import FLOATS, factory
+
+Angles = Tensor | tuple[Tensor, Tensor]  # of queries and keys, or of each
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -69,7 +78,8 @@ def apply_rotary_pos_emb(
     """t cos(freqs) + rotated(t) sin(freqs), where a pair (x, y) rotated is (-y, x); t (s, b, h, d) or (b, s, h, d).
 
     freqs (S, 1, 1, d2), S >= s, even d2 <= d: the features beyond d2 pass. Computed in float32 at least, returned in t's
-    dtype. fused makes no difference. Raises ValueError for thd, context parallelism and start positions.
+    dtype. On a GPU one kernel, whatever fused says, but for float64, under torch.compile, and with freqs that are learned or
+    of another shape or dtype. Raises ValueError for thd, context parallelism and start positions.
     """
     absent = {
         "start_positions": start_positions,
@@ -81,18 +91,136 @@ def apply_rotary_pos_emb(
             raise ValueError(f"apply_rotary_pos_emb: te_bench has no {name}")
     if tensor_format not in ("sbhd", "bshd"):
         raise ValueError(f"tensor_format={tensor_format!r} is not possible: sbhd or bshd (te_bench has no thd)")
-    length, turned = t.shape[0 if tensor_format == "sbhd" else 1], freqs.shape[-1]
-    if t.dim() != 4 or freqs.shape[0] < length or turned > t.shape[-1]:
-        raise ValueError(f"freqs {tuple(freqs.shape)} are too short or too wide for a {tensor_format} {tuple(t.shape)}")
-    angles = freqs[:length] if tensor_format == "sbhd" else freqs[:length].transpose(0, 1)
-    x, rest = t[..., :turned], t[..., turned:]
-    x = x.to(torch.promote_types(t.dtype, torch.float32))
-    y = (x * angles.cos() + _rotated(x, interleaved) * angles.sin()).to(t.dtype)
-    return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
+    batch_first = tensor_format == "bshd"
+    check_angles(t.shape, freqs, batch_first)
+    if fusable(t, freqs):
+        out: Tensor = _Rotated.apply(t, angles_of(t.shape, freqs, batch_first), batch_first, interleaved)
+        return out
+    angles = freqs[: t.shape[1]].transpose(0, 1) if batch_first else freqs[: t.shape[0]]
+    return rotary_reference.turned(t, angles, interleaved, transposed=False)
 
 
-def _rotated(x: Tensor, interleaved: bool) -> Tensor:
-    if interleaved:
-        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+def check_angles(shape: Sequence[int], freqs: Tensor, batch_first: bool) -> None:
+    """Raise ValueError where freqs (S, 1, 1, d2) do not reach for the shape (s, b, h, d), or (b, s, h, d)."""
+    if len(shape) != 4 or freqs.shape[0] < shape[int(batch_first)] or freqs.shape[-1] > shape[-1]:
+        form = "bshd" if batch_first else "sbhd"
+        raise ValueError(f"freqs {tuple(freqs.shape)} are too short or too wide for a {form} {tuple(shape)}")
+
+
+def angles_of(shape: Sequence[int], freqs: Tensor, batch_first: bool) -> Tensor:
+    """(s, d2), of freqs that are `constant`."""
+    return freqs[: shape[int(batch_first)], 0, 0]
+
+
+def backend(x: Tensor) -> Backend:
+    return rotary_triton.BACKEND if x.is_cuda else rotary_reference.BACKEND
+
+
+def fusable(x: Tensor, *freqs: Tensor) -> bool:
+    """Whether x is turned by the fused kernel: in eager mode on a GPU, else by plain operators, or what Inductor fuses."""
+    return x.is_cuda and not torch.compiler.is_compiling() and x.dtype in FLOATS and constant(*freqs)
+
+
+def constant(*freqs: Tensor) -> bool:
+    """Whether all are as RotaryPositionEmbedding gives them: (S, 1, 1, d2) in float32, and not learned."""
+    return all(f.dtype is torch.float32 and f.shape[1:3] == (1, 1) and not f.requires_grad for f in freqs)
+
+
+class _Rotated(torch.autograd.Function):
+    """apply_rotary_pos_emb into a tensor of its own, by the kernel; angles (s, d2)."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, angles: Tensor, batch_first: bool, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(angles)
+        ctx.settings = batch_first, interleaved
+        return _rotated(t, angles, batch_first, interleaved, transposed=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (angles,), (batch_first, interleaved) = ctx.saved_tensors, ctx.settings
+        return _rotated(dy, angles, batch_first, interleaved, transposed=True), None, None, None
+
+
+def _rotated(t: Tensor, angles: Tensor, batch_first: bool, interleaved: bool, transposed: bool) -> Tensor:
+    t = _rows(t)
+    out = torch.empty_like(t)
+    x, y = ((z.transpose(0, 1) if batch_first else z)[:, :, None] for z in (t, out))
+    backend(t).rotate([Part(x, y, angles)], interleaved=interleaved, transposed=transposed)
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, or a copy where the elements of its rows do not follow one another."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class Rotation(NamedTuple):
+    """What turns the queries and keys that a projection of `outer` positions left, (s, b, F) or (b, s, F).
+
+    q and k: their angles, (s, d2). columns: how many of F go to q, k and v at a turn; d: features of a head.
+    """
+
+    q: Tensor
+    k: Tensor
+    turns: int
+    columns: tuple[int, int, int]
+    d: int
+    outer: tuple[int, int]
+    batch_first: bool
+    interleaved: bool
+
+    def dealt(self, mixed: Tensor) -> list[Tensor]:
+        """q, k and v of mixed, views (*outer, turns, heads a turn, d)."""
+        turns = mixed.view(*self.outer, self.turns, sum(self.columns))
+        return [part.unflatten(-1, (part.shape[-1] // self.d, self.d)) for part in turns.split(self.columns, -1)]
+
+    def rotate(self, sources: Sequence[Tensor], targets: Sequence[Tensor], transposed: bool = False) -> None:
+        """Of q and k, and v as it is, where it is there, (*outer, turns, heads a turn, d)."""
+        if self.batch_first:
+            sources, targets = ([t.transpose(0, 1) for t in tensors] for tensors in (sources, targets))
+        angles = (self.q, self.k, None)[: len(sources)]
+        parts = [Part(x, y, a) for x, y, a in zip(sources, targets, angles, strict=True)]
+        backend(sources[0]).rotate(parts, interleaved=self.interleaved, transposed=transposed)
+
+    def in_place(self, mixed: Tensor) -> None:
+        q, k, _ = self.dealt(mixed)
+        self.rotate((q, k), (q, k))
+
+    def back(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The gradient of the projection, (*outer, F), from those of q, k and v, (*outer, h, d) or (M, turns, columns)."""
+        made = gradients[0].new_empty(*self.outer, self.turns * sum(self.columns))
+        to = self.dealt(made)
+        self.rotate([_rows(g).view(t.shape) for g, t in zip(gradients, to, strict=True)], to, transposed=True)
+        return made
+
+
+class _Split(torch.autograd.Function):
+    """mixed -> q, k, v with a dimension for heads, q and k turned: in mixed's memory, or beside it."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, rotation: Rotation, own: bool) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(rotation.q, rotation.k)
+        ctx.rotation = rotation
+        q, k, v = rotation.dealt(mixed)
+        # Several heads a turn, with others' between the turns, are no dimension of one stride.
+        turned = [x if own and 1 in x.shape[2:4] else x.new_empty(x.shape) for x in (q, k)]
+        rotation.rotate((q, k), turned)
+        if own and not mixed.is_inference():
+            torch.autograd.graph.increment_version(mixed)  # a backward pass that wanted it as it was says so
+        return tuple(x.flatten(2, 3) for x in (*turned, v))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k = ctx.saved_tensors  # autograd says so where they have changed
+        return ctx.rotation._replace(q=q, k=k).back(gradients), None, None
+
+
+def split_rotated(mixed: Tensor, rotation: Rotation, own: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v (*outer, h, d) of a projection (*outer, F), q and k turned.
+
+    own: mixed is nobody else's, and its memory becomes theirs.
+    """
+    q, k, v = _Split.apply(mixed, rotation, own)
+    return q, k, v

@@ -14,6 +14,7 @@ from te_bench.kernels.activation import triton as activation_triton
 from te_bench.kernels.norm import triton as norm_triton
 from te_bench.kernels.quantize import _joined
 from te_bench.kernels.quantize import triton as quantize_triton
+from te_bench.kernels.rotary import reference as rotary_reference
 from te_bench.models.modules import _fused_layer, _stretch, layernorm, layernorm_mlp
 from te_bench.models.recipe import DelayedScaling, Recipe, _recipe
 
@@ -109,6 +110,31 @@ def test_it_is_the_layer_of_modules(options: str, name: str, stretches: list[str
         if name != "delayed" or number == 0:  # whose scales follow the gradients' last bits
             assert all(torch.equal(mine[key], theirs[key]) for key in theirs if key == "y" or "mlp" in key)
         assert furthest(mine, theirs) < NOISE
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_queries_and_keys_turn_in_the_projection(
+    options: str, stretches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[bool] = []
+    rotate = rotary_reference.BACKEND.rotate
+
+    def seen(parts: Any, **how: Any) -> None:
+        turns.append(how.get("transposed", False))
+        rotate(parts, **how)
+
+    monkeypatch.setattr(rotary_reference, "BACKEND", dataclasses.replace(rotary_reference.BACKEND, rotate=seen))
+    angles = te.RotaryPositionEmbedding(HIDDEN // HEADS, 0.5).cpu()(20)
+    asked, recipe = {**OPTIONS[options], "rotary_pos_interleaved": options == "apart"}, RECIPES["current"][0]
+    found = passes(a_layer(**asked), recipe, rotary_pos_emb=angles)
+    assert stretches == ["Enter", "Between"] * 4
+    assert turns == [False, True] * 4
+    wanted = passes(one_by_one(a_layer(**asked)), recipe, rotary_pos_emb=angles)
+    assert len(turns) == len(stretches) == 8
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(mine["y"], theirs["y"])
+        assert furthest(mine, theirs) < NOISE
+    assert furthest(found[0], passes(a_layer(**asked), recipe, count=1)[0]) > 2 * NOISE
 
 
 def test_float32_and_a_stream_in_float32_under_torchs_autocast(stretches: list[str]) -> None:

@@ -1,0 +1,121 @@
+"""Rotary embeddings: the kernels, and from a QKV projection's output to q, k and v with and without the gradient.
+
+    python benchmarks/bench_rotary.py [--json FILE]
+
+prints of the latter how many bytes a second beside a copy's, those counted that the fused way must move: q and k read and
+written, and in the backward pass three gradients. A minute on an NVIDIA GPU.
+"""
+
+import argparse
+import statistics
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from _race import keep
+
+from te_bench.experiments import timing
+from te_bench.kernels import rotary
+from te_bench.kernels.rotary import Part
+from te_bench.kernels.rotary.reference import turned
+from te_bench.models.modules.rotary import RotaryPositionEmbedding, Rotation, split_rotated
+
+#: B, T, H, D
+SIZES = {"cuda": [(4, 2048, 32, 128), (12, 1024, 12, 64)], "cpu": [(1, 128, 4, 64)]}
+WAYS = ["fused", "plain", "compiled"]
+
+
+def split_plainly(mixed, freqs, heads):
+    """q, k, v (b, s, h, d) of mixed (b, s, 3 h d), by the operators that run without the kernel."""
+    q, k, v = (x.unflatten(-1, (heads, -1)) for x in mixed.chunk(3, -1))
+    angles = freqs.transpose(0, 1)
+    return turned(q, angles, False, False), turned(k, angles, False, False), v
+
+
+def ways(mixed, size):
+    """way -> a call that gives q, k and v of mixed."""
+    b, t, h, d = size
+    freqs = RotaryPositionEmbedding(d).to(mixed.device)(t)
+    rotation = Rotation(freqs[:, 0, 0], freqs[:, 0, 0], 1, (h * d,) * 3, d, (b, t), True, False)
+    compiled = torch.compile(split_plainly, fullgraph=True, dynamic=False)
+    return {
+        "fused": partial(split_rotated, mixed, rotation, own=True),
+        "plain": partial(split_plainly, mixed, freqs, h),
+        "compiled": partial(compiled, mixed, freqs, h),
+    }
+
+
+def with_gradient(call, mixed, gradients):
+    return torch.autograd.grad(call(), mixed, gradients)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("backend", rotary.names())
+def bench_rotary(cuda_benchmark, randn, device, dtype, capability, backend, index, interleaved, direction):
+    """In place of q and k; gradients of q, k and v into one of the projection."""
+    if index >= len(SIZES[device]):
+        pytest.skip("one shape on a CPU")
+    b, t, h, d = SIZES[device][index]
+    rival = rotary.load(backend)
+    if reason := rival.unsupported(rotary.Problem(dtype=dtype, device=device, capability=capability)):
+        pytest.skip(f"{backend}: {reason}")
+    q, k, v = (x.transpose(0, 1)[:, :, None] for x in randn(b, t, 3, h, d).unbind(2))
+    made = [x.transpose(0, 1)[:, :, None] for x in torch.empty(b, t, 3, h, d, device=device, dtype=q.dtype).unbind(2)]
+    angles = RotaryPositionEmbedding(d).to(device)(t)[:, 0, 0]
+    if direction == "forward":
+        parts = [Part(x, x, angles) for x in (q, k)]
+    else:
+        parts = [Part(x, y, a) for x, y, a in zip((q, k, v), made, (angles, angles, None), strict=True)]
+    call = partial(rival.rotate, parts, interleaved=interleaved, transposed=direction == "backward")
+    cuda_benchmark(call, group=f"rotary {direction} {b}x{t}x{h}x{d}", dtype=dtype, b=b, t=t, h=h, d=d)
+
+
+@pytest.mark.parametrize("passes", ["forward", "both"])
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def bench_rotary_by_modules(cuda_benchmark, randn, device, dtype, way, index, passes):
+    if index >= len(SIZES[device]):
+        pytest.skip("one shape on a CPU")
+    b, t, h, d = size = SIZES[device][index]
+    mixed = randn(b, t, 3 * h * d).requires_grad_(passes == "both")
+    call = ways(mixed, size)[way]
+    if passes == "both":
+        call = partial(with_gradient, call, mixed, [randn(b, t, h, d) for _ in range(3)])
+    cuda_benchmark(call, group=f"rotary {passes} {b}x{t}x{h}x{d}", dtype=dtype, b=b, t=t, h=h, d=d)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    file = parser.parse_args().json
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    table = {}
+    for b, t, h, d in SIZES[device]:
+        mixed = torch.randn(b, t, 3 * h * d, device=device).to(dtype)
+        third = mixed.numel() * mixed.element_size() // 3
+        other = torch.empty_like(mixed)
+        calls = {("copy", "forward"): (partial(other.copy_, mixed), 6 * third)}
+        calls |= {(way, "forward"): (call, 4 * third) for way, call in ways(mixed, (b, t, h, d)).items()}
+        leaf, gradients = (
+            mixed.clone().requires_grad_(),
+            [torch.randn(b, t, h, d, device=device).to(dtype) for _ in "qkv"],
+        )
+        for way, call in ways(leaf, (b, t, h, d)).items():
+            calls[way, "both"] = partial(with_gradient, call, leaf, gradients), 10 * third
+        found = table[f"B{b} T{t} H{h} D{d}"] = {}
+        for (way, passes), (call, nbytes) in calls.items():
+            seconds = statistics.median(timing.kernel(call, device))
+            found[f"{way}, {passes}"] = {"us": 1e6 * seconds, "GB/s": nbytes / seconds / 1e9}
+        print(f"\nB{b} T{t} H{h} D{d} {dtype}, the L2 cold")
+        for name, row in found.items():
+            of_copy = row["GB/s"] / found["copy, forward"]["GB/s"]
+            print(f"  {name:20s} {row['us']:8.1f} us {row['GB/s']:7.0f} GB/s, {of_copy:.2f} of a copy's", flush=True)
+    keep(table, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The rotary Triton kernel and its launcher: elementwise, in float32, bound by memory.
+
+At an H200's 4 TB/s an element of bf16, read and written, has the time of about 30 instructions. An angle counts for all
+heads of its position: a thread makes the cosines and sines of its features once, and then goes through the heads.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels._epilogue import FLOATS, INTERPRETED, rounded
+from te_bench.kernels._launch import launch, traits
+from te_bench.kernels.rotary import PARTS, Part
+
+TURNS = tl.constexpr(0.15915494309189535)  # 1 / (2 pi)
+#: 2 pi in three parts that float32 holds: the remainder of angles up to 10^7 is right to 2^-21.
+HIGH, MIDDLE, LOW = (tl.constexpr(4 * c) for c in (1.5707960128784180, 3.1391647326017846e-07, 5.390302529957765e-15))
+
+#: A program's heads at once, how often, and positions times pairs of features: by 4 warps 8 pairs a thread, 16 bytes of
+#: bf16, of 4 heads at once, which is 16 KB on their way; 16 heads share the cosines and sines.
+HEADS, EACH, AREA, WARPS = 4, 4, 1024, 4
+
+
+@triton.jit
+def _cosine_and_sine(a):
+    """cos(a) and sin(a), to 2^-20 for |a| up to 10^7: a tenth of the instructions of full accuracy."""
+    if INTERPRETED:
+        return tl.cos(a), tl.sin(a)
+    else:
+        turns = tl.floor(a * TURNS + 0.5)
+        r = tl.fma(-turns, LOW, tl.fma(-turns, MIDDLE, tl.fma(-turns, HIGH, a)))
+        return tl.inline_asm_elementwise(
+            "cos.approx.ftz.f32 $0, $2; sin.approx.ftz.f32 $1, $2;", "=&f,=f,f", [r],
+            dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pick(part, first, second, third):
+    return tl.where(part == 0, first, tl.where(part == 1, second, third))
+
+
+@triton.jit
+def rotary_kernel(
+    x0, x1, x2, out0, out1, out2, angles0, angles1, angles2,
+    x0_position, x1_position, x2_position, x0_batch, x1_batch, x2_batch,
+    x0_group, x1_group, x2_group, x0_head, x1_head, x2_head,
+    out0_position, out1_position, out2_position, out0_batch, out1_batch, out2_batch,
+    out0_group, out1_group, out2_group, out0_head, out1_head, out2_head,
+    angles0_position, angles1_position, angles2_position,
+    heads0, heads1, heads2, group0, group1, group2, chunks0, chunks1, positions,
+    D: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, COPIED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr,
+    POSITIONS: tl.constexpr, HEADS: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """A block of positions of HEADS x EACH heads a program: blocks of a batch, batches; the parts' heads one after another.
+
+    `group` of a part's heads to a group; from part COPIED on they are not turned. D features, TURNED of which turn: WIDTH
+    pairs, and REST others where they are to be copied, rounded up to powers of two.
+    """
+    chunk, blocks = tl.program_id(1), tl.cdiv(positions, POSITIONS)
+    part = (chunk >= chunks0).to(tl.int32) + (chunk >= chunks0 + chunks1).to(tl.int32)
+    chunk -= _pick(part, 0, chunks0, chunks0 + chunks1)
+    n, group = _pick(part, heads0, heads1, heads2), _pick(part, group0, group1, group2)
+    x_group, x_head = _pick(part, x0_group, x1_group, x2_group), _pick(part, x0_head, x1_head, x2_head)
+    out_group = _pick(part, out0_group, out1_group, out2_group)
+    out_head = _pick(part, out0_head, out1_head, out2_head)
+
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    rows = tl.program_id(0) % blocks * POSITIONS + tl.arange(0, POSITIONS)
+    live, row = (rows < positions)[None, :, None], rows.to(tl.int64)[None, :, None]
+    x = _pick(part, x0, x1, x2) + batch * _pick(part, x0_batch, x1_batch, x2_batch)
+    x += row * _pick(part, x0_position, x1_position, x2_position)
+    out = _pick(part, out0, out1, out2) + batch * _pick(part, out0_batch, out1_batch, out2_batch)
+    out += row * _pick(part, out0_position, out1_position, out2_position)
+
+    # Interleaved pairs are one tile, split in its threads; halves are two.
+    HALF: tl.constexpr = TURNED // 2
+    cols = tl.arange(0, 2 * WIDTH if INTERLEAVED else WIDTH)[None, None, :]
+    inside = live & (cols < (TURNED if INTERLEAVED else HALF))
+    angle = _pick(part, angles0, angles1, angles2) + cols
+    angle += row * _pick(part, angles0_position, angles1_position, angles2_position)
+    if INTERLEAVED:
+        a, b = tl.split(tl.reshape(tl.load(angle, mask=inside, other=0.0), [1, POSITIONS, WIDTH, 2]))
+    else:
+        a, b = tl.load(angle, mask=inside, other=0.0), tl.load(angle + HALF, mask=inside, other=0.0)
+    cos_a, sin_a = _cosine_and_sine(a)
+    cos_b, sin_b = _cosine_and_sine(b)
+    if TRANSPOSED:
+        sin_a, sin_b = -sin_b, -sin_a
+
+    for i in range(EACH):
+        heads = (chunk * EACH + i) * HEADS + tl.arange(0, HEADS)[:, None, None]
+        source = x + heads // group * x_group + heads % group * x_head
+        target = out + heads // group * out_group + heads % group * out_head
+        there = heads < n
+        mask = there & inside
+        if INTERLEAVED:
+            whole = tl.reshape(tl.load(source + cols, mask=mask, other=0.0), [HEADS, POSITIONS, WIDTH, 2])
+            first, second = tl.split(whole)
+        else:
+            first = tl.load(source + cols, mask=mask, other=0.0)
+            second = tl.load(source + HALF + cols, mask=mask, other=0.0)
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        low, high = first * cos_a - second * sin_a, second * cos_b + first * sin_b
+        if COPIED < 3:
+            low, high = tl.where(part >= COPIED, first, low), tl.where(part >= COPIED, second, high)
+        if INTERLEAVED:
+            whole = tl.reshape(tl.join(low, high), [HEADS, POSITIONS, 2 * WIDTH])
+            tl.store(target + cols, rounded(whole, DTYPE), mask=mask)
+        else:
+            tl.store(target + cols, rounded(low, DTYPE), mask=mask)
+            tl.store(target + HALF + cols, rounded(high, DTYPE), mask=mask)
+        if REST > 0:
+            beyond = TURNED + tl.arange(0, REST)[None, None, :]
+            passing = there & live & (beyond < D)
+            tl.store(target + beyond, tl.load(source + beyond, mask=passing), mask=passing)
+
+
+def rotate(parts: Sequence[Part], interleaved: bool, transposed: bool) -> None:
+    """By the kernel: a launch for each width of angles; parts without go with the first."""
+    if not parts[0].x.shape[0] or not parts[0].x.numel():
+        return
+    widths = dict.fromkeys(part.angles.shape[1] for part in parts if part.angles is not None)
+    copied = [part for part in parts if part.angles is None and _apart(part)]
+    for width in widths:
+        turned = [part for part in parts if part.angles is not None and part.angles.shape[1] == width]
+        _launch(turned, copied, width, interleaved, transposed)
+        copied = []
+    for x, out, _ in copied:
+        out.copy_(x)
+
+
+def _launch(turned: list[Part], copied: list[Part], width: int, interleaved: bool, transposed: bool) -> None:
+    used = [*turned, *copied]
+    positions, batch, _, _, d = used[0].x.shape
+    sizes = [(x.shape[2] * x.shape[3], x.shape[3]) for x, _, _ in used]
+    chunks = [triton.cdiv(heads, HEADS * EACH) for heads, _ in sizes]
+    absent = PARTS - len(used)  # the grid reaches none of those
+    filled = [*used, *used[:1] * absent]
+    x, out = [part.x for part in filled], [part.out for part in filled]
+    angles = [_readable(turned[0].angles if part.angles is None else part.angles) for part in filled]
+    sizes += sizes[:1] * absent
+    beyond = d - width if any(map(_apart, used)) else 0
+    constants: dict[str, Any] = {
+        "D": d, "TURNED": width, "WIDTH": triton.next_power_of_2(max(1, width // 2)),
+        "REST": triton.next_power_of_2(beyond) if beyond else 0, "COPIED": len(turned) if copied else PARTS,
+        "INTERLEAVED": interleaved, "TRANSPOSED": transposed, "DTYPE": FLOATS[x[0].dtype],
+    }  # fmt: skip
+    wide = max(constants["WIDTH"], constants["REST"] // 2)
+    constants |= {"POSITIONS": max(1, AREA // wide), "HEADS": HEADS, "EACH": EACH, "num_warps": WARPS}
+    integers = (
+        *(t.stride(axis) for tensors in (x, out) for axis in range(4) for t in tensors),
+        *(t.stride(0) for t in angles), *(size for size, _ in sizes), *(group for _, group in sizes),
+        chunks[0], chunks[1] if len(chunks) > 1 else 0, positions,
+    )  # fmt: skip
+    tensors = (*x, *out, *angles)
+    grid = triton.cdiv(positions, constants["POSITIONS"]) * batch
+    key = (*traits(*tensors), *integers, *constants.values())
+    launch(rotary_kernel, grid, key, x[0].get_device(), (*tensors, *integers), constants, grid_y=sum(chunks))
+
+
+def _apart(part: Part) -> bool:
+    """Whether the part goes elsewhere, which what does not turn has to be copied to."""
+    return bool(part.x.data_ptr() != part.out.data_ptr())
+
+
+def _readable(angles: Tensor) -> Tensor:
+    return angles if angles.stride(1) == 1 else angles.contiguous()

@@ -1,0 +1,50 @@
+"""Rotary embeddings in plain PyTorch, in float32. Runs anywhere.
+
+Source: Su et al., "RoFormer", arXiv:2104.09864.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.rotary import Backend, Part, Problem, check
+
+
+def unsupported(p: Problem) -> str | None:
+    return None
+
+
+def rotate(parts: Sequence[Part], *, interleaved: bool, transposed: bool = False) -> None:
+    """out = x cos(angles) + rotated(x) sin(angles) for each part, (-y, x) being a pair (x, y) rotated; or its transpose.
+
+    Shapes and what raises ValueError: rotary.Backend and rotary.check.
+    """
+    check(parts)
+    for x, out, angles in parts:
+        made = x if angles is None else turned(x, angles[: x.shape[0], None, None, None], interleaved, transposed)
+        if made is not out:
+            out.copy_(made)
+
+
+def turned(x: Tensor, angles: Tensor, interleaved: bool, transposed: bool) -> Tensor:
+    """x (..., D) with its first d features turned, angles (..., d) broadcast with them; in x's dtype."""
+    d = angles.shape[-1]
+    wide = x[..., :d].to(torch.promote_types(x.dtype, torch.float32))
+    cosines, sines = angles.cos(), angles.sin()
+    if transposed:
+        y = wide * cosines - rotated(wide * sines, interleaved)
+    else:
+        y = wide * cosines + rotated(wide, interleaved) * sines
+    return torch.cat((y.to(x.dtype), x[..., d:]), -1) if d < x.shape[-1] else y.to(x.dtype)
+
+
+def rotated(x: Tensor, interleaved: bool) -> Tensor:
+    """(-y, x) of each pair (x, y) of features."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+BACKEND = Backend(rotate=rotate, unsupported=unsupported)

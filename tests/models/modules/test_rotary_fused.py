@@ -1,0 +1,231 @@
+"""MultiheadAttention by the fused rotary kernel is that by plain operators; whose memory is turned, and who is told."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_bench.kernels.rotary import triton as rotary_triton
+from te_bench.models.modules import attention, rotary
+from te_bench.models.modules.attention import MultiheadAttention
+from te_bench.models.modules.rotary import RotaryPositionEmbedding, Rotation, apply_rotary_pos_emb, split_rotated
+
+S, B, HIDDEN, HEADS, D = 7, 3, 32, 4, 8
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FUSED = {"fuse_qkv_params": True}
+DEALT: dict[str, dict[str, Any]] = {
+    "one after the other": {},
+    "by heads": FUSED,
+    "groups": {"num_gqa_groups": 2},
+    "by groups": {**FUSED, "num_gqa_groups": 2},
+    "normed before": {"qk_norm_type": "RMSNorm", "qk_norm_before_rope": True},
+    "normed after, from a norm": {"qk_norm_type": "RMSNorm", "input_layernorm": True},
+}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the kernel runs: a GPU, or Triton's interpreter in place of the plain operators of a CPU."""
+    if request.param == "cpu":
+        monkeypatch.setattr(rotary, "backend", lambda x: rotary_triton.BACKEND)
+        for module in (rotary, attention):
+            monkeypatch.setattr(module, "fusable", lambda x, *freqs: rotary.constant(*freqs))
+    return request.param
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the fused kernel was asked for."""
+    seen: list[str] = []
+
+    def rotate(parts: list[Any], *, interleaved: bool, transposed: bool = False) -> None:
+        there = all(part.x.data_ptr() == part.out.data_ptr() for part in parts)
+        seen.append(f"{len(parts)} {'back' if transposed else 'in place' if there else 'beside'}")
+        run(parts, interleaved=interleaved, transposed=transposed)
+
+    run = rotary_triton.BACKEND.rotate
+    monkeypatch.setattr(
+        rotary_triton, "BACKEND", type(rotary_triton.BACKEND)(rotate=rotate, unsupported=rotary_triton.unsupported)
+    )
+    return seen
+
+
+def layer(device: str, **options: Any) -> MultiheadAttention:
+    torch.manual_seed(0)
+    made = MultiheadAttention(HIDDEN, HEADS, **{"attention_dropout": 0.0, "device": device, **options})
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return made
+
+
+def draw(device: str, *size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def angles(device: str, percent: float = 1.0, interleaved: bool = False) -> Tensor:
+    return RotaryPositionEmbedding(D, percent, interleaved=interleaved).to(device)(S + 2)
+
+
+def learned(freqs: Tensor) -> Tensor:
+    return freqs.clone().requires_grad_()
+
+
+def passed(mha: MultiheadAttention, freqs: Any, *size: int, plain: bool = False) -> list[Tensor]:
+    """Output and gradients; plain: by operators that autograd records, for the angles are learned."""
+    x = draw(next(mha.parameters()).device.type, *size).requires_grad_()
+    mha.zero_grad()
+    if plain:
+        freqs = (
+            tuple(f.clone().requires_grad_() for f in freqs)
+            if isinstance(freqs, tuple)
+            else freqs.clone().requires_grad_()
+        )
+    y = mha(x, rotary_pos_emb=freqs)
+    y.backward(draw(x.device.type, *y.shape).roll(1, 0))
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad.clone() for p in mha.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("dealt", DEALT)
+def test_it_is_what_plain_operators_make(
+    dealt: str, layout: str, interleaved: bool, device: str, calls: list[str]
+) -> None:
+    mha = layer(device, qkv_format=layout, rotary_pos_interleaved=interleaved, **DEALT[dealt])
+    pair = angles(device, 0.5, interleaved), angles(device, 0.5, interleaved) * 0.7
+    size = (S, B, HIDDEN) if layout == "sbhd" else (B, S, HIDDEN)
+    found = passed(mha, pair, *size)
+    if dealt == "normed before":
+        assert sorted(calls) == ["1 back", "1 back", "1 beside", "1 beside"]
+    else:
+        assert calls == ["2 beside" if dealt == "by groups" else "2 in place", "3 back"]
+    calls.clear()
+    wanted = passed(mha, pair, *size, plain=True)
+    assert calls == []
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=3e-5, rtol=3e-5)
+    assert not torch.allclose(found[0], mha(draw(device, *size)), atol=1e-2)
+
+
+def test_crossed_heads_turn_one_by_one(device: str, calls: list[str]) -> None:
+    mha, x, memory = layer(device, attention_type="cross"), draw(device, S, B, HIDDEN), draw(device, S - 2, B, HIDDEN)
+    out = mha(x, encoder_output=memory, rotary_pos_emb=angles(device))
+    assert calls == ["1 beside"] * 2
+    plain = mha(x, encoder_output=memory, rotary_pos_emb=angles(device).requires_grad_())
+    torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-5)
+
+
+def test_the_function_alone(device: str, calls: list[str]) -> None:
+    for layout in ("sbhd", "bshd"):
+        t = (
+            draw(device, S, B, HEADS, D).transpose(0, 3).contiguous().transpose(0, 3).requires_grad_()
+        )  # strange strides
+        out = apply_rotary_pos_emb(t, angles(device, 0.5), layout)
+        plain = apply_rotary_pos_emb(t, angles(device, 0.5).requires_grad_(), layout)
+        assert calls == ["1 beside"]
+        torch.testing.assert_close(out, plain, atol=1e-6, rtol=1e-6)
+        dy = draw(device, *t.shape).roll(1, 0)
+        (mine,), (theirs,) = (torch.autograd.grad(y, t, dy) for y in (out, plain))
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+        assert calls == ["1 beside", "1 back"]
+        calls.clear()
+
+
+def test_queries_and_keys_stay_in_the_projections_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mha, seen = layer(device), []
+    monkeypatch.setattr(mha.core_attention, "forward", lambda q, k, v, **_: seen.append((q, k, v)) or q.flatten(2))
+    mha(draw(device, S, B, HIDDEN), rotary_pos_emb=angles(device))
+    q, k, v = seen.pop()
+    assert len({t.untyped_storage().data_ptr() for t in (q, k, v)}) == 1
+    assert k.storage_offset() - q.storage_offset() == v.storage_offset() - k.storage_offset() == HEADS * D
+
+
+def test_who_looks_at_the_projection_sees_it_as_it_was(device: str, calls: list[str]) -> None:
+    mha, x, seen = layer(device), draw(device, S, B, HIDDEN), []
+    mha.qkv.register_forward_hook(lambda module, args, out: seen.append(out))
+    mha(x, rotary_pos_emb=angles(device))
+    assert calls == ["2 beside"]
+    assert torch.equal(seen[0], mha.qkv(x))
+
+
+class Kept(nn.Module):
+    """A projection that keeps its output for the backward pass."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        return self.inner(x).tanh()
+
+
+def test_another_projection_may_keep_its_output(device: str, calls: list[str]) -> None:
+    mha = layer(device)
+    mha.qkv = Kept(mha.qkv)
+    found = passed(mha, angles(device), S, B, HIDDEN)
+    assert calls == ["2 beside", "3 back"]
+    for mine, theirs in zip(found, passed(mha, angles(device), S, B, HIDDEN, plain=True), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=3e-5, rtol=3e-5)
+
+
+def a_rotation(freqs: Tensor) -> Rotation:
+    return Rotation(freqs[:S, 0, 0], freqs[:S, 0, 0], 1, (HEADS * D,) * 3, D, (S, B), False, False)
+
+
+def test_what_was_overwritten_is_told(device: str) -> None:
+    """The projection where it was kept after all, the angles, and the turned views."""
+    mixed, freqs = draw(device, S, B, 3 * HEADS * D).requires_grad_(), angles(device)
+    kept = mixed.tanh()
+    q, k, v = split_rotated(kept, a_rotation(freqs), own=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (q + k + v).sum().backward()
+    q, k, v = split_rotated(mixed * 1.0, a_rotation(freqs), own=True)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        q.mul_(2.0)
+    freqs.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (q + k + v).sum().backward()
+
+
+def test_one_position_an_empty_batch_and_no_gradients(device: str, calls: list[str]) -> None:
+    mha = layer(device)
+    for size in ((1, B, HIDDEN), (S, 0, HIDDEN)):
+        found, wanted = (passed(mha, angles(device), *size, plain=plain) for plain in (False, True))
+        assert calls == ["2 in place", "3 back"]
+        calls.clear()
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=3e-5, rtol=3e-5)
+    x = draw(device, S, B, HIDDEN)
+    wanted_out = mha(x, rotary_pos_emb=angles(device)).detach()
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            assert torch.equal(mha(x, rotary_pos_emb=angles(device)), wanted_out)
+    again = torch.utils.checkpoint.checkpoint(mha, x, rotary_pos_emb=angles(device), use_reentrant=False)
+    assert torch.equal(again, wanted_out)
+    again.sum().backward()
+
+
+def test_angles_that_do_not_reach_are_named(device: str) -> None:
+    with pytest.raises(ValueError, match="too short"):
+        layer(device)(draw(device, S + 3, B, HIDDEN), rotary_pos_emb=angles(device))
+    with pytest.raises(ValueError, match="too wide"):
+        layer(device)(draw(device, S, B, HIDDEN), rotary_pos_emb=torch.zeros(S, 1, 1, D + 2, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype: torch.dtype, device: str) -> None:
+    mixed = draw(device, S, B, 3 * HEADS * D).to(dtype)
+    freqs = angles(device)
+    plain = [
+        apply_rotary_pos_emb(t, freqs.clone().requires_grad_())
+        for t in mixed.view(S, B, 3 * HEADS, D).split(HEADS, 2)[:2]
+    ]
+    q, k, v = split_rotated(mixed.clone(), a_rotation(freqs), own=True)
+    assert torch.equal(v.flatten(2), mixed[..., 2 * HEADS * D :])
+    for mine, theirs in zip((q, k), plain, strict=True):
+        assert mine.dtype is dtype
+        assert (mine != theirs).sum() <= mine.numel() // 100  # float32's own last bits at a rounding midpoint
+        torch.testing.assert_close(mine, theirs.detach(), atol=0.02, rtol=0)
