@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from te_bench import plugins
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -80,5 +82,5 @@ def check(parts: Sequence[Part]) -> None:
             raise ValueError(
                 f"angles {tuple(angles.shape)} of x {tuple(x.shape)}: (T or more, d), d even and at most D"
             )
-        if str(angles.dtype) != "torch.float32" or angles.device != x.device:
+        if angles.dtype is not torch.float32 or angles.device != x.device:
             raise ValueError(f"angles of {angles.dtype} on {angles.device}: float32 on {x.device}, as x is")

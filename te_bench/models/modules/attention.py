@@ -291,8 +291,8 @@ class MultiheadAttention(nn.Module):
         projected = first(x, is_first_microbatch=is_first_microbatch)
         mixed, normed = projected if self.return_layernorm_output else (projected, None)
         if not crossed:
-            rotation = self.rotation(mixed.shape[:2], rotary)
-            if rotation is not None and fusable(mixed):
+            rotation = self.rotation(mixed.shape[:2], rotary) if fusable(mixed) else None
+            if rotation is not None:
                 # Its memory becomes theirs where nobody can have kept it, as a module of another kind might, or a hook.
                 own = type(first) in (Linear, LayerNormLinear) and unwatched((first,))
                 return *split_rotated(mixed, rotation, own), normed, None

@@ -1,12 +1,14 @@
 """Rotary kernels by the rule error <= 2 x torch's at the same dtype + floor against complex multiplication in float64."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from kernel_checks import FLOATS, assert_as_good, of_copy
 from torch import Tensor
 
 from te_bench.kernels import rotary
-from te_bench.kernels.rotary import Backend, Part, Problem, reference
+from te_bench.kernels.rotary import Backend, Part, Problem, _kernels, reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -152,6 +154,21 @@ def test_angles_of_a_million_positions(name: str, device: str) -> None:
     out = torch.empty_like(x)
     backend.rotate([Part(x, out, angles)], interleaved=False)
     torch.testing.assert_close(out.double().cpu(), exact(x, angles, False, False), atol=1e-5, rtol=0)
+
+
+def test_the_remainder_by_two_pi_is_that_of_float32() -> None:
+    """A GPU's cosines are of it, the interpreter's are not: its constants hold what float32 does, and add up to 2 pi."""
+    parts = [part.value for part in (_kernels.HIGH, _kernels.MIDDLE, _kernels.LOW)]
+    assert parts == [torch.tensor(part, dtype=torch.float32).item() for part in parts]
+    two_pi = 2 * Fraction(314159265358979323846264338327950288, 10**35)
+    assert abs(sum(map(Fraction, parts)) - two_pi) < Fraction(1, 10**20)
+    for turns in (1, 1000, 159155):  # each fused multiplication and addition is rounded once
+        angle = Fraction(torch.tensor(float(turns * two_pi)).item())
+        exact, remainder = angle - turns * two_pi, angle
+        for part in parts:
+            remainder = Fraction(torch.tensor(float(remainder - turns * Fraction(part)), dtype=torch.float32).item())
+        assert abs(remainder - exact) < Fraction(1, 2**22)
+    assert round(float(_kernels.TURNS.value * two_pi), 12) == 1
 
 
 @pytest.mark.parametrize("name", rotary.names())

@@ -330,12 +330,14 @@ def test_the_fused_kernels_are_what_runs(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("turning", [False, True], ids=["", "rotary"])
 @pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
-@pytest.mark.parametrize("options", ["dealt by heads", "RMSNorm, SwiGLU"])
-def test_on_a_gpu_it_is_the_layer_of_modules(options: str, name: str, stretches: list[str]) -> None:
+@pytest.mark.parametrize("options", ["dealt by heads", "groups", "RMSNorm, SwiGLU"])
+def test_on_a_gpu_it_is_the_layer_of_modules(options: str, name: str, turning: bool, stretches: list[str]) -> None:
     recipe = RECIPES[name][0]
+    given = {"rotary_pos_emb": te.RotaryPositionEmbedding(HIDDEN // HEADS)(16)} if turning else {}
     found, wanted = (
-        passes(how(a_layer("cuda", **OPTIONS[options])), recipe) for how in (lambda layer: layer, one_by_one)
+        passes(how(a_layer("cuda", **OPTIONS[options])), recipe, **given) for how in (lambda layer: layer, one_by_one)
     )
     assert len(stretches) == 8
     for mine, theirs in zip(found, wanted, strict=True):
