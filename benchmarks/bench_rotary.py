@@ -1,9 +1,10 @@
 """Rotary embeddings: the kernels, and from a QKV projection's output to q, k and v with and without the gradient.
 
-    python benchmarks/bench_rotary.py [--json FILE]
+    python benchmarks/bench_rotary.py [--tiles] [--json FILE]
 
 prints of the latter how many bytes a second beside a copy's, those counted that the fused way must move: q and k read and
-written, and in the backward pass three gradients. A minute on an NVIDIA GPU.
+written, and in the backward pass three gradients. A minute on an NVIDIA GPU. --tiles: the kernel by other tiles, the fastest
+of which belongs into te_bench/kernels/rotary/_kernels.py; three minutes.
 """
 
 import argparse
@@ -17,13 +18,16 @@ from _race import keep
 
 from te_bench.experiments import timing
 from te_bench.kernels import rotary
-from te_bench.kernels.rotary import Part
+from te_bench.kernels.rotary import Part, _kernels
 from te_bench.kernels.rotary.reference import turned
 from te_bench.models.modules.rotary import RotaryPositionEmbedding, Rotation, split_rotated
 
 #: B, T, H, D
 SIZES = {"cuda": [(4, 2048, 32, 128), (12, 1024, 12, 64)], "cpu": [(1, 128, 4, 64)]}
 WAYS = ["fused", "plain", "compiled"]
+#: HEADS, EACH, AREA, WARPS; the first is what ships
+TILES = [(4, 4, 1024, 4), (4, 2, 1024, 4), (4, 8, 1024, 4), (2, 8, 1024, 4), (8, 2, 1024, 4), (4, 4, 512, 4)]
+TILES += [(8, 2, 512, 4), (4, 4, 2048, 8), (2, 4, 512, 2), (4, 4, 512, 2), (2, 8, 512, 2), (4, 4, 256, 1)]
 
 
 def split_plainly(mixed, freqs, heads):
@@ -87,34 +91,66 @@ def bench_rotary_by_modules(cuda_benchmark, randn, device, dtype, way, index, pa
     cuda_benchmark(call, group=f"rotary {passes} {b}x{t}x{h}x{d}", dtype=dtype, b=b, t=t, h=h, d=d)
 
 
+def rivals(mixed, size):
+    """Of the way from the projection to q, k and v: name -> call and bytes."""
+    b, t, h, d = size
+    third = mixed.numel() * mixed.element_size() // 3
+    calls = {f"{way}, forward": (call, 4 * third) for way, call in ways(mixed, size).items()}
+    leaf, gradients = (
+        mixed.clone().requires_grad_(),
+        [torch.randn_like(mixed).view(b, t, 3, h, d)[:, :, 0].clone() for _ in "qkv"],
+    )
+    for way, call in ways(leaf, size).items():
+        calls[f"{way}, both"] = partial(with_gradient, call, leaf, gradients), 10 * third
+    return calls
+
+
+def by_tile(tile, mixed, size):
+    """The kernel's two directions by HEADS, EACH, AREA and WARPS."""
+
+    def run(parts, transposed):
+        _kernels.HEADS, _kernels.EACH, _kernels.AREA, _kernels.WARPS = tile
+        _kernels.rotate(parts, False, transposed)
+
+    b, t, h, d = size
+    third = mixed.numel() * mixed.element_size() // 3
+    angles = RotaryPositionEmbedding(d).to(mixed.device)(t)[:, 0, 0]
+    q, k, v = (x.transpose(0, 1)[:, :, None] for x in mixed.view(b, t, 3, h, d).unbind(2))
+    made = [x.transpose(0, 1)[:, :, None] for x in torch.empty_like(mixed).view(b, t, 3, h, d).unbind(2)]
+    forward = [Part(x, x, angles) for x in (q, k)]
+    backward = [Part(x, y, a) for x, y, a in zip((q, k, v), made, (angles, angles, None), strict=True)]
+    name = "{} heads {} times, {} pairs, {} warps".format(*tile)
+    return {
+        f"{name}, forward": (partial(run, forward, False), 4 * third),
+        f"{name}, backward": (partial(run, backward, True), 6 * third),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    file = parser.parse_args().json
+    arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     table = {}
-    for b, t, h, d in SIZES[device]:
+    for size in SIZES[device]:
+        b, t, h, d = size
         mixed = torch.randn(b, t, 3 * h * d, device=device).to(dtype)
-        third = mixed.numel() * mixed.element_size() // 3
-        other = torch.empty_like(mixed)
-        calls = {("copy", "forward"): (partial(other.copy_, mixed), 6 * third)}
-        calls |= {(way, "forward"): (call, 4 * third) for way, call in ways(mixed, (b, t, h, d)).items()}
-        leaf, gradients = (
-            mixed.clone().requires_grad_(),
-            [torch.randn(b, t, h, d, device=device).to(dtype) for _ in "qkv"],
-        )
-        for way, call in ways(leaf, (b, t, h, d)).items():
-            calls[way, "both"] = partial(with_gradient, call, leaf, gradients), 10 * third
+        calls = {"copy": (partial(torch.empty_like(mixed).copy_, mixed), 2 * mixed.nbytes)}
+        if arguments.tiles:
+            for tile in TILES:
+                calls |= by_tile(tile, mixed, size)
+        else:
+            calls |= rivals(mixed, size)
+        print(f"\nB{b} T{t} H{h} D{d} {dtype}, the L2 cold", flush=True)
         found = table[f"B{b} T{t} H{h} D{d}"] = {}
-        for (way, passes), (call, nbytes) in calls.items():
+        for name, (call, nbytes) in calls.items():
             seconds = statistics.median(timing.kernel(call, device))
-            found[f"{way}, {passes}"] = {"us": 1e6 * seconds, "GB/s": nbytes / seconds / 1e9}
-        print(f"\nB{b} T{t} H{h} D{d} {dtype}, the L2 cold")
-        for name, row in found.items():
-            of_copy = row["GB/s"] / found["copy, forward"]["GB/s"]
-            print(f"  {name:20s} {row['us']:8.1f} us {row['GB/s']:7.0f} GB/s, {of_copy:.2f} of a copy's", flush=True)
-    keep(table, file)
+            rate = found[name] = {"us": 1e6 * seconds, "GB/s": nbytes / seconds / 1e9}
+            of_copy = rate["GB/s"] / found["copy"]["GB/s"]
+            print(f"  {name:46s} {rate['us']:8.1f} us {rate['GB/s']:6.0f} GB/s, {of_copy:.2f} of a copy's", flush=True)
+        keep(table, arguments.json)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from te_bench.kernels.norm import _residual_kernels as residual_kernels
 from te_bench.kernels.norm import triton as norm_triton
 from te_bench.kernels.quantize import _fine_kernels, _history, _kernels
 from te_bench.kernels.quantize import triton as quantize_triton
+from te_bench.kernels.rotary import Part
+from te_bench.kernels.rotary import _kernels as rotary
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -161,7 +163,7 @@ def known() -> Recorder:
 
 @pytest.fixture
 def recorder(known: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    for module in (activation, norm, residual_kernels, _kernels, _fine_kernels, _launch):
+    for module in (activation, norm, residual_kernels, _kernels, _fine_kernels, rotary, _launch):
         monkeypatch.setattr(module, "launch", known.launch)
     return known
 
@@ -249,6 +251,23 @@ def activation_backward_quantized(
     )
 
 
+def rotated(dtype, width, parts, copied, in_place, interleaved, transposed, heads, d, angles, m, offset, stride):
+    """One to three parts of m positions, the last with angles of its own place, or copied."""
+
+    def heads_of(number: int, offset: int = 0) -> Tensor:
+        room = torch.zeros(offset + m * stride + 72, dtype=dtype)
+        return room.as_strided((m, 2, 1, number, d), (stride, 0, 0, d, 1), offset)
+
+    x = [heads_of(number, offset) for number in (heads, 2, 1)[:parts]]
+    out = x if in_place else [heads_of(t.shape[3]) for t in x]
+    at = [matrix(m, width, FP32, *place) for place in ((0, 48), (0, 48), angles)][:parts]
+    rotary.rotate(
+        [Part(*given) for given in zip(x, out, [*at[:-1], None if copied else at[-1]], strict=True)],
+        interleaved,
+        transposed,
+    )
+
+
 def history(length, slots, modules, margin, algorithm):
     states = [(torch.zeros(length, slots), *(torch.ones(slots) for _ in range(3))) for _ in range(modules)]
     _history.launch(states, margin, algorithm)
@@ -287,6 +306,11 @@ LAUNCHERS: dict[Callable[..., None], dict[str, tuple[Any, ...]]] = {
     activation_quantized: {"dtype": FLOATS, **KINDS, **CAST, **VIEW},
     activation_backward: {"dtype": FLOATS, **KINDS, **GRADIENT, **VIEW},
     activation_backward_quantized: {"dtype": FLOATS, **KINDS, **GRADIENT, **CAST, "total": SUM, **VIEW},
+    rotated: {
+        "dtype": FLOATS, "width": (12, 8), "parts": (3, 2), "copied": (False, True), "in_place": (False, True),
+        "interleaved": BOTH, "transposed": BOTH, "heads": (2, 1, 3), "d": (16, 24), "angles": ((0, 48), (1, 48), (0, 50)),
+        "m": (17, 1, 16, 200), "offset": (0, 1, 8), "stride": (48, 49, 64),
+    },
     history: {
         "length": (16, 1, 100), "slots": (3, 48), "modules": (1, 2), "margin": (0, 1, np.float64(2.5)),
         "algorithm": ("max", "most_recent"),
@@ -329,7 +353,15 @@ def cases(m: int, device: str) -> dict[str, Callable[[], Any]]:
     scale, mean, rstd = torch.tensor(3.0, device=device), *torch.rand(2, m, device=device)
     cast = {"scale": scale, "dtype": E4M3, "rowwise": True, "columnwise": True}
     both = {"rowwise": True, "columnwise": True}
+    heads, angles = x.view(m, 2, 1, 3, 16), torch.randn(m, 12, device=device)
+
+    def turned() -> Tensor:
+        out = torch.zeros_like(heads)
+        rotary.rotate([Part(heads, out, angles)], False, False)
+        return out
+
     return {
+        "rotary": turned,
         "scaled": lambda: quantize_triton.scaled(x, scale, E4M3, **both),
         "tensor": lambda: quantize_triton.tensor(x, E4M3, **both),
         "row": lambda: quantize_triton.row(x, E4M3, **both),
