@@ -237,13 +237,12 @@ class Enter(torch.autograd.Function):
         assert plan.heads is not None
         _, n, mean, rstd = _add_norm(plan.after, x, None, (gamma, beta), plan.norms[1], plan)
         qkv = plan.after.forward(n, w, b, plan.dtype)
-        angles: tuple[Tensor, ...] = ()
-        if plan.rotation is not None:
-            plan.rotation.in_place(qkv)
-            angles = plan.rotation[:2]
+        angles: tuple[Tensor, ...] = () if plan.rotation is None else plan.rotation[:2]
         ctx.save_for_backward(x, gamma, mean, rstd, *plan.after.kept(n, w), *angles)
         ctx.plan, ctx.dtypes = plan, _dtypes(w, b, beta)
-        return plan.heads.split(qkv)
+        if plan.rotation is None:
+            return plan.heads.split(qkv)
+        return tuple(part.flatten(0, 1).flatten(2) for part in plan.rotation.split(qkv, own=True))
 
     @staticmethod
     @once_differentiable

@@ -183,9 +183,15 @@ class Rotation(NamedTuple):
         parts = [Part(x, y, a) for x, y, a in zip(sources, targets, angles, strict=True)]
         backend(sources[0]).rotate(parts, interleaved=self.interleaved, transposed=transposed)
 
-    def in_place(self, mixed: Tensor) -> None:
-        q, k, _ = self.dealt(mixed)
-        self.rotate((q, k), (q, k))
+    def split(self, mixed: Tensor, own: bool) -> list[Tensor]:
+        """q, k and v of mixed as it is dealt, q and k turned: in its memory where that is their own.
+
+        Several heads a turn, with others' between the turns, are no dimension of one stride: they leave it.
+        """
+        q, k, v = self.dealt(mixed)
+        turned = [x if own and 1 in x.shape[2:4] else x.new_empty(x.shape) for x in (q, k)]
+        self.rotate((q, k), turned)
+        return [*turned, v]
 
     def back(self, gradients: Sequence[Tensor]) -> Tensor:
         """The gradient of the projection, (*outer, F), from those of q, k and v, (*outer, h, d) or (M, turns, columns)."""
@@ -202,13 +208,10 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, mixed: Tensor, rotation: Rotation, own: bool) -> tuple[Tensor, ...]:
         ctx.save_for_backward(rotation.q, rotation.k)
         ctx.rotation = rotation
-        q, k, v = rotation.dealt(mixed)
-        # Several heads a turn, with others' between the turns, are no dimension of one stride.
-        turned = [x if own and 1 in x.shape[2:4] else x.new_empty(x.shape) for x in (q, k)]
-        rotation.rotate((q, k), turned)
+        heads = rotation.split(mixed, own)
         if own and not mixed.is_inference():
             torch.autograd.graph.increment_version(mixed)  # a backward pass that wanted it as it was says so
-        return tuple(x.flatten(2, 3) for x in (*turned, v))
+        return tuple(x.flatten(2, 3) for x in heads)
 
     @staticmethod
     @once_differentiable

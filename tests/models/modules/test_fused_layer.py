@@ -137,6 +137,33 @@ def test_queries_and_keys_turn_in_the_projection(
     assert furthest(found[0], passes(a_layer(**asked), recipe, count=1)[0]) > 2 * NOISE
 
 
+def test_turned_queries_of_groups_are_copied_by_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a group between other groups' keys: attention gets them as the kernel wrote them, which is no view."""
+    made: list[Tensor] = []
+    rotate = rotary_reference.BACKEND.rotate
+
+    def seen(parts: Any, **how: Any) -> None:
+        made.extend(part.out for part in parts)
+        rotate(parts, **how)
+
+    monkeypatch.setattr(rotary_reference, "BACKEND", dataclasses.replace(rotary_reference.BACKEND, rotate=seen))
+    torch.manual_seed(0)
+    options: dict[str, Any] = {**FUSED, "num_gqa_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    layer = randomise(te.TransformerLayer(HIDDEN, FFN, 4, device="cpu", **options))
+    given: list[Tensor] = []
+    core = layer.self_attention.core_attention.forward
+    monkeypatch.setattr(
+        layer.self_attention.core_attention, "forward", lambda *args, **more: given.extend(args) or core(*args, **more)
+    )
+    angles, recipe = te.RotaryPositionEmbedding(HIDDEN // 4).cpu()(16), RECIPES["current"][0]
+    found = passes(layer, recipe, count=1, rotary_pos_emb=angles)
+    q, k, v = given
+    assert [t.data_ptr() for t in (q, k)] == [t.data_ptr() for t in made[:2]]
+    assert q.is_contiguous()
+    assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
+    assert furthest(*found, *passes(one_by_one(layer), recipe, count=1, rotary_pos_emb=angles)) < NOISE
+
+
 def test_float32_and_a_stream_in_float32_under_torchs_autocast(stretches: list[str]) -> None:
     recipe = RECIPES["current"][0]
     for within in (False, True):

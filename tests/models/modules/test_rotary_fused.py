@@ -1,6 +1,7 @@
 """MultiheadAttention by the fused rotary kernel is that by plain operators; whose memory is turned, and who is told."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,3 +230,36 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype, device: str) -> None
         assert mine.dtype is dtype
         assert (mine != theirs).sum() <= mine.numel() // 100  # float32's own last bits at a rounding midpoint
         torch.testing.assert_close(mine, theirs.detach(), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("dealt", ["one after the other", "by heads", "by groups"])
+def test_from_the_projection_to_attention_and_back_nothing_is_copied(
+    dealt: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But by the kernel, which is called once forward and once back, and whose own operators are left out here."""
+    options = {**FUSED, "qkv_weight_interleaved": dealt != "one after the other", **DEALT[dealt]}
+    mha = layer(device, params_dtype=torch.bfloat16, bias=False, **options)
+    x = draw(device, S, B, HIDDEN).bfloat16().requires_grad_()
+    freqs, dy, launches = angles(device), draw(device, S, B, HIDDEN).bfloat16(), []
+    idle = SimpleNamespace(rotate=lambda parts, **how: launches.append(len(parts)))
+    monkeypatch.setattr(rotary, "backend", lambda x: idle)
+    monkeypatch.setattr(mha.core_attention, "forward", lambda q, k, v, **_: _Attended.apply(q, k, v))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.autograd.grad(mha(x, rotary_pos_emb=freqs), x, dy)
+    names = {event.name for event in profile.events()}
+    assert launches == [2, 3]
+    assert "aten::mm" in names
+    assert not names & {"aten::copy_", "aten::cat", "aten::clone"}
+
+
+class _Attended(torch.autograd.Function):
+    """In attention's place something that copies nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.like = q, k, v
+        return q.new_zeros(*q.shape[:2], q.shape[2] * q.shape[3])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in ctx.like)
