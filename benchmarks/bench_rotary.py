@@ -110,6 +110,7 @@ def by_tile(tile, mixed, size):
 
     def run(parts, transposed):
         _kernels.HEADS, _kernels.EACH, _kernels.AREA, _kernels.WARPS = tile
+        _kernels._constants.cache_clear()
         _kernels.rotate(parts, False, transposed)
 
     b, t, h, d = size

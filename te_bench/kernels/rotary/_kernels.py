@@ -5,9 +5,11 @@ At an H200's 4 TB/s an element of bf16, read and written, has the time of about 
 heads of its position: a thread makes the cosines and sines of its features once, and then goes through the heads.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -123,9 +125,9 @@ def rotary_kernel(
 
 def rotate(parts: Sequence[Part], interleaved: bool, transposed: bool) -> None:
     """By the kernel: a launch for each width of angles; parts without go with the first."""
-    if not parts[0].x.shape[0] or not parts[0].x.numel():
+    if not parts[0].x.numel():
         return
-    widths = dict.fromkeys(part.angles.shape[1] for part in parts if part.angles is not None)
+    widths = dict.fromkeys([part.angles.shape[1] for part in parts if part.angles is not None])
     copied = [part for part in parts if part.angles is None and _apart(part)]
     for width in widths:
         turned = [part for part in parts if part.angles is not None and part.angles.shape[1] == width]
@@ -137,31 +139,41 @@ def rotate(parts: Sequence[Part], interleaved: bool, transposed: bool) -> None:
 
 def _launch(turned: list[Part], copied: list[Part], width: int, interleaved: bool, transposed: bool) -> None:
     used = [*turned, *copied]
-    positions, batch, _, _, d = used[0].x.shape
-    sizes = [(x.shape[2] * x.shape[3], x.shape[3]) for x, _, _ in used]
-    chunks = [triton.cdiv(heads, HEADS * EACH) for heads, _ in sizes]
-    absent = PARTS - len(used)  # the grid reaches none of those
-    filled = [*used, *used[:1] * absent]
-    x, out = [part.x for part in filled], [part.out for part in filled]
-    angles = [_readable(turned[0].angles if part.angles is None else part.angles) for part in filled]
-    sizes += sizes[:1] * absent
+    sizes = [part.x.shape for part in used]
+    positions, batch, _, _, d = sizes[0]
+    heads = [groups * group for _, _, groups, group, _ in sizes]
     beyond = d - width if any(map(_apart, used)) else 0
-    constants: dict[str, Any] = {
-        "D": d, "TURNED": width, "WIDTH": triton.next_power_of_2(max(1, width // 2)),
-        "REST": triton.next_power_of_2(beyond) if beyond else 0, "COPIED": len(turned) if copied else PARTS,
-        "INTERLEAVED": interleaved, "TRANSPOSED": transposed, "DTYPE": FLOATS[x[0].dtype],
-    }  # fmt: skip
-    wide = max(constants["WIDTH"], constants["REST"] // 2)
-    constants |= {"POSITIONS": max(1, AREA // wide), "HEADS": HEADS, "EACH": EACH, "num_warps": WARPS}
+    constants = _constants(d, width, beyond, max(heads), used[0].x.dtype)
+    each = constants["HEADS"] * constants["EACH"]
+    chunks = [-(-n // each) for n in heads]
+    copies = len(turned) if copied else PARTS
+    absent = PARTS - len(used)  # the grid reaches none of those
+    filled = used + used[:1] * absent
+    tensors = [
+        *[part.x for part in filled], *[part.out for part in filled],
+        *[_readable(turned[0].angles if part.angles is None else part.angles) for part in filled],
+    ]  # fmt: skip
+    strides = [t.stride() for t in tensors]
     integers = (
-        *(t.stride(axis) for tensors in (x, out) for axis in range(4) for t in tensors),
-        *(t.stride(0) for t in angles), *(size for size, _ in sizes), *(group for _, group in sizes),
-        chunks[0], chunks[1] if len(chunks) > 1 else 0, positions,
+        *[stride[axis] for start in (0, PARTS) for axis in range(4) for stride in strides[start : start + PARTS]],
+        *[stride[0] for stride in strides[2 * PARTS :]], *heads, *heads[:1] * absent,
+        *[size[3] for size in sizes], *[sizes[0][3]] * absent, chunks[0], chunks[1] if len(chunks) > 1 else 0, positions,
     )  # fmt: skip
-    tensors = (*x, *out, *angles)
-    grid = triton.cdiv(positions, constants["POSITIONS"]) * batch
-    key = (*traits(*tensors), *integers, *constants.values())
-    launch(rotary_kernel, grid, key, x[0].get_device(), (*tensors, *integers), constants, grid_y=sum(chunks))
+    grid = -(-positions // constants["POSITIONS"]) * batch
+    key = (*traits(*tensors), *integers, *constants.values(), copies, interleaved, transposed)
+    constants = {**constants, "COPIED": copies, "INTERLEAVED": interleaved, "TRANSPOSED": transposed}
+    launch(rotary_kernel, grid, key, tensors[0].get_device(), (*tensors, *integers), constants, grid_y=sum(chunks))
+
+
+@functools.cache
+def _constants(d: int, width: int, beyond: int, heads: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The kernel's for D and TURNED, so many features beyond to be copied, and heads at most."""
+    pairs, rest = triton.next_power_of_2(max(1, width // 2)), triton.next_power_of_2(beyond) if beyond else 0
+    return {
+        "D": d, "TURNED": width, "WIDTH": pairs, "REST": rest, "DTYPE": FLOATS[dtype],
+        "POSITIONS": max(1, AREA // max(pairs, rest // 2)), "HEADS": HEADS, "EACH": min(EACH, -(-heads // HEADS)),
+        "num_warps": WARPS,
+    }  # fmt: skip
 
 
 def _apart(part: Part) -> bool:

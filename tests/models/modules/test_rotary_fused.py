@@ -1,5 +1,6 @@
 """MultiheadAttention by the fused rotary kernel is that by plain operators; whose memory is turned, and who is told."""
 
+import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -47,9 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         run(parts, interleaved=interleaved, transposed=transposed)
 
     run = rotary_triton.BACKEND.rotate
-    monkeypatch.setattr(
-        rotary_triton, "BACKEND", type(rotary_triton.BACKEND)(rotate=rotate, unsupported=rotary_triton.unsupported)
-    )
+    monkeypatch.setattr(rotary_triton, "BACKEND", dataclasses.replace(rotary_triton.BACKEND, rotate=rotate))
     return seen
 
 
