@@ -164,6 +164,16 @@ def test_turned_queries_of_groups_are_copied_by_nobody_else(monkeypatch: pytest.
     assert furthest(*found, *passes(one_by_one(layer), recipe, count=1, rotary_pos_emb=angles)) < NOISE
 
 
+def test_angles_that_changed_before_the_backward_pass_are_told(stretches: list[str]) -> None:
+    layer, angles = a_layer(), te.RotaryPositionEmbedding(HIDDEN // HEADS).cpu()(16)
+    with te.autocast(recipe=RECIPES["current"][0]):
+        y = layer(torch.randn(16, 2, HIDDEN).bfloat16(), rotary_pos_emb=angles)
+    angles.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert stretches == ["Enter", "Between"]
+
+
 def test_float32_and_a_stream_in_float32_under_torchs_autocast(stretches: list[str]) -> None:
     recipe = RECIPES["current"][0]
     for within in (False, True):
