@@ -65,9 +65,9 @@ PLANS = {  # by D, warpgroups and keys at once
     "64-3w128": Fp8Plan(Plan(3, 128, 4, 2, 160, turns=True), False),
 }
 TILES = [  # of triton_fp8
-    Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 4), Tile(64, 64, 4, 3, 1), Tile(64, 128, 4, 2), Tile(64, 128, 4, 3),
-    Tile(64, 128, 4, 3, 1), Tile(64, 32, 4, 4), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), Tile(128, 64, 8, 3, 1),
-    Tile(128, 64, 4, 3), Tile(128, 128, 8, 3),
+    Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 4), Tile(64, 64, 4, 3, 1), Tile(64, 32, 4, 4),
+    Tile(64, 128, 4, 2), Tile(64, 128, 4, 3), Tile(64, 128, 4, 3, 1), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4),
+    Tile(128, 64, 8, 3, 1), Tile(128, 64, 4, 3), Tile(128, 128, 8, 3),
 ]  # fmt: skip
 OF_ROWS = [None, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2)]  # None: those that ship
 OF_KEYS = [Tile(32, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2)]
