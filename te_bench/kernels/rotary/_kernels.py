@@ -18,27 +18,37 @@ from te_bench.kernels._epilogue import FLOATS, INTERPRETED, rounded
 from te_bench.kernels._launch import launch, traits
 from te_bench.kernels.rotary import PARTS, Part
 
-TURNS = tl.constexpr(0.15915494309189535)  # 1 / (2 pi)
-#: 2 pi in three parts that float32 holds: the remainder of angles up to 10^6 is right to 2^-22.
-HIGH, MIDDLE, LOW = (tl.constexpr(4 * c) for c in (1.5707960128784180, 3.1391647326017846e-07, 5.390302529957765e-15))
+QUARTERS = tl.constexpr(0.6366197723675814)  # 2 / pi
+#: pi / 2 in three parts that float32 holds: the remainder of angles up to 10^6 is right to 2^-22.
+HIGH, MIDDLE, LOW = map(tl.constexpr, (1.5707960128784180, 3.1391647326017846e-07, 5.390302529957765e-15))
+#: Of sine's and cosine's polynomials on [-pi/4, pi/4] (Cephes 2.8, sinf.c): r + r^3 p(r^2), 1 - r^2 / 2 + r^4 p(r^2).
+S3, S5, S7 = map(tl.constexpr, (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4))
+C4, C6, C8 = map(tl.constexpr, (4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5))
 
-#: A program's heads at once, how often, and positions times pairs of features: by 4 warps 8 pairs a thread, 16 bytes of
-#: bf16, of 4 heads at once, which is 16 KB on their way; 16 heads share the cosines and sines.
-HEADS, EACH, AREA, WARPS = 4, 4, 1024, 4
+#: A program's heads at once, how often, and positions times pairs of features: 8 pairs a thread, 16 bytes of bf16; 16 heads
+#: share the cosines and sines. Of 12 swept the fastest, or within 4 % of it, at 32 heads of 128 features and 12 of 64 (by
+#: benchmarks/bench_rotary.py --tiles, with cos.approx; H200, 2026-11-22).
+HEADS, EACH, AREA, WARPS = 2, 8, 512, 2
 
 
 @triton.jit
 def _cosine_and_sine(a):
-    """cos(a) and sin(a), to 2^-20 for |a| up to 10^6: a tenth of the instructions of full accuracy."""
-    if INTERPRETED:
-        return tl.cos(a), tl.sin(a)
+    """cos(a) and sin(a) for |a| up to 10^6, as near as float32's remainder, for a third of tl.cos's instructions.
+
+    cos.approx and sin.approx are wrong by up to 2^-20, twice what a layer's gradients in float32 are held to.
+    """
+    quarters = tl.floor(a * QUARTERS + 0.5)
+    if INTERPRETED:  # whose fma rounds twice
+        r = (a.to(tl.float64) - quarters.to(tl.float64) * (HIGH + MIDDLE + LOW)).to(tl.float32)
     else:
-        turns = tl.floor(a * TURNS + 0.5)
-        r = tl.fma(-turns, LOW, tl.fma(-turns, MIDDLE, tl.fma(-turns, HIGH, a)))
-        return tl.inline_asm_elementwise(
-            "cos.approx.ftz.f32 $0, $2; sin.approx.ftz.f32 $1, $2;", "=&f,=f,f", [r],
-            dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
+        r = tl.fma(-quarters, LOW, tl.fma(-quarters, MIDDLE, tl.fma(-quarters, HIGH, a)))
+    s = r * r
+    sine = tl.fma(r * s, tl.fma(s, tl.fma(s, S7, S5), S3), r)
+    cosine = tl.fma(s * s, tl.fma(s, tl.fma(s, C8, C6), C4), tl.fma(s, -0.5, 1.0))
+    quarter = quarters.to(tl.int32)
+    odd = (quarter & 1) != 0
+    sine, cosine = tl.where(odd, cosine, sine), tl.where(odd, sine, cosine)
+    return tl.where(((quarter + 1) & 2) != 0, -cosine, cosine), tl.where((quarter & 2) != 0, -sine, sine)
 
 
 @triton.jit

@@ -156,19 +156,32 @@ def test_angles_of_a_million_positions(name: str, device: str) -> None:
     torch.testing.assert_close(out.double().cpu(), exact(x, angles, False, False), atol=1e-5, rtol=0)
 
 
-def test_the_remainder_by_two_pi_is_that_of_float32() -> None:
-    """A GPU's cosines are of it, the interpreter's are not: its constants hold what float32 does, and add up to 2 pi."""
+def test_the_remainder_by_half_pi_is_that_of_float32() -> None:
+    """A GPU's, where each fused multiplication and addition is rounded once: the interpreter's is float64's."""
     parts = [part.value for part in (_kernels.HIGH, _kernels.MIDDLE, _kernels.LOW)]
     assert parts == [torch.tensor(part, dtype=torch.float32).item() for part in parts]
-    two_pi = 2 * Fraction(314159265358979323846264338327950288, 10**35)
-    assert abs(sum(map(Fraction, parts)) - two_pi) < Fraction(1, 10**20)
-    for turns in (1, 1000, 159155):  # each fused multiplication and addition is rounded once
-        angle = Fraction(torch.tensor(float(turns * two_pi)).item())
-        exact, remainder = angle - turns * two_pi, angle
+    half_pi = Fraction(314159265358979323846264338327950288, 2 * 10**35)
+    assert abs(sum(map(Fraction, parts)) - half_pi) < Fraction(1, 4 * 10**20)
+    for quarters in (1, 4, 4000, 636620):
+        angle = Fraction(torch.tensor(float(quarters * half_pi)).item())
+        exact, remainder = angle - quarters * half_pi, angle
         for part in parts:
-            remainder = Fraction(torch.tensor(float(remainder - turns * Fraction(part)), dtype=torch.float32).item())
+            remainder = Fraction(torch.tensor(float(remainder - quarters * Fraction(part)), dtype=torch.float32).item())
         assert abs(remainder - exact) < Fraction(1, 2**22)
-    assert round(float(_kernels.TURNS.value * two_pi), 12) == 1
+    assert round(float(_kernels.QUARTERS.value * half_pi), 12) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cosines_and_sines_are_float32s(device: str) -> None:
+    """All around the circle, and in every quarter."""
+    angles = torch.linspace(-20, 20, 2001, device=device)[:, None].repeat(1, 2)
+    x = torch.ones(2001, 1, 1, 1, 2, device=device)
+    x[..., 1] = 0
+    out = torch.empty_like(x)
+    supported("triton", device).rotate([Part(x, out, angles)], interleaved=False)
+    turned = angles[:, 0].double()
+    exact = torch.stack([turned.cos(), turned.sin()], 1)
+    assert (out.flatten(1).double() - exact).abs().max() < 2**-23
 
 
 @pytest.mark.parametrize("name", rotary.names())
