@@ -556,7 +556,7 @@ def check_rotary(kernel: Compiled) -> None:
     few = kernel.call.endswith("shared heads")  # angles: a thread has 2 pairs of them, for 16 bytes of others
     assert len(narrow) <= 2 * few, f"{kernel}: {narrow}"
     assert kernel.programs * kernel.warps >= 12, str(kernel)
-    assert len(re.findall(r"\bcvt\.rzi\.s32\.f32", kernel.ptx)) == (4 if few else 16), "which quarter of the circle"
+    assert len(re.findall(r"\bcvt\.rzi\.s32\.f32", kernel.ptx)) == (8 if few else 16), "which quarter of the circle"
 
 
 def check_row_kernels(by_name: dict[str, Compiled]) -> None:

@@ -181,7 +181,7 @@ def _constants(d: int, width: int, beyond: int, heads: int, dtype: torch.dtype) 
     pairs, rest = triton.next_power_of_2(max(1, width // 2)), triton.next_power_of_2(beyond) if beyond else 0
     return {
         "D": d, "TURNED": width, "WIDTH": pairs, "REST": rest, "DTYPE": FLOATS[dtype],
-        "POSITIONS": max(1, AREA // max(pairs, rest // 2)), "HEADS": HEADS, "EACH": min(EACH, -(-heads // HEADS)),
+        "POSITIONS": max(1, AREA // max(pairs, rest // 4)), "HEADS": HEADS, "EACH": min(EACH, -(-heads // HEADS)),
         "num_warps": WARPS,
     }  # fmt: skip
 
