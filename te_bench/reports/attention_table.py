@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from te_bench.kernels.attention import AUTO, Problem, _table
+from te_bench.kernels.attention import AUTO, Problem, _table, in_fp8
 from te_bench.kernels.attention._table import Cell
 from te_bench.models import cost
 from te_bench.models.configs import CONFIGS
@@ -57,7 +57,9 @@ def _alone(results: Results, group: Group) -> Iterator[Found]:
     dates: dict[Problem, list[str]] = {}
     for rung in analysis.attention(group):
         trial = rung.cell.trial
-        if rung.forward_s is None or rung.backward_s is None or trial.attention == AUTO or trial.mode != "eager":
+        if rung.forward_s is None or rung.backward_s is None or trial.mode != "eager":
+            continue
+        if trial.attention == AUTO or in_fp8(trial.attention):
             continue
         problem = _table.whole(problem_of(trial.problem, trial.precision, trial.device))
         seconds.setdefault(problem, {})[trial.attention] = rung.forward_s + rung.backward_s
@@ -75,6 +77,8 @@ def _of_steps(results: Results, group: Group) -> Iterator[Found]:
         config = CONFIGS.get(str(trial.problem.get("model")))
         total = sum(value for name, value in kernels(cell).items() if kind(name) == cost.ATTENTION)
         if config is None or not total or trial.device != "cuda" or trial.problem.get("accumulate", 1) != 1:
+            continue
+        if in_fp8(trial.attention):
             continue
         asked = {**trial.problem, "heads": config.n_head, "length": trial.problem["block"], "causal": True}
         asked["head_dim"] = config.n_embd // config.n_head
