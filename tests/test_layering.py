@@ -21,7 +21,7 @@ TORCH_FREE = (
     "te_bench.models.tokenizer",
     *(
         f"te_bench.experiments.{name}"
-        for name in ("doctor", "environment", "measurement", "plan", "progress", "runner", "spec", "store")
+        for name in ("doctor", "environment", "lifeline", "measurement", "plan", "progress", "runner", "spec", "store")
     ),
 )
 TORCH_FREE_PACKAGES = ("te_bench.cli", "te_bench.reports", "te_bench.experiments.suites")

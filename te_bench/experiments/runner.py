@@ -31,6 +31,8 @@ from te_bench.experiments.store import Journal, Store
 
 LOGS = "logs"
 FORK_SERVERS, FORK_SERVER_DIES_S = 5, 0.3  # attempts at starting a child, and how long a killed server may take to go
+#: Imported first, with the runner's pid in the environment: by then the fork server's parent may be another.
+LIFELINE, RUNNER = "te_bench.experiments.lifeline", "TE_BENCH_RUNNER"
 LONGEST_WAIT = 86400.0  # seconds; poll(2) counts milliseconds in an int, which a --timeout of 25 days would overflow
 #: What torch's profiler imports when it starts: 4 s in every child otherwise (2.11, H200), 1.4 s (2.13, CPU; 2026-11-21).
 PROFILER: tuple[str, ...] = ("torch._inductor",)
@@ -98,9 +100,10 @@ def run(
     running: list[Running] = []
     # Importing torch's compiler asks whether there is a GPU: by the management library, or CUDA would not survive the fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ[RUNNER] = str(os.getpid())
     server = multiprocessing.get_context("forkserver")
     models = MODELS if all(trial.device == "cpu" for trial in waiting) else ()
-    server.set_forkserver_preload(["__main__", "te_bench.experiments.trial", *PROFILER, *models])
+    server.set_forkserver_preload(["__main__", LIFELINE, "te_bench.experiments.trial", *PROFILER, *models])
     (store.directory / LOGS).mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="te-bench-") as scratch, _terminable():
         try:

@@ -7,6 +7,8 @@ import re
 import signal
 import socket
 import statistics
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -202,6 +204,41 @@ def test_kill_9_at_random_moments_loses_nothing_repeats_nothing_and_leaves_nobod
             assert run.gone(), run.family()
     assert te_bench(*NAPS, tmp_path, main=PLANTED).returncode == 0
     assert results(tmp_path) == uninterrupted()
+
+
+SLOW = """
+import pathlib
+import sys
+import time
+
+class Slow:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "te_bench.experiments.trial":
+            pathlib.Path({mark!r}).touch()
+            time.sleep(60)
+
+sys.meta_path.insert(0, Slow)
+"""
+
+
+def test_kill_9_while_the_fork_server_imports_torch_ends_it_at_once(tmp_path: Path) -> None:
+    mark = tmp_path / "importing"
+    (tmp_path / "sitecustomize.py").write_text(SLOW.format(mark=str(mark)))
+    env = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))}
+    with running(*NAPS, tmp_path / "out", env=env) as run:
+        assert eventually(mark.exists, 30)
+        os.kill(run.process.pid, signal.SIGKILL)
+        assert run.gone(), run.family()
+
+
+def test_a_fork_server_that_begins_after_te_bench_was_killed_ends(tmp_path: Path) -> None:
+    """Its parent is another by then, whose death would come too late."""
+    command = [sys.executable, "-c", f"import {runner.LIFELINE}; print('lives')"]
+    for parent, lives in ((os.getpid(), True), (2**22, False)):  # above every pid
+        env = {**os.environ, runner.RUNNER: str(parent)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert (done.stdout, done.returncode) == (("lives\n", 0) if lives else ("", 1)), done.stderr
 
 
 def test_kill_9_of_the_parent_ends_a_hung_trial_and_its_children(tmp_path: Path) -> None:
