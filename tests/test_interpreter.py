@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -56,3 +57,61 @@ def test_device_functions_patch_nothing_anew(monkeypatch: pytest.MonkeyPatch) ->
     of_a_launch = len(calls)
     four_times_kernel[(8,)](torch.zeros(128, dtype=torch.bfloat16), torch.empty(128), 16, False)
     assert len(calls) == 2 * of_a_launch > 0
+
+
+FORMATS = [tl.float8e5, tl.float8e4nv, tl.float16, tl.bfloat16, tl.float32]
+PAIRS = [(a, b) for a in FORMATS for b in FORMATS if a.primitive_bitwidth != b.primitive_bitwidth]
+
+
+@pytest.mark.parametrize("rounding", [None, interpreter._ir.ROUNDING_MODE.RTNE])
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_conversion_is_tritons_own_bit_for_bit(
+    source: tl.dtype, target: tl.dtype, rounding: Any, turned: bool
+) -> None:
+    """Of every number where there are at most 65,536; with subnormal ones, infinities and NaN, and without."""
+    convert = interpreter._convert_float
+    bits = source.primitive_bitwidth
+    if bits == 32:
+        every = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
+        every[:6] = 0, 1, 0x007FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000
+    else:
+        every = np.arange(2**bits, dtype=f"uint{bits}")
+    normal = every[6:] if bits == 32 else every
+    for given in (every, normal[(normal & 0x7F800000) != 0] if bits == 32 else normal[:1]):
+        x = given.reshape(-1, 1).T if turned else given
+        ours, right = (f(x, source, target, rounding) for f in (convert, convert.__wrapped__))
+        assert ours.dtype == right.dtype
+        assert ours.shape == right.shape
+        assert np.array_equal(ours, right)
+
+
+@pytest.mark.parametrize("element", [tl.float32, tl.pointer_type(tl.float32), tl.pointer_type(tl.float32, const=True)])
+@pytest.mark.parametrize("shape", [[16], [8, 4], [tl.constexpr(8), 4]])
+def test_a_type_and_a_tensor_of_it_are_tritons_own(element: tl.dtype, shape: list[Any]) -> None:
+    for _ in range(2):  # made, and known
+        ours, right = tl.block_type(element, shape), object.__new__(tl.block_type)
+        tl.block_type.__init__.__wrapped__(right, element, shape)
+        assert vars(ours).keys() == vars(right).keys()
+        assert ours == right
+        assert (ours.name, ours.numel, ours.element_ty) == (right.name, right.numel, element)
+        tensor, plain = tl.tensor(None, ours), object.__new__(tl.tensor)
+        tl.tensor.__init__.__wrapped__(plain, None, right)
+        assert vars(tensor).keys() == vars(plain).keys()
+        assert list(tensor.shape) == list(plain.shape)
+        assert (tensor.numel, tensor.dtype, tensor.type) == (plain.numel, plain.dtype, plain.type)
+    with pytest.raises(ValueError, match="power of 2"):
+        tl.block_type(element, [3])
+
+
+def test_shapes_that_do_not_go_together_are_refused_as_by_triton() -> None:
+    semantic = interpreter.interpreter_semantic
+
+    def of(*shape: int) -> tl.tensor:
+        handle = interpreter.TensorHandle(np.zeros(shape or 1, np.float32), tl.float32)
+        return tl.tensor(handle, tl.block_type(tl.float32, list(shape)) if shape else tl.float32)
+
+    for a, b, both in (((4, 8), (4, 8), [4, 8]), ((4, 1), (1, 8), [4, 8]), ((), (8,), [8]), ((), (), [])):
+        assert [list(x.shape) for x in semantic.broadcast_impl_value(of(*a), of(*b))] == [both, both]
+    with pytest.raises(ValueError, match="incompatible dimensions"):
+        semantic.broadcast_impl_value(of(4, 8), of(4, 4))
