@@ -23,6 +23,7 @@ from te_bench.experiments import runner
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.store import Store, load
 
+MODELLED = PLANTED.with_name("te_bench_modelled.py")
 NAPS = ("run", "naps", "--device", "cpu", "--timeout", "60", "--out")
 
 #: fault -> (outcome, what its reason matches)
@@ -134,7 +135,7 @@ def test_a_trial_costs_half_a_second_at_most_beside_its_own_work(tmp_path: Path)
 
 def test_on_a_cpu_a_child_finds_the_models_imported_and_nothing_of_it_to_collect(tmp_path: Path) -> None:
     where = ("--out", tmp_path / "out", "--device", "cpu", "--cache", tmp_path, "--only", "fault/sound/*")
-    te_bench("run", "faults", *where, main=PLANTED)
+    te_bench("run", "faults", *where, main=MODELLED)
     (row,) = rows(tmp_path / "out")
     assert row["work"]["models"]
     assert row["work"]["frozen"] > 100_000
@@ -158,7 +159,7 @@ def test_models_that_do_not_import_are_the_trials_fault_alone(tmp_path: Path) ->
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     env = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))}
     where = ("--out", tmp_path / "out", "--device", "cpu", "--cache", tmp_path, "--only", "fault/sound/*")
-    te_bench("run", "faults", *where, main=PLANTED, env=env)
+    te_bench("run", "faults", *where, main=MODELLED, env=env)
     (row,) = rows(tmp_path / "out")
     assert (row["outcome"], row["work"]["models"]) == ("ok", False)
 

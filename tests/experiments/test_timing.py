@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from scipy import stats
 
 from te_bench.experiments import timing
 
@@ -74,6 +75,11 @@ def test_kernel_sees_an_interval_narrow_with_samples(clock: Callable[[Iterator[f
 def test_the_interval_is_the_order_statistics_one() -> None:
     """n = 30: the 11th and the 21st of 30 (binomial 2.5 % and 97.5 % points of 30 fair coins are 10 and 20)."""
     assert timing._half_width([float(i) for i in range(30, 0, -1)]) == pytest.approx((21 - 11) / 2 / 15.5)
+
+
+def test_the_points_of_fair_coins_are_scipys() -> None:
+    for n in range(1, timing.KERNEL_MAX + 1):
+        assert [timing._heads(q, n) for q in (0.025, 0.975)] == list(stats.binom.ppf((0.025, 0.975), n, 0.5))
 
 
 class Stream:
