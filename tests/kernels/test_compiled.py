@@ -4,6 +4,7 @@ The shapes are GPT-2 124M's at 12 x 1024 tokens, and 4096 for a large model's ro
 alignments do not depend on is tried once.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -458,9 +459,26 @@ def folder(pytestconfig: pytest.Config) -> Path:
     return pytestconfig.cache.mkdir("compiled")
 
 
+#: Families that one child process compiles, for each imports torch and its compiler first: 3 s.
+TOGETHER = (
+    ("attention",),
+    ("gemm", "gemm, fused", "gemm, fused by blocks", "gemm, in Gluon"),
+    ("quantize", "norm", "activation", "adamw", "linear cross-entropy", "broken"),
+)
+
+
+@functools.cache
+def made_together(families: tuple[str, ...], folder: Path) -> list[Compiled]:
+    return compiled.compiled(__name__, [name for name in CALLS if name.split("/")[0] in families], folder)
+
+
+def together(family: str) -> tuple[str, ...]:
+    return next(families for families in TOGETHER if family in families)
+
+
 def made(family: str, folder: Path) -> list[Compiled]:
     """The family's kernels, by a child process."""
-    return compiled.compiled(__name__, [name for name in CALLS if name.split("/")[0] == family], folder)
+    return [kernel for kernel in made_together(together(family), folder) if kernel.call.split("/")[0] == family]
 
 
 def missing(kernel: Compiled) -> list[str]:
@@ -479,7 +497,9 @@ def missing(kernel: Compiled) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.xdist_group(f"compiled-{together(name)[0]}")) for name in FAMILIES]
+)
 def test_published_kernels_compile_for_hopper_without_faults(family: str, folder: Path) -> None:
     kernels = made(family, folder)
     print(*kernels, sep="\n")  # pytest -s: the table
@@ -575,6 +595,7 @@ def check_row_kernels(by_name: dict[str, Compiled]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group(f"compiled-{together('broken')[0]}")
 def test_the_gate_finds_what_is_broken(folder: Path) -> None:
     """Tiles that are not published, and kernels that nobody should write."""
     found = {kernel.call.split("/")[1]: " ".join(faults(kernel) + missing(kernel)) for kernel in made("broken", folder)}
