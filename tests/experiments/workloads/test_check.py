@@ -505,3 +505,12 @@ def test_launches_are_the_fewer_of_two_looks(
     looks = iter(counts)
     monkeypatch.setattr(_check, "_seen", lambda call, device: _check.Seen(["gemm"], next(looks)))
     assert _check.kernels_seen(lambda: None, "cuda") == _check.Seen(["gemm"], expected)
+
+
+def test_on_a_cpu_where_nothing_is_launched_one_look_is_enough() -> None:
+    calls: list[Tensor] = []
+    x = torch.ones(1, 1, 8, 8)
+    seen = _check.kernels_seen(lambda: calls.append(F.scaled_dot_product_attention(x, x, x)), "cpu")
+    assert len(calls) == 1
+    assert seen.launches is None
+    assert any("attention" in name for name in seen.names)

@@ -8,7 +8,7 @@ import pytest
 
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import training
+from te_bench.experiments.workloads import _check, training
 from te_bench.models import corpus as corpora
 
 pytestmark = pytest.mark.slow
@@ -63,10 +63,10 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             known[trial.id] = list(zip(found["val_loss"], found["val_loss_native"], strict=True))
         return known[trial.id]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            training, "_checked", lambda *_: {}
-        )  # test_training.py has it, and a tenth of the time goes there
+    with pytest.MonkeyPatch.context() as patch:  # what test_training.py has, and a fifth of the time goes to
+        patch.setattr(training, "_checked", lambda *_: {})
+        patch.setattr(_check, "kernels_seen", lambda *_: None)
+        patch.setattr(_check, "require_kernels", lambda trial, seen, measurement: measurement)
         yield trained
 
 

@@ -90,6 +90,7 @@ def test_early_evaluations_see_few_tokens_and_the_last_quarter_all(trial: Any, c
     assert training.LATE == 1 - speedup.LAST == 1 - band.LAST
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_trial_computes_in_as_many_threads_as_it_says(trial: Any, context: Context) -> None:
     before = torch.get_num_threads()
     try:
@@ -100,7 +101,7 @@ def test_a_trial_computes_in_as_many_threads_as_it_says(trial: Any, context: Con
         torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("plain_heads")
+@pytest.mark.usefixtures("plain_heads", "unchecked")
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", "delayed_scaling")])
 def test_a_fast_step_trains_to_the_same_curve_whatever_looks_at_it(
     trial: Any, context: Context, precision: str, recipe: str | None
@@ -120,7 +121,7 @@ def test_a_fast_step_trains_to_the_same_curve_whatever_looks_at_it(
     assert ("probe_step" in often) == (precision == "fp8")
 
 
-@pytest.mark.usefixtures("plain_heads")
+@pytest.mark.usefixtures("plain_heads", "unchecked")
 def test_fused_blocks_are_looked_at_one_module_after_the_other(trial: Any, context: Context) -> None:
     settings = {"steps": 10, "eval_every": 5, "head": "chunked", "optimizer": "reference"}
     one_by_one, fused, unseen = (
