@@ -25,6 +25,7 @@ WIDTH = 5.2  # inches
 LINE = 68  # characters that fit in the width
 NAME = 58  # of a rung's name above its bar
 INK = "#1b1f24"  # text and axes; becomes currentColor where the SVG is inlined
+WHITE = "fill: #ffffff"  # the ground of a file, first of all that is drawn
 FAINT = "#8a9099"  # grid and what is secondary; readable on white and on the page's dark ground
 
 # Okabe and Ito, Color Universal Design (2008), without the yellow, which vanishes on white.
@@ -84,17 +85,17 @@ def draw(name: str, kind: str, caption: str, where: str, build: Callable[[], Fig
     alt = f"{caption}: {where}"
     with mpl.rc_context(_STYLE):
         figure = build()
-        inline = _inlined(_saved(figure, "svg", ground="none").decode(), name, alt)
-        svg, png = (_saved(figure, kind_of_file, ground="white") for kind_of_file in ("svg", "png"))
+        svg, png = (_saved(figure, kind_of_file) for kind_of_file in ("svg", "png"))
+    inline = _inlined(svg.decode().replace(f'style="{WHITE}"', 'style="fill: none"', 1), name, alt)
     return Drawing(name=name, kind=kind, caption=caption, alt=alt, inline=inline, svg=svg, png=png)
 
 
-def _saved(figure: Figure, file_format: str, *, ground: str) -> bytes:
+def _saved(figure: Figure, file_format: str) -> bytes:
     for axes in figure.axes:
         axes.set_facecolor("none")
     stream = io.BytesIO()
     undated = {"Date": None, "Creator": None} if file_format == "svg" else {"Software": None}
-    figure.savefig(stream, format=file_format, facecolor=ground, metadata=undated)
+    figure.savefig(stream, format=file_format, facecolor="white", metadata=undated)
     return stream.getvalue()
 
 
