@@ -209,7 +209,7 @@ def test_compiling_changes_no_curve() -> None:
     optim = Optim(learning_rate=3e-3, accumulate=2)
     curves = []
     for mode in ("eager", "compile"):
-        step = a_step(optim, mode=mode)
+        step = a_step(optim, mode=mode, n_layer=1)
         step.gradients(*a_batch(0))
         curves.append([step(*a_batch(k)).item() for k in range(5)])
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)

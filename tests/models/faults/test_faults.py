@@ -215,10 +215,13 @@ def test_no_fused_cast_goes_past_a_fault(fault: str) -> None:
     ],
 )
 def test_a_fault_survives_torch_compile(fault: str, name: str) -> None:
+    """Bit for bit but by Inductor, which one of them is enough for."""
+    backend = "inductor" if fault == "frozen_scale" else "aot_eager"
+
     def run(compiled: bool) -> list[Any]:
         torch.manual_seed(0)
         layer = Linear(48, 32, bias=False, device="cpu")
-        call = torch.compile(layer, dynamic=False) if compiled else layer
+        call = torch.compile(layer, dynamic=False, backend=backend) if compiled else layer
         found = []
         for step in range(3):
             x = (a_tensor(64, 48) * 2**step).requires_grad_()
@@ -230,7 +233,7 @@ def test_a_fault_survives_torch_compile(fault: str, name: str) -> None:
         return found
 
     for ours, eager in zip(run(True), run(False), strict=True):
-        assert (ours - eager).norm() <= 1e-3 * eager.norm()
+        assert (ours - eager).norm() <= (1e-3 if backend == "inductor" else 0.0) * eager.norm()
 
 
 @pytest.mark.gpu
