@@ -128,35 +128,27 @@ def test_what_failed_is_not_timed(script: Callable[[str], Any], monkeypatch: pyt
 
 
 def test_pieces_of_fp8_attention(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = script("attention_fp8_plans")
+    sweep = script("attention_fp8_tiles")
     pieces = asked(sweep, monkeypatch, "--json", "x.json")
-    assert [piece[0] for piece in pieces] == [150, 150, 150, 120, 420]
-    assert asked(sweep, monkeypatch, "plans") == [(90, "check", f"gluon_fp8:{plan}") for plan in sweep.PLANS]
+    assert [piece[0] for piece in pieces] == [150, 150, 120, 420]
     ran: list[Any] = []
     for name in ("check", "long", "measure"):
         monkeypatch.setattr(sweep, name, lambda *given, name=name: ran.append((name, *given)))
     for _, *arguments in pieces:
         assert asked(sweep, monkeypatch, *map(str, arguments)) == []
-    checks = [("check", name) for name in ("quantize", "triton_fp8", "gluon_fp8")]
+    checks = [("check", name) for name in ("quantize", "triton_fp8")]
     assert ran == [*checks, ("long",), ("measure", Path("x.json"))]
 
 
-def test_plans_of_fp8_attention(script: Callable[[str], Any]) -> None:
-    sweep = script("attention_fp8_plans")
-    for name, (p, fresh) in sweep.PLANS.items():
-        width = int(name.split("-")[0])
-        assert name.startswith(f"{width}-{p.warpgroups}w{p.at_once}")
-        assert ("fresh" in name) <= fresh
-        assert p.fetching() >= 24
-        held = p.warpgroups * (p.slots * 64 * width + 2 * 64 * width)
-        assert held + 2 * p.stages * p.at_once * width + 1024 <= SHARED
-    for width, ships in sweep._gluon_fp8_launch.FORWARD.items():
-        assert ships in [plan for name, plan in sweep.PLANS.items() if name.startswith(f"{width}-")]
+def test_tiles_of_fp8_attention(script: Callable[[str], Any]) -> None:
+    sweep = script("attention_fp8_tiles")
+    assert len(set(sweep.TILES)) == len(sweep.TILES) == 13
+    assert {sweep._fp8_kernels.FORWARD[width] for width in (64, 128)} <= set(sweep.TILES)
 
 
 def test_shapes_and_bars_are_the_documents(script: Callable[[str], Any]) -> None:
     document = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
-    backward, fp8 = script("attention_backward_plans").SHAPES, script("attention_fp8_plans").SHAPES
+    backward, fp8 = script("attention_backward_plans").SHAPES, script("attention_fp8_tiles").SHAPES
     for name, (batch, heads, rows, causal, bar) in backward.items():
         assert name == f"B{batch} H{heads} T{rows} {'causal' if causal else 'full'}"
         assert f"\n| {name} | {bar} |".replace(" 0 ", " ") in document

@@ -22,7 +22,7 @@ from te_bench.kernels.attention._scores import LN_2, LOG2_E, exp2, heavy_first, 
 OFFSET = tl.constexpr(8.0)  # P is rounded as 2^8 P: manual_fp8.WEIGHTS
 
 #: By the wider of the two heads. Of 13 swept at T2048, 8192 and 16384 of D128 and T1024 and 8192 of D64 (H200, 2026-11-22)
-#: the fastest or within 7 %: benchmarks/attention_fp8_plans.py. 32 was not swept.
+#: the fastest or within 7 %: benchmarks/attention_fp8_tiles.py. 32 was not swept.
 FORWARD: Mapping[int, Tile] = {
     32: Tile(64, 128, 4, 3),
     64: Tile(64, 128, 4, 3),

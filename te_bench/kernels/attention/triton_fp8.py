@@ -5,7 +5,6 @@ own; masks, windows and dropout are not. Gradients are bitwise the same in every
 (B, T, H, Dv).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,22 +43,14 @@ def _rows(x: Tensor) -> Tensor:
 Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def cast_and_attend(
-    attend: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    keep: bool,
-) -> Made:
-    """out and lse by `attend`; and where keep, for the backward pass, q, k, v in FP8 by rows, and their three scale_inv."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
+    """out and lse; and where keep, for the backward pass, q, k, v in FP8 by rows, and their three scale_inv."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     q8 = _fp8_quantize.quantize(q, rowwise=True, columnwise=False)
     k8 = _fp8_quantize.quantize(k, rowwise=True, columnwise=False)
     v8 = _fp8_quantize.quantize(v, rowwise=keep, columnwise=True)
     lengths = q.shape[2], k.shape[2]
-    out, lse = attend(q8, k8, v8, lengths, v.shape[3], q.dtype, causal, scale)
+    out, lse = _fp8_kernels.forward(q8, k8, v8, lengths, v.shape[3], q.dtype, causal, scale)
     inverses = q8.scale_inv, k8.scale_inv, v8.scale_inv
     if not keep:
         nothing = q.new_empty(0, dtype=E4M3)
@@ -68,10 +59,6 @@ def cast_and_attend(
     assert k8.data is not None
     assert v8.data is not None
     return out, lse, q8.data, k8.data, v8.data, *inverses
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
-    return cast_and_attend(_fp8_kernels.forward, q, k, v, causal, scale, keep)
 
 
 def _backward(
@@ -83,7 +70,7 @@ def _backward(
     return _fp8_backward_kernels.backward(_rows(dout), _rows(q), _rows(k), out, lse, heads, features, causal, scale)
 
 
-def fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
+def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
     (batch, heads, rows, d), (_, kv_heads, keys, features) = q.shape, v.shape
 
     def kept(count: int, length: int, wide: int) -> Tensor:
@@ -110,20 +97,16 @@ def _fake_backward(
 
 _forward_op = torch.library.custom_op("te_bench::fp8_attention_forward", _forward, mutates_args=())
 _backward_op = torch.library.custom_op("te_bench::fp8_attention_backward", _backward, mutates_args=())
-_forward_op.register_fake(fake)
+_forward_op.register_fake(_fake)
 _backward_op.register_fake(_fake_backward)
-
-
-#: By whose forward kernel: its function, and its operator, for an operator costs the host 20 us a call.
-FORWARDS: dict[str, tuple[Callable[..., Made], Callable[..., Made]]] = {"triton": (_forward, _forward_op)}
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool, kernel: str
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool
     ) -> tuple[Tensor, Tensor]:
-        run = FORWARDS[kernel][1 if torch.compiler.is_compiling() else 0]
+        run = _forward_op if torch.compiler.is_compiling() else _forward  # an operator costs the host 20 us a call
         out, lse, *kept = run(q, k, v, causal, scale, keep)
         if keep:
             ctx.save_for_backward(q, k, out, lse, *kept)
@@ -136,18 +119,16 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * 7
+            return (None,) * 6
         run = _backward_op if torch.compiler.is_compiling() else _backward
-        return *run(dout, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+        return *run(dout, *ctx.saved_tensors, *ctx.settings), None, None, None
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float, kernel: str = "triton"
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float) -> tuple[Tensor, Tensor]:
     """out = softmax(scale Q K^T, causal or not) V by way of FP8, and lse, the logarithm of each row's sum of exp.
 
     q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) in bf16 or fp16 -> (B, H, T, Dv) in their dtype, (B, H, T)
-    float32, not differentiable; of no key 0 and -inf. kernel: one of FORWARDS. Raises ValueError for what does not fit.
+    float32, not differentiable; of no key 0 and -inf. Raises ValueError for what does not fit.
     """
     check(q, k, v, None, 0.0)
     if max(q.shape[3], v.shape[3]) > WIDEST:
@@ -158,7 +139,7 @@ def attention(
     if q.numel() == 0 or k.shape[2] == 0:
         return manual_fp8.attention(q, k, v, causal=causal, scale=scale)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    out, lse = _Attention.apply(q, k, v, causal, scale, keep, kernel)
+    out, lse = _Attention.apply(q, k, v, causal, scale, keep)
     return out, lse
 
 
@@ -174,6 +155,6 @@ def forward(
 BACKEND = Backend(
     forward=forward,
     unsupported=unsupported,
-    kernels={"cuda": r"^fp8_attention_forward_kernel"},  # casts and the backward pass are gluon_fp8's, too
+    kernels={"cuda": r"^fp8_attention_"},
     fp8=True,
 )

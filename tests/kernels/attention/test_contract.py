@@ -523,7 +523,7 @@ SEEN = {
         "attention_backward_rows_kernel",
         "attention_backward_keys_kernel",
     ],
-    "gluon": [  # not seen on an H200 yet
+    "gluon": [
         "gluon_attention_forward_kernel",
         "gluon_attention_backward_rows_kernel",
         "gluon_attention_backward_keys_kernel",
@@ -531,8 +531,14 @@ SEEN = {
         "gluon_attention_backward_fused_kernel",
         "gluon_attention_sums_kernel",
     ],
-    "triton_fp8": ["fp8_attention_forward_kernel"],  # as are those below, not seen on an H200 yet
-    "gluon_fp8": ["gluon_fp8_attention_forward_kernel"],
+    "triton_fp8": [
+        "fp8_attention_amax_kernel",
+        "fp8_attention_cast_kernel",
+        "fp8_attention_forward_kernel",
+        "fp8_attention_delta_kernel",
+        "fp8_attention_backward_rows_kernel",
+        "fp8_attention_backward_keys_kernel",
+    ],
     "flex": ["triton_tem_fused_flex_attention_0", "triton_tem_fused_flex_attention_backward_zeros_1"],
     "manual": [],
     "manual_fp8": [],

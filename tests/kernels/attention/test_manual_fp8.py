@@ -114,7 +114,7 @@ def test_nobody_gets_it_who_did_not_ask() -> None:
     from te_bench.kernels.attention import auto
 
     rounding = {name for name in attention.names() if attention.load(name).fp8}
-    assert rounding == {"gluon_fp8", "manual_fp8", "triton_fp8"}
+    assert rounding == {"manual_fp8", "triton_fp8"}
     assert not auto.RIVALS & rounding
     for name in attention.names():
         assert attention.in_fp8(name) == (name in rounding)

@@ -166,6 +166,31 @@ def test_whatever_the_tiles(tile: Tile, device: str, monkeypatch: pytest.MonkeyP
             assert_as_good(tensors, causal, run(tensors, causal))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 300), (65, 64), (700, 700), (129, 1000), (2048, 2048)])
+def test_of_whole_tiles_and_parts_and_again(rows: int, keys: int, head_dim: int, causal: bool) -> None:
+    supported("triton_fp8", a_problem((2, 6, rows, head_dim), causal=causal, kv_length=keys, kv_heads=2))
+    tensors = drawn((2, 6, 2, rows, keys, head_dim, head_dim, causal), "cuda", even=True)
+    made, again = (run(tensors, causal) for _ in range(2))
+    assert [name for name, x in zip(NAMES, made, strict=True) if not x.isfinite().all()] == []
+    assert [name for name, x, y in zip(NAMES, made, again, strict=True) if not torch.equal(x, y)] == []
+    if rows > 1:
+        assert_as_good(tensors, causal, made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sums_over_many_keys_have_more_bits_than_the_tensor_cores(head_dim: int) -> None:
+    """Its own have 14: values with a mean of 1 lost 18 % of their sum in them, 14.7 dB (H200, 2026-11-22)."""
+    supported("triton_fp8", a_problem((1, 1, 128, head_dim), causal=False, kv_length=16384))
+    tensors = drawn((1, 1, 1, 128, 16384, head_dim, head_dim, False), "cuda", even=True)
+    tensors[2] += 1
+    out, *_ = figures(tensors, False, run(tensors, False))
+    assert out > 45
+
+
 # Mistakes
 
 

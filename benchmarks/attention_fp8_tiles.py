@@ -1,12 +1,10 @@
-"""FP8 attention: every kernel checked, then plans and tiles timed beside cuDNN's and Gluon's bf16 attention.
+"""FP8 attention: its kernels checked, then tiles timed beside cuDNN's and Gluon's bf16 attention.
 
-    python benchmarks/attention_fp8_plans.py [--json FILE]  check, long and time: at most 17 minutes
-    python benchmarks/attention_fp8_plans.py check [NAME]   quantize, triton_fp8, gluon_fp8 or gluon_fp8:PLAN against float64
-                                                            of what FP8 leaves; without a name the first three, each at
-                                                            most 150 s
-    python benchmarks/attention_fp8_plans.py plans          that for every plan of gluon_fp8, each at most 90 s
-    python benchmarks/attention_fp8_plans.py long           accuracy at 16384 keys, at most 2 minutes
-    python benchmarks/attention_fp8_plans.py time           TFLOP/s, candidates by turns, at most 7 minutes
+    python benchmarks/attention_fp8_tiles.py [--json FILE]  check, long and time: at most 14 minutes
+    python benchmarks/attention_fp8_tiles.py check [NAME]   quantize or triton_fp8 against float64 of what FP8 leaves;
+                                                            without a name both, each at most 150 s
+    python benchmarks/attention_fp8_tiles.py long           accuracy at 16384 keys, at most 2 minutes
+    python benchmarks/attention_fp8_tiles.py time           TFLOP/s, candidates by turns, at most 7 minutes
 
 On a Hopper GPU. Each piece is a process that is killed if it hangs; a check with a name, and what has --here, is none.
 """
@@ -24,15 +22,11 @@ from te_bench.kernels.attention import (
     _fp8_backward_kernels,
     _fp8_kernels,
     _fp8_quantize,
-    _gluon_fp8_launch,
-    gluon_fp8,
     load,
     manual_fp8,
     triton_fp8,
 )
 from te_bench.kernels.attention._fp8_quantize import Heads
-from te_bench.kernels.attention._gluon_fp8_launch import Fp8Plan
-from te_bench.kernels.attention._gluon_launch import Plan
 from te_bench.kernels.attention._kernels import Tile
 
 SHAPES = {  # B, H, T, D, causal, the forward pass's bar in TFLOP/s
@@ -49,21 +43,6 @@ CASES = [  # B, H, Hkv, T, S, D, causal
     (3, 12, 12, 1000, 1000, 64, True), (2, 8, 8, 2048, 2048, 128, True),
 ]  # fmt: skip
 CAST = [(2, 3, 200, 64), (1, 4, 1000, 128), (2, 2, 64, 80)]  # B, H, T, D of what is quantised
-PLANS = {  # by D, warpgroups and keys at once
-    "128-2w128": Fp8Plan(Plan(2, 128, 3, 2, 240, turns=True), False),
-    "128-2w128-noturns": Fp8Plan(Plan(2, 128, 3, 2, 240), False),
-    "128-2w128-4st": Fp8Plan(Plan(2, 128, 4, 2, 240, turns=True), False),
-    "128-2w64-fresh": Fp8Plan(Plan(2, 64, 4, 2, 240, turns=True), True),
-    "128-2w64-fresh-noturns": Fp8Plan(Plan(2, 64, 6, 2, 240), True),
-    "128-3w64": Fp8Plan(Plan(3, 64, 4, 2, 160), False),
-    "128-3w64-turns": Fp8Plan(Plan(3, 64, 6, 2, 160, turns=True), False),
-    "64-2w128-fresh": Fp8Plan(Plan(2, 128, 4, 2, 240, turns=True), True),
-    "64-2w128-fresh-noturns": Fp8Plan(Plan(2, 128, 4, 2, 240), True),
-    "64-2w128": Fp8Plan(Plan(2, 128, 4, 2, 240, turns=True), False),
-    "64-3w64-fresh": Fp8Plan(Plan(3, 64, 4, 2, 160), True),
-    "64-3w64-fresh-turns": Fp8Plan(Plan(3, 64, 4, 2, 160, turns=True), True),
-    "64-3w128": Fp8Plan(Plan(3, 128, 4, 2, 160, turns=True), False),
-}
 TILES = [  # of triton_fp8
     Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 4), Tile(64, 64, 4, 3, 1), Tile(64, 32, 4, 4),
     Tile(64, 128, 4, 2), Tile(64, 128, 4, 3), Tile(64, 128, 4, 3, 1), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4),
@@ -131,19 +110,13 @@ def check(which: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     if which == "quantize":
         return check_quantize()
-    name, _, plan = which.partition(":")
-    if plan:
-        _gluon_fp8_launch.FORWARD = {64: PLANS[plan], 128: PLANS[plan]}
-    module = {"triton_fp8": triton_fp8, "gluon_fp8": gluon_fp8}[name]
     for case in CASES:
         batch, heads, kv_heads, rows, keys, width, causal = case
-        if plan and str(width) != plan.split("-")[0]:
-            continue
         sizes = (heads, rows), (kv_heads, keys), (kv_heads, keys), (heads, rows)
         *leaves, dout = (torch.randn((batch, *size, width), device="cuda").bfloat16() for size in sizes)
         q, k, v = (x.requires_grad_() for x in leaves)
         both = []
-        for attention in (module.attention, manual_fp8.attention):
+        for attention in (triton_fp8.attention, manual_fp8.attention):
             out, _ = attention(q, k, v, causal=causal, scale=width**-0.5)
             both.append([out.detach(), *torch.autograd.grad(out, (q, k, v), dout)])
             torch.cuda.synchronize()
@@ -162,17 +135,12 @@ def forward_calls(shape: str) -> Calls:
     given = (*cast, (rows, rows), width, q.dtype, causal, scale)
     backends = {
         "cudnn bf16": load("cudnn").forward, "gluon bf16": load("gluon").forward,
-        "triton_fp8 with casts": triton_fp8.forward, "gluon_fp8 with casts": gluon_fp8.forward,
+        "triton_fp8 with casts": triton_fp8.forward,
     }  # fmt: skip
     return {
         **{name: partial(forward, q, k, v, causal=causal, scale=scale) for name, forward in backends.items()},
         "casts of q, k, v": partial(casts, q, k, v),
         **{f"triton_fp8 {tuple(tile)}": partial(_fp8_kernels.forward, *given, tile) for tile in TILES},
-        **{
-            f"gluon_fp8 {name}": partial(_gluon_fp8_launch.forward, *given, plan)
-            for name, plan in PLANS.items()
-            if name.startswith(f"{width}-")
-        },
     }
 
 
@@ -212,23 +180,14 @@ def long() -> None:
         given = (*casts(q, k, v), (keys, keys), 128, q.dtype, False, scale)
         weights = (there_and_back(q)[..., :512, :] @ there_and_back(k).mT * scale).softmax(-1)
         truth = weights @ there_and_back(v)
-        calls = {"triton_fp8": partial(_fp8_kernels.forward, *given)}
-        for name, plan in PLANS.items():
-            if name.startswith("128-"):
-                calls[name] = partial(_gluon_fp8_launch.forward, *given, plan)
-        for name, call in calls.items():
-            try:
-                out = call()[0][..., :512, :]
-                ratio = (out.double().sum() / truth.sum()).item()
-                known = f"{decibels(truth, out):.1f} dB, ratio of sums {ratio:.5f}"
-            except Exception as error:
-                known = f"{type(error).__name__} {str(error)[:150]}"
-            print(f"16384 keys, mean {mean}: {name}: {known}", flush=True)
+        out = _fp8_kernels.forward(*given)[0][..., :512, :]
+        ratio = (out.double().sum() / truth.sum()).item()
+        print(f"16384 keys, mean {mean}: {decibels(truth, out):.1f} dB, ratio of sums {ratio:.5f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "check", "plans", "long", "time"))
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "check", "long", "time"))
     parser.add_argument("name", nargs="?", help="of what is checked, in this process")
     parser.add_argument("--here", action="store_true", help="in this process")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -238,11 +197,8 @@ def main() -> None:
     if asked.here:
         return long() if asked.what == "long" else measure(asked.json)
     if asked.what in ("check", "all"):
-        for name in ("quantize", "triton_fp8", "gluon_fp8"):
+        for name in ("quantize", "triton_fp8"):
             apart(150, "check", name)
-    if asked.what == "plans":
-        for plan in PLANS:
-            apart(90, "check", f"gluon_fp8:{plan}")
     if asked.what in ("long", "all"):
         apart(120, "long", "--here")
     if asked.what in ("time", "all"):
