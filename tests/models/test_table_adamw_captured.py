@@ -149,8 +149,10 @@ def test_a_captured_step_that_nobody_tells_of_its_gradients_is_noticed(
 
 @pytest.mark.slow
 def test_a_compiled_step_is_one_graph_whatever_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copies come and go in the modules around what is compiled, which sees them always. What Inductor makes of a graph
-    is as good as its losses in test_train.py."""
+    """The copies come and go in the modules around what is compiled, which sees them always.
+
+    Without Inductor: what it makes of a training step, test_train.py has.
+    """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
