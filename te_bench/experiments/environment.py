@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from te_bench.experiments import host
 from te_bench.experiments.spec import digest
 from te_bench.kernels.attention._table import machine, user_table
 
@@ -55,7 +56,7 @@ def capture(device: str, gpus: Sequence[dict[str, Any]] = (), *, auto: bool = Fa
         "triton": _version("triton"),
         "python": platform.python_version(),
         "cpu": machine("cpu"),
-        "cores": _cores(),
+        "cores": host.cores(),
         "threads": None if cuda else _threads(),
         "code": code_hash(),
     }
@@ -235,14 +236,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _threads() -> int:
     """How many threads torch computes with on a CPU."""
     asked = os.environ.get("OMP_NUM_THREADS", "").strip()
-    return int(asked) if asked.isascii() and asked.isdecimal() and int(asked) > 0 else _cores()
+    return int(asked) if asked.isascii() and asked.isdecimal() and int(asked) > 0 else host.cores()
 
 
 def _os_name() -> str:

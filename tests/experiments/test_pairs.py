@@ -59,7 +59,10 @@ def test_both_sides_of_a_round_have_one_core_and_the_next_round_another(monkeypa
         )
         return pairs._core({"base": trial.to_json(), "head": trial.to_json()})
 
+    monkeypatch.setattr(os, "getpid", lambda: 10)
     assert [core(seed) for seed in range(4)] == [3, 8, 3, 8]
+    monkeypatch.setattr(os, "getpid", lambda: 11)  # of a gate begun right after
+    assert [core(seed) for seed in range(4)] == [8, 3, 8, 3]
     assert core(0, "cuda") is None
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # they would share it
     assert core(0) is None
