@@ -184,3 +184,19 @@ def test_a_large_vocabulary_is_padded_to_a_multiple_of_64_and_a_small_one_is_not
     assert small["padded_vocab"] == small["vocab"]
     large = corpus_problem(options, f"text:{path}", "bpe:1500", 64)
     assert (large["vocab"], large["padded_vocab"]) == (1500, 1536)
+
+
+def test_memory_has_the_fastest_steps_of_speed_on_a_gpu(tmp_path: Path) -> None:
+    def steps(suite: str, workload: str) -> set[tuple[Any, ...]]:
+        trials = resolve(suite, "cuda", tmp_path, seeds=1).trials
+        own = ("head", "optimizer", "blocks", "padded_vocab")
+        return {
+            (*(t.problem.get(name) for name in own), t.attention, t.precision, t.recipe, t.mode)
+            for t in trials
+            if t.workload == workload and t.mode != "eager"
+        }
+
+    fast = steps("memory", "max_batch")
+    assert len(fast) == 4
+    assert fast <= steps("speed", "train_step")
+    assert not [t for t in resolve("memory", "cpu", tmp_path).trials if t.mode != "eager"]
