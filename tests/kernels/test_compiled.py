@@ -463,7 +463,7 @@ def folder(pytestconfig: pytest.Config) -> Path:
 TOGETHER = (
     ("attention",),
     ("gemm", "gemm, fused", "gemm, fused by blocks", "gemm, in Gluon"),
-    ("quantize", "norm", "activation", "adamw", "linear cross-entropy", "broken"),
+    ("quantize", "norm", "activation", "rotary", "adamw", "linear cross-entropy", "broken"),
 )
 
 
