@@ -107,8 +107,9 @@ def rotary_kernel(
 
     for i in range(EACH):
         heads = (chunk * EACH + i) * HEADS + tl.arange(0, HEADS)[:, None, None]
-        source = x + heads // group * x_group + heads % group * x_head
-        target = out + heads // group * out_group + heads % group * out_head
+        of_group, of_head = (heads // group).to(tl.int64), (heads % group).to(tl.int64)  # (B, H, T, D) may be 2^31 wide
+        source = x + of_group * x_group + of_head * x_head
+        target = out + of_group * out_group + of_head * out_head
         there = heads < n
         mask = there & inside
         if INTERLEAVED:
@@ -135,8 +136,7 @@ def rotary_kernel(
 
 def rotate(parts: Sequence[Part], interleaved: bool, transposed: bool) -> None:
     """By the kernel: a launch for each width of angles; parts without go with the first."""
-    if not parts[0].x.numel():
-        return
+    parts = [part for part in parts if part.x.numel()]
     widths = dict.fromkeys([part.angles.shape[1] for part in parts if part.angles is not None])
     copied = [part for part in parts if part.angles is None and _apart(part)]
     for width in widths:

@@ -144,6 +144,27 @@ def test_one_position_and_none(name: str, device: str) -> None:
     copy = torch.empty_like(x)
     backend.rotate([Part(x, copy, None)], interleaved=False)  # nothing turns
     assert torch.equal(copy, x)
+    headless, copy, again = torch.empty(1, 2, 1, 0, 8, device=device), torch.empty_like(x), torch.empty_like(x)
+    backend.rotate([Part(headless, headless, angles), Part(x, again, angles), Part(x, copy, None)], interleaved=True)
+    assert torch.equal(again, out)
+    assert torch.equal(copy, x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("axis", [2, 3], ids=["groups", "heads"])
+def test_heads_whose_places_32_bits_do_not_count(axis: int, device: str) -> None:
+    """As in a gradient (B, H, T, D) of 129 heads and 131,072 positions. Pages that nobody touches take no memory."""
+    room, size, stride = torch.empty(2**31 + 8, dtype=torch.float16, device=device), [1, 1, 1, 1, 8], [8, 8, 8, 8, 1]
+    size[axis], stride[axis] = 3, 2**30
+    far = room.as_strided(size, stride)
+    near, angles = torch.randn(size, device=device).half(), draw_angles(1, 8, device)
+    backend, wanted, back = supported("triton", device), torch.empty_like(near), torch.empty_like(near)
+    backend.rotate([Part(near, wanted, angles)], interleaved=False)
+    backend.rotate([Part(near, far, angles)], interleaved=False)
+    assert torch.equal(far, wanted)
+    backend.rotate([Part(far, back, angles)], interleaved=False, transposed=True)
+    backend.rotate([Part(wanted, near, angles)], interleaved=False, transposed=True)
+    assert torch.equal(back, near)
 
 
 @pytest.mark.parametrize("device", DEVICES)
