@@ -354,6 +354,12 @@ def turned(
     return call
 
 
+def turned_far_apart() -> None:
+    """A gradient (B, H, T, D) of 2^31 elements and more."""
+    mixed = torch.empty(2**31 + 2**24, dtype=BF16).view(1, 129, 2**17, 128).permute(2, 0, 1, 3)[:, :, None]
+    rotary.rotate([Part(mixed, mixed, torch.empty(2**17, 128))], False, True)
+
+
 ROTARY: dict[str, Call] = {
     "64": turned(64),
     "64, backward": turned(64, backward=True),
@@ -363,6 +369,7 @@ ROTARY: dict[str, Call] = {
     "128, interleaved, backward": turned(128, backward=True, interleaved=True),
     "128, a quarter, backward, shared heads": turned(128, backward=True, groups=4, rest=96),
     "256, float32": turned(256, dtype=FP32),
+    "128, backward, far apart": turned_far_apart,
 }
 
 FAMILIES: dict[str, dict[str, Call]] = {

@@ -67,12 +67,12 @@ def rotary_kernel(
     heads0, heads1, heads2, group0, group1, group2, chunks0, chunks1, positions,
     D: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, COPIED: tl.constexpr,
     INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr,
-    POSITIONS: tl.constexpr, HEADS: tl.constexpr, EACH: tl.constexpr,
+    POSITIONS: tl.constexpr, HEADS: tl.constexpr, EACH: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """A block of positions of HEADS x EACH heads a program: blocks of a batch, batches; the parts' heads one after another.
 
     `group` of a part's heads to a group; from part COPIED on they are not turned. D features, TURNED of which turn: WIDTH
-    pairs, and REST others where they are to be copied, rounded up to powers of two.
+    pairs, and REST others where they are to be copied, rounded up to powers of two. FAR: heads lie 2^31 apart or more.
     """
     chunk, blocks = tl.program_id(1), tl.cdiv(positions, POSITIONS)
     part = (chunk >= chunks0).to(tl.int32) + (chunk >= chunks0 + chunks1).to(tl.int32)
@@ -107,10 +107,11 @@ def rotary_kernel(
 
     for i in range(EACH):
         heads = (chunk * EACH + i) * HEADS + tl.arange(0, HEADS)[:, None, None]
-        of_group, of_head = (heads // group).to(tl.int64), (heads % group).to(tl.int64)  # (B, H, T, D) may be 2^31 wide
-        source = x + of_group * x_group + of_head * x_head
-        target = out + of_group * out_group + of_head * out_head
         there = heads < n
+        if FAR:
+            heads = heads.to(tl.int64)
+        source = x + heads // group * x_group + heads % group * x_head
+        target = out + heads // group * out_group + heads % group * out_head
         mask = there & inside
         if INTERLEAVED:
             whole = tl.reshape(tl.load(source + cols, mask=mask, other=0.0), [HEADS, POSITIONS, WIDTH, 2])
@@ -171,7 +172,8 @@ def _launch(turned: list[Part], copied: list[Part], width: int, interleaved: boo
     )  # fmt: skip
     grid = -(-positions // constants["POSITIONS"]) * batch
     key = (*traits(*tensors), *integers, *constants.values(), copies, interleaved, transposed)
-    constants = {**constants, "COPIED": copies, "INTERLEAVED": interleaved, "TRANSPOSED": transposed}
+    far = max(integers[6:12] + integers[18:24]) * max(heads) >= 2**31  # of 64 bits they cost 15 registers a thread
+    constants = {**constants, "COPIED": copies, "INTERLEAVED": interleaved, "TRANSPOSED": transposed, "FAR": far}
     launch(rotary_kernel, grid, key, tensors[0].get_device(), (*tensors, *integers), constants, grid_y=sum(chunks))
 
 
