@@ -26,8 +26,8 @@ from te_bench.models.modules.rotary import RotaryPositionEmbedding, Rotation, sp
 SIZES = {"cuda": [(4, 2048, 32, 128), (12, 1024, 12, 64)], "cpu": [(1, 128, 4, 64)]}
 WAYS = ["fused", "plain", "compiled"]
 #: HEADS, EACH, AREA, WARPS; the first is what ships
-TILES = [(4, 4, 1024, 4), (4, 2, 1024, 4), (4, 8, 1024, 4), (2, 8, 1024, 4), (8, 2, 1024, 4), (4, 4, 512, 4)]
-TILES += [(8, 2, 512, 4), (4, 4, 2048, 8), (2, 4, 512, 2), (4, 4, 512, 2), (2, 8, 512, 2), (4, 4, 256, 1)]
+TILES = [(2, 8, 512, 2), (4, 4, 1024, 4), (4, 2, 1024, 4), (4, 8, 1024, 4), (2, 8, 1024, 4), (8, 2, 1024, 4)]
+TILES += [(4, 4, 512, 4), (8, 2, 512, 4), (4, 4, 2048, 8), (2, 4, 512, 2), (4, 4, 512, 2), (4, 4, 256, 1)]
 
 
 def split_plainly(mixed, freqs, heads):

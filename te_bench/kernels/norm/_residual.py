@@ -1,4 +1,5 @@
-"""A norm in a residual stream, in Triton: addition, norm, rounding and cast in one kernel; the backward casts in another.
+"""A norm in a residual stream, in Triton: addition, norm, rounding and cast in one kernel, of wide rows in two;
+the backward casts in another.
 
 torch.compile sees two operators, whose CPU implementation is the reference; eager calls go straight to the launchers.
 """
