@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from te_bench.kernels.norm import _residual_kernels
+from te_bench.kernels.rotary import _kernels as rotary
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = 227 * 1024  # bytes of a processor's shared memory that a program may have
@@ -174,3 +175,9 @@ def test_the_norms_tiles_hold_what_ships_and_each_is_what_runs(
     monkeypatch.setattr(_residual_kernels, "WIDE_CAST", ships)  # which is put back
     monkeypatch.setattr(sweep._residual, "add_forward_quantized", cast)
     assert sweep.measured(32, 64, 8, 4, "cpu") == [0, "OverflowError"]
+
+
+def test_rotarys_tiles_begin_with_what_ships(script: Callable[[str], Any]) -> None:
+    tiles = script("bench_rotary").TILES
+    assert tiles[0] == (rotary.HEADS, rotary.EACH, rotary.AREA, rotary.WARPS)
+    assert len(set(tiles)) == 12
