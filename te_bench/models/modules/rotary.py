@@ -101,7 +101,9 @@ def apply_rotary_pos_emb(
 
 
 def check_angles(shape: Sequence[int], freqs: Tensor, batch_first: bool) -> None:
-    """Raise ValueError where freqs (S, 1, 1, d2) do not reach for the shape (s, b, h, d), or (b, s, h, d)."""
+    """Raise ValueError where freqs (S, 1, 1, d2) do not reach for the shape (s, b, h, d), or (b, s, h, d), or d2 is odd."""
+    if freqs.dim() != 4 or freqs.shape[3] % 2:
+        raise ValueError(f"freqs {tuple(freqs.shape)} must be (S, 1, 1, d2), d2 even")
     if len(shape) != 4 or freqs.shape[0] < shape[int(batch_first)] or freqs.shape[-1] > shape[-1]:
         form = "bshd" if batch_first else "sbhd"
         raise ValueError(f"freqs {tuple(freqs.shape)} are too short or too wide for a {form} {tuple(shape)}")

@@ -215,6 +215,18 @@ def test_angles_that_do_not_reach_are_named(device: str) -> None:
         layer(device)(draw(device, S, B, HIDDEN), rotary_pos_emb=torch.zeros(S, 1, 1, D + 2, device=device))
 
 
+@pytest.mark.parametrize("size", [(S, D), (S, 1, 1, D - 1), (S, 1, 1, D, 1), ()], ids=str)
+def test_angles_of_another_shape_are_named(size: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two dimensions would be the heads' angles where there are as many heads as positions, and an odd width no pairs'."""
+    mha, t, freqs = layer(device), draw(device, HEADS, B, HEADS, D), torch.zeros(size, device=device)
+    for _ in ("by the kernel", "by plain operators"):
+        with pytest.raises(ValueError, match="d2 even"):
+            mha(draw(device, S, B, HIDDEN), rotary_pos_emb=freqs)
+        with pytest.raises(ValueError, match="d2 even"):
+            apply_rotary_pos_emb(t, freqs)
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype: torch.dtype, device: str) -> None:
     mixed = draw(device, S, B, 3 * HEADS * D).to(dtype)
