@@ -83,9 +83,11 @@ def _mispacked(sass: str) -> list[str]:
         packing = re.search(PACKED, line)
         if packing and not leaves.get(packing[2]):
             found.append(line.strip())
-        written = re.search(r"\*/ +(?:@!?U?P\d+ +)?[A-Z][\w.]* (R\d+)\b", line)
-        if written and "ST" not in line.split(written[1])[0]:
-            leaves[written[1]] = ".F32.PACK_AB_MERGE_C" in line
+        written = re.search(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*) R(\d+)\b", line)  # of a store that is a place: [R2]
+        if written:
+            wide = 4 if ".128" in written[1] else 2 if re.search(r"\.64|WIDE|CS2R", written[1]) else 1
+            packs = ".F32.PACK_AB_MERGE_C" in written[1]
+            leaves |= {f"R{int(written[2]) + i}": packs for i in range(wide)}
     return found
 
 
