@@ -44,7 +44,14 @@ class L2Normalization(nn.Module):
 
 
 def _pair(rotary: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return rotary if isinstance(rotary, tuple) else (rotary, rotary)
+    """Raises ValueError for what is neither angles nor a pair of them."""
+    pair = rotary if isinstance(rotary, tuple) else (rotary, rotary)
+    if len(pair) != 2 or not all(isinstance(freqs, Tensor) for freqs in pair):
+        given = f"a tuple of {len(pair)}" if isinstance(rotary, tuple) else type(rotary).__name__
+        raise ValueError(
+            f"rotary_pos_emb: {given}; give RotaryPositionEmbedding's angles, or a pair, of queries and keys"
+        )
+    return pair
 
 
 class MultiheadAttention(nn.Module):

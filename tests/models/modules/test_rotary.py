@@ -1,11 +1,13 @@
 """Rotary embeddings against complex multiplication in float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -129,3 +131,20 @@ def test_angles_are_what_the_formula_says() -> None:
     freqs = RotaryPositionEmbedding(6).to("cpu")(100)
     expected = [99 * math.pow(10000, -2 * k / 6) for k in range(3)] * 2
     torch.testing.assert_close(freqs[99, 0, 0].tolist(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda f: [f, f], "list"),
+        (lambda f: (f, None), "a tuple of 2"),
+        (lambda f: (f,), "a tuple of 1"),
+        (lambda f: (f, f, f), "a tuple of 3"),
+        (lambda f: 5, "int"),
+    ],
+    ids=["list", "none", "one", "three", "number"],
+)
+def test_what_are_no_angles_is_told(wrong: Any, said: str) -> None:
+    layer, freqs = MultiheadAttention(64, 4), RotaryPositionEmbedding(16)(8)
+    with pytest.raises(ValueError, match=f"rotary_pos_emb: {said}; give RotaryPositionEmbedding's angles"):
+        layer(torch.randn(8, 2, 64), rotary_pos_emb=wrong(freqs))
