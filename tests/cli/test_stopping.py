@@ -243,7 +243,7 @@ def test_trials_that_a_look_may_spare_go_one_after_the_other(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "run", noted)
-    monkeypatch.setattr("te_bench.experiments.environment._cores", lambda: 4)
+    monkeypatch.setattr("te_bench.experiments.host.cores", lambda: 4)
     asked = ("run", "convergence", "--device", "cpu", "--data", "random", "--seeds", 8, "--out")
     for where, more in (("all", ()), ("early", ("--stop-early",)), ("char", ("--model", "char"))):
         assert command(*asked, tmp_path / where, *more).code == 130
