@@ -5,7 +5,8 @@ Forward: the stream and a branch are added, normalised and rounded while a row i
 once for the sum and its statistics, once to normalise and cast: the sum, just written, comes from the L2, and 32 rows make
 whole sectors of the transposed layout. For 12288 x 768 that takes 36 us, whole rows in registers took 47 (H200, 2026-11-21).
 Wide rows go by two kernels, for 32 of them a program are too few programs: 63 us at 8192 x 4096 where the best of 54 tiles
-of one kernel took 72, 81 for 158 where saturations are counted; at 12288 x 768 two take 25 for 22 (H200, 2026-11-22).
+of one kernel took 72, 81 for 158 where saturations are counted; at 12288 x 768 two take 25 for 22 (bf16 without a branch,
+H200, 2026-11-22).
 
 Backward: the norm's gradient is added to the stream's, and leaves in the stream's precision and rounded to the branch's, for
 the GEMMs that made the branch. The cast of that is a kernel of its own: here tiles would be read twice, from memory, and a
