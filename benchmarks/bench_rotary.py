@@ -50,6 +50,17 @@ def ways(mixed, size):
     }
 
 
+def parts_of(mixed, backward):
+    """Of a projection (b, t, 3, h, d): q and k in place; or gradients q, k and v, and the projection's that they go to."""
+    _, t, _, _, d = mixed.shape
+    angles = RotaryPositionEmbedding(d).to(mixed.device)(t)[:, 0, 0]
+    q, k, v = (x.transpose(0, 1)[:, :, None] for x in mixed.unbind(2))
+    if not backward:
+        return [Part(x, x, angles) for x in (q, k)]
+    made = [x.transpose(0, 1)[:, :, None] for x in torch.empty_like(mixed).unbind(2)]
+    return [Part(x, y, a) for x, y, a in zip((q, k, v), made, (angles, angles, None), strict=True)]
+
+
 def with_gradient(call, mixed, gradients):
     return torch.autograd.grad(call(), mixed, gradients)
 
@@ -66,14 +77,9 @@ def bench_rotary(cuda_benchmark, randn, device, dtype, capability, backend, inde
     rival = rotary.load(backend)
     if reason := rival.unsupported(rotary.Problem(dtype=dtype, device=device, capability=capability)):
         pytest.skip(f"{backend}: {reason}")
-    q, k, v = (x.transpose(0, 1)[:, :, None] for x in randn(b, t, 3, h, d).unbind(2))
-    made = [x.transpose(0, 1)[:, :, None] for x in torch.empty(b, t, 3, h, d, device=device, dtype=q.dtype).unbind(2)]
-    angles = RotaryPositionEmbedding(d).to(device)(t)[:, 0, 0]
-    if direction == "forward":
-        parts = [Part(x, x, angles) for x in (q, k)]
-    else:
-        parts = [Part(x, y, a) for x, y, a in zip((q, k, v), made, (angles, angles, None), strict=True)]
-    call = partial(rival.rotate, parts, interleaved=interleaved, transposed=direction == "backward")
+    backward = direction == "backward"
+    parts = parts_of(randn(b, t, 3, h, d), backward)
+    call = partial(rival.rotate, parts, interleaved=interleaved, transposed=backward)
     cuda_benchmark(call, group=f"rotary {direction} {b}x{t}x{h}x{d}", dtype=dtype, b=b, t=t, h=h, d=d)
 
 
@@ -94,12 +100,10 @@ def bench_rotary_by_modules(cuda_benchmark, randn, device, dtype, way, index, pa
 def rivals(mixed, size):
     """Of the way from the projection to q, k and v: name -> call and bytes."""
     b, t, h, d = size
-    third = mixed.numel() * mixed.element_size() // 3
+    third = mixed.nbytes // 3
     calls = {f"{way}, forward": (call, 4 * third) for way, call in ways(mixed, size).items()}
-    leaf, gradients = (
-        mixed.clone().requires_grad_(),
-        [torch.randn_like(mixed).view(b, t, 3, h, d)[:, :, 0].clone() for _ in "qkv"],
-    )
+    leaf = mixed.clone().requires_grad_()
+    gradients = [torch.randn(b, t, h, d, device=mixed.device, dtype=mixed.dtype) for _ in "qkv"]
     for way, call in ways(leaf, size).items():
         calls[f"{way}, both"] = partial(with_gradient, call, leaf, gradients), 10 * third
     return calls
@@ -114,12 +118,8 @@ def by_tile(tile, mixed, size):
         _kernels.rotate(parts, False, transposed)
 
     b, t, h, d = size
-    third = mixed.numel() * mixed.element_size() // 3
-    angles = RotaryPositionEmbedding(d).to(mixed.device)(t)[:, 0, 0]
-    q, k, v = (x.transpose(0, 1)[:, :, None] for x in mixed.view(b, t, 3, h, d).unbind(2))
-    made = [x.transpose(0, 1)[:, :, None] for x in torch.empty_like(mixed).view(b, t, 3, h, d).unbind(2)]
-    forward = [Part(x, x, angles) for x in (q, k)]
-    backward = [Part(x, y, a) for x, y, a in zip((q, k, v), made, (angles, angles, None), strict=True)]
+    third = mixed.nbytes // 3
+    forward, backward = (parts_of(mixed.view(b, t, 3, h, d), transposed) for transposed in (False, True))
     name = "{} heads {} times, {} pairs, {} warps".format(*tile)
     return {
         f"{name}, forward": (partial(run, forward, False), 4 * third),

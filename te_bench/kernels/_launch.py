@@ -74,5 +74,5 @@ def traits(*tensors: Tensor | None) -> tuple[Hashable, ...]:
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """x (M, N), or a copy where the elements of its rows do not follow one another."""
-    return x if x.stride(1) == 1 else x.contiguous()
+    """x (..., N), or a copy where the elements of its rows do not follow one another."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -110,9 +110,8 @@ def _statistics(v, mu, squares, start, count, inside, RMS: tl.constexpr):
 
 
 @triton.jit
-def _normed(total, wide, stride, cols, mask, mu, inverse, gamma, beta, RMS: tl.constexpr, DTYPE: tl.constexpr):
-    """norm(total) of a tile, rounded to DTYPE; 0 outside the mask."""
-    v = tl.load(total + wide * stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+def _normed(v, mask, mu, inverse, gamma, beta, RMS: tl.constexpr, DTYPE: tl.constexpr):
+    """norm of a tile v by its rows' statistics, rounded to DTYPE; 0 outside the mask."""
     v = v.to(tl.float32)
     if not RMS:
         v -= mu[:, None]
@@ -174,8 +173,12 @@ def _add_forward_cast_kernel(
         beta = None
         if bias is not None:
             beta = tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        a = _normed(total, wide, total_stride, cols, here & inside, mu_a, inverse_a, gamma, beta, RMS, DTYPE)
-        b = _normed(total, wide + 1, total_stride, cols, below & inside, mu_b, inverse_b, gamma, beta, RMS, DTYPE)
+        at = total + wide * total_stride + cols[None, :]
+        a = tl.load(at, mask=here & inside, other=0.0, eviction_policy="evict_first")
+        a = _normed(a, here & inside, mu_a, inverse_a, gamma, beta, RMS, DTYPE)
+        at = total + (wide + 1) * total_stride + cols[None, :]
+        b = tl.load(at, mask=below & inside, other=0.0, eviction_policy="evict_first")
+        b = _normed(b, below & inside, mu_b, inverse_b, gamma, beta, RMS, DTYPE)
         first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
         if data is not None:
             store(first, second, data, N, rows, cols, M, N, "")
@@ -189,22 +192,10 @@ def _add_forward_cast_kernel(
     publish(magnitude(largest.to(tl.float32)), tallies, amax, counts, before)
 
 
-@triton.jit
-def _normed_rows(v, here, rows, M, mean, rstd, gamma, beta, DTYPE: tl.constexpr):
-    """norm of v, whose statistics are there, rounded to DTYPE; 0 where not `here`."""
-    v = v.to(tl.float32)
-    if mean is not None:
-        v -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
-    v = v * tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None] * gamma
-    if beta is not None:
-        v += beta
-    return rounded(tl.where(here, v, 0.0), DTYPE)
-
-
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _normed_cast_kernel(
     total, weight, bias, scale, data, data_t, scale_inv, mean, rstd, amax, counts, stride, M,
-    N: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr,
+    N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """data, data_t := norm(total) by its statistics, rounded to DTYPE, in FP8: a tile a program. M is even for a data_t."""
@@ -222,9 +213,15 @@ def _normed_cast_kernel(
     beta = None
     if bias is not None:
         beta = tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    mu_a, mu_b = None, None
+    if not RMS:
+        mu_a = tl.load(mean + rows, mask=rows < M, other=0.0)
+        mu_b = tl.load(mean + rows + 1, mask=rows + 1 < M, other=0.0)
+    inverse_a = tl.load(rstd + rows, mask=rows < M, other=0.0)
+    inverse_b = tl.load(rstd + rows + 1, mask=rows + 1 < M, other=0.0)
     there = (cols < N)[None, :]
-    a = _normed_rows(a, (rows < M)[:, None] & there, rows, M, mean, rstd, gamma, beta, DTYPE)
-    b = _normed_rows(b, (rows + 1 < M)[:, None] & there, rows + 1, M, mean, rstd, gamma, beta, DTYPE)
+    a = _normed(a, (rows < M)[:, None] & there, mu_a, inverse_a, gamma, beta, RMS, DTYPE)
+    b = _normed(b, (rows + 1 < M)[:, None] & there, mu_b, inverse_b, gamma, beta, RMS, DTYPE)
     first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
     if data is not None:
         store(first, second, data, N, rows, cols, M, N, "")
@@ -391,7 +388,6 @@ def add_forward(
     look = {**constants, "ROWS": rows, "COLUMNS": columns, "num_warps": min(16, max(4, columns // LOOK_PER_WARP))}
     launch(_add_forward_kernel, max(1, -(-m // rows)), key, x.get_device(), looking, look)
     normed = total, weight, bias, scale, *layouts, mean, rstd, amax, counts, total.stride(0), m
-    del constants["RMS"]
     constants |= {"TARGET": FP8[target], **WIDE_CAST}
     grid = max(1, -(-m // WIDE_CAST["ROWS"])) * -(-n // WIDE_CAST["COLUMNS"])
     launch(_normed_cast_kernel, grid, key, x.get_device(), normed, constants)

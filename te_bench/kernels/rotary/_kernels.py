@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from te_bench.kernels._epilogue import FLOATS, INTERPRETED, rounded
-from te_bench.kernels._launch import launch, traits
+from te_bench.kernels._launch import launch, rows_contiguous, traits
 from te_bench.kernels.rotary import PARTS, Part
 
 QUARTERS = tl.constexpr(0.6366197723675814)  # 2 / pi
@@ -162,7 +161,7 @@ def _launch(turned: list[Part], copied: list[Part], width: int, interleaved: boo
     filled = used + used[:1] * absent
     tensors = [
         *[part.x for part in filled], *[part.out for part in filled],
-        *[_readable(turned[0].angles if part.angles is None else part.angles) for part in filled],
+        *[rows_contiguous(turned[0].angles if part.angles is None else part.angles) for part in filled],
     ]  # fmt: skip
     strides = [t.stride() for t in tensors]
     integers = (
@@ -191,7 +190,3 @@ def _constants(d: int, width: int, beyond: int, heads: int, dtype: torch.dtype) 
 def _apart(part: Part) -> bool:
     """Whether the part goes elsewhere, which what does not turn has to be copied to."""
     return bool(part.x.data_ptr() != part.out.data_ptr())
-
-
-def _readable(angles: Tensor) -> Tensor:
-    return angles if angles.stride(1) == 1 else angles.contiguous()

@@ -278,12 +278,14 @@ def _after_backward(
     assert heads is not None
     turns = [part.to(plan.dtype) for part in dqkv]
     m, deals, _ = turns[0].shape
-    parts = [part.reshape(m, -1) for part in turns]
-    total = _no_sums(dtypes[1], parts[0], deals * sum(heads))
+    total = _no_sums(dtypes[1], turns[0], deals * sum(heads))
     cast = product.cast("grad_output")
-    whole = _whole(parts) if deals == 1 else None
+    whole: Tensor | None
     if plan.rotation is not None:
         whole = plan.rotation.back(turns).view(m, -1)
+    else:
+        parts = [part.reshape(m, -1) for part in turns]
+        whole = _whole(parts) if deals == 1 else None
     if whole is not None:
         g = product.operand(whole, "grad_output", True, total)
     elif cast is not None and cast.pop("counts") is None and _joined.fits(parts, heads.q):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from te_bench.kernels._launch import rows_contiguous
 from te_bench.kernels.rotary import Backend, Part
 from te_bench.kernels.rotary import reference as rotary_reference
 from te_bench.kernels.rotary import triton as rotary_triton
@@ -145,16 +146,11 @@ class _Rotated(torch.autograd.Function):
 
 
 def _rotated(t: Tensor, angles: Tensor, batch_first: bool, interleaved: bool, transposed: bool) -> Tensor:
-    t = _rows(t)
+    t = rows_contiguous(t)
     out = torch.empty_like(t)
     x, y = ((z.transpose(0, 1) if batch_first else z)[:, :, None] for z in (t, out))
     backend(t).rotate([Part(x, y, angles)], interleaved=interleaved, transposed=transposed)
     return out
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x, or a copy where the elements of its rows do not follow one another."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class Rotation(NamedTuple):
@@ -199,7 +195,7 @@ class Rotation(NamedTuple):
         """The gradient of the projection, (*outer, F), from those of q, k and v, (*outer, h, d) or (M, turns, columns)."""
         made = gradients[0].new_empty(*self.outer, self.turns * sum(self.columns))
         to = self.dealt(made)
-        self.rotate([_rows(g).view(t.shape) for g, t in zip(gradients, to, strict=True)], to, transposed=True)
+        self.rotate([rows_contiguous(g).view(t.shape) for g, t in zip(gradients, to, strict=True)], to, transposed=True)
         return made
 
 
