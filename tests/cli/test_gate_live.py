@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ def test_0_the_same_code_passes(gate: Callable[..., Any], repository: Repository
     base = repository.commit({"a": FAST, "untimed": 0})
     done = gate(base)
     assert done.code == 0, done
-    assert done.out.startswith("PASS: 1 PASS of 1 timed.")
+    assert re.match("PASS: 1 (PASS|IMPROVED) of 1 timed", done.out), done  # by chance, 1 in 20 is faster than itself
     assert outcomes(tmp_path / "out") == {("a", "ok"): 5, ("untimed", "ok"): 1}
     records = load(tmp_path / "out" / "head").records.values()
     assert all(record.check["asked"] == (record.trial.seed == 0) for record in records)  # checked once
