@@ -35,6 +35,10 @@ SelfTest = Annotated[
     bool, typer.Option("--self-test", help="Gate this te-bench against itself, as it is and with planted faults.")
 ]
 Gates = Annotated[int, typer.Option(help="Of --self-test: gates of each kind.")]
+AtOnce = Annotated[
+    int,
+    typer.Option(metavar="N", help="Of --self-test: gates side by side, each on cores, and a GPU, of its own."),
+]
 Slower = Annotated[str, typer.Option(metavar="N%,...", help="Of --self-test: slow-downs to plant.")]
 Margin = Annotated[str, typer.Option(metavar="N%", help="A slow-down by less counts as none; decimals are fine: 2.5%.")]
 Mde = Annotated[
@@ -70,6 +74,7 @@ def gate(
     exit_first: ExitFirst = False,
     self_test: SelfTest = False,
     gates: Gates = 1,
+    at_once: AtOnce = 1,
     slower: Slower = "1%,2%,5%",
     baseline: Run = None,
     candidate: Run = None,
@@ -109,7 +114,7 @@ def gate(
             **wanted,
         )
         if self_test:
-            _self_test(question, out, machine, gates, _shares(slower))
+            _self_test(question, out, machine, gates, at_once, _shares(slower))
         found = gate_live.run(question, out, machine, say=_say)
     elif baseline is not None and candidate is not None:
         found = gate_records.compare(baseline, candidate, allow_environment_change=allow_environment_change, **wanted)
@@ -204,10 +209,15 @@ def _shares(slower: str) -> list[float]:
     return shares
 
 
-def _self_test(question: "Question", out: Path, machine: dict[str, Any], gates: int, slower: list[float]) -> NoReturn:
+def _self_test(
+    question: "Question", out: Path, machine: dict[str, Any], gates: int, at_once: int, slower: list[float]
+) -> NoReturn:
+    from te_bench.experiments.at_once import places
     from te_bench.reports import self_test, tables
 
-    rates = self_test.run(question, out, machine, gates=gates, slower=slower, say=_say)
+    gpus = [gpu["uuid"] for gpu in find_gpus(question.device, None)]
+    where = places(at_once, device=question.device, gpus=gpus)
+    rates = self_test.run(question, out, machine, gates=gates, slower=slower, where=where, say=_say)
     shown = self_test.table(rates)
     print("\n".join([*tables.terminal(shown), *textwrap.wrap(shown.note, tables.TERMINAL_WIDTH)]))
     raise typer.Exit(0 if self_test.passed(rates, question.alpha) else 1)

@@ -5,10 +5,12 @@ its answer is a line of DIR/self-test.jsonl, so a long self-test is gone on with
 """
 
 import contextlib
+import functools
 import json
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from te_bench.experiments import checkouts, plan
+from te_bench.experiments import at_once, checkouts, plan
+from te_bench.experiments.at_once import Place
 from te_bench.experiments.side import WARM_UP
 from te_bench.experiments.spec import Options
 from te_bench.reports import gate_live, text
@@ -76,9 +79,10 @@ def run(
     *,
     gates: int,
     slower: Sequence[float] = SLOWER,
+    where: Sequence[Place] = (Place(),),
     say: Callable[[str], None],
 ) -> list[Rate]:
-    """Run `gates` gates of each condition, a gate of each in turn; those that `directory` has count.
+    """Run `gates` gates of each condition, a gate of each in turn, one at each place; those that `directory` has count.
 
     The fault is planted into one trial, the first that is timed. Raises ValueError for a suite that times none.
     """
@@ -87,25 +91,29 @@ def run(
     question = replace(question, faulty=_victim(question))
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / ANSWERS
-    asked = conditions(slower)
-    known = _known(path, _asked(question, machine))
-    for turn in range(gates):
-        for condition in asked:
-            if sum(answer["condition"] == condition.name for answer in known) > turn:
-                continue
-            say(f"gate {turn + 1} of {gates}, {condition.name}")
-            began = time.monotonic()
-            with checkouts.temporary() as folder:
-                gate = gate_live.run(_planted(question, condition), folder, machine, say=lambda line: None)
-            answer = {
-                **_answer(gate, condition),
-                "seconds": time.monotonic() - began,
-                "asked": _asked(question, machine),
-            }
-            known.append(answer)
-            _append(path, answer)
-            say(f"  exit code {gate.exit_code} after {answer['seconds']:.0f} s")
-    return _rates(known, asked, _asked(question, machine))
+    planted = conditions(slower)
+    asked = _asked(question, machine, len(where))
+    known = _known(path, asked)
+    done = Counter(answer["condition"] for answer in known)
+    left = [one for turn in range(gates) for one in planted if done[one.name] <= turn]
+    say(f"{len(left)} gates to run, {len(where)} at once")
+    for found in at_once.each(functools.partial(_gate, question, machine), left, where):
+        answer = {**found, "asked": asked}
+        known.append(answer)
+        _append(path, answer)
+        done[found["condition"]] += 1
+        number = f"gate {done[found['condition']]} of {gates}, {found['condition']}"
+        say(f"{number}: exit code {found['exit_code']} after {found['seconds']:.0f} s")
+    return _rates(known, planted, asked)
+
+
+def _gate(question: Question, machine: dict[str, Any], condition: Condition, place: Place) -> dict[str, Any]:
+    """The answer of one gate."""
+    began = time.monotonic()
+    question = replace(_planted(question, condition), gpu=place.gpu or question.gpu)
+    with checkouts.temporary() as folder:
+        gate = gate_live.run(question, folder, machine, say=lambda line: None)
+    return {**_answer(gate, condition), "seconds": time.monotonic() - began}
 
 
 def stored(directory: Path) -> list[Rate]:
@@ -154,12 +162,12 @@ def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
     }
 
 
-def _asked(question: Question, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """What answers must share to be counted together: the question, the machine and the code."""
+def _asked(question: Question, machine: Mapping[str, Any], at_once: int) -> dict[str, Any]:
+    """What answers must share to be counted together: the question, the machine, how many disturb each other, the code."""
     names = ("device", "suite", "only", "margin", "alpha", "budget_s", "exit_first", "faulty", "timeout_s")
     asked = {name: getattr(question, name) for name in names}
     more = {"data": dict(question.options.get("data") or {}), "looks": list(gate_live.LOOKS)}
-    return {**asked, **more, "machine": dict(machine["identity"])}
+    return {**asked, **more, "at_once": at_once, "machine": dict(machine["identity"])}
 
 
 def _known(path: Path, asked: Mapping[str, Any]) -> list[dict[str, Any]]:

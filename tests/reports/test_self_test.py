@@ -10,6 +10,7 @@ import pytest
 from scipy.stats import binom
 
 from te_bench.experiments import environment
+from te_bench.experiments.at_once import Place, places
 from te_bench.reports import gate_live, self_test
 from te_bench.reports.embed import embed
 from te_bench.reports.gate import Verdict, decide
@@ -109,20 +110,24 @@ def test_it_goes_on_where_it_was_cut_short_and_counts_no_other_question(
 
     def gate(question: Question, folder: Path, machine: Any, *, say: Any) -> Gate:
         asked.append((question.faults, question.only))
+        assert question.gpu == "GPU-1"
         ratios = {"a": noisy(1.0, 1)[0]}
         decision = decide(ratios, looks=(9,))
         return Gate(baseline="a", candidate="b", margin=0.02, alpha=0.05, decision=decision, ratios=ratios, compared=9)
 
     monkeypatch.setattr(gate_live, "run", gate)
     said: list[str] = []
-    self_test.run(QUESTION, tmp_path, MACHINE, gates=1, slower=[0.1], say=said.append)
+    more: dict[str, Any] = {"where": [Place(gpu="GPU-1")], "say": said.append}
+    self_test.run(QUESTION, tmp_path, MACHINE, gates=1, slower=[0.1], **more)
     victim = "train_step/tiny-b2-t64-V50257/manual/fp32/eager/s*"
     head: Any = [None, *({"head": f} for f in ({"slower": 0.1}, {"leak": self_test.LEAK}, {"crash": True}))]
     assert asked == list(zip(head, [None, None, victim, victim], strict=True))
     path = tmp_path / self_test.ANSWERS
     path.write_text(path.read_text()[:-20])  # killed while it wrote the last line
     asked.clear()
-    rates = self_test.run(QUESTION, tmp_path, MACHINE, gates=2, slower=[0.1], say=said.append)
+    said.clear()
+    rates = self_test.run(QUESTION, tmp_path, MACHINE, gates=2, slower=[0.1], **more)
+    assert (said[0], said[-1][:24]) == ("5 gates to run, 1 at once", "gate 2 of 2, crash: exit")
     assert [fault for fault, _ in asked] == [head[3], *head]
     assert [one.gates for one in rates] == [2, 2, 2, 2]
     assert [_whole(line) for line in path.read_text().splitlines()].count(True) == 8
@@ -132,12 +137,10 @@ def test_it_goes_on_where_it_was_cut_short_and_counts_no_other_question(
     assert embed(page, check=False)
     assert "| 10 % slower | 0 of 2 |" in page.read_text()
     asked.clear()
-    self_test.run(
-        Question(**{**_fields(QUESTION), "margin": 0.05}), tmp_path, MACHINE, gates=1, slower=[], say=said.append
-    )
+    self_test.run(Question(**{**_fields(QUESTION), "margin": 0.05}), tmp_path, MACHINE, gates=1, slower=[], **more)
     assert len(asked) == 3
     with pytest.raises(ValueError, match="--gates 0"):
-        self_test.run(QUESTION, tmp_path, MACHINE, gates=0, say=said.append)
+        self_test.run(QUESTION, tmp_path, MACHINE, gates=0, **more)
 
 
 def _fields(question: Question) -> dict[str, Any]:
@@ -162,16 +165,18 @@ def test_a_process_counts_by_its_quiet_samples_on_a_cpu_and_by_its_median_on_a_g
 
 @pytest.mark.alone
 def test_planted_faults_are_noticed_on_this_machine(tmp_path: Path) -> None:
-    """A slow-down by half: what smaller ones it takes are measured in results/gate."""
+    """A slow-down by half, two gates side by side: what smaller ones it takes is measured in results/gate."""
     machine = environment.capture("cpu")
     question = Question(**{**_fields(QUESTION), "only": "train_step/*manual*", "budget_s": 90.0})
-    rates = self_test.run(question, tmp_path, machine, gates=1, slower=[0.5], say=print)
+    rates = self_test.run(question, tmp_path, machine, gates=1, slower=[0.5], where=places(2, device="cpu"), say=print)
     assert {one.condition.name: one.alarms for one in rates} == {
         "unchanged": 0,
         "50 % slower": 1,
         "leak": 1,
         "crash": 1,
     }
-    [slower] = [json.loads(line) for line in (tmp_path / self_test.ANSWERS).read_text().splitlines()][1:2]
+    answers = [json.loads(line) for line in (tmp_path / self_test.ANSWERS).read_text().splitlines()]
+    assert {answer["asked"]["at_once"] for answer in answers} == {2}
+    [slower] = [answer for answer in answers if answer["slower"]]
     [trial] = slower["trials"].values()
     assert (trial["verdict"], math.isclose(trial["ratio"], 1.5, rel_tol=0.1)) == (Verdict.REGRESSION, True)

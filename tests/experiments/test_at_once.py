@@ -1,0 +1,102 @@
+"""Measurements side by side: who runs where, and that nothing outlives a failure, Ctrl-C or a kill."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from driving import eventually
+
+from te_bench.experiments import host
+from te_bench.experiments.at_once import Place, each, places
+
+CORES = sorted(os.sched_getaffinity(0))
+TWO = [Place((CORES[0],), "a"), Place((CORES[-1],), "b")]
+
+
+def test_places_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {7, 3, 5, 4, 6}, raising=False)
+    monkeypatch.setattr(host, "cores", lambda: 5)
+    assert places(2, device="cpu") == [Place((3, 4)), Place((5, 6))]
+    assert places(2, device="cuda", gpus=["x", "y", "z"]) == [Place((3, 4), "x"), Place((5, 6), "y")]
+    assert places(1, device="cuda", gpus=["x", "y"]) == [Place(gpu="x")]
+    assert places(1, device="cpu") == [Place()]
+    for count, device, why in (
+        (0, "cpu", "give 1 or more"),
+        (6, "cpu", "a core of its own, and there are 5"),
+        (2, "cuda", "a GPU of its own, and there are 1"),
+    ):
+        with pytest.raises(ValueError, match=f"--at-once {count}: .*{why}"):
+            places(count, device=device, gpus=["x"] if device == "cuda" else [])
+
+
+def at_a_place(folder: Path, task: int, place: Place) -> tuple[int, int, set[int], Place]:
+    """What a task is told, once as many have begun as there are places."""
+    (folder / str(task)).touch()
+    assert eventually(lambda: len(list(folder.iterdir())) >= 2, 60)
+    return task, os.getpid(), os.sched_getaffinity(0), place
+
+
+def test_each_task_is_done_once_side_by_side_on_the_cores_of_its_place(tmp_path: Path) -> None:
+    found = list(each(partial(at_a_place, tmp_path), range(5), TWO))
+    assert sorted(task for task, *_ in found) == [0, 1, 2, 3, 4]
+    assert {pid for _, pid, *_ in found} & {os.getpid()} == set()
+    assert all(cores == set(place.cores) for *_, cores, place in found)
+    assert {place for *_, place in found} == set(TWO)
+
+
+def test_one_place_is_this_process() -> None:
+    assert list(each(told, ["a"], [Place(gpu="x")])) == [(os.getpid(), "a", "x")]
+
+
+def told(task: str, place: Place) -> tuple[int, str, str | None]:
+    return os.getpid(), task, place.gpu
+
+
+def asked(task: str, place: Place) -> str:
+    """Sleep for long, or fail once the other sleeps."""
+    what, _, file = task.partition(" ")
+    if what == "sleep":
+        Path(file).write_text(str(os.getpid()))
+        time.sleep(600)
+    assert eventually(Path(file).exists, 60)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "refuse":
+        raise ValueError("no such suite")
+    return what
+
+
+@pytest.mark.parametrize(("what", "why"), [("refuse", "no such suite"), ("kill", "lower --at-once")])
+def test_a_failure_is_told_and_ends_the_others(tmp_path: Path, what: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        list(each(asked, [f"sleep {tmp_path}/pid", f"{what} {tmp_path}/pid"], TWO))
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_a_caller_that_wants_no_more_waits_for_none(tmp_path: Path) -> None:
+    answers = each(asked, [f"sleep {tmp_path}/pid", f"answer {tmp_path}/pid", "answer /"], TWO)
+    assert next(answers) == "answer"
+    answers.close()  # type: ignore[attr-defined]
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_they_end_with_their_caller(tmp_path: Path, number: signal.Signals) -> None:
+    source = (
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        f"from test_at_once import TWO, asked, each\n"
+        f"if __name__ == '__main__': list(each(asked, ['sleep {tmp_path}/0', 'sleep {tmp_path}/1'], TWO))\n"
+    )
+    (tmp_path / "caller.py").write_text(source)
+    files = [tmp_path / "0", tmp_path / "1"]
+    with subprocess.Popen([sys.executable, tmp_path / "caller.py"], stderr=subprocess.DEVNULL) as caller:
+        assert eventually(lambda: all(file.exists() and file.read_text() for file in files), 60)
+        caller.send_signal(number)
+        assert caller.wait(20) in (-number, 1)
+    assert eventually(lambda: not any(psutil.pid_exists(int(file.read_text())) for file in files), 10)
