@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -21,6 +22,8 @@ LOG2_E = 1.4426950408889634
 L2_BYTES = 40 * 2**20  # of an H200's 50 MB, for keys and values that programs share
 ROWS = 64  # of a warpgroup
 REGISTERS = 65536  # of a processor
+TILE = 192  # keys' worth of time from one tile's last block to the next one's first, by records at T 1024 and 8192
+SHIFTED = 16  # rounds: of more, what is left over is little
 TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -28,10 +31,12 @@ class Plan(NamedTuple):
     """A program's tile, 64 rows (or keys) for each of its warpgroups, and what it keeps.
 
     at_once: keys (or rows) that come together; stages: how many of those places there are, slots: of tiles. registers: of a
-    thread that multiplies. programs: on a processor. overlap, turns: as in _gluon_forward. persistent: each program makes
-    tiles until there are none; sharing: of one sequence and head as many programs at a time, 0 for as few as can be.
+    thread that multiplies. programs: on a processor. overlap, turns, ahead (with two slots): as in _gluon_forward.
+    persistent: each program makes tiles until there are none; sharing: of one sequence and head as many programs at a time,
+    0 for as few as can be.
     in_registers: what is held is an operand from there, in the backward pass; from shared memory two of 64 rows or columns
-    take all that it moves in a cycle. unrounded: as in _gluon_backward_fused.
+    take all that it moves in a cycle. unrounded: as in _gluon_backward_fused. even: rounds of causal tiles are dealt with
+    the shift that leaves the busiest program least.
     """
 
     warpgroups: int
@@ -46,6 +51,8 @@ class Plan(NamedTuple):
     in_registers: bool = False
     sharing: int = 0
     unrounded: bool = False
+    even: bool = False
+    ahead: bool = False
 
     def at_start(self) -> int:
         """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
@@ -116,8 +123,8 @@ def _constants(p: Plan) -> dict[str, int]:
     return constants | ({} if p.programs == 1 else {"maxnreg": p.at_start()})
 
 
-def _dealt(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
-    """How many programs, and T, S, H, group, pairs, blocks, near, whole, rest, as the kernels take them."""
+def _dealt(p: Plan, q: Tensor, k: Tensor, causal: bool, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
+    """How many programs, and T, S, H, group, pairs, blocks, near, whole, rest, shift, as the kernels take them."""
     batch, heads, rows, width = q.shape
     keys, group = k.shape[2], heads // k.shape[1]
     pairs = batch * (k.shape[1] if of_keys else heads)
@@ -127,10 +134,35 @@ def _dealt(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[
         near = min(pairs, max(1, L2_BYTES // come) * (1 if of_keys else group))
     elif p.sharing:
         near = min(pairs, max(1, processors(q.device) // p.sharing))
-    blocks = triton.cdiv(keys if of_keys else rows, ROWS * p.warpgroups)
+    each = ROWS * p.warpgroups
+    blocks = triton.cdiv(keys if of_keys else rows, each)
     tiles = blocks * pairs
     programs = min(tiles, processors(q.device) * p.programs) if p.persistent else tiles
-    return programs, (rows, keys, heads, group, pairs, blocks, near, *divmod(tiles, programs))
+    shift = 0
+    if p.even and p.persistent and causal and tiles < SHIFTED * programs:
+        shift = evenest(blocks, each, 0 if of_keys else keys, pairs, near, programs)
+    return programs, (rows, keys, heads, group, pairs, blocks, near, *divmod(tiles, programs), shift)
+
+
+@functools.lru_cache(1024)
+def evenest(blocks: int, each: int, most: int, pairs: int, near: int, programs: int) -> int:
+    """The shift, as _gluon_parts.dealt has it, that leaves the busiest program least.
+
+    Of each pair's causal blocks of `each` rows the first in order sees all keys, the last as many as it has rows, none of
+    them more than `most`, if there is such a number.
+    """
+    seen = each * np.arange(blocks, 0, -1)
+    costs = TILE + (np.minimum(seen, most) if most else seen)
+    tiles = np.arange(blocks * pairs)
+    first = tiles // (blocks * near) * near
+    order = (tiles - first * blocks) // np.minimum(pairs - first, near)
+    turns = triton.cdiv(len(tiles), programs)
+    cost = np.zeros(turns * programs)
+    cost[: len(tiles)] = costs[order]
+    turn, program = np.arange(turns)[:, None], np.arange(programs)
+    at = np.where(turn % 2, programs - 1 - program, program)
+    shifted = (at + turn * np.arange(programs)[:, None, None]) % programs
+    return int(cost.reshape(turns, programs)[turn, shifted].sum(1).max(1).argmin())
 
 
 def forward(
@@ -142,12 +174,13 @@ def forward(
     batch, heads, rows, width = q.shape
     out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
-    programs, sizes = _dealt(p, q, k, of_keys=False)
+    programs, sizes = _dealt(p, q, k, causal, of_keys=False)
     descriptors = [_descriptor(x, n) for x, n in ((q, ROWS), (k, p.at_once), (v, p.at_once), (out, ROWS))]
     with torch.cuda.device_of(q):
         gluon_attention_forward_kernel[(programs,)](
             *descriptors, lse, float(scale * LOG2_E), *sizes,
-            CAUSAL=causal, EDGE=causal or k.shape[2] % p.at_once != 0, OVERLAP=p.overlap, TURNS=p.turns, **_constants(p),
+            CAUSAL=causal, EDGE=causal or k.shape[2] % p.at_once != 0, OVERLAP=p.overlap, TURNS=p.turns, AHEAD=p.ahead,
+            **_constants(p),
         )  # fmt: skip
     return out, lse
 
@@ -182,13 +215,13 @@ def _backward_by_two(
     batch, heads, rows, _ = q.shape
     padded = triton.cdiv(rows, ROWS) * ROWS
     info = q.new_empty(batch * heads, 2, padded, dtype=torch.float32)
-    (programs, sizes), n = _dealt(of_rows, q, k, of_keys=False), of_rows.at_once
+    (programs, sizes), n = _dealt(of_rows, q, k, causal, of_keys=False), of_rows.at_once
     held, come = [_descriptor(x, ROWS) for x in (q, dout, out)], [_descriptor(x, n) for x in (k, v)]
     gluon_attention_backward_rows_kernel[(programs,)](
         *held, *come, _descriptor(dq, ROWS), lse, info, padded, float(scale * LOG2_E), *sizes,
         CAUSAL=causal, EDGE=causal or k.shape[2] % n != 0, IN_REGISTERS=of_rows.in_registers, **_constants(of_rows),
     )  # fmt: skip
-    (programs, sizes), n = _dealt(of_keys, q, k, of_keys=True), of_keys.at_once
+    (programs, sizes), n = _dealt(of_keys, q, k, causal, of_keys=True), of_keys.at_once
     held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, n) for x in (q, dout)]
     gluon_attention_backward_keys_kernel[(programs,)](
         *held, *come, _levels(info, n), _descriptor(dk, ROWS), _descriptor(dv, ROWS), float(scale * LOG2_E), *sizes,
@@ -210,7 +243,7 @@ def _backward_fused(
     gluon_attention_delta_kernel[grid](
         out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), heads, rows, padded, D=width, num_warps=4
     )
-    programs, sizes = _dealt(p, q, k, of_keys=True)
+    programs, sizes = _dealt(p, q, k, causal, of_keys=True)
     held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, ROWS) for x in (q, dout)]
     gluon_attention_backward_fused_kernel[(programs,)](
         *held, *come, _levels(info.transpose(0, 1), ROWS), _descriptor(dk, ROWS), _descriptor(dv, ROWS), sums, padded,
