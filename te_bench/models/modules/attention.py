@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from te_bench.models.modules import _arguments, attention_mask
 from te_bench.models.modules._stretch import unwatched
-from te_bench.models.modules.attention_mask import MaskTensor, Window
+from te_bench.models.modules.attention_mask import MaskTensor, Window, longest_of
 from te_bench.models.modules.dot_product_attention import DotProductAttention, check_format, check_heads, reject
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.layernorm_linear import LayerNormLinear
@@ -23,6 +23,7 @@ from te_bench.models.modules.rotary import (
     check_angles,
     constant,
     fusable,
+    packed_angles,
     split_rotated,
 )
 
@@ -190,7 +191,8 @@ class MultiheadAttention(nn.Module):
     ) -> Any:
         """The output, then proj's bias with return_bias, then norm(input) with return_layernorm_output; a tuple if several.
 
-        rotary_pos_emb: the angles of RotaryPositionEmbedding for queries and keys, or a pair of them.
+        rotary_pos_emb: the angles of RotaryPositionEmbedding for queries and keys, or a pair of them; for "thd" those of one
+        sequence's positions, as many as max_seqlen_q and max_seqlen_kv, or as the longest has where those are left out.
         """
         if others:
             reject("MultiheadAttention.forward", others)
@@ -223,17 +225,23 @@ class MultiheadAttention(nn.Module):
         core: dict[str, Any],
     ) -> Tensor:
         """The context of projected q, k and v, in the layout of hidden_states; core: what core_attention takes."""
+        q, k = self._turned(q, k, rotary_pos_emb)
+        context: Tensor = self.core_attention(q, k, v, **core)
+        return context
+
+    def _turned(self, q: Tensor, k: Tensor, rotary_pos_emb: Rotary) -> tuple[Tensor, Tensor]:
+        """q and k (s, b, h, d), or (b, s, h, d), normalised and turned, where they are to be, in their order."""
         if self.q_norm is not None and self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary_pos_emb is not None:
+            layout = "bshd" if self.qkv_format == "bshd" else "sbhd"
             q, k = (
-                apply_rotary_pos_emb(x, freqs, self.qkv_format, interleaved=self.rotary_pos_interleaved)
+                apply_rotary_pos_emb(x, freqs, layout, interleaved=self.rotary_pos_interleaved)
                 for x, freqs in zip((q, k), _pair(rotary_pos_emb), strict=True)
             )
         if self.q_norm is not None and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
-        context: Tensor = self.core_attention(q, k, v, **core)
-        return context
+        return q, k
 
     def rotation(self, outer: tuple[int, int], rotary_pos_emb: Rotary) -> Rotation | None:
         """What turns a projection, (*outer, F), where that comes first and by constant angles; else None.
@@ -257,22 +265,36 @@ class MultiheadAttention(nn.Module):
         x: Tensor,
         encoder_output: Tensor | None,
         is_first_microbatch: bool | None,
-        rotary: Any,
+        rotary: Rotary,
         core: dict[str, Any],
     ) -> Any:
-        """forward for "thd": (rows, hidden), projected as a batch of one."""
-        if rotary is not None:
-            raise ValueError(
-                "MultiheadAttention: te_bench has no rotary_pos_emb for qkv_format='thd'; rotate q and k before"
-            )
+        """forward for "thd": (rows, hidden), projected and turned as a batch of one."""
         if x.dim() != 2:
             raise ValueError(f"MultiheadAttention: hidden_states must be (rows, hidden) for thd, got {tuple(x.shape)}")
         encoded = None if encoder_output is None else encoder_output[:, None]
-        q, k, v, normed, _ = self._project(x[:, None], encoded, is_first_microbatch, None)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            rotary = self._packed_angles(_pair(rotary), x, x if encoder_output is None else encoder_output, core)
+        q, k, v, normed, rotary = self._project(x[:, None], encoded, is_first_microbatch, rotary)
+        q, k = self._turned(q, k, rotary)
         context = self.core_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), **core)
         return self._finish(context, None if normed is None else normed.squeeze(1), is_first_microbatch)
+
+    def _packed_angles(
+        self, pair: tuple[Tensor, Tensor], x: Tensor, memory: Tensor, core: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The angles of x's rows, the queries', and of memory's, the keys', each at its place in its sequence.
+
+        The longest sequences are those that core attention asks for: the host reads nothing more for them.
+        """
+
+        def angles(freqs: Tensor, name: str, rows: int) -> Tensor:
+            starts = core[f"cu_seqlens_{name}"]
+            longest = longest_of(f"cu_seqlens_{name}", starts, rows, core[f"max_seqlen_{name}"], x.device)
+            return packed_angles(freqs, starts, rows, longest)
+
+        q = angles(pair[0], "q", len(x))
+        shared = pair[0] is pair[1] and memory is x and core["cu_seqlens_q"] is core["cu_seqlens_kv"]
+        return q, q if shared else angles(pair[1], "kv", len(memory))
 
     def _finish(self, context: Tensor, normed: Tensor | None, is_first_microbatch: bool | None) -> Any:
         """proj of the context, with what forward returns beside it."""

@@ -6,7 +6,7 @@ means aligned at the top left, every other type aligns its window at the bottom 
 
 import itertools
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,24 +172,25 @@ def pack(
     if len(starts_q) != len(starts_kv):
         raise ValueError(f"cu_seqlens_q is of {len(starts_q) - 1} sequences, cu_seqlens_kv of {len(starts_kv) - 1}")
     longest = (
-        _longest("q", starts_q, totals[0], max_seqlens[0], device),
-        _longest("kv", starts_kv, totals[1], max_seqlens[1], device),
+        longest_of("cu_seqlens_q", starts_q, totals[0], max_seqlens[0], device),
+        longest_of("cu_seqlens_kv", starts_kv, totals[1], max_seqlens[1], device),
     )
     window = None if left < 0 and right <= 0 else (left, right)
     return Sequences((starts_q, starts_kv), longest, right == 0, window)
 
 
-def _longest(name: str, starts: Tensor, total: int, given: int | None, device: torch.device) -> int:
+def longest_of(name: str, starts: Any, total: int, given: int | None, device: torch.device) -> int:
     """The length of the longest sequence, which is given or read. Raises ValueError for starts that can't be."""
-    _check_form(f"cu_seqlens_{name}", starts, None, device)
+    check_form(name, starts, None, device)
+    longest = name.replace("cu_seqlens", "max_seqlen")
     unread = torch.compiler.is_compiling() or (starts.is_cuda and torch.cuda.is_current_stream_capturing())
     if unread and given is None:
-        raise ValueError(f"max_seqlen_{name} must be given in compiled code and while a CUDA graph is captured")
+        raise ValueError(f"{longest} must be given in compiled code and while a CUDA graph is captured")
     if given is not None and given < 1:
-        raise ValueError(f"max_seqlen_{name}={given}: must be at least 1")
+        raise ValueError(f"{longest}={given}: must be at least 1")
     if unread and given is not None:
         return given
-    _check_starts(f"cu_seqlens_{name}", starts, total if given is None else given, total)
+    _check_starts(name, starts, total if given is None else given, total)
     if given is not None:
         return given
     version = None if starts.is_inference() else starts._version
@@ -234,14 +235,14 @@ def _padding(
 
 def _ends(name: str, starts: Tensor, batch: int, length: int, device: torch.device) -> Tensor:
     """(B, 1, 1, length): True from each sequence's length on. starts (B + 1,): cumulative lengths."""
-    _check_form(name, starts, batch, device)
+    check_form(name, starts, batch, device)
     if not torch.compiler.is_compiling() and not (starts.is_cuda and torch.cuda.is_current_stream_capturing()):
         _check_starts(name, starts, length)
     lengths = starts[1:] - starts[:-1]
     return torch.arange(length, device=device) >= lengths.view(-1, 1, 1, 1)
 
 
-def _check_form(name: str, starts: Tensor, batch: int | None, device: torch.device) -> None:
+def check_form(name: str, starts: Any, batch: int | None, device: torch.device) -> None:
     """Raise ValueError for starts that are not (batch + 1,), or (2 or more,), whole numbers on the device."""
     if not isinstance(starts, Tensor) or starts.dtype not in (torch.int32, torch.int64):
         got = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__

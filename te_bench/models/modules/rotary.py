@@ -3,6 +3,7 @@
 Source: Su et al., "RoFormer", arXiv:2104.09864; interpolation: Chen et al., arXiv:2306.15595; interface: Transformer Engine.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from te_bench.kernels._launch import rows_contiguous
 from te_bench.kernels.rotary import Backend, Part
 from te_bench.kernels.rotary import reference as rotary_reference
 from te_bench.kernels.rotary import triton as rotary_triton
-from te_bench.models.modules import _arguments
+from te_bench.models.modules import _arguments, attention_mask
 from te_bench.models.modules._module import FLOATS, factory
 
 Angles = Tensor | tuple[Tensor, Tensor]  # of queries and keys, or of each
@@ -78,20 +79,24 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """t cos(freqs) + rotated(t) sin(freqs), where a pair (x, y) rotated is (-y, x); t (s, b, h, d) or (b, s, h, d).
 
-    freqs (S, 1, 1, d2), S >= s, even d2 <= d: the features beyond d2 pass. Computed in float32 at least, returned in t's
-    dtype. On a GPU one kernel, whatever fused says, but for float64, under torch.compile, and with freqs that are learned or
-    of another shape or dtype. Raises ValueError for thd, context parallelism and start positions.
+    freqs (S, 1, 1, d2), S >= s, even d2 <= d: the features beyond d2 pass. "thd": t (rows, h, d), of which cu_seqlens[i] to
+    cu_seqlens[i + 1], int32 or int64, are sequence i, whose first row turns by freqs[0]; rows after the last sequence turn
+    by some of freqs. Computed in float32 at least, returned in t's dtype. On a GPU one kernel, whatever fused says, but for
+    float64, under torch.compile, and with freqs that are learned or of another shape or dtype. Raises ValueError for context
+    parallelism, start positions and a sequence longer than S; on a GPU and in compiled code, where cu_seqlens stay unread,
+    what turns of such a sequence's rows beyond S is NaN.
     """
-    absent = {
-        "start_positions": start_positions,
-        "cu_seqlens": cu_seqlens,
-        "cp_size": None if cp_size == 1 else cp_size,
-    }
+    absent = {"start_positions": start_positions, "cp_size": None if cp_size == 1 else cp_size}
     for name, value in absent.items():
         if value is not None:
             raise ValueError(f"apply_rotary_pos_emb: te_bench has no {name}")
-    if tensor_format not in ("sbhd", "bshd"):
-        raise ValueError(f"tensor_format={tensor_format!r} is not possible: sbhd or bshd (te_bench has no thd)")
+    if tensor_format not in ("sbhd", "bshd", "thd"):
+        raise ValueError(f"tensor_format={tensor_format!r} is not possible: sbhd, bshd or thd")
+    if tensor_format == "thd":
+        angles = _packed_angles(t, freqs, cu_seqlens)
+        return apply_rotary_pos_emb(t[:, None], angles, interleaved=interleaved).squeeze(1)
+    if cu_seqlens is not None:
+        raise ValueError(f"apply_rotary_pos_emb: cu_seqlens is for tensor_format='thd', not {tensor_format!r}")
     batch_first = tensor_format == "bshd"
     check_angles(t.shape, freqs, batch_first)
     if fusable(t, freqs):
@@ -113,6 +118,35 @@ def check_angles(shape: Sequence[int], freqs: Tensor, batch_first: bool) -> None
 def angles_of(shape: Sequence[int], freqs: Tensor, batch_first: bool) -> Tensor:
     """(s, d2), of freqs that are `constant`."""
     return freqs[: shape[int(batch_first)], 0, 0]
+
+
+def _packed_angles(t: Tensor, freqs: Tensor, cu_seqlens: Any) -> Tensor:
+    """packed_angles of t (rows, h, d), with what the host knows."""
+    if t.dim() != 3:
+        raise ValueError(f"apply_rotary_pos_emb: t must be thd, (rows, heads, features), got {tuple(t.shape)}")
+    attention_mask.check_form("cu_seqlens", cu_seqlens, None, t.device)
+    longest = 1
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # else the host would wait for it
+        longest = attention_mask.longest_of("cu_seqlens", cu_seqlens, len(t), None, t.device)
+    return packed_angles(freqs, cu_seqlens, len(t), longest)
+
+
+def packed_angles(freqs: Tensor, cu_seqlens: Tensor, rows: int, longest: int) -> Tensor:
+    """(rows, 1, 1, d2), of freqs (S, 1, 1, d2) what row i of sequence b turns by: freqs[i - cu_seqlens[b]].
+
+    Differentiable, and read by the device alone. Angles that freqs do not have are NaN; those of rows after the last
+    sequence, which go nowhere, are not, for 0 x NaN would reach the gradients. Raises ValueError for S < longest.
+    """
+    if freqs.dim() != 4 or freqs.shape[1] != 1 or len(freqs) < longest:
+        raise ValueError(
+            f"freqs {tuple(freqs.shape)} must be (S, 1, 1, d2), S at least the longest sequence's rows, {longest}"
+        )
+    row = torch.arange(rows, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+    place = row - cu_seqlens[sequence]
+    there = place.clamp(0, len(freqs) - 1)
+    beyond = (place != there) & (sequence < len(cu_seqlens) - 1)
+    return freqs[there].masked_fill_(beyond[:, None, None, None], math.nan)
 
 
 def backend(x: Tensor) -> Backend:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from te_bench.kernels import attention
 from te_bench.models.modules import attention_kernel as kernels
 from te_bench.models.modules import attention_mask
 from te_bench.models.modules.attention import DotProductAttention, MultiheadAttention
+from te_bench.models.modules.rotary import RotaryPositionEmbedding
 
 PACKED = (5, 0, 7, 1)
 
@@ -165,10 +167,138 @@ def test_a_layer_of_packed_sequences_is_that_of_padded_ones(make: Any) -> None:
         packed(wide, cu_seqlens_q=starts, cu_seqlens_kv=starts)
 
 
-def test_no_rotary_embedding_of_packed_sequences() -> None:
-    layer, starts = MultiheadAttention(32, 4, attn_mask_type="padding", qkv_format="thd"), starts_of((5, 8))
-    with pytest.raises(ValueError, match="no rotary_pos_emb for qkv_format='thd'"):
-        layer(torch.zeros(13, 32), rotary_pos_emb=torch.zeros(13, 1, 1, 8), cu_seqlens_q=starts, cu_seqlens_kv=starts)
+def sharpened(layer: Any) -> Any:
+    """The layer with weights that make scores of order 1: else every row sees its keys alike, wherever they are."""
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return layer
+
+
+def by_angles(positions: int = 7, **options: Any) -> Tensor:
+    return RotaryPositionEmbedding(8, **options).to("cpu")(positions)
+
+
+@pytest.mark.parametrize(
+    ("options", "freqs"),
+    [
+        ({}, by_angles()),
+        ({"num_gqa_groups": 2}, (by_angles(), by_angles(9, rotary_percent=0.5))),
+        ({"num_gqa_groups": 2, "fuse_qkv_params": True, "rotary_pos_interleaved": True}, by_angles(interleaved=True)),
+        ({"qk_norm_type": "RMSNorm"}, by_angles()),
+        ({"qk_norm_type": "LayerNorm", "qk_norm_before_rope": True}, by_angles()),
+    ],
+    ids=["one for both", "a pair, by groups", "interleaved", "normed after", "normed before"],
+)
+@pytest.mark.parametrize("make", [MultiheadAttention, te.TransformerLayer])
+def test_a_layer_turns_packed_sequences_as_it_does_each_alone(make: Any, options: dict[str, Any], freqs: Any) -> None:
+    """Output and gradients; rows of no sequence see nothing and have gradient 0."""
+    torch.manual_seed(0)
+    whole = make is te.TransformerLayer
+    kind, form = ("self_attn_mask_type", "attn_input_format") if whole else ("attn_mask_type", "qkv_format")
+    options = {"attention_dropout": 0.0, **options} | ({"hidden_dropout": 0.0} if whole else {})
+    sizes = (32, 64, 4) if whole else (32, 4)
+    packed = sharpened(make(*sizes, **options, **{kind: "padding_causal", form: "thd"}))
+    alone = make(*sizes, **options)
+    alone.load_state_dict(packed.state_dict())
+    x, dy, starts = torch.randn(15, 32, requires_grad=True), torch.randn(15, 32), starts_of(PACKED)
+    given = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 7, "max_seqlen_kv": 7}
+    out = packed(x, rotary_pos_emb=freqs, **given)
+    grads = torch.autograd.grad(out[:13], (x, *packed.parameters()), dy[:13], retain_graph=True)
+    parts = [alone(x[i:j, None], rotary_pos_emb=freqs)[:, 0] for i, j in itertools.pairwise(starts.tolist()) if j > i]
+    torch.testing.assert_close(out[:13], torch.cat(parts), atol=1e-5, rtol=1e-5)
+    wanted = torch.autograd.grad(torch.cat(parts), (x, *alone.parameters()), dy[:13])
+    for mine, theirs in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=3e-5, rtol=3e-5)
+    unturned = packed(x, **given)
+    assert (out[1:5] - unturned[1:5]).abs().amax(1).min() > 1e-2
+    torch.testing.assert_close(out[13:], unturned[13:], atol=0, rtol=0)
+
+
+def test_crossed_packed_sequences_have_places_of_their_own() -> None:
+    """Queries by cu_seqlens_q, keys by cu_seqlens_kv, of other lengths."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"attention_dropout": 0.0, "attention_type": "cross", "num_gqa_groups": 2}
+    packed = sharpened(MultiheadAttention(32, 4, attn_mask_type="padding", qkv_format="thd", **options))
+    alone = MultiheadAttention(32, 4, attn_mask_type="no_mask", **options)
+    alone.load_state_dict(packed.state_dict())
+    x, memory = torch.randn(13, 32), torch.randn(19, 32)
+    lengths, lengths_kv = (5, 7, 1), (3, 6, 9)
+    starts = {"cu_seqlens_q": starts_of(lengths), "cu_seqlens_kv": starts_of(lengths_kv)}
+    pair = by_angles(7), by_angles(9)
+    out = packed(x, encoder_output=memory, rotary_pos_emb=pair, **starts)
+    queries, keys = x.split(lengths), memory[:18].split(lengths_kv)
+    for own, seen, mine in zip(queries, keys, out.split(lengths), strict=True):
+        theirs = alone(own[:, None], encoder_output=seen[:, None], rotary_pos_emb=pair)[:, 0]
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    same = {"cu_seqlens_q": starts["cu_seqlens_q"], "cu_seqlens_kv": starts["cu_seqlens_q"]}
+    out = packed(x, encoder_output=memory, rotary_pos_emb=pair[0], **same)  # keys of more rows, the last of no sequence
+    own = alone(x[5:12, None], encoder_output=memory[5:12, None], rotary_pos_emb=pair[0])[:, 0]
+    torch.testing.assert_close(out[5:12], own, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="S at least the longest sequence's rows, 9"):
+        packed(x, encoder_output=memory, rotary_pos_emb=by_angles(7), **starts)
+
+
+def test_packed_angles_reach_for_the_longest_that_is_given_and_compile() -> None:
+    layer = MultiheadAttention(32, 4, attention_dropout=0.0, attn_mask_type="padding_causal", qkv_format="thd")
+    x, starts = torch.randn(13, 32), starts_of(PACKED)
+    told = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 9, "max_seqlen_kv": 9}
+    for given in ({**told, "max_seqlen_q": 10}, {**told, "cu_seqlens_kv": starts.clone(), "max_seqlen_kv": 10}):
+        with pytest.raises(ValueError, match="S at least the longest sequence's rows, 10"):
+            layer(x, rotary_pos_emb=by_angles(9), **given)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    out = layer(x, rotary_pos_emb=by_angles(9), **told)
+    torch.testing.assert_close(compiled(x, rotary_pos_emb=by_angles(9), **told), out)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("given", [{}, {"max_seqlen_q": 7, "max_seqlen_kv": 7}], ids=["read", "given"])
+def test_turning_packed_sequences_reads_nothing_more_of_the_device(
+    given: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = MultiheadAttention(32, 4, attention_dropout=0.0, attn_mask_type="padding_causal", qkv_format="thd")
+    reads: list[str] = []
+    for name in ("tolist", "item", "__int__", "__bool__", "__float__"):
+        read = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda x, name=name, read=read: reads.append(name) or read(x))
+    x, counts = torch.randn(13, 32, requires_grad=True), []
+    for freqs in (None, by_angles(7), (by_angles(7), by_angles(8))):
+        starts = starts_of(PACKED)
+        for _ in range(2):
+            reads.clear()
+            layer(x, rotary_pos_emb=freqs, cu_seqlens_q=starts, cu_seqlens_kv=starts, **given).sum().backward()
+            counts.append([*reads])
+    assert counts == counts[:2] * 3
+    assert "tolist" in counts[0]
+    assert "tolist" not in counts[1]
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_turns_packed_sequences_of_other_lengths() -> None:
+    layer = MultiheadAttention(
+        64, 4, attention_dropout=0.0, attn_mask_type="padding_causal", qkv_format="thd", num_gqa_groups=2, device="cuda"
+    ).bfloat16()
+    x, dy = (t.detach().requires_grad_() for t in draw((13, 64), (13, 64), device="cuda", dtype=torch.bfloat16))
+    starts, freqs = starts_of(PACKED).cuda(), RotaryPositionEmbedding(16).to("cuda")(9)
+    given = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 9, "max_seqlen_kv": 9}
+
+    def turned() -> tuple[Tensor, ...]:
+        out = layer(x, rotary_pos_emb=freqs, **given)
+        return out, *torch.autograd.grad(out, x, dy)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            turned()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = turned()
+    for lengths in (PACKED, (2, 9, 0, 2)):
+        starts.copy_(starts_of(lengths))
+        graph.replay()
+        for mine, theirs in zip(made, turned(), strict=True):
+            assert_close(mine, theirs, torch.bfloat16)
 
 
 def test_the_longest_is_read_once_for_all_layers_and_again_when_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +307,8 @@ def test_the_longest_is_read_once_for_all_layers_and_again_when_it_changed(monke
     monkeypatch.setattr(Tensor, "max", lambda x, *arguments: reads.append(1) or maximum(x, *arguments))
     starts = starts_of((3, 5))
     for _ in range(2):
-        assert attention_mask._longest("q", starts, 8, None, starts.device) == 5
+        assert attention_mask.longest_of("cu_seqlens_q", starts, 8, None, starts.device) == 5
     assert len(reads) == 1
     starts[1] = 2
-    assert attention_mask._longest("q", starts, 8, None, starts.device) == 6
+    assert attention_mask.longest_of("cu_seqlens_q", starts, 8, None, starts.device) == 6
     assert len(reads) == 2

@@ -1,10 +1,12 @@
 """Rotary embeddings against complex multiplication in float64."""
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+from test_packed_sequences import starts_of
 from torch import Tensor
 
 from te_bench.models.modules.attention import MultiheadAttention
@@ -109,10 +111,10 @@ def test_it_compiles_without_breaks() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tensor_format": "thd"}, "thd"),
+        ({"tensor_format": "bhsd"}, "tensor_format='bhsd' is not possible: sbhd, bshd or thd"),
         ({"cp_size": 2}, "cp_size"),
         ({"start_positions": torch.zeros(2)}, "start_positions"),
-        ({"cu_seqlens": torch.zeros(2)}, "cu_seqlens"),
+        ({"cu_seqlens": torch.zeros(2)}, "cu_seqlens is for tensor_format='thd', not 'sbhd'"),
         ({"freqs": torch.zeros(3, 1, 1, 8)}, "too short"),
         ({"freqs": torch.zeros(9, 1, 1, 10)}, "too wide"),
     ],
@@ -148,3 +150,106 @@ def test_what_are_no_angles_is_told(wrong: Any, said: str) -> None:
     layer, freqs = MultiheadAttention(64, 4), RotaryPositionEmbedding(16)(8)
     with pytest.raises(ValueError, match=f"rotary_pos_emb: {said}; give RotaryPositionEmbedding's angles"):
         layer(torch.randn(8, 2, 64), rotary_pos_emb=wrong(freqs))
+
+
+# Packed sequences
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 0, 7, 1, 0), (9,), (0, 0, 9)], ids=str)
+def test_a_packed_sequence_turns_as_it_does_alone(
+    lengths: tuple[int, ...], interleaved: bool, dtype: torch.dtype, device: str
+) -> None:
+    """Bit for bit, forward and backward; of 16 features 12 turn."""
+    starts = starts_of(lengths).to(device, torch.int32 if interleaved else torch.int64)
+    t, dy = torch.randn(2, sum(lengths), 3, 16).to(device, dtype)
+    freqs = RotaryPositionEmbedding(12, interleaved=interleaved).to(device)(9)
+    t.requires_grad_()
+    out = apply_rotary_pos_emb(t, freqs, "thd", cu_seqlens=starts, interleaved=interleaved)
+    (grad,) = torch.autograd.grad(out, t, dy)
+    assert out.dtype == dtype
+    for begin, end in itertools.pairwise(starts.tolist()):
+        one = t[begin:end, None].detach().requires_grad_()
+        alone = apply_rotary_pos_emb(one, freqs, interleaved=interleaved)
+        assert torch.equal(out[begin:end, None], alone)
+        assert torch.equal(grad[begin:end, None], torch.autograd.grad(alone, one, dy[begin:end, None])[0])
+    places = torch.cat([torch.arange(length) for length in lengths])
+    exact = turned(t[:, None], 12, interleaved, places).squeeze(1)
+    assert (out.double().cpu() - exact).abs().max() <= torch.finfo(dtype).eps * 4 + 2e-5
+    assert (out[places > 0] != t[places > 0]).any(2).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_after_the_last_sequence_read_no_angle_that_is_not_there(device: str) -> None:
+    """More of them than there are angles: numbers, and their gradient of 0 stays 0."""
+    t = torch.randn(40, 2, 8, device=device, requires_grad=True)
+    freqs = RotaryPositionEmbedding(8).to(device)(5)
+    out = apply_rotary_pos_emb(t, freqs, "thd", cu_seqlens=starts_of((3, 5)).to(device))
+    assert out.isfinite().all()
+    (grad,) = torch.autograd.grad(out[:8].sum(), t)
+    assert grad[:8].all()
+    assert not grad[8:].any()
+
+
+def test_learned_angles_gather_the_gradients_of_all_sequences() -> None:
+    t, weights = torch.randn(13, 2, 8, dtype=torch.float64), torch.arange(1, 9)
+    freqs, starts = torch.randn(9, 1, 1, 6, dtype=torch.float64, requires_grad=True), starts_of((5, 0, 7, 1))
+    together = apply_rotary_pos_emb(t, freqs, "thd", cu_seqlens=starts)
+    parts = [apply_rotary_pos_emb(t[i:j, None], freqs) for i, j in itertools.pairwise(starts.tolist())]
+    sums = [(out.square() * weights).sum() for out in (together, torch.cat(parts))]
+    (mine,), (theirs,) = (torch.autograd.grad(value, freqs) for value in sums)
+    torch.testing.assert_close(mine, theirs)
+    assert mine[:7].all()
+    assert not mine[7:].any()
+
+
+def test_packed_sequences_compile_and_beyond_the_angles_they_are_nan() -> None:
+    """Compiled code reads no lengths, and so cannot refuse."""
+    t, starts, freqs = torch.randn(15, 2, 8), starts_of((5, 0, 7, 1)), RotaryPositionEmbedding(6).to("cpu")(7)
+    out = apply_rotary_pos_emb(t, freqs, "thd", cu_seqlens=starts)
+    compiled = torch.compile(apply_rotary_pos_emb, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(t, freqs, "thd", cu_seqlens=starts), out)
+    short = compiled(t, freqs[:5], "thd", cu_seqlens=starts)
+    assert short[10:12, :, :6].isnan().all()
+    assert torch.equal(short[10:12, :, 6:], t[10:12, :, 6:])
+    rest = [*range(10), 12]
+    assert torch.equal(short[rest], out[rest])
+    assert short[13:].isfinite().all()
+
+
+def test_where_the_host_would_wait_it_reads_no_lengths() -> None:
+    """Of the meta device nothing can be read."""
+    t = torch.randn(13, 2, 8, device="meta", requires_grad=True)
+    freqs = torch.randn(7, 1, 1, 8, device="meta")
+    out = apply_rotary_pos_emb(t, freqs, "thd", cu_seqlens=starts_of((5, 0, 7, 1)).to("meta"))
+    (grad,) = torch.autograd.grad(out, t, torch.empty_like(out))
+    assert out.shape == grad.shape == t.shape
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"cu_seqlens": None}, "cu_seqlens must be a tensor of torch.int32 or torch.int64, got NoneType"),
+        ({"cu_seqlens": torch.tensor([0.0, 9.0])}, "torch.int32 or torch.int64, got torch.float32"),
+        ({"cu_seqlens": torch.tensor([0])}, r"cu_seqlens must be \(sequences \+ 1,\), got \(1,\)"),
+        ({"cu_seqlens": torch.tensor([0, 10])}, "sequence 0 would have 10 of 9 positions"),
+        ({"cu_seqlens": torch.tensor([1, 9])}, "they start at 1, not 0"),
+        ({"cu_seqlens": torch.tensor([0, 5, 3, 9])}, "sequence 1 would end at 3"),
+        ({"cu_seqlens": torch.zeros(2, dtype=torch.int32, device="meta")}, "cu_seqlens is on meta"),
+        ({"t": torch.zeros(9, 1, 2, 8)}, r"t must be thd, \(rows, heads, features\), got \(9, 1, 2, 8\)"),
+        ({"freqs": torch.zeros(5, 1, 1, 8)}, "S at least the longest sequence's rows, 6"),
+        ({"freqs": torch.zeros(0, 1, 1, 8), "cu_seqlens": torch.tensor([0, 0])}, "S at least the longest"),
+        ({"freqs": torch.zeros(9, 2, 1, 8)}, r"freqs \(9, 2, 1, 8\) must be \(S, 1, 1, d2\)"),
+        ({"freqs": torch.zeros(9, 8)}, r"freqs \(9, 8\) must be"),
+        ({"freqs": torch.zeros(9, 1, 1, 7)}, "d2 even"),
+        ({"freqs": torch.zeros(9, 1, 1, 10)}, "too wide"),
+        ({"start_positions": torch.zeros(2)}, "no start_positions"),
+        ({"cp_size": 2}, "no cp_size"),
+    ],
+)
+def test_what_packed_sequences_cannot_be_is_named(options: dict[str, object], reason: str) -> None:
+    given = {"t": torch.zeros(9, 2, 8), "freqs": torch.zeros(9, 1, 1, 8), "cu_seqlens": starts_of((3, 6))}
+    with pytest.raises(ValueError, match=reason):
+        apply_rotary_pos_emb(**{**given, **options}, tensor_format="thd")  # type: ignore[arg-type]

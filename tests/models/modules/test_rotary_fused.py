@@ -1,18 +1,26 @@
 """MultiheadAttention by the fused rotary kernel is that by plain operators; whose memory is turned, and who is told."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from test_packed_sequences import PACKED, starts_of
 from torch import Tensor, nn
 
 from te_bench.kernels.rotary import triton as rotary_triton
 from te_bench.models.modules import attention, rotary
 from te_bench.models.modules.attention import MultiheadAttention
-from te_bench.models.modules.rotary import RotaryPositionEmbedding, Rotation, apply_rotary_pos_emb, split_rotated
+from te_bench.models.modules.rotary import (
+    RotaryPositionEmbedding,
+    Rotation,
+    apply_rotary_pos_emb,
+    packed_angles,
+    split_rotated,
+)
 
 S, B, HIDDEN, HEADS, D = 7, 3, 32, 4, 8
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -72,7 +80,7 @@ def learned(freqs: Tensor) -> Tensor:
     return freqs.clone().requires_grad_()
 
 
-def passed(mha: MultiheadAttention, freqs: Any, *size: int, plain: bool = False) -> list[Tensor]:
+def passed(mha: MultiheadAttention, freqs: Any, *size: int, plain: bool = False, **given: Any) -> list[Tensor]:
     """Output and gradients; plain: by operators that autograd records, for the angles are learned."""
     x = draw(next(mha.parameters()).device.type, *size).requires_grad_()
     mha.zero_grad()
@@ -82,7 +90,7 @@ def passed(mha: MultiheadAttention, freqs: Any, *size: int, plain: bool = False)
             if isinstance(freqs, tuple)
             else freqs.clone().requires_grad_()
         )
-    y = mha(x, rotary_pos_emb=freqs)
+    y = mha(x, rotary_pos_emb=freqs, **given)
     y.backward(draw(x.device.type, *y.shape).roll(1, 0))
     assert x.grad is not None
     return [y.detach(), x.grad, *(p.grad.clone() for p in mha.parameters() if p.grad is not None)]
@@ -132,6 +140,66 @@ def test_the_function_alone(device: str, calls: list[str]) -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
         assert calls == ["1 beside", "1 back"]
         calls.clear()
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("dealt", DEALT)
+def test_packed_sequences_are_what_plain_operators_make(
+    dealt: str, interleaved: bool, device: str, calls: list[str]
+) -> None:
+    """With keys' lengths of their own, and rows after the last sequence."""
+    packed: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding", "rotary_pos_interleaved": interleaved}
+    mha = layer(device, **packed, **DEALT[dealt])
+    pair = angles(device, 0.5, interleaved), angles(device, 0.5, interleaved) * 0.7
+    given = {"cu_seqlens_q": starts_of(PACKED).to(device), "cu_seqlens_kv": starts_of((3, 4, 6, 1)).to(device)}
+    found = passed(mha, pair, 15, HIDDEN, **given)
+    if dealt == "normed before":
+        assert sorted(calls) == ["1 back", "1 back", "1 beside", "1 beside"]
+    else:
+        assert calls == ["2 beside" if dealt == "by groups" else "2 in place", "3 back"]
+    calls.clear()
+    wanted = passed(mha, pair, 15, HIDDEN, plain=True, **given)
+    assert calls == []
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=3e-5, rtol=3e-5)
+    assert not torch.allclose(found[0], mha(draw(device, 15, HIDDEN), **given), atol=1e-2)
+
+
+def test_one_gather_of_angles_serves_queries_and_keys_of_the_same_sequences(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(attention, "packed_angles", lambda *a: seen.append(a[0].shape) or packed_angles(*a))
+    mha = layer(device, qkv_format="thd", attn_mask_type="padding")
+    starts, freqs = starts_of(PACKED).to(device), angles(device)
+    for other, pair in (
+        (starts, freqs),
+        (starts, (freqs, freqs)),
+        (starts.clone(), freqs),
+        (starts, (freqs, freqs * 1)),
+    ):
+        mha(draw(device, 13, HIDDEN), rotary_pos_emb=pair, cu_seqlens_q=starts, cu_seqlens_kv=other)
+    assert len(seen) == 1 + 1 + 2 + 2
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_a_packed_sequence_alone_gives_the_same_bits(interleaved: bool, device: str, calls: list[str]) -> None:
+    t, dy, starts = draw(device, 15, HEADS, D), draw(device, 15, HEADS, D).roll(1, 0), starts_of(PACKED).to(device)
+    freqs = angles(device, 0.5, interleaved)
+    t.requires_grad_()
+    out = apply_rotary_pos_emb(t, freqs, "thd", cu_seqlens=starts, interleaved=interleaved)
+    (grad,) = torch.autograd.grad(out, t, dy)
+    assert calls == ["1 beside", "1 back"]
+    for i, j in itertools.pairwise(starts.tolist()):
+        one = t[i:j, None].detach().requires_grad_()
+        alone = apply_rotary_pos_emb(one, freqs, interleaved=interleaved)
+        assert torch.equal(out[i:j, None], alone)
+        assert torch.equal(grad[i:j, None], torch.autograd.grad(alone, one, dy[i:j, None])[0])
+    short = apply_rotary_pos_emb(t[:, None], packed_angles(freqs[:5], starts, 15, 1), interleaved=interleaved)[:, 0]
+    assert short[10:12, :, : D // 2].isnan().all()  # places 5 and 6, of 5 angles
+    assert torch.equal(short[10:12, :, D // 2 :], t[10:12, :, D // 2 :])
+    assert torch.equal(short[[*range(10), 12]], out[[*range(10), 12]])
+    assert short[13:].isfinite().all()
 
 
 def test_queries_and_keys_stay_in_the_projections_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
