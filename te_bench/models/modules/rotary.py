@@ -134,13 +134,16 @@ def _packed_angles(t: Tensor, freqs: Tensor, cu_seqlens: Any) -> Tensor:
 def packed_angles(freqs: Tensor, cu_seqlens: Tensor, rows: int, longest: int) -> Tensor:
     """(rows, 1, 1, d2), of freqs (S, 1, 1, d2) what row i of sequence b turns by: freqs[i - cu_seqlens[b]].
 
-    Differentiable, and read by the device alone. Angles that freqs do not have are NaN; those of rows after the last
-    sequence, which go nowhere, are not, for 0 x NaN would reach the gradients. Raises ValueError for S < longest.
+    Differentiable; the device alone reads cu_seqlens. Angles that freqs do not have are NaN; those of rows after the last
+    sequence, which go nowhere, are not, for 0 x NaN would reach the gradients. Raises ValueError for S < longest, and where
+    freqs and cu_seqlens are on two devices.
     """
     if freqs.dim() != 4 or freqs.shape[1] != 1 or len(freqs) < longest:
         raise ValueError(
             f"freqs {tuple(freqs.shape)} must be (S, 1, 1, d2), S at least the longest sequence's rows, {longest}"
         )
+    if freqs.device != cu_seqlens.device:
+        raise ValueError(f"freqs are on {freqs.device}, cu_seqlens on {cu_seqlens.device}: move them")
     row = torch.arange(rows, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
     place = row - cu_seqlens[sequence]

@@ -242,6 +242,7 @@ def test_where_the_host_would_wait_it_reads_no_lengths() -> None:
         ({"freqs": torch.zeros(5, 1, 1, 8)}, "S at least the longest sequence's rows, 6"),
         ({"freqs": torch.zeros(0, 1, 1, 8), "cu_seqlens": torch.tensor([0, 0])}, "S at least the longest"),
         ({"freqs": torch.zeros(9, 2, 1, 8)}, r"freqs \(9, 2, 1, 8\) must be \(S, 1, 1, d2\)"),
+        ({"freqs": torch.zeros(9, 1, 1, 8, device="meta")}, "freqs are on meta, cu_seqlens on cpu: move them"),
         ({"freqs": torch.zeros(9, 8)}, r"freqs \(9, 8\) must be"),
         ({"freqs": torch.zeros(9, 1, 1, 7)}, "d2 even"),
         ({"freqs": torch.zeros(9, 1, 1, 10)}, "too wide"),
