@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_bench.kernels.attention import load as load_attention
 from te_bench.kernels.cross_entropy.reference import cross_entropy
 from te_bench.kernels.linear_cross_entropy import Backend as Head
 from te_bench.kernels.linear_cross_entropy import load as load_head
@@ -33,7 +32,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, attention: str, linear: Callable[..., nn.Module]):
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
-        self.attention = fp8_attention.by_recipe(load_attention(attention))
+        self.attention = fp8_attention.ByRecipe(attention)
         self.c_attn = linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
@@ -81,7 +80,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.config, self.fused = config, blocks == "fused"
-        self.attention = fp8_attention.by_recipe(load_attention(attention))
+        self.attention = fp8_attention.ByRecipe(attention)
         self.wte = nn.Embedding(padded, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)

@@ -59,7 +59,7 @@ def test_a_backend_of_fp8_stays_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     triton = attention.load("triton_fp8")
     spied = dataclasses.replace(triton, forward=lambda *x, **o: called.append("triton_fp8") or triton.forward(*x, **o))
-    monkeypatch.setattr("te_bench.models.gpt.load_attention", lambda name: spied if name == "triton_fp8" else None)
+    monkeypatch.setattr("te_bench.models.fp8_attention.load", lambda name: spied if name == "triton_fp8" else None)
     asked = a_gpt(IN_FP8[0], "triton_fp8")
     a_loss(asked)
     assert called == ["triton_fp8"] * 2

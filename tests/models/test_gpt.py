@@ -1,7 +1,11 @@
 """The GPT: padding changes nothing, initialisation, tied head, counts of parameters and FLOP, dropout, bad input."""
 
+import copy
 import dataclasses
+import io
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -313,6 +317,38 @@ def test_dropout_reaches_attention_embedding_and_both_residuals() -> None:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     assert model(*a_batch()) != model(*a_batch())  # the attention's own is left
+
+
+def through_a_file(model: GPT) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [lambda m: pickle.loads(pickle.dumps(m)), through_a_file, copy.deepcopy],
+    ids=["pickle", "torch.save", "deepcopy"],
+)
+def test_it_can_be_pickled_and_computes_the_same(duplicate: Callable[[GPT], GPT]) -> None:
+    """What a spawned process is given, or a file."""
+    for options in ({}, {"blocks": "fused"}, {"head": "chunked"}, {"recipe": recipes.load("delayed_scaling")}):
+        torch.manual_seed(0)
+        model = GPT(SMALL, attention="math", **options)
+        found = []
+        for one in (model, duplicate(model)):
+            with one.autocast():
+                loss = one(*a_batch())
+            loss.backward()
+            found.append([loss, *(p.grad for p in one.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), options
+
+
+def test_a_pickle_names_any_backend_and_loads_it_again() -> None:
+    for name in attention.names():
+        again = pickle.loads(pickle.dumps(GPT(SMALL, attention=name)))
+        assert again.transformer.h[1].attn.attention.own is attention.load(name)
 
 
 def test_sequences_up_to_the_block_size_and_no_longer() -> None:

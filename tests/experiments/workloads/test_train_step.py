@@ -10,7 +10,7 @@ from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Uns
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.kernels import adamw, attention
-from te_bench.models import gpt
+from te_bench.models import fp8_attention
 
 TINY = {"model": "tiny", "batch": 2, "block": 8, "vocab": 60, "padded_vocab": 64, "grad_clip": 0.0}
 TRIAL = Trial(workload="train_step", device="cpu", problem=TINY, attention="flash", precision="fp32")
@@ -62,7 +62,7 @@ def test_a_loss_that_is_not_finite_is_diverged_and_has_no_timings() -> None:
 
 
 def test_a_rung_that_ran_another_kernel_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpt, "load_attention", lambda name: attention.load("math" if name == "flash" else name))
+    monkeypatch.setattr(fp8_attention, "load", lambda name: attention.load("math" if name == "flash" else name))
     with pytest.raises(CheckFailed, match="asked for flash, but") as caught:
         train_step.run(TRIAL, Context())
     assert caught.value.measurement.samples == {}
