@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from te_bench.models.modules import attention_kernel
 from te_bench.models.recipe import DelayedScaling, Recipe
@@ -46,6 +47,8 @@ class Scales:
     `outer`: those of the checkpoint around it, whose recomputation computes this one for the first time again.
     """
 
+    traced = False
+
     def __init__(self, outer: "Scales | None" = None) -> None:
         self.outer = outer
         self.kept: list[Tensor] = []
@@ -64,6 +67,29 @@ class Scales:
             return self.kept[-1]
         self.next += 1
         return self.kept[self.next - 1]
+
+
+# An operator of ours, for what torch.compile keeps of a checkpoint is said by operator; see _contexts.
+@torch.library.custom_op("te_bench::scale_of_checkpoint", mutates_args=())
+def _kept(scale: Tensor) -> Tensor:
+    return scale.clone()
+
+
+@_kept.register_fake
+def _(scale: Tensor) -> Tensor:
+    return torch.empty_like(scale)
+
+
+class TracedScales(Scales):
+    """The same where torch.compile traces: the graph keeps the copies, and computes the rest again by itself."""
+
+    traced = True
+
+    def through(self, scale: Tensor) -> Tensor:
+        return _kept(scale)
+
+
+_TRACED = TracedScales()
 
 
 current = Region()
@@ -211,23 +237,40 @@ class _Within:
         current, attention_kernel.current = self.outer.pop()
 
 
+def _contexts() -> tuple[Any, Any]:
+    """What a checkpointed function runs in, the first time and again; while torch.compile traces it, what is kept."""
+    if get_proxy_mode() is not None:
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts(
+            [torch.ops.te_bench.scale_of_checkpoint.default]
+        )
+    outer = current.scales
+    region = replace(current, scales=Scales(None if outer is _TRACED else outer))  # traced until the graph broke
+    return _Within(region, False), _Within(region, True)
+
+
 def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
     """function(*args, **kwargs) without keeping its activations: the backward pass computes them again, in the same FP8.
 
     The recomputation runs under the autocast of this call and casts with the very scales of the first time; amaxes are
-    gathered once. Takes torch.utils.checkpoint's own keyword arguments besides use_reentrant, which is False.
+    gathered once. torch.compile takes it into its graph, with the autocast outside. Takes torch.utils.checkpoint's own
+    keyword arguments besides use_reentrant, which is False.
     """
+    global current
     if kwargs.pop("use_reentrant", False):
         raise ValueError(
             "te.checkpoint has use_reentrant=False only: the reentrant kind hides its inputs from autograd"
         )
-
     for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):  # Transformer Engine's
         if kwargs.pop(name, None):
             raise ValueError(f"te.checkpoint: te_bench has no {name}; leave it out")
 
-    def contexts() -> tuple[Any, Any]:
-        region = replace(current, scales=Scales(current.scales))
-        return _Within(region, False), _Within(region, True)
-
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    outer = current
+    if (
+        torch.compiler.is_compiling() and outer.scales is not _TRACED
+    ):  # around the graph's node: inside nothing may be set
+        current = replace(outer, scales=_TRACED)
+    try:
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+    finally:
+        if current is not outer:
+            current = outer

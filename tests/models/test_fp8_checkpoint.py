@@ -1,12 +1,14 @@
 """Activation checkpointing: te.checkpoint changes no bit, and torch's own fails loudly where it would."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from fp8_cases import RECIPES, model, train
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import te_bench.models as te
 
@@ -98,6 +100,96 @@ def test_torchs_own_checkpoint_outside_of_autocast_fails_loudly(layer: int, name
         y = torch.utils.checkpoint.checkpoint(layers[layer], x, use_reentrant=False)
     with pytest.raises(torch.utils.checkpoint.CheckpointError):
         y.sum().backward()
+
+
+# torch.compile
+
+
+@pytest.fixture
+def once() -> Iterator[None]:
+    """Nothing is compiled a second time."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "backend"),
+    [
+        ("whole", "delayed", "aot_eager"),
+        ("nested", "delayed", "aot_eager"),
+        ("parts", "current", "aot_eager"),
+        *(
+            pytest.param(form, name, backend, marks=pytest.mark.slow)
+            for form, name, backend in (
+                ("parts", "delayed", "aot_eager"),
+                ("whole", "row", "aot_eager"),
+                ("whole", "block", "aot_eager"),
+                ("whole", "none", "aot_eager"),
+                ("whole", "delayed", "inductor"),
+            )
+        ),
+    ],
+)
+@pytest.mark.usefixtures("once")
+def test_compiled_checkpoints_change_no_bit(form: str, name: str, backend: str) -> None:
+    """To rounding, for inductor: the same graph without checkpoints is as far from eager."""
+    straight, checkpointed = model(), model()
+    expected = train(straight, straight, RECIPES[name])
+    compiled = torch.compile(lambda x: FORMS[form](checkpointed, x), fullgraph=True, backend=backend)
+    found = train(checkpointed, compiled, RECIPES[name])
+    if backend == "aot_eager":
+        assert equal(expected, found)
+    else:
+        assert all((a - b).norm() <= 2e-2 * a.norm() for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.usefixtures("once")
+def test_compiled_checkpoints_on_a_gpu(name: str) -> None:
+    straight, checkpointed = model("cuda"), model("cuda")
+    expected = train(straight, straight, RECIPES[name])
+    compiled = torch.compile(lambda x: te.checkpoint(checkpointed, x), fullgraph=True)
+    found = train(checkpointed, compiled, RECIPES[name])
+    assert all((a - b).norm() <= 3e-2 * a.norm() for a, b in zip(expected, found, strict=True))
+
+
+def test_a_compiled_checkpoint_keeps_scales_and_nothing_else() -> None:
+    kept: list[int] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        (outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
+        made = [node.meta["val"] for node in outputs if node is not None and node.op != "placeholder"]
+        kept.append(sum(value.numel() for value in made if value.dim() == 2 and 512 in value.shape))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=look, partition_fn=min_cut_rematerialization_partition)
+    for form in (lambda m, x: m(x), FORMS["whole"]):
+        torch._dynamo.reset()
+        layers = model()
+        compiled = torch.compile(lambda x, f=form, m=layers: f(m, x), fullgraph=True, backend=backend)
+        with te.autocast(recipe=RECIPES["delayed"]):
+            compiled(torch.ones(512, 32, requires_grad=True))
+    plain, checkpointed = kept
+    assert plain > 4 * 512 * 32
+    assert checkpointed == 512 * 32  # the result
+
+
+def test_where_the_graph_breaks_inside_a_checkpoint_it_is_as_in_eager_mode() -> None:
+    torch._dynamo.reset()
+
+    def broken(layers: nn.Module, x: Tensor) -> Tensor:
+        x = layers[0](x)
+        torch._dynamo.graph_break()
+        return layers[2](te.checkpoint(layers[1], x))
+
+    straight, checkpointed = model(), model()
+    expected = train(straight, straight, RECIPES["delayed"])
+    compiled = torch.compile(lambda x: te.checkpoint(broken, checkpointed, x), backend="aot_eager")
+    assert equal(expected, train(checkpointed, compiled, RECIPES["delayed"]))
+    torch._dynamo.reset()
 
 
 def test_reentrant_checkpoints_are_refused() -> None:

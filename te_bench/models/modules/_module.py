@@ -161,15 +161,16 @@ class Fp8Module(nn.Module):
         counts = self._counts[role, gemm] if region.numerics else None
         if self._state is None or self._state.recipe is not region.recipe:
             return Slot(counts=counts)
+        again = False
         scale, amax = self._state.slot(role, gemm)
         if role != "grad_output":
             if region.scales is not None:
-                scale = region.scales.through(scale)
+                scale, again = region.scales.through(scale), region.scales.traced
             if not (torch.is_grad_enabled() or region.calibrating) or (
                 region.scales is not None and region.scales.replaying
             ):
                 amax = None  # an evaluation leaves no trace in the training's scales; a recomputation none twice
-        return Slot(scale, amax, counts)
+        return Slot(scale, amax, counts, again)
 
     def quantized_weight(
         self, gemms: Gemms, weight: Tensor, gemm: int, is_first_microbatch: bool | None, *, columnwise: bool

@@ -55,24 +55,31 @@ class DelayedScaling(Recipe):
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:
         assert slot.scale is not None
+        amax = slot.amax
+        if slot.again and amax is not None:  # by way of a tensor of the graph's own: the history has moved on by then
+            amax = x.new_zeros((), dtype=torch.float32)
         scaled = _emulated if self._emulated(x) and torch.compiler.is_compiling() else self._quantizer(x).scaled
-        return scaled(
+        made = scaled(
             x,
             slot.scale,
             self.dtype(role),
             rowwise=rowwise,
             columnwise=columnwise,
-            amax=slot.amax,
+            amax=amax,
             counts=slot.counts,
             column_sum=column_sum,
         )
+        if slot.amax is not None and amax is not slot.amax:
+            assert amax is not None
+            slot.amax.copy_(torch.maximum(slot.amax, amax))
+        return made
 
     def quantize_pair(
         self, x: Tensor, x_slot: Slot, w: Tensor, w_slot: Slot, *, x_columnwise: bool, w_columnwise: bool
     ) -> tuple[Quantized, Quantized]:
         made = None
         dtype = self.dtype("input")
-        if x_slot.counts is None and dtype is self.dtype("weight") and not self._emulated(x):
+        if x_slot.counts is None and not x_slot.again and dtype is self.dtype("weight") and not self._emulated(x):
             assert x_slot.scale is not None
             assert w_slot.scale is not None
             made = quantize_triton.scaled_pair(
@@ -84,7 +91,7 @@ class DelayedScaling(Recipe):
 
     def epilogue(self, role: str, slot: Slot) -> Cast | None:
         assert slot.scale is not None
-        if self.emulate or (torch.compiler.is_compiling() and not slot.scale.is_cuda):
+        if self.emulate or slot.again or (torch.compiler.is_compiling() and not slot.scale.is_cuda):
             return None  # see _emulated
         return Cast(slot.scale, self.dtype(role), slot.amax, slot.counts)
 
