@@ -119,7 +119,7 @@ class TableAdamW:
         self.masters = [p for p in model.parameters() if p.requires_grad]
         device = self.masters[0].device
         self.copies = copies(model, direct=not accumulate, region=region) if bf16 else {}
-        self._backend = adamw.load(name)
+        self.name, self._backend = name, adamw.load(name)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         cast = any(copy.fp8 for copy in self.copies.values())
         reason = self._backend.unsupported(adamw.Problem(device=device.type, capability=capability, fp8=cast))
@@ -149,6 +149,22 @@ class TableAdamW:
         """Where each master's whole gradient is, after a pass."""
         found = ((p, self.copies.get(p)) for p in self.masters)
         return [copy.leaf if copy is not None and copy.direct else p for p, copy in found]
+
+    @torch.no_grad()
+    def carry(self, old: "TableAdamW") -> None:
+        """Go on from the table of a model that this one's is a copy of: its moments, and the copies that it left."""
+        self._rate.copy_(old._rate)
+        self._count.copy_(old._count)
+        for mine, theirs in zip(self.masters, old.masters, strict=True):
+            for name, moment in self.state[mine].items():
+                moment.copy_(old.state[theirs][name])
+        for copy, other in zip(self.copies.values(), old.copies.values(), strict=True):
+            if copy.half:
+                copy.leaf.copy_(other.leaf)
+            if copy.fp8 is not None and other.fp8 is not None:
+                for ours, left in zip(copy.fp8.kept, other.fp8.kept, strict=True):
+                    ours.copy_(left)
+        self._fresh, self._versions = old._fresh and old._versions == old._seen(), self._seen()
 
     # ---- before, during and after a training pass
 

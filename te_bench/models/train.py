@@ -5,11 +5,12 @@ gradient accumulation, float32 parameters under autocast.
 """
 
 import contextlib
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +114,22 @@ class TrainStep:
             fixed=not self.captured,
             region=functools.partial(fp8_autocast, self.model),
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A step of a copy of the model that goes on as this one would, with code, tables and buffers of its own."""
+        if self.captured:
+            raise ValueError("mode cudagraph: a captured step has no copy; copy its model and make another TrainStep")
+        table, how = self.table, {"precision": self.precision, "mode": self.mode}
+        model = copy.deepcopy(self.model, memo)
+        twin = type(self)(model, self.optim, optimizer=None if table is None else table.name, **how)
+        if table is None:
+            twin.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        else:
+            assert twin.table is not None
+            twin.table.carry(table)
+        twin.scaler.load_state_dict(self.scaler.state_dict())
+        twin.grad_norm = copy.deepcopy(self.grad_norm, memo)
+        return twin
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self.captured:

@@ -1,5 +1,6 @@
 """The step whose update is one table's: the plain step's losses, gradients and weights; copies that are never stale."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -39,6 +40,31 @@ vectorised = pytest.mark.skipif(
 
 
 pytestmark = pytest.mark.usefixtures("plain_heads")
+
+
+# Copies of a step
+
+
+@pytest.mark.parametrize("optimizer", [None, "reference"])
+@pytest.mark.parametrize(("precision", "recipe"), [("fp8", DELAYED), ("fp8", CURRENT), ("bf16", CURRENT)])
+def test_a_copied_step_goes_on_as_the_original_and_shares_nothing(
+    precision: str, recipe: str, optimizer: str | None
+) -> None:
+    step = a_step(precision, optimizer, recipe=recipe)
+    losses(step, 3)
+    twin, other = copy.deepcopy(step), copy.deepcopy(step)
+    expected, left = losses(step, 4), weights(step)
+    for one in (twin, copy.deepcopy(other), other):
+        assert losses(one, 4) == expected
+        assert all(torch.equal(a, b) for a, b in zip(weights(one), left, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights(step), left, strict=True))
+
+
+def test_a_captured_step_has_no_copy() -> None:
+    step = a_step("bf16")
+    step.captured = True  # which needs a GPU
+    with pytest.raises(ValueError, match="copy its model and make another TrainStep"):
+        copy.deepcopy(step)
 
 
 # The same training as without it
