@@ -32,8 +32,13 @@ def launch(
     pointers are not multiples of 16 bytes (`traits`); integers by value; every constant. What the key's other entries
     decide need not be in it, nor floats, which must be floats: Triton compiles an integer in their place. args are the
     kernel's leading arguments in order, constants the rest by name. device: the tensors' get_device(), negative on a CPU,
-    where Triton's interpreter has nothing to keep.
+    where Triton's interpreter has nothing to keep. It need not be the current one, which Triton launches on: it becomes
+    that for the launch.
     """
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            launch(kernel, grid, key, device, args, constants, grid_y)
+        return
     found = _compiled.get((id(kernel), device, key))
     if found is None:
         compiled = kernel[(grid, grid_y)](*args, **constants)

@@ -228,15 +228,34 @@ class TrainStep:
             tensor.copy_(value)
 
     def _capture(self, tokens: Tensor, targets: Tensor) -> None:
-        """Warm up on a side stream, put the state back as it was, then record one step."""
+        """Warm up on a side stream, put the state back as it was, then record one step; on the model's GPU, all of it."""
         self._inputs = (tokens.clone(), targets.clone())
+        with torch.cuda.device(self.device):  # streams and graphs are made on the current one
+            self._warm_up(*self._inputs)
+            if self.table is not None:
+                self.table.let_go()  # the graph is to have its own
+            torch.cuda.reset_peak_memory_stats()
+            self._graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(self._graph):
+                    self._loss = self._backward(*self._inputs)
+                    self._norm = self.grad_norm
+                    self._update()
+            except BaseException:
+                self._graph = None  # or the next step would replay nothing
+                raise
+            self.captured_peak_bytes = torch.cuda.max_memory_allocated()
+        if self.table is not None:
+            self.table.move()
+
+    def _warm_up(self, tokens: Tensor, targets: Tensor) -> None:
         weights = [p.detach().clone() for p in self.model.parameters()]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):  # compilation, autotuning and library handles must not happen during capture
                 self._prepare()
-                self._backward(*self._inputs)
+                self._backward(tokens, targets)
                 self._update()
                 self._end()
         torch.cuda.current_stream().wait_stream(stream)
@@ -246,22 +265,6 @@ class TrainStep:
             for state in self.optimizer.state.values():
                 for value in state.values():
                     value.zero_()
-        del weights
-        if self.table is not None:
-            self.table.let_go()  # the graph is to have its own
-        torch.cuda.reset_peak_memory_stats()
-        self._graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(self._graph):
-                self._loss = self._backward(*self._inputs)
-                self._norm = self.grad_norm
-                self._update()
-        except BaseException:
-            self._graph = None  # or the next step would replay nothing
-            raise
-        self.captured_peak_bytes = torch.cuda.max_memory_allocated()
-        if self.table is not None:
-            self.table.move()
 
     def _replay(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self._graph is None:

@@ -1,5 +1,6 @@
 """A kernel launched again is the one that Triton would have launched: by what launch does, and by every launcher's key."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -30,22 +31,39 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 
+class Devices:
+    """In torch.cuda.device's place, and the current one, 0 by default."""
+
+    def __init__(self) -> None:
+        self.current = 0
+
+    @contextlib.contextmanager
+    def __call__(self, device: int) -> Iterator[None]:
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
+
 class Kernel:
     """A kernel of three arguments and two constants that writes down how it is compiled and run."""
 
     arg_names = ("x", "m", "bias", "FIRST", "SECOND")
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Devices | None = None) -> None:
+        self.devices = devices or Devices()
+        self.on: list[int] = []  # the current device of each launch
         self.compiled: list[tuple[Any, ...]] = []
         self.ran: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., SimpleNamespace]:
         def compile_and_run(*args: Any, **constants: Any) -> SimpleNamespace:
             self.compiled.append((grid, args, constants))
+            self.on.append(self.devices.current)
             number = len(self.compiled)
 
             def run(*given: Any) -> None:
                 self.ran.append((number, *given))
+                self.on.append(self.devices.current)
 
             return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
 
@@ -59,8 +77,11 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    devices = Devices()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
-    return Kernel()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: devices.current, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", devices)
+    return Kernel(devices)
 
 
 CONSTANTS = {"num_warps": 8, "SECOND": "second", "FIRST": "first"}  # in no order of the kernel's
@@ -87,6 +108,15 @@ def test_another_key_device_or_kernel_is_compiled_anew(kernel: Kernel) -> None:
     assert (len(kernel.compiled), len(other.compiled), kernel.ran, other.ran) == (4, 1, [], [])
     _launch.launch(kernel, 1, ("a", 1), 1, (x, 7, None), CONSTANTS)
     assert [number for number, *_ in kernel.ran] == [3]
+
+
+def test_it_is_launched_on_the_tensors_device_whichever_is_the_current_one(kernel: Kernel) -> None:
+    x = torch.ones(4)
+    for device in (1, 1, 0, 0):
+        _launch.launch(kernel, 1, (), device, (x, 7, None), CONSTANTS)
+    assert kernel.on == [1, 1, 0, 0]
+    assert [ran[4] for ran in kernel.ran] == [101, 100]  # its stream
+    assert kernel.devices.current == 0
 
 
 def test_on_a_cpu_nothing_is_kept(kernel: Kernel) -> None:

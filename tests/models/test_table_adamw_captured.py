@@ -27,12 +27,14 @@ class Graph:
     """What CUDA's graph does to a step: `recording` runs nothing for good; `replay` writes where the capture wrote."""
 
     step: TrainStep
+    device: torch.device | None = None  # the current one, where the step says which
     warm: list[torch.Tensor]  # gradients of before the capture, whose memory is somebody else's by then
 
     @contextlib.contextmanager
     def recording(self, _: object) -> Iterator[None]:
         step, table = self.step, self.step.table
         assert table is not None
+        assert self.device == step.device
         modules = [m for m in step.model.modules() if isinstance(m, Linear) and m._state is not None]
         tables = [t for m in modules for both in (m._state.forward, m._state.backward) for t in both.written]
         tensors = [*step._state(), *(c.leaf for c in table.copies.values() if c.fp8 is None), *tables]
@@ -74,7 +76,14 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainStep], TrainStep
     class Stream:
         def wait_stream(self, other: object) -> None: ...
 
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        graph.device = device
+        yield
+        graph.device = None
+
     for name, value in {
+        "device": on,
         "Stream": Stream,
         "current_stream": Stream,
         "stream": lambda _: nothing(),

@@ -55,7 +55,8 @@ def _forward(
     assert not dropout
     assert mask is None
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, _ = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal)
+    with torch.cuda.device_of(q):  # it runs on the current device's stream
+        out, _ = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal)
     return out.transpose(1, 2)
 
 

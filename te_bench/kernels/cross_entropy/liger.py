@@ -32,7 +32,8 @@ def forward(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
     if vocab < logits.shape[-1]:
         with torch.no_grad():
             logits[:, vocab:] = float("-inf")
-    return liger_cross_entropy(logits, targets, ignore_index=-1)
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        return liger_cross_entropy(logits, targets, ignore_index=-1)
 
 
 BACKEND = Backend(forward=forward, unsupported=unsupported)

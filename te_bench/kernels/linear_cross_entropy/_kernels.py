@@ -266,8 +266,7 @@ def rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, factor: Te
     gradient = factor is not None
     constants = {"GRADIENT": gradient, "DTYPE": FLOATS[logits.dtype], **ROW}
     key = (*traits(logits, targets, losses, factor), vocab, padded)
-    with torch.cuda.device_of(logits):
-        launch(rows_kernel, n, key, logits.get_device(), args, constants)
+    launch(rows_kernel, n, key, logits.get_device(), args, constants)
 
 
 def fp8_rows(
@@ -281,29 +280,27 @@ def fp8_rows(
     statistics = torch.empty(n, 2, dtype=torch.float32, device=logits.device)
     args = (logits, targets, losses, statistics, vocab, padded)
     key = (*traits(logits, targets, losses, statistics), vocab, padded)
-    with torch.cuda.device_of(logits):
-        launch(statistics_kernel, n, key, device, args, STATISTICS)
-        if data is None and data_t is None:
-            return
-        height = 0 if data_t is None else data_t.shape[1]
-        paired = not (height % 2 or first % 2 or n % 2) and (data_t is None or data_t.data_ptr() % 2 == 0)
-        if data is not None:
-            data = data.view(torch.uint8)
-        if data_t is not None:
-            data_t = data_t.view(torch.uint16 if paired else torch.uint8)
-        sizes = (n, first, height, vocab, padded)
-        key = (*traits(logits, targets, statistics, data, data_t), *sizes)
-        tiles = triton.cdiv(n, ROWS) * triton.cdiv(padded, COLUMNS)
-        arguments = (logits, targets, statistics, data, data_t, *sizes)
-        launch(fp8_kernel, tiles, key, device, arguments, {"PAIRED": paired, **TILE})
+    launch(statistics_kernel, n, key, device, args, STATISTICS)
+    if data is None and data_t is None:
+        return
+    height = 0 if data_t is None else data_t.shape[1]
+    paired = not (height % 2 or first % 2 or n % 2) and (data_t is None or data_t.data_ptr() % 2 == 0)
+    if data is not None:
+        data = data.view(torch.uint8)
+    if data_t is not None:
+        data_t = data_t.view(torch.uint16 if paired else torch.uint8)
+    sizes = (n, first, height, vocab, padded)
+    key = (*traits(logits, targets, statistics, data, data_t), *sizes)
+    tiles = triton.cdiv(n, ROWS) * triton.cdiv(padded, COLUMNS)
+    arguments = (logits, targets, statistics, data, data_t, *sizes)
+    launch(fp8_kernel, tiles, key, device, arguments, {"PAIRED": paired, **TILE})
 
 
 def count(targets: Tensor) -> Tensor:
     """numbers (3, 4) float32 of targets (N,): rows COUNTED, INVERSE and SCALED, a number in the first column of each."""
     numbers = torch.empty(3, 4, dtype=torch.float32, device=targets.device)
     args, constants = (targets, numbers, len(targets)), {"SCALE": GRADIENT_SCALE, "BLOCK": TARGETS, "num_warps": 32}
-    with torch.cuda.device_of(targets):
-        launch(count_kernel, 1, (*traits(targets), len(targets)), targets.get_device(), args, constants)
+    launch(count_kernel, 1, (*traits(targets), len(targets)), targets.get_device(), args, constants)
     return numbers
 
 
@@ -311,8 +308,7 @@ def mean(losses: Tensor, numbers: Tensor) -> Tensor:
     """() float32: the sum of losses (N,) float32 over the targets that count."""
     loss = torch.empty((), dtype=torch.float32, device=losses.device)
     args, constants = (losses, numbers, loss, len(losses)), {"BLOCK": TARGETS, "num_warps": 32}
-    with torch.cuda.device_of(losses):
-        launch(mean_kernel, 1, (*traits(losses), len(losses)), losses.get_device(), args, constants)
+    launch(mean_kernel, 1, (*traits(losses), len(losses)), losses.get_device(), args, constants)
     return loss
 
 
@@ -321,7 +317,4 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     n, constants = x.numel(), {"IN_PLACE": out is x, "DTYPE": FLOATS[out.dtype], "BLOCK": PIECE, "num_warps": 8}
     if n:
         key = (*traits(x, factor, out), n, out is x)
-        with torch.cuda.device_of(x):
-            launch(
-                scale_kernel, min(triton.cdiv(n, PIECE), PROGRAMS), key, x.get_device(), (x, factor, out, n), constants
-            )
+        launch(scale_kernel, min(triton.cdiv(n, PIECE), PROGRAMS), key, x.get_device(), (x, factor, out, n), constants)

@@ -63,8 +63,7 @@ def kernel(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
     places = places.int()
     across = -(-d // CONSTANTS["COLUMNS"])
     key = (*traits(table, rows, ordered, places), n, d)
-    with torch.cuda.device_of(table):
-        launch(add_rows_kernel, n, key, table.get_device(), (table, rows, ordered, places, n, d), CONSTANTS, across)
+    launch(add_rows_kernel, n, key, table.get_device(), (table, rows, ordered, places, n, d), CONSTANTS, across)
 
 
 class _Tied(torch.autograd.Function):

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The step of delayed scaling: the amaxes gathered in row 0 of each history become scales, and the histories move on.
 
-On a GPU one launch for all the modules of a model; elsewhere, and in torch.compile's sight, plain PyTorch.
+On a GPU one launch for all the modules that are there; elsewhere, and in torch.compile's sight, plain PyTorch.
 """
 
 from collections.abc import Sequence
@@ -45,13 +45,15 @@ def update(
             )
         if not history.is_contiguous():
             raise ValueError(f"history {tuple(history.shape)} of stride {history.stride()}: it must be contiguous")
-    if not states:
-        return
-    if histories[0].is_cuda and not torch.compiler.is_compiling():
-        launch(states, margin, algorithm)
-        return
+    by_device: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
     for state in states:
-        _step(*state, margin, algorithm)
+        by_device.setdefault(state[0].get_device(), []).append(state)
+    for device, found in by_device.items():
+        if device >= 0 and not torch.compiler.is_compiling():
+            launch(found, margin, algorithm)
+            continue
+        for state in found:
+            _step(*state, margin, algorithm)
 
 
 def _step(history: Tensor, scale: Tensor, limit: Tensor, nonfinite: Tensor, margin: float, algorithm: str) -> None:

@@ -140,6 +140,33 @@ def test_what_is_wrong_is_named() -> None:
     _history.update([], [], [], margin=0, algorithm="max", nonfinite=[])
 
 
+class Elsewhere(Tensor):
+    """A tensor that says it is on the GPU `place`."""
+
+    place: int
+
+    def get_device(self) -> int:
+        return self.place
+
+
+def test_states_of_several_devices_move_on_each_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All modules of a process take the step together, wherever they are; a launch reaches one GPU."""
+    launched: list[list[Tensor]] = []
+    monkeypatch.setattr(_history, "launch", lambda states, *how: launched.append([state[0] for state in states]))
+    states = make(4, (3, 2, 3, 2), "cpu")
+    for state, place in zip(states, (1, 0, -1, 1), strict=True):
+        state[0][0] = 2.0
+        if place >= 0:
+            state[0] = state[0].as_subclass(Elsewhere)
+            state[0].place = place
+    step(states, "reference", 0, "max")
+    assert [[id(history) for history in found] for found in launched] == [
+        [id(states[0][0]), id(states[3][0])],
+        [id(states[1][0])],
+    ]
+    assert states[2][1].tolist() == [224.0] * 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [16, 1024])
 def test_many_modules_in_one_launch_and_in_a_graph(length: int) -> None:
