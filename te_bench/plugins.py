@@ -5,8 +5,11 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+PluginT = TypeVar("PluginT")
 
 
 def names(package: str) -> list[str]:
@@ -21,6 +24,25 @@ def load(package: str, name: str, attribute: str) -> Any:
     """The object `attribute` of plug-in `name`. Raises ValueError, with the near matches, for an unknown name."""
     check(package.rsplit(".", 1)[-1].rstrip("s"), name, names(package))
     return getattr(importlib.import_module(f"{package}.{name}"), attribute)
+
+
+@dataclass(frozen=True)
+class Family(Generic[PluginT]):
+    """The plug-ins of a package that are each an object of one type, under one name in their modules."""
+
+    package: str
+    attribute: str
+    kind: type[PluginT]
+
+    def names(self) -> list[str]:
+        """Sorted names of the plug-ins."""
+        return names(self.package)
+
+    def load(self, name: str) -> PluginT:
+        """The plug-in in NAME.py. Raises ValueError, with the near matches, for an unknown name."""
+        plugin = load(self.package, name, self.attribute)
+        assert isinstance(plugin, self.kind)
+        return plugin
 
 
 def check(kind: str, name: str, legal: list[str]) -> None:

@@ -57,6 +57,16 @@ def test_an_unknown_name_is_refused_with_the_near_matches(package: str) -> None:
         plugins.load(package, "_shared", "PRICE")
 
 
+def test_a_family_gives_its_type_and_nothing_else(package: str) -> None:
+    prices, words = plugins.Family(package, "PRICE", int), plugins.Family(package, "PRICE", str)
+    assert prices.names() == ["apples", "broken"]
+    assert prices.load("apples") == 3
+    with pytest.raises(ValueError, match=r"^unknown stall 'aples'\. Did you mean apples\? Known: apples, broken\.$"):
+        prices.load("aples")
+    with pytest.raises(AssertionError):
+        words.load("apples")
+
+
 def test_about_is_the_first_line_and_imports_nothing(package: str) -> None:
     assert plugins.about(package, "apples") == "Apples × pears."
     assert plugins.about(package, "broken") == "Broken, but it says so."

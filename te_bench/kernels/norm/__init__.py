@@ -69,15 +69,8 @@ class Backend:
     residual: Residual | None = None
 
 
-def names() -> list[str]:
-    return plugins.names(__name__)
-
-
-def load(name: str) -> Backend:
-    """The backend in NAME.py. Raises ValueError for an unknown name."""
-    backend = plugins.load(__name__, name, "BACKEND")
-    assert isinstance(backend, Backend)
-    return backend
+_family = plugins.Family(__name__, "BACKEND", Backend)
+names, load = _family.names, _family.load
 
 
 def check(x: Any, weight: Any, bias: Any, kind: str) -> None:

@@ -49,15 +49,8 @@ class Backend:
     unsupported: Callable[[Problem], str | None]
 
 
-def names() -> list[str]:
-    return plugins.names(__name__)
-
-
-def load(name: str) -> Backend:
-    """The backend in NAME.py. Raises ValueError for an unknown name."""
-    backend = plugins.load(__name__, name, "BACKEND")
-    assert isinstance(backend, Backend)
-    return backend
+_family = plugins.Family(__name__, "BACKEND", Backend)
+names, load = _family.names, _family.load
 
 
 def check(parts: Sequence[Part]) -> None:

@@ -97,15 +97,8 @@ class Layer:
     parts: tuple[str, ...] = ("layer",)
 
 
-def names() -> list[str]:
-    return plugins.names(__name__)
-
-
-def load(name: str) -> Layer:
-    """The rival in NAME.py. Raises ValueError for an unknown name."""
-    layer = plugins.load(__name__, name, "LAYER")
-    assert isinstance(layer, Layer)
-    return layer
+_family = plugins.Family(__name__, "LAYER", Layer)
+names, load = _family.names, _family.load
 
 
 @torch.no_grad()

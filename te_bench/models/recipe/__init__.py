@@ -21,11 +21,5 @@ __all__ = [
 ]
 
 
-def names() -> list[str]:
-    return plugins.names(__name__)
-
-
-def load(name: str) -> Recipe:
-    """The recipe in NAME.py with its default settings. Raises ValueError for an unknown name."""
-    recipe: Recipe = plugins.load(__name__, name, "RECIPE")
-    return recipe
+_family = plugins.Family(__name__, "RECIPE", Recipe)  # each with its default settings
+names, load = _family.names, _family.load
