@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from te_bench.kernels._launch import rows_contiguous
 from te_bench.kernels.attention import _backward_kernels, _kernels
 from te_bench.kernels.attention._kernels import Extent, Packed
 
@@ -13,11 +14,6 @@ WIDEST = 256
 FARTHEST = 2**30  # of a window's ends, which the kernels add to int32 indices
 LEAST = 1e-30  # of a scale: hidden scores are -inf, and 0 x -inf is NaN; all weights are equal with either
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x, or a copy where the elements of its rows do not follow one another."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _extent(q: Tensor, k: Tensor, left: int, right: int, mask: Tensor | None) -> Extent:
@@ -37,7 +33,8 @@ def forward(
         out, lse = _fake(q, k, v, mask, seed, left, right, scale, dropout)
         return out.zero_(), lse.fill_(float("-inf"))
     extent, packed = _extent(q, k, left, right, mask), _packed(starts_q, starts_k, rows, keys)
-    return _kernels.forward(_rows(q), _rows(k), _rows(v), extent, scale, dropout, seed, packed=packed)
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    return _kernels.forward(q, k, v, extent, scale, dropout, seed, packed=packed)
 
 
 def _packed(starts_q: Tensor | None, starts_k: Tensor | None, rows: int, keys: int) -> Packed | None:
@@ -56,7 +53,7 @@ def backward(
     # Rows that see no key: 0 x an infinite gradient is NaN.
     if mask is not None or 0 <= left < q.shape[2] - k.shape[2] or (packed is not None and starts_q is not starts_k):
         dout = dout.masked_fill((lse == float("-inf"))[..., None], 0.0)
-    dout, q, k, v = (_rows(x) for x in (dout, q, k, v))
+    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     extent = _extent(q, k, left, right, mask)
     tensors = dout, q, k, v, out, lse, seed
     return _backward_kernels.backward(extent, scale, dropout, deterministic, *tensors, packed=packed)
