@@ -30,6 +30,7 @@ from te_bench.kernels.gemm import triton as gemm
 from te_bench.kernels.linear_cross_entropy import _kernels as cross_entropy
 from te_bench.kernels.linear_cross_entropy import _tied
 from te_bench.kernels.norm import _kernels as norm
+from te_bench.kernels.norm import _residual_backward_kernels as residual_backward
 from te_bench.kernels.norm import _residual_kernels as residual
 from te_bench.kernels.quantize import _fine_kernels, _history, _joined, _kernels
 from te_bench.kernels.rotary import Part
@@ -224,8 +225,8 @@ def in_a_stream(n: int, biased: bool) -> dict[str, Call]:
     return {
         name: lambda: residual.add_forward(*forward, None, None, False, False, None, None),
         f"{name}, in FP8": lambda: residual.add_forward(*forward, one(), E4M3, *BOTH, one(), None),
-        f"{name}, backward": lambda: residual.backward_rounded(*backward),
-        f"{name}, backward of what was not kept": lambda: residual.backward_rounded(*backward, branch),
+        f"{name}, backward": lambda: residual_backward.backward_rounded(*backward),
+        f"{name}, backward of what was not kept": lambda: residual_backward.backward_rounded(*backward, branch),
     }
 
 

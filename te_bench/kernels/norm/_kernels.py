@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The norms' Triton kernels and their launchers.
 
-Statistics are in float32 and around the mean. With a cast to FP8 in the same pass: _residual_kernels.
+Statistics are in float32 and around the mean. With a branch added or a cast to FP8 in the same pass: _residual_kernels.
 """
 
 import functools

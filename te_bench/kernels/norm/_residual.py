@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.kernels.norm import Residual, _residual_kernels, check, check_stream, reference
+from te_bench.kernels.norm import (
+    Residual,
+    _residual_backward_kernels,
+    _residual_kernels,
+    check,
+    check_stream,
+    reference,
+)
 from te_bench.kernels.quantize import Quantized, check_layouts
 from te_bench.kernels.quantize import triton as quantizer
 
@@ -102,7 +109,7 @@ def backward_rounded(
     """
     check(x, weight, None, kind)
     check_stream(x, branch)
-    run = _backward_op if torch.compiler.is_compiling() else _residual_kernels.backward_rounded
+    run = _backward_op if torch.compiler.is_compiling() else _residual_backward_kernels.backward_rounded
     both = biased and mean is not None
     dx, copy, sums = run(
         dy, x, weight, mean, rstd, zero_centered_gamma, residual, both, dtype, amax, column_sum, branch
@@ -202,7 +209,7 @@ def _backward_op(
     branch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.is_cuda:
-        return _residual_kernels.backward_rounded(
+        return _residual_backward_kernels.backward_rounded(
             dy, x, weight, mean, rstd, zero_centered_gamma, residual, biased, out_dtype, amax, column_sum, branch
         )
     options: dict[str, Any] = {
