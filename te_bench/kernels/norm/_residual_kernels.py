@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_bench.kernels._epilogue import FLOATS, FP8, empty_pair, larger, magnitude, publish, rounded, seen, tally
 from te_bench.kernels._launch import launch, rows_contiguous, traits
-from te_bench.kernels.norm._kernels import UNALIGNED, _inverse_root
+from te_bench.kernels.norm._kernels import UNALIGNED, _inverse_root, _parameter
 from te_bench.kernels.quantize._kernels import cast, load_pairs, store, store_t
 
 # Elements and warps of a program: 8 rows of 768 whole, 56 registers a thread, 2 programs a processor.
@@ -58,12 +58,10 @@ def _add_forward_kernel(
     inverse = _inverse_root(tl.sum(centred * centred, 1) / N, eps)
     tl.store(rstd + rows, inverse, mask=rows < M)
     if y is not None:
-        gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if CENTRED_GAMMA:
-            gamma += 1.0
-        out = centred * inverse[:, None] * gamma[None, :]
-        if bias is not None:
-            out += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), _parameter(bias, cols, N, False)
+        out = centred * inverse[:, None] * gamma
+        if beta is not None:
+            out += beta
         out = rounded(out, DTYPE)
         tl.store(y + wide * N + cols[None, :], out, mask=mask)
         if amax is not None:
@@ -158,12 +156,7 @@ def _add_forward_cast_kernel(
         tile = TILES - 1 - i  # backwards: the last written is the likeliest in the L2
         cols = tl.max_contiguous(tile * COLUMNS + tl.arange(0, COLUMNS), [4])
         inside = (cols < N)[None, :]
-        gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        if CENTRED_GAMMA:
-            gamma += 1.0
-        beta = None
-        if bias is not None:
-            beta = tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), _parameter(bias, cols, N, False)
         at = total + wide * total_stride + cols[None, :]
         a = tl.load(at, mask=here & inside, other=0.0, eviction_policy="evict_first")
         a = _normed(a, here & inside, mu_a, inverse_a, gamma, beta, RMS, DTYPE)
@@ -198,12 +191,7 @@ def _normed_cast_kernel(
     factor = tl.load(scale)
     if index == 0:
         tl.store(scale_inv, tl.div_rn(1.0, factor))
-    gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    if CENTRED_GAMMA:
-        gamma += 1.0
-    beta = None
-    if bias is not None:
-        beta = tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), _parameter(bias, cols, N, False)
     mu_a, mu_b = None, None
     if not RMS:
         mu_a = tl.load(mean + rows, mask=rows < M, other=0.0)
