@@ -3,9 +3,10 @@
 So that is imported once a gate and not twice a round, where with planning it took 7 s of 19.5 (`quick`, two quiet cores,
 2026-11-21), and lies at the same addresses on both sides.
 
-Run as a program by `pairs.Origin`. It loads no te_bench, for each side has its own, but for the file side.py beside it. Over
-the socket whose number is its first argument it is sent {"root": a revision's files, "modules": [...]} with a socket, on
-which the side that it forks then says its {"pid"}, what `side.serve` says, and nothing of another side.
+Run as a program by `pairs.Origin`. It loads no te_bench, for each side has its own, but for the files side.py, turns.py and
+planted.py beside it. Over the socket whose number is its first argument it is sent {"root": a revision's files, "modules":
+[...]} with a socket, on which the side that it forks then says its {"pid"}, what `side.serve` says, and nothing of another
+side.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ def _side(connection: socket.socket, *, root: str, modules: Sequence[str]) -> No
     os.chdir(root)
     sys.path.insert(0, root)
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    side = _beside("side")
+    side, turns, planted = (_beside(name) for name in ("side", "turns", "planted"))
     lines = side.Lines(connection)
     lines.send(pid=os.getpid())
     try:
@@ -54,7 +55,7 @@ def _side(connection: socket.socket, *, root: str, modules: Sequence[str]) -> No
     import te_bench
 
     lines.send(answer=te_bench.__file__)
-    side.serve(lines)
+    side.serve(lines, turns.clock, planted.planted)
 
 
 def _beside(name: str) -> Any:

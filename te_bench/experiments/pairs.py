@@ -275,8 +275,8 @@ def run(
 
     trials: {side's name: the trial as that side's plan has it, in JSON}. One that is not timed runs on one side after the
     other: it may need the machine's memory, or a budget of seconds, for itself. check: whether the result is compared with
-    its reference first, which a revision that knows no such choice does anyway. faults: {side's name: a fault of
-    `side.py` to plant in it}, of a self-test.
+    its reference first, which a revision that knows no such choice does anyway. faults: {side's name: options
+    of `planted.planted`}, of a self-test.
     """
     more = {"cache": str(cache) if cache else None, "gpu": gpu, "check": check, "core": _core(trials)}
 

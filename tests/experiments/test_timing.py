@@ -3,12 +3,11 @@
 import contextlib
 import itertools
 import statistics
-import time
 import types
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
+from launches import launched_slowly
 from scipy import stats
 
 from te_bench.experiments import timing
@@ -160,15 +159,7 @@ def test_the_gpu_waits_for_the_host_as_long_as_the_first_ten_took_and_more(
 
 @pytest.mark.gpu
 def test_what_is_launched_slowly_is_not_timed_as_long_as_its_launch() -> None:
-    x = torch.zeros(16, device="cuda")
-
-    def slowly() -> None:
-        until = time.perf_counter() + 5e-4
-        while time.perf_counter() < until:
-            pass
-        x.add_(1)
-
-    assert statistics.median(timing.kernel(slowly, "cuda")) < 1e-4
+    assert statistics.median(timing.kernel(launched_slowly(), "cuda")) < 1e-4
 
 
 def test_nobody_looks_on_a_cpu_nor_after_the_trial(stream: Stream, clock: Callable[[Iterator[float]], Clock]) -> None:
