@@ -2,11 +2,37 @@
 
 import functools
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
+from revisions import Repository
 
-from te_bench.experiments import planted, turns
+from te_bench.experiments import pairs, planted, turns
+
+
+def test_a_side_has_the_fault_that_is_planted_in_it_and_the_other_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "SHARED", ("torch",))
+    repository = Repository(tmp_path / "repository")
+    repository.commit({"a": 0.002})
+    origin = pairs.Origin(tmp_path / "log", device="cpu")
+    try:
+        sides = [pairs.Side(name, repository.root, origin) for name in ("base", "head")]
+        for side in sides:
+            side.started(repository.root)
+            side.ask("plan", suite="spinning", only=None, options={"device": "cpu"})
+        trials = {side.name: side.answer()["trials"][0] for side in sides}
+        slower, crashed = (
+            pairs.run(sides, trials, timeout_s=60.0, faults={"head": fault})
+            for fault in ({"slower": 1}, {"crash": True})
+        )
+    finally:
+        origin.close()
+    base, head = (statistics.median(record.samples["latency_s"]) for record in slower)
+    assert 1.5 < head / base < 3
+    assert [record.outcome for record in crashed] == ["ok", "crashed"]
 
 
 @pytest.mark.gpu
