@@ -1,7 +1,8 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and the folder of a page."""
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -16,3 +17,13 @@ def write_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_folder(out: Path, files: Mapping[str, bytes], what: str) -> None:
+    """Write the files of `what`, its figures in figures/, under `out`. Raises ValueError when that cannot be written."""
+    try:
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_atomically(out / name, data)
+    except OSError as error:
+        raise ValueError(f"cannot write the {what} to {out}: {error.strerror}. Choose another --out.") from error

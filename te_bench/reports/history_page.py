@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from te_bench.reports import tables, text
 from te_bench.reports.figures import Drawing
-from te_bench.reports.files import write_atomically
+from te_bench.reports.files import write_folder
 from te_bench.reports.history import History, Series
 from te_bench.reports.history_figures import of_history, percent_change
 from te_bench.reports.render import template
@@ -123,12 +123,7 @@ def write_page(history: History, out: Path) -> Path:
         **{f"figures/{drawing.name}.png": drawing.png for drawing in drawings},
         "history.html": template("history.html.j2", autoescape=True).render(content).encode(),
     }
-    try:
-        (out / "figures").mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            write_atomically(out / name, data)
-    except OSError as error:
-        raise ValueError(f"cannot write the history to {out}: {error.strerror}. Choose another --out.") from error
+    write_folder(out, files, "history")
     return out / "history.html"
 
 

@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from te_bench.reports import analysis, figures, gallery, tables, text
-from te_bench.reports.files import write_atomically
+from te_bench.reports.files import write_folder
 from te_bench.reports.rows import Cell, Group, Results, Row, identity, load_results, printable
 from te_bench.reports.table import Table
 
@@ -75,12 +75,7 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
         **{f"figures/{drawing.name}.png": drawing.png for found in drawn.values() for drawing in found},
         "index.html": template("report.html.j2", autoescape=True).render(content).encode(),
     }
-    try:
-        (out / "figures").mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            write_atomically(out / name, data)
-    except OSError as error:
-        raise ValueError(f"cannot write the report to {out}: {error.strerror}. Choose another --out.") from error
+    write_folder(out, files, "report")
     return out / "index.html"
 
 

@@ -12,16 +12,16 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from te_bench.kernels import _gluon
 from te_bench.kernels.attention import Backend, Problem
 
 try:
     from te_bench.kernels.attention import _gluon_launch
 except ImportError:
-    MISSING: str | None = f"Triton {triton.__version__} has no Gluon for Hopper: pip install 'triton>=3.6'"
+    MISSING: str | None = _gluon.ABSENT
 else:
     MISSING = None
 INTERPRETED: bool = triton.knobs.runtime.interpret
-CAPABILITY = 9, 0
 WIDTHS = 64, 128
 LEAST = 1e-30  # of a scale: hidden scores are -inf, and 0 x -inf is NaN; all weights are equal with either
 
@@ -37,15 +37,7 @@ def unsupported(p: Problem) -> str | None:
         return "window: only the causal mask; take triton"
     if p.dropout:
         return f"dropout {p.dropout}: it has none; take triton"
-    if MISSING is not None:
-        return MISSING
-    if INTERPRETED:
-        return "Gluon has no interpreter (Triton 3.7): needs an NVIDIA GPU, and no TRITON_INTERPRET"
-    if p.device != "cuda":
-        return "needs an NVIDIA GPU"
-    if p.capability is not None and p.capability != CAPABILITY:
-        return f"compute capability {p.capability[0]}.{p.capability[1]} is not 9.0: no products of warpgroups"
-    return None
+    return _gluon.unsupported(p.device, p.capability, MISSING, INTERPRETED)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

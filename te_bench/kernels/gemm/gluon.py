@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from te_bench.kernels import _gluon
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import Backend, Epilogue, Problem, Product, granularities
 from te_bench.kernels.gemm._operators import misaligned, operators
@@ -24,11 +25,10 @@ try:
 
     from te_bench.kernels.gemm._gluon_kernels import gluon_gemm_accumulate_kernel, gluon_gemm_kernel
 except ImportError:
-    MISSING: str | None = f"Triton {triton.__version__} has no Gluon for Hopper: pip install 'triton>=3.6'"
+    MISSING: str | None = _gluon.ABSENT
 else:
     MISSING = None
 INTERPRETED: bool = triton.knobs.runtime.interpret
-CAPABILITY = 9, 0
 
 
 def unsupported(p: Problem) -> str | None:
@@ -36,15 +36,7 @@ def unsupported(p: Problem) -> str | None:
         return f"scales per {p.a_granularity} x {p.b_granularity}: this one has tensor x tensor and row x row"
     if reason := misaligned(p):
         return reason
-    if MISSING is not None:
-        return MISSING
-    if INTERPRETED:
-        return "Gluon has no interpreter (Triton 3.7): needs an NVIDIA GPU, and no TRITON_INTERPRET"
-    if p.device != "cuda":
-        return "needs an NVIDIA GPU"
-    if p.capability is not None and p.capability != CAPABILITY:
-        return f"compute capability {p.capability[0]}.{p.capability[1]} is not 9.0: no products of warpgroups"
-    return None
+    return _gluon.unsupported(p.device, p.capability, MISSING, INTERPRETED)
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """te.TransformerLayer: the quickstart's fourth step and, with a recipe, its fifth; of its parts te.LayerNormMLP."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 import te_bench.models as te
@@ -18,11 +20,12 @@ class Alone(nn.Module):
         return y
 
 
-def build(p: LayerConfig) -> nn.Module:
+def made(library: Any, p: LayerConfig, **options: Any) -> nn.Module:
+    """The layer, or its MLP alone, of a library that reads like Transformer Engine."""
     if p.part == "mlp":
-        return Alone(te.LayerNormMLP(p.hidden, p.ffn, params_dtype=p.dtype))
+        return Alone(library.LayerNormMLP(p.hidden, p.ffn, params_dtype=p.dtype, **options))
     # One QKV weight, its rows by head as the plain layer has them.
-    return te.TransformerLayer(
+    layer: nn.Module = library.TransformerLayer(
         p.hidden,
         p.ffn,
         p.heads,
@@ -31,7 +34,13 @@ def build(p: LayerConfig) -> nn.Module:
         self_attn_mask_type="causal" if p.causal else "no_mask",
         fuse_qkv_params=True,
         params_dtype=p.dtype,
+        **options,
     )
+    return layer
+
+
+def build(p: LayerConfig) -> nn.Module:
+    return made(te, p)
 
 
 #: Transformer Engine's parameter names, which are te_bench's too.

@@ -33,21 +33,7 @@ def unsupported(p: LayerConfig) -> str | None:
 def build(p: LayerConfig) -> nn.Module:
     from transformer_engine import pytorch
 
-    device = torch.get_default_device()
-    if p.part == "mlp":
-        return te_layer.Alone(pytorch.LayerNormMLP(p.hidden, p.ffn, params_dtype=p.dtype, device=device))
-    layer: nn.Module = pytorch.TransformerLayer(
-        p.hidden,
-        p.ffn,
-        p.heads,
-        hidden_dropout=p.dropout,
-        attention_dropout=p.dropout,
-        self_attn_mask_type="causal" if p.causal else "no_mask",
-        fuse_qkv_params=True,
-        params_dtype=p.dtype,
-        device=device,
-    )
-    return layer
+    return te_layer.made(pytorch, p, device=torch.get_default_device())
 
 
 def context(p: LayerConfig) -> Context:

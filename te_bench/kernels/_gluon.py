@@ -1,0 +1,19 @@
+"""What all kernels in Gluon need, whatever they compute."""
+
+import triton
+
+ABSENT = f"Triton {triton.__version__} has no Gluon for Hopper: pip install 'triton>=3.6'"
+CAPABILITY = 9, 0
+
+
+def unsupported(device: str, capability: tuple[int, int] | None, missing: str | None, interpreted: bool) -> str | None:
+    """Why no kernel in Gluon runs there, or None. missing: ABSENT where its import failed; interpreted: as Triton's are."""
+    if missing is not None:
+        return missing
+    if interpreted:
+        return "Gluon has no interpreter (Triton 3.7): needs an NVIDIA GPU, and no TRITON_INTERPRET"
+    if device != "cuda":
+        return "needs an NVIDIA GPU"
+    if capability is not None and capability != CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is not 9.0: no products of warpgroups"
+    return None
