@@ -74,3 +74,13 @@ def of_copy(call: Callable[[], object], nbytes: int, x: Tensor, label: str) -> f
     rate = nbytes / seconds(call)
     print(f"{label:40s} {tuple(x.shape)!s:16s} {rate / 1e9:6.0f} GB/s, {rate / copy:.2f} of a copy's {copy / 1e9:.0f}")
     return rate / copy
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The call as a graph, so that launching it costs no more than a copy's launch."""
+    call()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph

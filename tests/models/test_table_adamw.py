@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from planting import no_clip_factor
 from table_adamw_cases import (
     CURRENT,
     DELAYED,
@@ -115,17 +116,6 @@ def test_the_losses_are_the_plain_ones_within_its_own_spread(
     assert furthest(ours, plain) <= (5 if head == "fp8" else 3) * spread
 
 
-def no_clip(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = TableAdamW.clip
-
-    def clip(self: TableAdamW, max_norm: float) -> Tensor:
-        norm = right(self, max_norm)
-        self._multiplier = None
-        return norm
-
-    monkeypatch.setattr(TableAdamW, "clip", clip)
-
-
 def changed_parameters(change: Callable[[Parameter], dict[str, Any]]) -> Callable[[pytest.MonkeyPatch], None]:
     right = TableAdamW._parameters
 
@@ -143,7 +133,7 @@ def no_gather(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MUTATIONS = {
-    "no clipping": no_clip,
+    "no clipping": no_clip_factor,
     "vectors decay": changed_parameters(lambda p: {"weight_decay": 0.1}),
     "nothing decays": changed_parameters(lambda p: {"weight_decay": 0.0}),
     "no copy is left": changed_parameters(lambda p: {"bf16": None}),

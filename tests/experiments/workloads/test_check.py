@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from planting import no_clip_factor
 from torch import Tensor, nn
 
 from te_bench.experiments.measurement import CheckFailed
@@ -152,17 +153,6 @@ def padding_in_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(gpt, "load_head", load)
-
-
-def no_clip_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = TableAdamW.clip
-
-    def clip(self: TableAdamW, max_norm: float) -> Tensor:
-        norm = right(self, max_norm)
-        self._multiplier = None
-        return norm
-
-    monkeypatch.setattr(TableAdamW, "clip", clip)
 
 
 @pytest.mark.usefixtures("plain_heads")

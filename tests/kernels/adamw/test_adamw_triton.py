@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from adamw_checks import E4M3, E5M2, assert_same, copy, parameter, parameters, plain
-from kernel_checks import seconds
+from kernel_checks import captured, seconds
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
@@ -151,15 +151,6 @@ def test_a_table_moves_to_its_own_like_only() -> None:
 
 
 # On a GPU
-
-
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    call()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
 
 
 @pytest.mark.gpu

@@ -1,24 +1,14 @@
 """A processor for Gluon's attention kernels: their own functions as Python threads, on barriers as sm_90's are."""
 
 import threading
-import time
 import types
-from collections.abc import Callable
 from typing import Any
+
+from barriers import Barrier, Threads
 
 from te_bench.kernels.attention._gluon_launch import Plan
 
-PATIENCE = 5.0  # seconds
-PAUSE = 2e-4
 ROWS = 64
-
-
-class Barrier:
-    pending = phase = bytes = count = 0
-
-    def settle(self) -> None:
-        if self.pending == 0 and self.bytes == 0:
-            self.phase, self.pending = self.phase + 1, self.count
 
 
 class Place:
@@ -94,50 +84,18 @@ class Sum:
         return self
 
 
-class Machine:
-    """Stand-ins for what the kernels take from Gluon; `slow` waits before whatever it does."""
+class Machine(Threads):
+    """Stand-ins for what the kernels take from Gluon."""
 
     def __init__(self, slow: str) -> None:
-        self.slow, self.changed, self.failed = slow, threading.Condition(), list[BaseException]()
+        super().__init__(slow)
         self.own = threading.local()
-
-    def do(self, action: Callable[[], None]) -> None:
-        if threading.current_thread().name == self.slow:
-            time.sleep(PAUSE)
-        with self.changed:
-            action()
-            self.changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        self.do(lambda: self.failed.append(error))
 
     def barriers(self, count: int, arrivals: int) -> Room:
         made = Room([Barrier() for _ in range(count)])
         for barrier in made.of:
             barrier.count = barrier.pending = arrivals
         return made
-
-    def wait(self, barrier: Barrier, parity: int, *, pred: bool = True) -> None:
-        if not pred:
-            return
-        self.do(lambda: None)
-        with self.changed:
-            there = self.changed.wait_for(lambda: self.failed or barrier.phase & 1 != parity, PATIENCE)
-        assert not self.failed
-        assert there, "hangs"
-
-    def arrive(self, barrier: Barrier, *, count: int = 1, pred: bool = True) -> None:
-        def there() -> None:
-            assert barrier.pending >= count, "arrived once too often"
-            barrier.pending -= count
-            barrier.settle()
-
-        if pred:
-            self.do(there)
-
-    def expect(self, barrier: Barrier, size: int) -> None:
-        barrier.bytes += size
-        self.arrive(barrier)
 
     def load(self, desc: Any, at: list[int], barrier: Barrier, place: Place) -> None:
         def landed() -> None:
@@ -183,22 +141,6 @@ class Machine:
             result.read += (what,)
             result.under_way -= 1
         return deps[0] if len(deps) == 1 else deps
-
-
-def ran(machine: Machine, calls: dict[str, Callable[[], None]]) -> None:
-    def guarded(call: Callable[[], None]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            machine.fail(error)
-
-    threads = [threading.Thread(target=guarded, args=(call,), name=name) for name, call in calls.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if machine.failed:
-        raise machine.failed[0]
 
 
 class Shape:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_machine import ROWS, Machine, Place, Room, Shape, ran
+from barriers import ran
+from gluon_machine import ROWS, Machine, Place, Room, Shape
 from torch import Tensor
 
 from te_bench.kernels.attention import (

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gluon_machine import ROWS, Machine, Number, Place, Room, Shape, Sum, ran
+from barriers import ran
+from gluon_machine import ROWS, Machine, Number, Place, Room, Shape, Sum
 
 from te_bench.kernels.attention import (
     _gluon_backward_fused,

@@ -19,6 +19,13 @@ FORMATS = [("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")]
 FLOAT32, PROMOTED, FAST = 1e-6, 5e-4, 2e-3
 
 
+def floor(name: str, device: str, fast_accum: bool) -> float:
+    """The part of the largest product that the backend's sums may be off by."""
+    if device == "cpu" or name == "reference":
+        return FLOAT32
+    return FAST if fast_accum else PROMOTED
+
+
 class Operands(NamedTuple):
     a: Tensor
     b: Tensor

@@ -5,14 +5,13 @@ import torch
 from gemm_checks import (
     DTYPES,
     FAST,
-    FLOAT32,
     FORMATS,
-    PROMOTED,
     Operands,
     a_problem,
     check,
     decibels,
     draw,
+    floor,
     integers,
     product,
     quantised,
@@ -41,12 +40,6 @@ def supported(name: str, shape: Shape, formats: Pair, pair: Pair, device: str) -
     if reason:
         pytest.skip(reason)
     return backend
-
-
-def floor(name: str, device: str, fast_accum: bool) -> float:
-    if device == "cpu" or name == "reference":
-        return FLOAT32
-    return FAST if fast_accum else PROMOTED
 
 
 @each_rival

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fused_checks import EPILOGUES, Given, check_product, given
-from gemm_checks import FAST, FLOAT32, FORMATS, PROMOTED, Operands, a_problem, draw, integers, product, quantised
+from gemm_checks import FAST, FLOAT32, FORMATS, Operands, a_problem, draw, floor, integers, product, quantised
 from torch import Tensor
 
 from te_bench.kernels import gemm
@@ -25,12 +25,6 @@ def backend_of(name: str, device: str, pair: tuple[str, str] = PAIRS[0]) -> Back
     if reason := backend.unsupported(a_problem(SHAPE, FORMATS[0], pair, device)):
         pytest.skip(reason)
     return backend
-
-
-def floor(name: str, device: str, fast_accum: bool) -> float:
-    if device == "cpu" or name == "reference":
-        return FLOAT32
-    return FAST if fast_accum else PROMOTED
 
 
 def run(backend: Backend, g: Given, **more: Any) -> Product:

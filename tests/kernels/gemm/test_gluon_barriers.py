@@ -4,28 +4,16 @@ A barrier shows one bit of how many phases are over: who is two behind, or ahead
 On an H200 every plan in turns with two tiles a program ended in an "unspecified launch failure" of it (2026-11-21).
 """
 
-import sys
-import threading
-import time
 import types
 from collections.abc import Callable
 from typing import Any
 
+import barriers
 import pytest
+from barriers import Barrier, Threads, ran
 
 from te_bench.kernels.gemm import _gluon_kernels, _plans
 from te_bench.kernels.gemm._plans import Plan
-
-PATIENCE = 5.0  # seconds
-PAUSE = 2e-4
-
-
-class Barrier:
-    pending = phase = bytes = count = 0
-
-    def settle(self) -> None:
-        if self.pending == 0 and self.bytes == 0:
-            self.phase, self.pending = self.phase + 1, self.count
 
 
 class Place:
@@ -56,21 +44,8 @@ class Sum:
         return Sum(self.over + other.over, [])
 
 
-class Machine:
-    """Stand-ins for what the kernels take from Gluon; `slow` waits before whatever it does."""
-
-    def __init__(self, slow: str) -> None:
-        self.slow, self.changed, self.failed = slow, threading.Condition(), list[BaseException]()
-
-    def _do(self, action: Callable[[], None]) -> None:
-        if threading.current_thread().name == self.slow:
-            time.sleep(PAUSE)
-        with self.changed:
-            action()
-            self.changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        self._do(lambda: self.failed.append(error))
+class Machine(Threads):
+    """Stand-ins for what the kernels take from Gluon."""
 
     def allocate(self, dtype: Any, shape: list[int], _: Any) -> Room:
         return Room((Barrier if dtype == "barrier" else Place)() for _ in range(shape[0]))
@@ -78,33 +53,13 @@ class Machine:
     def init(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.pending = count
 
-    def wait(self, barrier: Barrier, parity: int) -> None:
-        self._do(lambda: None)
-        with self.changed:
-            there = self.changed.wait_for(lambda: self.failed or barrier.phase & 1 != parity, PATIENCE)
-        assert not self.failed
-        assert there, "hangs"
-
-    def arrive(self, barrier: Barrier, *, count: int = 1, pred: bool = True) -> None:
-        def there() -> None:
-            assert barrier.pending >= count, "arrived once too often"
-            barrier.pending -= count
-            barrier.settle()
-
-        if pred:
-            self._do(there)
-
-    def expect(self, barrier: Barrier, size: int) -> None:
-        barrier.bytes += size
-        self.arrive(barrier)
-
     def copy(self, desc: Any, at: list[int], barrier: Barrier, place: Place) -> None:
         def landed() -> None:
             place.holds = at
             barrier.bytes -= desc.block_type.nbytes
             barrier.settle()
 
-        self._do(landed)
+        self.do(landed)
 
     def multiply(self, a: Place, b: Place, acc: Sum, *, use_acc: bool, is_async: bool) -> Sum:
         assert is_async
@@ -112,7 +67,7 @@ class Machine:
 
     def finish(self, pending: int, deps: tuple[Sum]) -> Sum:
         (acc,) = deps
-        self._do(lambda: None)
+        self.do(lambda: None)
         done = len(acc.under_way) - pending
         read = [(a.holds, b.holds) for a, b in acc.under_way[: max(done, 0)]]
         return Sum(acc.over + read, acc.under_way[max(done, 0) :])
@@ -158,7 +113,7 @@ def run(
 
     def leave(x: Sum, row: int, column: int) -> None:
         assert not x.under_way
-        machine._do(lambda: left.append((row, column, x.over)))
+        machine.do(lambda: left.append((row, column, x.over)))
 
     monkeypatch.setattr(k, "leave_by_parts", lambda *args: leave(args[0], args[9], args[10]))
     monkeypatch.setattr(k, "add_by_parts", lambda *args: leave(args[0], args[5], args[6]))
@@ -188,19 +143,7 @@ def run(
         "second": lambda: multiply(1),
     }
 
-    def guarded(call: Callable[[], None]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            machine.fail(error)
-
-    threads = [threading.Thread(target=guarded, args=(call,), name=name) for name, call in calls.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if machine.failed:
-        raise machine.failed[0]
+    ran(machine, calls)
     return left
 
 
@@ -244,7 +187,7 @@ def test_without_turns_a_warpgroup_takes_the_others_blocks(monkeypatch: pytest.M
     there = 640, 256, 768
     check_tiles(run(there, _plans.TURNS, 6, 2, False, None, "fetch", monkeypatch), 768)
     monkeypatch.undo()
-    monkeypatch.setattr(sys.modules[__name__], "PATIENCE", 0.5)
+    monkeypatch.setattr(barriers, "PATIENCE", 0.5)
     monkeypatch.setattr(_gluon_kernels, "_await_turn", types.SimpleNamespace(fn=lambda *_: None))
     with pytest.raises((AssertionError, TypeError)):
         check_tiles(run(there, _plans.TURNS, 6, 2, False, None, "fetch", monkeypatch), 768)

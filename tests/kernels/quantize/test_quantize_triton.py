@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_checks import captured
 from torch import Tensor
 
 from te_bench.experiments import timing
@@ -130,16 +131,6 @@ def caller(function: str, x: Tensor) -> Callable[[], Quantized]:
         "block1": lambda: triton.block(x, E4M3, rows=1, **both),
         "block128": lambda: triton.block(x, E4M3, rows=128, **both),
     }[function]
-
-
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The call as a graph, so that launching it costs no more than a copy's launch."""
-    call()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
 
 
 def seconds(call: Callable[[], object]) -> float:

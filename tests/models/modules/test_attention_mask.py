@@ -5,21 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from padded import LENGTHS, README
 from torch import Tensor
 
 from te_bench.models.modules import attention_mask
 from te_bench.models.modules.attention_mask import Extent, Sizes
 
 CPU = torch.device("cpu")
-# Transformer Engine's README: [a, a, a, 0, 0], [b, b, 0, 0, 0], [c, c, c, c, 0]; True is padding.
-README = torch.tensor(
-    [
-        [False, False, False, True, True],
-        [False, False, True, True, True],
-        [False, False, False, False, True],
-    ]
-)[:, None, None, :]
-LENGTHS = (3, 2, 4)
 
 
 def hidden(kind: str, sizes: Sizes, **options: object) -> Tensor:

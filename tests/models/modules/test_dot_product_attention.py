@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from padded import LENGTHS, README
 from torch import Tensor
 
 from te_bench.kernels import attention
@@ -15,15 +16,6 @@ from te_bench.models.modules.attention import DotProductAttention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYOUTS = ["sbhd", "bshd"]
-# Transformer Engine's README: aaa00, bb000, cccc0; True is padding.
-README = torch.tensor(
-    [
-        [False, False, False, True, True],
-        [False, False, True, True, True],
-        [False, False, False, False, True],
-    ]
-)[:, None, None, :]
-LENGTHS = (3, 2, 4)
 #: Of one float32 (bf16) attention of a few keys with values of order 1, to float64.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 

@@ -1,0 +1,71 @@
+"""Python threads in the place of a program's warps, on barriers as sm_90's are, which show one bit of their phase."""
+
+import threading
+import time
+from collections.abc import Callable
+
+PATIENCE = 5.0  # seconds
+PAUSE = 2e-4
+
+
+class Barrier:
+    pending = phase = bytes = count = 0
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+
+class Threads:
+    """What threads do to barriers; the one whose name is `slow` waits before whatever it does."""
+
+    def __init__(self, slow: str) -> None:
+        self.slow, self.changed, self.failed = slow, threading.Condition(), list[BaseException]()
+
+    def do(self, action: Callable[[], None]) -> None:
+        if threading.current_thread().name == self.slow:
+            time.sleep(PAUSE)
+        with self.changed:
+            action()
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        self.do(lambda: self.failed.append(error))
+
+    def wait(self, barrier: Barrier, parity: int, *, pred: bool = True) -> None:
+        if not pred:
+            return
+        self.do(lambda: None)
+        with self.changed:
+            there = self.changed.wait_for(lambda: self.failed or barrier.phase & 1 != parity, PATIENCE)
+        assert not self.failed
+        assert there, "hangs"
+
+    def arrive(self, barrier: Barrier, *, count: int = 1, pred: bool = True) -> None:
+        def there() -> None:
+            assert barrier.pending >= count, "arrived once too often"
+            barrier.pending -= count
+            barrier.settle()
+
+        if pred:
+            self.do(there)
+
+    def expect(self, barrier: Barrier, size: int) -> None:
+        barrier.bytes += size
+        self.arrive(barrier)
+
+
+def ran(machine: Threads, calls: dict[str, Callable[[], None]]) -> None:
+    def guarded(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            machine.fail(error)
+
+    threads = [threading.Thread(target=guarded, args=(call,), name=name) for name, call in calls.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if machine.failed:
+        raise machine.failed[0]
