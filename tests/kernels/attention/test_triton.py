@@ -9,6 +9,7 @@ import torch
 import triton as triton_package
 from test_contract import a_problem, by_definition, gradients, largest
 from torch import Tensor
+from traced import operators
 
 from te_bench.kernels import attention
 from te_bench.kernels.attention import _autograd, _backward_kernels, _kernels
@@ -341,24 +342,8 @@ def test_the_operators_keep_their_word() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_compiled_code_sees_one_operator_each_way() -> None:
-    graphs: list[list[str]] = []
-
-    def inspect(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
-        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
-        return graph.forward
-
-    from torch._dynamo.backends.common import aot_autograd
-
-    tensors = drawn("cpu", *[(1, 2, 24, 16)] * 4)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ours.forward(q, k, v, causal=True, scale=0.25)
-
-    compiled = torch.compile(call, backend=aot_autograd(fw_compiler=inspect), fullgraph=True)
-    got, plain = gradients(compiled, tensors), gradients(call, tensors)
-    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
-    operators = [[name for name in graph if "attention" in name] for graph in graphs]
-    assert operators == [["te_bench.attention_forward.default"], ["te_bench.attention_backward.default"]]
+    found = operators(ours.BACKEND, drawn("cpu", *[(1, 2, 24, 16)] * 4))
+    assert found == [["te_bench.attention_forward.default"], ["te_bench.attention_backward.default"]]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from fp8_definition import NAMES, definition, sqnr
 from test_contract import DEVICES, a_problem, gradients, supported
 from torch import Tensor
+from traced import operators
 
 from te_bench.kernels.attention import _fp8_backward_kernels, _fp8_kernels, _fp8_quantize, manual_fp8
 from te_bench.kernels.attention import triton_fp8 as ours
@@ -275,24 +276,8 @@ def test_the_operators_keep_their_word(keep: bool) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_compiled_code_sees_one_operator_each_way() -> None:
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs: list[list[str]] = []
-
-    def inspect(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
-        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
-        return graph.forward
-
-    tensors = drawn((1, 2, 2, 24, 24, 16, 16, True), "cpu")
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ours.forward(q, k, v, causal=True, scale=0.25)
-
-    compiled = torch.compile(call, backend=aot_autograd(fw_compiler=inspect), fullgraph=True)
-    got, plain = gradients(compiled, tensors), gradients(call, tensors)
-    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
-    operators = [[name for name in graph if "attention" in name] for graph in graphs]
-    assert operators == [["te_bench.fp8_attention_forward.default"], ["te_bench.fp8_attention_backward.default"]]
+    found = operators(ours.BACKEND, drawn((1, 2, 2, 24, 24, 16, 16, True), "cpu"))
+    assert found == [["te_bench.fp8_attention_forward.default"], ["te_bench.fp8_attention_backward.default"]]
 
 
 def test_what_is_not_wanted_is_not_kept() -> None:
