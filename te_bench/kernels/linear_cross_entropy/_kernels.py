@@ -106,10 +106,8 @@ def _target_logit(z, target, vocab):
 
 
 @triton.jit
-def rows_kernel(
-    logits, targets, losses, factor, vocab, padded, GRADIENT: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """losses[row] = -log p_t; with GRADIENT logits[row] := (p - onehot(t)) * factor, 0 in the padding and for ignored t."""
+def _row(logits, targets, losses, vocab, padded, BLOCK: tl.constexpr):
+    """A program's row, the last first, whose loss is stored: which, logits, target, max z and 1 / sum exp(z - max z)."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
     z = logits + row.to(tl.int64) * padded
     target = tl.load(targets + row)
@@ -117,6 +115,15 @@ def rows_kernel(
     largest, total = _statistics(z, vocab, padded, BLOCK)
     loss, inverse = _loss(z_target, target, largest, total, vocab)
     tl.store(losses + row, loss)
+    return row, z, target, largest, inverse
+
+
+@triton.jit
+def rows_kernel(
+    logits, targets, losses, factor, vocab, padded, GRADIENT: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """losses[row] = -log p_t; with GRADIENT logits[row] := (p - onehot(t)) * factor, 0 in the padding and for ignored t."""
+    _, z, target, largest, inverse = _row(logits, targets, losses, vocab, padded, BLOCK)
     if GRADIENT:
         one = tl.load(factor)
         inverse *= one
@@ -138,13 +145,7 @@ def rows_kernel(
 @triton.jit
 def statistics_kernel(logits, targets, losses, statistics, vocab, padded, BLOCK: tl.constexpr):
     """losses[row] = -log p_t; statistics[row] = max z, 1 / sum exp(z - max z)."""
-    row = tl.num_programs(0) - 1 - tl.program_id(0)
-    z = logits + row.to(tl.int64) * padded
-    target = tl.load(targets + row)
-    z_target = _target_logit(z, target, vocab)
-    largest, total = _statistics(z, vocab, padded, BLOCK)
-    loss, inverse = _loss(z_target, target, largest, total, vocab)
-    tl.store(losses + row, loss)
+    row, _, _, largest, inverse = _row(logits, targets, losses, vocab, padded, BLOCK)
     tl.store(statistics + 2 * row, largest)
     tl.store(statistics + 2 * row + 1, inverse)
 
