@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,13 +41,15 @@ def test_a_process_that_a_test_starts_finds_te_bench_where_it_is_not_installed(t
 
 
 def seconds_of_help() -> float:
-    start = time.perf_counter()
+    """Of the processor's time, which others that run here do not stretch."""
+    before = os.times()
     subprocess.run([sys.executable, "-m", "te_bench.cli", "--help"], check=True, capture_output=True)
-    return time.perf_counter() - start
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
 
 
 def test_help_answers_within_three_tenths_of_a_second() -> None:
-    assert min(seconds_of_help() for _ in range(5)) <= 0.3
+    assert 0.01 < min(seconds_of_help() for _ in range(5)) <= 0.3
 
 
 HEAVY = ("torch", "numpy", "pandas", "matplotlib", "scipy", "datasets", "rich.progress")
