@@ -54,6 +54,20 @@ def test_a_checkpoint_can_be_recomputed_twice() -> None:
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_what_is_computed_again_is_not_counted_again(name: str) -> None:
+    x, found = torch.randn(8, 32), []
+    for form in (None, "whole", "twice nested"):
+        layers = model()
+        with te.record_numerics(), te.autocast(recipe=RECIPES[name]):
+            y = layers(x) if form is None else FORMS[form](layers, x)
+        y.sum().backward()
+        found.append(te.numerics(layers))
+    assert found[0] == found[1] == found[2]
+    tensors = [tensor for module in found[0].values() for tensor in module.values()]
+    assert any(tensor["saturated"] + tensor["underflowed"] for tensor in tensors)
+
+
 @pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
 def test_autocast_inside_a_checkpoint(name: str) -> None:
     def inside(layers: nn.Module) -> Callable[[Tensor], Tensor]:

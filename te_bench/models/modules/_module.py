@@ -158,7 +158,8 @@ class Fp8Module(nn.Module):
 
     def _slot(self, role: str, gemm: int) -> Slot:
         region = fp8.current
-        counts = self._counts[role, gemm] if region.numerics else None
+        replaying = role != "grad_output" and region.scales is not None and region.scales.replaying
+        counts = self._counts[role, gemm] if region.numerics and not replaying else None
         if self._state is None or self._state.recipe is not region.recipe:
             return Slot(counts=counts)
         again = False
@@ -166,9 +167,7 @@ class Fp8Module(nn.Module):
         if role != "grad_output":
             if region.scales is not None:
                 scale, again = region.scales.through(scale), region.scales.traced
-            if not (torch.is_grad_enabled() or region.calibrating) or (
-                region.scales is not None and region.scales.replaying
-            ):
+            if replaying or not (torch.is_grad_enabled() or region.calibrating):
                 amax = None  # an evaluation leaves no trace in the training's scales; a recomputation none twice
         return Slot(scale, amax, counts, again)
 
