@@ -252,15 +252,17 @@ def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
     """function(*args, **kwargs) without keeping its activations: the backward pass computes them again, in the same FP8.
 
     The recomputation runs under the autocast of this call and casts with the very scales of the first time; amaxes are
-    gathered once. torch.compile takes it into its graph, with the autocast outside. Takes torch.utils.checkpoint's own
-    keyword arguments besides use_reentrant, which is False.
+    gathered, and elements counted, once. torch.compile takes it into its graph, with the autocast outside. Takes
+    torch.utils.checkpoint's own keyword arguments but context_fn and debug; use_reentrant is False.
     """
     global current
     if kwargs.pop("use_reentrant", False):
         raise ValueError(
             "te.checkpoint has use_reentrant=False only: the reentrant kind hides its inputs from autograd"
         )
-    for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):  # Transformer Engine's
+    theirs = "distribute_saved_activations", "get_rng_state_tracker", "tp_group"  # Transformer Engine's
+    taken = "context_fn", "debug"  # PyTorch's: the contexts are te.checkpoint's own, and debug comes without any
+    for name in (*theirs, *taken):
         if kwargs.pop(name, None):
             raise ValueError(f"te.checkpoint: te_bench has no {name}; leave it out")
 

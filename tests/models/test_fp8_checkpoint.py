@@ -28,6 +28,15 @@ FORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "options", [{"use_reentrant": True}, {"tp_group": 1}, {"context_fn": lambda: None}, {"debug": True}]
+)
+def test_what_a_checkpoint_has_not_is_named(options: dict[str, object]) -> None:
+    for function in (te.checkpoint, torch.compile(te.checkpoint, backend="eager")):
+        with pytest.raises(ValueError, match=rf"^te.checkpoint.* {next(iter(options))}"):
+            function(torch.sin, torch.ones(2), **options)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_checkpointing_changes_no_bit(name: str, form: str) -> None:
