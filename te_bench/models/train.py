@@ -237,7 +237,8 @@ class TrainStep:
             torch.cuda.reset_peak_memory_stats()
             self._graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(self._graph):
+                # A stream of this GPU: PyTorch's own for captures is one of the first capture's, whatever the current GPU.
+                with torch.cuda.graph(self._graph, stream=torch.cuda.Stream()):
                     self._loss = self._backward(*self._inputs)
                     self._norm = self.grad_norm
                     self._update()

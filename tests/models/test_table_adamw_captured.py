@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,12 @@ class Graph:
     warm: list[torch.Tensor]  # gradients of before the capture, whose memory is somebody else's by then
 
     @contextlib.contextmanager
-    def recording(self, _: object) -> Iterator[None]:
+    def recording(self, _: object, stream: Any = None) -> Iterator[None]:
         step, table = self.step, self.step.table
         assert table is not None
         assert self.device == step.device
+        assert stream is not None, "PyTorch's own stream is on the GPU of the process's first capture"
+        assert stream.device == step.device
         modules = [m for m in step.model.modules() if isinstance(m, Linear) and m._state is not None]
         tables = [t for m in modules for both in (m._state.forward, m._state.backward) for t in both.written]
         tensors = [*step._state(), *(c.leaf for c in table.copies.values() if c.fp8 is None), *tables]
@@ -74,6 +77,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainStep], TrainStep
     nothing = contextlib.nullcontext
 
     class Stream:
+        def __init__(self) -> None:
+            self.device = graph.device
+
         def wait_stream(self, other: object) -> None: ...
 
     @contextlib.contextmanager
