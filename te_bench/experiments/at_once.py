@@ -52,6 +52,7 @@ def each(function: Callable[[Task, Place], Answer], tasks: Iterable[Task], where
             yield function(task, where[0])
         return
     context = multiprocessing.get_context("spawn")  # threads of the caller's, of torch's say, would not survive a fork
+    others = multiprocessing.active_children()  # of the caller's
     free = context.SimpleQueue()
     for place in where:
         free.put(place)
@@ -62,7 +63,7 @@ def each(function: Callable[[Task, Place], Answer], tasks: Iterable[Task], where
             for done in concurrent.futures.as_completed([pool.submit(_at_its_place, function, task) for task in tasks]):
                 yield done.result()
         except BaseException as error:  # else the pool would wait for the others
-            for process in multiprocessing.active_children():
+            for process in set(multiprocessing.active_children()).difference(others):
                 process.kill()
             if isinstance(error, BrokenProcessPool):
                 raise ValueError("a process was killed, for want of memory perhaps: lower --at-once") from error

@@ -1,5 +1,6 @@
 """Measurements side by side: who runs where, and that nothing outlives a failure, Ctrl-C or a kill."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -77,6 +78,19 @@ def test_a_failure_is_told_and_ends_the_others(tmp_path: Path, what: str, why: s
     with pytest.raises(ValueError, match=why):
         list(each(asked, [f"sleep {tmp_path}/pid", f"{what} {tmp_path}/pid"], TWO))
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_what_else_its_caller_runs_is_left_alone(tmp_path: Path) -> None:
+    other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    other.start()
+    try:
+        with pytest.raises(ValueError, match="no such suite"):
+            list(each(asked, [f"sleep {tmp_path}/pid", f"refuse {tmp_path}/pid"], TWO))
+        other.join(1)  # what is killed takes a while
+        assert other.is_alive()
+    finally:
+        other.kill()
+        other.join()
 
 
 def test_a_caller_that_wants_no_more_waits_for_none(tmp_path: Path) -> None:
