@@ -45,7 +45,7 @@ def each(function: Callable[[Task, Place], Answer], tasks: Iterable[Task], where
     """function(task, place) of each task, as it is done; in this process where there is one place.
 
     The function and the tasks must pickle. An error, Ctrl-C, or a caller that wants no more ends the others at once. Raises
-    what the function raises, and ValueError when a process is killed.
+    what the function raises, and ValueError when a process ends by itself.
     """
     if len(where) == 1:
         for task in tasks:
@@ -66,7 +66,9 @@ def each(function: Callable[[Task, Place], Answer], tasks: Iterable[Task], where
             for process in set(multiprocessing.active_children()).difference(others):
                 process.kill()
             if isinstance(error, BrokenProcessPool):
-                raise ValueError("a process was killed, for want of memory perhaps: lower --at-once") from error
+                raise ValueError(
+                    "a process ended by itself, killed for want of memory perhaps: lower --at-once"
+                ) from error
             raise
 
 

@@ -267,9 +267,8 @@ def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
             raise ValueError(f"te.checkpoint: te_bench has no {name}; leave it out")
 
     outer = current
-    if (
-        torch.compiler.is_compiling() and outer.scales is not _TRACED
-    ):  # around the graph's node: inside nothing may be set
+    # Here, around the graph's node, for inside it nothing may be set.
+    if torch.compiler.is_compiling() and outer.scales is not _TRACED:
         current = replace(outer, scales=_TRACED)
     try:
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **kwargs)

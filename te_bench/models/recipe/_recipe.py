@@ -38,9 +38,7 @@ class Slot(NamedTuple):
     scale: Tensor | None = None  # () float32
     amax: Tensor | None = None  # () float32, this step's, gathered while casting
     counts: Tensor | None = None  # (3,) int64, see kernels.quantize
-    again: bool = (
-        False  # whether torch.compile computes the cast again in the backward pass, as of an activation checkpoint
-    )
+    again: bool = False  # torch.compile will compute the cast again, in the backward pass of an activation checkpoint
 
 
 class Cast(NamedTuple):
