@@ -1,11 +1,13 @@
 """Measurements side by side: each in a process that has cores, and on a GPU a card, of its own."""
 
-import concurrent.futures
+import contextlib
 import multiprocessing
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
 
 from te_bench.experiments import host, origin
@@ -51,39 +53,60 @@ def each(function: Callable[[Task, Place], Answer], tasks: Iterable[Task], where
         for task in tasks:
             yield function(task, where[0])
         return
+    # Not a pool of concurrent.futures: when one of its processes is killed, it waits for the others' tasks now and then.
     context = multiprocessing.get_context("spawn")  # threads of the caller's, of torch's say, would not survive a fork
-    others = multiprocessing.active_children()  # of the caller's
-    free = context.SimpleQueue()
-    for place in where:
-        free.put(place)
-    with concurrent.futures.ProcessPoolExecutor(
-        len(where), mp_context=context, initializer=_take, initargs=(free, os.getpid())
-    ) as pool:
-        try:
-            for done in concurrent.futures.as_completed([pool.submit(_at_its_place, function, task) for task in tasks]):
-                yield done.result()
-        except BaseException as error:  # else the pool would wait for the others
-            for process in set(multiprocessing.active_children()).difference(others):
-                process.kill()
-            if isinstance(error, BrokenProcessPool):
-                raise ValueError(
-                    "a process ended by itself, killed for want of memory perhaps: lower --at-once"
-                ) from error
-            raise
+    left = iter(tasks)
+    workers: dict[Any, SpawnProcess] = {}
+    try:
+        for place, task in zip(where, left, strict=False):
+            connection, its_end = context.Pipe()
+            worker = context.Process(target=_serve, args=(its_end, function, place, os.getpid()))
+            worker.start()
+            workers[connection] = worker
+            its_end.close()  # the worker's alone then: its death ends what it says
+            _ask(connection, task)
+        while workers:
+            ready: list[Any] = wait(list(workers))
+            for connection in ready:
+                answer = _answer(connection)
+                try:
+                    _ask(connection, next(left))
+                except StopIteration:
+                    connection.close()
+                    workers.pop(connection).join()
+                yield answer
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.join()
 
 
-_place = Place()
+def _ask(connection: Any, task: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):  # of a process that has ended, which `_answer` tells
+        connection.send(task)
 
 
-def _take(free: Any, parent: int) -> None:
-    """Of a process that begins."""
-    global _place  # its own
+def _answer(connection: Any) -> Any:
+    try:
+        succeeded, answer = connection.recv()
+    except (EOFError, ConnectionError):
+        raise ValueError("a process ended by itself, killed for want of memory perhaps: lower --at-once") from None
+    if not succeeded:
+        raise answer
+    return answer
+
+
+def _serve(connection: Any, function: Callable[[Task, Place], Answer], place: Place, parent: int) -> None:
+    """In a process of its own: answer task after task, until no more come."""
     os.setsid()  # Ctrl-C is the caller's to handle
     origin.end_with(parent)
-    _place = free.get()
-    if _place.cores:
-        os.sched_setaffinity(0, _place.cores)
-
-
-def _at_its_place(function: Callable[[Task, Place], Answer], task: Task) -> Answer:
-    return function(task, _place)
+    if place.cores:
+        os.sched_setaffinity(0, place.cores)
+    with contextlib.suppress(EOFError):
+        while True:
+            task = connection.recv()
+            try:
+                connection.send((True, function(task, place)))
+            except Exception as error:  # an answer that does not pickle, too
+                error.add_note(traceback.format_exc())  # which does not pickle
+                connection.send((False, error))

@@ -66,14 +66,17 @@ def asked(task: str, place: Place) -> str:
         Path(file).write_text(str(os.getpid()))
         time.sleep(600)
     assert eventually(Path(file).exists, 60)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     if what == "refuse":
         raise ValueError("no such suite")
     return what
 
 
-def test_a_failure_is_told_and_ends_the_others(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such suite"):
-        list(each(asked, [f"sleep {tmp_path}/pid", f"refuse {tmp_path}/pid"], TWO))
+@pytest.mark.parametrize(("what", "why"), [("refuse", "no such suite"), ("kill", "lower --at-once")])
+def test_a_failure_is_told_and_ends_the_others(tmp_path: Path, what: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        list(each(asked, [f"sleep {tmp_path}/pid", f"{what} {tmp_path}/pid"], TWO))
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
