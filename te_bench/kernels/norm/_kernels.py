@@ -25,12 +25,9 @@ def _inverse_root(variance, eps):
 
 @triton.jit
 def _parameter(at, cols, N, CENTRED: tl.constexpr):
-    """Columns of a weight or a bias, float32, (1, columns), and 1 more where CENTRED; None of None."""
-    if at is None:
-        return None
-    else:
-        found = tl.load(at + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        return found + 1.0 if CENTRED else found
+    """Columns of a weight or a bias, float32, (1, columns), and 1 more where CENTRED."""
+    found = tl.load(at + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    return found + 1.0 if CENTRED else found
 
 
 @triton.jit
@@ -63,10 +60,9 @@ def _forward_kernel(
         centred = tl.where(inside, centred - mu[:, None], 0.0)
     inverse = _inverse_root(tl.sum(centred * centred, 1) / N, eps)
     tl.store(rstd + rows, inverse, mask=rows < M)
-    gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), _parameter(bias, cols, N, False)
-    out = centred * inverse[:, None] * gamma
-    if beta is not None:
-        out += beta
+    out = centred * inverse[:, None] * _parameter(weight, cols, N, CENTRED_GAMMA)
+    if bias is not None:
+        out += _parameter(bias, cols, N, False)
     tl.store(y + rows.to(tl.int64)[:, None] * N + cols[None, :], rounded(out, DTYPE), mask=mask)
 
 

@@ -58,10 +58,9 @@ def _add_forward_kernel(
     inverse = _inverse_root(tl.sum(centred * centred, 1) / N, eps)
     tl.store(rstd + rows, inverse, mask=rows < M)
     if y is not None:
-        gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), _parameter(bias, cols, N, False)
-        out = centred * inverse[:, None] * gamma
-        if beta is not None:
-            out += beta
+        out = centred * inverse[:, None] * _parameter(weight, cols, N, CENTRED_GAMMA)
+        if bias is not None:
+            out += _parameter(bias, cols, N, False)
         out = rounded(out, DTYPE)
         tl.store(y + wide * N + cols[None, :], out, mask=mask)
         if amax is not None:
@@ -156,7 +155,9 @@ def _add_forward_cast_kernel(
         tile = TILES - 1 - i  # backwards: the last written is the likeliest in the L2
         cols = tl.max_contiguous(tile * COLUMNS + tl.arange(0, COLUMNS), [4])
         inside = (cols < N)[None, :]
-        gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), _parameter(bias, cols, N, False)
+        gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), None
+        if bias is not None:
+            beta = _parameter(bias, cols, N, False)
         at = total + wide * total_stride + cols[None, :]
         a = tl.load(at, mask=here & inside, other=0.0, eviction_policy="evict_first")
         a = _normed(a, here & inside, mu_a, inverse_a, gamma, beta, RMS, DTYPE)
@@ -191,7 +192,9 @@ def _normed_cast_kernel(
     factor = tl.load(scale)
     if index == 0:
         tl.store(scale_inv, tl.div_rn(1.0, factor))
-    gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), _parameter(bias, cols, N, False)
+    gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), None
+    if bias is not None:
+        beta = _parameter(bias, cols, N, False)
     mu_a, mu_b = None, None
     if not RMS:
         mu_a = tl.load(mean + rows, mask=rows < M, other=0.0)
