@@ -135,13 +135,13 @@ def _make_all(
     dk_desc, dv_desc, shared, dscores_shared, gates, given, over, sizes, sums, padded, scale = made
     k_shared, v_shared, q_shared, dout_shared, info_shared = shared
     held, left, full, empty = gates
-    T, S, H, group, pairs, blocks, near, whole, rest, shift = sizes
+    T, S, H, group, pairs, blocks, near, whole, rest = sizes
     D: gl.constexpr = q_shared.shape[4]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     place, phase, slot, slot_phase, step = 0, 0, 0, 0, 0
-    for turn in range(rounds(whole, rest, shift)):
-        order, pair = tile(turn, blocks, pairs, near, shift)
+    for turn in range(rounds(whole, rest)):
+        order, pair = tile(turn, blocks, pairs, near)
         first = order * ROWS * CONSUMERS
         b, kv = pair // (H // group), pair % (H // group)
         first_block, last_block = blocks_of_rows(first, T, ROWS, CAUSAL)
@@ -188,7 +188,7 @@ def _make_all(
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def gluon_attention_backward_fused_kernel(
     k_desc, v_desc, q_desc, dout_desc, info_desc, dk_desc, dv_desc, sums, padded, scale, T, S, H, group, pairs, blocks,
-    near, whole, rest, shift, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    near, whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, UNROUNDED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ added to sums.
@@ -205,7 +205,7 @@ def gluon_attention_backward_fused_kernel(
     gates = barriers(HELD, 1), barriers(HELD, 1), barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
     given, over = barriers(2, CONSUMERS), barriers(1, CONSUMERS).index(0)
     fence_async_shared()
-    sizes = (T, S, H, group, pairs, blocks, near, whole, rest, shift)
+    sizes = (T, S, H, group, pairs, blocks, near, whole, rest)
     fetched = (k_desc, v_desc, q_desc, dout_desc, info_desc, shared, gates, sizes)
     made = (dk_desc, dv_desc, shared, dscores_shared, gates, given, over, sizes, sums, padded, scale)
     gl.warp_specialize(

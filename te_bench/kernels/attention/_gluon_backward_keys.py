@@ -54,11 +54,11 @@ def fetch_rows(
     k_desc, v_desc, q_desc, dout_desc, info_desc, shared, gates, sizes = fetched
     k_shared, v_shared, q_shared, dout_shared, info_shared = shared
     held, left, full, empty = gates
-    T, _, H, group, pairs, blocks, near, whole, rest, shift = sizes
+    T, _, H, group, pairs, blocks, near, whole, rest = sizes
     AT_ONCE: gl.constexpr = q_desc.block_type.shape[2]
     place, phase, slot, slot_phase = 0, 0, 0, 0
-    for turn in range(rounds(whole, rest, shift)):
-        order, pair = tile(turn, blocks, pairs, near, shift)
+    for turn in range(rounds(whole, rest)):
+        order, pair = tile(turn, blocks, pairs, near)
         first = order * ROWS * CONSUMERS
         b, kv = pair // (H // group), pair % (H // group)
         for who in gl.static_range(CONSUMERS):
@@ -115,15 +115,15 @@ def _make_dk_dv(
     dk_desc, dv_desc, shared, gates, sizes, scale = made
     k_shared, v_shared, q_shared, dout_shared, info_shared = shared
     held, left, full, empty = gates
-    T, _, H, group, pairs, blocks, near, whole, rest, shift = sizes
+    T, _, H, group, pairs, blocks, near, whole, rest = sizes
     AT_ONCE: gl.constexpr = q_shared.shape[3]
     D: gl.constexpr = q_shared.shape[4]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, AT_ONCE, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     EDGES: gl.constexpr = CAUSAL and AT_ONCE < ROWS  # more than the first block is partly hidden
     place, phase, slot, slot_phase = 0, 0, 0, 0
-    for turn in range(rounds(whole, rest, shift)):
-        order, pair = tile(turn, blocks, pairs, near, shift)
+    for turn in range(rounds(whole, rest)):
+        order, pair = tile(turn, blocks, pairs, near)
         start = order * ROWS * CONSUMERS
         first = start + who * ROWS
         begin, end = blocks_of_rows(first, T, AT_ONCE, CAUSAL)
@@ -191,7 +191,7 @@ def _make_dk_dv(
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def gluon_attention_backward_keys_kernel(
     k_desc, v_desc, q_desc, dout_desc, info_desc, dk_desc, dv_desc, scale, T, S, H, group, pairs, blocks, near,
-    whole, rest, shift, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of CONSUMERS x 64 keys of `pairs` sequences and heads of keys."""
@@ -201,7 +201,7 @@ def gluon_attention_backward_keys_kernel(
     shared = (room(k_desc, HELD), room(v_desc, HELD), room(q_desc, STAGES), room(dout_desc, STAGES), info_shared)
     gates = barriers(HELD, 1), barriers(HELD, 1), barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
     fence_async_shared()
-    sizes = (T, S, H, group, pairs, blocks, near, whole, rest, shift)
+    sizes = (T, S, H, group, pairs, blocks, near, whole, rest)
     fetched = (k_desc, v_desc, q_desc, dout_desc, info_desc, shared, gates, sizes)
     made = (dk_desc, dv_desc, shared, gates, sizes, scale)
     if CONSUMERS == 2:

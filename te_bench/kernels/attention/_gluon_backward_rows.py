@@ -46,11 +46,11 @@ def _fetch_keys(
     q_desc, dout_desc, out_desc, k_desc, v_desc, shared, gates, sizes = fetched
     q_shared, dout_shared, out_shared, k_shared, v_shared = shared
     held, left, full, empty = gates
-    T, S, H, group, pairs, blocks, near, whole, rest, shift = sizes
+    T, S, H, group, pairs, blocks, near, whole, rest = sizes
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     place, phase, slot, slot_phase = 0, 0, 0, 0
-    for turn in range(rounds(whole, rest, shift)):
-        order, pair = tile(turn, blocks, pairs, near, shift)
+    for turn in range(rounds(whole, rest)):
+        order, pair = tile(turn, blocks, pairs, near)
         first = (blocks - 1 - order) * ROWS * CONSUMERS
         b, h = pair // H, pair % H
         for who in gl.static_range(CONSUMERS):
@@ -121,14 +121,14 @@ def _make_dq(
     dq_desc, shared, gates, sizes, lse, info, padded, scale = made
     q_shared, dout_shared, out_shared, k_shared, v_shared = shared
     held, left, full, empty = gates
-    T, S, H, _, pairs, blocks, near, whole, rest, shift = sizes
+    T, S, H, _, pairs, blocks, near, whole, rest = sizes
     KEYS: gl.constexpr = k_shared.shape[3]
     D: gl.constexpr = q_shared.shape[4]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     place, phase, slot, slot_phase = 0, 0, 0, 0
-    for turn in range(rounds(whole, rest, shift)):
-        order, pair = tile(turn, blocks, pairs, near, shift)
+    for turn in range(rounds(whole, rest)):
+        order, pair = tile(turn, blocks, pairs, near)
         start = (blocks - 1 - order) * ROWS * CONSUMERS
         first = start + who * ROWS
         count = blocks_of_keys(first, 1, T, S, KEYS, CAUSAL)
@@ -175,7 +175,7 @@ def _make_dq(
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def gluon_attention_backward_rows_kernel(
     q_desc, dout_desc, out_desc, k_desc, v_desc, dq_desc, lse, info, padded, scale, T, S, H, group, pairs, blocks, near,
-    whole, rest, shift, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, IN_REGISTERS: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """dQ of `blocks` tiles of CONSUMERS x 64 rows of `pairs` sequences and heads; level and delta in info.
@@ -192,7 +192,7 @@ def gluon_attention_backward_rows_kernel(
     )
     gates = barriers(HELD, 1), barriers(HELD, 1), barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
     fence_async_shared()
-    sizes = (T, S, H, group, pairs, blocks, near, whole, rest, shift)
+    sizes = (T, S, H, group, pairs, blocks, near, whole, rest)
     fetched = (q_desc, dout_desc, out_desc, k_desc, v_desc, shared, gates, sizes)
     made = (dq_desc, shared, gates, sizes, lse, info, padded, scale)
     if CONSUMERS == 2:

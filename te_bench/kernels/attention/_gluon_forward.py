@@ -3,8 +3,7 @@
 Keys come from the last block to the first, so that the one block whose scores are partly hidden comes before the loop, and
 the loop masks nothing. OVERLAP: a block's exponentials run under the product of the weights before with their values.
 TURNS: warpgroups give their products to the tensor core one after another, so that one's exponentials run under another's
-products. Source of both: Shah et al., "FlashAttention-3", arXiv:2407.08608, written anew. AHEAD: the next tile's first
-scores are under way while this tile's rows leave.
+products. Source of both: Shah et al., "FlashAttention-3", arXiv:2407.08608, written anew.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -53,11 +52,11 @@ def _fetch(
     q_desc, k_desc, v_desc, shared, gates, sizes = fetched
     q_shared, k_shared, v_shared = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = gates
-    T, S, H, group, pairs, blocks, near, whole, rest, shift = sizes
+    T, S, H, group, pairs, blocks, near, whole, rest = sizes
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     place, phase, slot, slot_phase = 0, 0, 0, 0
-    for turn in range(rounds(whole, rest, shift)):
-        order, pair = tile(turn, blocks, pairs, near, shift)
+    for turn in range(rounds(whole, rest)):
+        order, pair = tile(turn, blocks, pairs, near)
         first = (blocks - 1 - order) * ROWS * CONSUMERS
         b, h = pair // H, pair % H
         for who in gl.static_range(CONSUMERS):
@@ -170,89 +169,47 @@ def _step(
 
 
 @gluon.jit
-def _whose(turn, sizes, CONSUMERS: gl.constexpr):
-    """(pair, first row) of a program's tile."""
-    _, _, _, _, pairs, blocks, near, _, _, shift = sizes
-    order, pair = tile(turn, blocks, pairs, near, shift)
-    return pair, (blocks - 1 - order) * ROWS * CONSUMERS
-
-
-@gluon.jit
-def _seen(start, who, sizes, KEYS: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr):
-    """Blocks of keys that a warpgroup sees of a tile from row `start` on, and those before them that others alone see."""
-    T, S, _, _, _, _, _, _, _, _ = sizes
-    count = blocks_of_keys(start + who * ROWS, 1, T, S, KEYS, CAUSAL)
-    return count, blocks_of_keys(start, CONSUMERS, T, S, KEYS, CAUSAL) - count
-
-
-@gluon.jit
-def _begin(
-    q, q_full, slot_phase, there, none, shared, gates, others, who, place, phase, parity,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
-):  # fmt: skip
-    """A tile's first scores, under way; of whatever lies in shared memory, where no tile is there."""
-    _, k_shared, _ = shared
-    _, _, k_full, _, _, _, turns = gates
-    place, phase, parity = _pass_over(gates, others, who, place, phase, parity, CONSUMERS, STAGES, TURNS)
-    mbarrier.wait(q_full, slot_phase, pred=there)
-    mbarrier.wait(k_full.index(place), phase, pred=there)
-    if TURNS:
-        take_turn(turns, who, parity)
-    scores = _scores(q, k_shared.index(place), none)
-    if TURNS:
-        pass_turn(turns, who, CONSUMERS)
-    return scores, place, phase, parity ^ 1
-
-
-@gluon.jit
 def _attend(
     made, who, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
-    OVERLAP: gl.constexpr, TURNS: gl.constexpr, AHEAD: gl.constexpr,
+    OVERLAP: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's rows of every tile."""
     out_desc, shared, gates, sizes, lse, scale = made
     q_shared, k_shared, v_shared = shared
-    q_full, q_empty, _, k_empty, v_full, v_empty, _ = gates
-    T, S, H, _, _, _, _, whole, rest, shift = sizes
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = gates
+    T, S, H, _, pairs, blocks, near, whole, rest = sizes
     KEYS: gl.constexpr = k_shared.shape[3]
     D: gl.constexpr = q_shared.shape[4]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     none = gl.zeros((ROWS, KEYS), gl.float32, SCORES)
     place, phase, slot, slot_phase, parity = 0, 0, 0, 0, 0
-    tiles = rounds(whole, rest, shift)
-    if AHEAD:
-        gl.static_assert(SLOTS > 1)  # the next tile's rows lie beside this one's
-        pair, start = _whose(0, sizes, CONSUMERS)
-        count, others = _seen(start, who, sizes, KEYS, CONSUMERS, CAUSAL)
-        scores, place, phase, parity = _begin(
-            matrix(q_shared.index(who * SLOTS)), q_full.index(who * SLOTS), slot_phase, True, none, shared, gates, others,
-            who, place, phase, parity, CONSUMERS, STAGES, TURNS,
-        )  # fmt: skip
-    for turn in range(tiles):
+    for turn in range(rounds(whole, rest)):
+        order, pair = tile(turn, blocks, pairs, near)
+        start = (blocks - 1 - order) * ROWS * CONSUMERS
+        first = start + who * ROWS
+        b, h = pair // H, pair % H
+        count = blocks_of_keys(first, 1, T, S, KEYS, CAUSAL)
+        others = blocks_of_keys(start, CONSUMERS, T, S, KEYS, CAUSAL) - count
+        place, phase, parity = _pass_over(gates, others, who, place, phase, parity, CONSUMERS, STAGES, TURNS)
         at = who * SLOTS + slot
         q = matrix(q_shared.index(at))
-        if not AHEAD:
-            pair, start = _whose(turn, sizes, CONSUMERS)
-            count, others = _seen(start, who, sizes, KEYS, CONSUMERS, CAUSAL)
-            scores, place, phase, parity = _begin(
-                q, q_full.index(at), slot_phase, True, none, shared, gates, others, who, place, phase, parity,
-                CONSUMERS, STAGES, TURNS,
-            )  # fmt: skip
-            if SLOTS > 1:  # the tile's before has left by now
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(who * SLOTS + (slot + SLOTS - 1) % SLOTS), count=1, pred=turn > 0)
+        mbarrier.wait(q_full.index(at), slot_phase)
+        mbarrier.wait(k_full.index(place), phase)
+        if TURNS:
+            take_turn(turns, who, parity)
+        scores = _scores(q, k_shared.index(place), none)
+        if TURNS:
+            pass_turn(turns, who, CONSUMERS)
+        parity ^= 1
+        if SLOTS > 1:  # the tile's before has left by now
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(who * SLOTS + (slot + SLOTS - 1) % SLOTS), count=1, pred=turn > 0)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(place), count=1)
-        b, h, first = pair // H, pair % H, start + who * ROWS
         if EDGE:
             scores = hidden(scores, first, (count - 1) * KEYS, S, CAUSAL)
         weights, sums, top = _first_weights(scores, scale)
-        if AHEAD:
-            there = turn + 1 < tiles
-            then_pair, then_start = _whose(min(turn + 1, tiles - 1), sizes, CONSUMERS)
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(who * SLOTS + (slot + SLOTS - 1) % SLOTS), count=1, pred=turn > 0)
         acc = gl.zeros((ROWS, D), gl.float32, OUT)
         place, phase = next_place(place, phase, STAGES)
         for _i in range(count - 1):
@@ -268,31 +225,19 @@ def _attend(
         acc = warpgroup_mma(left, matrix(v_shared.index(older)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(older), count=1)
-        slot, slot_phase = next_place(slot, slot_phase, SLOTS)
-        this = pair
-        if AHEAD:
-            pair, start = then_pair, then_start
-            count, others = _seen(start, who, sizes, KEYS, CONSUMERS, CAUSAL)
-            then = who * SLOTS + slot
-            scores, place, phase, parity = _begin(
-                matrix(q_shared.index(then)), q_full.index(then), slot_phase, there, none, shared, gates,
-                others if there else 0, who, place, phase, parity, CONSUMERS, STAGES, TURNS,
-            )  # fmt: skip
-        _leave(acc, sums, top, out_desc, q_shared.index(at), lse, b, h, this, first, T)
+        _leave(acc, sums, top, out_desc, q_shared.index(at), lse, b, h, pair, first, T)
         if SLOTS == 1:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(at), count=1)
-    if AHEAD:
-        warpgroup_mma_wait(0, deps=(scores,))
+        slot, slot_phase = next_place(slot, slot_phase, SLOTS)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def gluon_attention_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse, scale, T, S, H, group, pairs, blocks, near,
-    whole, rest, shift, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """out and lse of `blocks` tiles of CONSUMERS x 64 rows of `pairs` sequences and heads; scale times log2(e).
 
@@ -306,14 +251,14 @@ def gluon_attention_forward_kernel(
         barriers(CONSUMERS, 1),
     )  # fmt: skip
     fence_async_shared()
-    shared, sizes = (q_shared, k_shared, v_shared), (T, S, H, group, pairs, blocks, near, whole, rest, shift)
+    shared, sizes = (q_shared, k_shared, v_shared), (T, S, H, group, pairs, blocks, near, whole, rest)
     fetched = (q_desc, k_desc, v_desc, shared, gates, sizes)
     made = (out_desc, shared, gates, sizes, lse, scale)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_attend, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS, AHEAD)),
-                (_attend, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS, AHEAD)),
+                (_attend, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
+                (_attend, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
                 (_fetch, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
             ],
             [4, 1], [REGISTERS, FETCHING],
@@ -321,9 +266,9 @@ def gluon_attention_forward_kernel(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_attend, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS, AHEAD)),
-                (_attend, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS, AHEAD)),
-                (_attend, (made, 2, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS, AHEAD)),
+                (_attend, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
+                (_attend, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
+                (_attend, (made, 2, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
                 (_fetch, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, FETCHING],
@@ -332,10 +277,10 @@ def gluon_attention_forward_kernel(
         gl.static_assert(CONSUMERS == 4)
         gl.warp_specialize(
             [
-                (_attend, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS, AHEAD)),
-                (_attend, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS, AHEAD)),
-                (_attend, (made, 2, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS, AHEAD)),
-                (_attend, (made, 3, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS, AHEAD)),
+                (_attend, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
+                (_attend, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
+                (_attend, (made, 2, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
+                (_attend, (made, 3, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
                 (_fetch, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
             ],
             [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, FETCHING],

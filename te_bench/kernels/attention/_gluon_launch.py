@@ -4,7 +4,6 @@ import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -22,8 +21,6 @@ LOG2_E = 1.4426950408889634
 L2_BYTES = 40 * 2**20  # of an H200's 50 MB, for keys and values that programs share
 ROWS = 64  # of a warpgroup
 REGISTERS = 65536  # of a processor
-TILE = 192  # keys' worth of time from one tile's last block to the next one's first, by records at T 1024 and 8192
-SHIFTED = 16  # rounds: of more, what is left over is little
 TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -31,12 +28,10 @@ class Plan(NamedTuple):
     """A program's tile, 64 rows (or keys) for each of its warpgroups, and what it keeps.
 
     at_once: keys (or rows) that come together; stages: how many of those places there are, slots: of tiles. registers: of a
-    thread that multiplies. programs: on a processor. overlap, turns, ahead (with two slots): as in _gluon_forward.
-    persistent: each program makes tiles until there are none; sharing: of one sequence and head as many programs at a time,
-    0 for as few as can be.
+    thread that multiplies. programs: on a processor. overlap, turns: as in _gluon_forward. persistent: each program makes
+    tiles until there are none; sharing: of one sequence and head as many programs at a time, 0 for as few as can be.
     in_registers: what is held is an operand from there, in the backward pass; from shared memory two of 64 rows or columns
-    take all that it moves in a cycle. unrounded: as in _gluon_backward_fused. even: rounds of causal tiles are dealt with
-    the shift that leaves the busiest program least.
+    take all that it moves in a cycle. unrounded: as in _gluon_backward_fused.
     """
 
     warpgroups: int
@@ -51,8 +46,6 @@ class Plan(NamedTuple):
     in_registers: bool = False
     sharing: int = 0
     unrounded: bool = False
-    even: bool = False
-    ahead: bool = False
 
     def at_start(self) -> int:
         """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
@@ -65,14 +58,13 @@ class Plan(NamedTuple):
         return left
 
 
-#: By the width of the heads and whether keys are many: the fastest of a sweep at 1024, 2048, 8192 and 16384 of them
-#: (docs/attention.md). LONG lies between the lengths where the order changed.
-LONG = 4096
-_ALL_64, _IN_TURNS = Plan(4, 64, 4, 2, 112, overlap=1, turns=True), Plan(2, 128, 2, 2, 240, overlap=2, turns=True)
-FORWARD: Mapping[tuple[int, bool], Plan] = {
-    (64, False): _ALL_64, (64, True): _ALL_64,
-    (128, False): Plan(3, 64, 3, 1, 160, overlap=1), (128, True): _IN_TURNS,
+#: By the width of the heads: the fastest of sweeps at 1024 to 16384 keys (docs/attention.md). At D128, where two warpgroups
+#: take keys faster than they come from the L2, four programs share a head's.
+FORWARD: Mapping[int, Plan] = {
+    64: Plan(4, 64, 4, 2, 112, overlap=1, turns=True), 128: Plan(2, 128, 2, 2, 240, overlap=2, turns=True, sharing=4),
 }  # fmt: skip
+#: Of the backward pass by whether keys are many too. LONG lies between the lengths where the order changed.
+LONG = 4096
 _ROWS_128, _KEYS_64, _KEYS_128 = (
     Plan(2, 64, 3, 1, 240), Plan(2, 64, 4, 2, 240, in_registers=True), Plan(2, 32, 4, 2, 240),
 )  # fmt: skip
@@ -123,8 +115,8 @@ def _constants(p: Plan) -> dict[str, int]:
     return constants | ({} if p.programs == 1 else {"maxnreg": p.at_start()})
 
 
-def _dealt(p: Plan, q: Tensor, k: Tensor, causal: bool, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
-    """How many programs, and T, S, H, group, pairs, blocks, near, whole, rest, shift, as the kernels take them."""
+def _dealt(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
+    """How many programs, and T, S, H, group, pairs, blocks, near, whole, rest, as the kernels take them."""
     batch, heads, rows, width = q.shape
     keys, group = k.shape[2], heads // k.shape[1]
     pairs = batch * (k.shape[1] if of_keys else heads)
@@ -134,53 +126,27 @@ def _dealt(p: Plan, q: Tensor, k: Tensor, causal: bool, *, of_keys: bool) -> tup
         near = min(pairs, max(1, L2_BYTES // come) * (1 if of_keys else group))
     elif p.sharing:
         near = min(pairs, max(1, processors(q.device) // p.sharing))
-    each = ROWS * p.warpgroups
-    blocks = triton.cdiv(keys if of_keys else rows, each)
+    blocks = triton.cdiv(keys if of_keys else rows, ROWS * p.warpgroups)
     tiles = blocks * pairs
     programs = min(tiles, processors(q.device) * p.programs) if p.persistent else tiles
-    shift = 0
-    if p.even and p.persistent and causal and tiles < SHIFTED * programs:
-        shift = evenest(blocks, each, 0 if of_keys else keys, pairs, near, programs)
-    return programs, (rows, keys, heads, group, pairs, blocks, near, *divmod(tiles, programs), shift)
-
-
-@functools.lru_cache(1024)
-def evenest(blocks: int, each: int, most: int, pairs: int, near: int, programs: int) -> int:
-    """The shift, as _gluon_parts.dealt has it, that leaves the busiest program least.
-
-    Of each pair's causal blocks of `each` rows the first in order sees all keys, the last as many as it has rows, none of
-    them more than `most`, if there is such a number.
-    """
-    seen = each * np.arange(blocks, 0, -1)
-    costs = TILE + (np.minimum(seen, most) if most else seen)
-    tiles = np.arange(blocks * pairs)
-    first = tiles // (blocks * near) * near
-    order = (tiles - first * blocks) // np.minimum(pairs - first, near)
-    turns = triton.cdiv(len(tiles), programs)
-    cost = np.zeros(turns * programs)
-    cost[: len(tiles)] = costs[order]
-    turn, program = np.arange(turns)[:, None], np.arange(programs)
-    at = np.where(turn % 2, programs - 1 - program, program)
-    shifted = (at + turn * np.arange(programs)[:, None, None]) % programs
-    return int(cost.reshape(turns, programs)[turn, shifted].sum(1).max(1).argmin())
+    return programs, (rows, keys, heads, group, pairs, blocks, near, *divmod(tiles, programs))
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, given: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, T, D) in q's dtype, in the memory order (B, T, H, D), and lse (B, H, T) float32; none of them empty."""
-    p = given or FORWARD[_of(k)]
+    p = given or FORWARD[q.shape[3]]
     q, k, v = (readable(x) for x in (q, k, v))
     batch, heads, rows, width = q.shape
     out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
-    programs, sizes = _dealt(p, q, k, causal, of_keys=False)
+    programs, sizes = _dealt(p, q, k, of_keys=False)
     descriptors = [_descriptor(x, n) for x, n in ((q, ROWS), (k, p.at_once), (v, p.at_once), (out, ROWS))]
     with torch.cuda.device_of(q):
         gluon_attention_forward_kernel[(programs,)](
             *descriptors, lse, float(scale * LOG2_E), *sizes,
-            CAUSAL=causal, EDGE=causal or k.shape[2] % p.at_once != 0, OVERLAP=p.overlap, TURNS=p.turns, AHEAD=p.ahead,
-            **_constants(p),
+            CAUSAL=causal, EDGE=causal or k.shape[2] % p.at_once != 0, OVERLAP=p.overlap, TURNS=p.turns, **_constants(p),
         )  # fmt: skip
     return out, lse
 
@@ -215,13 +181,13 @@ def _backward_by_two(
     batch, heads, rows, _ = q.shape
     padded = triton.cdiv(rows, ROWS) * ROWS
     info = q.new_empty(batch * heads, 2, padded, dtype=torch.float32)
-    (programs, sizes), n = _dealt(of_rows, q, k, causal, of_keys=False), of_rows.at_once
+    (programs, sizes), n = _dealt(of_rows, q, k, of_keys=False), of_rows.at_once
     held, come = [_descriptor(x, ROWS) for x in (q, dout, out)], [_descriptor(x, n) for x in (k, v)]
     gluon_attention_backward_rows_kernel[(programs,)](
         *held, *come, _descriptor(dq, ROWS), lse, info, padded, float(scale * LOG2_E), *sizes,
         CAUSAL=causal, EDGE=causal or k.shape[2] % n != 0, IN_REGISTERS=of_rows.in_registers, **_constants(of_rows),
     )  # fmt: skip
-    (programs, sizes), n = _dealt(of_keys, q, k, causal, of_keys=True), of_keys.at_once
+    (programs, sizes), n = _dealt(of_keys, q, k, of_keys=True), of_keys.at_once
     held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, n) for x in (q, dout)]
     gluon_attention_backward_keys_kernel[(programs,)](
         *held, *come, _levels(info, n), _descriptor(dk, ROWS), _descriptor(dv, ROWS), float(scale * LOG2_E), *sizes,
@@ -243,7 +209,7 @@ def _backward_fused(
     gluon_attention_delta_kernel[grid](
         out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), heads, rows, padded, D=width, num_warps=4
     )
-    programs, sizes = _dealt(p, q, k, causal, of_keys=True)
+    programs, sizes = _dealt(p, q, k, of_keys=True)
     held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, ROWS) for x in (q, dout)]
     gluon_attention_backward_fused_kernel[(programs,)](
         *held, *come, _levels(info.transpose(0, 1), ROWS), _descriptor(dk, ROWS), _descriptor(dv, ROWS), sums, padded,

@@ -15,7 +15,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 # One compilation for all lengths; `group` is 1 or not.
-SIZES = ["T", "S", "H", "pairs", "blocks", "near", "whole", "rest", "shift", "padded"]
+SIZES = ["T", "S", "H", "pairs", "blocks", "near", "whole", "rest", "padded"]
 UNALIGNED = ["group"]
 
 
@@ -23,33 +23,28 @@ UNALIGNED = ["group"]
 
 
 @gluon.jit
-def dealt(turn, shift):
-    """Which tile of its round number `turn` is this program's.
-
-    There and back, so that who had the heaviest of one round has the lightest of the next; and `shift` further on than in
-    the round before, which evens out what is left over.
-    """
-    at = gl.program_id(0)
-    if (turn & 1) > 0:
-        at = gl.num_programs(0) - 1 - at
-    return (at + turn * shift) % gl.num_programs(0)
-
-
-@gluon.jit
-def rounds(whole, rest, shift):
+def rounds(whole, rest):
     """How many tiles are this program's: of `whole` rounds, and of the first `rest` of one more."""
-    if dealt(whole, shift) < rest:
+    at = gl.program_id(0)
+    if (whole & 1) > 0:
+        at = gl.num_programs(0) - 1 - at
+    if at < rest:
         whole += 1
     return whole
 
 
 @gluon.jit
-def tile(turn, blocks, pairs, near, shift):
+def tile(turn, blocks, pairs, near):
     """(which block of rows, in order; which pair of a sequence and a head) of the program's tile number `turn`.
 
-    In order: block 0 of `near` pairs, then block 1 of them, and so on.
+    Tiles are dealt there and back, so that who had the heaviest of one round has the lightest of the next. In order: block
+    0 of `near` pairs, then block 1 of them, and so on.
     """
-    at = dealt(turn, shift) + turn * gl.num_programs(0)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    at = program
+    if (turn & 1) > 0:
+        at = programs - 1 - program
+    at += turn * programs
     first = at // (blocks * near) * near
     count = min(pairs - first, near)
     inside = at - first * blocks

@@ -150,11 +150,11 @@ class Shape:
         self.batch, self.heads, self.rows, self.keys, self.causal = batch, heads, rows, keys, causal
         self.group, self.kv_heads = heads // kv_heads, kv_heads
 
-    def sizes(self, p: Plan, *, of_keys: bool, near: int, shift: int = 1) -> tuple[int, ...]:
+    def sizes(self, p: Plan, *, of_keys: bool, near: int) -> tuple[int, ...]:
         pairs = self.batch * (self.kv_heads if of_keys else self.heads)
         blocks = -(-(self.keys if of_keys else self.rows) // (ROWS * p.warpgroups))
         lengths = self.rows, self.keys, self.heads, self.group
-        return *lengths, pairs, blocks, min(near, pairs), *divmod(blocks * pairs, 2), shift
+        return *lengths, pairs, blocks, min(near, pairs), *divmod(blocks * pairs, 2)
 
     def keys_of(self, row: int, at_once: int) -> list[int]:
         """The first keys of the blocks that rows from `row` see, from the last on."""

@@ -37,7 +37,6 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
     """The kernels' functions become Python's."""
     language = types.SimpleNamespace(
         cdiv=lambda x, y: -(-x // y), program_id=lambda _: program, num_programs=lambda _: programs, static_range=range,
-        static_assert=lambda _: None,
         NVMMADistributedLayout=lambda *args: types.SimpleNamespace(instr_shape=args[2]), zeros=lambda *_: Sum(),
         SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None, float32=None,
         arange=lambda *_: Number(), where=lambda _, x, __: x,
@@ -47,17 +46,7 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
         async_copy_global_to_shared=machine.load, store_wait=machine.store_wait,
         async_copy_shared_to_global=lambda desc, at, place: machine.leave(place),
     )  # fmt: skip
-    parts = (
-        "dealt",
-        "rounds",
-        "tile",
-        "next_place",
-        "place_before",
-        "blocks_of_keys",
-        "fetch",
-        "take_turn",
-        "pass_turn",
-    )
+    parts = ("rounds", "tile", "next_place", "place_before", "blocks_of_keys", "fetch", "take_turn", "pass_turn")
     python = {name: getattr(_gluon_parts, name).fn for name in parts}
     same = {name: lambda x, *_: x for name in ("matrix", "rounded", "operand", "settled", "exp2", "hidden")}
     common = {"gl": language, "mbarrier": of_barriers, "tma": stores, "ROWS": ROWS, "LN_2": 1, "of_rows": lambda *_: 1}
@@ -72,8 +61,7 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
     for module, names in (
-        (_gluon_forward, ("_pass_over", "_scores", "_step", "_whose", "_seen", "_begin")),
-        (_gluon_backward_rows, ("_row_step",)),
+        (_gluon_forward, ("_pass_over", "_scores", "_step")), (_gluon_backward_rows, ("_row_step",)),
         (_gluon_backward_keys, ("_key_step", "blocks_of_rows")), (_gluon_backward_fused, ("_fused_step", "blocks_of_rows")),
     ):  # fmt: skip
         for name in names:
@@ -91,8 +79,6 @@ SHAPES = {
 FORWARD = {
     "4": Plan(4, 64, 4, 2, 112, 1), "4, turns": Plan(4, 64, 2, 1, 112, 0, True), "3": Plan(3, 128, 2, 2, 160, 1, True),
     "2, overlap": Plan(2, 128, 2, 2, 232, 2, True), "2, one place": Plan(2, 64, 2, 1, 232, 2),
-    "4, ahead": Plan(4, 64, 4, 2, 112, 1, True, ahead=True), "3, ahead": Plan(3, 64, 2, 2, 160, 1, ahead=True),
-    "2, ahead": Plan(2, 128, 2, 2, 240, 2, True, ahead=True), "2, no overlap, ahead": Plan(2, 64, 2, 3, 240, 0, ahead=True),
 }  # fmt: skip
 SLOW = ["fetch", "0", "1"]
 
@@ -133,16 +119,12 @@ def forward(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, progr
     counts = ((held, 1), (held, 1), (p.stages, 1), (p.stages, p.warpgroups), (p.stages, 1), (p.stages, p.warpgroups))
     gates = tuple(itertools.starmap(machine.barriers, (*counts, (p.warpgroups, 1))))
     sizes = s.sizes(p, of_keys=False, near=2)
-    if not _gluon_parts.rounds(*sizes[-3:]):
-        return []  # none is launched without a tile
     fetched = (desc("q", ROWS), desc("k", n), desc("v", n), shared, gates, sizes)
     common = p.warpgroups, p.slots, p.stages, s.causal
     made = (None, shared, gates, sizes, None, 1.0)
     calls = {"fetch": lambda: _gluon_forward._fetch.fn(fetched, *common)}
     for who in range(p.warpgroups):
-        calls[str(who)] = lambda who=who: _gluon_forward._attend.fn(
-            made, who, *common, True, p.overlap, p.turns, p.ahead
-        )  # type: ignore[misc]
+        calls[str(who)] = lambda who=who: _gluon_forward._attend.fn(made, who, *common, True, p.overlap, p.turns)  # type: ignore[misc]
     ran(machine, calls)
     return found
 
