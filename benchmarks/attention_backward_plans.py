@@ -8,16 +8,14 @@
 On a Hopper GPU. Each compilation is checked in a process that is killed if it hangs.
 """
 
-import argparse
 import math
-import sys
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
 import torch
-from _race import Calls, apart, keep, race, told
-from torch import Tensor
+from _attention_plans import command, drawn, exact
+from _race import Calls, keep, race, told
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity
 
@@ -43,11 +41,18 @@ PLANS = {
     "2 places, sharing 4": BASE._replace(stages=2),
     "2 places, 2 slots, sharing 4": BASE._replace(stages=2, slots=2),
 }
-CHECKED = [  # one of each compilation
-    "3 places, sharing 4", "3 places, sharing 4, unrounded", "2 places, sharing 4", "2 places, 2 slots, sharing 4",
-]  # fmt: skip
-#: By compilation; all of the first by CHECKED[0].
-ALIKE = {"3 places, sharing 4, unrounded": ["3 places, sharing 132, unrounded"]}
+#: One of each compilation, with those that share it.
+CHECKED = {
+    "3 places, sharing 4": [
+        "3 places, sharing 1",
+        "3 places, sharing 12",
+        "3 places, sharing 132",
+        "3 places, who is free",
+    ],
+    "3 places, sharing 4, unrounded": ["3 places, sharing 132, unrounded"],
+    "2 places, sharing 4": [],
+    "2 places, 2 slots, sharing 4": [],
+}
 BF16, FP16 = torch.bfloat16, torch.float16
 CASES = [  # B, H, Hkv, T, S, causal
     (1, 1, 1, 128, 128, False, BF16), (1, 2, 2, 256, 256, True, BF16), (2, 4, 2, 300, 200, True, BF16),
@@ -57,40 +62,23 @@ REPEATED = [(2, 40, 1024, True), (4, 32, 2048, True), (1, 16, 4096, False)]  # B
 SCALE = 1 / math.sqrt(128)
 
 
-def drawn(batch: int, heads: int, kv_heads: int, rows: int, keys: int, dtype: torch.dtype = BF16) -> list[Tensor]:
-    """q, k, v, dout."""
-    torch.manual_seed(0)
-    sizes = ((heads, rows), (kv_heads, keys), (kv_heads, keys), (heads, rows))
-    return [torch.randn(batch, h, n, 128, device="cuda", dtype=dtype) for h, n in sizes]
-
-
-def exact(inputs: list[Tensor], causal: bool) -> tuple[Tensor, ...]:
-    """dq, dk, dv in float64."""
-    q, k, v, dout = (x.double().requires_grad_() for x in inputs)
-    group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).mT * SCALE
-    if causal:
-        hide = torch.arange(k.shape[2], device="cuda") > torch.arange(q.shape[2], device="cuda")[:, None]
-        scores = scores.masked_fill(hide, -math.inf)
-    out = scores.softmax(-1) @ v.repeat_interleave(group, 1)
-    return torch.autograd.grad(out, (q, k, v), dout)
-
-
 def check(name: str) -> None:
     for batch, heads, kv_heads, rows, keys, causal, dtype in CASES:
-        q, k, v, dout = inputs = drawn(batch, heads, kv_heads, rows, keys, dtype)
+        q, k, v, dout = drawn(batch, heads, kv_heads, rows, keys, 128, dtype)
         out, lse = launch.forward(q, k, v, causal, SCALE)
         print(f"{name}: {(batch, heads, kv_heads, rows, keys, causal, dtype)} ...", end=" ", flush=True)
         by_two = launch.backward(dout, q, k, v, out, lse, causal, SCALE, deterministic=True)
         ours = launch.backward(dout, q, k, v, out, lse, causal, SCALE, fused=PLANS[name])
         torch.cuda.synchronize()
-        for what, x, y, truth in zip(("dq", "dk", "dv"), ours, by_two, exact(inputs, causal), strict=True):
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        truths = torch.autograd.grad(exact(*leaves, causal, SCALE)[0], leaves, dout.double())
+        for what, x, y, truth in zip(("dq", "dk", "dv"), ours, by_two, truths, strict=True):
             error, theirs, most = ((x - truth).abs().max(), (y - truth).abs().max(), truth.abs().max())
             print(f"{what} {error / most:.1e} ({theirs / most:.1e})", end=" ", flush=True)
             assert error <= 2 * theirs + 2e-3 * most + 1e-5, (name, what, float(error), float(theirs), float(most))
         print(flush=True)
     for batch, heads, rows, causal in REPEATED:
-        q, k, v, dout = drawn(batch, heads, heads, rows, rows)
+        q, k, v, dout = drawn(batch, heads, heads, rows, rows, 128)
         out, lse = launch.forward(q, k, v, causal, SCALE)
         by_two = launch.backward(dout, q, k, v, out, lse, causal, SCALE, deterministic=True)
         fused = partial(launch.backward, dout, q, k, v, out, lse, causal, SCALE, fused=PLANS[name])
@@ -107,7 +95,7 @@ def check(name: str) -> None:
 
 def calls(shape: str) -> Calls:
     batch, heads, rows, causal, _ = SHAPES[shape]
-    q, k, v, dout = drawn(batch, heads, heads, rows, rows)
+    q, k, v, dout = drawn(batch, heads, heads, rows, rows, 128)
     out, lse = launch.forward(q, k, v, causal, SCALE)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -146,26 +134,7 @@ def profile() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "check", "time", "profile"))
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    asked = parser.parse_args()
-    if asked.what == "check":
-        for name in asked.names:
-            check(name)
-        return None
-    if asked.what == "time":
-        return measure(asked.names, asked.json)
-    if asked.what == "profile":
-        return profile()
-    # The first compiles the other kernels too.
-    bad = [name for i, name in enumerate(CHECKED) if not apart(60 if i else 150, "check", name)]
-    print("FAILED OR HUNG:", bad or "none", flush=True)
-    if CHECKED[0] in bad:
-        sys.exit(1)  # all that share its compilation are as bad
-    skip = bad + [name for wrong in bad for name in ALIKE.get(wrong, [])]
-    apart(180, "time", *skip, *(["--json", str(asked.json)] if asked.json else []))
+    command(__doc__, check, measure, CHECKED, first_s=150, measure_s=180, more={"profile": profile})
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@
 On a Hopper GPU. Each compilation is checked in a process that is killed if it hangs.
 """
 
-import argparse
 import math
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
 import torch
-from _race import Calls, apart, keep, race, told
+from _attention_plans import command, drawn, exact
+from _race import Calls, keep, race, told
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -56,35 +56,18 @@ def plan_of(name: str) -> Plan:
     return next(plans[name] for plans in PLANS.values() if name in plans)
 
 
-def drawn(batch: int, heads: int, kv_heads: int, rows: int, keys: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v."""
-    torch.manual_seed(0)
-    sizes = ((heads, rows), (kv_heads, keys), (kv_heads, keys))
-    return [torch.randn(batch, h, n, width, device="cuda", dtype=dtype) for h, n in sizes]
-
-
-def exact(inputs: list[Tensor], causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out and lse in float64."""
-    q, k, v = (x.double() for x in inputs)
-    group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).mT * scale
-    if causal:
-        hide = torch.arange(k.shape[2], device="cuda") > torch.arange(q.shape[2], device="cuda")[:, None]
-        scores = scores.masked_fill(hide, -math.inf)
-    return scores.softmax(-1) @ v.repeat_interleave(group, 1), scores.logsumexp(-1)
-
-
 def check(name: str) -> None:
     """As near to float64 as the plan that ships, and 20 times the same bits."""
     width, plan = int(name.split(":")[0]), plan_of(name)
     scale = 1 / math.sqrt(width)
     for *sizes, causal, dtype in CASES:
-        q, k, v = inputs = drawn(*sizes, width, dtype)
+        q, k, v, _ = drawn(*sizes, width, dtype)
         print(f"{name}: {(*sizes, causal, dtype)} ...", end=" ", flush=True)
         shipped = launch.forward(q, k, v, causal, scale)
         ours = launch.forward(q, k, v, causal, scale, plan)
         torch.cuda.synchronize()
-        for what, x, y, truth in zip(("out", "lse"), ours, shipped, exact(inputs, causal, scale), strict=True):
+        truths = exact(q.double(), k.double(), v.double(), causal, scale)
+        for what, x, y, truth in zip(("out", "lse"), ours, shipped, truths, strict=True):
             error, theirs, most = (x - truth).abs().max(), (y - truth).abs().max(), truth.abs().max()
             print(f"{what} {error:.1e} ({theirs:.1e})", end=" ", flush=True)
             assert error <= 2 * theirs + 1e-3 * most, (name, what, float(error), float(theirs))
@@ -96,7 +79,7 @@ def check(name: str) -> None:
 
 def calls(shape: str) -> Calls:
     batch, heads, rows, width, causal, _ = SHAPES[shape]
-    q, k, v = drawn(batch, heads, heads, rows, rows, width, BF16)
+    q, k, v, _ = drawn(batch, heads, heads, rows, rows, width)
     scale = 1 / math.sqrt(width)
 
     def theirs() -> Tensor:
@@ -116,21 +99,7 @@ def measure(skip: Collection[str], file: Path | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "check", "time"))
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    asked = parser.parse_args()
-    if asked.what == "check":
-        for name in asked.names:
-            check(name)
-        return None
-    if asked.what == "time":
-        return measure(asked.names, asked.json)
-    bad = [name for i, name in enumerate(CHECKED) if not apart(60 if i else 120, "check", name)]
-    print("FAILED OR HUNG:", bad or "none", flush=True)
-    skip = bad + [name for wrong in bad for name in CHECKED[wrong]]
-    apart(200, "time", *skip, *(["--json", str(asked.json)] if asked.json else []))
+    command(__doc__, check, measure, CHECKED, first_s=120, measure_s=200)
 
 
 if __name__ == "__main__":

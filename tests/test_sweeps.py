@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,9 +97,18 @@ def test_plans_of_the_backward_pass(script: Callable[[str], Any]) -> None:
         held, ring, dscores = 2 * p.warpgroups * p.slots * 64 * 256, 4 * p.stages * 64 * 128, 4 * p.warpgroups * 64 * 64
         assert p.fetching() >= 24
         assert held + ring + p.stages * 64 * 8 + dscores + 1024 <= SHARED
-    skipped = set(sweep.CHECKED) | {name for names in sweep.ALIKE.values() for name in names}
-    unchecked = set(sweep.PLANS) - skipped
-    assert {sweep.PLANS[name]._replace(sharing=4, persistent=True) for name in unchecked} == {sweep.BASE}
+    assert {name for shared in sweep.CHECKED.values() for name in shared} | set(sweep.CHECKED) == set(sweep.PLANS)
+
+
+def test_plans_of_the_forward_pass(script: Callable[[str], Any]) -> None:
+    sweep = script("attention_forward_plans")
+    for width, plans in sweep.PLANS.items():
+        shipped = sweep.launch.FORWARD[width]
+        alike = {name for name, plan in plans.items() if plan._replace(sharing=shipped.sharing) == shipped}
+        assert shipped in plans.values()
+        assert set(plans) == alike | {
+            name for key in sweep.CHECKED for name in (key, *sweep.CHECKED[key]) if name in plans
+        }
 
 
 def asked(sweep: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str, wrong: str = "") -> list[tuple[Any, ...]]:
@@ -109,9 +119,10 @@ def asked(sweep: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str, wrong: s
         pieces.append((seconds, *of))
         return of != ("check", wrong)
 
-    monkeypatch.setattr(sweep, "apart", apart)
+    monkeypatch.setattr(sweep if hasattr(sweep, "apart") else sys.modules["_attention_plans"], "apart", apart)
     monkeypatch.setattr("sys.argv", ["sweep.py", *arguments])
-    sweep.main()
+    with pytest.raises(SystemExit, match="1") if wrong else contextlib.nullcontext():
+        sweep.main()
     return pieces
 
 
@@ -124,8 +135,8 @@ def test_what_failed_is_not_timed(script: Callable[[str], Any], monkeypatch: pyt
     monkeypatch.setattr(sweep, "measure", lambda *given: measured.extend(given))
     assert asked(sweep, monkeypatch, *map(str, last[1:])) == []
     assert measured == [[wrong, "3 places, sharing 132, unrounded"], Path("x.json")]
-    with pytest.raises(SystemExit, match="1"):
-        asked(sweep, monkeypatch, wrong=sweep.CHECKED[0])
+    first, *_ = sweep.CHECKED
+    assert asked(sweep, monkeypatch, wrong=first)[-1] == (180, "time", first, *sweep.CHECKED[first])
 
 
 def test_pieces_of_fp8_attention(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:

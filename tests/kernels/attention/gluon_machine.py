@@ -9,6 +9,8 @@ from barriers import Barrier, Threads
 from te_bench.kernels.attention._gluon_launch import Plan
 
 ROWS = 64
+#: Functions of _gluon_parts that run as they are, but in Python.
+PARTS = ("rounds", "next_place", "place_before", "blocks_of_keys", "fetch", "take_turn", "pass_turn")
 
 
 class Place:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from barriers import ran
-from gluon_machine import ROWS, Machine, Place, Room, Shape
+from gluon_machine import PARTS, ROWS, Machine, Place, Room, Shape
 from torch import Tensor
 
 from te_bench.kernels.attention import (
@@ -142,19 +142,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
     copies = types.SimpleNamespace(
         async_copy_global_to_shared=load, async_copy_shared_to_global=leave, store_wait=lambda _: None
     )
-    python = {
-        name: getattr(_gluon_parts, name).fn
-        for name in (
-            "rounds",
-            "next_place",
-            "place_before",
-            "blocks_of_keys",
-            "fetch",
-            "take_turn",
-            "pass_turn",
-            "hidden",
-        )
-    }
+    python = {name: getattr(_gluon_parts, name).fn for name in (*PARTS, "hidden")}
     tile = _gluon_parts.tile.fn
     same = {name: lambda x, *_: x for name in ("matrix", "rounded", "operand", "settled")}
     values = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from barriers import ran
-from gluon_machine import ROWS, Machine, Number, Place, Room, Shape, Sum
+from gluon_machine import PARTS, ROWS, Machine, Number, Place, Room, Shape, Sum
 
 from te_bench.kernels.attention import (
     _gluon_backward_fused,
@@ -46,8 +46,7 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
         async_copy_global_to_shared=machine.load, store_wait=machine.store_wait,
         async_copy_shared_to_global=lambda desc, at, place: machine.leave(place),
     )  # fmt: skip
-    parts = ("rounds", "tile", "next_place", "place_before", "blocks_of_keys", "fetch", "take_turn", "pass_turn")
-    python = {name: getattr(_gluon_parts, name).fn for name in parts}
+    python = {name: getattr(_gluon_parts, name).fn for name in (*PARTS, "tile")}
     same = {name: lambda x, *_: x for name in ("matrix", "rounded", "operand", "settled", "exp2", "hidden")}
     common = {"gl": language, "mbarrier": of_barriers, "tma": stores, "ROWS": ROWS, "LN_2": 1, "of_rows": lambda *_: 1}
     products = {
