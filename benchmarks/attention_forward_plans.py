@@ -1,6 +1,6 @@
 """The forward pass of Gluon's attention: plans checked, then timed beside cuDNN.
 
-    python benchmarks/attention_forward_plans.py [--json FILE]   all, at most 6 minutes; the tables are printed last
+    python benchmarks/attention_forward_plans.py [--json FILE]   all, at most 380 s; the tables are printed last
     python benchmarks/attention_forward_plans.py check NAME      one plan against float64, small shapes, then repeats
     python benchmarks/attention_forward_plans.py time [NAME...]  the tables alone, without these
 

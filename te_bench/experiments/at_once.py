@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from te_bench.experiments import host, origin
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
+LOOK_S, LEAVE_S = 1.0, 10.0  # between looks for who was killed; for what a process does as it leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,66 +49,85 @@ def each(function: Callable[[Task, Place], Answer], tasks: Iterable[Task], where
     """function(task, place) of each task, as it is done; in this process where there is one place.
 
     The function and the tasks must pickle. An error, Ctrl-C, or a caller that wants no more ends the others at once. Raises
-    what the function raises, and ValueError when a process ends by itself.
+    what the function raises, and ValueError when a process ends by itself or there is no place.
     """
+    if not where:
+        raise ValueError("no place to run")
     if len(where) == 1:
         for task in tasks:
             yield function(task, where[0])
         return
     # Not a pool of concurrent.futures: when one of its processes is killed, it waits for the others' tasks now and then.
     context = multiprocessing.get_context("spawn")  # threads of the caller's, of torch's say, would not survive a fork
-    left = iter(tasks)
+    left = list(tasks)[::-1]
     workers: dict[Any, SpawnProcess] = {}
     try:
-        for place, task in zip(where, left, strict=False):
+        for place in where[: len(left)]:
             connection, its_end = context.Pipe()
-            worker = context.Process(target=_serve, args=(its_end, function, place, os.getpid()))
+            workers[connection] = worker = context.Process(target=_serve, args=(its_end, function, place, os.getpid()))
             worker.start()
-            workers[connection] = worker
             its_end.close()  # the worker's alone then: its death ends what it says
-            _ask(connection, task)
-        while workers:
-            ready: list[Any] = wait(list(workers))
+            _ask(connection, left)
+        busy: list[Any] = list(workers)
+        while busy:
+            ready: list[Any] = wait(busy, LOOK_S)
             for connection in ready:
-                answer = _answer(connection)
-                try:
-                    _ask(connection, next(left))
-                except StopIteration:
-                    connection.close()
-                    workers.pop(connection).join()
-                yield answer
+                yield _answer(connection, workers[connection])
+                if not _ask(connection, left):
+                    busy.remove(connection)
+            for connection in busy:  # children that a killed one leaves behind may hold its end
+                if not workers[connection].is_alive() and not connection.poll():
+                    raise _ended(workers[connection])
+        for worker in workers.values():
+            worker.join(LEAVE_S)
     finally:
         for worker in workers.values():
-            worker.kill()
-            worker.join()
+            if worker.pid is not None:
+                worker.kill()
+                worker.join()
 
 
-def _ask(connection: Any, task: Any) -> None:
-    with contextlib.suppress(BrokenPipeError):  # of a process that has ended, which `_answer` tells
-        connection.send(task)
+def _ask(connection: Any, left: list[Any]) -> bool:
+    """Whether there was a task left to ask for; else the process is told to leave."""
+    with contextlib.suppress(ConnectionError):  # of a process that has ended, which is seen to
+        connection.send(left[-1:])
+    return bool(left and [left.pop()])
 
 
-def _answer(connection: Any) -> Any:
+def _answer(connection: Any, worker: SpawnProcess) -> Any:
     try:
         succeeded, answer = connection.recv()
-    except (EOFError, ConnectionError):
-        raise ValueError("a process ended by itself, killed for want of memory perhaps: lower --at-once") from None
+    except (EOFError, OSError):
+        raise _ended(worker) from None
     if not succeeded:
         raise answer
     return answer
 
 
+def _ended(worker: SpawnProcess) -> ValueError:
+    worker.join(LOOK_S)
+    how = f"exit code {worker.exitcode}; killed for want of memory perhaps: lower --at-once"
+    return ValueError(f"a process ended by itself ({how})")
+
+
 def _serve(connection: Any, function: Callable[[Task, Place], Answer], place: Place, parent: int) -> None:
-    """In a process of its own: answer task after task, until no more come."""
+    """In a process of its own: answer task after task, until there is none."""
     os.setsid()  # Ctrl-C is the caller's to handle
     origin.end_with(parent)
     if place.cores:
         os.sched_setaffinity(0, place.cores)
-    with contextlib.suppress(EOFError):
-        while True:
-            task = connection.recv()
-            try:
-                connection.send((True, function(task, place)))
-            except Exception as error:  # an answer that does not pickle, too
-                error.add_note(traceback.format_exc())  # which does not pickle
-                connection.send((False, error))
+    while asked := connection.recv():
+        try:
+            connection.send((True, function(asked[0], place)))
+        except BaseException as error:  # of an answer that does not pickle, too
+            connection.send((False, _told(error)))
+
+
+def _told(error: BaseException) -> BaseException:
+    """The error with where it came from, in its text alone where it does not survive the way."""
+    error.add_note(traceback.format_exc())
+    try:
+        pickle.loads(pickle.dumps(error))  # our own
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error

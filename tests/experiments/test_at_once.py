@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from driving import eventually
 
-from te_bench.experiments import host
+from te_bench.experiments import at_once, host
 from te_bench.experiments.at_once import Place, each, places
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -68,16 +69,62 @@ def asked(task: str, place: Place) -> str:
     assert eventually(Path(file).exists, 60)
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "orphan" and os.fork():
+        os._exit(7)
+    if what == "orphan":
+        time.sleep(5)
+    if what == "linger":
+        threading.Thread(target=time.sleep, args=(30,)).start()
     if what == "refuse":
         raise ValueError("no such suite")
+    if what == "leave":
+        sys.exit("no such revision")
+    if what == "unread":
+        raise Unread("no such", "way back")
+    if what == "unsent":
+        return threading.Lock()  # type: ignore[return-value]
     return what
 
 
-@pytest.mark.parametrize(("what", "why"), [("refuse", "no such suite"), ("kill", "lower --at-once")])
-def test_a_failure_is_told_and_ends_the_others(tmp_path: Path, what: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+class Unread(Exception):
+    """What pickles and does not unpickle."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(one + other)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "why"),
+    [
+        ("refuse", ValueError, "no such suite"),
+        ("leave", SystemExit, "no such revision"),
+        ("unread", RuntimeError, r"(?s)in asked.*no such"),
+        ("unsent", TypeError, "cannot pickle"),
+        ("kill", ValueError, r"exit code -9; .* lower --at-once"),
+        ("orphan", ValueError, "exit code 7; .* lower --at-once"),
+    ],
+)
+def test_a_failure_is_told_and_ends_the_others(tmp_path: Path, what: str, error: type[BaseException], why: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(error, match=why):
         list(each(asked, [f"sleep {tmp_path}/pid", f"{what} {tmp_path}/pid"], TWO))
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert time.monotonic() - began < 60  # of the sleeper's 600 s
+
+
+def test_who_leaves_slowly_holds_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_once, "LEAVE_S", 0.5)
+    answers = each(asked, ["linger /", "answer /"], TWO)
+    assert sorted([next(answers), next(answers)]) == ["answer", "linger"]
+    began = time.monotonic()
+    assert list(answers) == []
+    assert time.monotonic() - began < 20  # of the thread's 30 s
+
+
+def test_without_a_place_nothing_is_lost() -> None:
+    with pytest.raises(ValueError, match="no place to run"):
+        list(each(told, ["a"], []))
+    assert list(each(told, [], TWO)) == []
 
 
 def test_what_else_its_caller_runs_is_left_alone(tmp_path: Path) -> None:

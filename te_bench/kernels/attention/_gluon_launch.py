@@ -58,8 +58,8 @@ class Plan(NamedTuple):
         return left
 
 
-#: By the width of the heads: the fastest of sweeps at 1024 to 16384 keys (docs/attention.md). At D128, where two warpgroups
-#: take keys faster than they come from the L2, four programs share a head's.
+#: By the width of the heads: in sweeps at 1024 to 16384 keys the fastest, or within 4 % of it (docs/attention.md). At D128,
+#: where two warpgroups would take keys faster than they come from memory, four programs share a head's.
 FORWARD: Mapping[int, Plan] = {
     64: Plan(4, 64, 4, 2, 112, overlap=1, turns=True), 128: Plan(2, 128, 2, 2, 240, overlap=2, turns=True, sharing=4),
 }  # fmt: skip

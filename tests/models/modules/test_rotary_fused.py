@@ -114,9 +114,9 @@ def test_it_is_what_plain_operators_make(
     wanted = passed(mha, pair, *size, plain=True)
     assert calls == []
     for mine, theirs in zip(found, wanted, strict=True):
-        # Sums in float32 of terms as large: the plain weight gradient is 5.7e-5 off float64's where its largest is 88.
+        # Sums in float32 of terms as large: plain weight gradients are 1.0e-4 off float64's where the largest is 94.
         largest = float(theirs.abs().max())
-        torch.testing.assert_close(mine, theirs, atol=max(3e-5, 1e-6 * largest), rtol=3e-5)
+        torch.testing.assert_close(mine, theirs, atol=max(3e-5, 2e-6 * largest), rtol=3e-5)
     assert not torch.allclose(found[0], mha(draw(device, *size)), atol=1e-2)
 
 
