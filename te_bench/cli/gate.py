@@ -34,12 +34,17 @@ ExitFirst = Annotated[
 SelfTest = Annotated[
     bool, typer.Option("--self-test", help="Gate this te-bench against itself, as it is and with planted faults.")
 ]
-Gates = Annotated[int, typer.Option(help="Of --self-test: gates of each kind.")]
+Gates = Annotated[int | None, typer.Option(help="Of --self-test: gates of each kind. Default: 1.")]
 AtOnce = Annotated[
-    int,
-    typer.Option(metavar="N", help="Of --self-test: gates side by side, each on cores, and a GPU, of its own."),
+    int | None,
+    typer.Option(
+        metavar="N", help="Of --self-test: gates side by side, each on cores, and a GPU, of its own. Default: 1."
+    ),
 ]
-Slower = Annotated[str, typer.Option(metavar="N%,...", help="Of --self-test: slow-downs to plant.")]
+Slower = Annotated[
+    str | None,
+    typer.Option(metavar="N%,...", help="Of --self-test: slow-downs to plant. Default: 1%,2%,5%."),
+]
 Margin = Annotated[str, typer.Option(metavar="N%", help="A slow-down by less counts as none; decimals are fine: 2.5%.")]
 Mde = Annotated[
     str | None,
@@ -73,9 +78,9 @@ def gate(
     budget: Budget = None,
     exit_first: ExitFirst = False,
     self_test: SelfTest = False,
-    gates: Gates = 1,
-    at_once: AtOnce = 1,
-    slower: Slower = "1%,2%,5%",
+    gates: Gates = None,
+    at_once: AtOnce = None,
+    slower: Slower = None,
     baseline: Run = None,
     candidate: Run = None,
     margin: Margin = "2%",
@@ -99,6 +104,8 @@ def gate(
     wanted = _wanted(margin, alpha, mde, only, compare_fail)
     files = [(form, path) for form, path in (("markdown", markdown), ("junit", junit), ("json", json)) if path]
     _one_question(base, bool(baseline or candidate), self_test, bool(files))
+    if not self_test and (gates, at_once, slower) != (None, None, None):
+        raise ValueError("--gates, --at-once and --slower are of --self-test: give that too, or leave them out")
     if base is not None or self_test:
         out = out.absolute()  # as every path here: each revision works in a folder of its own
         question, machine = _question(
@@ -114,7 +121,7 @@ def gate(
             **wanted,
         )
         if self_test:
-            _self_test(question, out, machine, gates, at_once, _shares(slower))
+            _self_test(question, out, machine, gates, at_once, slower)
         found = gate_live.run(question, out, machine, say=_say)
     elif baseline is not None and candidate is not None:
         found = gate_records.compare(baseline, candidate, allow_environment_change=allow_environment_change, **wanted)
@@ -210,14 +217,21 @@ def _shares(slower: str) -> list[float]:
 
 
 def _self_test(
-    question: "Question", out: Path, machine: dict[str, Any], gates: int, at_once: int, slower: list[float]
+    question: "Question",
+    out: Path,
+    machine: dict[str, Any],
+    gates: int | None,
+    at_once: int | None,
+    slower: str | None,
 ) -> NoReturn:
     from te_bench.experiments.at_once import places
     from te_bench.reports import self_test, tables
 
     gpus = [gpu["uuid"] for gpu in find_gpus(question.device, None)]
-    where = places(at_once, device=question.device, gpus=gpus)
-    rates = self_test.run(question, out, machine, gates=gates, slower=slower, where=where, say=_say)
+    where = places(1 if at_once is None else at_once, device=question.device, gpus=gpus)
+    shares = _shares("1%,2%,5%" if slower is None else slower)
+    count = 1 if gates is None else gates
+    rates = self_test.run(question, out, machine, gates=count, slower=shares, where=where, say=_say)
     shown = self_test.table(rates)
     print("\n".join([*tables.terminal(shown), *textwrap.wrap(shown.note, tables.TERMINAL_WIDTH)]))
     raise typer.Exit(0 if self_test.passed(rates, question.alpha) else 1)
