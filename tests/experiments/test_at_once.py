@@ -69,10 +69,11 @@ def asked(task: str, place: Place) -> str:
     assert eventually(Path(file).exists, 60)
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if what == "orphan" and os.fork():
-        os._exit(7)
     if what == "orphan":
-        time.sleep(5)
+        if not os.fork():
+            time.sleep(10)
+            os._exit(0)
+        os._exit(7)
     if what == "linger":
         threading.Thread(target=time.sleep, args=(30,)).start()
     if what == "refuse":
