@@ -89,9 +89,10 @@ def each(function: Callable[[Task, Place], Answer], tasks: Iterable[Task], where
 
 def _ask(connection: Any, left: list[Any]) -> bool:
     """Whether there was a task left to ask for; else the process is told to leave."""
+    task = [left.pop()] if left else []
     with contextlib.suppress(ConnectionError):  # of a process that has ended, which is seen to
-        connection.send(left[-1:])
-    return bool(left and [left.pop()])
+        connection.send(task)
+    return bool(task)
 
 
 def _answer(connection: Any, worker: SpawnProcess) -> Any:
