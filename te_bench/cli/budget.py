@@ -88,10 +88,10 @@ def _machine(experiment: "Experiment", wanted: "Options", gpus: str | None) -> M
     device = wanted.device
     if device == "cuda" and not environment.nvidia_gpus():
         number = 1 if gpus is None or gpus == "all" else len(set(gpus.split(",")))
-        return Machine(device=device, chip=None, slots=number, asked=gpus)
+        return Machine(device=device, chip=None, slots=number * (wanted.share or 1), asked=gpus)
     chosen = environment.visible_gpus() if device == "cuda" and gpus is None else find_gpus(device, gpus)
     here = environment.capture(device, chosen)["identity"]
-    slots = len(chosen) or (1 if wanted.stop_early else at_once(experiment, here["cores"]))
+    slots = len(chosen) * (wanted.share or 1) or (1 if wanted.stop_early else at_once(experiment, here["cores"]))
     return Machine(device=device, chip=_chip(here), slots=slots, asked=gpus)
 
 

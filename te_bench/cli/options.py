@@ -31,7 +31,9 @@ Budget = Annotated[
 Model = Annotated[str | None, typer.Option(help="Model to train, where the suite lets you; `te-bench list models`.")]
 Batch = Annotated[int | None, typer.Option(help="Sequences of a training step, where the suite lets you.")]
 Recipes = Annotated[str | None, typer.Option(metavar="A,B", help="FP8 recipes to judge; `te-bench list recipes`.")]
-Preset = Annotated[str | None, typer.Option(help="A suite's named settings: cpu, char, gpt2, gpt2-low-rate.")]
+Preset = Annotated[
+    str | None, typer.Option(help="A suite's named settings: cpu, char, gpt2, gpt2-low-rate, gpt2-short.")
+]
 Steps = Annotated[int | None, typer.Option(help="Training steps of each run.")]
 Tokens = Annotated[int | None, typer.Option(help="Training tokens of each run, in place of --steps.")]
 Margin = Annotated[float | None, typer.Option(metavar="NATS", help="Largest gap in final loss that counts as none.")]
@@ -41,6 +43,10 @@ StopEarly = Annotated[
 ]
 Fused = Annotated[
     bool, typer.Option("--fused", help="Judge each recipe's fused step too, with a bf16 and with an FP8 head.")
+]
+Share = Annotated[
+    int | None,
+    typer.Option(min=1, help="Trials at a time on each GPU, where losses are judged and no times."),
 ]
 Timings = Annotated[
     Path | None,
@@ -55,7 +61,7 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 #: Arguments of verbs that are fields of Options as they are.
-_AS_THEY_ARE = ("seeds", "cache", "model", "batch", "preset", "steps", "tokens", "margin", "alpha")
+_AS_THEY_ARE = ("seeds", "cache", "model", "batch", "preset", "steps", "tokens", "margin", "alpha", "share")
 
 
 def options(given: Mapping[str, Any]) -> "Options":

@@ -25,6 +25,7 @@ from te_bench.cli.options import (
     Preset,
     Recipes,
     Seeds,
+    Share,
     Steps,
     StopEarly,
     Suite,
@@ -59,6 +60,7 @@ def run(
     alpha: Alpha = None,
     stop_early: StopEarly = False,
     fused: Fused = False,
+    share: Share = None,
     timings: Timings = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")] = 900.0,
     gpus: Gpus = None,
@@ -89,7 +91,7 @@ def run(
         if done:
             print(f"{done} of {total} trials are already in {directory}")
         try:
-            slots = [gpu["uuid"] for gpu in chosen] or [None] * planned.at_once(
+            slots = [gpu["uuid"] for gpu in chosen] * (share or 1) or [None] * planned.at_once(
                 experiment, machine["identity"]["cores"]
             )
             with _progress(total, done, len(slots)) as progress:

@@ -78,6 +78,7 @@ _UNHEEDED = {
     "preset": "has no presets",
     "stop_early": "gives no verdict that could come early",
     "fused": "chooses its kernels itself",
+    "share": "measures times, which trials beside others would falsify",
 }
 
 

@@ -128,6 +128,7 @@ class Options:
     preset: str | None = None  # a suite's named settings
     stop_early: bool | None = None  # spare an arm the seeds that a sequential test no longer needs
     fused: bool | None = None  # besides each recipe's step module by module, its fused one
+    share: int | None = None  # trials at a time on each GPU
 
     def data_for(self, model: str, default: str) -> str:
         return self.data.get(model, self.data.get("", default))
@@ -139,8 +140,8 @@ class Experiment:
 
     judgement: what a verdict will be judged by, fixed before the first step: margin, alpha, seeds, steps, and first_look
     where arms may stop early.
-    heeds: which of Options.model, batch, recipes, steps, tokens, margin, alpha, preset, stop_early and
-        fused the suite obeys.
+    heeds: which of Options.model, batch, recipes, steps, tokens, margin, alpha, preset, stop_early,
+        fused and share the suite obeys.
     """
 
     suite: str

@@ -139,7 +139,7 @@ def pace(record: Record) -> Pace | None:
 
 #: Of the problem, what a training's seconds depend on beside the number of its steps.
 _SIZES = (
-    *("model", "batch", "block", "accumulate", "padded_vocab", "threads"),
+    *("model", "batch", "block", "accumulate", "padded_vocab", "threads", "share"),
     *("evaluate", "eval_tokens", "early_eval_tokens"),
 )
 

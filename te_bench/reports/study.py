@@ -62,8 +62,9 @@ class Run:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds per step, by the training clock."""
-        return step_seconds(self.record.samples) if self.record else None
+        """Seconds per step, by the training clock; None of a run that shared its GPU."""
+        shared = "share" in self.row.trial.problem
+        return step_seconds(self.record.samples) if self.record and not shared else None
 
     def _series(self, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         steps, values = (self.record.samples.get(name) or [] if self.record else [] for name in (x, y))

@@ -286,6 +286,13 @@ def test_faster_steps_less_a_gap_are_time_saved(tmp_path: Path) -> None:
     assert behind.less_time == pytest.approx(1 - 0.9 * (1 + behind.more_steps / STEPS), abs=1e-3)
 
 
+def test_trials_that_shared_a_gpu_say_nothing_of_time(tmp_path: Path) -> None:
+    found = judged(tmp_path, truth=GAPS, sd=0.0001, share=4)
+    assert found.recipes[0].judgement.comparison is not None
+    assert found.recipes[0].speedup is None
+    assert not any(arm.step_s for arm in found.study.arms)
+
+
 # ---- early stopping
 
 SEQUENTIAL = {**JUDGEMENT, "seeds": 12, "first_look": 4}

@@ -45,8 +45,23 @@ PRESETS: dict[str, dict[str, Scalar]] = {
     # go with the rate: sd over 5 pairs of A/A, of FP8 0.0001, 0.0007 at 5e-4; 0.0002, 0.0015 at 1e-3; 0.012, 0.006 at 2e-3,
     # and there 0.002, 0.005 after three times the warm-up (150 steps, 2026-11-22). Not measured on GPT-2 yet.
     "gpt2-low-rate": {**_GPT2, "learning_rate": 3e-4, "warmup": 400},
+    "gpt2-short": {  # 3.7 M tokens: does a way of computing lose anything that 300 steps show?
+        **_GPT2,
+        "accumulate": 1,
+        "steps": 300,
+        "eval_every": 30,
+        "eval_tokens": 2**18,
+        "early_eval_tokens": 2**16,
+        "warmup": 60,
+    },
 }
-_TOKENIZERS = {"cpu": "bytes", "char": "chars", "gpt2": "bpe:50257", "gpt2-low-rate": "bpe:50257"}
+_TOKENIZERS = {
+    "cpu": "bytes",
+    "char": "chars",
+    "gpt2": "bpe:50257",
+    "gpt2-low-rate": "bpe:50257",
+    "gpt2-short": "bpe:50257",
+}
 
 
 #: Of a CPU a tiny GPT has matrices for one thread: a second makes a bf16 step no faster (16 ms) and an FP8 one by 6 %, and
@@ -87,7 +102,17 @@ def problem_of(options: Options) -> dict[str, Scalar]:
         "eval_every": every,
         "warmup": warmup,
         **(_ONE_THREAD if options.device == "cpu" and model == "tiny" else {}),
+        **_sharing(options),
     }
+
+
+def _sharing(options: Options) -> dict[str, Scalar]:
+    """How many trials a GPU has at a time, where it has several: their step times are not one trial's."""
+    if options.share is not None and options.device == "cpu":
+        raise ValueError(
+            "--share: trials on a GPU; on a CPU they run side by side where that costs no time. Leave it out"
+        )
+    return {"share": options.share} if options.share and options.share > 1 else {}
 
 
 def _steps(options: Options, problem: dict[str, Scalar]) -> int:

@@ -125,6 +125,31 @@ def test_the_low_rate_is_all_that_its_preset_changes() -> None:
     assert dict(low) == {**usual, "learning_rate": 3e-4, "warmup": 400}
 
 
+def test_the_short_check_is_300_steps_of_12288_tokens_of_gpt2() -> None:
+    short = resolve(preset="gpt2-short", device="cuda")
+    p = short.trials[0].problem
+    assert (p["model"], p["steps"], p["warmup"]) == ("gpt2", 300, 60)
+    assert int(str(p["batch"])) * int(str(p["block"])) * int(str(p["accumulate"])) == 12288
+    assert int(str(p["eval_tokens"])) % int(str(p["early_eval_tokens"])) == 0
+    assert (short.judgement["margin"], short.judgement["seeds"]) == (0.02, 8)
+
+
+def test_trials_that_share_a_gpu_say_so() -> None:
+    alone, shared = (resolve(device="cuda", share=share).trials for share in (1, 3))
+    assert [t.id for t in alone] == [t.id for t in resolve(device="cuda").trials]
+    assert {t.problem["share"] for t in shared} == {3}
+    assert not {t.id for t in alone} & {t.id for t in shared}
+    assert [t.name for t in alone] == [t.name for t in shared]
+
+
+def test_sharing_is_for_gpus_and_for_losses() -> None:
+    with pytest.raises(ValueError, match="--share: trials on a GPU; on a CPU they run side by side"):
+        resolve(share=2)
+    for suite in ("speed", "stress"):
+        with pytest.raises(ValueError, match=f"--share: the suite {suite} measures times"):
+            resolve(suite, device="cuda", share=2, data={})
+
+
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (49152, 1), (49153, 2), (1_000_000, 21)])
 def test_tokens_are_steps_rounded_up(tokens: int, steps: int) -> None:
     trials = resolve(device="cuda", tokens=tokens).trials
