@@ -34,7 +34,9 @@ ExitFirst = Annotated[
 SelfTest = Annotated[
     bool, typer.Option("--self-test", help="Gate this te-bench against itself, as it is and with planted faults.")
 ]
-Gates = Annotated[int | None, typer.Option(help="Of --self-test: gates of each kind. Default: 1.")]
+Gates = Annotated[
+    int | None, typer.Option(help="Of --self-test: gates of each kind; of leak and crash 5 at most. Default: 1.")
+]
 AtOnce = Annotated[
     int | None,
     typer.Option(

@@ -143,6 +143,18 @@ def test_it_goes_on_where_it_was_cut_short_and_counts_no_other_question(
         self_test.run(QUESTION, tmp_path, MACHINE, gates=0, **more)
 
 
+def test_what_no_chance_decides_is_tried_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def each(gate: Any, left: list[Any], where: Any) -> list[Any]:
+        tried.extend(one.name for one in left)
+        return []
+
+    monkeypatch.setattr(self_test.at_once, "each", each)
+    self_test.run(QUESTION, tmp_path, MACHINE, gates=20, slower=[0.1], say=lambda line: None)
+    assert {name: tried.count(name) for name in tried} == {"unchanged": 20, "10 % slower": 20, "leak": 5, "crash": 5}
+
+
 def _fields(question: Question) -> dict[str, Any]:
     return {name: getattr(question, name) for name in question.__slots__}
 
