@@ -36,8 +36,6 @@ PLANS = {
     "3 places, sharing 12": BASE._replace(sharing=12),
     "3 places, sharing 132": BASE._replace(sharing=132),
     "3 places, who is free": BASE._replace(sharing=0, persistent=False),
-    "3 places, sharing 4, unrounded": BASE._replace(unrounded=True),
-    "3 places, sharing 132, unrounded": BASE._replace(sharing=132, unrounded=True),
     "2 places, sharing 4": BASE._replace(stages=2),
     "2 places, 2 slots, sharing 4": BASE._replace(stages=2, slots=2),
 }
@@ -49,7 +47,6 @@ CHECKED = {
         "3 places, sharing 132",
         "3 places, who is free",
     ],
-    "3 places, sharing 4, unrounded": ["3 places, sharing 132, unrounded"],
     "2 places, sharing 4": [],
     "2 places, 2 slots, sharing 4": [],
 }

@@ -81,11 +81,10 @@ def _add(columns, row, dq, D: gl.constexpr):
 
 @gluon.jit
 def _fused_step(
-    dk, dv, held, who, first, S, come, row, edge, given, turn, parity, columns, scale,
-    CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr,
-    UNROUNDED: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    dk, dv, held, who, first, S, come, row, given, turn, parity, columns, scale, CONSUMERS: gl.constexpr,
+    SLOTS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with a block's share, dq's added to its columns."""
+    """dk and dv with a block's share, dq's added to its columns. EDGE: the block may be partly hidden."""
     k_shared, v_shared, dscores_shared, slot = held
     q, dout, info = come
     WIDTH: gl.constexpr = OUT.instr_shape[1] // CONSUMERS
@@ -96,15 +95,13 @@ def _fused_step(
     scores = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
     dweights = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    if EDGE:  # noqa: SIM102 (known when it compiles; the other is not)
-        if edge:
-            scores = _hidden(scores, first + who * ROWS, row, S, CAUSAL)
+    if EDGE:
+        scores = _hidden(scores, first + who * ROWS, row, S, CAUSAL)
     level = levels.index(0).load(gl.SliceLayout(0, SCORES))
     weights = exp2(scores * scale - level[None, :])
     left = rounded(weights, q.dtype)
     dv = warpgroup_mma(operand(left, OUT), dout, dv, is_async=True)
-    if not UNROUNDED:  # dV's product keeps these registers in any case
-        weights = left.to(gl.float32)
+    weights = left.to(gl.float32)  # dV's product keeps these registers in any case
     delta = levels.index(1).load(gl.SliceLayout(0, SCORES))
     dweights = warpgroup_mma_wait(1, deps=(dweights,))
     dscores = rounded(weights * (dweights - delta[None, :]), q.dtype)
@@ -129,7 +126,6 @@ def _fused_step(
 @gluon.jit
 def _make_all(
     made, who, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
-    UNROUNDED: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
     dk_desc, dv_desc, shared, dscores_shared, gates, given, over, sizes, sums, padded, scale = made
@@ -148,7 +144,7 @@ def _make_all(
         begin, end = first_block * ROWS, last_block * ROWS
         edges = begin  # until there blocks may be partly hidden
         if CAUSAL:
-            edges = first + ROWS * CONSUMERS
+            edges = min(max(begin, first + ROWS * CONSUMERS), end)
         if first + ROWS * CONSUMERS > S:
             edges = end
         at = who * SLOTS + slot
@@ -161,16 +157,20 @@ def _make_all(
             mbarrier.wait(held.index(other * SLOTS + slot), slot_phase)
         for h in range(kv * group, kv * group + group):
             columns = _columns(sums, b * H + h, who, padded, CONSUMERS, D)
-            for row in range(begin, end, ROWS):
-                mbarrier.wait(full.index(place), phase)
-                come = matrix(q_shared.index(place)), matrix(dout_shared.index(place)), info_shared.index(place)
-                dk, dv = _fused_step(
-                    dk, dv, (k_shared, v_shared, dscores_shared, slot), who, first, S, come, row, row < edges,
-                    given, step & 1, step >> 1 & 1, columns, scale, CONSUMERS, SLOTS, EDGE, CAUSAL, UNROUNDED, SCORES, OUT,
-                )  # fmt: skip
-                mbarrier.arrive(empty.index(place), count=1)
-                place, phase = next_place(place, phase, STAGES)
-                step += 1
+            for HIDING in gl.static_range(1 if EDGE else 0, -1, -1):  # a loop that masks, then one that needs not ask
+                start, stop = edges, end
+                if HIDING:
+                    start, stop = begin, edges
+                for row in range(start, stop, ROWS):
+                    mbarrier.wait(full.index(place), phase)
+                    come = matrix(q_shared.index(place)), matrix(dout_shared.index(place)), info_shared.index(place)
+                    dk, dv = _fused_step(
+                        dk, dv, (k_shared, v_shared, dscores_shared, slot), who, first, S, come, row, given, step & 1,
+                        step >> 1 & 1, columns, scale, CONSUMERS, SLOTS, HIDING > 0, CAUSAL, SCORES, OUT,
+                    )  # fmt: skip
+                    mbarrier.arrive(empty.index(place), count=1)
+                    place, phase = next_place(place, phase, STAGES)
+                    step += 1
         matrix(v_shared.index(at)).store(rounded(dv, dv_desc.dtype))
         mbarrier.arrive(over, count=1)
         mbarrier.wait(over, turn & 1)  # the others' dQ is of these keys too
@@ -189,13 +189,12 @@ def _make_all(
 def gluon_attention_backward_fused_kernel(
     k_desc, v_desc, q_desc, dout_desc, info_desc, dk_desc, dv_desc, sums, padded, scale, T, S, H, group, pairs, blocks,
     near, whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, UNROUNDED: gl.constexpr,
+    FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ added to sums.
 
     sums: float32 (sequences, heads, padded rows, 128), not scaled; 64 rows' two halves of columns each as _in_order has it.
-    scale times log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S are there. UNROUNDED: the
-    weights that dS is made of; then a few numbers of each block wait in local memory.
+    scale times log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S are there.
     """
     HELD: gl.constexpr = CONSUMERS * SLOTS
     gl.static_assert(CONSUMERS == 2 and q_desc.block_type.shape[2] == 64 and q_desc.block_type.shape[3] == 128)
@@ -210,8 +209,8 @@ def gluon_attention_backward_fused_kernel(
     made = (dk_desc, dv_desc, shared, dscores_shared, gates, given, over, sizes, sums, padded, scale)
     gl.warp_specialize(
         [
-            (_make_all, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, UNROUNDED)),
-            (_make_all, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, UNROUNDED)),
+            (_make_all, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE)),
+            (_make_all, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE)),
             (fetch_rows, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
         ],
         [4, 1], [REGISTERS, FETCHING],

@@ -124,7 +124,7 @@ def test_programs_share_a_pair_as_the_plan_says(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch, "processors", lambda _: 132)
     for batch, shared in ((4, 33), (1, 32)):
         q = torch.empty(batch, 32, 2048, 128, dtype=BF16)
-        assert launch._dealt(launch.FUSED[128, False, True], q, q, of_keys=True)[1][6] == shared
+        assert launch._dealt(launch.FUSED[128, True], q, q, of_keys=True)[1][6] == shared
         assert launch._dealt(launch.FORWARD[128], q, q, of_keys=False)[1][6] == shared
 
 
@@ -138,7 +138,7 @@ def test_one_kernel_where_it_was_measured_to_be_faster_and_bits_may_differ(
     for keys, width in ((2047, 128), (2048, 128), (launch.LONG, 128), (launch.LONG, 64)):
         x = torch.empty(1, 1, keys, width, dtype=BF16)
         gluon._backward(x, x, x, x, x, torch.empty(1, 1, keys), causal, 0.125, deterministic)
-    plans = [launch.FUSED[128, many, causal] for many in (False, True)]
+    plans = [launch.FUSED[128, causal]] * 2
     assert made == ["two", *(["two", "two"] if deterministic else plans), "two"]
 
 

@@ -174,6 +174,8 @@ SHAPES = {
     "few keys": Shape(1, 2, 1, 300, 70, True),
     "few rows": Shape(1, 2, 2, 40, 300, True),
     "one of each": Shape(1, 1, 1, 1, 1, True),
+    "many, whole tiles": Shape(1, 3, 1, 700, 640, True),
+    "full, whole tiles": Shape(1, 2, 1, 150, 256, False),
 }
 FORWARD = {
     "4x64": Plan(4, 64, 4, 2, 112, 1), "3x128": Plan(3, 128, 2, 1, 160, 0), "2x128": Plan(2, 128, 2, 2, 240, 2, True)
@@ -301,7 +303,7 @@ def test_backward(plans: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "plan",
-    [Plan(2, 64, 3, 1, 240), Plan(2, 64, 2, 2, 240, unrounded=True)],
+    [Plan(2, 64, 3, 1, 240), Plan(2, 64, 2, 2, 240)],
     ids=["1 slot", "2 slots"],
 )
 def test_backward_by_one_kernel(plan: Plan, shape: str, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +318,9 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, far: bool, monkeypatch: 
     info = torch.full((2, s.batch * s.heads, padded), math.nan, dtype=torch.float64)
     sums = torch.full((s.batch * s.heads, padded, D), math.nan, dtype=torch.float64)
     grid, common = (s.batch * s.heads * padded // ROWS,), (s.heads, s.rows, padded)
-    gluon_attention_delta_kernel[grid](out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), *common, D=D)
+    gluon_attention_delta_kernel[(grid[0] * ROWS // 16,)](
+        out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), *common, D=D, ROWS=16
+    )
     assert not sums.any()
 
     def program(patch: pytest.MonkeyPatch, which: int) -> None:
@@ -335,9 +339,7 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, far: bool, monkeypatch: 
         calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(fetched, *constants)}
         edges = s.causal or s.keys % (2 * ROWS) != 0
         for who in range(p.warpgroups):
-            calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(
-                made, who, *constants, edges, p.unrounded
-            )  # type: ignore[misc]
+            calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(made, who, *constants, edges)  # type: ignore[misc]
         ran(machine, calls)
 
     both_programs(program, monkeypatch)

@@ -237,7 +237,7 @@ def keys(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program:
 
 
 FUSED = {
-    "3 places": Plan(2, 64, 3, 1, 240), "2 places, 2 slots": Plan(2, 64, 2, 2, 240, unrounded=True),
+    "3 places": Plan(2, 64, 3, 1, 240), "2 places, 2 slots": Plan(2, 64, 2, 2, 240),
 }  # fmt: skip
 
 
@@ -309,7 +309,7 @@ def fused(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program
     common = p.warpgroups, p.slots, p.stages, s.causal
     calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(fetched, *common)}
     for who in range(p.warpgroups):
-        calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(made, who, *common, True, p.unrounded)  # type: ignore[misc]
+        calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(made, who, *common, True)  # type: ignore[misc]
     ran(machine, calls)
     return [(str(x), *x) for x in found]
 
