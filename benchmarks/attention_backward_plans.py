@@ -33,6 +33,9 @@ BASE = Plan(2, 64, 3, 1, 240, sharing=4)
 PLANS = {
     "3 places, sharing 4": BASE,
     "3 places, sharing 1": BASE._replace(sharing=0),
+    "3 places, sharing 2": BASE._replace(sharing=2),
+    "3 places, sharing 6": BASE._replace(sharing=6),
+    "3 places, sharing 8": BASE._replace(sharing=8),
     "3 places, sharing 12": BASE._replace(sharing=12),
     "3 places, sharing 132": BASE._replace(sharing=132),
     "3 places, who is free": BASE._replace(sharing=0, persistent=False),
@@ -43,6 +46,9 @@ PLANS = {
 CHECKED = {
     "3 places, sharing 4": [
         "3 places, sharing 1",
+        "3 places, sharing 2",
+        "3 places, sharing 6",
+        "3 places, sharing 8",
         "3 places, sharing 12",
         "3 places, sharing 132",
         "3 places, who is free",

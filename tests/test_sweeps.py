@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from te_bench.kernels.activation import _kernels as activation
+from te_bench.kernels.activation import _recomputed as recomputed
 from te_bench.kernels.norm import _residual_kernels
 from te_bench.kernels.rotary import _kernels as rotary
 
@@ -91,7 +93,7 @@ def test_a_piece_that_hangs_is_killed(
 
 def test_plans_of_the_backward_pass(script: Callable[[str], Any]) -> None:
     sweep = script("attention_backward_plans")
-    assert len(sweep.PLANS) == len(set(sweep.PLANS.values())) == 9
+    assert len(sweep.PLANS) == len(set(sweep.PLANS.values())) == 10
     assert set(sweep.launch.FUSED.values()) <= set(sweep.PLANS.values())
     for p in sweep.PLANS.values():
         held, ring, dscores = 2 * p.warpgroups * p.slots * 64 * 256, 4 * p.stages * 64 * 128, 4 * p.warpgroups * 64 * 64
@@ -137,14 +139,15 @@ def asked(sweep: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str, wrong: s
 
 
 def test_what_failed_is_not_timed(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep, wrong = script("attention_backward_plans"), "3 places, sharing 4, unrounded"
+    sweep, wrong, alike = script("attention_backward_plans"), "2 places, sharing 4", "2 places, sharing 132"
+    monkeypatch.setitem(sweep.CHECKED, wrong, [alike])
     *checks, last = asked(sweep, monkeypatch, "--json", "x.json", wrong=wrong)
     assert checks == [(60 if i else 150, "check", name) for i, name in enumerate(sweep.CHECKED)]
-    assert last == (180, "time", wrong, "3 places, sharing 132, unrounded", "--json", "x.json")
+    assert last == (180, "time", wrong, alike, "--json", "x.json")
     measured: list[Any] = []
     monkeypatch.setattr(sweep, "measure", lambda *given: measured.extend(given))
     assert asked(sweep, monkeypatch, *map(str, last[1:])) == []
-    assert measured == [[wrong, "3 places, sharing 132, unrounded"], Path("x.json")]
+    assert measured == [[wrong, alike], Path("x.json")]
     first, *_ = sweep.CHECKED
     assert asked(sweep, monkeypatch, wrong=first)[-1] == (180, "time", first, *sweep.CHECKED[first])
 
@@ -196,6 +199,26 @@ def test_the_norms_tiles_hold_what_ships_and_each_is_what_runs(
     monkeypatch.setattr(_residual_kernels, "WIDE_CAST", ships)  # which is put back
     monkeypatch.setattr(sweep._residual, "add_forward_quantized", cast)
     assert sweep.measured(32, 64, 8, 4, "cpu") == [0, "OverflowError"]
+
+
+def test_activations_tiles_begin_with_what_ships_and_each_is_the_one_that_runs(
+    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep, ships = script("activation_tiles"), activation.QUANTIZED
+    assert sweep.TILES[0] == (ships["ROWS"], ships["COLUMNS"], ships["num_warps"], None)
+    assert len(set(sweep.TILES)) == 12
+    ran: list[Any] = []
+
+    def calls(m: int, n: int, device: str) -> dict[str, Callable[[], None]]:
+        return {"a": lambda: ran.append((activation.QUANTIZED, recomputed.QUANTIZED)), "b": lambda: ran.append(1 / 0)}
+
+    monkeypatch.setattr(activation, "QUANTIZED", ships)  # which is put back
+    monkeypatch.setattr(recomputed, "QUANTIZED", ships)
+    monkeypatch.setattr(sweep, "calls", calls)
+    assert sweep.measured(64, 128, 4, 80, 1, 1, "cpu") == {"a": 0, "b": "ZeroDivisionError"}
+    [(tile, again)] = ran
+    assert tile is again
+    assert tile == {**ships, "ROWS": 64, "COLUMNS": 128, "num_warps": 4, "maxnreg": 80}
 
 
 def test_rotarys_tiles_begin_with_what_ships(script: Callable[[str], Any]) -> None:
