@@ -1,5 +1,6 @@
 """Fused attention for autograd and torch.compile: what is checked, the operators, the Function around them."""
 
+import functools
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from te_bench.kernels._launch import rows_contiguous
 from te_bench.kernels.attention import _backward_kernels, _kernels
+from te_bench.kernels.attention._gradients import room
 from te_bench.kernels.attention._kernels import Extent, Packed
 
 WIDEST = 256
@@ -44,9 +46,9 @@ def _packed(starts_q: Tensor | None, starts_k: Tensor | None, rows: int, keys: i
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, seed: Tensor | None,
     left: int, right: int, scale: float, dropout: float, deterministic: bool,
-    starts_q: Tensor | None = None, starts_k: Tensor | None = None, rows: int = 0, keys: int = 0,
+    starts_q: Tensor | None = None, starts_k: Tensor | None = None, rows: int = 0, keys: int = 0, apart: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, by the kernels."""
+    """dq, dk, dv, by the kernels; apart: each in memory of its own, as torch.compile has been told."""
     if q.numel() == 0 or k.shape[2] == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     packed = _packed(starts_q, starts_k, rows, keys)
@@ -56,7 +58,8 @@ def backward(
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     extent = _extent(q, k, left, right, mask)
     tensors = dout, q, k, v, out, lse, seed
-    return _backward_kernels.backward(extent, scale, dropout, deterministic, *tensors, packed=packed)
+    there = None if apart or packed is not None else room(q, k, v)
+    return _backward_kernels.backward(extent, scale, dropout, deterministic, *tensors, packed=packed, gradients=there)
 
 
 def _fake(
@@ -72,7 +75,7 @@ def _fake(
 def _fake_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, seed: Tensor | None,
     left: int, right: int, scale: float, dropout: float, deterministic: bool,
-    starts_q: Tensor | None = None, starts_k: Tensor | None = None, rows: int = 0, keys: int = 0,
+    starts_q: Tensor | None = None, starts_k: Tensor | None = None, rows: int = 0, keys: int = 0, apart: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -104,7 +107,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * 10
-        run = _backward_op if torch.compiler.is_compiling() else backward
+        run = _backward_op if torch.compiler.is_compiling() else functools.partial(backward, apart=False)
         q, k, v, out, lse, mask, seed, *starts = ctx.saved_tensors
         made = run(dout, q, k, v, out, lse, mask, seed, *ctx.settings, *starts, *ctx.longest)
         return *made, None, None, None, None, None, None, None

@@ -318,9 +318,12 @@ def _sized(size: Tile, rows: int, keys: int, alike: bool) -> dict[str, Any]:
 def backward(
     extent: Extent, scale: float, dropout: float, deterministic: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, seed: Tensor | None, of_rows: Tile | None = None, of_keys: Tile | None = None,
-    fused: bool | None = None, packed: Packed | None = None,
+    fused: bool | None = None, packed: Packed | None = None, gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the inputs' dtype and order in memory; extent to dropout, seed and packed are the forward pass's."""
+    """dq, dk, dv in the inputs' dtype and order in memory; extent to dropout, seed and packed are the forward pass's.
+
+    gradients: memory for them, of sequences that are not packed.
+    """
     shape = counts(q, k, packed)
     batch, heads, rows, keys, group = shape
     common = {**widths(q, v), **extent.constants(), "DROPOUT": dropout > 0, "PACKED": packed is not None}
@@ -341,7 +344,7 @@ def backward(
         f"tiles {of_rows}, {of_keys} of {rows} rows"
     )
     made = torch.empty_like if packed is None else torch.zeros_like  # what is of no sequence is 0
-    dq, dk, dv = made(q), made(k), made(v)
+    dq, dk, dv = gradients or (made(q), made(k), made(v))
     level, delta = q.new_empty(2, batch, heads, padded, dtype=torch.float32).unbind()
     dq_sum = q.new_empty(batch, heads, padded, width, dtype=torch.float32) if fused else None
     floats = float(scale), float(dropout)

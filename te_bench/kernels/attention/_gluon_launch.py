@@ -152,15 +152,16 @@ def forward(
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
     deterministic: bool = False, of_rows: Plan | None = None, of_keys: Plan | None = None, fused: Plan | None = None,
+    gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the inputs' dtype; deterministic: bitwise the same in every run, as those of the two kernels are.
 
-    The one kernel where it is faster, unless a plan is given.
+    The one kernel where it is faster, unless a plan is given. gradients: memory for them, which TMA can write.
     """
     if not deterministic and k.shape[2] >= FUSED_FROM and of_rows is of_keys is None:
         fused = fused or FUSED.get((k.shape[3], causal))
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
-    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    gradients = gradients or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     with torch.cuda.device_of(q):
         if fused is not None:
             _backward_fused(gradients, dout, q, k, v, out, lse, causal, scale, fused)

@@ -5,6 +5,7 @@ pass adds in a fixed order, so its gradients are bitwise the same in every run, 
 for the faster: there for who asks. Source: te-bench's own kernels, after Shah et al., "FlashAttention-3", arXiv:2407.08608.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from te_bench.kernels import _gluon
 from te_bench.kernels.attention import Backend, Problem
+from te_bench.kernels.attention._gradients import room
 
 try:
     from te_bench.kernels.attention import _gluon_launch
@@ -50,12 +52,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-    deterministic: bool,
+    deterministic: bool, apart: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, by the kernels."""
+    """dq, dk, dv, by the kernels; apart: each in memory of its own, as torch.compile has been told."""
     if q.numel() == 0 or k.shape[2] == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return _gluon_launch.backward(dout, q, k, v, out, lse, causal, scale, deterministic)
+    there = None if apart else room(q, k, v)
+    return _gluon_launch.backward(dout, q, k, v, out, lse, causal, scale, deterministic, gradients=there)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -66,7 +69,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[
 
 def _fake_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-    deterministic: bool,
+    deterministic: bool, apart: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -95,7 +98,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * 6
-        run = _backward_op if torch.compiler.is_compiling() else _backward
+        run = _backward_op if torch.compiler.is_compiling() else functools.partial(_backward, apart=False)
         return *run(dout, *ctx.saved_tensors, *ctx.settings), None, None, None
 
 

@@ -1,0 +1,31 @@
+"""Where the gradients of q, k and v go: side by side where these lie so, for the projection before them reads all three."""
+
+import torch
+from torch import Tensor
+
+
+def room(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for dq, dk, dv, as empty_like has it; of (B, H, T, D) that are views of one (B, T, 3, H, D), views of another.
+
+    A copy joins them otherwise: 28 us for each layer of GPT-2 124M at 12 x 1024 tokens (H200).
+    """
+    batch, heads, rows, width = q.shape
+    if not _side_by_side(q, k, v):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = q.new_empty(batch, rows, 3, heads, width).permute(2, 0, 3, 1, 4).unbind()
+    return dq, dk, dv
+
+
+def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether q, k and v (B, H, T, D) are views of one (B, T, 3, H, D)."""
+    _, heads, rows, width = q.shape
+    features = heads * width
+    one, first = q.untyped_storage().data_ptr(), q.storage_offset()
+    return q.stride() == (rows * 3 * features, width, 3 * features, 1) and all(
+        x.shape == q.shape
+        and x.stride() == q.stride()
+        and x.dtype is q.dtype
+        and x.untyped_storage().data_ptr() == one
+        and x.storage_offset() == first + i * features
+        for i, x in enumerate((k, v), 1)
+    )
