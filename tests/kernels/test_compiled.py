@@ -600,6 +600,11 @@ def check_row_kernels(by_name: dict[str, Compiled]) -> None:
     assert "stmatrix" in fp8, "the transpose goes through shared memory byte by byte"
     assert not re.findall(r"st\.global[\w.]*b(8|16)\b", fp8), "bytes leave one by one"
     assert fp8.count("cvt.rn.satfinite.e5m2x2") == ELEMENTS // 2, "each element is cast once, two at a time"
+    # Of a token's rows a thread adds its own columns: as many loads as rows and no exchange of sums.
+    rows = by_name["add_rows_kernel"]
+    assert len(re.findall(r"ld\.global[\w.]*v4", rows.ptx)) == _tied.TOGETHER + 1, str(rows)
+    assert rows.programs * rows.warps >= 48, str(rows)
+    assert rows.shared <= 64, str(rows)
 
 
 @pytest.mark.slow
