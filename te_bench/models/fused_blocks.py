@@ -79,7 +79,7 @@ def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend,
     after, w, b = _linear(first.attn.c_attn, dtype, training)
     columns = Heads(C, C, C)
     plan = Plan(None, None, None, after, (None, _norm(first.ln_1)), columns, GELU[gelu], dtype, training)
-    qkv = Enter.apply(stream, first.ln_1.weight, first.ln_1.bias, w, b, plan)
+    stream, *qkv = Enter.apply(stream, first.ln_1.weight, first.ln_1.bias, w, b, plan)
     for block, following, scale in zip(layers, [*layers[1:], None], _scales(layers, training), strict=True):
         q, k, v = (t.view(B, T, heads, -1).transpose(1, 2) for t in qkv)
         y = attend(q, k, v, causal=True, scale=1 / math.sqrt(C // heads), dropout=0.0)

@@ -252,6 +252,28 @@ def test_compiled_by_the_kernels_operators_it_is_one_graph(precision: str, recip
 #: In FP8 a last bit here and there grows over some layers and steps to as much as if the weights had been one ulp away: of
 #: two layers of GPT-2 the furthest gradient of fused blocks is 0.119 (delayed) and 0.132 (current) off, of such weights
 #: 0.130 and 0.125, both as far from bf16's, 0.13 (H200, 2026-11-22). So the recipe's own noise is the yardstick.
+@pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", DELAYED)])
+def test_the_first_norms_gradient_is_added_to_the_streams_by_its_own_kernel(
+    precision: str, recipe: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, seen, backend = a_step("fused", precision, recipe), list[Tensor | None](), _stretch.backend
+
+    def spied(x: Tensor) -> Any:
+        found = backend(x)
+
+        def backward(*args: Any, **options: Any) -> Any:
+            seen.append(options["residual"])
+            return found.backward(*args, **options)
+
+        return dataclasses.replace(found, backward=backward)
+
+    monkeypatch.setattr(_stretch, "backend", spied)
+    step.gradients(*a_batch())
+    [stream] = seen  # the other norms' gradients are rounded or cast in passing
+    assert stream is not None
+    assert stream.any()
+
+
 NOISE = 1.3
 
 

@@ -51,7 +51,7 @@ def run(layer: Any, x: Tensor, is_first_microbatch: bool | None, rotary: Any, co
     plan = Plan(
         None, None, None, after, (None, first.norm), columns, mlp.activation, dtype, training, rotation=rotation
     )  # fmt: skip
-    qkv = Enter.apply(stream, first.layer_norm_weight, first.layer_norm_bias, weight, bias, plan)
+    stream, *qkv = Enter.apply(stream, first.layer_norm_weight, first.layer_norm_bias, weight, bias, plan)
     q, k, v = (part.reshape(*x.shape[:2], -1, d) for part in qkv)
     y = attention.attend(q, k, v, None if rotation is not None else rotary, core)
 

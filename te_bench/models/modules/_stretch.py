@@ -227,7 +227,10 @@ def _dtypes(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 class Enter(torch.autograd.Function):
-    """x (M, C), the norm's gamma, beta, a projection's weight, bias -> q, k, v (M, turns, columns): before attention."""
+    """x (M, C), the norm's gamma, beta, a projection's weight, bias -> x, q, k, v (M, turns, columns): before attention.
+
+    x goes on from here, so that the norm's gradient kernel adds what comes back of it.
+    """
 
     @staticmethod
     def forward(
@@ -241,16 +244,16 @@ class Enter(torch.autograd.Function):
         ctx.save_for_backward(x, gamma, mean, rstd, *plan.after.kept(n, w), *angles)
         ctx.plan, ctx.dtypes = plan, _dtypes(w, b, beta)
         if plan.rotation is None:
-            return plan.heads.split(qkv)
-        return tuple(part.flatten(0, 1).flatten(2) for part in plan.rotation.split(qkv, own=True))
+            return x.view_as(x), *plan.heads.split(qkv)
+        return x.view_as(x), *(part.flatten(0, 1).flatten(2) for part in plan.rotation.split(qkv, own=True))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *dqkv: Tensor) -> Any:
+    def backward(ctx: Any, dstream: Tensor, *dqkv: Tensor) -> Any:
         x, gamma, mean, rstd, *kept = ctx.saved_tensors[:8]  # angles that have changed are found here
         norm = ctx.plan.norms[1]
         dn, dw, db = _after_backward(ctx.plan, dqkv, tuple(kept), ctx.dtypes)
-        options = {"zero_centered_gamma": norm.zero_centered_gamma, "kind": norm.kind}
+        options = {"zero_centered_gamma": norm.zero_centered_gamma, "kind": norm.kind, "residual": dstream}
         dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **options)
         return dx, dgamma, dbeta if ctx.dtypes[2] else None, dw, db, None
 
