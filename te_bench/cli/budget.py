@@ -23,15 +23,16 @@ class Machine:
 
     device: str
     chip: str | None
-    slots: int  # trials that run side by side, each on a GPU of its own or on its share of the cores
+    slots: int  # trials that run side by side: on GPUs, `share` on each, or on their cores
     asked: str | None = None  # --gpus as it was said
+    share: int = 1
 
     @property
     def on(self) -> str:
         """Said after a time that a run takes."""
         from te_bench.reports import planning
 
-        return planning.on(self.device, self.slots)
+        return planning.on(self.device, self.slots // self.share, self.share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +86,14 @@ def _machine(experiment: "Experiment", wanted: "Options", gpus: str | None) -> M
     """The machine that a plan is for: GPUs that are not here may be planned for too, one or those of --gpus 0,1,2,3."""
     from te_bench.experiments import environment
 
-    device = wanted.device
+    device, share = wanted.device, wanted.share or 1
     if device == "cuda" and not environment.nvidia_gpus():
         number = 1 if gpus is None or gpus == "all" else len(set(gpus.split(",")))
-        return Machine(device=device, chip=None, slots=number * (wanted.share or 1), asked=gpus)
+        return Machine(device=device, chip=None, slots=number * share, asked=gpus, share=share)
     chosen = environment.visible_gpus() if device == "cuda" and gpus is None else find_gpus(device, gpus)
     here = environment.capture(device, chosen)["identity"]
-    slots = len(chosen) * (wanted.share or 1) or (1 if wanted.stop_early else at_once(experiment, here["cores"]))
-    return Machine(device=device, chip=_chip(here), slots=slots, asked=gpus)
+    slots = len(chosen) * share or (1 if wanted.stop_early else at_once(experiment, here["cores"]))
+    return Machine(device=device, chip=_chip(here), slots=slots, asked=gpus, share=share)
 
 
 def _known(out: Path | None, timings: Path | None, where: Machine) -> Known:
@@ -172,8 +173,11 @@ def _pilot(one: "Experiment", wanted: "Options", where: Machine, out: Path, miss
 
     folder = f"{out}-pilot"
     words = ["te-bench", "run", one.suite, "--device", wanted.device]
-    for option, value in (("--gpus", where.asked), ("--model", wanted.model), ("--preset", wanted.preset)):
+    share = None if wanted.share is None else str(wanted.share)
+    named = ("--gpus", where.asked), ("--model", wanted.model), ("--preset", wanted.preset), ("--share", share)
+    for option, value in named:
         words += [] if value is None else [option, value]
+    words += ["--fused"] if wanted.fused else []
     words += [] if wanted.recipes is None else ["--recipes", ",".join(wanted.recipes)]
     for model, data in wanted.data.items():
         words += ["--data", f"{model}={data}" if model else data]
@@ -191,7 +195,7 @@ def _pilot(one: "Experiment", wanted: "Options", where: Machine, out: Path, miss
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What an experiment can conclude and what it costs; `seconds` of one device, None where no record tells."""
+    """What an experiment can conclude and what it costs; `seconds` of one trial at a time, None where no record tells."""
 
     outlook: "Outlook"
     looks: tuple[int, ...]  # of a plan that may stop early
@@ -200,7 +204,8 @@ class Forecast:
 
     def to_json(self) -> dict[str, Any]:
         elapsed = None if self.seconds is None else self.seconds / self.where.slots
-        estimate = {"device_s": self.seconds, "elapsed_s": elapsed, "at_once": self.where.slots}
+        device = None if self.seconds is None else self.seconds / self.where.share
+        estimate = {"device_s": device, "elapsed_s": elapsed, "at_once": self.where.slots}
         return {"conclusion": {**dataclasses.asdict(self.outlook), "looks": self.looks}, "estimate": estimate}
 
     def lines(self) -> list[str]:
@@ -235,8 +240,8 @@ class Forecast:
             return "not known; --timings DIR of a pilot would tell"
         where = self.where
         elapsed = f", {planning.duration(self.seconds / where.slots)}{where.on}" if where.slots > 1 else ""
-        most = "at most" if self.looks else "about"
-        return f"{most} {self.seconds / 60:.3g} {'GPU' if where.device == 'cuda' else 'CPU'} minutes{elapsed}"
+        most, minutes = "at most" if self.looks else "about", self.seconds / where.share / 60
+        return f"{most} {minutes:.3g} {'GPU' if where.device == 'cuda' else 'CPU'} minutes{elapsed}"
 
 
 def forecast(experiment: "Experiment", earlier: Known) -> "Forecast":

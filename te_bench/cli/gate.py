@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _GRAMMAR = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+) ?%", re.ASCII)
 _MOST = 100.0  # %
 OUT = Path("runs") / "gate"
+UNWRITTEN = 2  # the exit code of what passed and could not be written
 
 Run = Annotated[Path | None, typer.Option(metavar="DIR", help="--out of a run.")]
 Base = Annotated[
@@ -74,6 +75,7 @@ Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write everythin
 
 
 def gate(
+    context: typer.Context,
     base: Base = None,
     head: Head = "HEAD",
     suite: Suite = "quick",
@@ -108,6 +110,11 @@ def gate(
     _one_question(base, bool(baseline or candidate), self_test, bool(files))
     if not self_test and (gates, at_once, slower) != (None, None, None):
         raise ValueError("--gates, --at-once and --slower are of --self-test: give that too, or leave them out")
+    if (baseline is None) is not (candidate is None):
+        raise ValueError(f"--{'baseline' if candidate else 'candidate'} DIR is missing: two runs are compared")
+    if baseline is not None:
+        _nothing_measured(context)
+    gate_output.check(files)
     if base is not None or self_test:
         out = out.absolute()  # as every path here: each revision works in a folder of its own
         question, machine = _question(
@@ -125,7 +132,8 @@ def gate(
         if self_test:
             _self_test(question, out, machine, gates, at_once, slower)
         found = gate_live.run(question, out, machine, say=_say)
-    elif baseline is not None and candidate is not None:
+    elif baseline is not None:
+        assert candidate is not None
         found = gate_records.compare(baseline, candidate, allow_environment_change=allow_environment_change, **wanted)
     else:
         raise ValueError(
@@ -133,9 +141,10 @@ def gate(
             "--candidate DIR"
         )
     print("\n".join(gate_output.terminal(found)))
-    gate_output.write(found, files)
+    failed = gate_output.write(found, files)
     sys.stdout.flush()
-    raise typer.Exit(found.exit_code)
+    print(*failed, sep="\n", end="\n" * bool(failed), file=sys.stderr)
+    raise typer.Exit(found.exit_code or UNWRITTEN * bool(failed))
 
 
 def _wanted(
@@ -161,6 +170,18 @@ def _one_question(base: str | None, runs: bool, self_test: bool, files: bool) ->
         )
     if self_test and files:
         raise ValueError("--self-test has no --markdown, --junit or --json: its answers are in --out; leave them out")
+
+
+#: What two revisions are measured with; two runs have been.
+MEASURING = ("head", "suite", "budget", "exit_first", "device", "data", "cache", "out", "timeout")
+
+
+def _nothing_measured(context: typer.Context) -> None:
+    sources = {name: context.get_parameter_source(name) for name in MEASURING}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        options = ", ".join(f"--{name.replace('exit_first', 'exitfirst')}" for name in given)
+        raise ValueError(f"{options}: of two revisions that are measured, and --baseline reads two runs; leave out")
 
 
 def _question(

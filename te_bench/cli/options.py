@@ -46,7 +46,7 @@ Fused = Annotated[
 ]
 Share = Annotated[
     int | None,
-    typer.Option(min=1, help="Trials at a time on each GPU, where losses are judged and no times."),
+    typer.Option(min=1, max=16, help="Trials at a time on each GPU, where losses are judged and no times."),
 ]
 Timings = Annotated[
     Path | None,
@@ -54,7 +54,8 @@ Timings = Annotated[
 ]
 Cache = Annotated[Path | None, typer.Option(metavar="DIR", help="Where token files are cached.")]
 Gpus = Annotated[
-    str | None, typer.Option(help="Indices such as 0,1, as in nvidia-smi, or all: one trial on each at a time.")
+    str | None,
+    typer.Option(help="Indices such as 0,1, as in nvidia-smi, or all: one trial on each at a time, or --share."),
 ]
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]

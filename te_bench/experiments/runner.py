@@ -88,8 +88,8 @@ def run(
     retry: bool = False,
     needless: Callable[[Trial], str | None] = lambda _: None,
 ) -> None:
-    """Run every trial that is `to_do`, once; `gpus` are CUDA_VISIBLE_DEVICES values, one trial on each at a time; on a
-    CPU None, once for each trial that runs beside others.
+    """Run every trial that is `to_do`, once; `gpus` are CUDA_VISIBLE_DEVICES values, one for each trial that runs at a
+    time, so that a GPU which is named twice has two; on a CPU None.
 
     needless(trial), asked when its turn comes, answers why it is not to be run any more: its outcome is "stopped".
 

@@ -53,6 +53,11 @@ class Comparison:
     arms: tuple[Arm, ...]
     reference: Arm | None
 
+    @property
+    def timed(self) -> bool:
+        """Whether its clocks are of one training at a time: not of those that shared a GPU."""
+        return not any("share" in arm.cell.trial.problem for arm in self.arms)
+
     def behind(self, arm: Arm) -> float | None:
         """Best validation loss less the BF16 arm's: above 0 is worse."""
         if self.reference is None or arm.best is None or self.reference.best is None or arm is self.reference:
@@ -90,6 +95,7 @@ def _arm(cell: Cell) -> Arm:
     times = [max(found) for record in drawn if (found := numbers(record.samples.get("time_s")))]
     last, time, per_step = median(steps), median(times), finite(work.get("tokens"))
     tokens = last * per_step if last is not None and per_step is not None else None
+    timed = time if "share" not in cell.trial.problem else None
     return Arm(
         cell=cell,
         train=points(drawn, "step", "time_s", "loss"),
@@ -99,7 +105,7 @@ def _arm(cell: Cell) -> Arm:
         n=len(lowest),
         steps_done=last,
         tokens=tokens,
-        tokens_per_s=tokens / time if tokens and time else None,
+        tokens_per_s=tokens / timed if tokens and timed else None,
         batch=finite(work.get("batch")),
     )
 

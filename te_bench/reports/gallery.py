@@ -25,9 +25,9 @@ def of_group(group: Group, suffix: str) -> list[figures.Drawing]:
         builders.append(
             (f"loss_step{place}", f"Loss against step: {comparison.title}", figures.losses(comparison, "step"))
         )
-        builders.append(
-            (f"loss_time{place}", f"Loss against time: {comparison.title}", figures.losses(comparison, "time_s"))
-        )
+        if comparison.timed:
+            by_time = figures.losses(comparison, "time_s")
+            builders.append((f"loss_time{place}", f"Loss against time: {comparison.title}", by_time))
     for number, (variant, build) in enumerate(layer_figures.breakdowns(group), start=1):
         place = "" if number == 1 else f"-{number}"
         builders.append((f"layer_time{place}", f"Time of a transformer layer by kind of kernel, {variant}", build))

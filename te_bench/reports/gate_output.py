@@ -1,6 +1,7 @@
 """What a gate found, for a terminal, a pull request, a JUnit reader and a program."""
 
 import json
+import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -228,18 +229,27 @@ def _judgement(name: str, one: Judgement, gate: Gate) -> dict[str, Any]:
     return {"name": name, "verdict": one.verdict.value, **known, "throttled": gate.throttled.get(name, 0)}
 
 
-def write(gate: Gate, files: Sequence[tuple[str, Path]]) -> None:
-    """Write the gate as "markdown", "junit" or "json" to each file, whole or not at all.
+def check(files: Sequence[tuple[str, Path]]) -> None:
+    """Raise ValueError, before anything is measured, for a file that could not be written then."""
+    for form, path in files:
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        why = "Is a directory" if path.is_dir() else None if folder.is_dir() else f"{folder} is no directory"
+        if why is None and not os.access(folder, os.W_OK):
+            why = f"{folder} is not yours to write to"
+        if why is not None:
+            raise ValueError(f"cannot write {path}: {why}. Choose another --{form}.")
 
-    Raises ValueError for a file that cannot be written.
-    """
-    made = {"markdown": markdown, "junit": junit, "json": _dump}
+
+def write(gate: Gate, files: Sequence[tuple[str, Path]]) -> list[str]:
+    """Write the gate as "markdown", "junit" or "json" to each file, whole or not at all; what could not be, said."""
+    made, failed = {"markdown": markdown, "junit": junit, "json": _dump}, list[str]()
     for form, path in files:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, made[form](gate).encode())
         except OSError as error:
-            raise ValueError(f"cannot write {path}: {error.strerror}. Choose another --{form}.") from error
+            failed.append(f"cannot write {path}: {error.strerror}. Choose another --{form}.")
+    return failed
 
 
 def _dump(gate: Gate) -> str:

@@ -140,6 +140,7 @@ def pace(record: Record) -> Pace | None:
 #: Of the problem, what a training's seconds depend on beside the number of its steps.
 _SIZES = (
     *("model", "batch", "block", "accumulate", "padded_vocab", "threads", "share"),
+    *("blocks", "head", "optimizer"),
     *("evaluate", "eval_tokens", "early_eval_tokens"),
 )
 
@@ -191,6 +192,8 @@ def duration(seconds: float) -> str:
     return f"{math.ceil(seconds / 60)} min" if seconds < 7200 else f"{math.ceil(seconds / 360) / 10:g} h"
 
 
-def on(device: str, slots: int) -> str:
-    """Where as many trials run at once."""
-    return f" on {slots} {'GPUs' if device == 'cuda' else 'cores'}" if slots > 1 else ""
+def on(device: str, number: int, share: int = 1) -> str:
+    """Where trials run at once: on so many GPUs, `share` on each, or cores."""
+    if share > 1:
+        return f" on {number} GPU{'s' * (number > 1)}, {share} at a time on each"
+    return f" on {number} {'GPUs' if device == 'cuda' else 'cores'}" if number > 1 else ""

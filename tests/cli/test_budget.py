@@ -94,6 +94,29 @@ def test_a_budget_is_spent_on_all_gpus_at_once(
     assert planned(command, *where, "--gpus", "0,1,2")["judgement"]["seeds"] == 3
 
 
+@pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
+def test_gpus_that_are_shared_have_more_trials_at_a_time_each_slower(
+    here: bool, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus(monkeypatch, 2)
+    alone, shared = ([ended(trial) for trial in trials(device="cuda", share=share)] for share in (None, 3))
+    write(tmp_path / "alone", alone, chip="NVIDIA H200")
+    write(tmp_path / "shared", shared, chip="NVIDIA H200")
+    if not here:
+        monkeypatch.setattr(environment, "nvidia_gpus", list)
+    asked = ("--device", "cuda", "--preset", "cpu", "--gpus", "0,1", "--share", "3")
+    found = planned(command, *asked, "--budget", f"{SEED_S}s", "--timings", tmp_path / "shared")
+    assert {trial["problem"]["share"] for trial in found["trials"]} == {3}
+    assert found["judgement"]["seeds"] == 6
+    assert found["estimate"] == {
+        "device_s": pytest.approx(2 * SEED_S), "elapsed_s": pytest.approx(SEED_S), "at_once": 6,
+    }  # fmt: skip
+    said = command("plan", *CONVERGENCE, *asked, "--seeds", "6", "--timings", tmp_path / "shared").out
+    assert "on 2 GPUs, 3 at a time on each" in " ".join(said.split())
+    other = command("plan", *CONVERGENCE, *asked, "--budget", "1h", "--timings", tmp_path / "alone")
+    assert (other.code, "no record says how long a seed takes" in other.err) == (2, True)
+
+
 def test_a_budget_is_spent_on_as_many_cores_as_trials_run_on_at_once(
     command: Command, monkeypatch: pytest.MonkeyPatch, pilot: Path
 ) -> None:
@@ -133,8 +156,30 @@ def test_two_kinds_of_gpu_and_none_here_are_not_guessed_between(
     assert "--timings: its records are of NVIDIA B200, NVIDIA H200, and no GPU is here to say which" in done.err
 
 
-def test_without_records_the_pilot_to_run_is_said_and_running_it_is_enough(command: Command, tmp_path: Path) -> None:
-    done = command("plan", *CONVERGENCE, "--budget", "1h", "--out", "my run")
+def test_a_gpu_that_is_shared_has_as_many_trials(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[list[str]] = []
+
+    def ran(*_: Any, gpus: list[str], **__: Any) -> None:
+        given.append(gpus)
+        raise KeyboardInterrupt
+
+    gpus(monkeypatch, 2)
+    monkeypatch.setattr(runner, "run", ran)
+    for number, more in enumerate(((), ("--share", "3"))):
+        asked = ("--device", "cuda", "--gpus", "0,1", *more, "--out", tmp_path / str(number))
+        assert command("run", *CONVERGENCE, *asked).code == 130
+    alone, shared = given
+    assert (len(set(alone)), len(alone), sorted(shared)) == (2, 2, sorted(3 * alone))
+
+
+@pytest.mark.parametrize("more", [(), ("--fused",), ("--device", "cuda", "--preset", "cpu", "--share", "3")], ids=str)
+def test_without_records_the_pilot_to_run_is_said_and_running_it_is_enough(
+    more: tuple[str, ...], command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus(monkeypatch, 1)
+    done = command("plan", *CONVERGENCE, *more, "--budget", "1h", "--out", "my run")
     assert done.code == 2
     said = shlex.split(done.err.splitlines()[1])
     assert said[:3] == ["te-bench", "run", "convergence"]
@@ -142,8 +187,10 @@ def test_without_records_the_pilot_to_run_is_said_and_running_it_is_enough(comma
     assert done.err.splitlines()[-1].endswith("--timings 'my run-pilot'")
     pilot = command("plan", *said[2:], "--json")
     found = json.loads(pilot.out)["trials"]
-    write(tmp_path / "my run-pilot", [ended(Trial.from_json(_fields(trial))) for trial in found])
-    assert planned(command, "--budget", "1h", "--out", "my run", "--timings", "my run-pilot")["estimate"]["device_s"]
+    records = [ended(Trial.from_json(_fields(trial))) for trial in found]
+    write(tmp_path / "my run-pilot", records, chip="NVIDIA H200" if "cuda" in more else None)
+    again = planned(command, *more, "--budget", "1h", "--out", "my run", "--timings", "my run-pilot")
+    assert again["estimate"]["device_s"]
 
 
 def _fields(trial: dict[str, Any]) -> dict[str, Any]:

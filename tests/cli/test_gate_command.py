@@ -13,6 +13,7 @@ from in_process import Command
 from journals import environment, step_record, trial, write
 
 from te_bench.cli.gate import fraction
+from te_bench.reports import gate_output
 
 
 def run(
@@ -144,6 +145,51 @@ def test_a_form_that_cannot_be_written_is_usage(gate: Gate, tmp_path: Path) -> N
     (tmp_path / "file").touch()
     done = gate("--json", tmp_path / "file" / "gate.json")
     assert (done.code, "Choose another --json" in done.err) == (2, True)
+
+
+def test_what_cannot_be_written_is_known_before_anything_is_measured(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "x", f"{tmp_path / 'file'} is no directory")):
+        done = command("gate", "--base", "no such revision", "--markdown", path)
+        assert (done.code, f"cannot write {path}: {why}. Choose another --markdown." in done.err) == (2, True)
+
+
+def test_a_file_that_fails_costs_neither_the_answer_nor_the_others(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ("--markdown", tmp_path / "bad", "--json", tmp_path / "good")
+    write_all = gate_output.write_atomically
+
+    def full(path: Path, content: bytes) -> None:
+        if path.name == "bad":
+            raise OSError(28, "No space left on device")
+        write_all(path, content)
+
+    monkeypatch.setattr(gate_output, "write_atomically", full)
+    for slower, code in ((1.05, 1), (1.0, 2)):
+        done = gate(*files, slower=slower)
+        assert (done.code, done.err) == (
+            code,
+            f"cannot write {tmp_path / 'bad'}: No space left on device. Choose another --markdown.\n",
+        )
+        assert json.loads((tmp_path / "good").read_text())["exit_code"] == code % 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [(("--budget", "1m"), "--budget"), (("--head", "x", "-x"), "--head, --exitfirst")]
+)
+def test_two_runs_are_measured_by_nothing(gate: Gate, arguments: tuple[str, ...], named: str) -> None:
+    done = gate(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert f"{named}: of two revisions that are measured, and --baseline reads two runs; leave out" in " ".join(
+        done.err.split()
+    )
+
+
+@pytest.mark.parametrize(("given", "missing"), [("baseline", "candidate"), ("candidate", "baseline")])
+def test_one_run_is_compared_with_nothing(command: Command, tmp_path: Path, given: str, missing: str) -> None:
+    done = command("gate", f"--{given}", run(tmp_path / "a"))
+    assert (done.code, f"--{missing} DIR is missing" in done.err) == (2, True)
 
 
 def test_it_needs_no_torch(no_torch: dict[str, str], tmp_path: Path) -> None:

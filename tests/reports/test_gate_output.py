@@ -121,6 +121,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(ValueError, match=r"cannot write .*gate.md: No space left on device. Choose another --markdown"):
-        gate_output.write(gate(), [("markdown", old)])
+    said = f"cannot write {old}: No space left on device. Choose another --markdown."
+    assert gate_output.write(gate(), [("markdown", old)]) == [said]
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]

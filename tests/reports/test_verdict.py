@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from convergence import JUDGEMENT, STEPS, TRUTH, run_record, study_of, study_records, write_study
 
+from te_bench.reports import curves, render
 from te_bench.reports.equivalence import Verdict
 from te_bench.reports.rows import load_results
 from te_bench.reports.study import studies
@@ -290,6 +291,12 @@ def test_trials_that_shared_a_gpu_say_nothing_of_time(tmp_path: Path) -> None:
     found = judged(tmp_path, truth=GAPS, sd=0.0001, share=4)
     assert found.recipes[0].judgement.comparison is not None
     assert found.recipes[0].speedup is None
+    [comparison] = curves.comparisons(load_results([tmp_path / "run"]).groups[0])
+    assert not comparison.timed
+    assert not any(arm.tokens_per_s for arm in comparison.arms)
+    written = render.write_report([tmp_path / "run"], tmp_path / "report").parent
+    assert {"loss_step.svg"} <= {path.name for path in written.rglob("*.svg")}
+    assert not list(written.rglob("loss_time*"))
     assert not any(arm.step_s for arm in found.study.arms)
 
 

@@ -144,7 +144,7 @@ def _make_all(
         begin, end = first_block * ROWS, last_block * ROWS
         edges = begin  # until there blocks may be partly hidden
         if CAUSAL:
-            edges = min(max(begin, first + ROWS * CONSUMERS), end)
+            edges = min(first + ROWS * CONSUMERS, end)
         if first + ROWS * CONSUMERS > S:
             edges = end
         at = who * SLOTS + slot

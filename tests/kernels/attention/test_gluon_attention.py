@@ -1,5 +1,6 @@
 """Gluon's attention beyond the contract: limits, room on a processor, what TMA reads; on a GPU, NaN, repeats, operators."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -140,6 +141,32 @@ def test_one_kernel_where_it_was_measured_to_be_faster_and_bits_may_differ(
         gluon._backward(x, x, x, x, x, torch.empty(1, 1, keys), causal, 0.125, deterministic)
     plans = [launch.FUSED[128, causal]] * 2
     assert made == ["two", *(["two", "two"] if deterministic else plans), "two"]
+
+
+@pytest.mark.parametrize(("rows", "keys", "causal"), [(2048, 2048, True), (2000, 2049, False), (1, 2048, False)])
+def test_one_kernel_has_delta_and_zeros_of_all_rows_and_masks_where_it_must(
+    rows: int, keys: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: dict[str, tuple[int, dict[str, Any]]] = {}
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *_, **constants: launched.update({self.name: (grid[0], constants)})
+
+    for name in ("delta", "backward_fused", "sums"):
+        monkeypatch.setattr(launch, f"gluon_attention_{name}_kernel", Kernel(name))
+    monkeypatch.setattr(launch, "processors", lambda _: 132)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
+    q, k = torch.empty(2, 4, rows, 128, dtype=BF16), torch.empty(2, 4, keys, 128, dtype=BF16)
+    launch.backward(q, q, k, k, q, torch.empty(2, 4, rows), causal, 0.125)
+    padded = -(-rows // 64) * 64
+    grid, constants = launched["delta"]
+    assert (grid * constants["ROWS"], padded % constants["ROWS"]) == (2 * 4 * padded, 0)
+    assert launched["sums"][0] * 64 == 2 * 4 * padded
+    assert launched["backward_fused"][1]["EDGE"] is (causal or keys % 128 != 0)
 
 
 @pytest.mark.parametrize("given", ["of_rows", "of_keys"])

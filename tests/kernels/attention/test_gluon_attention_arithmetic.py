@@ -22,7 +22,7 @@ from te_bench.kernels.attention import (
     _gluon_forward,
     _gluon_parts,
 )
-from te_bench.kernels.attention._gluon_launch import LOG2_E, Plan
+from te_bench.kernels.attention._gluon_launch import DELTA_ROWS, LOG2_E, Plan
 from te_bench.kernels.attention._gluon_sums import gluon_attention_delta_kernel, gluon_attention_sums_kernel
 from te_bench.kernels.attention._kernels import row_strides
 
@@ -299,6 +299,16 @@ def test_backward(plans: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(made, exact, atol=1e-9, rtol=0)
 
 
+def partly_hidden(s: Shape) -> list[int]:
+    """The blocks of rows, of each of two warpgroups and each head, of which a tile of 128 keys may be partly hidden."""
+    found, end = list[int](), -(-s.rows // ROWS) * ROWS
+    for first in range(0, s.keys, 2 * ROWS):
+        begin = min(first, s.rows - 1) // ROWS * ROWS if s.causal else 0
+        edge = end if first + 2 * ROWS > s.keys else min(first + 2 * ROWS, end) if s.causal else begin
+        found += list(range(begin, edge, ROWS)) * 2 * s.batch * s.heads
+    return found
+
+
 @pytest.mark.parametrize("far", [False, True], ids=["near", "far below 0"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
@@ -318,13 +328,17 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, far: bool, monkeypatch: 
     info = torch.full((2, s.batch * s.heads, padded), math.nan, dtype=torch.float64)
     sums = torch.full((s.batch * s.heads, padded, D), math.nan, dtype=torch.float64)
     grid, common = (s.batch * s.heads * padded // ROWS,), (s.heads, s.rows, padded)
-    gluon_attention_delta_kernel[(grid[0] * ROWS // 16,)](
-        out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), *common, D=D, ROWS=16
+    gluon_attention_delta_kernel[(grid[0] * ROWS // DELTA_ROWS,)](
+        out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), *common, D=D, ROWS=DELTA_ROWS
     )
     assert not sums.any()
 
+    masked: list[int] = []
+
     def program(patch: pytest.MonkeyPatch, which: int) -> None:
         machine = stand_in(patch, which, 2)
+        hidden = _gluon_backward_fused._hidden
+        patch.setattr(_gluon_backward_fused, "_hidden", lambda *given: (masked.append(given[2]), hidden(*given))[1])
         held, n, p = plan.warpgroups * plan.slots, ROWS, plan
         shared = *(blocks(held, ROWS) for _ in range(2)), *(blocks(p.stages, n) for _ in range(3))
         gates, sizes = gates_of(machine, p), s.sizes(p, of_keys=True, near=2)
@@ -343,6 +357,7 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, far: bool, monkeypatch: 
         ran(machine, calls)
 
     both_programs(program, monkeypatch)
+    assert sorted(masked) == sorted(partly_hidden(s))
     gluon_attention_sums_kernel[grid](sums, dq, *row_strides(dq), 0.3, *common, D=D)
     of_float32 = 1e-4 if far else 1e-5  # levels, delta and the scale are
     for found, exact in zip((dq, dk, dv), expected, strict=True):
