@@ -182,7 +182,8 @@ def _pilot(one: "Experiment", wanted: "Options", where: Machine, out: Path, miss
     for model, data in wanted.data.items():
         words += ["--data", f"{model}={data}" if model else data]
     words += [] if wanted.cache is None else ["--cache", str(wanted.cache)]
-    words += ["--seeds", "1", "--steps", str(planning.pilot_steps(one.trials[0].problem)), "--out", folder]
+    seeds = 1 if wanted.share is None else -(-where.slots // len(one.trials))  # as many beside each other as in the run
+    words += ["--seeds", str(seeds), "--steps", str(planning.pilot_steps(one.trials[0].problem)), "--out", folder]
     arms = f"{len(missing)} of {len(one.trials)} arms, such as {missing[0]}"
     return (
         f"--budget: no record says how long a seed takes on this machine ({arms}). Run a short pilot\n"

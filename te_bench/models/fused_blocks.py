@@ -12,11 +12,13 @@ models.cost says how many bytes that leaves.
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from te_bench.kernels.attention._gradients import read_at_once
 from te_bench.models import fp8
 from te_bench.models.modules._module import FLOATS, compute_dtype
 from te_bench.models.modules._stretch import Between, Enter, Heads, Plan, Product, unwatched
@@ -82,7 +84,8 @@ def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend,
     stream, *qkv = Enter.apply(stream, first.ln_1.weight, first.ln_1.bias, w, b, plan)
     for block, following, scale in zip(layers, [*layers[1:], None], _scales(layers, training), strict=True):
         q, k, v = (t.view(B, T, heads, -1).transpose(1, 2) for t in qkv)
-        y = attend(q, k, v, causal=True, scale=1 / math.sqrt(C // heads), dropout=0.0)
+        with nullcontext() if torch.compiler.is_compiling() else read_at_once():
+            y = attend(q, k, v, causal=True, scale=1 / math.sqrt(C // heads), dropout=0.0)
         y = y.transpose(1, 2).reshape(B * T, C)
         linears = [_linear(m, dtype, training) for m in (block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)]
         norm = last if following is None else following.ln_1

@@ -156,6 +156,22 @@ def test_two_kinds_of_gpu_and_none_here_are_not_guessed_between(
     assert "--timings: its records are of NVIDIA B200, NVIDIA H200, and no GPU is here to say which" in done.err
 
 
+def test_fused_steps_are_timed_by_fused_steps_alone(command: Command, pilot: Path, tmp_path: Path) -> None:
+    done = command("plan", *CONVERGENCE, "--fused", "--budget", "1h", "--timings", pilot)
+    assert (done.code, "(2 of 6 arms" in done.err) == (2, True)
+    fused = write(tmp_path / "fused", [ended(trial) for trial in trials(fused=True)])
+    assert planned(command, "--fused", "--budget", "1h", "--timings", fused)["estimate"]["device_s"]
+
+
+def test_a_pilot_fills_the_gpus_that_are_shared(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 4)
+    done = command("plan", *CONVERGENCE, "--device", "cuda", "--preset", "cpu", "--share", "4", "--budget", "1h")
+    assert (done.code, "--share 4 --data random --seeds 4 " in done.err.replace("--recipes delayed_scaling ", "")) == (
+        2,
+        True,
+    )
+
+
 def test_a_gpu_that_is_shared_has_as_many_trials(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

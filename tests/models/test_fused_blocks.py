@@ -274,6 +274,25 @@ def test_the_first_norms_gradient_is_added_to_the_streams_by_its_own_kernel(
     assert stream.any()
 
 
+def test_a_stream_that_needs_no_gradient_is_not_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, seen, backend = a_step("fused", "bf16"), list[Any](), _stretch.backend
+    entering = fused_blocks.Enter.apply
+
+    def enter(x: Tensor, *rest: Any) -> Any:
+        return entering(x.detach(), *rest)
+
+    def spied(x: Tensor) -> Any:
+        found = backend(x)
+        return dataclasses.replace(
+            found, backward=lambda *a, **given: (seen.append(given["residual"]), found.backward(*a, **given))[1]
+        )
+
+    monkeypatch.setattr(fused_blocks.Enter, "apply", enter)
+    monkeypatch.setattr(_stretch, "backend", spied)
+    step.gradients(*a_batch())
+    assert seen == [None]
+
+
 NOISE = 1.3
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from te_bench.kernels._launch import rows_contiguous
-from te_bench.kernels.attention import _backward_kernels, _kernels
-from te_bench.kernels.attention._gradients import room
+from te_bench.kernels.attention import _backward_kernels, _gradients, _kernels
 from te_bench.kernels.attention._kernels import Extent, Packed
 
 WIDEST = 256
@@ -58,7 +57,7 @@ def backward(
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     extent = _extent(q, k, left, right, mask)
     tensors = dout, q, k, v, out, lse, seed
-    there = None if apart or packed is not None else room(q, k, v)
+    there = None if apart or packed is not None else _gradients.room(q, k, v)
     return _backward_kernels.backward(extent, scale, dropout, deterministic, *tensors, packed=packed, gradients=there)
 
 
@@ -98,6 +97,7 @@ class _Attention(torch.autograd.Function):
         out, lse = run(q, k, v, mask, seed, *settings, starts_q, starts_k, *longest)
         ctx.save_for_backward(q, k, v, out, lse, mask, seed, starts_q, starts_k)
         ctx.settings, ctx.longest = (*settings, deterministic), longest
+        ctx.apart = torch.compiler.is_compiling() or _gradients.apart()
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -107,7 +107,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * 10
-        run = _backward_op if torch.compiler.is_compiling() else functools.partial(backward, apart=False)
+        run = _backward_op if torch.compiler.is_compiling() else functools.partial(backward, apart=ctx.apart)
         q, k, v, out, lse, mask, seed, *starts = ctx.saved_tensors
         made = run(dout, q, k, v, out, lse, mask, seed, *ctx.settings, *starts, *ctx.longest)
         return *made, None, None, None, None, None, None, None

@@ -1,7 +1,31 @@
-"""Where the gradients of q, k and v go: side by side where these lie so, for the projection before them reads all three."""
+"""Where the gradients of q, k and v go: side by side where these lie so and who reads them can read all three at once.
+
+Others would pay for it: torch's concatenation, which is the gradient of a split, is a slower kernel for parts with gaps.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+
+_read_at_once = ContextVar("_read_at_once", default=False)
+
+
+@contextmanager
+def read_at_once() -> Iterator[None]:
+    """Of attention called herein the gradients of q, k and v are read as one matrix where they lie side by side."""
+    before = _read_at_once.set(True)
+    try:
+        yield
+    finally:
+        _read_at_once.reset(before)
+
+
+def apart() -> bool:
+    """Whether gradients of what is called now go into memory of their own each."""
+    return not _read_at_once.get()
 
 
 def room(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

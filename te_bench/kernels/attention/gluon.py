@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from te_bench.kernels import _gluon
-from te_bench.kernels.attention import Backend, Problem
-from te_bench.kernels.attention._gradients import room
+from te_bench.kernels.attention import Backend, Problem, _gradients
 
 try:
     from te_bench.kernels.attention import _gluon_launch
@@ -57,7 +56,7 @@ def _backward(
     """dq, dk, dv, by the kernels; apart: each in memory of its own, as torch.compile has been told."""
     if q.numel() == 0 or k.shape[2] == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    there = None if apart else room(q, k, v)
+    there = None if apart else _gradients.room(q, k, v)
     return _gluon_launch.backward(dout, q, k, v, out, lse, causal, scale, deterministic, gradients=there)
 
 
@@ -88,7 +87,7 @@ class _Attention(torch.autograd.Function):
         run = _forward_op if torch.compiler.is_compiling() else _forward  # an operator costs the host 20 us a call
         out, lse = run(q, k, v, causal, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = causal, scale, deterministic
+        ctx.settings, ctx.apart = (causal, scale, deterministic), torch.compiler.is_compiling() or _gradients.apart()
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -98,7 +97,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * 6
-        run = _backward_op if torch.compiler.is_compiling() else functools.partial(_backward, apart=False)
+        run = _backward_op if torch.compiler.is_compiling() else functools.partial(_backward, apart=ctx.apart)
         return *run(dout, *ctx.saved_tensors, *ctx.settings), None, None, None
 
 

@@ -253,7 +253,8 @@ class Enter(torch.autograd.Function):
         x, gamma, mean, rstd, *kept = ctx.saved_tensors[:8]  # angles that have changed are found here
         norm = ctx.plan.norms[1]
         dn, dw, db = _after_backward(ctx.plan, dqkv, tuple(kept), ctx.dtypes)
-        options = {"zero_centered_gamma": norm.zero_centered_gamma, "kind": norm.kind, "residual": dstream}
+        options: dict[str, Any] = {"zero_centered_gamma": norm.zero_centered_gamma, "kind": norm.kind}
+        options["residual"] = dstream if ctx.needs_input_grad[0] else None
         dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **options)
         return dx, dgamma, dbeta if ctx.dtypes[2] else None, dw, db, None
 

@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from te_bench.kernels import attention
-from te_bench.kernels.attention._gradients import room
+from te_bench.kernels.attention._gradients import read_at_once, room
 
 INTERPRETED = triton.knobs.runtime.interpret
 BACKENDS = [
@@ -63,12 +63,17 @@ def test_they_are_the_ones_that_are_left_apart(name: str, device: str, width: in
     found = []
     for together in (True, False):
         given = [part.detach().requires_grad_() if together else part.clone().requires_grad_() for part in x]
-        out = attention.load(name).forward(*given, causal=True, scale=0.125, dropout=0.0)
+        with read_at_once():
+            out = attention.load(name).forward(*given, causal=True, scale=0.125, dropout=0.0)
         gradients = torch.autograd.grad(out, given, dout)
         assert side_by_side(*gradients) is together
         found.append(gradients)
     for ours, apart in zip(*found, strict=True):
         assert torch.equal(ours, apart)
+    plain = [part.detach().requires_grad_() for part in x]
+    out = attention.load(name).forward(*plain, causal=True, scale=0.125, dropout=0.0)
+    gradients = torch.autograd.grad(out, plain, dout)
+    assert all(gradient.transpose(1, 2).is_contiguous() for gradient in gradients), "nobody reads them at once"
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "gluon")])

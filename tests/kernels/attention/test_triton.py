@@ -223,7 +223,7 @@ def test_dropout_follows_torchs_generator(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_views_of_one_qkv_tensor(device: str) -> None:
-    """As GPT passes them; the gradients lie as the inputs do, and out as the projection's input."""
+    """As GPT passes them; the gradients keep the inputs' order in memory, and out has the projection's."""
     (qkv,) = drawn(device, (2, 40, 3 * 4 * 16))
     q, k, v = (x.view(2, 40, 4, 16).transpose(1, 2) for x in qkv.split(64, 2))
     (dout,) = drawn(device, (2, 40, 4, 16), seed=1)
@@ -231,8 +231,8 @@ def test_views_of_one_qkv_tensor(device: str) -> None:
     got = gradients(lambda *x: ours.forward(*x, causal=True, scale=0.25), views)
     again = gradients(lambda *x: ours.forward(*x, causal=True, scale=0.25), [x.contiguous() for x in views])
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-    assert got[0].transpose(1, 2).is_contiguous()
-    assert all(x.stride() == q.stride() for x in got[1:])
+    for x in got:
+        assert x.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("device", DEVICES)
