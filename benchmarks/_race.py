@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from te_bench.experiments import timing
+
 EACH = 10  # calls a graph: one by itself may be shorter than what launches it
 Calls = Mapping[str, Callable[[], object]]
 T = TypeVar("T")
@@ -88,6 +90,17 @@ def race(
                     raise
                 print(f"{name}: {type(error).__name__} {str(error)[:150]}", flush=True)
         return by_turns(graphs, rounds, lambda graph: seconds_of(graph, stream))
+
+
+def alone(call: Callable[[], object], device: str) -> float | str:
+    """Median us of a call by itself, the L2 cold; 0 on a CPU, which is not timed; an exception's name where it raises."""
+    try:
+        if device != "cuda":
+            call()
+            return 0
+        return round(1e6 * statistics.median(timing.kernel(call, device)), 1)
+    except Exception as error:
+        return type(error).__name__
 
 
 def told(title: str, flop: float, medians: Mapping[str, float]) -> dict[str, float]:

@@ -8,16 +8,14 @@ TRITON_INTERPRET=1 a CPU runs one tile, which it does not time.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from _race import keep
+from _race import alone, keep
 
-from te_bench.experiments import timing
 from te_bench.kernels import _launch
 from te_bench.kernels.activation import _kernels, _recomputed
 
@@ -41,22 +39,14 @@ def calls(m: int, n: int, device: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def measured(rows: int, columns: int, warps: int, registers: int | None, m: int, n: int, device: str) -> dict[str, Any]:
+def measured(
+    rows: int, columns: int, warps: int, registers: int | None, m: int, n: int, device: str
+) -> dict[str, float | str]:
     """us of each; an exception's name in place of what has none."""
     tile = {"ROWS": rows, "COLUMNS": columns, "VECTOR": 8, "POLICY": "", "num_warps": warps}
     _kernels.QUANTIZED = _recomputed.QUANTIZED = tile | ({"maxnreg": registers} if registers else {})
     _launch._compiled.clear()  # its keys know of one tile only
-    found: dict[str, Any] = {}
-    for name, call in calls(m, n, device).items():
-        try:
-            if device == "cuda":
-                found[name] = round(1e6 * statistics.median(timing.kernel(call, device)), 1)
-            else:
-                call()
-                found[name] = 0
-        except Exception as error:
-            found[name] = type(error).__name__
-    return found
+    return {name: alone(call, device) for name, call in calls(m, n, device).items()}
 
 
 def main() -> None:

@@ -9,14 +9,12 @@ time.
 
 import argparse
 import itertools
-import statistics
 from functools import partial
 from pathlib import Path
 
 import torch
-from _race import keep
+from _race import alone, keep
 
-from te_bench.experiments import timing
 from te_bench.kernels import _launch
 from te_bench.kernels.norm import _residual, _residual_kernels
 
@@ -37,14 +35,7 @@ def measured(rows: int, columns: int, vector: int, warps: int, device: str) -> l
             _residual.add_forward_quantized, x, branch, weight, bias, eps=1e-5, via=x.dtype, scale=scale,
             dtype=torch.float8_e4m3fn, rowwise=True, columnwise=True, amax=amax,
         )  # fmt: skip
-        try:
-            if device == "cuda":
-                found.append(round(1e6 * statistics.median(timing.kernel(call, device)), 1))
-            else:
-                call()
-                found.append(0)
-        except Exception as error:
-            found.append(type(error).__name__)
+        found.append(alone(call, device))
     return found
 
 

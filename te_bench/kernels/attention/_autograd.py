@@ -97,7 +97,7 @@ class _Attention(torch.autograd.Function):
         out, lse = run(q, k, v, mask, seed, *settings, starts_q, starts_k, *longest)
         ctx.save_for_backward(q, k, v, out, lse, mask, seed, starts_q, starts_k)
         ctx.settings, ctx.longest = (*settings, deterministic), longest
-        ctx.apart = torch.compiler.is_compiling() or _gradients.apart()
+        ctx.apart = _gradients.apart()
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse

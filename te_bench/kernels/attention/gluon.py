@@ -87,7 +87,7 @@ class _Attention(torch.autograd.Function):
         run = _forward_op if torch.compiler.is_compiling() else _forward  # an operator costs the host 20 us a call
         out, lse = run(q, k, v, causal, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings, ctx.apart = (causal, scale, deterministic), torch.compiler.is_compiling() or _gradients.apart()
+        ctx.settings, ctx.apart = (causal, scale, deterministic), _gradients.apart()
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse

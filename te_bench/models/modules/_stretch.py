@@ -284,17 +284,16 @@ def _after_backward(
     m, deals, _ = turns[0].shape
     total = _no_sums(dtypes[1], turns[0], deals * sum(heads))
     cast = product.cast("grad_output")
-    parts = [] if plan.rotation is not None else [part.reshape(m, -1) for part in turns]
     if plan.rotation is not None:
         g = product.operand(plan.rotation.back(turns).view(m, -1), "grad_output", True, total)
-    elif (
-        cast is not None and cast.pop("counts") is None and _joined.fits(parts, heads.q)
-    ):  # 31.5 us for 35 of a whole one
-        g = _joined.joined(parts, heads.q, **cast, column_sum=total)
     else:
-        whole = _whole(parts) if deals == 1 else None
-        whole = torch.cat(turns, 2).view(m, -1) if whole is None else whole
-        g = product.operand(whole, "grad_output", True, total)
+        parts = [part.reshape(m, -1) for part in turns]
+        if cast is not None and cast.pop("counts") is None and _joined.fits(parts, heads.q):
+            g = _joined.joined(parts, heads.q, **cast, column_sum=total)  # 31.5 us for 35 of a whole one
+        else:
+            whole = _whole(parts) if deals == 1 else None
+            whole = torch.cat(turns, 2).view(m, -1) if whole is None else whole
+            g = product.operand(whole, "grad_output", True, total)
     dn, dw = product.backward(g, kept, (plan.dtype, dtypes[0]))
     return dn, dw, None if total is None else total.to(dtypes[1])
 
