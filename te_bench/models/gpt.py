@@ -88,9 +88,10 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
 
     def forward(self, tokens: Tensor, embedded: Tensor | None = None) -> Tensor:
-        """embedded: wte(tokens), where somebody has looked them up."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.drop((self.wte(tokens) if embedded is None else embedded) + self.wpe(positions))
+        """embedded: wte(tokens) + wpe(positions), where somebody has looked them up."""
+        if embedded is None:
+            embedded = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.drop(embedded)
         if self.fused and fused_blocks.able(self.h, self.ln_f):
             heads, gelu = self.config.n_head, self.config.gelu
             return fused_blocks.run(self.h, self.ln_f, x, attend=self.attention, heads=heads, gelu=gelu)
@@ -190,11 +191,14 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor, embedded: Tensor | None = None) -> Tensor:
         """(B, T) int64 -> (B, T, C), after the last LayerNorm. Raises ValueError when T > block_size."""
+        self._check(tokens)
+        return self.transformer(tokens, embedded)
+
+    def _check(self, tokens: Tensor) -> None:
         if self.recipe is not None and fp8.current.recipe is None:
             raise ValueError("this GPT has an FP8 recipe, but runs outside of autocast: with model.autocast(): ...")
         if tokens.shape[1] > self.config.block_size:
             raise ValueError(f"{tokens.shape[1]} tokens, but block_size is {self.config.block_size}")
-        return self.transformer(tokens, embedded)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats; (B, T) int64 x2 -> () float32. The logits do not outlive the call."""
@@ -206,15 +210,16 @@ class GPT(nn.Module):
 
     def _through_head(self, head: Head, tokens: Tensor, targets: Tensor) -> Tensor:
         """The loss; with one gradient made for embedding and head where nothing looks between them."""
-        embedding, weight = self.transformer.wte, self.lm_head.weight
-        table: Tensor = embedding.weight
+        tables, weight = (self.transformer.wte, self.transformer.wpe), self.lm_head.weight
+        table: Tensor = tables[0].weight
         copy = weight if getattr(weight, "copy_of", None) is table else None  # an optimizer's, in the table's place
         shared = (weight is table or copy is not None) and head.copied and not torch.compiler.is_compiling()
-        if not shared or embedding._forward_hooks or embedding._forward_pre_hooks:
+        if not shared or any(module._forward_hooks or module._forward_pre_hooks for module in tables):
             x = self.hidden(tokens).flatten(0, 1)
             loss: Tensor = head.forward(x, weight, targets, vocab=self.config.vocab_size)
             return loss
-        embedded, again = tied(table, tokens)
+        self._check(tokens)
+        embedded, again = tied(table, tables[1].weight, tokens)
         x = self.hidden(tokens, embedded).flatten(0, 1)
         loss = head.forward(x, again, targets, vocab=self.config.vocab_size, copy=copy)
         return loss

@@ -391,6 +391,7 @@ FAMILIES: dict[str, dict[str, Call]] = {
         "scaled": lambda: cross_entropy.scale(matrix(M, D, FP32), one(), matrix(M, D)),
         "scaled in place": lambda: cross_entropy.scale(*in_place(matrix(V, D, FP32))),
         "tied": lambda: _tied.kernel(matrix(V, D, FP32), matrix(M, D, FP32), torch.zeros(M).long()),
+        "embedded": lambda: _tied.embed_by_kernel(matrix(V, D, FP32), matrix(1024, D, FP32), torch.zeros(12, 1024).long()),
     },
 }  # fmt: skip
 
@@ -605,6 +606,9 @@ def check_row_kernels(by_name: dict[str, Compiled]) -> None:
     assert len(re.findall(r"ld\.global[\w.]*v4", rows.ptx)) == _tied.TOGETHER + 1, str(rows)
     assert rows.programs * rows.warps >= 48, str(rows)
     assert rows.shared <= 64, str(rows)
+    embed = by_name["embed_kernel"]
+    assert len(re.findall(r"(ld|st)\.global[\w.]*v4", embed.ptx)) == 3 * _tied.LOOKUP["ROWS"] // 2, str(embed)
+    assert embed.programs * embed.warps >= 48, str(embed)
 
 
 @pytest.mark.slow

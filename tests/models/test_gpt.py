@@ -351,8 +351,9 @@ def test_a_pickle_names_any_backend_and_loads_it_again() -> None:
         assert again.transformer.h[1].attn.attention.own is attention.load(name)
 
 
-def test_sequences_up_to_the_block_size_and_no_longer() -> None:
-    model = a_model()
+@pytest.mark.parametrize("head", [None, "chunked"])
+def test_sequences_up_to_the_block_size_and_no_longer(head: str | None, plain_heads: None) -> None:
+    model = GPT(SMALL, attention="manual", head=head)
     assert model(*a_batch(2, 24)).isfinite()
     assert model.logits(a_batch(2, 1)[0]).shape == (2, 1, 50)
     with pytest.raises(ValueError, match="25 tokens, but block_size is 24"):

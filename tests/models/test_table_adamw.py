@@ -454,9 +454,10 @@ def test_a_head_that_is_no_longer_tied_has_a_gradient_of_its_own(optimizer: str 
     assert found[1]["lm_head.weight"].any()
 
 
-def test_who_hooks_the_embedding_is_called() -> None:
+@pytest.mark.parametrize("name", ["wte", "wpe"])
+def test_who_hooks_an_embedding_is_called(name: str) -> None:
     seen = []
     step = a_step("bf16", head="chunked")
-    step.model.transformer.wte.register_forward_hook(lambda *_: seen.append(1))
+    step.model.transformer.get_submodule(name).register_forward_hook(lambda *_: seen.append(1))
     step(*a_batch())
     assert seen

@@ -1,14 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The embedding that shares its table with the head: one gradient for both, made in the memory of the head's.
+"""The embeddings of a model whose head shares the tokens' table: one gradient for both, made in the memory of the head's.
 
 By itself autograd would fill a second (Vp, D) with zeros, put the rows' gradients there and add it to the first: 0.46 GB of
 GPT-2's 0.155 GB tables. Here the rows are added where they belong, a token's in the order of its places, which is the same
-in every run.
+in every run. Tokens' and positions' rows are looked up and added by one kernel.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +22,20 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 TOGETHER = 8
 ELEMENTS = 2048  # of a tile, TOGETHER rows by so many columns as that leaves: a thread adds its own
 CONSTANTS: dict[str, Any] = {"TOGETHER": TOGETHER, "COLUMNS": ELEMENTS // TOGETHER, "num_warps": 2}
+LOOKUP: dict[str, Any] = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}  # four times 16 bytes a thread of each table
+
+
+@triton.jit
+def embed_kernel(table, positions, tokens, out, N, T, V, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """out[i] := table[tokens[i]] + positions[i % T] for i < N; NaN for a token that table, (V, D), does not have."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (i < N)[:, None] & (cols < D)
+    token = tl.load(tokens + i, mask=i < N, other=0)
+    there = inside & ((token >= 0) & (token < V))[:, None]
+    row = tl.load(table + token.to(tl.int64)[:, None] * D + cols, mask=there, other=float("nan"))
+    row += tl.load(positions + (i % T)[:, None] * D + cols, mask=inside, other=0.0)
+    tl.store(out + i.to(tl.int64)[:, None] * D + cols, row, mask=inside)
 
 
 @triton.jit
@@ -33,8 +48,8 @@ def _next(tokens, places, i, N, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def add_rows_kernel(table, rows, tokens, places, N, D, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr):
-    """table[t] += the sum of rows[places[i]] over all i with tokens[i] = t; tokens (N,) are sorted.
+def add_rows_kernel(table, rows, tokens, places, N, V, D, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr):
+    """table[t] += the sum of rows[places[i]] over all i with tokens[i] = t < V; tokens (N,) are sorted.
 
     A program for each i and COLUMNS columns: the first of a token adds for all of them.
     """
@@ -43,7 +58,7 @@ def add_rows_kernel(table, rows, tokens, places, N, D, TOGETHER: tl.constexpr, C
     before = tl.load(tokens + i - 1, mask=i > 0, other=-1)
     token = tl.load(tokens + i)
     near, place, last = _next(tokens, places, i, N, TOGETHER)
-    if token != before:
+    if (token != before) & (token >= 0) & (token < V):
         cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = cols < D
         there = table + token.to(tl.int64) * D + cols
@@ -73,35 +88,64 @@ def kernel(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
     ordered, places = tokens.int().sort(stable=True)
     places = places.int()
     across = -(-d // CONSTANTS["COLUMNS"])
-    key = (*traits(table, rows, ordered, places), n, d)
-    launch(add_rows_kernel, n, key, table.get_device(), (table, rows, ordered, places, n, d), CONSTANTS, across)
+    key = (*traits(table, rows, ordered, places), n, len(table), d)
+    args = table, rows, ordered, places, n, len(table), d
+    launch(add_rows_kernel, n, key, table.get_device(), args, CONSTANTS, across)
+
+
+def embed(table: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """table[tokens] + positions[:T]: (Vp, D), (at least T, D), (B, T) int64 -> (B, T, D).
+
+    On a GPU an unknown token's row is NaN, where PyTorch ends the process; on a CPU it raises IndexError.
+    """
+    length = tokens.shape[1]
+    if not (table.is_cuda or INTERPRETED) or table.dtype is not positions.dtype or not tokens.numel():
+        return F.embedding(tokens, table) + positions[:length]
+    return embed_by_kernel(table.contiguous(), positions.contiguous(), tokens.contiguous())
+
+
+def embed_by_kernel(table: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The same by the kernel, of one token and more."""
+    (batch, length), (known, d) = tokens.shape, table.shape
+    out = torch.empty((batch, length, d), dtype=table.dtype, device=table.device)
+    sizes = tokens.numel(), length, known, d
+    grid = -(-sizes[0] // LOOKUP["ROWS"]), -(-d // LOOKUP["COLUMNS"])
+    key = (*traits(table, positions, tokens, out), *sizes)
+    launch(embed_kernel, grid[0], key, table.get_device(), (table, positions, tokens, out, *sizes), LOOKUP, grid[1])
+    return out
 
 
 class _Tied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, table: Tensor, positions: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(tokens)
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.dtype = table.shape, table.dtype
-        return torch.nn.functional.embedding(tokens, table), table.view_as(table)
+        ctx.shapes, ctx.dtypes = (table.shape, positions.shape), (table.dtype, positions.dtype)
+        return embed(table, positions, tokens), table.view_as(table)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, drows: Tensor | None, dtable: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, drows: Tensor | None, dtable: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         if drows is None:
-            return dtable, None
+            return dtable, None, None
         (tokens,) = ctx.saved_tensors
+        dpositions = None
+        if ctx.needs_input_grad[1]:
+            dpositions = drows.sum(0).to(ctx.dtypes[1])
+            if unused := ctx.shapes[1][0] - len(dpositions):
+                dpositions = F.pad(dpositions, (0, 0, 0, unused))
         if dtable is None:
-            dtable = drows.new_zeros(ctx.shape, dtype=ctx.dtype)
+            dtable = drows.new_zeros(ctx.shapes[0], dtype=ctx.dtypes[0])
         dtable = dtable.contiguous()  # one that was expanded has no room of its own
         add_rows(dtable, drows.flatten(0, -2), tokens.flatten())
-        return dtable, None
+        return dtable, dpositions, None
 
 
-def tied(table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """table[tokens], and the table again, for the head: what arrives as its gradient is overwritten by that of both.
+def tied(table: Tensor, positions: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """`embed`, and the table again, for the head: what arrives as its gradient is overwritten by that of both.
 
-    table (Vp, D) float32, tokens (...) int64 -> (..., D), (Vp, D). Nothing else may look at the second one's gradient.
+    table (Vp, D) and positions (at least T, D) float32, tokens (B, T) int64 -> (B, T, D), (Vp, D). Nothing else may look at
+    the second one's gradient.
     """
-    rows, again = _Tied.apply(table, tokens)
-    return rows, again
+    embedded, again = _Tied.apply(table, positions, tokens)
+    return embedded, again

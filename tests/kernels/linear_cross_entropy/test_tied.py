@@ -19,7 +19,8 @@ def prepare(place: str, monkeypatch: pytest.MonkeyPatch) -> str:
         pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setattr(_tied, "INTERPRETED", place == "interpreted")
     monkeypatch.setattr(_kernels, "INTERPRETED", False)  # the losses are tested elsewhere
-    monkeypatch.setitem(_tied.CONSTANTS, "COLUMNS", 32)  # two programs a token, the second with less to do
+    for constants in (_tied.CONSTANTS, _tied.LOOKUP):
+        monkeypatch.setitem(constants, "COLUMNS", 32)  # two programs a token, the second with less to do
     return "cuda" if place == "cuda" else "cpu"
 
 
@@ -65,8 +66,44 @@ def test_rows_of_a_text_at_size() -> None:
     assert all(torch.equal(found[0], one) for one in found[1:])
 
 
-def loss(head: Any, table: Tensor, tokens: Tensor, one: bool, copy: Tensor | None = None) -> Tensor:
-    rows, again = _tied.tied(table, tokens) if one else (F.embedding(tokens, table), table)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("shape", [(0, 7), (1, 1), (3, 7), (2, 16)])
+def test_rows_of_two_tables_are_looked_up_and_added(
+    shape: tuple[int, int], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, positions, tokens = draw(40, prepare(place, monkeypatch))
+    tokens, positions = tokens[: shape[0] * shape[1]].view(shape), positions[: shape[1] + 2]
+    expected = table[tokens] + positions[: shape[1]]
+    assert torch.equal(_tied.embed(table, positions, tokens), expected)
+    apart = table.new_zeros(PADDED, 2 * D)[:, :D]
+    apart.copy_(table)
+    turned = tokens.t().contiguous().t()
+    assert torch.equal(_tied.embed(apart, positions, turned), expected)
+    assert torch.equal(
+        _tied.embed(table, positions.bfloat16(), tokens), table[tokens] + positions[: shape[1]].bfloat16()
+    )
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "plain"])
+def test_an_unknown_token_is_nan_and_adds_to_no_row(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, rows, tokens = draw(14, prepare(place, monkeypatch))
+    tokens[[0, 5, 6]] = torch.tensor([-1, PADDED, 2**31 - 1], device=tokens.device)
+    known = (tokens >= 0) & (tokens < PADDED)
+    found = _tied.embed(table, rows, tokens.view(2, 7)).flatten(0, 1)
+    assert torch.equal(found.isnan().all(1), ~known)
+    assert torch.equal(found[known], (table[tokens[known]] + rows[:7].repeat(2, 1)[known]))
+    exact = table.double().index_add(0, tokens[known], rows[known].double())
+    _tied.add_rows(table, rows, tokens)
+    torch.testing.assert_close(table.double(), exact, rtol=1e-6, atol=2e-5)
+
+
+def loss(head: Any, table: Tensor, positions: Tensor, tokens: Tensor, one: bool, copy: Tensor | None = None) -> Tensor:
+    if one:
+        rows, again = _tied.tied(table, positions, tokens)
+    else:
+        rows, again = F.embedding(tokens, table) + positions[: tokens.shape[1]], table
     x = rows.flatten(0, 1).tanh() * 2
     made: Tensor = head(x, again, tokens.flatten().roll(-1), vocab=VOCAB, **({"copy": copy} if one else {}))
     return 3 * made
@@ -75,28 +112,31 @@ def loss(head: Any, table: Tensor, tokens: Tensor, one: bool, copy: Tensor | Non
 @pytest.mark.parametrize("place", ["plain", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["chunked", "fp8"])
 def test_the_gradient_is_autograds(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, _, tokens = draw(60, prepare(place, monkeypatch))
+    table, places, tokens = draw(60, prepare(place, monkeypatch))
     head, tokens = linear_cross_entropy.load(name).forward, tokens.view(4, 15)
     gradients = []
     for one in (True, False):
-        leaf = table.clone().requires_grad_()
+        leaf, positions = table.clone().requires_grad_(), places[:20].clone().requires_grad_()
         with torch.autocast(table.device.type, torch.bfloat16):
-            value = loss(head, leaf, tokens, one)
-        (first,) = torch.autograd.grad(value, leaf, retain_graph=True)
-        (second,) = torch.autograd.grad(value, leaf)
+            value = loss(head, leaf, positions, tokens, one)
+        first, where = torch.autograd.grad(value, (leaf, positions), retain_graph=True)
+        second, again = torch.autograd.grad(value, (leaf, positions))
         assert torch.equal(first, second)
-        gradients.append((value.detach(), first))
-    (mine, ours), (wanted, theirs) = gradients
+        assert torch.equal(where, again)
+        gradients.append((value.detach(), first, where))
+    (mine, ours, ours_where), (wanted, theirs, theirs_where) = gradients
     assert torch.equal(mine, wanted)
+    assert ours_where[:15].any(1).all()
+    assert torch.equal(ours_where, theirs_where)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * ours.abs().max().item())
     assert not ours[VOCAB:].any()
     assert ours[tokens.flatten()].any(1).all()
 
 
 def test_a_gradient_that_was_expanded_has_room_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    table, _, tokens = draw(60, prepare("plain", monkeypatch))
+    table, positions, tokens = draw(60, prepare("plain", monkeypatch))
     leaf = table.clone().requires_grad_()
-    rows, again = _tied.tied(leaf, tokens)
+    rows, again = _tied.tied(leaf, positions, tokens.view(4, 15))
     (rows.sum() + again.sum()).backward()
     assert torch.equal(leaf.grad, 1 + tokens.bincount(minlength=len(table)).float()[:, None].expand_as(table))
 
@@ -104,21 +144,22 @@ def test_a_gradient_that_was_expanded_has_room_for_rows(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["chunked", "fp8"])
 def test_a_copy_is_multiplied_and_the_weight_has_the_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, as the products made it, where a bf16 leaf's would be rounded."""
-    table, _, tokens = draw(60, prepare("plain", monkeypatch))
+    table, positions, tokens = draw(60, prepare("plain", monkeypatch))
     head, tokens = linear_cross_entropy.load(name).forward, tokens.view(4, 15)
     copy = table.bfloat16().requires_grad_()
     found = []
     for given in (None, copy):
         leaf = table.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
-            value = loss(head, leaf, tokens, True, given)
+            value = loss(head, leaf, positions, tokens, True, given)
         value.backward()
         found.append((value.item(), leaf.grad))
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])  # type: ignore[arg-type]
     assert copy.grad is None
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert loss(head, table, tokens, True, copy * 0).item() == pytest.approx(3 * torch.tensor(VOCAB).log().item())
+        even = loss(head, table, positions, tokens, True, copy * 0)
+        assert even.item() == pytest.approx(3 * torch.tensor(VOCAB).log().item())
     with pytest.raises(ValueError, match=r"copy \(63, 48\) of a weight \(64, 48\)"):
         head(torch.zeros(2, D), table, torch.zeros(2, dtype=torch.int64), vocab=VOCAB, copy=table[1:])
 
@@ -138,11 +179,12 @@ class Given(torch.autograd.Function):
 
 
 def test_one_table_is_made_and_one_of_two_users_is_enough() -> None:
-    table, _, tokens = draw(30, "cpu")
-    counts = torch.bincount(tokens, minlength=PADDED)[:, None]
+    table, positions, tokens = draw(30, "cpu")
+    tokens = tokens.view(2, 15)
+    counts = torch.bincount(tokens.flatten(), minlength=PADDED)[:, None]
     leaf = table.clone().requires_grad_()
-    rows, again = _tied.tied(leaf, tokens)
-    assert torch.equal(rows, table[tokens])
+    rows, again = _tied.tied(leaf, positions, tokens)
+    assert torch.equal(rows, table[tokens] + positions[:15])
     assert torch.equal(again, table)
     buffer = torch.ones_like(table)
     made, there = Given.apply(rows, again, buffer), buffer.data_ptr()
@@ -153,5 +195,5 @@ def test_one_table_is_made_and_one_of_two_users_is_enough() -> None:
     assert torch.equal(leaf.grad, (1 + counts).float().expand_as(table))
     for which, wanted in ((0, counts.float().expand_as(table)), (1, torch.ones_like(table))):
         leaf = table.clone().requires_grad_()
-        _tied.tied(leaf, tokens)[which].sum().backward()
+        _tied.tied(leaf, positions, tokens)[which].sum().backward()
         assert torch.equal(leaf.grad, wanted)  # type: ignore[arg-type]
