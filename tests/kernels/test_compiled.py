@@ -25,7 +25,7 @@ from te_bench.kernels.adamw import Parameter
 from te_bench.kernels.adamw import triton as adamw
 from te_bench.kernels.attention import _backward_kernels as attention_backward
 from te_bench.kernels.attention import _kernels as attention
-from te_bench.kernels.gemm import Backend, Epilogue, _tiles, gluon
+from te_bench.kernels.gemm import Backend, Epilogue, _half, _tiles, gluon
 from te_bench.kernels.gemm import triton as gemm
 from te_bench.kernels.linear_cross_entropy import _kernels as cross_entropy
 from te_bench.kernels.linear_cross_entropy import _tied
@@ -57,7 +57,8 @@ def on_an_h200(call: Call) -> Call:
     """The call with the H200's number of processors, of which launchers make constants."""
 
     def there() -> None:
-        gemm._processors = gluon._processors = norm._multiprocessors = lambda device: PROCESSORS  # type: ignore[assignment]
+        gemm._processors = gluon._processors = _half._processors = lambda device: PROCESSORS  # type: ignore[assignment]
+        norm._multiprocessors = lambda device: PROCESSORS  # type: ignore[assignment]
         _kernels._shares = lambda device: triton.next_power_of_2(3 * PROCESSORS)  # type: ignore[assignment]
         call()
 
@@ -373,12 +374,23 @@ ROTARY: dict[str, Call] = {
     "128, backward, far apart": turned_far_apart,
 }
 
+IN_AN_MLP = ("gelu", "gelu_erf", "silu")
+
 FAMILIES: dict[str, dict[str, Call]] = {
     "attention": ATTENTION,
     "gemm": GEMM,
     "gemm, fused": FUSED,
     "gemm, fused by blocks": FUSED_BY_BLOCKS,
     "gemm, in Gluon": IN_GLUON,
+    "halves": {
+        "product": lambda: _half._product(matrix(M, D), matrix(V, D), None, None),
+        "product, biased": lambda: _half._product(matrix(M, D), matrix(F, D), matrix(1, F)[0], None),
+        **{kind: lambda f=kind: _half.activated(matrix(M, D), matrix(F, D), None, f) for kind in IN_AN_MLP},
+        **{
+            f"{kind}, slope": lambda f=kind: _half.gradient(matrix(M, D), matrix(D, F), matrix(M, F), f)
+            for kind in IN_AN_MLP
+        },
+    },
     "quantize": QUANTIZE,
     "norm": NORM,
     "activation": ACTIVATION,
@@ -471,7 +483,7 @@ def folder(pytestconfig: pytest.Config) -> Path:
 #: Families that one child process compiles, for each imports torch and its compiler first: 3 s.
 TOGETHER = (
     ("attention",),
-    ("gemm", "gemm, fused", "gemm, fused by blocks", "gemm, in Gluon"),
+    ("gemm", "gemm, fused", "gemm, fused by blocks", "gemm, in Gluon", "halves"),
     ("quantize", "norm", "activation", "rotary", "adamw", "linear cross-entropy", "broken"),
 )
 
@@ -519,6 +531,9 @@ def test_published_kernels_compile_for_hopper_without_faults(family: str, folder
     assert not found, "\n".join(f"{kernel}\n  {fault}" for kernel, fault in found)
     if family == "attention":
         check_attention(kernels)
+    if family == "halves":
+        for kernel in kernels:
+            check_halves(kernel)
     if family == "quantize":
         check_quantizers(kernels)
     if family == "activation":
@@ -530,6 +545,16 @@ def test_published_kernels_compile_for_hopper_without_faults(family: str, folder
             check_rotary(kernel)
     if family == "linear cross-entropy":
         check_row_kernels({kernel.kernel: kernel for kernel in kernels if not kernel.call.endswith("/loss")})
+
+
+def check_halves(kernel: Compiled) -> None:
+    """bf16 tensor cores, TMA in and out, and an epilogue that is short beside 12 blocks of K."""
+    assert kernel.count(r"\bHGMMA\.64x128x16\.F32\.BF16"), str(kernel)
+    for instruction in (r"\bUTMALDG", r"\bUTMASTG"):
+        assert kernel.count(instruction), f"{kernel}: no {instruction}"
+    # Both warpgroups' code: a tensor core takes 6144 cycles for a tile of 12 blocks, in which a scheduler issues as much.
+    issued = len(re.findall(r"^\s+/\*[0-9a-f]+\*/\s", kernel.sass, re.M)) / 2
+    assert issued < 4000, f"{kernel}: {issued} instructions"
 
 
 def check_attention(kernels: list[Compiled]) -> None:

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from table_adamw_cases import CURRENT, DELAYED, OPTIM, SMALL, a_batch, furthest_gradient, losses
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from te_bench.kernels.activation import reference as activation_reference
 from te_bench.kernels.activation import triton as activation_triton
+from te_bench.kernels.gemm import _half
 from te_bench.kernels.norm import triton as norm_triton
 from te_bench.kernels.quantize import _joined
 from te_bench.models import fp8, fused_blocks
@@ -415,3 +418,31 @@ def test_the_last_norm_and_a_whole_block_are_watched_too(monkeypatch: pytest.Mon
     assert not runs
     step.gradients(*a_batch())
     assert runs
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_in_half_precision_gelu_is_in_the_gemms_beside_it_where_those_are_faster(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stood in for by what they are to compute."""
+
+    def activated(x: Tensor, up: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+        ran.append(kind)
+        h = F.linear(x, up, bias)
+        return h, activation_reference.forward(h, kind)
+
+    def gradient(g: Tensor, down: Tensor, h: Tensor, kind: str) -> Tensor:
+        ran.append(f"{kind}'s slope")
+        return activation_reference.backward(g @ down, h, kind)
+
+    ran: list[str] = []
+    loss, wanted = a_step("fused", "bf16", bias=bias).gradients(*a_batch())
+    monkeypatch.setattr(_half, "activated", activated)
+    monkeypatch.setattr(_half, "gradient", gradient)
+    monkeypatch.setattr(_half, "wins", lambda role, *_: role != _half.PRODUCT)
+    ours, found = a_step("fused", "bf16", bias=bias).gradients(*a_batch())
+    assert ran == ["gelu_erf", "gelu_erf", "gelu_erf's slope", "gelu_erf's slope"]
+    assert ours == loss
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+    a_step("fused", "fp8", DELAYED, bias=bias).gradients(*a_batch())
+    assert len(ran) == 4

@@ -6,6 +6,8 @@ an element, longer than the 6 blocks of K of GPT-2's products (2026-11-21); this
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
+import math
+
 import triton.language as tl
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -20,6 +22,8 @@ LOG2_E = 1.4426950408889634
 GELU_LINEAR, GELU_CUBIC = gl.constexpr(-GELU[0] * LOG2_E), gl.constexpr(-GELU[0] * GELU[1] * LOG2_E)
 QGELU_LINEAR, SILU_LINEAR = gl.constexpr(-QGELU * LOG2_E), gl.constexpr(-LOG2_E)
 # Phi(-u) = 2^(SQUARE u^2) t (a1 + a2 t + ... + a5 t^4) / 2, t = 1 / (1 + SHRINK u), to 7.5e-8: Abramowitz, Stegun, 7.1.26.
+GELU_INNER, GELU_INNER_CUBIC = gl.constexpr(GELU[0]), gl.constexpr(3 * GELU[0] * GELU[1])
+QGELU_INNER, NORMAL_DENSITY = gl.constexpr(QGELU), gl.constexpr(1 / math.sqrt(2 * math.pi))
 NORMAL_SQUARE, NORMAL_SHRINK = gl.constexpr(-0.5 * LOG2_E), gl.constexpr(0.3275911 * 0.5**0.5)
 
 
@@ -74,6 +78,34 @@ def _activated(x, F: gl.constexpr):
     else:
         gl.static_assert(F == "silu")
         return x * _reciprocal(1.0 + _power_of_two(x * SILU_LINEAR))
+
+
+@gluon.jit
+def _slope(x, F: gl.constexpr):
+    """f'(x), float32, as `_activated` has f."""
+    if F == "relu":
+        return gl.where(x > 0, 1.0, 0.0)
+    elif F == "srelu":
+        return 2.0 * gl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif F == "gelu_erf":
+        u = gl.abs(x)
+        tail = _normal_tail(u)
+        return gl.where(x > 0, 1.0 - tail, tail) + x * (_power_of_two(NORMAL_SQUARE * u * u) * NORMAL_DENSITY)
+    else:
+        inner = 1.0
+        if F == "gelu":
+            square = x * x
+            s = _reciprocal(1.0 + _power_of_two(x * (GELU_LINEAR + GELU_CUBIC * square)))
+            inner = GELU_INNER + GELU_INNER_CUBIC * square
+        elif F == "qgelu":
+            s = _reciprocal(1.0 + _power_of_two(x * QGELU_LINEAR))
+            inner = QGELU_INNER
+        else:
+            gl.static_assert(F == "silu")
+            s = _reciprocal(1.0 + _power_of_two(x * SILU_LINEAR))
+        flat = s - s * s
+        # Where the logistic function is flat, x * inner may have overflowed: 0 x infinity.
+        return gl.where(flat == 0.0, s, s + x * flat * inner)
 
 
 @gluon.jit
@@ -170,7 +202,7 @@ def scaled(x, vectors, row, column, M, N, A_KIND: gl.constexpr):
     if A_KIND == "row":
         a_inv, b_inv = gl.load(a_scale_inv + rows, rows < M, 0.0), gl.load(b_scale_inv + columns, columns < N, 0.0)
         x = x * a_inv[:, None] * b_inv[None, :]
-    else:
+    elif A_KIND == "tensor":
         x = x * (gl.load(a_scale_inv) * gl.load(b_scale_inv))
     if bias is not None:
         x += gl.load(bias + columns, columns < N, 0.0).to(gl.float32)[None, :]
@@ -180,8 +212,8 @@ def scaled(x, vectors, row, column, M, N, A_KIND: gl.constexpr):
 @gluon.jit
 def _leave(
     x, left, staging, out_slot, residual_slot, slot, loaded, parity, vectors, scale, most, row, column, M, N,
-    A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr, AMAX: gl.constexpr, PENDING: gl.constexpr,
-    IN_PLACE: gl.constexpr,
+    A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr, DTYPE: gl.constexpr, AMAX: gl.constexpr,
+    PENDING: gl.constexpr, IN_PLACE: gl.constexpr,
 ):  # fmt: skip
     """The epilogue of gemm.Epilogue on x, a float32 part of the product; TMA drops what lies outside of D.
 
@@ -192,7 +224,7 @@ def _leave(
     d_desc, pre_desc, residual_desc, data_desc, data_t_desc = left
     out_shared, residual_shared, pre_shared, data_shared, data_t_shared = staging
     x = scaled(x, vectors, row, column, M, N, A_KIND)
-    if ACTIVATION is not None:
+    if ACTIVATION is not None and not GRADIENT:
         pre = _rounded(x, DTYPE)
         if pre_desc is not None:
             tma.store_wait(PENDING)
@@ -201,7 +233,11 @@ def _leave(
         x = _activated(_widened(pre), ACTIVATION)
     if residual_desc is not None:
         mbarrier.wait(loaded, parity)
-        x += _widened(residual_shared.index(residual_slot).load(x.type.layout))
+        beside = _widened(residual_shared.index(residual_slot).load(x.type.layout))
+        if GRADIENT:
+            x = _widened(_rounded(x, DTYPE)) * _slope(beside, ACTIVATION)
+        else:
+            x += beside
     y = _rounded(x, DTYPE)
     if d_desc is not None or data_t_desc is not None:
         if d_desc is not None and not IN_PLACE:
@@ -228,8 +264,9 @@ def _leave(
 @gluon.jit
 def leave_by_parts(
     x, left, staging, who, loaded, parity, vectors, scale, most, row, column, M, N,
-    A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr, AMAX: gl.constexpr, PENDING: gl.constexpr,
-    IN_PLACE: gl.constexpr, SLOTS: gl.constexpr, ALL: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
+    A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr, DTYPE: gl.constexpr, AMAX: gl.constexpr,
+    PENDING: gl.constexpr, IN_PLACE: gl.constexpr, SLOTS: gl.constexpr, ALL: gl.constexpr, PARTS: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
     """_leave from left to right in ALL parts, x being PARTS of them from PART on: one at a time is in registers twice."""
     WIDTH: gl.constexpr = x.shape[1]
@@ -237,18 +274,18 @@ def leave_by_parts(
         whole, slot = who * ALL + PART, who * SLOTS + PART % SLOTS
         return _leave(
             x, left, staging, whole if IN_PLACE else slot, whole, slot, loaded, parity, vectors, scale, most,
-            row, column, M, N, A_KIND, ACTIVATION, DTYPE, AMAX, PENDING, IN_PLACE,
+            row, column, M, N, A_KIND, ACTIVATION, GRADIENT, DTYPE, AMAX, PENDING, IN_PLACE,
         )  # fmt: skip
     else:
         HALF: gl.constexpr = PARTS // 2
         x_left, x_right = _halves(x)
         most = leave_by_parts(
             x_left, left, staging, who, loaded, parity, vectors, scale, most, row, column, M, N,
-            A_KIND, ACTIVATION, DTYPE, AMAX, PENDING, IN_PLACE, SLOTS, ALL, HALF, PART,
+            A_KIND, ACTIVATION, GRADIENT, DTYPE, AMAX, PENDING, IN_PLACE, SLOTS, ALL, HALF, PART,
         )  # fmt: skip
         return leave_by_parts(
             x_right, left, staging, who, loaded, parity, vectors, scale, most, row, column + WIDTH // 2, M, N,
-            A_KIND, ACTIVATION, DTYPE, AMAX, PENDING, IN_PLACE, SLOTS, ALL, HALF, PART + HALF,
+            A_KIND, ACTIVATION, GRADIENT, DTYPE, AMAX, PENDING, IN_PLACE, SLOTS, ALL, HALF, PART + HALF,
         )  # fmt: skip
 
 

@@ -84,13 +84,13 @@ def _next(position, length, blocks, STREAM: gl.constexpr):
 @gluon.jit
 def _fetch(
     a_desc, b_desc, a_shared, b_shared, full, empty, M, N, K,
-    TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STREAM: gl.constexpr,
+    ACROSS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
     """Blocks of K of a and b, tile after tile, into the ring of STAGES."""
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
     BOX: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
-    WIDTH: gl.constexpr = b_desc.block_type.shape[0]
+    WIDTH: gl.constexpr = b_desc.block_type.shape[1 if ACROSS else 0]
     tiles_m, tiles_n, blocks, position, end = _span(M, N, K, BOX * BOXES, WIDTH, BLOCK_K, STREAM)
     step = 0
     while position < end:
@@ -104,12 +104,24 @@ def _fetch(
             for box in gl.static_range(BOXES):
                 place = a_shared.index(stage * BOXES + box)
                 tma.async_copy_global_to_shared(a_desc, [row + box * BOX, k * BLOCK_K], ready, place)
-            tma.async_copy_global_to_shared(b_desc, [column, k * BLOCK_K], ready, b_shared.index(stage))
+            if ACROSS:
+                tma.async_copy_global_to_shared(b_desc, [k * BLOCK_K, column], ready, b_shared.index(stage))
+            else:
+                tma.async_copy_global_to_shared(b_desc, [column, k * BLOCK_K], ready, b_shared.index(stage))
             step += 1
         position = _next(position, length, blocks, STREAM)
 
 
 # Multiply
+
+
+@gluon.jit
+def _block(b_shared, stage, ACROSS: gl.constexpr):
+    """Block `stage` of b as (K, N): so it lies ACROSS, else as (N, K)."""
+    if ACROSS:
+        return b_shared.index(stage)
+    else:
+        return b_shared.index(stage).permute((1, 0))
 
 
 @gluon.jit
@@ -121,14 +133,15 @@ def _await_turn(turn, who, parity):
 @gluon.jit
 def _product(
     a_shared, b_shared, full, empty, turn, who, step, length, box,
-    BOXES: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
+    ACROSS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+    HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's tile of a @ b.T, float32, over `length` blocks of K from `step` of the ring on."""
     acc = gl.zeros((HEIGHT, WIDTH), gl.float32, LAYOUT)
     for k in range(length):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        a, b = a_shared.index(stage * BOXES + box), b_shared.index(stage).permute((1, 0))
+        a, b = a_shared.index(stage * BOXES + box), _block(b_shared, stage, ACROSS)
         acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         # One block's products are under way; the block before it has been read.
@@ -144,7 +157,8 @@ def _product(
 @gluon.jit
 def _promoted_product(
     a_shared, b_shared, full, empty, turn, who, step, length, box,
-    BOXES: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
+    ACROSS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+    HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """_product, in whose sums the tensor core adds up 128 of K and float32 the rest.
 
@@ -158,7 +172,7 @@ def _promoted_product(
     for _ in range(length):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        a, b = a_shared.index(stage * BOXES + box), b_shared.index(stage).permute((1, 0))
+        a, b = a_shared.index(stage * BOXES + box), _block(b_shared, stage, ACROSS)
         part = warpgroup_mma(a.slice(0, HALF, 0), b, part, use_acc=False, is_async=True)
         part = warpgroup_mma_wait(0, deps=(part,))
         upper += part
@@ -176,13 +190,16 @@ def _promoted_product(
 @gluon.jit
 def _multiply(
     a_shared, b_shared, full, empty, turn, left, staging, loaded, vectors, scale, amax, M, N, K, who,
-    A_KIND: gl.constexpr, PROMOTE: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr, STORES: gl.constexpr,
-    IN_PLACE: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, PARTS: gl.constexpr,
-    SLOTS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    A_KIND: gl.constexpr, ACROSS: gl.constexpr, PROMOTE: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr,
+    DTYPE: gl.constexpr, STORES: gl.constexpr, IN_PLACE: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
+    BLOCK_K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's tiles, or its halves of the program's tiles, and what is made of them."""
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, WIDTH, 256 // a_shared.dtype.primitive_bitwidth]
+    )
     residual_desc, residual_shared = left[2], staging[1]
     tiles_m, tiles_n, blocks, position, end = _span(M, N, K, HEIGHT * BOXES, WIDTH, BLOCK_K, False)
     stride = gl.num_programs(0) * blocks
@@ -204,10 +221,12 @@ def _multiply(
         product: gl.constexpr = _promoted_product if PROMOTE else _product
         if TURNS:
             _await_turn(turn, who, parity)
-        x = product(a_shared, b_shared, full, empty, turn, who, step, blocks, box, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH)
+        x = product(
+            a_shared, b_shared, full, empty, turn, who, step, blocks, box, ACROSS, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH
+        )  # fmt: skip
         most = leave_by_parts(
             x, left, staging, who, None if loaded is None else loaded.index(who), parity, vectors, scale, most,
-            row, column, M, N, A_KIND, ACTIVATION, DTYPE, amax is not None, STORES * SLOTS - 1, IN_PLACE,
+            row, column, M, N, A_KIND, ACTIVATION, GRADIENT, DTYPE, amax is not None, STORES * SLOTS - 1, IN_PLACE,
             SLOTS, PARTS, PARTS, 0,
         )  # fmt: skip
         parity ^= 1
@@ -228,7 +247,9 @@ def _multiply_and_add(
 ):  # fmt: skip
     """A warpgroup's stretches of K of tiles, or its halves of the program's, added to D."""
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, WIDTH, 256 // a_shared.dtype.primitive_bitwidth]
+    )
     tiles_m, tiles_n, blocks, position, end = _span(M, N, K, HEIGHT * BOXES, WIDTH, BLOCK_K, STREAM)
     step, parity, box = 0, 0, who
     if TURNS:
@@ -243,7 +264,9 @@ def _multiply_and_add(
         product: gl.constexpr = _promoted_product if PROMOTE else _product
         if TURNS:
             _await_turn(turn, who, parity)
-        x = product(a_shared, b_shared, full, empty, turn, who, step, length, box, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH)
+        x = product(
+            a_shared, b_shared, full, empty, turn, who, step, length, box, False, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH
+        )  # fmt: skip
         add_by_parts(x, d_desc, shared, who, vectors, row, column, M, N, A_KIND, SLOTS, PARTS, 0)
         parity ^= 1
         step += length
@@ -293,18 +316,20 @@ def _room(desc, SLOTS: gl.constexpr):
 def gluon_gemm_kernel(
     a_desc, b_desc, d_desc, pre_desc, residual_desc, data_desc, data_t_desc,
     a_scale_inv, b_scale_inv, bias, scale, scale_inv, amax, M, N, K,
-    A_KIND: gl.constexpr, PROMOTE: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr, STORES: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    A_KIND: gl.constexpr, ACROSS: gl.constexpr, PROMOTE: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr,
+    DTYPE: gl.constexpr, OUT_LAYOUT: gl.constexpr, STORES: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr,
+    SLOTS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """D = dequantise(a) @ dequantise(b).T and what gemm.Epilogue makes of it; what is None costs nothing.
 
+    a and b in half precision are of A_KIND "none"; b may then be (K, N), ACROSS. GRADIENT: D is the product, rounded, times
+    the slope of ACTIVATION at the residual.
     STORES: of d, pre, data and data_t those that are there. PARTS: in which they leave; SLOTS of each are in shared memory,
     but all of the residual, whose place out takes if IN_PLACE. OUT_LAYOUT: that of a part of out.
     """
     HEIGHT: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
-    WIDTH: gl.constexpr = b_desc.block_type.shape[0]
+    WIDTH: gl.constexpr = b_desc.block_type.shape[1 if ACROSS else 0]
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
     if scale_inv is not None and gl.program_id(0) == 0:
         gl.store(scale_inv, gl.div_rn(1.0, gl.load(scale)))
@@ -333,15 +358,15 @@ def gluon_gemm_kernel(
         [
             (_multiply, (
                 a_shared, b_shared, full, empty, turn, left, staging, loaded, vectors, scale, amax, M, N, K, 0,
-                A_KIND, PROMOTE, ACTIVATION, DTYPE, STORES, IN_PLACE, HEIGHT, WIDTH, BLOCK_K, PARTS, SLOTS,
-                TURNS, STAGES, GROUP_M,
+                A_KIND, ACROSS, PROMOTE, ACTIVATION, GRADIENT, DTYPE, STORES, IN_PLACE, HEIGHT, WIDTH, BLOCK_K,
+                PARTS, SLOTS, TURNS, STAGES, GROUP_M,
             )),
             (_multiply, (
                 a_shared, b_shared, full, empty, turn, left, staging, loaded, vectors, scale, amax, M, N, K, 1,
-                A_KIND, PROMOTE, ACTIVATION, DTYPE, STORES, IN_PLACE, HEIGHT, WIDTH, BLOCK_K, PARTS, SLOTS,
-                TURNS, STAGES, GROUP_M,
+                A_KIND, ACROSS, PROMOTE, ACTIVATION, GRADIENT, DTYPE, STORES, IN_PLACE, HEIGHT, WIDTH, BLOCK_K,
+                PARTS, SLOTS, TURNS, STAGES, GROUP_M,
             )),
-            (_fetch, (a_desc, b_desc, a_shared, b_shared, full, empty, M, N, K, TURNS, STAGES, GROUP_M, False)),
+            (_fetch, (a_desc, b_desc, a_shared, b_shared, full, empty, M, N, K, ACROSS, TURNS, STAGES, GROUP_M, False)),
         ],
         [4, 1], [REGISTERS, 24],
     )  # fmt: skip
@@ -376,7 +401,7 @@ def gluon_gemm_accumulate_kernel(
                 a_shared, b_shared, full, empty, turn, shared, d_desc, vectors, M, N, K, 1,
                 A_KIND, PROMOTE, HEIGHT, WIDTH, BLOCK_K, PARTS, SLOTS, TURNS, STAGES, GROUP_M, STREAM,
             )),
-            (_fetch, (a_desc, b_desc, a_shared, b_shared, full, empty, M, N, K, TURNS, STAGES, GROUP_M, STREAM)),
+            (_fetch, (a_desc, b_desc, a_shared, b_shared, full, empty, M, N, K, False, TURNS, STAGES, GROUP_M, STREAM)),
         ],
         [4, 1], [REGISTERS, 24],
     )  # fmt: skip

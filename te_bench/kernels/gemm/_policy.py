@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels.gemm import Epilogue, Problem, Product, gluon, granularities, scaled_mm, triton
-from te_bench.kernels.gemm._measured import GPU, ROWS, Row
+from te_bench.kernels.gemm._measured import GPU, ROWS
 
 USUAL = "scaled_mm"
 #: Below it the choice is noise. Captured, a launch costs the GPU nothing; in eager mode Gluon's costs the host some 50 us
@@ -116,7 +116,7 @@ def choose(m: int, n: int, k: int, *, granularity: str, fast: bool, gpu: str) ->
     if gpu != GPU:
         return USUAL
     asked = (n, k, granularity, fast)
-    found = [row for row in ROWS if (row.n, row.k, row.granularity, row.fast) == asked and _stands_for(row, m)]
+    found = [row for row in ROWS if (row.n, row.k, row.granularity, row.fast) == asked and stands_for(row.m, row.n, m)]
     if not found:
         return USUAL
     row = min(found, key=lambda row: max(m, row.m) / min(m, row.m))
@@ -124,8 +124,9 @@ def choose(m: int, n: int, k: int, *, granularity: str, fast: bool, gpu: str) ->
     return best if row.tflops[best] >= LEAST * row.tflops[USUAL] else USUAL
 
 
-def _stands_for(row: Row, m: int) -> bool:
+def stands_for(measured: int, n: int, m: int) -> bool:
+    """Whether what was measured of (measured, n) tells of (m, n)."""
     if not m:
         return False
-    tiles = min(-(-height // TILE) * -(-row.n // TILE) for height in (m, row.m))
-    return max(m, row.m) <= NEAR * min(m, row.m) or tiles >= MANY
+    tiles = min(-(-height // TILE) * -(-n // TILE) for height in (m, measured))
+    return max(m, measured) <= NEAR * min(m, measured) or tiles >= MANY

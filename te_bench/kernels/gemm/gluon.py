@@ -23,7 +23,8 @@ try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from te_bench.kernels.gemm._gluon_kernels import gluon_gemm_accumulate_kernel, gluon_gemm_kernel
+    from te_bench.kernels.gemm._gluon_kernels import gluon_gemm_accumulate_kernel
+    from te_bench.kernels.gemm._gluon_kernels import gluon_gemm_kernel as gluon_gemm_kernel  # _half's, too
 except ImportError:
     MISSING: str | None = _gluon.ABSENT
 else:
@@ -86,7 +87,9 @@ def _launch(
             *(None if data_t is None else _descriptor(data_t, part, p.height), a_scale_inv, b_scale_inv),
             *(None if bias is None else bias.contiguous(), scale, scale_inv, amax, m, n, k),
             A_KIND=kind,
+            ACROSS=False,
             PROMOTE=not fast_accum,
+            GRADIENT=False,
             ACTIVATION=None if epilogue.activation is None else KINDS[epilogue.activation][0],
             DTYPE=_in_gluon(out_dtype),
             OUT_LAYOUT=_layout(p.height, part, out_dtype),

@@ -11,6 +11,7 @@ gives 256 rows at GPT-2's shapes.
 import torch
 from torch import Tensor
 
+from te_bench.kernels.gemm import _half
 from te_bench.kernels.linear_cross_entropy import Backend, Problem, _kernels, reference
 from te_bench.kernels.linear_cross_entropy._autograd import apply, chunk_rows, count, fake, mean, slices
 
@@ -77,7 +78,7 @@ def _operator(
         for chunk in slices(n, rows):
             x_chunk, logits = x[chunk], buffer[: chunk.stop - chunk.start]
             for part in slices(len(logits), strip or rows):
-                torch.mm(x_chunk[part], weight.t(), out=logits[part])
+                _half.multiply(x_chunk[part], weight, out=logits[part])
                 _rows(logits[part], targets[chunk][part], losses[chunk][part], vocab, factor)
             if need_dx:
                 _product(logits, weight, dx[chunk], accumulate=False)

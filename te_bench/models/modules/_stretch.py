@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
 from te_bench.kernels.activation import _recomputed
+from te_bench.kernels.gemm import _half
 from te_bench.kernels.quantize import Quantized, _joined
 from te_bench.models.modules._module import Fp8Module, Gemms
 from te_bench.models.modules.layernorm import backend
@@ -77,7 +77,7 @@ class Product(NamedTuple):
 
     def forward(self, x: Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if self.gemms is None:
-            return F.linear(x.data, weight, bias)
+            return _half.multiply(x.data, weight, bias)
         assert self.w is not None
         return self.gemms.fprop(x, self.w, dtype, bias)
 
@@ -188,23 +188,38 @@ def _add_norm_backward(
     return dx, product.operand(copy, "grad_output", True), dgamma, dbeta
 
 
-def _activated(product: Product, h: Tensor, plan: Plan) -> Quantized:
-    if product.gemms is not None:
-        return activate_quantize(product.gemms, h, plan.activation, columnwise=plan.training and plan.scale is None)
-    return product.operand(activation_backend(h).forward(h, plan.activation), "input", plan.training)
+def _up(n: Quantized, weight: Tensor, bias: Tensor | None, plan: Plan) -> tuple[Tensor, Quantized]:
+    """What fc makes, and the activation of it as an operand of out."""
+    fc, out = plan.fc, plan.out
+    assert fc is not None
+    assert out is not None
+    if fc.gemms is None and _half.wins(_half.ACTIVATED, n.data, weight, plan.activation):
+        h, a = _half.activated(n.data, weight, bias, plan.activation)
+        return h, out.operand(a, "input", plan.training)
+    h = fc.forward(n, weight, bias, plan.dtype)
+    if out.gemms is not None:
+        return h, activate_quantize(out.gemms, h, plan.activation, columnwise=plan.training and plan.scale is None)
+    return h, out.operand(activation_backend(h).forward(h, plan.activation), "input", plan.training)
 
 
-def _activated_backward(
-    product: Product, da: Tensor, h: Tensor, total: Tensor | None, plan: Plan, kept: tuple[Any, ...]
+def _up_backward(
+    g: Quantized, h: Tensor, total: Tensor | None, plan: Plan, kept: tuple[Any, ...]
 ) -> tuple[Quantized, tuple[Any, ...]]:
-    """The gradient of h as an operand of `product`, and what was kept of the activation, or that made again."""
+    """The gradient of h as an operand of fc, from that of what out makes; what was kept of the activation, or that again."""
+    product = plan.fc
+    assert product is not None
+    assert plan.out is not None
+    if plan.out.gemms is None and _half.wins(_half.GRADIENT, g.data, kept[2], plan.activation):
+        dh = _half.gradient(g.data, kept[2], h, plan.activation)
+        return product.operand(dh, "grad_output", True, total), kept
+    da = plan.out.dgrad(g, kept, plan.dtype)
     if product.gemms is None:
         dh = activation_backend(h).backward(da, h, plan.activation)
         return product.operand(dh, "grad_output", True, total), kept
     if plan.scale is None:
         both = {"rowwise": True, "columnwise": True}
         return activation_grad_quantize(product.gemms, da, h, plan.activation, **both, total=total), kept
-    g, a_t = _recomputed.recomputed(
+    made, a_t = _recomputed.recomputed(
         activation_backend(h),
         da,
         h,
@@ -214,7 +229,7 @@ def _activated_backward(
         value_dtype=product.gemms.recipe.dtype("input"),
         column_sum=total,
     )
-    return g, (a_t, *kept[1:])
+    return made, (a_t, *kept[1:])
 
 
 def _no_sums(bias: torch.dtype | None, like: Tensor, features: int) -> Tensor | None:
@@ -315,8 +330,7 @@ class Between(torch.autograd.Function):
         attended = proj.operand(y, "input", plan.training)
         branch = proj.forward(attended, proj_w, proj_b, plan.dtype)
         middle, n, mean, rstd = _add_norm(fc, x, branch, (gamma, beta), plan.norms[0], plan)
-        h = fc.forward(n, fc_w, fc_b, plan.dtype)
-        a = _activated(out, h, plan)
+        h, a = _up(n, fc_w, fc_b, plan)
         made = out.forward(a, out_w, out_b, plan.dtype)
         halved = branch.dtype.itemsize < x.dtype.itemsize
         kept = [
@@ -367,9 +381,7 @@ class Between(torch.autograd.Function):
                 totals[2],
                 plan,
             )
-        da = plan.out.dgrad(g, out_kept, plan.dtype)
-        g_h, out_kept = _activated_backward(plan.fc, da, h, totals[1], plan, out_kept)
-        del da
+        g_h, out_kept = _up_backward(g, h, totals[1], plan, out_kept)
         d_out = plan.out.wgrad(g, out_kept, out_types[0])
         g, out_kept = g_h, None
         del g_h

@@ -136,7 +136,7 @@ def fetched(k: Any, shape: tuple[int, int, int], p: Plan, stream: bool, loads: l
         types.SimpleNamespace(name=name, block_type=types.SimpleNamespace(shape=[rows, 128], nbytes=rows * 128))
         for name, rows in (("a", p.height), ("b", p.width))
     )
-    k._fetch.fn(a, b, place, place, place, place, *shape, p.turns, 4, 8, stream)
+    k._fetch.fn(a, b, place, place, place, place, *shape, False, p.turns, 4, 8, stream)
     boxes, blocks = 1 if p.turns else 2, []
     for index in range(0, len(loads), boxes + 1):
         *of_a, (name, (column, depth)) = loads[index : index + boxes + 1]
@@ -156,13 +156,14 @@ def made(
     monkeypatch.setattr(k, "add_by_parts", lambda *args: places.append((args[5], args[6])))
     monkeypatch.setattr(k, "leave_by_parts", lambda *args: places.append((args[9], args[10])))
     tile = "tensor", False, p.height, p.width, 128, p.parts, p.slots, p.turns, 4, 8
+    operand = types.SimpleNamespace(dtype=types.SimpleNamespace(primitive_bitwidth=8))
     if adds:
-        k._multiply_and_add.fn(None, None, None, None, None, None, None, None, *shape, who, *tile, stream)
+        k._multiply_and_add.fn(operand, None, None, None, None, None, None, None, *shape, who, *tile, stream)
     else:
         nothing = (None,) * 5
         k._multiply.fn(
-            None, None, None, None, None, nothing, nothing, None, None, None, None, *shape, who,
-            *tile[:2], None, None, 1, False, *tile[2:],
+            operand, None, None, None, None, nothing, nothing, None, None, None, None, *shape, who,
+            tile[0], False, tile[1], None, False, None, 1, False, *tile[2:],
         )  # fmt: skip
     return [(*step, *place) for step, place in zip(steps, places, strict=True)]
 

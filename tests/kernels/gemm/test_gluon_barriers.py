@@ -29,6 +29,8 @@ class Place:
 
 
 class Room(list[Any]):
+    dtype = types.SimpleNamespace(primitive_bitwidth=8)
+
     def index(self, i: Any, *_: Any) -> Any:
         return self[i]
 
@@ -81,7 +83,8 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, programs: int) -
     """The module of the kernels, its functions Python's."""
     k = _gluon_kernels
     for name in (
-        "_tile_origin", "_span", "_stretch", "_next", "_await_turn", "_one_each", "_ring", "_product", "_promoted_product",
+        "_tile_origin", "_span", "_stretch", "_next", "_await_turn", "_one_each", "_ring", "_block", "_product",
+        "_promoted_product",
     ):  # fmt: skip
         monkeypatch.setattr(k, name, getattr(k, name).fn)
     same = lambda x, *_, **__: x  # noqa: E731
@@ -104,7 +107,7 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, programs: int) -
 
 def run(
     shape: tuple[int, int, int], p: Plan, stages: int, programs: int, promote: bool, stream: bool | None, slow: str,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, across: bool = False,
 ) -> list[tuple[int, int, list[Any]]]:  # fmt: skip
     """Row, column and products of what the first of `programs` leaves; stream: of the sums' kernel, if not None."""
     machine = Machine(slow)
@@ -119,9 +122,9 @@ def run(
     monkeypatch.setattr(k, "add_by_parts", lambda *args: leave(args[0], args[5], args[6]))
     a, b = (
         types.SimpleNamespace(
-            block_type=types.SimpleNamespace(shape=[rows, 128], nbytes=rows * 128), dtype=None, layout=None
+            block_type=types.SimpleNamespace(shape=box, nbytes=box[0] * box[1]), dtype=None, layout=None
         )
-        for rows in (p.height, p.width)
+        for box in ([p.height, 128], [128, p.width] if across else [p.width, 128])
     )
     a_shared, b_shared, full, empty = ring = k._ring(a, b, 1 if p.turns else 2, stages)
     turn = k._one_each()
@@ -132,13 +135,15 @@ def run(
         if stream is None:
             k._multiply.fn(
                 *ring, turn, nothing, nothing, None, None, None, None, *shape, who,
-                "tensor", promote, None, None, 1, False, *tile,
+                "tensor", across, promote, None, False, None, 1, False, *tile,
             )  # fmt: skip
         else:
             k._multiply_and_add.fn(*ring, turn, None, None, None, *shape, who, "tensor", promote, *tile, stream)
 
     calls: dict[str, Callable[[], None]] = {
-        "fetch": lambda: k._fetch.fn(a, b, a_shared, b_shared, full, empty, *shape, p.turns, stages, 8, bool(stream)),
+        "fetch": lambda: k._fetch.fn(
+            a, b, a_shared, b_shared, full, empty, *shape, across, p.turns, stages, 8, bool(stream)
+        ),
         "first": lambda: multiply(0),
         "second": lambda: multiply(1),
     }
@@ -180,6 +185,14 @@ def test_each_tile_is_of_its_own_blocks_whoever_is_slow(
 def check_tiles(left: list[tuple[int, int, list[Any]]], k: int) -> None:
     for row, column, products in left:
         assert products == [([row, depth], [column, depth]) for depth in range(0, k, 128)]
+
+
+@pytest.mark.parametrize("slow", ["fetch", "first", "second"])
+def test_blocks_of_a_matrix_that_lies_across(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = run((640, 384, 768), _plans.TURNS, 5, 2, False, None, slow, monkeypatch, across=True)
+    assert len(left) > 2
+    for row, column, products in left:
+        assert products == [([row, depth], [depth, column]) for depth in range(0, 768, 128)]
 
 
 def test_without_turns_a_warpgroup_takes_the_others_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,125 @@
+"""GEMMs in half precision, and an MLP's two with the activation in the epilogue of one, its slope in that of the other.
+
+    x @ w.T + bias          h = x @ up.T + bias, y = f(h)          dh = (g @ down) * f'(h)
+
+By the kernel of the Gluon GEMM where it was measured to be faster than cuBLASLt (_half_measured.py): its epilogues run under
+other tiles' products, which counts where K is short. h is not read again, and the gradient of y never leaves a processor.
+Rounded where a GEMM and a kernel after it would round.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_bench.kernels import _gluon
+from te_bench.kernels.activation import KINDS
+from te_bench.kernels.gemm import Epilogue, _policy, gluon
+from te_bench.kernels.gemm._half_measured import GPU, ROWS
+from te_bench.kernels.gemm._plans import TURNS, Plan, plan, programs
+from te_bench.kernels.gemm.triton import _processors
+
+BLOCK = 64  # of K: 128 bytes
+TWO_OUT = TURNS._replace(parts=4, slots=2)  # of both h and y: halves of 128 x 128 would not fit in the registers
+PRODUCT, ACTIVATED, GRADIENT = "product", "activated", "gradient"
+
+
+def wins(role: str, a: Tensor, b: Tensor, kind: str | None = None) -> bool:
+    """Whether the kernel takes a (M, K) and b, (N, K) or of a GRADIENT (K, N), and was measured to be the faster one.
+
+    role: PRODUCT, ACTIVATED or GRADIENT; kind: of the activation.
+    """
+    if torch.compiler.is_compiling() or not a.is_cuda or (kind is not None and KINDS[kind][1]):
+        return False
+    half = a.dtype.itemsize == 2 and a.dtype is b.dtype
+    legal = half and all(x.is_contiguous() and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0 for x in (a, b))
+    n = b.shape[1 if role == GRADIENT else 0]
+    return legal and n % 8 == 0 and _chosen(role, a.shape[0], n, a.shape[1], a.get_device())
+
+
+@functools.lru_cache(maxsize=4096)  # sequences of many lengths would fill it for ever
+def _chosen(role: str, m: int, n: int, k: int, device: int) -> bool:
+    if not choose(role, m, n, k, gpu=torch.cuda.get_device_name(device)):
+        return False
+    return (
+        _gluon.unsupported("cuda", torch.cuda.get_device_capability(device), gluon.MISSING, gluon.INTERPRETED) is None
+    )
+
+
+def choose(role: str, m: int, n: int, k: int, *, gpu: str) -> bool:
+    """Whether the kernel is measurably faster there than cuBLASLt, and the activation's kernel, on that GPU."""
+    if gpu != GPU:
+        return False
+    found = [row for row in ROWS if (row.role, row.n, row.k) == (role, n, k) and _policy.stands_for(row.m, n, m)]
+    if not found:
+        return False
+    row = min(found, key=lambda row: max(m, row.m) / min(m, row.m))
+    return row.apart >= _policy.LEAST * row.gluon
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias by the faster one: x (M, K), weight (N, K), bias (N,) -> (M, N), in `out` where it is given."""
+    if wins(PRODUCT, x, weight) and (out is None or (out.is_contiguous() and out.data_ptr() % 16 == 0)):
+        return _product(x, weight, bias, out)
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, chosen: Plan | None = None) -> Tensor:
+    out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
+    _launch(x, weight, bias, Epilogue(), out, chosen=chosen)
+    return out
+
+
+def activated(
+    x: Tensor, up: Tensor, bias: Tensor | None, kind: str, chosen: Plan | None = None
+) -> tuple[Tensor, Tensor]:
+    """h = x @ up.T + bias and f(h), where the kernel `wins`: x (M, K), up (N, K), bias (N,) -> (M, N) x2."""
+    h, y = (x.new_empty((x.shape[0], up.shape[0])) for _ in range(2))
+    _launch(x, up, bias, Epilogue(activation=kind, keep=True), y, pre=h, chosen=chosen)
+    return h, y
+
+
+def gradient(g: Tensor, down: Tensor, h: Tensor, kind: str, chosen: Plan | None = None) -> Tensor:
+    """dh = (g @ down) * f'(h), where the kernel `wins`: g (M, K), down (K, N), h (M, N) -> (M, N)."""
+    dh = torch.empty_like(h)
+    made = Epilogue(activation=kind, residual=True)
+    _launch(g, down, None, made, dh, residual=h, across=True, chosen=chosen)
+    return dh
+
+
+def _launch(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    made: Epilogue,
+    out: Tensor,
+    *,
+    pre: Tensor | None = None,
+    residual: Tensor | None = None,
+    across: bool = False,
+    chosen: Plan | None = None,
+) -> None:
+    (m, k), n, dtype = a.shape, out.shape[1], a.dtype
+    p = chosen or (TWO_OUT if pre is not None else plan(dtype, promote=False, epilogue=made, residual=residual))
+    part = p.width // p.parts
+    with torch.cuda.device_of(a):
+        gluon.gluon_gemm_kernel[(programs(p, m, n, _processors(a.device)),)](
+            gluon._descriptor(a, p.height, BLOCK),
+            gluon._descriptor(b, BLOCK, p.width) if across else gluon._descriptor(b, p.width, BLOCK),
+            *(None if x is None else gluon._descriptor(x, p.height, part) for x in (out, pre, residual, None, None)),
+            *(None, None, None if bias is None else bias.contiguous(), None, None, None, m, n, k),
+            A_KIND="none",
+            ACROSS=across,
+            PROMOTE=False,
+            ACTIVATION=None if made.activation is None else KINDS[made.activation][0],
+            GRADIENT=residual is not None,
+            DTYPE=gluon._in_gluon(dtype),
+            OUT_LAYOUT=gluon._layout(p.height, part, dtype),
+            STORES=1 if pre is None else 2,
+            IN_PLACE=residual is not None,
+            STAGES=p.stages(dtype, made, residual),
+            **gluon._constants(p),
+        )

@@ -1,0 +1,172 @@
+"""GEMMs in half precision with an MLP's activation in their epilogue: the numbers, and when they run."""
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_bench.kernels.activation import KINDS, reference
+from te_bench.kernels.gemm import ACTIVATIONS, _half, _half_measured
+from te_bench.kernels.gemm._half import ACTIVATED, GRADIENT, PRODUCT, choose
+from te_bench.kernels.gemm._half_measured import GPU, ROWS, Row
+
+BF16 = torch.bfloat16
+
+
+# Which one runs
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row[:4])))
+def test_a_measured_shape_gets_what_was_faster_there(row: Row) -> None:
+    assert choose(*row[:4], gpu=GPU) == (row.apart >= 1.05 * row.gluon)
+    assert not choose(*row[:4], gpu="NVIDIA H100 80GB HBM3")
+
+
+def test_gpt2s_mlp_and_its_logits_and_nothing_that_was_not_measured() -> None:
+    for m in (12288, 65536, 15000):
+        assert choose(ACTIVATED, m, 3072, 768, gpu=GPU)
+        assert choose(GRADIENT, m, 3072, 768, gpu=GPU)
+    assert choose(PRODUCT, 6144, 50304, 768, gpu=GPU)
+    assert not choose(PRODUCT, 12288, 768, 3072, gpu=GPU)
+    assert not choose(ACTIVATED, 1024, 3072, 768, gpu=GPU)
+    assert not choose(ACTIVATED, 12288, 3072, 776, gpu=GPU)
+    assert not choose(ACTIVATED, 0, 3072, 768, gpu=GPU)
+
+
+def test_every_shape_was_measured_once_and_the_table_is_as_its_benchmark_writes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert len({row[:4] for row in ROWS}) == len(ROWS)
+    assert {row.role for row in ROWS} == {PRODUCT, ACTIVATED, GRADIENT}
+    assert all(row.apart > 0 < row.gluon for row in ROWS)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    script = importlib.import_module("gemm_half")
+    written = Path(_half_measured.__file__).read_text(encoding="utf-8")
+    assert script.source(list(ROWS), GPU, _half_measured.MEASURED) == written
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is the faster one on any device."""
+    monkeypatch.setattr(_half, "_chosen", lambda *_: True)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
+
+
+def test_what_the_kernel_cannot_read_is_not_its(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.zeros(16, 32, dtype=BF16), torch.zeros(24, 32, dtype=BF16)
+    assert _half.wins(PRODUCT, a, b)
+    assert _half.wins(ACTIVATED, a.half(), b.half(), "gelu")
+    assert _half.wins(GRADIENT, a, torch.zeros(32, 24, dtype=BF16), "gelu")
+    shifted = torch.zeros(24 * 32 + 1, dtype=BF16)[1:].view(24, 32)
+    for one, other in (
+        (a.float(), b.float()), (a, b.half()), (a.t(), b), (a[:, :24], b[:, :24].contiguous()), (a, shifted),
+        (torch.zeros(16, 20, dtype=BF16), torch.zeros(24, 20, dtype=BF16)), (a, b[:20]),
+    ):  # fmt: skip
+        assert not _half.wins(PRODUCT, one, other)
+    assert not _half.wins(ACTIVATED, a, b, "geglu")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not _half.wins(PRODUCT, a, b)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_is_torchs_where_the_kernel_is_not_faster_and_else_the_kernels(
+    given: bool, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.randn(6, 16, dtype=BF16), torch.randn(8, 16, dtype=BF16)
+    bias = torch.randn(8, dtype=BF16) if biased else None
+    launched: list[Any] = []
+    monkeypatch.setattr(_half, "_launch", lambda *args, **_: launched.append(args))
+    for wins in (False, True):
+        monkeypatch.setattr(_half, "wins", lambda *_, wins=wins: wins)
+        out = torch.empty(6, 8, dtype=BF16) if given else None
+        made = _half.multiply(x, weight, bias, out=out)
+        assert out is None or made is out
+        assert len(launched) == wins
+        if not wins:
+            torch.testing.assert_close(made, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
+    assert launched[0][:3] == (x, weight, bias)
+    assert launched[0][4] is made
+    monkeypatch.setattr(_half, "wins", lambda *_: True)
+    _half.multiply(x, weight, bias, out=torch.empty(8, 6, dtype=BF16).t())
+    assert len(launched) == 1  # it writes contiguous matrices
+
+
+# The numbers
+
+
+def drawn(m: int, n: int, k: int, dtype: torch.dtype) -> SimpleNamespace:
+    torch.manual_seed(m + n + k)
+    shapes = {"x": (m, k), "up": (n, k), "bias": (n,), "g": (m, k), "down": (k, n), "h": (m, n)}
+    tensors = {name: torch.randn(shape, device="cuda") for name, shape in shapes.items()}
+    tensors["up"] /= k**0.5
+    tensors["down"] /= k**0.5
+    return SimpleNamespace(**{name: x.to(dtype) for name, x in tensors.items()})
+
+
+def error(found: Tensor, true: Tensor) -> float:
+    return ((found.double() - true).norm() / true.norm()).item()
+
+
+#: All are rounded once, by half an ulp at most: 0.85 of this on the average, 1.2 where two roundings meet.
+LIMIT = {BF16: 2**-9, torch.float16: 2**-12}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_every_activation_and_its_slope_against_float64(kind: str, dtype: torch.dtype) -> None:
+    if KINDS[kind][0] == "sigmoid":
+        pytest.skip("no such Linear")
+    d = drawn(384, 256, 192, dtype)
+    h, y = _half.activated(d.x, d.up, d.bias, kind)
+    assert error(h, d.x.double() @ d.up.double().T + d.bias.double()) < LIMIT[dtype]
+    assert error(y, reference.forward(h.double(), kind)) < LIMIT[dtype]
+    dh = _half.gradient(d.g, d.down, d.h, kind)
+    da = (d.g.double() @ d.down.double()).to(dtype).double()
+    assert (
+        error(dh, reference.backward(da, d.h.double(), kind)) < 1.5 * LIMIT[dtype]
+    )  # da is rounded too, here and there
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(12288, 3072, 768), (1, 8, 8), (100, 72, 40), (1000, 3000, 200), (129, 136, 1032)])
+def test_shapes_that_tiles_do_not_divide(shape: tuple[int, int, int], biased: bool) -> None:
+    d = drawn(*shape, BF16)
+    bias = d.bias if biased else None
+    h, y = _half.activated(d.x, d.up, bias, "gelu_erf")
+    true = d.x.double() @ d.up.double().T + (d.bias.double() if biased else 0)
+    limit = LIMIT[BF16] * (2 if shape[0] == 1 else 1)  # of eight numbers one error is not near the mean
+    assert error(h, true) < limit
+    assert error(y, F.gelu(h.double())) < limit
+    assert torch.equal(_half._product(d.x, d.up, bias, None), h)
+    dh = _half.gradient(d.g, d.down, d.h, "gelu_erf")
+    slope = torch.autograd.functional.vjp(F.gelu, d.h.double(), torch.ones_like(d.h, dtype=torch.float64))[1]
+    assert error(dh, (d.g.double() @ d.down.double()) * slope) < 1.5 * limit
+    for _ in range(3):
+        again, value = _half.activated(d.x, d.up, bias, "gelu_erf")
+        assert torch.equal(again, h)
+        assert torch.equal(value, y)
+        assert torch.equal(_half.gradient(d.g, d.down, d.h, "gelu_erf"), dh)
+
+
+@pytest.mark.gpu
+def test_what_is_not_finite_goes_where_pytorch_lets_it_go() -> None:
+    d = drawn(256, 128, 64, BF16)
+    d.x[3, 5], d.x[200, 1], d.h[7, 9], d.h[8, 8], d.h[8, 9] = torch.nan, torch.inf, torch.nan, -torch.inf, torch.inf
+    h, y = _half.activated(d.x, d.up, None, "gelu_erf")
+    expected = F.linear(d.x, d.up)
+    assert torch.equal(h.isnan(), expected.isnan())
+    assert torch.equal(h.isinf(), expected.isinf())
+    assert torch.equal(y.isnan(), F.gelu(expected.double()).isnan())
+    dh = _half.gradient(d.g, d.down, d.h, "gelu")
+    assert dh[7, 9].isnan()
+    assert dh.isnan().sum() == 1
+    assert dh[8, 8] == 0
+    assert dh[8, 9].isfinite()
