@@ -157,14 +157,14 @@ def test_shapes_that_tiles_do_not_divide(shape: tuple[int, int, int], biased: bo
 
 
 @pytest.mark.gpu
-def test_what_is_not_finite_goes_where_pytorch_lets_it_go() -> None:
+def test_what_is_not_finite_stays_in_its_row_and_stays_so() -> None:
     d = drawn(256, 128, 64, BF16)
     d.x[3, 5], d.x[200, 1], d.h[7, 9], d.h[8, 8], d.h[8, 9] = torch.nan, torch.inf, torch.nan, -torch.inf, torch.inf
     h, y = _half.activated(d.x, d.up, None, "gelu_erf")
     expected = F.linear(d.x, d.up)
     assert torch.equal(h.isnan(), expected.isnan())
     assert torch.equal(h.isinf(), expected.isinf())
-    assert torch.equal(y.isnan(), F.gelu(expected.double()).isnan())
+    assert torch.equal(y.isfinite(), expected.isfinite())  # PyTorch's own GELU of an infinity is NaN on a CPU
     dh = _half.gradient(d.g, d.down, d.h, "gelu")
     assert dh[7, 9].isnan()
     assert dh.isnan().sum() == 1
