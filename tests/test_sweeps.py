@@ -225,3 +225,35 @@ def test_rotarys_tiles_begin_with_what_ships(script: Callable[[str], Any]) -> No
     tiles = script("bench_rotary").TILES
     assert tiles[0] == (rotary.HEADS, rotary.EACH, rotary.AREA, rotary.WARPS)
     assert len(set(tiles)) == 12
+
+
+def test_a_barrier_comes_before_what_a_loop_has_stored(
+    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.codegen.triton import TritonKernel
+
+    lines: list[str] = []
+    monkeypatch.setattr(TritonKernel, "load", lambda self, name, index: lines.append(name))
+    usual = TritonKernel.load
+    stored = SimpleNamespace(invalidated_stores={"stored"})
+    kernel = {"inside_reduction": True, "persistent_reduction": False, "cse": stored}
+    with script("compiled_loss").barriers():
+        for name, changes in (("stored", {}), ("read", {}), ("stored", {"persistent_reduction": True})):
+            TritonKernel.load(
+                SimpleNamespace(**kernel | changes, loads=SimpleNamespace(writeline=lines.append)), name, 0
+            )  # type: ignore[arg-type]
+    assert lines == ["tl.debug_barrier()", "stored", "read", "stored"]
+    assert TritonKernel.load is usual
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_beside_eagers(
+    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compiled_loss.py", "--model", "tiny", "--layers", "1", "--batch", "2"])
+    script("compiled_loss").main()
+    eager, compiled, with_barriers = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"eager: (\+0\.000000, ){2}\+0\.000000 of 5\.5\d+", eager)
+    for name, line in (("compile", compiled), ("compile, with barriers", with_barriers)):
+        assert line.startswith(f"{name}: ")
+        assert all(abs(float(loss)) < 1e-3 for loss in line.removeprefix(f"{name}: ").split(", "))

@@ -1,0 +1,74 @@
+"""Whether torch.compile's GPT computes its loss: three calls of one step, as Inductor writes them and with a barrier more.
+
+    python benchmarks/compiled_loss.py [--model gpt2-large] [--layers 4] [--batch 12]
+
+Half a minute on an NVIDIA GPU. A kernel that loops over rows of more than 1024 columns may store a row and load it again in
+its next loop; where other threads load what these stored, a barrier must lie between, which torch 2.11's Inductor leaves
+out. Then the loss is another in every call. Source: PyTorch's issue 190517 and pull request 190519.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from te_bench.models.data import Batches
+from te_bench.models.gpt import CONFIGS, GPT
+from te_bench.models.train import Optim, TrainStep
+
+
+@contextlib.contextmanager
+def barriers() -> Iterator[None]:
+    """Inductor's kernels wait before a loop loads what another one has stored; nothing compiled earlier is taken."""
+    from torch._inductor import config
+    from torch._inductor.codegen.triton import TritonKernel
+
+    usual = TritonKernel.load
+
+    def load(self: Any, name: str, index: Any) -> Any:
+        if self.inside_reduction and not self.persistent_reduction and name in self.cse.invalidated_stores:
+            self.loads.writeline("tl.debug_barrier()")
+        return usual(self, name, index)
+
+    TritonKernel.load = load  # type: ignore[method-assign]
+    try:
+        with config.patch(force_disable_caches=True):
+            yield
+    finally:
+        TritonKernel.load = usual  # type: ignore[method-assign]
+
+
+def losses(model: str, layers: int, batch: int, device: str, mode: str) -> list[float]:
+    """Of three calls of the same step, with the same weights and tokens."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    config = dataclasses.replace(CONFIGS[model], n_layer=layers)
+    attention = "cudnn" if device == "cuda" else "math"
+    gpt = GPT(config, attention=attention, padded_vocab_size=-(-config.vocab_size // 64) * 64).to(device)
+    step = TrainStep(gpt, Optim(), precision="bf16", mode=mode)
+    tokens = Batches(None, block=config.block_size, batch=batch, vocab=config.vocab_size, seed=0).at(0)
+    return [step.gradients(*(t.to(device) for t in tokens))[0] for _ in range(3)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt2-large", choices=CONFIGS)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=12)
+    asked = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ways = (("eager", "eager", contextlib.nullcontext()), ("compile", "compile", contextlib.nullcontext()))
+    eager = None
+    for name, mode, inside in (*ways, ("compile, with barriers", "compile", barriers())):
+        with inside:
+            found = losses(asked.model, asked.layers, asked.batch, device, mode)
+        eager = found[0] if eager is None else eager
+        told = ", ".join(f"{loss - eager:+.6f}" for loss in found)
+        print(f"{name}: {told}" + (f" of {eager:.6f}" if mode == "eager" else ""), flush=True)
+
+
+if __name__ == "__main__":
+    main()
