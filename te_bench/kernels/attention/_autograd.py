@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from te_bench.kernels._launch import rows_contiguous
 from te_bench.kernels.attention import _backward_kernels, _gradients, _kernels
 from te_bench.kernels.attention._kernels import Extent, Packed
+from te_bench.kernels.attention._scores import within_reach
 
 WIDEST = 256
 FARTHEST = 2**30  # of a window's ends, which the kernels add to int32 indices
@@ -34,7 +34,7 @@ def forward(
         out, lse = _fake(q, k, v, mask, seed, left, right, scale, dropout)
         return out.zero_(), lse.fill_(float("-inf"))
     extent, packed = _extent(q, k, left, right, mask), _packed(starts_q, starts_k, rows, keys)
-    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    q, k, v = within_reach(q), within_reach(k), within_reach(v)
     return _kernels.forward(q, k, v, extent, scale, dropout, seed, packed=packed)
 
 
@@ -54,7 +54,7 @@ def backward(
     # Rows that see no key: 0 x an infinite gradient is NaN.
     if mask is not None or 0 <= left < q.shape[2] - k.shape[2] or (packed is not None and starts_q is not starts_k):
         dout = dout.masked_fill((lse == float("-inf"))[..., None], 0.0)
-    dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
+    dout, q, k, v = (within_reach(x) for x in (dout, q, k, v))
     extent = _extent(q, k, left, right, mask)
     tensors = dout, q, k, v, out, lse, seed
     there = None if apart or packed is not None else _gradients.room(q, k, v)

@@ -7,9 +7,11 @@ right = 0 without a left end.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from te_bench.kernels._epilogue import INTERPRETED
 
+ROWS_MOST = 128  # of a tile
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_MASK, OF_KEYS, OF_SCORES = (
@@ -87,6 +89,14 @@ def largest(x):
         return tl.max(x, 1)
     else:
         return tl.reduce(x, 1, greater)
+
+
+def within_reach(x: Tensor) -> Tensor:
+    """x (B, H, T, D), or a copy where elements of a row lie apart, or rows of a tile further than 32 bits count.
+
+    64 bits for each row would cost the backward kernel of D128 88 bytes of registers in memory.
+    """
+    return x if x.stride(-1) == 1 and x.stride(2) * ROWS_MOST < 2**31 else x.contiguous()
 
 
 @triton.jit

@@ -12,10 +12,10 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from te_bench.kernels._launch import rows_contiguous
 from te_bench.kernels.attention import Backend, Problem, _fp8_backward_kernels, _fp8_kernels, _fp8_quantize, manual_fp8
 from te_bench.kernels.attention._autograd import LEAST, check
 from te_bench.kernels.attention._fp8_quantize import E4M3, Heads
+from te_bench.kernels.attention._scores import within_reach
 
 WIDEST = 128  # tiles of wider heads are none that warpgroups multiply
 
@@ -41,7 +41,7 @@ Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
     """out and lse; and where keep, for the backward pass, q, k, v in FP8 by rows, and their three scale_inv."""
-    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    q, k, v = within_reach(q), within_reach(k), within_reach(v)
     q8 = _fp8_quantize.quantize(q, rowwise=True, columnwise=False)
     k8 = _fp8_quantize.quantize(k, rowwise=True, columnwise=False)
     v8 = _fp8_quantize.quantize(v, rowwise=keep, columnwise=True)
@@ -62,7 +62,7 @@ def _backward(
     q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     heads = Heads(q8, None, q_inv), Heads(k8, None, k_inv), Heads(v8, None, v_inv)
-    dout, q, k = rows_contiguous(dout), rows_contiguous(q), rows_contiguous(k)
+    dout, q, k = within_reach(dout), within_reach(q), within_reach(k)
     return _fp8_backward_kernels.backward(dout, q, k, out, lse, heads, out.shape[3], causal, scale)
 
 
@@ -86,7 +86,7 @@ def _fake_backward(
     dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, q8: Tensor, k8: Tensor, v8: Tensor,
     q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k = rows_contiguous(q), rows_contiguous(k)
+    q, k = within_reach(q), within_reach(k)
     dv = torch.empty_like(k) if out.shape[3] == k.shape[3] else k.new_empty(*k.shape[:3], out.shape[3])
     return torch.empty_like(q), torch.empty_like(k), dv
 

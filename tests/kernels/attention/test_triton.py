@@ -430,3 +430,24 @@ def test_emulated_exponentials_are_as_good(emulated: int) -> None:
         for share in (0, emulated)
     ]
     assert errors[1] <= 1.2 * errors[0]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("name", ["triton", "triton_fp8"])
+def test_rows_further_apart_than_a_tile_s_32_bits_count(name: str) -> None:
+    """4.4 GB of addresses, of which 130 pages are touched."""
+    generator = torch.Generator().manual_seed(0)
+    near = torch.randn(1, 1, 130, 16, generator=generator).bfloat16()
+    apart = 17 << 20
+    far = torch.empty(130 * apart, dtype=torch.bfloat16).as_strided(near.shape, (0, 0, apart, 1))
+    far.copy_(near)
+    attend = attention.load(name).forward
+    found = []
+    for given in (near, far):
+        leaf = given.detach().requires_grad_()
+        out = attend(leaf, leaf, leaf, causal=True, scale=0.25)
+        out.backward(given)
+        found.append((out.detach(), leaf.grad))
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
