@@ -32,10 +32,12 @@ def wins(role: str, a: Tensor, b: Tensor, kind: str | None = None) -> bool:
     """
     if torch.compiler.is_compiling() or not a.is_cuda or (kind is not None and KINDS[kind][1]):
         return False
-    half = a.dtype.itemsize == 2 and a.dtype is b.dtype
+    half = a.dtype.itemsize == 2 and a.dtype is b.dtype and a.dim() == b.dim() == 2
     legal = half and all(x.is_contiguous() and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0 for x in (a, b))
-    n = b.shape[1 if role == GRADIENT else 0]
-    return legal and n % 8 == 0 and _chosen(role, a.shape[0], n, a.shape[1], a.get_device())
+    if not legal:
+        return False
+    n, k = b.shape[::-1] if role == GRADIENT else b.shape
+    return k == a.shape[1] and n % 8 == 0 and _chosen(role, a.shape[0], n, k, a.get_device())
 
 
 @functools.lru_cache(maxsize=4096)  # sequences of many lengths would fill it for ever
@@ -59,12 +61,25 @@ def choose(role: str, m: int, n: int, k: int, *, gpu: str) -> bool:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias by the faster one: x (M, K), weight (N, K), bias (N,) -> (M, N), in `out` where it is given."""
-    if wins(PRODUCT, x, weight) and (out is None or (out.is_contiguous() and out.data_ptr() % 16 == 0)):
+    """x @ weight.T + bias by the faster one: x (M, K), weight (N, K), bias (N,) -> (M, N), in `out` where it is given.
+
+    For what PyTorch refuses it raises as PyTorch does. Of the kernel's product autograd knows nothing.
+    """
+    if wins(PRODUCT, x, weight) and _fits(x, weight, bias, out):
         return _product(x, weight, bias, out)
     if out is None:
         return F.linear(x, weight, bias)
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> bool:
+    """Whether bias is one of the product's and out is one that it may write."""
+    if bias is not None and (bias.dtype is not x.dtype or bias.shape != weight.shape[:1]):
+        return False
+    shape = x.shape[0], weight.shape[0]
+    return out is None or (
+        out.dtype is x.dtype and out.shape == shape and out.is_contiguous() and out.data_ptr() % 16 == 0
+    )
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, chosen: Plan | None = None) -> Tensor:

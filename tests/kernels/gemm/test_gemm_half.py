@@ -1,6 +1,8 @@
 """GEMMs in half precision with an MLP's activation in their epilogue: the numbers, and when they run."""
 
+import contextlib
 import importlib
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,9 +68,11 @@ def test_what_the_kernel_cannot_read_is_not_its(everywhere: None, monkeypatch: p
     for one, other in (
         (a.float(), b.float()), (a, b.half()), (a.t(), b), (a[:, :24], b[:, :24].contiguous()), (a, shifted),
         (torch.zeros(16, 20, dtype=BF16), torch.zeros(24, 20, dtype=BF16)), (a, b[:20]),
+        (a, torch.zeros(24, 40, dtype=BF16)), (a.view(2, 8, 32), b), (a[0], b), (a, b[0]),
     ):  # fmt: skip
         assert not _half.wins(PRODUCT, one, other)
     assert not _half.wins(ACTIVATED, a, b, "geglu")
+    assert not _half.wins(GRADIENT, a, b, "gelu")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not _half.wins(PRODUCT, a, b)
 
@@ -95,6 +99,34 @@ def test_a_product_is_torchs_where_the_kernel_is_not_faster_and_else_the_kernels
     monkeypatch.setattr(_half, "wins", lambda *_: True)
     _half.multiply(x, weight, bias, out=torch.empty(8, 6, dtype=BF16).t())
     assert len(launched) == 1  # it writes contiguous matrices
+
+
+@pytest.mark.parametrize(
+    ("changed", "raises"),
+    [
+        ({"weight": torch.zeros(8, 24, dtype=BF16)}, True),
+        ({"bias": torch.zeros(8)}, True),
+        ({"bias": torch.zeros(7, dtype=BF16)}, True),
+        ({"bias": torch.ones(1, dtype=BF16)}, False),
+        ({"x": torch.zeros(2, 3, 16, dtype=BF16)}, False),
+        ({"out": torch.zeros(6, 8)}, True),
+        ({"out": torch.zeros(6, 16, dtype=BF16)}, False),
+    ],
+)  # fmt: skip
+def test_what_only_pytorch_multiplies_or_refuses_is_pytorchs(
+    changed: dict[str, Tensor], raises: bool, everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(_half, "_launch", lambda *args, **_: launched.append(args))
+    x, weight = torch.ones(6, 16, dtype=BF16), torch.ones(8, 16, dtype=BF16)
+    _half.multiply(x, weight, torch.zeros(8, dtype=BF16), out=torch.zeros(6, 8, dtype=BF16))
+    assert launched
+    given: dict[str, Any] = {"x": x, "weight": weight, "bias": None, "out": None} | changed
+    launched.clear()
+    with pytest.raises(RuntimeError) if raises else contextlib.nullcontext(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # out gets another shape
+        _half.multiply(given["x"], given["weight"], given["bias"], out=given["out"])
+    assert not launched
 
 
 # The numbers
