@@ -21,9 +21,10 @@ LOG2_E = 1.4426950408889634
 # x times the logistic function of x (a + b x^2) is x / (1 + 2^(x (LINEAR + CUBIC x^2))).
 GELU_LINEAR, GELU_CUBIC = gl.constexpr(-GELU[0] * LOG2_E), gl.constexpr(-GELU[0] * GELU[1] * LOG2_E)
 QGELU_LINEAR, SILU_LINEAR = gl.constexpr(-QGELU * LOG2_E), gl.constexpr(-LOG2_E)
-# Phi(-u) = 2^(SQUARE u^2) t (a1 + a2 t + ... + a5 t^4) / 2, t = 1 / (1 + SHRINK u), to 7.5e-8: Abramowitz, Stegun, 7.1.26.
+# The slopes of the logistic function's arguments are INNER + INNER_CUBIC x^2; DENSITY is the normal distribution's at 0.
 GELU_INNER, GELU_INNER_CUBIC = gl.constexpr(GELU[0]), gl.constexpr(3 * GELU[0] * GELU[1])
 QGELU_INNER, NORMAL_DENSITY = gl.constexpr(QGELU), gl.constexpr(1 / math.sqrt(2 * math.pi))
+# Phi(-u) = 2^(SQUARE u^2) t (a1 + a2 t + ... + a5 t^4) / 2, t = 1 / (1 + SHRINK u), to 7.5e-8: Abramowitz, Stegun, 7.1.26.
 NORMAL_SQUARE, NORMAL_SHRINK = gl.constexpr(-0.5 * LOG2_E), gl.constexpr(0.3275911 * 0.5**0.5)
 
 
