@@ -24,6 +24,7 @@ from te_bench.kernels.linear_cross_entropy._tied import tied
 from te_bench.models import fp8, fp8_attention, fused_blocks
 from te_bench.models.configs import CONFIGS as CONFIGS  # part of this module's interface
 from te_bench.models.configs import GPTConfig as GPTConfig
+from te_bench.models.modules._stretch import unwatched
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe
 
@@ -214,7 +215,7 @@ class GPT(nn.Module):
         table: Tensor = tables[0].weight
         copy = weight if getattr(weight, "copy_of", None) is table else None  # an optimizer's, in the table's place
         shared = (weight is table or copy is not None) and head.copied and not torch.compiler.is_compiling()
-        if not shared or any(module._forward_hooks or module._forward_pre_hooks for module in tables):
+        if not shared or not unwatched(tables):
             x = self.hidden(tokens).flatten(0, 1)
             loss: Tensor = head.forward(x, weight, targets, vocab=self.config.vocab_size)
             return loss

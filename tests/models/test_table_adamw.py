@@ -454,10 +454,23 @@ def test_a_head_that_is_no_longer_tied_has_a_gradient_of_its_own(optimizer: str 
     assert found[1]["lm_head.weight"].any()
 
 
+HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], object]] = {
+    "forward": lambda module, seen: module.register_forward_hook(seen),
+    "before it": lambda module, seen: module.register_forward_pre_hook(seen),
+    "backward": lambda module, seen: module.register_full_backward_hook(seen),
+    "before that": lambda module, seen: module.register_full_backward_pre_hook(seen),
+    "everywhere": lambda module, seen: nn.modules.module.register_module_forward_hook(
+        lambda one, *_: seen() if one is module else None
+    ),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("name", ["wte", "wpe"])
-def test_who_hooks_an_embedding_is_called(name: str) -> None:
-    seen = []
+def test_who_hooks_an_embedding_is_called(name: str, hook: str) -> None:
+    seen: list[None] = []
     step = a_step("bf16", head="chunked")
-    step.model.transformer.get_submodule(name).register_forward_hook(lambda *_: seen.append(1))
+    handle: Any = HOOKS[hook](step.model.transformer.get_submodule(name), lambda *_: seen.append(None))
     step(*a_batch())
+    handle.remove()
     assert seen
