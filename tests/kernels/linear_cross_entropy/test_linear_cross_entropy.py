@@ -11,6 +11,7 @@ from lce_checks import PLACES, REFERENCE, Case, Forward, assert_right, draw, exa
 from torch import Tensor
 
 from te_bench.kernels import linear_cross_entropy
+from te_bench.kernels.gemm import _half
 from te_bench.kernels.linear_cross_entropy import Problem, _autograd, _kernels
 
 CHUNKED = linear_cross_entropy.load("chunked").forward
@@ -44,6 +45,21 @@ def test_chunked_is_as_good_as_the_reference(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_chunked_is_as_good_at_size(dtype: torch.dtype) -> None:
     assert_right(CHUNKED, draw(4000, 768, 50257, 50304, dtype, "cuda"), rows=1500, strip=700)
+
+
+def test_logits_are_made_by_the_faster_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stood in for by what it is to compute."""
+    case = integers(70, 32, 100, 128, prepare("plain", monkeypatch))
+    wanted, made = run(CHUNKED, case, rows=40, strip=32), []
+
+    def launch(x: Tensor, weight: Tensor, bias: None, _: object, out: Tensor, **__: object) -> None:
+        made.append(len(x))
+        out.copy_(x @ weight.t())
+
+    monkeypatch.setattr(_half, "wins", lambda role, *_: role == _half.PRODUCT)
+    monkeypatch.setattr(_half, "_launch", launch)
+    assert all(map(torch.equal, run(CHUNKED, case, rows=40, strip=32), wanted))
+    assert made == [32, 8, 30]
 
 
 def test_the_reference_is_the_formula() -> None:
