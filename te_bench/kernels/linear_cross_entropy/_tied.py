@@ -96,10 +96,17 @@ def kernel(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
 def embed(table: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """table[tokens] + positions[:T]: (Vp, D), (at least T, D), (B, T) int64 -> (B, T, D).
 
-    On a GPU an unknown token's row is NaN, where PyTorch ends the process; on a CPU it raises IndexError.
+    On a GPU an unknown token's row is NaN, where PyTorch ends the process; on a CPU it raises IndexError. Raises ValueError
+    for positions that are too few, or of another width.
     """
     length = tokens.shape[1]
-    if not (table.is_cuda or INTERPRETED) or table.dtype is not positions.dtype or not tokens.numel():
+    if len(positions) < length or positions.shape[1:] != table.shape[1:]:
+        raise ValueError(
+            f"positions {tuple(positions.shape)} of {length} tokens and a table {tuple(table.shape)}: at least {length} "
+            f"rows of {table.shape[1]} columns are added to the tokens'"
+        )
+    able = (table.is_cuda or INTERPRETED) and tokens.dtype in (torch.int64, torch.int32)
+    if not able or table.dtype is not positions.dtype or not tokens.numel():
         return F.embedding(tokens, table) + positions[:length]
     return embed_by_kernel(table.contiguous(), positions.contiguous(), tokens.contiguous())
 

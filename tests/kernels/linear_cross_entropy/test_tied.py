@@ -86,6 +86,19 @@ def test_rows_of_two_tables_are_looked_up_and_added(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("place", PLACES)
+def test_what_does_not_fit_the_table_is_refused(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, positions, tokens = draw(14, prepare(place, monkeypatch))
+    tokens = tokens.view(2, 7)
+    for wrong in (positions[:6], positions[:1], positions[:, :32]):
+        with pytest.raises(ValueError, match="at least 7 rows of 48 columns"):
+            _tied.embed(table, wrong, tokens)
+    with pytest.raises(RuntimeError, match=r"Long|Int"):
+        _tied.embed(table, positions, tokens.float())
+    assert torch.equal(_tied.embed(table, positions, tokens.int()), table[tokens] + positions[:7])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "plain"])
 def test_an_unknown_token_is_nan_and_adds_to_no_row(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table, rows, tokens = draw(14, prepare(place, monkeypatch))
