@@ -4,10 +4,10 @@
 
 That is one autograd.Function, `Between`; `Enter` is what comes before the first attention. Addition, norm and cast are one
 kernel, activation and cast another; in the backward pass the norm's gradient, the stream's and their rounding are one, the
-activation's gradient, cast and bias gradient another (in half precision the activation and its slope may leave with the GEMMs
-beside them: kernels.gemm._half), and the gradients of q, k and v are cast as one matrix. Rounded where
+activation's gradient, cast and bias gradient another, and the gradients of q, k and v are cast as one matrix. Rounded where
 modules one after the other round. Where a recipe needs the finished tensor for its scale the cast is a kernel of its own;
-without a recipe nothing is cast, and GEMMs read what the same kernels leave in bf16.
+without a recipe nothing is cast, GEMMs read what the same kernels leave in bf16, and the activation and its slope leave with
+the GEMMs beside them where that was measured to be faster (kernels.gemm._half).
 """
 
 from collections.abc import Iterable
