@@ -100,7 +100,7 @@ def activated(
 def gradient(g: Tensor, down: Tensor, h: Tensor, kind: str, chosen: Plan | None = None) -> Tensor:
     """dh = (g @ down) * f'(h), where the kernel `wins`: g (M, K), down (K, N), h (M, N) -> (M, N)."""
     dh = torch.empty_like(h)
-    made = Epilogue(activation=kind, residual=True)
+    made = Epilogue(activation=kind, residual=True)  # h comes in as a residual does, and takes its shared memory
     _launch(g, down, None, made, dh, residual=h, across=True, chosen=chosen)
     return dh
 

@@ -16,6 +16,7 @@ from te_bench.kernels.activation import KINDS, reference
 from te_bench.kernels.gemm import ACTIVATIONS, _half, _half_measured
 from te_bench.kernels.gemm._half import ACTIVATED, GRADIENT, PRODUCT, choose
 from te_bench.kernels.gemm._half_measured import GPU, ROWS, Row
+from te_bench.kernels.gemm._plans import Plan
 
 BF16 = torch.bfloat16
 
@@ -50,6 +51,19 @@ def test_every_shape_was_measured_once_and_the_table_is_as_its_benchmark_writes_
     script = importlib.import_module("gemm_half")
     written = Path(_half_measured.__file__).read_text(encoding="utf-8")
     assert script.source(list(ROWS), GPU, _half_measured.MEASURED) == written
+
+
+def test_the_nearest_height_counts_and_a_gpu_without_the_kernel_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Row(PRODUCT, m, 4096, 64, apart, 1.0) for m, apart in ((8192, 2.0), (65536, 1.0))]
+    monkeypatch.setattr(_half, "ROWS", rows)
+    assert [choose(PRODUCT, m, 4096, 64, gpu=GPU) for m in (10000, 50000)] == [True, False]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    for capability in ((9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, there=capability: there)
+        monkeypatch.setattr(_half.gluon, "INTERPRETED", False)
+        _half._chosen.cache_clear()
+        assert _half._chosen(PRODUCT, 8192, 4096, 64, 0) == (capability == (9, 0))
+    _half._chosen.cache_clear()
 
 
 @pytest.fixture
@@ -127,6 +141,54 @@ def test_what_only_pytorch_multiplies_or_refuses_is_pytorchs(
         warnings.simplefilter("ignore")  # out gets another shape
         _half.multiply(given["x"], given["weight"], given["bias"], out=given["out"])
     assert not launched
+
+
+class Launched:
+    """In the kernel's place: where it is launched, and with what."""
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return lambda *args, **constants: setattr(self, "call", SimpleNamespace(grid=grid, args=args, **constants))
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, call: Any) -> SimpleNamespace:
+    kernel = Launched()
+    described = lambda x, rows, columns: (x, rows, columns)  # noqa: E731
+    stand_in = SimpleNamespace(
+        gluon_gemm_kernel=kernel, _descriptor=described, _layout=described, _in_gluon=str, _constants=Plan._asdict
+    )
+    monkeypatch.setattr(_half, "gluon", stand_in)
+    monkeypatch.setattr(_half, "_processors", lambda device: 132)
+    call()
+    found: SimpleNamespace = kernel.call  # type: ignore[attr-defined]
+    return found
+
+
+def test_what_the_kernel_is_told_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The right-hand side's block lies as it does; what leaves, by parts; the residual's place is the gradient's."""
+    x, up, down = (torch.zeros(shape, dtype=BF16) for shape in ((512, 192), (256, 192), (192, 256)))
+    h, bias = torch.zeros(512, 256, dtype=BF16), torch.zeros(256, dtype=BF16)
+    made = launched(monkeypatch, lambda: _half._product(x, up, bias, None))
+    assert made.grid == (8,)
+    assert made.args[0] == (x, 128, 64)
+    assert made.args[1] == (up, 128, 64)
+    assert [made.args[2][0].shape, *made.args[2][1:]] == [(512, 256), 128, 64]
+    assert made.args[3:9] == (None,) * 6
+    assert made.args[9] is bias
+    assert made.args[10:] == (None, None, None, 512, 256, 192)
+    assert (made.ACTIVATION, made.ACROSS, made.GRADIENT, made.STORES, made.IN_PLACE) == (None, False, False, 1, False)
+    made = launched(monkeypatch, lambda: _half.activated(x, up, None, "gelu"))
+    out, pre = made.args[2:4]
+    assert out[1:] == pre[1:] == (128, 32)
+    assert out[0] is not pre[0]
+    assert (made.ACTIVATION, made.ACROSS, made.GRADIENT, made.STORES, made.IN_PLACE) == ("gelu", False, False, 2, False)
+    assert (made.parts, made.slots, made.STAGES) == (4, 2, 5)  # 64 KB of h and y beside five blocks of 32
+    made = launched(monkeypatch, lambda: _half.gradient(x, down, h, "gelu_erf"))
+    assert made.args[1] == (down, 64, 128)
+    assert made.args[3] is None
+    assert made.args[4] == (h, 128, 64)
+    assert made.args[10:] == (None, None, None, 512, 256, 192)
+    assert (made.ACTIVATION, made.ACROSS, made.GRADIENT, made.STORES) == ("gelu_erf", True, True, 1)
+    assert (made.IN_PLACE, made.PROMOTE, made.A_KIND) == (True, False, "none")
 
 
 # The numbers

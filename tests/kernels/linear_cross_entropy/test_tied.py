@@ -78,8 +78,8 @@ def test_rows_of_two_tables_are_looked_up_and_added(
     assert torch.equal(_tied.embed(table, positions, tokens), expected)
     apart = table.new_zeros(PADDED, 2 * D)[:, :D]
     apart.copy_(table)
-    turned = tokens.t().contiguous().t()
-    assert torch.equal(_tied.embed(apart, positions, turned), expected)
+    turned, across = tokens.t().contiguous().t(), positions.t().contiguous().t()
+    assert torch.equal(_tied.embed(apart, across, turned), expected)
     assert torch.equal(
         _tied.embed(table, positions.bfloat16(), tokens), table[tokens] + positions[: shape[1]].bfloat16()
     )
@@ -208,5 +208,7 @@ def test_one_table_is_made_and_one_of_two_users_is_enough() -> None:
     assert torch.equal(leaf.grad, (1 + counts).float().expand_as(table))
     for which, wanted in ((0, counts.float().expand_as(table)), (1, torch.ones_like(table))):
         leaf = table.clone().requires_grad_()
-        _tied.tied(leaf, positions, tokens)[which].sum().backward()
+        where = positions.clone().requires_grad_(which == 0)
+        _tied.tied(leaf, where, tokens)[which].sum().backward()
+        assert (where.grad is None) == (which == 1)
         assert torch.equal(leaf.grad, wanted)  # type: ignore[arg-type]
