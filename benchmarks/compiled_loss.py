@@ -60,14 +60,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=12)
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ways = (("eager", "eager", contextlib.nullcontext()), ("compile", "compile", contextlib.nullcontext()))
-    eager = None
-    for name, mode, inside in (*ways, ("compile, with barriers", "compile", barriers())):
-        with inside:
-            found = losses(asked.model, asked.layers, asked.batch, device, mode)
-        eager = found[0] if eager is None else eager
-        told = ", ".join(f"{loss - eager:+.6f}" for loss in found)
-        print(f"{name}: {told}" + (f" of {eager:.6f}" if mode == "eager" else ""), flush=True)
+    given = asked.model, asked.layers, asked.batch, device
+    eager = losses(*given, "eager")
+
+    def told(found: list[float]) -> str:
+        return ", ".join(f"{loss - eager[0]:+.6f}" for loss in found)
+
+    print(f"eager: {told(eager)} of {eager[0]:.6f}", flush=True)
+    print(f"compile: {told(losses(*given, 'compile'))}", flush=True)
+    with barriers():
+        print(f"compile, with barriers: {told(losses(*given, 'compile'))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,10 @@
 On an NVIDIA GPU that Gluon's kernels run on; half a minute. More shapes: add rows there, with any figures.
 """
 
-import datetime
 import sys
-from pathlib import Path
 
 import torch
-import triton
-from _race import Calls, race
+from _race import Calls, here, measured_table, race
 
 from te_bench.kernels import activation
 from te_bench.kernels.gemm import _half, _half_measured
@@ -47,18 +44,14 @@ def measured(row: Row) -> Row:
 
 def source(rows: list[Row], gpu: str, versions: str) -> str:
     """_half_measured.py with these rows, all above them as it is."""
-    head = Path(_half_measured.__file__).read_text(encoding="utf-8").split("\nGPU = ")[0]
     lines = [f'    Row("{r.role}", {r.m}, {r.n}, {r.k}, {r.apart}, {r.gluon}),' for r in rows]
-    told = [f'GPU = "{gpu}"', f'MEASURED = "{versions}"', "# fmt: off", "ROWS = (", *lines, ")", "# fmt: on", ""]
-    return head + "\n" + "\n".join(told)
+    return measured_table(_half_measured, lines, gpu, versions)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    today = datetime.datetime.now(datetime.UTC).date()
-    versions = f"{today}, torch {torch.__version__}, Triton {triton.__version__}"
     rows = [measured(row) for row in _half_measured.ROWS]
-    print(source(rows, torch.cuda.get_device_name(), versions), end="")
+    print(source(rows, *here()), end="")
 
 
 if __name__ == "__main__":

@@ -5,14 +5,12 @@
 On an NVIDIA GPU that every backend runs on; half a minute. More shapes: add rows there, with any figures.
 """
 
-import datetime
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import triton
+from _race import here, measured_table
 
 from te_bench.kernels.gemm import Problem, _measured, load
 from te_bench.kernels.gemm._measured import Row
@@ -72,22 +70,18 @@ def measured(row: Row) -> Row:
 
 def source(rows: list[Row], gpu: str, versions: str) -> str:
     """_measured.py with these rows, all above them as it is."""
-    head = Path(_measured.__file__).read_text(encoding="utf-8").split("\nGPU = ")[0]
     lines = [
         f'    Row({r.m}, {r.n}, {r.k}, "{r.granularity}", {r.fast}, '
         + "{" + ", ".join(f'"{name}": {speed}' for name, speed in r.tflops.items()) + "}),"
         for r in rows
     ]  # fmt: skip
-    told = [f'GPU = "{gpu}"', f'MEASURED = "{versions}"', "# fmt: off", "ROWS = (", *lines, ")", "# fmt: on", ""]
-    return head + "\n" + "\n".join(told)
+    return measured_table(_measured, lines, gpu, versions)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    today = datetime.datetime.now(datetime.UTC).date()
-    versions = f"{today}, torch {torch.__version__}, Triton {triton.__version__}"
     rows = [measured(row) for row in _measured.ROWS]
-    print(source(rows, torch.cuda.get_device_name(), versions), end="")
+    print(source(rows, *here()), end="")
 
 
 if __name__ == "__main__":

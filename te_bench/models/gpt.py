@@ -190,10 +190,10 @@ class GPT(nn.Module):
         """
         return contextlib.nullcontext() if self.recipe is None else fp8.autocast(enabled, recipe=self.recipe)
 
-    def hidden(self, tokens: Tensor, embedded: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, C), after the last LayerNorm. Raises ValueError when T > block_size."""
         self._check(tokens)
-        return self.transformer(tokens, embedded)
+        return self.transformer(tokens)
 
     def _check(self, tokens: Tensor) -> None:
         if self.recipe is not None and fp8.current.recipe is None:
@@ -221,7 +221,7 @@ class GPT(nn.Module):
             return loss
         self._check(tokens)
         embedded, again = tied(table, tables[1].weight, tokens)
-        x = self.hidden(tokens, embedded).flatten(0, 1)
+        x = self.transformer(tokens, embedded).flatten(0, 1)
         loss = head.forward(x, again, targets, vocab=self.config.vocab_size, copy=copy)
         return loss
 

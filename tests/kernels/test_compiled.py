@@ -57,8 +57,7 @@ def on_an_h200(call: Call) -> Call:
     """The call with the H200's number of processors, of which launchers make constants."""
 
     def there() -> None:
-        gemm._processors = gluon._processors = _half._processors = lambda device: PROCESSORS  # type: ignore[assignment]
-        norm._multiprocessors = lambda device: PROCESSORS  # type: ignore[assignment]
+        gemm._processors = gluon._processors = norm._multiprocessors = lambda device: PROCESSORS  # type: ignore[assignment]
         _kernels._shares = lambda device: triton.next_power_of_2(3 * PROCESSORS)  # type: ignore[assignment]
         call()
 
@@ -402,7 +401,7 @@ FAMILIES: dict[str, dict[str, Call]] = {
         "mean": lambda: cross_entropy.mean(torch.empty(M), torch.empty(3, 4)),
         "scaled": lambda: cross_entropy.scale(matrix(M, D, FP32), one(), matrix(M, D)),
         "scaled in place": lambda: cross_entropy.scale(*in_place(matrix(V, D, FP32))),
-        "tied": lambda: _tied.kernel(matrix(V, D, FP32), matrix(M, D, FP32), torch.zeros(M).long()),
+        "tied": lambda: _tied.add_rows_by_kernel(matrix(V, D, FP32), matrix(M, D, FP32), torch.zeros(M).long()),
         "embedded": lambda: _tied.embed_by_kernel(matrix(V, D, FP32), matrix(1024, D, FP32), torch.zeros(12, 1024).long()),
     },
 }  # fmt: skip

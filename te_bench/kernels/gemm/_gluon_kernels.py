@@ -104,10 +104,8 @@ def _fetch(
             for box in gl.static_range(BOXES):
                 place = a_shared.index(stage * BOXES + box)
                 tma.async_copy_global_to_shared(a_desc, [row + box * BOX, k * BLOCK_K], ready, place)
-            if ACROSS:
-                tma.async_copy_global_to_shared(b_desc, [k * BLOCK_K, column], ready, b_shared.index(stage))
-            else:
-                tma.async_copy_global_to_shared(b_desc, [column, k * BLOCK_K], ready, b_shared.index(stage))
+            at = [k * BLOCK_K, column] if ACROSS else [column, k * BLOCK_K]
+            tma.async_copy_global_to_shared(b_desc, at, ready, b_shared.index(stage))
             step += 1
         position = _next(position, length, blocks, STREAM)
 

@@ -17,10 +17,8 @@ from te_bench.kernels import _gluon
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import Epilogue, _policy, gluon
 from te_bench.kernels.gemm._half_measured import GPU, ROWS
-from te_bench.kernels.gemm._plans import TURNS, Plan, plan, programs
-from te_bench.kernels.gemm.triton import _processors
+from te_bench.kernels.gemm._plans import TURNS, Plan, plan
 
-BLOCK = 64  # of K: 128 bytes
 TWO_OUT = TURNS._replace(parts=4, slots=2)  # of both h and y: halves of 128 x 128 would not fit in the registers
 PRODUCT, ACTIVATED, GRADIENT = "product", "activated", "gradient"
 
@@ -51,13 +49,9 @@ def _chosen(role: str, m: int, n: int, k: int, device: int) -> bool:
 
 def choose(role: str, m: int, n: int, k: int, *, gpu: str) -> bool:
     """Whether the kernel is measurably faster there than cuBLASLt, and the activation's kernel, on that GPU."""
-    if gpu != GPU:
-        return False
-    found = [row for row in ROWS if (row.role, row.n, row.k) == (role, n, k) and _policy.stands_for(row.m, n, m)]
-    if not found:
-        return False
-    row = min(found, key=lambda row: max(m, row.m) / min(m, row.m))
-    return row.apart >= _policy.LEAST * row.gluon
+    asked = [row for row in ROWS if (row.role, row.n, row.k) == (role, n, k)] if gpu == GPU else []
+    row = _policy.nearest(asked, m)
+    return row is not None and row.apart >= _policy.LEAST * row.gluon
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -101,7 +95,7 @@ def gradient(g: Tensor, down: Tensor, h: Tensor, kind: str, chosen: Plan | None 
     """dh = (g @ down) * f'(h), where the kernel `wins`: g (M, K), down (K, N), h (M, N) -> (M, N)."""
     dh = torch.empty_like(h)
     made = Epilogue(activation=kind, residual=True)  # h comes in as a residual does, and takes its shared memory
-    _launch(g, down, None, made, dh, residual=h, across=True, chosen=chosen)
+    _launch(g, down, None, made, dh, residual=h, chosen=chosen)
     return dh
 
 
@@ -114,27 +108,10 @@ def _launch(
     *,
     pre: Tensor | None = None,
     residual: Tensor | None = None,
-    across: bool = False,
     chosen: Plan | None = None,
 ) -> None:
-    (m, k), n, dtype = a.shape, out.shape[1], a.dtype
-    p = chosen or (TWO_OUT if pre is not None else plan(dtype, promote=False, epilogue=made, residual=residual))
-    part = p.width // p.parts
-    with torch.cuda.device_of(a):
-        gluon.gluon_gemm_kernel[(programs(p, m, n, _processors(a.device)),)](
-            gluon._descriptor(a, p.height, BLOCK),
-            gluon._descriptor(b, BLOCK, p.width) if across else gluon._descriptor(b, p.width, BLOCK),
-            *(None if x is None else gluon._descriptor(x, p.height, part) for x in (out, pre, residual, None, None)),
-            *(None, None, None if bias is None else bias.contiguous(), None, None, None, m, n, k),
-            A_KIND="none",
-            ACROSS=across,
-            PROMOTE=False,
-            ACTIVATION=None if made.activation is None else KINDS[made.activation][0],
-            GRADIENT=residual is not None,
-            DTYPE=gluon._in_gluon(dtype),
-            OUT_LAYOUT=gluon._layout(p.height, part, dtype),
-            STORES=1 if pre is None else 2,
-            IN_PLACE=residual is not None,
-            STAGES=p.stages(dtype, made, residual),
-            **gluon._constants(p),
-        )
+    """The kernel; with a residual, an activation's input, b (K, N) and the activation's slope there."""
+    p = chosen or (TWO_OUT if pre is not None else plan(a.dtype, promote=False, epilogue=made, residual=residual))
+    left, numbers = (out, pre, residual, None, None), (None, None, bias, None, None, None)
+    slope = residual is not None
+    gluon.run(p, a, b, left, numbers, made, a.dtype, kind="none", promote=False, across=slope, gradient=slope)

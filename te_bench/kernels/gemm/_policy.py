@@ -6,7 +6,8 @@ and on nothing else: a trial's record names the kernels that ran.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,18 @@ LEAST = 1.05
 NEAR, TILE, MANY = 1.25, 128, 8 * 132
 PLAIN = Epilogue()
 LAUNCHES: dict[str, Callable[..., Product]] = {"gluon": gluon._launch, "triton": triton._launch}
+
+
+class Shape(Protocol):
+    """Of a measured row, here and in _half_measured.py."""
+
+    @property
+    def m(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+
+
+Measured = TypeVar("Measured", bound=Shape)
 
 
 def forward(
@@ -113,20 +126,23 @@ def _launch(
 
 def choose(m: int, n: int, k: int, *, granularity: str, fast: bool, gpu: str) -> str:
     """The backend's name, of E4M3 operands (M, K) and (N, K) with scales per "tensor" or "row"."""
-    if gpu != GPU:
+    shape = (n, k, granularity, fast)
+    asked = [row for row in ROWS if (row.n, row.k, row.granularity, row.fast) == shape] if gpu == GPU else []
+    row = nearest(asked, m)
+    if row is None:
         return USUAL
-    asked = (n, k, granularity, fast)
-    found = [row for row in ROWS if (row.n, row.k, row.granularity, row.fast) == asked and stands_for(row.m, row.n, m)]
-    if not found:
-        return USUAL
-    row = min(found, key=lambda row: max(m, row.m) / min(m, row.m))
     best = max(row.tflops, key=lambda name: row.tflops[name])
     return best if row.tflops[best] >= LEAST * row.tflops[USUAL] else USUAL
 
 
-def stands_for(measured: int, n: int, m: int) -> bool:
-    """Whether what was measured of (measured, n) tells of (m, n)."""
+def nearest(rows: Sequence[Measured], m: int) -> Measured | None:
+    """Of rows of one (N, K) that stand for a height of m the one whose own is the nearest."""
+    found = [row for row in rows if _stands_for(row, m)]
+    return min(found, key=lambda row: max(m, row.m) / min(m, row.m), default=None)
+
+
+def _stands_for(row: Shape, m: int) -> bool:
     if not m:
         return False
-    tiles = min(-(-height // TILE) * -(-n // TILE) for height in (m, measured))
-    return max(m, measured) <= NEAR * min(m, measured) or tiles >= MANY
+    tiles = min(-(-height // TILE) * -(-row.n // TILE) for height in (m, row.m))
+    return max(m, row.m) <= NEAR * min(m, row.m) or tiles >= MANY

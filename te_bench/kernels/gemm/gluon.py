@@ -23,8 +23,7 @@ try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from te_bench.kernels.gemm._gluon_kernels import gluon_gemm_accumulate_kernel
-    from te_bench.kernels.gemm._gluon_kernels import gluon_gemm_kernel as gluon_gemm_kernel  # _half's, too
+    from te_bench.kernels.gemm._gluon_kernels import gluon_gemm_accumulate_kernel, gluon_gemm_kernel
 except ImportError:
     MISSING: str | None = _gluon.ABSENT
 else:
@@ -70,7 +69,7 @@ def _launch(
 ) -> Product:
     """D and what its epilogue leaves, none of M, N and K being 0."""
     kind = _kind(a, b, a_scale_inv, b_scale_inv, bias)
-    (m, k), n, device = a.shape, b.shape[0], a.device
+    m, n, device = a.shape[0], b.shape[0], a.device
     target = None if epilogue.target is None else DTYPES[epilogue.target]
     p = chosen or plan(out_dtype, promote=not fast_accum, epilogue=epilogue, residual=residual)
     out = a.new_empty((m, n), dtype=out_dtype) if epilogue.out else None
@@ -78,19 +77,50 @@ def _launch(
     data = a.new_empty((m, n), dtype=target) if target is not None and epilogue.rowwise else None
     data_t = a.new_empty((n, m), dtype=target) if target is not None and epilogue.columnwise else None
     scale_inv = None if target is None else torch.empty((), dtype=torch.float32, device=device)
-    part = p.width // p.parts
-    left = [None if x is None else _descriptor(x, p.height, part) for x in (out, pre, residual, data)]
+    left, numbers = (out, pre, residual, data, data_t), (a_scale_inv, b_scale_inv, bias, scale, scale_inv, amax)
+    run(p, a, b, left, numbers, epilogue, out_dtype, kind=kind, promote=not fast_accum)
+    if target is None:
+        return Product(out, pre, None)
+    there, back = (None if x is None else scale_inv for x in (data, data_t))
+    return Product(out, pre, Quantized(data, there, data_t, back))
+
+
+def run(
+    p: Plan,
+    a: Tensor,
+    b: Tensor,
+    left: tuple[Tensor | None, ...],
+    numbers: tuple[Tensor | None, ...],
+    epilogue: Epilogue,
+    out_dtype: torch.dtype,
+    *,
+    kind: str,
+    promote: bool,
+    across: bool = False,
+    gradient: bool = False,
+) -> None:
+    """The kernel on a (M, K) and b (N, K), or, across, (K, N), by the plan.
+
+    left: out, what precedes its activation, residual, and FP8 in two layouts; numbers: both operands' scale_inv, bias, and
+    the FP8's scale, scale_inv and amax; gradient: out is the product times the activation's slope at the residual.
+    """
+    out, pre, residual, data, data_t = left
+    a_scale_inv, b_scale_inv, bias, *of_fp8 = numbers
+    (m, k), n = a.shape, b.shape[1 if across else 0]
+    part, block = p.width // p.parts, BLOCK // a.dtype.itemsize
     staged = out is not None or data_t is not None
     with torch.cuda.device_of(a):
-        gluon_gemm_kernel[(programs(p, m, n, _processors(device)),)](
-            *(_descriptor(a, p.height, BLOCK), _descriptor(b, p.width, BLOCK), *left),
+        gluon_gemm_kernel[(programs(p, m, n, _processors(a.device)),)](
+            _descriptor(a, p.height, block),
+            _descriptor(b, block, p.width) if across else _descriptor(b, p.width, block),
+            *(None if x is None else _descriptor(x, p.height, part) for x in (out, pre, residual, data)),
             *(None if data_t is None else _descriptor(data_t, part, p.height), a_scale_inv, b_scale_inv),
-            *(None if bias is None else bias.contiguous(), scale, scale_inv, amax, m, n, k),
+            *(None if bias is None else bias.contiguous(), *of_fp8, m, n, k),
             A_KIND=kind,
-            ACROSS=False,
-            PROMOTE=not fast_accum,
-            GRADIENT=False,
+            ACROSS=across,
+            PROMOTE=promote,
             ACTIVATION=None if epilogue.activation is None else KINDS[epilogue.activation][0],
+            GRADIENT=gradient,
             DTYPE=_in_gluon(out_dtype),
             OUT_LAYOUT=_layout(p.height, part, out_dtype),
             STORES=sum(x is not None for x in (out, pre, data, data_t)),
@@ -98,10 +128,6 @@ def _launch(
             STAGES=p.stages(out_dtype, epilogue, residual),
             **_constants(p),
         )
-    if target is None:
-        return Product(out, pre, None)
-    there, back = (None if x is None else scale_inv for x in (data, data_t))
-    return Product(out, pre, Quantized(data, there, data_t, back))
 
 
 def _kind(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None = None) -> str:

@@ -79,10 +79,10 @@ def add_rows(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
     if not (table.is_cuda or INTERPRETED):
         table.index_add_(0, tokens, rows.to(table.dtype))
     elif rows.numel():
-        kernel(table, rows, tokens)
+        add_rows_by_kernel(table, rows, tokens)
 
 
-def kernel(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
+def add_rows_by_kernel(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
     """The same by the kernel, of one row and more."""
     (n, d), rows = rows.shape, rows.contiguous()
     ordered, places = tokens.int().sort(stable=True)

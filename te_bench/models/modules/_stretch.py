@@ -207,27 +207,27 @@ def _up_backward(
     g: Quantized, h: Tensor, total: Tensor | None, plan: Plan, kept: tuple[Any, ...]
 ) -> tuple[Quantized, tuple[Any, ...]]:
     """The gradient of h as an operand of fc, from that of what out makes; what was kept of the activation, or that again."""
-    product = plan.fc
-    assert product is not None
-    assert plan.out is not None
-    if plan.out.gemms is None and _half.wins(_half.GRADIENT, g.data, kept[2], plan.activation):
+    fc, out = plan.fc, plan.out
+    assert fc is not None
+    assert out is not None
+    if out.gemms is None and _half.wins(_half.GRADIENT, g.data, kept[2], plan.activation):
         dh = _half.gradient(g.data, kept[2], h, plan.activation)
-        return product.operand(dh, "grad_output", True, total), kept
-    da = plan.out.dgrad(g, kept, plan.dtype)
-    if product.gemms is None:
+        return fc.operand(dh, "grad_output", True, total), kept
+    da = out.dgrad(g, kept, plan.dtype)
+    if fc.gemms is None:
         dh = activation_backend(h).backward(da, h, plan.activation)
-        return product.operand(dh, "grad_output", True, total), kept
+        return fc.operand(dh, "grad_output", True, total), kept
     if plan.scale is None:
         both = {"rowwise": True, "columnwise": True}
-        return activation_grad_quantize(product.gemms, da, h, plan.activation, **both, total=total), kept
+        return activation_grad_quantize(fc.gemms, da, h, plan.activation, **both, total=total), kept
     made, a_t = _recomputed.recomputed(
         activation_backend(h),
         da,
         h,
         plan.activation,
-        **product.cast("grad_output"),
+        **fc.cast("grad_output"),
         value_scale=plan.scale,
-        value_dtype=product.gemms.recipe.dtype("input"),
+        value_dtype=fc.gemms.recipe.dtype("input"),
         column_sum=total,
     )
     return made, (a_t, *kept[1:])
