@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import sys
@@ -327,3 +328,63 @@ def test_of_nothing_it_makes_nothing() -> None:
         assert (lse == -math.inf).all()
         grads = torch.autograd.grad(out.sum(), (q, k))
         assert not any(x.any() for x in grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("keys", [2048, 2100])
+def test_of_several_tiles_a_program_each_head_is_as_alone(keys: int, causal: bool) -> None:
+    """640 tiles and more for 132 programs, by one kernel; alone a head has 16 or 17."""
+    problem = a_problem((2, 20, keys, 128), causal=causal)
+    backend, tensors = supported("gluon", problem), draw(problem)
+    whole = run(backend, problem, tensors)
+    one = dataclasses.replace(problem, batch=1, heads=1)
+    for b, h in ((0, 0), (0, 19), (1, 7), (1, 19)):
+        parts = run(backend, one, [x[b : b + 1, h : h + 1].contiguous() for x in tensors])
+        assert torch.equal(whole[0][b, h], parts[0][0, 0])
+        for ours, theirs in zip(whole[1:], parts[1:], strict=True):  # dQ's sums have no order
+            assert largest(ours[b, h] - theirs[0, 0]) <= 1e-2 * largest(theirs)
+
+
+@pytest.mark.gpu
+def test_deterministic_repeats_of_many_tiles_are_bitwise_the_same() -> None:
+    problem = a_problem((4, 32, 2048, 128))
+    supported("gluon", problem)
+    q, k, v, dout = draw(problem)
+    first, *others = (
+        gradients(
+            lambda q, k, v: gluon.attention(q, k, v, causal=True, scale=0.1, deterministic=True)[0], [q, k, v, dout]
+        )
+        for _ in range(4)
+    )
+    assert all(torch.equal(x, y) for again in others for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_of_one_row_the_value_is_the_output(head_dim: int) -> None:
+    supported("gluon", a_problem((2, 3, 1, head_dim)))
+    for batch in (0, 2):
+        given = [torch.randn(batch, 3, 1, head_dim, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3)]
+        out, _ = gluon.attention(*given, causal=True, scale=0.1)
+        dq, dk, dv = torch.autograd.grad(out.sum(), given)
+        assert torch.equal(out, given[2])
+        assert torch.equal(dv, torch.ones_like(dv))
+        assert largest(dq) <= 1e-5, "dP - delta is the rounding of a sum"
+        assert largest(dk) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.alone  # 50 GB of the device's memory
+@pytest.mark.parametrize("length", [1024, 2048])
+def test_beyond_2_31_elements(length: int) -> None:
+    """The last head is as alone, forward and backward: by two kernels, and by one."""
+    supported("gluon", a_problem((1, 1, length, 128)))
+    batch = 2**31 // (16 * length * 128) + 1
+    q, k, v, dout = (torch.randn(batch, 16, length, 128, device="cuda", dtype=BF16) for _ in range(4))
+    assert q.numel() > 2**31
+    attend = functools.partial(gluon.attention, causal=True, scale=128**-0.5)
+    whole = gradients(lambda *given: attend(*given)[0], [q, k, v, dout])
+    for at in ((batch - 1, 15), (0, 0)):
+        few = [x[at][None, None].clone() for x in (q, k, v, dout)]
+        for ours, theirs in zip(whole, gradients(lambda *given: attend(*given)[0], few), strict=True):
+            assert largest(ours[at] - theirs[0, 0]) <= 1e-2 * largest(theirs)
