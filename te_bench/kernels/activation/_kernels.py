@@ -49,9 +49,11 @@ NORMAL_EXPONENT = tl.constexpr(-0.5 * LOG2E)
 
 # Rows, columns and warps of a tile: 256 columns of bf16 are whole 128-byte lines, 32 elements a thread.
 PLAIN = 16, 256, 4
-# Tiles as the quantisers'. A gated backward pass has five at once: 16 elements a thread.
-QUANTIZED: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "VECTOR": 8, "POLICY": "", "num_warps": 8}
-GATED_BACKWARD: dict[str, Any] = {**QUANTIZED, "ROWS": 64}
+# Tiles as the quantisers', of half as many rows and warps: of the backward pass a processor has room for five such programs,
+# and for two of 8 warps (H200: 235 us for 281 at 8192 x 16384; benchmarks/activation_tiles.py). A gated backward pass
+# has five tiles at once: 16 elements a thread.
+QUANTIZED: dict[str, Any] = {"ROWS": 64, "COLUMNS": 64, "VECTOR": 8, "POLICY": "", "num_warps": 4}
+GATED_BACKWARD: dict[str, Any] = {**QUANTIZED, "num_warps": 8}
 
 # A tensor of one number, or a view into a table of them: not worth a compilation for each alignment.
 UNALIGNED = ["scale", "amax", "counts"]
@@ -120,7 +122,7 @@ def _value_and_slope(x, F: tl.constexpr):
             argument = NEPER * x
             inner = 1.0
         s = _reciprocal(1.0 + _exp2(-argument))
-        flat = s * (1.0 - s)
+        flat = s - s * s  # one rounding and one instruction, where s (1 - s) takes two
         if F == "sigmoid":
             return s, flat
         else:
