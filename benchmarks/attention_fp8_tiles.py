@@ -26,6 +26,7 @@ from te_bench.kernels.attention import (
     manual_fp8,
     triton_fp8,
 )
+from te_bench.kernels.attention._fp8_kernels import Plan
 from te_bench.kernels.attention._fp8_quantize import Heads
 from te_bench.kernels.attention._kernels import Tile
 
@@ -43,10 +44,10 @@ CASES = [  # B, H, Hkv, T, S, D, causal
     (3, 12, 12, 1000, 1000, 64, True), (2, 8, 8, 2048, 2048, 128, True),
 ]  # fmt: skip
 CAST = [(2, 3, 200, 64), (1, 4, 1000, 128), (2, 2, 64, 80)]  # B, H, T, D of what is quantised
-TILES = [  # of triton_fp8
-    Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 4), Tile(64, 64, 4, 3, 1), Tile(64, 32, 4, 4),
-    Tile(64, 128, 4, 2), Tile(64, 128, 4, 3), Tile(64, 128, 4, 3, 1), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4),
-    Tile(128, 64, 8, 3, 1), Tile(128, 64, 4, 3), Tile(128, 128, 8, 3),
+PLANS = [  # of triton_fp8's forward pass
+    Plan(64, 64, 4, 3), Plan(64, 64, 4, 3, 168), Plan(64, 64, 4, 3, 96), Plan(64, 64, 4, 2, 128, 2), Plan(64, 128, 4, 3),
+    Plan(64, 128, 4, 2, 128), Plan(64, 128, 4, 2, 168, 2), Plan(128, 64, 8, 3), Plan(128, 64, 8, 3, 128, 2),
+    Plan(128, 64, 8, 4, 128, 2), Plan(128, 128, 8, 2, 128), Plan(128, 128, 8, 2, 168, 2),
 ]  # fmt: skip
 OF_ROWS = [None, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2)]  # None: those that ship
 OF_KEYS = [Tile(32, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2)]
@@ -140,7 +141,7 @@ def forward_calls(shape: str) -> Calls:
     return {
         **{name: partial(forward, q, k, v, causal=causal, scale=scale) for name, forward in backends.items()},
         "casts of q, k, v": partial(casts, q, k, v),
-        **{f"triton_fp8 {tuple(tile)}": partial(_fp8_kernels.forward, *given, tile) for tile in TILES},
+        **{f"triton_fp8 {tuple(plan)}": partial(_fp8_kernels.forward, *given, plan) for plan in PLANS},
     }
 
 

@@ -5,8 +5,7 @@ What `manual_fp8` says, block of keys by block: 2^8 P of the maximum so far is r
 values is added to the others in float32: the FP8 tensor core's own sums have 14 bits, and over 16384 keys that shows.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,19 +14,38 @@ from torch import Tensor
 
 from te_bench.kernels._epilogue import INTERPRETED, rounded, to_fp8
 from te_bench.kernels._launch import launch, traits
-from te_bench.kernels.attention._fp8_quantize import Heads, padded
-from te_bench.kernels.attention._kernels import L2_BYTES, Tile, row_strides
+from te_bench.kernels.attention._fp8_quantize import PADDED_ROWS, Heads, padded
+from te_bench.kernels.attention._kernels import L2_BYTES, row_strides
 from te_bench.kernels.attention._scores import LN_2, LOG2_E, exp2, heavy_first, largest, put
 
 OFFSET = tl.constexpr(8.0)  # P is rounded as 2^8 P: manual_fp8.WEIGHTS
 
-#: By the wider of the two heads. Of 13 swept at T2048, 8192 and 16384 of D128 and T1024 and 8192 of D64 (H200, 2026-11-22)
-#: the fastest or within 7 %: benchmarks/attention_fp8_tiles.py. 32 was not swept.
-FORWARD: Mapping[int, Tile] = {
-    32: Tile(64, 128, 4, 3),
-    64: Tile(64, 128, 4, 3),
-    128: Tile(64, 64, 4, 3),
-}
+
+class Plan(NamedTuple):
+    """How a program of the forward pass works."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None  # a thread's at most, so that one more program fits on a processor
+    halves: int = 1  # of the values' features: P V a half at a time keeps a half's product in registers
+
+
+# Swept on an H200 at T1024 and 8192 of D64, T2048 to 16384 of D128 (benchmarks/attention_fp8_tiles.py, docs/attention.md).
+NARROW = Plan(64, 128, 4, 2, 128)  # heads of up to 64
+WHOLE, MASKED, FEW = Plan(64, 128, 4, 2, 168, 2), Plan(128, 64, 8, 4, 128, 2), Plan(64, 64, 4, 3, 168)  # of 128
+SHORT = 4096  # fewer causal keys than that are few
+
+
+def plan(wide: int, keys: int, causal: bool) -> Plan:
+    """wide: the wider of the two heads."""
+    ends = not causal and keys % WHOLE.keys > 0  # a masked block, for which the plans without any lack registers
+    if wide <= 64:
+        return NARROW._replace(registers=None) if ends else NARROW
+    if causal and keys < SHORT:
+        return FEW
+    return MASKED if causal or ends else WHOLE
 
 
 @triton.jit
@@ -55,38 +73,51 @@ def slotted(weights, ROWS: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
+def until(last, KEYS: tl.constexpr):
+    """Which of KEYS keys are no later than last, a number for each row or for all.
+
+    In eights of keys: the numbers that differ by thread are then few, and keep few registers.
+    """
+    left = last[:, None] - tl.arange(0, 8)[None, :]
+    see = (8 * tl.arange(0, KEYS // 8))[None, :, None] <= left[:, None, :]
+    return tl.reshape(see, (last.shape[0], KEYS))
+
+
+@triton.jit
 def _steps(
-    acc, total, top, q, k, values, padded, start, stop, first, S, scale, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, CAUSAL: tl.constexpr, EMULATED: tl.constexpr, EDGE: tl.constexpr,
+    acc, other, total, top, q, k, values, padded, start, stop, last, scale, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, HALVES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys start to stop, of which all are seen by all rows but where EDGE; values are transposed."""
-    rows = first + tl.arange(0, ROWS)
-    features = tl.arange(0, WIDTH_V)
+    """Keys start to stop, of which all are seen by all rows, or where EDGE each row's first to last; values are transposed.
+
+    other: the second half of the features' acc, where HALVES is 2.
+    """
+    features = tl.arange(0, WIDTH_V // HALVES)
     for n in tl.range(start, stop, KEYS):
         n = tl.multiple_of(n, KEYS)
         keys = n + tl.arange(0, KEYS)
         scores = fp8_product(q, whole_tile(k, WIDTH, n, KEYS, WIDTH).T)
         if EDGE:
-            see = (keys < S)[None, :]
-            if CAUSAL:
-                see = see & (keys[None, :] <= rows[:, None])
-            scores = tl.where(see, scores, float("-inf"))
+            scores = tl.where(until(last - n, KEYS), scores, float("-inf"))
         higher = tl.maximum(top, largest(scores) * scale, propagate_nan=tl.PropagateNan.ALL)
-        weights = exp2(scores * scale - (higher - OFFSET)[:, None], EMULATED)
+        weights = exp2(scores * scale - (higher - OFFSET)[:, None], 0)
         shrink = exp2(top - higher, 0)
         total = total * shrink + tl.sum(weights, 1)
-        block = tl.load(values + features[:, None] * padded + keys[None, :])
         operand = to_fp8(slotted(weights, ROWS, KEYS), tl.float8e4nv)
+        block = tl.load(values + features[:, None] * padded + keys[None, :])
         acc = acc * shrink[:, None] + fp8_product(operand, block.T)
+        if HALVES == 2:
+            block = tl.load(values + (WIDTH_V // 2 + features)[:, None] * padded + keys[None, :])
+            other = other * shrink[:, None] + fp8_product(operand, block.T)
         top = higher
-    return acc, total, top
+    return acc, other, total, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PADDED_ROWS)
 def fp8_attention_forward_kernel(
     q, k, values, q_inv, k_inv, v_inv, out, lse, out_b, out_h, out_t, pairs, H, T, S, group, near, padded_q, padded_k, scale,
     DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
-    CAUSAL: tl.constexpr, EMULATED: tl.constexpr, EVEN: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """out and lse of ROWS rows. q (B, H, padded_q, WIDTH), k and the values (B, Hkv, ...) in E4M3. EVEN: S % KEYS is 0."""
     blocks = tl.cdiv(T, ROWS)
@@ -97,33 +128,55 @@ def fp8_attention_forward_kernel(
     values += kv.to(tl.int64) * padded_k * WIDTH_V
     own = whole_tile(q + pair.to(tl.int64) * padded_q * WIDTH, WIDTH, first, ROWS, WIDTH)
     scale *= LOG2_E * tl.load(q_inv + pair) * tl.load(k_inv + kv)
+    rows = first + tl.arange(0, ROWS)
     end = S
     inner = S // KEYS * KEYS
+    last = tl.full((1,), S - 1, tl.int32)
     if CAUSAL:
         end = tl.minimum(S, first + ROWS)
         inner = tl.minimum(S, first + 1) // KEYS * KEYS
-    acc = tl.zeros((ROWS, WIDTH_V), tl.float32)
+        last = tl.minimum(rows, S - 1)
+    acc = tl.zeros((ROWS, WIDTH_V // HALVES), tl.float32)
+    other = acc
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    acc, total, top = _steps(
-        acc, total, top, own, k, values, padded_k, 0, inner, first, S, scale,
-        ROWS, KEYS, WIDTH, WIDTH_V, CAUSAL, EMULATED, False,
-    )  # fmt: skip
+    acc, other, total, top = _steps(
+        acc,
+        other,
+        total,
+        top,
+        own,
+        k,
+        values,
+        padded_k,
+        0,
+        inner,
+        last,
+        scale,
+        ROWS,
+        KEYS,
+        WIDTH,
+        WIDTH_V,
+        HALVES,
+        False,
+    )
     if CAUSAL or not EVEN:
-        acc, total, top = _steps(
-            acc, total, top, own, k, values, padded_k, inner, end, first, S, scale,
-            ROWS, KEYS, WIDTH, WIDTH_V, CAUSAL, EMULATED, True,
+        acc, other, total, top = _steps(
+            acc, other, total, top, own, k, values, padded_k, inner, end, last, scale, ROWS, KEYS, WIDTH, WIDTH_V, HALVES,
+            True,
         )  # fmt: skip
-    rows = first + tl.arange(0, ROWS)
     tl.store(lse + pair.to(tl.int64) * T + rows, (top - OFFSET + tl.log2(total)) * LN_2, mask=rows < T)
-    result = rounded(acc * (tl.load(v_inv + kv) / total)[:, None], out.dtype.element_ty)
     out += (pair // H).to(tl.int64) * out_b + (pair % H).to(tl.int64) * out_h
-    put(out, out_t, first, T, result, ROWS, WIDTH_V, DV)
+    by = (tl.load(v_inv + kv) / total)[:, None]
+    HALF: tl.constexpr = WIDTH_V // HALVES
+    put(out, out_t, first, T, rounded(acc * by, out.dtype.element_ty), ROWS, HALF, DV if DV < HALF else HALF)
+    if HALVES == 2 and DV > HALF:
+        put(out + HALF, out_t, first, T, rounded(other * by, out.dtype.element_ty), ROWS, HALF, DV - HALF)
 
 
 def forward(
     q: Heads, k: Heads, v: Heads, lengths: tuple[int, int], features: int, dtype: torch.dtype, causal: bool, scale: float,
-    given: Tile | None = None,
+    given: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, H, T, features) of dtype, in the memory order (B, T, H, features), and lse (B, H, T) float32.
 
@@ -134,7 +187,7 @@ def forward(
     assert v.data_t is not None
     (rows, keys), (batch, heads, padded_q, wide) = lengths, q.data.shape
     kv_heads, wide_v, padded_k = v.data_t.shape[1:]
-    group, size = heads // kv_heads, given or FORWARD[max(wide, wide_v)]
+    group, size = heads // kv_heads, given or plan(max(wide, wide_v), keys, causal)
     assert padded_q == padded(rows)
     out = torch.empty(batch, rows, heads, features, dtype=dtype, device=q.data.device).transpose(1, 2)
     lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.data.device)
@@ -142,7 +195,8 @@ def forward(
     integers = *row_strides(out), batch * heads, heads, rows, keys, group, near, padded_q, padded_k
     constants: dict[str, Any] = {
         "DV": features, "ROWS": size.rows, "KEYS": size.keys, "WIDTH": wide, "WIDTH_V": wide_v, "CAUSAL": causal,
-        "EMULATED": size.emulated, "EVEN": keys % size.keys == 0, "num_warps": size.warps, "num_stages": size.stages,
+        "EVEN": keys % size.keys == 0, "HALVES": size.halves, "num_warps": size.warps, "num_stages": size.stages,
+        "maxnreg": size.registers,
     }  # fmt: skip
     tensors = (q.data, k.data, v.data_t, q.scale_inv, k.scale_inv, v.scale_inv, out, lse)
     key = (*traits(*tensors), *integers, *constants.values())

@@ -13,6 +13,7 @@ from traced import operators
 
 from te_bench.kernels.attention import _fp8_backward_kernels, _fp8_kernels, _fp8_quantize, manual_fp8
 from te_bench.kernels.attention import triton_fp8 as ours
+from te_bench.kernels.attention._fp8_kernels import Plan
 from te_bench.kernels.attention._fp8_quantize import Heads
 from te_bench.kernels.attention._kernels import Tile
 
@@ -24,6 +25,8 @@ SIZES = {  # B, H, Hkv, T, S, D, Dv, causal
     "shared heads of 128": (1, 4, 2, 150, 300, 128, 128, False),
     "shared heads, few keys, causal": (2, 4, 1, 300, 130, 64, 64, True),
     "few queries, odd widths, causal": (1, 2, 2, 40, 130, 24, 48, True),
+    "wide, and more than a half of the values": (1, 2, 2, 200, 300, 128, 80, False),
+    "wide, and a half of few values": (1, 2, 2, 200, 300, 100, 24, False),
 }
 
 
@@ -157,10 +160,12 @@ def test_views_give_what_copies_give_and_gradients_keep_their_order(device: str)
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tile", [Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 128, 4, 2)], ids=str)
-def test_whatever_the_tiles(tile: Tile, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, names in ((_fp8_kernels, ("FORWARD",)), (_fp8_backward_kernels, ("OF_ROWS", "OF_KEYS"))):
-        for name in names:
-            monkeypatch.setattr(module, name, {width: tile for width in (32, 64, 128)})
+@pytest.mark.parametrize("halves", [1, 2])
+def test_whatever_the_tiles(tile: Tile, halves: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, keys, warps, stages, _ = tile
+    monkeypatch.setattr(_fp8_kernels, "plan", lambda *_: Plan(rows, keys, warps, stages, None, halves))
+    for name in ("OF_ROWS", "OF_KEYS"):
+        monkeypatch.setattr(_fp8_backward_kernels, name, {width: tile for width in (32, 64, 128)})
     for causal in (True, False):
         for dtype in (torch.bfloat16, torch.float32)[: 2 if device == "cpu" else 1]:
             tensors = drawn((1, 2, 1, 130, 200, 32, 32, causal), device, dtype, even=True)
