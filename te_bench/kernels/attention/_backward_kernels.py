@@ -202,26 +202,39 @@ def attention_backward_rows_kernel(
 
 @triton.jit
 def _key_steps(
-    dk, dv, k, v, q, dout, level, delta, dq, stride_q, stride_dout, start, stop, first, T, S, left, right,
-    mask, mask_t, mask_s, scale, seed, head, dropout,
+    dk, dv, k, v, q, dout, level, delta, dq, stride_q, stride_dout, begin, inner, outer, end,
+    first, T, S, left, right, mask, mask_t, mask_s, scale, seed, head, dropout,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, WHOLE: tl.constexpr,
     EMULATED: tl.constexpr, FUSED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Scores and weights are transposed, keys by rows, so that those of dV and dK go from register to tensor core."""
+    """dk and dv with the share of rows inner to outer; EDGE: begin to inner and outer to end, which alone go beyond T.
+
+    Scores and weights are transposed, keys by rows, so that those of dV and dK go from register to tensor core.
+    """
+    TAIL: tl.constexpr = EDGE and not WHOLE
     keys = first + tl.arange(0, KEYS)
-    for m in tl.range(start, stop, ROWS):
+    if EDGE:
+        start, stop = begin, inner + end - outer
+    else:
+        start, stop = inner, outer
+    for at in tl.range(start, stop, ROWS):
+        m = at
+        if EDGE and (HAS_LEFT or not WHOLE):
+            m = tl.where(at < inner, at, at + outer - inner)
         m = tl.multiple_of(m, ROWS)
-        queries = tile(q, stride_q, m, T, ROWS, WIDTH, D, WHOLE)
+        queries = tile(q, stride_q, m, T, ROWS, WIDTH, D, not TAIL)
         rows = m + tl.arange(0, ROWS)
         scores = product(k, queries.T, tl.zeros((KEYS, ROWS), tl.float32))
-        if EDGE:
+        if EDGE or MASK != NO_MASK:
             see = seen(
                 rows[None, :], keys[:, None], T, S, left, right, mask, mask_t, mask_s, HAS_LEFT, HAS_RIGHT, MASK, WHOLE
             )
+            if TAIL:  # where a row of zeros times a key that holds an infinity is NaN
+                see = see & (rows < T)[None, :]
             scores = tl.where(see, scores, float("-inf"))
         weights = exp2(scores * scale - tl.load(level + rows)[None, :], EMULATED)
-        come = tile(dout, stride_dout, m, T, ROWS, WIDTH_V, DV, WHOLE)
+        come = tile(dout, stride_dout, m, T, ROWS, WIDTH_V, DV, not TAIL)
         if DROPOUT:
             stays = kept(seed, head, m, first, dropout, ROWS, KEYS, True)
             dv = product(rounded(weights * stays, come.dtype), come, dv)
@@ -237,8 +250,8 @@ def _key_steps(
             dk = settled(dk)
         if FUSED:
             share = product(dscores.T, k, tl.zeros((ROWS, WIDTH), tl.float32))
-            at = dq + m.to(tl.int64) * WIDTH + tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-            tl.atomic_add(at, share, sem="relaxed")
+            into = dq + m.to(tl.int64) * WIDTH + tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+            tl.atomic_add(into, share, sem="relaxed")
     return dk, dv
 
 
@@ -284,24 +297,17 @@ def attention_backward_keys_kernel(
         mask_h0 = mask
         if MASK != NO_MASK:
             mask_h0 = mask + b * mask_b + h * mask_h
-        if HAS_RIGHT or MASK != NO_MASK or not WHOLE:
+        if (MASK == NO_MASK and (HAS_LEFT or HAS_RIGHT)) or not WHOLE:
             dk_tile, dv_tile = _key_steps(
-                dk_tile, dv_tile, own, values, q_h0, dout_h0, level_h0, delta_h0, dq_h0, q_t, dout_t, begin, inner, first,
-                T, S, left, right, mask_h0, mask_t, mask_s, scale * LOG2_E, seed, head, dropout, D, DV, ROWS, KEYS, WIDTH,
-                WIDTH_V, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, FUSED, True,
+                dk_tile, dv_tile, own, values, q_h0, dout_h0, level_h0, delta_h0, dq_h0, q_t, dout_t, begin, inner, outer,
+                end, first, T, S, left, right, mask_h0, mask_t, mask_s, scale * LOG2_E, seed, head, dropout, D, DV, ROWS,
+                KEYS, WIDTH, WIDTH_V, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, FUSED, True,
             )  # fmt: skip
-        if MASK == NO_MASK:
-            dk_tile, dv_tile = _key_steps(
-                dk_tile, dv_tile, own, values, q_h0, dout_h0, level_h0, delta_h0, dq_h0, q_t, dout_t, inner, outer, first,
-                T, S, left, right, mask_h0, mask_t, mask_s, scale * LOG2_E, seed, head, dropout, D, DV, ROWS, KEYS, WIDTH,
-                WIDTH_V, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, FUSED, False,
-            )  # fmt: skip
-        if HAS_LEFT:
-            dk_tile, dv_tile = _key_steps(
-                dk_tile, dv_tile, own, values, q_h0, dout_h0, level_h0, delta_h0, dq_h0, q_t, dout_t, outer, end, first,
-                T, S, left, right, mask_h0, mask_t, mask_s, scale * LOG2_E, seed, head, dropout, D, DV, ROWS, KEYS, WIDTH,
-                WIDTH_V, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, FUSED, True,
-            )  # fmt: skip
+        dk_tile, dv_tile = _key_steps(
+            dk_tile, dv_tile, own, values, q_h0, dout_h0, level_h0, delta_h0, dq_h0, q_t, dout_t, begin, inner, outer, end,
+            first, T, S, left, right, mask_h0, mask_t, mask_s, scale * LOG2_E, seed, head, dropout, D, DV, ROWS, KEYS,
+            WIDTH, WIDTH_V, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, FUSED, False,
+        )  # fmt: skip
     dk_tile = rounded(dk_tile * scale, dk.dtype.element_ty)
     put(dk + b * dk_b + kv_head * dk_h, dk_s, first, S, dk_tile, KEYS, WIDTH, D)
     put(dv + b * dv_b + kv_head * dv_h, dv_s, first, S, rounded(dv_tile, dv.dtype.element_ty), KEYS, WIDTH_V, DV)

@@ -232,7 +232,8 @@ def row_range(
 ):  # fmt: skip
     """begin, inner, outer, end: none but rows [begin, end) see any of keys first to first + KEYS, [inner, outer) see all.
 
-    But for end all are multiples of ROWS. Keys beyond S, which no row sees, make every block one of the edge's.
+    But for end all are multiples of ROWS. Keys beyond S, which no row sees, make every block one of the edge's, and rows
+    beyond T their own; under a mask no other is, for all are asked.
     """
     begin = tl.full((), 0, tl.int32)
     end = T
@@ -240,13 +241,13 @@ def row_range(
         begin = tl.minimum(tl.maximum(first - right, 0), T) // ROWS * ROWS
     if HAS_LEFT:
         end = tl.minimum(T, first + KEYS + left)
-    last = tl.cdiv(end, ROWS) * ROWS
     inner = begin
-    if HAS_RIGHT:
-        inner = tl.minimum(tl.cdiv(tl.maximum(first + KEYS - 1 - right, 0), ROWS) * ROWS, last)
-    inner = last if MASK != NO_MASK else tl.where(first + KEYS > S, last, inner)
-    outer = last
-    if HAS_LEFT:
-        outer = tl.minimum(tl.maximum(first + left + 1, 0) // ROWS * ROWS, last)
+    outer = tl.minimum(tl.cdiv(end, ROWS), T // ROWS) * ROWS
+    if MASK == NO_MASK:
+        if HAS_RIGHT:
+            inner = tl.minimum(tl.cdiv(tl.maximum(first + KEYS - 1 - right, 0), ROWS) * ROWS, outer)
+        inner = tl.where(first + KEYS > S, outer, inner)
+        if HAS_LEFT:
+            outer = tl.minimum(tl.maximum(first + left + 1, 0) // ROWS * ROWS, outer)
     inner = tl.maximum(inner, begin)
     return begin, inner, tl.maximum(outer, inner), end

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from test_contract import a_problem, gradients, largest
-from test_triton import DEVICES, INTERPRETED, drawn
+from test_triton import DEVICES, INTERPRETED, drawn, with_infinite_keys
 from torch import Tensor
 
 from te_bench.kernels import attention
@@ -102,6 +102,21 @@ def test_tiles_of_their_own_for_shared_heads(case: str, width: int, device: str)
     exact = [t.double() for t in tensors]
     truth = packed_gradients(each(attention.load("manual"), keys, device, **options), exact)
     for value, true in zip(made, truth, strict=True):
+        assert largest(value - true) <= (1e-5 if device == "cpu" else 0.05) * max(1.0, largest(true))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("case", [case for case in CASES if "other" not in case])
+def test_a_key_of_no_weight_has_gradients_of_0_whatever_it_holds(case: str, device: str) -> None:
+    """Every sequence's last tile of rows ends in the next one's."""
+    keys, options, kv_heads = CASES[case]
+    tensors = with_infinite_keys(tensors_of(keys, kv_heads, device))
+    made = packed_gradients(together(attention.load("triton"), keys, device, **options), tensors)
+    exact = [t.double() for t in tensors]
+    truth = packed_gradients(each(attention.load("manual"), keys, device, **options), exact)
+    for value, true in zip(made[2:], truth[2:], strict=True):
+        assert true.isfinite().all()
         assert largest(value - true) <= (1e-5 if device == "cpu" else 0.05) * max(1.0, largest(true))
 
 

@@ -302,6 +302,58 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them(which: str, bad
     assert (out.isfinite() | ~exact.isfinite()).all()
 
 
+#: Rows, keys, heads of keys, window, mask.
+WITH_INFINITE_KEYS: dict[str, tuple[int, int, int, tuple[int, int], str]] = {
+    "full": (100, 100, 2, (-1, -1), ""),
+    "causal": (100, 100, 2, (-1, 0), ""),
+    "shared heads": (100, 100, 1, (-1, 0), ""),
+    "window": (150, 150, 2, (40, 3), ""),
+    "no left end": (150, 150, 2, (-1, 3), ""),
+    "keys that no row sees": (100, 190, 2, (-1, 0), ""),
+    "fewer rows than a tile": (5, 100, 2, (-1, -1), ""),
+    "padding": (100, 100, 2, (-1, -1), "keys"),
+    "any mask": (100, 100, 2, (-1, -1), "scores"),
+    "any mask, window": (100, 100, 1, (40, 0), "scores"),
+}
+
+
+def with_infinite_keys(tensors: list[Tensor]) -> list[Tensor]:
+    """Rows by heads: of every 7th key, the first not among them, all scores are -inf, by one feature or another."""
+    q, k, v, dout = tensors
+    q[..., 5], q[..., 9] = q[..., 5].abs() + 0.1, -q[..., 9].abs() - 0.1
+    k[..., 3::14, :, 5] = -math.inf
+    k[..., 10::14, :, 9] = math.inf
+    return [q, k, v, dout]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("fused", [False, True], ids=["two passes", "one pass"])
+@pytest.mark.parametrize("case", WITH_INFINITE_KEYS)
+def test_a_key_of_no_weight_has_gradients_of_0_whatever_it_holds(case: str, fused: bool, device: str) -> None:
+    """Tiles of 64 and of 32 rows end beyond the last one."""
+    rows, keys, kv_heads, window, kind = WITH_INFINITE_KEYS[case]
+    sizes = [(1, heads, n, 16) for heads, n in ((2, rows), (kv_heads, keys), (kv_heads, keys), (2, rows))]
+    tensors = [x.transpose(1, 2) for x in with_infinite_keys([x.transpose(1, 2) for x in drawn(device, *sizes)])]
+    drop = torch.rand(1, 2, rows, keys, generator=torch.Generator().manual_seed(1)) < 0.3
+    if "no row sees" in case:
+        tensors[1][:, :, rows:] = math.inf
+    mask = {"keys": drop[:, :1, :1], "scores": drop, "": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}[kind].to(device)
+    hidden = mask | band(rows, keys, *window).to(device)
+    _, _, *exact = gradients(masked(hidden), tensors, torch.float64)
+    assert all(x.isfinite().all() for x in exact)
+    assert not any(x[:, :, 3::7].any() for x in exact)
+    q, k, v, dout = tensors
+    extent = _autograd._extent(q, k, *window, mask if kind else None)
+    out, lse = _kernels.forward(q, k, v, extent, 0.25, 0.0, None)
+    for of_keys in (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)):
+        _, *made = _backward_kernels.backward(
+            extent, 0.25, 0.0, False, dout, q, k, v, out, lse, None, Tile(32, 64, 4, 1), of_keys, fused
+        )
+        for value, truth in zip(made, exact, strict=True):
+            assert largest(value - truth) <= TOLERANCE[device] * max(1.0, largest(truth))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [16, 64, 128])
 def test_both_ways_backward_agree(width: int, device: str) -> None:
