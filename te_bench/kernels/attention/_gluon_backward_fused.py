@@ -132,6 +132,8 @@ def _make_all(
     k_shared, v_shared, q_shared, dout_shared, info_shared = shared
     held, left, full, empty = gates
     T, S, H, group, pairs, blocks, near, whole, rest = sizes
+    if CAUSAL:  # keys from T on, no row sees: nor may one beyond T
+        S = min(S, T)
     D: gl.constexpr = q_shared.shape[4]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -187,8 +189,8 @@ def _make_all(
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def gluon_attention_backward_fused_kernel(
-    k_desc, v_desc, q_desc, dout_desc, info_desc, dk_desc, dv_desc, sums, padded, scale, T, S, H, group, pairs, blocks,
-    near, whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    k_desc, v_desc, q_desc, last_desc, dout_desc, info_desc, dk_desc, dv_desc, sums, padded, scale, T, S, H, group, pairs,
+    blocks, near, whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ added to sums.
@@ -205,7 +207,7 @@ def gluon_attention_backward_fused_kernel(
     given, over = barriers(2, CONSUMERS), barriers(1, CONSUMERS).index(0)
     fence_async_shared()
     sizes = (T, S, H, group, pairs, blocks, near, whole, rest)
-    fetched = (k_desc, v_desc, q_desc, dout_desc, info_desc, shared, gates, sizes)
+    fetched = (k_desc, v_desc, q_desc, last_desc, dout_desc, info_desc, shared, gates, sizes)
     made = (dk_desc, dv_desc, shared, dscores_shared, gates, given, over, sizes, sums, padded, scale)
     gl.warp_specialize(
         [

@@ -37,21 +37,23 @@ from te_bench.kernels.attention._gluon_parts import (
 def blocks_of_rows(first, T, AT_ONCE: gl.constexpr, CAUSAL: gl.constexpr):
     """The first block of rows that see any of the keys from `first` on, or else the last ones, and the end of all blocks.
 
-    What is partly hidden are the first blocks of 64 rows, and there are as many: rows beyond T are 0, and so is their share.
+    What is partly hidden are the first blocks of 64 rows, and there are as many: rows beyond T weigh nothing.
     """
-    WHOLE: gl.constexpr = AT_ONCE if AT_ONCE > ROWS else ROWS
     begin = 0
     if CAUSAL:
-        begin = min(first, T - 1) // WHOLE * (WHOLE // AT_ONCE)
-    return begin, gl.cdiv(T, WHOLE) * (WHOLE // AT_ONCE)
+        begin = min(first, T - 1) // ROWS * (ROWS // AT_ONCE)
+    return begin, gl.cdiv(T, ROWS) * (ROWS // AT_ONCE)
 
 
 @gluon.jit
 def fetch_rows(
     fetched, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Tile after tile, each warpgroup's keys and values, and for each query head the rows of q and dO, level and delta."""
-    k_desc, v_desc, q_desc, dout_desc, info_desc, shared, gates, sizes = fetched
+    """Tile after tile, each warpgroup's keys and values, and for each query head the rows of q and dO, level and delta.
+
+    Where the rows of q end inside a block, the last one fills it: a row of 0 times a key that holds an infinity is NaN.
+    """
+    k_desc, v_desc, q_desc, last_desc, dout_desc, info_desc, shared, gates, sizes = fetched
     k_shared, v_shared, q_shared, dout_shared, info_shared = shared
     held, left, full, empty = gates
     T, _, H, group, pairs, blocks, near, whole, rest = sizes
@@ -74,7 +76,10 @@ def fetch_rows(
                 mbarrier.wait(empty.index(place), phase ^ 1)
                 ready, row = full.index(place), block * AT_ONCE
                 mbarrier.expect(ready, q_desc.block_type.nbytes * 2 + info_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(q_desc, [b, h, row, 0], ready, q_shared.index(place))
+                if row + AT_ONCE > T:
+                    tma.async_copy_global_to_shared(last_desc, [b, h, row % ROWS, 0], ready, q_shared.index(place))
+                else:
+                    tma.async_copy_global_to_shared(q_desc, [b, h, row, 0], ready, q_shared.index(place))
                 tma.async_copy_global_to_shared(info_desc, [b * H + h, 0, row], ready, info_shared.index(place))
                 tma.async_copy_global_to_shared(dout_desc, [b, h, row, 0], ready, dout_shared.index(place))
                 place, phase = next_place(place, phase, STAGES)
@@ -82,7 +87,7 @@ def fetch_rows(
 
 @gluon.jit
 def _key_step(
-    dk, dv, k, v, q, dout, info, scale, first, row,
+    dk, dv, k, v, q, dout, info, scale, first, row, T,
     EDGE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """dk and dv with a block's share under way; what was under way before is over."""
@@ -95,6 +100,7 @@ def _key_step(
     scores, dk, dv = warpgroup_mma_wait(1, deps=(scores, dk, dv))
     if EDGE:
         keys = first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        keys = gl.where(keys < T, keys, 2**30)  # those from T on, no row sees: nor may one beyond T
         rows = row + gl.arange(0, AT_ONCE, gl.SliceLayout(0, SCORES))
         scores = gl.where(keys[:, None] <= rows[None, :], scores, float("-inf"))
     weights = exp2(scores * scale - level[None, :])
@@ -157,6 +163,7 @@ def _make_dk_dv(
                 scale,
                 first,
                 begin * AT_ONCE,
+                T,
                 CAUSAL,
                 SCORES,
                 OUT,
@@ -167,8 +174,8 @@ def _make_dk_dv(
                 mbarrier.wait(full.index(place), phase)
                 q, dout = matrix(q_shared.index(place)), matrix(dout_shared.index(place))
                 dk, dv = _key_step(
-                    dk, dv, k_left, v_left, q, dout, info_shared.index(place), scale, first, block * AT_ONCE, EDGES, SCORES,
-                    OUT,
+                    dk, dv, k_left, v_left, q, dout, info_shared.index(place), scale, first, block * AT_ONCE, T, EDGES,
+                    SCORES, OUT,
                 )  # fmt: skip
                 mbarrier.arrive(empty.index(older), count=1)
                 older = place
@@ -190,19 +197,20 @@ def _make_dk_dv(
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def gluon_attention_backward_keys_kernel(
-    k_desc, v_desc, q_desc, dout_desc, info_desc, dk_desc, dv_desc, scale, T, S, H, group, pairs, blocks, near,
-    whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    k_desc, v_desc, q_desc, last_desc, dout_desc, info_desc, dk_desc, dv_desc, scale, T, S, H, group, pairs, blocks,
+    near, whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of CONSUMERS x 64 keys of `pairs` sequences and heads of keys."""
     HELD: gl.constexpr = CONSUMERS * SLOTS
     AT_ONCE: gl.constexpr = q_desc.block_type.shape[2]
+    gl.static_assert(AT_ONCE <= ROWS)
     info_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, AT_ONCE], info_desc.layout)
     shared = (room(k_desc, HELD), room(v_desc, HELD), room(q_desc, STAGES), room(dout_desc, STAGES), info_shared)
     gates = barriers(HELD, 1), barriers(HELD, 1), barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
     fence_async_shared()
     sizes = (T, S, H, group, pairs, blocks, near, whole, rest)
-    fetched = (k_desc, v_desc, q_desc, dout_desc, info_desc, shared, gates, sizes)
+    fetched = (k_desc, v_desc, q_desc, last_desc, dout_desc, info_desc, shared, gates, sizes)
     made = (dk_desc, dv_desc, shared, gates, sizes, scale)
     if CONSUMERS == 2:
         gl.warp_specialize(

@@ -105,6 +105,12 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, rows, x.shape[3]], layout)
 
 
+def _last_rows(q: Tensor) -> Tensor:
+    """(B, H, 64, D), q's rows from the last multiple of 64 on, and the last of all up to there; q where 64 divides T."""
+    there = q.shape[2] % ROWS
+    return torch.cat([q[:, :, -there:], q[:, :, -1:].expand(-1, -1, ROWS - there, -1)], 2) if there else q
+
+
 def _constants(p: Plan) -> dict[str, int]:
     constants = {
         "CONSUMERS": p.warpgroups, "SLOTS": p.slots, "STAGES": p.stages, "REGISTERS": p.registers,
@@ -187,7 +193,7 @@ def _backward_by_two(
         CAUSAL=causal, EDGE=causal or k.shape[2] % n != 0, IN_REGISTERS=of_rows.in_registers, **_constants(of_rows),
     )  # fmt: skip
     (programs, sizes), n = _dealt(of_keys, q, k, of_keys=True), of_keys.at_once
-    held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, n) for x in (q, dout)]
+    held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, n) for x in (q, _last_rows(q), dout)]
     gluon_attention_backward_keys_kernel[(programs,)](
         *held, *come, _levels(info, n), _descriptor(dk, ROWS), _descriptor(dv, ROWS), float(scale * LOG2_E), *sizes,
         CAUSAL=causal, IN_REGISTERS=of_keys.in_registers, **_constants(of_keys),
@@ -209,7 +215,7 @@ def _backward_fused(
         D=width, ROWS=DELTA_ROWS, num_warps=4,
     )  # fmt: skip
     programs, sizes = _dealt(p, q, k, of_keys=True)
-    held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, ROWS) for x in (q, dout)]
+    held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, ROWS) for x in (q, _last_rows(q), dout)]
     gluon_attention_backward_fused_kernel[(programs,)](
         *held, *come, _levels(info.transpose(0, 1), ROWS), _descriptor(dk, ROWS), _descriptor(dv, ROWS), sums, padded,
         float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,

@@ -58,7 +58,7 @@ class Number:
     def _same(self, *_: Any) -> "Number":
         return self
 
-    __getitem__ = __add__ = __radd__ = __le__ = _same
+    __getitem__ = __add__ = __radd__ = __le__ = __lt__ = _same
 
 
 class Sum:

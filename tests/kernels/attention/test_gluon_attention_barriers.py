@@ -168,6 +168,11 @@ def name_at(name: str, b: int, h: int, kv: int, row: int, key: int) -> tuple[Any
     return (name, b, kv, key, 0) if name in "kv" else (name, b, h, row, 0)
 
 
+def queries(s: Shape, p: Plan, b: int, h: int, row: int) -> tuple[Any, ...]:
+    """Of a block that goes beyond the last row, the copy."""
+    return ("last", b, h, row % ROWS, 0) if row + p.at_once > s.rows else ("q", b, h, row, 0)
+
+
 def rows(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program: int) -> list[Any]:
     """What one of two programs leaves of dQ: its place in q, and the products of dS, of what it is made, and keys."""
     machine, found = Machine(slow), list[Any]()
@@ -210,7 +215,7 @@ def test_dk_and_dv(plan: str, shape: str, slow: str, monkeypatch: pytest.MonkeyP
         for h, row in itertools.product(
             range(kv * s.group, (kv + 1) * s.group), range(begin, -(-s.rows // ROWS) * ROWS, p.at_once)
         ):
-            q, dout, k, v = (name_at(x, b, h, kv, row, key) for x in ("q", "dout", "k", "v"))
+            q, (dout, k, v) = queries(s, p, b, h, row), (name_at(x, b, h, kv, row, key) for x in ("dout", "k", "v"))
             dv.append(((((k,), q),), dout))
             dk.append(((((k,), q), ((v,), dout)), q))
         expected += [(k, tuple(dk)), (v, tuple(dv))]
@@ -226,7 +231,8 @@ def keys(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program:
     shared = room(held, ROWS), room(held, ROWS), *(room(p.stages, n) for _ in range(3))
     gates = tuple(itertools.starmap(machine.barriers, ((held, 1), (held, 1), (p.stages, 1), (p.stages, p.warpgroups))))
     sizes = s.sizes(p, of_keys=True, near=2)
-    fetched = (desc("k", ROWS), desc("v", ROWS), desc("q", n), desc("dout", n), desc("info", n), shared, gates, sizes)
+    come = (desc(x, n) for x in ("q", "last", "dout", "info"))
+    fetched = (desc("k", ROWS), desc("v", ROWS), *come, shared, gates, sizes)
     made = (desc("dk", ROWS), desc("dv", ROWS), shared, gates, sizes, 1.0)
     common = p.warpgroups, p.slots, p.stages, s.causal
     calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(fetched, *common)}
@@ -261,7 +267,7 @@ def of_all(s: Shape, p: Plan) -> list[Any]:
         for h, row in itertools.product(range(kv * s.group, (kv + 1) * s.group), range(begin, s.rows, ROWS)):
             share = []
             for key, (dk, dv) in made.items():
-                q, dout, k, v = (name_at(x, b, h, kv, row, key) for x in ("q", "dout", "k", "v"))
+                q, (dout, k, v) = queries(s, p, b, h, row), (name_at(x, b, h, kv, row, key) for x in ("dout", "k", "v"))
                 scores, dscores = (((k,), q),), (((k,), q), ((v,), dout))
                 dv.append((scores, dout))
                 dk.append((dscores, q))
@@ -304,7 +310,8 @@ def fused(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program
     )
     monkeypatch.setattr(_gluon_backward_fused, "mbarrier", waits)
     sizes = s.sizes(p, of_keys=True, near=2)
-    fetched = (desc("k", ROWS), desc("v", ROWS), desc("q", n), desc("dout", n), desc("info", n), shared, gates, sizes)
+    come = (desc(x, n) for x in ("q", "last", "dout", "info"))
+    fetched = (desc("k", ROWS), desc("v", ROWS), *come, shared, gates, sizes)
     made = (desc("dk", ROWS), desc("dv", ROWS), shared, dscores_shared, gates, given, over, sizes, None, 0, 1.0)
     common = p.warpgroups, p.slots, p.stages, s.causal
     calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(fetched, *common)}
