@@ -25,7 +25,7 @@ SIZES = {  # B, H, Hkv, T, S, D, Dv, causal
     "shared heads of 128": (1, 4, 2, 150, 300, 128, 128, False),
     "shared heads, few keys, causal": (2, 4, 1, 300, 130, 64, 64, True),
     "few queries, odd widths, causal": (1, 2, 2, 40, 130, 24, 48, True),
-    "wide, and more than a half of the values": (1, 2, 2, 200, 300, 128, 80, False),
+    "wide, and more than a half of the values": (1, 4, 4, 200, 300, 128, 80, False),
     "wide, and a half of few values": (1, 2, 2, 200, 300, 100, 24, False),
 }
 
