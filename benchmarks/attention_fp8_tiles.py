@@ -27,7 +27,6 @@ from te_bench.kernels.attention import (
     triton_fp8,
 )
 from te_bench.kernels.attention._fp8_kernels import Plan
-from te_bench.kernels.attention._fp8_quantize import Heads
 from te_bench.kernels.attention._kernels import Tile
 
 SHAPES = {  # B, H, T, D, causal, the forward pass's bar in TFLOP/s
@@ -51,11 +50,7 @@ PLANS = [  # of triton_fp8's forward pass
 ]  # fmt: skip
 OF_ROWS = [None, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2)]  # None: those that ship
 OF_KEYS = [Tile(32, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2)]
-rows_of = partial(_fp8_quantize.quantize, rowwise=True, columnwise=False)
-
-
-def casts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Heads, Heads, Heads]:
-    return rows_of(q), rows_of(k), _fp8_quantize.quantize(v, rowwise=True, columnwise=True)
+casts = partial(_fp8_quantize.quantize_all, keep=True)
 
 
 def there_and_back(x: Tensor) -> Tensor:
@@ -140,7 +135,7 @@ def forward_calls(shape: str) -> Calls:
     }  # fmt: skip
     return {
         **{name: partial(forward, q, k, v, causal=causal, scale=scale) for name, forward in backends.items()},
-        "casts of q, k, v": partial(casts, q, k, v),
+        "casts of q, k, v": partial(_fp8_quantize.quantize_all, q, k, v, keep=False),
         **{f"triton_fp8 {tuple(plan)}": partial(_fp8_kernels.forward, *given, plan) for plan in PLANS},
     }
 

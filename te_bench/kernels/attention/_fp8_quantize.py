@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The quantiser of FP8 attention: E4M3 with a scale a head, by rows, transposed, or both, from one read of the tensor.
+"""The quantiser of FP8 attention: E4M3 with a scale a head, by rows, transposed, or both; q, k and v by one launch each way.
 
 FP8 tensor cores read operands whose contracted dimension is contiguous: Q, K and dO go by rows, V transposed for O = P V and
 by rows for dP = dO V^T. Both layouts are padded with zeros to whole tiles, so that no kernel looks at an edge to read one.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from te_bench.kernels.quantize._kernels import inverse_of, scale_of
 E4M3 = torch.float8_e4m3fn
 PADDED = 128  # rows and keys are padded to multiples of it: the largest tile
 LEAST_WIDTH = 32  # of a tensor core's FP8 products, in the contracted dimension
-ROWS = 128
+ROWS = 64
 SHARES = 8  # programs that look for one head's amax, at least
 
 
@@ -48,7 +49,7 @@ def width(features: int) -> int:
 
 #: Not compiled in: were T a constant, 1, the rows beyond it would be known to be 0, and of four equal numbers ptxas 12.8
 #: packs two bytes with two of what the register had before. So dO beyond T was NaN, and dk with it (H200, 2026-11-22).
-PADDED_ROWS = ["T"]
+PADDED_ROWS = ["T", "S"]
 
 
 @triton.jit
@@ -70,12 +71,8 @@ def in_slots(COUNT: tl.constexpr):
 
 
 @triton.jit
-def fp8_attention_amax_kernel(
-    x, bits, x_b, x_h, x_t, H, T, shares, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
-):
-    """bits (B, H), int32: the largest of |x|'s bits in each head, by `shares` programs a head; it begins as 0."""
-    pair = tl.program_id(0) // shares
-    share = tl.program_id(0) % shares
+def _look(x, bits, pair, share, shares, x_b, x_h, x_t, H, T, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """A share of the rows of one head."""
     x += (pair // H).to(tl.int64) * x_b + (pair % H).to(tl.int64) * x_h
     largest = tl.zeros((ROWS, WIDTH), x.dtype.element_ty)
     for first in tl.range(share * ROWS, T, shares * ROWS):
@@ -84,14 +81,36 @@ def fp8_attention_amax_kernel(
     tl.atomic_max(bits + pair, tl.max(magnitude(largest.to(tl.float32))), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=PADDED_ROWS)
-def fp8_attention_cast_kernel(
-    x, bits, scale_inv, data, data_t, x_b, x_h, x_t, H, T, across, padded,
+@triton.jit
+def fp8_attention_amax_kernel(
+    q, k, v, bits, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, H, H_KV, pairs, kv_pairs, T, S, shares,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """bits, int32: the largest of |x|'s bits in each head of q, k and v, by `shares` programs a head; it begins as 0.
+
+    k and v may both be None.
+    """
+    pair = tl.program_id(0) // shares
+    share = tl.program_id(0) % shares
+    if pair < pairs:
+        _look(q, bits, pair, share, shares, q_b, q_h, q_t, H, T, D, WIDTH, ROWS)
+    elif k is not None:
+        bits += pairs
+        pair -= pairs
+        if pair < kv_pairs:
+            _look(k, bits, pair, share, shares, k_b, k_h, k_t, H_KV, S, D, WIDTH, ROWS)
+        else:
+            _look(v, bits + kv_pairs, pair - kv_pairs, share, shares, v_b, v_h, v_t, H_KV, S, DV, WIDTH_V, ROWS)
+
+
+@triton.jit
+def _cast(
+    x, bits, scale_inv, data, data_t, index, x_b, x_h, x_t, H, T, padded,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one head, of `across` tiles."""
-    pair = tl.program_id(0) // across
-    first = tl.program_id(0) % across * ROWS
+    """ROWS rows of one head, the index-th of x's tiles."""
+    pair = index // (padded // ROWS)
+    first = index % (padded // ROWS) * ROWS
     x += (pair // H).to(tl.int64) * x_b + (pair % H).to(tl.int64) * x_h
     scale, inverse = head_scale(tl.load(bits + pair))
     if first == 0:
@@ -113,6 +132,56 @@ def fp8_attention_cast_kernel(
         tl.store(to + columns[:, None] * padded + slots[None, :], cast)
 
 
+@triton.jit(do_not_specialize=PADDED_ROWS)
+def fp8_attention_cast_kernel(
+    q, k, v, bits, q8, q8_t, q_inv, k8, k8_t, k_inv, v8, v8_t, v_inv, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+    H, H_KV, pairs, kv_pairs, T, S, padded_q, padded_k,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one head of q, k or v into the layouts that are there. k and v may both be None."""
+    index = tl.program_id(0)
+    of_q = pairs * (padded_q // ROWS)
+    if index < of_q:
+        _cast(q, bits, q_inv, q8, q8_t, index, q_b, q_h, q_t, H, T, padded_q, D, WIDTH, ROWS)
+    elif k is not None:
+        index -= of_q
+        bits += pairs
+        of_k = kv_pairs * (padded_k // ROWS)
+        if index < of_k:
+            _cast(k, bits, k_inv, k8, k8_t, index, k_b, k_h, k_t, H_KV, S, padded_k, D, WIDTH, ROWS)
+        else:
+            _cast(
+                v, bits + kv_pairs, v_inv, v8, v8_t, index - of_k, v_b, v_h, v_t, H_KV, S, padded_k,
+                DV, WIDTH_V, ROWS,
+            )  # fmt: skip
+
+
+class _Sizes(NamedTuple):
+    """Of q, and of k and v or, where there are none, of nothing."""
+
+    heads: int
+    kv_heads: int
+    pairs: int
+    kv_pairs: int
+    rows: int
+    keys: int
+
+
+def _sizes(q: Tensor, k: Tensor | None) -> _Sizes:
+    batch, heads, rows, _ = q.shape
+    kv_heads, keys = (0, 0) if k is None else k.shape[1:3]
+    return _Sizes(heads, kv_heads, batch * heads, batch * kv_heads, rows, keys)
+
+
+def _constants(q: Tensor, v: Tensor | None, wide: Callable[[int], int]) -> dict[str, Any]:
+    d, dv = q.shape[3], (q if v is None else v).shape[3]
+    return {"D": d, "DV": dv, "WIDTH": wide(d), "WIDTH_V": wide(dv), "ROWS": ROWS, "num_warps": 4}
+
+
+def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(step for x in tensors for step in ((0, 0, 0) if x is None else row_strides(x)))
+
+
 @functools.cache
 def _shares(device: torch.device, pairs: int) -> int:
     """Programs a head of the amax kernel, four a processor in all."""
@@ -121,30 +190,44 @@ def _shares(device: torch.device, pairs: int) -> int:
     return max(SHARES, triton.cdiv(4 * torch.cuda.get_device_properties(device).multi_processor_count, pairs))
 
 
-def amax_bits(x: Tensor) -> Tensor:
-    """(B, H) int32: the bits of each head's amax. x (B, H, T, D), its last stride 1, not empty."""
-    batch, heads, length, features = x.shape
-    bits = torch.zeros(batch, heads, dtype=torch.int32, device=x.device)
-    shares = min(_shares(x.device, batch * heads), triton.cdiv(length, ROWS))
-    integers = *row_strides(x), heads, length, shares
-    constants: dict[str, Any] = {"D": features, "WIDTH": triton.next_power_of_2(features), "ROWS": 64, "num_warps": 4}
-    key = *traits(x), *integers, *constants.values()
-    launch(fp8_attention_amax_kernel, shares * bits.numel(), key, x.get_device(), (x, bits, *integers), constants)
+def amax_bits(q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+    """int32: the bits of the amax of each head of q, then of k's and v's. (B, H, T, D), last strides 1, not empty."""
+    sizes = _sizes(q, k)
+    count = sizes.pairs + 2 * sizes.kv_pairs
+    bits = torch.zeros(count, dtype=torch.int32, device=q.device)
+    shares = min(_shares(q.device, count), triton.cdiv(max(sizes.rows, sizes.keys), ROWS))
+    integers = *_strides(q, k, v), *sizes, shares
+    constants = _constants(q, v, triton.next_power_of_2)
+    key = *traits(q, k, v), *integers, *constants.values()
+    launch(fp8_attention_amax_kernel, shares * count, key, q.get_device(), (q, k, v, bits, *integers), constants)
     return bits
+
+
+def _cast_heads(layouts: Sequence[tuple[bool, bool]], q: Tensor, k: Tensor | None, v: Tensor | None) -> list[Heads]:
+    sizes, bits = _sizes(q, k), amax_bits(q, k, v)
+    made: list[Heads] = []
+    for x, (rowwise, columnwise) in zip((q, k, v), layouts, strict=False):
+        assert x is not None
+        (batch, heads), rows, wide = x.shape[:2], padded(x.shape[2]), width(x.shape[3])
+        data = x.new_empty(batch, heads, rows, wide, dtype=E4M3) if rowwise else None
+        data_t = x.new_empty(batch, heads, wide, rows, dtype=E4M3) if columnwise else None
+        made.append(Heads(data, data_t, x.new_empty(batch, heads, dtype=torch.float32)))
+    into = [x for heads in made for x in heads]
+    into += [None] * (9 - len(into))
+    rows, keys = padded(sizes.rows), padded(sizes.keys)
+    integers = *_strides(q, k, v), *sizes, rows, keys
+    constants = _constants(q, v, width)
+    key = *traits(q, k, v, *into), *integers, *constants.values()
+    grid = (sizes.pairs * rows + 2 * sizes.kv_pairs * keys) // ROWS
+    launch(fp8_attention_cast_kernel, grid, key, q.get_device(), (q, k, v, bits, *into, *integers), constants)
+    return made
 
 
 def quantize(x: Tensor, *, rowwise: bool, columnwise: bool) -> Heads:
     """x (B, H, T, D), its last stride 1, not empty, in the layouts asked for, with current scaling."""
-    batch, heads, length, features = x.shape
-    bits = amax_bits(x)
-    whole, wide = padded(length), width(features)
-    scale_inv = torch.empty(batch, heads, dtype=torch.float32, device=x.device)
-    data = x.new_empty(batch, heads, whole, wide, dtype=E4M3) if rowwise else None
-    data_t = x.new_empty(batch, heads, wide, whole, dtype=E4M3) if columnwise else None
-    rows = 64 if columnwise else ROWS
-    integers = *row_strides(x), heads, length, whole // rows, whole
-    constants: dict[str, Any] = {"D": features, "WIDTH": wide, "ROWS": rows, "num_warps": 4}
-    key = *traits(x, data, data_t), *integers, *constants.values()
-    args = (x, bits, scale_inv, data, data_t, *integers)
-    launch(fp8_attention_cast_kernel, batch * heads * (whole // rows), key, x.get_device(), args, constants)
-    return Heads(data, data_t, scale_inv)
+    return _cast_heads([(rowwise, columnwise)], x, None, None)[0]
+
+
+def quantize_all(q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> list[Heads]:
+    """q and k by rows, v transposed and, where keep, by rows; tensors as `quantize`'s."""
+    return _cast_heads([(True, False), (True, False), (keep, True)], q, k, v)
