@@ -1,20 +1,26 @@
 """Whether torch.compile's GPT computes its loss: three calls of one step, as Inductor writes them and with a barrier more.
 
-    python benchmarks/compiled_loss.py [--model gpt2-large] [--layers 4] [--batch 12]
+    python benchmarks/compiled_loss.py [--model gpt2-large] [--layers 4] [--batch 12] [--time]
 
-Half a minute on an NVIDIA GPU. A kernel that loops over rows of more than 1024 columns may store a row and load it again in
-its next loop; where other threads load what these stored, a barrier must lie between, which torch 2.11's Inductor leaves
-out. Then the loss is another in every call. Source: PyTorch's issue 190517 and pull request 190519.
+Half a minute on an NVIDIA GPU; --time: then the whole model's step with the barrier, checked and timed as `te-bench run
+speed` does it, up to five minutes more. A kernel that loops over rows of more than 1024 columns may store a row and load it
+again in its next loop; where other threads load what these stored, a barrier must lie between, which torch 2.11's Inductor
+leaves out. Then the loss is another in every call. Source: PyTorch's issue 190517 and pull request 190519.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from te_bench.experiments.measurement import Context
+from te_bench.experiments.spec import Options
+from te_bench.experiments.suites import _rungs
+from te_bench.experiments.workloads import train_step
 from te_bench.models.data import Batches
 from te_bench.models.gpt import CONFIGS, GPT
 from te_bench.models.train import Optim, TrainStep
@@ -53,11 +59,25 @@ def losses(model: str, layers: int, batch: int, device: str, mode: str) -> list[
     return [step.gradients(*(t.to(device) for t in tokens))[0] for _ in range(3)]
 
 
+def timed(model: str, batch: int, device: str) -> float:
+    """Median ms of a compiled step with barriers, once it has passed the suite's check."""
+    torch._dynamo.reset()
+    config = CONFIGS[model]
+    problem = {"model": model, "batch": batch, "block": config.block_size}
+    attention, mode = ("cudnn", "compile-reduce-overhead") if device == "cuda" else ("math", "compile")
+    trial = _rungs.step(Options(device=device), problem, attention, 0, "bf16", mode, 0)
+    sizes = {"vocab": config.vocab_size, "padded_vocab": -(-config.vocab_size // 64) * 64}
+    with barriers():
+        found = train_step.run(dataclasses.replace(trial, problem={**trial.problem, **sizes}), Context())
+    return 1e3 * statistics.median(found.samples["latency_s"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2-large", choices=CONFIGS)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=12)
+    parser.add_argument("--time", action="store_true", help="time the whole model's step, too")
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     given = asked.model, asked.layers, asked.batch, device
@@ -70,6 +90,8 @@ def main() -> None:
     print(f"compile: {told(losses(*given, 'compile'))}", flush=True)
     with barriers():
         print(f"compile, with barriers: {told(losses(*given, 'compile'))}", flush=True)
+    if asked.time:
+        print(f"{asked.model}, {asked.batch} sequences: {timed(asked.model, asked.batch, device):.1f} ms", flush=True)
 
 
 if __name__ == "__main__":

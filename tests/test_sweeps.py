@@ -250,10 +250,11 @@ def test_a_barrier_comes_before_what_a_loop_has_stored(
 def test_a_compiled_loss_beside_eagers(
     script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["compiled_loss.py", "--model", "tiny", "--layers", "1", "--batch", "2"])
+    monkeypatch.setattr(sys, "argv", ["compiled_loss.py", "--model", "tiny", "--layers", "1", "--batch", "2", "--time"])
     script("compiled_loss").main()
-    eager, compiled, with_barriers = capsys.readouterr().out.splitlines()
+    eager, compiled, with_barriers, times = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"eager: (\+0\.000000, ){2}\+0\.000000 of 5\.5\d+", eager)
     for name, line in (("compile", compiled), ("compile, with barriers", with_barriers)):
         assert line.startswith(f"{name}: ")
         assert all(abs(float(loss)) < 1e-3 for loss in line.removeprefix(f"{name}: ").split(", "))
+    assert re.fullmatch(r"tiny, 2 sequences: \d+\.\d ms", times)
