@@ -95,7 +95,7 @@ def check_quantize() -> None:
             order = [a + 8 * b + 2 * t + c for a in sixteens for t in range(4) for b in range(2) for c in range(2)]
             ours, ours_t = made.data.view(torch.uint8), made.data_t.view(torch.uint8)
             same = torch.equal(ours[:, :, :rows, :width], data.view(torch.uint8))
-            transposed = torch.equal(ours_t, ours[:, :, order].mT)
+            transposed = torch.equal(ours_t, ours[:, :, order].unflatten(2, (-1, 128)).mT)
             scales = torch.equal(made.scale_inv, scale_inv[..., 0, 0])
             print("quantize", (batch, heads, rows, width), dtype, "rows", same, "transposed", transposed,
                   "scale_inv", scales, flush=True)  # fmt: skip

@@ -5,6 +5,7 @@ What `manual_fp8` says, block of keys by block: 2^8 P of the maximum so far is r
 values is added to the others in float32: the FP8 tensor core's own sums have 14 bits, and over 16384 keys that shows.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from te_bench.kernels._epilogue import INTERPRETED, rounded, to_fp8
 from te_bench.kernels._launch import launch, traits
-from te_bench.kernels.attention._fp8_quantize import PADDED_ROWS, Heads, padded
+from te_bench.kernels.attention._fp8_quantize import BLOCK, PADDED_ROWS, Heads, padded
 from te_bench.kernels.attention._kernels import L2_BYTES, row_strides
 from te_bench.kernels.attention._scores import LN_2, LOG2_E, exp2, heavy_first, largest, put
 
@@ -32,20 +33,13 @@ class Plan(NamedTuple):
     halves: int = 1  # of the values' features: P V a half at a time keeps a half's product in registers
 
 
-# Swept on an H200 at T1024 and 8192 of D64, T2048 to 16384 of D128 (benchmarks/attention_fp8_tiles.py, docs/attention.md).
-NARROW = Plan(64, 128, 4, 2, 128)  # heads of up to 64
-WHOLE, MASKED, FEW = Plan(64, 128, 4, 2, 168, 2), Plan(128, 64, 8, 4, 128, 2), Plan(64, 64, 4, 3, 168)  # of 128
-SHORT = 4096  # fewer causal keys than that are few
-
-
-def plan(wide: int, keys: int, causal: bool) -> Plan:
-    """wide: the wider of the two heads."""
-    ends = not causal and keys % WHOLE.keys > 0  # a masked block, for which the plans without any lack registers
-    if wide <= 64:
-        return NARROW._replace(registers=None) if ends else NARROW
-    if causal and keys < SHORT:
-        return FEW
-    return MASKED if causal or ends else WHOLE
+#: By the wider of the two heads. Swept on an H200 at T1024 and 8192 of D64, T2048 to 16384 of D128
+#: (benchmarks/attention_fp8_tiles.py, docs/attention.md); 32 was not.
+FORWARD: Mapping[int, Plan] = {
+    32: Plan(64, 128, 4, 2, 128),
+    64: Plan(64, 128, 4, 2, 128),
+    128: Plan(64, 128, 4, 2, 168, halves=2),
+}
 
 
 @triton.jit
@@ -93,9 +87,9 @@ def _steps(
     other: the second half of the features' acc, where HALVES is 2.
     """
     features = tl.arange(0, WIDTH_V // HALVES)
+    keys = tl.arange(0, KEYS)
     for n in tl.range(start, stop, KEYS):
         n = tl.multiple_of(n, KEYS)
-        keys = n + tl.arange(0, KEYS)
         scores = fp8_product(q, whole_tile(k, WIDTH, n, KEYS, WIDTH).T)
         if EDGE:
             scores = tl.where(until(last - n, KEYS), scores, float("-inf"))
@@ -104,10 +98,14 @@ def _steps(
         shrink = exp2(top - higher, 0)
         total = total * shrink + tl.sum(weights, 1)
         operand = to_fp8(slotted(weights, ROWS, KEYS), tl.float8e4nv)
-        block = tl.load(values + features[:, None] * padded + keys[None, :])
+        if KEYS == BLOCK:
+            at = values + n * WIDTH_V
+        else:
+            at = values + tl.multiple_of(n // BLOCK * (BLOCK * WIDTH_V) + n % BLOCK, KEYS)
+        block = tl.load(at + features[:, None] * BLOCK + keys[None, :])
         acc = acc * shrink[:, None] + fp8_product(operand, block.T)
         if HALVES == 2:
-            block = tl.load(values + (WIDTH_V // 2 + features)[:, None] * padded + keys[None, :])
+            block = tl.load(at + (WIDTH_V // 2 + features)[:, None] * BLOCK + keys[None, :])
             other = other * shrink[:, None] + fp8_product(operand, block.T)
         top = higher
     return acc, other, total, top
@@ -186,8 +184,8 @@ def forward(
     assert k.data is not None
     assert v.data_t is not None
     (rows, keys), (batch, heads, padded_q, wide) = lengths, q.data.shape
-    kv_heads, wide_v, padded_k = v.data_t.shape[1:]
-    group, size = heads // kv_heads, given or plan(max(wide, wide_v), keys, causal)
+    (kv_heads, padded_k), wide_v = k.data.shape[1:3], v.data_t.shape[3]
+    group, size = heads // kv_heads, given or FORWARD[max(wide, wide_v)]
     assert padded_q == padded(rows)
     out = torch.empty(batch, rows, heads, features, dtype=dtype, device=q.data.device).transpose(1, 2)
     lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.data.device)

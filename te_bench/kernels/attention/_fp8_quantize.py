@@ -22,16 +22,18 @@ from te_bench.kernels.quantize._kernels import inverse_of, scale_of
 
 E4M3 = torch.float8_e4m3fn
 PADDED = 128  # rows and keys are padded to multiples of it: the largest tile
+BLOCK = tl.constexpr(PADDED)
 LEAST_WIDTH = 32  # of a tensor core's FP8 products, in the contracted dimension
 ROWS = 64
 SHARES = 8  # programs that look for one head's amax, at least
 
 
 class Heads(NamedTuple):
-    """x (B, H, T, D) in E4M3: data (B, H, padded T, W), data_t (B, H, W, padded T), and scale_inv (B, H), NaN where x is.
+    """x (B, H, T, D) in E4M3: data (B, H, R, W), data_t (B, H, R / 128, W, 128), and scale_inv (B, H), NaN where x is.
 
-    W is D padded to a power of two of at least 32. The keys of data_t are in the order of `in_slots`. A layout that was not
-    asked for is None.
+    R is T padded to a multiple of 128, W D padded to a power of two of at least 32. data_t is transposed by blocks of 128
+    keys, so that a tile's rows are a constant apart; its keys are in the order of `in_slots`. A layout that was not asked
+    for is None.
     """
 
     data: Tensor | None
@@ -126,10 +128,10 @@ def _cast(
         tl.store(to + rows[:, None] * WIDTH + columns[None, :], to_fp8(v.to(tl.float32) * scale, tl.float8e4nv))
     if data_t is not None:
         # Transposed before the cast: ldmatrix moves 16 bits, and FP8 that changes its thread Triton 3.6 may get wrong.
-        to = data_t + pair.to(tl.int64) * padded * WIDTH
-        slots = first + tl.arange(0, ROWS)
+        to = data_t + (pair.to(tl.int64) * padded + first // BLOCK * BLOCK) * WIDTH + first % BLOCK
+        slots = tl.arange(0, ROWS)
         cast = to_fp8(tl.trans(v).to(tl.float32) * scale, tl.float8e4nv)
-        tl.store(to + columns[:, None] * padded + slots[None, :], cast)
+        tl.store(to + columns[:, None] * BLOCK + slots[None, :], cast)
 
 
 @triton.jit(do_not_specialize=PADDED_ROWS)
@@ -210,7 +212,7 @@ def _cast_heads(layouts: Sequence[tuple[bool, bool]], q: Tensor, k: Tensor | Non
         assert x is not None
         (batch, heads), rows, wide = x.shape[:2], padded(x.shape[2]), width(x.shape[3])
         data = x.new_empty(batch, heads, rows, wide, dtype=E4M3) if rowwise else None
-        data_t = x.new_empty(batch, heads, wide, rows, dtype=E4M3) if columnwise else None
+        data_t = x.new_empty(batch, heads, rows // PADDED, wide, PADDED, dtype=E4M3) if columnwise else None
         made.append(Heads(data, data_t, x.new_empty(batch, heads, dtype=torch.float32)))
     into = [x for heads in made for x in heads]
     into += [None] * (9 - len(into))

@@ -33,7 +33,7 @@ def attend(head_dim: int, *, causal: bool = True, groups: int = 4, length: int =
 def heads(x: torch.Tensor) -> Heads:
     wide, padded = _fp8_quantize.width(x.shape[3]), _fp8_quantize.padded(x.shape[2])
     data = torch.empty(*x.shape[:2], padded, wide, dtype=E4M3)
-    return Heads(data, data.view(*x.shape[:2], wide, padded), torch.empty(*x.shape[:2]))
+    return Heads(data, data.view(*x.shape[:2], padded // 128, wide, 128), torch.empty(*x.shape[:2]))
 
 
 CALLS: dict[str, Call] = {
