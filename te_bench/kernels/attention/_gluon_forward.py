@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from te_bench.kernels.attention._gluon_parts import (
     LN_2,
+    LOWEST,
     ROWS,
     SIZES,
     UNALIGNED,
@@ -73,8 +74,11 @@ def _fetch(
 
 @gluon.jit
 def _first_weights(scores, scale):
-    """2^(scale scores - top), their sums in parts, and top, the rows' maxima."""
-    top = gl.max(scores, 1) * scale
+    """2^(scale scores - top), their sums in parts, and top, the rows' maxima.
+
+    top is finite: of a row that sees only -inf in this block the weights are 0, and not infinity less infinity.
+    """
+    top = gl.maximum(gl.max(scores, 1) * scale, LOWEST)
     weights = exp2(scores * scale - top[:, None])
     return weights, partial_sums(weights), top
 

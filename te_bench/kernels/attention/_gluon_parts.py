@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 ROWS = gl.constexpr(64)  # of a warpgroup: those of one instruction of the tensor core
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
+LOWEST = gl.constexpr(-3e38)  # about the least of float32's finite numbers
 
 # One compilation for all lengths; `group` is 1 or not.
 SIZES = ["T", "S", "H", "pairs", "blocks", "near", "whole", "rest", "padded"]

@@ -19,6 +19,7 @@ from te_bench.kernels._launch import launch, traits
 from te_bench.kernels.attention._scores import (
     LN_2,
     LOG2_E,
+    LOWEST,
     NO_MASK,
     exp2,
     heavy_first,
@@ -77,11 +78,8 @@ def _steps(
             )
             scores = tl.where(see, scores, float("-inf"))
         higher = tl.maximum(top, largest(scores) * scale, propagate_nan=tl.PropagateNan.ALL)
-        level = higher
-        if EDGE and (HAS_LEFT or MASK != NO_MASK):  # a row that has seen nothing yet: -inf - -inf would be NaN
-            level = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = exp2(scores * scale - level[:, None], EMULATED)
-        shrink = exp2(top - level, 0)
+        weights = exp2(scores * scale - higher[:, None], EMULATED)
+        shrink = exp2(top - higher, 0)
         total = total * shrink + tl.sum(weights, 1)
         if DROPOUT:
             weights *= kept(seed, head, first, n, dropout, ROWS, KEYS, False)
@@ -132,7 +130,7 @@ def attention_forward_kernel(
     scale *= LOG2_E
     acc = tl.zeros((ROWS, WIDTH_V), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    top = tl.full((ROWS,), LOWEST, tl.float32)  # finite: where a row has seen but -inf, -inf - -inf would be NaN
     if HAS_LEFT:
         acc, total, top = _steps(
             acc, total, top, own, k, v, k_s, v_s, begin, inner, first, T, S, left, right, mask_bh, mask_t, mask_s,
@@ -152,7 +150,8 @@ def attention_forward_kernel(
             D, DV, ROWS, KEYS, WIDTH, WIDTH_V, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, True,
         )  # fmt: skip
 
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)  # a row that sees no key is 0
+    nothing = total == 0.0 if HAS_LEFT or MASK != NO_MASK else S == 0
+    share = 1.0 / tl.where(nothing, 1.0, total)  # a row that sees no key is 0
     rows = first + tl.arange(0, ROWS)
     if PACKED:
         tl.store(lse + rows, (top + tl.log2(total)) * LN_2, mask=rows < T)

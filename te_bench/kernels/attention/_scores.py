@@ -14,6 +14,7 @@ from te_bench.kernels._epilogue import INTERPRETED
 ROWS_MOST = 128  # of a tile
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3e38)  # about the least of float32's finite numbers
 NO_MASK, OF_KEYS, OF_SCORES = (
     tl.constexpr(0),
     tl.constexpr(1),

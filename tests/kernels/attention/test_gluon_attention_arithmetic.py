@@ -133,7 +133,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
         SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
         BlockedLayout=lambda *_: None,
         arange=lambda a, b, _=None: fragment(torch.arange(a, b)), where=torch.where, sum=torch.sum, log2=torch.log2,
-        max=lambda x, axis: x.amax(axis), maximum=torch.maximum, convert_layout=lambda x, *_, **__: x,
+        max=lambda x, axis: x.amax(axis), convert_layout=lambda x, *_, **__: x,
+        maximum=lambda x, y: x.clamp(min=y) if isinstance(y, float) else torch.maximum(x, y),
         reshape=torch.reshape, permute=torch.permute, atomic_add=lambda at, x, sem: machine.do(lambda: at.add(x)),
         store=lambda at, x, there: at.store(x, there), load=lambda at, there, other: at.load(there, other),
     )  # fmt: skip
@@ -147,6 +148,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
     same = {name: lambda x, *_: x for name in ("matrix", "rounded", "operand", "settled")}
     values = {
         "gl": language, "mbarrier": barriers, "tma": copies, "ROWS": ROWS, "LN_2": math.log(2), "LOG2_E": LOG2_E,
+        "LOWEST": _gluon_parts.LOWEST.value,
         "tile": lambda *args: (tile(*args)[0], torch.tensor(tile(*args)[1])), "exp2": torch.exp2,
         "of_rows": lambda x, _: x[:, None], "partial_sums": lambda x: x.reshape(ROWS, -1, 8).sum(1),
         "warpgroup_mma": product, "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
@@ -223,11 +225,15 @@ def edge(s: Shape, p: Plan) -> bool:
     return s.causal or s.keys % p.at_once != 0
 
 
+@pytest.mark.parametrize("infinite", [False, True], ids=["", "infinite keys"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("plan", FORWARD)
-def test_forward(plan: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward(plan: str, shape: str, infinite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinite keys: row 192 sees, of the block that it begins with, key 192 alone, whose score is -inf."""
     p, s = FORWARD[plan], SHAPES[shape]
     q, k, v, dout = drawn(s)
+    if infinite:
+        q, k = with_infinite_keys(s, q, k)
     out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:3], math.nan, dtype=torch.float64)
 
     def program(patch: pytest.MonkeyPatch, which: int) -> None:

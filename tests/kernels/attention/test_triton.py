@@ -355,6 +355,24 @@ def test_a_key_of_no_weight_has_gradients_of_0_whatever_it_holds(case: str, fuse
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_rows_whose_scores_begin_with_minus_infinity(causal: bool, device: str) -> None:
+    """Of more than a block of keys; where no other is seen the row is NaN, as softmax has it."""
+    q, k, v, dout = drawn(device, *[(1, 2, 200, 16)] * 4)
+    q[..., 5] = q[..., 5].abs() + 0.1
+    k[:, :, :130, 5] = -math.inf
+    tensors = [q, k, v, dout]
+    out, *_ = gradients(lambda q, k, v: ours.forward(q, k, v, causal=causal, scale=0.25), tensors)
+    exact, *_ = gradients(
+        lambda *x: attention.load("manual").forward(*x, causal=causal, scale=0.25), tensors, torch.float64
+    )
+    assert exact[:, :, :130].isnan().all() if causal else exact.isfinite().all()
+    assert exact[:, :, 130:].isfinite().all()
+    torch.testing.assert_close(out.double(), exact, atol=TOLERANCE[device], rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [16, 64, 128])
 def test_both_ways_backward_agree(width: int, device: str) -> None:
     """In one pass over the keys, with atomics, and in two: whatever the tiles, on whole blocks and on parts of some."""
