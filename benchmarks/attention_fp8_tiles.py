@@ -43,10 +43,10 @@ CASES = [  # B, H, Hkv, T, S, D, causal
     (3, 12, 12, 1000, 1000, 64, True), (2, 8, 8, 2048, 2048, 128, True),
 ]  # fmt: skip
 CAST = [(2, 3, 200, 64), (1, 4, 1000, 128), (2, 2, 64, 80)]  # B, H, T, D of what is quantised
-PLANS = [  # of triton_fp8's forward pass
-    Plan(64, 64, 4, 3), Plan(64, 64, 4, 3, 168), Plan(64, 64, 4, 3, 96), Plan(64, 64, 4, 2, 128, 2), Plan(64, 128, 4, 3),
-    Plan(64, 128, 4, 2, 128), Plan(64, 128, 4, 2, 168, 2), Plan(128, 64, 8, 3), Plan(128, 64, 8, 3, 128, 2),
-    Plan(128, 64, 8, 4, 128, 2), Plan(128, 128, 8, 2, 128), Plan(128, 128, 8, 2, 168, 2),
+PLANS = [  # of triton_fp8's forward pass, none of which spills for heads of 128, or for those of 64
+    Plan(64, 64, 4, 3), Plan(64, 64, 4, 3, 168), Plan(64, 64, 4, 2, 128, 2), Plan(64, 64, 4, 3, 128, 2),
+    Plan(64, 64, 4, 3, 96), Plan(64, 128, 4, 2, 128), Plan(64, 128, 4, 3, 128), Plan(64, 128, 4, 2, 168, 2),
+    Plan(64, 128, 4, 2, 160, 2), Plan(128, 64, 8, 3, 128, 2), Plan(128, 64, 8, 4, 128, 2),
 ]  # fmt: skip
 OF_ROWS = [None, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2)]  # None: those that ship
 OF_KEYS = [Tile(32, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2)]
