@@ -96,6 +96,7 @@ def _weights(scores, scale, sums, top):
 def _leave(acc, sums, top, out_desc, place, lse, b, h, pair, first, T):
     """out through its rows' place, by TMA, which drops rows beyond T; and lse."""
     total = gl.sum(sums, 1)
+    total = gl.where(total == 0.0, float("nan"), total)  # of a row whose scores are all -inf, as softmax has it
     levels = top + gl.convert_layout(gl.log2(total), top.type.layout, assert_trivial=True)
     rows = first + gl.arange(0, top.shape[0], top.type.layout)
     gl.store(lse + pair.to(gl.int64) * T + rows, levels * LN_2, rows < T)
