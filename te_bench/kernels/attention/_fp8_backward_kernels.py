@@ -178,7 +178,7 @@ def fp8_attention_backward_keys_kernel(
     begin = tl.full((), 0, tl.int32)
     inner = begin
     if CAUSAL:
-        begin = tl.minimum(first // ROWS * ROWS, T)
+        begin = tl.minimum(first, T) // ROWS * ROWS  # a block's first row, also where no row sees these keys
         inner = tl.maximum(begin, tl.minimum(tl.cdiv(first + KEYS - 1, ROWS) * ROWS, tl.cdiv(T, ROWS) * ROWS))
     dk_tile = tl.zeros((KEYS, WIDTH), tl.float32)
     dv_tile = tl.zeros((KEYS, WIDTH_V), tl.float32)

@@ -79,7 +79,7 @@ def until(last, KEYS: tl.constexpr):
 
 @triton.jit
 def _steps(
-    acc, other, total, top, q, k, values, padded, start, stop, last, scale, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    acc, other, total, top, q, k, values, start, stop, last, scale, ROWS: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, HALVES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Keys start to stop, of which all are seen by all rows, or where EDGE each row's first to last; values are transposed.
@@ -99,9 +99,9 @@ def _steps(
         total = total * shrink + tl.sum(weights, 1)
         operand = to_fp8(slotted(weights, ROWS, KEYS), tl.float8e4nv)
         if KEYS == BLOCK:
-            at = values + n * WIDTH_V
+            at = values + n.to(tl.int64) * WIDTH_V
         else:
-            at = values + tl.multiple_of(n // BLOCK * (BLOCK * WIDTH_V) + n % BLOCK, KEYS)
+            at = values + tl.multiple_of((n // BLOCK).to(tl.int64) * (BLOCK * WIDTH_V) + n % BLOCK, KEYS)
         block = tl.load(at + features[:, None] * BLOCK + keys[None, :])
         acc = acc * shrink[:, None] + fp8_product(operand, block.T)
         if HALVES == 2:
@@ -118,6 +118,7 @@ def fp8_attention_forward_kernel(
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """out and lse of ROWS rows. q (B, H, padded_q, WIDTH), k and the values (B, Hkv, ...) in E4M3. EVEN: S % KEYS is 0."""
+    tl.static_assert(BLOCK % KEYS == 0)
     blocks = tl.cdiv(T, ROWS)
     order, pair = heavy_first(tl.program_id(0), blocks, pairs, near)
     first = (blocks - 1 - order) * ROWS  # of causal rows the last see the most
@@ -139,29 +140,11 @@ def fp8_attention_forward_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     acc, other, total, top = _steps(
-        acc,
-        other,
-        total,
-        top,
-        own,
-        k,
-        values,
-        padded_k,
-        0,
-        inner,
-        last,
-        scale,
-        ROWS,
-        KEYS,
-        WIDTH,
-        WIDTH_V,
-        HALVES,
-        False,
-    )
+        acc, other, total, top, own, k, values, 0, inner, last, scale, ROWS, KEYS, WIDTH, WIDTH_V, HALVES, False
+    )  # fmt: skip
     if CAUSAL or not EVEN:
         acc, other, total, top = _steps(
-            acc, other, total, top, own, k, values, padded_k, inner, end, last, scale, ROWS, KEYS, WIDTH, WIDTH_V, HALVES,
-            True,
+            acc, other, total, top, own, k, values, inner, end, last, scale, ROWS, KEYS, WIDTH, WIDTH_V, HALVES, True
         )  # fmt: skip
     tl.store(lse + pair.to(tl.int64) * T + rows, (top - OFFSET + tl.log2(total)) * LN_2, mask=rows < T)
     out += (pair // H).to(tl.int64) * out_b + (pair % H).to(tl.int64) * out_h

@@ -150,7 +150,9 @@ def attention_forward_kernel(
             D, DV, ROWS, KEYS, WIDTH, WIDTH_V, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, True,
         )  # fmt: skip
 
-    if not HAS_LEFT and MASK == NO_MASK:  # all rows see a key, if there is one: a sum of 0 is of scores that are all -inf
+    if (
+        not HAS_LEFT and MASK == NO_MASK
+    ):  # all rows see a key, if there is one: a sum of 0 is of scores that are all -inf
         total = tl.where((total == 0.0) & (S > 0), float("nan"), total)
     share = 1.0 / tl.where(total == 0.0, 1.0, total)  # a row that sees no key is 0
     rows = first + tl.arange(0, ROWS)

@@ -60,9 +60,9 @@ def band(rows: int, keys: int, left: int, right: int) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "window", [(0, 0), (5, 3), (70, 0), (40, -1), (-1, 9), (200, 200), (2**31 - 1, 2**40)], ids=str
+    "window", [(0, 0), (5, 3), (70, 0), (40, -1), (-1, 9), (150, 10), (200, 200), (2**31 - 1, 2**40)], ids=str
 )
-@pytest.mark.parametrize(("rows", "keys"), [(150, 150), (70, 130), (130, 40)])
+@pytest.mark.parametrize(("rows", "keys"), [(150, 150), (256, 256), (70, 130), (130, 40)])
 def test_windows(rows: int, keys: int, window: tuple[int, int], device: str) -> None:
     """Row i sees keys i - left to i + right; rows far beyond the last key see none."""
     tensors = drawn(device, (1, 2, rows, 16), (1, 1, keys, 16), (1, 1, keys, 16), (1, 2, rows, 16))
@@ -189,7 +189,10 @@ def test_dropout_depends_on_the_seed_and_the_place_and_on_nothing_else(device: s
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_backward_pass_drops_what_the_forward_pass_dropped(deterministic: bool, device: str) -> None:
+@pytest.mark.parametrize("window", [(-1, -1), (40, 3), (-1, 7)], ids=str)
+def test_the_backward_pass_drops_what_the_forward_pass_dropped(
+    window: tuple[int, int], deterministic: bool, device: str
+) -> None:
     """Against autograd through float64 weights times the mask that the kernel made."""
     seed = torch.tensor([99, 1 << 40], device=device)
     rows, keys, scale = 80, 96, 0.25
@@ -197,9 +200,10 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(deterministic: bo
     stays = weights_of(seed, 0.3, rows, keys).double()
 
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ((scale * q @ k.mT).softmax(-1) * stays) @ v
+        scores = (scale * q @ k.mT).masked_fill(band(rows, keys, *window).to(device), -math.inf)
+        return (scores.softmax(-1) * stays) @ v
 
-    settings = -1, -1, scale, 0.3
+    settings = *window, scale, 0.3
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _autograd._Attention.apply(q, k, v, None, seed, settings, deterministic)[0]

@@ -25,6 +25,7 @@ SIZES = {  # B, H, Hkv, T, S, D, Dv, causal
     "shared heads of 128": (1, 4, 2, 150, 300, 128, 128, False),
     "shared heads, few keys, causal": (2, 4, 1, 300, 130, 64, 64, True),
     "few queries, odd widths, causal": (1, 2, 2, 40, 130, 24, 48, True),
+    "tiles of keys that no row sees": (1, 2, 2, 100, 200, 64, 64, True),
     "wide, and more than a half of the values": (1, 4, 4, 200, 300, 128, 80, False),
     "wide, and a half of few values": (2, 4, 4, 140, 300, 100, 24, False),
 }
@@ -122,7 +123,7 @@ def test_what_is_not_finite_makes_its_head_nan_and_no_other(which: int, bad: flo
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("batch", "rows", "keys"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 1, 1)])
 def test_empty_and_least_sizes(batch: int, rows: int, keys: int, device: str) -> None:
-    tensors = drawn((batch, 2, 2, rows, keys, 16, 8, True), device)
+    tensors = drawn((batch, 2, 2, rows, keys, 16, 24, True), device)
     out, *grads = run(tensors, True)
     assert [g.shape for g in grads] == [x.shape for x in tensors[:3]]
     if rows == keys == 1:
@@ -132,6 +133,15 @@ def test_empty_and_least_sizes(batch: int, rows: int, keys: int, device: str) ->
         assert not any(x.any() for x in (out, *grads))
         _, lse = ours.attention(*tensors[:3], scale=1.0)
         assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("widths", [(8, 16), (16, 8), (136, 64)])
+def test_widths_that_it_has_no_tiles_for_it_refuses(widths: tuple[int, int]) -> None:
+    q, k, v, _ = drawn((1, 2, 2, 40, 40, *widths, True), "cpu")
+    with pytest.raises(ValueError, match="16 to 128 in FP8; take triton"):
+        ours.attention(q, k, v, scale=1.0)
+    problem = a_problem((1, 2, 40, widths[0]), device="cpu", v_head_dim=widths[1])
+    assert "16 to 128" in str(ours.unsupported(problem))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -157,6 +167,16 @@ def test_views_give_what_copies_give_and_gradients_keep_their_order(device: str)
         assert x.transpose(1, 2).is_contiguous()
     apart = run([q, k.mT.contiguous().mT, v, dout[:, :, :1].expand_as(dout)], True)
     assert torch.equal(apart[0], got[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_of_shared_heads_give_what_copies_give(device: str) -> None:
+    """Of two sequences, for whose second one H query heads are another offset than Hkv."""
+    q, k, v, dout = drawn((2, 4, 2, 40, 50, 16, 16, True), device)
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    got, again = run([q, k, v, dout], True), run([q, k.contiguous(), v.contiguous(), dout], True)
+    assert not k.is_contiguous()
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
