@@ -225,15 +225,10 @@ def edge(s: Shape, p: Plan) -> bool:
     return s.causal or s.keys % p.at_once != 0
 
 
-@pytest.mark.parametrize("infinite", [False, True], ids=["", "infinite keys"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("plan", FORWARD)
-def test_forward(plan: str, shape: str, infinite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Infinite keys: row 192 sees, of the block that it begins with, key 192 alone, whose score is -inf."""
-    p, s = FORWARD[plan], SHAPES[shape]
-    q, k, v, dout = drawn(s)
-    if infinite:
-        q, k = with_infinite_keys(s, q, k)
+def attended(
+    p: Plan, s: Shape, q: Tensor, k: Tensor, v: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
+    """out and lse, by the kernel's programs in turn."""
     out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:3], math.nan, dtype=torch.float64)
 
     def program(patch: pytest.MonkeyPatch, which: int) -> None:
@@ -259,9 +254,35 @@ def test_forward(plan: str, shape: str, infinite: bool, monkeypatch: pytest.Monk
         ran(machine, calls)
 
     both_programs(program, monkeypatch)
+    return out, lse
+
+
+@pytest.mark.parametrize("infinite", [False, True], ids=["", "infinite keys"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("plan", FORWARD)
+def test_forward(plan: str, shape: str, infinite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinite keys: row 192 sees, of the block that it begins with, key 192 alone, whose score is -inf."""
+    s = SHAPES[shape]
+    q, k, v, dout = drawn(s)
+    if infinite:
+        q, k = with_infinite_keys(s, q, k)
+    out, lse = attended(FORWARD[plan], s, q, k, v, monkeypatch)
     expected = by_definition(s, q, k, v, dout)
     torch.testing.assert_close(out, expected[0], atol=1e-9, rtol=0)
     torch.testing.assert_close(lse, expected[1], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("plan", FORWARD)
+def test_a_row_whose_scores_are_all_minus_infinity_is_nan(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its lse, by which the backward passes make their weights."""
+    s = SHAPES["tails, shared heads"]
+    q, k, v, _ = drawn(s)
+    q[..., 5] = q[..., 5].abs() + 0.1
+    k[:, :, :100, 5] = -math.inf
+    out, lse = attended(FORWARD[plan], s, q, k, v, monkeypatch)
+    for x in (out, lse):
+        assert x[:, :, :100].isnan().all()
+        assert x[:, :, 100:].isfinite().all()
 
 
 def gates_of(machine: Machine, p: Plan) -> tuple[Room, ...]:
