@@ -178,8 +178,9 @@ def fp8_attention_backward_keys_kernel(
     begin = tl.full((), 0, tl.int32)
     inner = begin
     if CAUSAL:
-        begin = tl.minimum(first, T) // ROWS * ROWS  # a block's first row, also where no row sees these keys
+        begin = tl.minimum(first // ROWS * ROWS, T)
         inner = tl.maximum(begin, tl.minimum(tl.cdiv(first + KEYS - 1, ROWS) * ROWS, tl.cdiv(T, ROWS) * ROWS))
+        inner = tl.where(first < T, inner, T)  # keys from T on, no row sees
     dk_tile = tl.zeros((KEYS, WIDTH), tl.float32)
     dv_tile = tl.zeros((KEYS, WIDTH_V), tl.float32)
     for g in range(GROUP):
