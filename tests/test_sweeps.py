@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from te_bench.experiments.measurement import Context, Measurement
+from te_bench.experiments.spec import Options, Trial
+from te_bench.experiments.suites import _rungs
 from te_bench.kernels.activation import _kernels as activation
 from te_bench.kernels.activation import _recomputed as recomputed
 from te_bench.kernels.norm import _residual_kernels
@@ -250,11 +253,32 @@ def test_a_barrier_comes_before_what_a_loop_has_stored(
 def test_a_compiled_loss_beside_eagers(
     script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["compiled_loss.py", "--model", "tiny", "--layers", "1", "--batch", "2", "--time"])
+    monkeypatch.setattr(sys, "argv", ["compiled_loss.py", "--model", "tiny", "--layers", "1", "--batch", "2"])
     script("compiled_loss").main()
-    eager, compiled, with_barriers, times = capsys.readouterr().out.splitlines()
+    eager, compiled, with_barriers = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"eager: (\+0\.000000, ){2}\+0\.000000 of 5\.5\d+", eager)
     for name, line in (("compile", compiled), ("compile, with barriers", with_barriers)):
         assert line.startswith(f"{name}: ")
         assert all(abs(float(loss)) < 1e-3 for loss in line.removeprefix(f"{name}: ").split(", "))
-    assert re.fullmatch(r"tiny, 2 sequences: \d+\.\d ms", times)
+
+
+def test_the_step_with_barriers_is_checked_and_timed_as_the_suites(
+    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.codegen.triton import TritonKernel
+
+    sweep, usual, ran = script("compiled_loss"), TritonKernel.load, list[Trial]()
+
+    def run(trial: Trial, context: Context) -> Measurement:
+        assert context.check
+        assert TritonKernel.load is not usual
+        ran.append(trial)
+        return Measurement(samples={"latency_s": [0.3, 0.1, 0.2]})
+
+    monkeypatch.setattr(sweep.train_step, "run", run)
+    assert sweep.timed("gpt2-large", 12, "cuda") == 200
+    (trial,) = ran
+    problem = {"model": "gpt2-large", "batch": 12, "block": 1024}
+    mode = "compile-reduce-overhead"
+    asked = _rungs.step(Options(device="cuda"), problem, "cudnn", _rungs.VP, "bf16", mode, 0)
+    assert trial == asked
