@@ -50,7 +50,7 @@ PLANS = [  # of triton_fp8's forward pass, none of which spills for heads of 128
 ]  # fmt: skip
 OF_ROWS = [None, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2)]  # None: those that ship
 OF_KEYS = [Tile(32, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2)]
-casts = partial(_fp8_quantize.quantize_all, keep=True)
+casts = partial(_fp8_quantize.quantize, keep=True)
 
 
 def there_and_back(x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def check_quantize() -> None:
         for dtype in (torch.bfloat16, torch.float16):
             x = torch.randn(batch, rows, heads, width, device="cuda", dtype=dtype).transpose(1, 2)
             x[0, 1] = 0
-            made = _fp8_quantize.quantize(x, rowwise=True, columnwise=True)
+            *_, made = _fp8_quantize.quantize(x, x, x, keep=True)
             assert made.data is not None
             assert made.data_t is not None
             data, scale_inv = manual_fp8.quantize_heads(x)
@@ -135,7 +135,7 @@ def forward_calls(shape: str) -> Calls:
     }  # fmt: skip
     return {
         **{name: partial(forward, q, k, v, causal=causal, scale=scale) for name, forward in backends.items()},
-        "casts of q, k, v": partial(_fp8_quantize.quantize_all, q, k, v, keep=False),
+        "casts of q, k, v": partial(_fp8_quantize.quantize, q, k, v, keep=False),
         **{f"triton_fp8 {tuple(plan)}": partial(_fp8_kernels.forward, *given, plan) for plan in PLANS},
     }
 

@@ -47,13 +47,18 @@ def barriers() -> Iterator[None]:
         TritonKernel.load = usual  # type: ignore[method-assign]
 
 
+def padded(vocab: int) -> int:
+    """To a multiple of 64, as the suites' rungs."""
+    return -(-vocab // 64) * 64
+
+
 def losses(model: str, layers: int, batch: int, device: str, mode: str) -> list[float]:
     """Of three calls of the same step, with the same weights and tokens."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     config = dataclasses.replace(CONFIGS[model], n_layer=layers)
     attention = "cudnn" if device == "cuda" else "math"
-    gpt = GPT(config, attention=attention, padded_vocab_size=-(-config.vocab_size // 64) * 64).to(device)
+    gpt = GPT(config, attention=attention, padded_vocab_size=padded(config.vocab_size)).to(device)
     step = TrainStep(gpt, Optim(), precision="bf16", mode=mode)
     tokens = Batches(None, block=config.block_size, batch=batch, vocab=config.vocab_size, seed=0).at(0)
     return [step.gradients(*(t.to(device) for t in tokens))[0] for _ in range(3)]
@@ -65,10 +70,10 @@ def timed(model: str, batch: int, device: str) -> float:
     config = CONFIGS[model]
     problem = {"model": model, "batch": batch, "block": config.block_size}
     attention, mode = ("cudnn", "compile-reduce-overhead") if device == "cuda" else ("math", "compile")
-    trial = _rungs.step(Options(device=device), problem, attention, 0, "bf16", mode, 0)
-    sizes = {"vocab": config.vocab_size, "padded_vocab": -(-config.vocab_size // 64) * 64}
+    trial = _rungs.step(Options(device=device), problem, attention, padded(config.vocab_size), "bf16", mode, 0)
+    trial = dataclasses.replace(trial, problem={**trial.problem, "vocab": config.vocab_size})
     with barriers():
-        found = train_step.run(dataclasses.replace(trial, problem={**trial.problem, **sizes}), Context())
+        found = train_step.run(trial, Context())
     return 1e3 * statistics.median(found.samples["latency_s"])
 
 

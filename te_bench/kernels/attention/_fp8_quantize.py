@@ -6,7 +6,7 @@ by rows for dP = dO V^T. Both layouts are padded with zeros to whole tiles, so t
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +32,8 @@ class Heads(NamedTuple):
     """x (B, H, T, D) in E4M3: data (B, H, R, W), data_t (B, H, R / 128, W, 128), and scale_inv (B, H), NaN where x is.
 
     R is T padded to a multiple of 128, W D padded to a power of two of at least 32. data_t is transposed by blocks of 128
-    keys, so that a tile's rows are a constant apart; its keys are in the order of `in_slots`. A layout that was not asked
-    for is None.
+    keys, so that a tile's rows are a constant apart; its keys are in the order of `in_slots`. A layout that nobody
+    reads is None.
     """
 
     data: Tensor | None
@@ -136,26 +136,23 @@ def _cast(
 
 @triton.jit(do_not_specialize=PADDED_ROWS)
 def fp8_attention_cast_kernel(
-    q, k, v, bits, q8, q8_t, q_inv, k8, k8_t, k_inv, v8, v8_t, v_inv, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+    q, k, v, bits, q8, k8, v8, v8_t, q_inv, k_inv, v_inv, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
     H, H_KV, pairs, kv_pairs, T, S, padded_q, padded_k,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one head of q, k or v into the layouts that are there. k and v may both be None."""
+    """ROWS rows of one head of q or k by rows, or of v transposed and, unless v8 is None, by rows."""
     index = tl.program_id(0)
     of_q = pairs * (padded_q // ROWS)
+    of_k = kv_pairs * (padded_k // ROWS)
     if index < of_q:
-        _cast(q, bits, q_inv, q8, q8_t, index, q_b, q_h, q_t, H, T, padded_q, D, WIDTH, ROWS)
-    elif k is not None:
-        index -= of_q
-        bits += pairs
-        of_k = kv_pairs * (padded_k // ROWS)
-        if index < of_k:
-            _cast(k, bits, k_inv, k8, k8_t, index, k_b, k_h, k_t, H_KV, S, padded_k, D, WIDTH, ROWS)
-        else:
-            _cast(
-                v, bits + kv_pairs, v_inv, v8, v8_t, index - of_k, v_b, v_h, v_t, H_KV, S, padded_k,
-                DV, WIDTH_V, ROWS,
-            )  # fmt: skip
+        _cast(q, bits, q_inv, q8, None, index, q_b, q_h, q_t, H, T, padded_q, D, WIDTH, ROWS)
+    elif index < of_q + of_k:
+        _cast(k, bits + pairs, k_inv, k8, None, index - of_q, k_b, k_h, k_t, H_KV, S, padded_k, D, WIDTH, ROWS)
+    else:
+        _cast(
+            v, bits + pairs + kv_pairs, v_inv, v8, v8_t, index - of_q - of_k, v_b, v_h, v_t, H_KV, S, padded_k,
+            DV, WIDTH_V, ROWS,
+        )  # fmt: skip
 
 
 class _Sizes(NamedTuple):
@@ -205,31 +202,24 @@ def amax_bits(q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Te
     return bits
 
 
-def _cast_heads(layouts: Sequence[tuple[bool, bool]], q: Tensor, k: Tensor | None, v: Tensor | None) -> list[Heads]:
+def quantize(q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> tuple[Heads, Heads, Heads]:
+    """q and k by rows, v transposed and, where keep, by rows, with current scaling.
+
+    q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv), their last strides 1, not empty.
+    """
     sizes, bits = _sizes(q, k), amax_bits(q, k, v)
-    made: list[Heads] = []
-    for x, (rowwise, columnwise) in zip((q, k, v), layouts, strict=False):
-        assert x is not None
-        (batch, heads), rows, wide = x.shape[:2], padded(x.shape[2]), width(x.shape[3])
-        data = x.new_empty(batch, heads, rows, wide, dtype=E4M3) if rowwise else None
-        data_t = x.new_empty(batch, heads, rows // PADDED, wide, PADDED, dtype=E4M3) if columnwise else None
-        made.append(Heads(data, data_t, x.new_empty(batch, heads, dtype=torch.float32)))
-    into = [x for heads in made for x in heads]
-    into += [None] * (9 - len(into))
     rows, keys = padded(sizes.rows), padded(sizes.keys)
+
+    def by_rows(x: Tensor, length: int) -> Tensor:
+        return x.new_empty(*x.shape[:2], length, width(x.shape[3]), dtype=E4M3)
+
+    q8, k8, v8 = by_rows(q, rows), by_rows(k, keys), by_rows(v, keys) if keep else None
+    v8_t = v.new_empty(*v.shape[:2], keys // PADDED, width(v.shape[3]), PADDED, dtype=E4M3)
+    inverses = [x.new_empty(x.shape[:2], dtype=torch.float32) for x in (q, k, v)]
+    tensors = (q, k, v, bits, q8, k8, v8, v8_t, *inverses)
     integers = *_strides(q, k, v), *sizes, rows, keys
     constants = _constants(q, v, width)
-    key = *traits(q, k, v, *into), *integers, *constants.values()
+    key = *traits(*tensors), *integers, *constants.values()
     grid = (sizes.pairs * rows + 2 * sizes.kv_pairs * keys) // ROWS
-    launch(fp8_attention_cast_kernel, grid, key, q.get_device(), (q, k, v, bits, *into, *integers), constants)
-    return made
-
-
-def quantize(x: Tensor, *, rowwise: bool, columnwise: bool) -> Heads:
-    """x (B, H, T, D), its last stride 1, not empty, in the layouts asked for, with current scaling."""
-    return _cast_heads([(rowwise, columnwise)], x, None, None)[0]
-
-
-def quantize_all(q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> list[Heads]:
-    """q and k by rows, v transposed and, where keep, by rows; tensors as `quantize`'s."""
-    return _cast_heads([(True, False), (True, False), (keep, True)], q, k, v)
+    launch(fp8_attention_cast_kernel, grid, key, q.get_device(), (*tensors, *integers), constants)
+    return Heads(q8, None, inverses[0]), Heads(k8, None, inverses[1]), Heads(v8, v8_t, inverses[2])

@@ -44,7 +44,7 @@ Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
     """out and lse; and where keep, for the backward pass, q, k, v in FP8 by rows, and their three scale_inv."""
     q, k, v = within_reach(q), within_reach(k), within_reach(v)
-    q8, k8, v8 = _fp8_quantize.quantize_all(q, k, v, keep=keep)
+    q8, k8, v8 = _fp8_quantize.quantize(q, k, v, keep=keep)
     lengths = q.shape[2], k.shape[2]
     out, lse = _fp8_kernels.forward(q8, k8, v8, lengths, v.shape[3], q.dtype, causal, scale)
     inverses = q8.scale_inv, k8.scale_inv, v8.scale_inv

@@ -86,7 +86,7 @@ def test_the_quantiser_casts_heads_as_the_definition(width: int, keys: int, devi
     wide = drawn((2, 3, 3, keys, 5, width, 8, False), device)[0].transpose(1, 2).contiguous()
     x = torch.cat([wide, wide.flip(1)], -1)[..., :width].transpose(1, 2)  # rows apart from one another
     x[1, 2] = 0
-    made = _fp8_quantize.quantize(x, rowwise=True, columnwise=True)
+    first, second, made = _fp8_quantize.quantize(x, x, x, keep=True)
     data, scale_inv = manual_fp8.quantize_heads(x)
     assert made.data is not None
     assert made.data_t is not None
@@ -100,7 +100,11 @@ def test_the_quantiser_casts_heads_as_the_definition(width: int, keys: int, devi
              for b in range(2) for c in range(2)]  # fmt: skip
     by_blocks = made.data[:, :, order].unflatten(2, (-1, 128))
     assert torch.equal(made.data_t.view(torch.uint8), by_blocks.view(torch.uint8).mT)
-    by_itself = _fp8_quantize.quantize(x, rowwise=False, columnwise=True)
+    for same in (first, second):
+        assert same.data is not None
+        assert torch.equal(same.data.view(torch.uint8), made.data.view(torch.uint8))
+        assert torch.equal(same.scale_inv, made.scale_inv)
+    *_, by_itself = _fp8_quantize.quantize(x, x, x, keep=False)
     assert by_itself.data is None
     assert by_itself.data_t is not None
     assert torch.equal(by_itself.data_t.view(torch.uint8), made.data_t.view(torch.uint8))
@@ -223,10 +227,8 @@ def test_sums_over_many_keys_have_more_bits_than_the_tensor_cores(head_dim: int)
 
 
 def _quantized(change: Callable[[Heads], Heads]) -> Callable[[pytest.MonkeyPatch], None]:
-    right = _fp8_quantize.quantize_all
-    return lambda patch: patch.setattr(
-        _fp8_quantize, "quantize_all", lambda *x, keep: map(change, right(*x, keep=keep))
-    )
+    right = _fp8_quantize.quantize
+    return lambda patch: patch.setattr(_fp8_quantize, "quantize", lambda *x, keep: map(change, right(*x, keep=keep)))
 
 
 def _values(change: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:

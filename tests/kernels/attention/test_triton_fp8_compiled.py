@@ -22,7 +22,7 @@ def attend(head_dim: int, *, causal: bool = True, groups: int = 4, length: int =
         q = torch.empty(2, 4, length, head_dim, dtype=BF16)
         k = torch.empty(2, groups, length, head_dim, dtype=BF16)
         for keep in (True, False):
-            _fp8_quantize.quantize_all(q, k, k, keep=keep)
+            _fp8_quantize.quantize(q, k, k, keep=keep)
         q8, k8 = heads(q), heads(k)
         out, lse = _fp8_kernels.forward(q8, k8, k8, (length, length), head_dim, BF16, causal, 0.125)
         _fp8_backward_kernels.backward(q, q, k, out, lse, (q8, k8, k8), head_dim, causal, 0.125)
@@ -58,7 +58,7 @@ def one_row_compiled_in() -> None:
     kernel = _fp8_quantize.fp8_attention_cast_kernel
     _fp8_quantize.fp8_attention_cast_kernel = triton.jit(kernel.fn)
     try:
-        _fp8_quantize.quantize(torch.empty(2, 4, 1, 128, dtype=BF16), rowwise=True, columnwise=False)
+        _fp8_quantize.quantize(*[torch.empty(2, 4, 1, 128, dtype=BF16)] * 3, keep=False)
     finally:
         _fp8_quantize.fp8_attention_cast_kernel = kernel
 
