@@ -1,10 +1,11 @@
 """Our own FP8 attention in Triton: S, P V and dP by FP8 tensor cores, as `manual_fp8` defines it.
 
-q, k, v and dO are cast to E4M3 by their heads' own amaxes before each pass. Keys and values shared by heads are the kernels'
-own; masks, windows and dropout are not. Gradients are bitwise the same in every run. The memory order of out is
-(B, T, H, Dv).
+q, k, v and dO are cast to E4M3 by their heads' own amaxes before each pass. The forward pass of heads of 128 is on Hopper in
+Gluon. Keys and values shared by heads are the kernels' own; masks, windows and dropout are not. Gradients are bitwise the
+same in every run. The memory order of out is (B, T, H, Dv).
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -12,14 +13,23 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from te_bench.kernels import _gluon
 from te_bench.kernels.attention import Backend, Problem, _fp8_backward_kernels, _fp8_kernels, _fp8_quantize, manual_fp8
 from te_bench.kernels.attention._autograd import LEAST, check
 from te_bench.kernels.attention._fp8_quantize import E4M3, Heads
 from te_bench.kernels.attention._scores import within_reach
 
+try:
+    from te_bench.kernels.attention import _gluon_fp8_launch
+except ImportError:
+    MISSING: str | None = _gluon.ABSENT
+else:
+    MISSING = None
+
 WIDEST = 128  # tiles of wider heads are none that warpgroups multiply
 #: Of narrower ones so much padding is known to be 0 that ptxas 12.8 packs bytes of it with what the register had before.
 NARROWEST = 16
+GLUON_FROM = 512  # rows, of which a tile has 192
 
 
 def unsupported(p: Problem) -> str | None:
@@ -41,12 +51,25 @@ def unsupported(p: Problem) -> str | None:
 Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+@functools.cache
+def _has_gluon(device: torch.device) -> bool:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return _gluon.unsupported(device.type, capability, MISSING, triton.knobs.runtime.interpret) is None
+
+
+def _kernel(q: Tensor, v: Tensor) -> Any:
+    """The forward kernel's launcher: the faster one (docs/attention.md)."""
+    if q.shape[3] == v.shape[3] == 128 and q.shape[2] >= GLUON_FROM and _has_gluon(q.device):
+        return _gluon_fp8_launch.forward
+    return _fp8_kernels.forward
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
     """out and lse; and where keep, for the backward pass, q, k, v in FP8 by rows, and their three scale_inv."""
     q, k, v = within_reach(q), within_reach(k), within_reach(v)
     q8, k8, v8 = _fp8_quantize.quantize(q, k, v, keep=keep)
     lengths = q.shape[2], k.shape[2]
-    out, lse = _fp8_kernels.forward(q8, k8, v8, lengths, v.shape[3], q.dtype, causal, scale)
+    out, lse = _kernel(q, v)(q8, k8, v8, lengths, v.shape[3], q.dtype, causal, scale)
     inverses = q8.scale_inv, k8.scale_inv, v8.scale_inv
     if not keep:
         nothing = q.new_empty(0, dtype=E4M3)
