@@ -22,11 +22,13 @@ from te_bench.kernels.attention import (
     _fp8_backward_kernels,
     _fp8_kernels,
     _fp8_quantize,
+    _gluon_fp8_launch,
     load,
     manual_fp8,
     triton_fp8,
 )
 from te_bench.kernels.attention._fp8_kernels import Plan
+from te_bench.kernels.attention._gluon_launch import Plan as GluonPlan
 from te_bench.kernels.attention._kernels import Tile
 
 SHAPES = {  # B, H, T, D, causal, the forward pass's bar in TFLOP/s
@@ -48,6 +50,7 @@ PLANS = [  # of triton_fp8's forward pass, none of which spills for heads of 128
     Plan(64, 64, 4, 3, 96), Plan(64, 128, 4, 2, 128), Plan(64, 128, 4, 3, 128), Plan(64, 128, 4, 2, 168, 2),
     Plan(64, 128, 4, 2, 160, 2), Plan(128, 64, 8, 3, 128, 2), Plan(128, 64, 8, 4, 128, 2),
 ]  # fmt: skip
+GLUON_PLANS = [GluonPlan(3, 128, 2, 1, 160), GluonPlan(3, 128, 3, 2, 160)]  # of heads of 128
 OF_ROWS = [None, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2)]  # None: those that ship
 OF_KEYS = [Tile(32, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2)]
 casts = partial(_fp8_quantize.quantize, keep=True)
@@ -137,6 +140,11 @@ def forward_calls(shape: str) -> Calls:
         **{name: partial(forward, q, k, v, causal=causal, scale=scale) for name, forward in backends.items()},
         "casts of q, k, v": partial(_fp8_quantize.quantize, q, k, v, keep=False),
         **{f"triton_fp8 {tuple(plan)}": partial(_fp8_kernels.forward, *given, plan) for plan in PLANS},
+        **{
+            f"in Gluon {plan[:5]}": partial(_gluon_fp8_launch.forward, *given, plan)
+            for plan in GLUON_PLANS
+            if width == 128
+        },
     }
 
 
@@ -176,9 +184,13 @@ def long() -> None:
         given = (*casts(q, k, v), (keys, keys), 128, q.dtype, False, scale)
         weights = (there_and_back(q)[..., :512, :] @ there_and_back(k).mT * scale).softmax(-1)
         truth = weights @ there_and_back(v)
-        out = _fp8_kernels.forward(*given)[0][..., :512, :]
-        ratio = (out.double().sum() / truth.sum()).item()
-        print(f"16384 keys, mean {mean}: {decibels(truth, out):.1f} dB, ratio of sums {ratio:.5f}", flush=True)
+        for name, kernel in (("Triton", _fp8_kernels), ("Gluon", _gluon_fp8_launch)):
+            out = kernel.forward(*given)[0][..., :512, :]
+            ratio = (out.double().sum() / truth.sum()).item()
+            print(
+                f"16384 keys, mean {mean}, {name}: {decibels(truth, out):.1f} dB, sums {ratio:.5f} of theirs",
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -535,6 +535,7 @@ SEEN = {
         "fp8_attention_amax_kernel",
         "fp8_attention_cast_kernel",
         "fp8_attention_forward_kernel",
+        "fp8_attention_forward_gluon_kernel",
         "fp8_attention_delta_kernel",
         "fp8_attention_backward_rows_kernel",
         "fp8_attention_backward_keys_kernel",

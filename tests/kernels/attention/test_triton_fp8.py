@@ -198,12 +198,21 @@ def test_whatever_the_tiles(tile: Tile, halves: int, device: str, monkeypatch: p
             assert_as_good(tensors, causal, run(tensors, causal))
 
 
+def by_kernel(head_dim: int, gluon: bool, patch: pytest.MonkeyPatch) -> None:
+    """Heads of 128 by the forward kernel in Gluon or by Triton's, whatever their rows."""
+    patch.setattr(ours, "GLUON_FROM", 1 if gluon else math.inf)
+    assert (ours._kernel(*[torch.empty(1, 1, 1, head_dim, device="cuda")] * 2) is _fp8_kernels.forward) is not gluon
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "gluon"), [(64, False), (128, False), (128, True)])
 @pytest.mark.parametrize(("rows", "keys"), [(1, 300), (65, 64), (700, 700), (129, 1000), (2048, 2048)])
-def test_of_whole_tiles_and_parts_and_again(rows: int, keys: int, head_dim: int, causal: bool) -> None:
+def test_of_whole_tiles_and_parts_and_again(
+    rows: int, keys: int, head_dim: int, gluon: bool, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     supported("triton_fp8", a_problem((2, 6, rows, head_dim), causal=causal, kv_length=keys, kv_heads=2))
+    by_kernel(head_dim, gluon, monkeypatch)
     tensors = drawn((2, 6, 2, rows, keys, head_dim, head_dim, causal), "cuda", even=True)
     made, again = (run(tensors, causal) for _ in range(2))
     assert [name for name, x in zip(NAMES, made, strict=True) if not x.isfinite().all()] == []
@@ -213,14 +222,36 @@ def test_of_whole_tiles_and_parts_and_again(rows: int, keys: int, head_dim: int,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_sums_over_many_keys_have_more_bits_than_the_tensor_cores(head_dim: int) -> None:
+@pytest.mark.parametrize(("head_dim", "gluon"), [(64, False), (128, False), (128, True)])
+def test_sums_over_many_keys_have_more_bits_than_the_tensor_cores(
+    head_dim: int, gluon: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own have 14: values with a mean of 1 lost 18 % of their sum in them, 14.7 dB (H200, 2026-11-22)."""
     supported("triton_fp8", a_problem((1, 1, 128, head_dim), causal=False, kv_length=16384))
+    by_kernel(head_dim, gluon, monkeypatch)
     tensors = drawn((1, 1, 1, 128, 16384, head_dim, head_dim, False), "cuda", even=True)
     tensors[2] += 1
     out, *_ = figures(tensors, False, run(tensors, False))
     assert out > 45
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_more_tiles_than_programs_and_each_its_own(causal: bool, dtype: torch.dtype) -> None:
+    """540 tiles of Gluon's for 132 programs: a sequence among nine is what it is alone; a head that is NaN is alone so."""
+    supported("triton_fp8", a_problem((9, 12, 1000, 128), causal=causal, kv_heads=4))
+    tensors = drawn((9, 12, 4, 1000, 1000, 128, 128, causal), "cuda", dtype)
+    whole = run(tensors, causal)
+    alone = run([x[4:5] for x in tensors], causal)
+    assert all(torch.equal(x[4:5], y) for x, y in zip(whole, alone, strict=True))
+    tensors[1][3, 2, 999, 127] = math.nan  # of query heads 6 to 8
+    out, *_ = run(tensors, causal)
+    there = out.isnan()
+    assert there[3, 6:9].all()
+    there[3, 6:9] = False
+    assert not there.any()
+    assert torch.equal(out[:3], whole[0][:3])
 
 
 # Mistakes
