@@ -206,6 +206,22 @@ def fp8_attention_backward_keys_kernel(
     put(dv + b * dv_b + kv_head * dv_h, dv_s, first, S, rounded(dv_tile, dv.dtype.element_ty), KEYS, WIDTH_V, DV)
 
 
+def arriving(dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Heads, Tensor]:
+    """dO in FP8 by rows; and (2, B, H, padded T) float32, the rows' levels and deltas. (B, H, T, D), last strides 1."""
+    batch, heads, rows, features = dout.shape
+    length, wide = padded(rows), width(features)
+    info = dout.new_empty(2, batch, heads, length, dtype=torch.float32)
+    come = dout.new_empty(batch, heads, length, wide, dtype=E4M3)
+    inverse = dout.new_empty(batch, heads, dtype=torch.float32)
+    integers = (*row_strides(dout, out), heads, rows, length)
+    constants = {"DV": features, "WIDTH": wide, "ROWS": DELTA_ROWS, "num_warps": 4}
+    tensors = (dout, out, lse, amax_bits(dout), come, inverse, *info.unbind())
+    key = *traits(*tensors), *integers, *constants.values()
+    grid = length // DELTA_ROWS * batch * heads
+    launch(fp8_attention_delta_kernel, grid, key, dout.get_device(), (*tensors, *integers), constants)
+    return Heads(come, None, inverse), info
+
+
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, heads: tuple[Heads, Heads, Heads], features: int,
     causal: bool, scale: float, of_rows: Tile | None = None, of_keys: Tile | None = None,
@@ -218,26 +234,20 @@ def backward(
     assert k8.data is not None
     assert v8.data is not None
     wide, wide_v, padded_q, padded_k = q8.data.shape[3], width(features), padded(rows), padded(keys)
-    device = q.get_device()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), k.new_empty(*k.shape[:3], features)
     if features == d:
         dv = torch.empty_like(k)
-    level, delta = q.new_empty(2, batch, count, padded_q, dtype=torch.float32).unbind()
-    come = q.new_empty(batch, count, padded_q, wide_v, dtype=E4M3)
-    come_inv = torch.empty(batch, count, dtype=torch.float32, device=q.device)
-    integers: tuple[int, ...] = (*row_strides(dout, out), count, rows, padded_q)
-    constants: dict[str, Any] = {"DV": features, "WIDTH": wide_v, "ROWS": DELTA_ROWS, "num_warps": 4}
-    tensors: tuple[Tensor, ...] = (dout, out, lse, amax_bits(dout), come, come_inv, level, delta)
-    key = *traits(*tensors), *integers, *constants.values()
-    grid = padded_q // DELTA_ROWS * batch * count
-    launch(fp8_attention_delta_kernel, grid, key, device, (*tensors, *integers), constants)
+    come, info = arriving(dout, out, lse)
+    assert come.data is not None
+    level, delta = info.unbind()
 
-    fp8 = (q8.data, k8.data, v8.data, come, q8.scale_inv, k8.scale_inv, v8.scale_inv, come_inv)
+    fp8 = (q8.data, k8.data, v8.data, come.data, q8.scale_inv, k8.scale_inv, v8.scale_inv, come.scale_inv)
+    device = q.get_device()
     size = of_rows or OF_ROWS[max(wide, wide_v)]
     near = max(1, L2_BYTES // (padded_k * (wide + wide_v + d * k.element_size()))) * group
-    tensors = (*fp8, k, level, delta, dq)
-    integers = (*row_strides(k, dq), batch * count, count, rows, keys, group, near, padded_q, padded_k)
-    constants = {
+    tensors: tuple[Tensor, ...] = (*fp8, k, level, delta, dq)
+    integers: tuple[int, ...] = (*row_strides(k, dq), batch * count, count, rows, keys, group, near, padded_q, padded_k)
+    constants: dict[str, Any] = {
         "D": d, "ROWS": size.rows, "KEYS": size.keys, "WIDTH": wide, "WIDTH_V": wide_v, "CAUSAL": causal,
         "EVEN": keys % size.keys == 0, "num_warps": size.warps, "num_stages": size.stages,
     }  # fmt: skip

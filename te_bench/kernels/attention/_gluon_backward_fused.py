@@ -38,7 +38,7 @@ from te_bench.kernels.attention._gluon_parts import (
 
 
 @gluon.jit
-def _hidden(scores, first, row, S, CAUSAL: gl.constexpr):
+def hidden_rows(scores, first, row, S, CAUSAL: gl.constexpr):
     """The scores of keys from `first` on and rows from `row` on, -inf where they are not seen.
 
     In eights of rows: the numbers that differ by thread are then few, and live outside of the loop in few registers.
@@ -68,13 +68,13 @@ def _in_order(dq):
 
 
 @gluon.jit
-def _columns(sums, head, who, padded, CONSUMERS: gl.constexpr, D: gl.constexpr):
+def columns_of(sums, head, who, padded, CONSUMERS: gl.constexpr, D: gl.constexpr):
     """A warpgroup's in the sums of a sequence's head."""
     return sums + head.to(gl.int64) * padded * D + who * (ROWS * D // CONSUMERS)
 
 
 @gluon.jit
-def _add(columns, row, dq, D: gl.constexpr):
+def add_rows(columns, row, dq, D: gl.constexpr):
     line = _in_order(dq)
     gl.atomic_add(columns + row * D + gl.arange(0, line.shape[0], line.type.layout), line, sem="relaxed")
 
@@ -96,7 +96,7 @@ def _fused_step(
     dweights = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     if EDGE:
-        scores = _hidden(scores, first + who * ROWS, row, S, CAUSAL)
+        scores = hidden_rows(scores, first + who * ROWS, row, S, CAUSAL)
     level = levels.index(0).load(gl.SliceLayout(0, SCORES))
     weights = exp2(scores * scale - level[None, :])
     left = rounded(weights, q.dtype)
@@ -117,7 +117,7 @@ def _fused_step(
         dq = warpgroup_mma(by_rows, keys, dq, use_acc=other > 0, is_async=True)
     dk = warpgroup_mma(operand(dscores, OUT), q, dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-    _add(columns, row, dq, OUT.instr_shape[1])
+    add_rows(columns, row, dq, OUT.instr_shape[1])
     # Were it in flight when the next block's scores begin, the assembler would serialise all products (C7512).
     dk = warpgroup_mma_wait(0, deps=(dk,))
     return dk, dv
@@ -158,7 +158,7 @@ def _make_all(
         for other in gl.static_range(CONSUMERS):
             mbarrier.wait(held.index(other * SLOTS + slot), slot_phase)
         for h in range(kv * group, kv * group + group):
-            columns = _columns(sums, b * H + h, who, padded, CONSUMERS, D)
+            columns = columns_of(sums, b * H + h, who, padded, CONSUMERS, D)
             for HIDING in gl.static_range(1 if EDGE else 0, -1, -1):  # a loop that masks, then one that needs not ask
                 start, stop = edges, end
                 if HIDING:

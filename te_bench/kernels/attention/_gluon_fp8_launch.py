@@ -1,4 +1,6 @@
-"""Launching FP8 attention's forward kernel for Hopper: tiles, registers, TMA's descriptors."""
+"""Launching FP8 attention's kernels for Hopper: tiles, registers, TMA's descriptors."""
+
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -6,12 +8,18 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from te_bench.kernels.attention._fp8_backward_kernels import arriving
 from te_bench.kernels.attention._fp8_quantize import Heads
+from te_bench.kernels.attention._gluon_fp8_backward import fp8_attention_backward_gluon_kernel
 from te_bench.kernels.attention._gluon_fp8_forward import SWIZZLE, fp8_attention_forward_gluon_kernel
-from te_bench.kernels.attention._gluon_launch import LOG2_E, ROWS, Plan, processors
+from te_bench.kernels.attention._gluon_launch import LOG2_E, ROWS, Plan, dealt, levels, processors, readable
+from te_bench.kernels.attention._gluon_sums import gluon_attention_sums_kernel
+from te_bench.kernels.attention._kernels import row_strides
 
 #: Compiled for sm_90a without spills, for heads of 128; the fastest of a sweep at T2048 to 16384 (docs/attention.md).
 FORWARD = Plan(3, 128, 3, 2, 160)
+#: By whether causal. stages: of rows as they came; slots: of those in FP8.
+BACKWARD: Mapping[bool, Plan] = {True: Plan(2, 64, 2, 3, 240, sharing=4), False: Plan(2, 64, 2, 2, 240, sharing=132)}
 
 
 def _descriptor(x: Tensor, rows: int, line: int) -> TensorDescriptor:
@@ -47,3 +55,36 @@ def forward(
             FETCHING=p.fetching(), CAUSAL=causal, EDGE=causal or keys % p.at_once != 0, num_warps=4,
         )  # fmt: skip
     return out, lse
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, heads: tuple[Heads, Heads, Heads], features: int,
+    causal: bool, scale: float, given: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_fp8_backward_kernels.backward` for heads of 128 features, but that dQ's sums are in no order."""
+    p, (q8, k8, v8) = given or BACKWARD[causal], heads
+    assert q8.data is not None
+    assert k8.data is not None
+    assert v8.data is not None
+    batch, count, rows, width = q.shape
+    assert width == features == 128
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
+    come, info = arriving(dout, out, lse)
+    assert come.data is not None
+    dout, q, k = readable(dout), readable(q), readable(k)
+    padded = info.shape[3]
+    sums = q.new_zeros(batch * count, padded, width, dtype=torch.float32)
+    programs, sizes = dealt(p, q, k, of_keys=True)
+    in_fp8 = [_descriptor(x, ROWS, 128) for x in (k8.data, v8.data, q8.data, come.data)]
+    of_k, of_q, of_dout, of_dk, of_dv = (_descriptor(x, ROWS, 128) for x in (k, q, dout, dk, dv))
+    with torch.cuda.device_of(q):
+        fp8_attention_backward_gluon_kernel[(programs,)](
+            *in_fp8[:2], of_k, *in_fp8[2:], of_q, of_dout, levels(info.flatten(1, 2).transpose(0, 1), ROWS), of_dk, of_dv,
+            q8.scale_inv, k8.scale_inv, v8.scale_inv, come.scale_inv, sums, padded, float(scale * LOG2_E), *sizes,
+            CONSUMERS=p.warpgroups, FP8_STAGES=p.slots, STAGES=p.stages, REGISTERS=p.registers, FETCHING=p.fetching(),
+            CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0, num_warps=4,
+        )  # fmt: skip
+        gluon_attention_sums_kernel[(batch * count * padded // ROWS,)](
+            sums, dq, *row_strides(dq), float(scale), count, rows, padded, D=width, num_warps=4
+        )
+    return dq, dk, dv

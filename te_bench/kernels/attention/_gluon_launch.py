@@ -119,7 +119,7 @@ def _constants(p: Plan) -> dict[str, int]:
     return constants | ({} if p.programs == 1 else {"maxnreg": p.at_start()})
 
 
-def _dealt(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
+def dealt(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
     """How many programs, and T, S, H, group, pairs, blocks, near, whole, rest, as the kernels take them."""
     batch, heads, rows, width = q.shape
     keys, group = k.shape[2], heads // k.shape[1]
@@ -145,7 +145,7 @@ def forward(
     batch, heads, rows, width = q.shape
     out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
-    programs, sizes = _dealt(p, q, k, of_keys=False)
+    programs, sizes = dealt(p, q, k, of_keys=False)
     descriptors = [_descriptor(x, n) for x, n in ((q, ROWS), (k, p.at_once), (v, p.at_once), (out, ROWS))]
     with torch.cuda.device_of(q):
         gluon_attention_forward_kernel[(programs,)](
@@ -186,16 +186,16 @@ def _backward_by_two(
     batch, heads, rows, _ = q.shape
     padded = triton.cdiv(rows, ROWS) * ROWS
     info = q.new_empty(batch * heads, 2, padded, dtype=torch.float32)
-    (programs, sizes), n = _dealt(of_rows, q, k, of_keys=False), of_rows.at_once
+    (programs, sizes), n = dealt(of_rows, q, k, of_keys=False), of_rows.at_once
     held, come = [_descriptor(x, ROWS) for x in (q, dout, out)], [_descriptor(x, n) for x in (k, v)]
     gluon_attention_backward_rows_kernel[(programs,)](
         *held, *come, _descriptor(dq, ROWS), lse, info, padded, float(scale * LOG2_E), *sizes,
         CAUSAL=causal, EDGE=causal or k.shape[2] % n != 0, IN_REGISTERS=of_rows.in_registers, **_constants(of_rows),
     )  # fmt: skip
-    (programs, sizes), n = _dealt(of_keys, q, k, of_keys=True), of_keys.at_once
+    (programs, sizes), n = dealt(of_keys, q, k, of_keys=True), of_keys.at_once
     held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, n) for x in (q, _last_rows(q), dout)]
     gluon_attention_backward_keys_kernel[(programs,)](
-        *held, *come, _levels(info, n), _descriptor(dk, ROWS), _descriptor(dv, ROWS), float(scale * LOG2_E), *sizes,
+        *held, *come, levels(info, n), _descriptor(dk, ROWS), _descriptor(dv, ROWS), float(scale * LOG2_E), *sizes,
         CAUSAL=causal, IN_REGISTERS=of_keys.in_registers, **_constants(of_keys),
     )  # fmt: skip
 
@@ -214,10 +214,10 @@ def _backward_fused(
         out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), heads, rows, padded,
         D=width, ROWS=DELTA_ROWS, num_warps=4,
     )  # fmt: skip
-    programs, sizes = _dealt(p, q, k, of_keys=True)
+    programs, sizes = dealt(p, q, k, of_keys=True)
     held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, ROWS) for x in (q, _last_rows(q), dout)]
     gluon_attention_backward_fused_kernel[(programs,)](
-        *held, *come, _levels(info.transpose(0, 1), ROWS), _descriptor(dk, ROWS), _descriptor(dv, ROWS), sums, padded,
+        *held, *come, levels(info.transpose(0, 1), ROWS), _descriptor(dk, ROWS), _descriptor(dv, ROWS), sums, padded,
         float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
         **_constants(p),
     )  # fmt: skip
@@ -226,7 +226,7 @@ def _backward_fused(
     )
 
 
-def _levels(info: Tensor, rows: int) -> TensorDescriptor:
+def levels(info: Tensor, rows: int) -> TensorDescriptor:
     """Of blocks (1, 2, rows) of info (pairs, 2, rows padded): level and delta."""
     layout = gl.NVMMASharedLayout(0, 32, 3)
     return TensorDescriptor(info, list(info.shape), list(info.stride()), [1, 2, rows], layout)

@@ -1,8 +1,9 @@
 """Our own FP8 attention in Triton: S, P V and dP by FP8 tensor cores, as `manual_fp8` defines it.
 
-q, k, v and dO are cast to E4M3 by their heads' own amaxes before each pass. The forward pass of heads of 128 is on Hopper in
-Gluon. Keys and values shared by heads are the kernels' own; masks, windows and dropout are not. Gradients are bitwise the
-same in every run. The memory order of out is (B, T, H, Dv).
+q, k, v and dO are cast to E4M3 by their heads' own amaxes before each pass. Heads of 128 go on Hopper by kernels in Gluon;
+dQ's sums have no order there, so who asks for gradients that are bitwise the same in every run gets Triton's, as for all
+other heads. Keys and values shared by heads are the kernels' own; masks, windows and dropout are not. The memory order of
+out is (B, T, H, Dv).
 """
 
 import functools
@@ -29,7 +30,7 @@ else:
 WIDEST = 128  # tiles of wider heads are none that warpgroups multiply
 #: Of narrower ones so much padding is known to be 0 that ptxas 12.8 packs bytes of it with what the register had before.
 NARROWEST = 16
-GLUON_FROM = 512  # rows, of which a tile has 192
+GLUON_FROM = 1024  # rows, or keys in the backward pass
 
 
 def unsupported(p: Problem) -> str | None:
@@ -57,11 +58,9 @@ def _has_gluon(device: torch.device) -> bool:
     return _gluon.unsupported(device.type, capability, MISSING, triton.knobs.runtime.interpret) is None
 
 
-def _kernel(q: Tensor, v: Tensor) -> Any:
-    """The forward kernel's launcher: the faster one (docs/attention.md)."""
-    if q.shape[3] == v.shape[3] == 128 and q.shape[2] >= GLUON_FROM and _has_gluon(q.device):
-        return _gluon_fp8_launch.forward
-    return _fp8_kernels.forward
+def _in_gluon(rows: int, q: Tensor, features: int) -> bool:
+    """Whether a pass of q (B, H, T, D) is faster by Gluon's kernel (docs/attention.md); rows: T, backward S."""
+    return q.shape[3] == features == 128 and rows >= GLUON_FROM and _has_gluon(q.device)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
@@ -69,7 +68,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: 
     q, k, v = within_reach(q), within_reach(k), within_reach(v)
     q8, k8, v8 = _fp8_quantize.quantize(q, k, v, keep=keep)
     lengths = q.shape[2], k.shape[2]
-    out, lse = _kernel(q, v)(q8, k8, v8, lengths, v.shape[3], q.dtype, causal, scale)
+    kernels = _gluon_fp8_launch if _in_gluon(q.shape[2], q, v.shape[3]) else _fp8_kernels
+    out, lse = kernels.forward(q8, k8, v8, lengths, v.shape[3], q.dtype, causal, scale)
     inverses = q8.scale_inv, k8.scale_inv, v8.scale_inv
     if not keep:
         nothing = q.new_empty(0, dtype=E4M3)
@@ -82,11 +82,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: 
 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, q8: Tensor, k8: Tensor, v8: Tensor,
-    q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float,
+    q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     heads = Heads(q8, None, q_inv), Heads(k8, None, k_inv), Heads(v8, None, v_inv)
     dout, q, k = within_reach(dout), within_reach(q), within_reach(k)
-    return _fp8_backward_kernels.backward(dout, q, k, out, lse, heads, out.shape[3], causal, scale)
+    in_gluon = not deterministic and _in_gluon(k.shape[2], q, out.shape[3])
+    kernels = _gluon_fp8_launch if in_gluon else _fp8_backward_kernels
+    return kernels.backward(dout, q, k, out, lse, heads, out.shape[3], causal, scale)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
@@ -107,7 +109,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: boo
 
 def _fake_backward(
     dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, q8: Tensor, k8: Tensor, v8: Tensor,
-    q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float,
+    q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k = within_reach(q), within_reach(k)
     dv = torch.empty_like(k) if out.shape[3] == k.shape[3] else k.new_empty(*k.shape[:3], out.shape[3])
@@ -123,13 +125,13 @@ _backward_op.register_fake(_fake_backward)
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, deterministic: bool, keep: bool
     ) -> tuple[Tensor, Tensor]:
         run = _forward_op if torch.compiler.is_compiling() else _forward  # an operator costs the host 20 us a call
         out, lse, *kept = run(q, k, v, causal, scale, keep)
         if keep:
             ctx.save_for_backward(q, k, out, lse, *kept)
-        ctx.settings = causal, scale
+        ctx.settings = causal, scale, deterministic
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -138,16 +140,19 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            return (None,) * 6
+            return (None,) * 7
         run = _backward_op if torch.compiler.is_compiling() else _backward
-        return *run(dout, *ctx.saved_tensors, *ctx.settings), None, None, None
+        return *run(dout, *ctx.saved_tensors, *ctx.settings), None, None, None, None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float, deterministic: bool = False
+) -> tuple[Tensor, Tensor]:
     """out = softmax(scale Q K^T, causal or not) V by way of FP8, and lse, the logarithm of each row's sum of exp.
 
     q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) in bf16 or fp16 -> (B, H, T, Dv) in their dtype, (B, H, T)
-    float32, not differentiable; of no key 0 and -inf. Raises ValueError for what does not fit.
+    float32, not differentiable; of no key 0 and -inf. deterministic: gradients that are bitwise the same in every run.
+    Raises ValueError for what does not fit.
     """
     check(q, k, v, None, 0.0)
     if not all(NARROWEST <= x.shape[3] <= WIDEST for x in (q, v)):
@@ -158,17 +163,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
     if q.numel() == 0 or k.shape[2] == 0:
         return manual_fp8.attention(q, k, v, causal=causal, scale=scale)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    out, lse = _Attention.apply(q, k, v, causal, scale, keep)
+    out, lse = _Attention.apply(q, k, v, causal, scale, deterministic, keep)
     return out, lse
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float = 0.0, mask: Tensor | None = None
 ) -> Tensor:
-    """attention's out."""
+    """attention's out; gradients are deterministic where torch.use_deterministic_algorithms asks for it."""
     if dropout or mask is not None:
         raise ValueError("dropout and masks: FP8 attention has none")
-    return attention(q, k, v, causal=causal, scale=scale)[0]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return attention(q, k, v, causal=causal, scale=scale, deterministic=deterministic)[0]
 
 
 BACKEND = Backend(

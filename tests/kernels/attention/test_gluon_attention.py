@@ -112,13 +112,13 @@ def test_pairs_that_are_near_share_what_fits_in_the_l2(of_keys: bool, monkeypatc
     monkeypatch.setattr(launch, "processors", lambda _: 132)
     q, k = torch.empty(4, 32, 4096, 128, dtype=BF16), torch.empty(4, 8, 4096, 128, dtype=BF16)
     p = Plan(2, 64, 4, 2, 240, persistent=False)
-    programs, sizes = launch._dealt(p, q, k, of_keys=of_keys)
+    programs, sizes = launch.dealt(p, q, k, of_keys=of_keys)
     assert sizes == (4096, 4096, 32, 4, 4 * (8 if of_keys else 32), 32, sizes[6], 1, 0)
     assert programs == sizes[4] * 32
     shared = 2 * 128 * 2 * (4096 * 4 if of_keys else 4096)
     heads = sizes[6] if of_keys else sizes[6] // 4
     assert heads * shared <= launch.L2_BYTES < (heads + 1) * shared
-    all_at_once = launch._dealt(p._replace(persistent=True), q, k, of_keys=of_keys)
+    all_at_once = launch.dealt(p._replace(persistent=True), q, k, of_keys=of_keys)
     assert all_at_once == (132, (*sizes[:6], sizes[4], *divmod(sizes[4] * 32, 132)))
 
 
@@ -126,8 +126,8 @@ def test_programs_share_a_pair_as_the_plan_says(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch, "processors", lambda _: 132)
     for batch, shared in ((4, 33), (1, 32)):
         q = torch.empty(batch, 32, 2048, 128, dtype=BF16)
-        assert launch._dealt(launch.FUSED[128, True], q, q, of_keys=True)[1][6] == shared
-        assert launch._dealt(launch.FORWARD[128], q, q, of_keys=False)[1][6] == shared
+        assert launch.dealt(launch.FUSED[128, True], q, q, of_keys=True)[1][6] == shared
+        assert launch.dealt(launch.FORWARD[128], q, q, of_keys=False)[1][6] == shared
 
 
 @pytest.mark.parametrize(("causal", "deterministic"), list(itertools.product((False, True), repeat=2)))

@@ -158,7 +158,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
         _gluon_forward: ("_first_weights", "_weights", "_leave", "_pass_over", "_scores", "_step"),
         _gluon_backward_rows: ("_row_step", "_row_sums", "_levels"),
         _gluon_backward_keys: ("_key_step", "blocks_of_rows"),
-        _gluon_backward_fused: ("_fused_step", "blocks_of_rows", "_hidden", "_in_order", "_columns", "_add"),
+        _gluon_backward_fused: ("_fused_step", "blocks_of_rows", "hidden_rows", "_in_order", "columns_of", "add_rows"),
     }
     for module in (_gluon_parts, _gluon_forward, _gluon_backward_rows, _gluon_backward_keys, _gluon_backward_fused):
         for name, value in (values | python | same).items():
@@ -380,8 +380,8 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, scores: str, monkeypatch
 
     def program(patch: pytest.MonkeyPatch, which: int) -> None:
         machine = stand_in(patch, which, 2)
-        hidden = _gluon_backward_fused._hidden
-        patch.setattr(_gluon_backward_fused, "_hidden", lambda *given: (masked.append(given[2]), hidden(*given))[1])
+        hidden = _gluon_backward_fused.hidden_rows
+        patch.setattr(_gluon_backward_fused, "hidden_rows", lambda *given: (masked.append(given[2]), hidden(*given))[1])
         held, n, p = plan.warpgroups * plan.slots, ROWS, plan
         shared = *(blocks(held, ROWS) for _ in range(2)), *(blocks(p.stages, n) for _ in range(3))
         gates, sizes = gates_of(machine, p), s.sizes(p, of_keys=True, near=2)

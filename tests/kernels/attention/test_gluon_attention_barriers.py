@@ -297,8 +297,8 @@ def fused(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program
         machine.do(lambda: found.append((*columns, row, dq.done())))
 
     monkeypatch.setattr(Place, "store", store)
-    monkeypatch.setattr(_gluon_backward_fused, "_add", add)
-    monkeypatch.setattr(_gluon_backward_fused, "_columns", lambda _, head, who, *__: (head, who))
+    monkeypatch.setattr(_gluon_backward_fused, "add_rows", add)
+    monkeypatch.setattr(_gluon_backward_fused, "columns_of", lambda _, head, who, *__: (head, who))
     monkeypatch.setattr(_gluon_backward_fused, "_hidden", lambda x, *_: x)
     n, held = p.at_once, p.warpgroups * p.slots
     shared = room(held, ROWS), room(held, ROWS), *(room(p.stages, n) for _ in range(3))
