@@ -51,6 +51,11 @@ PLANS = [  # of triton_fp8's forward pass, none of which spills for heads of 128
     Plan(64, 128, 4, 2, 160, 2), Plan(128, 64, 8, 3, 128, 2), Plan(128, 64, 8, 4, 128, 2),
 ]  # fmt: skip
 GLUON_PLANS = [GluonPlan(3, 128, 2, 1, 160), GluonPlan(3, 128, 3, 2, 160)]  # of heads of 128
+GLUON_BACKWARD = [
+    GluonPlan(2, 64, stages, slots, 240, sharing=sharing)
+    for stages, slots in ((2, 2), (2, 3), (3, 2))
+    for sharing in (4, 132)
+]
 OF_ROWS = [None, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2)]  # None: those that ship
 OF_KEYS = [Tile(32, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2)]
 casts = partial(_fp8_quantize.quantize, keep=True)
@@ -160,6 +165,13 @@ def backward_calls(shape: str) -> Calls:
         **{f"{n} bf16": partial(torch.autograd.grad, y, leaves, dout, retain_graph=True) for n, y in theirs.items()},
         **{f"triton_fp8 rows {tile and tuple(tile)}": partial(ours, tile, None) for tile in OF_ROWS},
         **{f"triton_fp8 keys {tuple(tile)}": partial(ours, None, tile) for tile in OF_KEYS},
+        **{
+            f"in Gluon, {p.stages} and {p.slots} places, sharing {p.sharing}": partial(
+                _gluon_fp8_launch.backward, dout, q, k, out, lse, cast, width, causal, scale, p
+            )
+            for p in GLUON_BACKWARD
+            if width == 128
+        },
     }
 
 

@@ -61,7 +61,7 @@ def hidden_rows(scores, first, row, S, CAUSAL: gl.constexpr):
 def _in_order(dq):
     """dq (64, N) in one line: 8 columns after 8, of each a warp's share, a thread's, and there rows 0 and 8 x columns 0, 1.
 
-    So nothing leaves its thread, which has 4 numbers in a row, and a warp 128. attention_sums_kernel reads it.
+    So nothing leaves its thread, which has 4 numbers in a row, and a warp 128. attention_dq_of_sums_kernel reads it.
     """
     apart = gl.reshape(dq, (4, 2, 8, dq.shape[1] // 8, 4, 2))
     return gl.reshape(gl.permute(apart, (3, 0, 2, 4, 1, 5)), (dq.shape[0] * dq.shape[1],))

@@ -13,7 +13,7 @@ from te_bench.kernels.attention._fp8_quantize import Heads
 from te_bench.kernels.attention._gluon_fp8_backward import fp8_attention_backward_gluon_kernel
 from te_bench.kernels.attention._gluon_fp8_forward import SWIZZLE, fp8_attention_forward_gluon_kernel
 from te_bench.kernels.attention._gluon_launch import LOG2_E, ROWS, Plan, dealt, levels, processors, readable
-from te_bench.kernels.attention._gluon_sums import gluon_attention_sums_kernel
+from te_bench.kernels.attention._gluon_sums import attention_dq_of_sums_kernel
 from te_bench.kernels.attention._kernels import row_strides
 
 #: Compiled for sm_90a without spills, for heads of 128; the fastest of a sweep at T2048 to 16384 (docs/attention.md).
@@ -84,7 +84,7 @@ def backward(
             CONSUMERS=p.warpgroups, FP8_STAGES=p.slots, STAGES=p.stages, REGISTERS=p.registers, FETCHING=p.fetching(),
             CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0, num_warps=4,
         )  # fmt: skip
-        gluon_attention_sums_kernel[(batch * count * padded // ROWS,)](
+        attention_dq_of_sums_kernel[(batch * count * padded // ROWS,)](
             sums, dq, *row_strides(dq), float(scale), count, rows, padded, D=width, num_warps=4
         )
     return dq, dk, dv

@@ -14,7 +14,7 @@ from te_bench.kernels.attention._gluon_backward_fused import gluon_attention_bac
 from te_bench.kernels.attention._gluon_backward_keys import gluon_attention_backward_keys_kernel
 from te_bench.kernels.attention._gluon_backward_rows import gluon_attention_backward_rows_kernel
 from te_bench.kernels.attention._gluon_forward import gluon_attention_forward_kernel
-from te_bench.kernels.attention._gluon_sums import gluon_attention_delta_kernel, gluon_attention_sums_kernel
+from te_bench.kernels.attention._gluon_sums import attention_dq_of_sums_kernel, gluon_attention_delta_kernel
 from te_bench.kernels.attention._kernels import row_strides
 
 LOG2_E = 1.4426950408889634
@@ -221,7 +221,7 @@ def _backward_fused(
         float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
         **_constants(p),
     )  # fmt: skip
-    gluon_attention_sums_kernel[(batch * heads * padded // ROWS,)](
+    attention_dq_of_sums_kernel[(batch * heads * padded // ROWS,)](
         sums, dq, *row_strides(dq), float(scale), heads, rows, padded, D=width, num_warps=4
     )
 

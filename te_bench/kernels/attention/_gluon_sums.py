@@ -1,6 +1,6 @@
-"""Before and after Gluon's fused backward kernel: delta and levels of the rows, zeros for dQ's sums; dQ of the sums.
+"""Before and after Gluon's fused backward kernels: delta and levels of the rows, zeros for dQ's sums; dQ of the sums.
 
-In plain Triton: nothing but memory decides their time.
+In plain Triton: nothing but memory decides their time. dQ of the sums is FP8 attention's, too, and no backend's mark.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -41,7 +41,7 @@ def gluon_attention_delta_kernel(
 
 
 @triton.jit
-def gluon_attention_sums_kernel(sums, dq, dq_b, dq_h, dq_t, scale, H, T, padded, D: tl.constexpr):
+def attention_dq_of_sums_kernel(sums, dq, dq_b, dq_h, dq_t, scale, H, T, padded, D: tl.constexpr):
     """dq = scale sums, which are of 64 rows in _gluon_backward_fused's order, in dq's dtype."""
     # The last ones are in the L2 still.
     b, h, _, line, rows, there = _here(tl.num_programs(0) - 1 - tl.program_id(0), H, T, padded, D, BLOCK)

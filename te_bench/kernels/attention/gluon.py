@@ -149,5 +149,5 @@ def forward(
 BACKEND = Backend(
     forward=forward,
     unsupported=unsupported,
-    kernels={"cuda": r"^gluon_attention_(forward|backward_(rows|keys|fused)|delta|sums)_kernel"},
+    kernels={"cuda": r"^gluon_attention_(forward|backward_(rows|keys|fused)|delta)_kernel"},
 )

@@ -529,7 +529,7 @@ SEEN = {
         "gluon_attention_backward_keys_kernel",
         "gluon_attention_delta_kernel",
         "gluon_attention_backward_fused_kernel",
-        "gluon_attention_sums_kernel",
+        "attention_dq_of_sums_kernel",
     ],
     "triton_fp8": [
         "fp8_attention_amax_kernel",
@@ -539,6 +539,8 @@ SEEN = {
         "fp8_attention_delta_kernel",
         "fp8_attention_backward_rows_kernel",
         "fp8_attention_backward_keys_kernel",
+        "fp8_attention_backward_gluon_kernel",
+        "attention_dq_of_sums_kernel",
     ],
     "flex": ["triton_tem_fused_flex_attention_0", "triton_tem_fused_flex_attention_backward_zeros_1"],
     "manual": [],

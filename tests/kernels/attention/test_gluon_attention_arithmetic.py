@@ -23,7 +23,7 @@ from te_bench.kernels.attention import (
     _gluon_parts,
 )
 from te_bench.kernels.attention._gluon_launch import DELTA_ROWS, LOG2_E, Plan, _last_rows
-from te_bench.kernels.attention._gluon_sums import gluon_attention_delta_kernel, gluon_attention_sums_kernel
+from te_bench.kernels.attention._gluon_sums import attention_dq_of_sums_kernel, gluon_attention_delta_kernel
 from te_bench.kernels.attention._kernels import row_strides
 
 D = 64
@@ -401,7 +401,7 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, scores: str, monkeypatch
 
     both_programs(program, monkeypatch)
     assert sorted(masked) == sorted(partly_hidden(s))
-    gluon_attention_sums_kernel[grid](sums, dq, *row_strides(dq), 0.3, *common, D=D)
+    attention_dq_of_sums_kernel[grid](sums, dq, *row_strides(dq), 0.3, *common, D=D)
     of_float32 = 1e-4 if far else 1e-5  # levels, delta and the scale are
     for found, exact in list(zip((dq, dk, dv), expected, strict=True))[infinite:]:
         torch.testing.assert_close(found, exact, atol=of_float32, rtol=0)

@@ -299,7 +299,7 @@ def fused(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program
     monkeypatch.setattr(Place, "store", store)
     monkeypatch.setattr(_gluon_backward_fused, "add_rows", add)
     monkeypatch.setattr(_gluon_backward_fused, "columns_of", lambda _, head, who, *__: (head, who))
-    monkeypatch.setattr(_gluon_backward_fused, "_hidden", lambda x, *_: x)
+    monkeypatch.setattr(_gluon_backward_fused, "hidden_rows", lambda x, *_: x)
     n, held = p.at_once, p.warpgroups * p.slots
     shared = room(held, ROWS), room(held, ROWS), *(room(p.stages, n) for _ in range(3))
     gates = tuple(itertools.starmap(machine.barriers, ((held, 1), (held, 1), (p.stages, 1), (p.stages, p.warpgroups))))
