@@ -16,10 +16,21 @@ from te_bench.kernels.attention._gluon_launch import LOG2_E, ROWS, Plan, dealt, 
 from te_bench.kernels.attention._gluon_sums import attention_dq_of_sums_kernel
 from te_bench.kernels.attention._kernels import row_strides
 
-#: Compiled for sm_90a without spills, for heads of 128; the fastest of a sweep at T2048 to 16384 (docs/attention.md).
+#: In sweeps at T2048 to 16384, of heads of 128, the fastest or within 4 % of it (docs/attention.md).
 FORWARD = Plan(3, 128, 3, 2, 160)
 #: By whether causal. stages: of rows as they came; slots: of those in FP8.
-BACKWARD: Mapping[bool, Plan] = {True: Plan(2, 64, 2, 3, 240, sharing=4), False: Plan(2, 64, 2, 2, 240, sharing=132)}
+BACKWARD: Mapping[bool, Plan] = {True: Plan(2, 64, 3, 2, 240, sharing=4), False: Plan(2, 64, 2, 3, 240, sharing=132)}
+
+
+def forward_pays(q: Tensor) -> bool:
+    """Whether it is faster than Triton's for q (B, H, T, D): its tiles are large, and should be one for each processor."""
+    batch, heads, rows, _ = q.shape
+    return rows >= 512 and batch * heads * triton.cdiv(rows, ROWS * FORWARD.warpgroups) >= processors(q.device)
+
+
+def backward_pays(k: Tensor) -> bool:
+    """The same of the backward pass of k (B, Hkv, S, D); of fewer keys it was not measured."""
+    return k.shape[2] >= 256
 
 
 def _descriptor(x: Tensor, rows: int, line: int) -> TensorDescriptor:

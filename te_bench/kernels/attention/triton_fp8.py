@@ -30,7 +30,6 @@ else:
 WIDEST = 128  # tiles of wider heads are none that warpgroups multiply
 #: Of narrower ones so much padding is known to be 0 that ptxas 12.8 packs bytes of it with what the register had before.
 NARROWEST = 16
-GLUON_FROM = 1024  # rows, or keys in the backward pass
 
 
 def unsupported(p: Problem) -> str | None:
@@ -58,9 +57,9 @@ def _has_gluon(device: torch.device) -> bool:
     return _gluon.unsupported(device.type, capability, MISSING, triton.knobs.runtime.interpret) is None
 
 
-def _in_gluon(rows: int, q: Tensor, features: int) -> bool:
-    """Whether a pass of q (B, H, T, D) is faster by Gluon's kernel (docs/attention.md); rows: T, backward S."""
-    return q.shape[3] == features == 128 and rows >= GLUON_FROM and _has_gluon(q.device)
+def _in_gluon(q: Tensor, features: int) -> bool:
+    """Whether there are kernels in Gluon for q (B, H, T, D) and values of so many features."""
+    return q.shape[3] == features == 128 and _has_gluon(q.device)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
@@ -68,7 +67,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: 
     q, k, v = within_reach(q), within_reach(k), within_reach(v)
     q8, k8, v8 = _fp8_quantize.quantize(q, k, v, keep=keep)
     lengths = q.shape[2], k.shape[2]
-    kernels = _gluon_fp8_launch if _in_gluon(q.shape[2], q, v.shape[3]) else _fp8_kernels
+    in_gluon = _in_gluon(q, v.shape[3]) and _gluon_fp8_launch.forward_pays(q)
+    kernels = _gluon_fp8_launch if in_gluon else _fp8_kernels
     out, lse = kernels.forward(q8, k8, v8, lengths, v.shape[3], q.dtype, causal, scale)
     inverses = q8.scale_inv, k8.scale_inv, v8.scale_inv
     if not keep:
@@ -86,7 +86,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     heads = Heads(q8, None, q_inv), Heads(k8, None, k_inv), Heads(v8, None, v_inv)
     dout, q, k = within_reach(dout), within_reach(q), within_reach(k)
-    in_gluon = not deterministic and _in_gluon(k.shape[2], q, out.shape[3])
+    in_gluon = not deterministic and _in_gluon(q, out.shape[3]) and _gluon_fp8_launch.backward_pays(k)
     kernels = _gluon_fp8_launch if in_gluon else _fp8_backward_kernels
     return kernels.backward(dout, q, k, out, lse, heads, out.shape[3], causal, scale)
 

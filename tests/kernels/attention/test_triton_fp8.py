@@ -200,8 +200,9 @@ def test_whatever_the_tiles(tile: Tile, halves: int, device: str, monkeypatch: p
 
 def by_kernel(head_dim: int, gluon: bool, patch: pytest.MonkeyPatch) -> None:
     """Heads of 128 by the kernels in Gluon or by Triton's, whatever their rows."""
-    patch.setattr(ours, "GLUON_FROM", 1 if gluon else math.inf)
-    assert ours._in_gluon(1, torch.empty(1, 1, 1, head_dim, device="cuda"), head_dim) is gluon
+    for name in ("forward_pays", "backward_pays"):
+        patch.setattr(ours._gluon_fp8_launch, name, lambda _: gluon)
+    assert ours._in_gluon(torch.empty(1, 1, 1, head_dim, device="cuda"), head_dim) is (head_dim == 128)
 
 
 @pytest.mark.gpu
