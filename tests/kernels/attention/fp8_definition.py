@@ -14,6 +14,14 @@ def trip(x: Tensor) -> Tensor:
     return (x.float() * scale).to(torch.float8_e4m3fn).double() / scale.double()
 
 
+def slots(keys: int) -> list[int]:
+    """Which key is in each slot of the transposed values; keys: a multiple of 16.
+
+    Thread t of four has columns 2 t and 2 t + 1 of every eight, and gives four in a row of every sixteen.
+    """
+    return [16 * a + 8 * b + 2 * t + c for a in range(keys // 16) for t in range(4) for b in range(2) for c in range(2)]
+
+
 def definition(tensors: list[Tensor], causal: bool, scale: float, rounded: bool = True) -> list[Tensor]:
     """out, dq, dk, dv of q, k, v, dout: S, P V and dP of rounded operands, dQ, dK and dV of K, Q and dO as they are.
 

@@ -9,6 +9,7 @@ from barriers import Barrier, Threads
 from te_bench.kernels.attention._gluon_launch import Plan
 
 ROWS = 64
+LATE = 1e-3  # seconds
 #: Functions of _gluon_parts that run as they are, but in Python.
 PARTS = ("rounds", "next_place", "place_before", "blocks_of_keys", "fetch", "take_turn", "pass_turn")
 
@@ -24,7 +25,7 @@ class Place:
     def permute(self, _: Any) -> "Place":
         return self
 
-    def slice(self, *_: Any, dim: int) -> "Place":
+    def slice(self, *_: Any, dim: int = 0) -> "Place":
         return self
 
     def index(self, _: int) -> "Place":
@@ -45,8 +46,8 @@ class Place:
 class Room:
     dtype = None
 
-    def __init__(self, of: list[Any], rows: int = 0) -> None:
-        self.of, self.shape = of, (len(of), 1, 1, rows, 64)
+    def __init__(self, of: list[Any], rows: int = 0, columns: int = 64) -> None:
+        self.of, self.shape = of, (len(of), 1, 1, rows, columns)
 
     def index(self, i: int) -> Any:
         return self.of[i]
@@ -55,16 +56,18 @@ class Room:
 class Number:
     """Whatever is no product."""
 
+    type, shape = types.SimpleNamespace(layout=None), (ROWS,)
+
     def _same(self, *_: Any) -> "Number":
         return self
 
-    __getitem__ = __add__ = __radd__ = __le__ = __lt__ = _same
+    __getitem__ = __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __le__ = __lt__ = _same
 
 
 class Sum:
     """Of products: what those that are over have read, and how many are under way."""
 
-    type = types.SimpleNamespace(layout=None)
+    type, shape = types.SimpleNamespace(layout=None), (ROWS, ROWS)
 
     def __init__(self, read: tuple[Any, ...] = ()) -> None:
         self.read, self.under_way = read, 0
@@ -75,6 +78,9 @@ class Sum:
 
     def __mul__(self, other: Any) -> "Sum":
         return Sum(self.done() + (other.done() if isinstance(other, Sum) else ()))
+
+    def __add__(self, other: "Sum") -> "Sum":
+        return Sum(self.done() + other.done())
 
     def __sub__(self, _: Any) -> "Sum":
         return Sum(self.done())
@@ -87,7 +93,7 @@ class Sum:
 
 
 class Machine(Threads):
-    """Stand-ins for what the kernels take from Gluon."""
+    """Stand-ins for what the kernels take from Gluon; `slow` may be a tensor, whose blocks then come late."""
 
     def __init__(self, slow: str) -> None:
         super().__init__(slow)
@@ -107,7 +113,16 @@ class Machine(Threads):
             barrier.bytes -= desc.block_type.nbytes
             barrier.settle()
 
-        self.do(landed)
+        def late() -> None:
+            try:
+                self.do(landed)
+            except AssertionError as error:
+                self.fail(error)
+
+        if desc.name == self.slow:
+            threading.Timer(LATE, late).start()
+        else:
+            self.do(landed)
 
     def leave(self, place: Place) -> None:
         place.leaving = True

@@ -5,6 +5,7 @@ Layouts and instructions are the GPU's; which rows and keys, the masks, the scal
 
 import itertools
 import math
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from te_bench.kernels.attention import (
     _gluon_backward_keys,
     _gluon_backward_rows,
     _gluon_forward,
+    _gluon_fp8_forward,
     _gluon_parts,
 )
 from te_bench.kernels.attention._gluon_launch import DELTA_ROWS, LOG2_E, Plan, _last_rows
@@ -27,6 +29,8 @@ from te_bench.kernels.attention._gluon_sums import attention_dq_of_sums_kernel, 
 from te_bench.kernels.attention._kernels import row_strides
 
 D = 64
+#: _gluon_fp8_forward's own functions that run as they are, but in Python.
+FP8 = "_fetch_values", "_operand", "_row_sums", "_weights", "_leave", "_pass_over", "_added", "_step"
 
 
 class Fragment(Tensor):
@@ -44,12 +48,14 @@ class Pointer:
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self.of, self.at + more)
 
-    def load(self, there: Tensor, other: float) -> Any:
+    def load(self, there: Tensor | None = None, other: float = 0.0) -> Any:
+        if there is None:
+            return self.of.flatten()[self.at]
         at = torch.where(there, self.at, 0)
         return fragment(torch.where(there, self.of.flatten()[at], other))
 
     def store(self, x: Tensor, there: Tensor) -> None:
-        self.of.view(-1)[self.at[there]] = x[there].as_subclass(Tensor)
+        self.of.view(-1)[self.at[there]] = x[there].as_subclass(Tensor).to(self.of.dtype)
 
     def add(self, x: Tensor) -> None:
         self.of.view(-1).index_add_(0, self.at.as_subclass(Tensor), x.as_subclass(Tensor))
@@ -76,34 +82,45 @@ class Block(Place):
         return made
 
     def load(self, _: Any) -> Any:
-        return self.holds
+        return self.holds.clone()
 
     def store(self, x: Any) -> None:
-        self.holds = x
+        self.holds.copy_(x)
 
 
-def blocks(count: int, rows: int) -> Room:
+def blocks(count: int, rows: int, columns: int = D) -> Room:
     """What nobody has filled is NaN, so that a result of it shows."""
     made = [Block() for _ in range(count)]
     for block in made:
-        block.holds = fragment(torch.full((rows, D), math.nan, dtype=torch.float64))
-    return Room(made, rows)
+        block.holds = fragment(torch.full((rows, columns), math.nan, dtype=torch.float64))
+    return Room(made, rows, columns)
 
 
-def desc(of: Tensor, rows: int) -> Any:
-    return types.SimpleNamespace(
-        of=of, name="", dtype=None, block_type=types.SimpleNamespace(shape=[1, 1, rows, D], nbytes=rows)
-    )
+def desc(of: Tensor, rows: int, columns: int | None = None) -> Any:
+    shape = [1, 1, rows, columns or of.shape[-1]]
+    return types.SimpleNamespace(of=of, name="", dtype=None, block_type=types.SimpleNamespace(shape=shape, nbytes=rows))
 
 
 def fetched(desc: Any, at: list[Any]) -> Any:
-    """A block, 0 where there is nothing; the last two sizes are rows and D, or 2 and rows."""
-    of, rows = desc.of, desc.block_type.shape[2]
+    """A block, 0 where there is nothing; the last two sizes are rows and columns, or 2 and rows."""
+    of, (_, _, rows, columns) = desc.of, desc.block_type.shape
     if of.dim() == 3:
         found = of[int(at[0])][:, at[2] : at[2] + rows]
         return fragment(torch.nn.functional.pad(found, (0, rows - found.shape[1])))
-    found = of[int(at[0]), int(at[1]), at[2] : at[2] + rows]
+    found = of[int(at[0]), int(at[1]), at[2] : at[2] + rows, at[3] : at[3] + columns]
     return fragment(torch.nn.functional.pad(found, (0, 0, 0, rows - found.shape[0])))
+
+
+def larger(x: Tensor, y: Tensor | float) -> Tensor:
+    """As the GPU has it: of NaN and a number the number."""
+    return torch.fmax(x, torch.as_tensor(y, dtype=x.dtype))
+
+
+def packed(asm: str, x: Tensor) -> Any:
+    """x as the instructions put each four of a thread into a register, but not rounded; cvt's second source is lower."""
+    pairs = {name: (int(low), int(high)) for name, high, low in re.findall(r"cvt\S+ (\w+), \$(\d), \$(\d);", asm)}
+    (halves,) = re.findall(r"mov\.b32 \$0, \{(\w+), (\w+)\};", asm)
+    return x.unflatten(-1, (-1, 4))[..., [i - 1 for half in halves for i in pairs[half]]].flatten(-2)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Machine:
@@ -133,10 +150,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
         SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
         BlockedLayout=lambda *_: None,
         arange=lambda a, b, _=None: fragment(torch.arange(a, b)), where=torch.where, sum=torch.sum, log2=torch.log2,
-        max=lambda x, axis: x.amax(axis), convert_layout=lambda x, *_, **__: x,
-        maximum=lambda x, y: x.clamp(min=y) if isinstance(y, float) else torch.maximum(x, y),
+        full=lambda shape, value, *_: fragment(torch.full(shape, value, dtype=torch.float64)),
+        max=lambda x, axis: larger(x, -math.inf).amax(axis), convert_layout=lambda x, *_, **__: x, maximum=larger,
+        split=lambda x: x.unbind(-1), uint8=None, float8e4nv=None,
+        inline_asm_elementwise=lambda asm, _, x, **__: types.SimpleNamespace(to=lambda *_, **__: packed(asm, *x)),
         reshape=torch.reshape, permute=torch.permute, atomic_add=lambda at, x, sem: machine.do(lambda: at.add(x)),
-        store=lambda at, x, there: at.store(x, there), load=lambda at, there, other: at.load(there, other),
+        store=lambda at, x, there: at.store(x, there), load=lambda at, *given: at.load(*given),
     )  # fmt: skip
     language.float32 = torch.float64
     barriers = types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive, expect=machine.expect)
@@ -145,10 +164,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
     )
     python = {name: getattr(_gluon_parts, name).fn for name in (*PARTS, "hidden")}
     tile = _gluon_parts.tile.fn
-    same = {name: lambda x, *_: x for name in ("matrix", "rounded", "operand", "settled")}
+    same = {name: lambda x, *_: x for name in ("matrix", "_matrix", "_lines", "rounded", "operand", "settled")}
     values = {
         "gl": language, "mbarrier": barriers, "tma": copies, "ROWS": ROWS, "LN_2": math.log(2), "LOG2_E": LOG2_E,
-        "LOWEST": _gluon_parts.LOWEST.value,
+        "LOWEST": _gluon_parts.LOWEST.value, "BLOCK": 128, "OFFSET": _gluon_fp8_forward.OFFSET.value,
         "tile": lambda *args: (tile(*args)[0], torch.tensor(tile(*args)[1])), "exp2": torch.exp2,
         "of_rows": lambda x, _: x[:, None], "partial_sums": lambda x: x.reshape(ROWS, -1, 8).sum(1),
         "warpgroup_mma": product, "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
@@ -156,11 +175,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
     }  # fmt: skip
     own = {
         _gluon_forward: ("_first_weights", "_weights", "_leave", "_pass_over", "_scores", "_step"),
+        _gluon_fp8_forward: FP8,
         _gluon_backward_rows: ("_row_step", "_row_sums", "_levels"),
         _gluon_backward_keys: ("_key_step", "blocks_of_rows"),
         _gluon_backward_fused: ("_fused_step", "blocks_of_rows", "hidden_rows", "_in_order", "columns_of", "add_rows"),
     }
-    for module in (_gluon_parts, _gluon_forward, _gluon_backward_rows, _gluon_backward_keys, _gluon_backward_fused):
+    for module in (_gluon_parts, *own):
         for name, value in (values | python | same).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
@@ -188,10 +208,10 @@ BACKWARD = {
 }  # fmt: skip
 
 
-def drawn(s: Shape) -> list[Tensor]:
+def drawn(s: Shape, width: int = D) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = ((s.heads, s.rows), (s.kv_heads, s.keys), (s.kv_heads, s.keys), (s.heads, s.rows))
-    return [torch.randn(s.batch, h, n, D, generator=generator, dtype=torch.float64) for h, n in sizes]
+    return [torch.randn(s.batch, h, n, width, generator=generator, dtype=torch.float64) for h, n in sizes]
 
 
 def with_infinite_keys(s: Shape, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

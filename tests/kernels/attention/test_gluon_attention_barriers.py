@@ -18,6 +18,7 @@ from te_bench.kernels.attention import (
     _gluon_backward_keys,
     _gluon_backward_rows,
     _gluon_forward,
+    _gluon_fp8_forward,
     _gluon_parts,
 )
 from te_bench.kernels.attention._gluon_launch import Plan
@@ -48,19 +49,24 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
     )  # fmt: skip
     python = {name: getattr(_gluon_parts, name).fn for name in (*PARTS, "tile")}
     same = {name: lambda x, *_: x for name in ("matrix", "rounded", "operand", "settled", "exp2", "hidden")}
-    common = {"gl": language, "mbarrier": of_barriers, "tma": stores, "ROWS": ROWS, "LN_2": 1, "of_rows": lambda *_: 1}
+    common = {
+        "gl": language, "mbarrier": of_barriers, "tma": stores, "ROWS": ROWS, "LN_2": 1, "of_rows": lambda *_: 1,
+        "BLOCK": 128, "OFFSET": 8.0,
+    }  # fmt: skip
     products = {
         "warpgroup_mma": machine.multiply,
         "warpgroup_mma_wait": machine.finish,
         "warpgroup_mma_init": lambda x: x,
         "fence_async_shared": lambda: None,
     }
-    for module in (_gluon_parts, _gluon_forward, _gluon_backward_rows, _gluon_backward_keys, _gluon_backward_fused):
+    modules = _gluon_forward, _gluon_fp8_forward, _gluon_backward_rows, _gluon_backward_keys, _gluon_backward_fused
+    for module in (_gluon_parts, *modules):
         for name, value in (common | python | same | products).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
     for module, names in (
         (_gluon_forward, ("_pass_over", "_scores", "_step")), (_gluon_backward_rows, ("_row_step",)),
+        (_gluon_fp8_forward, ("_fetch_values", "_pass_over", "_added", "_step", "_leave")),
         (_gluon_backward_keys, ("_key_step", "blocks_of_rows")), (_gluon_backward_fused, ("_fused_step", "blocks_of_rows")),
     ):  # fmt: skip
         for name in names:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_definition import NAMES, definition, sqnr
+from fp8_definition import NAMES, definition, slots, sqnr
 from test_contract import DEVICES, a_problem, gradients, supported
 from torch import Tensor
 from traced import operators
@@ -95,10 +95,7 @@ def test_the_quantiser_casts_heads_as_the_definition(width: int, keys: int, devi
     assert made.data.shape == (2, 3, -(-keys // 128) * 128, max(32, 2 ** math.ceil(math.log2(width))))
     assert not made.data[:, :, keys:].view(torch.uint8).any()
     assert not made.data[..., width:].view(torch.uint8).any()
-    # Thread t of four has columns 2 t and 2 t + 1 of every eight, and gives four in a row of every sixteen.
-    order = [16 * a + 8 * b + 2 * t + c for a in range(made.data.shape[2] // 16) for t in range(4)
-             for b in range(2) for c in range(2)]  # fmt: skip
-    by_blocks = made.data[:, :, order].unflatten(2, (-1, 128))
+    by_blocks = made.data[:, :, slots(made.data.shape[2])].unflatten(2, (-1, 128))
     assert torch.equal(made.data_t.view(torch.uint8), by_blocks.view(torch.uint8).mT)
     for same in (first, second):
         assert same.data is not None
