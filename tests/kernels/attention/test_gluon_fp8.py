@@ -18,7 +18,7 @@ from fp8_definition import slots
 from gluon_machine import ROWS, Machine, Number, Place, Room, Shape, Sum
 from torch import Tensor
 
-from te_bench.kernels.attention import _fp8_kernels, triton_fp8
+from te_bench.kernels.attention import _fp8_backward_kernels, _fp8_kernels, triton_fp8
 from te_bench.kernels.attention import _gluon_fp8_forward as kernel
 from te_bench.kernels.attention import _gluon_fp8_launch as launch
 from te_bench.kernels.attention._fp8_quantize import Heads
@@ -119,7 +119,7 @@ def left_by(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, progr
     kernel.gl.store, kernel.gl.int64 = (lambda *_: None), None
     kernel.tma.async_copy_shared_to_global = leave
     stubs: dict[str, Any] = {
-        "_matrix": lambda x: x, "_lines": lambda x: x, "_operand": lambda x, _: x, "_row_sums": lambda _: Number(),
+        "fp8_matrix": lambda x: x, "_lines": lambda x: x, "_operand": lambda x, _: x, "_row_sums": lambda _: Number(),
         "_weights": lambda x, *_: (Sum(x.done()), Number(), Number(), Number()),
         "tile": lambda *given: tuple(map(Index, tile(*given))),
         "fence_async_shared": lambda: setattr(machine.own, "seen", True),
@@ -227,7 +227,6 @@ def test_a_scale_that_is_nan_makes_its_heads_nan_and_no_others(which: int, monke
     ("changes", "gluon"),
     [
         ({}, True),
-        ({"rows": triton_fp8.GLUON_FROM - 1}, False),
         ({"width": 64}, False),
         ({"features": 64}, False),
         ({"width": 64, "features": 64}, False),
@@ -239,10 +238,9 @@ def test_a_scale_that_is_nan_makes_its_heads_nan_and_no_others(which: int, monke
     ],
     ids=str,
 )
-def test_who_is_chosen(changes: dict[str, Any], gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is(changes: dict[str, Any], gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {
-        "rows": triton_fp8.GLUON_FROM, "width": 128, "features": 128, "device": "cuda", "capability": (9, 0),
-        "missing": None, "interpret": False,
+        "width": 128, "features": 128, "device": "cuda", "capability": (9, 0), "missing": None, "interpret": False,
     } | changes  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: given["capability"])
     monkeypatch.setattr(triton_fp8, "MISSING", given["missing"])
@@ -252,9 +250,34 @@ def test_who_is_chosen(changes: dict[str, Any], gluon: bool, monkeypatch: pytest
     class There(Tensor):
         device = torch.device(given["device"])  # type: ignore[assignment]
 
-    q, v = (torch.empty(1, 2, given["rows"], given[x]).as_subclass(There) for x in ("width", "features"))
-    expected = launch if gluon else _fp8_kernels
-    assert triton_fp8._kernel(q, v) is expected.forward
+    assert triton_fp8._in_gluon(torch.empty(1, 2, 5, given["width"]).as_subclass(There), given["features"]) is gluon
+
+
+def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "processors", lambda _: 132)
+    for sizes, pays in (((1, 22, 1024), True), ((1, 21, 1024), False), ((64, 64, 511), False), ((8, 32, 512), True)):
+        assert launch.forward_pays(torch.empty(*sizes, 0)) is pays, sizes
+    assert launch.backward_pays(torch.empty(1, 1, 256, 128))
+    assert not launch.backward_pays(torch.empty(64, 64, 255, 0))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("pays", [False, True])
+def test_who_is_chosen(pays: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gluon's forward pass has the same bits in every run, its backward pass has not."""
+    ran = list[str]()
+    monkeypatch.setattr(triton_fp8, "_in_gluon", lambda *_: True)
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(launch, f"{name}_pays", lambda _: pays)
+        monkeypatch.setattr(launch, name, lambda *_, name=name: (ran.append(f"Gluon's {name}"), (None, None))[1])
+    monkeypatch.setattr(_fp8_kernels, "forward", lambda *_: (ran.append("Triton's forward"), (None, None))[1])
+    monkeypatch.setattr(_fp8_backward_kernels, "backward", lambda *_: ran.append("Triton's backward"))
+    q = torch.empty(1, 1, 5, 128)
+    monkeypatch.setattr(triton_fp8._fp8_quantize, "quantize", lambda *_, keep: [Heads(q, q, q)] * 3)
+    triton_fp8._forward(q, q, q, True, 1.0, True)
+    triton_fp8._backward(*[q] * 11, True, 1.0, deterministic)
+    whose = ["Gluon" if pays else "Triton", "Gluon" if pays and not deterministic else "Triton"]
+    assert ran == [f"{whose[0]}'s forward", f"{whose[1]}'s backward"]
 
 
 def test_a_plan_has_room() -> None:
