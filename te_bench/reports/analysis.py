@@ -1,9 +1,10 @@
 """Records to numbers: medians, ratios with intervals, throughput, MFU. A value that was not measured is None."""
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from scipy.special import stdtrit
@@ -56,6 +57,9 @@ class AttentionRung:
     backward_s: float | None = None
     forward_flop_per_s: float | None = None
     backward_flop_per_s: float | None = None
+    over: Mapping[str, Ratio] = field(
+        default_factory=dict
+    )  # forward, backward, both: how many times as fast as the peer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,12 +237,25 @@ def _by_seed(cell: Cell) -> dict[tuple[str, int], Record]:
     return {(row.run, row.trial.seed): row.record for row in cell.rows if row.record and row.outcome == "ok"}
 
 
+#: Attention that others ship: the first of them that a group has is what the rest is measured by.
+PEERS = ("cudnn", "flash", "math")
+
+
+def attention_peer(group: Group) -> str | None:
+    """The backend that a group's attention is compared with."""
+    there = {cell.trial.attention for cell in group.of("attention") if cell.ok}
+    return next((name for name in PEERS if name in there), None)
+
+
 def attention(group: Group) -> tuple[AttentionRung, ...]:
     """The attention cells, together by shape, in the plan's order."""
     rungs = []
-    for cell in _by_shape(group.of("attention")):
+    cells, peer = _by_shape(group.of("attention")), attention_peer(group)
+    for cell in cells:
         forward, backward = (of_processes(cell.ok, f"{way}_s") for way in ("forward", "backward"))
         work: Mapping[str, Any] = cell.ok[0].work if cell.ok else {}
+        same = dataclasses.replace(cell.trial, attention=peer or "", seed=0)
+        peers = (other for other in cells if dataclasses.replace(other.trial, seed=0) == same)
         rungs.append(
             AttentionRung(
                 cell=cell,
@@ -246,9 +263,34 @@ def attention(group: Group) -> tuple[AttentionRung, ...]:
                 backward_s=backward,
                 forward_flop_per_s=_rate(work.get("forward_flop"), forward),
                 backward_flop_per_s=_rate(work.get("backward_flop"), backward),
+                over=_over(next(peers, None), cell),
             )
         )
     return tuple(rungs)
+
+
+def _over(peer: Cell | None, cell: Cell) -> dict[str, Ratio]:
+    """The peer's seconds over the cell's, paired by run and seed: forward, backward and both; 1 of itself."""
+    if peer is None or not cell.ok:
+        return {}
+    ours, theirs, found = _by_seed(cell), _by_seed(peer), dict[str, Ratio]()
+    for way, samples in {
+        "forward": ["forward_s"],
+        "backward": ["backward_s"],
+        "both": ["forward_s", "backward_s"],
+    }.items():
+        if peer.id == cell.id:
+            found[way] = Ratio(value=1.0, n=len(cell.ok))
+            continue
+        pairs = [(_sum_of(theirs[key], samples), _sum_of(ours[key], samples)) for key in ours if key in theirs]
+        ratio = geometric_mean([slow / fast for slow, fast in pairs if slow and fast])
+        found |= {way: ratio} if ratio else {}
+    return found
+
+
+def _sum_of(record: Record, samples: Sequence[str]) -> float | None:
+    medians = [of_processes([record], sample) for sample in samples]
+    return None if None in medians else sum(value for value in medians if value)
 
 
 def _rate(flop: object, seconds: float | None) -> float | None:

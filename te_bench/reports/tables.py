@@ -112,6 +112,7 @@ def max_batch(group: Group) -> Table | None:
 
 def attention(group: Group) -> Table | None:
     """Attention alone, forward and backward."""
+    rungs, peer = analysis.attention(group), analysis.attention_peer(group)
     shown = [
         (
             word(rung.cell.shape),
@@ -120,12 +121,28 @@ def attention(group: Group) -> Table | None:
             number(rung.backward_s, text.milliseconds),
             number(rung.forward_flop_per_s, text.tera),
             number(rung.backward_flop_per_s, text.tera),
+            *(
+                Value(text=text.speedup(ratio), sort=ratio.value if ratio else None)
+                for ratio in map(rung.over.get, ("forward", "backward", "both"))
+            ),
             repetitions(rung.cell),
         )
-        for rung in analysis.attention(group)
+        for rung in rungs
     ]
-    columns = ("Shape", "Kernel", "Forward, ms", "Backward, ms", "Forward, TFLOP/s", "Backward, TFLOP/s", "ok/planned")
-    return table_of("attention", "Attention alone", columns, shown, text_columns=2)
+    of_peer = (f"{way} over {peer}" for way in ("Forward", "Backward", "Both"))
+    columns = (
+        "Shape",
+        "Kernel",
+        "Forward, ms",
+        "Backward, ms",
+        "Forward, TFLOP/s",
+        "Backward, TFLOP/s",
+        *of_peer,
+        "ok/planned",
+    )
+    pairs = [rung.over["both"].n for rung in rungs if "both" in rung.over]
+    note = f"How many times as fast as {peer}. {interval_note(pairs)}" if pairs else ""
+    return table_of("attention", "Attention alone", columns, shown, note, text_columns=2)
 
 
 def numerics(group: Group) -> Table | None:

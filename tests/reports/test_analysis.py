@@ -132,6 +132,29 @@ def test_attention_rates_by_shape(tmp_path):
     assert rungs[3].forward_flop_per_s is None
 
 
+def test_attention_is_compared_with_a_peer_seed_by_seed(tmp_path):
+    def measured(kernel, seed, forward, backward, **problem):
+        samples = {"forward_s": [forward] * 3, "backward_s": [backward] * 3}
+        return record(trial("attention", kernel, seed=seed, **problem), samples=samples)
+
+    records = [measured(kernel, seed, *figures) for kernel, times in {
+        "flash": ((4.0, 8.0), (4.4, 8.0)), "cudnn": ((2.0, 4.0), (2.2, 4.0)), "gluon": ((1.0, 4.0), (1.0, 4.0)),
+    }.items() for seed, figures in enumerate(times)]  # fmt: skip
+    records += [measured("gluon", 0, 1.0, 1.0, length=4096), record(trial("attention", "manual"), outcome="oom")]
+    found = {
+        (r.cell.trial.attention, r.cell.trial.problem["length"]): r
+        for r in analysis.attention(group_of(tmp_path, records))
+    }
+    ours = found["gluon", 1024].over
+    assert ours["forward"].value == pytest.approx(math.sqrt(2.0 * 2.2))
+    assert ours["backward"].value == 1.0
+    assert ours["both"].value == pytest.approx(math.sqrt(6.0 / 5.0 * 6.2 / 5.0))
+    assert ours["both"].low < ours["both"].value < ours["both"].high
+    assert found["flash", 1024].over["both"].value == pytest.approx(math.sqrt(6.0 / 12.0 * 6.2 / 12.4))
+    assert {ratio.value for ratio in found["cudnn", 1024].over.values()} == {1.0}
+    assert found["gluon", 4096].over == found["manual", 1024].over == {}, "nothing to compare with, nothing to compare"
+
+
 def test_max_batch_reports_what_fits_and_what_failed(tmp_path):
     [found] = analysis.max_batch(group_of(tmp_path, [max_batch_record("flash", 132)]))
     assert (found.max_batch, found.first_failed, found.peak_allocated) == (132, 136, 132 * 2**30)

@@ -1,5 +1,16 @@
 import pytest
-from journals import HOSTILE, baseline_cell, curves, everything, ladder_records, record, step_record, trial, write
+from journals import (
+    HOSTILE,
+    attention_records,
+    baseline_cell,
+    curves,
+    everything,
+    ladder_records,
+    record,
+    step_record,
+    trial,
+    write,
+)
 
 from te_bench.reports.rows import load_results
 from te_bench.reports.tables import TABLES, headlines, markdown, of_group, summary, word
@@ -35,6 +46,25 @@ def test_ladder_of_three_seeds_has_intervals(tmp_path):
     assert row[2].startswith("3.78× [3.77, 3.80]")
     assert row[-1] == "3/3"
     assert "95 % t-intervals" in table.note
+
+
+def test_attention_names_the_peer_it_is_compared_with(tmp_path):
+    table = table_of(tmp_path, "attention", attention_records())
+    assert [column.title for column in table.columns][-4:] == [
+        "Forward over cudnn",
+        "Backward over cudnn",
+        "Both over cudnn",
+        "ok/planned",
+    ]
+    rows = {tuple(row[:2]): row for row in texts(table)}
+    shape = "B4 H32 T2048 D128 causal"
+    assert rows[shape, "flash, bf16"][-4:-1] == ["0.59×"] * 3
+    assert rows[shape, "manual, bf16 (oom)"][-4:-1] == ["—"] * 3
+    assert table.note == "How many times as fast as cudnn. n = 1: one process a rung, so speed-ups have no interval."
+    without = [x for x in attention_records() if x.trial.attention in ("mem_efficient", "manual")]
+    alone = table_of(tmp_path / "alone", "attention", without)
+    assert "over" not in " ".join(column.title for column in alone.columns)
+    assert not alone.note
 
 
 def test_what_was_not_measured_is_a_dash_and_sorts_last(tmp_path):
