@@ -88,7 +88,7 @@ FORWARD = {
 SLOW = ["fetch", "0", "1"]
 
 
-@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("slow", [*SLOW, "q"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("plan", FORWARD)
 def test_forward(plan: str, shape: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
