@@ -134,6 +134,7 @@ class Machine(Threads):
 
     def store_wait(self, pending: int) -> None:
         assert pending == 0
+        self.do(lambda: None)  # time in which what is told too early is taken at its word
         while self.stores():
             self.stores().pop().leaving = False
 

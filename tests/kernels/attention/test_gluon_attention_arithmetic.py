@@ -21,6 +21,7 @@ from te_bench.kernels.attention import (
     _gluon_backward_keys,
     _gluon_backward_rows,
     _gluon_forward,
+    _gluon_fp8_backward,
     _gluon_fp8_forward,
     _gluon_parts,
 )
@@ -58,7 +59,7 @@ class Pointer:
         self.of.view(-1)[self.at[there]] = x[there].as_subclass(Tensor).to(self.of.dtype)
 
     def add(self, x: Tensor) -> None:
-        self.of.view(-1).index_add_(0, self.at.as_subclass(Tensor), x.as_subclass(Tensor))
+        self.of.view(-1).index_add_(0, self.at.as_subclass(Tensor), x.as_subclass(Tensor).to(self.of.dtype))
 
 
 class Block(Place):
@@ -179,6 +180,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
         _gluon_backward_rows: ("_row_step", "_row_sums", "_levels"),
         _gluon_backward_keys: ("_key_step", "blocks_of_rows"),
         _gluon_backward_fused: ("_fused_step", "blocks_of_rows", "hidden_rows", "_in_order", "columns_of", "add_rows"),
+        _gluon_fp8_backward: ("_step", "blocks_of_rows", "hidden_rows", "columns_of", "add_rows"),
     }
     for module in (_gluon_parts, *own):
         for name, value in (values | python | same).items():

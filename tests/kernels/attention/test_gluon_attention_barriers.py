@@ -18,6 +18,7 @@ from te_bench.kernels.attention import (
     _gluon_backward_keys,
     _gluon_backward_rows,
     _gluon_forward,
+    _gluon_fp8_backward,
     _gluon_fp8_forward,
     _gluon_parts,
 )
@@ -48,7 +49,9 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
         async_copy_shared_to_global=lambda desc, at, place: machine.leave(place),
     )  # fmt: skip
     python = {name: getattr(_gluon_parts, name).fn for name in (*PARTS, "tile")}
-    same = {name: lambda x, *_: x for name in ("matrix", "rounded", "operand", "settled", "exp2", "hidden")}
+    same = {
+        name: lambda x, *_: x for name in ("matrix", "fp8_matrix", "rounded", "operand", "settled", "exp2", "hidden")
+    }
     common = {
         "gl": language, "mbarrier": of_barriers, "tma": stores, "ROWS": ROWS, "LN_2": 1, "of_rows": lambda *_: 1,
         "BLOCK": 128, "OFFSET": 8.0,
@@ -59,8 +62,9 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
         "warpgroup_mma_init": lambda x: x,
         "fence_async_shared": lambda: None,
     }
-    modules = _gluon_forward, _gluon_fp8_forward, _gluon_backward_rows, _gluon_backward_keys, _gluon_backward_fused
-    for module in (_gluon_parts, *modules):
+    forward = _gluon_forward, _gluon_fp8_forward
+    backward = _gluon_backward_rows, _gluon_backward_keys, _gluon_backward_fused, _gluon_fp8_backward
+    for module in (_gluon_parts, *forward, *backward):
         for name, value in (common | python | same | products).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
@@ -68,6 +72,7 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
         (_gluon_forward, ("_pass_over", "_scores", "_step")), (_gluon_backward_rows, ("_row_step",)),
         (_gluon_fp8_forward, ("_fetch_values", "_pass_over", "_added", "_step", "_leave")),
         (_gluon_backward_keys, ("_key_step", "blocks_of_rows")), (_gluon_backward_fused, ("_fused_step", "blocks_of_rows")),
+        (_gluon_fp8_backward, ("_step", "blocks_of_rows")),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name).fn)

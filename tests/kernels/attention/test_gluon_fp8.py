@@ -6,6 +6,7 @@ test_gluon_attention_barriers says what may not happen, test_gluon_attention_ari
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,10 +33,11 @@ PLANS = {"shipped": FORWARD, "64 keys": Plan(3, 64, 4, 2, 160), "few places": Pl
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine, room: Callable[[list[int]], Place], descriptors: Any, *given: Any,
-    **constants: int,
+    entry: Any, monkeypatch: pytest.MonkeyPatch, machine: Machine, room: Callable[[list[int]], Place], descriptors: Any,
+    *given: Any, **constants: int,
 ) -> None:  # fmt: skip
-    """One of the programs that the machine stands in for; constants: the kernel's."""
+    """One of a kernel's programs, that which the machine stands in for; constants: the kernel's."""
+    module = sys.modules[entry.fn.__module__]
 
     def specialize(parts: list[Any], warps: list[int], registers: list[int]) -> None:
         assert warps == [4] * (len(parts) - 2) + [1], "the last one fetches"
@@ -50,10 +52,10 @@ def run(
         shape = desc.block_type.shape
         return Room([room(shape[2:]) for _ in range(count)], *shape[2:])
 
-    kernel.gl.warp_specialize, kernel.gl.static_assert = specialize, lambda _: None
-    monkeypatch.setattr(kernel, "room", rooms)
-    monkeypatch.setattr(kernel, "barriers", machine.barriers)
-    kernel.fp8_attention_forward_gluon_kernel.fn(*descriptors, *given, **constants)
+    module.gl.warp_specialize, module.gl.static_assert = specialize, lambda _: None
+    monkeypatch.setattr(module, "room", rooms)
+    monkeypatch.setattr(module, "barriers", machine.barriers)
+    entry.fn(*descriptors, *given, **constants)
 
 
 def constants(p: Plan, *, causal: bool, edge: bool) -> dict[str, int]:
@@ -129,7 +131,8 @@ def left_by(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, progr
     monkeypatch.setattr(Place, "store", store)
     descriptors = [waiting.desc(*x) for x in (("q", ROWS), ("k", p.at_once), ("v", D), ("out", ROWS))]
     sizes, common = s.sizes(p, of_keys=False, near=2), constants(p, causal=s.causal, edge=True)
-    run(monkeypatch, machine, room, descriptors, *[Number()] * 4, 1.0, *sizes, **common)
+    entry = kernel.fp8_attention_forward_gluon_kernel
+    run(entry, monkeypatch, machine, room, descriptors, *[Number()] * 4, 1.0, *sizes, **common)
     assert not any(place.leaving for place in places), "gone before a store has read it"
     return found
 
@@ -177,12 +180,13 @@ def attended(
         for program in range(programs):
             with monkeypatch.context() as patch:
                 machine = arithmetic.stand_in(patch, program, programs)
-                run(patch, machine, block, given[:4], *pointers, *given[8:], **of_plan)
+                run(entry, patch, machine, block, given[:4], *pointers, *given[8:], **of_plan)
 
     class Kernel:
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             return functools.partial(launched, *grid)
 
+    entry = kernel.fp8_attention_forward_gluon_kernel
     heads = [quantized(*x) for x in zip(tensors, inverses, strict=True)]
     unwritten = functools.partial(torch.full, fill_value=math.nan)
     with monkeypatch.context() as patch:

@@ -1,5 +1,6 @@
 """Gluon's FP8 attention as it compiles for Hopper: no spills, FP8 products alone, no byte of the weights moved."""
 
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -8,16 +9,31 @@ from pathlib import Path
 import compiled
 import pytest
 import torch
-from compiled import faults
+from compiled import Compiled, faults
 from test_gluon_attention_compiled import count, loops
 
-from te_bench.kernels.attention import _fp8_quantize
+from te_bench.kernels.attention import _fp8_quantize, _gluon_launch
 from te_bench.kernels.attention import _gluon_fp8_launch as launch
 from te_bench.kernels.attention._fp8_quantize import E4M3, Heads
 from te_bench.kernels.attention._gluon_launch import Plan
 
 D = 128
 LONGEST = 460  # instructions for a block of 64 rows and 128 keys
+#: The same of the backward kernel's blocks of 64 rows and 64 keys, and of those that may be partly hidden.
+LONGEST_BACKWARD, LONGEST_MASKED = 450, 520
+#: Bytes spilled, all of them a tile's numbers: the loops over blocks take every register and touch no memory.
+OF_A_TILE = {"full": 16, "full, 1000 keys": 128, "full, shared heads": 256, "causal": 208, "causal, shared heads": 448}
+#: A block's instructions: what is waited for, told and multiplied when.
+ORDER = (
+    "sync see qk+dp:8 wait see dv:4 wait sync tell "  # S and dP, which leave the place of FP8's rows; dV runs on
+    "sync put:4 fence sync tell sync see dq:8 dv:4 wait add:8 "  # dS; dQ leaves under dK's product, dv here
+    "wait sync tell"  # nothing is in flight
+)
+PATTERNS = {
+    "qk+dp": r"QGMMA", "dq": r"HGMMA\.64x64x16", "dv": r"HGMMA\.64x128x16", "wait": r"WARPGROUP\.DEPBAR",
+    "put": r"\bSTSM", "fence": r"FENCE\.VIEW\.ASYNC", "sync": r"BAR\.SYNC", "tell": r"SYNCS\.ARRIVE",
+    "see": r"SYNCS\.PHASECHK", "add": r"REDG\.E\.ADD\.F32x4",
+}  # fmt: skip
 Call = Callable[[], object]
 
 
@@ -36,22 +52,56 @@ def heads(number: int, rows: int) -> Heads:
     return Heads(data, data.view(2, number, -1, D, 128), torch.empty(2, number))
 
 
-CALLS: dict[str, Call] = {
+def gradients(
+    *, causal: bool, rows: int = 1024, keys: int | None = None, dtype: torch.dtype = torch.bfloat16, groups: int = 4,
+    plan: Plan | None = None,
+) -> Call:  # fmt: skip
+    """The casts of dO are test_triton_fp8_compiled's."""
+
+    def call() -> None:
+        _gluon_launch.processors = lambda device: 132  # type: ignore[assignment]
+        q8, k8 = heads(4, rows), heads(groups, keys or rows)
+        info = torch.empty(2, 2, 4, _fp8_quantize.padded(rows))
+        launch.arriving = lambda *_: (q8, info)  # type: ignore[assignment]
+        q, k = torch.empty(2, 4, rows, D, dtype=dtype), torch.empty(2, groups, keys or rows, D, dtype=dtype)
+        launch.backward(q, q, k, q, info[0], (q8, k8, k8), D, causal, 0.125, plan)
+
+    return call
+
+
+FORWARD: dict[str, Call] = {
     "causal": attend(causal=True),
     "causal, fp16": attend(causal=True, dtype=torch.float16),
     "full": attend(causal=False),
     "full, 1000 rows": attend(causal=False, rows=1000),
     "spilt": attend(causal=True, plan=launch.FORWARD._replace(registers=152)),
 }
+BACKWARD: dict[str, Call] = {
+    "backward, causal": gradients(causal=True),
+    "backward, causal, shared heads": gradients(causal=True, groups=1),
+    "backward, causal, fp16": gradients(causal=True, dtype=torch.float16),
+    "backward, causal, 1000 rows": gradients(causal=True, rows=1000),
+    "backward, full": gradients(causal=False),
+    "backward, full, shared heads": gradients(causal=False, groups=1),
+    "backward, full, fp16": gradients(causal=False, dtype=torch.float16),
+    "backward, full, 1000 keys": gradients(causal=False, keys=1000),
+    "backward, full, spilt": gradients(causal=False, plan=launch.BACKWARD[False]._replace(registers=216)),
+}
+CALLS = FORWARD | BACKWARD
+
+
+def made(calls: dict[str, Call], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
+    assert pytestconfig.cache is not None
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    found: list[Compiled] = compiled.compiled(__name__, list(calls), pytestconfig.cache.mkdir("compiled"))
+    print(*found, sep="\n")  # pytest -s: the table
+    return found
 
 
 @pytest.mark.slow
 def test_it_compiles_without_faults(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pytestconfig.cache is not None
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    *kernels, spilt = compiled.compiled(__name__, list(CALLS), pytestconfig.cache.mkdir("compiled"))
-    print(*kernels, spilt, sep="\n")  # pytest -s: the table
-    assert [kernel.call for kernel in (*kernels, spilt)] == list(CALLS)
+    *kernels, spilt = made(FORWARD, pytestconfig, monkeypatch)
+    assert [kernel.call for kernel in (*kernels, spilt)] == list(FORWARD)
     assert any("bytes spilled" in fault for fault in faults(spilt)), "the gate sees what does not fit"
     assert not [f"{kernel}\n  {fault}" for kernel in kernels for fault in faults(kernel)]
     p = launch.FORWARD
@@ -68,3 +118,50 @@ def test_it_compiles_without_faults(pytestconfig: pytest.Config, monkeypatch: py
             assert elements <= count(loop, r"MUFU\.EX2") <= elements + 2, str(kernel)
             assert count(loop, r"\bSHFL") == 4, f"{kernel}: more than the rows' maxima changes its thread"
             assert not count(loop, r"\b(LDL|STL|LDG|STG|LDS|STSM|LDSM|STS)\b"), str(kernel)
+
+
+def complaints(kernel: Compiled) -> list[str]:
+    """What a backward kernel may not have."""
+    case = kernel.call.removeprefix("backward, ")
+    limit = OF_A_TILE.get(case, OF_A_TILE[case.split(",")[0]])
+    found = [fault for fault in faults(kernel) if "spilled" not in fault or kernel.spills > limit]
+    inside = [
+        x for x in loops(kernel) if (count(x, "QGMMA"), count(x, "HGMMA")) == (8, 16) and len(x) <= LONGEST_MASKED
+    ]
+    inside.sort(key=len)
+    edge = "causal" in case or "1000 keys" in case
+    if len(inside) != (4 if edge else 2) or len(inside[1]) > LONGEST_BACKWARD:
+        found.append(f"loops over blocks, a warpgroup's for each: {list(map(len, inside))} instructions")
+    for loop in inside:
+        if count(loop, r"MUFU\.EX2") != 32 or count(loop, r"\bREDG") != 8:
+            found.append("exponentials or additions to dQ are others than the block's numbers")
+        if memory := count(loop, r"\b(LDL|STL|LDG|STG|SHFL)\b"):
+            found.append(f"{memory} times to memory, or between threads, for a block")
+        waits = [int(x, 16) for line in loop for x in re.findall(r"DEPBAR.*gsb0, (0x\d)", line)]
+        order = [name for line in loop for name, pattern in PATTERNS.items() if re.search(pattern, line)]
+        runs = [(name, len(list(run))) for name, run in itertools.groupby(order)]
+        in_words = " ".join(f"{name}:{n}" if n > 1 else name for name, n in runs)
+        if waits != [1, 1, 1, 0] or in_words != ORDER:
+            found.append(f"order: {in_words}, with {waits} products under way after a wait")
+        first, dv = (next(i for i, x in enumerate(loop) if re.search(PATTERNS[name], x)) for name in ("wait", "dv"))
+        if count(loop[first:dv], r"MUFU\.EX2") != 32:
+            found.append("exponentials elsewhere than under dP's product")
+    return found
+
+
+@pytest.mark.slow
+def test_the_backward_kernel_keeps_its_products_in_flight(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = [kernel for kernel in made(BACKWARD, pytestconfig, monkeypatch) if "gluon" in kernel.kernel]
+    *kernels, spilt = kernels
+    assert [kernel.call for kernel in (*kernels, spilt)] == list(BACKWARD)
+    seen = "\n".join(complaints(spilt))
+    for what in ("C7512", "bytes spilled", "to memory", "order: "):
+        assert what in seen, "the gate sees what does not fit"
+    for kernel in kernels:
+        assert not complaints(kernel), "\n".join([str(kernel), *complaints(kernel)])
+        p = launch.BACKWARD["causal" in kernel.call]
+        assert set(re.findall(r"USETMAXREG\S* .*?(0x\w+)", kernel.sass)) >= {hex(p.registers), hex(p.fetching())}
+        assert kernel.count(r"\bUTMALDG"), str(kernel)
+        assert kernel.count(r"\bUTMASTG"), str(kernel)
