@@ -145,8 +145,6 @@ def _make_all(
     held, left, full8, empty8, full, empty = gates
     q_inv, k_inv, v_inv, dout_inv = scales
     T, S, H, group, pairs, blocks, near, whole, rest = sizes
-    if CAUSAL:  # keys from T on, no row sees: nor may one beyond T
-        S = min(S, T)
     D: gl.constexpr = q_shared.shape[4]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
