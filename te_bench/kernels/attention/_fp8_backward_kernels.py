@@ -18,7 +18,16 @@ from torch import Tensor
 from te_bench.kernels._epilogue import rounded, to_fp8
 from te_bench.kernels._launch import launch, traits
 from te_bench.kernels.attention._fp8_kernels import fp8_product, whole_tile
-from te_bench.kernels.attention._fp8_quantize import E4M3, PADDED_ROWS, Heads, amax_bits, head_scale, padded, width
+from te_bench.kernels.attention._fp8_quantize import (
+    E4M3,
+    PADDED_ROWS,
+    Heads,
+    amax_bits,
+    head_scale,
+    padded,
+    positive,
+    width,
+)
 from te_bench.kernels.attention._kernels import L2_BYTES, Tile, row_strides
 from te_bench.kernels.attention._scores import LOG2_E, exp2, heavy_first, product, put, settled, tile
 
@@ -109,7 +118,7 @@ def fp8_attention_backward_rows_kernel(
     back = whole_tile(come + pair.to(tl.int64) * padded_q * WIDTH_V, WIDTH_V, first, ROWS, WIDTH_V)
     rows = pair.to(tl.int64) * padded_q + first + tl.arange(0, ROWS)
     own_level, sums = tl.load(level + rows), tl.load(delta + rows)
-    of_scores = scale * LOG2_E * tl.load(q_inv + pair) * tl.load(k_inv + kv)
+    of_scores = positive(tl.load(q_inv + pair) * (scale * LOG2_E) * tl.load(k_inv + kv))
     of_weights = tl.load(come_inv + pair) * tl.load(v_inv + kv)
     end = S
     inner = S // KEYS * KEYS
@@ -173,7 +182,7 @@ def fp8_attention_backward_keys_kernel(
     at = pair.to(tl.int64) * padded_k
     own = whole_tile(k + at * WIDTH, WIDTH, first, KEYS, WIDTH)
     block = whole_tile(values + at * WIDTH_V, WIDTH_V, first, KEYS, WIDTH_V)
-    of_keys = scale * LOG2_E * tl.load(k_inv + pair)
+    of_keys = tl.load(k_inv + pair) * (scale * LOG2_E)
     of_values = tl.load(v_inv + pair)
     begin = tl.full((), 0, tl.int32)
     inner = begin
@@ -186,7 +195,7 @@ def fp8_attention_backward_keys_kernel(
     for g in range(GROUP):
         h = kv_head * GROUP + g
         head = b * H + h
-        of_scores = of_keys * tl.load(q_inv + head)
+        of_scores = positive(of_keys * tl.load(q_inv + head))
         of_weights = of_values * tl.load(come_inv + head)
         q_head, come_head = q + head * padded_q * WIDTH, come + head * padded_q * WIDTH_V
         rows_head, back_head = rows_in + b * q_b + h * q_h, back_in + b * dout_b + h * dout_h

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_bench.kernels._epilogue import INTERPRETED, rounded, to_fp8
 from te_bench.kernels._launch import launch, traits
-from te_bench.kernels.attention._fp8_quantize import BLOCK, PADDED_ROWS, Heads, padded
+from te_bench.kernels.attention._fp8_quantize import BLOCK, PADDED_ROWS, Heads, padded, positive
 from te_bench.kernels.attention._kernels import L2_BYTES, row_strides
 from te_bench.kernels.attention._scores import LN_2, LOG2_E, exp2, heavy_first, largest, put
 
@@ -126,7 +126,7 @@ def fp8_attention_forward_kernel(
     k += kv.to(tl.int64) * padded_k * WIDTH
     values += kv.to(tl.int64) * padded_k * WIDTH_V
     own = whole_tile(q + pair.to(tl.int64) * padded_q * WIDTH, WIDTH, first, ROWS, WIDTH)
-    scale *= LOG2_E * tl.load(q_inv + pair) * tl.load(k_inv + kv)
+    scale = positive(tl.load(q_inv + pair) * (scale * LOG2_E) * tl.load(k_inv + kv))
     rows = first + tl.arange(0, ROWS)
     end = S
     inner = S // KEYS * KEYS

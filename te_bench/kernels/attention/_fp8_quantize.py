@@ -62,6 +62,12 @@ def head_scale(bits):
 
 
 @triton.jit
+def positive(scale):
+    """A scale of scores, not 0: 0 times a hidden score's -inf is NaN, and weights are equal with either. NaN is NaN."""
+    return tl.maximum(scale, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def in_slots(COUNT: tl.constexpr):
     """Which of COUNT keys is in each slot of the transposed layout.
 
@@ -117,15 +123,16 @@ def _cast(
     scale, inverse = head_scale(tl.load(bits + pair))
     if first == 0:
         tl.store(scale_inv + pair, inverse)
-    rows = first + in_slots(ROWS)
+    inside_rows = in_slots(ROWS)
+    rows = first + inside_rows
     columns = tl.arange(0, WIDTH)
     inside = (rows < T)[:, None]
     if WIDTH != D:
         inside = inside & (columns < D)[None, :]
     v = tl.load(x + rows.to(tl.int64)[:, None] * x_t + columns[None, :], mask=inside, other=0.0)
     if data is not None:
-        to = data + pair.to(tl.int64) * padded * WIDTH
-        tl.store(to + rows[:, None] * WIDTH + columns[None, :], to_fp8(v.to(tl.float32) * scale, tl.float8e4nv))
+        to = data + (pair.to(tl.int64) * padded + first) * WIDTH
+        tl.store(to + inside_rows[:, None] * WIDTH + columns[None, :], to_fp8(v.to(tl.float32) * scale, tl.float8e4nv))
     if data_t is not None:
         # Transposed before the cast: ldmatrix moves 16 bits, and FP8 that changes its thread Triton 3.6 may get wrong.
         to = data_t + (pair.to(tl.int64) * padded + first // BLOCK * BLOCK) * WIDTH + first % BLOCK

@@ -30,6 +30,7 @@ from te_bench.kernels.attention._gluon_parts import (
     matrix,
     next_place,
     operand,
+    positive,
     room,
     rounded,
     rounds,
@@ -168,7 +169,7 @@ def _make_all(
             mbarrier.wait(held.index(other), turn & 1)
         for h in range(kv * group, kv * group + group):
             columns = columns_of(sums, b * H + h, who, padded, CONSUMERS, D)
-            of_scores = scale * gl.load(q_inv + b * H + h) * gl.load(k_inv + pair)
+            of_scores = positive(scale * gl.load(q_inv + b * H + h) * gl.load(k_inv + pair))
             back = gl.load(dout_inv + b * H + h) * gl.load(v_inv + pair)
             for HIDING in gl.static_range(1 if EDGE else 0, -1, -1):  # a loop that masks, then one that needs not ask
                 start, stop = edges, end

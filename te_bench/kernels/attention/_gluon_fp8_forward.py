@@ -34,6 +34,7 @@ from te_bench.kernels.attention._gluon_parts import (
     next_place,
     of_rows,
     partial_sums,
+    positive,
     room,
     rounded,
     rounds,
@@ -214,7 +215,7 @@ def _attend(
         first = start + who * ROWS
         b, h = pair // H, pair % H
         kv = b * (H // group) + h // group
-        of_scores = scale * gl.load(q_inv + pair) * gl.load(k_inv + kv)
+        of_scores = positive(scale * gl.load(q_inv + pair) * gl.load(k_inv + kv))
         count = blocks_of_keys(first, 1, T, S, KEYS, CAUSAL)
         others = blocks_of_keys(start, CONSUMERS, T, S, KEYS, CAUSAL) - count
         place, phase = _pass_over(gates, others, place, phase, STAGES)

@@ -12,7 +12,7 @@ from te_bench.kernels.attention._fp8_backward_kernels import arriving
 from te_bench.kernels.attention._fp8_quantize import Heads
 from te_bench.kernels.attention._gluon_fp8_backward import fp8_attention_backward_gluon_kernel
 from te_bench.kernels.attention._gluon_fp8_forward import SWIZZLE, fp8_attention_forward_gluon_kernel
-from te_bench.kernels.attention._gluon_launch import LOG2_E, ROWS, Plan, dealt, levels, processors, readable
+from te_bench.kernels.attention._gluon_launch import LOG2_E, LONGEST, ROWS, Plan, dealt, levels, processors, readable
 from te_bench.kernels.attention._gluon_sums import attention_dq_of_sums_kernel
 from te_bench.kernels.attention._kernels import row_strides
 
@@ -28,9 +28,9 @@ def forward_pays(q: Tensor) -> bool:
     return rows >= 512 and batch * heads * triton.cdiv(rows, ROWS * FORWARD.warpgroups) >= processors(q.device)
 
 
-def backward_pays(k: Tensor) -> bool:
-    """The same of the backward pass of k (B, Hkv, S, D); of fewer keys it was not measured."""
-    return k.shape[2] >= 256
+def backward_pays(q: Tensor, k: Tensor) -> bool:
+    """The same of the backward pass of k (B, Hkv, S, D), of fewer keys not measured; a head's sums count by 32 bits."""
+    return k.shape[2] >= 256 and q.shape[2] <= LONGEST
 
 
 def _descriptor(x: Tensor, rows: int, line: int) -> TensorDescriptor:

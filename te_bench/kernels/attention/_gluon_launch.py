@@ -79,6 +79,7 @@ OF_KEYS: Mapping[tuple[int, bool], Plan] = {  # dK and dV
 FUSED: Mapping[tuple[int, bool], Plan] = {
     (128, True): Plan(2, 64, 3, 1, 240, sharing=4), (128, False): Plan(2, 64, 3, 1, 240, sharing=132)
 }  # fmt: skip
+LONGEST = 2**31 // 128 - ROWS  # of a head, whose sums count by 32 bits
 FUSED_FROM = 2048  # keys; of fewer, by which the sums weigh more, it was not measured against two kernels
 
 
@@ -164,7 +165,7 @@ def backward(
 
     The one kernel where it is faster, unless a plan is given. gradients: memory for them, which TMA can write.
     """
-    if not deterministic and k.shape[2] >= FUSED_FROM and of_rows is of_keys is None:
+    if not deterministic and k.shape[2] >= FUSED_FROM and q.shape[2] <= LONGEST and of_rows is of_keys is None:
         fused = fused or FUSED.get((k.shape[3], causal))
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
     gradients = gradients or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))

@@ -141,6 +141,12 @@ def exp2(x):
 
 
 @gluon.jit
+def positive(scale):
+    """As `_fp8_quantize.positive` has it."""
+    return gl.where(scale < 1e-37, 1e-37, scale)
+
+
+@gluon.jit
 def rounded(x, DTYPE: gl.constexpr):
     """x, float32, to the nearest of DTYPE, in pairs: one by one the conversion is a slow one."""
     if gl.bfloat16 == DTYPE:

@@ -95,9 +95,11 @@ def largest(x):
 def within_reach(x: Tensor) -> Tensor:
     """x (B, H, T, D), or a copy where elements of a row lie apart, or rows of a tile further than 32 bits count.
 
-    64 bits for each row would cost the backward kernel of D128 88 bytes of registers in memory.
+    64 bits for each row would cost the backward kernel of D128 88 bytes of registers in memory. And where rows lie one
+    element apart, for memory like theirs (empty_like) may have them along another dimension.
     """
-    return x if x.stride(-1) == 1 and x.stride(2) * ROWS_MOST < 2**31 else x.contiguous()
+    near = x.stride(-1) == 1 and 1 not in x.stride()[:-1] and x.stride(2) * ROWS_MOST < 2**31
+    return x if near else x.contiguous()
 
 
 @triton.jit

@@ -86,7 +86,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     heads = Heads(q8, None, q_inv), Heads(k8, None, k_inv), Heads(v8, None, v_inv)
     dout, q, k = within_reach(dout), within_reach(q), within_reach(k)
-    in_gluon = not deterministic and _in_gluon(q, out.shape[3]) and _gluon_fp8_launch.backward_pays(k)
+    in_gluon = not deterministic and _in_gluon(q, out.shape[3]) and _gluon_fp8_launch.backward_pays(q, k)
     kernels = _gluon_fp8_launch if in_gluon else _fp8_backward_kernels
     return kernels.backward(dout, q, k, out, lse, heads, out.shape[3], causal, scale)
 

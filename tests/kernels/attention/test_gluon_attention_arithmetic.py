@@ -163,7 +163,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
     copies = types.SimpleNamespace(
         async_copy_global_to_shared=load, async_copy_shared_to_global=leave, store_wait=lambda _: None
     )
-    python = {name: getattr(_gluon_parts, name).fn for name in (*PARTS, "hidden")}
+    python = {name: getattr(_gluon_parts, name).fn for name in (*PARTS, "hidden", "positive")}
     tile = _gluon_parts.tile.fn
     same = {name: lambda x, *_: x for name in ("matrix", "fp8_matrix", "_lines", "rounded", "operand", "settled")}
     values = {

@@ -224,6 +224,17 @@ def test_a_scale_that_is_nan_makes_its_heads_nan_and_no_others(which: int, monke
         torch.testing.assert_close(y, expected, atol=0, rtol=0, equal_nan=True)
 
 
+def test_scales_whose_product_is_0_leave_equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And hidden scores hidden: 0 times -inf is NaN."""
+    s = SHAPES["tails, shared heads"]
+    tensors, inverses = drawn(s)
+    out, lse = attended(FORWARD, s, tensors, [0 * inverses[0], *inverses[1:]], monkeypatch)
+    q, k, v = tensors[0] * 0, tensors[1], tensors[2] * inverses[2][..., None, None]
+    exact, of_rows, *_ = arithmetic.by_definition(s, q, k, v, torch.zeros_like(q))
+    torch.testing.assert_close(out, exact, atol=1e-9, rtol=0)
+    torch.testing.assert_close(lse, of_rows.float(), atol=2e-6, rtol=0)
+
+
 # Where it is chosen
 
 
@@ -261,8 +272,9 @@ def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "processors", lambda _: 132)
     for sizes, pays in (((1, 22, 1024), True), ((1, 21, 1024), False), ((64, 64, 511), False), ((8, 32, 512), True)):
         assert launch.forward_pays(torch.empty(*sizes, 0)) is pays, sizes
-    assert launch.backward_pays(torch.empty(1, 1, 256, 128))
-    assert not launch.backward_pays(torch.empty(64, 64, 255, 0))
+    for rows, keys, pays in ((1, 256, True), (4096, 255, False), (2**24 - 64, 256, True), (2**24 - 63, 256, False)):
+        given = torch.empty(1, 1, rows, 0), torch.empty(1, 1, keys, 0)
+        assert launch.backward_pays(*given) is pays, (rows, keys)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -272,7 +284,7 @@ def test_who_is_chosen(pays: bool, deterministic: bool, monkeypatch: pytest.Monk
     ran = list[str]()
     monkeypatch.setattr(triton_fp8, "_in_gluon", lambda *_: True)
     for name in ("forward", "backward"):
-        monkeypatch.setattr(launch, f"{name}_pays", lambda _: pays)
+        monkeypatch.setattr(launch, f"{name}_pays", lambda *_: pays)
         monkeypatch.setattr(launch, name, lambda *_, name=name: (ran.append(f"Gluon's {name}"), (None, None))[1])
     monkeypatch.setattr(_fp8_kernels, "forward", lambda *_: (ran.append("Triton's forward"), (None, None))[1])
     monkeypatch.setattr(_fp8_backward_kernels, "backward", lambda *_: ran.append("Triton's backward"))

@@ -122,6 +122,35 @@ def test_what_is_not_finite_makes_its_head_nan_and_no_other(which: int, bad: flo
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gluon", [False, True])
+@pytest.mark.parametrize(("by", "scale"), [(4e-21, 0.1), (1e-6, 0.0)])
+def test_scales_whose_product_is_0_leave_equal_weights(
+    by: float, scale: float, gluon: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And hidden scores hidden: 0 times -inf is NaN."""
+    if gluon:
+        if device == "cpu":
+            pytest.skip("needs a GPU; test_gluon_fp8 has it without")
+        by_kernel(128, True, monkeypatch)
+    supported("triton_fp8", a_problem((1, 1, 70, 128), device=device))
+    tensors = drawn((1, 1, 1, 70, 70, 128, 128, True), device, torch.bfloat16, even=True)
+    given = [tensors[0] * by, tensors[1] * by, *tensors[2:]]
+    out, *made = gradients(lambda q, k, v: ours.attention(q, k, v, causal=True, scale=scale)[0], given)
+    exact = definition([*tensors[:1], torch.zeros_like(given[1]), *given[2:]], True, 0.0, rounded=False)[0]
+    assert sqnr(exact, out) > 25
+    assert all(x.isfinite().all() for x in made)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("which", range(3))
+def test_rows_that_lie_one_element_apart(which: int, device: str) -> None:
+    given = drawn((1, 2, 2, 20, 20, 32, 32, True), device, torch.bfloat16, even=True)
+    given[which] = given[which].flatten()[:51].as_strided((1, 2, 20, 32), (0, 0, 1, 1))
+    right = run([x.contiguous() for x in given], True)
+    assert all(torch.equal(x, y) for x, y in zip(right, run(given, True), strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("batch", "rows", "keys"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 1, 1)])
 def test_empty_and_least_sizes(batch: int, rows: int, keys: int, device: str) -> None:
     tensors = drawn((batch, 2, 2, rows, keys, 16, 24, True), device)
@@ -198,7 +227,7 @@ def test_whatever_the_tiles(tile: Tile, halves: int, device: str, monkeypatch: p
 def by_kernel(head_dim: int, gluon: bool, patch: pytest.MonkeyPatch) -> None:
     """Heads of 128 by the kernels in Gluon or by Triton's, whatever their rows."""
     for name in ("forward_pays", "backward_pays"):
-        patch.setattr(ours._gluon_fp8_launch, name, lambda _: gluon)
+        patch.setattr(ours._gluon_fp8_launch, name, lambda *_: gluon)
     assert ours._in_gluon(torch.empty(1, 1, 1, head_dim, device="cuda"), head_dim) is (head_dim == 128)
 
 
@@ -279,6 +308,40 @@ def test_strides_that_tma_cannot_read_are_copied(layout: str, monkeypatch: pytes
         torch.testing.assert_close(
             x, y, atol=0.02 * x.abs().max().item(), rtol=0.02, msg=lambda text, name=name: name + text
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.alone  # 60 GB of the device's memory
+def test_beyond_2_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Gluon's kernels, and by Triton's: the last head and the first are as alone."""
+    supported("triton_fp8", a_problem((1, 1, 512, 128)))
+    tensors = [torch.randn(2049, 16, 512, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    assert tensors[0].numel() > 2**31
+    for gluon in (True, False):
+        by_kernel(128, gluon, monkeypatch)
+        whole = run(tensors, True)
+        for at in ((2048, 15), (0, 0)):
+            alone = run([x[at][None, None].clone() for x in tensors], True)
+            for name, x, y in zip(NAMES, whole, alone, strict=True):
+                assert sqnr(y[0, 0], x[at]) > 45, (name, at, gluon)
+        del whole
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_head_of_2_31_elements_is_cast_to_its_end() -> None:
+    """The rows from 2^24 on, whose elements no longer count by 32 bits."""
+    supported("triton_fp8", a_problem((1, 1, 512, 128)))
+    whole = torch.zeros(1, 1, 2**24 + 64, 128, device="cuda", dtype=torch.bfloat16)
+    last = torch.randn(1, 1, 64, 128, device="cuda", dtype=torch.bfloat16)
+    whole[:, :, -64:] = last
+    made, right = (_fp8_quantize.quantize(x, last, x, keep=True) for x in (whole, last))
+    for x, y in zip(made, right, strict=True):
+        for layout in ("data", "data_t"):
+            ends = [getattr(heads, layout) for heads in (x, y)]
+            if ends[0] is not None:
+                all_of, end = (torch.as_tensor(e).view(torch.uint8).flatten() for e in ends)
+                assert torch.equal(all_of[-end.numel() :], end), layout
 
 
 # Mistakes
