@@ -6,7 +6,8 @@
     python benchmarks/attention_fp8_tiles.py long           accuracy at 16384 keys, at most 2 minutes
     python benchmarks/attention_fp8_tiles.py time           TFLOP/s, candidates by turns, at most 7 minutes
 
-On a Hopper GPU. Each piece is a process that is killed if it hangs; a check with a name, and what has --here, is none.
+On a Hopper GPU, with Triton 3.6 or newer. Each piece is a process that is killed if it hangs; a check with a name, and what
+has --here, is none.
 """
 
 import argparse
@@ -119,17 +120,19 @@ def check(which: str) -> None:
         sizes = (heads, rows), (kv_heads, keys), (kv_heads, keys), (heads, rows)
         *leaves, dout = (torch.randn((batch, *size, width), device="cuda").bfloat16() for size in sizes)
         q, k, v = (x.requires_grad_() for x in leaves)
-        both = []
-        for attention in (triton_fp8.attention, manual_fp8.attention):
+        results = []
+        by_triton = partial(triton_fp8.attention, deterministic=True)
+        for attention in (triton_fp8.attention, by_triton, manual_fp8.attention):
             out, _ = attention(q, k, v, causal=causal, scale=width**-0.5)
-            both.append([out.detach(), *torch.autograd.grad(out, (q, k, v), dout)])
+            results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), dout)])
             torch.cuda.synchronize()
         with torch.no_grad():
             truth = exact(q, k, v, dout, causal, width**-0.5)
-        ours, definition = ([decibels(t, x) for t, x in zip(truth, made, strict=True)] for made in both)
-        right = rows == 1 or all(a >= min(b, 45) - 1 for a, b in zip(ours, definition, strict=True))
-        figures = "ours", *map("{:.1f}".format, ours), "definition", *map("{:.1f}".format, definition), "dB"
-        print(which, case, "ok" if right else "WRONG", *figures, flush=True)
+        *ours, definition = ([decibels(t, x) for t, x in zip(truth, made, strict=True)] for made in results)
+        for name, own in zip(("ours", "deterministic"), ours, strict=True):
+            right = rows == 1 or all(a >= min(b, 45) - 1 for a, b in zip(own, definition, strict=True))
+            figures = name, *map("{:.1f}".format, own), "definition", *map("{:.1f}".format, definition), "dB"
+            print(which, case, "ok" if right else "WRONG", *figures, flush=True)
 
 
 def forward_calls(shape: str) -> Calls:
@@ -144,7 +147,7 @@ def forward_calls(shape: str) -> Calls:
     return {
         **{name: partial(forward, q, k, v, causal=causal, scale=scale) for name, forward in backends.items()},
         "casts of q, k, v": partial(_fp8_quantize.quantize, q, k, v, keep=False),
-        **{f"triton_fp8 {tuple(plan)}": partial(_fp8_kernels.forward, *given, plan) for plan in PLANS},
+        **{f"in Triton {tuple(plan)}": partial(_fp8_kernels.forward, *given, plan) for plan in PLANS},
         **{
             f"in Gluon {plan[:5]}": partial(_gluon_fp8_launch.forward, *given, plan)
             for plan in GLUON_PLANS
@@ -163,8 +166,8 @@ def backward_calls(shape: str) -> Calls:
     theirs = {name: load(name).forward(*leaves, causal=causal, scale=scale) for name in ("cudnn", "gluon")}
     return {
         **{f"{n} bf16": partial(torch.autograd.grad, y, leaves, dout, retain_graph=True) for n, y in theirs.items()},
-        **{f"triton_fp8 rows {tile and tuple(tile)}": partial(ours, tile, None) for tile in OF_ROWS},
-        **{f"triton_fp8 keys {tuple(tile)}": partial(ours, None, tile) for tile in OF_KEYS},
+        **{f"in Triton, rows {tile and tuple(tile)}": partial(ours, tile, None) for tile in OF_ROWS},
+        **{f"in Triton, keys {tuple(tile)}": partial(ours, None, tile) for tile in OF_KEYS},
         **{
             f"in Gluon, {p.stages} and {p.slots} places, sharing {p.sharing}": partial(
                 _gluon_fp8_launch.backward, dout, q, k, out, lse, cast, width, causal, scale, p

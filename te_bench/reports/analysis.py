@@ -57,9 +57,8 @@ class AttentionRung:
     backward_s: float | None = None
     forward_flop_per_s: float | None = None
     backward_flop_per_s: float | None = None
-    over: Mapping[str, Ratio] = field(
-        default_factory=dict
-    )  # forward, backward, both: how many times as fast as the peer
+    #: How many times as fast as the peer: forward, backward, both.
+    over: Mapping[str, Ratio] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,14 +236,14 @@ def _by_seed(cell: Cell) -> dict[tuple[str, int], Record]:
     return {(row.run, row.trial.seed): row.record for row in cell.rows if row.record and row.outcome == "ok"}
 
 
-#: Attention that others ship: the first of them that a group has is what the rest is measured by.
+#: Attention that others ship, by which the rest is measured.
 PEERS = ("cudnn", "flash", "math")
 
 
 def attention_peer(group: Group) -> str | None:
-    """The backend that a group's attention is compared with."""
-    there = {cell.trial.attention for cell in group.of("attention") if cell.ok}
-    return next((name for name in PEERS if name in there), None)
+    """The backend that a group's attention is compared with: the one of PEERS with most cells, the first of several."""
+    there = [cell.trial.attention for cell in group.of("attention") if cell.ok]
+    return max((name for name in PEERS if name in there), key=there.count, default=None)
 
 
 def attention(group: Group) -> tuple[AttentionRung, ...]:
@@ -270,27 +269,23 @@ def attention(group: Group) -> tuple[AttentionRung, ...]:
 
 
 def _over(peer: Cell | None, cell: Cell) -> dict[str, Ratio]:
-    """The peer's seconds over the cell's, paired by run and seed: forward, backward and both; 1 of itself."""
-    if peer is None or not cell.ok:
+    """The peer's seconds over the cell's, paired by run and seed: forward, backward and both. Nothing of the peer itself."""
+    if peer is None or peer.id == cell.id:
         return {}
     ours, theirs, found = _by_seed(cell), _by_seed(peer), dict[str, Ratio]()
-    for way, samples in {
-        "forward": ["forward_s"],
-        "backward": ["backward_s"],
-        "both": ["forward_s", "backward_s"],
-    }.items():
-        if peer.id == cell.id:
-            found[way] = Ratio(value=1.0, n=len(cell.ok))
-            continue
+    ways = {"forward": ["forward_s"], "backward": ["backward_s"], "both": ["forward_s", "backward_s"]}
+    for way, samples in ways.items():
         pairs = [(_sum_of(theirs[key], samples), _sum_of(ours[key], samples)) for key in ours if key in theirs]
         ratio = geometric_mean([slow / fast for slow, fast in pairs if slow and fast])
-        found |= {way: ratio} if ratio else {}
+        if ratio is not None:
+            found[way] = ratio
     return found
 
 
 def _sum_of(record: Record, samples: Sequence[str]) -> float | None:
     medians = [of_processes([record], sample) for sample in samples]
-    return None if None in medians else sum(value for value in medians if value)
+    known = [value for value in medians if value is not None]
+    return sum(known) if len(known) == len(medians) else None
 
 
 def _rate(flop: object, seconds: float | None) -> float | None:

@@ -29,7 +29,7 @@ def layer(group: Group) -> list[Table]:
         notes = ["Forward and backward, median over processes of each process's median of 50 iterations."]
         if not all(variant.comparable(rung) for rung in variant.rungs):
             notes.append("Another mask: the layer computes another function, with half or twice the attention work.")
-        pairs = [rung.speedup.n for rung in variant.rungs if rung.speedup]
+        pairs = [rung.speedup.n for rung in variant.rungs if rung.speedup and not rung.is_baseline]
         notes += [interval_note(pairs)] if pairs else []
         table = table_of("layer", f"One transformer layer, {variant.name}", columns, shown, " ".join(notes))
         tables += [table] if table else []

@@ -34,7 +34,7 @@ SECTIONS = (
     ("layer", "One transformer layer", ("layer_time",), ("layer", "layer_kinds", "layer_kernels")),
     ("curves", "Loss curves", ("loss_step", "loss_time"), ("curves",)),
     ("max-batch", "Largest batch", ("max_batch",), ("max_batch",)),
-    ("attention", "Attention alone", ("attention_forward", "attention_backward"), ("attention",)),
+    ("attention", "Attention alone", ("attention_forward", "attention_backward"), ("attention", "attention_ratios")),
     ("numerics", "Where to scale q", ("numerics",), ("numerics",)),
     ("errors", "Errors", (), ("errors",)),
     ("failures", "Failed and unsupported trials", (), ("failures",)),

@@ -32,8 +32,9 @@ def ladder(group: Group) -> Table | None:
     if any(rung.latency_s for rung in rungs):
         notes.append("ms/step is the median over processes of each process's median step.")
         notes.append("Whiskers in the figure: 5th to 95th percentile of the steps.")
-    if any(rung.speedup for rung in rungs):
-        notes.append(interval_note([rung.speedup.n for rung in rungs if rung.speedup]))
+    pairs = [rung.speedup.n for rung in rungs if rung.speedup and not rung.is_baseline]
+    if pairs:
+        notes.append(interval_note(pairs))
     if mfu_of:
         peaks = " and ".join(f"{p.upper()}" for p in mfu_of)
         notes.append(f"MFU is nanoGPT's FLOP count over the GPU's dense {peaks} peak.")
@@ -112,7 +113,6 @@ def max_batch(group: Group) -> Table | None:
 
 def attention(group: Group) -> Table | None:
     """Attention alone, forward and backward."""
-    rungs, peer = analysis.attention(group), analysis.attention_peer(group)
     shown = [
         (
             word(rung.cell.shape),
@@ -121,28 +121,33 @@ def attention(group: Group) -> Table | None:
             number(rung.backward_s, text.milliseconds),
             number(rung.forward_flop_per_s, text.tera),
             number(rung.backward_flop_per_s, text.tera),
+            repetitions(rung.cell),
+        )
+        for rung in analysis.attention(group)
+    ]
+    columns = ("Shape", "Kernel", "Forward, ms", "Backward, ms", "Forward, TFLOP/s", "Backward, TFLOP/s", "ok/planned")
+    return table_of("attention", "Attention alone", columns, shown, text_columns=2)
+
+
+def attention_ratios(group: Group) -> Table | None:
+    """How many times as fast as its peer each attention is."""
+    found = [rung for rung in analysis.attention(group) if rung.over]
+    shown = [
+        (
+            word(rung.cell.shape),
+            label(rung.cell),
             *(
                 Value(text=text.speedup(ratio), sort=ratio.value if ratio else None)
                 for ratio in map(rung.over.get, ("forward", "backward", "both"))
             ),
-            repetitions(rung.cell),
         )
-        for rung in rungs
+        for rung in found
     ]
-    of_peer = (f"{way} over {peer}" for way in ("Forward", "Backward", "Both"))
-    columns = (
-        "Shape",
-        "Kernel",
-        "Forward, ms",
-        "Backward, ms",
-        "Forward, TFLOP/s",
-        "Backward, TFLOP/s",
-        *of_peer,
-        "ok/planned",
+    caption = f"How many times as fast as {analysis.attention_peer(group)}"
+    note = interval_note([ratio.n for rung in found for ratio in rung.over.values()]) if found else ""
+    return table_of(
+        "attention_ratios", caption, ("Shape", "Kernel", "Forward", "Backward", "Both"), shown, note, text_columns=2
     )
-    pairs = [rung.over["both"].n for rung in rungs if "both" in rung.over]
-    note = f"How many times as fast as {peer}. {interval_note(pairs)}" if pairs else ""
-    return table_of("attention", "Attention alone", columns, shown, note, text_columns=2)
 
 
 def numerics(group: Group) -> Table | None:
@@ -224,6 +229,7 @@ TABLES: dict[str, Callable[[Group], list[Table] | Table | None]] = {
     "stress": verdict_tables.stress,
     "max_batch": max_batch,
     "attention": attention,
+    "attention_ratios": attention_ratios,
     "numerics": numerics,
     "errors": errors,
     "failures": failures,

@@ -48,23 +48,21 @@ def test_ladder_of_three_seeds_has_intervals(tmp_path):
     assert "95 % t-intervals" in table.note
 
 
+def test_a_baseline_of_more_seeds_gives_its_rivals_no_intervals(tmp_path):
+    records = [x for x in ladder_records(3) if x.trial.cell == baseline_cell() or x.trial.seed == 0]
+    assert "n = 1: one process a rung" in table_of(tmp_path, "ladder", records, baseline=baseline_cell()).note
+
+
 def test_attention_names_the_peer_it_is_compared_with(tmp_path):
-    table = table_of(tmp_path, "attention", attention_records())
-    assert [column.title for column in table.columns][-4:] == [
-        "Forward over cudnn",
-        "Backward over cudnn",
-        "Both over cudnn",
-        "ok/planned",
-    ]
-    rows = {tuple(row[:2]): row for row in texts(table)}
-    shape = "B4 H32 T2048 D128 causal"
-    assert rows[shape, "flash, bf16"][-4:-1] == ["0.59×"] * 3
-    assert rows[shape, "manual, bf16 (oom)"][-4:-1] == ["—"] * 3
-    assert table.note == "How many times as fast as cudnn. n = 1: one process a rung, so speed-ups have no interval."
-    without = [x for x in attention_records() if x.trial.attention in ("mem_efficient", "manual")]
-    alone = table_of(tmp_path / "alone", "attention", without)
-    assert "over" not in " ".join(column.title for column in alone.columns)
-    assert not alone.note
+    table = table_of(tmp_path, "attention_ratios", attention_records())
+    assert table.caption == "How many times as fast as cudnn"
+    rows = {tuple(row[:2]): row[2:] for row in texts(table)}
+    assert rows["B4 H32 T2048 D128 causal", "flash, bf16"] == ["0.59×"] * 3
+    assert {kernel for _, kernel in rows} == {"flash, bf16", "mem_efficient, bf16"}
+    assert table.note == "n = 1: one process a rung, so speed-ups have no interval."
+    for of in ({"mem_efficient", "manual"}, {"cudnn"}):
+        alone = group_of(tmp_path / min(of), [x for x in attention_records() if x.trial.attention in of])
+        assert of_group(alone, "attention_ratios") == []
 
 
 def test_what_was_not_measured_is_a_dash_and_sorts_last(tmp_path):

@@ -50,7 +50,8 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
     )  # fmt: skip
     python = {name: getattr(_gluon_parts, name).fn for name in (*PARTS, "tile")}
     same = {
-        name: lambda x, *_: x for name in ("matrix", "fp8_matrix", "rounded", "operand", "settled", "exp2", "hidden", "positive")
+        name: lambda x, *_: x
+        for name in ("matrix", "fp8_matrix", "rounded", "operand", "settled", "exp2", "hidden", "positive")
     }
     common = {
         "gl": language, "mbarrier": of_barriers, "tma": stores, "ROWS": ROWS, "LN_2": 1, "of_rows": lambda *_: 1,
