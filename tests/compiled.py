@@ -171,7 +171,7 @@ def _assemble(compile_kernel: Callable[[], Any]) -> tuple[Any, str]:
             made = compile_kernel()
         kept = Path(triton.knobs.cache.dir) / f"{made.hash}.log"
         if printed.getvalue():
-            kept.write_text(printed.getvalue())
+            _keep(kept, printed.getvalue())
         if kept.exists():
             break
     return made, kept.read_text()
@@ -189,10 +189,15 @@ def _disassembled(made: Any) -> str:
             binary.flush()
             command = [tool, "--print-code", "--no-dataflow", binary.name]
             sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        half = kept.with_suffix(f".{os.getpid()}")
-        half.write_text(sass)
-        half.replace(kept)
+        _keep(kept, sass)
     return kept.read_text()
+
+
+def _keep(path: Path, text: str) -> None:
+    """At once: other processes compile the same kernels, and read what is there."""
+    half = path.with_suffix(f"{path.suffix}.{os.getpid()}")
+    half.write_text(text)
+    half.replace(path)
 
 
 if __name__ == "__main__":

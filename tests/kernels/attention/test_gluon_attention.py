@@ -157,8 +157,9 @@ def test_one_kernel_has_delta_and_zeros_of_all_rows_and_masks_where_it_must(
         def __getitem__(self, grid: tuple[int]) -> Any:
             return lambda *_, **constants: launched.update({self.name: (grid[0], constants)})
 
-    for name in ("delta", "backward_fused", "sums"):
-        monkeypatch.setattr(launch, f"gluon_attention_{name}_kernel", Kernel(name))
+    names = {"gluon_attention_delta_kernel": "delta", "gluon_attention_backward_fused_kernel": "backward_fused"}
+    for kernel, name in (names | {"attention_dq_of_sums_kernel": "sums"}).items():
+        monkeypatch.setattr(launch, kernel, Kernel(name))
     monkeypatch.setattr(launch, "processors", lambda _: 132)
     monkeypatch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
     q, k = torch.empty(2, 4, rows, 128, dtype=BF16), torch.empty(2, 4, keys, 128, dtype=BF16)
