@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from te_bench.kernels.attention._gluon_backward_fused import add_rows, columns_of, hidden_rows
 from te_bench.kernels.attention._gluon_backward_keys import blocks_of_rows
-from te_bench.kernels.attention._gluon_fp8_forward import fp8_matrix
 from te_bench.kernels.attention._gluon_parts import (
     LN_2,
     ROWS,
@@ -150,7 +149,7 @@ def _make_all(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     both = _both(held_shared.index(who), k8_desc)
-    k8, v8 = fp8_matrix(both.index(0)), fp8_matrix(both.index(1))
+    k8, v8 = matrix(both.index(0)), matrix(both.index(1))
     place8, phase8, place, phase, step = 0, 0, 0, 0, 0
     for turn in range(rounds(whole, rest)):
         order, pair = tile(turn, blocks, pairs, near)
@@ -177,8 +176,8 @@ def _make_all(
                     start, stop = begin, edges
                 for row in range(start, stop, ROWS):
                     come8 = (
-                        fp8_matrix(q8_shared.index(place8)),
-                        fp8_matrix(dout8_shared.index(place8)),
+                        matrix(q8_shared.index(place8)),
+                        matrix(dout8_shared.index(place8)),
                         info_shared.index(place8),
                     )
                     come = matrix(q_shared.index(place)), matrix(dout_shared.index(place))

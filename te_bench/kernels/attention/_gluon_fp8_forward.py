@@ -31,6 +31,7 @@ from te_bench.kernels.attention._gluon_parts import (
     exp2,
     fetch,
     hidden,
+    matrix,
     next_place,
     of_rows,
     partial_sums,
@@ -44,13 +45,6 @@ from te_bench.kernels.attention._gluon_parts import (
 BLOCK = gl.constexpr(PADDED)
 OFFSET = gl.constexpr(8.0)  # P is rounded as 2^8 P: manual_fp8.WEIGHTS
 SWIZZLE = gl.constexpr(32)  # bytes of a line of out in shared memory; of 128 a thread would keep four addresses
-
-
-@gluon.jit
-def fp8_matrix(block):
-    """An FP8 block (1, 1, rows, bytes of a line) as a matrix."""
-    shape: gl.constexpr = block.shape
-    return block._reinterpret(block.dtype, [shape[2], shape[3]], gl.NVMMASharedLayout(shape[3], 8, 2))
 
 
 @gluon.jit
@@ -161,7 +155,7 @@ def _pass_over(gates, count, place, phase, STAGES: gl.constexpr):
 def _added(acc, left, values, nothing, shrink, WHICH: gl.constexpr):
     """acc, shrunk, and the weights' product with a half of the transposed values' features."""
     HALF: gl.constexpr = nothing.shape[1]
-    half = fp8_matrix(values).slice(WHICH * HALF, HALF, 0)
+    half = matrix(values).slice(WHICH * HALF, HALF, 0)
     part = warpgroup_mma(left, half.permute((1, 0)), nothing, use_acc=False, is_async=True)
     part = warpgroup_mma_wait(0, deps=(part,))
     return acc * of_rows(shrink, acc) + part
@@ -177,7 +171,7 @@ def _step(
     _, _, k_full, k_empty, v_full, v_empty = gates
     OUT: gl.constexpr = nothing.type.layout  # Triton 3.6 takes a layout for a constant only where it has a name
     mbarrier.wait(k_full.index(place), phase)
-    k = fp8_matrix(k_shared.index(place)).permute((1, 0))
+    k = matrix(k_shared.index(place)).permute((1, 0))
     scores = warpgroup_mma(q, k, none, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(k_empty.index(place), count=1)
@@ -220,7 +214,7 @@ def _attend(
         others = blocks_of_keys(start, CONSUMERS, T, S, KEYS, CAUSAL) - count
         place, phase = _pass_over(gates, others, place, phase, STAGES)
         at = who * SLOTS + slot
-        q = fp8_matrix(q_shared.index(at))
+        q = matrix(q_shared.index(at))
         mbarrier.wait(q_full.index(at), slot_phase)
         # Not the first block's product: ptxas would have it begin where the others' are, and keep P in memory.
         low, high, sums = nothing, nothing, _row_sums(none)

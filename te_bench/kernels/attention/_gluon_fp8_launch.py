@@ -5,14 +5,22 @@ from collections.abc import Mapping
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_bench.kernels.attention._fp8_backward_kernels import arriving
 from te_bench.kernels.attention._fp8_quantize import Heads
 from te_bench.kernels.attention._gluon_fp8_backward import fp8_attention_backward_gluon_kernel
 from te_bench.kernels.attention._gluon_fp8_forward import SWIZZLE, fp8_attention_forward_gluon_kernel
-from te_bench.kernels.attention._gluon_launch import LOG2_E, LONGEST, ROWS, Plan, dealt, levels, processors, readable
+from te_bench.kernels.attention._gluon_launch import (
+    LOG2_E,
+    LONGEST,
+    ROWS,
+    Plan,
+    dealt,
+    descriptor,
+    levels,
+    processors,
+    readable,
+)
 from te_bench.kernels.attention._gluon_sums import attention_dq_of_sums_kernel
 from te_bench.kernels.attention._kernels import row_strides
 
@@ -33,13 +41,6 @@ def backward_pays(q: Tensor, k: Tensor) -> bool:
     return k.shape[2] >= 256 and q.shape[2] <= LONGEST
 
 
-def _descriptor(x: Tensor, rows: int, line: int) -> TensorDescriptor:
-    """Of blocks (1, 1, rows, columns) of x (B, H, M, columns), its last stride 1; `line` bytes of a row lie together."""
-    columns, bits = x.shape[3], 8 * x.element_size()
-    steps = [step if size > 1 else columns for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, rows, columns], gl.NVMMASharedLayout(line, bits, 4))
-
-
 def forward(
     q: Heads, k: Heads, v: Heads, lengths: tuple[int, int], features: int, dtype: torch.dtype, causal: bool, scale: float,
     given: Plan | None = None,
@@ -53,17 +54,13 @@ def forward(
     assert p.at_once == v.data_t.shape[4], "blocks of values as the quantiser leaves them"
     out = torch.empty(batch, rows, heads, features, dtype=dtype, device=q.data.device).transpose(1, 2)
     lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.data.device)
-    pairs, blocks = batch * heads, triton.cdiv(rows, ROWS * p.warpgroups)
-    tiles = pairs * blocks
-    programs = min(tiles, processors(out.device) * p.programs)
-    group = heads // k.data.shape[1]
+    programs, sizes = dealt(p, q.data[:, :, :rows], k.data[:, :, :keys], of_keys=False)
     with torch.cuda.device_of(out):
         fp8_attention_forward_gluon_kernel[(programs,)](
-            _descriptor(q.data, ROWS, 128), _descriptor(k.data, p.at_once, 128),
-            _descriptor(v.data_t.flatten(2, 3), width, 128), _descriptor(out, ROWS, SWIZZLE.value), lse,
-            q.scale_inv, k.scale_inv, v.scale_inv, float(scale * LOG2_E), rows, keys, heads, group, pairs, blocks, pairs,
-            *divmod(tiles, programs), CONSUMERS=p.warpgroups, SLOTS=p.slots, STAGES=p.stages, REGISTERS=p.registers,
-            FETCHING=p.fetching(), CAUSAL=causal, EDGE=causal or keys % p.at_once != 0, num_warps=4,
+            descriptor(q.data, ROWS), descriptor(k.data, p.at_once), descriptor(v.data_t.flatten(2, 3), width),
+            descriptor(out, ROWS, SWIZZLE.value), lse, q.scale_inv, k.scale_inv, v.scale_inv, float(scale * LOG2_E), *sizes,
+            CONSUMERS=p.warpgroups, SLOTS=p.slots, STAGES=p.stages, REGISTERS=p.registers, FETCHING=p.fetching(),
+            CAUSAL=causal, EDGE=causal or keys % p.at_once != 0, num_warps=4,
         )  # fmt: skip
     return out, lse
 
@@ -86,8 +83,8 @@ def backward(
     padded = info.shape[3]
     sums = q.new_zeros(batch * count, padded, width, dtype=torch.float32)
     programs, sizes = dealt(p, q, k, of_keys=True)
-    in_fp8 = [_descriptor(x, ROWS, 128) for x in (k8.data, v8.data, q8.data, come.data)]
-    of_k, of_q, of_dout, of_dk, of_dv = (_descriptor(x, ROWS, 128) for x in (k, q, dout, dk, dv))
+    in_fp8 = [descriptor(x, ROWS) for x in (k8.data, v8.data, q8.data, come.data)]
+    of_k, of_q, of_dout, of_dk, of_dv = (descriptor(x, ROWS) for x in (k, q, dout, dk, dv))
     with torch.cuda.device_of(q):
         fp8_attention_backward_gluon_kernel[(programs,)](
             *in_fp8[:2], of_k, *in_fp8[2:], of_q, of_dout, levels(info.flatten(1, 2).transpose(0, 1), ROWS), of_dk, of_dv,

@@ -99,11 +99,12 @@ def readable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Of blocks (1, 1, rows, D) of x (B, H, T, D)."""
-    steps = [step if size > 1 else 8 for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    layout = gl.NVMMASharedLayout(128, 16, 4)
-    return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, rows, x.shape[3]], layout)
+def descriptor(x: Tensor, rows: int, line: int = 128) -> TensorDescriptor:
+    """Of blocks (1, 1, rows, D) of x (B, H, T, D), its last stride 1; `line` bytes of a row lie together."""
+    columns = x.shape[3]
+    steps = [step if size > 1 else columns for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    layout = gl.NVMMASharedLayout(line, 8 * x.element_size(), 4)
+    return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, rows, columns], layout)
 
 
 def _last_rows(q: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ def forward(
     out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
     programs, sizes = dealt(p, q, k, of_keys=False)
-    descriptors = [_descriptor(x, n) for x, n in ((q, ROWS), (k, p.at_once), (v, p.at_once), (out, ROWS))]
+    descriptors = [descriptor(x, n) for x, n in ((q, ROWS), (k, p.at_once), (v, p.at_once), (out, ROWS))]
     with torch.cuda.device_of(q):
         gluon_attention_forward_kernel[(programs,)](
             *descriptors, lse, float(scale * LOG2_E), *sizes,
@@ -188,15 +189,15 @@ def _backward_by_two(
     padded = triton.cdiv(rows, ROWS) * ROWS
     info = q.new_empty(batch * heads, 2, padded, dtype=torch.float32)
     (programs, sizes), n = dealt(of_rows, q, k, of_keys=False), of_rows.at_once
-    held, come = [_descriptor(x, ROWS) for x in (q, dout, out)], [_descriptor(x, n) for x in (k, v)]
+    held, come = [descriptor(x, ROWS) for x in (q, dout, out)], [descriptor(x, n) for x in (k, v)]
     gluon_attention_backward_rows_kernel[(programs,)](
-        *held, *come, _descriptor(dq, ROWS), lse, info, padded, float(scale * LOG2_E), *sizes,
+        *held, *come, descriptor(dq, ROWS), lse, info, padded, float(scale * LOG2_E), *sizes,
         CAUSAL=causal, EDGE=causal or k.shape[2] % n != 0, IN_REGISTERS=of_rows.in_registers, **_constants(of_rows),
     )  # fmt: skip
     (programs, sizes), n = dealt(of_keys, q, k, of_keys=True), of_keys.at_once
-    held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, n) for x in (q, _last_rows(q), dout)]
+    held, come = [descriptor(x, ROWS) for x in (k, v)], [descriptor(x, n) for x in (q, _last_rows(q), dout)]
     gluon_attention_backward_keys_kernel[(programs,)](
-        *held, *come, levels(info, n), _descriptor(dk, ROWS), _descriptor(dv, ROWS), float(scale * LOG2_E), *sizes,
+        *held, *come, levels(info, n), descriptor(dk, ROWS), descriptor(dv, ROWS), float(scale * LOG2_E), *sizes,
         CAUSAL=causal, IN_REGISTERS=of_keys.in_registers, **_constants(of_keys),
     )  # fmt: skip
 
@@ -216,9 +217,9 @@ def _backward_fused(
         D=width, ROWS=DELTA_ROWS, num_warps=4,
     )  # fmt: skip
     programs, sizes = dealt(p, q, k, of_keys=True)
-    held, come = [_descriptor(x, ROWS) for x in (k, v)], [_descriptor(x, ROWS) for x in (q, _last_rows(q), dout)]
+    held, come = [descriptor(x, ROWS) for x in (k, v)], [descriptor(x, ROWS) for x in (q, _last_rows(q), dout)]
     gluon_attention_backward_fused_kernel[(programs,)](
-        *held, *come, levels(info.transpose(0, 1), ROWS), _descriptor(dk, ROWS), _descriptor(dv, ROWS), sums, padded,
+        *held, *come, levels(info.transpose(0, 1), ROWS), descriptor(dk, ROWS), descriptor(dv, ROWS), sums, padded,
         float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
         **_constants(p),
     )  # fmt: skip

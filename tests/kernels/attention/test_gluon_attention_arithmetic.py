@@ -165,7 +165,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
     )
     python = {name: getattr(_gluon_parts, name).fn for name in (*PARTS, "hidden", "positive")}
     tile = _gluon_parts.tile.fn
-    same = {name: lambda x, *_: x for name in ("matrix", "fp8_matrix", "_lines", "rounded", "operand", "settled")}
+    same = {name: lambda x, *_: x for name in ("matrix", "_lines", "rounded", "operand", "settled")}
     values = {
         "gl": language, "mbarrier": barriers, "tma": copies, "ROWS": ROWS, "LN_2": math.log(2), "LOG2_E": LOG2_E,
         "LOWEST": _gluon_parts.LOWEST.value, "BLOCK": 128, "OFFSET": _gluon_fp8_forward.OFFSET.value,

@@ -49,10 +49,7 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
         async_copy_shared_to_global=lambda desc, at, place: machine.leave(place),
     )  # fmt: skip
     python = {name: getattr(_gluon_parts, name).fn for name in (*PARTS, "tile")}
-    same = {
-        name: lambda x, *_: x
-        for name in ("matrix", "fp8_matrix", "rounded", "operand", "settled", "exp2", "hidden", "positive")
-    }
+    same = {name: lambda x, *_: x for name in ("matrix", "rounded", "operand", "settled", "exp2", "hidden", "positive")}
     common = {
         "gl": language, "mbarrier": of_barriers, "tma": stores, "ROWS": ROWS, "LN_2": 1, "of_rows": lambda *_: 1,
         "BLOCK": 128, "OFFSET": 8.0,

@@ -19,7 +19,7 @@ from fp8_definition import slots
 from gluon_machine import ROWS, Machine, Number, Place, Room, Shape, Sum
 from torch import Tensor
 
-from te_bench.kernels.attention import _fp8_backward_kernels, _fp8_kernels, triton_fp8
+from te_bench.kernels.attention import _fp8_backward_kernels, _fp8_kernels, _gluon_launch, triton_fp8
 from te_bench.kernels.attention import _gluon_fp8_forward as kernel
 from te_bench.kernels.attention import _gluon_fp8_launch as launch
 from te_bench.kernels.attention._fp8_quantize import Heads
@@ -121,7 +121,7 @@ def left_by(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, progr
     kernel.gl.store, kernel.gl.int64 = (lambda *_: None), None
     kernel.tma.async_copy_shared_to_global = leave
     stubs: dict[str, Any] = {
-        "fp8_matrix": lambda x: x, "_lines": lambda x: x, "_operand": lambda x, _: x, "_row_sums": lambda _: Number(),
+        "matrix": lambda x: x, "_lines": lambda x: x, "_operand": lambda x, _: x, "_row_sums": lambda _: Number(),
         "_weights": lambda x, *_: (Sum(x.done()), Number(), Number(), Number()),
         "tile": lambda *given: tuple(map(Index, tile(*given))),
         "fence_async_shared": lambda: setattr(machine.own, "seen", True),
@@ -190,8 +190,8 @@ def attended(
     heads = [quantized(*x) for x in zip(tensors, inverses, strict=True)]
     unwritten = functools.partial(torch.full, fill_value=math.nan)
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "processors", lambda _: 2)
-        patch.setattr(launch, "TensorDescriptor", descriptor)
+        patch.setattr(_gluon_launch, "processors", lambda _: 2)
+        patch.setattr(_gluon_launch, "TensorDescriptor", descriptor)
         patch.setattr(launch, "fp8_attention_forward_gluon_kernel", Kernel())
         patch.setattr(torch, "empty", lambda *sizes, **options: unwritten(sizes, **options))
         return launch.forward(*heads, (s.rows, s.keys), D, torch.float64, s.causal, 0.3, p)

@@ -278,10 +278,8 @@ def differentiated(
     out, lse = arithmetic.by_definition(s, *map(trip, tensors))[:2]
     heads = [quantized(*x) for x in zip((q, k, v), inverses[:3], strict=True)]
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "processors", lambda _: 2)
         patch.setattr(_gluon_launch, "processors", lambda _: 2)
-        for module in (launch, _gluon_launch):
-            patch.setattr(module, "TensorDescriptor", descriptor)
+        patch.setattr(_gluon_launch, "TensorDescriptor", descriptor)
         patch.setattr(launch, "arriving", arriving)
         patch.setattr(launch, "fp8_attention_backward_gluon_kernel", Kernel())
         patch.setattr(torch, "empty_like", lambda x: torch.full_like(x, math.nan))

@@ -40,7 +40,7 @@ Call = Callable[[], object]
 
 def attend(*, causal: bool, rows: int = 1024, dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None) -> Call:
     def call() -> None:
-        launch.processors = lambda device: 132  # type: ignore[assignment]
+        _gluon_launch.processors = lambda device: 132  # type: ignore[assignment]
         q, k = heads(4, rows), heads(2, rows)
         launch.forward(q, k, k, (rows, rows), D, dtype, causal, 0.125, plan)
 
