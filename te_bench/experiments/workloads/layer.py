@@ -21,7 +21,7 @@ import te_bench.models as te
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import NO_ATTENTION, Trial
-from te_bench.experiments.workloads import _check, _compilation, _model
+from te_bench.experiments.workloads import _check, _compilation, _model, _ran
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import attention
@@ -52,7 +52,9 @@ def run(trial: Trial, context: Context) -> Measurement:
         return measurement
     seen = _check.kernels_seen(iteration, trial.device)
     named = dataclasses.replace(trial, mode="compile") if rival.own_attention else trial
-    measurement = _check.require_kernels(named, seen, measurement)
+    linears = 2 if p.part == "mlp" else _ran.LINEARS
+    asked = _ran.of_layer(trial, linears=linears, theirs=rival.own_attention, emulated=bool(p.settings.get("emulate")))
+    measurement = _ran.require(named, seen, measurement, asked)
     more: dict[str, Any] = {"kernel_s": _check.kernel_seconds(iteration, trial.device)}
     if rival.numerics and trial.recipe:
         more["numerics"] = iteration.numerics()

@@ -14,7 +14,7 @@ from torch import Tensor
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _compilation, _model
+from te_bench.experiments.workloads import _check, _compilation, _model, _ran
 from te_bench.models.data import Batches
 from te_bench.models.train import TrainStep
 
@@ -43,7 +43,8 @@ def run(trial: Trial, context: Context) -> Measurement:
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
-    measurement = _check.require_kernels(trial, _check.kernels_seen(next_step, trial.device), measurement)
+    asked = _ran.of_step(trial, batches[0][0].numel() // step.optim.accumulate)
+    measurement = _ran.require(trial, _check.kernels_seen(next_step, trial.device), measurement, asked)
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": _check.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
     numerics = _model.numerics_of(trial, step.model, *batches[0])
