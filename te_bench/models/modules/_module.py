@@ -1,7 +1,7 @@
 """What the FP8 modules share: their recipe state, its way into and out of state dicts, weight caches and counters."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,6 +14,7 @@ from te_bench.models.recipe import Cast, Recipe, Slot
 Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe it was cast by
 NOT_KEPT: Kept = (None, None)
 PREFIX = "fp8_"  # of recipe state in a state dict
+SAVED = ("scale_fwd", "amax_history_fwd", "limit_fwd", "scale_bwd", "amax_history_bwd", "limit_bwd")
 ROLES = ("input", "weight", "grad_output")
 COUNTS = ("saturated", "underflowed", "nonfinite")  # in the order of kernels.quantize
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -237,17 +238,33 @@ class Fp8Module(nn.Module):
 
     # ---- state dict: plain tensors, loadable with weights_only=True
 
+    def recipe_state(self) -> dict[str, Tensor]:
+        """{name in SAVED: tensor}, what there is of them: not copies."""
+        found: dict[str, Tensor] = self._loaded if self._state is None else self._state.tensors()
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Buffers, and with recurse=False the recipe state as well.
+
+        torch.distributed.checkpoint asks so for what a module's state dict holds. DistributedDataParallel, which would have
+        every rank take the first one's buffers, asks with recurse=True.
+        """
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if not recurse:
+            for name, tensor in self.recipe_state().items():
+                yield f"{prefix}{'.' if prefix else ''}{PREFIX}{name}", tensor
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        tensors = self._loaded if self._state is None else self._state.tensors()
-        for name, tensor in tensors.items():
-            destination[f"{prefix}{PREFIX}{name}"] = tensor.detach().clone()
+        for name, tensor in self.recipe_state().items():
+            destination[f"{prefix}{PREFIX}{name}"] = tensor.clone()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Transformer Engine's pickled recipe state: nothing is unpickled, scales begin afresh.
         state_dict.pop(f"{prefix}_extra_state", None)
-        names = ("scale_fwd", "amax_history_fwd", "limit_fwd", "scale_bwd", "amax_history_bwd", "limit_bwd")
-        found = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in names}
+        found = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in SAVED}
         wrong = [name for name, value in found.items() if value is not None and not isinstance(value, Tensor)]
         if wrong:
             raise ValueError(
@@ -275,10 +292,24 @@ class Fp8Module(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle: the copy keeps the scales as if it had loaded them."""
-        loaded = self._loaded if self._state is None else self._state.tensors()
-        copied = {name: tensor.detach().clone() for name, tensor in loaded.items()}
+        copied = {name: tensor.clone() for name, tensor in self.recipe_state().items()}
         return {**self.__dict__, "_state": None, "_loaded": copied, "_cached": [NOT_KEPT] * self._n_gemms, "_usual": {}}
 
+
+def _saved(name: str) -> property:
+    """A tensor of the recipe state by its key in the state dict: torch.distributed.checkpoint looks each key up so."""
+
+    def tensor(self: Fp8Module) -> Tensor:
+        found = self.recipe_state()
+        if name not in found:
+            raise AttributeError(name)
+        return found[name]
+
+    return property(tensor)
+
+
+for _name in SAVED:
+    setattr(Fp8Module, f"{PREFIX}{_name}", _saved(_name))
 
 _NOTHING = Slot()
 
