@@ -372,7 +372,7 @@ PAIR = {
 }  # fmt: skip
 HEADS = {
     "dtype": (BF16, FP16), "heads": (4, 2, 1), "kv_heads": (4, 2, 1), "rows": (130, 128, 17), "keys": (130, 128, 16, 1),
-    "d": (128, 40), "dv": (128, 24), "offset": (0, 1, 8), "last": (0, 8, 1),
+    "d": (64, 40), "dv": (64, 24), "offset": (0, 1, 8), "last": (0, 8, 1),
 }  # fmt: skip
 SEEN = {"left": (-1, 5), "right": (-1, 0, 16), "mask": (None, "keys", "scores", "odd"), "dropout": (0.0, 0.1)}
 LAUNCHERS: dict[Callable[..., None], dict[str, tuple[Any, ...]]] = {
