@@ -44,8 +44,11 @@ WORDS = {
 
 #: Kernels that multiply matrices: cuBLAS and cuBLASLt (nvjet, xmma, CUTLASS and what older GPUs have) and te_bench's own.
 GEMM = re.compile(r"nvjet|gemm|gemv|cutlass|xmma|^scaled_kernel$")
-#: Of those, by such words, attention, what Inductor fused around a product, and the sums of a product whose K was split.
-OTHER = re.compile(r"attention|flash|fmha|sdpa|splitKreduce|^triton_(poi|red|per)|^void at::native", re.IGNORECASE)
+#: By such words too: attention, what Inductor fused around a product, the sums of one whose K was split, and an operator,
+#: which launches the kernel that is counted.
+OTHER = re.compile(
+    r"attention|flash|fmha|sdpa|splitKreduce|^triton_(poi|red|per)|^void at::native|^(aten|te_bench)::", re.IGNORECASE
+)
 #: nvjet's letters are the operands' types: q and r are E4M3 and E5M2, t is bfloat16, h is float16.
 IN_FP8 = re.compile(
     r"nvjet_(sm\d+_)?[qr]|e4m3|e5m2|^scaled_kernel$|^gemm_accumulate_kernel$|^gluon_gemm_(fp8|accumulate)_kernel$"
@@ -174,13 +177,17 @@ def _mode(trial: Trial, *, as_it_is: bool, theirs: bool = False) -> Asked:
     asked: Asked = {}
     if compiles:
         asked["compiled"] = SOME
-    elif trial.mode == "eager" and not theirs and trial.attention != "flex":  # which is compiled in any mode
+    elif trial.mode == "eager" and not theirs and not _attention_compiled(trial):
         asked["compiled"] = NONE
     if trial.device == "cuda":
         asked["graphs"] = SOME if trial.mode in ("compile-reduce-overhead", "cudagraph") else NONE
     if trial.mode == "cudagraph":
         asked["host_launches"] = (0, PASSES * LINEARS - 1)  # fewer than a block has GEMMs
     return asked
+
+
+def _attention_compiled(trial: Trial) -> bool:
+    return trial.attention != NO_ATTENTION and attention.load(_check.attention_of(trial)).compiled
 
 
 def wrong(asked: Asked, ran: Mapping[str, int]) -> str | None:

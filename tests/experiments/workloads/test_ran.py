@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from te_bench.experiments import store
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement
 from te_bench.experiments.spec import Record, Trial
-from te_bench.experiments.workloads import _check, _model, _ran, layer, train_step
+from te_bench.experiments.workloads import _check, _model, _probe, _ran, layer, max_batch, train_step, training
 from te_bench.kernels import linear_cross_entropy
 from te_bench.kernels.linear_cross_entropy import chunked
 from te_bench.kernels.linear_cross_entropy import fp8 as fp8_head
@@ -202,21 +202,44 @@ def test_blocks_that_were_to_be_fused_and_are_not_fail_and_warn(
         observed(a_trial(recipe, blocks="fused"), change)
 
 
-def test_a_whole_trial_that_was_not_fused_is_a_failed_check_without_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_model, "check_step", lambda *_: {})
+@pytest.mark.parametrize(
+    ("workload", "more"),
+    [
+        (train_step, {}),
+        (training, {"data": "random", "steps": 2, "eval_every": 2, "eval_tokens": 32}),
+        (max_batch, {"memory_limit_gib": 64}),
+    ],
+)
+def test_a_whole_trial_with_a_linear_in_bf16_is_a_failed_check_without_times(
+    workload: Any, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As is one of no fault, with what ran; of max_batch the first try alone."""
+    monkeypatch.setattr(_model, "check_step", lambda *_: {})  # it would see some of them by their numbers
+    monkeypatch.setattr(max_batch, "largest", lambda _: (1, []))
     made = _model.step_of
 
-    def watched(trial: Trial) -> TrainStep:
+    def half(trial: Trial) -> TrainStep:
         step = made(trial)
-        listen(step)
+        in_bf16(step.model, 1)
         return step
 
-    trial = a_trial(blocks="fused")
-    assert train_step.run(trial, Context()).work["ran"]["fused_blocks"] == 2
-    monkeypatch.setattr(_model, "step_of", watched)
-    with pytest.warns(fused_blocks.NotFused), pytest.raises(CheckFailed, match="fused blocks: 2 expected") as caught:
-        train_step.run(trial, Context())
+    trial = a_trial("float8_current_scaling", **more)
+    assert workload.run(trial, Context()).work["ran"]["gemm_fp8"] == 24
+    monkeypatch.setattr(_model, "step_of", half)
+    with pytest.raises(CheckFailed, match="GEMMs in FP8: 24 expected, 21 ran") as caught:
+        workload.run(trial, Context())
     assert caught.value.measurement.samples == {}
+
+
+def test_a_look_at_the_numerics_of_fused_blocks_goes_by_their_modules_and_does_not_warn() -> None:
+    trial = a_trial("float8_current_scaling", blocks="fused")
+    step, batch = _model.step_of(trial), train_step.random_batches(trial)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fused_blocks.NotFused)
+        assert len(_probe.look(step, *batch)) > 8
+    listen(step)
+    with pytest.warns(fused_blocks.NotFused):
+        step(*batch)
 
 
 def test_a_model_says_once_for_each_reason_that_it_is_not_fused() -> None:
@@ -390,6 +413,7 @@ def test_a_graph_that_was_not_replayed_fails() -> None:
         ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_t_transpose_view_11", None),
         ("gluon_attention_forward_kernel", None),
         ("_cast_kernel", None),
+        ("te_bench::policy_gemm", None),  # the host's
     ],
 )
 def test_a_kernel_s_name_tells_its_precision(kernel: str, kind: str | None) -> None:
@@ -481,7 +505,7 @@ def test_a_gpu_s_step_that_is_not_captured_or_not_compiled_fails() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "compile", "cudagraph"])
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("recipe", [None, *(name for name in RECIPES if not recipes.load(name).fp8_dpa)])
 def test_a_gpu_s_layer_is_twelve_gemms(recipe: str | None, mode: str) -> None:
     changes: dict[str, Any] = {"problem": {**LAYER, "hidden": 256, "ffn": 512, "sequence": 64}, "mode": mode}
     changes |= {"device": "cuda", "precision": "bf16" if recipe is None else "fp8", "recipe": recipe}
