@@ -6,14 +6,17 @@ About a minute on an NVIDIA GPU. The same call, `torch.autograd.grad` of one out
 and in bf16; every second round goes backwards. A way differs from the harness's protocol `kernel` in one thing: whether the
 L2 is overwritten, how many calls stand in one burst, what holds the GPU until they are queued, whether the chip rests, how
 the tensors lie. GHz: of the processors right after a burst, by cycles that a kernel counts; W: of the GPU's own energy
-counter over the way's time, the waits of the host among it. Then the kernels of one call, one by one.
+counter over the way's time, the waits of the host among it. Then the kernels of one call, one by one. --series: what the
+calls of a burst take one after the other once the chip has rested.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -23,6 +26,7 @@ from torch import Tensor
 from te_bench.experiments import environment, timing
 from te_bench.experiments.workloads import _check
 from te_bench.kernels import attention
+from te_bench.kernels.attention import _gluon_fp8_launch
 
 RIVALS = ("triton_fp8", "gluon", "cudnn")
 SPIN = 400_000  # cycles by which the clock is read
@@ -198,11 +202,60 @@ def kernels(rival: Rival) -> None:
         print(f"  {1e6 * value:8.1f}  {name[:100]}")
 
 
+def series(rivals: list[Rival], flop: float) -> None:
+    """TFLOP/s of each call of bursts after a rest; and of FP8's tiles dealt otherwise, after rests and in one go."""
+    at = (0, 1, 2, 3, 5, 8, 12, 20, 30, 39)
+    print("\nTFLOP/s of the i-th call of a burst, L2 as it is, medians of 7 bursts; NVML's clock in them")
+    print(f"{'after a rest of':32}" + "".join(f"{i:>6}" for i in at))
+    for rest in (0.0, 0.02, 0.1, 0.5):
+        for rival in rivals:
+            clocks: list[float] = []
+            way = Way(calls=40, bursts=1, flush=False, rest=rest)
+            each = []
+            for _ in range(7):
+                with _watched(clocks):
+                    each.append(bursts(rival, way)[0])
+            medians = [flop / statistics.median(one[i] for one in each) / 1e12 for i in at]
+            told = f"{min(clocks, default=0) / 1e9:.2f} to {max(clocks, default=0) / 1e9:.2f} GHz"
+            print(f"{f'{rest} s, {rival.name}':32}" + "".join(f"{x:6.0f}" for x in medians) + f"   {told}", flush=True)
+    usual = dict(_gluon_fp8_launch.BACKWARD)
+    print("\nFP8, programs that share a head's rows: after 0.1 s of rest; the last 100 of 300 in one go")
+    for sharing in (2, 4, 8, 16, 32, 132):
+        _gluon_fp8_launch.BACKWARD = {True: usual[True]._replace(sharing=sharing)}  # type: ignore[assignment]
+        cells = []
+        for way in (Way(calls=20, bursts=5, flush=False, rest=0.1), Way(calls=300, bursts=1, flush=False, hold="no")):
+            cells.append(flop / statistics.median(bursts(rivals[0], way)[0]) / 1e12)
+        print(f"  {sharing:4}: {cells[0]:6.0f} {cells[1]:6.0f}", flush=True)
+    _gluon_fp8_launch.BACKWARD = usual
+
+
+@contextlib.contextmanager
+def _watched(clocks: list[float]) -> Iterator[None]:
+    """NVML's SM clock every 2 ms, in Hz, from a thread."""
+    read, over = environment.clocks_of(f"GPU-{torch.cuda.get_device_properties().uuid}"), threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.002):
+            clock = read().sm_clock_hz
+            clocks.extend([] if clock is None else [clock])
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="2,16,8192,128", help="batch, heads, length, head_dim")
     parser.add_argument("--rivals", nargs="*", default=list(RIVALS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--series", action="store_true", help="call by call after rests, and FP8's tiles dealt otherwise"
+    )
     parser.add_argument("--seconds", type=float, default=50, help="no way begins after so many")
     args = parser.parse_args()
     deadline = time.perf_counter() + args.seconds
@@ -216,6 +269,9 @@ def main() -> None:
                 call()
     torch.cuda.synchronize()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, backward at {args.shape}, causal", flush=True)
+    if args.series:
+        series(rivals, flop)
+        return
     energy = _energy()
     found: dict[tuple[str, str], list[Found]] = {}
     for rival, name in _turns(rivals, args.rounds, deadline):
