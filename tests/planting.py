@@ -1,9 +1,16 @@
 """Mutations of a training step that tests of several layers must see."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from torch import Tensor
 
 from te_bench.models.table_adamw import TableAdamW
+from te_bench.models.train import TrainStep
+
+Attend = Callable[..., Tensor]
 
 
 def no_clip_factor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,3 +23,57 @@ def no_clip_factor(monkeypatch: pytest.MonkeyPatch) -> None:
         return norm
 
     monkeypatch.setattr(TableAdamW, "clip", clip)
+
+
+# Faults of attention that leave most of it right: attend(q, k, v, *, causal, scale, ...) -> a wrong one.
+
+
+def _scaled(attend: Attend) -> Attend:
+    return lambda q, k, v, *, scale, **said: attend(q, k, v, scale=1.05 * scale, **said)
+
+
+def _last_row_sees_half(attend: Attend) -> Attend:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **said: Any) -> Tensor:
+        half = k.shape[2] // 2
+        last = attend(q[:, :, -1:], k[:, :, :half], v[:, :, :half], **{**said, "causal": False})
+        return torch.cat([attend(q, k, v, **said)[:, :, :-1], last], dim=2)
+
+    return wrong
+
+
+def _key_0_lost(attend: Attend) -> Attend:
+    """No row but the first, which has no other, sees key 0."""
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **said: Any) -> Tensor:
+        others = attend(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], **said)
+        return torch.cat([attend(q[:, :, :1], k[:, :, :1], v[:, :, :1], **said), others], dim=2)
+
+    return wrong
+
+
+def _output_a_hundredth_larger(attend: Attend) -> Attend:
+    return lambda q, k, v, **said: 1.01 * attend(q, k, v, **said)
+
+
+def _half_the_gradient_of_key_0(attend: Attend) -> Attend:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **said: Any) -> Tensor:
+        first = (k[:, :, :1] + k[:, :, :1].detach()) / 2
+        return attend(q, torch.cat([first, k[:, :, 1:]], dim=2), v, **said)
+
+    return wrong
+
+
+FAULTS_OF_ATTENTION: dict[str, Callable[[Attend], Attend]] = {
+    "scale 5 % off": _scaled,
+    "the last row sees half its keys": _last_row_sees_half,
+    "key 0 is lost": _key_0_lost,
+    "its output is 1 % too large": _output_a_hundredth_larger,
+    "half of key 0's gradient": _half_the_gradient_of_key_0,
+}
+
+
+def attention_of(step: TrainStep, fault: Callable[[Attend], Attend]) -> None:
+    """Plant the fault in every layer's attention, of fused blocks and of others."""
+    transformer: Any = step.model.transformer
+    for holder in (transformer, *(block.attn for block in transformer.h)):
+        holder.attention = fault(holder.attention)

@@ -16,17 +16,23 @@ from te_bench.models import recipe as recipes
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def emulate(model: nn.Module, recipe: recipes.Recipe, leave: Container[str] = ()) -> None:
-    """Let every nn.Linear of `model`, those named in `leave` apart, multiply what was rounded to FP8 and back."""
+def emulate(
+    model: nn.Module, recipe: recipes.Recipe, leave: Container[str] = (), *, gradient_scale: float | None = None
+) -> None:
+    """Let every nn.Linear of `model`, those named in `leave` apart, multiply what was rounded to FP8 and back.
+
+    gradient_scale: what grad_output is multiplied by, where that is fixed beforehand, whatever its amax.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name not in leave:
-            module.forward = functools.partial(_forward, module, recipe)  # type: ignore[method-assign]
+            forward = functools.partial(_forward, module, recipe, gradient_scale)
+            module.forward = forward  # type: ignore[method-assign]
 
 
-def _forward(module: nn.Linear, recipe: recipes.Recipe, x: Tensor) -> Tensor:
+def _forward(module: nn.Linear, recipe: recipes.Recipe, gradient_scale: float | None, x: Tensor) -> Tensor:
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    y = _Linear.apply(x.to(dtype).flatten(0, -2), module.weight, recipe).view(*x.shape[:-1], -1)
+    y = _Linear.apply(x.to(dtype).flatten(0, -2), module.weight, recipe, gradient_scale).view(*x.shape[:-1], -1)
     return y if module.bias is None else y + module.bias.to(dtype)
 
 
@@ -34,23 +40,24 @@ class _Linear(torch.autograd.Function):
     """x W^T and both its gradients, each operand rounded along what its GEMM contracts, as the recipe's scales go."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: recipes.Recipe) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: recipes.Recipe, gradient_scale: float | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe = recipe
+        ctx.recipe, ctx.gradient_scale = recipe, gradient_scale
         rounded = functools.partial(_rounded, recipe=recipe)
         return rounded(x, "input") @ rounded(weight, "weight").to(x.dtype).t()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         rounded = functools.partial(_rounded, recipe=ctx.recipe)
-        dx = rounded(dy, "grad_output") @ rounded(weight.t(), "weight").to(dy.dtype).t()
-        dw = rounded(dy.t(), "grad_output") @ rounded(x.t(), "input").t()
-        return dx, dw.to(weight.dtype), None
+        come = functools.partial(rounded, role="grad_output", given=ctx.gradient_scale)
+        dx = come(dy) @ rounded(weight.t(), "weight").to(dy.dtype).t()
+        dw = come(dy.t()) @ rounded(x.t(), "input").t()
+        return dx, dw.to(weight.dtype), None, None
 
 
-def _rounded(x: Tensor, role: str, recipe: recipes.Recipe) -> Tensor:
-    """x (M, K) after a trip through FP8; K is what the GEMM contracts."""
+def _rounded(x: Tensor, role: str, recipe: recipes.Recipe, given: float | None = None) -> Tensor:
+    """x (M, K) after a trip through FP8; K is what the GEMM contracts. given: the scale, whatever the amax."""
     forward, backward = recipe.fp8_format.value  # not recipe.dtype(): the yardstick is to see its mistakes
     dtype = FORMATS[backward if role == "grad_output" else forward]
     rows, columns = x.shape
@@ -62,6 +69,8 @@ def _rounded(x: Tensor, role: str, recipe: recipes.Recipe) -> Tensor:
     scale = torch.finfo(dtype).max / blocks.abs().amax((1, 3), keepdim=True).double()
     if recipe.power_of_two:
         scale = scale.log2().floor().exp2()
-    scale = torch.where(scale.isfinite(), scale, 1.0).float()
+    scale = (
+        torch.where(scale.isfinite(), scale, 1.0).float() if given is None else torch.full_like(scale, given).float()
+    )
     back = (blocks * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype).float() / scale
     return back.view(padded.shape)[:rows, :columns].to(x.dtype)

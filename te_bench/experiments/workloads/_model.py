@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check
+from te_bench.experiments.workloads import _check, _errors, _operator
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
@@ -45,6 +45,12 @@ SETTLE = 4
 
 #: What makes a step fast and nothing else: the references of the check are without.
 FAST = ("head", "optimizer", "blocks", "linears")
+
+#: Scores of a layer that the references hold at once: 128 MiB in float64, or those of one sequence.
+TOGETHER = 2**24
+
+#: What the head `fp8` multiplies softmax - onehot by, which is at most 1: a loss's mean over the targets comes after it.
+HEAD_SCALE = 2.0**15
 
 _PEAK = Path("/proc/self/clear_refs")
 
@@ -205,6 +211,7 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     The yardstick is the same model with manual attention at the trial's own precision, eager, and FP8 emulated, attention's
     by manual_fp8 where the trial's is in FP8: the trial may err FACTOR times as much, tensor by tensor, plus a floor. Raises
     CheckFailed, naming the worst tensor.
+    So may its scale, and each row of it (_errors); and attention is held apart (_operator).
     Models with dropout are compared without it, eagerly: random masks cannot be.
     """
     if config_of(trial).dropout:
@@ -238,15 +245,35 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     for name, gradient in truth.items():
         limit = FACTOR * max(errors[name], typical) + floor
         quantities.append(Quantity(f"grad {name}", relative_error(ours.get(name), gradient), limit))
+    slack = FACTOR if "linears" in trial.problem else 1.0  # a peer may round more coarsely than the recipe says
+    rounded = {"typical": typical, "slack": slack}
+    for name, gradient in truth.items():
+        quantities += _errors.quantities(
+            f"grad {name}", ours.get(name), gradient, yardstick[name], trial.precision, **rounded
+        )
     if trial.precision == "fp8":
-        ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth, quantities[1:], strict=True)]
+        ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth, quantities[1:], strict=False)]
         overall = geometric_mean(ratios)
-        if "linears" not in trial.problem:  # a peer may round more coarsely than the recipe says
+        if "linears" not in trial.problem:
             quantities.append(Quantity("grad, ratio to FP8 emulation", overall, FP8_OVERALL))
         # A step that rounds much less was not computed in FP8: bf16 0.07; E4M3 gradients, which is legal, 0.70.
         quantities.append(Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
     quantities.append(Quantity("grad padding rows", _largest(padding), 0.0))
+    quantities += _check_attention(trial, tokens, targets, step)
     return judge("manual attention, fp64, unpadded, same weights", quantities)
+
+
+def _check_attention(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> list[Quantity]:
+    """_operator.check of an eager pass: of a micro-batch, or a few of its rows where the step may need less memory than it.
+
+    `auto` gets the whole, for which it has chosen.
+    """
+    rows = len(tokens) // step.optim.accumulate
+    if trial.mode != "eager" and attention.load(trial.attention).chosen is None:
+        rows = min(rows, 4)
+    name = _check.attention_of(trial)
+    precision = "fp8" if attention.in_fp8(name) else kernel_dtype(trial)
+    return _operator.check(step, tokens[:rows], targets[:rows], name, precision)
 
 
 def numerics_of(trial: Trial, model: Any, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
@@ -269,19 +296,23 @@ def _in_rows(
     recipe: recipes.Recipe | None = None,
     fp8_head: bool = False,
 ) -> tuple[float, dict[str, Tensor]]:
-    """loss, gradients of the eager model one sequence at a time: the reference fits wherever the trial does.
+    """loss, gradients of the eager model a few sequences at a time: the reference fits wherever the trial does.
 
-    With a recipe, its FP8 is emulated; with fp8_head, that of the head `fp8`, one scale a tensor.
+    Small problems go by micro-batches as the trial's do, so that FP8's scales are of the same tensors as there.
+    With a recipe, its FP8 is emulated; with fp8_head, that of the head `fp8`, one scale a tensor, its gradient's fixed.
     """
-    rows = dataclasses.replace(optim, accumulate=len(tokens))
+    rows = len(tokens) // optim.accumulate
+    together = max(1, TOGETHER // (config_of(trial).n_head * tokens.shape[1] ** 2))
+    together = max(count for count in range(1, rows + 1) if rows % count == 0 and count <= together)
+    optim = dataclasses.replace(optim, accumulate=len(tokens) // together)
     model = build(trial)
     if trial.precision == "fp64":  # after the initialisation, so that the weights are the trial's own float32 ones
         model.double()
     if recipe is not None:
         emulate(model, recipe, leave=("lm_head",))
     if fp8_head:
-        emulate(model.lm_head, Float8CurrentScaling())
-    step = TrainStep(model, rows, precision=trial.precision, mode="eager")
+        emulate(model.lm_head, Float8CurrentScaling(), gradient_scale=HEAD_SCALE * targets.numel())
+    step = TrainStep(model, optim, precision=trial.precision, mode="eager")
     return step.gradients(tokens, targets)
 
 

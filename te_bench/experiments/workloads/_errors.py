@@ -1,0 +1,90 @@
+"""Whether a tensor errs as rounding does, by two tests that average rounding away: of its scale, and of each row.
+
+Rounding has no direction: of a gradient of a thousand elements that err by 10 % each, next to nothing lies along the
+gradient itself. So its scale is known far better than its elements, and each row's error far better than the largest
+element's. Both tests are told by a yardstick, right and rounded alike, how much rounding there is (docs/method.md).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from te_bench.experiments.workloads._check import Quantity
+
+#: A scale may differ from the yardstick's by so many standard errors of the yardstick's own, as `_scale` estimates it. That
+#: is four to five of their difference: each has its own rounding, and rows and columns do not err quite apart.
+SCALE_SIGMAS = 8.0
+#: And by so much: what kernels may shrink without being wrong. FP8's products may be summed up in 14 bits, cut off.
+SCALE_FLOOR = {"fp32": 2.0**-21, "bf16": 2e-3, "fp16": 2e-3, "fp8": 1e-2}
+#: Of a row of w elements whose error is normal, the norm exceeds 1 + TAIL / sqrt(2 w) times its mean once in 10^10 rows.
+TAIL = 6.5
+#: A row may err as much as the yardstick's, and so much again.
+FACTOR = 2.0
+#: Of a row's own norm, beside: one large element decides over it, and rounding moves that one by half a step. FP8's step is
+#: E5M2's, a gradient's; the others' is four units of round-off.
+ROW_FLOOR = {"fp32": 2.0**-21, "bf16": 2.0**-6, "fp16": 2.0**-9, "fp8": 2.0**-3}
+
+
+def quantities(
+    name: str,
+    x: Tensor | None,
+    truth: Tensor,
+    yardstick: Tensor,
+    precision: str,
+    *,
+    typical: float = 0.0,
+    slack: float = 1.0,
+) -> list[Quantity]:
+    """The scale of x, and its worst row or column as a share of what that may err; both in float64.
+
+    typical: a relative error that is usual in the model, where the yardstick of this tensor happened to err less. slack:
+    of a peer that may round more coarsely than the yardstick.
+    """
+    if x is None:
+        return [Quantity(f"{name}, scale", math.nan, 0.0)]
+    truth = truth.double()
+    found, known = x.double() - truth, yardstick.double() - truth
+    (a, _), (b, spread) = _scale(found, truth), _scale(known, truth)
+    limit = slack * (SCALE_SIGMAS * spread + SCALE_FLOOR[precision])
+    return [
+        Quantity(f"{name}, scale", abs(a - b), limit),
+        Quantity(f"{name}, worst row", slack**-1 * _worst_row(found, known, truth, precision, typical), 1.0),
+    ]
+
+
+def _scale(error: Tensor, truth: Tensor) -> tuple[float, float]:
+    """<error, truth> / <truth, truth>, by how much the tensor is too large, and the standard error of that.
+
+    The latter as if rows were drawn at random, and columns: elements of one row err together. Of a vector, elements.
+    """
+    square = truth.square()
+    total = square.sum().clamp(min=1e-300)
+    along = error * truth / total
+    scale = along.sum()
+    odd = along - scale * square / total
+    if odd.dim() > 1:
+        odd = odd.flatten(0, -2)
+        parts = [odd.sum(0), odd.sum(1)]
+    else:
+        parts = [odd]
+    return scale.item(), torch.cat(parts).square().sum().sqrt().item()
+
+
+def _worst_row(error: Tensor, known: Tensor, truth: Tensor, precision: str, typical: float) -> float:
+    """Over rows and columns: the error's norm over FACTOR (1 + TAIL / sqrt(2 w)) noise + floor; of a vector, over elements.
+
+    A row's noise is the yardstick's own error in it, or the mean of all rows' where that is larger.
+    """
+    if truth.dim() == 1:
+        error, known, truth = error[:, None], known[:, None], truth[:, None]
+    error, known, truth = (t.flatten(0, -2) for t in (error, known, truth))
+    overall = max(torch.linalg.vector_norm(known).item(), typical * torch.linalg.vector_norm(truth).item())
+    shares = []
+    for side in (1, 0) if truth.shape[1] > 1 else (1,):
+        rows, width = truth.shape[1 - side], truth.shape[side]
+        noise = torch.linalg.vector_norm(known, dim=side).clamp(min=overall / math.sqrt(rows))
+        limit = FACTOR * (1 + TAIL / math.sqrt(2 * width)) * noise
+        limit += ROW_FLOOR[precision] * torch.linalg.vector_norm(truth, dim=side)
+        shares.append((torch.linalg.vector_norm(error, dim=side) / limit.clamp(min=1e-300)).max())
+    return torch.stack(shares).max().item()

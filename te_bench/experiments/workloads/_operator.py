@@ -1,0 +1,158 @@
+"""Attention held apart: what a model's own calls of it gave, forward and backward, against float64, row by row.
+
+In a gradient of the whole model a row that saw the wrong keys is one of a thousand, and FP8 of all Linears is louder.
+Attention itself rounds far less, and here it gets what it gets in the model: the layer's q, k, v and dO, as they lie, in an
+eager pass.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_bench.experiments.workloads import _errors
+from te_bench.experiments.workloads._check import Quantity
+from te_bench.kernels import attention
+from te_bench.models.train import TrainStep, autocast, fp8_autocast
+
+NAMES = ("out", "dq", "dk", "dv")
+#: A row may err so many times as much as the yardstick's: what errs by chance is 3 times the mean at most, and what sees the
+#: wrong keys a hundred times.
+ROWS = 8.0
+#: Of the largest row, beside: units of float32's accumulation, as in the workload `attention`.
+ACCUMULATED = 16 * 2.0**-23
+
+Attend = Callable[..., Tensor]
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass
+class Call:
+    """One call of attention: q, k, v, dO and out, dq, dk, dv of its first and last sequence, (2, H, T, D)."""
+
+    given: dict[str, Tensor] = field(default_factory=dict)
+    found: dict[str, Tensor] = field(default_factory=dict)
+
+
+def check(step: TrainStep, tokens: Tensor, targets: Tensor, name: str, precision: str) -> list[Quantity]:
+    """Of every layer's attention out, dq, dk and dv: scale and worst row, the worst of all layers each.
+
+    name: the backend, whose yardstick is manual attention, and the same as fused kernels round it. precision: what it
+    computes in. A layer whose attention was not called is an error. The step's gradients stay as they are.
+    """
+    calls: list[Call] = []
+    with _kept(step.model), _recorded(step.model, calls):
+        with autocast(step.device, step.precision), fp8_autocast(step.model):
+            loss = step.model(tokens, targets)
+        step.scaler.scale(loss).backward()
+    layers = len(step.model.transformer.h)  # type: ignore[union-attr,arg-type]
+    worst: dict[str, Quantity] = {}
+    for layer, call in enumerate(calls):
+        with autocast(step.device, step.precision):
+            for q in _quantities(f"layer {layer}: attention", call, attention.yardstick(name), precision):
+                kind = q.name.partition(": ")[2]
+                if kind not in worst or not q.error / q.limit <= worst[kind].error / worst[kind].limit:
+                    worst[kind] = q
+    return [Quantity("attention, layers that did not call it", float(layers - len(calls)), 0.0), *worst.values()]
+
+
+@contextlib.contextmanager
+def _kept(model: torch.nn.Module) -> Iterator[None]:
+    """Gradients put back: a captured graph owns them."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+
+
+@contextlib.contextmanager
+def _recorded(model: Any, calls: list[Call]) -> Iterator[None]:
+    """Note each call of attention, of one block after the other or of fused ones."""
+    holders = [model.transformer, *(block.attn for block in model.transformer.h)]
+    usual = [holder.attention for holder in holders]
+    for holder, attend in zip(holders, usual, strict=True):
+        holder.attention = functools.partial(_record, attend, calls)
+    try:
+        yield
+    finally:
+        for holder, attend in zip(holders, usual, strict=True):
+            holder.attention = attend
+
+
+def _record(attend: Attend, calls: list[Call], q: Tensor, k: Tensor, v: Tensor, **said: Any) -> Tensor:
+    call = Call()
+    calls.append(call)
+    out = attend(q, k, v, **said)
+    call.found["out"] = _ends(out)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        call.given[name] = _ends(x)
+        x.register_hook(functools.partial(_keep, call.found, f"d{name}"))
+    out.register_hook(functools.partial(_keep, call.given, "dout"))
+    return out
+
+
+def _ends(x: Tensor) -> Tensor:
+    """The first sequence and the last."""
+    return x.detach()[:: max(1, len(x) - 1)].clone()
+
+
+def _keep(into: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    into[name] = _ends(gradient)
+
+
+def _quantities(where: str, call: Call, definition: str, precision: str) -> list[Quantity]:
+    q, k, v, dout = (call.given[name] for name in ("q", "k", "v", "dout"))
+    truth = _by("manual", *(x.double() for x in (q, k, v, dout)))
+    yardsticks = [_by(definition, q, k, v, dout)]
+    if definition == "manual":
+        yardsticks.append(_as_fused(q, k, v, dout))
+    found = []
+    for i, name in enumerate(NAMES):
+        x, exact, known = call.found[name], truth[i], [yardstick[i] for yardstick in yardsticks]
+        scale, _ = _errors.quantities(f"{where}'s {name}", x, exact, known[-1], precision)
+        found += [scale, Quantity(f"{where}'s {name}, worst row", _worst_row(x, exact, known), 1.0)]
+    return found
+
+
+def _by(name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Four:
+    """out, dq, dk, dv by a backend, with the causal mask and the usual scale, 1 / sqrt(D)."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    with contextlib.nullcontext() if q.dtype is not torch.float64 else torch.autocast(q.device.type, enabled=False):
+        out = attention.load(name).forward(q, k, v, causal=True, scale=1 / math.sqrt(q.shape[3]))
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))  # type: ignore[return-value]
+
+
+def _as_fused(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Four:
+    """The same in float32 but for what fused kernels round to the inputs' dtype: P, dS, and out, of which delta is made.
+
+    Where all of a row's weight is on one key its dS is nothing but the rounding of out.
+    """
+    dtype, scale = q.dtype, 1 / math.sqrt(q.shape[3])
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v, dout = (x.float() for x in (q, k, v, dout))
+        past = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        weights = (q @ k.mT * scale).masked_fill(~past, -math.inf).softmax(-1)
+        out = (weights.to(dtype).float() @ v).to(dtype)
+        delta = (out.float() * dout).sum(-1, keepdim=True)
+        dscores = (weights * (dout @ v.mT - delta)).to(dtype).float()
+        dq, dk = scale * dscores @ k, scale * dscores.mT @ q
+        dv = weights.to(dtype).float().mT @ dout
+    return out, dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def _worst_row(x: Tensor, truth: Tensor, yardsticks: list[Tensor]) -> float:
+    """Over rows (sequence, head, t): the error's norm over ROWS times the yardsticks' own, or their mean at the same t."""
+    noise = torch.stack([torch.linalg.vector_norm(y.double() - truth, dim=3) for y in yardsticks]).amax(0)
+    noise = noise.maximum(noise.square().mean((0, 1), keepdim=True).sqrt())
+    limit = ROWS * noise + ACCUMULATED * torch.linalg.vector_norm(truth, dim=3).max()
+    error = torch.linalg.vector_norm(x.double() - truth, dim=3)
+    return (error / limit.clamp(min=1e-300)).max().item()
