@@ -1,7 +1,7 @@
 """What the FP8 modules share: their recipe state, its way into and out of state dicts, weight caches and counters."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
+from te_bench.models.modules._absent import OneRank
 from te_bench.models.recipe import Cast, Recipe, Slot
 
 Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe it was cast by
@@ -18,47 +19,6 @@ ROLES = ("input", "weight", "grad_output")
 COUNTS = ("saturated", "underflowed", "nonfinite")  # in the order of kernels.quantize
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-#: Transformer Engine's arguments that te_bench has no machinery for, with the defaults that ask for nothing.
-ABSENT: Mapping[str, Any] = {
-    "sequence_parallel": False,
-    "fuse_wgrad_accumulation": False,
-    "tp_group": None,
-    "tp_size": 1,
-    "get_rng_state_tracker": None,
-    "rng_tracker_name": None,
-    "parallel_mode": None,
-    "return_layernorm_output_gathered": False,
-    "ub_overlap_ag": False,
-    "ub_overlap_rs": False,
-    "ub_overlap_rs_dgrad": False,
-    "ub_overlap_ag_fprop": False,
-    "ub_overlap_rs_fprop": False,
-    "ub_overlap_ag_dgrad": False,
-    "ub_bulk_dgrad": False,
-    "ub_bulk_wgrad": False,
-    "ub_tp_comm_overlap": False,
-    "ub_name": None,
-    "delay_wgrad_compute": False,
-    "save_original_input": False,
-    "symmetric_ar_type": None,
-    "set_parallel_mode": False,
-    "seq_length": None,
-    "micro_batch_size": None,
-    "fp8_output": False,
-    "fp8_grad": False,
-    "drop_path_rate": 0.0,
-    "inference_params": None,
-}
-
-
-def reject_absent(where: str, given: Mapping[str, Any]) -> None:
-    """Raise TypeError for an unknown argument, ValueError for one of Transformer Engine's that asks for what we lack."""
-    for name, value in given.items():
-        if name not in ABSENT:
-            raise TypeError(f"{where} got an unexpected argument {name!r}")
-        if value != ABSENT[name]:
-            raise ValueError(f"{where}: te_bench has no {name}; leave it at {ABSENT[name]!r}, got {value!r}")
-
 
 def factory(device: torch.device | str | None, params_dtype: torch.dtype | None) -> dict[str, Any]:
     """device and dtype of new parameters: as in Transformer Engine the GPU where there is one, unless told otherwise."""
@@ -66,6 +26,16 @@ def factory(device: torch.device | str | None, params_dtype: torch.dtype | None)
         chosen = torch.get_default_device()
         device = "cuda" if chosen.type == "cpu" and torch.cuda.is_available() else chosen
     return {"device": torch.device(device), "dtype": params_dtype or torch.get_default_dtype()}
+
+
+def materialise(module: nn.Module) -> None:
+    """Put the module's own parameters that are on the meta device, without values, where new ones are made."""
+    device = factory(None, None)["device"]
+    for name, p in module.named_parameters(recurse=False):
+        if p.is_meta:
+            made = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+            vars(made).update(vars(p))  # marks that others left there
+            module.register_parameter(name, made)
 
 
 def default_init(weight: Tensor) -> Tensor:
@@ -97,7 +67,7 @@ class Gemms(NamedTuple):
         return self.recipe.gemm(g.data_t, g.scale_inv_t, x_t, x_scale_inv_t, "wgrad", dtype)
 
 
-class Fp8Module(nn.Module):
+class Fp8Module(OneRank, nn.Module):
     """A module with GEMMs of its own. Its FP8 state is plain float32 tensors under `fp8_*` in the state dict."""
 
     def __init__(self, gemms: int) -> None:
