@@ -38,6 +38,11 @@ def materialise(module: nn.Module) -> None:
             module.register_parameter(name, made)
 
 
+def recorded() -> bool:
+    """Whether what runs is recorded, by torch.compile or torch.jit.trace, which want plain operators."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
 def default_init(weight: Tensor) -> Tensor:
     """N(0, 0.023): Transformer Engine's, not torch.nn.Linear's."""
     return nn.init.normal_(weight, mean=0.0, std=0.023)
@@ -78,13 +83,18 @@ class Fp8Module(OneRank, nn.Module):
         self._counts: dict[tuple[str, int], Tensor] = {}
         self._cached: list[Kept] = [NOT_KEPT] * gemms
         self._reuse = False  # what is kept, where a call does not speak of micro-batches
-        self._usual: dict[tuple[int, bool], tuple[Any, Gemms]] = {}  # what gemms() answers while the state is the same
+        #: What gemms() answers while the state is the same, None for no such answer. Empty: the last call was without FP8.
+        self._usual: dict[tuple[int, bool], tuple[Any, Gemms] | None] = {}
 
     def gemms(self, gemm: int = 0) -> Gemms:
         """The GEMMs of weight number `gemm` under the present autocast."""
         region = fp8.current
         recipe = region.recipe
         assert recipe is not None
+        if recorded() and not torch.compiler.is_compiling():
+            raise ValueError(
+                "torch.jit.trace records no FP8: trace the model outside of te.autocast, or use torch.compile"
+            )
         if not region.unusual and not torch.compiler.is_compiling():
             key, state = (gemm, torch.is_grad_enabled()), self._state
             known = self._usual.get(key)
@@ -95,9 +105,23 @@ class Fp8Module(OneRank, nn.Module):
             self._usual[key] = self._state and self._state.views, usual
             return usual
         self._prepare()
+        if not torch.compiler.is_compiling():
+            self._usual.setdefault((gemm, torch.is_grad_enabled()), None)
         if self._state is None and not region.numerics:
             return Gemms(recipe, _NOTHING, _NOTHING, _NOTHING)
         return Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
+
+    def without_fp8(self) -> None:
+        """Note such a call. Raises ValueError where a backward pass computes again so what was computed in FP8."""
+        if torch.compiler.is_compiling() or not self._usual:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                f"{type(self).__name__}: computed in FP8, and again in the backward pass without it: torch.utils.checkpoint "
+                "knows nothing of te.autocast. Use te.checkpoint in its place, or enter te.autocast inside of what is "
+                "checkpointed; in a model of transformers te.convert sees to it"
+            )
+        self._usual.clear()
 
     # What torch.compile traces begins with a state: it would else be made anew by every run of the compiled code.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

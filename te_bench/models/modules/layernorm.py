@@ -12,7 +12,7 @@ from te_bench.kernels.norm import reference as norm_reference
 from te_bench.kernels.norm import triton as norm_triton
 from te_bench.models.modules import _arguments
 from te_bench.models.modules._absent import reject
-from te_bench.models.modules._module import compute_dtype, factory, flatten, materialise
+from te_bench.models.modules._module import compute_dtype, factory, flatten, materialise, recorded
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
@@ -55,7 +55,7 @@ def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_centered_gamma: bool, kind: str
 ) -> Tensor:
     """The norm over the last dimension, in x's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses."""
-    if x.is_cuda and not torch.compiler.is_compiling() and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+    if x.is_cuda and not recorded() and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
         y = _Norm.apply(flatten(x, x.dtype), weight, bias, eps, zero_centered_gamma, kind)
         return y.view(x.shape)
     gamma = (weight + 1 if zero_centered_gamma else weight).to(x.dtype)

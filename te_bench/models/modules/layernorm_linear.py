@@ -159,6 +159,7 @@ class LayerNormLinear(Fp8Module):
         added = None if self.return_bias or bias is None else bias
         normed: Tensor | None
         if not fp8.current.enabled:
+            self.without_fp8()
             normed = normalize(x, self.layer_norm_weight, self.layer_norm_bias, **self.norm._asdict())
             if fp8.current.calibrating:
                 self.calibrate(0, normed, weight)

@@ -25,6 +25,7 @@ from te_bench.models.modules._module import (
     factory,
     flatten,
     materialise,
+    recorded,
 )
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
 from te_bench.models.modules.layernorm_linear import Norm, norm_quantize, register_norm, reset_norm
@@ -89,7 +90,7 @@ class _Activation(torch.autograd.Function):
 def activate(h: Tensor, kind: str) -> Tensor:
     """act(h) in h's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses."""
     flat = flatten(h, h.dtype)
-    fused = h.is_cuda and not torch.compiler.is_compiling() and h.dtype in FLOATS
+    fused = h.is_cuda and not recorded() and h.dtype in FLOATS
     a = _Activation.apply(flat, kind) if fused else activation_reference.BACKEND.forward(flat, kind)
     return a.view(*h.shape[:-1], a.shape[1])
 
@@ -236,6 +237,7 @@ class LayerNormMLP(Fp8Module):
     def _high_precision(
         self, x: Tensor, b2: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
+        self.without_fp8()
         normed = normalize(x, self.layer_norm_weight, self.layer_norm_bias, **self.norm._asdict())
         w1, b1, w2 = (None if t is None else t.to(x.dtype) for t in (self.fc1_weight, self.fc1_bias, self.fc2_weight))
         assert w1 is not None

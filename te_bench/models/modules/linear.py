@@ -215,6 +215,7 @@ class Linear(Fp8Module):
         added = None if self.return_bias or bias is None else bias
         region = fp8.current
         if not region.enabled:
+            self.without_fp8()
             x = x.to(dtype)
             if region.calibrating:
                 self.calibrate(0, x, weight)
