@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -154,6 +155,8 @@ def convert(
         for _, parent, attribute, layer in places:
             if id(layer) in converted:
                 _swap(parent, attribute, converted[id(layer)][0], undo)
+        for module in model.modules():
+            _checkpoint_in_fp8(module, undo)
         if recipe is not None:
             _enter_by_itself(model, recipe, undo)
         undo.pop_all()  # it all went well, and stays
@@ -166,6 +169,35 @@ def _swap(parent: nn.Module, attribute: str, new: nn.Module, undo: contextlib.Ex
     if isinstance(parent, nn.TransformerEncoderLayer):
         # Its fast path for inference reads the weights itself, past the layers and their FP8; 0 closes it.
         _assign(parent, "activation_relu_or_gelu", 0, undo)
+
+
+def _checkpoint_in_fp8(module: Any, undo: contextlib.ExitStack) -> None:
+    """Let gradient checkpointing of transformers, now or when it is enabled, go by te.checkpoint in place of torch's."""
+    if "_gradient_checkpointing_func" in vars(module):
+        function = _known(module._gradient_checkpointing_func)
+        _assign(module, "_gradient_checkpointing_func", function, undo)
+    if hasattr(type(module), "_set_gradient_checkpointing"):
+        _assign(module, "_set_gradient_checkpointing", _Checkpointing(module), undo)
+
+
+class _Checkpointing:
+    """A model's own _set_gradient_checkpointing, told of te.checkpoint where it would be told of torch's."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(
+        self, enable: bool = True, gradient_checkpointing_func: Any = torch.utils.checkpoint.checkpoint, **options: Any
+    ) -> None:
+        type(self.model)._set_gradient_checkpointing(self.model, enable, _known(gradient_checkpointing_func), **options)
+
+
+def _known(function: Any) -> Any:
+    """te.checkpoint with a function's options where that is torch's checkpoint, else the function."""
+    called, options = function, {}
+    if isinstance(function, functools.partial) and not function.args:
+        called, options = function.func, function.keywords
+    return functools.partial(fp8.checkpoint, **options) if called is torch.utils.checkpoint.checkpoint else function
 
 
 def _assign(module: Any, attribute: str, value: Any, undo: contextlib.ExitStack) -> None:

@@ -148,7 +148,7 @@ class autocast(contextlib.ContextDecorator):
     ) -> None:
         global current, _depth, _due
         ended, current = current, self._outer.pop()
-        _depth -= 1
+        _depth = max(_depth - 1, 0)  # 0 after leave()
         again = ended.scales is not None and ended.scales.replaying
         active = (ended.enabled and torch.is_grad_enabled()) or ended.calibrating
         if active and kind is None and not again:
@@ -168,6 +168,12 @@ def fp8_autocast(
 ) -> autocast:
     """`autocast` by its older name and arguments."""
     return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group)
+
+
+def leave() -> None:
+    """As if no autocast had been entered: those still open end without a step of their recipes."""
+    global current, _depth, _due
+    current, _depth, _due = Region(), 0, None
 
 
 def is_fp8_enabled() -> bool:
@@ -257,14 +263,13 @@ def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
 
     The recomputation runs under the autocast of this call and casts with the very scales of the first time; amaxes are
     gathered, and elements counted, once. torch.compile takes it into its graph, with the autocast outside. Takes
-    torch.utils.checkpoint's own keyword arguments but context_fn and debug; use_reentrant is False.
+    torch.utils.checkpoint's own keyword arguments but context_fn and debug, and Transformer Engine's where they ask for
+    nothing. It is never reentrant: use_reentrant=True, their default, has the same outputs and gradients.
     """
     global current
-    if kwargs.pop("use_reentrant", False):
-        raise ValueError(
-            "te.checkpoint has use_reentrant=False only: the reentrant kind hides its inputs from autograd"
-        )
-    theirs = "distribute_saved_activations", "get_rng_state_tracker", "tp_group"  # Transformer Engine's
+    for name in ("use_reentrant", "tp_group"):  # a tp_group is for distribute_saved_activations
+        kwargs.pop(name, None)
+    theirs = "distribute_saved_activations", "get_rng_state_tracker"  # Transformer Engine's
     taken = "context_fn", "debug"  # PyTorch's: the contexts are te.checkpoint's own, and debug comes without any
     for name in (*theirs, *taken):
         if kwargs.pop(name, None):

@@ -1,6 +1,7 @@
 """convert, on models of transformers: the same function, in FP8 near it, and their checkpoints."""
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -154,6 +155,52 @@ def test_generation_goes_on_as_before() -> None:
     convert(model, RECIPES[0])
     assert model.generate(tokens()[:, :4], **options).shape == expected.shape
     assert model.__class__.__name__ == "GPT2LMHeadModel"
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_gradient_checkpointing_changes_no_bit(family: str, before: bool, own: bool) -> None:
+    """Whether it is enabled before convert or after, whoever enters the autocast, and in a copy."""
+    choice = RECIPES[0]
+    straight: Any = a_model(family)
+    again: Any = copy.deepcopy(straight)
+    if before:
+        again.gradient_checkpointing_enable()
+    for model in (straight, again):
+        convert(model, choice if own else None)
+        model.train()
+    again = copy.deepcopy(again)
+    if not before:
+        again.gradient_checkpointing_enable({"use_reentrant": True})
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    next(module for module in again.modules() if isinstance(module, te.Linear)).register_forward_hook(count)
+    for _ in range(2):
+        found = []
+        for model in (straight, again):
+            with te.autocast(enabled=not own, recipe=choice):
+                loss = model(input_ids=tokens(), labels=tokens().flip(1), use_cache=False).loss
+            model.zero_grad()
+            loss.backward()
+            found.append({name: p.grad for name, p in model.named_parameters()})
+        assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+    assert calls == 4
+    again.gradient_checkpointing_disable()
+    gradients(again)
+    assert calls == 5
+
+
+def test_a_checkpoint_function_of_the_users_own_stays() -> None:
+    model: Any = a_model("llama")
+    own = functools.partial(te.checkpoint, preserve_rng_state=False)
+    model._set_gradient_checkpointing(True, own)
+    convert(model)
+    assert model.model.layers[0]._gradient_checkpointing_func is own
 
 
 @pytest.mark.parametrize("name", sorted(RMS_NORMS))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
+from te_bench.models.modules._absent import OneRank
 from te_bench.models.recipe import Cast, Recipe, Slot
 
 Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe it was cast by
@@ -19,47 +20,6 @@ ROLES = ("input", "weight", "grad_output")
 COUNTS = ("saturated", "underflowed", "nonfinite")  # in the order of kernels.quantize
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-#: Transformer Engine's arguments that te_bench has no machinery for, with the defaults that ask for nothing.
-ABSENT: Mapping[str, Any] = {
-    "sequence_parallel": False,
-    "fuse_wgrad_accumulation": False,
-    "tp_group": None,
-    "tp_size": 1,
-    "get_rng_state_tracker": None,
-    "rng_tracker_name": None,
-    "parallel_mode": None,
-    "return_layernorm_output_gathered": False,
-    "ub_overlap_ag": False,
-    "ub_overlap_rs": False,
-    "ub_overlap_rs_dgrad": False,
-    "ub_overlap_ag_fprop": False,
-    "ub_overlap_rs_fprop": False,
-    "ub_overlap_ag_dgrad": False,
-    "ub_bulk_dgrad": False,
-    "ub_bulk_wgrad": False,
-    "ub_tp_comm_overlap": False,
-    "ub_name": None,
-    "delay_wgrad_compute": False,
-    "save_original_input": False,
-    "symmetric_ar_type": None,
-    "set_parallel_mode": False,
-    "seq_length": None,
-    "micro_batch_size": None,
-    "fp8_output": False,
-    "fp8_grad": False,
-    "drop_path_rate": 0.0,
-    "inference_params": None,
-}
-
-
-def reject_absent(where: str, given: Mapping[str, Any]) -> None:
-    """Raise TypeError for an unknown argument, ValueError for one of Transformer Engine's that asks for what we lack."""
-    for name, value in given.items():
-        if name not in ABSENT:
-            raise TypeError(f"{where} got an unexpected argument {name!r}")
-        if value != ABSENT[name]:
-            raise ValueError(f"{where}: te_bench has no {name}; leave it at {ABSENT[name]!r}, got {value!r}")
-
 
 def factory(device: torch.device | str | None, params_dtype: torch.dtype | None) -> dict[str, Any]:
     """device and dtype of new parameters: as in Transformer Engine the GPU where there is one, unless told otherwise."""
@@ -67,6 +27,21 @@ def factory(device: torch.device | str | None, params_dtype: torch.dtype | None)
         chosen = torch.get_default_device()
         device = "cuda" if chosen.type == "cpu" and torch.cuda.is_available() else chosen
     return {"device": torch.device(device), "dtype": params_dtype or torch.get_default_dtype()}
+
+
+def materialise(module: nn.Module) -> None:
+    """Put the module's own parameters that are on the meta device, without values, where new ones are made."""
+    device = factory(None, None)["device"]
+    for name, p in module.named_parameters(recurse=False):
+        if p.is_meta:
+            made = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+            vars(made).update(vars(p))  # marks that others left there
+            module.register_parameter(name, made)
+
+
+def recorded() -> bool:
+    """Whether what runs is recorded, by torch.compile or torch.jit.trace, which want plain operators."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def default_init(weight: Tensor) -> Tensor:
@@ -98,7 +73,7 @@ class Gemms(NamedTuple):
         return self.recipe.gemm(g.data_t, g.scale_inv_t, x_t, x_scale_inv_t, "wgrad", dtype)
 
 
-class Fp8Module(nn.Module):
+class Fp8Module(OneRank, nn.Module):
     """A module with GEMMs of its own. Its FP8 state is plain float32 tensors under `fp8_*` in the state dict."""
 
     def __init__(self, gemms: int) -> None:
@@ -109,13 +84,18 @@ class Fp8Module(nn.Module):
         self._counts: dict[tuple[str, int], Tensor] = {}
         self._cached: list[Kept] = [NOT_KEPT] * gemms
         self._reuse = False  # what is kept, where a call does not speak of micro-batches
-        self._usual: dict[tuple[int, bool], tuple[Any, Gemms]] = {}  # what gemms() answers while the state is the same
+        #: What gemms() answers while the state is the same, None for no such answer. Empty: the last call was without FP8.
+        self._usual: dict[tuple[int, bool], tuple[Any, Gemms] | None] = {}
 
     def gemms(self, gemm: int = 0) -> Gemms:
         """The GEMMs of weight number `gemm` under the present autocast."""
         region = fp8.current
         recipe = region.recipe
         assert recipe is not None
+        if recorded() and not torch.compiler.is_compiling():
+            raise ValueError(
+                "torch.jit.trace records no FP8: trace the model outside of te.autocast, or use torch.compile"
+            )
         if not region.unusual and not torch.compiler.is_compiling():
             key, state = (gemm, torch.is_grad_enabled()), self._state
             known = self._usual.get(key)
@@ -126,9 +106,23 @@ class Fp8Module(nn.Module):
             self._usual[key] = self._state and self._state.views, usual
             return usual
         self._prepare()
+        if not torch.compiler.is_compiling():
+            self._usual.setdefault((gemm, torch.is_grad_enabled()), None)
         if self._state is None and not region.numerics:
             return Gemms(recipe, _NOTHING, _NOTHING, _NOTHING)
         return Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
+
+    def without_fp8(self) -> None:
+        """Note such a call. Raises ValueError where a backward pass computes again so what was computed in FP8."""
+        if torch.compiler.is_compiling() or not self._usual:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                f"{type(self).__name__}: computed in FP8, and again in the backward pass without it: torch.utils.checkpoint "
+                "knows nothing of te.autocast. Use te.checkpoint in its place, or enter te.autocast inside of what is "
+                "checkpointed; in a model of transformers te.convert sees to it"
+            )
+        self._usual.clear()
 
     # What torch.compile traces begins with a state: it would else be made anew by every run of the compiled code.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

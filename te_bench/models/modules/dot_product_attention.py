@@ -19,44 +19,10 @@ from te_bench.kernels.attention._packed import attend_packed
 from te_bench.kernels.attention.auto import DTYPES
 from te_bench.models import fp8
 from te_bench.models.modules import _arguments, attention_kernel, attention_mask
-from te_bench.models.modules._module import compute_dtype, reject_absent
+from te_bench.models.modules._absent import OneRank, reject
+from te_bench.models.modules._module import compute_dtype
 from te_bench.models.modules.attention_kernel import Report
 from te_bench.models.modules.attention_mask import Extent, MaskTensor, Sequences, Sizes, Window, pack
-
-#: Transformer Engine's arguments of attention alone that te_bench has no machinery for, with what asks for nothing.
-ABSENT: Mapping[str, tuple[Any, ...]] = {
-    "cp_group": (None,),
-    "cp_global_ranks": (None,),
-    "cp_stream": (None,),
-    "cp_comm_type": ("p2p",),
-    "softmax_type": ("vanilla",),
-    "return_max_logit": (False, None),
-    "cu_seqlens_q_padded": (None,),
-    "cu_seqlens_kv_padded": (None,),
-    "core_attention_bias_type": ("no_bias",),
-    "core_attention_bias": (None,),
-    "alibi_slopes": (None,),
-    "fast_zero_fill": (True, False),
-    "inference_params": (None,),
-    "pad_between_seqs": (None, False),
-    "bf16_backward": (False, None),
-    "num_splits": (1, None),
-    "score_mod": (None,),
-    "score_mod_bprop": (None,),
-    "score_mod_tensors": (None,),
-    "score_mod_bprop_tensors": (None,),
-    "qkv_layer": (None,),
-    "kv_layer": (None,),
-}
-
-
-def reject(where: str, given: Mapping[str, Any]) -> None:
-    """reject_absent for the arguments of attention too."""
-    for name, value in given.items():
-        if name not in ABSENT:
-            reject_absent(where, {name: value})
-        elif not any(value is harmless or value == harmless for harmless in ABSENT[name]):
-            raise ValueError(f"{where}: te_bench has no {name}; leave it at {ABSENT[name][0]!r}, got {value!r}")
 
 
 def _read_capability(index: int | None) -> tuple[int, int]:
@@ -113,7 +79,7 @@ def _emulate() -> bool | None:
     return None if recipe is None else recipe.emulate
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(OneRank, nn.Module):
     """softmax(scale Q K^T, masked) V for query (s, b, h, d), key (t, b, g, d), value (t, b, g, e) -> (s, b, h e).
 
     "bshd": (b, s, h, d) and so on -> (b, s, h e). "thd": sequences of many lengths one after the other, (rows, h, d) and so

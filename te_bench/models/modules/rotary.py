@@ -16,7 +16,7 @@ from te_bench.kernels.rotary import Backend, Part
 from te_bench.kernels.rotary import reference as rotary_reference
 from te_bench.kernels.rotary import triton as rotary_triton
 from te_bench.models.modules import _arguments, attention_mask
-from te_bench.models.modules._module import FLOATS, factory
+from te_bench.models.modules._module import FLOATS, factory, recorded
 
 Angles = Tensor | tuple[Tensor, Tensor]  # of queries and keys, or of each
 
@@ -175,7 +175,7 @@ def backend(x: Tensor) -> Backend:
 
 def fusable(x: Tensor, *freqs: Tensor) -> bool:
     """Whether x is turned by the fused kernel: in eager mode on a GPU, else by plain operators, or what Inductor fuses."""
-    return x.is_cuda and not torch.compiler.is_compiling() and x.dtype in FLOATS and constant(*freqs)
+    return x.is_cuda and not recorded() and x.dtype in FLOATS and constant(*freqs)
 
 
 def constant(*freqs: Tensor) -> bool:

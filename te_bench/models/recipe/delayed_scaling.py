@@ -52,6 +52,10 @@ class DelayedScaling(Recipe):
         self._reject(not (number and -126 <= self.margin <= 126), "margin", "a number, -126 to 126")
         self._reject(self.fp8_mha, "fp8_mha", "te_bench hands attention its inputs in the activations' precision")
 
+    @classmethod
+    def delayed(cls) -> bool:
+        return True
+
     def quantize(
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:
