@@ -31,7 +31,7 @@ from te_bench.experiments import janitor, origin
 from te_bench.experiments.host import oom_kills
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Record, Trial
-from te_bench.experiments.store import Journal, Store
+from te_bench.experiments.store import Journal, Store, own
 
 LOGS = "logs"
 FORK_SERVERS, FORK_SERVER_DIES_S = 5, 0.3  # attempts at starting a child, and how long a killed server may take to go
@@ -108,7 +108,7 @@ def run(
     server = multiprocessing.get_context("forkserver")
     models = MODELS if all(trial.device == "cpu" for trial in waiting) else ()
     server.set_forkserver_preload(["__main__", LIFELINE, "te_bench.experiments.trial", *PROFILER, *models])
-    (store.directory / LOGS).mkdir(exist_ok=True)
+    own(store.directory / LOGS).mkdir(exist_ok=True)
     scratch = _scratch()
     with _terminable():
         try:
@@ -168,7 +168,7 @@ def _child(trial: Mapping[str, Any], reply: str, log: str, gpu: str | None, cont
     # As in a script. The fork server's children have "forkserver", whose locks have names, which a trial leaves behind.
     multiprocessing.set_start_method("fork", force=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     faulthandler.enable(file=2, all_threads=False)

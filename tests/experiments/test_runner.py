@@ -21,7 +21,7 @@ import pytest
 from driving import PLANTED, Run, eventually, rows, running, te_bench
 
 from te_bench.experiments import runner
-from te_bench.experiments.spec import Trial
+from te_bench.experiments.spec import OUTCOMES, Record, Trial
 from te_bench.experiments.store import Store, load
 
 MODELLED = PLANTED.with_name("te_bench_modelled.py")
@@ -84,15 +84,32 @@ def test_retry_repeats_once_what_did_not_end_ok_and_its_last_record_counts(tmp_p
     where = ("--out", tmp_path / "out", "--device", "cpu", "--cache", tmp_path, "--only", "fault/[sermk]*")
     te_bench("run", "faults", *where, main=PLANTED)
     first = rows(tmp_path / "out")
+    with (tmp_path / "out" / "journal.jsonl").open("ab") as journal:
+        journal.write(b'{"crc32":"0')  # as a kill leaves it
     failed = [row["trial"]["id"] for row in first if row["outcome"] != "ok"]
     assert {row["outcome"] for row in first} == {"ok", "crashed", "unsupported", "interrupted"}
     done = te_bench("run", "faults", *where, "--retry", main=PLANTED)
     repeated = rows(tmp_path / "out")[len(first) :]
+    assert f"{tmp_path}/out: the journal ended in the middle of a line, which is cut" in done.stdout
     assert [row["trial"]["id"] for row in repeated] == failed
     assert f"{len(first) - len(failed)} of {len(first)} trials are already in" in done.stdout
     now = {record.trial.problem["model"]: record.outcome for record in load(tmp_path / "out").records.values()}
     assert now["killed-once"] == "ok"
     assert len(now) == len(first)
+
+
+def test_a_divergence_is_not_repeated_with_retry_either(tmp_path: Path) -> None:
+    trials = [Trial(workload="nap", device="cpu", problem={"model": name}, attention="manual") for name in OUTCOMES]
+    with Store(tmp_path) as store:
+        for trial, outcome in zip(trials, OUTCOMES, strict=True):
+            store.add(Record(trial=trial, environment="e0", outcome=outcome, started_at="2026-11-23", wall_s=1.0))
+
+        def repeated(*, retry: bool) -> set[str]:
+            return {str(t.problem["model"]) for t in runner.to_do(trials, store.journal, "e0", retry=retry)}
+
+        assert repeated(retry=False) == {"interrupted"}
+        assert repeated(retry=True) == set(OUTCOMES) - {"ok", "diverged"}
+        assert runner.to_do(trials, store.journal, "another environment", retry=False) == trials
 
 
 def test_hung_trials_end_in_time_with_all_that_they_started(tmp_path: Path) -> None:
@@ -360,6 +377,15 @@ def test_ctrl_c_while_it_starts_leaves_nobody_and_a_store_that_opens(tmp_path: P
         assert run.gone(), run.family()
     with Store(tmp_path) as store:
         assert {record.outcome for record in store.journal.records.values()} <= {"ok"}
+
+
+def test_logs_that_are_a_link_are_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "logs").symlink_to(tmp_path / "target")
+    done = te_bench(*NAPS, tmp_path / "out", main=PLANTED)
+    assert (done.returncode, list((tmp_path / "target").iterdir())) == (2, [])
+    assert f"{tmp_path}/out/logs is a link" in done.stderr
 
 
 def test_a_second_run_on_the_directory_is_told_who_holds_it(tmp_path: Path) -> None:
