@@ -71,7 +71,7 @@ def run(
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
     from te_bench.experiments import environment, runner
     from te_bench.experiments.measurement import Context
-    from te_bench.experiments.store import Plan, Store
+    from te_bench.experiments.store import Plan, Store, own
     from te_bench.kernels.attention import AUTO
 
     if not timeout > 0:  # nor is NaN
@@ -79,10 +79,13 @@ def run(
     wanted = options(locals())
     chosen = find_gpus(wanted.device, gpus)
     directory = out or Path("runs") / suite
+    own(directory / "report")
     experiment = _experiment(suite, only, wanted, directory, timings, gpus, fresh)
     auto = any(trial.attention == AUTO for trial in experiment.trials)
     machine = environment.capture(wanted.device, chosen, auto=auto)
     with Store(directory, fresh=fresh) as store:
+        if store.journal.torn:
+            print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")
         store.add_environment(machine)
         stopping.check(experiment, store.journal, machine["id"])
         store.add_plan(Plan.of(experiment, machine["id"]))
