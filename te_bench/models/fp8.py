@@ -173,7 +173,7 @@ def fp8_autocast(
 def leave() -> None:
     """As if no autocast had been entered: those still open end without a step of their recipes."""
     global current, _depth, _due
-    current, _depth, _due = Region(), 0, None
+    current, _depth, _due = Region(), 0, {}
 
 
 def is_fp8_enabled() -> bool:

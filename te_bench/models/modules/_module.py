@@ -1,7 +1,7 @@
 """What the FP8 modules share: their recipe state, its way into and out of state dicts, weight caches and counters."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
 import torch
