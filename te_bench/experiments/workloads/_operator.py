@@ -128,7 +128,7 @@ def _by(name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Four:
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with contextlib.nullcontext() if q.dtype is not torch.float64 else torch.autocast(q.device.type, enabled=False):
         out = attention.load(name).forward(q, k, v, causal=True, scale=1 / math.sqrt(q.shape[3]))
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))  # type: ignore[return-value]
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))
 
 
 def _as_fused(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Four:

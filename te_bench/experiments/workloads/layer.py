@@ -176,7 +176,7 @@ class Iteration:
                 self.passes(x)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):  # by default, that of the GPU of the first capture
             y = self.passes(x)
         return graph, y
 
