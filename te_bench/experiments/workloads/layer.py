@@ -3,10 +3,11 @@
 problem: layer (a name of te_bench.models.layer), variant, hidden, ffn, heads, sequence, batch, dropout, mask ("full",
 "causal"), and any setting of the recipe. The variant "mlp" is the norm and MLP alone, with attention "none". x and dy
 are uniform on [0, 1), (sequence, batch, hidden); x needs no gradient, no optimiser steps and gradients accumulate, as there.
-samples: latency_s (50), peak_*_bytes (1). work: tokens, FLOP and the GEMMs' FLOP of an iteration; kernel_s, {kernel:
-seconds an iteration}, on a CPU the own time of each operator; numerics of te_bench's layers in FP8; on a GPU launches,
-the kernels of one iteration; in a mode that compiles graph_breaks and recompiles (_compilation), one of them the check's,
-whose x needs a gradient. Mode cudagraph: both passes, with the recipe's step for its scales, captured as they are.
+samples: latency_s (50), peak_*_bytes (1). work: tokens, FLOP and the GEMMs' FLOP of an iteration, ran (_ran);
+kernel_s, {kernel: seconds an iteration}, on a CPU the own time of each operator; numerics of te_bench's layers in FP8; on a
+GPU launches, the kernels of one iteration; in a mode that compiles graph_breaks and recompiles (_compilation), one of them
+the check's, whose x needs a gradient. Mode cudagraph: both passes, with the recipe's step for its scales, captured as they
+are.
 """
 
 import dataclasses

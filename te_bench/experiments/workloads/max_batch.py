@@ -1,6 +1,7 @@
 """The largest batch whose training step fits in memory, by bisection, each try in a fresh process.
 
 problem: model, block, vocab, padded_vocab, memory_limit_gib (None: all of the GPU). samples: max_batch (1).
+work.ran: of the check's step at batch 1 (_ran).
 work.tries: [{batch, fits, peak_allocated_bytes, peak_reserved_bytes, total_bytes}] in the order they were made.
 """
 

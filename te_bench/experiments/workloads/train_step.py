@@ -1,9 +1,9 @@
 """Seconds and bytes of one training step at a fixed batch, on random tokens, after its gradients were checked.
 
 problem: model, batch, block, vocab, padded_vocab, head, optimizer and blocks (_model), and any field of models.train.Optim.
-samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step, FP8 numerics; on a GPU launches,
-the kernels of one step, and kernel_s, {kernel: seconds a step}; in a mode that compiles graph_breaks and recompiles
-(_compilation).
+samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step, ran, how often each part of it did
+(_ran), FP8 numerics; on a GPU launches, the kernels of one step, and kernel_s, {kernel: seconds a step}; in a mode that
+compiles graph_breaks and recompiles (_compilation).
 """
 
 import dataclasses

@@ -11,8 +11,8 @@ samples: step, loss, time_s, and grad_norm where gradients are clipped; val_step
 probe_step, and of each Linear's tensors amax:MODULE.TENSOR, saturated:... and underflowed:..., the latter two fractions
 of the elements. The clock counts training only: not evaluation, not the probes, not the check, not the first two steps,
 in which a compiled model is compiled.
-work: batch, tokens and windows; tries of batch "max"; on a GPU launches, the kernels of one step (eager: of a step on four
-rows at most of each micro-batch); in a mode that compiles graph_breaks and recompiles (_compilation).
+work: batch, tokens and windows; ran (_ran); tries of batch "max"; on a GPU launches, the kernels of one step (eager: of a
+step on four rows at most of each micro-batch); in a mode that compiles graph_breaks and recompiles (_compilation).
 """
 
 import dataclasses
