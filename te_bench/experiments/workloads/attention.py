@@ -19,7 +19,7 @@ from torch import Tensor
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _compilation, _model
+from te_bench.experiments.workloads import _check, _compilation, _errors, _model
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.kernels import attention
 
@@ -113,7 +113,8 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
 
     Of a backend that computes in FP8, manual_fp8's. The floor is twice what rounding the exact result to the dtype costs,
     and 16 units of float32's accumulation: in fp32 manual's own error is by chance as small as 0.7 of that (CPU flash and
-    math, 1.3 x the rule). Raises CheckFailed.
+    math, 1.3 x the rule). And for the scale of each, which one large element does not decide over (_errors). Raises
+    CheckFailed.
     """
     length = trial.number("length")
     whole = length * length * trial.number("batch") * trial.number("heads") <= CHECK_SCORES
@@ -124,11 +125,13 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
     definition = _bind(trial, attention.load(attention.yardstick(trial.attention)))
     library = _gradients(definition, inputs(trial, batch, heads))
     ours = _gradients(forward, inputs(trial, batch, heads))
-    quantities = []
+    precision = "fp8" if attention.in_fp8(trial.attention) else trial.precision
+    quantities, scales = [], []
     for name, exact, yardstick, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=True):
         floor = 2 * _max_error(exact.to(value.dtype), exact) + 16 * 2.0**-23 * exact.abs().max().item()
         quantities.append(Quantity(name, _max_error(value, exact), 2 * _max_error(yardstick, exact) + floor))
-    return judge("manual attention, fp64", quantities)
+        scales.append(_errors.quantities(name, value, exact, yardstick, precision)[0])
+    return judge("manual attention, fp64", quantities + scales)
 
 
 def _bind(trial: Trial, backend: attention.Backend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -22,7 +22,7 @@ import te_bench.models as te
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import NO_ATTENTION, Trial
-from te_bench.experiments.workloads import _check, _compilation, _model, _ran
+from te_bench.experiments.workloads import _check, _compilation, _errors, _model, _ran
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import attention
@@ -227,8 +227,8 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     """Hold output, dx and every gradient to the plain layer in float64 with the same weights and mask, without dropout.
 
     The yardstick is the plain layer at the trial's own precision, eager, and FP8 emulated: FACTOR times its error plus a
-    floor is allowed, as for training steps. Raises CheckFailed. With dropout another layer, eager, is checked in place of
-    the timed one: random masks cannot be compared.
+    floor is allowed, as for training steps, and scale and rows have limits of their own (_errors). Raises CheckFailed. With
+    dropout another layer, eager, is checked in place of the timed one: random masks cannot be compared.
     """
     if p.dropout:
         p = dataclasses.replace(p, dropout=0.0)
@@ -253,9 +253,17 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     for name, value in truth.items():
         limit = _model.FACTOR * max(errors[name], typical) + floor
         quantities.append(Quantity(name, _error(ours[name], value), limit))
+    # Others may multiply more exactly or round more coarsely than the recipe says.
+    rounded: dict[str, float] = {"typical": typical, "slack": 1.0 if rival.numerics or not p.recipe else _model.FACTOR}
+    more: list[Quantity] = []
+    for name, value in truth.items():
+        known = yardstick[name]
+        assert value is not None
+        assert known is not None
+        more += _errors.quantities(name, ours[name], value, known, "fp8" if p.recipe else p.precision, **rounded)
     if p.recipe:
         quantities += _fp8_quantities(rival, truth, quantities, errors)
-    return judge("the plain layer, fp64, same weights, mask and data", quantities)
+    return judge("the plain layer, fp64, same weights, mask and data", quantities + more)
 
 
 def _error(x: Tensor | None, truth: Tensor | None) -> float:

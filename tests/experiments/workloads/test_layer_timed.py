@@ -61,7 +61,8 @@ def test_a_record_has_every_iteration_the_check_and_where_the_time_went() -> Non
     assert found.samples["peak_rss_bytes"][0] > 2**20
     names = {q["name"] for q in found.check["quantities"]}
     assert {"output - x", "dx - dy", "grad qkv_projection.weight k", "grad mlp.linear2.bias"} <= names
-    assert len(names) == 2 + 12 + 2  # twelve parameters, the weight of QKV in three parts
+    parts = 2 + 12 + 2  # twelve parameters, the weight of QKV in three parts
+    assert len(names) == 3 * parts  # the whole, its scale and its worst row
     assert found.work["tokens"] == 64
     seconds = found.work["kernel_s"]
     assert list(seconds.values()) == sorted(seconds.values(), reverse=True) or "others" in list(seconds)[-1]
@@ -163,7 +164,7 @@ def test_a_record_in_fp8_tells_its_numerics(brief: None) -> None:
 
 def test_with_dropout_the_check_is_made_without(brief: None) -> None:
     found = workload.run(changed(layer="plain", attention="manual", dropout=0.5, mask="full"), Context())
-    assert max(q["error"] for q in found.check["quantities"]) < 1e-5
+    assert max(q["error"] for q in found.check["quantities"] if not q["name"].endswith("worst row")) < 1e-5
 
 
 class Faulty(nn.Module):
@@ -193,7 +194,7 @@ def test_a_wrong_gradient_of_x_is_caught(monkeypatch: pytest.MonkeyPatch) -> Non
     build = layers.load("plain_sdpa").build
     names = {name: f"layer.{name}" for name, _ in build(workload.config_of(TRIAL)).named_parameters()}
     planted(monkeypatch, build=lambda p: Doubled(build(p)), names=names)
-    with pytest.raises(CheckFailed, match=r"dx - dy: error .* > .*\(1 of 16"):
+    with pytest.raises(CheckFailed, match=r"dx - dy.*: error .* > .*\(3 of 48"):
         check(changed(layer="plain_sdpa"))
 
 
