@@ -1,7 +1,7 @@
-"""The command line: a verb is a stage. list -> plan -> run -> report, verdict, gate, export, history; tune.
+"""The command line: a verb is a stage. list -> plan -> run -> merge, report, verdict, gate, export, history; tune.
 
 Exit codes: 0 done or passed; 1 inferior, or a regression; 2 usage (the message says what is legal); 3 inconclusive; 4
-incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate differ.
+incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate or a merge differ.
 130 after Ctrl-C. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
 """
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from te_bench import __version__
-from te_bench.cli import evaluate, export, gate, history, look, report, run, tune
+from te_bench.cli import evaluate, export, gate, history, look, merge, report, run, tune
 from te_bench.cli import verdict as judge
 
 app = typer.Typer(
@@ -72,6 +72,7 @@ for verb in (
     look.list_,
     look.plan,
     run.run,
+    merge.merge,
     report.report,
     judge.verdict,
     gate.gate,

@@ -15,7 +15,7 @@ import socket
 import stat
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -103,13 +103,41 @@ def written(directory: Path) -> bool:
 
 def load(directory: Path) -> Journal:
     """Read DIR/journal.jsonl, or what `xz` made of it. Ignores a torn last line; raises ValueError for damage elsewhere."""
+    return _parse(*_read(directory))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One intact line of a journal."""
+
+    raw: bytes  # without its newline
+    kind: str
+    key: Key | None  # a record's
+
+
+def lines(directory: Path) -> list[Line]:
+    """The lines of DIR's journal as they were written. Raises ValueError as `load` does."""
+    data, path = _read(directory)
+    return [_line(raw) for raw in data[: _parse(data, path).size].split(b"\n")[:-1]]
+
+
+def _line(raw: bytes) -> Line:
+    if record := _RECORD.match(raw, _PREFIX):
+        return Line(raw, "record", (record[2].decode(), record[3].decode()))
+    value = json.loads(raw)
+    body = value["body"]
+    return Line(raw, value["kind"], (body["trial"]["id"], body["environment"]) if value["kind"] == "record" else None)
+
+
+def _read(directory: Path) -> tuple[bytes, Path]:
+    """A journal's bytes, unpacked, and the file that they are from."""
     path, packed = directory / JOURNAL, directory / PACKED
     if path.exists():
-        return _parse(path.read_bytes(), path)
+        return path.read_bytes(), path
     if not packed.exists():
         raise ValueError(f"{directory} holds no {JOURNAL}: it is not the --out directory of a te-bench run")
     try:
-        return _parse(lzma.decompress(packed.read_bytes()), packed)
+        return lzma.decompress(packed.read_bytes()), packed
     except lzma.LZMAError as error:
         raise ValueError(f"{packed} is damaged, or no file of xz: {error}") from error
 
@@ -230,12 +258,19 @@ class Store:
     def add(self, record: Record) -> None:
         self._append("record", record.to_json())
 
+    def copy(self, copied: Iterable[Line]) -> None:
+        """Append lines of other journals as they are, all of them or none."""
+        self._write([line.raw for line in copied])
+
     def _append(self, kind: str, body: Mapping[str, Any]) -> None:
-        line = encode(kind, body)
+        self._write([encode(kind, body)[:-1]])
+
+    def _write(self, added: Sequence[bytes]) -> None:
+        data = b"".join(line + b"\n" for line in added)
         try:
             written = 0
-            while written < len(line):
-                written += os.write(self._file, line[written:])
+            while written < len(data):
+                written += os.write(self._file, data[written:])
             os.fsync(self._file)
         except OSError as error:  # a full disk: leave the journal as it was
             os.ftruncate(self._file, self.journal.size)
@@ -243,8 +278,9 @@ class Store:
             raise ValueError(
                 f"cannot write {self.directory / JOURNAL}: {error.strerror}. What was measured before is safe."
             ) from error
-        self.journal.size += len(line)
-        _add(self.journal, line)
+        self.journal.size += len(data)
+        for line in added:
+            _add(self.journal, line)
 
     def close(self) -> None:
         self._opened.close()

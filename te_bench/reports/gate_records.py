@@ -28,7 +28,7 @@ from te_bench.reports.cogates import Finding, Kind, Match, of_match, of_studies
 from te_bench.reports.compare_fail import STATS, Limit, judge
 from te_bench.reports.gate import FEWEST, Decision, Verdict, check_test, decide
 from te_bench.reports.pytest_stats import summary
-from te_bench.reports.rows import TIMED, Cell, Group, Results, identity, load_results, printable
+from te_bench.reports.rows import TIMED, Cell, Group, Results, differences, identity, load_results, printable
 from te_bench.reports.slowdown import estimate
 
 PASSED, REGRESSED, UNDECIDED, INCOMPLETE, MISMATCHED = 0, 1, 3, 4, 5
@@ -174,16 +174,8 @@ def _mismatch(results: Sequence[Results], sides: Sequence[Sequence[Group]]) -> t
                 continue
             groups = zip(results, (before, after), strict=True)
             old, new = (identity(result.environments[group.environment]) for result, group in groups)
-            if not old or not new:
-                found["what machine it was is not recorded on both sides"] = None
-            for name in dict.fromkeys([*old, *new]):
-                if name != _JUDGED and old.get(name) != new.get(name):
-                    found[printable(f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}")] = None
+            found |= dict.fromkeys(differences(old, new, apart=_JUDGED))
     return tuple(found)
-
-
-def _shown(value: object) -> str:
-    return "not recorded" if value is None else str(value)
 
 
 def _notes(results: Sequence[Results], sides: Sequence[Sequence[Group]], matches: Sequence[Match]) -> tuple[str, ...]:

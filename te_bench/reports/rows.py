@@ -180,6 +180,16 @@ def identity(environment: Mapping[str, Any]) -> Mapping[str, Any]:
     return environment.get("identity") or {}
 
 
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], *, apart: str | None = None) -> tuple[str, ...]:
+    """How two identities differ, the setting `apart` from that."""
+    found = [] if before and after else ["what machine it was is not recorded on both sides"]
+    for name in dict.fromkeys([*before, *after]):
+        old, new = ("not recorded" if of.get(name) is None else str(of[name]) for of in (before, after))
+        if name != apart and before.get(name) != after.get(name):
+            found.append(printable(f"{name}: {old} -> {new}"))
+    return tuple(found)
+
+
 def environment_labels(environments: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """GPU or CPU of each environment, with the first of its settings that tell it from the others."""
     machines = {key: _machine(identity(body)) for key, body in environments.items()}
