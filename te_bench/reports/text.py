@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 
 from te_bench.reports.analysis import Ratio
 
@@ -80,6 +81,12 @@ def tera(rate: float | None) -> str:
 
 def milliseconds(seconds: float | None) -> str:
     return plain(None if seconds is None else seconds * 1e3)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """a, b and c; of more than `most`, the first ones and the number of the rest."""
+    shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return " and ".join(part for part in (", ".join(shown[:-1]), shown[-1]) if part)
 
 
 def shortened(text: str, limit: int) -> str:
