@@ -21,12 +21,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bf16 fused", "fp8 delayed_scaling fused", "fp8 float8_current_scaling_dpa"])
+@pytest.mark.parametrize("name", ["bf16", "fp8 delayed_scaling", "fp8 float8_current_scaling_dpa"])
 def test_honest_steps_stay_well_within_their_limits(script: Script, name: str) -> None:
-    """Five seeds of the 200 that the script takes: the farthest of those are at 0.9 of a limit (docs/method.md)."""
+    """Three seeds of the 200 that the script takes: the farthest of those are at 0.9 of a limit (docs/method.md)."""
     sweep = script("check_margins")
     trial = dict(sweep.configurations("cpu", "tiny"))[name]
-    worst, reasons = sweep.margins(dataclasses.replace(trial, seed=seed) for seed in range(5))
+    worst, reasons = sweep.margins(dataclasses.replace(trial, seed=seed) for seed in range(3))
     assert not reasons
     assert 0 < worst["scale"] < 0.8
     assert 0 < worst["row"] < 0.8
