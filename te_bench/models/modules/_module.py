@@ -1,6 +1,8 @@
 """What the FP8 modules share: their recipe state, its way into and out of state dicts, weight caches and counters."""
 
+import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
@@ -86,6 +88,7 @@ class Fp8Module(OneRank, nn.Module):
         self._reuse = False  # what is kept, where a call does not speak of micro-batches
         #: What gemms() answers while the state is the same, None for no such answer. Empty: the last call was without FP8.
         self._usual: dict[tuple[int, bool], tuple[Any, Gemms] | None] = {}
+        _alive[next(_numbers)] = self
 
     def gemms(self, gemm: int = 0) -> Gemms:
         """The GEMMs of weight number `gemm` under the present autocast."""
@@ -105,8 +108,9 @@ class Fp8Module(OneRank, nn.Module):
             usual = Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
             self._usual[key] = self._state and self._state.views, usual
             return usual
-        self._prepare()
-        if not torch.compiler.is_compiling():
+        traced = torch.compiler.is_compiling()
+        self._prepare(traced=traced)
+        if not traced:
             self._usual.setdefault((gemm, torch.is_grad_enabled()), None)
         if self._state is None and not region.numerics:
             return Gemms(recipe, _NOTHING, _NOTHING, _NOTHING)
@@ -126,8 +130,26 @@ class Fp8Module(OneRank, nn.Module):
 
     # What torch.compile traces begins with a state: it would else be made anew by every run of the compiled code.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _prepare(self) -> None:
-        """Have the state that the present autocast's recipe keeps, and counters where it counts."""
+    def _prepare(self, traced: bool = False) -> None:
+        """Have the state that the present autocast's recipe keeps, and counters where it counts.
+
+        traced: all modules like this one get theirs now. A layer without would be compiled again, though it runs the same
+        code, and the ninth, by torch's recompile_limit, not at all: layers compiled one by one, or copies of a model.
+        """
+        first = self._state is None
+        self._make()
+        if traced and first and self._state is not None:
+            form = self._form()
+            for other in list(_alive.values()):
+                if other._state is None and other._form() == form:
+                    with contextlib.suppress(ValueError):  # of what it has loaded: its own call says so
+                        other._make()
+
+    def _form(self) -> tuple[Any, ...]:
+        """What modules that run the same compiled code have in common."""
+        return type(self), [(name, p.shape, p.device) for name, p in self.named_parameters(recurse=False)]
+
+    def _make(self) -> None:
         recipe = fp8.current.recipe
         counting = fp8.current.numerics and not self._counts
         if not counting and (recipe is None or (self._state is not None and self._state.recipe is recipe)):
@@ -288,6 +310,15 @@ class Fp8Module(OneRank, nn.Module):
         """For copy.deepcopy and pickle: the copy keeps the scales as if it had loaded them."""
         copied = {name: tensor.clone() for name, tensor in self.recipe_state().items()}
         return {**self.__dict__, "_state": None, "_loaded": copied, "_cached": [NOT_KEPT] * self._n_gemms, "_usual": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _alive[next(_numbers)] = self
+
+
+#: In the order of their making, the same on all ranks of a process group.
+_alive: "weakref.WeakValueDictionary[int, Fp8Module]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def _saved(name: str) -> property:
