@@ -145,9 +145,9 @@ def decide(
     times = [_series(kind, math.log1p(bar), trim, looks, ended) for kind, bar, trim in bars]
 
     trials = {name: Trial(times=tuple(one[name] for one in times), alpha=alpha) for name in times[0]}
-    claims = [holm(trials, claim) for claim in (Trial.slower, Trial.passes, Trial.faster)]
+    slower, passes, faster = (holm(trials, claim) for claim in (Trial.slower, Trial.passes, Trial.faster))
     finest = math.log1p(margin if mde is None else mde)
-    judged = {name: _judge(name, one, *claims, finest, len(trials)) for name, one in trials.items()}
+    judged = {name: _judge(name, one, slower, passes, faster, finest, len(trials)) for name, one in trials.items()}
     family = judged.pop(FAMILY, None) if len(ratios) > 1 else None
     if family and family.verdict is Verdict.INCONCLUSIVE and all(one.passed for one in judged.values()):
         family = replace(family, verdict=Verdict.PASS, reason="every trial passes, so their mean does", more=0)

@@ -178,7 +178,7 @@ def plan_pairs(sd: float, mde: float, *, alpha: float = 0.05, power: float = POW
     if not 0 < mde < math.inf:
         raise ValueError(f"mde {mde}: give the difference to be told from the margin, above 0, such as 0.01")
     # as many as a known variance would need is too few, and by little
-    fewest = max(2, math.floor(min(float(MOST_PAIRS), ((ndtri(1 - alpha) + ndtri(power)) * sd / mde) ** 2)))
+    fewest: int = max(2, math.floor(min(float(MOST_PAIRS), ((ndtri(1 - alpha) + ndtri(power)) * sd / mde) ** 2)))
     if sd and (detectable(sd, MOST_PAIRS, alpha=alpha, power=power, alike=alike) or 0.0) > mde:
         return None
     low, high = fewest, fewest
