@@ -1,10 +1,14 @@
 """te-bench gate: did a change make any trial slower, larger or wrong, by two revisions or by the records of two runs."""
 
+import contextlib
 import math
 import re
+import signal
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -129,9 +133,10 @@ def gate(
             timeout=timeout,
             **wanted,
         )
-        if self_test:
-            _self_test(question, out, machine, gates, at_once, slower)
-        found = gate_live.run(question, out, machine, say=_say)
+        with _stoppable():
+            if self_test:
+                _self_test(question, out, machine, gates, at_once, slower)
+            found = gate_live.run(question, out, machine, say=_say)
     elif baseline is not None:
         assert candidate is not None
         found = gate_records.compare(baseline, candidate, allow_environment_change=allow_environment_change, **wanted)
@@ -258,6 +263,26 @@ def _self_test(
     shown = self_test.table(rates)
     print("\n".join([*tables.terminal(shown), *textwrap.wrap(shown.note, tables.TERMINAL_WIDTH)]))
     raise typer.Exit(0 if self_test.passed(rates, question.alpha) else 1)
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """While inside, SIGTERM and SIGHUP end the gate as cleanly as Ctrl-C: with 128 and the number of the signal."""
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # a second one does not disturb the clean-up
+        _say(f"\nStopped by {signal.Signals(number).name}; the same command goes on where it stopped.")
+        raise SystemExit(128 + number)
+
+    # what the user has ignored, by nohup say, stays so
+    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    before = {number: signal.signal(number, stop) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:

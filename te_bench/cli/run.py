@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -148,9 +149,31 @@ def _finish(directory: Path, records: "list[Record]") -> None:
     counts = Counter(record.outcome for record in records)
     print(", ".join(f"{number} {outcome}" for outcome, number in counts.most_common()))
     print(f"report: {index}")
+    for line in _too_few_for_a_gate(directory, records):
+        print(line)
     failed = [record for record in records if record.outcome not in ("ok", "unsupported", "stopped")]
     if any(record.outcome != "diverged" or not _may_diverge(record) for record in failed):
         raise typer.Exit(INCOMPLETE)
+
+
+def _too_few_for_a_gate(directory: Path, records: "list[Record]") -> list[str]:
+    """How to have seeds enough for a gate on these records, where a timed trial has too few."""
+    from te_bench.reports.gate import FEWEST
+    from te_bench.reports.gate_records import SEEDS
+    from te_bench.reports.rows import TIMED
+    from te_bench.reports.tables import TERMINAL_WIDTH
+
+    timed = Counter(r.trial.cell for r in records if r.outcome == "ok" and TIMED.keys() & r.samples.keys())
+    seeds = min(timed.values(), default=FEWEST)
+    if seeds >= FEWEST:
+        return []
+    many = f"{seeds} seed{'s' * (seeds > 1)} a trial"
+    return textwrap.wrap(
+        f"To compare these times with another run's by te-bench gate --baseline {shlex.quote(str(directory))}, {many} "
+        f"{'are' if seeds > 1 else 'is'} too few: it takes {FEWEST}, better {SEEDS}. The same command with --seeds {SEEDS} "
+        "adds what is missing.",
+        TERMINAL_WIDTH,
+    )
 
 
 def _may_diverge(record: "Record") -> bool:

@@ -224,7 +224,7 @@ def test_a_finished_gate_starts_anew_and_keeps_what_it_had(
     assert len(list((tmp_path / "out" / "head").glob("journal.*.jsonl"))) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_kill_leaves_nothing_and_the_next_call_goes_on(
     repository: Repository, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -246,7 +246,8 @@ def test_a_kill_leaves_nothing_and_the_next_call_goes_on(
     run = Run(*arguments, main=main, **where)
     assert eventually(lambda: measured() >= 3, 30)
     os.kill(run.process.pid, number)
-    run.finish()
+    codes = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
+    assert run.finish().returncode == codes[number]
     assert run.gone()
     assert eventually(lambda: not list(temporary.iterdir()), 10)
     assert not list(out.rglob("*.part"))
