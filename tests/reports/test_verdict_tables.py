@@ -21,7 +21,7 @@ OUTCOMES = {("rowwise_scaling", 2): "diverged"}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    records = study_records(TRUTHS, sd=0.0008, outcomes=OUTCOMES)
+    records = study_records(TRUTHS, sd=0.0002, outcomes=OUTCOMES)
     return write_study(tmp_path_factory.mktemp("study") / "run", records, JUDGEMENT)
 
 
@@ -59,7 +59,7 @@ def test_gaps_reasons_and_stability_of_every_arm(run: Path) -> None:
 
 
 def test_a_void_run_says_so_beside_every_verdict(tmp_path: Path) -> None:
-    directory = write_study(tmp_path / "run", study_records({**TRUTH, "broken": 0.0}, sd=0.0008))
+    directory = write_study(tmp_path / "run", study_records({**TRUTH, "broken": 0.0}, sd=0.0002))
     [group] = load_results([directory]).groups
     [gaps] = tables.of_group(group, "verdict")
     assert texts(gaps)["delayed_scaling"]["Verdict"] == "EQUIVALENT (void)"
