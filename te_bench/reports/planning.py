@@ -47,11 +47,11 @@ class Spread:
 ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
     (
         {"model": "gpt2", "steps": 2035, "batch": 12, "accumulate": 4, "learning_rate": 6e-4, "warmup": 100},
-        Spread(sd=0.0063, correlation=0.12, pairs=5, assumed="four recipes of results/h200/convergence"),
+        Spread(sd=0.0064, correlation=0.03, pairs=5, assumed="four recipes of results/h200/convergence"),
     ),
     (
         {"model": "gpt2", "steps": 300, "batch": 12, "accumulate": 1, "learning_rate": 6e-4, "warmup": 60},
-        Spread(sd=0.0163, correlation=0.9, pairs=8, assumed="two recipes of results/h200/convergence-short and -dpa"),
+        Spread(sd=0.0193, correlation=0.86, pairs=8, assumed="four arms of results/h200/convergence-short and -dpa"),
     ),
     (
         {"model": "tiny", "steps": 150, "batch": 8, "learning_rate": 1e-3},

@@ -39,8 +39,8 @@ def gaps(found: Verdicts) -> Table | None:
     note = (
         f"Gap: final validation loss less bf16's on the same seeds, both evaluated in bf16; above 0 is worse. Margin "
         f"{found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with 80 % "
-        "power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. In training: of "
-        "the training loss over the last tenth of the steps. Less time: to bf16's final loss, steps that make up the gap "
+        "power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. In training: "
+        "of the training loss over the last tenth of the steps. Less time: to bf16's final loss, steps that make up the gap "
         f"included. {ASSUMPTION}."
     )
     caption = f"{found.study.title}: gaps against bf16"
