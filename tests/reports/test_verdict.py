@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from convergence import JUDGEMENT, STEPS, TRUTH, run_record, study_of, study_records, write_study
 
+from te_bench.experiments.spec import Record
 from te_bench.reports import curves, render
 from te_bench.reports.equivalence import Verdict
 from te_bench.reports.rows import load_results
@@ -80,6 +81,85 @@ def test_an_experiment_that_could_not_have_told_is_void(tmp_path: Path) -> None:
         without = judged(tmp_path / arm, truth={name: gap for name, gap in TRUTH.items() if name != arm})
         assert without.exit_code == 4
         assert f"the {word} arm is missing" in str(without.void)
+
+
+def test_an_aa_arm_that_does_not_tell_voids_the_verdict(tmp_path: Path) -> None:
+    """INCONCLUSIVE is not EQUIVALENT: bf16 differs from itself by too much to tell."""
+    records = study_records(sd=0.0002)
+    for place, one in enumerate(records):
+        if one.trial.problem["arm"] == "aa":
+            records[place] = run_record("aa", one.trial.seed, 0.0, 0.004 * (one.trial.seed % 3 - 1))
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert found.aa is not None
+    assert found.aa.verdict is Verdict.INCONCLUSIVE
+    assert "A/A arm, bf16 against itself, is not EQUIVALENT" in str(found.void)
+    assert found.exit_code == 4
+
+
+def risen(records: list[Record], rise: float) -> list[Record]:
+    """The runs' validation losses, least in the middle and `rise` higher at the end; the gaps as they were."""
+    found = []
+    for one in records:
+        end = one.samples["val_step"][-1]
+        lift = [rise * max(0.0, 2 * step / end - 1) for step in one.samples["val_step"]]
+        flat = [
+            3.28 + (loss - 3.28) * step / end
+            for loss, step in zip(one.samples["val_loss"], one.samples["val_step"], strict=True)
+        ]
+        curve = [loss + up for loss, up in zip(flat, lift, strict=True)]
+        found.append(dataclasses.replace(one, samples={**one.samples, "val_loss": curve}))
+    return found
+
+
+def test_a_control_that_overfits_voids_the_verdict(tmp_path: Path) -> None:
+    records = study_records(sd=0.0002)
+    assert verdicts(study_of(tmp_path / "fits", records)).void is None
+    found = verdicts(study_of(tmp_path / "overfits", risen(records, 0.2)))
+    assert "bf16 overfits: its validation loss ends" in str(found.void)
+    assert found.exit_code == 4
+
+
+def test_the_gap_in_training_stands_beside_and_decides_nothing(tmp_path: Path) -> None:
+    records = [
+        dataclasses.replace(r, samples={**r.samples, "loss": [x + 0.2 for x in r.samples["loss"]]})
+        if r.trial.recipe
+        else r
+        for r in study_records(sd=0.0002)
+    ]
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    assert found.recipes[0].trained is not None
+    assert found.recipes[0].trained.gap == pytest.approx(0.2, abs=0.03)
+
+
+def test_two_seeds_that_are_one_run_carry_no_verdict(tmp_path: Path) -> None:
+    records = study_records(sd=0.0002)
+    first = next(r for r in records if r.trial.recipe == "rowwise_scaling" and r.trial.seed == 0)
+    records = [
+        dataclasses.replace(r, samples=first.samples) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3) else r
+        for r in records
+    ]
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.INCONCLUSIVE}
+    assert "seeds 0, 3 ended on the very same loss" in found.recipes[1].judgement.reason
+
+
+def test_a_gap_far_from_the_others_is_noted(tmp_path: Path) -> None:
+    records = study_records(seeds=range(8), sd=0.0002)
+    far = [
+        run_record("rowwise_scaling", 3, 0.0, 0.05) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3) else r
+        for r in records
+    ]
+    found = verdicts(study_of(tmp_path / "run", far, {**JUDGEMENT, "seeds": 8}))
+    assert any("rowwise_scaling, seed 3: its gap +0.05 lies far from the others" in note for note in found.notes)
+
+
+def test_a_divergence_that_another_record_of_its_trial_follows_still_counts(tmp_path: Path) -> None:
+    broke = study_records(sd=0.0002, outcomes={("rowwise_scaling", 3): "diverged"})
+    ended = [r for r in study_records(sd=0.0002) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3)]
+    for records in ([*broke, *ended], [*ended, *broke]):
+        found = verdicts(study_of(tmp_path / str(len(list(tmp_path.iterdir()))), records))
+        assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
 
 
 def test_a_broken_arm_that_diverges_is_caught(tmp_path: Path) -> None:
