@@ -63,6 +63,9 @@ def run(
     fused: Fused = False,
     share: Share = None,
     timings: Timings = None,
+    underpowered: Annotated[
+        bool, typer.Option("--underpowered", help="Run a plan whose verdict would probably be INCONCLUSIVE.")
+    ] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")] = 900.0,
     gpus: Gpus = None,
     checkpoints: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what training runs trained.")] = None,
@@ -81,7 +84,7 @@ def run(
     chosen = find_gpus(wanted.device, gpus)
     directory = out or Path("runs") / suite
     own(directory / "report")
-    experiment = _experiment(suite, only, wanted, directory, timings, gpus, fresh)
+    experiment = _experiment(suite, only, wanted, directory, timings, gpus, fresh, underpowered)
     auto = any(trial.attention == AUTO for trial in experiment.trials)
     machine = environment.capture(wanted.device, chosen, auto=auto)
     with Store(directory, fresh=fresh) as store:
@@ -127,11 +130,18 @@ def _experiment(
     timings: Path | None,
     gpus: str | None,
     fresh: bool,
+    underpowered: bool,
 ) -> "Experiment":
-    """What is to be run; where it gives a verdict, what that can conclude is said before hours are spent on it."""
+    """What is to be run; where it gives a verdict, what that can conclude is said before hours are spent on it.
+
+    Raises ValueError for a plan with less than 80 % power, unless it was asked for or has begun.
+    """
     experiment, earlier = planned.resolved(suite, only, wanted, out=directory, timings=timings, gpus=gpus, fresh=fresh)
     if earlier is not None:
-        print("\n".join(planned.forecast(experiment, earlier).lines()))
+        forecast = planned.forecast(experiment, earlier)
+        print("\n".join(forecast.lines()))
+        if forecast.refused and not underpowered and not planned.begun(experiment, earlier.out):
+            raise ValueError(forecast.refused)
     return experiment
 
 

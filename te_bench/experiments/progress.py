@@ -3,6 +3,7 @@
 It warns, once, of others that keep the machine busy: of a sweep that runs one trial at a time, for it may itself be those.
 """
 
+import sys
 from types import TracebackType
 from typing import Self
 
@@ -21,11 +22,10 @@ class Progress:
         self.total, self.done, self.slots = total, done, slots
         self.walls: list[float] = []
         self.warned = slots > 1
-        self.console = Console(stderr=True)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
-        self.bar = Bar(
-            *columns, TextColumn("{task.description}"), console=self.console, disable=not self.console.is_terminal
-        )
+        self.console = Console(file=getattr(sys.stderr, "raw", sys.stderr))  # the command line lets no escape through
+        name, left = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[left]"))
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left, name)
+        self.bar = Bar(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=total, completed=done, left="")
 
     def __enter__(self) -> Self:

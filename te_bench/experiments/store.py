@@ -59,7 +59,10 @@ class Plan:
 
 
 class Records(Mapping[Key, Record]):
-    """The last record of each done-key, parsed when it is first asked for: JSON's floats are most of a journal's cost."""
+    """The last record of each done-key, but a divergence whatever came after it.
+
+    Each is parsed when it is first asked for: JSON's floats are most of a journal's cost.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Key, bytes | Record] = {}  # a journal line, or what it said
@@ -77,12 +80,15 @@ class Records(Mapping[Key, Record]):
         return len(self._found)
 
     def add(self, key: Key, line: bytes) -> None:
-        self._found[key] = line
+        if (
+            key not in self._found or self[key].outcome != "diverged"
+        ):  # a divergence is a result: no repetition undoes it
+            self._found[key] = line
 
 
 @dataclass(slots=True)
 class Journal:
-    """A journal read back. `records` holds the last record of each done-key."""
+    """A journal read back. `records` holds a record for each done-key."""
 
     environments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)

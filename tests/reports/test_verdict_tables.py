@@ -21,7 +21,7 @@ OUTCOMES = {("rowwise_scaling", 2): "diverged"}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    records = study_records(TRUTHS, sd=0.0008, outcomes=OUTCOMES)
+    records = study_records(TRUTHS, sd=0.0002, outcomes=OUTCOMES)
     return write_study(tmp_path_factory.mktemp("study") / "run", records, JUDGEMENT)
 
 
@@ -59,7 +59,7 @@ def test_gaps_reasons_and_stability_of_every_arm(run: Path) -> None:
 
 
 def test_a_void_run_says_so_beside_every_verdict(tmp_path: Path) -> None:
-    directory = write_study(tmp_path / "run", study_records({**TRUTH, "broken": 0.0}, sd=0.0008))
+    directory = write_study(tmp_path / "run", study_records({**TRUTH, "broken": 0.0}, sd=0.0002))
     [group] = load_results([directory]).groups
     [gaps] = tables.of_group(group, "verdict")
     assert texts(gaps)["delayed_scaling"]["Verdict"] == "EQUIVALENT (void)"
@@ -269,6 +269,45 @@ def test_bad_input_is_told(tmp_path: Path, arguments: list[str], message: str) -
     assert done.returncode == 2, done.stdout
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("size", "code"), [("1e99", 2), ("1e-90", 3), ("1e-300", 3)])
+def test_sizes_that_no_loss_has_give_no_verdict_and_no_traceback(tmp_path: Path, size: str, code: int) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    a.write_text("".join(f"{n}{size[1:]}\n" for n in (1, 2, 3, 5)))
+    b.write_text("".join(f"{n}{size[1:]}\n" for n in (2, 1, 5, 3)))
+    done = verdict("--baseline", a, "--candidate", b, "--margin", size if code == 3 else "0.003")
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_files_hold_moves_no_cursor(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    for path in (a, b):
+        path.write_text(
+            "name,loss\n" + "".join(f"\x1b[31m\x1b]0;x\x07{n % 2},{3 + n / 7 + len(path.name)}\n" for n in range(4))
+        )
+    b.write_text(b.read_text().replace("3.", "4."))
+    for arguments in (("--margin", "0.003"), ("--margin", "0.003", "--paired")):
+        done = verdict("--baseline", a, "--candidate", b, *arguments)
+        assert "mixes 2 labels" in done.stdout
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "\x07" not in done.stdout + done.stderr
+    wrong = verdict("--baseline", tmp_path / "\x1b[31mno.csv", "--candidate", b, "--margin", "1")
+    assert wrong.returncode == 2
+    assert "\x1b" not in wrong.stderr
+
+
+def test_a_baseline_that_overfits_carries_no_verdict(tmp_path: Path) -> None:
+    a = curves(tmp_path / "a.csv", lambda step, seed: 3 + abs(step - 500) / 1000 + seed / 10)
+    b = curves(tmp_path / "b.csv", lambda step, seed: 3 + abs(step - 500) / 1000 + seed / 10 + seed * 1e-4)
+    done = verdict("--baseline", a, "--candidate", b, "--margin", "0.003", "--paired")
+    assert done.returncode == 3, done.stderr
+    assert "the baseline overfits: its loss ends" in done.stdout
+
+
+def test_the_assumption_is_printed(run: Path) -> None:
+    assert "The error rate holds for gaps that are normal" in " ".join(verdict(run).stdout.split())
 
 
 def test_a_run_of_another_suite_is_told(tmp_path: Path) -> None:

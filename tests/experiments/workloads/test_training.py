@@ -318,6 +318,7 @@ def test_the_arms_of_a_seed_begin_with_the_same_weights_but_for_one_ulp(trial: A
         "broken": _model.build(trial("fp8", "rowwise_scaling", seed=3, fault="doubled_scale")),
         "aa": _model.build(trial("bf16", seed=3, perturb_ulp=1)),
         "other": _model.build(trial("bf16", seed=4)),
+        "aa, other": _model.build(trial("bf16", seed=4, perturb_ulp=1)),
     }
     weights = {arm: dict(model.named_parameters()) for arm, model in models.items()}
     for name, w in weights["control"].items():
@@ -328,6 +329,8 @@ def test_the_arms_of_a_seed_begin_with_the_same_weights_but_for_one_ulp(trial: A
         assert ((moved == up) | (moved == down)).all()
         assert 0.3 < (moved == up).float().mean() < 0.7
         assert w.dim() < 2 or not torch.equal(w, weights["other"][name])
+        signs = moved > w, weights["aa, other"][name] > weights["other"][name]  # of another seed others go up
+        assert w.numel() < 16 or not torch.equal(*signs)
 
 
 def test_a_perturbation_does_not_depend_on_the_padding_and_leaves_it_0(trial: Any) -> None:
