@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from te_bench.experiments.store import Journal, Key, Line, Store, lines, load, written
+from te_bench.experiments.store import Journal, Key, Line, Plan, Store, lines, load, written
 from te_bench.reports.rows import differences, identity, printable, trial_of
 
 
@@ -119,10 +119,10 @@ def _joined(runs: Iterable[_Run], chosen: dict[Key, _Run]) -> list[Line]:
 def _plans(first: _Run, run: _Run) -> list[str]:
     """How what two runs set out to do differs."""
     said = []
-    for field in ("title", "baseline", "judgement"):
-        before, after = ({plan.suite: getattr(plan, field) for plan in each.journal.plans} for each in (first, run))
+    for what in ("title", "baseline", "judgement"):
+        before, after = ({plan.suite: _said(each, plan, what) for plan in each.journal.plans} for each in (first, run))
         said += [
-            printable(f"{field} of {suite}: {before[suite]} in {first.name}, {after[suite]} in {run.name}")
+            printable(f"{what} of {suite}: {before[suite]} in {first.name}, {after[suite]} in {run.name}")
             for suite in before
             if before[suite] != after[suite]
         ]
@@ -135,6 +135,14 @@ def _plans(first: _Run, run: _Run) -> list[str]:
             shown = f"{more[0]}{f' and {len(more) - 1} more' if len(more) > 1 else ''}"
             said.append(printable(f"{b.name} plans {_trials(len(more))} that {a.name} does not: {shown}"))
     return said
+
+
+def _said(run: _Run, plan: Plan, what: str) -> str:
+    """A field of a plan; of its baseline, which is a hash, a trial that some plan of the run has."""
+    if what != "baseline":
+        return str(getattr(plan, what))
+    trials = (trial_of(value) for each in run.journal.plans for value in each.trials)
+    return next((trial.name for trial in trials if trial.cell == plan.baseline), str(plan.baseline))
 
 
 def _twice(runs: Sequence[_Run]) -> list[str]:
