@@ -1,10 +1,11 @@
 """Several journals as one: a sweep of which machines of one make, or days, did a part each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
-from te_bench.experiments.store import Journal, Key, Line, Store, lines, load, written
+from te_bench.experiments.store import Journal, Key, Line, Plan, Store, lines, load, written
 from te_bench.reports.rows import differences, identity, printable, trial_of
 
 
@@ -23,6 +24,15 @@ class _Run:
     name: str
     journal: Journal
     lines: list[Line]
+    tries: Mapping[Key, list[bytes]]  # all that it says of a trial
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        found, tries = lines(directory), dict[Key, list[bytes]]()
+        for line in found:
+            if line.key is not None:
+                tries.setdefault(line.key, []).append(line.raw)
+        return cls(printable(str(directory)), load(directory), found, tries)
 
     @property
     def environment(self) -> str:
@@ -42,7 +52,7 @@ def merge(directories: Sequence[Path], out: Path, *, allow_environment_change: b
         raise ValueError("te-bench merge joins two runs or more: name their --out directories")
     if written(out):
         raise ValueError(f"{out} holds a journal already: choose another --out")
-    runs = [_Run(printable(str(path)), load(path), lines(path)) for path in different.values()]
+    runs = [_Run.read(path) for path in different.values()]
     first, *others = runs
     for run in runs:
         if not run.journal.plans:
@@ -90,12 +100,12 @@ def _chosen(runs: Sequence[_Run]) -> dict[Key, _Run]:
     """The run that each trial is taken from."""
 
     def rank(run: _Run, key: Key) -> int:
-        if run.journal.records[key].outcome == "diverged":  # a result, which no second try may replace
+        if any(b'"outcome":"diverged"' in line for line in run.tries[key]):  # a result, which no second try may replace
             return 0
         return 1 if run.journal.done(key) else 2
 
-    keys = dict.fromkeys(key for run in runs for key in run.journal.records)
-    return {key: min((r for r in runs if key in r.journal.records), key=lambda r: rank(r, key)) for key in keys}
+    keys = dict.fromkeys(key for run in runs for key in run.tries)
+    return {key: min((run for run in runs if key in run.tries), key=lambda r: rank(r, key)) for key in keys}
 
 
 def _joined(runs: Iterable[_Run], chosen: dict[Key, _Run]) -> list[Line]:
@@ -109,10 +119,10 @@ def _joined(runs: Iterable[_Run], chosen: dict[Key, _Run]) -> list[Line]:
 def _plans(first: _Run, run: _Run) -> list[str]:
     """How what two runs set out to do differs."""
     said = []
-    for field in ("title", "baseline", "judgement"):
-        before, after = ({plan.suite: getattr(plan, field) for plan in each.journal.plans} for each in (first, run))
+    for what in ("title", "baseline", "judgement"):
+        before, after = ({plan.suite: _said(each, plan, what) for plan in each.journal.plans} for each in (first, run))
         said += [
-            printable(f"{field} of {suite}: {before[suite]} in {first.name}, {after[suite]} in {run.name}")
+            printable(f"{what} of {suite}: {before[suite]} in {first.name}, {after[suite]} in {run.name}")
             for suite in before
             if before[suite] != after[suite]
         ]
@@ -127,16 +137,20 @@ def _plans(first: _Run, run: _Run) -> list[str]:
     return said
 
 
+def _said(run: _Run, plan: Plan, what: str) -> str:
+    """A field of a plan; of its baseline, which is a hash, a trial that some plan of the run has."""
+    if what != "baseline":
+        return str(getattr(plan, what))
+    trials = (trial_of(value) for each in run.journal.plans for value in each.trials)
+    return next((trial.name for trial in trials if trial.cell == plan.baseline), str(plan.baseline))
+
+
 def _twice(runs: Sequence[_Run]) -> list[str]:
     """How many trials ended in several runs, each differently: one of them counts."""
     measured: dict[Key, set[tuple[bytes, ...]]] = {}
     for run in runs:
-        of_key: dict[Key, list[bytes]] = {}
-        for line in run.lines:
-            if line.key is not None and run.journal.done(line.key):
-                of_key.setdefault(line.key, []).append(line.raw)
-        for key, found in of_key.items():
-            measured.setdefault(key, set()).add(tuple(found))
+        for key in filter(run.journal.done, run.tries):
+            measured.setdefault(key, set()).add(tuple(run.tries[key]))
     if not (number := sum(len(different) > 1 for different in measured.values())):
         return []
     return [f"{_trials(number)} ended in several runs: what the run named first says counts, a divergence before all"]

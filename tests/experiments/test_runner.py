@@ -272,7 +272,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_kill_9_of_the_parent_ends_a_hung_trial_and_its_children(tmp_path: Path, temporary: Path) -> None:
     with asleep(tmp_path) as run:
-        assert any("sleep" in process.name() for process in run.family())
+        assert run.named("sleep")
         assert list(temporary.iterdir())
         os.kill(run.process.pid, signal.SIGKILL)
         assert run.gone(), run.family()
@@ -283,11 +283,11 @@ def test_kill_9_of_the_parent_ends_a_hung_trial_and_its_children(tmp_path: Path,
 def test_kill_9_of_the_watcher_and_then_of_the_parent_ends_the_trial(tmp_path: Path) -> None:
     """What the trial itself started is the watcher's to end: the sleep lives on."""
     with asleep(tmp_path) as run:
-        (trial,) = {process.ppid() for process in run.family() if process.name() == "sleep"}
+        (trial,) = {process.ppid() for process in run.named("sleep")}
         (watcher,) = (child for child in psutil.Process(trial).children() if child.name() != "sleep")
         watcher.kill()
         os.kill(run.process.pid, signal.SIGKILL)
-        assert eventually(lambda: {process.name() for process in run.family()} == {"sleep"}, 30), run.family()
+        assert eventually(lambda: run.family() == run.named("sleep"), 30), run.family()
 
 
 @pytest.mark.parametrize("victim", ["fork server", "trial", "both"])
@@ -295,7 +295,7 @@ def test_kill_9_of_the_fork_server_or_a_trial_interrupts_one_trial_which_a_rerun
     tmp_path: Path, temporary: Path, victim: str
 ) -> None:
     with asleep(tmp_path) as run:
-        (trial,) = {process.ppid() for process in run.family() if process.name() == "sleep"}
+        (trial,) = {process.ppid() for process in run.named("sleep")}
         server = fork_server(run)
         for pid in {"fork server": [server], "trial": [trial], "both": [server, trial]}[victim]:
             os.kill(pid, signal.SIGKILL)
@@ -332,7 +332,7 @@ def test_after_kill_9_of_the_fork_server_the_other_trials_run_and_a_rerun_comple
 def asleep(directory: Path) -> Iterator[Run]:
     """A run that has done one trial and is in the middle of another, which sleeps and has a child that sleeps."""
     with running("run", "sleeps", "--out", directory, "--device", "cpu") as run:
-        assert eventually(lambda: any(process.name() == "sleep" for process in run.family()), 30)
+        assert eventually(lambda: bool(run.named("sleep")), 60)
         yield run
 
 
@@ -343,7 +343,7 @@ def asleep(directory: Path) -> Iterator[Run]:
 def test_ctrl_c_or_sigterm_ends_the_children_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
     with asleep(tmp_path / "a run") as run:
         os.killpg(run.process.pid, number)  # as a terminal does: to the whole foreground group
-        done = run.finish(10)
+        done = run.finish(30)
         assert run.gone(), run.family()
     assert done.returncode == 130
     again = f"te-bench run sleeps --out '{tmp_path}/a run' --device cpu"
@@ -357,7 +357,7 @@ def test_ctrl_c_again_and_again_does_not_disturb_the_clean_up(tmp_path: Path) ->
         for _ in range(20):
             run.process.send_signal(signal.SIGINT)
             eventually(lambda: False, 0.005)
-        assert run.finish(10).returncode in (130, -signal.SIGINT)  # the latter when Python itself was on its way out
+        assert run.finish(30).returncode in (130, -signal.SIGINT)  # the latter when Python itself was on its way out
         assert run.gone(), run.family()
 
 
@@ -365,7 +365,7 @@ def test_a_stopped_fresh_run_is_not_told_to_start_afresh_again(tmp_path: Path) -
     with running("run", "sleeps", "--fresh", "--out", tmp_path, "--device", "cpu") as run:
         assert eventually(lambda: len(rows(tmp_path)) == 1, 30)
         run.process.send_signal(signal.SIGINT)
-        assert "--fresh" not in run.finish(10).stdout
+        assert "--fresh" not in run.finish(30).stdout
 
 
 @pytest.mark.parametrize("moment", [0.1, 0.5, 1.0, 1.5])
@@ -373,7 +373,7 @@ def test_ctrl_c_while_it_starts_leaves_nobody_and_a_store_that_opens(tmp_path: P
     with running(*NAPS, tmp_path) as run:
         eventually(lambda: False, moment)
         os.killpg(run.process.pid, signal.SIGINT)
-        assert run.finish(10).returncode in (130, -signal.SIGINT)
+        assert run.finish(30).returncode in (130, -signal.SIGINT)
         assert run.gone(), run.family()
     with Store(tmp_path) as store:
         assert {record.outcome for record in store.journal.records.values()} <= {"ok"}
