@@ -31,7 +31,7 @@ def headlines(results: Results) -> list[str]:
 
 
 def _fastest(group: Group, rungs: Sequence[Rung], what: str) -> list[str]:
-    """The fastest of these, or those that are not told apart, in one sentence or two; nothing where none was measured."""
+    """The fastest of these, or those that are not told apart, then what is to be said of the others; nothing of none."""
     measured = [rung for rung in rungs if rung.latency_s is not None]
     if not measured:
         return []
@@ -40,19 +40,20 @@ def _fastest(group: Group, rungs: Sequence[Rung], what: str) -> list[str]:
     found = ranking.standing(rungs)
     if not found.fastest:
         return [f"Fastest{what} in one run of each, which no interval confirms: {_quoted(rungs)}, on {group.where}."]
+    sentences = []
     if len(found.fastest) == 1:
-        sentence = f"Fastest{what}: {_quoted(rungs, found.fastest[0])}, on {group.where}."
+        sentences.append(f"Fastest{what}: {_quoted(rungs, found.fastest[0])}, on {group.where}.")
     else:
-        tied = text.listed(
-            [f"{rung.cell.label} ({text.milliseconds(rung.latency_s)} ms/batch)" for rung in found.fastest], NAMED
-        )
+        names = [f"{rung.cell.label} ({text.milliseconds(rung.latency_s)} ms/batch)" for rung in found.fastest]
         reason = ranking.why([rung.cell for rung in found.fastest])
-        sentence = f"Not distinguished as the fastest{what}: {tied}, on {group.where} ({reason})."
-        sentence += f" Fastest of the others: {_time(found.slower[0])}." if found.slower else ""
+        tied = f"{text.listed(names, NAMED)}, on {group.where} ({reason})"
+        sentences.append(f"Not distinguished as the fastest{what}: {tied}.")
+        sentences += [f"Fastest of the others: {_time(found.slower[0])}."] if found.slower else []
     if found.alone:
-        number = f"{len(found.alone)} more ran" if len(found.alone) > 1 else "One more ran"
-        sentence += f" {number} once, so no interval compares them; the fastest of these: {_time(found.alone[0])}."
-    return [sentence]
+        number = f"{len(found.alone)} configurations" if len(found.alone) > 1 else "One configuration"
+        once = f"{number} ran once, so no interval compares them with these"
+        sentences.append(f"{once}; the fastest: {_time(found.alone[0])}.")
+    return sentences
 
 
 def _time(rung: Rung) -> str:

@@ -1,6 +1,7 @@
 """The tables of the layer benchmark: its variants, and where the time of an iteration goes."""
 
 from te_bench.reports import layers, ranking, text
+from te_bench.reports.ranking import ranked
 from te_bench.reports.rows import Group
 from te_bench.reports.table import Table, Value, interval_note, label, number, repetitions, table_of, word
 
@@ -20,7 +21,7 @@ def layer(group: Group) -> list[Table]:
                     label(rung.cell, baseline=rung.is_baseline),
                     number(rung.latency_s, text.milliseconds),
                     Value(text=speedup, sort=rung.speedup.value) if rung.speedup else word(None),
-                    word(standing.word(rung) if standing.fastest else None),
+                    ranked(standing, rung),
                     number(rung.flop_per_s, text.tera),
                     number(rung.peak_allocated or rung.peak_rss, text.gib),
                     number(rung.peak_reserved, text.gib),

@@ -17,10 +17,12 @@ from scipy.special import stdtrit
 from te_bench.experiments import host
 from te_bench.reports.analysis import CONFIDENCE, Rung, same_work, seconds_by_seed
 from te_bench.reports.rows import Cell
+from te_bench.reports.table import Value
+from te_bench.reports.text import MISSING
 
 Values = Mapping[tuple[str, int], float]  # of processes, by run and seed
 
-FASTEST, TIED, SLOWER, ALONE = "fastest", "not distinguished", "slower", "one run"
+FASTEST, TIED, SLOWER, ALONE = WORDS = "fastest", "not distinguished", "slower", "one run"
 COLUMN = "Ranking"
 FEW = 5  # processes: up to so many are "only"
 
@@ -80,6 +82,12 @@ class Standing:
         if self.slower:
             said.append("Slower: than the fastest, by paired t-tests at 5 % over all comparisons.")
         return said
+
+
+def ranked(standing: Standing, rung: Rung) -> Value:
+    """The word in a table, sorted from the fastest on; a dash where nothing was ranked, for all then ran once."""
+    said = standing.word(rung) if standing.fastest else None
+    return Value(text=said or MISSING, sort=WORDS.index(said) if said and said != ALONE else None)
 
 
 def standing(rungs: Sequence[Rung]) -> Standing:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from te_bench.reports import analysis, curves, floor_tables, layer_tables, ranking, text, verdict_tables
 from te_bench.reports.headlines import headlines
+from te_bench.reports.ranking import ranked
 from te_bench.reports.rows import Group, load_results, printable
 from te_bench.reports.table import Table, Value, interval_note, label, number, repetitions, table_of, word
 
@@ -26,7 +27,7 @@ def ladder(group: Group) -> Table | None:
             label(rung.cell, baseline=rung.is_baseline),
             number(rung.latency_s, text.milliseconds),
             Value(text=text.speedup(rung.speedup), sort=rung.speedup.value if rung.speedup else None),
-            word(standing.word(rung) if standing.fastest else None),
+            ranked(standing, rung),
             number(rung.tokens_per_s, text.thousands),
             number(rung.flop_per_s, text.tera),
             number(rung.mfu, text.percent),

@@ -11,7 +11,7 @@ from convergence import JUDGEMENT, TRUTH, arm_trial, run_record, study_records, 
 from driving import te_bench
 from journals import record, write
 
-from te_bench.reports import figures, gallery, render, tables, verdict_tables
+from te_bench.reports import figures, gallery, loss_figures, render, tables, verdict_figures, verdict_tables
 from te_bench.reports.curves import comparisons
 from te_bench.reports.rows import load_results
 
@@ -29,6 +29,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drawings(run: Path) -> dict[str, figures.Drawing]:
     [group] = load_results([run]).groups
     return {drawing.name: drawing for drawing in gallery.of_group(group, "")}
+
+
+@pytest.mark.parametrize("early", [0.008, -0.5])
+def test_no_gap_leaves_its_frame_unseen(tmp_path: Path, early: float) -> None:
+    """A gap that was larger early on than at the end is in the frame, or marked at its edge with its size."""
+    records = study_records(sd=0.0004)
+    for one in records:
+        if one.trial.recipe == "rowwise_scaling":
+            one.samples["val_loss"][2] += early
+    [group] = load_results([write_study(tmp_path / "run", records, JUDGEMENT)]).groups
+    [study] = verdict_tables.of_group(group)
+    build = verdict_figures.gap_curves(study)
+    assert build is not None
+    panels = build().axes
+    marked = [text.get_text() for axes in panels for text in axes.texts]
+    low, high = panels[0].get_ylim()
+    curves = [line for axes in panels for line in axes.lines if len(line.get_xdata()) > 2]
+    outside = [y for line in curves for y in line.get_ydata() if not low < y < high]
+    assert high < 0.1  # what matters is not flattened
+    assert len(marked) == len(outside) == (1 if early < -0.1 else 0)
+    assert all(float(text) == pytest.approx(y, abs=1e-3) for text, y in zip(marked, outside, strict=True))
 
 
 def texts(table: tables.Table) -> dict[str, dict[str, str]]:
@@ -86,12 +107,14 @@ def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, f
     assert "within the margin 0.003" in drawn
 
 
-@pytest.mark.parametrize(("gap", "off"), [(0.2, []), (400.0, ["delayed_scaling, broken on pur… (mean of 5)"])])
+@pytest.mark.parametrize(
+    ("gap", "off"), [(0.2, []), (400.0, ["delayed_scaling, broken on purpose: frozen_scale (mean of 5)"])]
+)
 def test_an_arm_above_the_frame_of_the_loss_curves_is_said_to_be(tmp_path: Path, gap: float, off: list[str]) -> None:
     write_study(tmp_path / "run", study_records({**TRUTH, "broken": gap}))
     [group] = load_results([tmp_path / "run"]).groups
     [comparison] = comparisons(group)
-    drawn = figures.draw("loss_step", "loss_step", "", "", figures.losses(comparison, "step")).inline
+    drawn = figures.draw("loss_step", "loss_step", "", "", loss_figures.losses(comparison, "step")).inline
     assert re.findall(r">([^<>]*), above the frame<", drawn) == off
 
 
