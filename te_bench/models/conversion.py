@@ -125,7 +125,8 @@ class Conversion:
     def __str__(self) -> str:
         rows = [(c.name, c.before, ", ".join(filter(None, (f"te.{c.after}", c.note)))) for c in self.converted]
         rows += [(f.name, f"te.{f.kind}", "te's already") for f in self.found]
-        rows += [(k.name, k.kind, f"kept: {k.reason}") for k in (*self.kept, *self.outside)]
+        rows += [(k.name, k.kind, f"kept: {k.reason}") for k in self.kept]
+        rows += [(o.name, o.kind, f"kept: {o.reason}") for o in self.outside]
         # The layers of a stack differ in their number only: they are one row.
         alike = Counter((_without_numbers(name), was, _without_numbers(now)) for name, was, now in rows)
         table = [("layers", "", "was", "is"), *((where, f"{n} x", was, now) for (where, was, now), n in alike.items())]

@@ -94,7 +94,8 @@ _TRACED = TracedScales()
 
 current = Region()
 _depth = 0
-_due: Region | None = None  # the last region inside the outermost autocast after which recipes take a step
+#: The recipes that take a step when the outermost autocast ends, those that were used in it, each with its process group.
+_due: dict[Recipe, Any] = {}
 #: States in the order of their making, the same on all ranks of a process group. They live as long as their modules.
 _states: list["weakref.ref[Any]"] = []
 #: Equal recipes are one object, so that what was compiled for one is not compiled again for the other.
@@ -151,11 +152,12 @@ class autocast(contextlib.ContextDecorator):
         again = ended.scales is not None and ended.scales.replaying
         active = (ended.enabled and torch.is_grad_enabled()) or ended.calibrating
         if active and kind is None and not again:
-            _due = ended
+            assert ended.recipe is not None
+            _due[ended.recipe] = ended.group
         if _depth == 0:
-            due, _due = _due, None
-            if due is not None and kind is None:
-                _update(due.group)
+            due, _due = _due, {}
+            if due and kind is None:
+                _update(due)
 
 
 def fp8_autocast(
@@ -171,7 +173,7 @@ def fp8_autocast(
 def leave() -> None:
     """As if no autocast had been entered: those still open end without a step of their recipes."""
     global current, _depth, _due
-    current, _depth, _due = Region(), 0, None
+    current, _depth, _due = Region(), 0, {}
 
 
 def is_fp8_enabled() -> bool:
@@ -185,16 +187,18 @@ def recipe_of_attention() -> Recipe | None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _update(group: Any) -> None:
-    """One step of every recipe that has states."""
-    by_recipe: dict[Recipe, list[Any]] = {}
+def _update(due: dict[Recipe, Any]) -> None:
+    """One step of these recipes over their groups; a recipe that nobody used now can neither step nor fail."""
+    by_recipe: dict[Recipe, list[Any]] = {recipe: [] for recipe in due}
     alive = [(reference, reference()) for reference in _states]
     _states[:] = [reference for reference, state in alive if state is not None]
     for _, state in alive:
         if state is not None:
-            by_recipe.setdefault(state.recipe, []).append(state)
-    for recipe, states in by_recipe.items():
-        recipe.update(states, group)
+            states = by_recipe.get(state.recipe)
+            if states is not None:
+                states.append(state)
+    for recipe, group in due.items():
+        recipe.update(by_recipe[recipe], group)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """What the FP8 modules share: their recipe state, its way into and out of state dicts, weight caches and counters."""
 
+import contextlib
 import itertools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -15,6 +17,7 @@ from te_bench.models.recipe import Cast, Recipe, Slot
 Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe it was cast by
 NOT_KEPT: Kept = (None, None)
 PREFIX = "fp8_"  # of recipe state in a state dict
+SAVED = ("scale_fwd", "amax_history_fwd", "limit_fwd", "scale_bwd", "amax_history_bwd", "limit_bwd")
 ROLES = ("input", "weight", "grad_output")
 COUNTS = ("saturated", "underflowed", "nonfinite")  # in the order of kernels.quantize
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,6 +88,7 @@ class Fp8Module(OneRank, nn.Module):
         self._reuse = False  # what is kept, where a call does not speak of micro-batches
         #: What gemms() answers while the state is the same, None for no such answer. Empty: the last call was without FP8.
         self._usual: dict[tuple[int, bool], tuple[Any, Gemms] | None] = {}
+        _alive[next(_numbers)] = self
 
     def gemms(self, gemm: int = 0) -> Gemms:
         """The GEMMs of weight number `gemm` under the present autocast."""
@@ -104,7 +108,7 @@ class Fp8Module(OneRank, nn.Module):
             usual = Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
             self._usual[key] = self._state and self._state.views, usual
             return usual
-        self._prepare()
+        self._prepare(traced=torch.compiler.is_compiling())
         if not torch.compiler.is_compiling():
             self._usual.setdefault((gemm, torch.is_grad_enabled()), None)
         if self._state is None and not region.numerics:
@@ -125,8 +129,26 @@ class Fp8Module(OneRank, nn.Module):
 
     # What torch.compile traces begins with a state: it would else be made anew by every run of the compiled code.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _prepare(self) -> None:
-        """Have the state that the present autocast's recipe keeps, and counters where it counts."""
+    def _prepare(self, traced: bool = False) -> None:
+        """Have the state that the present autocast's recipe keeps, and counters where it counts.
+
+        traced: all modules like this one get theirs now. A layer without would be compiled again, though it runs the same
+        code, and the ninth, by torch's recompile_limit, not at all: layers compiled one by one, or copies of a model.
+        """
+        first = self._state is None
+        self._make()
+        if traced and first and self._state is not None:
+            form = self._form()
+            for other in list(_alive.values()):
+                if other._state is None and other._form() == form:
+                    with contextlib.suppress(ValueError):  # of what it has loaded: its own call says so
+                        other._make()
+
+    def _form(self) -> tuple[Any, ...]:
+        """What modules that run the same compiled code have in common."""
+        return type(self), [(name, p.shape, p.device) for name, p in self.named_parameters(recurse=False)]
+
+    def _make(self) -> None:
         recipe = fp8.current.recipe
         counting = fp8.current.numerics and not self._counts
         if not counting and (recipe is None or (self._state is not None and self._state.recipe is recipe)):
@@ -231,17 +253,33 @@ class Fp8Module(OneRank, nn.Module):
 
     # ---- state dict: plain tensors, loadable with weights_only=True
 
+    def recipe_state(self) -> dict[str, Tensor]:
+        """{name in SAVED: tensor}, what there is of them: not copies."""
+        found: dict[str, Tensor] = self._loaded if self._state is None else self._state.tensors()
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Buffers, and with recurse=False the recipe state as well.
+
+        torch.distributed.checkpoint asks so for what a module's state dict holds. DistributedDataParallel, which would have
+        every rank take the first one's buffers, asks with recurse=True.
+        """
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if not recurse:
+            for name, tensor in self.recipe_state().items():
+                yield f"{prefix}{'.' if prefix else ''}{PREFIX}{name}", tensor
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        tensors = self._loaded if self._state is None else self._state.tensors()
-        for name, tensor in tensors.items():
-            destination[f"{prefix}{PREFIX}{name}"] = tensor.detach().clone()
+        for name, tensor in self.recipe_state().items():
+            destination[f"{prefix}{PREFIX}{name}"] = tensor.clone()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Transformer Engine's pickled recipe state: nothing is unpickled, scales begin afresh.
         state_dict.pop(f"{prefix}_extra_state", None)
-        names = ("scale_fwd", "amax_history_fwd", "limit_fwd", "scale_bwd", "amax_history_bwd", "limit_bwd")
-        found = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in names}
+        found = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in SAVED}
         wrong = [name for name, value in found.items() if value is not None and not isinstance(value, Tensor)]
         if wrong:
             raise ValueError(
@@ -269,10 +307,33 @@ class Fp8Module(OneRank, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle: the copy keeps the scales as if it had loaded them."""
-        loaded = self._loaded if self._state is None else self._state.tensors()
-        copied = {name: tensor.detach().clone() for name, tensor in loaded.items()}
+        copied = {name: tensor.clone() for name, tensor in self.recipe_state().items()}
         return {**self.__dict__, "_state": None, "_loaded": copied, "_cached": [NOT_KEPT] * self._n_gemms, "_usual": {}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _alive[next(_numbers)] = self
+
+
+#: In the order of their making, the same on all ranks of a process group.
+_alive: "weakref.WeakValueDictionary[int, Fp8Module]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _saved(name: str) -> property:
+    """A tensor of the recipe state by its key in the state dict: torch.distributed.checkpoint looks each key up so."""
+
+    def tensor(self: Fp8Module) -> Tensor:
+        found = self.recipe_state()
+        if name not in found:
+            raise AttributeError(name)
+        return found[name]
+
+    return property(tensor)
+
+
+for _name in SAVED:
+    setattr(Fp8Module, f"{PREFIX}{_name}", _saved(_name))
 
 _NOTHING = Slot()
 

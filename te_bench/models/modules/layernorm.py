@@ -54,14 +54,18 @@ class _Norm(torch.autograd.Function):
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_centered_gamma: bool, kind: str
 ) -> Tensor:
-    """The norm over the last dimension, in x's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses."""
+    """The norm over the last dimension, in x's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses.
+
+    Computed in float32 at least, 1 + weight and sums over rows too: on a CPU F.layer_norm sums rows of bf16 in bf16.
+    """
     if x.is_cuda and not recorded() and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
         y = _Norm.apply(flatten(x, x.dtype), weight, bias, eps, zero_centered_gamma, kind)
         return y.view(x.shape)
-    gamma = (weight + 1 if zero_centered_gamma else weight).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gamma = weight.to(wide) + 1 if zero_centered_gamma else weight.to(wide)
     if kind == "rmsnorm":
-        return F.rms_norm(x, weight.shape, gamma, eps)
-    return F.layer_norm(x, weight.shape, gamma, None if bias is None else bias.to(x.dtype), eps)
+        return F.rms_norm(x.to(wide), weight.shape, gamma, eps).to(x.dtype)
+    return F.layer_norm(x.to(wide), weight.shape, gamma, None if bias is None else bias.to(wide), eps).to(x.dtype)
 
 
 def _either(where: str, **given: Any) -> Any:

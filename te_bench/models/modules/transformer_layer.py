@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from te_bench.models.modules import _arguments, _fused_layer
 from te_bench.models.modules._absent import OneRank, reject
+from te_bench.models.modules._module import compute_dtype
 from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm, check_normalization
 from te_bench.models.modules.layernorm_mlp import LayerNormMLP
@@ -132,7 +133,10 @@ class TransformerLayer(OneRank, nn.Module):
         max_seqlen_kv: int | None = None,
         **others: Any,
     ) -> Tensor:
-        """The layer's output, of hidden_states' shape. Masks are bool, True = masked out; see DotProductAttention."""
+        """The layer's output, of hidden_states' shape, in torch.autocast's dtype, or theirs.
+
+        Masks are bool, True = masked out; see DotProductAttention.
+        """
         if others:
             reject("TransformerLayer.forward", others)
         if self.layer_type == "encoder" and encoder_output is not None:
@@ -140,6 +144,8 @@ class TransformerLayer(OneRank, nn.Module):
         if self.layer_type == "decoder" and encoder_output is None:
             raise ValueError("a decoder layer needs encoder_output")
         x = hidden_states
+        if x.dtype in _arguments.PARAMETERS:
+            x = x.to(compute_dtype(x))  # the stream, too, is in torch.autocast's dtype, as Transformer Engine has it
         core: _Options = {
             "attention_mask": attention_mask,
             "attn_mask_type": self_attn_mask_type,
