@@ -41,6 +41,17 @@ def materialise(module: nn.Module) -> None:
             module.register_parameter(name, made)
 
 
+Tracker = Callable[[], Any] | None
+
+
+def drawn_by(tracker: Tracker, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
+    """Where a tracker's generator draws, as Megatron-LM's do, that of a name or the tracker's own; None: torch's."""
+    if tracker is None:
+        return contextlib.nullcontext()
+    fork: contextlib.AbstractContextManager[Any] = tracker().fork(*(() if name is None else (name,)))
+    return fork
+
+
 def recorded() -> bool:
     """Whether what runs is recorded, by torch.compile or torch.jit.trace, which want plain operators."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
