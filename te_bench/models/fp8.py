@@ -10,6 +10,7 @@ scales in every GEMM as long as each backward pass is followed by the next forwa
 """
 
 import contextlib
+import functools
 import weakref
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -227,11 +228,33 @@ def numerics(module: torch.nn.Module) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
+class _Tracked:
+    """The generators of a tracker, as Megatron-LM has one: as they were the first time, afterwards as before."""
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+        self.first: Any = None
+        self.outer: list[Any] = []
+
+    def enter(self, recomputing: bool) -> None:
+        if self.tracker is None:
+            return
+        if recomputing:
+            self.outer.append(self.tracker().get_states())
+            self.tracker().set_states(self.first)
+        else:
+            self.first = self.tracker().get_states()
+
+    def leave(self, recomputing: bool) -> None:
+        if self.tracker is not None and recomputing:
+            self.tracker().set_states(self.outer.pop())
+
+
 class _Within:
     """What a checkpointed function runs in, the first time and, as often as needed, again."""
 
-    def __init__(self, region: Region, recomputing: bool):
-        self.region, self.recomputing = region, recomputing
+    def __init__(self, region: Region, recomputing: bool, tracked: "_Tracked"):
+        self.region, self.recomputing, self.tracked = region, recomputing, tracked
         self.kernel = attention_kernel.current  # the same attention again, wherever the backward pass is called
         self.outer: list[tuple[Region, str | None]] = []
 
@@ -241,13 +264,15 @@ class _Within:
         current, attention_kernel.current = self.region, self.kernel
         assert current.scales is not None
         current.scales.recomputing, current.scales.next = self.recomputing, 0
+        self.tracked.enter(self.recomputing)
 
     def __exit__(self, *error: object) -> None:
         global current
         current, attention_kernel.current = self.outer.pop()
+        self.tracked.leave(self.recomputing)
 
 
-def _contexts() -> tuple[Any, Any]:
+def _contexts(tracker: Any = None) -> tuple[Any, Any]:
     """What a checkpointed function runs in, the first time and again; while torch.compile traces it, what is kept."""
     if get_proxy_mode() is not None:
         return torch.utils.checkpoint.create_selective_checkpoint_contexts(
@@ -255,7 +280,8 @@ def _contexts() -> tuple[Any, Any]:
         )
     outer = current.scales
     region = replace(current, scales=Scales(None if outer is _TRACED else outer))  # traced until the graph broke
-    return _Within(region, False), _Within(region, True)
+    tracked = _Tracked(tracker)
+    return _Within(region, False, tracked), _Within(region, True, tracked)
 
 
 def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -264,14 +290,16 @@ def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
     The recomputation runs under the autocast of this call and casts with the very scales of the first time; amaxes are
     gathered, and elements counted, once. torch.compile takes it into its graph, with the autocast outside. Takes
     torch.utils.checkpoint's own keyword arguments but context_fn and debug, and Transformer Engine's where they ask for
-    nothing. It is never reentrant: use_reentrant=True, their default, has the same outputs and gradients.
+    nothing; get_rng_state_tracker() is what Megatron-LM draws by. It is never reentrant: use_reentrant=True, their default,
+    has the same outputs and gradients.
     """
     global current
     for name in ("use_reentrant", "tp_group"):  # a tp_group is for distribute_saved_activations
         kwargs.pop(name, None)
-    theirs = "distribute_saved_activations", "get_rng_state_tracker"  # Transformer Engine's
-    taken = "context_fn", "debug"  # PyTorch's: the contexts are te.checkpoint's own, and debug comes without any
-    for name in (*theirs, *taken):
+    tracker = kwargs.pop("get_rng_state_tracker", None)
+    contexts = _contexts if tracker is None else functools.partial(_contexts, tracker)
+    # Transformer Engine's; PyTorch's, for the contexts are te.checkpoint's own, and debug comes without any.
+    for name in ("distribute_saved_activations", "context_fn", "debug"):
         if kwargs.pop(name, None):
             raise ValueError(f"te.checkpoint: te_bench has no {name}; leave it out")
 
@@ -280,7 +308,7 @@ def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() and outer.scales is not _TRACED:
         current = replace(outer, scales=_TRACED)
     try:
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     finally:
         if current is not outer:
             current = outer

@@ -132,6 +132,24 @@ def test_state_dicts_have_the_same_keys_and_load(family: str) -> None:
     assert torch.equal(run(again), run(model))
 
 
+def test_experts_in_raw_parameters_are_counted() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(vocab_size=VOCAB, num_key_value_heads=1, num_local_experts=8, **sizes)
+    model = transformers.MixtralForCausalLM(config)
+    report = convert(model)
+    experts = 2 * 8 * 3 * 32 * 64
+    attention = 2 * (2 * 32 * 32 + 2 * 16 * 32)
+    raw = [entry for entry in report.outside if "experts in one parameter, of which a token takes 2" in entry.reason]
+    assert sum(entry.parameters for entry in raw) == experts
+    assert sum(entry.multiplied or 0 for entry in raw) == experts // 4
+    assert report.gemm_parameters == attention + VOCAB * 32
+    assert report.flop_share == (attention + VOCAB * 32) / (attention + VOCAB * 32 + experts // 4)
+    assert report.parameters == sum(p.numel() for p in model.parameters())
+    tables = {entry.name for entry in report.outside if entry.multiplied == 0}
+    assert tables == {"model.embed_tokens.weight"}
+
+
 def test_a_conv1d_has_its_weight_transposed_and_the_report_says_so() -> None:
     model: Any = a_model("gpt2")
     before = model.transformer.h[0].attn.c_attn.weight

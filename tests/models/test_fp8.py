@@ -288,9 +288,9 @@ def test_an_impossible_margin(margin: Any) -> None:
 
 def test_transformer_engines_arguments_of_checkpoint() -> None:
     layer, x = a_linear()
-    assert te.checkpoint(layer, x, distribute_saved_activations=False, tp_group=None).shape == x.shape
-    with pytest.raises(ValueError, match="tp_group"):
-        te.checkpoint(layer, x, tp_group="group")
+    assert te.checkpoint(layer, x, distribute_saved_activations=False, tp_group="group").shape == x.shape
+    with pytest.raises(ValueError, match="distribute_saved_activations"):
+        te.checkpoint(layer, x, distribute_saved_activations=True, tp_group="group")
 
 
 @pytest.mark.parametrize("kind", [te.LayerNorm, te.RMSNorm])

@@ -35,7 +35,6 @@ FORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "options",
     [
         {"distribute_saved_activations": True},
-        {"get_rng_state_tracker": lambda: None},
         {"context_fn": lambda: None},
         {"debug": True},
     ],

@@ -50,12 +50,10 @@ ABSENT: Mapping[str, tuple[Any, Callable[[Any], bool]]] = {
     "cp_global_ranks": (None, _whatever),
     "cp_stream": (None, _whatever),
     "cp_comm_type": ("p2p", _one_of("p2p", "all_gather", "a2a", "a2a+p2p")),
-    # For warming up what te_bench has not, and a tracker's name where there is no tracker.
+    # For warming up what te_bench has not.
     "seq_length": (None, _whatever),
     "micro_batch_size": (None, _whatever),
     "sm_margin": (0, _zero),
-    "rng_tracker_name": (None, _whatever),
-    "get_rng_state_tracker": (None, _one_of(None)),
     "fuse_wgrad_accumulation": (False, _one_of(False, None)),
     "delay_wgrad_compute": (False, _one_of(False, None)),
     "save_original_input": (False, _one_of(False, None)),

@@ -41,6 +41,17 @@ def materialise(module: nn.Module) -> None:
             module.register_parameter(name, made)
 
 
+Tracker = Callable[[], Any] | None
+
+
+def drawn_by(tracker: Tracker, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
+    """Where a tracker's generator draws, as Megatron-LM's do, that of a name or the tracker's own; None: torch's."""
+    if tracker is None:
+        return contextlib.nullcontext()
+    fork: contextlib.AbstractContextManager[Any] = tracker().fork(*(() if name is None else (name,)))
+    return fork
+
+
 def recorded() -> bool:
     """Whether what runs is recorded, by torch.compile or torch.jit.trace, which want plain operators."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
@@ -108,9 +119,8 @@ class Fp8Module(OneRank, nn.Module):
             usual = Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
             self._usual[key] = self._state and self._state.views, usual
             return usual
-        traced = torch.compiler.is_compiling()
-        self._prepare(traced=traced)
-        if not traced:
+        self._prepare(traced=torch.compiler.is_compiling())
+        if not torch.compiler.is_compiling():
             self._usual.setdefault((gemm, torch.is_grad_enabled()), None)
         if self._state is None and not region.numerics:
             return Gemms(recipe, _NOTHING, _NOTHING, _NOTHING)

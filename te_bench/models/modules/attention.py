@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from te_bench.models.modules import _arguments, attention_mask
 from te_bench.models.modules._absent import OneRank, reject
+from te_bench.models.modules._module import Tracker
 from te_bench.models.modules._stretch import unwatched
 from te_bench.models.modules.attention_mask import MaskTensor, Window, longest_of
 from te_bench.models.modules.dot_product_attention import DotProductAttention, check_format, check_heads
@@ -81,6 +82,7 @@ class MultiheadAttention(OneRank, nn.Module):
         bottom_right_diagonal: bool | None = None,
         *,
         num_gqa_groups: int | None = None,
+        get_rng_state_tracker: Tracker = None,
         params_dtype: torch.dtype | None = None,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
@@ -116,11 +118,12 @@ class MultiheadAttention(OneRank, nn.Module):
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         common: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device}
+        common["get_rng_state_tracker"] = get_rng_state_tracker
         norm: dict[str, Any] = {"eps": layernorm_epsilon, "normalization": normalization}
         norm |= {"zero_centered_gamma": zero_centered_gamma, "return_layernorm_output": return_layernorm_output}
         self._make_projections(hidden_size, not fuse_qkv_params, {**common, "init_method": init_method}, norm)
         self.q_norm, self.k_norm = self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
-        self.core_attention = self._make_core(attention_dropout, attn_mask_type, layer_number)
+        self.core_attention = self._make_core(attention_dropout, attn_mask_type, layer_number, get_rng_state_tracker)
         common |= {"init_method": output_layer_init_method, "return_bias": return_bias}
         self.proj = Linear(self.features_q, hidden_size, **common)
 
@@ -134,7 +137,9 @@ class MultiheadAttention(OneRank, nn.Module):
         self.channels = hidden // heads if kv_channels is None else kv_channels
         self.features_q, self.features_kv = self.channels * heads, self.channels * groups
 
-    def _make_core(self, dropout: float, attn_mask_type: str, layer_number: int | None) -> DotProductAttention:
+    def _make_core(
+        self, dropout: float, attn_mask_type: str, layer_number: int | None, tracker: Tracker
+    ) -> DotProductAttention:
         return DotProductAttention(
             self.num_attention_heads,
             self.channels,
@@ -142,6 +147,7 @@ class MultiheadAttention(OneRank, nn.Module):
             attention_dropout=dropout,
             qkv_format=self.qkv_format,
             attn_mask_type=attn_mask_type,
+            get_rng_state_tracker=tracker,
             layer_number=layer_number,
             attention_type=self.attention_type,
         )

@@ -15,8 +15,10 @@ from te_bench.models.modules._absent import reject
 from te_bench.models.modules._module import (
     Fp8Module,
     Gemms,
+    Tracker,
     compute_dtype,
     default_init,
+    drawn_by,
     factory,
     flatten,
     materialise,
@@ -111,6 +113,7 @@ class LayerNormLinear(Fp8Module):
         out_features: int,
         eps: float = 1e-5,
         *,
+        get_rng_state_tracker: Tracker = None,
         init_method: Callable[[Tensor], Any] | None = None,
         bias: bool = True,
         normalization: str = "LayerNorm",
@@ -130,7 +133,7 @@ class LayerNormLinear(Fp8Module):
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.return_layernorm_output = return_layernorm_output
-        self.init_method = init_method or default_init
+        self.init_method, self.tracker = init_method or default_init, get_rng_state_tracker
         self.norm = Norm(eps, zero_centered_gamma, check_normalization(normalization))
         options = factory(device, params_dtype)
         register_norm(self, in_features, self.norm, options)
@@ -145,7 +148,8 @@ class LayerNormLinear(Fp8Module):
             return
         materialise(self)
         reset_norm(self, self.norm)
-        self.parts.reset(self, self.init_method)
+        with drawn_by(self.tracker):
+            self.parts.reset(self, self.init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""

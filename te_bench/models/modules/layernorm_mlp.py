@@ -20,8 +20,10 @@ from te_bench.models.modules._module import (
     FLOATS,
     Fp8Module,
     Gemms,
+    Tracker,
     compute_dtype,
     default_init,
+    drawn_by,
     factory,
     flatten,
     materialise,
@@ -175,6 +177,7 @@ class LayerNormMLP(Fp8Module):
         ffn_hidden_size: int,
         eps: float = 1e-5,
         *,
+        get_rng_state_tracker: Tracker = None,
         init_method: Callable[[Tensor], Any] | None = None,
         output_layer_init_method: Callable[[Tensor], Any] | None = None,
         bias: bool = True,
@@ -198,6 +201,7 @@ class LayerNormMLP(Fp8Module):
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.return_layernorm_output = return_layernorm_output
         self.init_methods = (init_method or default_init, output_layer_init_method or init_method or default_init)
+        self.tracker = get_rng_state_tracker
         self.norm = Norm(eps, zero_centered_gamma, check_normalization(normalization))
         options = factory(device, params_dtype)
         width = ffn_hidden_size * (2 if KINDS[activation][1] else 1)
@@ -215,8 +219,9 @@ class LayerNormMLP(Fp8Module):
             return
         materialise(self)
         reset_norm(self, self.norm)
-        self.init_methods[0](self.fc1_weight)
-        self.init_methods[1](self.fc2_weight)
+        with drawn_by(self.tracker):
+            self.init_methods[0](self.fc1_weight)
+            self.init_methods[1](self.fc2_weight)
         for bias in (self.fc1_bias, self.fc2_bias):
             if bias is not None:
                 nn.init.zeros_(bias)

@@ -15,8 +15,10 @@ from te_bench.models.modules._absent import reject
 from te_bench.models.modules._module import (
     Fp8Module,
     Gemms,
+    Tracker,
     compute_dtype,
     default_init,
+    drawn_by,
     factory,
     flatten,
     materialise,
@@ -176,6 +178,8 @@ class Linear(Fp8Module):
         in_features: int,
         out_features: int,
         *,
+        get_rng_state_tracker: Tracker = None,
+        rng_tracker_name: str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         bias: bool = True,
         return_bias: bool = False,
@@ -191,6 +195,7 @@ class Linear(Fp8Module):
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.init_method = init_method or default_init
+        self.tracker = (get_rng_state_tracker, rng_tracker_name)
         self.parts = Parts(parameters_split, out_features)
         options = factory(device, params_dtype)
         self.parts.register(self, in_features, bias, options)
@@ -202,7 +207,8 @@ class Linear(Fp8Module):
         if defer_init:
             return
         materialise(self)
-        self.parts.reset(self, self.init_method)
+        with drawn_by(*self.tracker):
+            self.parts.reset(self, self.init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """y, or (y, bias) with return_bias. is_first_microbatch: None casts the weight, True keeps it, False reuses it."""

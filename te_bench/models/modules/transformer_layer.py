@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from te_bench.models.modules import _arguments, _fused_layer
 from te_bench.models.modules._absent import OneRank, reject
-from te_bench.models.modules._module import compute_dtype
+from te_bench.models.modules._module import Tracker, compute_dtype
 from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm, check_normalization
 from te_bench.models.modules.layernorm_mlp import LayerNormMLP
@@ -52,6 +52,7 @@ class TransformerLayer(OneRank, nn.Module):
         enc_dec_window_size: tuple[int, int] | None = None,
         *,
         params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Tracker = None,
         apply_residual_connection_post_layernorm: bool = False,
         output_layernorm: bool = False,
         parallel_attention_mlp: bool = False,
@@ -80,6 +81,7 @@ class TransformerLayer(OneRank, nn.Module):
         self.parallel = parallel_attention_mlp
         norm: _Options = {"zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device}
         inits: _Options = {"init_method": init_method, "output_layer_init_method": output_layer_init_method}
+        inits["get_rng_state_tracker"] = get_rng_state_tracker
         common: _Options = {**norm, **inits, "bias": bias, "normalization": normalization}
         heads: _Options = {"num_gqa_groups": num_gqa_groups, "kv_channels": kv_channels}
         qkv: _Options = {"fuse_qkv_params": fuse_qkv_params, "qkv_weight_interleaved": qkv_weight_interleaved}

@@ -164,7 +164,6 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "cp_comm_type": ("all_gather", "a2a"),
     "seq_length": (512,),
     "micro_batch_size": (4,),
-    "rng_tracker_name": ("model-parallel-rng",),
     "activation_params": ({},),
     "qkv_interleave_dim": (-2,),
     "fast_zero_fill": (False,),
@@ -189,8 +188,6 @@ ASKED: dict[str, Any] = {
     "core_attention_bias": torch.zeros(1),
     "alibi_slopes": torch.zeros(2),
     "pad_between_seqs": True,
-    "cu_seqlens_q_padded": torch.zeros(2),
-    "cu_seqlens_kv_padded": torch.zeros(2),
     "inference_params": object(),
     "num_splits": 2,
     "bf16_backward": True,
@@ -325,3 +322,17 @@ def test_a_window_is_aligned_as_the_layer_was_told_or_as_its_forward_is() -> Non
     assert torch.equal(found[3], found[2])
     assert torch.equal(found[1], found[4])
     assert not torch.allclose(found[1], found[2])
+
+
+def test_padded_starts_that_are_the_sequences_own_ask_for_nothing() -> None:
+    attention = te.DotProductAttention(2, 16, qkv_format="thd", attn_mask_type="padding_causal")
+    x, starts = torch.randn(8, 2, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
+    own = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 5, "max_seqlen_kv": 5}
+    expected = attention(x, x, x, **own)
+    found = attention(x, x, x, **own, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts.clone())
+    assert torch.equal(found, expected)
+    for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        with pytest.raises(ValueError, match=f"te_bench has no {name}"):
+            attention(x, x, x, **own, **{name: torch.tensor([0, 4, 9], dtype=torch.int32)})
+    batched = te.DotProductAttention(2, 16)
+    assert batched(x[:, None], x[:, None], x[:, None], cu_seqlens_q_padded=starts).shape == (8, 1, 32)
