@@ -432,6 +432,14 @@ def test_a_kernel_s_name_tells_its_precision(kernel: str, kind: str | None) -> N
     assert _ran.gemm_of(kernel) == kind
 
 
+def test_a_product_whose_dtype_no_profiler_tells_is_of_the_trial_s_precision() -> None:
+    untold = {"aten::mm": 27, "te_bench::reference_gemm": 3}
+    ran = [_ran.parts(untold, "cpu", half=half) for half in (True, False)]
+    assert [(parts["gemm_fp8"], parts["gemm_half"], parts["gemm_float"]) for parts in ran] == [(3, 27, 0), (3, 0, 27)]
+    told = _ran.parts({"aten::mm float": 1, "aten::addmm c10::BFloat16": 2}, "cpu")
+    assert (told["gemm_half"], told["gemm_float"]) == (2, 1)
+
+
 # On a GPU
 
 STEP = {**TINY, "batch": 4, "block": 64}
