@@ -10,6 +10,7 @@ for is counted from its model, not from the modules that were built: a Linear is
 """
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -107,6 +108,7 @@ def parts(counts: Mapping[str, int], device: str, *, half: bool = True) -> dict[
     return dict(found)
 
 
+@functools.cache
 def _told(device: str) -> dict[str, str]:
     """{"head_NAME", "optimizer_NAME": what proves it} of those that can be told on that device."""
     found = {f"{family}_{name}": of.load(name).kernels for family, of in FAMILIES.items() for name in of.names()}
@@ -165,6 +167,7 @@ def _gemms(trial: Trial, linears: int) -> Asked:
     return _more(asked, "gemm_fp8" if trial.precision == "fp8" else _plain(trial), PASSES * linears)
 
 
+@functools.cache
 def _without_kernels() -> list[str]:
     """Attention backends that a GPU's kernels cannot be told by; `auto` gives to others."""
     backends = {name: attention.load(name) for name in attention.names()}
