@@ -181,7 +181,7 @@ def plan_pairs(sd: float, mde: float, *, alpha: float = 0.05, power: float = POW
     fewest: int = max(2, math.floor(min(float(MOST_PAIRS), ((ndtri(1 - alpha) + ndtri(power)) * sd / mde) ** 2)))
     if sd and (detectable(sd, MOST_PAIRS, alpha=alpha, power=power, alike=alike) or 0.0) > mde:
         return None
-    low, high = fewest, fewest
+    low = high = fewest
 
     def enough(n: int) -> bool:
         return not sd or (detectable(sd, n, alpha=alpha, power=power, alike=alike) or math.inf) <= mde
