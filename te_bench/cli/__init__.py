@@ -2,7 +2,8 @@
 
 Exit codes: 0 done or passed; 1 inferior, or a regression; 2 usage (the message says what is legal); 3 inconclusive; 4
 incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate or a merge differ; 70 a
-fault of te-bench; 130 after Ctrl-C. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
+fault of te-bench; 130 after Ctrl-C, of a gate 143 after SIGTERM and 129 after SIGHUP. Nothing heavy is imported before a
+verb needs it, so `te-bench --help` answers at once.
 """
 
 import contextlib

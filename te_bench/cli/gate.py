@@ -78,6 +78,27 @@ Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XM
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")]
 
 
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """While inside, SIGTERM and SIGHUP end the gate as cleanly as Ctrl-C: with 128 and the number of the signal."""
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # a second one does not disturb the clean-up
+        _say(f"\nStopped by {signal.Signals(number).name}; the same command goes on where it stopped.")
+        raise SystemExit(128 + number)
+
+    # what the user has ignored, by nohup say, stays so
+    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    before = {number: signal.signal(number, stop) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@_stoppable()
 def gate(
     context: typer.Context,
     base: Base = None,
@@ -133,10 +154,9 @@ def gate(
             timeout=timeout,
             **wanted,
         )
-        with _stoppable():
-            if self_test:
-                _self_test(question, out, machine, gates, at_once, slower)
-            found = gate_live.run(question, out, machine, say=_say)
+        if self_test:
+            _self_test(question, out, machine, gates, at_once, slower)
+        found = gate_live.run(question, out, machine, say=_say)
     elif baseline is not None:
         assert candidate is not None
         found = gate_records.compare(baseline, candidate, allow_environment_change=allow_environment_change, **wanted)
@@ -263,26 +283,6 @@ def _self_test(
     shown = self_test.table(rates)
     print("\n".join([*tables.terminal(shown), *textwrap.wrap(shown.note, tables.TERMINAL_WIDTH)]))
     raise typer.Exit(0 if self_test.passed(rates, question.alpha) else 1)
-
-
-@contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP end the gate as cleanly as Ctrl-C: with 128 and the number of the signal."""
-
-    def stop(number: int, _: FrameType | None) -> NoReturn:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # a second one does not disturb the clean-up
-        _say(f"\nStopped by {signal.Signals(number).name}; the same command goes on where it stopped.")
-        raise SystemExit(128 + number)
-
-    # what the user has ignored, by nohup say, stays so
-    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
-    before = {number: signal.signal(number, stop) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:

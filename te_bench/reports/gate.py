@@ -7,8 +7,8 @@ The first divides its share of alpha between r, two thirds, and m. The second di
 claims is, each of which is wrong in at most alpha of cases (Berger 1982, Technometrics 24:295).
 
 Each claim is held to alpha over all trials, their geometric mean and all looks together, by Holm's procedure over
-group-sequential tests (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311; Ye, Li, Liu & Yao 2013, Stat. Med. 32:1112). It is
-closed testing. Any k true hypotheses are rejected, at whatever look, with a probability of at most k times what one
+group-sequential tests (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311; Ye, Li, Liu & Yao 2013, Stat. Med. 32:1112). That
+is closed testing: any k true hypotheses are rejected, at whatever look, with a probability of at most k times what one
 spends at level alpha / k, however the trials depend on each other; and the levels of every look rise with alpha, so what
 is rejected at alpha / k is rejected at alpha / (k - 1) too, which lets a claim that has been made pass its share on to
 the trials still undecided. Stopping a trial once it is decided, or the whole gate when time is up, only loses rejections.
@@ -50,7 +50,7 @@ from te_bench.reports.slowdown import Estimate, likeness
 
 FAMILY = "geometric mean"
 #: The mean of all calls must be shown to lie below 1 + so many margins, which is 5 % where the margin is 2 %: A/A pairs of
-#: `quick` vary by one to six times as much by it as by the lowest tenth (6 trials, 84 pairs at a load of 5, 2026-11-23).
+#: `quick` vary by 0.8 to 10 times as much by it as by the lowest tenth, the median 1.4 (84 pairs, load 5, 2026-11-23).
 MEAN_MARGINS = 2.5
 #: Pairs without which nothing is claimed. Where processes of one program run at either of two speeds, as memory happens to
 #: be laid out, all of n pairs show the same difference in up to 4^-n of cases: 0.1 %, which no noise among them warns of.
@@ -143,7 +143,6 @@ def decide(
         kinds = [{**one, FAMILY: _rounds(list(one.values()))} for one in kinds]
     bars = zip(kinds, (margin, MEAN_MARGINS * margin), (True, False), strict=False)
     times = [_series(kind, math.log1p(bar), trim, looks, ended) for kind, bar, trim in bars]
-
     trials = {name: Trial(times=tuple(one[name] for one in times), alpha=alpha) for name in times[0]}
     slower, passes, faster = (holm(trials, claim) for claim in (Trial.slower, Trial.passes, Trial.faster))
     finest = math.log1p(margin if mde is None else mde)

@@ -34,7 +34,8 @@ def sentence(gate: Gate) -> str:
     said = [f"{n} {verdict}" for verdict, n in counts if n]
     said = [f"{', '.join(said)} of {len(trials)} timed"] if said else ["nothing was timed on both sides"]
     family = gate.decision.family if gate.decision else None
-    said += [f"their geometric mean {family.verdict}"] if family else []
+    told = family and (family.verdict is not Verdict.INCONCLUSIVE or gate.exit_code != REGRESSED)
+    said += [f"their geometric mean {family.verdict}"] if family and told else []
     for code in (1, 4, 3):
         if n := sum(finding.code == code for finding in gate.findings):
             said.append(f"{_HEADINGS[code].lower()}: {n}")

@@ -37,6 +37,21 @@ def test_1_a_slower_revision_is_found(gate: Callable[..., Any], repository: Repo
     assert gate("HEAD", "--head", base).code == 0  # the other way round it is an improvement
 
 
+def test_1_a_revision_of_which_every_fourth_call_is_slow_is_found(
+    gate: Callable[..., Any], repository: Repository, tmp_path: Path
+) -> None:
+    base = repository.commit({"a": FAST})
+    one = "until = time.thread_time() + seconds"
+    slow = one.replace("seconds", "seconds * (1 if next(calls) % 4 else 40)")
+    trial = FILES["experiments/trial.py"].replace(one, slow)
+    trial = trial.replace("    def call():", "    calls = __import__('itertools').count()\n\n    def call():")
+    repository.commit({"a": FAST}, experiments__trial=trial)
+    done = gate(base, "--json", tmp_path / "gate.json")
+    [found] = json.loads((tmp_path / "gate.json").read_text())["trials"]
+    assert (done.code, found["verdict"]) == (1, "REGRESSION"), done
+    assert found["ratio"] < 2 < 3.5 < found["mean"]["low"]
+
+
 def test_3_a_budget_that_ends_too_soon(gate: Callable[..., Any], repository: Repository, tmp_path: Path) -> None:
     base = repository.commit({"a": FAST})
     done = gate(base, "--budget", "0.001")

@@ -1,5 +1,7 @@
 import functools
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from statsmodels.stats.power import TTestPower
 from te_bench.reports.sequential import t_levels
 from te_bench.reports.slowdown import Estimate, Likeness, detectable, estimate, likeness, plan_pairs, trimmed, widening
 
+RESULTS = Path(__file__).parents[2] / "results" / "gate"
 QUIET = np.array([0.004, -0.006, 0.001, 0.003, -0.002, 0.005, -0.004, 0.0, 0.002, -0.003])
 
 
@@ -93,6 +96,14 @@ def test_likeness_is_that_of_the_process_whatever_the_number_of_pairs():
             assert found.off == pytest.approx(1.645 / math.sqrt(gates * n))
     assert likeness([[1.0, 2.0]]).bound(likeness([])) == 0.95  # of too few pairs everything is possible
     assert likeness([[1.0] * 9]).estimate == 0.0
+
+
+def test_pairs_of_live_gates_hardly_resemble_the_ones_before():
+    answers = (json.loads(line) for path in RESULTS.glob("*/self-test.jsonl") for line in path.read_text().splitlines())
+    trials = [trial for answer in answers if answer["condition"] == "unchanged" for trial in answer["trials"].values()]
+    found = likeness([[math.log(ratio) for ratio in trial["ratios"] if ratio is not None] for trial in trials])
+    assert found.pairs > 5000
+    assert found.estimate == pytest.approx(0.03, abs=0.03)
 
 
 def test_a_series_that_is_shown_to_be_more_alike_than_its_gate_is_held_to_its_own():
