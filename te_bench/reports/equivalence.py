@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from te_bench.reports.power import detectable, seeds_beyond, seeds_needed, tost_power
+from te_bench.reports.power import at_most, detectable, seeds_beyond, seeds_needed, tost_power
 from te_bench.reports.skewed import FEWEST, Mean, mean_of
 
 Array = NDArray[np.float64]
@@ -62,6 +62,7 @@ class Comparison:
     alpha: float
     gap: float  # mean of candidate - control
     sd: float  # of the gap of one pair
+    df: float  # that it is known with
     interval: tuple[float, float] | None  # 1 - 2 alpha, of the tests that the verdict is made by
     t_interval: tuple[float, float] | None  # 1 - 2 alpha, Student's or Welch's: too narrow where gaps are skewed
     p_equivalence: float
@@ -123,6 +124,7 @@ def compare(
     claims = claims_of(mean, margin) if mean else _no_claims(same)
     interval = mean.interval(alpha) if mean else None
     at_gap = _needed(gap, sd, margin, alpha, paired) if mean else None
+    cautious = _needed(gap, at_most(sd, mean.df), margin, alpha, paired) if mean else None
     verdict = claims.verdict(alpha)
     return Comparison(
         n=arms[0].size,
@@ -144,7 +146,8 @@ def compare(
         seeds_needed_at_gap=at_gap,
         outliers=outliers(gaps) if mean and gaps is not None else (),
         verdict=verdict,
-        reason=untold or _reason(verdict, gap, interval, margin, alpha, at_gap),
+        df=mean.df if mean else 0.0,
+        reason=untold or _reason(verdict, gap, interval, margin, alpha, (at_gap, cautious)),
     )
 
 
@@ -194,7 +197,8 @@ def _judged(c: Comparison, claims: Claims, family: int) -> Judgement:
     if c.interval is not None:
         # Holm's hardest step, so enough whichever rank the candidate takes
         needed = _needed(c.gap, c.sd, c.margin, c.alpha / family, c.paired)
-        reason = _reason(verdict, c.gap, c.interval, c.margin, c.alpha, needed)
+        cautious = _needed(c.gap, at_most(c.sd, c.df), c.margin, c.alpha / family, c.paired)
+        reason = _reason(verdict, c.gap, c.interval, c.margin, c.alpha, (needed, cautious))
     if verdict is not c.verdict:
         reason = f"{c.verdict} on its own, not after Holm over {family} candidates: {reason}"
     return Judgement(
@@ -359,8 +363,14 @@ def _needed(gap: float, sd: float, margin: float, alpha: float, paired: bool) ->
 
 
 def _reason(
-    verdict: Verdict, gap: float, interval: tuple[float, float] | None, margin: float, alpha: float, needed: int | None
+    verdict: Verdict,
+    gap: float,
+    interval: tuple[float, float] | None,
+    margin: float,
+    alpha: float,
+    needed: tuple[int | None, int | None],
 ) -> str:
+    """`needed`: seeds by the spread as measured, and by its upper bound."""
     assert interval is not None
     measured = f"gap {gap:+.2g}, {100 * (1 - 2 * alpha):.3g} % interval [{interval[0]:+.2g}, {interval[1]:+.2g}]"
     if verdict is Verdict.EQUIVALENT:
@@ -371,7 +381,9 @@ def _reason(
         return f"ends more than {margin:g} above the control: {measured}"
     claim = Verdict.EQUIVALENT if abs(gap) < margin else Verdict.INFERIOR if gap > 0 else Verdict.NON_INFERIOR
     more = f"no number of seeds would show it {claim} if that is its true gap"
-    if needed is not None:
-        more = f"{needed} seeds an arm would show it {claim} in 80 % of cases if that is its true gap"
+    few, many = needed
+    if few is not None:
+        to = f" to {many}" if many is not None else " or more"
+        more = f"{few}{to} seeds an arm would show it {claim} in 80 % of cases if that is its true gap"
     what = f"tell whether the gap is more than {margin:g}" if interval[0] > 0 else f"tell {margin:g} from nothing"
     return f"too few seeds to {what}: {measured}; {more}"

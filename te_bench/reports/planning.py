@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-from scipy.special import chdtri
 
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports import power
@@ -18,7 +17,6 @@ from te_bench.reports.study import Arm, Study
 
 FEWEST_PAIRS = 3  # of 2 the standard deviation is wrong by a factor of 2 or more in two cases of five
 FEWEST_SEEDS = 2  # a verdict needs a standard deviation
-CAUTION = 0.8  # the confidence that a spread is no larger than what is planned for
 ROUNDING = 0.005  # of a simulated power
 PILOT_STEPS = 30  # three reads of the loss: the first tells when the clock starts, the others what steps take
 
@@ -39,8 +37,8 @@ class Spread:
 
     @property
     def gap_sd_at_most(self) -> float:
-        """Its upper CAUTION bound: a plan that trusts 5 pairs' estimate has the power it wants in half of cases."""
-        return self.gap_sd * math.sqrt((self.pairs - 1) / float(chdtri(self.pairs - 1, CAUTION)))
+        """Its upper bound of 80 % confidence: trusting 5 pairs' estimate gives the power in half of cases."""
+        return power.at_most(self.gap_sd, self.pairs - 1)
 
 
 #: Spreads of gaps that published records have, of preset and machine: {what of the problem must agree: spread}.

@@ -20,6 +20,7 @@ from te_bench.reports import skewed
 Array = NDArray[np.float64]
 
 POWER = 0.8  # the field's habit (Cohen 1988, Statistical Power Analysis, 2.4): four claims in five succeed
+CAUTION = 0.8  # the confidence that a spread is no larger than what is planned for
 MOST_SEEDS = 1_000_000  # beyond this no number of seeds is said to do
 
 DRAWS = 20_000  # a power of 80 % is known within 0.6 points
@@ -32,6 +33,11 @@ _TAIL = 1e-12  # of the chi distribution, left out at either end
 def gap_sd(sd: float, correlation: float = 0.0) -> float:
     """sd sqrt(2 (1 - rho)): the standard deviation of candidate - control where each arm's runs vary by sd."""
     return sd * math.sqrt(2 * (1 - correlation))
+
+
+def at_most(sd: float, df: float) -> float:
+    """The upper CAUTION bound of a standard deviation that was estimated with df degrees of freedom."""
+    return sd * math.sqrt(df / float(chdtri(df, CAUTION)))
 
 
 def tost_power(margin: float, *, se: float, df: float, gap: float = 0.0, alpha: float = 0.05) -> float:

@@ -109,7 +109,7 @@ class Verdicts:
     def _named(self, finding: Finding) -> str:
         needed = finding.judgement.seeds_needed
         if finding.verdict is Verdict.INCONCLUSIVE and needed:
-            return f"{finding.arm.name} ({needed} seeds needed)"
+            return f"{finding.arm.name} (at least {needed} seeds needed)"
         return finding.arm.name
 
 

@@ -1,4 +1,5 @@
 import math
+import re
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def test_verdicts():
     assert unclear.seeds_needed is not None
     noisy = compare(*shifted(40 * noise + 0.0005), margin=MARGIN)
     assert noisy.verdict is Verdict.INCONCLUSIVE  # no significant difference is no equivalence
-    assert f"{noisy.seeds_needed_at_gap} seeds" in noisy.reason
+    assert f"{noisy.seeds_needed_at_gap} to " in noisy.reason  # the spread of 5 pairs is itself uncertain
 
 
 def test_real_seeds_against_themselves_are_equivalent_and_a_gap_of_the_margin_is_not():
@@ -175,13 +176,13 @@ def test_a_gap_beyond_the_margin_says_how_many_seeds_would_show_that():
     assert worse.verdict is Verdict.INCONCLUSIVE
     assert worse.seeds_needed_at_gap == power.seeds_beyond(worse.sd, worse.gap - MARGIN)
     assert "too few seeds to tell whether the gap is more than 0.003" in worse.reason
-    assert f"{worse.seeds_needed_at_gap} seeds an arm would show it INFERIOR" in worse.reason
+    assert re.search(rf"{worse.seeds_needed_at_gap} to \d+ seeds an arm would show it INFERIOR", worse.reason)
     [judged] = judge({"x": shifted(noise + 0.004)}, margin=MARGIN).values()
     assert judged.seeds_needed == worse.seeds_needed_at_gap
     better = compare(*shifted(10 * noise - 0.004), margin=MARGIN)
     assert better.verdict is Verdict.INCONCLUSIVE
     assert better.seeds_needed_at_gap == power.seeds_beyond(better.sd, MARGIN - better.gap)
-    assert f"{better.seeds_needed_at_gap} seeds an arm would show it NON_INFERIOR" in better.reason
+    assert re.search(rf"{better.seeds_needed_at_gap} to \d+ seeds an arm would show it NON_INFERIOR", better.reason)
 
 
 def test_identical_runs_are_equivalent_only_over_seeds_that_differ():

@@ -310,10 +310,11 @@ def test_what_files_hold_moves_no_cursor(tmp_path: Path) -> None:
         path.write_text(
             "name,loss\n" + "".join(f"\x1b[31m\x1b]0;x\x07{n % 2},{3 + n / 7 + len(path.name)}\n" for n in range(4))
         )
-    b.write_text(b.read_text().replace("3.", "4."))
+    b.write_text(b.read_text() + "x,3.9\n")
+    a.write_text(a.read_text() + "x,3.8\n")
     for arguments in (("--margin", "0.003"), ("--margin", "0.003", "--paired")):
         done = verdict("--baseline", a, "--candidate", b, *arguments)
-        assert "mixes 2 labels" in done.stdout
+        assert "mixes 3 labels" in done.stdout
         assert "\x1b" not in done.stdout + done.stderr
         assert "\x07" not in done.stdout + done.stderr
     wrong = verdict("--baseline", tmp_path / "\x1b[31mno.csv", "--candidate", b, "--margin", "1")
