@@ -39,7 +39,9 @@ def _fastest(group: Group, rungs: Sequence[Rung], what: str) -> list[str]:
         return [f"One configuration was measured{what and f' ({what[1:]})'}: {_time(measured[0])}, on {group.where}."]
     found = ranking.standing(rungs)
     if not found.fastest:
-        return [f"Fastest{what} by single runs, which no interval confirms: {_quoted(rungs)}, on {group.where}."]
+        once = all(len(rung.cell.ok) == 1 for rung in measured)
+        reason = "one run of each" if once else "no two have two runs in pairs"
+        return [f"Fastest{what}, which no interval confirms ({reason}): {_quoted(rungs)}, on {group.where}."]
     sentences = []
     if len(found.fastest) == 1:
         sentences.append(f"Fastest{what}: {_quoted(rungs, found.fastest[0])}, on {group.where}.")

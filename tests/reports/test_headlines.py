@@ -30,7 +30,7 @@ def test_a_winner_that_every_pair_confirms_is_named_with_its_speedup(tmp_path):
 def test_one_run_of_each_names_the_fastest_and_says_that_nothing_confirms_it(tmp_path):
     [headline] = sentences(tmp_path, ladder_records(), baseline=baseline_cell())
     assert headline == (
-        "Fastest by single runs, which no interval confirms: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch, 3.98× "
+        "Fastest, which no interval confirms (one run of each): cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch, 3.98× "
         "over manual, V=50257, bf16, eager, on NVIDIA H200."
     )
 
@@ -88,7 +88,8 @@ def test_a_configuration_that_alone_ran_twice_is_no_winner(tmp_path):
         step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)
     ]
     assert sentences(tmp_path, records) == [
-        "Fastest by single runs, which no interval confirms: manual, Vp=50304, bf16, eager: 15.0 ms/batch, on NVIDIA H200."
+        "Fastest, which no interval confirms (no two have two runs in pairs): manual, Vp=50304, bf16, eager: 15.0 "
+        "ms/batch, on NVIDIA H200."
     ]
 
 
