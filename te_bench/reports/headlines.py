@@ -39,7 +39,9 @@ def _fastest(group: Group, rungs: Sequence[Rung], what: str) -> list[str]:
         return [f"One configuration was measured{what and f' ({what[1:]})'}: {_time(measured[0])}, on {group.where}."]
     found = ranking.standing(rungs)
     if not found.fastest:
-        return [f"Fastest{what} in one run of each, which no interval confirms: {_quoted(rungs)}, on {group.where}."]
+        once = all(len(rung.cell.ok) == 1 for rung in measured)
+        reason = "one run of each" if once else "no two have two runs in pairs"
+        return [f"Fastest{what}, which no interval confirms ({reason}): {_quoted(rungs)}, on {group.where}."]
     sentences = []
     if len(found.fastest) == 1:
         sentences.append(f"Fastest{what}: {_quoted(rungs, found.fastest[0])}, on {group.where}.")
@@ -105,7 +107,7 @@ def _attention(group: Group) -> list[str]:
             names[name] = names.get(name, 0) + 1
     parts = [f"{name} on {n}" for name, n in _most(clear)]
     parts += [f"{name} not distinguished on {tied.count(name)}" for name in dict.fromkeys(tied)]
-    parts += [f"{name} on {n} in one run of each, which no interval confirms" for name, n in _most(once)]
+    parts += [f"{name} on {n} by single runs, which no interval confirms" for name, n in _most(once)]
     if not parts:
         return []
     return [

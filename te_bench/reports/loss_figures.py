@@ -25,7 +25,7 @@ def losses(comparison: curves.Comparison, axis: str) -> Callable[[], Figure] | N
 
 
 def _losses(comparison: curves.Comparison, axis: str) -> Figure:
-    series = {
+    series: dict[str, list[Sequence[curves.Point]]] = {
         "validation loss": [arm.validation for arm in comparison.arms],
         "training loss": [_smoothed(arm.train) for arm in comparison.arms],
     }

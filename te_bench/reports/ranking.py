@@ -31,7 +31,8 @@ FEW = 5  # processes: up to so many are "only"
 class Ranking:
     """Places of what was compared: the best, or all that are not told apart from it, then what is shown to be worse.
 
-    alone: of a single process, or with no two seeds in common with the best: nothing can be said of them.
+    alone: of a single process, or with no two seeds in common with the best: nothing can be said of them. Where nothing can
+    be compared all are.
     """
 
     best: tuple[int, ...]
@@ -41,12 +42,12 @@ class Ranking:
 
 def rank(values: Sequence[Values]) -> Ranking:
     """Rank by paired differences, smaller is better; `values` come in the order of their estimates, the least first."""
-    first = next((place for place, found in enumerate(values) if len(found) > 1), None)
-    if first is None:
-        return Ranking(best=(), worse=(), alone=tuple(range(len(values))))
-    least = values[first]
+    first = next((place for place, found in enumerate(values) if len(found) > 1), 0)
+    least = values[first] if values else {}
     differences = [[value - least[pair] for pair, value in found.items() if pair in least] for found in values]
     rivals = [place for place, found in enumerate(differences) if place != first and len(found) > 1]
+    if not rivals:
+        return Ranking(best=(), worse=(), alone=tuple(range(len(values))))
     worse = tuple(place for place in rivals if _above_0(differences[place], len(rivals)))
     best = tuple(sorted({first, *rivals} - {*worse}))
     return Ranking(best=best, worse=worse, alone=tuple(p for p in range(len(values)) if p not in (*best, *worse)))

@@ -30,7 +30,7 @@ def test_a_winner_that_every_pair_confirms_is_named_with_its_speedup(tmp_path):
 def test_one_run_of_each_names_the_fastest_and_says_that_nothing_confirms_it(tmp_path):
     [headline] = sentences(tmp_path, ladder_records(), baseline=baseline_cell())
     assert headline == (
-        "Fastest in one run of each, which no interval confirms: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch, 3.98× "
+        "Fastest, which no interval confirms (one run of each): cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch, 3.98× "
         "over manual, V=50257, bf16, eager, on NVIDIA H200."
     )
 
@@ -81,6 +81,18 @@ def test_single_runs_beside_others_are_named_apart(tmp_path):
     ]
 
 
+def test_a_configuration_that_alone_ran_twice_is_no_winner(tmp_path):
+    """As of a run that was stopped early."""
+    times = {"flash": (19.0, 18.0), "math": (16.0,), "manual": (15.0,)}
+    records = [
+        step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)
+    ]
+    assert sentences(tmp_path, records) == [
+        "Fastest, which no interval confirms (no two have two runs in pairs): manual, Vp=50304, bf16, eager: 15.0 "
+        "ms/batch, on NVIDIA H200."
+    ]
+
+
 def test_a_single_configuration_is_not_the_fastest_of_anything(tmp_path):
     [headline] = sentences(tmp_path, [step_record(trial(), 10)], baseline=trial().cell)
     assert headline == "One configuration was measured: flash, Vp=50304, bf16, eager: 10.0 ms/batch, on NVIDIA H200."
@@ -120,6 +132,6 @@ def test_losses_of_several_seeds_are_told_apart_or_said_not_to_be(tmp_path):
 def test_attention_alone_says_who_is_the_fastest_on_how_many_shapes(tmp_path):
     [headline] = sentences(tmp_path, attention_records())
     assert headline == (
-        "Fastest attention, forward and backward, of 3 shapes: cudnn on 3 in one run of each, which no interval confirms; "
+        "Fastest attention, forward and backward, of 3 shapes: cudnn on 3 by single runs, which no interval confirms; "
         "on NVIDIA H200."
     )

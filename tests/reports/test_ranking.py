@@ -57,7 +57,9 @@ def test_runs_of_other_work_are_not_ranked(tmp_path):
     half = [step_record(trial(attention="math", batch=6, seed=s), 6.0 + s) for s in range(3)]
     records += [dataclasses.replace(one, work={"tokens": 6144}) for one in half]
     [group] = load_results([write(tmp_path / "run", records)]).groups
-    assert words(analysis.ladder(group)) == {"math": "fastest", "flash": None}
+    found = ranking.standing(analysis.ladder(group))
+    assert (found.fastest, found.slower) == ((), ())
+    assert [rung.cell.trial.attention for rung in found.alone] == ["math"]
 
 
 def test_copies_show_nothing(tmp_path):
