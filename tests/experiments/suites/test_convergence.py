@@ -58,7 +58,7 @@ def test_fused_steps_are_arms_of_their_own(device: str) -> None:
     plain, fused = (resolve(device=device, recipes=("delayed_scaling",), fused=asked).trials for asked in (None, True))
     known = {trial.id for trial in plain}
     more = {trial.id: trial for trial in fused if trial.id not in known}
-    assert len(fused) - len(plain) == len(more) == 2 * len({t.seed for t in plain.values()})  # two heads
+    assert len(fused) - len(plain) == len(more) == 2 * len({t.seed for t in plain})  # two heads
     ways = [{key: trial.problem[key] for key in ("blocks", "head", "optimizer")} for trial in more.values()]
     optimizer = "triton" if device == "cuda" else "reference"
     assert ways[0] == {"blocks": "fused", "head": "chunked", "optimizer": optimizer}
