@@ -39,8 +39,8 @@ def _fastest(group: Group, rungs: Sequence[Rung], what: str) -> list[str]:
         return [f"One configuration was measured{what and f' ({what[1:]})'}: {_time(measured[0])}, on {group.where}."]
     found = ranking.standing(rungs)
     if not found.fastest:
-        once = all(len(rung.cell.ok) == 1 for rung in measured)
-        reason = "one run of each" if once else "no two have two runs in pairs"
+        single = all(len(rung.cell.ok) == 1 for rung in measured)
+        reason = "one run of each" if single else "no two have two runs in pairs"
         return [f"Fastest{what}, which no interval confirms ({reason}): {_quoted(rungs)}, on {group.where}."]
     sentences = []
     if len(found.fastest) == 1:
