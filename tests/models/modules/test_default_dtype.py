@@ -20,14 +20,17 @@ def _float32_again() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def steps(case: Case, asked: recipe.Recipe | None, **options: Any) -> list[dict[str, Tensor]]:
+def steps(case: Case, asked: recipe.Recipe | None, device: str, **options: Any) -> list[dict[str, Tensor]]:
     """Two passes in bfloat16, so that the second casts by scales that the first one made; and the state they leave."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    module = randomise(case.make(48, **options))
+    module = randomise(case.make(48, **options)).to(device)
     found = []
     for _ in range(2):
-        x, dy = (torch.randn(16, 2, 48, generator=generator, dtype=torch.float32).bfloat16() for _ in range(2))
+        x, dy = (
+            torch.randn(16, 2, 48, generator=generator, dtype=torch.float32).to(device, torch.bfloat16)
+            for _ in range(2)
+        )
         with torch.no_grad():
             dy = dy[..., : module(x).shape[-1]]
         found.append(results(module, x, dy, asked))
@@ -37,10 +40,21 @@ def steps(case: Case, asked: recipe.Recipe | None, **options: Any) -> list[dict[
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("family", ["none", *FAMILIES])
 def test_bfloat16_is_what_params_dtype_makes(family: str, name: str) -> None:
+    check(family, name, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_what_params_dtype_makes_on_a_gpu(family: str, name: str) -> None:
+    check(family, name, "cuda")
+
+
+def check(family: str, name: str, device: str) -> None:
     asked = None if family == "none" else RECIPES[family][0]
-    expected = steps(MODULES[name], asked, params_dtype=torch.bfloat16)
+    expected = steps(MODULES[name], asked, device, params_dtype=torch.bfloat16)
     torch.set_default_dtype(torch.bfloat16)
-    found = steps(MODULES[name], asked)
+    found = steps(MODULES[name], asked, device)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
