@@ -103,7 +103,7 @@ def apply_rotary_pos_emb(
         out: Tensor = _Rotated.apply(t, angles_of(t.shape, freqs, batch_first), batch_first, interleaved)
         return out
     angles = freqs[: t.shape[1]].transpose(0, 1) if batch_first else freqs[: t.shape[0]]
-    return rotary_reference.turned(t, angles, interleaved, transposed=False)
+    return rotary_reference.turned(t, angles, interleaved, transposed=False).contiguous()
 
 
 def check_angles(shape: Sequence[int], freqs: Tensor, batch_first: bool) -> None:
@@ -201,7 +201,7 @@ class _Rotated(torch.autograd.Function):
 
 def _rotated(t: Tensor, angles: Tensor, batch_first: bool, interleaved: bool, transposed: bool) -> Tensor:
     t = rows_contiguous(t)
-    out = torch.empty_like(t)
+    out = t.new_empty(t.shape)
     x, y = ((z.transpose(0, 1) if batch_first else z)[:, :, None] for z in (t, out))
     backend(t).rotate([Part(x, y, angles)], interleaved=interleaved, transposed=transposed)
     return out

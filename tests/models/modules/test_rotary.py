@@ -261,3 +261,14 @@ def test_what_packed_sequences_cannot_be_is_named(options: dict[str, object], re
     given = {"t": torch.zeros(9, 2, 8), "freqs": torch.zeros(9, 1, 1, 8), "cu_seqlens": starts_of((3, 6))}
     with pytest.raises(ValueError, match=reason):
         apply_rotary_pos_emb(**{**given, **options}, tensor_format="thd")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dims", [(0, 1), (1, 2), (2, 3)])
+def test_a_transposed_input_gives_a_contiguous_output(dims: tuple[int, int], device: str) -> None:
+    freqs = RotaryPositionEmbedding(16).to(device)(16)
+    t = torch.randn(16, 16, 16, 16, device=device).transpose(*dims).requires_grad_()
+    assert not t.is_contiguous()
+    out = apply_rotary_pos_emb(t, freqs)
+    assert out.is_contiguous()
+    assert torch.equal(out, apply_rotary_pos_emb(t.contiguous(), freqs))
