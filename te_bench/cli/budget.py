@@ -234,7 +234,7 @@ class Forecast:
         ways += (
             []
             if largest is None
-            else [f"gaps that vary by {largest:.2g} (sd) or less, for {outlook.spread.gap_sd:.2g}"]
+            else [f"gaps that vary by {largest:.2g} (sd) or less, not {outlook.spread.gap_sd_at_most:.2g}"]
         )
         return (
             f"{outlook.seeds} seeds would show a true gap of 0 to lie within {outlook.margin:g} nat with a power of "

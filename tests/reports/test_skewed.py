@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from te_bench.reports import skewed
+from te_bench.reports import equivalence, skewed
 from te_bench.reports.equivalence import Verdict, compare
 from te_bench.reports.sequential import decide, spent
 
@@ -55,11 +55,12 @@ def test_student_s_t_would_not_hold():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [3, 5, 8, 13])
+@pytest.mark.parametrize("n", [3, 8])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_verdicts_on_runs_at_the_margin(shape, n):
+def test_verdicts_on_runs_at_the_margin(shape, n, monkeypatch):
     """The same through `compare`: losses in, a verdict out, in both directions."""
-    simulations = 1000
+    monkeypatch.setattr(equivalence, "_needed", lambda *_: None)  # has no part in the verdict
+    simulations = 400
     draw = np.random.default_rng(n)
     gaps = SHAPES[shape](draw, (simulations, n)) / 10
     control = draw.standard_normal((simulations, n))
@@ -72,7 +73,7 @@ def test_verdicts_on_runs_at_the_margin(shape, n):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_stopping_early_on_runs_at_the_margin(shape):
-    simulations = 1000
+    simulations = 400
     gaps = SHAPES[shape](np.random.default_rng(3), (simulations, LOOKS[-1])) / 10 + MARGIN
     found = [decide(row, looks=LOOKS, margin=MARGIN).verdict for row in gaps]
     good = sum(verdict in (Verdict.EQUIVALENT, Verdict.NON_INFERIOR) for verdict in found)
