@@ -411,7 +411,6 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ({"core_attention_bias": torch.zeros(1)}, "core_attention_bias"),
         ({"alibi_slopes": torch.zeros(2)}, "alibi_slopes"),
         ({"inference_params": object()}, "inference_params"),
-        ({"cu_seqlens_q_padded": torch.zeros(4)}, "cu_seqlens_q_padded"),
         ({"qkv_format": "thd"}, r"query_layer must be thd, \(rows, heads, features\), got \(5, 3, 2, 8\)"),
         ({"max_seqlen_q": 3}, "max_seqlen_q=3"),
         ({"attn_mask_type": "padding"}, "needs attention_mask"),
