@@ -18,11 +18,17 @@ def test_a_missing_package_is_named_without_a_traceback(no_package: Callable[[st
     assert (done.returncode, done.stderr) == (2, "te-bench: needs the package numpy: pip install numpy\n")
 
 
-def test_a_module_of_our_own_that_is_missing_is_our_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_our_own_that_is_missing_is_our_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "te_bench.models.configs", None)
     monkeypatch.setattr(sys, "argv", ["te-bench", "list", "models"])
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(SystemExit) as ended:
         cli.main()
+    assert ended.value.code == 70
+    said = capsys.readouterr().err
+    assert "ModuleNotFoundError: import of te_bench.models.configs halted" in said
+    assert "pip install" not in said
 
 
 def test_listing_models_needs_no_torch(no_torch: dict[str, str]) -> None:
