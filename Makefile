@@ -4,20 +4,17 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 JOBS ?= 2
 SECONDS_EACH ?= 0.1
+# Pages with tables that are made from the records.
+PAGES := README.md $(addprefix docs/,results.md performance.md attention.md gate.md convergence.md)
 
-.PHONY: demo test bench lint tables clean
+.PHONY: demo test bench lint check-tables tables clean
 
 demo: .venv/demo.done
 	$(BIN)/te-bench run quick
 
 # The tests start hundreds of processes, each of which would compile te_bench anew where Python is told to write no bytecode.
 test: export PYTHONDONTWRITEBYTECODE =
-test: .venv/test.done lint
-	$(BIN)/te-bench embed --check README.md
-	$(BIN)/te-bench embed --check docs/performance.md
-	$(BIN)/te-bench embed --check docs/attention.md
-	$(BIN)/te-bench embed --check docs/gate.md
-	$(BIN)/te-bench embed --check docs/convergence.md
+test: .venv/test.done lint check-tables
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not alone"
 
 # The kernels under pytest-benchmark, on a GPU where there is one; saved under .benchmarks/ with every round. Then for instance:
@@ -31,13 +28,12 @@ lint: .venv/test.done
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The tables of README.md and docs/, from the records under results/ and the backends' own words.
+check-tables: .venv/demo.done
+	$(BIN)/te-bench embed --check $(PAGES)
+
+# The tables of these pages, from the records under results/ and the backends' own words.
 tables: .venv/demo.done
-	$(BIN)/te-bench embed README.md
-	$(BIN)/te-bench embed docs/performance.md
-	$(BIN)/te-bench embed docs/attention.md
-	$(BIN)/te-bench embed docs/gate.md
-	$(BIN)/te-bench embed docs/convergence.md
+	$(BIN)/te-bench embed $(PAGES)
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -104,7 +104,7 @@ def compiled(module: str, names: list[str], folder: Path) -> list[Compiled]:
     done = subprocess.run(
         [sys.executable, __file__, module, *names], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"the compiling child ended with {done.returncode}: {done.stderr}"
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return [Compiled(**line | {"warnings": tuple(line["warnings"])}) for line in lines]
 

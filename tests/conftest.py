@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import interpreter
 import pytest
@@ -30,6 +31,21 @@ def pytest_collection_finish() -> None:
     """What was imported and collected stays, 700,000 objects: to look for garbage among them took half a second a time."""
     gc.collect()
     gc.freeze()
+
+
+REASON = 1500  # characters from either end of a failure's reason
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """Each failure's whole reason once more, and last: of a long log the end is kept, and pytest's summary cuts reasons."""
+    yield
+    for report in (*terminalreporter.stats.get("error", ()), *terminalreporter.stats.get("failed", ())):
+        chain = getattr(report.longrepr, "chain", ())  # an exception after its cause; none where a worker died
+        reason = "\n".join(crash.message for _, crash, _ in chain if crash) or str(report.longrepr)
+        if len(reason) > 2 * REASON:
+            reason = f"{reason[:REASON]}\n[...]\n{reason[-REASON:]}"
+        terminalreporter.write_line(f"\n{report.nodeid}, {report.when}:\n{reason}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

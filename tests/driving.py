@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,15 @@ class Run:
         """Every living process that this run started, itself included, wherever its parents went."""
         return [process for process in psutil.process_iter() if _carries(process, self.mark)]
 
-    def gone(self, seconds: float = 5.0) -> bool:
+    def named(self, name: str) -> list[psutil.Process]:
+        """Those of the family that are called so."""
+        found = []
+        for process in self.family():
+            with suppress(psutil.Error):  # it has just ended
+                found += [process] if process.name() == name else []
+        return found
+
+    def gone(self, seconds: float = 20.0) -> bool:
         """True once nothing of this run is alive."""
         return eventually(lambda: not self.family(), seconds)
 
@@ -63,7 +71,8 @@ def running(*arguments: object, **options: Any) -> Iterator[Run]:
         yield run
     finally:
         for process in run.family():
-            process.kill()
+            with suppress(psutil.Error):
+                process.kill()
         run.process.communicate(timeout=30)
 
 

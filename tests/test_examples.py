@@ -260,3 +260,13 @@ def test_the_quickstarts_program_runs_with_only_its_imports_changed(
     first = made["basic_transformer"].mlp.linear1.weight
     assert first is made["te_transformer"].layernorm_mlp.fc1_weight
     assert first.grad.any().item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_readme_s_program_trains_a_llama_in_fp8(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (EXAMPLES.parent / "README.md").read_text()
+    [program] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    made: dict[str, Any] = {}
+    exec(program, made)
+    assert "20 of 20 layers converted" in capsys.readouterr().out
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in made["model"].parameters())

@@ -1,19 +1,23 @@
-"""The command line: a verb is a stage. list -> plan -> run -> report, verdict, gate, export, history; tune.
+"""The command line: a verb is a stage. list -> plan -> run -> merge, report, verdict, gate, export, history; tune.
 
 Exit codes: 0 done or passed; 1 inferior, or a regression; 2 usage (the message says what is legal); 3 inconclusive; 4
-incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate differ.
-130 after Ctrl-C. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
+incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate or a merge differ; 70 a
+fault of te-bench; 130 after Ctrl-C, of a gate 143 after SIGTERM and 129 after SIGHUP. Nothing heavy is imported before a
+verb needs it, so `te-bench --help` answers at once.
 """
 
+import contextlib
 import functools
+import re
 import sys
+import traceback
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 
 from te_bench import __version__
-from te_bench.cli import evaluate, export, gate, history, look, report, run, tune
+from te_bench.cli import evaluate, export, gate, history, look, merge, report, run, tune
 from te_bench.cli import verdict as judge
 
 app = typer.Typer(
@@ -26,25 +30,58 @@ app = typer.Typer(
 )
 
 
+USAGE, FAULT = 2, 70
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
 def main() -> None:
     """Entry point: a ValueError, a file that can't be used and a missing package are the user's to read; exit code 2."""
-    try:
-        app()
-    except ValueError as error:
-        print(f"te-bench: {error}", file=sys.stderr)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        package = (error.name or "te_bench").partition(".")[0]
-        if package == "te_bench":  # a fault of ours
-            raise
-        print(f"te-bench: needs the package {package}: pip install {package}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:  # `te-bench list | head`
-        sys.stderr.close()
-        sys.exit(141)
-    except OSError as error:
-        print(f"te-bench: {error.filename or 'cannot go on'}: {error.strerror or error}", file=sys.stderr)
-        sys.exit(2)
+    out, err = (cast(TextIO, _Printable(stream)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            app()
+        except ValueError as error:
+            sys.exit(_refused(str(error)))
+        except ModuleNotFoundError as error:
+            package = (error.name or "te_bench").partition(".")[0]
+            if package == "te_bench":
+                sys.exit(_fault())
+            sys.exit(_refused(f"needs the package {package}: pip install {package}"))
+        except BrokenPipeError:  # `te-bench list | head`
+            sys.stderr.close()
+            sys.exit(141)
+        except OSError as error:
+            sys.exit(_refused(f"{error.filename or 'cannot go on'}: {error.strerror or error}"))
+        except Exception:
+            sys.exit(_fault())
+
+
+def _refused(why: str) -> int:
+    print(f"te-bench: {why}", file=sys.stderr)
+    return USAGE
+
+
+def _fault() -> int:
+    """What nobody foresaw: its traceback, and an exit code that is no verdict, as Python's own 1 would be."""
+    traceback.print_exc()
+    print("te-bench: this is a fault of te-bench, and no result", file=sys.stderr)
+    return FAULT
+
+
+class _Printable:
+    """A stream whose text moves no cursor and changes no colour: what files, records and names hold is shown as it is.
+
+    `raw` is the stream itself, for the progress bar, which draws.
+    """
+
+    def __init__(self, raw: TextIO):
+        self.raw = raw
+
+    def write(self, text: str) -> int:
+        return self.raw.write(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
 
 
 def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
@@ -72,6 +109,7 @@ for verb in (
     look.list_,
     look.plan,
     run.run,
+    merge.merge,
     report.report,
     judge.verdict,
     gate.gate,

@@ -13,7 +13,7 @@ from te_bench.cli.options import find_gpus, resolve
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options, Record
     from te_bench.experiments.store import Journal
-    from te_bench.reports.planning import Outlook, Prospect
+    from te_bench.reports.planning import Outlook, Prospect, Spread
     from te_bench.reports.study import Study
 
 
@@ -43,6 +43,8 @@ class Known:
     records: "tuple[Record, ...]"  # on the chip that is planned for
     studies: "tuple[Study, ...]"
     out: "Journal | None"  # of the run itself, which may have begun
+    timings: bool = False  # --timings was given
+    other_chips: str | None = None  # what the records are of, where none is of the chip that is planned for
 
 
 def resolved(
@@ -115,6 +117,10 @@ def _known(out: Path | None, timings: Path | None, where: Machine) -> Known:
         records=tuple(record for record in records if chips.get(record.environment) == chip),
         studies=tuple(study for group in from_journals(journals).groups for study in studies(group)),
         out=own,
+        timings=timings is not None,
+        other_chips=None
+        if any(chips.get(record.environment) == chip for record in records)
+        else f"its records are of {', '.join(sorted({str(c) for c in chips.values() if c})) or 'no machine'}, not {chip}",
     )
 
 
@@ -137,9 +143,9 @@ def _seeds(one: "Experiment", wanted: "Options", earlier: Known, out: Path) -> i
     from te_bench.reports import planning
 
     where = earlier.where
-    begun = _begun(one, earlier.out)
-    if begun is not None and wanted.seeds is None:
-        return begun
+    first = begun(one, earlier.out)
+    if first is not None and wanted.seeds is None:
+        return first
     taken = planning.seconds(one.trials, earlier.records)
     missing = [name for name, time in taken.items() if time is None]
     if missing:
@@ -156,7 +162,7 @@ def _seeds(one: "Experiment", wanted: "Options", earlier: Known, out: Path) -> i
     return wanted.seeds or most
 
 
-def _begun(one: "Experiment", journal: "Journal | None") -> int | None:
+def begun(one: "Experiment", journal: "Journal | None") -> int | None:
     """The seeds that this very experiment was first planned with in --out, or None."""
     from te_bench.experiments.spec import Trial
 
@@ -198,7 +204,10 @@ def _pilot(one: "Experiment", wanted: "Options", where: Machine, out: Path, miss
 class Forecast:
     """What an experiment can conclude and what it costs; `seconds` of one trial at a time, None where no record tells."""
 
-    outlook: "Outlook"
+    outlook: "Outlook | None"  # None where nothing is known of the spread
+    unused: str | None  # why records that are there tell no spread
+    seeds: int
+    margin: float
     looks: tuple[int, ...]  # of a plan that may stop early
     seconds: float | None
     where: Machine
@@ -207,29 +216,56 @@ class Forecast:
         elapsed = None if self.seconds is None else self.seconds / self.where.slots
         device = None if self.seconds is None else self.seconds / self.where.share
         estimate = {"device_s": device, "elapsed_s": elapsed, "at_once": self.where.slots}
-        return {"conclusion": {**dataclasses.asdict(self.outlook), "looks": self.looks}, "estimate": estimate}
+        conclusion = None if self.outlook is None else {**dataclasses.asdict(self.outlook), "looks": self.looks}
+        return {"conclusion": conclusion, "estimate": estimate}
+
+    @property
+    def refused(self) -> str | None:
+        """Why a run of so little power is not begun unless it is asked for, or None."""
+        from te_bench.reports import planning
+
+        outlook = self.outlook
+        if outlook is None or not outlook.underpowered:
+            return None
+        cautious = outlook.cautious
+        ways = [f"--seeds {cautious.seeds_needed}"] if cautious.seeds_needed else []
+        ways += [] if cautious.detectable is None else [f"--margin {cautious.detectable:.2g}"]
+        largest = planning.largest_sd(outlook.seeds, outlook.margin, cautious.alpha)
+        ways += (
+            []
+            if largest is None
+            else [f"gaps that vary by {largest:.2g} (sd) or less, for {outlook.spread.gap_sd:.2g}"]
+        )
+        return (
+            f"{outlook.seeds} seeds would show a true gap of 0 to lie within {outlook.margin:g} nat with a power of "
+            f"{cautious.power or 0:.0%} only ({_source(outlook.spread)}; 80 % bound, alpha {cautious.alpha:.3g}). It takes "
+            f"{', or '.join(ways)}; or add --underpowered to run it all the same"
+        )
 
     def lines(self) -> list[str]:
         from te_bench.reports.tables import TERMINAL_WIDTH
 
-        outlook, spread = self.outlook, self.outlook.spread
-        if spread.pairs:
-            source = f"measured on {spread.pairs} seeds, pair correlation {spread.correlation:.2f}"
+        outlook = self.outlook
+        said = [f"What {self.seeds} seed{'s' * (self.seeds > 1)} can conclude, margin {self.margin:g} nat:"]
+        if outlook is None:
+            said.append(
+                "  power: not known, for no record says how far gaps of this training vary; a pilot of 5 seeds tells, given "
+                "as --timings DIR"
+            )
         else:
-            source = "an assumption (NanoGPT speedruns, GPT-2 124M), pairs taken as uncorrelated"
-        said = [
-            f"What {outlook.seeds} seed{'s' * (outlook.seeds > 1)} can conclude, margin {outlook.margin:g} nat:",
-            f"  spread between seeds: sd {spread.sd:.2g} nat, {source}",
-            f"  one recipe on its own (alpha {outlook.alone.alpha:g}): {_said(outlook.alone)}",
-        ]
-        if outlook.recipes > 1:
+            spread = outlook.spread
+            said += [
+                f"  spread of a pair's gap: sd {spread.gap_sd:.2g} nat, {_source(spread)}; planned for "
+                f"{spread.gap_sd_at_most:.2g}, which it does not exceed with 80 % confidence",
+                f"  one recipe on its own (alpha {outlook.alone.alpha:g}): {_said(outlook.alone)}",
+            ]
             step = f"Holm's hardest step over {outlook.recipes} recipes (alpha {outlook.hardest.alpha:.3g})"
-            said.append(f"  {step}: {_said(outlook.hardest)}")
+            said += [f"  {step}: {_said(outlook.hardest)}"] if outlook.recipes > 1 else []
+            said.append(f"  the same by the spread that is planned for: {_said(outlook.cautious)}")
+        said += [f"  --timings tells nothing of the spread: {self.unused}"] if self.unused else []
         if self.looks:
             at = ", ".join(map(str, self.looks))
-            said.append(
-                f"  stopping early: looks at {at} seeds, each recipe at alpha {outlook.hardest.alpha:.3g} over all"
-            )
+            said.append(f"  stopping early: looks at {at} seeds, each recipe at its share of alpha over all")
         said.append(f"  time: {self._time()}")
         wrapped = (textwrap.wrap(line, TERMINAL_WIDTH, subsequent_indent="    ") for line in said)
         return [line for lines in wrapped for line in lines]
@@ -253,18 +289,36 @@ def forecast(experiment: "Experiment", earlier: Known) -> "Forecast":
     judgement = {key: float(str(experiment.judgement[key])) for key in ("margin", "alpha", "seeds")}
     arms = [trial.problem.get("arm") for trial in experiment.trials if trial.seed == experiment.trials[0].seed]
     control = next((t for t in experiment.trials if t.problem.get("arm") == "control"), experiment.trials[0])
-    outlook = planning.outlook(
-        seeds=int(judgement["seeds"]),
-        margin=judgement["margin"],
-        alpha=judgement["alpha"],
-        recipes=arms.count("recipe"),
-        spread=planning.spread(earlier.studies, control),
-    )
+    seeds, spread = int(judgement["seeds"]), planning.spread(earlier.studies, control)
+    outlook = None
+    if spread is not None:
+        outlook = planning.outlook(
+            seeds=seeds,
+            margin=judgement["margin"],
+            alpha=judgement["alpha"],
+            recipes=arms.count("recipe"),
+            spread=spread,
+        )
+    unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
     taken = planning.seconds(experiment.trials, earlier.records).values()
     total = None if None in taken else sum(time or 0.0 for time in taken)
     first = experiment.judgement.get("first_look")
-    at = looks(int(first), outlook.seeds) if isinstance(first, int) else ()
-    return Forecast(outlook=outlook, looks=at, seconds=total, where=earlier.where)
+    at = looks(int(first), seeds) if isinstance(first, int) else ()
+    return Forecast(
+        outlook=outlook,
+        unused=(unused or earlier.other_chips) if earlier.timings else None,
+        seeds=seeds,
+        margin=judgement["margin"],
+        looks=at,
+        seconds=total,
+        where=earlier.where,
+    )
+
+
+def _source(spread: "Spread") -> str:
+    if spread.assumed:
+        return f"assumed: that of {spread.assumed}, {spread.pairs} seeds"
+    return f"measured on {spread.pairs} seeds, pair correlation {spread.correlation:.2f}"
 
 
 def _said(prospect: "Prospect") -> str:
@@ -273,4 +327,5 @@ def _said(prospect: "Prospect") -> str:
     if prospect.power is None:
         return f"nothing: a verdict needs 2 seeds at least; {needed}"
     power = f"{prospect.power:.0%}" if prospect.power < 0.995 else "over 99%"
-    return f"power {power} at a true gap of 0, minimum detectable gap {prospect.detectable:.2g} nat; {needed}"
+    least = "" if prospect.detectable is None else f", minimum detectable gap {prospect.detectable:.2g} nat"
+    return f"power {power} at a true gap of 0{least}; {needed}"

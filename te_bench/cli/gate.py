@@ -1,10 +1,14 @@
 """te-bench gate: did a change make any trial slower, larger or wrong, by two revisions or by the records of two runs."""
 
+import contextlib
 import math
 import re
+import signal
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -74,6 +78,27 @@ Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XM
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")]
 
 
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """While inside, SIGTERM and SIGHUP end the gate as cleanly as Ctrl-C: with 128 and the number of the signal."""
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # a second one does not disturb the clean-up
+        _say(f"\nStopped by {signal.Signals(number).name}; the same command goes on where it stopped.")
+        raise SystemExit(128 + number)
+
+    # what the user has ignored, by nohup say, stays so
+    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    before = {number: signal.signal(number, stop) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@_stoppable()
 def gate(
     context: typer.Context,
     base: Base = None,

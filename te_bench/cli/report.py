@@ -1,5 +1,6 @@
 """te-bench report and embed: pages and tables of what runs have recorded."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +14,12 @@ def report(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the report goes. Default: DIR/report.")] = None,
 ) -> None:
     """Write index.html, report.md, records.csv and the figures of one or several runs."""
-    from te_bench.reports import render
+    from te_bench.experiments.store import own
+    from te_bench.reports import render, rows
 
-    print(render.write_report(directories, out or directories[0] / "report"))
+    for said in rows.gaps(directories):
+        print(said, file=sys.stderr)
+    print(render.write_report(directories, out or own(directories[0] / "report")))
 
 
 def embed(

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,6 +63,9 @@ def run(
     fused: Fused = False,
     share: Share = None,
     timings: Timings = None,
+    underpowered: Annotated[
+        bool, typer.Option("--underpowered", help="Run a plan whose verdict would probably be INCONCLUSIVE.")
+    ] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")] = 900.0,
     gpus: Gpus = None,
     checkpoints: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what training runs trained.")] = None,
@@ -71,7 +75,7 @@ def run(
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
     from te_bench.experiments import environment, runner
     from te_bench.experiments.measurement import Context
-    from te_bench.experiments.store import Plan, Store
+    from te_bench.experiments.store import Plan, Store, own
     from te_bench.kernels.attention import AUTO
 
     if not timeout > 0:  # nor is NaN
@@ -79,10 +83,13 @@ def run(
     wanted = options(locals())
     chosen = find_gpus(wanted.device, gpus)
     directory = out or Path("runs") / suite
-    experiment = _experiment(suite, only, wanted, directory, timings, gpus, fresh)
+    own(directory / "report")
+    experiment = _experiment(suite, only, wanted, directory, timings, gpus, fresh, underpowered)
     auto = any(trial.attention == AUTO for trial in experiment.trials)
     machine = environment.capture(wanted.device, chosen, auto=auto)
     with Store(directory, fresh=fresh) as store:
+        if store.journal.torn:
+            print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")
         store.add_environment(machine)
         stopping.check(experiment, store.journal, machine["id"])
         store.add_plan(Plan.of(experiment, machine["id"]))
@@ -123,11 +130,18 @@ def _experiment(
     timings: Path | None,
     gpus: str | None,
     fresh: bool,
+    underpowered: bool,
 ) -> "Experiment":
-    """What is to be run; where it gives a verdict, what that can conclude is said before hours are spent on it."""
+    """What is to be run; where it gives a verdict, what that can conclude is said before hours are spent on it.
+
+    Raises ValueError for a plan with less than 80 % power, unless it was asked for or has begun.
+    """
     experiment, earlier = planned.resolved(suite, only, wanted, out=directory, timings=timings, gpus=gpus, fresh=fresh)
     if earlier is not None:
-        print("\n".join(planned.forecast(experiment, earlier).lines()))
+        forecast = planned.forecast(experiment, earlier)
+        print("\n".join(forecast.lines()))
+        if forecast.refused and not underpowered and not planned.begun(experiment, earlier.out):
+            raise ValueError(forecast.refused)
     return experiment
 
 
@@ -145,9 +159,31 @@ def _finish(directory: Path, records: "list[Record]") -> None:
     counts = Counter(record.outcome for record in records)
     print(", ".join(f"{number} {outcome}" for outcome, number in counts.most_common()))
     print(f"report: {index}")
+    for line in _too_few_for_a_gate(directory, records):
+        print(line)
     failed = [record for record in records if record.outcome not in ("ok", "unsupported", "stopped")]
     if any(record.outcome != "diverged" or not _may_diverge(record) for record in failed):
         raise typer.Exit(INCOMPLETE)
+
+
+def _too_few_for_a_gate(directory: Path, records: "list[Record]") -> list[str]:
+    """How to have seeds enough for a gate on these records, where a timed trial has too few."""
+    from te_bench.reports.gate import FEWEST
+    from te_bench.reports.gate_records import SEEDS
+    from te_bench.reports.rows import TIMED
+    from te_bench.reports.tables import TERMINAL_WIDTH
+
+    timed = Counter(r.trial.cell for r in records if r.outcome == "ok" and TIMED.keys() & r.samples.keys())
+    seeds = min(timed.values(), default=FEWEST)
+    if seeds >= FEWEST:
+        return []
+    many = f"{seeds} seed{'s' * (seeds > 1)} a trial"
+    return textwrap.wrap(
+        f"To compare these times with another run's by te-bench gate --baseline {shlex.quote(str(directory))}, {many} "
+        f"{'are' if seeds > 1 else 'is'} too few: it takes {FEWEST}, better {SEEDS}. The same command with --seeds {SEEDS} "
+        "adds what is missing.",
+        TERMINAL_WIDTH,
+    )
 
 
 def _may_diverge(record: "Record") -> bool:

@@ -48,6 +48,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
     """Print the verdict of every study in the runs; the exit code of the worst."""
     from te_bench.reports import tables, verdict_tables
     from te_bench.reports.rows import load_results
+    from te_bench.reports.skewed import ASSUMPTION
     from te_bench.reports.study import studies
     from te_bench.reports.verdict import INCOMPLETE, noise, verdicts
 
@@ -78,7 +79,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
             why, name = finding.missing or finding.judgement.reason, finding.arm.name
             said = why if why.startswith(name) else f"{name}: {why}"
             print("\n".join(textwrap.wrap(said, tables.TERMINAL_WIDTH, subsequent_indent="  ")))
-        for note in one.notes:
+        for note in (*one.notes, ASSUMPTION):
             print("\n".join(textwrap.wrap(f"Note: {note}.", tables.TERMINAL_WIDTH, subsequent_indent="  ")))
     return max((one.exit_code for one in judged), key=_SEVERITY.index)
 
@@ -87,6 +88,7 @@ def _of_losses(baseline: list[Path], candidate: list[Path], paired: bool, margin
     """Print the verdict on a user's own losses; its exit code."""
     from te_bench.reports import loss_arms, loss_csv, tables, verdict_tables
     from te_bench.reports.equivalence import Verdict, check_test, compare
+    from te_bench.reports.skewed import ASSUMPTION
 
     arms = [loss_csv.read(paths[0] if len(paths) == 1 else paths) for paths in (baseline, candidate)]
     matched = loss_arms.matched(*arms, paired=paired)
@@ -99,10 +101,13 @@ def _of_losses(baseline: list[Path], candidate: list[Path], paired: bool, margin
         found = compare(matched.candidate, matched.baseline, margin=margin, alpha=alpha, paired=paired)
         moving = loss_arms.moving(arms[0], arms[1], margin)
         known = all(arm.curves for arm in arms)
-        verdict = Verdict.INCONCLUSIVE if moving and known else found.verdict
-        print(f"{verdict}: {moving if moving and known else found.reason}\n")
+        why_not = loss_arms.overfitted(arms[0], margin) or (moving if known else None)
+        verdict = Verdict.INCONCLUSIVE if why_not else found.verdict
+        print(f"{verdict}: {why_not or found.reason}\n")
         print("\n".join(tables.terminal(verdict_tables.losses(found, verdict))))
         notes += [moving] if moving and not known else []
+        notes += [loss_arms.far(matched, place) for place in found.outliers]
+        notes += [ASSUMPTION]
         notes += [far for arm in arms if (far := loss_arms.outlying(arm))]
         notes += [fall for arm in arms if (fall := loss_arms.falling(arm, margin))]
     for note in notes:

@@ -6,12 +6,12 @@ worktree add` would, so that a gate that is killed leaves nothing to prune, and 
 
 import contextlib
 import os
-import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from te_bench.experiments import janitor
 
 PREFIX = "te-bench-gate-"
 #: What git's hooks and its worktree-minded users set: it would have git look at another repository than the folder's.
@@ -32,38 +32,14 @@ _ELSEWHERE = (
     "GIT_SHALLOW_FILE",
     "GIT_WORK_TREE",
 )
-#: Waits on its standard input, which this process holds open; then removes the folder, while dying processes write to it.
-_JANITOR = """
-import shutil, sys, time
-sys.stdin.buffer.read()
-for _ in range(100):
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
-    time.sleep(0.05)
-    try:
-        open(sys.argv[1]).close()
-    except IsADirectoryError:
-        continue
-    except FileNotFoundError:
-        break
-"""
 
 
 @contextlib.contextmanager
 def temporary() -> Iterator[Path]:
     """A new folder. A second process removes it when this one ends, be it by SIGKILL."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    janitor = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _JANITOR, str(folder)],
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C at the terminal is not for it
-    )
-    try:
+    with janitor.removed(folder):
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        assert janitor.stdin is not None
-        janitor.stdin.close()
-        janitor.wait()
 
 
 def repository(inside: Path) -> Path:

@@ -94,12 +94,23 @@ def nvidia_gpus() -> list[dict[str, Any]]:
                 "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
                 "driver": driver,
                 "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+                "capability": _capability(handle),
                 "max_sm_clock_hz": _try(pynvml.nvmlDeviceGetMaxClockInfo, handle, 1, scale=1e6),
                 "max_memory_clock_hz": _try(pynvml.nvmlDeviceGetMaxClockInfo, handle, 2, scale=1e6),
                 "power_limit_w": _try(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle, scale=1e-3),
             }
         )
     return gpus
+
+
+def _capability(handle: Any) -> list[int] | None:
+    """Major and minor compute capability; None where the driver does not say."""
+    import pynvml
+
+    try:
+        return list(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+    except pynvml.NVMLError:
+        return None
 
 
 def visible_gpus() -> list[dict[str, Any]]:

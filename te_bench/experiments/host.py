@@ -1,9 +1,16 @@
-"""What the host's kernel says: of the processes it ended, and of the cores that this one may use."""
+"""What the host's kernel says: of the processes it ended, the cores that this one may use, and who else keeps them busy."""
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+BUSY = 0.1  # of the machine's CPU time: taken by others where less than that was left idle, it disturbs what is timed
+STOLEN = 0.02  # of the machine's CPU time
+PROC = Path("/proc")
 
 
 def cores() -> int:
@@ -31,3 +38,69 @@ def oom_kills() -> int:
             found = re.search(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE)
             total += int(found[1]) if found else 0
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTime:
+    """Seconds of CPU time, over all cores, since the machine started; `own` is of this session's processes."""
+
+    total: float
+    idle: float
+    stolen: float
+    own: float
+
+
+def cpu_time(proc: Path = PROC) -> CpuTime | None:
+    """What /proc says now (proc(5)); None where there is none."""
+    try:
+        first, *_ = (proc / "stat").read_text().splitlines()
+        user, nice, system, idle, wait, irq, softirq, stolen = map(int, first.split()[1:9])
+    except (OSError, ValueError):
+        return None
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    total = user + nice + system + idle + wait + irq + softirq + stolen
+    return CpuTime(total=total * tick, idle=(idle + wait) * tick, stolen=stolen * tick, own=_own(proc) * tick)
+
+
+def _own(proc: Path) -> int:
+    """Ticks of CPU time of this session's processes and of the children that they have waited for."""
+    session, total = os.getsid(0), 0
+    for stat in proc.glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):  # one that has just ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15])) if int(fields[3]) == session else 0
+    return total
+
+
+def load_since(before: CpuTime | None, proc: Path = PROC) -> dict[str, Any]:
+    """The load average over the last minute, and whose the CPU time was since `before`; without what nobody says.
+
+    host_cores: of the machine, not of this process's quota. cpu_idle and cpu_stolen are shares of all its CPU time, stolen
+    the part that a hypervisor gave to others; cpu_others is what other sessions took, in cores.
+    """
+    state: dict[str, Any] = {"host_cores": os.cpu_count()}
+    with suppress(OSError, AttributeError):
+        state["load_average"] = os.getloadavg()[0]
+    after = cpu_time(proc)
+    if before is None or after is None or after.total <= before.total:
+        return state
+    total, idle, stolen = after.total - before.total, after.idle - before.idle, after.stolen - before.stolen
+    others = max(total - idle - stolen - (after.own - before.own), 0.0)
+    cores = float(state["host_cores"] or 1)
+    return {**state, "cpu_idle": idle / total, "cpu_stolen": stolen / total, "cpu_others": others / total * cores}
+
+
+def disturbance(state: Mapping[str, Any]) -> str | None:
+    """What a record's `device_state` says of others that kept the machine busy, in words; None where nobody did."""
+    cores, others, idle, stolen = (
+        state.get(f"{name}") for name in ("host_cores", "cpu_others", "cpu_idle", "cpu_stolen")
+    )
+    said = []
+    if cores and others is not None and idle is not None and idle < BUSY and others > BUSY * cores:
+        load = state.get("load_average")
+        said.append(
+            f"other programs took {others:.1f} of {cores} cores" + ("" if load is None else f" (load {load:.1f})")
+        )
+    if stolen is not None and stolen > STOLEN:
+        said.append(f"its host took {100 * stolen:.0f} % of the CPU time away")
+    return " and ".join(said) or None

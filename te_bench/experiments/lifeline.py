@@ -8,3 +8,4 @@ import os
 from te_bench.experiments import origin, runner
 
 origin.end_with(int(os.environ[runner.RUNNER]))
+SERVER = os.getpid()  # which the fork server's children inherit

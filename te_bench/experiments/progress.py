@@ -1,5 +1,9 @@
-"""The progress bar of a sweep: the trial, the count and the time left; one line a trial where there is no terminal."""
+"""The progress bar of a sweep: the trial, the count and the time left; one line a trial where there is no terminal.
 
+It warns, once, of others that keep the machine busy: of a sweep that runs one trial at a time, for it may itself be those.
+"""
+
+import sys
 from types import TracebackType
 from typing import Self
 
@@ -7,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from te_bench.experiments import host
 from te_bench.experiments.spec import Record, Trial
 
 
@@ -16,11 +21,11 @@ class Progress:
     def __init__(self, total: int, done: int, slots: int):
         self.total, self.done, self.slots = total, done, slots
         self.walls: list[float] = []
-        self.console = Console(stderr=True)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
-        self.bar = Bar(
-            *columns, TextColumn("{task.description}"), console=self.console, disable=not self.console.is_terminal
-        )
+        self.warned = slots > 1
+        self.console = Console(file=getattr(sys.stderr, "raw", sys.stderr))  # the command line lets no escape through
+        name, left = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[left]"))
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left, name)
+        self.bar = Bar(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=total, completed=done, left="")
 
     def __enter__(self) -> Self:
@@ -39,9 +44,18 @@ class Progress:
             self.done += 1
             self.walls.append(record.wall_s)
             self.bar.update(self.task, completed=self.done, left=self._left())
+            if not self.warned and (busy := host.disturbance(record.device_state)):
+                self.warned = True
+                self._say(f"warning: the machine is busy: {busy} during {record.trial.name}. Timings will be noisy.")
             if not self.console.is_terminal:
-                line = f"[{self.done}/{self.total}] {record.outcome} {record.trial.name} {record.wall_s:.1f} s"
-                print(line, file=self.console.file, flush=True)
+                self._say(f"[{self.done}/{self.total}] {record.outcome} {record.trial.name} {record.wall_s:.1f} s")
+
+    def _say(self, line: str) -> None:
+        """One line on standard error, above the bar where there is one."""
+        if self.console.is_terminal:
+            self.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, file=self.console.file, flush=True)
 
     def _left(self) -> str:
         """The trials to go at the mean time of those that ended."""

@@ -5,6 +5,8 @@ process costs milliseconds. The parent never touches CUDA either: it waits, kill
 """
 
 import faulthandler
+import fcntl
+import functools
 import gc
 import json
 import multiprocessing
@@ -12,22 +14,24 @@ import os
 import resource
 import signal
 import sys
-import tempfile
+import termios
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 from typing import Any
 
+from te_bench.experiments import janitor, origin
 from te_bench.experiments.host import oom_kills
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Record, Trial
-from te_bench.experiments.store import Journal, Store
+from te_bench.experiments.store import Journal, Store, own
 
 LOGS = "logs"
 FORK_SERVERS, FORK_SERVER_DIES_S = 5, 0.3  # attempts at starting a child, and how long a killed server may take to go
@@ -104,8 +108,9 @@ def run(
     server = multiprocessing.get_context("forkserver")
     models = MODELS if all(trial.device == "cpu" for trial in waiting) else ()
     server.set_forkserver_preload(["__main__", LIFELINE, "te_bench.experiments.trial", *PROFILER, *models])
-    (store.directory / LOGS).mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="te-bench-") as scratch, _terminable():
+    own(store.directory / LOGS).mkdir(exist_ok=True)
+    scratch = _scratch()
+    with _terminable():
         try:
             while waiting or running:
                 while waiting and free:
@@ -114,7 +119,7 @@ def run(
                         store.add(_stopped(trial, environment_id, reason))
                         progress(store.journal.records[trial.id, environment_id], None)
                         continue
-                    job = _prepare(server, trial, store, free.pop(0), Path(scratch), context)
+                    job = _prepare(server, trial, store, free.pop(0), scratch, context)
                     running.append(job)  # first: an interrupt while it starts must find it
                     _start(job.process)
                     progress(None, job.trial)
@@ -127,6 +132,16 @@ def run(
         finally:
             for job in running:
                 _kill(job.process)
+
+
+@functools.cache
+def _scratch() -> Path:
+    """The folder in which the fork server listens, and trials reply: multiprocessing's own, which a kill would leave."""
+    folder = Path(get_temp_dir())
+    last = ExitStack()
+    last.enter_context(janitor.removed(folder))
+    Finalize(None, last.close, exitpriority=-101)  # after its own, of -100, which wants to find it
+    return folder
 
 
 def _prepare(server: Any, trial: Trial, store: Store, gpu: str | None, scratch: Path, context: Context) -> Running:
@@ -150,8 +165,10 @@ def _child(trial: Mapping[str, Any], reply: str, log: str, gpu: str | None, cont
     """In the child: become a process group, log to a file, run the trial, leave the reply whole or not at all."""
     os.setsid()
     _end_with_parent()
+    # As in a script. The fork server's children have "forkserver", whose locks have names, which a trial leaves behind.
+    multiprocessing.set_start_method("fork", force=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     faulthandler.enable(file=2, all_threads=False)
@@ -175,10 +192,13 @@ def _child(trial: Mapping[str, Any], reply: str, log: str, gpu: str | None, cont
 
 
 def _end_with_parent() -> None:
-    """Fork a watcher that ends this process group once te-bench is gone: no orphan keeps the GPU, wherever it hangs.
+    """Have the kernel end this process once te-bench is gone, and its whole group by a watcher: no orphan keeps the GPU.
 
-    The fork server cannot do it: it goes when its last child does, each of which holds the pipe that it watches.
+    The kernel ends the fork server with te-bench, and with that its children; what these have started is the watcher's.
     """
+    from te_bench.experiments import lifeline  # of the fork server
+
+    origin.end_with(lifeline.SERVER)
     te_bench = multiprocessing.parent_process()
     assert te_bench is not None
     if os.fork() == 0:
@@ -190,14 +210,25 @@ def _finished(running: Sequence[Running], timeout_s: float) -> Iterable[Running]
     """Wait for the next child to end or run out of time; those that did, the latter killed."""
     deadline = min(job.started for job in running) + timeout_s
     left = min(max(0.0, deadline - time.perf_counter()), LONGEST_WAIT)
-    wait([job.process.sentinel for job in running], timeout=left)
+    ended = wait([job.process.sentinel for job in running], timeout=left)
     now = time.perf_counter()
-    return [job for job in running if not job.process.is_alive() or now - job.started >= timeout_s]
+    return [job for job in running if job.process.sentinel in ended or now - job.started >= timeout_s]
+
+
+def _orphaned(process: BaseProcess) -> bool:
+    """Whether the fork server ended before it said how this child of it did: the exit code would be made up."""
+    if not wait([process.sentinel], timeout=0):
+        return False
+    unread = fcntl.ioctl(
+        process.sentinel, termios.FIONREAD, bytes(4)
+    )  # an int: how much of the exit code there is to read
+    return not any(unread)
 
 
 def _record(job: Running, environment_id: str, timeout_s: float) -> Record:
     """What became of a child: its reply, or what its end says."""
     wall = time.perf_counter() - job.started
+    orphaned = _orphaned(job.process)
     timed_out = job.process.is_alive()
     _kill(job.process)
     result: dict[str, Any] = {}
@@ -206,6 +237,8 @@ def _record(job: Running, environment_id: str, timeout_s: float) -> Record:
         job.reply.unlink()
     elif timed_out:
         result = {"outcome": "timeout", "reason": f"stopped after {timeout_s:g} s (--timeout)"}
+    elif orphaned:
+        result = {"outcome": "interrupted", "reason": "the process that starts trials was killed; rerun to repeat it"}
     else:
         result = _post_mortem(job)
     if result["outcome"] == "ok":

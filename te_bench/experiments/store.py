@@ -12,9 +12,10 @@ import lzma
 import os
 import re
 import socket
+import stat
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ JOURNAL = "journal.jsonl"
 PACKED = f"{JOURNAL}.xz"  # of a run that is over and published: a fifth of the size
 _PREFIX = len('{"crc32":"01234567",')
 _RECORD = re.compile(rb'"kind":"record","schema":(\d+),"key":\["([^"\\]*)","([^"\\]*)"\],')
+_HOLDER = re.compile(rb"process \d+ on |\Z")  # what a lock says; nothing where its holder was killed as it took it
 Key = tuple[str, str]  # (trial id, environment id)
 
 
@@ -57,7 +59,10 @@ class Plan:
 
 
 class Records(Mapping[Key, Record]):
-    """The last record of each done-key, parsed when it is first asked for: JSON's floats are most of a journal's cost."""
+    """The last record of each done-key, but a divergence whatever came after it.
+
+    Each is parsed when it is first asked for: JSON's floats are most of a journal's cost.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Key, bytes | Record] = {}  # a journal line, or what it said
@@ -75,17 +80,21 @@ class Records(Mapping[Key, Record]):
         return len(self._found)
 
     def add(self, key: Key, line: bytes) -> None:
-        self._found[key] = line
+        if (
+            key not in self._found or self[key].outcome != "diverged"
+        ):  # a divergence is a result: no repetition undoes it
+            self._found[key] = line
 
 
 @dataclass(slots=True)
 class Journal:
-    """A journal read back. `records` holds the last record of each done-key."""
+    """A journal read back. `records` holds a record for each done-key."""
 
     environments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
     records: Records = field(default_factory=Records)
     size: int = 0  # bytes that are whole, intact lines
+    torn: int = 0  # bytes after them: of a line that a kill or a full disk cut short
 
     def done(self, key: Key) -> bool:
         """True when this trial has ended in this environment; an interrupted one has not."""
@@ -100,13 +109,41 @@ def written(directory: Path) -> bool:
 
 def load(directory: Path) -> Journal:
     """Read DIR/journal.jsonl, or what `xz` made of it. Ignores a torn last line; raises ValueError for damage elsewhere."""
+    return _parse(*_read(directory))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One intact line of a journal."""
+
+    raw: bytes  # without its newline
+    kind: str
+    key: Key | None  # a record's
+
+
+def lines(directory: Path) -> list[Line]:
+    """The lines of DIR's journal as they were written. Raises ValueError as `load` does."""
+    data, path = _read(directory)
+    return [_line(raw) for raw in data[: _parse(data, path).size].split(b"\n")[:-1]]
+
+
+def _line(raw: bytes) -> Line:
+    if record := _RECORD.match(raw, _PREFIX):
+        return Line(raw, "record", (record[2].decode(), record[3].decode()))
+    value = json.loads(raw)
+    body = value["body"]
+    return Line(raw, value["kind"], (body["trial"]["id"], body["environment"]) if value["kind"] == "record" else None)
+
+
+def _read(directory: Path) -> tuple[bytes, Path]:
+    """A journal's bytes, unpacked, and the file that they are from."""
     path, packed = directory / JOURNAL, directory / PACKED
     if path.exists():
-        return _parse(path.read_bytes(), path)
+        return path.read_bytes(), path
     if not packed.exists():
         raise ValueError(f"{directory} holds no {JOURNAL}: it is not the --out directory of a te-bench run")
     try:
-        return _parse(lzma.decompress(packed.read_bytes()), packed)
+        return lzma.decompress(packed.read_bytes()), packed
     except lzma.LZMAError as error:
         raise ValueError(f"{packed} is damaged, or no file of xz: {error}") from error
 
@@ -117,23 +154,24 @@ def _parse(data: bytes, path: Path) -> Journal:
     for number, line in enumerate(lines, start=1):
         if number == len(lines):  # no newline after it: empty, or torn by a kill
             if journal.size == 0 and line[:9] != b'{"crc32":'[: len(line)]:
-                raise ValueError(_damage(path, number, line))  # somebody else's file: never cut it
+                raise ValueError(_damage(path, number, lines))  # somebody else's file: never cut it
             break
         if not _intact(line):
             if number > 1 and number == len(lines) - 1 and lines[-1] == b"":  # not all of it reached the disk
                 break
-            raise ValueError(_damage(path, number, line))
+            raise ValueError(_damage(path, number, lines))
         try:
             _add(journal, line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         journal.size += len(line) + 1
+    journal.torn = len(data) - journal.size
     return journal
 
 
-def _damage(path: Path, number: int, line: bytes) -> str:
+def _damage(path: Path, number: int, lines: Sequence[bytes]) -> str:
     """What to do about a line that is not as it was written; its kind cannot be trusted."""
-    if number == 1 or not line.startswith(b'{"crc32":'):
+    if not lines[number - 1].startswith(b'{"crc32":') and not any(map(_intact, lines)):
         return (
             f"{path} is not a te-bench journal: line {number} is not as te-bench writes it. Choose another directory."
         )
@@ -141,6 +179,13 @@ def _damage(path: Path, number: int, line: bytes) -> str:
         f"{path}, line {number}: checksum mismatch. Delete that line and rerun on the same machine with the same code: "
         "that repeats its trial, or writes its plan or environment again."
     )
+
+
+def own(path: Path) -> Path:
+    """The path, for te-bench to write there. Raises ValueError for a link: what it points to may be somebody else's."""
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link, and te-bench writes through none: remove it, or choose another --out.")
+    return path
 
 
 def _intact(line: bytes) -> bool:
@@ -193,6 +238,7 @@ class Store:
                     said = f"{packed} is of a run that is over: choose another --out, or unpack it to go on (xz -d)"
                     raise ValueError(said)
                 directory.mkdir(parents=True, exist_ok=True)
+                own(path)
                 self._lock = _lock(directory)
                 opened.callback(os.close, self._lock)
                 if fresh and path.exists():
@@ -218,12 +264,19 @@ class Store:
     def add(self, record: Record) -> None:
         self._append("record", record.to_json())
 
+    def copy(self, copied: Iterable[Line]) -> None:
+        """Append lines of other journals as they are, all of them or none."""
+        self._write([line.raw for line in copied])
+
     def _append(self, kind: str, body: Mapping[str, Any]) -> None:
-        line = encode(kind, body)
+        self._write([encode(kind, body)[:-1]])
+
+    def _write(self, added: Sequence[bytes]) -> None:
+        data = b"".join(line + b"\n" for line in added)
         try:
             written = 0
-            while written < len(line):
-                written += os.write(self._file, line[written:])
+            while written < len(data):
+                written += os.write(self._file, data[written:])
             os.fsync(self._file)
         except OSError as error:  # a full disk: leave the journal as it was
             os.ftruncate(self._file, self.journal.size)
@@ -231,8 +284,9 @@ class Store:
             raise ValueError(
                 f"cannot write {self.directory / JOURNAL}: {error.strerror}. What was measured before is safe."
             ) from error
-        self.journal.size += len(line)
-        _add(self.journal, line)
+        self.journal.size += len(data)
+        for line in added:
+            _add(self.journal, line)
 
     def close(self) -> None:
         self._opened.close()
@@ -248,14 +302,22 @@ class Store:
 
 def _lock(directory: Path) -> int:
     """Hold DIR/lock until the process ends, with who holds it written inside."""
-    file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    path = own(directory / "lock")
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)  # or a pipe would be waited for
     try:
+        holder = os.read(file, 4096) if stat.S_ISREG(os.fstat(file).st_mode) else b"no file"
+        if not _HOLDER.match(holder):
+            raise ValueError(f"{path} is not te-bench's, which leaves it as it is: move it, or choose another --out.")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.read(file, 4096).decode(errors="replace").strip() or "another process"
         os.close(file)
-        raise ValueError(f"{directory} is in use by {holder}. Wait for it, or choose another --out.") from None
+        who = holder.decode(errors="replace").strip() or "another process"
+        raise ValueError(f"{directory} is in use by {who}. Wait for it, or choose another --out.") from None
+    except BaseException:
+        os.close(file)
+        raise
     os.ftruncate(file, 0)
+    os.lseek(file, 0, os.SEEK_SET)
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     since = datetime.now(UTC).isoformat(timespec="seconds")
     os.write(file, f"process {os.getpid()} on {socket.gethostname()} since {since} ({command})\n".encode())

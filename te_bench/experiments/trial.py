@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_bench import plugins
-from te_bench.experiments import timing, workloads
+from te_bench.experiments import host, timing, workloads
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Interrupted, Measurement, Unsupported
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
@@ -18,7 +18,7 @@ from te_bench.experiments.throttling import Watch
 
 def run(trial: Trial, context: Context) -> dict[str, Any]:
     """{"outcome", "reason", "work_s", ...Measurement}: never raises."""
-    started = time.perf_counter()
+    started, load = time.perf_counter(), host.cpu_time()
     reason = None
     measurement = Measurement()
     watch = Watch(_gpu)
@@ -39,7 +39,7 @@ def run(trial: Trial, context: Context) -> dict[str, Any]:
         "work": dict(measurement.work),
         "samples": {name: list(values) for name, values in measurement.samples.items()},
         "kernels": list(measurement.kernels),
-        "device_state": watch.state(),  # while the GPU is still warm
+        "device_state": {**watch.state(), **host.load_since(load)},  # while the GPU is still warm
     }
     try:
         canonical_json(reply)

@@ -10,6 +10,16 @@ from typing import Any
 #: What `te.` offers, and where it is.
 _HOMES = {
     "te_bench.models.fp8": ("autocast", "fp8_autocast", "is_fp8_enabled", "checkpoint", "numerics", "record_numerics"),
+    "te_bench.models.quantization": (
+        "get_cudnn_version",
+        "get_default_recipe",
+        "get_device_compute_capability",
+        "is_bf16_available",
+        "is_fp8_available",
+        "is_fp8_block_scaling_available",
+        "is_mxfp8_available",
+        "is_nvfp4_available",
+    ),
     "te_bench.models.modules.linear": ("Linear",),
     "te_bench.models.modules.layernorm": ("LayerNorm", "RMSNorm"),
     "te_bench.models.modules.layernorm_linear": ("LayerNormLinear",),
@@ -21,11 +31,14 @@ _HOMES = {
     "te_bench.models.modules.transformer_layer": ("TransformerLayer",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
+_MODULES = ("attention", "distributed", "quantization", "recipe")  # te.attention, for instance
 
-__all__ = sorted(_HOME)
+__all__ = sorted([*_HOME, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
@@ -34,4 +47,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOME]
+    return [*globals(), *_HOME, *_MODULES]

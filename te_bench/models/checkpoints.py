@@ -199,7 +199,10 @@ def _config(path: Path, given: Mapping[str, Any], gelu: str) -> GPTConfig:
         )
     if gelu not in GELU:
         raise ValueError(f"{path}: gelu is {gelu!r}; known: {', '.join(GELU)}")
-    return GPTConfig(**{name: given[name] for name in SIZES}, bias=bias, dropout=float(dropout), gelu=gelu)
+    try:
+        return GPTConfig(**{name: given[name] for name in SIZES}, bias=bias, dropout=float(dropout), gelu=gelu)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _parameters(path: Path, config: GPTConfig, state: Mapping[Any, Any]) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ Source: Radford et al. 2019 (GPT-2); Karpathy, nanoGPT, for shakespeare_char.
 
 from dataclasses import dataclass
 
+MOST, MOST_LAYERS = 2**20, 1024  # ten times what the largest published models have
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTConfig:
@@ -16,6 +18,15 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = False  # nanoGPT trains without; OpenAI's GPT-2 has them
     gelu: str = "none"  # torch's `approximate`: "none" is exact, "tanh" is OpenAI's
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that no model has, before anything is allocated."""
+        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
+            size, most = getattr(self, name), MOST_LAYERS if name == "n_layer" else MOST
+            if type(size) is not int or not 1 <= size <= most:
+                raise ValueError(f"{name} is {size!r}: give an integer from 1 to {most}")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}: heads are of equal width")
 
 
 CONFIGS = {

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -87,6 +88,20 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
+class Outside:
+    """A weight that is in none of these layers, and why it stays. kind: the module whose own it is.
+
+    multiplied: how many of its elements a token is multiplied by; None where that is not known.
+    """
+
+    name: str
+    kind: str
+    reason: str
+    parameters: int
+    multiplied: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Conversion:
     """What `convert` did, and what it found done; str() is a table of it. parameters: all of the model's."""
 
@@ -94,16 +109,24 @@ class Conversion:
     kept: tuple[Kept, ...]
     parameters: int
     found: tuple[Found, ...] = ()
+    outside: tuple[Outside, ...] = ()
 
     @property
     def gemm_parameters(self) -> int:
         """How many of the parameters FP8 GEMMs read."""
         return sum(c.parameters for c in self.converted) + sum(f.parameters for f in self.found)
 
+    @property
+    def flop_share(self) -> float:
+        """Which share of a token's FLOP in GEMMs with weights is in FP8, those left out whose FLOP is not known."""
+        stays = sum(k.parameters for k in self.kept) + sum(o.multiplied or 0 for o in self.outside)
+        return self.gemm_parameters / max(self.gemm_parameters + stays, 1)
+
     def __str__(self) -> str:
         rows = [(c.name, c.before, ", ".join(filter(None, (f"te.{c.after}", c.note)))) for c in self.converted]
         rows += [(f.name, f"te.{f.kind}", "te's already") for f in self.found]
         rows += [(k.name, k.kind, f"kept: {k.reason}") for k in self.kept]
+        rows += [(o.name, o.kind, f"kept: {o.reason}") for o in self.outside]
         # The layers of a stack differ in their number only: they are one row.
         alike = Counter((_without_numbers(name), was, _without_numbers(now)) for name, was, now in rows)
         table = [("layers", "", "was", "is"), *((where, f"{n} x", was, now) for (where, was, now), n in alike.items())]
@@ -112,9 +135,12 @@ class Conversion:
         share = self.gemm_parameters / max(self.parameters, 1)
         total = len(self.converted) + len(self.kept) + len(self.found)
         already = f", {len(self.found)} te's already" if self.found else ""
+        already += f", {len(self.outside)} weights outside of layers" if self.outside else ""
+        unknown = sum(o.parameters for o in self.outside if o.multiplied is None)
+        but = f", not counting {unknown:,} parameters whose use is not known" if unknown else ""
         lines.append(
             f"{len(self.converted)} of {total} layers converted{already}; FP8 GEMMs read {self.gemm_parameters:,} of "
-            f"{self.parameters:,} parameters ({share:.1%})"
+            f"{self.parameters:,} parameters ({share:.1%}) and do {self.flop_share:.1%} of a token's FLOP with weights{but}"
         )
         return "\n".join(lines)
 
@@ -150,14 +176,18 @@ def convert(
         else:
             kept[id(layer)] = Kept(name, type(layer).__name__, reason, _in_gemm(layer, kind))
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
+    told = [layer for _, _, _, layer in places if id(layer) in converted or id(layer) in kept]
+    outside = tuple(_outside(model, told))
     with contextlib.ExitStack() as undo:
         for _, parent, attribute, layer in places:
             if id(layer) in converted:
                 _swap(parent, attribute, converted[id(layer)][0], undo)
+        for module in model.modules():
+            _checkpoint_in_fp8(module, undo)
         if recipe is not None:
             _enter_by_itself(model, recipe, undo)
         undo.pop_all()  # it all went well, and stays
-    return Conversion(tuple(entry for _, entry in converted.values()), tuple(kept.values()), total, found)
+    return Conversion(tuple(entry for _, entry in converted.values()), tuple(kept.values()), total, found, outside)
 
 
 def _swap(parent: nn.Module, attribute: str, new: nn.Module, undo: contextlib.ExitStack) -> None:
@@ -166,6 +196,35 @@ def _swap(parent: nn.Module, attribute: str, new: nn.Module, undo: contextlib.Ex
     if isinstance(parent, nn.TransformerEncoderLayer):
         # Its fast path for inference reads the weights itself, past the layers and their FP8; 0 closes it.
         _assign(parent, "activation_relu_or_gelu", 0, undo)
+
+
+def _checkpoint_in_fp8(module: Any, undo: contextlib.ExitStack) -> None:
+    """Let gradient checkpointing of transformers, now or when it is enabled, go by te.checkpoint in place of torch's."""
+    if "_gradient_checkpointing_func" in vars(module):
+        function = _known(module._gradient_checkpointing_func)
+        _assign(module, "_gradient_checkpointing_func", function, undo)
+    if hasattr(type(module), "_set_gradient_checkpointing"):
+        _assign(module, "_set_gradient_checkpointing", _Checkpointing(module), undo)
+
+
+class _Checkpointing:
+    """A model's own _set_gradient_checkpointing, told of te.checkpoint where it would be told of torch's."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(
+        self, enable: bool = True, gradient_checkpointing_func: Any = torch.utils.checkpoint.checkpoint, **options: Any
+    ) -> None:
+        type(self.model)._set_gradient_checkpointing(self.model, enable, _known(gradient_checkpointing_func), **options)
+
+
+def _known(function: Any) -> Any:
+    """te.checkpoint with a function's options where that is torch's checkpoint, else the function."""
+    called, options = function, {}
+    if isinstance(function, functools.partial) and not function.args:
+        called, options = function.func, function.keywords
+    return functools.partial(fp8.checkpoint, **options) if called is torch.utils.checkpoint.checkpoint else function
 
 
 def _assign(module: Any, attribute: str, value: Any, undo: contextlib.ExitStack) -> None:
@@ -222,6 +281,34 @@ def _found(model: nn.Module) -> Iterator[Found]:
             yield Found(name, type(layer).__name__, sum(p.numel() for p in weights))
         elif isinstance(layer, LayerNorm | RMSNorm):
             yield Found(name, type(layer).__name__, 0)
+
+
+def _outside(model: nn.Module, told: list[nn.Module]) -> Iterator[Outside]:
+    """The weights, of two dimensions or more, of neither the layers that were told of nor te's own."""
+    layers = [*told, *(module for module in model.modules() if isinstance(module, Fp8Module))]
+    known = {id(p) for layer in layers for p in layer.parameters()}
+    for name, module in model.named_modules():
+        for attribute, p in module._parameters.items():
+            if p is None or id(p) in known or is_lazy(p) or p.dim() < 2 or not p.is_floating_point():
+                continue
+            known.add(id(p))
+            reason, multiplied = _use(model, module, p)
+            where = f"{name}.{attribute}" if name else attribute
+            yield Outside(where, type(module).__name__, reason, p.numel(), multiplied)
+
+
+def _use(model: nn.Module, module: nn.Module, p: Tensor) -> tuple[str, int | None]:
+    """Why a weight stays outside, and how many of its elements a token is multiplied by."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "a table, which is looked up", 0
+    if isinstance(module, nn.MultiheadAttention):
+        return "torch multiplies by it outside of any layer", p.numel()
+    config = getattr(model, "config", None)  # of transformers
+    chosen, experts = getattr(config, "num_experts_per_tok", None), p.shape[0]
+    counts = {getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")}
+    if p.dim() == 3 and isinstance(chosen, int) and experts in counts:
+        return f"{experts} experts in one parameter, of which a token takes {chosen}", p.numel() * chosen // experts
+    return f"{type(module).__name__} has it to itself, not in a layer that convert knows", None
 
 
 def _kind(layer: nn.Module) -> str | None:

@@ -10,6 +10,7 @@ scales in every GEMM as long as each backward pass is followed by the next forwa
 """
 
 import contextlib
+import functools
 import weakref
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -94,7 +95,8 @@ _TRACED = TracedScales()
 
 current = Region()
 _depth = 0
-_due: Region | None = None  # the last region inside the outermost autocast after which recipes take a step
+#: The recipes that take a step when the outermost autocast ends, those that were used in it, each with its process group.
+_due: dict[Recipe, Any] = {}
 #: States in the order of their making, the same on all ranks of a process group. They live as long as their modules.
 _states: list["weakref.ref[Any]"] = []
 #: Equal recipes are one object, so that what was compiled for one is not compiled again for the other.
@@ -147,15 +149,16 @@ class autocast(contextlib.ContextDecorator):
     ) -> None:
         global current, _depth, _due
         ended, current = current, self._outer.pop()
-        _depth -= 1
+        _depth = max(_depth - 1, 0)  # 0 after leave()
         again = ended.scales is not None and ended.scales.replaying
         active = (ended.enabled and torch.is_grad_enabled()) or ended.calibrating
         if active and kind is None and not again:
-            _due = ended
+            assert ended.recipe is not None
+            _due[ended.recipe] = ended.group
         if _depth == 0:
-            due, _due = _due, None
-            if due is not None and kind is None:
-                _update(due.group)
+            due, _due = _due, {}
+            if due and kind is None:
+                _update(due)
 
 
 def fp8_autocast(
@@ -166,6 +169,12 @@ def fp8_autocast(
 ) -> autocast:
     """`autocast` by its older name and arguments."""
     return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group)
+
+
+def leave() -> None:
+    """As if no autocast had been entered: those still open end without a step of their recipes."""
+    global current, _depth, _due
+    current, _depth, _due = Region(), 0, {}
 
 
 def is_fp8_enabled() -> bool:
@@ -179,16 +188,18 @@ def recipe_of_attention() -> Recipe | None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _update(group: Any) -> None:
-    """One step of every recipe that has states."""
-    by_recipe: dict[Recipe, list[Any]] = {}
+def _update(due: dict[Recipe, Any]) -> None:
+    """One step of these recipes over their groups; a recipe that nobody used now can neither step nor fail."""
+    by_recipe: dict[Recipe, list[Any]] = {recipe: [] for recipe in due}
     alive = [(reference, reference()) for reference in _states]
     _states[:] = [reference for reference, state in alive if state is not None]
     for _, state in alive:
         if state is not None:
-            by_recipe.setdefault(state.recipe, []).append(state)
-    for recipe, states in by_recipe.items():
-        recipe.update(states, group)
+            states = by_recipe.get(state.recipe)
+            if states is not None:
+                states.append(state)
+    for recipe, group in due.items():
+        recipe.update(by_recipe[recipe], group)
 
 
 @contextlib.contextmanager
@@ -217,11 +228,33 @@ def numerics(module: torch.nn.Module) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
+class _Tracked:
+    """The generators of a tracker, as Megatron-LM has one: as they were the first time, afterwards as before."""
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+        self.first: Any = None
+        self.outer: list[Any] = []
+
+    def enter(self, recomputing: bool) -> None:
+        if self.tracker is None:
+            return
+        if recomputing:
+            self.outer.append(self.tracker().get_states())
+            self.tracker().set_states(self.first)
+        else:
+            self.first = self.tracker().get_states()
+
+    def leave(self, recomputing: bool) -> None:
+        if self.tracker is not None and recomputing:
+            self.tracker().set_states(self.outer.pop())
+
+
 class _Within:
     """What a checkpointed function runs in, the first time and, as often as needed, again."""
 
-    def __init__(self, region: Region, recomputing: bool):
-        self.region, self.recomputing = region, recomputing
+    def __init__(self, region: Region, recomputing: bool, tracked: "_Tracked"):
+        self.region, self.recomputing, self.tracked = region, recomputing, tracked
         self.kernel = attention_kernel.current  # the same attention again, wherever the backward pass is called
         self.outer: list[tuple[Region, str | None]] = []
 
@@ -231,13 +264,15 @@ class _Within:
         current, attention_kernel.current = self.region, self.kernel
         assert current.scales is not None
         current.scales.recomputing, current.scales.next = self.recomputing, 0
+        self.tracked.enter(self.recomputing)
 
     def __exit__(self, *error: object) -> None:
         global current
         current, attention_kernel.current = self.outer.pop()
+        self.tracked.leave(self.recomputing)
 
 
-def _contexts() -> tuple[Any, Any]:
+def _contexts(tracker: Any = None) -> tuple[Any, Any]:
     """What a checkpointed function runs in, the first time and again; while torch.compile traces it, what is kept."""
     if get_proxy_mode() is not None:
         return torch.utils.checkpoint.create_selective_checkpoint_contexts(
@@ -245,7 +280,8 @@ def _contexts() -> tuple[Any, Any]:
         )
     outer = current.scales
     region = replace(current, scales=Scales(None if outer is _TRACED else outer))  # traced until the graph broke
-    return _Within(region, False), _Within(region, True)
+    tracked = _Tracked(tracker)
+    return _Within(region, False, tracked), _Within(region, True, tracked)
 
 
 def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -253,16 +289,17 @@ def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
 
     The recomputation runs under the autocast of this call and casts with the very scales of the first time; amaxes are
     gathered, and elements counted, once. torch.compile takes it into its graph, with the autocast outside. Takes
-    torch.utils.checkpoint's own keyword arguments but context_fn and debug; use_reentrant is False.
+    torch.utils.checkpoint's own keyword arguments but context_fn and debug, and Transformer Engine's where they ask for
+    nothing; get_rng_state_tracker() is what Megatron-LM draws by. It is never reentrant: use_reentrant=True, their default,
+    has the same outputs and gradients.
     """
     global current
-    if kwargs.pop("use_reentrant", False):
-        raise ValueError(
-            "te.checkpoint has use_reentrant=False only: the reentrant kind hides its inputs from autograd"
-        )
-    theirs = "distribute_saved_activations", "get_rng_state_tracker", "tp_group"  # Transformer Engine's
-    taken = "context_fn", "debug"  # PyTorch's: the contexts are te.checkpoint's own, and debug comes without any
-    for name in (*theirs, *taken):
+    for name in ("use_reentrant", "tp_group"):  # a tp_group is for distribute_saved_activations
+        kwargs.pop(name, None)
+    tracker = kwargs.pop("get_rng_state_tracker", None)
+    contexts = _contexts if tracker is None else functools.partial(_contexts, tracker)
+    # Transformer Engine's; PyTorch's, for the contexts are te.checkpoint's own, and debug comes without any.
+    for name in ("distribute_saved_activations", "context_fn", "debug"):
         if kwargs.pop(name, None):
             raise ValueError(f"te.checkpoint: te_bench has no {name}; leave it out")
 
@@ -271,7 +308,7 @@ def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() and outer.scales is not _TRACED:
         current = replace(outer, scales=_TRACED)
     try:
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     finally:
         if current is not outer:
             current = outer

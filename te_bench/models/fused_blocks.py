@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from te_bench.kernels.attention._gradients import read_at_once
 from te_bench.models import fp8
 from te_bench.models.modules._module import FLOATS, compute_dtype
-from te_bench.models.modules._stretch import Between, Enter, Heads, Plan, Product, unwatched
+from te_bench.models.modules._stretch import Between, Enter, Heads, Plan, Product, unwatched, watched
 from te_bench.models.modules.layernorm_linear import Norm
 
 GELU = {"none": "gelu_erf", "tanh": "gelu"}  # torch's `approximate` -> a kind of kernels.activation
@@ -56,6 +56,10 @@ def _scales(blocks: list[Any], training: bool) -> list[Tensor | None]:
     return absent if None in (*casts, *gradients) else [*torch.stack([cast.scale for cast in casts]).unbind()]
 
 
+class NotFused(UserWarning):
+    """Blocks that were to be fused are computed one module after the other; the message says why."""
+
+
 def able(blocks: nn.ModuleList, last: nn.LayerNorm) -> bool:
     """Whether this pass is one that stretches compute: nobody looks at the modules' inputs, as calibration does, or listens.
 
@@ -64,6 +68,14 @@ def able(blocks: nn.ModuleList, last: nn.LayerNorm) -> bool:
     if fp8.current.calibrating:
         return False
     return torch.compiler.is_compiling() or unwatched((*blocks.modules(), last))
+
+
+def why_not(blocks: nn.ModuleList, last: nn.LayerNorm) -> str:
+    """What this pass, which stretches are not `able` to compute, needs the modules for."""
+    if fp8.current.calibrating:
+        return "calibration looks at the modules' inputs"
+    named = ((f"h.{name}" if name else "h", module) for name, module in blocks.named_modules())
+    return watched((*named, ("ln_f", last)))
 
 
 def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend, heads: int, gelu: str) -> Tensor:

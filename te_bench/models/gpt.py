@@ -11,6 +11,7 @@ Shapes: B batch, T tokens, C = n_embd, H heads, D = C / H, V vocabulary, Vp padd
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -81,6 +82,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.config, self.fused = config, blocks == "fused"
+        self.told: set[str] = set()  # why passes were not fused
         self.attention = fp8_attention.ByRecipe(attention)
         self.wte = nn.Embedding(padded, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -96,9 +98,19 @@ class Transformer(nn.Module):
         if self.fused and fused_blocks.able(self.h, self.ln_f):
             heads, gelu = self.config.n_head, self.config.gelu
             return fused_blocks.run(self.h, self.ln_f, x, attend=self.attention, heads=heads, gelu=gelu)
+        if self.fused:
+            self._tell(fused_blocks.why_not(self.h, self.ln_f))
         for block in self.h:
             x = block(x)
         return self.ln_f(x)
+
+    def _tell(self, why: str) -> None:
+        if why not in self.told:
+            self.told.add(why)
+            message = (
+                f'blocks="fused", but this pass goes module by module: {why}. Others for this reason will not say so'
+            )
+            warnings.warn(message, fused_blocks.NotFused, stacklevel=2)
 
 
 class GPT(nn.Module):
@@ -112,7 +124,8 @@ class GPT(nn.Module):
     it keeps no logits either, and its loss is of the weights, not of the rounding that they are trained with.
     blocks: "fused" computes from one attention to the next by fused kernels (models.fused_blocks), None one module after
     the other, as every pass goes that somebody watches (hooks on a block's modules, calibration) or that has frozen weights
-    in it; parameters and their names are the same. Raises ValueError for dropout in fused blocks.
+    in it: of a model that was to be fused the first such pass warns, fused_blocks.NotFused, and says why. Parameters and
+    their names are the same. Raises ValueError for dropout in fused blocks.
     """
 
     def __init__(

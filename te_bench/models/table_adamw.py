@@ -87,7 +87,7 @@ def _fp8_copy(module: Linear, master: Tensor) -> Fp8Copy | None:
     if made is None:
         return None
     recipe, cast = made
-    inverse = torch.ones((), device=master.device)
+    inverse = torch.ones((), dtype=torch.float32, device=master.device)
     data = torch.empty_like(master, dtype=cast.dtype)
     data_t = torch.empty_like(master.t(), dtype=cast.dtype, memory_format=torch.contiguous_format)
     return Fp8Copy(module, recipe, Slot(cast.scale, cast.amax), Quantized(data, inverse, data_t, inverse))

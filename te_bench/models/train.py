@@ -50,7 +50,7 @@ def adamw(model: nn.Module, optim: Optim, *, capturable: bool = False) -> torch.
     ]
     device = parameters[0].device
     # A captured graph reads the rate from memory; a Python float would be frozen into it.
-    rate = torch.tensor(optim.learning_rate, device=device) if capturable else optim.learning_rate
+    rate = torch.tensor(optim.learning_rate, dtype=torch.float32, device=device) if capturable else optim.learning_rate
     betas = (optim.beta1, optim.beta2)
     return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True, capturable=capturable)
 

@@ -10,6 +10,7 @@ from typing import Any
 from scipy.special import stdtrit
 
 from te_bench.experiments.spec import Record
+from te_bench.kernels.attention import in_fp8
 from te_bench.reports import hardware
 from te_bench.reports.rows import Cell, Group
 
@@ -35,7 +36,9 @@ class Rung:
 
     cell: Cell
     is_baseline: bool
-    latency_s: float | None = None  # median over processes of each process's median
+    latency_s: float | None = (
+        None  # the baseline's over the speed-up; without one, geometric mean of the processes' medians
+    )
     low_s: float | None = None  # 5th and 95th percentile of all timed steps
     high_s: float | None = None
     speedup: Ratio | None = None
@@ -155,9 +158,19 @@ def geometric_mean(ratios: Sequence[float]) -> Ratio | None:
 
 
 def of_processes(records: Iterable[Record], sample: str) -> float | None:
-    """Median over processes of each process's median of one kind of sample."""
-    found = (median(numbers(record.samples.get(sample))) for record in records)
-    return median([value for value in found if value is not None])
+    """Geometric mean over processes of each process's median of one kind of sample."""
+    found = geometric_mean([value for record in records if (value := of_process(record, sample))])
+    return found.value if found else None
+
+
+def typical(records: Iterable[Record], sample: str) -> float | None:
+    """Median over processes of each process's median: what one process that was disturbed does not move."""
+    return median([value for record in records if (value := of_process(record, sample))])
+
+
+def of_process(record: Record, sample: str) -> float | None:
+    """Median of one process's samples of a kind; None where it has none."""
+    return median(numbers(record.samples.get(sample)))
 
 
 def ladder(group: Group) -> tuple[Rung, ...]:
@@ -175,9 +188,11 @@ def rungs(cells: Iterable[Cell], baseline: Cell | None, gpu: str | None) -> tupl
 
 def _rung(cell: Cell, baseline: Cell | None, gpu: str | None) -> Rung:
     is_baseline = baseline is not None and cell.id == baseline.id
-    latency = of_processes(cell.ok, "latency_s")
+    latency, ratio = of_processes(cell.ok, "latency_s"), speedup(baseline, cell) if baseline else None
     if not latency:
         return Rung(cell=cell, is_baseline=is_baseline)
+    if ratio and baseline and not is_baseline:  # one estimate, whichever seeds are missing
+        latency = (of_processes(baseline.ok, "latency_s") or math.nan) / ratio.value
     steps = [step for record in cell.ok for step in numbers(record.samples.get("latency_s"))]
     tokens, flop = (finite(cell.ok[0].work.get(key)) for key in ("tokens", "flop"))
     reached = flop / latency if flop else None
@@ -189,7 +204,7 @@ def _rung(cell: Cell, baseline: Cell | None, gpu: str | None) -> Rung:
         latency_s=latency,
         low_s=quantile(steps, 0.05),
         high_s=quantile(steps, 0.95),
-        speedup=speedup(baseline, cell) if baseline else None,
+        speedup=ratio,
         tokens_per_s=tokens / latency if tokens else None,
         flop_per_s=reached,
         mfu=reached / peak if reached and peak else None,
@@ -224,18 +239,30 @@ def speedup(baseline: Cell, cell: Cell) -> Ratio | None:
     """
     if cell.id == baseline.id:
         return Ratio(value=1.0, n=len(cell.ok))
-    ours, theirs = _by_seed(cell), _by_seed(baseline)
-    pairs = [(theirs[key], ours[key]) for key in ours if key in theirs]
-    if any(slow.work.get("tokens") != fast.work.get("tokens") for slow, fast in pairs):
+    if not same_work(baseline, cell):
         return None
-    medians = [(of_processes([slow], "latency_s"), of_processes([fast], "latency_s")) for slow, fast in pairs]
-    return geometric_mean([slow / fast for slow, fast in medians if slow and fast])
+    ours, theirs = (seconds_by_seed(each, "latency_s") for each in (cell, baseline))
+    return geometric_mean([theirs[pair] / ours[pair] for pair in ours if pair in theirs])
 
 
-def _by_seed(cell: Cell) -> dict[tuple[str, int], Record]:
-    return {(row.run, row.trial.seed): row.record for row in cell.rows if row.record and row.outcome == "ok"}
+def same_work(one: Cell, other: Cell) -> bool:
+    """Whether two cells' steps process as many tokens."""
+    return len({record.work.get("tokens") for cell in (one, other) for record in cell.ok}) < 2
 
 
+def seconds_by_seed(cell: Cell, *samples: str) -> dict[tuple[str, int], float]:
+    """{(run, seed): the sum of a process's medians of these samples}, of the processes that have all of them."""
+    found = {}
+    for row in cell.rows:
+        if row.record and row.outcome == "ok":
+            medians = [of_process(row.record, sample) for sample in samples]
+            if all(medians):
+                found[row.run, row.trial.seed] = sum(value for value in medians if value)
+    return found
+
+
+#: What a record of attention was timed in.
+PASSES = ("forward_s", "backward_s")
 #: Attention that others ship, by which the rest is measured.
 PEERS = ("cudnn", "flash", "math")
 
@@ -268,24 +295,31 @@ def attention(group: Group) -> tuple[AttentionRung, ...]:
     return tuple(rungs)
 
 
+def attention_by_shape(group: Group) -> list[list[AttentionRung]]:
+    """The kernels that were timed in both passes, together where all else is the same, the fastest first.
+
+    Attention in FP8 stands apart from attention that is not: it computes with other numbers.
+    """
+    together: dict[tuple[str, bool], list[tuple[float, AttentionRung]]] = {}
+    for rung in attention(group):
+        seconds = list(seconds_by_seed(rung.cell, *PASSES).values())
+        if total := geometric_mean(seconds):
+            alike = dataclasses.replace(rung.cell.trial, attention="", seed=0).id, in_fp8(rung.cell.trial.attention)
+            together.setdefault(alike, []).append((total.value, rung))
+    return [[rung for _, rung in sorted(found, key=lambda item: item[0])] for found in together.values()]
+
+
 def _over(peer: Cell | None, cell: Cell) -> dict[str, Ratio]:
     """The peer's seconds over the cell's, paired by run and seed: forward, backward and both. Nothing of the peer itself."""
     if peer is None or peer.id == cell.id:
         return {}
-    ours, theirs, found = _by_seed(cell), _by_seed(peer), dict[str, Ratio]()
-    ways = {"forward": ["forward_s"], "backward": ["backward_s"], "both": ["forward_s", "backward_s"]}
-    for way, samples in ways.items():
-        pairs = [(_sum_of(theirs[key], samples), _sum_of(ours[key], samples)) for key in ours if key in theirs]
-        ratio = geometric_mean([slow / fast for slow, fast in pairs if slow and fast])
+    found = {}
+    for way, samples in {"forward": PASSES[:1], "backward": PASSES[1:], "both": PASSES}.items():
+        ours, theirs = (seconds_by_seed(each, *samples) for each in (cell, peer))
+        ratio = geometric_mean([theirs[pair] / ours[pair] for pair in ours if pair in theirs])
         if ratio is not None:
             found[way] = ratio
     return found
-
-
-def _sum_of(record: Record, samples: Sequence[str]) -> float | None:
-    medians = [of_processes([record], sample) for sample in samples]
-    known = [value for value in medians if value is not None]
-    return sum(known) if len(known) == len(medians) else None
 
 
 def _rate(flop: object, seconds: float | None) -> float | None:

@@ -55,15 +55,16 @@ def _alone(results: Results, group: Group) -> Iterator[Found]:
     """Of trials of the workload `attention`."""
     seconds: dict[Problem, dict[str, float]] = {}
     dates: dict[Problem, list[str]] = {}
-    for rung in analysis.attention(group):
-        trial = rung.cell.trial
-        if rung.forward_s is None or rung.backward_s is None or trial.mode != "eager":
+    for cell in group.of("attention"):
+        trial = cell.trial
+        forward, backward = (analysis.typical(cell.ok, sample) for sample in analysis.PASSES)
+        if forward is None or backward is None or trial.mode != "eager":
             continue
         if trial.attention == AUTO or in_fp8(trial.attention):
             continue
         problem = _table.whole(problem_of(trial.problem, trial.precision, trial.device))
-        seconds.setdefault(problem, {})[trial.attention] = rung.forward_s + rung.backward_s
-        dates.setdefault(problem, []).extend(record.started_at for record in rung.cell.ok)
+        seconds.setdefault(problem, {})[trial.attention] = forward + backward
+        dates.setdefault(problem, []).extend(record.started_at for record in cell.ok)
     for problem, by_name in seconds.items():
         yield _found(results, group, problem, by_name, dates[problem], alone=True)
 

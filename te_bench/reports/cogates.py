@@ -34,7 +34,6 @@ class Kind(StrEnum):
 
     MEMORY = "memory"
     COUNT = "count"
-    SPREAD = "spread"
     KERNELS = "kernels"
     FAILED = "failed"
     MISSING = "missing"
@@ -141,11 +140,21 @@ def _count(rows: list[Row]) -> str:
 
 
 def _memory(match: Match) -> Iterable[Finding]:
-    """Peaks whose growth, the median over the pairs, exceeds what is ALLOWED."""
+    """Peaks whose growth, the median over the pairs, exceeds what is ALLOWED, and those that the candidate does not have.
+
+    What is not measured cannot grow: a peak that the baseline recorded in some pair and the candidate in none is missing.
+    """
     for sample, name in _MEMORY.items():
+        sides = [
+            [numbers(record.samples.get(sample)) for record in side] for side in zip(*match.pairs.values(), strict=True)
+        ]
+        if sides and any(sides[0]) and not any(sides[1]):
+            yield _found(match, Kind.MISSING, 4, f"{name} memory recorded in the baseline, not in the candidate")
         peaks = _both(match, "samples", sample)
         yield from _grown(match, sample, name, peaks)
     tried = [(_tries(b), _tries(c)) for b, c in match.pairs.values()]
+    if any(old for old, _ in tried) and not any(new for _, new in tried):
+        yield _found(match, Kind.MISSING, 4, "peak memory of each batch recorded in the baseline, not in the candidate")
     batches = [max(old.keys() & new.keys()) for old, new in tried if old.keys() & new.keys()]
     if batches:
         batch = min(batches)  # the largest that fits on both sides, in every pair

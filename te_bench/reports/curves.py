@@ -89,7 +89,7 @@ def _comparison(cells: Sequence[Cell], baseline: str | None) -> Comparison:
 def _arm(cell: Cell) -> Arm:
     diverged = [row.record for row in cell.rows if row.record and row.outcome == "diverged"]
     drawn = cell.ok or diverged  # a seed that diverged would cut the others' curves short; the tables count it
-    lowest = [min(losses) for record in cell.ok if (losses := numbers(record.samples.get("val_loss")))]
+    best = list(lowest(cell).values())
     work = drawn[0].work if drawn else {}
     steps = [max(found) + 1 for record in drawn if (found := numbers(record.samples.get("step")))]  # from step 0 on
     times = [max(found) for record in drawn if (found := numbers(record.samples.get("time_s")))]
@@ -100,14 +100,21 @@ def _arm(cell: Cell) -> Arm:
         cell=cell,
         train=points(drawn, "step", "time_s", "loss"),
         validation=points(drawn, "val_step", "val_time_s", "val_loss"),
-        best=statistics.fmean(lowest) if lowest else None,
-        deviation=statistics.stdev(lowest) if len(lowest) > 1 else None,
-        n=len(lowest),
+        best=statistics.fmean(best) if best else None,
+        deviation=statistics.stdev(best) if len(best) > 1 else None,
+        n=len(best),
         steps_done=last,
         tokens=tokens,
         tokens_per_s=tokens / timed if tokens and timed else None,
         batch=finite(work.get("batch")),
     )
+
+
+def lowest(cell: Cell) -> dict[tuple[str, int], float]:
+    """{(run, seed): the lowest validation loss}, of the seeds that ended ok and have one."""
+    done = [(row.run, row.trial.seed, row.record) for row in cell.rows if row.record and row.outcome == "ok"]
+    losses = {(run, seed): numbers(record.samples.get("val_loss")) for run, seed, record in done}
+    return {pair: min(found) for pair, found in losses.items() if found}
 
 
 def points(records: Sequence[Record], step: str, time: str, loss: str) -> tuple[Point, ...]:

@@ -1,7 +1,9 @@
-"""Tables in hand-written Markdown, generated from a journal, so that a README's numbers are the records' numbers.
+"""Tables and a headline in hand-written Markdown, generated from a journal: a README's numbers are the records' numbers.
 
 <!-- te-bench:table ../results/h200/nanogpt ladder -->
 <!-- /te-bench:table -->
+
+The table "headline" is a sentence and a picture, which is written beside the journal.
 """
 
 import re
@@ -12,7 +14,7 @@ from te_bench.reports.files import write_atomically
 from te_bench.reports.rows import load_results
 
 _START = re.compile(r"^<!-- te-bench:table (?P<directory>\S+) (?P<name>\S+) -->[ \t]*$", re.MULTILINE)
-SELF_TEST, CAPABILITIES = "self_test", "capabilities"
+SELF_TEST, CAPABILITIES, HEADLINE = "self_test", "capabilities", "headline"
 _END = "<!-- /te-bench:table -->"
 
 
@@ -27,22 +29,37 @@ def embed(page: Path, *, check: bool) -> bool:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {page}: {error}") from error
     after, position = "", 0
+    pictures: dict[Path, bytes] = {}
     for marker in _START.finditer(before):
         if marker.start() < position:
             raise ValueError(f"{page}: a te-bench:table begins inside another one: add {_END} between them")
         end = before.find(_END, marker.end())
         if end < 0:
             raise ValueError(f"{page}: {marker.group()} has no end: add a line {_END}")
-        content = _tables(page.parent / marker["directory"], marker["name"])
-        after += f"{before[position : marker.end()]}\n\n{content}\n"
+        directory, name = marker["directory"], marker["name"]
+        found = _headline(page, directory, pictures) if name == HEADLINE else _tables(page.parent / directory, name)
+        after += f"{before[position : marker.end()]}\n\n{found}\n"
         position = end
     if position == 0:
         raise ValueError(f"{page} holds no generated table: add <!-- te-bench:table DIR NAME --> and {_END}")
     after += before[position:]
-    if check or after == before:
-        return after == before
+    drawn = all(path.is_file() and path.read_bytes() == svg for path, svg in pictures.items())
+    if check or (after == before and drawn):
+        return after == before and drawn
+    for path, svg in pictures.items():
+        write_atomically(path, svg)
     write_atomically(page, after.encode())
     return True
+
+
+def _headline(page: Path, directory: str, pictures: dict[Path, bytes]) -> str:
+    """The answer of a run in a sentence and a picture, which is added to `pictures` by its path."""
+    from te_bench.reports import headline
+
+    [group] = load_results([page.parent / directory]).groups
+    picture = headline.figure(group)
+    pictures[page.parent / directory / "headline.svg"] = picture.svg
+    return f"{headline.sentence(group)}\n\n![{tables.escape(picture.alt)}]({directory}/headline.svg)\n"
 
 
 def _tables(directory: Path, name: str) -> str:
@@ -56,7 +73,9 @@ def _tables(directory: Path, name: str) -> str:
 
         return tables.markdown(attention_capabilities.table())
     if name not in tables.TABLES:
-        raise ValueError(f"unknown table {name!r}. Known: {', '.join([*tables.TABLES, SELF_TEST, CAPABILITIES])}.")
+        raise ValueError(
+            f"unknown table {name!r}. Known: {', '.join([*tables.TABLES, SELF_TEST, CAPABILITIES, HEADLINE])}."
+        )
     groups = load_results([directory]).groups
     found = [(group, table) for group in groups for table in tables.of_group(group, name)]
     if not found:

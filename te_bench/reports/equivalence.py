@@ -1,7 +1,8 @@
-"""Does a candidate end where its control ends: two one-sided t-tests of final losses, and Holm over the candidates.
+"""Does a candidate end where its control ends: two one-sided tests of final losses, and Holm over the candidates.
 
 The gap is candidate - control in the unit of the losses (nat): above 0 is worse. A claim is made only where its own test
-rejects; that a difference was not significant is no claim. After Schuirmann 1987, J. Pharmacokinet. Biopharm. 15:657.
+rejects; that a difference was not significant is no claim. After Schuirmann 1987, J. Pharmacokinet. Biopharm. 15:657, with
+tests that hold for skewed gaps too (`skewed`).
 """
 
 import math
@@ -11,16 +12,17 @@ from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtr, stdtrit
+from scipy.special import stdtrit
 
-from te_bench.reports.power import detectable, exact_power, seeds_beyond, seeds_needed
+from te_bench.reports.power import at_most, detectable, seeds_beyond, seeds_needed, tost_power
+from te_bench.reports.skewed import FEWEST, Mean, mean_of
 
 Array = NDArray[np.float64]
 
-RESAMPLES = 9999
-FEWEST_RESAMPLED = 4  # of 3 runs one resample in 9 is one run three times: more than the 5 % that an end cuts off
 SAME = 1e-12  # a spread below this share of the losses is rounding of the subtraction
-LARGEST = 1e100  # a loss whose square is a number still
+LARGEST = 1e60  # a loss whose cube is a number still
+ROUNDED = 5  # decimals: losses that are written with so few may meet by chance, others are one run
+FAR = 0.01  # the chance that any gap of a normal sample is called far off
 
 
 class Verdict(StrEnum):
@@ -60,8 +62,9 @@ class Comparison:
     alpha: float
     gap: float  # mean of candidate - control
     sd: float  # of the gap of one pair
-    interval: tuple[float, float] | None  # t, 1 - 2 alpha
-    bootstrap: tuple[float, float] | None  # studentised, 1 - 2 alpha
+    df: float  # that it is known with
+    interval: tuple[float, float] | None  # 1 - 2 alpha, of the tests that the verdict is made by
+    t_interval: tuple[float, float] | None  # 1 - 2 alpha, Student's or Welch's: too narrow where gaps are skewed
     p_equivalence: float
     p_non_inferior: float
     p_inferior: float
@@ -70,6 +73,7 @@ class Comparison:
     detectable: float | None  # the smallest margin that has 80 % power with these n and sd
     seeds_needed: int | None  # for 80 % power with this sd at a true gap of 0
     seeds_needed_at_gap: int | None  # to show what the gap as measured is: within the margin, or beyond it
+    outliers: tuple[int, ...]  # places of the pairs whose gap lies far from the others'
     verdict: Verdict
     reason: str
 
@@ -88,17 +92,6 @@ class Judgement:
     seeds_needed: int | None = None  # to show what the gap as measured is, whatever the other candidates do
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Estimate:
-    """Mean gap with its standard error and degrees of freedom, from samples whose means add up to it."""
-
-    samples: tuple[Array, ...]
-    gap: float
-    sd: float
-    se: float
-    df: float
-
-
 def compare(
     candidate: Sequence[float],
     control: Sequence[float],
@@ -107,35 +100,31 @@ def compare(
     alpha: float = 0.05,
     paired: bool = True,
 ) -> Comparison:
-    """EQUIVALENT when the t-tests of gap < margin and of gap > -margin reject at alpha: TOST; n losses an arm.
+    """EQUIVALENT when the tests of gap < margin and of gap > -margin reject at alpha: TOST; n losses an arm.
 
-    Paired, run i of both arms shares its seed (initial weights, data order): the t-test of the differences, n - 1
-    degrees of freedom. Unpaired, Welch's with Satterthwaite's. EQUIVALENT and NON_INFERIOR both need the test of
-    gap < margin to reject, so a candidate that is worse by the margin or more gets either in at most alpha of cases.
+    Paired, run i of both arms shares its seed (initial weights, data order): the test of the differences. Unpaired,
+    Welch's with Satterthwaite's degrees of freedom. EQUIVALENT and NON_INFERIOR both need the test of gap < margin to
+    reject, so a candidate that is worse by the margin or more gets either in at most alpha of cases, for gaps as
+    `skewed.ASSUMPTION` says.
 
-    The bootstrap interval beside it is studentised: at n = 5, where it matters, 90 % intervals covered the mean of
-    normal and of exponential gaps in 92 % and 90 % of 600 simulations, BCa's in 80 % and 75 %, t in 91 % and 84 %.
-
-    Gaps that do not vary carry no standard error: INCONCLUSIVE, except where every pair ended on the very same loss
-    though the seeds differ, which says that both arms computed the same: EQUIVALENT. An arm whose runs all ended on one
-    loss is one run, counted several times: INCONCLUSIVE too.
+    Too little to say how sure it is, and so INCONCLUSIVE: 2 runs; gaps that do not vary; an arm that counts one run
+    several times. But where every pair ended on the very same loss though the seeds differ, both arms computed the same:
+    EQUIVALENT.
 
     Raises ValueError for a margin that is not positive, alpha outside (0, 0.5), fewer than 2 runs, unequal lengths
-    when paired, and a loss that is not finite or above 1e100.
+    when paired, and a loss that is not finite or above 1e60.
     """
     check_test(margin, alpha)
     arms = _arms(candidate, control, paired)
-    estimate = _paired(arms[0] - arms[1]) if paired else _welch(*arms)
-    same = bool(np.all(arms[0] == arms[1])) if paired else False
-    copied = any(np.ptp(arm) == 0 for arm in arms)
-    if copied or estimate.sd <= SAME * max(float(np.abs(arm).max()) for arm in arms):
-        return _degenerate(
-            estimate, arms, same=same and bool(np.ptp(arms[1]) > 0), margin=margin, alpha=alpha, paired=paired
-        )
-    claims = claims_of(estimate.gap, estimate.se, estimate.df, margin)
-    reach = float(stdtrit(estimate.df, 1 - alpha)) * estimate.se
-    interval = estimate.gap - reach, estimate.gap + reach
-    at_gap = _needed(estimate.gap, estimate.sd, margin, alpha, paired)
+    gaps = arms[0] - arms[1] if paired else None
+    gap = float(arms[0].mean() - arms[1].mean() if gaps is None else gaps.mean())
+    sd = math.hypot(*(arm.std(ddof=1) for arm in arms)) if gaps is None else float(gaps.std(ddof=1))
+    untold, same = _untold(arms, gap, sd, paired)
+    mean = None if untold else _welch(*arms) if gaps is None else mean_of(gaps)
+    claims = claims_of(mean, margin) if mean else _no_claims(same)
+    interval = mean.interval(alpha) if mean else None
+    at_gap = _needed(gap, sd, margin, alpha, paired) if mean else None
+    cautious = _needed(gap, at_most(sd, mean.df), margin, alpha, paired) if mean else None
     verdict = claims.verdict(alpha)
     return Comparison(
         n=arms[0].size,
@@ -143,20 +132,22 @@ def compare(
         paired=paired,
         margin=margin,
         alpha=alpha,
-        gap=estimate.gap,
-        sd=estimate.sd,
+        gap=gap,
+        sd=sd if mean else 0.0,
         interval=interval,
-        bootstrap=_studentised(estimate, alpha),
+        t_interval=_student(mean, alpha) if mean else None,
         p_equivalence=claims.equivalent,
         p_non_inferior=claims.non_inferior,
         p_inferior=claims.inferior,
         correlation=_correlation(*arms) if paired else None,
-        power=exact_power(margin, se=estimate.se, df=estimate.df, alpha=alpha),
-        detectable=detectable(se=estimate.se, df=estimate.df, alpha=alpha),
-        seeds_needed=seeds_needed(estimate.sd, margin, alpha=alpha, paired=paired),
+        power=tost_power(margin, se=mean.se, df=mean.df, alpha=alpha) if mean else None,
+        detectable=detectable(se=mean.se, df=mean.df, alpha=alpha) if mean else None,
+        seeds_needed=seeds_needed(sd, margin, alpha=alpha, paired=paired) if mean else None,
         seeds_needed_at_gap=at_gap,
+        outliers=outliers(gaps) if mean and gaps is not None else (),
         verdict=verdict,
-        reason=_reason(verdict, estimate.gap, interval, margin, alpha, at_gap),
+        df=mean.df if mean else 0.0,
+        reason=untold or _reason(verdict, gap, interval, margin, alpha, (at_gap, cautious)),
     )
 
 
@@ -206,7 +197,8 @@ def _judged(c: Comparison, claims: Claims, family: int) -> Judgement:
     if c.interval is not None:
         # Holm's hardest step, so enough whichever rank the candidate takes
         needed = _needed(c.gap, c.sd, c.margin, c.alpha / family, c.paired)
-        reason = _reason(verdict, c.gap, c.interval, c.margin, c.alpha, needed)
+        cautious = _needed(c.gap, at_most(c.sd, c.df), c.margin, c.alpha / family, c.paired)
+        reason = _reason(verdict, c.gap, c.interval, c.margin, c.alpha, (needed, cautious))
     if verdict is not c.verdict:
         reason = f"{c.verdict} on its own, not after Holm over {family} candidates: {reason}"
     return Judgement(
@@ -229,10 +221,41 @@ def check_test(margin: float, alpha: float) -> None:
         raise ValueError(f"alpha {alpha}: give an error rate between 0 and 0.5, such as 0.05")
 
 
-def claims_of(gap: float, se: float, df: float, margin: float) -> Claims:
-    """One-sided p-values of the t statistics (gap +- margin) / se with df degrees of freedom."""
-    below, above = float(stdtr(df, (gap - margin) / se)), float(stdtr(df, -(gap + margin) / se))
-    return Claims(equivalent=max(below, above), non_inferior=below, inferior=float(stdtr(df, (margin - gap) / se)))
+def claims_of(mean: Mean, margin: float) -> Claims:
+    """One-sided p-values of a mean gap against the margin, either way."""
+    below, above = mean.p_below(margin), mean.p_above(-margin)
+    return Claims(equivalent=max(below, above), non_inferior=below, inferior=mean.p_above(margin))
+
+
+def _no_claims(same: bool) -> Claims:
+    p = 0.0 if same else 1.0
+    return Claims(equivalent=p, non_inferior=p, inferior=1.0)
+
+
+def outliers(gaps: Sequence[float] | Array) -> tuple[int, ...]:
+    """Places of gaps that lie far from the others: in a normal sample there is any in FAR of cases.
+
+    Each gap is held to mean and spread of those without it: a t-test with n - 2 degrees of freedom (Grubbs 1950), Bonferroni
+    over the gaps. Below 4 gaps none can be told.
+    """
+    x = np.asarray(gaps, dtype=np.float64)
+    if x.size < FEWEST + 1:
+        return ()
+    off = x[:, None] - (rest := np.array([np.delete(x, i) for i in range(x.size)])).mean(axis=1)[:, None]
+    spread = rest.std(axis=1, ddof=1) * math.sqrt(1 + 1 / (x.size - 1))
+    bound = -float(stdtrit(x.size - 2, FAR / (2 * x.size)))
+    return tuple(int(i) for i in np.flatnonzero(np.abs(off[:, 0]) > bound * spread))
+
+
+def copies(losses: Sequence[float] | Array) -> tuple[int, int] | None:
+    """Places of two runs of an arm that are one run under two seeds, or None.
+
+    Losses of more than ROUNDED decimals do not meet by chance; rounded ones may, but not half of them.
+    """
+    seen: dict[float, int] = {}
+    met = [(seen[x], i) for i, x in enumerate(map(float, losses)) if seen.setdefault(x, i) != i]
+    whole = [pair for pair in met if round(float(losses[pair[1]]), ROUNDED) != float(losses[pair[1]])]
+    return next(iter(whole or (met if 2 * len(seen) <= len(losses) else ())), None)
 
 
 def _arms(candidate: Sequence[float], control: Sequence[float], paired: bool) -> tuple[Array, Array]:
@@ -282,25 +305,20 @@ def _holm(p_values: Sequence[float]) -> list[float]:
     return [float(one) for one in adjusted]
 
 
-def _paired(gaps: Array) -> _Estimate:
-    sd = float(gaps.std(ddof=1))
-    return _Estimate(samples=(gaps,), gap=float(gaps.mean()), sd=sd, se=sd / math.sqrt(gaps.size), df=gaps.size - 1)
+def _welch(candidate: Array, control: Array) -> Mean:
+    """Welch 1947, Biometrika 34:28, with Satterthwaite's degrees of freedom; third cumulants add up with their signs."""
+    means = [mean_of(arm) for arm in (candidate, control)]
+    se = math.hypot(*(mean.se for mean in means))
+    shares = [mean.se / se for mean in means]
+    df = 1 / sum(share**4 / mean.df for share, mean in zip(shares, means, strict=True))
+    third = [m.skewness * share**3 / math.sqrt(m.df + 1) for m, share in zip(means, shares, strict=True)]
+    gap = means[0].value - means[1].value
+    return Mean(value=gap, se=se, skewness=(third[0] - third[1]) * math.sqrt(df + 1), df=df)
 
 
-def _welch(candidate: Array, control: Array) -> _Estimate:
-    """Welch 1947, Biometrika 34:28, with Satterthwaite's degrees of freedom."""
-    variances = [float(arm.var(ddof=1)) for arm in (candidate, control)]
-    parts = [variance / arm.size for variance, arm in zip(variances, (candidate, control), strict=True)]
-    total = sum(parts)
-    spread = candidate.size - 1, control.size - 1
-    df = total**2 / sum(part**2 / own for part, own in zip(parts, spread, strict=True)) if total else sum(spread)
-    return _Estimate(
-        samples=(candidate, -control),
-        gap=float(candidate.mean() - control.mean()),
-        sd=math.sqrt(sum(variances)),
-        se=math.sqrt(total),
-        df=df,
-    )
+def _student(mean: Mean, alpha: float) -> tuple[float, float]:
+    reach = float(stdtrit(mean.df, 1 - alpha)) * mean.se
+    return mean.value - reach, mean.value + reach
 
 
 def _correlation(candidate: Array, control: Array) -> float | None:
@@ -309,63 +327,31 @@ def _correlation(candidate: Array, control: Array) -> float | None:
     return float(np.corrcoef(candidate, control)[0, 1])
 
 
-def _studentised(estimate: _Estimate, alpha: float) -> tuple[float, float] | None:
-    """gap - t* se, t* the quantiles of (gap* - gap) / se* over resamples of the runs (Efron & Tibshirani 1993, 12.5).
-
-    The same losses give the same interval: the resamples are drawn from a fixed seed.
-    """
-    if min(sample.size for sample in estimate.samples) < FEWEST_RESAMPLED:
-        return None
-    draw = np.random.default_rng(0)
-    means, variance = np.zeros(RESAMPLES), np.zeros(RESAMPLES)
-    for sample in estimate.samples:
-        again = sample[draw.integers(0, sample.size, (RESAMPLES, sample.size))]
-        means += again.mean(axis=1)
-        variance += again.var(axis=1, ddof=1) / sample.size
-    off = means - estimate.gap
-    varied = (
-        variance > (SAME * estimate.se) ** 2
-    )  # else every run drawn is the same one: infinitely far, in its direction
-    t = np.where(varied, off / np.sqrt(np.where(varied, variance, 1)), np.copysign(np.inf, off))
-    low, high = np.quantile(t, [alpha, 1 - alpha], method="inverted_cdf")
-    return estimate.gap - float(high) * estimate.se, estimate.gap - float(low) * estimate.se
-
-
-def _degenerate(
-    estimate: _Estimate, arms: tuple[Array, Array], *, same: bool, margin: float, alpha: float, paired: bool
-) -> Comparison:
-    """Gaps without any spread: no t-test. `same`: bit for bit the same losses in both arms, over seeds that differ."""
-    if same:
-        reason = f"all {arms[0].size} pairs ended on the very same loss: both arms computed the same"
-    elif paired:
-        reason = f"all {arms[0].size} gaps are {estimate.gap:.3g}: they do not vary, so nothing says how sure that is. "
-        reason += "Check that the runs differ in their seeds"
-    if not same and (copied := [arm.size for arm in arms if np.ptp(arm) == 0]):
-        reason = (
-            f"all {copied[0]} runs of an arm ended on the very same loss, so nothing says how far seeds move it: check that "
+def _untold(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> tuple[str | None, bool]:
+    """Why no test can be made, or None; and whether both arms ended on the very same losses, over seeds that differ."""
+    one = next((arm for arm in arms if np.ptp(arm) == 0), None)
+    if one is not None:
+        return (
+            f"all {one.size} runs of an arm ended on the very same loss, so nothing says how far seeds move it: check that "
             "they differ in their seeds"
-        )
-    return Comparison(
-        n=arms[0].size,
-        n_control=arms[1].size,
-        paired=paired,
-        margin=margin,
-        alpha=alpha,
-        gap=estimate.gap,
-        sd=0.0,
-        interval=None,
-        bootstrap=None,
-        p_equivalence=0.0 if same else 1.0,
-        p_non_inferior=0.0 if same else 1.0,
-        p_inferior=1.0,
-        correlation=_correlation(*arms) if paired else None,
-        power=None,
-        detectable=None,
-        seeds_needed=None,
-        seeds_needed_at_gap=None,
-        verdict=Verdict.EQUIVALENT if same else Verdict.INCONCLUSIVE,
-        reason=reason,
-    )
+        ), False
+    for arm, name in zip(arms, ("candidate", "control"), strict=True):
+        if pair := copies(arm):
+            return (
+                f"{name}: runs {pair[0] + 1} and {pair[1] + 1} ended on the very same loss, {arm[pair[0]]:.10g}: one run "
+                "that counts several times says nothing of how far seeds move it. Take the copies out; of losses that were "
+                "rounded give more decimals"
+            ), False
+    if paired and np.all(arms[0] == arms[1]):
+        return f"all {arms[0].size} pairs ended on the very same loss: both arms computed the same", True
+    if sd <= SAME * max(float(np.abs(arm).max()) for arm in arms):
+        return (
+            f"all {arms[0].size} gaps are {gap:.3g}: they do not vary, so nothing says how sure that is. Check that "
+            "the runs differ in their seeds"
+        ), False
+    if (fewest := min(arm.size for arm in arms)) < FEWEST:
+        return f"{fewest} seeds do not show how skewed the gaps are: {FEWEST} are needed at least", False
+    return None, False
 
 
 def _needed(gap: float, sd: float, margin: float, alpha: float, paired: bool) -> int | None:
@@ -377,8 +363,15 @@ def _needed(gap: float, sd: float, margin: float, alpha: float, paired: bool) ->
 
 
 def _reason(
-    verdict: Verdict, gap: float, interval: tuple[float, float], margin: float, alpha: float, needed: int | None
+    verdict: Verdict,
+    gap: float,
+    interval: tuple[float, float] | None,
+    margin: float,
+    alpha: float,
+    needed: tuple[int | None, int | None],
 ) -> str:
+    """`needed`: seeds by the spread as measured, and by its upper bound."""
+    assert interval is not None
     measured = f"gap {gap:+.2g}, {100 * (1 - 2 * alpha):.3g} % interval [{interval[0]:+.2g}, {interval[1]:+.2g}]"
     if verdict is Verdict.EQUIVALENT:
         return f"ends within {margin:g} of the control: {measured}"
@@ -388,7 +381,9 @@ def _reason(
         return f"ends more than {margin:g} above the control: {measured}"
     claim = Verdict.EQUIVALENT if abs(gap) < margin else Verdict.INFERIOR if gap > 0 else Verdict.NON_INFERIOR
     more = f"no number of seeds would show it {claim} if that is its true gap"
-    if needed is not None:
-        more = f"{needed} seeds an arm would show it {claim} in 80 % of cases if that is its true gap"
+    few, many = needed
+    if few is not None:
+        to = f" to {many}" if many is not None else " or more"
+        more = f"{few}{to} seeds an arm would show it {claim} in 80 % of cases if that is its true gap"
     what = f"tell whether the gap is more than {margin:g}" if interval[0] > 0 else f"tell {margin:g} from nothing"
     return f"too few seeds to {what}: {measured}; {more}"

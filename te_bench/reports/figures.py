@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -18,12 +18,18 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
-from te_bench.reports import analysis, curves, text
+from te_bench.reports import analysis, text
 from te_bench.reports.rows import Cell, Group
 
 WIDTH = 5.2  # inches
 LINE = 68  # characters that fit in the width
-NAME = 58  # of a rung's name above its bar
+NAME = 64  # of a line of a configuration's name above its bar
+ROW, NAME_LINE, HEADING, NAMELESS = (
+    0.42,
+    0.36,
+    0.72,
+    0.6,
+)  # inches of a bar with its name; what else takes, in such rows
 INK = "#1b1f24"  # text and axes; becomes currentColor where the SVG is inlined
 WHITE = "fill: #ffffff"  # the ground of a file, first of all that is drawn
 FAINT = "#8a9099"  # grid and what is secondary; readable on white and on the page's dark ground
@@ -31,7 +37,6 @@ FAINT = "#8a9099"  # grid and what is secondary; readable on white and on the pa
 # Okabe and Ito, Color Universal Design (2008), without the yellow, which vanishes on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a9099")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-DASHES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
 PRECISION = {"fp32": "#8a9099", "fp16": "#009e73", "bf16": "#0072b2", "fp8": "#d55e00"}
 HATCH = {"eager": "", "compile": "//", "compile-reduce-overhead": "xx", "cudagraph": "\\\\"}
 
@@ -67,7 +72,7 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """One bar with its name above it; `value` None draws the remark alone."""
+    """One bar with its name above it, "" for a remark that names it; `value` None draws the remark alone."""
 
     name: str
     value: float | None
@@ -119,20 +124,16 @@ def blank(height: float) -> Figure:
 
 def bars(drawn: Sequence[Bar], unit: str, legend: Sequence[Patch] = ()) -> Figure:
     """Horizontal bars, names above, remarks after; whiskers where low and high are known."""
-    blocks = sum(1 for bar in drawn if bar.heading)
     columns = 2 if len(legend) < 7 else 3
-    figure = blank(0.55 + 0.42 * len(drawn) + 0.3 * blocks + 0.22 * math.ceil(len(legend) / columns))
+    places, rows = stack([bar.name for bar in drawn], [bar.heading for bar in drawn])
+    figure = blank(0.55 + ROW * rows + 0.22 * math.ceil(len(legend) / columns))
     axes = figure.subplots()
-    top = 0.0
     extent = max([v for bar in drawn for v in (bar.value, bar.high, bar.outline) if v is not None], default=1.0) or 1.0
-    for bar in drawn:
+    for bar, place in zip(drawn, places, strict=True):
         if bar.heading:
-            axes.text(0, top + 0.12, bar.heading, va="center", weight="bold")
-            top += 0.72
-        axes.text(0, top, text.shortened(bar.name, NAME), va="center", fontsize=8.8)
-        _bar(axes, bar, top + 0.45)
-        top += 1
-    axes.set_ylim(top, -0.4)
+            axes.text(0, place - HEADING + 0.12, bar.heading, va="center", weight="bold")
+        _bar(axes, bar, place + named(axes, bar.name, place))
+    axes.set_ylim(rows, -0.4)
     axes.set_xlim(0, max([extent, *(_end(bar) / (1 - (len(bar.remark) + 2) / LINE) for bar in drawn)]))
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
@@ -140,6 +141,26 @@ def bars(drawn: Sequence[Bar], unit: str, legend: Sequence[Patch] = ()) -> Figur
     if legend:
         figure.legend(handles=list(legend), loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
     return figure
+
+
+def stack(names: Sequence[str], headings: Sequence[str] = ()) -> tuple[list[float], float]:
+    """Where the names of bars begin, one below the other, and where the last bar ends; in rows of ROW inches."""
+    places, top = [], 0.0
+    for name, heading in zip(names, headings or [""] * len(names), strict=True):
+        top += HEADING if heading else 0.0
+        places.append(top)
+        top += 1 + NAME_LINE * (len(text.folded(name, NAME)) - 1) if name else NAMELESS
+    return places, top
+
+
+def named(axes: Axes, name: str, place: float) -> float:
+    """Write a name from `place` down; how far below is its bar's middle."""
+    if not name:
+        return 0.05
+    lines = text.folded(name, NAME)
+    for i, line in enumerate(lines):
+        axes.text(0, place + NAME_LINE * i, line, va="center", fontsize=8.8)
+    return 0.45 + NAME_LINE * (len(lines) - 1)
 
 
 def _bar(axes: Axes, bar: Bar, y: float) -> None:
@@ -229,22 +250,27 @@ def max_batch(group: Group) -> Callable[[], Figure] | None:
 
 
 def attention(group: Group, way: str) -> Callable[[], Figure] | None:
-    """TFLOP/s of the forward or the backward pass, the kernels of a shape together."""
+    """TFLOP/s of the forward or the backward pass, the kernels of a shape together, the fastest first."""
+
+    def rate(rung: analysis.AttentionRung) -> float | None:
+        return rung.forward_flop_per_s if way == "forward" else rung.backward_flop_per_s
+
     rungs = analysis.attention(group)
-    rates = [r.forward_flop_per_s if way == "forward" else r.backward_flop_per_s for r in rungs]
-    if not any(rates):
+    if not any(map(rate, rungs)):
         return None
     names = list(dict.fromkeys(rung.cell.label for rung in rungs))
     drawn: list[Bar] = []
-    shape = ""
-    for rung, rate in zip(rungs, rates, strict=True):
-        heading = rung.cell.shape if rung.cell.shape != shape else ""
-        shape = rung.cell.shape
-        place = names.index(rung.cell.label)
-        value = None if rate is None else rate / text.TERA
-        remark = rung.cell.outcome if rate is None and rung.cell.outcome != "ok" else text.plain(value)
-        colour, hatch = COLOURS[place % len(COLOURS)], ("", "//", "xx", "..", "\\\\", "++")[place % 6]
-        drawn.append(Bar(name=rung.cell.label, value=value, remark=remark, colour=colour, hatch=hatch, heading=heading))
+    for shape in dict.fromkeys(rung.cell.shape for rung in rungs):
+        heading = shape
+        for rung in sorted((r for r in rungs if r.cell.shape == shape), key=lambda r: -(rate(r) or 0.0)):
+            value = None if (found := rate(rung)) is None else found / text.TERA
+            outcome = rung.cell.outcome if value is None and rung.cell.outcome != "ok" else text.plain(value)
+            name = text.shortened(rung.cell.label, NAME - len(outcome) - 2)
+            place = names.index(rung.cell.label)
+            colour, hatch = COLOURS[place % len(COLOURS)], ("", "//", "xx", "..", "\\\\", "++")[place % 6]
+            remark = f"{outcome}, {name}" if value is not None else f"{name}: {outcome}"
+            drawn.append(Bar(name="", value=value, remark=remark, colour=colour, hatch=hatch, heading=heading))
+            heading = ""
     return lambda: bars(drawn, f"attention {way}, TFLOP/s")
 
 
@@ -257,12 +283,13 @@ def numerics(group: Group) -> Callable[[], Figure] | None:
 
 
 def _numerics(found: Sequence[analysis.Numerics]) -> Figure:
-    figure = blank(0.9 + 0.62 * len(found))
+    names = [text.folded(f"{n.cell.shape}, {n.cell.label}", NAME) for n in found]
+    lines = max(map(len, names))
+    figure = blank(0.9 + (0.62 + 0.15 * (lines - 1)) * len(found))
     axes = figure.subplots()
     series = (("scaled before", "before"), ("scaled after", "after"), ("SDPA", "sdpa"))
     for row, n in enumerate(found):
-        name = text.shortened(f"{n.cell.shape}, {n.cell.label}", NAME)
-        axes.text(0, row - 0.3, name, va="center", fontsize=8.8, transform=axes.get_yaxis_transform())
+        axes.text(0, row - 0.2, "\n".join(names[row]), va="bottom", fontsize=8.8, transform=axes.get_yaxis_transform())
         for place, (_, attribute) in enumerate(series):
             draws = [value for value in getattr(n, attribute) if value > 0]
             y = row + 0.16 * place
@@ -285,77 +312,3 @@ def _numerics(found: Sequence[analysis.Numerics]) -> Figure:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     return figure
-
-
-def losses(comparison: curves.Comparison, axis: str) -> Callable[[], Figure] | None:
-    """Loss against "step" or "time_s": validation with markers, training faint, the BF16 seeds' band beneath."""
-    if not any(arm.validation or arm.train for arm in comparison.arms):
-        return None
-    return lambda: _losses(comparison, axis)
-
-
-def _losses(comparison: curves.Comparison, axis: str) -> Figure:
-    legend_rows = len(comparison.arms) + 2
-    figure = blank(3.0 + 0.19 * legend_rows)
-    axes = figure.subplots()
-    handles: list[Line2D | Patch] = []
-    if comparison.reference:
-        handles += _band(axes, comparison.reference, axis)
-    top = _focus(axes, [point.mean for arm in comparison.arms for point in arm.validation or arm.train])
-    for place, arm in enumerate(comparison.arms):
-        if drawn := arm.validation or arm.train:
-            where = ", above the frame" if min(point.mean for point in drawn) > top else ""
-            handles.append(_curve(axes, arm, axis, place, where))
-    if any(arm.validation for arm in comparison.arms) and any(arm.train for arm in comparison.arms):
-        handles.append(Line2D([], [], color=FAINT, linewidth=0.8, alpha=0.6, label="thin lines: training loss"))
-    axes.set_xlabel("step" if axis == "step" else "training time, s")
-    axes.set_ylabel("validation loss" if any(arm.validation for arm in comparison.arms) else "training loss")
-    axes.grid(color=FAINT, alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
-    figure.legend(handles=handles, loc="outside lower left", ncols=1, frameon=False, fontsize=8.5)
-    return figure
-
-
-def _focus(axes: Axes, means: Sequence[float]) -> float:
-    """Leave the first steep fall out of the frame where it would take more than half of it. The most that is in it."""
-    lowest, upper = min(means), analysis.quantile(means, 0.75) or 0.0
-    if not max(means) - upper > upper - lowest > 0:
-        return math.inf
-    room = 0.08 * (upper - lowest)
-    axes.set_ylim(lowest - room, upper + room)
-    return upper + room
-
-
-def _x(points: Sequence[curves.Point], axis: str) -> list[float]:
-    return [point.step if axis == "step" else point.time_s for point in points]
-
-
-def _band(axes: Axes, arm: curves.Arm, axis: str) -> list[Patch]:
-    """Smallest to largest and mean +- deviation over the reference arm's seeds; nothing below two seeds."""
-    points = [p for p in arm.validation if p.deviation is not None]
-    if not points:
-        return []
-    x = _x(points, axis)
-    deviations = [p.deviation or 0.0 for p in points]
-    axes.fill_between(x, [p.low for p in points], [p.high for p in points], color=COLOURS[0], alpha=0.15, linewidth=0)
-    above = [p.mean + d for p, d in zip(points, deviations, strict=True)]
-    below = [p.mean - d for p, d in zip(points, deviations, strict=True)]
-    axes.fill_between(x, below, above, color=COLOURS[0], alpha=0.25, linewidth=0)
-    return [
-        Patch(facecolor=COLOURS[0], alpha=0.15, linewidth=0, label=f"BF16 arm, {arm.n} seeds: smallest to largest"),
-        Patch(facecolor=COLOURS[0], alpha=0.4, linewidth=0, label="BF16 arm: mean ± standard deviation"),
-    ]
-
-
-def _curve(axes: Axes, arm: curves.Arm, axis: str, place: int, where: str) -> Line2D:
-    colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
-    dashes = DASHES[place // len(COLOURS) % len(DASHES)]
-    main, faint = (arm.validation, arm.train) if arm.validation else (arm.train, ())
-    axes.plot(_x(faint, axis), [p.mean for p in faint], color=colour, linewidth=0.7, alpha=0.45)
-    style: Any = {"linewidth": 1.5, "marker": marker, "markersize": 4, "markevery": max(1, len(main) // 12)}
-    axes.plot(_x(main, axis), [p.mean for p in main], dashes, color=colour, **style)
-    seeds = len(arm.cell.ok)
-    name = text.shortened(arm.cell.label, NAME - 10 - len(where))
-    name += f" (mean of {seeds})" if seeds > 1 else ""
-    name += f"{' (diverged)' if arm.diverged else ''}{where}"
-    return Line2D([], [], color=colour, linestyle=dashes, marker=marker, markersize=4, label=name)

@@ -5,6 +5,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from te_bench.experiments.store import own
+
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file's content in one step: a reader sees the old bytes or the new ones."""
@@ -22,7 +24,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 def write_folder(out: Path, files: Mapping[str, bytes], what: str) -> None:
     """Write the files of `what`, its figures in figures/, under `out`. Raises ValueError when that cannot be written."""
     try:
-        (out / "figures").mkdir(parents=True, exist_ok=True)
+        own(out / "figures").mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
             write_atomically(out / name, data)
     except OSError as error:

@@ -19,7 +19,7 @@ def floors(group: Group) -> Table | None:
         )
         for found in floor.breakdowns(group)
     ]
-    columns = ("Rung", "Floor, ms", "Kernels, ms", "Step, ms", "Step / floor")
+    columns = ("Configuration", "Floor, ms", "Kernels, ms", "Step, ms", "Step / floor")
     return table_of("floor", "The step against its floor", columns, shown, _ceilings_note(group))
 
 
@@ -38,7 +38,7 @@ def kinds(group: Group) -> Table | None:
         for found in floor.compared(group)
         for part in found.parts
     ]
-    columns = ("Rung", "Kind", "TFLOP", "GB", "Floor, ms", "Measured, ms", "Measured / floor")
+    columns = ("Configuration", "Kind", "TFLOP", "GB", "Floor, ms", "Measured, ms", "Measured / floor")
     caption = "Kinds of kernels against their floors"
     return table_of("floor_kinds", caption, columns, shown, _ceilings_note(group), text_columns=2)
 
@@ -55,7 +55,7 @@ def kernels(group: Group) -> Table | None:
         for found in floor.compared(group)
         for kernel, seconds in list(floor.kernels(found.rung.cell).items())[:KERNELS_SHOWN]
     ]
-    columns = ("Rung", "Kind", "Kernel", "ms a step")
+    columns = ("Configuration", "Kind", "Kernel", "ms a step")
     return table_of("floor_kernels", "The longest kernels of a step", columns, shown, text_columns=3)
 
 

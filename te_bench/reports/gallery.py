@@ -4,7 +4,16 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from te_bench.reports import curves, figures, floor_figures, layer_figures, text, verdict_figures, verdict_tables
+from te_bench.reports import (
+    curves,
+    figures,
+    floor_figures,
+    layer_figures,
+    loss_figures,
+    text,
+    verdict_figures,
+    verdict_tables,
+)
 from te_bench.reports.rows import Group, printable
 
 
@@ -23,10 +32,10 @@ def of_group(group: Group, suffix: str) -> list[figures.Drawing]:
     for number, comparison in enumerate(curves.comparisons(group), start=1):
         place = "" if number == 1 else f"-{number}"
         builders.append(
-            (f"loss_step{place}", f"Loss against step: {comparison.title}", figures.losses(comparison, "step"))
+            (f"loss_step{place}", f"Loss against step: {comparison.title}", loss_figures.losses(comparison, "step"))
         )
         if comparison.timed:
-            by_time = figures.losses(comparison, "time_s")
+            by_time = loss_figures.losses(comparison, "time_s")
             builders.append((f"loss_time{place}", f"Loss against time: {comparison.title}", by_time))
     for number, (variant, build) in enumerate(layer_figures.breakdowns(group), start=1):
         place = "" if number == 1 else f"-{number}"

@@ -1,9 +1,14 @@
 """Which trials became slower: every trial's pairs so far to REGRESSION, PASS, IMPROVED or INCONCLUSIVE, and who needs more.
 
-Three claims are tested of each trial's ratio r = candidate / baseline: r > 1 + margin, r < 1 + margin and r < 1. Each is
-held to alpha over all trials, their geometric mean and all looks together, by Holm's procedure over group-sequential
-tests (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311; Ye, Li, Liu & Yao 2013, Stat. Med. 32:1112). Why that holds: it is
-closed testing. Any k true hypotheses are rejected, at whatever look, with a probability of at most k times what one
+A trial has two ratios, candidate / baseline: r of what its processes count by, which noise hardly touches and a slow-down of
+few calls neither, and m of the mean of all their calls, which every slow-down moves. m is the noisier by far, and has a bar
+of its own, MEAN_MARGINS margins. Three claims are tested: that r or m lies above its bar, that both lie below, and r < 1.
+The first divides its share of alpha between r, two thirds, and m. The second divides nothing: where it is wrong one of two
+claims is, each of which is wrong in at most alpha of cases (Berger 1982, Technometrics 24:295).
+
+Each claim is held to alpha over all trials, their geometric mean and all looks together, by Holm's procedure over
+group-sequential tests (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311; Ye, Li, Liu & Yao 2013, Stat. Med. 32:1112). That
+is closed testing: any k true hypotheses are rejected, at whatever look, with a probability of at most k times what one
 spends at level alpha / k, however the trials depend on each other; and the levels of every look rise with alpha, so what
 is rejected at alpha / k is rejected at alpha / (k - 1) too, which lets a claim that has been made pass its share on to
 the trials still undecided. Stopping a trial once it is decided, or the whole gate when time is up, only loses rejections.
@@ -13,40 +18,45 @@ never reached claims nothing. Trials that seem slower than the margin (`Judgemen
 slow-down of 5 % in one of six trials, of pairs that vary by 3.3 %, is found in three minutes in 98 % of gates, and in half
 of them when all take turns until the end (150 and 100 simulations, 2026-11-22).
 
+Pairs of which each resembles the one before carry less than as many others, and a trial's interval is wider for it, by what
+the autocorrelation of the gate's pairs may be (slowdown.Likeness). It is estimated from all pairs so far, so a claim may
+still come or go with the pairs of another trial.
+
 It is a pure function of the ratios, so the gate calls it again with every round of pairs. In 2,000 simulated
-gates of 6 trials, looks at 6, 10, 15 and 20 pairs, sd 1.5 %, margin 2 % (2026-11-21; tests/reports/test_gate.py):
+gates of 6 trials, looks at 6, 10, 15 and 20 pairs, sd 1.5 %, margin 2 %, one ratio a trial (2026-11-23;
+tests/reports/test_gate.py):
 
     in %, with log-ratios                    normal   Student's t, 3 df   1 pair in 20 is 10 x as wide
     no change: any trial REGRESSION             0.0                 0.0                            0.0
-               any called IMPROVED              0.3                 0.1                            0.5
-               all PASS                       100.0                92.9                           97.7
+               any called IMPROVED              0.1                 0.2                            0.2
+               all PASS                        97.2                80.5                           90.9
     all slower by just the margin:
-               any REGRESSION                   5.0                 3.1                            4.5
-               any PASS                         4.1                 3.5                            3.9
-    one slower by 5 %: it is REGRESSION       100.0                99.7                           99.5
-    pairs a trial, no change                   14.2                15.4                           14.7
+               any REGRESSION                   1.8                 1.4                            1.4
+               any PASS                         2.1                 1.5                            1.8
+    one slower by 5 %: it is REGRESSION        99.8                97.7                           98.7
+    pairs a trial, no change                   15.7                17.1                           16.2
 
-The worst found: processes that run at either of two speeds 5 % apart, by chance, 12 trials and one look at 6 pairs: any
-REGRESSION without a change in 5.7 %, any PASS at the margin in 5.1 %; 6 trials at the looks above: 0.0 and 6.4 %;
-1 trial: any PASS in 6.8 %.
+docs/gate.md has the rates of both ratios where few calls are slow, and of pairs that resemble the ones before.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
-from te_bench.reports.sequential import t_levels
-from te_bench.reports.slowdown import Estimate, detectable, estimate, plan_pairs
+from te_bench.reports.gate_claims import Claim, Measured, Series, Trial, divisor, holm
+from te_bench.reports.slowdown import Estimate, likeness
 
 FAMILY = "geometric mean"
+#: The mean of all calls must be shown to lie below 1 + so many margins, which is 5 % where the margin is 2 %: A/A pairs of
+#: `quick` vary by 0.8 to 10 times as much by it as by the lowest tenth, the median 1.4 (84 pairs, load 5, 2026-11-23).
+MEAN_MARGINS = 2.5
 #: Pairs without which nothing is claimed. Where processes of one program run at either of two speeds, as memory happens to
 #: be laid out, all of n pairs show the same difference in up to 4^-n of cases: 0.1 %, which no noise among them warns of.
 FEWEST = 5
+WORTH_SAYING = 1.5  # times as wide as an interval of independent pairs: it is said why
 SUSPECT_FROM = 3  # pairs; from 4 on a slow-down of 5 % is found in 78 % of gates for 83 where pairs vary by 3.6 %
-#: Holm's divisors of alpha. Between them the next larger is taken: a level takes 0.3 s to work out, and is kept.
-_DIVISORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 Ratios = Mapping[str, Sequence[float | None]]
 
@@ -61,25 +71,16 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement:
-    """What the pairs of one trial, or the rounds of all of them, carry. None is what too few pairs cannot tell.
-
-    low, high: the bounds that were held to 1 + margin, at the one-sided level of the trial's look and Holm's step: above
-    it in REGRESSION, below it in PASS.
-    detectable: the smallest slow-down (0.03 is 3 %) that is found in 80 % of gates with this noise; by the pairs that
-    there are, or by all that were planned where the trial was decided before.
-    """
+class Judgement(Measured):
+    """What the pairs of one trial, or the rounds of all of them, carry: by what a process counts by, and by all calls."""
 
     verdict: Verdict
     reason: str
     pairs: int  # used, up to the look that this judgement is of
     more: int = 0  # pairs to the next look of an undecided trial; 0 when there is none
     suspect: bool = False  # still to be decided, and by all its pairs so far slower than the margin
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    detectable: float | None = None
-    needed: int | None = None  # pairs that would decide it in 80 % of cases at the ratio as measured
+    mean: Measured | None = None  # of all calls; None where they are not judged
+    needed: int | None = None  # pairs that would decide it in 80 % of cases at the ratios as measured
 
     @property
     def passed(self) -> bool:
@@ -105,32 +106,10 @@ class Decision:
         return {name: judgement.more for name, judgement in self.trials.items() if judgement.more}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Series:
-    """The log-ratios of one hypothesis, the looks planned for it and the estimates of those it has reached."""
-
-    logs: tuple[float, ...]
-    looks: tuple[int, ...]
-
-    @property
-    def reached(self) -> list[Estimate]:
-        return [estimate(self.logs[:n]) for n in self.looks if n <= len(self.logs)]
-
-    def levels(self, alpha: float) -> tuple[float, ...]:
-        return t_levels(self.looks, alpha)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Claim:
-    """One claim over the family: the look at which it was made of a series, and the share of alpha of each."""
-
-    made: Mapping[str, int]
-    share: Mapping[str, float]
-
-
 def decide(
     ratios: Ratios,
     *,
+    means: Ratios | None = None,
     margin: float = 0.02,
     alpha: float = 0.05,
     looks: Sequence[int] | None = None,
@@ -139,7 +118,8 @@ def decide(
 ) -> Decision:
     """A verdict for each trial on its ratios so far, candidate / baseline, in the order of the rounds of pairs.
 
-    REGRESSION: r > 1 + margin is shown. PASS: r < 1 + margin is; IMPROVED: r < 1 as well. Else INCONCLUSIVE, and `more`
+    means: of the same pairs, the ratios of the mean of all calls. REGRESSION: a trial's r > 1 + margin is shown, or that its
+    mean m > 1 + MEAN_MARGINS margin. PASS: that both are below; IMPROVED: r < 1 as well. Else INCONCLUSIVE, and `more`
     says how many pairs the trial lacks to its next look. None in a trial's ratios is a round without a pair of it. `looks`
     are the numbers of used pairs at which a trial is judged, fixed before the first pair; without them each trial is judged
     once, on all it has, which is valid only where that number was not chosen by what was seen. ended: no more pairs will
@@ -150,22 +130,23 @@ def decide(
     how near to the margin a ratio need not be told from it, which bounds the pairs said to be needed; the margin itself
     if not given, so that an unchanged program passes.
 
-    Raises ValueError for no trial, a ratio that is not above 0 and finite, and a margin, alpha, mde or looks out of range.
+    Raises ValueError for no trial, a ratio that is not above 0 and finite, means of other pairs, and a margin, alpha, mde or
+    looks out of range.
     """
     check_test(margin, alpha, mde)
     _check(ratios, looks)
-    series = {name: _series(values, looks, ended) for name, values in ratios.items()}
+    if means is not None:
+        _check(means, looks)
+        _same_pairs(ratios, means)
+    kinds = [ratios] if means is None else [ratios, means]
     if len(ratios) > 1:
-        series[FAMILY] = _series(_rounds(list(ratios.values())), looks, ended)
-    bar = math.log1p(margin)
-    slower = _holm(series, alpha, lambda e: e.p_above(bar))
-    passes = _holm(series, alpha, lambda e: e.p_below(bar))
-    faster = _holm(series, alpha, lambda e: e.p_below(0.0))
+        kinds = [{**one, FAMILY: _rounds(list(one.values()))} for one in kinds]
+    bars = zip(kinds, (margin, MEAN_MARGINS * margin), (True, False), strict=False)
+    times = [_series(kind, math.log1p(bar), trim, looks, ended) for kind, bar, trim in bars]
+    trials = {name: Trial(times=tuple(one[name] for one in times), alpha=alpha) for name in times[0]}
+    slower, passes, faster = (holm(trials, claim) for claim in (Trial.slower, Trial.passes, Trial.faster))
     finest = math.log1p(margin if mde is None else mde)
-    judged = {
-        name: _judge(name, one, slower, passes, faster, bar, finest, alpha / _divisor(len(series)))
-        for name, one in series.items()
-    }
+    judged = {name: _judge(name, one, slower, passes, faster, finest, len(trials)) for name, one in trials.items()}
     family = judged.pop(FAMILY, None) if len(ratios) > 1 else None
     if family and family.verdict is Verdict.INCONCLUSIVE and all(one.passed for one in judged.values()):
         family = replace(family, verdict=Verdict.PASS, reason="every trial passes, so their mean does", more=0)
@@ -194,11 +175,26 @@ def _check(ratios: Ratios, looks: Sequence[int] | None) -> None:
         raise ValueError(f"looks at {list(looks)} pairs: give numbers that rise, from {FEWEST} pairs or more")
 
 
-def _series(values: Sequence[float | None], looks: Sequence[int] | None, ended: bool) -> _Series:
-    logs = tuple(math.log(ratio) for ratio in values if ratio is not None)
-    once = (max(len(logs), FEWEST),)  # a look that fewer pairs do not reach
-    planned = once if looks is None else tuple(looks)
-    return _Series(logs=logs, looks=looks_until(len(logs), planned) if ended else planned)
+def _same_pairs(ratios: Ratios, means: Ratios) -> None:
+    for name in {**ratios, **means}:
+        pairs = [[one is None for one in kind.get(name, ())] for kind in (ratios, means)]
+        if pairs[0] != pairs[1]:
+            raise ValueError(f"{name}: its ratios and means are of other pairs: give both of each pair, or None twice")
+
+
+def _series(ratios: Ratios, bar: float, trim: bool, looks: Sequence[int] | None, ended: bool) -> dict[str, Series]:
+    """Of every trial and the family, which is no more alike than its trials are."""
+    found = {name: tuple(math.log(r) for r in values if r is not None) for name, values in ratios.items()}
+    together = likeness([logs for name, logs in found.items() if name != FAMILY], trim=trim)
+    series = {}
+    for name, logs in found.items():
+        planned = (
+            (max(len(logs), FEWEST),) if looks is None else tuple(looks)
+        )  # once: a look that fewer pairs do not reach
+        at = looks_until(len(logs), planned) if ended else planned
+        alike = together.bound(likeness([logs], trim=trim))
+        series[name] = Series(logs=logs, looks=at, bar=bar, trim=trim, alike=alike)
+    return series
 
 
 def looks_until(pairs: int, looks: tuple[int, ...]) -> tuple[int, ...]:
@@ -220,92 +216,91 @@ def _rounds(trials: Sequence[Sequence[float | None]]) -> list[float | None]:
     return found
 
 
-def _divisor(hypotheses: int) -> int:
-    return next((divisor for divisor in _DIVISORS if divisor >= hypotheses), hypotheses)
-
-
-def _holm(series: Mapping[str, _Series], alpha: float, p_value: Callable[[Estimate], float]) -> _Claim:
-    """Make one claim of as many series as Holm's procedure allows at the looks that they have reached."""
-    found = {name: [p_value(e) for e in one.reached] for name, one in series.items()}
-    made: dict[str, int] = {}
-    share: dict[str, float] = {}
-    while len(made) < len(series):
-        step = alpha / _divisor(len(series) - len(made))
-        share |= {name: step for name in series if name not in made}
-        new = {}
-        for name in series.keys() - made.keys():
-            at = zip(found[name], series[name].levels(step), strict=False)
-            look = next((k for k, (p, level) in enumerate(at) if p <= level), None)
-            if look is not None:
-                new[name] = look
-        if not new:
-            break
-        made |= new
-    return _Claim(made=made, share=share)
-
-
 def _judge(
-    name: str, one: _Series, slower: _Claim, passes: _Claim, faster: _Claim, bar: float, finest: float, alpha: float
+    name: str, one: Trial, slower: Claim, passes: Claim, faster: Claim, finest: float, hypotheses: int
 ) -> Judgement:
-    """The verdict of one series: the claim that was made of it, REGRESSION before PASS should both have been."""
-    more = next((n - len(one.logs) for n in one.looks if n > len(one.logs)), 0)
-    if len(one.logs) < 2:
-        return Judgement(verdict=Verdict.INCONCLUSIVE, reason=_few(len(one.logs)), pairs=len(one.logs), more=more)
+    """The verdict of one trial: the claim that was made of it, REGRESSION before PASS should both have been."""
+    first, pairs = one.times[0], len(one.times[0].logs)
+    more = next((n - pairs for n in first.looks if n > pairs), 0)
+    if pairs < 2:
+        return Judgement(verdict=Verdict.INCONCLUSIVE, reason=_few(pairs), pairs=pairs, more=more)
     claim = slower if name in slower.made else passes
-    reached = one.reached
-    look = claim.made.get(name, max(len(reached) - 1, 0))
-    found = reached[look] if reached else estimate(one.logs)
+    look = claim.made.get(name, max(len(first.reached) - 1, 0))
     verdict = Verdict.INCONCLUSIVE
     if name in claim.made:
         verdict = Verdict.REGRESSION if claim is slower else Verdict.PASS
         if claim is passes and faster.made.get(name, look + 1) <= look:
             verdict = Verdict.IMPROVED
     undecided = verdict is Verdict.INCONCLUSIVE
-    below, above = (found.bound(one.levels(c.share[name])[look]) for c in (slower, passes))
-    final = one.levels(alpha)[-1]
-    away = detectable(found.sd, found.n if undecided else one.looks[-1], alpha=final)
-    needed = plan_pairs(found.sd, max(abs(found.log_ratio - bar), finest), alpha=final) if found.se else None
-    needed = None if needed is None else max(needed, FEWEST)
+    above = one.alpha / divisor(passes.left[name])
+    shares = zip(one.times, one.shares(slower.left[name]), one.shares(hypotheses), strict=True)
+    found, *means = (time.measured(look, a, above, last, undecided=undecided) for time, a, last in shares)
+    each = zip(one.times, one.shares(hypotheses), strict=True)
+    needed = [time.needed(look, last, finest) for time, last in each if time.at(look).se]
+    known = [max(n, FEWEST) for n in needed if n is not None]
+    known = known if len(known) == len(needed) else []
     return Judgement(
+        **asdict(found),
         verdict=verdict,
-        reason=_reason(verdict, found, bar, needed),
-        pairs=found.n,
+        reason=_reason(verdict, one, look, slower.left[name], passes.left[name], known),
+        pairs=first.at(look).n,
         more=more if undecided else 0,
-        suspect=undecided and more > 0 and len(one.logs) >= SUSPECT_FROM and estimate(one.logs).log_ratio > bar,
-        ratio=found.ratio,
-        low=math.exp(found.log_ratio - below) if found.se else None,
-        high=_told(math.exp, found.log_ratio + above) if found.se else None,
-        detectable=None if away is None or not found.se else _told(math.expm1, bar + away),
-        needed=needed,
+        suspect=undecided and more > 0 and pairs >= SUSPECT_FROM and any(t.latest.log_ratio > t.bar for t in one.times),
+        mean=means[0] if means else None,
+        needed=max(known, default=None),
     )
 
 
-def _told(of: Callable[[float], float], log_ratio: float) -> float | None:
-    """exp or expm1; None for what is beyond a factor of 1000: two pairs say nothing."""
-    return of(log_ratio) if log_ratio < math.log(1000) else None
-
-
-def _reason(verdict: Verdict, found: Estimate, bar: float, needed: int | None) -> str:
-    margin = f"{100 * math.expm1(bar):.3g} %"
-    measured = f"{100 * (found.ratio - 1):+.2f} % over {_pairs(found.n)}"
+def _reason(verdict: Verdict, one: Trial, look: int, slower: int, passes: int, needed: Sequence[int]) -> str:
+    """slower, passes: how many hypotheses shared alpha."""
+    found, *means = (time.at(look) for time in one.times)
+    over = f"{_off(found)} over {_pairs(found.n)}"
+    also = f", all calls on average {_off(means[0])}" if means else ""
     if verdict is Verdict.REGRESSION:
-        return f"slower by more than {margin}: {measured}"
+        typical, *mean = one.slower_by(slower)
+        if typical is None or typical > look:
+            assert mean
+            least = _percent(one.times[1].bar)
+            return f"all calls on average slower by more than {least}: {_off(means[0])}, though typical ones {over}"
+        return f"slower by more than {_percent(one.times[0].bar)}: {over}{also}"
     if verdict is Verdict.IMPROVED:
-        return f"faster: {measured}"
+        return f"faster: {over}{also}"
     if verdict is Verdict.PASS:
-        return f"not slower by {margin}: {measured}"
+        return f"not slower by {_percent(one.times[0].bar)}: {over}{also}"
     if not found.se:
         twice = ". Are these the same records twice?" if found.log_ratio == 0 else ""
         return (
             f"{_pairs(found.n)} of ratio {found.ratio:.6g}: they do not vary, so nothing says how sure that is{twice}"
         )
     if found.n < FEWEST:
-        return f"{100 * (found.ratio - 1):+.2f} % over {_few(found.n)}"
-    nearness = f"{measured} is not told from {margin} by a noise of {100 * found.sd:.2g} % a pair"
-    more = f"{needed} pairs would decide it in 80 % of cases" if needed else "no number of pairs would decide it"
-    if needed is not None and needed <= found.n:
+        return f"{_off(found)} over {_few(found.n)}"
+    said = [
+        _untold(time, look, "all calls on average " * number)
+        for number, (time, at) in enumerate(zip(one.times, one.passes_by(passes), strict=True))
+        if at is None
+    ]
+    more = f"{max(needed)} pairs would decide it in 80 % of cases" if needed else "no number of pairs would decide it"
+    if needed and max(needed) <= found.n:
         more = "so many decide it in 80 % of cases, not in this one: measure again"
-    return f"{nearness}; {more}"
+    return f"{'; '.join(said)}. {more[0].upper()}{more[1:]}"
+
+
+def _untold(time: Series, look: int, who: str) -> str:
+    """Why a time is not told from its bar: the noise, and what must be allowed for between the pairs."""
+    found = time.at(look)
+    noise = f"by a noise of {100 * found.sd:.2g} % a pair over {_pairs(found.n)}"
+    wide = f"interval {found.widened:.2g} times as wide"
+    why = f"; pairs may resemble the ones before (autocorrelation up to {found.alike:.2f}): {wide}"
+    why = why if found.widened >= WORTH_SAYING else ""
+    return f"{who}{_off(found)} is not told from {_percent(time.bar)} {noise}{why}"
+
+
+def _off(found: Estimate) -> str:
+    return f"{100 * (found.ratio - 1):+.2f} %"
+
+
+def _percent(log_ratio: float) -> str:
+    return f"{100 * math.expm1(log_ratio):.3g} %"
 
 
 def _few(n: int) -> str:

@@ -65,7 +65,7 @@ class Question:
 def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Callable[[str], None]) -> Gate:
     """Measure both revisions in rounds until every trial is decided, the last look is reached or the budget ends.
 
-    `exit_first`: or a ratio is a REGRESSION, which later looks do not take back, as they may what else fails.
+    `exit_first`: or a ratio is a REGRESSION, which later looks hardly take back, as they may what else fails.
 
     Keeps the records of each side in `directory`, as te-bench run would. A revision that cannot be run is a failed one.
     Raises ValueError for revisions that are not there, and for what `decide` refuses.

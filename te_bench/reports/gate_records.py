@@ -13,9 +13,8 @@ or 3 through, for a cell that was deleted on purpose, must not let a regression 
 
 import dataclasses
 import fnmatch
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ from te_bench.reports.cogates import Finding, Kind, Match, of_match, of_studies
 from te_bench.reports.compare_fail import STATS, Limit, judge
 from te_bench.reports.gate import FEWEST, Decision, Verdict, check_test, decide
 from te_bench.reports.pytest_stats import summary
-from te_bench.reports.rows import TIMED, Cell, Group, Results, identity, load_results, printable
-from te_bench.reports.slowdown import estimate
+from te_bench.reports.rows import TIMED, Cell, Group, Results, differences, identity, load_results, printable
 
 PASSED, REGRESSED, UNDECIDED, INCOMPLETE, MISMATCHED = 0, 1, 3, 4, 5
 MARGIN, ALPHA = 0.02, 0.05
@@ -38,6 +36,9 @@ _JUDGED = "code"
 #: nvml.h, nvmlClocksEventReasons*: hardware slowdown, software and hardware thermal slowdown, power brake. Not 0x4, the
 #: software power cap: an H200 at work in large GEMMs is always at it.
 _THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
+#: Of a side of stored records that says something: pairs that vary by 0.4 %, as a GPU's do, find a slow-down of 3.0 % in
+#: 80 % of gates, of one trial or of six, where the margin is 2 %; with 5 seeds 3.7 % (slowdown.detectable).
+SEEDS = 8
 QUIET = 0.1  # the quantile of a process's samples on a CPU
 
 
@@ -56,6 +57,8 @@ class Gate:
     allowed: bool = False  # to differ
     compared: int = 0  # pairs of records that ended ok
     ratios: Mapping[str, Sequence[float | None]] = dataclasses.field(default_factory=dict)  # as `decide` took them
+    means: Mapping[str, Sequence[float | None]] = dataclasses.field(default_factory=dict)  # likewise
+    calls: Mapping[str, int] = dataclasses.field(default_factory=dict)  # {trial: calls of the side that has fewer}
     cells: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {cell: what its trials are called here}
     notes: tuple[str, ...] = ()
 
@@ -96,10 +99,10 @@ def compare(
 ) -> Gate:
     """Judge the records in `candidate` against those in `baseline`, cell by cell, paired by seed.
 
-    A process counts by its `process_s`. Of each suite the environment planned in last is read. `only`: a glob over
-    trial names. limits: plain thresholds beside the test, as --compare-fail states them. looks: the numbers of pairs at
-    which a gate that is still measuring is judged. names: what to call the two sides. Raises ValueError for a directory
-    without a plan, a glob that matches nothing, a baseline without trials, and what `decide` raises.
+    A process counts by its `process_s`, and by its `mean_s`. Of each suite the environment planned in last is read. `only`:
+    a glob over trial names. limits: plain thresholds beside the test, as --compare-fail states them. looks: the numbers of
+    pairs at which a gate that is still measuring is judged. names: what to call the two sides. Raises ValueError for a
+    directory without a plan, a glob that matches nothing, a baseline without trials, and what `decide` raises.
     """
     check_test(margin, alpha, mde)
     results = tuple(load_results([directory]) for directory in (baseline, candidate))
@@ -114,26 +117,31 @@ def compare(
     if differs and not allow_environment_change:
         return Gate(baseline=names[0], candidate=names[1], margin=margin, alpha=alpha, decision=None, mismatch=differs)
     matches = _matches(*sides)
-    ratios, throttled = _ratios(matches)
+    timed = _timed(matches)
     return Gate(
         baseline=names[0],
         candidate=names[1],
         margin=margin,
         alpha=alpha,
-        decision=decide(ratios, margin=margin, alpha=alpha, mde=mde, looks=looks) if ratios else None,
+        decision=(
+            decide(timed.ratios, means=timed.means, margin=margin, alpha=alpha, mde=mde, looks=looks)
+            if timed.ratios
+            else None
+        ),
         findings=(
             *(f for match in matches for f in of_match(match)),
             *of_studies(*sides),
-            *_spread(matches, margin, alpha),
             *_exceeded(matches, limits),
         ),
-        throttled=throttled,
+        throttled=timed.throttled,
         mismatch=differs,
         allowed=allow_environment_change,
         compared=sum(len(match.pairs) for match in matches),
-        ratios=ratios,
+        ratios=timed.ratios,
+        means=timed.means,
+        calls=timed.calls,
         cells={cell.id: match.name for match in matches for cell in (match.baseline, match.candidate) if cell},
-        notes=_notes(results, sides, matches),
+        notes=(*_notes(results, sides, matches), *(_few_seeds(sides, timed) if looks is None else ())),
     )
 
 
@@ -141,7 +149,9 @@ def at_its_end(gate: Gate, *, looks: Sequence[int], mde: float | None = None) ->
     """`compare`'s answer at some look, judged as that of a gate that measures no more."""
     if gate.decision is None:
         return gate
-    decision = decide(gate.ratios, margin=gate.margin, alpha=gate.alpha, mde=mde, looks=looks, ended=True)
+    decision = decide(
+        gate.ratios, means=gate.means, margin=gate.margin, alpha=gate.alpha, mde=mde, looks=looks, ended=True
+    )
     return dataclasses.replace(gate, decision=decision)
 
 
@@ -174,16 +184,8 @@ def _mismatch(results: Sequence[Results], sides: Sequence[Sequence[Group]]) -> t
                 continue
             groups = zip(results, (before, after), strict=True)
             old, new = (identity(result.environments[group.environment]) for result, group in groups)
-            if not old or not new:
-                found["what machine it was is not recorded on both sides"] = None
-            for name in dict.fromkeys([*old, *new]):
-                if name != _JUDGED and old.get(name) != new.get(name):
-                    found[printable(f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}")] = None
+            found |= dict.fromkeys(differences(old, new, apart=_JUDGED))
     return tuple(found)
-
-
-def _shown(value: object) -> str:
-    return "not recorded" if value is None else str(value)
 
 
 def _notes(results: Sequence[Results], sides: Sequence[Sequence[Group]], matches: Sequence[Match]) -> tuple[str, ...]:
@@ -205,6 +207,19 @@ def _notes(results: Sequence[Results], sides: Sequence[Sequence[Group]], matches
     return tuple(found)
 
 
+def _few_seeds(sides: Sequence[Sequence[Group]], timed: "_Timed") -> list[str]:
+    """What to do about stored trials of which there are too few pairs to claim anything."""
+    pairs = [sum(ratio is not None for ratio in ratios) for ratios in timed.ratios.values()]
+    few = sum(number < FEWEST for number in pairs)
+    if not few:
+        return []
+    suites = " or ".join(dict.fromkeys(group.suite for side in sides for group in side))
+    return [
+        f"{few} of {len(pairs)} timed trials have fewer than {FEWEST} pairs of seeds, which claim nothing. On each side, "
+        f"with its code, te-bench run {printable(suites)} --seeds {SEEDS} --out DIR adds the seeds that the run in DIR lacks"
+    ]
+
+
 def _matches(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]:
     """Every cell of either side, those of the baseline first, with its name: the trial's without the seed."""
     before, after = ({cell.id: cell for group in side for cell in group.cells} for side in (baseline, candidate))
@@ -222,47 +237,38 @@ def _matches(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Matc
     ]
 
 
-def _ratios(matches: Sequence[Match]) -> tuple[dict[str, list[float | None]], dict[str, int]]:
-    """({trial: candidate / baseline, by round}, {trial: pairs in which the GPU throttled}); a round is a seed of any trial.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Timed:
+    """{trial: its ratios candidate / baseline, by round}, of what processes count by and of all their calls.
 
-    None where a trial has no pair of that seed, or one in which either GPU throttled.
+    A round is a seed of any trial. None where a trial has no pair of that seed, or one in which either GPU throttled.
     """
+
+    ratios: dict[str, list[float | None]]
+    means: dict[str, list[float | None]]
+    throttled: dict[str, int]  # pairs
+    calls: dict[str, int]  # of the pairs that count, on the side that has fewer
+
+
+def _timed(matches: Sequence[Match]) -> _Timed:
     rounds = sorted({seed for match in matches for seed in match.pairs})
-    ratios: dict[str, list[float | None]] = {}
-    throttled: dict[str, int] = {}
+    timed = _Timed(ratios={}, means={}, throttled={}, calls={})
     for match in matches:
-        pairs = match.pairs
         for sample, suffix in TIMED.items():
-            found = {seed: ratio for seed, pair in pairs.items() if (ratio := _ratio(pair, sample)) is not None}
-            if not found:
+            pairs = {seed: pair for seed, pair in match.pairs.items() if _ratio(pair, sample) is not None}
+            if not pairs:
                 continue
-            held = [seed for seed in found if any(map(_throttled, pairs[seed]))]
+            free = {seed: pair for seed, pair in pairs.items() if not any(map(_throttled, pair))}
             name = match.name + suffix
-            last = max(found)  # a trial that was decided has no later rounds
-            ratios[name] = [None if seed in held else found.get(seed) for seed in rounds if seed <= last]
-            throttled |= {name: len(held)} if held else {}
-    return ratios, throttled
-
-
-def _spread(matches: Sequence[Match], margin: float, alpha: float) -> list[Finding]:
-    """Trials on a CPU whose medians are slower by more than the margin, tested on their own: some calls may be, and not all.
-
-    A process counts by its quiet calls there, so a call that is slow every second time would pass unseen. The medians are
-    noisier, and this claim is not held to alpha over the trials: it leaves the gate undecided and fails nothing.
-    """
-    found = []
-    for match in matches:
-        pairs = [pair for pair in match.pairs.values() if pair[0].trial.device == "cpu"]
-        for sample, suffix in TIMED.items():
-            middle = [[median(numbers(record.samples.get(sample))) for record in pair] for pair in pairs]
-            logs = [math.log(new / old) for old, new in middle if old and new and old > 0 and new > 0]
-            if len(logs) < FEWEST:
-                continue
-            told = estimate(logs)
-            if told.p_above(math.log1p(margin)) <= alpha:
-                message = f"its median calls are {100 * (told.ratio - 1):+.1f} % slower: do only some calls get slower?"
-                found.append(Finding(name=match.name + suffix, kind=Kind.SPREAD, code=UNDECIDED, message=message))
-    return found
+            known = [seed for seed in rounds if seed <= max(pairs)]  # a trial that was decided has no later rounds
+            for into, of in ((timed.ratios, process_s), (timed.means, mean_s)):
+                into[name] = [_ratio(free[seed], sample, of) if seed in free else None for seed in known]
+            timed.throttled.update({name: len(pairs) - len(free)} if len(free) < len(pairs) else {})
+            counts = (
+                [len(numbers(one.samples.get(sample))) for one in side] for side in zip(*free.values(), strict=True)
+            )
+            timed.calls[name] = min(map(sum, counts), default=0)
+    return timed
 
 
 def _exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[Finding]:
@@ -290,10 +296,12 @@ def _typical(records: Sequence[Record], sample: str) -> dict[str, float]:
     return {name: statistics.median(one[name] for one in found) for name in STATS}
 
 
-def _ratio(pair: tuple[Record, Record], sample: str) -> float | None:
-    """The candidate's `process_s` over the baseline's."""
-    old, new = (process_s(numbers(record.samples.get(sample)), record.trial.device) for record in pair)
-    return new / old if old and new and old > 0 and new > 0 else None
+Of = Callable[[Sequence[float], str], float | None]
+
+
+def mean_s(seconds: Sequence[float], device: str) -> float | None:
+    """The mean of all its samples: what slows few calls, on whatever device, slows it; None without any."""
+    return statistics.fmean(seconds) if seconds else None
 
 
 def process_s(seconds: Sequence[float], device: str) -> float | None:
@@ -307,6 +315,12 @@ def process_s(seconds: Sequence[float], device: str) -> float | None:
     if not seconds or device != "cpu":
         return median(seconds)
     return float(np.quantile(seconds, QUIET))
+
+
+def _ratio(pair: tuple[Record, Record], sample: str, of: Of = process_s) -> float | None:
+    """Of the seconds of the candidate's process over the baseline's."""
+    old, new = (of(numbers(record.samples.get(sample)), record.trial.device) for record in pair)
+    return new / old if old and new and old > 0 and new > 0 else None
 
 
 def _throttled(record: Record) -> bool:

@@ -160,7 +160,7 @@ def _points(
     dated = all(times.values())
     points = []
     for place, records in found.items():
-        seconds = analysis.of_processes(records, quantity)
+        seconds = analysis.typical(records, quantity)
         if not seconds:  # a clock that saw no time pass tells nothing of a level
             continue
         measured_at = _utc(min(record.started_at for record in records))

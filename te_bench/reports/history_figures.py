@@ -77,7 +77,7 @@ def _panel(axes: Axes, one: Series, order: Sequence[Point]) -> None:
             textcoords="offset points",
         )
         size.set(va="top", fontsize=7.8, color=COLOURS[1])
-    axes.set_title(text.shortened(one.name, NAME), loc="left", fontsize=8.8)
+    axes.set_title("\n".join(text.folded(one.name, NAME)), loc="left", fontsize=8.8)
     axes.margins(y=0.25)
     axes.tick_params(axis="y", labelsize=8)
     axes.grid(axis="y", color=FAINT, alpha=0.25, linewidth=0.6)

@@ -1,6 +1,7 @@
 """The tables of the layer benchmark: its variants, and where the time of an iteration goes."""
 
-from te_bench.reports import layers, text
+from te_bench.reports import layers, ranking, text
+from te_bench.reports.ranking import ranked
 from te_bench.reports.rows import Group
 from te_bench.reports.table import Table, Value, interval_note, label, number, repetitions, table_of, word
 
@@ -12,6 +13,7 @@ def layer(group: Group) -> list[Table]:
     tables = []
     for variant in layers.variants(group):
         shown = []
+        standing = ranking.standing([rung for rung in variant.rungs if variant.comparable(rung)])
         for rung in variant.rungs:
             speedup = text.speedup(rung.speedup) + ("" if variant.comparable(rung) else " (another mask)")
             shown.append(
@@ -19,18 +21,29 @@ def layer(group: Group) -> list[Table]:
                     label(rung.cell, baseline=rung.is_baseline),
                     number(rung.latency_s, text.milliseconds),
                     Value(text=speedup, sort=rung.speedup.value) if rung.speedup else word(None),
+                    ranked(standing, rung),
                     number(rung.flop_per_s, text.tera),
                     number(rung.peak_allocated or rung.peak_rss, text.gib),
                     number(rung.peak_reserved, text.gib),
                     repetitions(rung.cell),
                 )
             )
-        columns = ("Layer", "ms", "Speed-up", "TFLOP/s", "Peak, GiB", "Peak reserved, GiB", "ok/planned")
-        notes = ["Forward and backward, median over processes of each process's median of 50 iterations."]
+        columns = (
+            "Layer",
+            "ms",
+            "Speed-up",
+            ranking.COLUMN,
+            "TFLOP/s",
+            "Peak, GiB",
+            "Peak reserved, GiB",
+            "ok/planned",
+        )
+        notes = ["Forward and backward, geometric mean over runs of each run's median of 50 iterations."]
         if not all(variant.comparable(rung) for rung in variant.rungs):
             notes.append("Another mask: the layer computes another function, with half or twice the attention work.")
         pairs = [rung.speedup.n for rung in variant.rungs if rung.speedup and not rung.is_baseline]
         notes += [interval_note(pairs)] if pairs else []
+        notes += standing.notes()
         table = table_of("layer", f"One transformer layer, {variant.name}", columns, shown, " ".join(notes))
         tables += [table] if table else []
     return tables

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_bench.reports.loss_csv import Curve, Losses, broken
-from te_bench.reports.stability import RISE
+from te_bench.reports.stability import RISE, overfitting
 
 Array = NDArray[np.float64]
 
@@ -114,6 +114,30 @@ def moving(baseline: Losses, candidate: Losses, margin: float) -> str | None:
     return (
         f"the gap still moves: by {move:+.2g} over the last {at[-1] - at[0]:g} steps, which is not below the margin "
         f"{margin:g}; decay the learning rate to the end, or train longer"
+    )
+
+
+def overfitted(baseline: Losses, margin: float) -> str | None:
+    """Why final losses prove nothing, where the baseline's mean curve ends above its least by more than `margin`."""
+    if min((len(curve.step) for curve in baseline.curves.values()), default=0) < FEWEST_POINTS:
+        return None
+    first = max(curve.step[0] for curve in baseline.curves.values())
+    at = np.array(sorted({step for curve in baseline.curves.values() for step in curve.step if step >= first}))
+    rise = overfitting(at, _mean(baseline, at))
+    if rise <= margin:
+        return None
+    return (
+        f"{baseline.source}: the baseline overfits: its loss ends {rise:.2g} above its least, more than the margin "
+        f"{margin:g}, so that a final loss rewards fitting less; train for fewer steps, or on data that is seen once"
+    )
+
+
+def far(arms: Matched, place: int) -> str:
+    """What to note of a pair whose gap lies far from the others'."""
+    gap = arms.candidate[place] - arms.baseline[place]
+    return (
+        f"seed {arms.seeds[place]}: its gap {gap:+.2g} lies far from the others; where such outliers are common the error "
+        "rate may not hold"
     )
 
 

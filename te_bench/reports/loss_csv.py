@@ -56,6 +56,7 @@ class _Table:
     digest: str
     header: tuple[str, ...] | None
     rows: tuple[tuple[int, tuple[str, ...]], ...]  # line number, cells
+    gap: int | None = None  # a line between rows that has nothing, or a loss behind a #
 
     def column(self, names: Sequence[str]) -> int | None:
         lower = [name.lower() for name in self.header or ()]
@@ -158,7 +159,10 @@ def _table(path: Path) -> _Table:
             raise ValueError(f"{path}, line {n}: {len(row)} cells where the first line has {width}{comma}")
     if not rows:
         raise ValueError(f"{path} has a header and no rows: nothing was logged")
-    return _Table(path=path, digest=hashlib.sha256(content).hexdigest(), header=header, rows=tuple(rows))
+    between = dict(enumerate(text.splitlines()[rows[0][0] - 1 : rows[-1][0]], start=rows[0][0]))
+    left_out = {n: line.strip().lstrip("# ") for n, line in between.items() if n not in dict(rows)}
+    gap = next((n for n, line in left_out.items() if not line or _numeric(line)), None)
+    return _Table(path=path, digest=hashlib.sha256(content).hexdigest(), header=header, rows=tuple(rows), gap=gap)
 
 
 def _cells(path: Path, lines: Sequence[tuple[int, str]], delimiter: str) -> list[tuple[int, tuple[str, ...]]]:
@@ -179,7 +183,7 @@ def _cells(path: Path, lines: Sequence[tuple[int, str]], delimiter: str) -> list
 
 def _number(cell: str) -> float | None:
     try:
-        return float(cell)
+        return None if "_" in cell else float(cell)  # Python reads 3_28 as 328
     except ValueError:
         return None
 
@@ -227,6 +231,11 @@ def _finals(source: str, table: _Table) -> Losses:
             f"step, loss, seed{comma}"
         )
     notes = [_taken(table, loss)] if len(numeric) > 1 else []
+    if seed is None and table.gap is not None:
+        raise ValueError(
+            f"{table.path}, line {table.gap} has no loss: without seeds rows are pairs, and every later one would be of "
+            "another seed; write nan for a run that diverged, or add a column seed"
+        )
     final: dict[str, float] = {}
     labels: dict[str, str] = {}
     texts = [c for c in range(width) if c not in (seed, *numeric)]

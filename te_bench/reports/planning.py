@@ -10,15 +10,14 @@ from statistics import median
 
 import numpy as np
 
-from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports import power
 from te_bench.reports.analysis import numbers, step_seconds
 from te_bench.reports.study import Arm, Study
 
-#: nat: of final losses between seeds of a 124M GPT, the NanoGPT speedruns' (github.com/KellerJordan/modded-nanogpt).
-ASSUMED_SD = 0.0019
 FEWEST_PAIRS = 3  # of 2 the standard deviation is wrong by a factor of 2 or more in two cases of five
 FEWEST_SEEDS = 2  # a verdict needs a standard deviation
+ROUNDING = 0.005  # of a simulated power
 PILOT_STEPS = 30  # three reads of the loss: the first tells when the clock starts, the others what steps take
 
 
@@ -28,15 +27,35 @@ class Spread:
 
     sd: float
     correlation: float
-    pairs: int  # that it is known from; 0 where it is assumed
+    pairs: int  # that it is known from
+    assumed: str | None = None  # whose it is, where it is not of the user's own records
 
     @property
     def gap_sd(self) -> float:
         """Standard deviation of candidate - control in one pair."""
         return power.gap_sd(self.sd, self.correlation)
 
+    @property
+    def gap_sd_at_most(self) -> float:
+        """Its upper bound of 80 % confidence: trusting 5 pairs' estimate gives the power in half of cases."""
+        return power.at_most(self.gap_sd, self.pairs - 1)
 
-ASSUMED = Spread(sd=ASSUMED_SD, correlation=0.0, pairs=0)
+
+#: Spreads of gaps that published records have, of preset and machine: {what of the problem must agree: spread}.
+ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
+    (
+        {"model": "gpt2", "steps": 2035, "batch": 12, "accumulate": 4, "learning_rate": 6e-4, "warmup": 100},
+        Spread(sd=0.0064, correlation=0.03, pairs=5, assumed="four recipes of results/h200/convergence"),
+    ),
+    (
+        {"model": "gpt2", "steps": 300, "batch": 12, "accumulate": 1, "learning_rate": 6e-4, "warmup": 60},
+        Spread(sd=0.0193, correlation=0.86, pairs=8, assumed="four arms of results/h200/convergence-short and -dpa"),
+    ),
+    (
+        {"model": "tiny", "steps": 150, "batch": 8, "learning_rate": 1e-3},
+        Spread(sd=0.0015 / math.sqrt(2), correlation=0.0, pairs=5, assumed="FP8 on a CPU, 2026-11-22"),
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +78,12 @@ class Outlook:
     spread: Spread
     alone: Prospect
     hardest: Prospect
+    cautious: Prospect  # the hardest step by the upper bound of the spread: what a plan must do with
+
+    @property
+    def underpowered(self) -> bool:
+        """Whether these seeds would probably end INCONCLUSIVE."""
+        return self.recipes > 0 and (self.cautious.power or 0.0) < power.POWER - ROUNDING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +98,13 @@ class Pace:
 
 
 def outlook(*, seeds: int, margin: float, alpha: float, recipes: int, spread: Spread) -> Outlook:
-    """Power at a true gap of 0 and minimum detectable gap of `seeds` pairs, by the exact power of two one-sided tests."""
+    """Power at a true gap of 0 and minimum detectable gap of `seeds` pairs, by the power of two one-sided tests."""
     family = max(recipes, 1)
     alone, hardest = (_prospect(seeds, margin, level, spread.gap_sd) for level in (alpha, alpha / family))
-    return Outlook(seeds=seeds, margin=margin, recipes=recipes, spread=spread, alone=alone, hardest=hardest)
+    cautious = _prospect(seeds, margin, alpha / family, spread.gap_sd_at_most)
+    return Outlook(
+        seeds=seeds, margin=margin, recipes=recipes, spread=spread, alone=alone, hardest=hardest, cautious=cautious
+    )
 
 
 def _prospect(seeds: int, margin: float, alpha: float, sd: float) -> Prospect:
@@ -89,8 +117,35 @@ def _prospect(seeds: int, margin: float, alpha: float, sd: float) -> Prospect:
     )
 
 
-def spread(studies: Iterable[Study], control: Trial) -> Spread:
-    """Pooled over the recipes of the study with most pairs whose control is this trial but for its seed; else ASSUMED.
+def largest_sd(seeds: int, margin: float, alpha: float) -> float | None:
+    """The largest standard deviation of a pair's gap with which so many seeds have a power of 80 %; None of 2 seeds."""
+    one = power.detectable(se=1 / math.sqrt(seeds), df=seeds - 1, alpha=alpha)
+    return None if one is None else margin / one
+
+
+def unlike(studies: Iterable[Study], control: Trial) -> str | None:
+    """Why studies that are on record tell nothing of this control's spread, or None where there are none."""
+    said = None
+    for study in studies:
+        if study.control is None or not study.recipes:
+            said = said or "its records have no bf16 control beside a recipe"
+            continue
+        theirs, ours = study.control.trial, control
+        differ = [
+            f"{key} {theirs.problem.get(key)} there, {ours.problem.get(key)} here"
+            for key in dict.fromkeys([*theirs.problem, *ours.problem])
+            if theirs.problem.get(key) != ours.problem.get(key)
+        ]
+        differ += [f"device {theirs.device} there, {ours.device} here"] if theirs.device != ours.device else []
+        if not differ:
+            return f"fewer than {FEWEST_PAIRS} of its pairs have ended, or their gaps do not vary"
+        said = f"its training is another: {', '.join(differ[:3])}"
+    return said
+
+
+def spread(studies: Iterable[Study], control: Trial) -> Spread | None:
+    """Pooled over the recipes of the study with most pairs whose control is this trial but for its seed; else one of
+    ASSUMED for the same training; else None.
 
     sd^2 is the mean variance of both arms over the paired seeds, correlation 1 - var(gap) / (2 sd^2), so that
     gap_sd is that of the measured gaps. Another length, batch or learning rate has another spread: not counted.
@@ -101,7 +156,12 @@ def spread(studies: Iterable[Study], control: Trial) -> Spread:
         if study.control is not None and study.control.trial.cell == control.cell
         if (known := _spread(study.control, study.recipes)) is not None
     ]
-    return max(found, key=lambda known: known.pairs, default=ASSUMED)
+    return max(found, key=lambda known: known.pairs, default=_assumed(control))
+
+
+def _assumed(control: Trial) -> Spread | None:
+    held = control.problem
+    return next((known for of, known in ASSUMED if all(held.get(key) == of[key] for key in of)), None)
 
 
 def _spread(control: Arm, recipes: Sequence[Arm]) -> Spread | None:

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from te_bench.reports import analysis, figures, gallery, tables, text
+from te_bench.reports import analysis, figures, gallery, headlines, tables, text
 from te_bench.reports.files import write_folder
 from te_bench.reports.rows import Cell, Group, Results, Row, identity, load_results, printable
 from te_bench.reports.table import Table
@@ -96,12 +96,12 @@ def draw(results: Results) -> dict[int, tuple[figures.Drawing, ...]]:
 
 def page(results: Results, drawn: Mapping[int, Sequence[figures.Drawing]]) -> dict[str, Any]:
     """What both templates show."""
-    headlines = tables.headlines(results)
+    sentences = headlines.headlines(results)
     script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
     return {
         "title": "; ".join(dict.fromkeys(printable(group.title) for group in results.groups)),
-        "headline": headlines[0],
-        "other_headlines": headlines[1:],
+        "headline": sentences[0],
+        "other_headlines": sentences[1:],
         "n_ok": results.outcomes.get("ok", 0),
         "n_planned": len(results.rows),
         "outcomes": {outcome: n for outcome, n in results.outcomes.items() if outcome != "ok"},
@@ -185,6 +185,9 @@ _STATE = (
     ("memory clock, MHz", "memory_clock_hz", 1e-6),
     ("temperature, °C", "temperature_c", 1.0),
     ("power, W", "power_w", 1.0),
+    ("load average", "load_average", 1.0),
+    ("cores that other programs took", "cpu_others", 1.0),
+    ("CPU time that the host took away, %", "cpu_stolen", 100.0),
 )
 
 

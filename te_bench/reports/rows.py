@@ -161,9 +161,33 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
     return Results(groups=groups, environments=bodies, runs=tuple(journals))
 
 
+def gaps(directories: Sequence[Path]) -> list[str]:
+    """What the journals of these runs lack, a sentence each. Raises ValueError as `load_results` does.
+
+    A journal that lost whole lines at its end looks like that of a run which was stopped there.
+    """
+    torn = [directory for directory in directories if load(directory).torn]
+    said = [f"{directory}: the journal ends in the middle of a line, which is not read" for directory in torn]
+    found = load_results(directories).rows
+    if missing := sum(row.record is None for row in found):
+        lost = "not run, or lost from the journal's end; the same te-bench run again does them"
+        said.append(f"{missing} of {len(found)} planned trials have no record: {lost}")
+    return said
+
+
 def identity(environment: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of an environment that its id hashes; empty when it was not recorded."""
     return environment.get("identity") or {}
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], *, apart: str | None = None) -> tuple[str, ...]:
+    """How two identities differ, the setting `apart` from that."""
+    found = [] if before and after else ["what machine it was is not recorded on both sides"]
+    for name in dict.fromkeys([*before, *after]):
+        old, new = ("not recorded" if of.get(name) is None else str(of[name]) for of in (before, after))
+        if name != apart and before.get(name) != after.get(name):
+            found.append(printable(f"{name}: {old} -> {new}"))
+    return tuple(found)
 
 
 def environment_labels(environments: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

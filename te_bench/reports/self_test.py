@@ -159,7 +159,13 @@ def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
         "exit_code": gate.exit_code,
         "findings": [f"{finding.kind}: {finding.name}" for finding in gate.findings if finding.code],
         "trials": {
-            name: {"verdict": one.verdict, "ratio": one.ratio, "pairs": one.pairs, "ratios": list(gate.ratios[name])}
+            name: {
+                "verdict": one.verdict,
+                "ratio": one.ratio,
+                "pairs": one.pairs,
+                "ratios": list(gate.ratios[name]),
+                "means": list(gate.means.get(name, [])),
+            }
             for name, one in judged.items()
         },
     }
@@ -227,20 +233,22 @@ def redrawn(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float
     most of the answers have of the trial that was undecided for longest, and looks where such a gate does. A trial of which
     many pairs were made, because they were noisy, is drawn by them. None of fewer than two gates.
     """
-    known: dict[str, list[float]] = {}
+    known: dict[str, list[Sequence[float]]] = {}  # {trial: (ratio, mean) of its pairs, or (ratio,)}
     for answer in answers:
         for name, trial in answer["trials"].items():
-            known.setdefault(name, []).extend(ratio for ratio in trial["ratios"] if ratio is not None)
+            pairs = zip(trial["ratios"], *([trial["means"]] if trial.get("means") else []), strict=True)
+            known.setdefault(name, []).extend(pair for pair in pairs if None not in pair)
     longest = [max(trial["pairs"] for trial in answer["trials"].values()) for answer in answers if answer["trials"]]
-    pairs = statistics.median_high(longest) if longest else 0
-    if len(longest) < 2 or pairs < FEWEST or not all(known.values()):
+    most = statistics.median_high(longest) if longest else 0
+    if len(longest) < 2 or most < FEWEST or not all(known.values()):
         return None
-    looks = gate_live.looks_within(pairs)
+    looks = gate_live.looks_within(most)
     generator = np.random.default_rng(0)
     found = 0
     for _ in range(gates):
-        drawn = {name: generator.choice(ratios, size=pairs).tolist() for name, ratios in known.items()}
-        decision = decide(drawn, margin=margin, alpha=alpha, looks=looks)
+        drawn = {name: generator.choice(pairs, size=most).T.tolist() for name, pairs in known.items()}
+        ratios, means = ({name: kinds[i] for name, kinds in drawn.items() if i < len(kinds)} for i in (0, 1))
+        decision = decide(ratios, means=means or None, margin=margin, alpha=alpha, looks=looks)
         found += any(one.verdict is Verdict.REGRESSION for one in decision.judgements)
     return found / gates
 

@@ -1,4 +1,4 @@
-"""Looks at the gaps while seeds arrive: a verdict as soon as the runs carry one, at the error rate of a single look.
+"""Looks at pairs while they arrive: a verdict as soon as the runs carry one, at the error rate of a single look.
 
 Lan & DeMets 1983, Biometrika 70:659: alpha is spent over the looks as an O'Brien-Fleming-like function of the
 information, so early looks claim only what is overwhelming and the last has almost all of alpha left.
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
+from te_bench.reports import skewed
 from te_bench.reports.equivalence import Verdict, check_test
 
 Array = NDArray[np.float64]
@@ -31,11 +32,11 @@ _REACH = 9.0  # standard deviations; beyond them the normal density is below 1e-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """Where to stop: the verdict after n seeds, the one-sided level of that look, and a plain sentence."""
+    """Where to stop: the verdict after n seeds, alpha that may be used up by then, and a plain sentence."""
 
     verdict: Verdict
     n: int
-    level: float
+    spent: float
     reason: str
 
 
@@ -142,67 +143,73 @@ def _cut(mass: Array, edges: Array, budget: float) -> tuple[float, Array]:
 def decide(gaps: Sequence[float], *, looks: Sequence[int], margin: float, alpha: float = 0.05) -> Decision | None:
     """The verdict at the first look that reached one, on paired gaps in the order of their seeds; None: go on.
 
-    gap < margin, gap > -margin and gap > margin are each tested at the `t_levels`, and what was rejected stays so: over
-    all looks each is claimed wrongly in at most alpha of cases (4.97 to 5.02 % of 1,000,000 simulations, 3 to 60
-    seeds). EQUIVALENT when the first two hold, NON_INFERIOR when the first does and the gap is below -margin or the seeds
-    are up, INFERIOR when the third does. INCONCLUSIVE at the last look, or earlier where the seeds to come have less than
-    a HOPELESS chance of a verdict; going on all the same does the error rate no harm, for no level counts on that stop.
-    With 12 seeds planned and a gap of 0, sd 0.0027 and margin 0.003, it stops after 9.5 on average, 2 points of power below
-    a single look. `alpha` is for one candidate: give each of k candidates alpha / k.
+    gap < margin, gap > -margin and gap > margin are each tested as `skewed` does, at critical values that spend alpha over
+    the looks, and what was rejected stays so: over all looks each is claimed wrongly in at most alpha of cases, for gaps as
+    `skewed.ASSUMPTION` says. EQUIVALENT when the first two hold, NON_INFERIOR when the first does and the gap is below
+    -margin or the seeds are up, INFERIOR when the third does. INCONCLUSIVE at the last look, or earlier where the seeds to
+    come have less than a HOPELESS chance of a verdict; going on all the same does the error rate no harm, for no level
+    counts on that stop. `alpha` is for one candidate: give each of k candidates alpha / k.
 
-    Raises ValueError for a gap that is not finite, and what `t_levels` and the margin's check raise.
+    Raises ValueError for a gap that is not finite, looks that do not rise from 3 or more, and as check_test.
     """
     check_test(margin, alpha)
-    levels = t_levels(tuple(looks), alpha)
+    if not looks or looks[0] < skewed.FEWEST or any(b <= a for a, b in pairwise(looks)):
+        raise ValueError(f"looks at {list(looks)} seeds: give numbers that rise, from {skewed.FEWEST} seeds or more")
+    budgets = tuple(float(budget) for budget in spent(np.array(looks) / looks[-1], alpha))
+    bounds = skewed.bounds(tuple(looks), budgets)
     values = np.asarray(gaps, dtype=np.float64)
     for place in np.flatnonzero(~np.isfinite(values)):
         raise ValueError(f"gap {place + 1} of {values.size} is {values[place]}: a run that broke is judged as diverged")
     less, more = False, False  # gap < margin and gap > -margin have been shown
-    for n, level in zip(looks, levels, strict=True):
+    for n, bound, budget in zip(looks, bounds, budgets, strict=True):
         if n > values.size:
             return None
-        look = _look(values[:n], margin)
-        less, more = less or look.less <= level, more or look.more <= level
+        look = _look(values[:n], margin, bound)
+        less, more = less or look.less, more or look.more
         verdict = None
-        if look.worse <= level:
+        if look.worse:
             verdict = Verdict.INFERIOR
         elif less and more:
             verdict = Verdict.EQUIVALENT
-        elif less and (n == looks[-1] or look.better <= level):
+        elif less and (n == looks[-1] or look.better):
             verdict = Verdict.NON_INFERIOR
-        elif not less and (n == looks[-1] or _chance(look, n, looks[-1], levels[-1], margin) < HOPELESS):
+        elif not less and (n == looks[-1] or _chance(look, n, looks[-1], bounds[-1], margin) < HOPELESS):
             verdict = Verdict.INCONCLUSIVE
         if verdict:
-            return Decision(
-                verdict=verdict, n=n, level=level, reason=_reason(verdict, look, n, looks[-1], margin, level)
-            )
+            reason = _reason(verdict, look, n, looks[-1], margin, budget)
+            return Decision(verdict=verdict, n=n, spent=budget, reason=reason)
     return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Look:
-    """Mean and spread of the gaps so far; p-values of gap < margin, > -margin, > margin and < -margin."""
+    """Mean and spread of the gaps so far; whether they show that gap < margin, > -margin, > margin and < -margin."""
 
     gap: float
     sd: float
-    less: float
-    more: float
-    worse: float
-    better: float
+    less: bool
+    more: bool
+    worse: bool
+    better: bool
 
 
-def _look(gaps: Array, margin: float) -> _Look:
-    gap, sd, df = float(gaps.mean()), float(gaps.std(ddof=1)), gaps.size - 1
+def _look(gaps: Array, margin: float, bound: float) -> _Look:
+    gap, sd = float(gaps.mean()), float(gaps.std(ddof=1))
     if sd <= SAME * margin:  # no spread, no test; but gaps of exactly 0 are one and the same computation
-        shown = 1.0 if np.any(gaps) else 0.0
-        return _Look(gap=gap, sd=0.0, less=shown, more=shown, worse=1.0, better=1.0)
-    se = sd / math.sqrt(gaps.size)
-    over, under = (gap - margin) / se, (gap + margin) / se
-    less, more, worse, better = (float(stdtr(df, t)) for t in (over, -under, -over, under))
-    return _Look(gap=gap, sd=sd, less=less, more=more, worse=worse, better=better)
+        shown = not np.any(gaps)
+        return _Look(gap=gap, sd=0.0, less=shown, more=shown, worse=False, better=False)
+    mean = skewed.mean_of(gaps)
+    return _Look(
+        gap=gap,
+        sd=sd,
+        less=mean.below(margin, bound),
+        more=mean.above(-margin, bound),
+        worse=mean.above(margin, bound),
+        better=mean.below(-margin, bound),
+    )
 
 
-def _chance(look: _Look, n: int, planned: int, level: float, margin: float) -> float:
+def _chance(look: _Look, n: int, planned: int, bound: float, margin: float) -> float:
     """Probability, by the gaps so far, that the last look will tell the gap from the margin, one way or the other.
 
     The mean of all planned gaps is predicted around that of the first n, with sd sqrt(1 / n - 1 / planned).
@@ -210,12 +217,12 @@ def _chance(look: _Look, n: int, planned: int, level: float, margin: float) -> f
     if look.sd == 0:
         return 1.0
     off = look.sd * math.sqrt(1 / n - 1 / planned)
-    reach = -float(stdtrit(planned - 1, level)) * look.sd / math.sqrt(planned)
+    reach = -bound * look.sd / math.sqrt(planned)
     return float(stdtr(n - 1, (margin - reach - look.gap) / off) + stdtr(n - 1, (look.gap - margin - reach) / off))
 
 
-def _reason(verdict: Verdict, look: _Look, n: int, planned: int, margin: float, level: float) -> str:
-    after = f"after {n} of {planned} seeds: mean gap {look.gap:+.2g}, one-sided level {level:.2g}"
+def _reason(verdict: Verdict, look: _Look, n: int, planned: int, margin: float, budget: float) -> str:
+    after = f"after {n} of {planned} seeds: mean gap {look.gap:+.2g}, alpha spent so far {budget:.2g}"
     if verdict is Verdict.INCONCLUSIVE and n < planned:
         return f"{after}; the other {planned - n} seeds would hardly tell it from the margin {margin:g}"
     told = {

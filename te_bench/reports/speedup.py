@@ -54,8 +54,7 @@ def capability_matched(
     more steps would bring: read the step penalty as a size, not to the last digit.
 
     gap / slope is a ratio of means over the same seeds: Fieller's interval (1954, J. R. Stat. Soc. B 16:175). Step time's
-    interval is combined with it by their recovered variances (MOVER: Zou & Donner 2008, Stat. Med. 27:1693). A bootstrap
-    of 5 seeds would be too narrow, see `equivalence.compare`.
+    interval is combined with it by their recovered variances (MOVER: Zou & Donner 2008, Stat. Med. 27:1693).
 
     Raises ValueError for runs that cannot be paired, values that are not finite, and step times that are not positive.
     """

@@ -112,6 +112,14 @@ def sustained_rises(steps: Sequence[float] | Array, loss: Sequence[float] | Arra
     return tuple(found)
 
 
+def overfitting(steps: Sequence[float] | Array, loss: Sequence[float] | Array) -> float:
+    """How far a loss ends above its least, in nat: of means over tenths of the way, for one low point is luck."""
+    at, losses = _steps(steps, loss=loss), np.asarray(loss, dtype=np.float64)
+    tenth = np.minimum((10 * (at - at[0]) / max(at[-1] - at[0], 1e-9)).astype(np.int64), 9)
+    means = [float(losses[tenth == k].mean()) for k in np.unique(tenth)]
+    return means[-1] - min(means)
+
+
 def spikes(steps: Sequence[float] | Array, values: Sequence[float] | Array) -> tuple[Spike, ...]:
     """Values x with (x - median) / (1.4826 MAD) above SPIKE, both over the up to SPIKE_WINDOW values before x.
 

@@ -7,8 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from te_bench.reports import text
-from te_bench.reports.figures import COLOURS, FAINT, INK, LINE, NAME, blank
+from te_bench.reports.figures import COLOURS, FAINT, INK, LINE, ROW, blank, named, stack
 
 HATCHES = ("", "//", "..", "xx")
 REST = "rest"  # the time as measured, less the kernels under the profiler: gaps, and clocks that sink under load
@@ -26,23 +25,24 @@ class Stack:
 
 def bars(stacks: Sequence[Stack], kinds: Sequence[str], unit: str) -> Figure:
     """Parts in the order of `kinds`, the rest as an empty box."""
-    figure = blank(0.95 + 0.42 * len(stacks))
+    places, rows = stack([one.name for one in stacks])
+    figure = blank(0.95 + ROW * rows)
     axes = figure.subplots()
     longest = 0.0
-    for row, stack in enumerate(stacks):
-        axes.text(0, row, text.shortened(stack.name, NAME), va="center", fontsize=8.8)
+    for one, place in zip(stacks, places, strict=True):
+        middle = place + named(axes, one.name, place)
         left = 0.0
-        for place, kind in enumerate(kinds):
-            width = stack.parts.get(kind, 0.0)
-            axes.barh(row + 0.45, width, height=0.42, left=left, **_style(place))
+        for number, kind in enumerate(kinds):
+            width = one.parts.get(kind, 0.0)
+            axes.barh(middle, width, height=0.42, left=left, **_style(number))
             left += width
-        axes.barh(row + 0.45, stack.rest, height=0.42, left=left, color="none", edgecolor=FAINT, linewidth=0.8)
-        end = left + stack.rest
-        shown = axes.annotate(stack.remark, (end, row + 0.45), xytext=(5, 0), textcoords="offset points", va="center")
+        axes.barh(middle, one.rest, height=0.42, left=left, color="none", edgecolor=FAINT, linewidth=0.8)
+        end = left + one.rest
+        shown = axes.annotate(one.remark, (end, middle), xytext=(5, 0), textcoords="offset points", va="center")
         shown.set_fontsize(8.8)
         shown.set_in_layout(False)
-        longest = max(longest, end / (1 - (len(stack.remark) + 2) / LINE))
-    axes.set_ylim(len(stacks), -0.4)
+        longest = max(longest, end / (1 - (len(one.remark) + 2) / LINE))
+    axes.set_ylim(rows, -0.4)
     axes.set_xlim(0, longest)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)

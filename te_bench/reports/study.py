@@ -10,6 +10,7 @@ from te_bench.reports.rows import Cell, Group, Row, arm_name, printable, trial_o
 from te_bench.reports.sequential import looks
 from te_bench.reports.stability import Stability, stability
 
+LATE = 0.1  # the share of training whose mean is its end
 KINDS = ("control", "aa", "recipe", "broken")
 
 
@@ -61,6 +62,16 @@ class Run:
         return self._at_end(self._series("val_step", "val_loss_native"))
 
     @property
+    def trained(self) -> float | None:
+        """The mean training loss over the last tenth of the steps; None for a run that did not get there."""
+        samples = self.record.samples if self.record else {}
+        steps, losses = samples.get("step") or [], samples.get("loss") or []
+        late = [
+            x for at, x in zip(steps, losses, strict=False) if finite(x) is not None and at >= (1 - LATE) * steps[-1]
+        ]
+        return sum(late) / len(late) if late and self.final is not None else None
+
+    @property
     def step_s(self) -> float | None:
         """Seconds per step, by the training clock; None of a run that shared its GPU."""
         shared = "share" in self.row.trial.problem
@@ -97,6 +108,10 @@ class Arm:
     @property
     def natives(self) -> dict[int, float]:
         return {seed: run.native for seed, run in self.runs.items() if run.native is not None}
+
+    @property
+    def trained(self) -> dict[int, float]:
+        return {seed: run.trained for seed, run in self.runs.items() if run.trained is not None}
 
     @property
     def diverged(self) -> dict[int, str]:

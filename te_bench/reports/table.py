@@ -60,7 +60,7 @@ def label(cell: Cell, *, baseline: bool = False) -> Value:
 def interval_note(pairs: Sequence[int]) -> str:
     """How speed-ups over so many pairs each are to be read."""
     if max(pairs) < 2:
-        return "n = 1: one process a rung, so speed-ups have no interval."
+        return "n = 1: one run of each, so speed-ups have no interval."
     return "Speed-ups are geometric means over paired seeds with 95 % t-intervals."
 
 

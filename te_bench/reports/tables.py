@@ -4,22 +4,30 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from te_bench.reports import analysis, curves, floor_tables, layer_tables, layers, text, verdict_tables
-from te_bench.reports.rows import Group, Results, load_results, printable
+from te_bench.reports import analysis, curves, floor_tables, layer_tables, ranking, text, verdict_tables
+from te_bench.reports.headlines import headlines
+from te_bench.reports.ranking import ranked
+from te_bench.reports.rows import Group, load_results, printable
 from te_bench.reports.table import Table, Value, interval_note, label, number, repetitions, table_of, word
 
 TERMINAL_WIDTH = 100
+LEAST_NAME = 40  # characters of a name's line
+#: What a terminal does not show, and what it leaves out where names have no room, the first first.
+UNSHOWN = ("TFLOP/s", "MFU")
+GIVING_WAY = ("Peak reserved, GiB", "tokens/s", "Peak, GiB", "ok/planned")
 
 
 def ladder(group: Group) -> Table | None:
     """Time of a training step, fastest first."""
     rungs = analysis.ladder(group)
+    standing = ranking.standing(rungs)
     mfu_of = sorted({rung.mfu_peak for rung in rungs if rung.mfu_peak})
     shown = [
         (
             label(rung.cell, baseline=rung.is_baseline),
             number(rung.latency_s, text.milliseconds),
             Value(text=text.speedup(rung.speedup), sort=rung.speedup.value if rung.speedup else None),
+            ranked(standing, rung),
             number(rung.tokens_per_s, text.thousands),
             number(rung.flop_per_s, text.tera),
             number(rung.mfu, text.percent),
@@ -27,19 +35,22 @@ def ladder(group: Group) -> Table | None:
         )
         for rung in rungs
     ]
-    columns = ("Rung", "ms/step", "Speed-up", "tokens/s", "TFLOP/s", "MFU", "ok/planned")
+    columns = ("Configuration", "ms/step", "Speed-up", ranking.COLUMN, "tokens/s", "TFLOP/s", "MFU", "ok/planned")
     notes = []
     if any(rung.latency_s for rung in rungs):
-        notes.append("ms/step is the median over processes of each process's median step.")
+        notes.append("ms/step is the geometric mean over runs of each run's median step.")
         notes.append("Whiskers in the figure: 5th to 95th percentile of the steps.")
     pairs = [rung.speedup.n for rung in rungs if rung.speedup and not rung.is_baseline]
     if pairs:
         notes.append(interval_note(pairs))
+        if len(set(pairs)) > 1:
+            notes.append("Of a configuration with fewer runs than the baseline it is the baseline's over the speed-up.")
+    notes += standing.notes()
     if mfu_of:
         peaks = " and ".join(f"{p.upper()}" for p in mfu_of)
         notes.append(f"MFU is nanoGPT's FLOP count over the GPU's dense {peaks} peak.")
     if any(rung.mfu and rung.cell.trial.precision == "fp8" for rung in rungs):
-        notes.append("The MFU of an FP8 rung is quoted against the BF16 peak.")
+        notes.append("The MFU of an FP8 configuration is quoted against the BF16 peak.")
     return table_of("ladder", "Time per training step", columns, shown, " ".join(notes))
 
 
@@ -59,7 +70,7 @@ def memory(group: Group) -> Table | None:
         for rung in rungs
         if rung.latency_s is not None
     ]
-    columns = ["Rung", *(["Peak allocated, GiB", "Peak reserved, GiB"] if on_gpu else [])]
+    columns = ["Configuration", *(["Peak allocated, GiB", "Peak reserved, GiB"] if on_gpu else [])]
     columns += ["Peak resident, GiB"] if on_host else []
     return table_of("memory", "Peak memory of a training step", columns, shown)
 
@@ -107,7 +118,7 @@ def max_batch(group: Group) -> Table | None:
         )
         for found in analysis.max_batch(group)
     ]
-    columns = ("Rung", "Largest batch", "Peak memory, GiB", "Smallest that failed", "Memory limit, GiB")
+    columns = ("Configuration", "Largest batch", "Peak memory, GiB", "Smallest that failed", "Memory limit, GiB")
     return table_of("max_batch", "Largest batch that fits", columns, shown)
 
 
@@ -183,7 +194,7 @@ def errors(group: Group) -> Table | None:
         )
         for error in found
     ]
-    columns = ("Workload", "Rung", "Worst quantity", "Error", "Limit", "Error / limit")
+    columns = ("Workload", "Configuration", "Worst quantity", "Error", "Limit", "Error / limit")
     references = ", ".join(dict.fromkeys(printable(str(error.reference)) for error in found if error.reference))
     note = f"Above 1 the check fails and nothing is timed. Reference: {references}." if references else ""
     return table_of("errors", "Error against the reference", columns, shown, note, text_columns=3)
@@ -209,7 +220,7 @@ def kernels(group: Group) -> Table | None:
         if names:
             rung = f"{cell.shape} {cell.label}".strip()
             shown.append((word(cell.trial.workload), word(rung), word(", ".join(names))))
-    return table_of("kernels", "Kernels that ran", ("Workload", "Rung", "Kernels"), shown, text_columns=3)
+    return table_of("kernels", "Kernels that ran", ("Workload", "Configuration", "Kernels"), shown, text_columns=3)
 
 
 #: The tables by the name that `embed` and the page use.
@@ -260,54 +271,6 @@ def escape(content: str) -> str:
     return content
 
 
-def headlines(results: Results) -> list[str]:
-    """The answers in a sentence each, the most important first; what ended how, when nothing ended ok."""
-    found = []
-    for group in results.groups:
-        found += [(-1, f"{v.sentence} ({v.study.title}, {group.where})") for v in verdict_tables.of_group(group)]
-        measured = [rung for rung in analysis.ladder(group) if rung.latency_s is not None]
-        if measured:
-            found.append((0, f"Fastest: {_fastest(group, measured)}"))
-        for variant in layers.variants(group):
-            measured = [rung for rung in variant.rungs if rung.latency_s is not None]
-            if measured and all(map(variant.comparable, variant.rungs)):
-                found.append((0, f"Fastest layer, {variant.name}: {_fastest(group, measured)}"))
-        found += [(1, f"{answer} on {group.where}.") for answer in _best_arms(group)]
-        largest = next((m for m in analysis.max_batch(group) if m.max_batch is not None), None)
-        if largest:
-            found.append((2, f"Largest batch: {largest.cell.label}: {text.count(largest.max_batch)} on {group.where}."))
-    if not found and any(row.outcome == "ok" for row in results.rows):
-        return [f"{results.outcomes['ok']} of {len(results.rows)} trials ended ok; none of them ranks rungs."]
-    if not found:
-        ends = ", ".join(f"{n} {outcome}" for outcome, n in results.outcomes.items()) or "none was planned"
-        return [f"Nothing was measured: 0 of {len(results.rows)} trials ended ok ({ends})."]
-    return [sentence for _, sentence in sorted(found, key=lambda item: item[0])]
-
-
-def _fastest(group: Group, measured: Sequence[analysis.Rung]) -> str:
-    best = measured[0]
-    sentence = f"{best.cell.label}: {text.milliseconds(best.latency_s)} ms/batch"
-    baseline = next((rung for rung in measured if rung.is_baseline), None)
-    if best.is_baseline:
-        sentence += ", the baseline itself"
-    elif best.speedup and baseline:
-        certainty = " (n = 1)" if best.speedup.n < 2 else ""
-        sentence += f", {text.speedup(best.speedup)} over {baseline.cell.label}{certainty}"
-    return f"{sentence}, on {group.where}."
-
-
-def _best_arms(group: Group) -> list[str]:
-    if group.judged:  # of arms that are judged against each other the lowest loss is no answer
-        return []
-    answers = []
-    for comparison in curves.comparisons(group):
-        best = min((a for a in comparison.arms if a.best is not None), key=lambda a: a.best or 0.0, default=None)
-        if best:
-            reached = text.loss(best.best, best.deviation)
-            answers.append(f"Lowest validation loss ({comparison.title}): {best.cell.label}: {reached}")
-    return answers
-
-
 def summary(directories: Sequence[Path]) -> str:
     """The ladder in plain text for a terminal of 100 columns. Raises ValueError as load_results does."""
     results = load_results(directories)
@@ -323,13 +286,25 @@ def summary(directories: Sequence[Path]) -> str:
 
 
 def terminal(table: Table) -> list[str]:
-    """The table's lines: columns padded to their widest value; the first gives way when the line would be too long."""
-    kept = [i for i, column in enumerate(table.columns) if column.title not in ("TFLOP/s", "MFU")]
-    cells = [[table.columns[i].title for i in kept], *([row[i].text for i in kept] for row in table.rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(kept))]
-    widths[0] = max(12, min(widths[0], TERMINAL_WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)))
+    """The table's lines: columns padded to their widest value; those that say least give way to names, in their order.
+
+    A name that has no room even so goes on below, for its end may be all that tells it from another.
+    """
+    columns = [[column.title, *(row[i].text for row in table.rows)] for i, column in enumerate(table.columns)]
+    widths = [max(map(len, column)) for column in columns]
+    kept = [i for i, column in enumerate(table.columns) if column.title not in UNSHOWN]
+    for i in [i for title in GIVING_WAY for i in kept if table.columns[i].title == title]:
+        if _room(widths, kept) < min(widths[0], LEAST_NAME):
+            kept.remove(i)
+    width = max(12, min(widths[0], _room(widths, kept)))
     lines = []
-    for name, *values in cells:
-        first = text.shortened(name, widths[0]).ljust(widths[0])
-        lines.append("  ".join([first, *(v.rjust(width) for v, width in zip(values, widths[1:], strict=True))]))
+    for line in zip(*(columns[i] for i in kept), strict=True):
+        first, *more = textwrap.wrap(line[0], width, subsequent_indent="  ", break_on_hyphens=False)
+        shown = [value.rjust(widths[i]) for value, i in zip(line[1:], kept[1:], strict=True)]
+        lines += ["  ".join([first.ljust(width), *shown]), *more]
     return lines
+
+
+def _room(widths: Sequence[int], kept: Sequence[int]) -> int:
+    """Characters that the other columns leave to names."""
+    return TERMINAL_WIDTH - sum(widths[i] + 2 for i in kept[1:])

@@ -2,6 +2,8 @@
 
 import math
 import re
+import textwrap
+from collections.abc import Sequence
 
 from te_bench.reports.analysis import Ratio
 
@@ -82,9 +84,21 @@ def milliseconds(seconds: float | None) -> str:
     return plain(None if seconds is None else seconds * 1e3)
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """a, b and c; of more than `most`, the first ones and the number of the rest."""
+    shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return " and ".join(part for part in (", ".join(shown[:-1]), shown[-1]) if part)
+
+
 def shortened(text: str, limit: int) -> str:
     """The text, its end cut and marked when it is longer than the limit."""
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
+
+
+def folded(name: str, width: int, most: int = 4) -> list[str]:
+    """The name in lines of `width` characters, the last of `most` cut: its end may be all that tells it from another."""
+    lines = textwrap.wrap(name, width, break_on_hyphens=False) or [""]
+    return lines if len(lines) <= most else [*lines[: most - 1], shortened(" ".join(lines[most - 1 :]), width)]
 
 
 def slug(name: str) -> str:

@@ -7,15 +7,19 @@ unless the A/A arm (bf16 again, one ulp away) is EQUIVALENT and the recipe broke
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from te_bench.reports import sequential
 from te_bench.reports.band import Band, band
-from te_bench.reports.equivalence import Comparison, Judgement, Verdict, compare, judge
+from te_bench.reports.equivalence import Comparison, Judgement, Verdict, compare, copies, judge
 from te_bench.reports.speedup import Speedup, capability_matched
-from te_bench.reports.stability import rate_bound, rate_p_value
+from te_bench.reports.stability import overfitting, rate_bound, rate_p_value
 from te_bench.reports.study import Arm, Study
 
 MARGIN, ALPHA = 0.003, 0.05  # nat: 1.6 seed standard deviations of a 124M model (facts: modded-nanogpt, 0.0019)
 DECAYED = 0.1  # the share of its peak that the learning rate must have come down to
+EVALUATED_FULLY = 0.75  # of the steps: before, a preset with early_eval_tokens evaluates that many only
+FEWEST_POINTS = 3
 PASSED, FAILED, UNDECIDED, INCOMPLETE = 0, 1, 3, 4  # exit codes
 GOOD = (Verdict.EQUIVALENT, Verdict.NON_INFERIOR)
 CAUGHT = (Verdict.INFERIOR, Verdict.DIVERGED)
@@ -29,6 +33,7 @@ class Finding:
     seeds: tuple[int, ...]  # that ended in both
     judgement: Judgement
     native: Comparison | None = None  # the arm's losses evaluated as it trains; says nothing of the verdict
+    trained: Comparison | None = None  # of the training loss over the last tenth of the steps; likewise
     speedup: Speedup | None = None
     band: Band | None = None
     missing: str | None = None  # planned seeds without a result
@@ -104,7 +109,7 @@ class Verdicts:
     def _named(self, finding: Finding) -> str:
         needed = finding.judgement.seeds_needed
         if finding.verdict is Verdict.INCONCLUSIVE and needed:
-            return f"{finding.arm.name} ({needed} seeds needed)"
+            return f"{finding.arm.name} (at least {needed} seeds needed)"
         return finding.arm.name
 
 
@@ -124,17 +129,34 @@ def verdicts(study: Study, *, margin: float | None = None, alpha: float | None =
         None if arm is None else _finding(study, control, arm, _alone(study, control, arm, bar, level))
         for arm in (study.aa, study.broken)
     )
+    recipes = tuple(_finding(study, control, arm, judged[arm.name]) for arm in study.recipes)
     return Verdicts(
         study=study,
         margin=bar,
         alpha=level,
-        recipes=tuple(_finding(study, control, arm, judged[arm.name]) for arm in study.recipes),
+        recipes=recipes,
         aa=aa,
         broken=broken,
-        void=_void(control, aa, broken),
+        void=_void(control, aa, broken, bar),
         exploration=bool(notes),
-        notes=(*study.notes, *notes),
+        notes=(*study.notes, *notes, *_far(control, (*recipes, aa))),
     )
+
+
+def _far(control: Arm, findings: Sequence[Finding | None]) -> list[str]:
+    """A note of each gap that lies far from the others of its arm: the mean rests on it."""
+    said = []
+    for finding in findings:
+        if finding is None or (c := finding.judgement.comparison) is None:
+            continue
+        for place in c.outliers:
+            seed = finding.seeds[place]
+            gap = finding.arm.finals[seed] - control.finals[seed]
+            said.append(
+                f"{finding.arm.name}, seed {seed}: its gap {gap:+.2g} lies far from the others, whose mean is "
+                f"{(c.gap * c.n - gap) / (c.n - 1):+.2g}; where such outliers are common the error rate may not hold"
+            )
+    return said
 
 
 def noise(study: Study, *, margin: float | None = None, alpha: float | None = None) -> Judgement | None:
@@ -242,6 +264,13 @@ def _untestable(study: Study, arm: Arm, control: Arm, *, stopped: bool) -> str |
         return f"the learning rate came down to {least:g} of {peak:g} only: gaps before the end of a decay are of the moment"
     if missing := _missing(study, arm, control, stopped=stopped):
         return missing
+    for side in (arm, control):
+        seeds = list(side.finals)
+        if found := copies(list(side.finals.values())):
+            return (
+                f"{side.name}, {_seeds([seeds[i] for i in found])} ended on the very same loss, "
+                f"{side.finals[seeds[found[0]]]:.10g}: they are one run, which says nothing of how far seeds move it"
+            )
     n = len(_paired(arm, control))
     return None if n > 1 else f"{n} pair of seeds: the noise between seeds cannot be known from fewer than 2"
 
@@ -269,11 +298,33 @@ def _undecided(reason: str, family: int) -> Judgement:
     return Judgement(verdict=Verdict.INCONCLUSIVE, reason=reason, family=family)
 
 
-def _void(control: Arm, aa: Finding | None, broken: Finding | None) -> str | None:
-    """Why the experiment could not have told: bf16 breaks, its noise is too large, or what is broken is not seen."""
+def overfitted(control: Arm, margin: float) -> str | None:
+    """Why final losses prove nothing, where the control's own ends above its least by more than the margin.
+
+    Of its mean curve over the seeds, at evaluations of as many tokens as the last: early ones of a preset may be shorter.
+    """
+    seeds = list(control.finals)
+    at = common_steps(control, control, seeds)
+    if "early_eval_tokens" in control.trial.problem:
+        at = [step for step in at if step > EVALUATED_FULLY * float(control.trial.problem["steps"] or 0)]
+    if len(at) < FEWEST_POINTS:
+        return None
+    rise = overfitting(at, np.mean([losses_at(control, seed, at) for seed in seeds], axis=0))
+    if rise <= margin:
+        return None
+    return (
+        f"bf16 overfits: its validation loss ends {rise:.2g} above its least, more than the margin {margin:g}, so that a "
+        "final loss rewards fitting the training text less. Train for fewer steps, or on text that is seen once"
+    )
+
+
+def _void(control: Arm, aa: Finding | None, broken: Finding | None, margin: float) -> str | None:
+    """Why the experiment could not have told: bf16 breaks or overfits, its noise is too large, a fault is not seen."""
     if control.diverged:
         why = next(iter(control.diverged.values()))
         return f"bf16 itself diverged on {_seeds(control.diverged)} ({why}), and the seeds that are left are a biased choice"
+    if too_long := overfitted(control, margin):
+        return too_long
     for finding, name in ((aa, "A/A"), (broken, "broken")):
         if finding is None:
             return f"the {name} arm is missing, without which nothing shows that a difference would be seen"
@@ -290,20 +341,19 @@ def _void(control: Arm, aa: Finding | None, broken: Finding | None) -> str | Non
 
 def _finding(study: Study, control: Arm, arm: Arm, judgement: Judgement) -> Finding:
     seeds = _paired(arm, control)
-    natives = [seed for seed in seeds if seed in arm.natives]
-    native = None
-    if len(natives) > 1 and judgement.comparison is not None:
-        c = judgement.comparison
-        pair = [arm.natives[s] for s in natives], [control.finals[s] for s in natives]
-        native = compare(*pair, margin=c.margin, alpha=c.alpha)
+    c = judgement.comparison
+    beside: list[Comparison | None] = []
+    for ours, theirs in ((arm.natives, control.finals), (arm.trained, control.trained)):
+        both = [seed for seed in seeds if seed in ours and seed in theirs]
+        pair = [ours[seed] for seed in both], [theirs[seed] for seed in both]
+        beside.append(compare(*pair, margin=c.margin, alpha=c.alpha) if c is not None and len(both) > 1 else None)
     return Finding(
         arm=arm,
         seeds=seeds,
         judgement=judgement,
-        native=native,
-        speedup=None
-        if judgement.comparison is None
-        else _speedup(control, arm, seeds),  # survivors are a biased choice
+        native=beside[0],
+        trained=beside[1],
+        speedup=None if c is None else _speedup(control, arm, seeds),  # survivors are a biased choice
         band=_band(control, arm, seeds),
         missing=_missing(study, arm, control, stopped=bool(study.looks)),
     )

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -25,6 +26,8 @@ VERDICT_COLOURS = {
 ROLES = ("input", "weight", "grad_output")
 FIGURES = ("amax", "saturated", "underflowed")
 _TITLES = {"amax": "log2 of the amax", "saturated": "saturated, log10", "underflowed": "underflowed, log10"}
+LINE_HEIGHT = 0.15  # inches of another line of a name
+FAR = 3.0  # times what a gap's later half and its band take of a frame: so much more the whole may take
 RAREST = 1e-7  # fractions below it are shown as none
 
 
@@ -34,7 +37,9 @@ def forest(found: Verdicts) -> Callable[[], Figure] | None:
 
 
 def _forest(found: Verdicts, findings: Sequence[Finding]) -> Figure:
-    figure = blank(1.0 + 0.5 * len(findings))
+    names = [text.folded(f"{finding.arm.name}: {finding.verdict}", NAME) for finding in findings]
+    lines = max(map(len, names))
+    figure = blank(1.0 + (0.5 + LINE_HEIGHT * (lines - 1)) * len(findings))
     axes = figure.subplots()
     inside = [c for f in findings if (c := f.judgement.comparison) and c.interval and f is not found.broken]
     widest = max([found.margin, *(abs(end) for c in inside for end in c.interval or ())]) * 1.3
@@ -42,8 +47,7 @@ def _forest(found: Verdicts, findings: Sequence[Finding]) -> Figure:
     axes.axvline(0, color=FAINT, linewidth=0.8)
     for row, finding in enumerate(findings):
         comparison, colour = finding.judgement.comparison, VERDICT_COLOURS[finding.verdict]
-        name = text.shortened(f"{finding.arm.name}: {finding.verdict}", NAME)
-        axes.text(0.0, row - 0.32, name, va="center", fontsize=8.8, transform=axes.get_yaxis_transform())
+        _name(axes, row - 0.18, names[row])
         if comparison is None:
             continue
         low, high = comparison.interval or (comparison.gap, comparison.gap)
@@ -58,12 +62,17 @@ def _forest(found: Verdicts, findings: Sequence[Finding]) -> Figure:
         axes.plot([low, high], [row, row], color=colour, linewidth=2.2, solid_capstyle="butt")
         axes.plot([comparison.gap], [row], "o", color=colour, markersize=6)
     axes.set_xlim(-widest, widest)
-    axes.set_ylim(len(findings) - 0.5, -0.7)
+    axes.set_ylim(len(findings) - 0.5, -0.75)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     level = f"{100 * (1 - 2 * found.alpha):.3g} %"
     axes.set_xlabel(f"final loss less bf16's, nat, with {level} (shaded: within the margin {found.margin:g})")
     return figure
+
+
+def _name(axes: Axes, y: float, lines: Sequence[str]) -> None:
+    """An arm's name, upwards from y."""
+    axes.text(0.0, y, "\n".join(lines), va="bottom", fontsize=8.8, transform=axes.get_yaxis_transform())
 
 
 def gap_curves(found: Verdicts) -> Callable[[], Figure] | None:
@@ -77,7 +86,7 @@ def _gap_curves(found: Verdicts, drawn: Sequence[Finding]) -> Figure:
     assert control is not None
     figure = blank(0.7 + 0.95 * len(drawn))
     panels = figure.subplots(len(drawn), sharex=True, sharey=True, squeeze=False)[:, 0]
-    reach = [found.margin]
+    reach, curves = [found.margin], []
     for axes, finding in zip(panels, drawn, strict=True):
         band = finding.band
         assert band is not None
@@ -87,9 +96,10 @@ def _gap_curves(found: Verdicts, drawn: Sequence[Finding]) -> Figure:
         axes.plot(steps, means, color=COLOURS[0], linewidth=1.4)
         axes.fill_between(band.step, band.low, band.high, color=COLOURS[0], alpha=0.2, linewidth=0)
         reach += [*(abs(v) for v in (*band.low, *band.high)), *(abs(m) for m in means[len(means) // 2 :])]
+        curves.append((axes, steps, means))
         name = f"{finding.arm.name} (mean of {len(finding.seeds)}{', the others diverged' if finding.arm.diverged else ''})"
-        axes.set_title(text.shortened(name, NAME), loc="left", fontsize=8.8, pad=3)
-    panels[0].set_ylim(-1.15 * max(reach), 1.15 * max(reach))  # the first steps may leave the frame
+        axes.set_title("\n".join(text.folded(name, NAME)), loc="left", fontsize=8.8, pad=3)
+    _frame(curves, max(reach))
     panels[-1].set_xlabel("step")
     figure.supylabel("validation loss less bf16's, nat", fontsize=8.8)
     confidence = next(f.band.confidence for f in drawn if f.band)
@@ -99,6 +109,23 @@ def _gap_curves(found: Verdicts, drawn: Sequence[Finding]) -> Figure:
     ]
     figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=8.5)
     return figure
+
+
+def _frame(curves: Sequence[tuple[Axes, Sequence[float], Sequence[float]]], reach: float) -> None:
+    """A frame that holds `reach`, and all of every curve but a beginning that goes FAR beyond: marked, with how far."""
+    highest = max((abs(mean) for _, _, means in curves for mean in means), default=0.0)
+    limit = 1.15 * (highest if highest <= FAR * reach else reach)
+    for axes, steps, means in curves:
+        axes.set_ylim(-limit, limit)
+        outside = [(mean, step) for step, mean in zip(steps, means, strict=True) if abs(mean) > limit]
+        for mean, step in outside:
+            axes.plot(
+                [step], [math.copysign(0.93 * limit, mean)], "^" if mean > 0 else "v", color=COLOURS[0], markersize=4
+            )
+        if outside:
+            mean, step = max(outside, key=lambda point: abs(point[0]))
+            where: Any = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 7.5}
+            axes.annotate(f"{mean:+.3f}", (step, math.copysign(0.85 * limit, mean)), **where)
 
 
 def _mean_gap(finding: Finding, control: Arm) -> tuple[list[float], list[float]]:
@@ -115,17 +142,11 @@ def spikes(found: Verdicts) -> Callable[[], Figure] | None:
 
 
 def _spikes(arms: Sequence[Arm]) -> Figure:
-    figure = blank(1.1 + 0.45 * len(arms))
+    names = [text.folded(arm.name, NAME) for arm in arms]
+    figure = blank(1.1 + (0.45 + LINE_HEIGHT * (max(map(len, names)) - 1)) * len(arms))
     axes = figure.subplots()
     for row, arm in enumerate(arms):
-        axes.text(
-            0.0,
-            row - 0.33,
-            text.shortened(arm.name, NAME),
-            va="center",
-            fontsize=8.8,
-            transform=axes.get_yaxis_transform(),
-        )
+        _name(axes, row - 0.18, names[row])
         for run in arm.runs.values():
             seen = run.stability
             if seen is None:
@@ -140,7 +161,7 @@ def _spikes(arms: Sequence[Arm]) -> Figure:
                 axes.plot([last], [row + 0.05], "x", color=INK, markersize=7, mew=1.6)
     steps = [s for arm in arms for run in arm.runs.values() if run.record for s in run.record.samples.get("step") or []]
     axes.set_xlim(0, max(steps, default=1.0) or 1.0)
-    axes.set_ylim(len(arms) - 0.5, -0.7)
+    axes.set_ylim(len(arms) - 0.5, -0.75)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("step")

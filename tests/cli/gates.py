@@ -30,6 +30,7 @@ def told(monkeypatch: pytest.MonkeyPatch, ratios: Mapping[str, float], noise: fl
         means = {name: ratio for name in found for model, ratio in ratios.items() if f"/{model}/" in name}
         assert means.keys() == found.keys()
         signs = {name: zip(found[name], cycle((1 - noise, 1 + noise)), strict=False) for name in found}
-        return decide({name: [one and means[name] * sign for one, sign in signs[name]] for name in found}, **options)
+        judged = {name: [one and means[name] * sign for one, sign in signs[name]] for name in found}
+        return decide(judged, **{**options, "means": judged})
 
     monkeypatch.setattr(gate_records, "decide", of_told)

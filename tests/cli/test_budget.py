@@ -184,7 +184,7 @@ def test_a_gpu_that_is_shared_has_as_many_trials(
     gpus(monkeypatch, 2)
     monkeypatch.setattr(runner, "run", ran)
     for number, more in enumerate(((), ("--share", "3"))):
-        asked = ("--device", "cuda", "--gpus", "0,1", *more, "--out", tmp_path / str(number))
+        asked = ("--device", "cuda", "--gpus", "0,1", "--underpowered", *more, "--out", tmp_path / str(number))
         assert command("run", *CONVERGENCE, *asked).code == 130
     alone, shared = given
     assert (len(set(alone)), len(alone), sorted(shared)) == (2, 2, sorted(3 * alone))
@@ -278,10 +278,19 @@ def test_a_run_that_has_begun_keeps_its_seeds_whatever_its_own_records_say(comma
 def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command: Command, tmp_path: Path) -> None:
     told = command("plan", *CONVERGENCE, "--seeds", "5", "--margin", "0.003").out
     flat = " ".join(told.split())
-    assert "What 5 seeds can conclude, margin 0.003 nat: spread between seeds: sd 0.0019 nat, an assumption" in flat
-    assert "(alpha 0.05): power 40% at a true gap of 0, minimum detectable gap 0.0043 nat; 80 % takes 9 seeds" in flat
+    assert (
+        "What 5 seeds can conclude, margin 0.003 nat: spread of a pair's gap: sd 0.0015 nat, assumed: that of FP8"
+        in flat
+    )
+    assert "5 seeds; planned for 0.0023, which it does not exceed with 80 % confidence" in flat
+    assert re.search(
+        r"\(alpha 0\.05\): power \d+% at a true gap of 0, minimum detectable gap 0\.0043 nat; 80 % takes 7 seeds", flat
+    )
+    assert re.search(r"by the spread that is planned for: power \d+% at a true gap of 0, .*; 80 % takes 11 seeds", flat)
     assert "Holm" not in flat  # one recipe
     assert "time: not known; --timings DIR of a pilot would tell" in flat
+    other = " ".join(command("plan", *CONVERGENCE, "--seeds", "5", "--steps", "77").out.split())
+    assert "power: not known, for no record says how far gaps of this training vary" in other
 
     shared = {0: 0.004, 1: -0.004, 2: 0.002, 3: -0.002}
     own = {0: 0.0002, 1: 0.0002, 2: -0.0002, 3: -0.0002}
@@ -301,7 +310,7 @@ def test_holm_s_hardest_step_and_the_looks_are_said(command: Command, pilot: Pat
     asked = ("--seeds", "8", "--stop-early", "--timings", pilot)
     text = " ".join(command("plan", *CONVERGENCE, *several, *asked).out.split())
     assert "Holm's hardest step over 4 recipes (alpha 0.0125): power" in text
-    assert "stopping early: looks at 4, 5, 6, 7, 8 seeds, each recipe at alpha 0.0125 over all" in text
+    assert "stopping early: looks at 4, 5, 6, 7, 8 seeds, each recipe at its share of alpha over all" in text
     assert "time: not known" in text  # rowwise and block scaling were not in the pilot
     text = " ".join(command("plan", *CONVERGENCE, *asked).out.split())
     assert "time: at most 16.1 CPU minutes" in text
@@ -334,9 +343,59 @@ def test_a_run_says_what_its_seeds_can_conclude_before_it_begins(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "run", stop)
-    done = command("run", *CONVERGENCE, "--seeds", "2", "--margin", "0.003", "--out", tmp_path / "out")
+    asked = ("--seeds", "3", "--margin", "0.003", "--underpowered", "--out", tmp_path / "out")
+    done = command("run", *CONVERGENCE, *asked)
     assert done.code == 130
-    assert done.out.startswith("What 2 seeds can conclude, margin 0.003 nat:\n")
+    assert done.out.startswith("What 3 seeds can conclude, margin 0.003 nat:\n")
     assert re.search(r"one recipe on its own \(alpha 0\.05\): power \d+% at a true gap", done.out)
     quick = command("run", "quick", "--device", "cpu", "--out", tmp_path / "quick")
     assert "can conclude" not in quick.out
+
+
+def test_a_plan_without_power_is_refused_unless_it_is_asked_for(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", interrupted)
+    asked = (
+        "run",
+        "convergence",
+        "--device",
+        "cpu",
+        "--data",
+        "random",
+        "--margin",
+        "0.003",
+        "--out",
+        tmp_path / "out",
+    )
+    refused = command(*asked)
+    assert refused.code == 2
+    said = " ".join(refused.err.split())
+    assert "6 seeds would show a true gap of 0 to lie within 0.003 nat with a power of" in said
+    assert re.search(r"It takes --seeds \d+, or --margin 0\.0\d+, or gaps that vary by 0\.0\d+ \(sd\) or less", said)
+    assert "add --underpowered to run it all the same" in said
+    assert not (tmp_path / "out").exists()
+    seeds, margin = re.findall(r"--seeds (\d+), or --margin ([0-9.]+)", said)[0]
+    for number, more in enumerate((["--seeds", seeds], ["--margin", str(1.05 * float(margin))])):
+        assert command(*asked[:-1], tmp_path / str(number), *more).code == 130
+    assert command(*asked, "--underpowered").code == 130
+    assert command(*asked).code == 130  # it has begun
+
+
+@pytest.mark.parametrize("preset", ["cpu", "char", "gpt2-low-rate", "gpt2-short"])
+def test_the_presets_have_the_power_that_they_need_or_say_that_it_is_not_known(command: Command, preset: str) -> None:
+    found = json.loads(
+        command("plan", "convergence", "--device", "cpu", "--data", "random", "--preset", preset, "--json").out
+    )
+    known = found["conclusion"]
+    assert (known is None) == (preset in ("char", "gpt2-low-rate"))
+    assert known is None or known["cautious"]["power"] >= 0.8
+
+
+def test_timings_that_tell_nothing_of_the_spread_say_why(command: Command, pilot: Path) -> None:
+    said = " ".join(command("plan", *CONVERGENCE, "--timings", pilot).out.split())
+    assert "--timings tells nothing of the spread: its training is another: " in said
+    assert "steps 40 there, 150 here" in said

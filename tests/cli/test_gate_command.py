@@ -24,7 +24,7 @@ def run(
     records = [
         step_record(
             trial(attention=attention, device="cpu", seed=seed),
-            30 * slower * (1 + 0.004 * math.sin(7 * seed + len(out.name))),
+            30 * slower * (1 + 0.004 * math.sin(8 * seed + len(out.name))),
             gib,
             out.name,
         )
@@ -71,6 +71,10 @@ def test_1_more_memory(gate: Gate) -> None:
 def test_3_too_few_pairs(gate: Gate) -> None:
     done = gate(seeds=2)
     assert (done.code, "2 pairs: it takes 5 at least" in done.out) == (3, True)
+    said = " ".join(done.out.split())
+    assert "1 of 1 timed trials have fewer than 5 pairs of seeds" in said
+    assert "te-bench run nanogpt --seeds 8 --out DIR adds the seeds" in said
+    assert "pairs of seeds" not in gate().out
 
 
 def test_4_a_missing_cell(gate: Gate) -> None:

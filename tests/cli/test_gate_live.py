@@ -37,6 +37,21 @@ def test_1_a_slower_revision_is_found(gate: Callable[..., Any], repository: Repo
     assert gate("HEAD", "--head", base).code == 0  # the other way round it is an improvement
 
 
+def test_1_a_revision_of_which_every_fourth_call_is_slow_is_found(
+    gate: Callable[..., Any], repository: Repository, tmp_path: Path
+) -> None:
+    base = repository.commit({"a": FAST})
+    one = "until = time.thread_time() + seconds"
+    slow = one.replace("seconds", "seconds * (1 if next(calls) % 4 else 40)")
+    trial = FILES["experiments/trial.py"].replace(one, slow)
+    trial = trial.replace("    def call():", "    calls = __import__('itertools').count()\n\n    def call():")
+    repository.commit({"a": FAST}, experiments__trial=trial)
+    done = gate(base, "--json", tmp_path / "gate.json")
+    [found] = json.loads((tmp_path / "gate.json").read_text())["trials"]
+    assert (done.code, found["verdict"]) == (1, "REGRESSION"), done
+    assert found["ratio"] < 2 < 3.5 < found["mean"]["low"]
+
+
 def test_3_a_budget_that_ends_too_soon(gate: Callable[..., Any], repository: Repository, tmp_path: Path) -> None:
     base = repository.commit({"a": FAST})
     done = gate(base, "--budget", "0.001")
@@ -224,7 +239,7 @@ def test_a_finished_gate_starts_anew_and_keeps_what_it_had(
     assert len(list((tmp_path / "out" / "head").glob("journal.*.jsonl"))) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_kill_leaves_nothing_and_the_next_call_goes_on(
     repository: Repository, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -246,7 +261,8 @@ def test_a_kill_leaves_nothing_and_the_next_call_goes_on(
     run = Run(*arguments, main=main, **where)
     assert eventually(lambda: measured() >= 3, 30)
     os.kill(run.process.pid, number)
-    run.finish()
+    codes = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
+    assert run.finish().returncode == codes[number]
     assert run.gone()
     assert eventually(lambda: not list(temporary.iterdir()), 10)
     assert not list(out.rglob("*.part"))

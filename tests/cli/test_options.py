@@ -218,3 +218,17 @@ def test_the_options_of_a_suite_are_those_of_the_verb(monkeypatch: pytest.Monkey
     found = options.options({"device": "cpu", **given})
     assert (found.seeds, found.model, found.recipes, found.stop_early) == (3, "tiny", ("a", "b"), True)
     assert options.options({"device": "cpu", "stop_early": False}).stop_early is None  # not asked for
+
+
+def test_what_nobody_foresaw_is_no_verdict(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own exit code for it is 1, which says: inferior."""
+    from te_bench.experiments import doctor
+
+    def broken() -> None:
+        raise RuntimeError("nobody foresaw this")
+
+    monkeypatch.setattr(doctor, "examine", broken)
+    done = command("doctor")
+    assert done.code == 70
+    assert "RuntimeError: nobody foresaw this" in done.err
+    assert "this is a fault of te-bench, and no result" in done.err

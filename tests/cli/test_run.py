@@ -27,6 +27,11 @@ def test_a_real_run_from_plan_to_report_and_the_rerun_that_does_nothing(tmp_path
     assert all((report / name).stat().st_size for name in ("index.html", "report.md", "records.csv"))
     assert list(report.rglob("*.svg"))
     assert re.search(rf"^{len(planned)} ok$", done.stdout, re.MULTILINE)
+    said = " ".join(done.stdout.split())
+    assert "by te-bench gate --baseline" in said
+    assert (
+        "1 seed a trial is too few: it takes 5, better 8. The same command with --seeds 8 adds what is missing." in said
+    )
 
     again = te_bench("run", *arguments, "--out", out, timeout=300)
     assert again.returncode == 0

@@ -94,6 +94,7 @@ def test_a_journal_cut_at_any_byte_of_its_last_record_resumes_to_the_uninterrupt
     for size in range(len(whole) - last, len(whole)):
         (torn / "journal.jsonl").write_bytes(whole[:size])
         assert len(load(torn).records) == 2
+        assert load(torn).torn == size - (len(whole) - last)
         assert (torn / "journal.jsonl").stat().st_size == size  # reading changes nothing
         assert fill(torn) == whole
 
@@ -137,15 +138,26 @@ def test_a_flipped_bit_anywhere_before_the_last_line_is_found_and_its_line_named
 
 @pytest.mark.parametrize(
     ("content", "line"),
-    [(b"a log\nof something else\n", 1), (b"%(first)s", 1), (b"%(whole)sa log\nof something else\n", 6)],
-    ids=["another file", "first line damaged", "two files in one"],
+    [(b"%(bit)s", 1), (b"%(start)s", 1), (b"%(only)s", 1), (b"%(whole)sa log\nof something else\n", 6)],
+    ids=["a bit of the first line", "its start", "the only line", "lines of another file at the end"],
 )
-def test_a_file_that_te_bench_did_not_write_is_not_called_a_journal(tmp_path: Path, content: bytes, line: int) -> None:
+def test_a_damaged_line_is_to_be_deleted_the_first_as_any_other(tmp_path: Path, content: bytes, line: int) -> None:
     whole = fill(tmp_path)
-    content %= {b"whole": whole, b"first": whole.replace(b"e0", b"e1", 1)}
+    bit = whole.replace(b"e0", b"e1", 1)
+    content %= {b"whole": whole, b"bit": bit, b"start": b"[" + whole[1:], b"only": bit[: bit.index(b"\n") + 1]}
     (tmp_path / "journal.jsonl").write_bytes(content)
     for read in (load, Store):
-        with pytest.raises(ValueError, match=rf"journal\.jsonl is not a te-bench journal: line {line} is not"):
+        with pytest.raises(
+            ValueError, match=rf"journal\.jsonl, line {line}: checksum mismatch\. Delete that line and rerun"
+        ):
+            read(tmp_path)
+    assert (tmp_path / "journal.jsonl").read_bytes() == content
+
+
+def test_a_file_of_which_te_bench_wrote_no_line_is_not_called_a_journal(tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").write_bytes(content := b"a log\nof something else\n")
+    for read in (load, Store):
+        with pytest.raises(ValueError, match=r"journal\.jsonl is not a te-bench journal: line 1 is not"):
             read(tmp_path)
     assert (tmp_path / "journal.jsonl").read_bytes() == content
 
@@ -261,6 +273,62 @@ def test_a_second_writer_is_told_the_process_the_host_and_the_command_of_the_fir
     holder.kill()
     holder.communicate()
     Store(tmp_path).close()  # the lock went with its holder
+
+
+@pytest.mark.parametrize("content", [b"held by a database\n", b"12345\n", b"\0"])
+def test_somebody_elses_lock_is_refused_and_not_written(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "lock").write_bytes(content)
+    for fresh in (False, True):
+        with pytest.raises(ValueError, match=rf"{tmp_path}/lock is not te-bench's, which leaves it as it is: move it"):
+            Store(tmp_path, fresh=fresh)
+    assert (tmp_path / "lock").read_bytes() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_lock_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    with pytest.raises(ValueError, match="lock is not te-bench's"):
+        Store(tmp_path)
+
+
+def test_a_lock_whose_holder_was_killed_as_it_took_it_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    Store(tmp_path).close()
+    assert (tmp_path / "lock").read_bytes().startswith(b"process %d on " % os.getpid())
+    Store(tmp_path).close()
+    assert (tmp_path / "lock").read_bytes().count(b"process") == 1
+
+
+@pytest.mark.parametrize("name", ["lock", "journal.jsonl"])
+@pytest.mark.parametrize("content", [b"", b"of somebody else\n", None], ids=["empty", "full", "absent"])
+def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, content: bytes | None) -> None:
+    out, target = tmp_path / "out", tmp_path / "target"
+    out.mkdir()
+    if content is not None:
+        target.write_bytes(content)
+    (out / name).symlink_to(target)
+    with pytest.raises(ValueError, match=rf"{out}/{name} is a link, and te-bench writes through none: remove it"):
+        Store(out)
+    assert (target.read_bytes() if target.exists() else None) == content
+
+
+def test_every_line_is_on_the_disk_before_the_call_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the directory's entry of a new journal."""
+    on_disk: dict[int, int] = {}
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        real(file)
+        on_disk[os.fstat(file).st_ino] = os.fstat(file).st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with Store(tmp_path) as store:
+        assert tmp_path.stat().st_ino in on_disk
+        adding = ((store.add_environment, ENVIRONMENT), (store.add_plan, plan()), (store.add, record()))
+        for add, value in adding:
+            add(value)  # type: ignore[operator]
+            status = (tmp_path / JOURNAL).stat()
+            assert on_disk[status.st_ino] == status.st_size > 0
 
 
 def test_a_path_that_cannot_be_a_directory_is_refused_with_the_system_s_word(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 import math
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from te_bench.experiments import host
 from te_bench.experiments import trial as child
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
 from te_bench.experiments.spec import Trial, canonical_json
@@ -86,6 +88,18 @@ def test_what_was_measured_is_in_the_reply(workload: Any) -> None:
         "kernels": ["k"],
     }
     assert 0 <= reply["work_s"] < 1
+
+
+def test_the_reply_says_what_the_machine_was_doing(workload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    times: Iterator[host.CpuTime] = iter(())
+    monkeypatch.setattr(host, "cpu_time", lambda *_: next(times))
+    for outcome, run in (("ok", lambda *_: KEPT), ("crashed", raising(RuntimeError("no")))):
+        times = iter([host.CpuTime(100.0, 50.0, 0.0, 5.0), host.CpuTime(140.0, 60.0, 2.0, 13.0)])
+        reply = workload(run)
+        state = reply["device_state"]
+        assert reply["outcome"] == outcome
+        assert (state["cpu_idle"], state["cpu_stolen"]) == (0.25, 0.05)
+        assert state["cpu_others"] == pytest.approx(20 / 40 * state["host_cores"])
 
 
 @pytest.mark.parametrize("error", [CheckFailed("r", KEPT), Diverged("r", KEPT)])

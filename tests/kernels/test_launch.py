@@ -18,6 +18,10 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from te_bench.kernels import _launch
 from te_bench.kernels.activation import _kernels as activation
 from te_bench.kernels.activation import triton as activation_triton
+from te_bench.kernels.attention import _backward_kernels as attention_backward_kernels
+from te_bench.kernels.attention import _fp8_backward_kernels, _fp8_kernels, _fp8_quantize
+from te_bench.kernels.attention import _kernels as attention_kernels
+from te_bench.kernels.attention._kernels import Extent
 from te_bench.kernels.norm import _kernels as norm
 from te_bench.kernels.norm import _residual_kernels as residual_kernels
 from te_bench.kernels.norm import triton as norm_triton
@@ -193,7 +197,8 @@ def known() -> Recorder:
 
 @pytest.fixture
 def recorder(known: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    for module in (activation, norm, residual_kernels, _kernels, _fine_kernels, rotary, _launch):
+    attentions = (attention_kernels, attention_backward_kernels, _fp8_quantize, _fp8_kernels, _fp8_backward_kernels)
+    for module in (activation, norm, residual_kernels, _kernels, _fine_kernels, rotary, *attentions, _launch):
         monkeypatch.setattr(module, "launch", known.launch)
     return known
 
@@ -303,6 +308,50 @@ def history(length, slots, modules, margin, algorithm):
     _history.launch(states, margin, algorithm)
 
 
+def heads_of(dtype, heads, kv_heads, rows, keys, d, dv, offset, last):
+    """q, k, v and out's like, of two batches; q `offset` elements behind a multiple of 16 bytes, its rows `last` longer."""
+
+    def tensor(number: int, length: int, features: int, offset: int = 0, last: int = 0) -> Tensor:
+        steps = (number * length * (features + last), length * (features + last), features + last, 1)
+        room = torch.zeros(2 * steps[0] + offset, dtype=dtype)
+        return room.as_strided((2, number, length, features), steps, offset)
+
+    kv = min(heads, kv_heads)
+    return tensor(heads, rows, d, offset, last), tensor(kv, keys, d), tensor(kv, keys, dv), tensor(heads, rows, dv)
+
+
+def extent_of(q, k, left, right, mask):
+    """Of a mask of uint8, the same for all rows ("keys") or any ("scores"), its address "odd"."""
+    if mask is None:
+        return Extent(left, right, None)
+    shape = (1, 1, 1, k.shape[2]) if mask == "keys" else (2, 1, q.shape[2], k.shape[2])
+    values = torch.zeros(1 + int(np.prod(shape)), dtype=torch.uint8)[int(mask == "odd") :][: int(np.prod(shape))]
+    return Extent(left, right, values.view(shape).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+
+
+def attention_forward(left, right, mask, dropout, **shape):
+    q, k, v, _ = heads_of(**shape)
+    seed = torch.zeros(2, dtype=torch.int64) if dropout else None
+    attention_kernels.forward(q, k, v, extent_of(q, k, left, right, mask), 0.5, dropout, seed)
+
+
+def attention_backward(left, right, mask, dropout, fused, **shape):
+    q, k, v, out = heads_of(**shape)
+    seed, lse = torch.zeros(2, dtype=torch.int64) if dropout else None, torch.zeros(out.shape[:3])
+    extent = extent_of(q, k, left, right, mask)
+    attention_backward_kernels.backward(extent, 0.5, dropout, False, out, q, k, v, out, lse, seed, fused=fused)
+
+
+def attention_fp8(causal, keep, **shape):
+    """The casts, the forward pass and the backward pass."""
+    q, k, v, out = heads_of(**shape)
+    cast = _fp8_quantize.quantize(q, k, v, keep=True)
+    _fp8_quantize.quantize(q, k, v, keep=keep)
+    (rows, keys), features = (q.shape[2], k.shape[2]), v.shape[3]
+    _fp8_kernels.forward(*cast, (rows, keys), features, q.dtype, causal, 0.5)
+    _fp8_backward_kernels.backward(out, q, k, out, torch.zeros(out.shape[:3]), cast, features, causal, 0.5)
+
+
 FLOATS, TARGETS, BOTH = (BF16, FP16, FP32), (E4M3, E5M2), (True, False)
 COUNTS, SUM = ("plain", None), (None, "plain")  # checked for their dtype, and not specialised on their alignment
 GRADIENT = {"dy_dtype": (BF16, FP32), "dy_offset": (0, 1), "dy_stride": (48, 49)}
@@ -321,7 +370,15 @@ PAIR = {
     "w_dtype": (BF16, FP16), "target": TARGETS, "columnwise": BOTH, "w_columnwise": BOTH, "amax": BOTH, "w_amax": BOTH,
     "w_offset": (0, 1), "w_stride": (48, 49), "rows": (19, 32),
 }  # fmt: skip
+HEADS = {
+    "dtype": (BF16, FP16), "heads": (4, 2, 1), "kv_heads": (4, 2, 1), "rows": (130, 128, 17), "keys": (130, 128, 16, 1),
+    "d": (64, 40), "dv": (64, 24), "offset": (0, 1, 8), "last": (0, 8, 1),
+}  # fmt: skip
+SEEN = {"left": (-1, 5), "right": (-1, 0, 16), "mask": (None, "keys", "scores", "odd"), "dropout": (0.0, 0.1)}
 LAUNCHERS: dict[Callable[..., None], dict[str, tuple[Any, ...]]] = {
+    attention_forward: {**HEADS, **SEEN},
+    attention_backward: {**HEADS, **SEEN, "fused": (False, True)},
+    attention_fp8: {**HEADS, "causal": BOTH, "keep": BOTH},
     by_tensor: {"dtype": FLOATS, **TENSOR, "scaled": (False, True), "amax": BOTH, "total": SUM, **VIEW},
     by_pair: {"dtype": (BF16, FP16), **PAIR, **VIEW},
     by_row: {"dtype": FLOATS, **TENSOR, **VIEW},

@@ -47,8 +47,29 @@ def test_the_report_is_a_table() -> None:
     total = weights + 3 * (64 + 64) + 32 * 10 + 10
     assert (report.gemm_parameters, report.parameters) == (weights, total)
     assert text.splitlines()[-1] == (
-        f"9 of 10 layers converted; FP8 GEMMs read {weights:,} of {total:,} parameters ({weights / total:.1%})"
+        f"9 of 10 layers converted; FP8 GEMMs read {weights:,} of {total:,} parameters ({weights / total:.1%}) "
+        f"and do {weights / (weights + 320):.1%} of a token's FLOP with weights"
     )
+
+
+def test_weights_outside_of_layers_are_counted_and_listed() -> None:
+    encoder = nn.TransformerEncoderLayer(32, 4, 64)
+    model = nn.Sequential(nn.Embedding(48, 32), encoder, nn.Conv1d(4, 4, 3))
+    model.scale = nn.Parameter(torch.ones(32, 2))
+    report = convert(model)
+    found = {entry.name: (entry.kind, entry.parameters, entry.multiplied) for entry in report.outside}
+    assert found == {
+        "scale": ("Sequential", 64, None),
+        "0.weight": ("Embedding", 48 * 32, 0),
+        "1.self_attn.in_proj_weight": ("MultiheadAttention", 3 * 32 * 32, 3 * 32 * 32),
+        "2.weight": ("Conv1d", 48, None),
+    }
+    fp8, stays = 2 * 32 * 64, 4 * 32 * 32
+    assert report.flop_share == fp8 / (fp8 + stays)
+    text = str(report)
+    assert "kept: torch multiplies by it outside of any layer" in text
+    assert text.endswith("50.0% of a token's FLOP with weights, not counting 112 parameters whose use is not known")
+    assert convert(model).outside == report.outside
 
 
 def test_a_filter_chooses() -> None:

@@ -1,6 +1,7 @@
 """convert, on models of transformers: the same function, in FP8 near it, and their checkpoints."""
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -131,6 +132,24 @@ def test_state_dicts_have_the_same_keys_and_load(family: str) -> None:
     assert torch.equal(run(again), run(model))
 
 
+def test_experts_in_raw_parameters_are_counted() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(vocab_size=VOCAB, num_key_value_heads=1, num_local_experts=8, **sizes)
+    model = transformers.MixtralForCausalLM(config)
+    report = convert(model)
+    experts = 2 * 8 * 3 * 32 * 64
+    attention = 2 * (2 * 32 * 32 + 2 * 16 * 32)
+    raw = [entry for entry in report.outside if "experts in one parameter, of which a token takes 2" in entry.reason]
+    assert sum(entry.parameters for entry in raw) == experts
+    assert sum(entry.multiplied or 0 for entry in raw) == experts // 4
+    assert report.gemm_parameters == attention + VOCAB * 32
+    assert report.flop_share == (attention + VOCAB * 32) / (attention + VOCAB * 32 + experts // 4)
+    assert report.parameters == sum(p.numel() for p in model.parameters())
+    tables = {entry.name for entry in report.outside if entry.multiplied == 0}
+    assert tables == {"model.embed_tokens.weight"}
+
+
 def test_a_conv1d_has_its_weight_transposed_and_the_report_says_so() -> None:
     model: Any = a_model("gpt2")
     before = model.transformer.h[0].attn.c_attn.weight
@@ -154,6 +173,52 @@ def test_generation_goes_on_as_before() -> None:
     convert(model, RECIPES[0])
     assert model.generate(tokens()[:, :4], **options).shape == expected.shape
     assert model.__class__.__name__ == "GPT2LMHeadModel"
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_gradient_checkpointing_changes_no_bit(family: str, before: bool, own: bool) -> None:
+    """Whether it is enabled before convert or after, whoever enters the autocast, and in a copy."""
+    choice = RECIPES[0]
+    straight: Any = a_model(family)
+    again: Any = copy.deepcopy(straight)
+    if before:
+        again.gradient_checkpointing_enable()
+    for model in (straight, again):
+        convert(model, choice if own else None)
+        model.train()
+    again = copy.deepcopy(again)
+    if not before:
+        again.gradient_checkpointing_enable({"use_reentrant": True})
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    next(module for module in again.modules() if isinstance(module, te.Linear)).register_forward_hook(count)
+    for _ in range(2):
+        found = []
+        for model in (straight, again):
+            with te.autocast(enabled=not own, recipe=choice):
+                loss = model(input_ids=tokens(), labels=tokens().flip(1), use_cache=False).loss
+            model.zero_grad()
+            loss.backward()
+            found.append({name: p.grad for name, p in model.named_parameters()})
+        assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+    assert calls == 4
+    again.gradient_checkpointing_disable()
+    gradients(again)
+    assert calls == 5
+
+
+def test_a_checkpoint_function_of_the_users_own_stays() -> None:
+    model: Any = a_model("llama")
+    own = functools.partial(te.checkpoint, preserve_rng_state=False)
+    model._set_gradient_checkpointing(True, own)
+    convert(model)
+    assert model.model.layers[0]._gradient_checkpointing_func is own
 
 
 @pytest.mark.parametrize("name", sorted(RMS_NORMS))

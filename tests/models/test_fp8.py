@@ -1,12 +1,14 @@
 """autocast, numerics, and what users do with both."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from fp8_cases import RECIPES, model, train
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import te_bench.models as te
 from te_bench.models import fp8, recipe
@@ -181,6 +183,44 @@ def test_a_recipe_with_a_function_made_anew_in_every_step_still_scales_and_is_no
     assert len(fp8._interned) <= fp8.INTERNED
 
 
+def _raises(history: Tensor) -> Tensor:
+    raise RuntimeError("the user's own function")
+
+
+def _of_no_numbers(layer: nn.Module, x: Tensor) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        steps(layer, x, 1)
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda layer, x: steps(layer, x, 1, amax_compute_algo=_raises),
+        lambda layer, x: steps(layer, x[:, :5], 1),
+        _of_no_numbers,
+    ],
+)
+def test_a_pass_that_failed_leaves_other_modules_alone(fail: Callable[[nn.Module, Tensor], None]) -> None:
+    failed, x = a_linear()
+    with pytest.raises((RuntimeError, ValueError)):
+        fail(failed, x)
+    layer, x = a_linear()
+    steps(layer, x, 2)  # `failed` lives, and so does its state
+    assert te.numerics(layer)[""]["input"]["scale"] == pytest.approx(448 / x.abs().max().item(), rel=1e-6)
+    assert te.numerics(layer)[""]["grad_output"]["scale"] == 57344.0
+    del failed
+
+
+def test_every_recipe_of_a_region_takes_a_step() -> None:
+    (first, x), (second, _) = a_linear(), a_linear()
+    with te.autocast(recipe=recipe.DelayedScaling()):
+        first(x)
+        with te.autocast(recipe=recipe.DelayedScaling(margin=1)):
+            second(x)
+    assert te.numerics(first)[""]["input"]["scale"] == pytest.approx(448 / x.abs().max().item(), rel=1e-6)
+    assert te.numerics(second)[""]["input"]["scale"] == pytest.approx(224 / x.abs().max().item(), rel=1e-6)
+
+
 def test_a_second_derivative_is_refused() -> None:
     for layer in (
         te.Linear(32, 32, device="cpu"),
@@ -248,9 +288,9 @@ def test_an_impossible_margin(margin: Any) -> None:
 
 def test_transformer_engines_arguments_of_checkpoint() -> None:
     layer, x = a_linear()
-    assert te.checkpoint(layer, x, distribute_saved_activations=False, tp_group=None).shape == x.shape
-    with pytest.raises(ValueError, match="tp_group"):
-        te.checkpoint(layer, x, tp_group="group")
+    assert te.checkpoint(layer, x, distribute_saved_activations=False, tp_group="group").shape == x.shape
+    with pytest.raises(ValueError, match="distribute_saved_activations"):
+        te.checkpoint(layer, x, distribute_saved_activations=True, tp_group="group")
 
 
 @pytest.mark.parametrize("kind", [te.LayerNorm, te.RMSNorm])

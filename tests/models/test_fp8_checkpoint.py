@@ -25,11 +25,19 @@ FORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
         lambda h: te.checkpoint(lambda g: m[2](te.checkpoint(m[1], m[0](g))), h), x
     ),
     "without early stop": lambda m, x: te.checkpoint(m, x, early_stop=False),
+    "as Transformer Engine's users ask": lambda m, x: te.distributed.checkpoint(
+        m, x, use_reentrant=True, distribute_saved_activations=False, get_rng_state_tracker=None, tp_group=None
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "options", [{"use_reentrant": True}, {"tp_group": 1}, {"context_fn": lambda: None}, {"debug": True}]
+    "options",
+    [
+        {"distribute_saved_activations": True},
+        {"context_fn": lambda: None},
+        {"debug": True},
+    ],
 )
 def test_what_a_checkpoint_has_not_is_named(options: dict[str, object]) -> None:
     for function in (te.checkpoint, torch.compile(te.checkpoint, backend="eager")):
@@ -115,14 +123,38 @@ def test_a_recomputed_autocast_takes_no_step_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_torchs_own_checkpoint_outside_of_autocast_fails_loudly(layer: int, name: str) -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_torchs_own_checkpoint_outside_of_autocast_fails_loudly(reentrant: bool, layer: int, name: str) -> None:
     """Its recomputation runs in the backward pass, without FP8: never silently another function's gradient."""
     layers = model()
     x = torch.randn(8, 32, requires_grad=True)
     with te.autocast(recipe=RECIPES[name]):
-        y = torch.utils.checkpoint.checkpoint(layers[layer], x, use_reentrant=False)
-    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        y = torch.utils.checkpoint.checkpoint(layers[layer], x, use_reentrant=reentrant)
+    with pytest.raises(ValueError, match=r"computed in FP8, and again in the backward pass without it.*te\.checkpoint"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_it_fails_loudly_where_elements_are_counted(reentrant: bool) -> None:
+    layers = model()
+    with te.record_numerics(), te.autocast(recipe=RECIPES["current"]):
+        y = torch.utils.checkpoint.checkpoint(layers, torch.randn(8, 32, requires_grad=True), use_reentrant=reentrant)
+    with pytest.raises(ValueError, match="again in the backward pass without it"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_torchs_own_checkpoint_without_fp8_goes_on_after_a_pass_with_it(reentrant: bool) -> None:
+    layers = model()
+    x = torch.randn(8, 32, requires_grad=True)
+    with te.autocast(recipe=RECIPES["current"]):
+        layers(x).sum().backward()
+    found = []
+    for forward in (layers, lambda x: torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=reentrant)):
+        layers.zero_grad()
+        forward(x).square().sum().backward()
+        found.append([p.grad.clone() for p in layers.parameters() if p.grad is not None])
+    assert equal(*found)
 
 
 # torch.compile
@@ -213,8 +245,3 @@ def test_where_the_graph_breaks_inside_a_checkpoint_it_is_as_in_eager_mode() -> 
     compiled = torch.compile(lambda x: te.checkpoint(broken, checkpointed, x), backend="aot_eager")
     assert equal(expected, train(checkpointed, compiled, RECIPES["delayed"]))
     torch._dynamo.reset()
-
-
-def test_reentrant_checkpoints_are_refused() -> None:
-    with pytest.raises(ValueError, match="use_reentrant=False only"):
-        te.checkpoint(torch.sin, torch.ones(1), use_reentrant=True)

@@ -1,4 +1,4 @@
-"""Amaxes shared over a process group: every rank casts by the same scales."""
+"""Two ranks: amaxes shared over their process group, and checkpoints of FSDP2 and DDP that training goes on from."""
 
 from pathlib import Path
 from typing import Any
@@ -6,13 +6,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import te_bench.models as te
 from te_bench.models import recipe
 
+pytestmark = pytest.mark.xdist_group("two ranks")  # one worker, one start
 ALGORITHMS = ("max", "most_recent")
+KINDS = ("fsdp2", "ddp")
+ASKED = recipe.DelayedScaling(amax_history_len=3)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What both ranks wrote: one start for all tests, for torch's import takes longest."""
+    path = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(_rank, (path,), nprocs=2)
+    return path
 
 
 def _rank(rank: int, path: Path) -> None:
@@ -21,6 +37,8 @@ def _rank(rank: int, path: Path) -> None:
         for algorithm in ALGORITHMS:
             torch.save(_together(rank, algorithm), path / f"{algorithm}{rank}.pt")
             torch.save(_apart(rank, algorithm), path / f"{algorithm}-alone{rank}.pt")
+        for kind in KINDS:
+            torch.save(_goes_on(kind, rank, path), path / f"{kind}{rank}.pt")
     finally:
         dist.destroy_process_group()
 
@@ -56,10 +74,9 @@ def _apart(rank: int, algorithm: Any) -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-def test_ranks_share_the_largest_amax(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_rank, (tmp_path,), nprocs=2)  # once for all: torch's import takes longest
+def test_ranks_share_the_largest_amax(ranks: Path) -> None:
     for algorithm in ALGORITHMS:
-        (first, numbers), (second, others) = (torch.load(tmp_path / f"{algorithm}{rank}.pt") for rank in (0, 1))
+        (first, numbers), (second, others) = (torch.load(ranks / f"{algorithm}{rank}.pt") for rank in (0, 1))
         for key in first:
             if "fp8_scale" in key:
                 assert torch.equal(first[key], second[key]), key
@@ -69,7 +86,89 @@ def test_ranks_share_the_largest_amax(tmp_path: Path) -> None:
         assert numbers["0"]["fc1.input"]["nonfinite_amax"] == others["0"]["fc1.input"]["nonfinite_amax"] == 1
         # The union's: the larger of both ranks' amaxes, 1 and 2 forward, 2 and 1 backward. And each its own.
         both = (224.0, 28672.0)
-        assert [torch.load(tmp_path / f"{algorithm}-alone{rank}.pt") for rank in (0, 1)] == [
+        assert [torch.load(ranks / f"{algorithm}-alone{rank}.pt") for rank in (0, 1)] == [
             [both, (448.0, 28672.0)],
             [both, (224.0, 57344.0)],
         ]
+
+
+# ---- checkpoints
+
+
+def _wrapped(kind: str, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(te.LayerNormMLP(32, 48, device="cpu"), te.Linear(32, 16, device="cpu"))
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _another(kind: str) -> nn.Module:
+    """A model that has scales to load: a pass without gradients leaves them fresh."""
+    model = _wrapped(kind, 1)
+    with torch.no_grad(), te.autocast(recipe=ASKED):
+        model(torch.ones(8, 32))
+    return model
+
+
+def _train(model: nn.Module, steps: range, rank: int) -> list[Tensor]:
+    """Losses of plain SGD."""
+    losses = []
+    for step in steps:
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2 * step + rank)) * 2.0**step
+        with te.autocast(recipe=ASKED, amax_reduction_group=dist.group.WORLD):
+            loss = model(x).square().mean()
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p -= 1e-3 * p.grad
+        losses.append(loss.detach())
+    return losses
+
+
+def _scales(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.items() if "fp8_scale" in name}
+
+
+def _goes_on(kind: str, rank: int, path: Path) -> dict[str, Any]:
+    """After three steps: the scales, the losses as they go on, and both as they are by way of each kind of state dict."""
+    model = _wrapped(kind, 0)
+    _train(model, range(3), rank)
+    sharded = {name: value.clone() for name, value in get_model_state_dict(model).items()}
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    dcp.save({"model": sharded}, checkpoint_id=path / kind)
+    found: dict[str, Any] = {"scales": _scales(sharded), "straight": _train(model, range(3, 6), rank)}
+    del model
+
+    other = _another(kind)
+    set_model_state_dict(other, sharded)
+    found["own"] = _train(other, range(3, 6), rank)
+    del other
+
+    other = _another(kind)
+    everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, full if rank == 0 else {}, options=everywhere)
+    found["broadcast"] = _scales(get_model_state_dict(other))
+
+    state = get_model_state_dict(_another(kind))
+    dcp.load({"model": state}, checkpoint_id=path / kind)
+    found["directory"] = _scales(state)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_from_a_distributed_checkpoint(kind: str, ranks: Path) -> None:
+    both = [torch.load(ranks / f"{kind}{rank}.pt") for rank in (0, 1)]
+    expected = both[0]["scales"]
+    assert len(expected) == 4
+    for found in both:
+        assert all(torch.equal(a, b) for a, b in zip(found["own"], found["straight"], strict=True))
+        for way in ("scales", "broadcast", "directory"):
+            assert found[way].keys() == expected.keys()
+            assert all(torch.equal(found[way][name], expected[name]) for name in expected), way

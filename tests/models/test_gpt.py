@@ -319,6 +319,18 @@ def test_dropout_reaches_attention_embedding_and_both_residuals() -> None:
     assert model(*a_batch()) != model(*a_batch())  # the attention's own is left
 
 
+def test_each_dropout_changes_the_loss_by_itself() -> None:
+    model = a_model(dropout=0.5)
+    found = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    blocks = [module for module in model.modules() if hasattr(module, "attention") and hasattr(module, "dropout")]
+    for block in blocks:
+        block.dropout = 0.0  # of the weights
+    for alone in found:
+        for module in found:
+            module.p = 0.5 if module is alone else 0.0
+        assert model(*a_batch()) != model(*a_batch())
+
+
 def through_a_file(model: GPT) -> Any:
     file = io.BytesIO()
     torch.save(model, file)

@@ -1,11 +1,16 @@
 """On a GPU that is not the current one everything computes what it does there."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from fp8_cases import RECIPES, model, train
-from torch import Tensor
+from torch import Tensor, nn
 
 import te_bench.models as te
+from te_bench.kernels import attention as backends
+from te_bench.kernels import linear_cross_entropy as heads
 from te_bench.models import recipe as recipes
 from te_bench.models.data import Batches
 from te_bench.models.gpt import GPT, GPTConfig
@@ -60,3 +65,132 @@ def test_the_fused_step(recipe: str, attention: str, mode: str) -> None:
         found.append([step(*(x.to(device) for x in batches.at(k))).item() for k in range(5)])
         assert torch.cuda.current_device() == 0
     assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def on_both(compute: Callable[[str], list[Tensor]]) -> None:
+    """`compute` leaves the same on the other GPU, which has its turn first, and on the current one."""
+    found = []
+    for device in ("cuda:1", "cuda:0"):
+        torch.manual_seed(0)
+        found.append([t.detach().double().cpu() for t in compute(device)])
+        assert torch.cuda.current_device() == 0
+    for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        assert ours.isfinite().all(), i
+        assert (ours - theirs).norm() <= 1e-3 * theirs.norm(), i
+
+
+def drawn(*shape: int, device: str, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16).requires_grad_()
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "GELU": {},
+    "RMSNorm, SwiGLU, groups": {
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "zero_centered_gamma": True,
+        "num_gqa_groups": 2,
+        "fuse_qkv_params": True,
+    },
+    "dropout": {"hidden_dropout": 0.1},  # its modules one by one
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("recipe", ["none", "delayed_scaling", "float8_current_scaling_dpa", "float8_block_scaling"])
+def test_a_transformer_layer_with_rotary_positions(recipe: str, layer: str) -> None:
+    asked = None if recipe == "none" else recipes.load(recipe)
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.bfloat16, **LAYERS[layer]}
+
+    def compute(device: str) -> list[Tensor]:
+        made = te.TransformerLayer(256, 512, 4, **options)  # on one GPU, whichever is asked for: the same numbers
+        made, angles = made.to(device), te.RotaryPositionEmbedding(64)(128).to(device)
+        found: list[Tensor] = []
+        for step in range(3):
+            torch.manual_seed(step)
+            x = drawn(128, 2, 256, device=device, seed=step)
+            with te.autocast(enabled=asked is not None, recipe=asked):
+                y = made(x, rotary_pos_emb=angles)
+            made.zero_grad()
+            y.float().square().mean().backward()
+            assert x.grad is not None
+            found += [y, x.grad]
+            for name, p in made.named_parameters():
+                if (
+                    p.grad is not None and "key_bias" not in name and "qkv.bias" not in name
+                ):  # the keys' is 0: only noise
+                    found.append(p.grad.clone())
+        return found
+
+    on_both(compute)
+
+
+@pytest.mark.parametrize("asked", [{"attn_mask_type": "causal"}, {"attn_mask_type": "causal", "window_size": (32, 0)}])
+@pytest.mark.parametrize("name", backends.names())
+def test_attention(name: str, asked: dict[str, Any]) -> None:
+    def compute(device: str) -> list[Tensor]:
+        q, k, v = (drawn(192, 2, 4, 64, device=device, seed=i) for i in range(3))
+        try:
+            with te.attention_kernel(name):
+                out = te.DotProductAttention(4, 64, **asked)(q, k, v)
+        except ValueError as reason:
+            pytest.skip(str(reason))
+        out.float().square().mean().backward()
+        return [out, *(t.grad for t in (q, k, v) if t.grad is not None)]
+
+    on_both(compute)
+
+
+def test_packed_sequences() -> None:
+    def compute(device: str) -> list[Tensor]:
+        q, k, v = (drawn(192, 4, 64, device=device, seed=i) for i in range(3))
+        starts = torch.tensor([0, 50, 192], dtype=torch.int32, device=device)
+        core = te.DotProductAttention(4, 64, qkv_format="thd", attn_mask_type="padding_causal")
+        with te.attention_kernel("triton"):
+            out = core(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=142, max_seqlen_kv=142)
+        out.float().square().mean().backward()
+        return [out, *(t.grad for t in (q, k, v) if t.grad is not None)]
+
+    on_both(compute)
+
+
+def trained(device: str, precision: str, mode: str, **options: Any) -> list[Tensor]:
+    """Losses of five steps."""
+    recipe = recipes.load("delayed_scaling") if precision == "fp8" else None
+    gpt = GPT(CONFIG, attention="flash", padded_vocab_size=512, recipe=recipe, **options).to(device)
+    step, batches = (
+        TrainStep(gpt, Optim(), precision=precision, mode=mode),
+        Batches(None, block=128, batch=4, vocab=500, seed=7),
+    )
+    return [step(*(x.to(device) for x in batches.at(k))) for k in range(5)]
+
+
+@pytest.mark.parametrize("head", heads.names())
+def test_heads(head: str) -> None:
+    on_both(lambda device: trained(device, "fp8", "eager", head=head))
+
+
+@pytest.mark.parametrize("mode", ["compile", "compile-reduce-overhead", "cudagraph"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_compiled_steps(precision: str, mode: str) -> None:
+    on_both(lambda device: trained(device, precision, mode))
+
+
+def test_an_activation_checkpoint() -> None:
+    """It computes again in a thread of autograd's."""
+
+    def compute(device: str) -> list[Tensor]:
+        layers = model(device)
+        return train(layers, lambda x: te.checkpoint(layers, x), RECIPES["delayed"])
+
+    on_both(compute)
+
+
+def test_scales_move_with_their_module() -> None:
+    found = []
+    for moved in (True, False):
+        layers: nn.Module = model("cuda:0")
+        train(layers, layers, RECIPES["delayed"])
+        layers = layers.to("cuda:1") if moved else layers
+        found.append([t.cpu() for t in train(layers, layers, RECIPES["delayed"])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

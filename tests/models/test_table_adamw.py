@@ -61,6 +61,20 @@ def test_a_copied_step_goes_on_as_the_original_and_shares_nothing(
     assert all(torch.equal(a, b) for a, b in zip(weights(step), left, strict=True))
 
 
+@pytest.mark.slow
+def test_copies_of_a_compiled_step_run_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are; beyond torch's recompile_limit one would compute in eager mode, and round otherwise."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    step = a_step("fp8", None, recipe=DELAYED, mode="compile", n_layer=1)
+    losses(step, 2)
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        copies = [copy.deepcopy(step) for _ in range(3)]
+        expected = losses(step, 2)
+        assert [losses(one, 2) for one in copies] == [expected] * 3
+    torch._dynamo.reset()
+
+
 def test_a_captured_step_has_no_copy() -> None:
     step = a_step("bf16")
     step.captured = True  # which needs a GPU

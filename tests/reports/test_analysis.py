@@ -23,11 +23,24 @@ def timed(of, *latency, **work):
     return record(of, samples={"latency_s": list(latency)}, work=work)
 
 
-def test_latency_is_the_median_of_process_medians(tmp_path):
-    # medians 3, 5 and 100; the median of all nine steps together would be 4
-    processes = ((1, 3, 4), (2, 5, 6), (3, 100, 101))
+def test_latency_is_the_geometric_mean_of_process_medians(tmp_path):
+    processes = ((1, 3, 4), (2, 5, 6), (3, 225, 301))  # medians 3, 5 and 225
     rungs = ladder(tmp_path, [timed(trial(seed=seed), *steps) for seed, steps in enumerate(processes)])
-    assert rungs["flash"].latency_s == 5
+    assert rungs["flash"].latency_s == pytest.approx(15)
+
+
+@pytest.mark.parametrize("of_flash", [(0, 1, 2), (1, 2), (2,)])
+def test_time_speedup_and_rank_are_one_estimate(tmp_path, of_flash):
+    """Seeds of which one is slow for all; flash, which lacks some, has the speed-up and the time of those it has."""
+    machine = (1.0, 1.0, 9.0)
+    records = [timed(trial(attention="manual", seed=s), 40.0 * x) for s, x in enumerate(machine)]
+    records += [timed(trial(attention="math", seed=s), 21.0 * x) for s, x in enumerate(machine)]
+    records += [timed(trial(attention="flash", seed=s), 20.0 * machine[s]) for s in of_flash]
+    rungs = ladder(tmp_path, records, baseline=trial(attention="manual").cell)
+    assert list(rungs) == ["flash", "math", "manual"]
+    assert rungs["flash"].speedup.value == pytest.approx(2.0)
+    for rung in rungs.values():
+        assert rungs["manual"].latency_s / rung.latency_s == pytest.approx(rung.speedup.value)
 
 
 def test_speedup_pairs_seeds_and_has_a_t_interval(tmp_path):

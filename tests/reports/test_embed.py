@@ -17,7 +17,7 @@ def page(tmp_path):
 def test_table_is_replaced_and_the_rest_is_kept(page):
     assert embed(page, check=False)
     text = page.read_text()
-    assert text.startswith(f"# Title\n\n{START}\n\n| Rung | ms/step |")
+    assert text.startswith(f"# Title\n\n{START}\n\n| Configuration | ms/step |")
     assert text.endswith(f"|\n\n{END}\n\nafter\n")
     assert "old" not in text
     assert "| flash, Vp=50304, bf16, compile | 27.4 |" in text

@@ -19,7 +19,7 @@ ROUNDS = 8  # between two looks
 def steps(side: str, slower: float) -> list[Record]:
     """Steps of 30 ms, a round each, whose pairs vary by 0.4 %."""
     return [
-        step_record(trial(seed=seed), 30 * slower * (1 + 0.004 * math.sin(7 * seed + slower)), 10.0, side)
+        step_record(trial(seed=seed), 30 * slower * (1 + 0.004 * math.sin(8 * seed + slower)), 10.0, side)
         for seed in range(ROUNDS)
     ]
 

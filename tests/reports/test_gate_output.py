@@ -16,7 +16,7 @@ LAYER = "layer/te_layer-fair-b4-s2048-h32/cudnn/fp8/float8_current_scaling/compi
 
 
 def ratios(slower: float, scale: float = 0.003) -> list[float]:
-    return [(1 + slower) * math.exp(scale * math.sin(5 * i)) for i in range(10)]
+    return [(1 + slower) * math.exp(scale * math.sin(8 * i)) for i in range(10)]
 
 
 def found(code: int, kind: Kind = Kind.MEMORY, message: str = "what happened", name: str = LONG) -> Finding:
@@ -45,6 +45,28 @@ def test_the_terminal_has_every_verdict_in_a_hundred_columns() -> None:
     assert "10 (2)" in text
     assert ">= 2." in text  # the minimum detectable effect
     assert text.index("Got worse:") < text.index("Missing or failed:") < text.index("Undecided:") < text.index("Also:")
+
+
+def test_beside_a_regression_nothing_is_said_to_be_undecided() -> None:
+    one = gate(findings=())
+    assert one.exit_code == 1
+    open_ = gate(findings=(), decision=decide({"short": ratios(0.02, 0.03)}))
+    assert open_.exit_code == 3
+    for shown in (gate_output.markdown, lambda g: " ".join(gate_output.terminal(g))):
+        assert "pairs would decide it" not in shown(one)
+        assert "pairs would decide it" in shown(open_)
+
+
+def test_what_finds_and_what_passes_are_told_apart() -> None:
+    text = " ".join(" ".join(gate_output.terminal(gate())).split())
+    assert "To PASS, their intervals must end below 1 + 2 % and 5 %." in text
+    assert "Finds is the test's power, not what it found" in text
+
+
+def test_how_rare_a_slow_call_may_be_and_go_unseen_is_told() -> None:
+    shown = " ".join(" ".join(gate_output.terminal(gate(calls={LONG: 90, LAYER: 400}))).split())
+    assert "at least 90 calls: what slows fewer than 1 in 30 can go unseen" in shown
+    assert gate_output.to_json(gate(calls={LONG: 90}))["trials"][0]["calls"] == 90
 
 
 def test_what_records_say_stays_text_in_markdown() -> None:
@@ -96,7 +118,7 @@ def test_junit_is_no_green_page_when_nothing_was_judged() -> None:
 def test_json_is_all_of_it(tmp_path: Path) -> None:
     gate_output.write(gate(), [("json", tmp_path / "new" / "gate.json")])
     value = json.loads((tmp_path / "new" / "gate.json").read_text(), parse_constant=pytest.fail)
-    assert (value["exit_code"], value["answer"], value["schema"]) == (1, "REGRESSION", 1)
+    assert (value["exit_code"], value["answer"], value["schema"]) == (1, "REGRESSION", 2)
     assert [trial["verdict"] for trial in value["trials"]] == ["REGRESSION", "PASS", "INCONCLUSIVE", "IMPROVED"]
     assert value["trials"][2]["throttled"] == 2
     assert value["trials"][0]["low"] > 1.02

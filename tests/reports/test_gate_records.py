@@ -26,7 +26,7 @@ def steps(
     """Steps of 30 ms whose pairs vary by 0.4 %; the same seed is slow on both sides."""
     found = []
     for seed in seeds:
-        noise = 1 + 0.004 * math.sin(7 * seed + (1 if side == "candidate" else 2) + len(attention))
+        noise = 1 + 0.004 * math.sin(8 * seed + (1 if side == "candidate" else 2) + len(attention))
         done = step_record(trial(attention=attention, seed=seed), 30 * slower * noise * (1 + 0.1 * seed), gib, side)
         found.append(dataclasses.replace(done, work={**done.work, **work}))
     return found
@@ -74,13 +74,44 @@ def test_pairs_are_of_the_same_seed_whatever_the_order(tmp_path: Path) -> None:
 
 def test_forward_and_backward_are_two_trials(tmp_path: Path) -> None:
     def calls(side: str, slower: float) -> list[Record]:
-        timed = ((trial("attention", "flash", seed=s), 1 + 0.003 * math.sin(5 * s + len(side))) for s in SEEDS)
+        timed = ((trial("attention", "flash", seed=s), 1 + 0.003 * math.sin(8 * s + len(side))) for s in SEEDS)
         return [record(t, side, samples={"forward_s": [1e-3 * x], "backward_s": [slower * x]}) for t, x in timed]
 
     found = gate(tmp_path, calls("baseline", 1.0), calls("candidate", 1.1))
     assert [name.rpartition("/")[2] for name in found.decision.trials] == ["forward", "backward"]
     assert [one.verdict for one in found.decision.trials.values()][1] is Verdict.REGRESSION
     assert found.decision.trials.popitem()[1].ratio == pytest.approx(1.1, abs=0.005)
+
+
+def in_bursts(side: str, share: float, slower: float, device: str) -> list[Record]:
+    """Processes of 20 calls, of which every so many-th is slow: so much that all are by `slower` on average."""
+    every, found = round(1 / share), []
+    for one in steps(side):
+        seed, calls = one.trial.seed, one.samples["latency_s"]
+        slow = [call * (1 + slower * every * ((k + seed) % every == 0)) for k, call in enumerate(calls)]
+        samples = {"latency_s": slow, "peak_rss_bytes": [1e9]}
+        found.append(dataclasses.replace(one, trial=trial(device=device, seed=seed), samples=samples))
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("share", [1 / 2, 1 / 4, 1 / 10])
+def test_what_slows_some_calls_only_is_no_pass(tmp_path: Path, share: float, device: str) -> None:
+    """What a process counts by does not see it: on a CPU the lowest tenth of its calls, on a GPU their median."""
+
+    def found(slower: float) -> Gate:
+        sides = in_bursts("baseline", share, 0.0, device), in_bursts("candidate", share, slower, device)
+        return gate(tmp_path / f"{slower}", *sides)
+
+    much = found(0.4)
+    [one] = much.decision.trials.values()
+    assert (much.exit_code, one.verdict) == (1, Verdict.REGRESSION)
+    assert one.mean.low > 1.05
+    if share < 0.5 or device == "cpu":
+        assert one.ratio == pytest.approx(1, abs=0.01)
+        assert "all calls on average slower by more than 5 %: +39.95 %" in one.reason
+    assert found(0.05).exit_code in (1, 3)
+    assert found(0.0).exit_code == 0
 
 
 def test_too_few_pairs_are_undecided_and_say_how_many_would_do(tmp_path: Path) -> None:
@@ -102,6 +133,20 @@ def test_pairs_in_which_a_gpu_throttled_are_set_aside(tmp_path: Path) -> None:
 
 
 # Co-gates.
+
+
+@pytest.mark.parametrize("sample", ["peak_allocated_bytes", "peak_rss_bytes"])
+def test_memory_that_only_the_baseline_recorded_is_missing(tmp_path: Path, sample: str) -> None:
+    def side(name: str, peaks: list[float]) -> list[Record]:
+        latency = [record.samples["latency_s"] for record in steps(name)]
+        pairs = zip(steps(name), latency, strict=True)
+        return [dataclasses.replace(r, samples={"latency_s": times, sample: peaks}) for r, times in pairs]
+
+    without = gate(tmp_path / "a", side("baseline", [1e9]), side("candidate", []))
+    assert without.exit_code == 4
+    assert "memory recorded in the baseline, not in the candidate" in messages(without, Kind.MISSING)[0]
+    assert gate(tmp_path / "b", side("baseline", []), side("candidate", [1e9])).exit_code == 0
+    assert gate(tmp_path / "c", side("baseline", []), side("candidate", [])).exit_code == 0
 
 
 @pytest.mark.parametrize(("growth", "code"), [(0, 0), (4 * MIB, 0), (10 * MIB, 0), (16 * MIB, 1), (-64 * MIB, 0)])

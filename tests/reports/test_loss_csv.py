@@ -291,3 +291,16 @@ def test_curves_that_tell_nothing():
     assert moving(a, none, 0.003).startswith("no curves of both arms")
     assert falling(none, 0.003) is None
     assert "2 points a curve" in moving(a, curves("B", ((0.0, 1000.0), cosine)), 0.003)
+
+
+@pytest.mark.parametrize("between", ["", "  ", "# 3.28"])
+def test_a_row_left_out_is_refused_where_rows_are_pairs(tmp_path, between):
+    with pytest.raises(ValueError, match="line 2 has no loss: without seeds rows are pairs"):
+        read(written(tmp_path, f"3.1\n{between}\n3.2\n3.3\n"))
+    assert len(read(written(tmp_path, f"seed,loss\n1,3.1\n{between}\n2,3.2\n")).final) == 2
+    assert len(read(written(tmp_path, "\n3.1\n# a second batch\n3.2\n\n")).final) == 2
+
+
+def test_an_underscore_is_no_digit(tmp_path):
+    with pytest.raises(ValueError, match="'3_28' is not a number"):
+        read(written(tmp_path, "loss\n3.1\n3_28\n3.2\n"))

@@ -103,6 +103,16 @@ def test_400_pixels_wide(site, tmp_path):
         assert figure["text"] > 6, figure
 
 
+@pytest.mark.parametrize("width", [400, 1200])
+def test_a_table_that_is_cut_says_so(site, tmp_path, width):
+    """In words above it, and by a shade at its edge until it is scrolled to its end; one that fits says nothing."""
+    found, _ = measured(site, tmp_path, "full", width)
+    cut = [table for table in found["tables"] if table["hidden"] > 1]
+    assert bool(cut) == (width == 400)
+    for table in found["tables"]:
+        assert (table["cue"] > 10, table["shaded"], table["shaded_at_the_end"]) == (table in cut, table in cut, False)
+
+
 @pytest.mark.parametrize(
     ("scheme", "ground"), [(1, "rgb(255, 255, 255)"), (0, "rgb(20, 23, 27)")], ids=["light", "dark"]
 )

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from te_bench.reports.gate_live import Question
 from te_bench.reports.gate_records import Gate, process_s
 from te_bench.reports.self_test import Condition, conditions, interval, passed, rate, redrawn
 
+RESULTS = Path(__file__).parents[2] / "results" / "gate"
 QUESTION = Question(repository=None, base="installed", head="installed", device="cpu")
 MACHINE: dict[str, Any] = {"id": "here", "identity": {}, "details": {}}
 
@@ -173,6 +175,22 @@ def test_a_process_counts_by_its_quiet_samples_on_a_cpu_and_by_its_median_on_a_g
     assert process_s(seconds, "cuda") == 3.0
     assert process_s([], "cpu") is None
     assert process_s([], "cuda") is None
+
+
+@pytest.mark.slow
+def test_todays_rule_raises_no_false_alarm_on_the_published_pairs() -> None:
+    """The numbers of docs/gate.md; the gates ended as soon as an older rule had found something."""
+    found: Counter[str] = Counter()
+    for path in RESULTS.glob("*/self-test.jsonl"):
+        for answer in map(json.loads, path.read_text().splitlines()):
+            if not answer["trials"] or answer["asked"]["device"] == "cuda" or answer["condition"] == "leak":
+                continue
+            ratios = {name: trial["ratios"] for name, trial in answer["trials"].items()}
+            decision = decide(ratios, margin=answer["asked"]["margin"], looks=gate_live.LOOKS, ended=True)
+            found[f"{answer['condition']} alarms"] += Verdict.REGRESSION in {one.verdict for one in decision.judgements}
+            found[f"{answer['condition']} passed"] += sum(one.passed for one in decision.trials.values())
+    alarms = [found[f"{name} alarms"] for name in ("unchanged", "10 % slower", "5 % slower")]
+    assert (alarms, found["unchanged passed"]) == ([0, 106, 75], 160)
 
 
 @pytest.mark.alone

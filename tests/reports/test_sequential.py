@@ -122,7 +122,7 @@ def test_what_cannot_be_decided_is_told():
         decide([0, math.nan, 0], looks=(3, 5), margin=MARGIN)
     with pytest.raises(ValueError, match="margin -1"):
         decide([0, 1, 0], looks=(3, 5), margin=-1)
-    for at in ((), (1, 2), (5, 3)):
+    for at in ((), (2, 4), (5, 3)):
         with pytest.raises(ValueError, match="numbers that rise"):
             decide([0, 1, 0], looks=at, margin=MARGIN)
     for fractions in ([], [0, 1], [0.5, 0.5], [0.5, 1.1]):
@@ -148,9 +148,8 @@ def test_the_error_rate_over_all_looks_is_at_most_alpha(at):
 
 @pytest.mark.slow
 def test_it_saves_seeds_for_little_power():
-    gaps = SD * np.random.default_rng(8).normal(size=(2000, 12))
-    found = [decide(row, looks=(3, 5, 8, 10, 12), margin=MARGIN) for row in gaps]
-    assert np.mean([decision.n for decision in found]) < 10
-    assert (
-        np.mean([decision.verdict is Verdict.EQUIVALENT for decision in found]) > 0.951 - 0.04
-    )  # a single look: 0.951
+    gaps = SD / 1.7 * np.random.default_rng(8).normal(size=(1000, 12))
+    early, late = ([decide(row, looks=at, margin=MARGIN) for row in gaps] for at in ((4, 6, 8, 10, 12), (12,)))
+    assert np.mean([decision.n for decision in early]) < 10
+    shown = [np.mean([decision.verdict is Verdict.EQUIVALENT for decision in found]) for found in (early, late)]
+    assert 0.9 < shown[1] < shown[0] + 0.06

@@ -1,5 +1,7 @@
 import functools
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ from scipy.special import stdtrit
 from statsmodels.stats.power import TTestPower
 
 from te_bench.reports.sequential import t_levels
-from te_bench.reports.slowdown import Estimate, detectable, estimate, plan_pairs, trimmed
+from te_bench.reports.slowdown import Estimate, Likeness, detectable, estimate, likeness, plan_pairs, trimmed, widening
 
+RESULTS = Path(__file__).parents[2] / "results" / "gate"
 QUIET = np.array([0.004, -0.006, 0.001, 0.003, -0.002, 0.005, -0.004, 0.0, 0.002, -0.003])
 
 
@@ -78,6 +81,50 @@ def test_the_ends_of_planning():
     assert plan_pairs(0.0, 0.01) == 2
     assert plan_pairs(10.0, 1e-4) is None
     assert detectable(0.01, 1, alpha=0.05) is None
+
+
+def test_likeness_is_that_of_the_process_whatever_the_number_of_pairs():
+    rng = np.random.default_rng(2)
+    for alike in (0.0, 0.5):
+        for n, gates in ((10, 600), (36, 200)):
+            noise = rng.standard_normal((gates, n + 40))
+            for k in range(1, n + 40):
+                noise[:, k] += alike * noise[:, k - 1]
+            found = likeness(list(noise[:, 40:]))
+            assert found.estimate == pytest.approx(alike, abs=0.08)
+            assert found.pairs == gates * n
+            assert found.off == pytest.approx(1.645 / math.sqrt(gates * n))
+    assert likeness([[1.0, 2.0]]).bound(likeness([])) == 0.95  # of too few pairs everything is possible
+    assert likeness([[1.0] * 9]).estimate == 0.0
+
+
+def test_pairs_of_live_gates_hardly_resemble_the_ones_before():
+    answers = (json.loads(line) for path in RESULTS.glob("*/self-test.jsonl") for line in path.read_text().splitlines())
+    trials = [trial for answer in answers if answer["condition"] == "unchanged" for trial in answer["trials"].values()]
+    found = likeness([[math.log(ratio) for ratio in trial["ratios"] if ratio is not None] for trial in trials])
+    assert found.pairs > 5000
+    assert found.estimate == pytest.approx(0.03, abs=0.03)
+
+
+def test_a_series_that_is_shown_to_be_more_alike_than_its_gate_is_held_to_its_own():
+    together, own = Likeness(estimate=0.0, pairs=100), Likeness(estimate=0.6, pairs=36)
+    assert together.bound(Likeness(estimate=0.2, pairs=36)) == pytest.approx(0.1645)
+    assert together.bound(own) == 0.6
+    assert own.bound(own) == pytest.approx(0.6 + 1.645 / 6)
+
+
+@pytest.mark.parametrize("alike", [0.3, 0.7])
+def test_the_widening_is_what_an_autoregression_does_to_the_t_statistic(alike):
+    n, rng = 10, np.random.default_rng(4)
+    noise = rng.standard_normal((20000, n + 40))
+    for k in range(1, n + 40):
+        noise[:, k] += alike * noise[:, k - 1]
+    logs = noise[:, 40:]
+    assert math.sqrt(logs.mean(1).var() / (logs.var(1, ddof=1).mean() / n)) == pytest.approx(
+        widening(n, alike), rel=0.03
+    )
+    assert estimate(list(logs[0]), alike=alike).se == pytest.approx(widening(n, alike) * estimate(list(logs[0])).se)
+    assert widening(n, 0.0) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ from journals import (
     HOSTILE,
     attention_records,
     baseline_cell,
-    curves,
     everything,
     ladder_records,
     record,
@@ -13,7 +12,7 @@ from journals import (
 )
 
 from te_bench.reports.rows import load_results
-from te_bench.reports.tables import TABLES, headlines, markdown, of_group, summary, word
+from te_bench.reports.tables import TABLES, markdown, of_group, summary, word
 
 
 def group_of(tmp_path, records, **settings):
@@ -33,11 +32,11 @@ def texts(table):
 def test_ladder_of_one_seed(tmp_path):
     table = table_of(tmp_path, "ladder", ladder_records(), baseline=baseline_cell())
     rows = {row[0]: row for row in texts(table)}
-    assert [column.title for column in table.columns][:3] == ["Rung", "ms/step", "Speed-up"]
+    assert [column.title for column in table.columns][:3] == ["Configuration", "ms/step", "Speed-up"]
     assert rows["manual, V=50257, bf16, eager (baseline)"][1:3] == ["103.8", "1.00×"]
     assert rows["flash, Vp=50304, bf16, compile"][1:3] == ["27.4", "3.79×"]
-    assert "n = 1: one process a rung" in table.note
-    assert "The MFU of an FP8 rung is quoted against the BF16 peak." in table.note
+    assert "n = 1: one run of each" in table.note
+    assert "The MFU of an FP8 configuration is quoted against the BF16 peak." in table.note
 
 
 def test_ladder_of_three_seeds_has_intervals(tmp_path):
@@ -50,7 +49,7 @@ def test_ladder_of_three_seeds_has_intervals(tmp_path):
 
 def test_a_baseline_of_more_seeds_gives_its_rivals_no_intervals(tmp_path):
     records = [x for x in ladder_records(3) if x.trial.cell == baseline_cell() or x.trial.seed == 0]
-    assert "n = 1: one process a rung" in table_of(tmp_path, "ladder", records, baseline=baseline_cell()).note
+    assert "n = 1: one run of each" in table_of(tmp_path, "ladder", records, baseline=baseline_cell()).note
 
 
 def test_attention_names_the_peer_it_is_compared_with(tmp_path):
@@ -59,7 +58,7 @@ def test_attention_names_the_peer_it_is_compared_with(tmp_path):
     rows = {tuple(row[:2]): row[2:] for row in texts(table)}
     assert rows["B4 H32 T2048 D128 causal", "flash, bf16"] == ["0.59×"] * 3
     assert {kernel for _, kernel in rows} == {"flash, bf16", "mem_efficient, bf16"}
-    assert table.note == "n = 1: one process a rung, so speed-ups have no interval."
+    assert table.note == "n = 1: one run of each, so speed-ups have no interval."
     for of in ({"mem_efficient", "manual"}, {"cudnn"}):
         alone = group_of(tmp_path / min(of), [x for x in attention_records() if x.trial.attention in of])
         assert of_group(alone, "attention_ratios") == []
@@ -75,12 +74,12 @@ def test_what_was_not_measured_is_a_dash_and_sorts_last(tmp_path):
 
 def test_columns_without_a_single_value_are_left_out(tmp_path):
     table = table_of(tmp_path, "ladder", [record(trial(), samples={"latency_s": [0.1]})])
-    assert [column.title for column in table.columns] == ["Rung", "ms/step", "ok/planned"]
+    assert [column.title for column in table.columns] == ["Configuration", "ms/step", "ok/planned"]
 
 
 def test_memory_on_a_cpu_is_resident(tmp_path):
     table = table_of(tmp_path, "memory", [step_record(trial(device="cpu"), 900, 1.5)])
-    assert [column.title for column in table.columns] == ["Rung", "Peak resident, GiB"]
+    assert [column.title for column in table.columns] == ["Configuration", "Peak resident, GiB"]
     assert texts(table) == [["flash, Vp=50304, bf16, eager", "1.50"]]
 
 
@@ -122,39 +121,6 @@ def test_markdown_keeps_hostile_text_as_text(tmp_path):
 def test_word():
     assert (word(None).text, word("").text, word(0).text) == ("—", "—", "0")
     assert word("a\nb").text == "a b"
-
-
-def test_headline_names_the_fastest_and_the_baseline(tmp_path):
-    write(tmp_path / "run", ladder_records(), baseline=baseline_cell())
-    [headline] = headlines(load_results([tmp_path / "run"]))
-    assert headline == (
-        "Fastest: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch, 3.98× over manual, V=50257, bf16, eager (n = 1), "
-        "on NVIDIA H200."
-    )
-
-
-def test_headline_when_the_baseline_is_fastest(tmp_path):
-    write(tmp_path / "run", [step_record(trial(), 10)], baseline=trial().cell)
-    [headline] = headlines(load_results([tmp_path / "run"]))
-    assert headline == "Fastest: flash, Vp=50304, bf16, eager: 10.0 ms/batch, the baseline itself, on NVIDIA H200."
-
-
-def test_headline_of_a_sweep_in_which_all_failed(tmp_path):
-    failed = [record(trial(seed=seed), outcome="oom", reason="no memory") for seed in range(2)]
-    write(tmp_path / "run", failed, planned=[trial(attention="math")])
-    assert headlines(load_results([tmp_path / "run"])) == [
-        "Nothing was measured: 0 of 3 trials ended ok (2 oom, 1 interrupted)."
-    ]
-    write(tmp_path / "empty", [])
-    assert headlines(load_results([tmp_path / "empty"])) == [
-        "Nothing was measured: 0 of 0 trials ended ok (none was planned)."
-    ]
-
-
-def test_headlines_of_curves(tmp_path):
-    write(tmp_path / "run", curves(1))
-    [headline] = headlines(load_results([tmp_path / "run"]))
-    assert headline.startswith("Lowest validation loss (char, text:play.txt, 500 steps): flash, V=65, bf16, eager: 1.4")
 
 
 def test_summary_fits_a_terminal(tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from convergence import JUDGEMENT, STEPS, TRUTH, run_record, study_of, study_records, write_study
 
+from te_bench.experiments.spec import Record
 from te_bench.reports import curves, render
 from te_bench.reports.equivalence import Verdict
 from te_bench.reports.rows import load_results
@@ -20,7 +21,7 @@ def judged(
     directory: Path, *, judgement: dict[str, Any] | None = None, margin: float | None = None, **options: Any
 ) -> Verdicts:
     """Verdicts of a run that was planned with as many seeds as it has, five at least, unless `judgement` says otherwise."""
-    options.setdefault("sd", 0.0008)
+    options.setdefault("sd", 0.0002)
     judgement = judgement or {**JUDGEMENT, "seeds": max(5, len(options.get("seeds", range(5))))}
     return verdicts(study_of(directory / "run", study_records(**options), judgement), margin=margin)
 
@@ -82,6 +83,88 @@ def test_an_experiment_that_could_not_have_told_is_void(tmp_path: Path) -> None:
         assert f"the {word} arm is missing" in str(without.void)
 
 
+def test_an_aa_arm_that_does_not_tell_voids_the_verdict(tmp_path: Path) -> None:
+    """INCONCLUSIVE is not EQUIVALENT: bf16 differs from itself by too much to tell."""
+    records = study_records(sd=0.0002)
+    for place, one in enumerate(records):
+        if one.trial.problem["arm"] == "aa":
+            records[place] = run_record("aa", one.trial.seed, 0.0, 0.004 * (one.trial.seed % 3 - 1))
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert found.aa is not None
+    assert found.aa.verdict is Verdict.INCONCLUSIVE
+    assert "A/A arm, bf16 against itself, is not EQUIVALENT" in str(found.void)
+    assert found.exit_code == 4
+
+
+def risen(records: list[Record], rise: float) -> list[Record]:
+    """The runs' validation losses, least in the middle and `rise` higher at the end; the gaps as they were."""
+    found = []
+    for one in records:
+        end = one.samples["val_step"][-1]
+        lift = [rise * max(0.0, 2 * step / end - 1) for step in one.samples["val_step"]]
+        flat = [
+            3.28 + (loss - 3.28) * step / end
+            for loss, step in zip(one.samples["val_loss"], one.samples["val_step"], strict=True)
+        ]
+        curve = [loss + up for loss, up in zip(flat, lift, strict=True)]
+        found.append(dataclasses.replace(one, samples={**one.samples, "val_loss": curve}))
+    return found
+
+
+def test_a_control_that_overfits_voids_the_verdict(tmp_path: Path) -> None:
+    records = study_records(sd=0.0002)
+    assert verdicts(study_of(tmp_path / "fits", records)).void is None
+    found = verdicts(study_of(tmp_path / "overfits", risen(records, 0.2)))
+    assert "bf16 overfits: its validation loss ends" in str(found.void)
+    assert found.exit_code == 4
+
+
+def test_the_gap_in_training_stands_beside_and_decides_nothing(tmp_path: Path) -> None:
+    records = [
+        dataclasses.replace(r, samples={**r.samples, "loss": [x + 0.2 for x in r.samples["loss"]]})
+        if r.trial.recipe
+        else r
+        for r in study_records(sd=0.0002)
+    ]
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    assert found.recipes[0].trained is not None
+    assert found.recipes[0].trained.gap == pytest.approx(0.2, abs=0.03)
+
+
+def test_two_seeds_that_are_one_run_carry_no_verdict(tmp_path: Path) -> None:
+    records = study_records(sd=0.0002)
+    first = next(r for r in records if r.trial.recipe == "rowwise_scaling" and r.trial.seed == 0)
+    records = [
+        dataclasses.replace(r, samples=first.samples) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3) else r
+        for r in records
+    ]
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.INCONCLUSIVE}
+    assert "seeds 0, 3 ended on the very same loss" in found.recipes[1].judgement.reason
+
+
+def test_a_gap_far_from_the_others_is_noted(tmp_path: Path) -> None:
+    records = study_records(seeds=range(8), sd=0.0002)
+    far = [
+        run_record("rowwise_scaling", 3, 0.0, 0.05) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3) else r
+        for r in records
+    ]
+    found = verdicts(study_of(tmp_path / "run", far, {**JUDGEMENT, "seeds": 8}))
+    assert any(
+        note.startswith("rowwise_scaling, seed 3: its gap +0.0") and "lies far from the others" in note
+        for note in found.notes
+    )
+
+
+def test_a_divergence_that_another_record_of_its_trial_follows_still_counts(tmp_path: Path) -> None:
+    broke = study_records(sd=0.0002, outcomes={("rowwise_scaling", 3): "diverged"})
+    ended = [r for r in study_records(sd=0.0002) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3)]
+    for records in ([*broke, *ended], [*ended, *broke]):
+        found = verdicts(study_of(tmp_path / str(len(list(tmp_path.iterdir()))), records))
+        assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
+
+
 def test_a_broken_arm_that_diverges_is_caught(tmp_path: Path) -> None:
     found = judged(tmp_path, outcomes={("broken", 1): "diverged"})
     assert found.broken is not None
@@ -100,7 +183,7 @@ def test_one_diverged_run_is_diverged_whatever_the_others_end_on(tmp_path: Path)
 
 
 def test_a_loss_that_rose_and_stayed_is_diverged_though_the_run_ended(tmp_path: Path) -> None:
-    records = study_records(sd=0.0008)
+    records = study_records(sd=0.0002)
     for place, one in enumerate(records):
         if one.trial.recipe == "rowwise_scaling" and one.trial.seed == 2:
             half = len(one.samples["loss"]) // 2
@@ -122,10 +205,10 @@ def test_where_bf16_diverges_nothing_is_concluded(tmp_path: Path) -> None:
 
 def test_a_divergence_counts_whichever_other_run_of_the_seed_ended(tmp_path: Path) -> None:
     ended, broke = (
-        write_study(tmp_path / name, study_records(sd=0.0008, outcomes=outcomes))
+        write_study(tmp_path / name, study_records(sd=0.0002, outcomes=outcomes))
         for name, outcomes in (("ended", {}), ("broke", {("rowwise_scaling", 3): "diverged"}))
     )
-    later = [dataclasses.replace(r, started_at="2026-11-20T13:00:00+00:00") for r in study_records(sd=0.0008)]
+    later = [dataclasses.replace(r, started_at="2026-11-20T13:00:00+00:00") for r in study_records(sd=0.0002)]
     again = write_study(tmp_path / "again", later)
     for directories in ([ended, broke], [broke, ended], [broke, again], [again, broke]):
         [group] = load_results(directories).groups
@@ -137,8 +220,8 @@ def test_a_divergence_counts_whichever_other_run_of_the_seed_ended(tmp_path: Pat
 
 
 def test_each_study_of_a_directory_has_the_margin_of_its_own_plan(tmp_path: Path) -> None:
-    wide = study_records(GAPS, sd=0.0008, steps=STEPS)
-    narrow = study_records(GAPS, sd=0.0008, model="gpt2")
+    wide = study_records(GAPS, sd=0.0002, steps=STEPS)
+    narrow = study_records(GAPS, sd=0.0002, model="gpt2")
     directory = write_study(tmp_path / "run", wide, {**JUDGEMENT, "margin": 0.05})
     write_study(directory, narrow, JUDGEMENT)
     [group] = load_results([directory]).groups
@@ -155,7 +238,7 @@ def test_seeds_that_were_planned_and_left_out_are_missing(tmp_path: Path) -> Non
 
 
 def test_seeds_added_after_the_first_plan_are_not_judged(tmp_path: Path) -> None:
-    directory = write_study(tmp_path / "run", study_records(sd=0.0008))
+    directory = write_study(tmp_path / "run", study_records(sd=0.0002))
     write_study(
         directory, study_records({**TRUTH, "delayed_scaling": 0.5}, seeds=range(5, 8)), {**JUDGEMENT, "seeds": 8}
     )
@@ -190,7 +273,7 @@ def test_a_recipe_that_cannot_run_here_is_left_out_and_said(tmp_path: Path) -> N
 
 
 def test_an_aa_arm_that_is_the_control_itself_shows_nothing(tmp_path: Path) -> None:
-    records = study_records(sd=0.0008)
+    records = study_records(sd=0.0002)
     control = {r.trial.seed: r.samples for r in records if r.trial.problem["arm"] == "control"}
     records = [
         dataclasses.replace(r, samples=control[r.trial.seed]) if r.trial.problem["arm"] == "aa" else r for r in records
@@ -210,7 +293,7 @@ def test_a_seed_without_a_result_leaves_no_verdict(tmp_path: Path, outcome: str)
 
 def test_arms_of_unlike_seeds_are_not_paired(tmp_path: Path) -> None:
     records = [
-        r for r in study_records(seeds=range(8), sd=0.0008) if (r.trial.recipe, r.trial.seed) != ("rowwise_scaling", 6)
+        r for r in study_records(seeds=range(8), sd=0.0002) if (r.trial.recipe, r.trial.seed) != ("rowwise_scaling", 6)
     ]
     found = verdicts(study_of(tmp_path / "run", records, {**JUDGEMENT, "seeds": 8}))
     assert by_name(found)["rowwise_scaling"] is Verdict.INCONCLUSIVE
@@ -233,7 +316,7 @@ def test_a_learning_rate_that_has_not_decayed_carries_nothing(tmp_path: Path) ->
 
 
 def test_a_run_cut_short_is_no_result(tmp_path: Path) -> None:
-    records = study_records(sd=0.0008)
+    records = study_records(sd=0.0002)
     for place, one in enumerate(records):
         if one.trial.recipe == "delayed_scaling" and one.trial.problem["arm"] == "recipe" and one.trial.seed == 1:
             samples = {
@@ -260,7 +343,7 @@ def test_the_plan_s_margin_counts_and_another_is_said(tmp_path: Path) -> None:
 
 
 def test_native_losses_stand_beside_and_decide_nothing(tmp_path: Path) -> None:
-    records = study_records(sd=0.0008)
+    records = study_records(sd=0.0002)
     shifted = [
         dataclasses.replace(r, samples={**r.samples, "val_loss_native": [x + 1 for x in r.samples["val_loss_native"]]})
         if r.trial.recipe
@@ -307,7 +390,7 @@ SEQUENTIAL = {**JUDGEMENT, "seeds": 12, "first_look": 4}
 
 def test_a_clear_gap_and_a_clear_equality_stop_early_and_doubt_goes_on(tmp_path: Path) -> None:
     truth = {**TRUTH, "float8_block_scaling": 0.02, "float8_current_scaling": 0.0028}
-    study = study_of(tmp_path / "run", study_records(truth, seeds=range(6), sd=0.0006), SEQUENTIAL)
+    study = study_of(tmp_path / "run", study_records(truth, seeds=range(6), sd=0.00005), SEQUENTIAL)
     assert study.looks == (4, 6, 8, 10, 12)
     control = study.control
     assert control is not None
@@ -320,7 +403,7 @@ def test_a_clear_gap_and_a_clear_equality_stop_early_and_doubt_goes_on(tmp_path:
 def test_stopped_seeds_are_spared_not_missing(tmp_path: Path) -> None:
     outcomes = {("float8_block_scaling", seed): "stopped" for seed in range(6, 12)}
     truth = {**TRUTH, "float8_block_scaling": 0.02}
-    records = study_records(truth, seeds=range(12), sd=0.0006, outcomes=outcomes)
+    records = study_records(truth, seeds=range(12), sd=0.00005, outcomes=outcomes)
     found = verdicts(study_of(tmp_path / "run", records, SEQUENTIAL))
     assert by_name(found)["float8_block_scaling"] is Verdict.INFERIOR
     assert found.exit_code == 1
@@ -329,7 +412,7 @@ def test_stopped_seeds_are_spared_not_missing(tmp_path: Path) -> None:
 
 def test_a_gap_is_looked_at_in_the_order_of_its_seeds(tmp_path: Path) -> None:
     """A later seed that ended first does not stand in for an earlier one."""
-    records = study_records(seeds=range(6), sd=0.0006, outcomes={("delayed_scaling", 1): "interrupted"})
+    records = study_records(seeds=range(6), sd=0.00005, outcomes={("delayed_scaling", 1): "interrupted"})
     study = study_of(tmp_path / "run", records, SEQUENTIAL)
     assert study.control is not None
     assert stopper(study.recipes[0], study.control, looks=study.looks, margin=0.003, alpha=0.0125) is None

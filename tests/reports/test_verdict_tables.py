@@ -11,7 +11,7 @@ from convergence import JUDGEMENT, TRUTH, arm_trial, run_record, study_records, 
 from driving import te_bench
 from journals import record, write
 
-from te_bench.reports import figures, gallery, render, tables, verdict_tables
+from te_bench.reports import figures, gallery, loss_figures, render, tables, verdict_figures, verdict_tables
 from te_bench.reports.curves import comparisons
 from te_bench.reports.rows import load_results
 
@@ -21,7 +21,7 @@ OUTCOMES = {("rowwise_scaling", 2): "diverged"}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    records = study_records(TRUTHS, sd=0.0008, outcomes=OUTCOMES)
+    records = study_records(TRUTHS, sd=0.0002, outcomes=OUTCOMES)
     return write_study(tmp_path_factory.mktemp("study") / "run", records, JUDGEMENT)
 
 
@@ -29,6 +29,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drawings(run: Path) -> dict[str, figures.Drawing]:
     [group] = load_results([run]).groups
     return {drawing.name: drawing for drawing in gallery.of_group(group, "")}
+
+
+@pytest.mark.parametrize("early", [0.008, -0.5])
+def test_no_gap_leaves_its_frame_unseen(tmp_path: Path, early: float) -> None:
+    """A gap that was larger early on than at the end is in the frame, or marked at its edge with its size."""
+    records = study_records(sd=0.0004)
+    for one in records:
+        if one.trial.recipe == "rowwise_scaling":
+            one.samples["val_loss"][2] += early
+    [group] = load_results([write_study(tmp_path / "run", records, JUDGEMENT)]).groups
+    [study] = verdict_tables.of_group(group)
+    build = verdict_figures.gap_curves(study)
+    assert build is not None
+    panels = build().axes
+    marked = [text.get_text() for axes in panels for text in axes.texts]
+    low, high = panels[0].get_ylim()
+    curves = [line for axes in panels for line in axes.lines if len(line.get_xdata()) > 2]
+    outside = [y for line in curves for y in line.get_ydata() if not low < y < high]
+    assert high < 0.1  # what matters is not flattened
+    assert len(marked) == len(outside) == (1 if early < -0.1 else 0)
+    assert all(float(text) == pytest.approx(y, abs=1e-3) for text, y in zip(marked, outside, strict=True))
 
 
 def texts(table: tables.Table) -> dict[str, dict[str, str]]:
@@ -59,7 +80,7 @@ def test_gaps_reasons_and_stability_of_every_arm(run: Path) -> None:
 
 
 def test_a_void_run_says_so_beside_every_verdict(tmp_path: Path) -> None:
-    directory = write_study(tmp_path / "run", study_records({**TRUTH, "broken": 0.0}, sd=0.0008))
+    directory = write_study(tmp_path / "run", study_records({**TRUTH, "broken": 0.0}, sd=0.0002))
     [group] = load_results([directory]).groups
     [gaps] = tables.of_group(group, "verdict")
     assert texts(gaps)["delayed_scaling"]["Verdict"] == "EQUIVALENT (void)"
@@ -86,12 +107,14 @@ def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, f
     assert "within the margin 0.003" in drawn
 
 
-@pytest.mark.parametrize(("gap", "off"), [(0.2, []), (400.0, ["delayed_scaling, broken on pur… (mean of 5)"])])
+@pytest.mark.parametrize(
+    ("gap", "off"), [(0.2, []), (400.0, ["delayed_scaling, broken on purpose: frozen_scale (mean of 5)"])]
+)
 def test_an_arm_above_the_frame_of_the_loss_curves_is_said_to_be(tmp_path: Path, gap: float, off: list[str]) -> None:
     write_study(tmp_path / "run", study_records({**TRUTH, "broken": gap}))
     [group] = load_results([tmp_path / "run"]).groups
     [comparison] = comparisons(group)
-    drawn = figures.draw("loss_step", "loss_step", "", "", figures.losses(comparison, "step")).inline
+    drawn = figures.draw("loss_step", "loss_step", "", "", loss_figures.losses(comparison, "step")).inline
     assert re.findall(r">([^<>]*), above the frame<", drawn) == off
 
 
@@ -269,6 +292,46 @@ def test_bad_input_is_told(tmp_path: Path, arguments: list[str], message: str) -
     assert done.returncode == 2, done.stdout
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("size", "code"), [("1e99", 2), ("1e-90", 3), ("1e-300", 3)])
+def test_sizes_that_no_loss_has_give_no_verdict_and_no_traceback(tmp_path: Path, size: str, code: int) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    a.write_text("".join(f"{n}{size[1:]}\n" for n in (1, 2, 3, 5)))
+    b.write_text("".join(f"{n}{size[1:]}\n" for n in (2, 1, 5, 3)))
+    done = verdict("--baseline", a, "--candidate", b, "--margin", size if code == 3 else "0.003")
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_files_hold_moves_no_cursor(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    for path in (a, b):
+        path.write_text(
+            "name,loss\n" + "".join(f"\x1b[31m\x1b]0;x\x07{n % 2},{3 + n / 7 + len(path.name)}\n" for n in range(4))
+        )
+    b.write_text(b.read_text() + "x,3.9\n")
+    a.write_text(a.read_text() + "x,3.8\n")
+    for arguments in (("--margin", "0.003"), ("--margin", "0.003", "--paired")):
+        done = verdict("--baseline", a, "--candidate", b, *arguments)
+        assert "mixes 3 labels" in done.stdout
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "\x07" not in done.stdout + done.stderr
+    wrong = verdict("--baseline", tmp_path / "\x1b[31mno.csv", "--candidate", b, "--margin", "1")
+    assert wrong.returncode == 2
+    assert "\x1b" not in wrong.stderr
+
+
+def test_a_baseline_that_overfits_carries_no_verdict(tmp_path: Path) -> None:
+    a = curves(tmp_path / "a.csv", lambda step, seed: 3 + abs(step - 500) / 1000 + seed / 10)
+    b = curves(tmp_path / "b.csv", lambda step, seed: 3 + abs(step - 500) / 1000 + seed / 10 + seed * 1e-4)
+    done = verdict("--baseline", a, "--candidate", b, "--margin", "0.003", "--paired")
+    assert done.returncode == 3, done.stderr
+    assert "the baseline overfits: its loss ends" in done.stdout
+
+
+def test_the_assumption_is_printed(run: Path) -> None:
+    assert "The error rate holds for gaps that are normal" in " ".join(verdict(run).stdout.split())
 
 
 def test_a_run_of_another_suite_is_told(tmp_path: Path) -> None:

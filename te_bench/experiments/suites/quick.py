@@ -1,26 +1,60 @@
-"""Two minutes on a laptop or seconds on a GPU: a few rungs of everything, on a tiny GPT."""
+"""Two minutes: what FP8 does to GPT-2's step on this GPU; on a CPU a few configurations of everything, on a tiny GPT.
 
+A tiny GPT would say nothing of a GPU, whose time it leaves to the host. Larger sweeps are the suite `speed`'s.
+"""
+
+from te_bench.experiments import environment
 from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
-from te_bench.experiments.suites import _rungs
+from te_bench.experiments.suites import _rungs, speed
 from te_bench.experiments.suites._rungs import VP, V
 
-SEEDS = 3
+SEEDS = {"cuda": 2, "cpu": 3}  # a third round of GPT-2's took 36 s on an H200, where two take 111 (2026-11-23)
 BLOCK = 64
+HOPPER = (9, 0)
+FP8_FROM = (8, 9)  # compute capability: Ada
+SMALL_BATCH, SMALL_GPU = 4, 32 * 2**30  # manual attention's 12 x 1024 tokens take 22.6 GiB, its check beside them
 
 
 def experiment(options: Options) -> Experiment:
-    # A CPU computes bf16 slowly: there the kernels are compared in fp32.
-    cuda = options.device == "cuda"
-    common = "bf16" if cuda else "fp32"
-    rivals = ["manual", "math", "mem_efficient", "flash"] if cuda else ["manual", "math", "flash"]
-    rungs = [(name, V, common) for name in rivals]
-    rungs += [("flash", VP, common), *([("cudnn", VP, common)] if cuda else [])]
-    rungs += [("flash" if p != "fp32" else "manual", VP, p) for p in ("fp32", "bf16", "fp8") if p != common]
+    return _on_a_gpu(options) if options.device == "cuda" else _on_a_cpu(options)
+
+
+def _on_a_gpu(options: Options) -> Experiment:
+    """As everybody begins, as torch.compile has it, and te-bench's step, in FP8 where the GPU has it: of the suite `speed`.
+
+    A plan made without a GPU is a Hopper's.
+    """
+    gpu = next(iter(environment.visible_gpus()), {})
+    capability = gpu.get("capability") or HOPPER
+    cudnn, own = ("cudnn", "gluon") if tuple(capability) == HOPPER else ("flash", "flash")
+    precision = "fp8" if tuple(capability) >= FP8_FROM else "bf16"
+    batch = SMALL_BATCH if gpu.get("memory_bytes", SMALL_GPU) < SMALL_GPU else speed.GPT2["batch"]
+    problem: dict[str, Scalar] = {**speed.GPT2, "batch": batch}
+    rounds = [
+        (
+            speed.beginning(options, problem, seed),
+            speed.compiled(options, problem, seed, cudnn),
+            speed.fused(options, problem, seed, own, precision),
+        )
+        for seed in _rungs.seeds(options, SEEDS["cuda"])
+    ]
+    return Experiment(
+        suite="quick",
+        title=f"Quick look: GPT-2 124M, {batch} x {problem['block']} tokens",
+        trials=tuple(trial for trials in rounds for trial in trials),
+        baseline=rounds[0][1].cell,
+    )
+
+
+def _on_a_cpu(options: Options) -> Experiment:
+    """The kernels are compared in fp32, for a CPU computes bf16 slowly."""
+    configurations = [(name, V, "fp32") for name in ("manual", "math", "flash")]
+    configurations += [("flash", VP, "fp32"), ("flash", VP, "bf16"), ("flash", VP, "fp8")]
     problem: dict[str, Scalar] = {"model": "tiny", "batch": 2, "block": BLOCK}
     ladder = [
         _rungs.step(options, problem, attention, padded, precision, "eager", seed)
-        for seed in _rungs.seeds(options, SEEDS)
-        for attention, padded, precision in rungs
+        for seed in _rungs.seeds(options, SEEDS["cpu"])
+        for attention, padded, precision in configurations
     ]
     return Experiment(
         suite="quick",

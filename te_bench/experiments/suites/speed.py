@@ -11,6 +11,7 @@ from te_bench.experiments.suites._rungs import VP, V
 from te_bench.models.configs import CONFIGS
 
 SEEDS = 3
+GPT2: dict[str, Scalar] = {"model": "gpt2", "batch": 12, "block": 1024}
 RECIPES = ("delayed_scaling", "float8_current_scaling")
 
 #: Heads of the fast step in bf16 and in fp8; the FP8 head is an option of its own.
@@ -23,9 +24,7 @@ OWN = ("triton", "gluon")
 
 def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
-    usual: dict[str, Scalar] = {"model": "gpt2", "batch": 12, "block": 1024}
-    if not cuda:
-        usual = {"model": "tiny", "batch": 4, "block": 64}
+    usual: dict[str, Scalar] = GPT2 if cuda else {"model": "tiny", "batch": 4, "block": 64}
     problem = usual | {name: value for name in ("model", "batch") if (value := getattr(options, name)) is not None}
     if options.model is not None:
         problem["block"] = CONFIGS[options.model].block_size
@@ -52,6 +51,24 @@ def _ceilings(device: str, seed: int) -> Trial:
     return Trial(workload="ceilings", device=device, problem=roof, attention=NO_ATTENTION, protocol="kernel", seed=seed)
 
 
+def beginning(options: Options, problem: dict[str, Scalar], seed: int) -> Trial:
+    """What everybody begins with: attention written out, the vocabulary as it is, eager bf16."""
+    return _rungs.step(options, problem, "manual", V, "bf16", "eager", seed)
+
+
+def compiled(options: Options, problem: dict[str, Scalar], seed: int, attention: str = "cudnn") -> Trial:
+    """bf16 as torch.compile makes it at its best."""
+    return _rungs.step(options, problem, attention, VP, "bf16", "compile-reduce-overhead", seed)
+
+
+def fused(
+    options: Options, problem: dict[str, Scalar], seed: int, attention: str, precision: str, recipe: str = RECIPES[0]
+) -> Trial:
+    """te-bench's own step on a GPU: blocks, head and optimizer fused in one CUDA graph; in fp8 the head too is in FP8."""
+    ours: dict[str, Scalar] = {**problem, "optimizer": "triton", "head": HEADS[precision][-1], "blocks": "fused"}
+    return _rungs.step(options, ours, attention, VP, precision, "cudagraph", seed, recipe=recipe)
+
+
 def _trials(options: Options, problem: dict[str, Scalar], seed: int, begun: bool) -> list[Trial]:
     """torch.compile in bf16 first. A CPU has neither CUDA graphs nor Triton: all is eager there, and in plain PyTorch.
 
@@ -69,7 +86,7 @@ def _trials(options: Options, problem: dict[str, Scalar], seed: int, begun: bool
         peer: dict[str, Scalar] = {**problem, "linears": "torchao_tensorwise"}
         trials.append(_rungs.step(options, peer, attention, VP, "fp8", "compile", seed))
     if begun:
-        trials.append(_rungs.step(options, problem, "manual", V, "bf16", "eager", seed))
+        trials.append(beginning(options, problem, seed))
     fast: dict[str, Scalar] = {**problem, "optimizer": "triton" if cuda else "reference"}
     trials += [
         _rungs.step(options, {**fast, "head": head, **blocks}, kernel, VP, precision, modes[-1], seed, recipe=recipe)

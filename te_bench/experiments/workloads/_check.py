@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +23,13 @@ COPIES = ("Memcpy ", "Memset ", "memcpy32", "memset32")
 PROFILED = 3  # calls under the profiler, whose mean kernel_seconds is
 KERNELS = 60  # names that kernel_seconds holds; the seconds of all others go together
 
+#: What of the host's events `Seen.counts` has: products, operators and autograd Functions of te_bench, what torch.compile
+#: made, and the driver's launches. An operator inside one of WHOLE is a part of that one and not counted.
+HOST = re.compile(
+    r"aten::(mm|addmm|_scaled_mm(_v2)?|_fused_adamw_)$|te_bench::|Between(Backward)?$|Torch-Compiled Region|"
+    r"cudaGraphLaunch|cu(da)?LaunchKernel"
+)
+WHOLE = re.compile(r"aten::(mm|addmm|_scaled_mm(_v2)?|_fused_adamw_)$|te_bench::")
 
 #: The check of a record whose trial an earlier round of the same gate has checked.
 CHECKED_BEFORE = {"skipped": "checked in the first round"}
@@ -64,10 +73,13 @@ class Seen:
     ran, each as often as it did, those that a captured graph replays among them. Copies and fills by the driver are left
     out, by whatever means: libraries decide by their own heuristics whether to clear a workspace. None on a CPU, whose
     operators launch nothing, and where the profiler saw no GPU.
+    counts: how often each of these kernels ran, and what HOST names of the host; of products in PyTorch the key has the
+    operands' dtype too, "aten::mm c10::BFloat16", where the profiler tells it (torch 2.13).
     """
 
     names: list[str]
     launches: int | None = None
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def kernels_seen(call: Callable[[], object], device: str) -> Seen:
@@ -79,19 +91,22 @@ def kernels_seen(call: Callable[[], object], device: str) -> Seen:
     if device != "cuda":
         return first
     second = _seen(call, device)
-    launches = min(first.launches, second.launches) if first.launches and second.launches else None
-    return Seen(first.names, launches)
+    if not (first.launches and second.launches):
+        return Seen(first.names, None, second.counts)
+    fewer = first if first.launches < second.launches else second
+    return Seen(first.names, fewer.launches, fewer.counts)
 
 
 def _seen(call: Callable[[], object], device: str) -> Seen:
     if device == "cuda":
         torch.cuda.synchronize()  # what was queued before is not the call's
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, record_shapes=device != "cuda") as profiler:  # and dtypes
         call()
         if device == "cuda":
             torch.cuda.synchronize()
     seconds: dict[str, float] = {}
+    counts: Counter[str] = Counter()
     launches = 0
     event: FunctionEvent
     for event in profiler.events() or []:
@@ -100,8 +115,24 @@ def _seen(call: Callable[[], object], device: str) -> Seen:
             seconds[event.name] = seconds.get(event.name, 0.0) + (event.device_time if on_gpu else 0.0)
         if on_gpu and not spans_kernels(event) and not event.name.startswith(COPIES):
             launches += 1
+            counts[event.name] += 1
+        elif not on_gpu and HOST.match(event.name) and not _a_part(event):
+            counts[_with_dtype(event)] += 1
     names = [name[:200] for name in sorted(seconds, key=lambda name: -seconds[name])]
-    return Seen(names, launches or None)  # no call of ours runs nothing: the profiler saw no GPU
+    return Seen(names, launches or None, counts)  # no call of ours runs nothing: the profiler saw no GPU
+
+
+def _a_part(event: FunctionEvent) -> bool:
+    """Whether the event is inside of a product or an operator that counts as one."""
+    parent = event.cpu_parent
+    while parent is not None and not WHOLE.match(parent.name):
+        parent = parent.cpu_parent
+    return parent is not None
+
+
+def _with_dtype(event: FunctionEvent) -> str:
+    dtypes = getattr(event, "input_dtypes", None) or [""]
+    return f"{event.name} {dtypes[0]}".strip() if event.name in ("aten::mm", "aten::addmm") else event.name
 
 
 def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:

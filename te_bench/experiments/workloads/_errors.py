@@ -46,9 +46,10 @@ def quantities(
     truth = truth.double()
     found, known = x.double() - truth, yardstick.double() - truth
     (a, _), (b, spread) = _scale(found, truth), _scale(known, truth)
+    beyond = max(a - max(b, 0.0), min(b, 0.0) - a)  # a, between the truth's scale and the yardstick's, is no error
     limit = slack * (SCALE_SIGMAS * spread + SCALE_FLOOR[precision])
     return [
-        Quantity(f"{name}, scale", abs(a - b), limit),
+        Quantity(f"{name}, scale", max(beyond, 0.0), limit),
         Quantity(f"{name}, worst row", slack**-1 * _worst_row(found, known, truth, precision, typical), 1.0),
     ]
 

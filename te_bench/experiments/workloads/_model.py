@@ -136,8 +136,9 @@ def _no_blocks(trial: Trial, config: GPTConfig, machine: dict[str, Any]) -> str 
     """Why the trial's blocks cannot be fused, or None."""
     if config.dropout:
         return f"dropout {config.dropout}: no fused kernel has it"
-    if trial.device == "cpu":
-        return None  # in plain PyTorch
+    if trial.device == "cpu":  # in plain PyTorch
+        compiled = trial.mode.startswith("compile")
+        return "compiled for a CPU nothing shows that they were fused; choose mode eager" if compiled else None
     cast = trial.precision == "fp8"
     norms = norm.Problem(n=config.n_embd, dtype=kernel_dtype(trial), kind="layernorm", quantized=cast, **machine)
     activations = activation.Problem(quantized=cast, **machine)

@@ -1,13 +1,14 @@
 """A look at the FP8 numerics in the middle of a training: one eager pass that leaves no trace in it."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from te_bench.models import fp8
+from te_bench.models import fp8, fused_blocks
 from te_bench.models.modules.linear import Linear
 from te_bench.models.train import TrainStep, autocast
 
@@ -28,6 +29,7 @@ def look(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float | 
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(_untouched(step.model, list(modules.values())))
+        stack.enter_context(warnings.catch_warnings(action="ignore", category=fused_blocks.NotFused))
         for name, module in modules.items():
             stack.enter_context(_watched(name, module, seen))
         torch.manual_seed(SEED)

@@ -3,10 +3,11 @@
 problem: layer (a name of te_bench.models.layer), variant, hidden, ffn, heads, sequence, batch, dropout, mask ("full",
 "causal"), and any setting of the recipe. The variant "mlp" is the norm and MLP alone, with attention "none". x and dy
 are uniform on [0, 1), (sequence, batch, hidden); x needs no gradient, no optimiser steps and gradients accumulate, as there.
-samples: latency_s (50), peak_*_bytes (1). work: tokens, FLOP and the GEMMs' FLOP of an iteration; kernel_s, {kernel:
-seconds an iteration}, on a CPU the own time of each operator; numerics of te_bench's layers in FP8; on a GPU launches,
-the kernels of one iteration; in a mode that compiles graph_breaks and recompiles (_compilation), one of them the check's,
-whose x needs a gradient. Mode cudagraph: both passes, with the recipe's step for its scales, captured as they are.
+samples: latency_s (50), peak_*_bytes (1). work: tokens, FLOP and the GEMMs' FLOP of an iteration, ran (_ran);
+kernel_s, {kernel: seconds an iteration}, on a CPU the own time of each operator; numerics of te_bench's layers in FP8; on a
+GPU launches, the kernels of one iteration; in a mode that compiles graph_breaks and recompiles (_compilation), one of them
+the check's, whose x needs a gradient. Mode cudagraph: both passes, with the recipe's step for its scales, captured as they
+are.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ import te_bench.models as te
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import NO_ATTENTION, Trial
-from te_bench.experiments.workloads import _check, _compilation, _errors, _model
+from te_bench.experiments.workloads import _check, _compilation, _errors, _model, _ran
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import attention
@@ -52,7 +53,9 @@ def run(trial: Trial, context: Context) -> Measurement:
         return measurement
     seen = _check.kernels_seen(iteration, trial.device)
     named = dataclasses.replace(trial, mode="compile") if rival.own_attention else trial
-    measurement = _check.require_kernels(named, seen, measurement)
+    linears = 2 if p.part == "mlp" else _ran.LINEARS
+    asked = _ran.of_layer(trial, linears=linears, theirs=rival.own_attention, emulated=bool(p.settings.get("emulate")))
+    measurement = _ran.require(named, seen, measurement, asked)
     more: dict[str, Any] = {"kernel_s": _check.kernel_seconds(iteration, trial.device)}
     if rival.numerics and trial.recipe:
         more["numerics"] = iteration.numerics()
@@ -174,7 +177,7 @@ class Iteration:
                 self.passes(x)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):  # by default, that of the GPU of the first capture
             y = self.passes(x)
         return graph, y
 

@@ -1,6 +1,7 @@
 """The largest batch whose training step fits in memory, by bisection, each try in a fresh process.
 
 problem: model, block, vocab, padded_vocab, memory_limit_gib (None: all of the GPU). samples: max_batch (1).
+work.ran: of the check's step at batch 1 (_ran).
 work.tries: [{batch, fits, peak_allocated_bytes, peak_reserved_bytes, total_bytes}] in the order they were made.
 """
 
@@ -19,7 +20,7 @@ import torch
 from te_bench.experiments.host import oom_kills
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _model, train_step
+from te_bench.experiments.workloads import _check, _model, _ran, train_step
 
 STEPS = 3  # AdamW's moments exist after the first; a captured or compiled step has settled after the second
 LIMIT = 1 << 16  # no try beyond this batch
@@ -31,7 +32,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     _require_limit(trial)
     verified = verify(trial)
     batch, tries = largest(trial)
-    return dataclasses.replace(verified, work={"tries": tries}, samples={"max_batch": [float(batch)]})
+    return dataclasses.replace(verified, work={**verified.work, "tries": tries}, samples={"max_batch": [float(batch)]})
 
 
 def largest(trial: Trial) -> tuple[int, list[Try]]:
@@ -95,7 +96,7 @@ def verify(trial: Trial) -> Measurement:
     reply = _forked(_verify, dataclasses.replace(trial, problem={**trial.problem, "batch": 1}))
     if not reply.get("fits", True):
         raise MemoryError("not even a batch of 1 fits")
-    measurement = Measurement(check=reply["check"], kernels=reply["kernels"])
+    measurement = Measurement(check=reply["check"], work=reply["work"], kernels=reply["kernels"])
     if reply["wrong"]:
         raise CheckFailed(reply["wrong"], measurement)
     return measurement
@@ -165,10 +166,12 @@ def _verify(trial: Trial) -> Try:
     try:
         measurement = Measurement(check=_model.check_step(trial, *batch, step))
         seen = _check.kernels_seen(lambda: step(*batch), trial.device)
-        measurement, wrong = _check.require_kernels(trial, seen, measurement), None
+        asked = _ran.of_step(trial, batch[0].numel() // step.optim.accumulate)
+        measurement, wrong = _ran.require(trial, seen, measurement, asked), None
     except CheckFailed as error:
         measurement, wrong = error.measurement, str(error)
-    return {"check": dict(measurement.check), "kernels": measurement.kernels, "wrong": wrong}
+    made = {"check": dict(measurement.check), "work": dict(measurement.work), "kernels": measurement.kernels}
+    return {**made, "wrong": wrong}
 
 
 def _limit_memory(trial: Trial) -> int:

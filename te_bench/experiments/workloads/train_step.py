@@ -1,9 +1,9 @@
 """Seconds and bytes of one training step at a fixed batch, on random tokens, after its gradients were checked.
 
 problem: model, batch, block, vocab, padded_vocab, head, optimizer and blocks (_model), and any field of models.train.Optim.
-samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step, FP8 numerics; on a GPU launches,
-the kernels of one step, and kernel_s, {kernel: seconds a step}; in a mode that compiles graph_breaks and recompiles
-(_compilation).
+samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step, ran, how often each part of it did
+(_ran), FP8 numerics; on a GPU launches, the kernels of one step, and kernel_s, {kernel: seconds a step}; in a mode that
+compiles graph_breaks and recompiles (_compilation).
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from torch import Tensor
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _compilation, _model
+from te_bench.experiments.workloads import _check, _compilation, _model, _ran
 from te_bench.models.data import Batches
 from te_bench.models.train import TrainStep
 
@@ -43,7 +43,8 @@ def run(trial: Trial, context: Context) -> Measurement:
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
-    measurement = _check.require_kernels(trial, _check.kernels_seen(next_step, trial.device), measurement)
+    asked = _ran.of_step(trial, batches[0][0].numel() // step.optim.accumulate)
+    measurement = _ran.require(trial, _check.kernels_seen(next_step, trial.device), measurement, asked)
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": _check.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
     numerics = _model.numerics_of(trial, step.model, *batches[0])

@@ -11,8 +11,8 @@ samples: step, loss, time_s, and grad_norm where gradients are clipped; val_step
 probe_step, and of each Linear's tensors amax:MODULE.TENSOR, saturated:... and underflowed:..., the latter two fractions
 of the elements. The clock counts training only: not evaluation, not the probes, not the check, not the first two steps,
 in which a compiled model is compiled.
-work: batch, tokens and windows; tries of batch "max"; on a GPU launches, the kernels of one step (eager: of a step on four
-rows at most of each micro-batch); in a mode that compiles graph_breaks and recompiles (_compilation).
+work: batch, tokens and windows; ran (_ran); tries of batch "max"; on a GPU launches, the kernels of one step (eager: of a
+step on four rows at most of each micro-batch); in a mode that compiles graph_breaks and recompiles (_compilation).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _compilation, _model, _probe, max_batch
+from te_bench.experiments.workloads import _check, _compilation, _model, _probe, _ran, max_batch
 from te_bench.models import checkpoints, data
 from te_bench.models import corpus as corpora
 from te_bench.models.gpt import GPT
@@ -81,7 +81,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     few = _few(stream.at(0), optim.accumulate, trial) if trial.mode == "eager" else stream.at(0)
     _model.reset_memory(trial.device)
     seen = _check.kernels_seen(lambda: step(*few), trial.device)
-    return _check.require_kernels(trial, seen, measurement)
+    return _ran.require(trial, seen, measurement, _ran.of_step(trial, few[0].numel() // optim.accumulate))
 
 
 def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: Path) -> None:

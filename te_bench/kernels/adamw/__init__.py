@@ -5,8 +5,8 @@ g = grad * multiplier; m += (1 - beta1) (g - m); v = beta2 v + (1 - beta2) g^2;
 w = (1 - rate * weight_decay) w - rate / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from te_bench import plugins
@@ -72,6 +72,7 @@ class Backend:
     move(table, parameters) -> Table: the table of parameters of the same shapes and dtypes at other addresses, which
     launches that a graph captured with the old one follow from now on. ValueError for other shapes and dtypes, and as
     `table`. None where no captured graph could follow.
+    kernels: device -> regular expression over what a profiler names that proves a step ran: kernels, or ranges of the host.
     """
 
     table: Callable[..., Table]
@@ -79,6 +80,7 @@ class Backend:
     norm: Callable[..., tuple[Any, Any]]
     unsupported: Callable[[Problem], str | None]
     move: Callable[..., Table] | None = None
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
 
 _family = plugins.Family(__name__, "BACKEND", Backend)

@@ -151,4 +151,6 @@ def norm(table: Table, max_norm: float) -> tuple[Tensor, Tensor]:
     return found, multiplier
 
 
-BACKEND = Backend(table=table, step=step, norm=norm, unsupported=unsupported, move=move)
+BACKEND = Backend(
+    table=table, step=step, norm=norm, unsupported=unsupported, move=move, kernels={"cuda": r"^step_kernel$"}
+)

@@ -52,6 +52,7 @@ class Backend:
     kernels: device -> regular expression over the names of the kernels that prove it ran; a device that is absent has no
     kernel of its own (the backend is made of ordinary operators). operators: the same over operator names, which a
     profiler sees only when nothing was compiled or captured.
+    compiled: it is made by torch.compile in eager mode, too.
     fp8: it rounds its operands to FP8, as its name ends in (`in_fp8`). Nobody gets such a backend who did not ask for FP8
     attention, `auto` takes none, and its errors are held to those of manual_fp8 (`yardstick`).
     choose, chosen: of a backend that hands every problem to another one, `auto`: the name that it gives to, and all that it
@@ -64,6 +65,7 @@ class Backend:
     operators: str | None = None
     windows: bool = False
     packed: Callable[..., Any] | None = None
+    compiled: bool = False
     fp8: bool = False
     choose: Callable[[Problem], str] | None = None
     chosen: Callable[[], tuple[str, ...]] | None = None

@@ -23,7 +23,7 @@ def pinned(backend: SDPBackend, *, grouped: Callable[[Tensor], bool]) -> Callabl
         dropout: float = 0.0,
         mask: Tensor | None = None,
     ) -> Tensor:
-        shared = k.shape[1] != q.shape[1]
+        shared = bool(k.shape[1] != q.shape[1])  # torch.jit.trace has tensors for sizes
         if shared and not grouped(q):
             k, v, shared = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), False
         live = None if mask is None else ~mask  # SDPA's True shows

@@ -60,4 +60,4 @@ def forward(
     return _compiled()(q, k, v, block_mask=blocks, scale=scale)
 
 
-BACKEND = Backend(forward=forward, unsupported=unsupported, kernels={"cuda": r"flex_attention"})
+BACKEND = Backend(forward=forward, unsupported=unsupported, kernels={"cuda": r"flex_attention"}, compiled=True)

@@ -59,7 +59,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
     scores = _rounded(q, q) @ _rounded(k, q).mT * scale
     if causal:
         past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = torch.where(past, scores, torch.where(scores.isnan(), torch.nan, -torch.inf))
+        scores = scores.masked_fill(~past & ~scores.isnan(), -torch.inf)
     return scores
 
 

@@ -32,7 +32,7 @@ def forward(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
     if vocab < logits.shape[-1]:
         with torch.no_grad():
             logits[:, vocab:] = float("-inf")
-    with torch.cuda.device_of(logits):  # Triton launches on the current device
+    with torch.cuda.device(logits.get_device()):  # Triton launches on the current one; Dynamo knows no device_of
         return liger_cross_entropy(logits, targets, ignore_index=-1)
 
 

@@ -9,6 +9,8 @@ Source of the scheme: CUTLASS's "ping-pong" and "cooperative" kernels for Hopper
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -310,7 +312,12 @@ def _room(desc, SLOTS: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, [WARPGROUPS * SLOTS, shape[0], shape[1]], desc.layout)
 
 
-@gluon.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _name(specialized: Any) -> str:
+    """The kernel's name, by which a profiler tells FP8 products from those in half precision."""
+    return f"gluon_gemm_{'half' if specialized.constants['A_KIND'] == 'none' else 'fp8'}_kernel"
+
+
+@gluon.jit(do_not_specialize_on_alignment=UNALIGNED, repr=_name)
 def gluon_gemm_kernel(
     a_desc, b_desc, d_desc, pre_desc, residual_desc, data_desc, data_t_desc,
     a_scale_inv, b_scale_inv, bias, scale, scale_inv, amax, M, N, K,

@@ -1,4 +1,7 @@
-"""FP8 GEMM by exact emulation: dequantise to float32 (every FP8 product is exact there) and multiply. Runs anywhere."""
+"""FP8 GEMM by exact emulation: dequantise to float32 (every FP8 product is exact there) and multiply. Runs anywhere.
+
+It is one operator, te_bench::reference_gemm: a profiler sees each product, compiled or not, and none of its parts.
+"""
 
 import torch
 from torch import Tensor
@@ -39,6 +42,14 @@ def forward(
     Block scales multiply the float32 sum over their 128 of K. fast_accum changes nothing: sums are float32 here.
     Raises ValueError for operands that cannot be multiplied.
     """
+    granularities(a, b, a_scale_inv, b_scale_inv, bias)
+    return _operator(a, b, a_scale_inv, b_scale_inv, out_dtype, bias)
+
+
+@torch.library.custom_op("te_bench::reference_gemm", mutates_args=())
+def _operator(
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
     kind, _ = granularities(a, b, a_scale_inv, b_scale_inv, bias)
     with torch.autocast(a.device.type, enabled=False):
         # FP8 fits into TF32 and even bfloat16, so that torch.set_float32_matmul_precision does not matter here.
@@ -49,6 +60,13 @@ def forward(
         else:
             out = _blocks(widened(a), widened(b), a_scale_inv, b_scale_inv)
         return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+@_operator.register_fake
+def _(
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 def fused(

@@ -3,8 +3,8 @@
 Of W's Vp rows the first `vocab` count. The others are padding: outside the softmax, with a gradient of exactly zero.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from te_bench import plugins
@@ -31,11 +31,16 @@ class Backend:
     Targets of -1 are ignored; where there are no others the loss is NaN and the gradients are 0, as F.cross_entropy has
     it. x and weight are of one dtype, or of any under torch.autocast, in whose dtype the products are then computed.
     copied: forward also takes copy, (Vp, D) or None: weight, rounded already.
+    kernels: device -> regular expression over the names of the kernels, on a CPU operators, that prove it ran; a device that
+    is absent has none. gemms(n, padded, itemsize): how many GEMMs of (N, padded) logits of that itemsize a training pass is
+    made of, (in FP8, in their dtype); logits all at once are one, and their two gradients.
     """
 
     forward: Callable[..., Any]
     unsupported: Callable[[Problem], str | None]
     copied: bool = False
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    gemms: Callable[[int, int, int], tuple[int, int]] = lambda n, padded, itemsize: (0, 3)
 
 
 _family = plugins.Family(__name__, "BACKEND", Backend)

@@ -49,6 +49,16 @@ def forward(
     return apply(torch.ops.te_bench.linear_cross_entropy, x, weight, targets, vocab, rows, strip, copy)
 
 
+def rows_of(n: int, padded: int, itemsize: int, rows: int | None = None) -> int:
+    """The rows of a chunk of n, where rows says nothing else."""
+    return min(rows or chunk_rows(n, padded, itemsize, LOGITS_BYTES), max(n, 1))
+
+
+def gemms(n: int, padded: int, itemsize: int) -> tuple[int, int]:
+    """A chunk's logits, and their two gradients."""
+    return 0, 3 * len(list(slices(n, rows_of(n, padded, itemsize))))
+
+
 @torch.library.custom_op("te_bench::linear_cross_entropy", mutates_args=())
 def _operator(
     x: Tensor,
@@ -65,7 +75,7 @@ def _operator(
     with torch.autocast(x.device.type, enabled=False):
         x, weight, targets = x.to(dtype), weight.to(dtype), targets.contiguous()
         (n, d), padded = x.shape, weight.shape[0]
-        rows = min(rows or chunk_rows(n, padded, dtype.itemsize, LOGITS_BYTES), max(n, 1))
+        rows = rows_of(n, padded, dtype.itemsize, rows)
         losses = x.new_empty(n, dtype=torch.float32)
         dx = x.new_empty((n, d) if need_dx else 0, dtype=torch.float32)
         dw = x.new_empty((padded, d) if need_dw else 0, dtype=torch.float32)
@@ -124,4 +134,10 @@ def _product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-BACKEND = Backend(forward=forward, unsupported=unsupported, copied=True)
+BACKEND = Backend(
+    forward=forward,
+    unsupported=unsupported,
+    copied=True,
+    kernels={"cuda": r"^rows_kernel$", "cpu": r"^te_bench::linear_cross_entropy$"},
+    gemms=gemms,
+)

@@ -55,6 +55,21 @@ def forward(
     return apply(torch.ops.te_bench.linear_cross_entropy_fp8, x, weight, targets, vocab, rows, strip, copy)
 
 
+def _cut(n: int, padded: int, rows: int | None = None, strip: int | None = None) -> tuple[int, int, int]:
+    """The rows of a chunk, of a strip, and those whose logits are made at once."""
+    rows = min(rows or chunk_rows(n, padded, 1, CHUNK_BYTES), max(n, 1))
+    strip = min(strip or chunk_rows(rows, padded, 2, STRIP_BYTES), rows)
+    return rows, strip, chunk_rows(strip, padded, 2, LOGITS_BYTES)
+
+
+def gemms(n: int, padded: int, itemsize: int) -> tuple[int, int]:
+    """Some rows' logits, a strip's dx and a chunk's share of dW."""
+    rows, strip, most = _cut(n, padded)
+    chunks = [chunk.stop - chunk.start for chunk in slices(n, rows)]
+    strips = [part.stop - part.start for height in chunks for part in slices(height, strip)]
+    return sum(len(list(slices(height, most))) for height in strips) + len(strips) + len(chunks), 0
+
+
 @torch.library.custom_op("te_bench::linear_cross_entropy_fp8", mutates_args=())
 def _operator(
     x: Tensor,
@@ -70,9 +85,7 @@ def _operator(
     """The mean loss and its gradients in float32, empty where not needed."""
     with torch.autocast(x.device.type, enabled=False):
         (n, d), padded, targets = x.shape, weight.shape[0], targets.contiguous()
-        rows = min(rows or chunk_rows(n, padded, 1, CHUNK_BYTES), max(n, 1))
-        strip = min(strip or chunk_rows(rows, padded, 2, STRIP_BYTES), rows)
-        most = chunk_rows(strip, padded, 2, LOGITS_BYTES)
+        rows, strip, most = _cut(n, padded, rows, strip)
         qx, qw = _quantized(x, weight, need_dx, need_dw)
         numbers = count(targets)
         # The gradient's scale and the mean are one factor of the GEMMs.
@@ -152,4 +165,10 @@ def _rows(
         g_t[:, first : first + len(logits)] = packed.t()
 
 
-BACKEND = Backend(forward=forward, unsupported=unsupported, copied=True)
+BACKEND = Backend(
+    forward=forward,
+    unsupported=unsupported,
+    copied=True,
+    kernels={"cuda": r"^fp8_kernel$", "cpu": r"^te_bench::linear_cross_entropy_fp8$"},
+    gemms=gemms,
+)

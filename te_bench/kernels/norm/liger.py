@@ -36,7 +36,7 @@ def forward(
     """y = (x - mean) * rstd * gamma + bias, mean, rstd; x (M, N) -> (M, N) in x's dtype, (M,) and (M,) float32.
 
     rmsnorm computes in float32 throughout (Liger's casting mode "gemma"). A layernorm without bias adds zeros, and 1 is
-    added to a zero-centred gamma beforehand, for Liger's layernorm has neither option.
+    added to a zero-centred gamma beforehand, in float32, for Liger's layernorm has neither option.
     """
     from liger_kernel.ops.layer_norm import layer_norm_forward
     from liger_kernel.ops.rms_norm import rms_norm_forward
@@ -45,7 +45,7 @@ def forward(
     if kind == "rmsnorm":
         y, _, rstd, *_ = rms_norm_forward(x, weight, eps, float(zero_centered_gamma), "gemma", None)
         return y, None, rstd
-    gamma = weight + 1 if zero_centered_gamma else weight
+    gamma = weight.float() + 1 if zero_centered_gamma else weight
     y, _, mean, rstd, *_ = layer_norm_forward(x, gamma, torch.zeros_like(weight) if bias is None else bias, eps)
     return y, mean, rstd
 
@@ -79,8 +79,9 @@ def backward(
             dy, x, weight, rstd, float(zero_centered_gamma), gemma, columns, warps, False, None
         )
     else:
-        gamma = weight + 1 if zero_centered_gamma else weight
+        gamma = weight.float() + 1 if zero_centered_gamma else weight
         dx, dweight, dbias = layer_norm_backward(dy, x, gamma, weight, mean, rstd)
+        dweight = dweight.to(weight.dtype)
     return dx if residual is None else dx.add_(residual), dweight, dbias
 
 

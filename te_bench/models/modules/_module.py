@@ -1,7 +1,9 @@
 """What the FP8 modules share: their recipe state, its way into and out of state dicts, weight caches and counters."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -9,55 +11,16 @@ from torch import Tensor, nn
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
+from te_bench.models.modules._absent import OneRank
 from te_bench.models.recipe import Cast, Recipe, Slot
 
 Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe it was cast by
 NOT_KEPT: Kept = (None, None)
 PREFIX = "fp8_"  # of recipe state in a state dict
+SAVED = ("scale_fwd", "amax_history_fwd", "limit_fwd", "scale_bwd", "amax_history_bwd", "limit_bwd")
 ROLES = ("input", "weight", "grad_output")
 COUNTS = ("saturated", "underflowed", "nonfinite")  # in the order of kernels.quantize
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-#: Transformer Engine's arguments that te_bench has no machinery for, with the defaults that ask for nothing.
-ABSENT: Mapping[str, Any] = {
-    "sequence_parallel": False,
-    "fuse_wgrad_accumulation": False,
-    "tp_group": None,
-    "tp_size": 1,
-    "get_rng_state_tracker": None,
-    "rng_tracker_name": None,
-    "parallel_mode": None,
-    "return_layernorm_output_gathered": False,
-    "ub_overlap_ag": False,
-    "ub_overlap_rs": False,
-    "ub_overlap_rs_dgrad": False,
-    "ub_overlap_ag_fprop": False,
-    "ub_overlap_rs_fprop": False,
-    "ub_overlap_ag_dgrad": False,
-    "ub_bulk_dgrad": False,
-    "ub_bulk_wgrad": False,
-    "ub_tp_comm_overlap": False,
-    "ub_name": None,
-    "delay_wgrad_compute": False,
-    "save_original_input": False,
-    "symmetric_ar_type": None,
-    "set_parallel_mode": False,
-    "seq_length": None,
-    "micro_batch_size": None,
-    "fp8_output": False,
-    "fp8_grad": False,
-    "drop_path_rate": 0.0,
-    "inference_params": None,
-}
-
-
-def reject_absent(where: str, given: Mapping[str, Any]) -> None:
-    """Raise TypeError for an unknown argument, ValueError for one of Transformer Engine's that asks for what we lack."""
-    for name, value in given.items():
-        if name not in ABSENT:
-            raise TypeError(f"{where} got an unexpected argument {name!r}")
-        if value != ABSENT[name]:
-            raise ValueError(f"{where}: te_bench has no {name}; leave it at {ABSENT[name]!r}, got {value!r}")
 
 
 def factory(device: torch.device | str | None, params_dtype: torch.dtype | None) -> dict[str, Any]:
@@ -66,6 +29,32 @@ def factory(device: torch.device | str | None, params_dtype: torch.dtype | None)
         chosen = torch.get_default_device()
         device = "cuda" if chosen.type == "cpu" and torch.cuda.is_available() else chosen
     return {"device": torch.device(device), "dtype": params_dtype or torch.get_default_dtype()}
+
+
+def materialise(module: nn.Module) -> None:
+    """Put the module's own parameters that are on the meta device, without values, where new ones are made."""
+    device = factory(None, None)["device"]
+    for name, p in module.named_parameters(recurse=False):
+        if p.is_meta:
+            made = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+            vars(made).update(vars(p))  # marks that others left there
+            module.register_parameter(name, made)
+
+
+Tracker = Callable[[], Any] | None
+
+
+def drawn_by(tracker: Tracker, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
+    """Where a tracker's generator draws, as Megatron-LM's do, that of a name or the tracker's own; None: torch's."""
+    if tracker is None:
+        return contextlib.nullcontext()
+    fork: contextlib.AbstractContextManager[Any] = tracker().fork(*(() if name is None else (name,)))
+    return fork
+
+
+def recorded() -> bool:
+    """Whether what runs is recorded, by torch.compile or torch.jit.trace, which want plain operators."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def default_init(weight: Tensor) -> Tensor:
@@ -97,7 +86,7 @@ class Gemms(NamedTuple):
         return self.recipe.gemm(g.data_t, g.scale_inv_t, x_t, x_scale_inv_t, "wgrad", dtype)
 
 
-class Fp8Module(nn.Module):
+class Fp8Module(OneRank, nn.Module):
     """A module with GEMMs of its own. Its FP8 state is plain float32 tensors under `fp8_*` in the state dict."""
 
     def __init__(self, gemms: int) -> None:
@@ -108,13 +97,19 @@ class Fp8Module(nn.Module):
         self._counts: dict[tuple[str, int], Tensor] = {}
         self._cached: list[Kept] = [NOT_KEPT] * gemms
         self._reuse = False  # what is kept, where a call does not speak of micro-batches
-        self._usual: dict[tuple[int, bool], tuple[Any, Gemms]] = {}  # what gemms() answers while the state is the same
+        #: What gemms() answers while the state is the same, None for no such answer. Empty: the last call was without FP8.
+        self._usual: dict[tuple[int, bool], tuple[Any, Gemms] | None] = {}
+        _alive[next(_numbers)] = self
 
     def gemms(self, gemm: int = 0) -> Gemms:
         """The GEMMs of weight number `gemm` under the present autocast."""
         region = fp8.current
         recipe = region.recipe
         assert recipe is not None
+        if recorded() and not torch.compiler.is_compiling():
+            raise ValueError(
+                "torch.jit.trace records no FP8: trace the model outside of te.autocast, or use torch.compile"
+            )
         if not region.unusual and not torch.compiler.is_compiling():
             key, state = (gemm, torch.is_grad_enabled()), self._state
             known = self._usual.get(key)
@@ -124,15 +119,47 @@ class Fp8Module(nn.Module):
             usual = Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
             self._usual[key] = self._state and self._state.views, usual
             return usual
-        self._prepare()
+        self._prepare(traced=torch.compiler.is_compiling())
+        if not torch.compiler.is_compiling():
+            self._usual.setdefault((gemm, torch.is_grad_enabled()), None)
         if self._state is None and not region.numerics:
             return Gemms(recipe, _NOTHING, _NOTHING, _NOTHING)
         return Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
 
+    def without_fp8(self) -> None:
+        """Note such a call. Raises ValueError where a backward pass computes again so what was computed in FP8."""
+        if torch.compiler.is_compiling() or not self._usual:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                f"{type(self).__name__}: computed in FP8, and again in the backward pass without it: torch.utils.checkpoint "
+                "knows nothing of te.autocast. Use te.checkpoint in its place, or enter te.autocast inside of what is "
+                "checkpointed; in a model of transformers te.convert sees to it"
+            )
+        self._usual.clear()
+
     # What torch.compile traces begins with a state: it would else be made anew by every run of the compiled code.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _prepare(self) -> None:
-        """Have the state that the present autocast's recipe keeps, and counters where it counts."""
+    def _prepare(self, traced: bool = False) -> None:
+        """Have the state that the present autocast's recipe keeps, and counters where it counts.
+
+        traced: all modules like this one get theirs now. A layer without would be compiled again, though it runs the same
+        code, and the ninth, by torch's recompile_limit, not at all: layers compiled one by one, or copies of a model.
+        """
+        first = self._state is None
+        self._make()
+        if traced and first and self._state is not None:
+            form = self._form()
+            for other in list(_alive.values()):
+                if other._state is None and other._form() == form:
+                    with contextlib.suppress(ValueError):  # of what it has loaded: its own call says so
+                        other._make()
+
+    def _form(self) -> tuple[Any, ...]:
+        """What modules that run the same compiled code have in common."""
+        return type(self), [(name, p.shape, p.device) for name, p in self.named_parameters(recurse=False)]
+
+    def _make(self) -> None:
         recipe = fp8.current.recipe
         counting = fp8.current.numerics and not self._counts
         if not counting and (recipe is None or (self._state is not None and self._state.recipe is recipe)):
@@ -237,17 +264,33 @@ class Fp8Module(nn.Module):
 
     # ---- state dict: plain tensors, loadable with weights_only=True
 
+    def recipe_state(self) -> dict[str, Tensor]:
+        """{name in SAVED: tensor}, what there is of them: not copies."""
+        found: dict[str, Tensor] = self._loaded if self._state is None else self._state.tensors()
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Buffers, and with recurse=False the recipe state as well.
+
+        torch.distributed.checkpoint asks so for what a module's state dict holds. DistributedDataParallel, which would have
+        every rank take the first one's buffers, asks with recurse=True.
+        """
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if not recurse:
+            for name, tensor in self.recipe_state().items():
+                yield f"{prefix}{'.' if prefix else ''}{PREFIX}{name}", tensor
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        tensors = self._loaded if self._state is None else self._state.tensors()
-        for name, tensor in tensors.items():
-            destination[f"{prefix}{PREFIX}{name}"] = tensor.detach().clone()
+        for name, tensor in self.recipe_state().items():
+            destination[f"{prefix}{PREFIX}{name}"] = tensor.clone()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Transformer Engine's pickled recipe state: nothing is unpickled, scales begin afresh.
         state_dict.pop(f"{prefix}_extra_state", None)
-        names = ("scale_fwd", "amax_history_fwd", "limit_fwd", "scale_bwd", "amax_history_bwd", "limit_bwd")
-        found = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in names}
+        found = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in SAVED}
         wrong = [name for name, value in found.items() if value is not None and not isinstance(value, Tensor)]
         if wrong:
             raise ValueError(
@@ -275,10 +318,33 @@ class Fp8Module(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle: the copy keeps the scales as if it had loaded them."""
-        loaded = self._loaded if self._state is None else self._state.tensors()
-        copied = {name: tensor.detach().clone() for name, tensor in loaded.items()}
+        copied = {name: tensor.clone() for name, tensor in self.recipe_state().items()}
         return {**self.__dict__, "_state": None, "_loaded": copied, "_cached": [NOT_KEPT] * self._n_gemms, "_usual": {}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _alive[next(_numbers)] = self
+
+
+#: In the order of their making, the same on all ranks of a process group.
+_alive: "weakref.WeakValueDictionary[int, Fp8Module]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _saved(name: str) -> property:
+    """A tensor of the recipe state by its key in the state dict: torch.distributed.checkpoint looks each key up so."""
+
+    def tensor(self: Fp8Module) -> Tensor:
+        found = self.recipe_state()
+        if name not in found:
+            raise AttributeError(name)
+        return found[name]
+
+    return property(tensor)
+
+
+for _name in SAVED:
+    setattr(Fp8Module, f"{PREFIX}{_name}", _saved(_name))
 
 _NOTHING = Slot()
 

@@ -33,6 +33,25 @@ def unwatched(modules: Iterable[nn.Module]) -> bool:
     return not _has_any_global_hook() and all(map(_untouched, modules))
 
 
+def watched(modules: Iterable[tuple[str, nn.Module]]) -> str:
+    """Why the named modules are not `unwatched`."""
+    if _has_any_global_hook():
+        return "a hook listens to every module (torch.nn.modules.module.register_module_*_hook)"
+    for name, module in modules:
+        if _untouched(module):
+            continue
+        frozen = [own for own, p in module.named_parameters(recurse=False) if not p.requires_grad]
+        if "forward" in module.__dict__:
+            return f"{name}.forward was replaced"
+        return f"{name}.{frozen[0]} is frozen" if frozen and not _has_hooks(module) else f"{name} has a hook"
+    raise AssertionError("nothing watches these modules")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    own = module.__dict__
+    return any(own[f"_{which}_hooks"] for which in ("forward", "forward_pre", "backward", "backward_pre"))
+
+
 def _untouched(module: nn.Module) -> bool:
     own = module.__dict__  # asked of 145 modules in an eager pass of a fused GPT-2: 0.13 ms
     if "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
@@ -132,7 +151,7 @@ class Plan(NamedTuple):
     dtype: torch.dtype  # of what the GEMMs make
     training: bool  # whether gradients are recorded
     scale: Tensor | None = None  # that the activation is cast by, a copy; None where that output is kept
-    rotation: Rotation | None = None  # of what `after` makes
+    rotation: Rotation | None = None  # of what `after` makes; Enter's alone
 
 
 def _add_norm(
@@ -325,6 +344,11 @@ class Between(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor, plan: Plan, *weights: Any) -> Any:
         proj_w, proj_b, gamma, beta, fc_w, fc_b, out_w, out_b, *end, w, b = weights
         proj, fc, out = plan.proj, plan.fc, plan.out
+        if plan.rotation is not None:  # the backward pass would turn back what nobody turned
+            raise ValueError(
+                "Between has no rotation of the next layer's query and key: leave its plan's rotation None, and rotate what "
+                "it returns; a rotation of the first layer's is Enter's"
+            )
         assert proj is not None
         assert fc is not None
         assert out is not None

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.models.modules import _arguments, attention_mask
+from te_bench.models.modules._absent import OneRank, reject
+from te_bench.models.modules._module import Tracker
 from te_bench.models.modules._stretch import unwatched
 from te_bench.models.modules.attention_mask import MaskTensor, Window, longest_of
-from te_bench.models.modules.dot_product_attention import DotProductAttention, check_format, check_heads, reject
+from te_bench.models.modules.dot_product_attention import DotProductAttention, check_format, check_heads
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.layernorm_linear import LayerNormLinear
 from te_bench.models.modules.linear import Linear
@@ -55,14 +57,14 @@ def _pair(rotary: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return pair
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(OneRank, nn.Module):
     """Projections to query, key and value, attention over heads, projection back: (s, b, hidden) -> (s, b, hidden).
 
     With qkv_format "bshd" (b, s, hidden); "thd" (rows, hidden), sequences packed one after the other, by cu_seqlens.
     input_layernorm normalises the input first; attention_type "cross" takes keys and values from encoder_output. Without
     fuse_qkv_params the weights of query, key and value are parameters of their own; with it they are one, whose rows are
     grouped by head (qkv_weight_interleaved) or by query, key, value. Arguments, defaults and parameter names are
-    Transformer Engine's, those after window_size by name only. Raises ValueError for what te_bench has not.
+    Transformer Engine's, those after bottom_right_diagonal by name only. Raises ValueError for what te_bench has not.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class MultiheadAttention(nn.Module):
         layer_number: int | None = None,
         attn_mask_type: str = "causal",
         window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
         *,
         num_gqa_groups: int | None = None,
+        get_rng_state_tracker: Tracker = None,
         params_dtype: torch.dtype | None = None,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
@@ -107,17 +111,19 @@ class MultiheadAttention(nn.Module):
         self._set_heads(hidden_size, num_attention_heads, groups, kv_channels)
         self.qkv_format = check_format(where, qkv_format)
         self.attn_mask_type, self.window_size = attention_mask.check_type(attn_mask_type), window_size
+        self.bottom_right_diagonal = bottom_right_diagonal
         attention_mask.check_window(self.attn_mask_type, window_size)
         self.attention_type, self.input_layernorm, self.name = attention_type, input_layernorm, name
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output and input_layernorm
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         common: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device}
+        common["get_rng_state_tracker"] = get_rng_state_tracker
         norm: dict[str, Any] = {"eps": layernorm_epsilon, "normalization": normalization}
         norm |= {"zero_centered_gamma": zero_centered_gamma, "return_layernorm_output": return_layernorm_output}
         self._make_projections(hidden_size, not fuse_qkv_params, {**common, "init_method": init_method}, norm)
         self.q_norm, self.k_norm = self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
-        self.core_attention = self._make_core(attention_dropout, attn_mask_type, layer_number)
+        self.core_attention = self._make_core(attention_dropout, attn_mask_type, layer_number, get_rng_state_tracker)
         common |= {"init_method": output_layer_init_method, "return_bias": return_bias}
         self.proj = Linear(self.features_q, hidden_size, **common)
 
@@ -131,7 +137,9 @@ class MultiheadAttention(nn.Module):
         self.channels = hidden // heads if kv_channels is None else kv_channels
         self.features_q, self.features_kv = self.channels * heads, self.channels * groups
 
-    def _make_core(self, dropout: float, attn_mask_type: str, layer_number: int | None) -> DotProductAttention:
+    def _make_core(
+        self, dropout: float, attn_mask_type: str, layer_number: int | None, tracker: Tracker
+    ) -> DotProductAttention:
         return DotProductAttention(
             self.num_attention_heads,
             self.channels,
@@ -139,6 +147,7 @@ class MultiheadAttention(nn.Module):
             attention_dropout=dropout,
             qkv_format=self.qkv_format,
             attn_mask_type=attn_mask_type,
+            get_rng_state_tracker=tracker,
             layer_number=layer_number,
             attention_type=self.attention_type,
         )
@@ -179,6 +188,7 @@ class MultiheadAttention(nn.Module):
         encoder_output: Tensor | None = None,
         attn_mask_type: str | None = None,
         window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         *,
@@ -204,6 +214,7 @@ class MultiheadAttention(nn.Module):
             max_seqlen_kv=max_seqlen_kv,
             attn_mask_type=attn_mask_type,
             window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
             checkpoint_core_attention=checkpoint_core_attention,
         )
         if self.qkv_format == "thd":
@@ -213,7 +224,11 @@ class MultiheadAttention(nn.Module):
 
     def asked(self, **given: Any) -> dict[str, Any]:
         """What core_attention takes of forward's arguments; None is what the constructor was given."""
-        own = {"attn_mask_type": self.attn_mask_type, "window_size": self.window_size}
+        own = {
+            "attn_mask_type": self.attn_mask_type,
+            "window_size": self.window_size,
+            "bottom_right_diagonal": self.bottom_right_diagonal,
+        }
         return {name: own.get(name) if value is None else value for name, value in given.items()}
 
     def attend(

@@ -5,7 +5,7 @@ Shapes: s positions, b batch, h heads, g groups of heads that share a key and a 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,44 +19,10 @@ from te_bench.kernels.attention._packed import attend_packed
 from te_bench.kernels.attention.auto import DTYPES
 from te_bench.models import fp8
 from te_bench.models.modules import _arguments, attention_kernel, attention_mask
-from te_bench.models.modules._module import compute_dtype, reject_absent
+from te_bench.models.modules._absent import OneRank, reject
+from te_bench.models.modules._module import Tracker, compute_dtype, drawn_by
 from te_bench.models.modules.attention_kernel import Report
 from te_bench.models.modules.attention_mask import Extent, MaskTensor, Sequences, Sizes, Window, pack
-
-#: Transformer Engine's arguments of attention alone that te_bench has no machinery for, with what asks for nothing.
-ABSENT: Mapping[str, tuple[Any, ...]] = {
-    "cp_group": (None,),
-    "cp_global_ranks": (None,),
-    "cp_stream": (None,),
-    "cp_comm_type": ("p2p",),
-    "softmax_type": ("vanilla",),
-    "return_max_logit": (False, None),
-    "cu_seqlens_q_padded": (None,),
-    "cu_seqlens_kv_padded": (None,),
-    "core_attention_bias_type": ("no_bias",),
-    "core_attention_bias": (None,),
-    "alibi_slopes": (None,),
-    "fast_zero_fill": (True, False),
-    "inference_params": (None,),
-    "pad_between_seqs": (None, False),
-    "bf16_backward": (False, None),
-    "num_splits": (1, None),
-    "score_mod": (None,),
-    "score_mod_bprop": (None,),
-    "score_mod_tensors": (None,),
-    "score_mod_bprop_tensors": (None,),
-    "qkv_layer": (None,),
-    "kv_layer": (None,),
-}
-
-
-def reject(where: str, given: Mapping[str, Any]) -> None:
-    """reject_absent for the arguments of attention too."""
-    for name, value in given.items():
-        if name not in ABSENT:
-            reject_absent(where, {name: value})
-        elif not any(value is harmless or value == harmless for harmless in ABSENT[name]):
-            raise ValueError(f"{where}: te_bench has no {name}; leave it at {ABSENT[name][0]!r}, got {value!r}")
 
 
 def _read_capability(index: int | None) -> tuple[int, int]:
@@ -113,7 +79,21 @@ def _emulate() -> bool | None:
     return None if recipe is None else recipe.emulate
 
 
-class DotProductAttention(nn.Module):
+def _without_gaps(given: Mapping[str, Any], starts: tuple[Tensor | None, Tensor | None] | None) -> dict[str, Any]:
+    """Arguments less cu_seqlens_q_padded and cu_seqlens_kv_padded where they say that no rows lie between sequences.
+
+    starts: the sequences' own, to which they are then equal; None for formats that have no such rows.
+    """
+    names = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    none = {name for name in names if isinstance(given.get(name), Tensor) and starts is None}
+    for name, own in zip(names, starts or (), strict=False):
+        padded = given.get(name)
+        if isinstance(padded, Tensor) and own is not None and (padded is own or torch.equal(padded, own)):
+            none.add(name)
+    return {name: value for name, value in given.items() if name not in none}
+
+
+class DotProductAttention(OneRank, nn.Module):
     """softmax(scale Q K^T, masked) V for query (s, b, h, d), key (t, b, g, d), value (t, b, g, e) -> (s, b, h e).
 
     "bshd": (b, s, h, d) and so on -> (b, s, h e). "thd": sequences of many lengths one after the other, (rows, h, d) and so
@@ -136,6 +116,7 @@ class DotProductAttention(nn.Module):
         window_size: Window | None = None,
         bottom_right_diagonal: bool | None = None,
         *,
+        get_rng_state_tracker: Tracker = None,
         layer_number: int | None = None,
         attention_type: str = "self",
         softmax_scale: float | None = None,
@@ -153,6 +134,7 @@ class DotProductAttention(nn.Module):
         self.attn_mask_type = attention_mask.check_type(attn_mask_type)
         attention_mask.check_window(self.attn_mask_type, window_size)
         self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
+        self.tracker = get_rng_state_tracker
         self.layer_number, self.name = 1 if layer_number is None else layer_number, name
         self.softmax_scale = 1 / math.sqrt(self.head_dim_qk) if softmax_scale is None else softmax_scale
 
@@ -183,9 +165,10 @@ class DotProductAttention(nn.Module):
 
         None takes what the constructor was given. checkpoint_core_attention computes attention again in the backward pass.
         """
-        if others:
-            reject("DotProductAttention.forward", others)
         layout = self._layout(qkv_format)
+        if others:
+            starts = (cu_seqlens_q, cu_seqlens_kv) if layout == "thd" else None
+            reject("DotProductAttention.forward", _without_gaps(others, starts))
         if layout == "thd":
             if attention_mask is not None:
                 raise ValueError("DotProductAttention: thd tells padding by cu_seqlens: leave attention_mask out")
@@ -209,7 +192,7 @@ class DotProductAttention(nn.Module):
         else:
             backend = attention_kernel.backend(attention_kernel.choose(problem, _emulate()))
             run = partial(_attend, backend, extent, self.softmax_scale, problem.dropout)
-            out = checkpoint(run, q, k, v, use_reentrant=False) if checkpoint_core_attention else run(q, k, v)
+            out = self._computed(run, (q, k, v), problem.dropout, checkpoint_core_attention)
         context = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.transpose(1, 2)
         return context.flatten(2)
 
@@ -242,8 +225,15 @@ class DotProductAttention(nn.Module):
         backend = attention_kernel.backend(attention_kernel.choose(problem, _emulate()))
         run = partial(_attend_packed, backend, sequences, self.softmax_scale, problem.dropout)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        out = checkpoint(run, q, k, v, use_reentrant=False) if again else run(q, k, v)
-        return out.flatten(1)
+        return self._computed(run, (q, k, v), problem.dropout, again).flatten(1)
+
+    def _computed(self, run: Callable[..., Tensor], inputs: tuple[Tensor, ...], dropout: float, again: bool) -> Tensor:
+        """run(*inputs), computed again in the backward pass or not, with dropout by the tracker's generator."""
+        if self.tracker is not None and dropout:
+            # Around the checkpoint, which draws again by what it finds here.
+            with drawn_by(self.tracker):
+                return checkpoint(run, *inputs, use_reentrant=False) if again else run(*inputs)
+        return checkpoint(run, *inputs, use_reentrant=False) if again else run(*inputs)
 
     def _packed_problem(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Problem:
         whole = self._problem(q, k, v, Extent(sequences.causal, sequences.window))

@@ -11,7 +11,8 @@ from te_bench.kernels.norm import Backend
 from te_bench.kernels.norm import reference as norm_reference
 from te_bench.kernels.norm import triton as norm_triton
 from te_bench.models.modules import _arguments
-from te_bench.models.modules._module import compute_dtype, factory, flatten, reject_absent
+from te_bench.models.modules._absent import reject
+from te_bench.models.modules._module import compute_dtype, factory, flatten, materialise, recorded
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
@@ -53,14 +54,33 @@ class _Norm(torch.autograd.Function):
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_centered_gamma: bool, kind: str
 ) -> Tensor:
-    """The norm over the last dimension, in x's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses."""
-    if x.is_cuda and not torch.compiler.is_compiling() and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+    """The norm over the last dimension, in x's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses.
+
+    Computed in float32 at least, 1 + weight and sums over rows too: on a CPU F.layer_norm sums rows of bf16 in bf16.
+    """
+    if x.is_cuda and not recorded() and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
         y = _Norm.apply(flatten(x, x.dtype), weight, bias, eps, zero_centered_gamma, kind)
         return y.view(x.shape)
-    gamma = (weight + 1 if zero_centered_gamma else weight).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gamma = weight.to(wide) + 1 if zero_centered_gamma else weight.to(wide)
     if kind == "rmsnorm":
-        return F.rms_norm(x, weight.shape, gamma, eps)
-    return F.layer_norm(x, weight.shape, gamma, None if bias is None else bias.to(x.dtype), eps)
+        return F.rms_norm(x.to(wide), weight.shape, gamma, eps).to(x.dtype)
+    return F.layer_norm(x.to(wide), weight.shape, gamma, None if bias is None else bias.to(wide), eps).to(x.dtype)
+
+
+def _either(where: str, **given: Any) -> Any:
+    """The one of two names of an argument that has a value. Raises ValueError where both have."""
+    values = [value for value in given.values() if value is not None]
+    if len(values) > 1:
+        raise ValueError(f"{where}: {' and '.join(given)} are two names of one argument: give one of them")
+    return values[0] if values else None
+
+
+def _size(where: str, normalized_shape: Any) -> Any:
+    sizes = tuple(normalized_shape) if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
+    if len(sizes) != 1:
+        raise ValueError(f"{where}: one normalised dimension, got {sizes}")
+    return sizes[0]
 
 
 class _NormModule(nn.Module):
@@ -68,39 +88,49 @@ class _NormModule(nn.Module):
 
     def __init__(
         self,
-        normalized_shape: int | tuple[int],
+        normalized_shape: int | tuple[int] | None = None,
         eps: float = 1e-5,
-        *,
-        zero_centered_gamma: bool = False,
+        sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
         device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **others: Any,
     ):
         super().__init__()
         where = type(self).__name__
-        reject_absent(where, others)
-        sizes = tuple(normalized_shape) if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
-        if len(sizes) != 1:
-            raise ValueError(f"{where}: one normalised dimension, got {sizes}")
-        size = sizes[0]
+        size = _size(where, _either(where, normalized_shape=normalized_shape, hidden_size=hidden_size))
+        params_dtype = _either(where, dtype=dtype, params_dtype=params_dtype)
+        reject(where, others)
         _arguments.check(where, normalized_shape=size, eps=eps, params_dtype=params_dtype)
         self.normalized_shape, self.eps, self.zero_centered_gamma = (size,), eps, zero_centered_gamma
         options = factory(device, params_dtype)
         self.weight = nn.Parameter(torch.empty(size, **options))
         self.bias = nn.Parameter(torch.empty(size, **options)) if self.kind == "layernorm" else None
-        self.reset_parameters()
+        self.sequence_parallel = sequence_parallel
+        self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine writes one, of nothing
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
+        if defer_init:
+            return
+        materialise(self)
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+        if self.sequence_parallel is not None:  # a mark for Megatron-LM, which then adds up what its ranks hold
+            for p in self.parameters():
+                p.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         if x.shape[-1:] != self.weight.shape:
             raise ValueError(
                 f"{type(self).__name__}: the input's last dimension must be {self.normalized_shape[0]}, "

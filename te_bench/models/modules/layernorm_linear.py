@@ -11,14 +11,17 @@ from torch.autograd.function import once_differentiable
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import _arguments
+from te_bench.models.modules._absent import reject
 from te_bench.models.modules._module import (
     Fp8Module,
     Gemms,
+    Tracker,
     compute_dtype,
     default_init,
+    drawn_by,
     factory,
     flatten,
-    reject_absent,
+    materialise,
 )
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
 from te_bench.models.modules.linear import Parts, linear_backward
@@ -110,6 +113,7 @@ class LayerNormLinear(Fp8Module):
         out_features: int,
         eps: float = 1e-5,
         *,
+        get_rng_state_tracker: Tracker = None,
         init_method: Callable[[Tensor], Any] | None = None,
         bias: bool = True,
         normalization: str = "LayerNorm",
@@ -123,29 +127,35 @@ class LayerNormLinear(Fp8Module):
         **others: Any,
     ):
         super().__init__(gemms=1)
-        reject_absent("LayerNormLinear", others)
+        reject("LayerNormLinear", others)
         _arguments.check("LayerNormLinear", in_features=in_features, out_features=out_features)
         _arguments.check("LayerNormLinear", eps=eps, params_dtype=params_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.return_layernorm_output = return_layernorm_output
-        self.init_method = init_method or default_init
+        self.init_method, self.tracker = init_method or default_init, get_rng_state_tracker
         self.norm = Norm(eps, zero_centered_gamma, check_normalization(normalization))
         options = factory(device, params_dtype)
         register_norm(self, in_features, self.norm, options)
         self.parts = Parts(parameters_split, out_features)
         self.parts.register(self, in_features, bias, options)
-        self.reset_parameters()
+        self.reset_parameters(defer_init=options["device"].type == "meta")
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
+        if defer_init:
+            return
+        materialise(self)
         reset_norm(self, self.norm)
-        self.parts.reset(self, self.init_method)
+        with drawn_by(self.tracker):
+            self.parts.reset(self, self.init_method)
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""
         if others:
-            reject_absent("LayerNormLinear.forward", others)
+            reject("LayerNormLinear.forward", others)
+        x = inp
         weight, bias = self.parts.weight(self), self.parts.bias(self)
         self.check_input(x, self.in_features, weight)
         dtype = compute_dtype(x)
@@ -153,6 +163,7 @@ class LayerNormLinear(Fp8Module):
         added = None if self.return_bias or bias is None else bias
         normed: Tensor | None
         if not fp8.current.enabled:
+            self.without_fp8()
             normed = normalize(x, self.layer_norm_weight, self.layer_norm_bias, **self.norm._asdict())
             if fp8.current.calibrating:
                 self.calibrate(0, normed, weight)

@@ -15,15 +15,19 @@ from te_bench.kernels.activation import triton as activation_triton
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import _arguments
+from te_bench.models.modules._absent import reject
 from te_bench.models.modules._module import (
     FLOATS,
     Fp8Module,
     Gemms,
+    Tracker,
     compute_dtype,
     default_init,
+    drawn_by,
     factory,
     flatten,
-    reject_absent,
+    materialise,
+    recorded,
 )
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
 from te_bench.models.modules.layernorm_linear import Norm, norm_quantize, register_norm, reset_norm
@@ -88,7 +92,7 @@ class _Activation(torch.autograd.Function):
 def activate(h: Tensor, kind: str) -> Tensor:
     """act(h) in h's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses."""
     flat = flatten(h, h.dtype)
-    fused = h.is_cuda and not torch.compiler.is_compiling() and h.dtype in FLOATS
+    fused = h.is_cuda and not recorded() and h.dtype in FLOATS
     a = _Activation.apply(flat, kind) if fused else activation_reference.BACKEND.forward(flat, kind)
     return a.view(*h.shape[:-1], a.shape[1])
 
@@ -173,6 +177,7 @@ class LayerNormMLP(Fp8Module):
         ffn_hidden_size: int,
         eps: float = 1e-5,
         *,
+        get_rng_state_tracker: Tracker = None,
         init_method: Callable[[Tensor], Any] | None = None,
         output_layer_init_method: Callable[[Tensor], Any] | None = None,
         bias: bool = True,
@@ -188,7 +193,7 @@ class LayerNormMLP(Fp8Module):
     ):
         super().__init__(gemms=2)
         where = "LayerNormMLP"
-        reject_absent(where, others)
+        reject(where, others)
         _arguments.check(where, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         _arguments.check(where, eps=eps, params_dtype=params_dtype)
         plugins.check("activation", activation, list(KINDS))
@@ -196,6 +201,7 @@ class LayerNormMLP(Fp8Module):
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.return_layernorm_output = return_layernorm_output
         self.init_methods = (init_method or default_init, output_layer_init_method or init_method or default_init)
+        self.tracker = get_rng_state_tracker
         self.norm = Norm(eps, zero_centered_gamma, check_normalization(normalization))
         options = factory(device, params_dtype)
         width = ffn_hidden_size * (2 if KINDS[activation][1] else 1)
@@ -204,23 +210,28 @@ class LayerNormMLP(Fp8Module):
         self.fc1_bias = nn.Parameter(torch.empty(width, **options)) if bias else None
         self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **options))
         self.fc2_bias = nn.Parameter(torch.empty(hidden_size, **options)) if bias else None
-        self.reset_parameters()
+        self.reset_parameters(defer_init=options["device"].type == "meta")
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
+        if defer_init:
+            return
+        materialise(self)
         reset_norm(self, self.norm)
-        self.init_methods[0](self.fc1_weight)
-        self.init_methods[1](self.fc2_weight)
+        with drawn_by(self.tracker):
+            self.init_methods[0](self.fc1_weight)
+            self.init_methods[1](self.fc2_weight)
         for bias in (self.fc1_bias, self.fc2_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """y, then fc2's bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""
         if others:
-            reject_absent("LayerNormMLP.forward", others)
-        self.check_input(x, self.hidden_size, self.fc1_weight)
-        x = x.to(compute_dtype(x))
+            reject("LayerNormMLP.forward", others)
+        self.check_input(inp, self.hidden_size, self.fc1_weight)
+        x = inp.to(compute_dtype(inp))
         b2 = None if self.return_bias else self.fc2_bias
         run = self._fp8 if fp8.current.enabled else self._high_precision
         y, normed = run(x, b2, is_first_microbatch)
@@ -231,6 +242,7 @@ class LayerNormMLP(Fp8Module):
     def _high_precision(
         self, x: Tensor, b2: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
+        self.without_fp8()
         normed = normalize(x, self.layer_norm_weight, self.layer_norm_bias, **self.norm._asdict())
         w1, b1, w2 = (None if t is None else t.to(x.dtype) for t in (self.fc1_weight, self.fc1_bias, self.fc2_weight))
         assert w1 is not None

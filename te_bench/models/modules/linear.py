@@ -11,14 +11,17 @@ from torch.autograd.function import once_differentiable
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import _arguments
+from te_bench.models.modules._absent import reject
 from te_bench.models.modules._module import (
     Fp8Module,
     Gemms,
+    Tracker,
     compute_dtype,
     default_init,
+    drawn_by,
     factory,
     flatten,
-    reject_absent,
+    materialise,
 )
 
 
@@ -175,6 +178,8 @@ class Linear(Fp8Module):
         in_features: int,
         out_features: int,
         *,
+        get_rng_state_tracker: Tracker = None,
+        rng_tracker_name: str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         bias: bool = True,
         return_bias: bool = False,
@@ -185,29 +190,38 @@ class Linear(Fp8Module):
         **others: Any,
     ):
         super().__init__(gemms=1)
-        reject_absent("Linear", others)
+        reject("Linear", others)
         _arguments.check("Linear", in_features=in_features, out_features=out_features, params_dtype=params_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.init_method = init_method or default_init
+        self.tracker = (get_rng_state_tracker, rng_tracker_name)
         self.parts = Parts(parameters_split, out_features)
-        self.parts.register(self, in_features, bias, factory(device, params_dtype))
-        self.reset_parameters()
+        options = factory(device, params_dtype)
+        self.parts.register(self, in_features, bias, options)
+        self.reset_parameters(defer_init=options["device"].type == "meta")
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        self.parts.reset(self, self.init_method)
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
+        if defer_init:
+            return
+        materialise(self)
+        with drawn_by(*self.tracker):
+            self.parts.reset(self, self.init_method)
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """y, or (y, bias) with return_bias. is_first_microbatch: None casts the weight, True keeps it, False reuses it."""
         if others:
-            reject_absent("Linear.forward", others)
+            reject("Linear.forward", others)
+        x = inp
         weight, bias = self.parts.both(self)
         self.check_input(x, self.in_features, weight)
         dtype = compute_dtype(x)
         added = None if self.return_bias or bias is None else bias
         region = fp8.current
         if not region.enabled:
+            self.without_fp8()
             x = x.to(dtype)
             if region.calibrating:
                 self.calibrate(0, x, weight)

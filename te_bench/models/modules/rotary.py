@@ -16,7 +16,7 @@ from te_bench.kernels.rotary import Backend, Part
 from te_bench.kernels.rotary import reference as rotary_reference
 from te_bench.kernels.rotary import triton as rotary_triton
 from te_bench.models.modules import _arguments, attention_mask
-from te_bench.models.modules._module import FLOATS, factory
+from te_bench.models.modules._module import FLOATS, factory, recorded
 
 Angles = Tensor | tuple[Tensor, Tensor]  # of queries and keys, or of each
 
@@ -103,16 +103,29 @@ def apply_rotary_pos_emb(
         out: Tensor = _Rotated.apply(t, angles_of(t.shape, freqs, batch_first), batch_first, interleaved)
         return out
     angles = freqs[: t.shape[1]].transpose(0, 1) if batch_first else freqs[: t.shape[0]]
-    return rotary_reference.turned(t, angles, interleaved, transposed=False)
+    return rotary_reference.turned(t, angles, interleaved, transposed=False).contiguous()
 
 
 def check_angles(shape: Sequence[int], freqs: Tensor, batch_first: bool) -> None:
     """Raise ValueError where freqs (S, 1, 1, d2) do not reach for the shape (s, b, h, d), or (b, s, h, d), or d2 is odd."""
+    _check_form(freqs)
+    form = "bshd" if batch_first else "sbhd"
+    if len(shape) != 4 or freqs.shape[0] < shape[int(batch_first)] or freqs.shape[-1] > shape[-1]:
+        raise ValueError(f"freqs {tuple(freqs.shape)} are too short or too wide for a {form} {tuple(shape)}")
+    batch, heads = shape[int(not batch_first)], shape[2]
+    if freqs.shape[1] not in (1, batch) or freqs.shape[2] not in (1, heads):
+        raise ValueError(
+            f"freqs {tuple(freqs.shape)} are of another batch or other heads than the {form} {tuple(shape)}"
+        )
+
+
+def _check_form(freqs: object) -> None:
+    """Raise ValueError unless freqs are floating-point angles (S, ., ., d2), d2 even."""
+    if not isinstance(freqs, Tensor) or not freqs.is_floating_point():
+        got = freqs.dtype if isinstance(freqs, Tensor) else type(freqs).__name__
+        raise ValueError(f"freqs must be a floating-point tensor of angles (S, 1, 1, d2), got {got}")
     if freqs.dim() != 4 or freqs.shape[3] % 2:
         raise ValueError(f"freqs {tuple(freqs.shape)} must be (S, 1, 1, d2), d2 even")
-    if len(shape) != 4 or freqs.shape[0] < shape[int(batch_first)] or freqs.shape[-1] > shape[-1]:
-        form = "bshd" if batch_first else "sbhd"
-        raise ValueError(f"freqs {tuple(freqs.shape)} are too short or too wide for a {form} {tuple(shape)}")
 
 
 def angles_of(shape: Sequence[int], freqs: Tensor, batch_first: bool) -> Tensor:
@@ -125,6 +138,9 @@ def _packed_angles(t: Tensor, freqs: Tensor, cu_seqlens: Any) -> Tensor:
     if t.dim() != 3:
         raise ValueError(f"apply_rotary_pos_emb: t must be thd, (rows, heads, features), got {tuple(t.shape)}")
     attention_mask.check_form("cu_seqlens", cu_seqlens, None, t.device)
+    _check_form(freqs)
+    if freqs.shape[3] > t.shape[2] or freqs.shape[2] not in (1, t.shape[1]):
+        raise ValueError(f"freqs {tuple(freqs.shape)} are too wide, or of other heads, for a thd {tuple(t.shape)}")
     longest = 1
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # else the host would wait for it
         longest = attention_mask.longest_of("cu_seqlens", cu_seqlens, len(t), None, t.device)
@@ -138,7 +154,8 @@ def packed_angles(freqs: Tensor, cu_seqlens: Tensor, rows: int, longest: int) ->
     sequence, which go nowhere, are not, for 0 x NaN would reach the gradients. Raises ValueError for S < longest, and where
     freqs and cu_seqlens are on two devices.
     """
-    if freqs.dim() != 4 or freqs.shape[1] != 1 or len(freqs) < longest:
+    _check_form(freqs)
+    if freqs.shape[1] != 1 or len(freqs) < longest:
         raise ValueError(
             f"freqs {tuple(freqs.shape)} must be (S, 1, 1, d2), S at least the longest sequence's rows, {longest}"
         )
@@ -158,7 +175,7 @@ def backend(x: Tensor) -> Backend:
 
 def fusable(x: Tensor, *freqs: Tensor) -> bool:
     """Whether x is turned by the fused kernel: in eager mode on a GPU, else by plain operators, or what Inductor fuses."""
-    return x.is_cuda and not torch.compiler.is_compiling() and x.dtype in FLOATS and constant(*freqs)
+    return x.is_cuda and not recorded() and x.dtype in FLOATS and constant(*freqs)
 
 
 def constant(*freqs: Tensor) -> bool:
@@ -184,7 +201,7 @@ class _Rotated(torch.autograd.Function):
 
 def _rotated(t: Tensor, angles: Tensor, batch_first: bool, interleaved: bool, transposed: bool) -> Tensor:
     t = rows_contiguous(t)
-    out = torch.empty_like(t)
+    out = t.new_empty(t.shape)
     x, y = ((z.transpose(0, 1) if batch_first else z)[:, :, None] for z in (t, out))
     backend(t).rotate([Part(x, y, angles)], interleaved=interleaved, transposed=transposed)
     return out

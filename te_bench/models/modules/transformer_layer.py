@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_bench.models.modules import _arguments, _fused_layer
+from te_bench.models.modules._absent import OneRank, reject
+from te_bench.models.modules._module import Tracker, compute_dtype
 from te_bench.models.modules.attention import MultiheadAttention
-from te_bench.models.modules.dot_product_attention import reject
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm, check_normalization
 from te_bench.models.modules.layernorm_mlp import LayerNormMLP
 
@@ -20,7 +21,7 @@ ATTENTION = ("rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_b
 _Options = dict[str, Any]
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(OneRank, nn.Module):
     """h = x + dropout(attention(norm(x))), y = h + dropout(MLP(norm(h))); x (s, b, hidden), or (b, s, hidden) for "bshd".
 
     For "thd" x is (rows, hidden), sequences packed one after the other, where cu_seqlens_q and cu_seqlens_kv say.
@@ -45,10 +46,13 @@ class TransformerLayer(nn.Module):
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
         enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_bottom_right_diagonal: bool | None = None,
         enc_dec_window_size: tuple[int, int] | None = None,
         *,
         params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Tracker = None,
         apply_residual_connection_post_layernorm: bool = False,
         output_layernorm: bool = False,
         parallel_attention_mlp: bool = False,
@@ -77,26 +81,37 @@ class TransformerLayer(nn.Module):
         self.parallel = parallel_attention_mlp
         norm: _Options = {"zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device}
         inits: _Options = {"init_method": init_method, "output_layer_init_method": output_layer_init_method}
+        inits["get_rng_state_tracker"] = get_rng_state_tracker
         common: _Options = {**norm, **inits, "bias": bias, "normalization": normalization}
         heads: _Options = {"num_gqa_groups": num_gqa_groups, "kv_channels": kv_channels}
         qkv: _Options = {"fuse_qkv_params": fuse_qkv_params, "qkv_weight_interleaved": qkv_weight_interleaved}
         own |= {"layernorm_epsilon": layernorm_epsilon, "attention_dropout": attention_dropout}
         own |= {**common, **heads, **qkv, "layer_number": layer_number, "qkv_format": attn_input_format}
         attention = partial(MultiheadAttention, hidden_size, num_attention_heads, **own)
-        self.self_attention = self._make_attention(attention, not output_layernorm, self_attn_mask_type, window_size)
+        self.self_attention = self._make_attention(
+            attention, not output_layernorm, self_attn_mask_type, window_size, bottom_right_diagonal
+        )
         if layer_type == "decoder":
             attention = partial(attention, attention_type="cross")
-            self.inter_attention = self._make_attention(attention, True, enc_dec_attn_mask_type, enc_dec_window_size)
+            self.inter_attention = self._make_attention(
+                attention, True, enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal
+            )
         mlp = partial(LayerNormMLP, hidden_size, ffn_hidden_size, layernorm_epsilon, **common)
         self.layernorm_mlp = mlp(activation=activation, return_layernorm_output=self.residual_after_norm)
         self.layernorm = _last_norm(normalization, hidden_size, layernorm_epsilon, norm) if output_layernorm else None
 
     def _make_attention(
-        self, make: Callable[..., MultiheadAttention], normed: bool, kind: str, window: tuple[int, int] | None
+        self,
+        make: Callable[..., MultiheadAttention],
+        normed: bool,
+        kind: str,
+        window: tuple[int, int] | None,
+        bottom_right: bool | None,
     ) -> MultiheadAttention:
         """Attention with its masks' settings, after a norm of its own or not."""
         kept = self.residual_after_norm and normed
-        return make(attn_mask_type=kind, window_size=window, input_layernorm=normed, return_layernorm_output=kept)
+        masks = {"attn_mask_type": kind, "window_size": window, "bottom_right_diagonal": bottom_right}
+        return make(**masks, input_layernorm=normed, return_layernorm_output=kept)
 
     def forward(
         self,
@@ -104,12 +119,15 @@ class TransformerLayer(nn.Module):
         attention_mask: Tensor | None = None,
         self_attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
         encoder_output: Tensor | None = None,
         enc_dec_attn_mask: Any = None,
         enc_dec_attn_mask_type: str | None = None,
         enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
+        *,
         rotary_pos_emb: Any = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
@@ -117,7 +135,10 @@ class TransformerLayer(nn.Module):
         max_seqlen_kv: int | None = None,
         **others: Any,
     ) -> Tensor:
-        """The layer's output, of hidden_states' shape. Masks are bool, True = masked out; see DotProductAttention."""
+        """The layer's output, of hidden_states' shape, in torch.autocast's dtype, or theirs.
+
+        Masks are bool, True = masked out; see DotProductAttention.
+        """
         if others:
             reject("TransformerLayer.forward", others)
         if self.layer_type == "encoder" and encoder_output is not None:
@@ -125,10 +146,13 @@ class TransformerLayer(nn.Module):
         if self.layer_type == "decoder" and encoder_output is None:
             raise ValueError("a decoder layer needs encoder_output")
         x = hidden_states
+        if x.dtype in _arguments.PARAMETERS:
+            x = x.to(compute_dtype(x))  # the stream, too, is in torch.autocast's dtype, as Transformer Engine has it
         core: _Options = {
             "attention_mask": attention_mask,
             "attn_mask_type": self_attn_mask_type,
             "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal,
             "checkpoint_core_attention": checkpoint_core_attention,
             "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_kv": cu_seqlens_kv,
@@ -153,6 +177,7 @@ class TransformerLayer(nn.Module):
                     enc_dec_attn_mask,
                     attn_mask_type=enc_dec_attn_mask_type,
                     window_size=enc_dec_window_size,
+                    bottom_right_diagonal=enc_dec_bottom_right_diagonal,
                     is_first_microbatch=is_first_microbatch,
                     checkpoint_core_attention=checkpoint_core_attention,
                 )

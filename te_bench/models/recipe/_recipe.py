@@ -18,18 +18,25 @@ from te_bench.kernels.quantize import Backend, Quantized
 from te_bench.kernels.quantize import reference as quantize_reference
 from te_bench.kernels.quantize import triton as quantize_triton
 
-DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+DTYPES = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}  # by their largest number
+
+
+class Maxima(NamedTuple):
+    """The largest numbers of a forward and of a backward pass."""
+
+    max_fwd: float
+    max_bwd: float
 
 
 class Format(Enum):
-    """FP8 formats as (forward, backward). E5M2 has two mantissa bits, too few for activations and weights."""
+    """FP8 formats of the forward and the backward pass. E5M2 has two mantissa bits, too few for activations and weights."""
 
-    E4M3 = ("e4m3", "e4m3")
-    E5M2 = ("e5m2", "e5m2")
-    HYBRID = ("e4m3", "e5m2")
+    E4M3 = Maxima(448.0, 448.0)
+    E5M2 = Maxima(57344.0, 57344.0)
+    HYBRID = Maxima(448.0, 57344.0)
 
-    def __init__(self, forward: str, backward: str) -> None:
-        self.forward, self.backward = DTYPES[forward], DTYPES[backward]
+    def __init__(self, max_fwd: float, max_bwd: float) -> None:
+        self.forward, self.backward = DTYPES[max_fwd], DTYPES[max_bwd]
 
 
 class Slot(NamedTuple):
@@ -72,6 +79,41 @@ class Recipe:
         for short_cut in ("quantize_pair", "epilogue"):
             if depth("quantize") < depth(short_cut):
                 setattr(cls, short_cut, getattr(Recipe, short_cut))
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether it is delayed scaling; this and what follows are Transformer Engine's questions."""
+        return False
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether it is per-tensor current scaling."""
+        return False
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether it is one of these two."""
+        return cls.delayed() or cls.float8_current_scaling()
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether it scales blocks of 128 and of 128 x 128."""
+        return False
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """False: te_bench has no MXFP8."""
+        return False
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """False: te_bench has no NVFP4."""
+        return False
+
+    @classmethod
+    def custom(cls) -> bool:
+        """False: a recipe of the user's own is a subclass of Recipe."""
+        return False
 
     def dtype(self, role: str) -> torch.dtype:
         """The FP8 format of a role."""

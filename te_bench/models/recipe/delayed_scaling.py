@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from te_bench.kernels.quantize import Quantized, _history
 from te_bench.kernels.quantize import reference as quantize_reference
@@ -50,6 +51,10 @@ class DelayedScaling(Recipe):
         number = isinstance(self.margin, int | float) and not isinstance(self.margin, bool)
         self._reject(not (number and -126 <= self.margin <= 126), "margin", "a number, -126 to 126")
         self._reject(self.fp8_mha, "fp8_mha", "te_bench hands attention its inputs in the activations' precision")
+
+    @classmethod
+    def delayed(cls) -> bool:
+        return True
 
     def quantize(
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
@@ -103,7 +108,7 @@ class DelayedScaling(Recipe):
 
         What gathered nothing stays as it is. `group`, a process group, shares the largest amax first (reduce_amax).
         """
-        tables = [table for state in states for table in (state.forward, state.backward)]
+        tables = [table for state in states for table in (state.forward, state.backward) if table.real]
         if not tables:
             return
         with torch.no_grad():
@@ -158,6 +163,8 @@ class Table:
         # The same memory without its version counter: torch.compile keeps the backward tables themselves for the backward
         # pass, which is to see what the end of the autocast made of them.
         self.written = self.history.data, self.scale.data, self.nonfinite.data
+        #: Whether there are numbers in it: a pass on the meta device or under FakeTensorMode made none.
+        self.real = not (self.scale.is_meta or isinstance(self.scale, FakeTensor))
 
 
 class DelayedState:
@@ -261,9 +268,9 @@ class DelayedState:
 
 def _fresh(recipe: DelayedScaling, n: int, role: str, device: torch.device) -> Table:
     return Table(
-        history=torch.zeros(recipe.amax_history_len, n, device=device),
-        scale=torch.ones(n, device=device),
-        limit=torch.full((n,), torch.finfo(recipe.dtype(role)).max, device=device),
+        history=torch.zeros(recipe.amax_history_len, n, dtype=torch.float32, device=device),
+        scale=torch.ones(n, dtype=torch.float32, device=device),
+        limit=torch.full((n,), torch.finfo(recipe.dtype(role)).max, dtype=torch.float32, device=device),
         nonfinite=torch.zeros(n, dtype=torch.int64, device=device),
     )
 

@@ -27,6 +27,10 @@ class Float8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         self._check_format(legal=(Format.E4M3,))
 
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        return True
+
     def quantize(
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:

@@ -24,6 +24,10 @@ class Float8CurrentScaling(Recipe):
     def __post_init__(self) -> None:
         self._check_format()
 
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        return True
+
     def quantize(
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:

@@ -19,3 +19,18 @@ for (const table of document.querySelectorAll("table")) {
     });
   });
 }
+// A table that is wider than the page says so, and its edge is shaded until its last column is in sight.
+for (const table of document.querySelectorAll(".table")) {
+  const cue = document.createElement("p");
+  cue.className = "cue";
+  cue.textContent = "More columns: scroll the table sideways";
+  table.before(cue);
+  const look = () => {
+    const hidden = table.scrollWidth - table.clientWidth;
+    cue.hidden = hidden <= 1;
+    table.classList.toggle("cut", hidden - table.scrollLeft > 1);
+  };
+  table.addEventListener("scroll", look, { passive: true });
+  new ResizeObserver(look).observe(table);
+  look();
+}

@@ -7,16 +7,20 @@ from typing import Any
 import pytest
 
 from te_bench import plugins
-from te_bench.experiments import plan, suites
+from te_bench.experiments import environment, plan, suites
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import _rungs
 from te_bench.experiments.suites._rungs import VP, V, corpus_problem
+from te_bench.experiments.workloads import _model
+from te_bench.kernels.attention import gluon
+from te_bench.models import recipe
 
 SUITES = plugins.names(suites.__name__)
 
 
 def resolve(suite: str, device: str, cache: Path, seeds: int | None = None) -> Experiment:
-    data = {"": "random"} if suite in ("convergence", "curves", "quick", "stress") else {}
+    trains = suite in ("convergence", "curves", "stress") or (suite, device) == ("quick", "cpu")
+    data = {"": "random"} if trains else {}
     return plan.resolve(suite, Options(device=device, seeds=seeds, data=data, cache=cache))
 
 
@@ -63,6 +67,56 @@ def test_quick_on_a_cpu_has_what_the_issue_asks_for(tmp_path: Path) -> None:
     assert {t.problem["padded_vocab"] for t in steps} == {V, VP}
     assert {t.precision for t in steps} == {"fp32", "bf16", "fp8"}
     assert [t.precision for t in trials if t.workload == "training"] == ["bf16", "fp8"]
+
+
+def test_quick_on_a_hopper_gpu_is_gpt2_as_the_suite_speed_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "visible_gpus", lambda: [gpu(9, 0, 141)])
+    here = resolve("quick", "cuda", tmp_path)
+    assert len(here.trials) == 2 * 3
+    speed = {t.id: t for t in resolve("speed", "cuda", tmp_path).trials}
+    assert {t.id for t in here.trials} <= set(speed)
+    assert here.baseline == resolve("speed", "cuda", tmp_path).baseline
+    begun, compiled, fused = here.trials[:3]
+    assert (begun.attention, begun.precision, begun.mode, begun.problem["padded_vocab"]) == (
+        "manual",
+        "bf16",
+        "eager",
+        V,
+    )
+    assert (compiled.cell, compiled.mode) == (here.baseline, "compile-reduce-overhead")
+    assert (fused.attention, fused.recipe, fused.mode) == ("gluon", "delayed_scaling", "cudagraph")
+    assert [fused.problem[key] for key in ("head", "blocks", "optimizer")] == ["fp8", "fused", "triton"]
+    monkeypatch.setattr(environment, "visible_gpus", list)  # planned where there is no GPU
+    assert resolve("quick", "cuda", tmp_path).trials == here.trials
+
+
+def gpu(major: int, minor: int, gib: int) -> dict[str, Any]:
+    return {"name": "a GPU", "capability": [major, minor], "memory_bytes": gib * 2**30}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_quick_asks_a_gpu_for_what_it_can_and_for_fp8_where_there_is_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(environment, "visible_gpus", lambda: [gpu(*capability, 80)])
+    trials = resolve("quick", "cuda", tmp_path, seeds=1).trials
+    monkeypatch.setattr(_model, "capability", lambda device: capability)
+    monkeypatch.setattr(_model.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gluon, "INTERPRETED", False)
+    for trial in trials:
+        _model.require_supported(trial)  # raises Unsupported
+    fp8 = recipe.load("delayed_scaling").unsupported("cuda", capability) is None
+    assert [t.precision for t in trials] == ["bf16", "bf16", "fp8" if fp8 else "bf16"]
+    assert {t.problem["batch"] for t in trials} == {12}
+
+
+def test_quick_asks_a_small_gpu_for_a_smaller_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "visible_gpus", lambda: [gpu(8, 9, 24)])
+    here = resolve("quick", "cuda", tmp_path)
+    assert {t.problem["batch"] for t in here.trials} == {4}
+    assert here.title == "Quick look: GPT-2 124M, 4 x 1024 tokens"
 
 
 def test_fp8_has_every_recipe_in_every_mode_beside_bf16(tmp_path: Path) -> None:

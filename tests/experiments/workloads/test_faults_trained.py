@@ -8,7 +8,7 @@ import pytest
 
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, training
+from te_bench.experiments.workloads import _check, _ran, training
 from te_bench.models import corpus as corpora
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:  # what test_training.py has, and a fifth of the time goes to
         patch.setattr(training, "_checked", lambda *_: {})
         patch.setattr(_check, "kernels_seen", lambda *_: None)
-        patch.setattr(_check, "require_kernels", lambda trial, seen, measurement: measurement)
+        patch.setattr(_ran, "require", lambda trial, seen, measurement, asked: measurement)
         yield trained
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
 from te_bench.experiments.spec import Trial, canonical_json
-from te_bench.experiments.workloads import _check, _model, training
+from te_bench.experiments.workloads import _check, _model, _ran, training
 from te_bench.models import corpus as corpora
 from te_bench.models import recipe as recipes
 from te_bench.models.gpt import GPT
@@ -54,7 +54,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings without their checks, which are most of the time of so short ones."""
     monkeypatch.setattr(training, "_checked", lambda *_: {})
     monkeypatch.setattr(_check, "kernels_seen", lambda *_: None)
-    monkeypatch.setattr(_check, "require_kernels", lambda trial, seen, measurement: measurement)
+    monkeypatch.setattr(_ran, "require", lambda trial, seen, measurement, asked: measurement)
 
 
 def test_a_curve_by_steps_has_every_step_and_the_validation_it_was_asked_for(trial: Any, context: Context) -> None:
@@ -318,6 +318,7 @@ def test_the_arms_of_a_seed_begin_with_the_same_weights_but_for_one_ulp(trial: A
         "broken": _model.build(trial("fp8", "rowwise_scaling", seed=3, fault="doubled_scale")),
         "aa": _model.build(trial("bf16", seed=3, perturb_ulp=1)),
         "other": _model.build(trial("bf16", seed=4)),
+        "aa, other": _model.build(trial("bf16", seed=4, perturb_ulp=1)),
     }
     weights = {arm: dict(model.named_parameters()) for arm, model in models.items()}
     for name, w in weights["control"].items():
@@ -328,6 +329,8 @@ def test_the_arms_of_a_seed_begin_with_the_same_weights_but_for_one_ulp(trial: A
         assert ((moved == up) | (moved == down)).all()
         assert 0.3 < (moved == up).float().mean() < 0.7
         assert w.dim() < 2 or not torch.equal(w, weights["other"][name])
+        signs = moved > w, weights["aa, other"][name] > weights["other"][name]  # of another seed others go up
+        assert w.numel() < 16 or not torch.equal(*signs)
 
 
 def test_a_perturbation_does_not_depend_on_the_padding_and_leaves_it_0(trial: Any) -> None:
@@ -356,7 +359,7 @@ def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(
     monkeypatch.setattr(GPT, "forward", forward)
     monkeypatch.setattr(_model, "check_step", lambda *_: calls[-1].clear() or {})
     monkeypatch.setattr(_check, "kernels_seen", lambda *_: calls[-1].append(None) or [])
-    monkeypatch.setattr(_check, "require_kernels", lambda trial, seen, measurement: measurement)
+    monkeypatch.setattr(_ran, "require", lambda trial, seen, measurement, asked: measurement)
     arms = [
         {},
         {"perturb_ulp": 1},

@@ -53,6 +53,15 @@ def test_a_head_is_cast_as_the_quantisers_cast_a_matrix() -> None:
             assert torch.equal(scale_inv[b, h, 0, 0], right.scale_inv)
 
 
+def test_lse_is_float32_whatever_the_default_dtype() -> None:
+    q, k, v, _ = draw(a_problem((1, 2, 20, 16), "fp32", "cpu", causal=True))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert manual_fp8.attention(q, k, v, causal=True, scale=0.25)[1].dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("which", range(4))
 def test_what_is_not_finite_makes_its_head_nan_and_no_other(which: int, bad: float) -> None:

@@ -60,7 +60,10 @@ def band(rows: int, keys: int, left: int, right: int) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "window", [(0, 0), (5, 3), (70, 0), (40, -1), (-1, 9), (150, 10), (200, 200), (2**31 - 1, 2**40)], ids=str
+    "window",
+    # At (5, 1), (-1, 1) and (3, 65) the last row of a tile sees one key of the next block and no other.
+    [(0, 0), (5, 3), (70, 0), (40, -1), (-1, 9), (150, 10), (200, 200), (2**31 - 1, 2**40), (5, 1), (-1, 1), (3, 65)],
+    ids=str,
 )
 @pytest.mark.parametrize(("rows", "keys"), [(150, 150), (256, 256), (70, 130), (130, 40)])
 def test_windows(rows: int, keys: int, window: tuple[int, int], device: str) -> None:

@@ -1,6 +1,8 @@
 """Liger's cross-entropy is the reference's, where it is installed and there is a GPU; elsewhere it says what is missing."""
 
 import importlib.util
+import sys
+import types
 
 import pytest
 import torch
@@ -19,6 +21,19 @@ def test_the_reference_runs_anywhere() -> None:
 @pytest.mark.skipif(not MISSING, reason="liger-kernel is installed")
 def test_says_what_to_install() -> None:
     assert cross_entropy.load("liger").unsupported(PROBLEM) == "pip install liger-kernel"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_around_ligers_function_compiles_without_breaks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    functional = types.ModuleType("liger_kernel.transformers.functional")
+    functional.liger_cross_entropy = torch.nn.functional.cross_entropy  # type: ignore[attr-defined]
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, functional.__name__, functional)
+    forward = torch.compile(cross_entropy.load("liger").forward, fullgraph=True, backend="eager")
+    logits, targets = torch.randn(4, 8, device=device), torch.tensor([0, 1, 2, 4], device=device)
+    expected = torch.nn.functional.cross_entropy(logits[:, :5], targets)
+    torch.testing.assert_close(forward(logits.clone(), targets, vocab=5), expected)
 
 
 @pytest.mark.gpu

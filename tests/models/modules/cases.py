@@ -62,7 +62,7 @@ def randomise(module: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in module.parameters():
-            noise = torch.randn(p.shape, generator=generator).to(p)
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p)
             p.add_(noise * (0.1 if p.dim() == 2 else 0.5))
     return module
 

@@ -325,7 +325,7 @@ def test_it_compiles_without_breaks() -> None:
         ({"qk_norm_type": "BatchNorm"}, "BatchNorm"),
         ({"normalization": "BatchNorm", "input_layernorm": True}, "BatchNorm"),
         ({"softmax_type": "off-by-one"}, "softmax_type"),
-        ({"set_parallel_mode": True}, "set_parallel_mode"),
+        ({"tp_size": 2}, "tp_size"),
         ({"fuse_wgrad_accumulation": True}, "fuse_wgrad_accumulation"),
         ({"attention_dropout": -0.1}, "attention_dropout=-0.1"),
     ],

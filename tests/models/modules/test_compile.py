@@ -160,6 +160,30 @@ def test_two_calls_before_their_backward_passes_are_loud() -> None:
                     first.sum().backward()
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_layers_compiled_one_by_one_are_compiled_once(loaded: bool) -> None:
+    """As is usual for deep models: the state that the first layer's call makes, the others' calls find."""
+    torch.manual_seed(0)
+    eager, another = (nn.Sequential(*(te.Linear(48, 48) for _ in range(3))) for _ in range(2))
+    if loaded:
+        train(eager, eager, "delayed", 1)
+    another.load_state_dict(eager.state_dict())
+    for layer in another:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    compare(train(eager, eager, "delayed"), train(another, another, "delayed"), 0.0)
+
+
+def test_a_layer_that_cannot_load_its_scales_leaves_those_like_it_alone() -> None:
+    wrong, layer = te.Linear(48, 48), te.Linear(48, 48)
+    with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=5)):
+        wrong(torch.ones(8, 48))
+    wrong = copy.deepcopy(wrong)
+    found = train(layer, torch.compile(layer, fullgraph=True, backend="aot_eager"), "delayed")
+    assert found[-1]["fp8_amax_history_fwd"].shape[0] == 3
+    with pytest.raises(ValueError, match="amax_history_len=5"):
+        train(wrong, wrong, "delayed", 1)
+
+
 def test_without_fp8_and_with_it_are_two_graphs() -> None:
     eager, compiled = pair("LayerNormMLP")
     forward = torch.compile(compiled, fullgraph=True, backend="aot_eager")

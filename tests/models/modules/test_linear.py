@@ -236,11 +236,11 @@ def test_fp8_does_not_take_float64(module: str) -> None:
 @pytest.mark.parametrize("module", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_arguments_that_te_bench_has_not(module: str) -> None:
     make = CASES[module].make
-    make(48, sequence_parallel=False, tp_group=None, ub_name=None)  # asks for nothing
-    with pytest.raises(ValueError, match=rf"{module}: te_bench has no sequence_parallel; leave it at False, got True"):
-        make(48, sequence_parallel=True)
-    with pytest.raises(ValueError, match="no parallel_mode; leave it at None, got 'column'"):
-        make(48, parallel_mode="column")
+    make(48, sequence_parallel=True, tp_group=None, ub_name="fc1")  # asks for nothing
+    with pytest.raises(ValueError, match=rf"{module}: te_bench has no tp_size; leave it at 1, got 2"):
+        make(48, tp_size=2)
+    with pytest.raises(ValueError, match="no fuse_wgrad_accumulation; leave it at False, got True"):
+        make(48, fuse_wgrad_accumulation=True)
     with pytest.raises(TypeError, match=rf"{module} got an unexpected argument 'sequense_parallel'"):
         make(48, sequense_parallel=True)
     layer = make(48)

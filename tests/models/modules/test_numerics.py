@@ -1,6 +1,8 @@
 """Every module under every recipe, forward and all gradients, against float64; and mutants, which must not pass."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +115,46 @@ def test_torch_autocast_computes_in_its_dtype_and_leaves_gradients_in_theirs(mod
     assert {value.dtype for key, value in ours.items() if key != "y"} == {torch.float32}
     for key, value in ours.items():
         assert torch.allclose(value.float(), same[key].float(), rtol=2**-6, atol=1e-3 * float(value.abs().max())), key
+
+
+NARROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu"}
+OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
+    "encoder": lambda x: te.TransformerLayer(48, 96, 3, **NARROW)(x),
+    "dropout": lambda x: te.TransformerLayer(48, 96, 3, device="cpu")(x),
+    "parallel": lambda x: te.TransformerLayer(48, 96, 3, parallel_attention_mlp=True, **NARROW)(x),
+    "decoder": lambda x: te.TransformerLayer(48, 96, 3, layer_type="decoder", **NARROW)(x, encoder_output=x),
+    "residuals after the norms": lambda x: te.TransformerLayer(
+        48, 96, 3, apply_residual_connection_post_layernorm=True, **NARROW
+    )(x),
+    "norm at the end": lambda x: te.TransformerLayer(48, 96, 3, output_layernorm=True, **NARROW)(x),
+    "attention": lambda x: te.MultiheadAttention(
+        48,
+        3,
+        input_layernorm=True,
+        return_layernorm_output=True,
+        return_bias=False,
+        attention_dropout=0.0,
+        device="cpu",
+    )(x),
+    "LayerNormLinear": lambda x: te.LayerNormLinear(48, 32, return_layernorm_output=True, device="cpu")(x),
+    "LayerNormMLP": lambda x: te.LayerNormMLP(48, 96, return_layernorm_output=True, device="cpu")(x),
+    "LayerNorm": lambda x: te.LayerNorm(48, device="cpu")(x),
+    "RMSNorm": lambda x: te.RMSNorm(48, device="cpu")(x),
+}
+
+
+@pytest.mark.parametrize("name", ["none", "current"])
+@pytest.mark.parametrize("module", OUTPUTS)
+def test_outputs_are_of_torch_autocasts_dtype(module: str, name: str) -> None:
+    x = torch.randn(16, 2, 48, requires_grad=True)
+    asked = None if name == "none" else RECIPES[name][0]
+    with torch.autocast("cpu", dtype=torch.bfloat16), te.autocast(enabled=asked is not None, recipe=asked):
+        found = OUTPUTS[module](x)
+    for y in found if isinstance(found, tuple) else (found,):
+        assert y.dtype is torch.bfloat16
+        y.float().sum().backward(retain_graph=True)
+    assert x.grad is not None
+    assert x.grad.dtype is torch.float32
 
 
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n != "delayed"])

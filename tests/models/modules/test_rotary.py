@@ -117,6 +117,10 @@ def test_it_compiles_without_breaks() -> None:
         ({"cu_seqlens": torch.zeros(2)}, "cu_seqlens is for tensor_format='thd', not 'sbhd'"),
         ({"freqs": torch.zeros(3, 1, 1, 8)}, "too short"),
         ({"freqs": torch.zeros(9, 1, 1, 10)}, "too wide"),
+        ({"freqs": None}, "freqs must be a floating-point tensor of angles .*, got NoneType"),
+        ({"freqs": torch.zeros(9, 1, 1, 8, dtype=torch.int64)}, "got torch.int64"),
+        ({"freqs": torch.zeros(9, 1, 3, 8)}, r"freqs \(9, 1, 3, 8\) are of another batch or other heads than the sbhd"),
+        ({"freqs": torch.zeros(9, 3, 1, 8)}, "another batch"),
     ],
 )
 def test_what_is_wrong_is_named(options: dict[str, object], reason: str) -> None:
@@ -245,7 +249,10 @@ def test_where_the_host_would_wait_it_reads_no_lengths() -> None:
         ({"freqs": torch.zeros(9, 1, 1, 8, device="meta")}, "freqs are on meta, cu_seqlens on cpu: move them"),
         ({"freqs": torch.zeros(9, 8)}, r"freqs \(9, 8\) must be"),
         ({"freqs": torch.zeros(9, 1, 1, 7)}, "d2 even"),
-        ({"freqs": torch.zeros(9, 1, 1, 10)}, "too wide"),
+        ({"freqs": torch.zeros(9, 1, 1, 10)}, r"too wide, or of other heads, for a thd \(9, 2, 8\)"),
+        ({"freqs": torch.zeros(9, 1, 3, 8)}, "of other heads"),
+        ({"freqs": [1.0]}, "freqs must be a floating-point tensor of angles .*, got list"),
+        ({"freqs": torch.zeros(9, 1, 1, 8, dtype=torch.int64)}, "got torch.int64"),
         ({"start_positions": torch.zeros(2)}, "no start_positions"),
         ({"cp_size": 2}, "no cp_size"),
     ],
@@ -254,3 +261,14 @@ def test_what_packed_sequences_cannot_be_is_named(options: dict[str, object], re
     given = {"t": torch.zeros(9, 2, 8), "freqs": torch.zeros(9, 1, 1, 8), "cu_seqlens": starts_of((3, 6))}
     with pytest.raises(ValueError, match=reason):
         apply_rotary_pos_emb(**{**given, **options}, tensor_format="thd")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dims", [(0, 1), (1, 2), (2, 3)])
+def test_a_transposed_input_gives_a_contiguous_output(dims: tuple[int, int], device: str) -> None:
+    freqs = RotaryPositionEmbedding(16).to(device)(16)
+    t = torch.randn(16, 16, 16, 16, device=device).transpose(*dims).requires_grad_()
+    assert not t.is_contiguous()
+    out = apply_rotary_pos_emb(t, freqs)
+    assert out.is_contiguous()
+    assert torch.equal(out, apply_rotary_pos_emb(t.contiguous(), freqs))

@@ -164,6 +164,39 @@ def test_own_functions_decide(amax: Any, scale: Any, expected: float) -> None:
     y.sum().backward()
 
 
+@pytest.mark.parametrize("margin", [0, 2])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_an_own_maximum_is_the_built_in_one(length: int, margin: int) -> None:
+    """Scales, margin included, and what the history holds, step by step."""
+
+    def steps(algorithm: Any) -> list[Any]:
+        layer, seen = make(), []
+        asked = recipe.DelayedScaling(margin=margin, amax_history_len=length, amax_compute_algo=algorithm)
+        for step in range(12):
+            x, dy = changing(step)
+            with te.autocast(recipe=asked):
+                y = layer(x)
+            seen.append((scales(layer), [past(layer, role) for role in ROLES]))
+            y.backward(dy)
+        return seen
+
+    assert steps(lambda history: history.amax(0)) == steps("max")
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 6, 9])
+def test_another_length_keeps_the_newest_steps(length: int) -> None:
+    layer = make()
+    for amax in (64.0, 32.0, 16.0, 8.0, 4.0):
+        with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=6)):
+            layer(torch.full((4, 24), amax))
+    assert past(layer, "input") == [4.0, 8.0, 16.0, 32.0, 64.0]
+    with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=length)):
+        layer(torch.full((4, 24), 2.0))
+    seen = [2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
+    assert past(layer, "input") == [*seen, 0.0, 0.0][: length - 1]
+    assert scales(layer)["input"] == 448.0 / max(seen[: max(1, length)])
+
+
 # ---- zeros, infinities and NaN
 
 

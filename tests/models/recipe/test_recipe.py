@@ -81,6 +81,17 @@ def test_the_sum_over_rows_is_added(name: str, role: str) -> None:
 
 
 @pytest.mark.parametrize("name", recipe.names())
+def test_bias_gradients_are_summed_in_float32(name: str) -> None:
+    """4095 ones in bf16, whose next number is 4096."""
+    asked, dy = recipe.load(name), torch.ones(4095, 16, dtype=torch.bfloat16)
+    total = torch.zeros(16)
+    asked.quantize(
+        dy, "grad_output", slot(dy.float(), asked, "grad_output"), rowwise=True, columnwise=True, column_sum=total
+    )
+    assert total.tolist() == [4095.0] * 16
+
+
+@pytest.mark.parametrize("name", recipe.names())
 def test_fast_accumulation_is_for_fprop_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
 

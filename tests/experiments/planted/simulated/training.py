@@ -10,7 +10,7 @@ import random
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
 
-SD = 0.0002  # of one run
+SD = 0.00002  # of one run
 STEP_S = 0.01
 READ = 10  # steps
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import importlib
 import math
+import multiprocessing
 import os
 import resource
 import signal
@@ -22,6 +23,7 @@ from te_bench.experiments.spec import Trial
 
 MARK = "TE_BENCH_TEST_RUN"  # as tests/driving.py sets it
 TIMED = Measurement(samples={"latency_s": [0.5]})
+LOCKS: list[object] = []
 FOUND = {"models": "te_bench.models.gpt" in sys.modules, "frozen": gc.get_freeze_count()}  # in a child that begins
 
 
@@ -36,6 +38,12 @@ def sound(trial: Trial, cache: Path) -> Measurement:
 
 
 sound_after = sound
+
+
+def lock(trial: Trial, cache: Path) -> Measurement:
+    """As tqdm takes one, and so torch.compile: shared by processes, never given back."""
+    LOCKS.append(multiprocessing.RLock())
+    return TIMED
 
 
 def segfault(trial: Trial, cache: Path) -> Measurement:

@@ -1,0 +1,214 @@
+"""What ran in a step or a layer, part by part, held to what the trial asked for.
+
+The parts are GEMMs by precision, fused blocks, head, optimizer and execution mode. A GPU's kernels tell them by their names,
+from within a captured graph too, a CPU's operators by theirs: each GEMM emulated in FP8 is one operator. What a trial asks
+for is counted from its model, not from the modules that were built: a Linear is three GEMMs, fprop, dgrad and wgrad.
+
+    asked = of_step(trial, rows) or of_layer(trial)      {part: (least, most)}
+    parts(seen.counts, device)                            {part: how often it ran}
+    require(trial, seen, measurement, asked)              CheckFailed where they disagree; else work["ran"] has the counts
+"""
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from te_bench.experiments.measurement import CheckFailed, Measurement
+from te_bench.experiments.spec import NO_ATTENTION, Trial
+from te_bench.experiments.workloads import _check, _model
+from te_bench.kernels import adamw, attention, linear_cross_entropy
+
+Range = tuple[int, int | None]  # the least and the most that is right; None: however many
+Asked = dict[str, Range]
+
+LINEARS = 4  # of a block: query, key and value together, the projection, and the MLP's two
+PASSES = 3  # GEMMs of a Linear: fprop, dgrad, wgrad
+SOME: Range = (1, None)
+NONE: Range = (0, 0)
+
+#: What a trial's problem names, each by a package of rivals.
+FAMILIES: dict[str, Any] = {"head": linear_cross_entropy, "optimizer": adamw}
+
+GEMMS = ("gemm_fp8", "gemm_half", "gemm_float")
+WORDS = {
+    "gemm_fp8": "GEMMs in FP8",
+    "gemm_half": "GEMMs in half precision",
+    "gemm_float": "GEMMs in float32 or wider",
+    "fused_blocks": "fused blocks",
+    "compiled": "what torch.compile made",
+    "graphs": "replays of a captured graph",
+    "host_launches": "kernels launched one by one",
+}
+
+#: Kernels that multiply matrices: cuBLAS and cuBLASLt (nvjet, xmma, CUTLASS and what older GPUs have) and te_bench's own.
+GEMM = re.compile(r"nvjet|gemm|gemv|cutlass|xmma|^scaled_kernel$")
+#: By such words too: attention, what Inductor fused around a product, the sums of one whose K was split, and an operator,
+#: which launches the kernel that is counted.
+OTHER = re.compile(
+    r"attention|flash|fmha|sdpa|splitKreduce|^triton_(poi|red|per)|^void at::native|^(aten|te_bench)::", re.IGNORECASE
+)
+#: nvjet's letters are the operands' types: q and r are E4M3 and E5M2, t is bfloat16, h is float16.
+IN_FP8 = re.compile(
+    r"nvjet_(sm\d+_)?[qr]|e4m3|e5m2|^scaled_kernel$|^gemm_accumulate_kernel$|^gluon_gemm_(fp8|accumulate)_kernel$"
+)
+IN_HALF = re.compile(r"nvjet_(sm\d+_)?[th]|bf16|bfloat|f16|fp16|h16|h884|half")
+
+PRODUCT = re.compile(r"aten::(mm|addmm)\b")  # of a CPU
+EMULATED = "te_bench::reference_gemm"
+PRODUCT_FP8 = re.compile(r"te_bench::(\w+_gemm|scaled_mm)$|aten::_scaled_mm")
+HALVES, FLOATS = ("c10::BFloat16", "c10::Half"), ("float", "double")
+
+#: device -> what proves a part, beside heads and optimizers, which say so themselves.
+FUSED = {"cuda": r"^_add_forward(_cast)?_kernel$", "cpu": r"^Between$"}
+TORCH_ADAMW = {"cuda": r"FusedOptimizerTensorListMetadata", "cpu": r"^aten::_fused_adamw_$"}
+COMPILED = r"^Torch-Compiled Region|^triton_(poi|red|per|tem)_"
+
+
+def gemm_of(kernel: str) -> str | None:
+    """One of GEMMS, by the name of a GPU's kernel, or None for what multiplies no matrices."""
+    if not GEMM.search(kernel) or OTHER.search(kernel):
+        return None
+    if IN_FP8.search(kernel):
+        return "gemm_fp8"
+    return "gemm_half" if IN_HALF.search(kernel) else "gemm_float"
+
+
+def _product_of(operator: str, half: bool) -> str | None:
+    """One of GEMMS, by a CPU's operator; half: what one counts as whose dtype the profiler does not tell."""
+    if PRODUCT_FP8.match(operator):
+        return "gemm_fp8"
+    if not PRODUCT.match(operator):
+        return None
+    if operator.endswith(HALVES) or (half and not operator.endswith(FLOATS)):
+        return "gemm_half"
+    return "gemm_float"
+
+
+def parts(counts: Mapping[str, int], device: str, *, half: bool = True) -> dict[str, int]:
+    """{part: how often it ran} of what a profiler counted (_check.Seen.counts); every part is there, 0 where nothing ran.
+
+    half: whether a CPU's products are in half precision where no dtype says so.
+    """
+    gemm: Callable[[str], str | None] = gemm_of if device == "cuda" else lambda name: _product_of(name, half)
+    patterns = {"fused_blocks": FUSED[device], "optimizer_torch": TORCH_ADAMW[device], "compiled": COMPILED}
+    patterns |= _told(device)
+    if device == "cuda":
+        patterns |= {"graphs": r"^cudaGraphLaunch", "host_launches": r"^cu(da)?LaunchKernel"}
+    found = Counter(dict.fromkeys((*GEMMS, *patterns), 0))
+    for name, times in counts.items():
+        if kind := gemm(name):
+            found[kind] += times
+        elif device == "cuda" and name == EMULATED:
+            found["gemm_fp8"] += times
+        for part, pattern in patterns.items():
+            found[part] += times if re.search(pattern, name) else 0
+    return dict(found)
+
+
+@functools.cache
+def _told(device: str) -> dict[str, str]:
+    """{"head_NAME", "optimizer_NAME": what proves it} of those that can be told on that device."""
+    found = {f"{family}_{name}": of.load(name).kernels for family, of in FAMILIES.items() for name in of.names()}
+    return {part: kernels[device] for part, kernels in found.items() if device in kernels}
+
+
+def of_step(trial: Trial, rows: int) -> Asked:
+    """What a training step of the trial is made of, `rows` being the tokens of a micro-batch."""
+    accumulate, layers = _model.optim_of(trial).accumulate, _model.config_of(trial).n_layer
+    asked = _gemms(trial, LINEARS * layers * accumulate)
+    chosen = {f"{family}_{trial.problem.get(family) or 'torch'}" for family in FAMILIES}
+    for part in (*_told(trial.device), "optimizer_torch"):
+        least = accumulate if part.startswith("head") else 1
+        asked[part] = (least, None) if part in chosen else NONE
+    head = linear_cross_entropy.load(str(trial.problem.get("head") or "reference"))
+    if trial.device != "cpu" or "cpu" not in head.kernels:  # which there is one operator, and shows no GEMM
+        half = 2 if _plain(trial) == "gemm_half" else 4
+        in_fp8, others = head.gemms(rows, trial.number("padded_vocab"), half)
+        asked = _more(_more(asked, "gemm_fp8", accumulate * in_fp8), _plain(trial), accumulate * others)
+    # A GPU's kernel that adds and norms runs before the first attention and twice between two; a CPU's Function once.
+    times = accumulate * (2 * layers + 1 if trial.device == "cuda" else layers)
+    fused = "blocks" in trial.problem
+    asked["fused_blocks"] = (times, times) if fused else NONE
+    return asked | _mode(trial, as_it_is=fused)
+
+
+def of_layer(trial: Trial, *, linears: int = LINEARS, theirs: bool = False, emulated: bool = False) -> Asked:
+    """What an iteration of a layer, or of its MLP alone with two `linears`, is made of.
+
+    theirs: it is of a library that compiles parts of itself in any mode. emulated: in FP8 without FP8's GEMMs, which in
+    a captured graph shows none of its products.
+    """
+    asked = _gemms(trial, linears)
+    if emulated:
+        asked["gemm_float"] = (0, None)
+        if trial.mode == "cudagraph":
+            del asked["gemm_fp8"]
+    return asked | _mode(trial, as_it_is=True, theirs=theirs)
+
+
+def _plain(trial: Trial) -> str:
+    """The part that the trial's GEMMs without FP8 are."""
+    return "gemm_float" if trial.precision == "fp32" else "gemm_half"
+
+
+def _more(asked: Asked, part: str, times: int) -> Asked:
+    least, most = asked[part]
+    return {**asked, part: (least + times, None if most is None else most + times)}
+
+
+def _gemms(trial: Trial, linears: int) -> Asked:
+    """The GEMMs of so many Linears; on a GPU attention made of ordinary operators has some more of the same names."""
+    ordinary = trial.device == "cuda" and trial.attention != NO_ATTENTION
+    ordinary = ordinary and _check.attention_of(trial) in _without_kernels()
+    asked: Asked = {part: (0, None if ordinary and part != "gemm_fp8" else 0) for part in GEMMS}
+    return _more(asked, "gemm_fp8" if trial.precision == "fp8" else _plain(trial), PASSES * linears)
+
+
+@functools.cache
+def _without_kernels() -> list[str]:
+    """Attention backends that a GPU's kernels cannot be told by; `auto` gives to others."""
+    backends = {name: attention.load(name) for name in attention.names()}
+    return [name for name, backend in backends.items() if "cuda" not in backend.kernels and backend.choose is None]
+
+
+def _mode(trial: Trial, *, as_it_is: bool, theirs: bool = False) -> Asked:
+    """as_it_is: mode cudagraph compiles nothing. A step that is captured whole leaves the host few kernels to launch."""
+    compiles = trial.mode.startswith("compile") or (trial.mode == "cudagraph" and not as_it_is)
+    asked: Asked = {}
+    if compiles:
+        asked["compiled"] = SOME
+    elif trial.mode == "eager" and not theirs and not _attention_compiled(trial):
+        asked["compiled"] = NONE
+    if trial.device == "cuda":
+        asked["graphs"] = SOME if trial.mode in ("compile-reduce-overhead", "cudagraph") else NONE
+    if trial.mode == "cudagraph":
+        asked["host_launches"] = (0, PASSES * LINEARS - 1)  # fewer than a block has GEMMs
+    return asked
+
+
+def _attention_compiled(trial: Trial) -> bool:
+    return trial.attention != NO_ATTENTION and attention.load(_check.attention_of(trial)).compiled
+
+
+def wrong(asked: Asked, ran: Mapping[str, int]) -> str | None:
+    """Which parts did not run as they were asked for, with both numbers, or None."""
+    reasons = []
+    for part, (least, most) in asked.items():
+        if least <= ran[part] and (most is None or ran[part] <= most):
+            continue
+        wanted = str(least) if most == least else f"{least} or more" if most is None else f"{most} at most"
+        reasons.append(f"{WORDS.get(part, part.replace('_', ' '))}: {wanted} expected, {ran[part]} ran")
+    return "; ".join(reasons) or None
+
+
+def require(trial: Trial, seen: _check.Seen, measurement: Measurement, asked: Asked) -> Measurement:
+    """The measurement with its kernels, launches and, in work["ran"], the parts. Raises CheckFailed, without timings."""
+    measurement = _check.require_kernels(trial, seen, measurement)
+    ran = parts(seen.counts, trial.device, half=trial.precision != "fp32")
+    measurement = dataclasses.replace(measurement, work={**measurement.work, "ran": ran})
+    if reason := wrong(asked, ran):
+        raise CheckFailed(reason, dataclasses.replace(measurement, samples={}))
+    return measurement

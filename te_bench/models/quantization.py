@@ -1,0 +1,125 @@
+"""What Transformer Engine's users ask before and while they compute in FP8: its names, with te_bench's answers.
+
+An answer is (whether, reason) where return_reason is set; the reason is "" for yes.
+"""
+
+from typing import Any
+
+import torch
+
+from te_bench.models import fp8
+from te_bench.models.fp8 import autocast, fp8_autocast
+from te_bench.models.recipe import DelayedScaling, Float8BlockScaling, Recipe
+
+__all__ = [
+    "FP8GlobalStateManager",
+    "autocast",
+    "fp8_autocast",
+    "get_cudnn_version",
+    "get_default_recipe",
+    "get_device_compute_capability",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+]
+
+Answer = bool | tuple[bool, str]
+
+
+def _answer(reason: str | None, return_reason: bool) -> Answer:
+    return (reason is None, reason or "") if return_reason else reason is None
+
+
+def _unsupported(recipe: Recipe) -> str | None:
+    """Why te.autocast refuses a recipe here, or None."""
+    return recipe.unsupported("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+
+
+def is_fp8_available(return_reason: bool = False) -> Answer:
+    """Whether te.autocast takes per-tensor recipes here: on the GPU where there is one, else emulated, so always."""
+    return _answer(_unsupported(DelayedScaling()), return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
+    """The same for Float8BlockScaling."""
+    return _answer(_unsupported(Float8BlockScaling()), return_reason)
+
+
+def is_mxfp8_available(return_reason: bool = False) -> Answer:
+    return _answer("te_bench has no MXFP8", return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> Answer:
+    return _answer("te_bench has no NVFP4", return_reason)
+
+
+def is_bf16_available(return_reason: bool = False) -> Answer:
+    """Whether the GPU has bf16 tensor cores; a CPU computes in bf16 anyway."""
+    able = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+    return _answer(None if able else "bf16 needs a GPU of compute capability 8.0", return_reason)
+
+
+def get_cudnn_version() -> tuple[int, int, int]:
+    """(major, minor, patch) of the cuDNN that torch loads; (0, 0, 0) where there is none."""
+    version = torch.backends.cudnn.version() or 0
+    major = 1000 if version < 90000 else 10000  # 8.9.7 is 8907, 9.10.2 is 91002
+    return version // major, version % major // 100, version % 100
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """Of the current GPU; (0, 0) where there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def get_default_recipe() -> Recipe:
+    """What te.autocast takes where no recipe is given."""
+    return DelayedScaling()
+
+
+class FP8GlobalStateManager:
+    """What the innermost te.autocast asks for. Scales and histories belong to their modules: te.numerics tells of them."""
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return fp8.current.enabled
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        return fp8.current.calibrating
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        """The recipe; outside of every autocast the default one."""
+        return fp8.current.recipe or get_default_recipe()
+
+    @classmethod
+    def get_fp8_group(cls) -> Any:
+        return fp8.current.group
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        """False: te_bench keeps its parameters in high precision."""
+        return False
+
+    @classmethod
+    def is_fp8_available(cls) -> Answer:
+        return is_fp8_available(return_reason=True)
+
+    @classmethod
+    def is_fp8_block_scaling_available(cls) -> Answer:
+        return is_fp8_block_scaling_available(return_reason=True)
+
+    @classmethod
+    def is_mxfp8_available(cls) -> Answer:
+        return is_mxfp8_available(return_reason=True)
+
+    @classmethod
+    def is_nvfp4_available(cls) -> Answer:
+        return is_nvfp4_available(return_reason=True)
+
+    @classmethod
+    def reset(cls) -> None:
+        """As if no autocast had been entered: for a test that left one open. Modules keep their scales."""
+        fp8.leave()

@@ -1,0 +1,539 @@
+"""What ran against what was asked for: GEMMs by precision, fused blocks, head, optimizer, execution mode."""
+
+import dataclasses
+import functools
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from te_bench.experiments import store
+from te_bench.experiments.measurement import CheckFailed, Context, Measurement
+from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.workloads import _check, _model, _probe, _ran, layer, max_batch, train_step, training
+from te_bench.kernels import linear_cross_entropy
+from te_bench.kernels.linear_cross_entropy import chunked
+from te_bench.kernels.linear_cross_entropy import fp8 as fp8_head
+from te_bench.models import faults, fused_blocks
+from te_bench.models import recipe as recipes
+from te_bench.models.train import TrainStep
+
+PUBLISHED = Path(__file__).parents[3] / "results" / "h200"
+TINY = {"model": "tiny", "batch": 2, "block": 16, "vocab": 60, "padded_vocab": 64, "grad_clip": 0.0}
+TRIAL = Trial(workload="train_step", device="cpu", problem=TINY, attention="flash", precision="bf16")
+LAYER = {"layer": "te_layer", "variant": "fair", "hidden": 64, "ffn": 128, "heads": 4, "sequence": 16, "batch": 2}
+LAYER |= {"dropout": 0.0, "mask": "causal"}
+RECIPES = recipes.names()
+FAST = {"blocks": "fused", "optimizer": "reference"}
+LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # of a block
+
+
+def a_trial(recipe: str | None = None, mode: str = "eager", device: str = "cpu", **problem: Any) -> Trial:
+    precision = "bf16" if recipe is None else "fp8"
+    changes: dict[str, Any] = {"problem": {**TINY, **problem}, "precision": precision, "recipe": recipe, "mode": mode}
+    return dataclasses.replace(TRIAL, device=device, **changes)
+
+
+def in_bf16(model: Any, count: int) -> None:
+    """Put a plain Linear with the same weight in the place of `count` of the model's, every second one first."""
+    paths = [f"transformer.h.{block}.{name}" for block in range(2) for name in LINEARS]
+    for path in sorted(paths, key=lambda path: (paths.index(path) % 2, paths.index(path)))[:count]:
+        parent, _, name = path.rpartition(".")
+        old = model.get_submodule(path)
+        plain = nn.Linear(old.in_features, old.out_features, bias=False, device=old.weight.device)
+        plain.weight = old.weight
+        setattr(model.get_submodule(parent), name, plain)
+
+
+def observed(trial: Trial, change: Callable[[TrainStep], None] = lambda step: None) -> dict[str, Any]:
+    """The parts of the trial's step, as `change` leaves it. Raises CheckFailed where they are not what was asked for."""
+    step = _model.step_of(trial)
+    change(step)
+    batch = train_step.random_batches(trial)[0]
+    for _ in range(3 if trial.device == "cuda" or trial.mode != "eager" else 1):
+        step(*batch)
+    asked = _ran.of_step(trial, batch[0].numel() // step.optim.accumulate)
+    seen = _check.kernels_seen(lambda: step(*batch), trial.device)
+    found = _ran.require(trial, seen, Measurement(samples={"latency_s": [1.0]}), asked)
+    ran: dict[str, int] = found.work["ran"]
+    return ran
+
+
+# A step
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_honest_fp8_step_passes_and_its_record_says_what_ran(recipe: str) -> None:
+    ran = observed(a_trial(recipe))
+    assert (ran["gemm_fp8"], ran["gemm_half"], ran["gemm_float"]) == (24, 3, 0)  # 8 Linears, and the head
+    assert ran["optimizer_torch"] >= 1
+    assert ran["fused_blocks"] == ran["compiled"] == ran["head_chunked"] == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_an_fp8_step_with_linears_in_bf16_fails(recipe: str, count: int) -> None:
+    with pytest.raises(CheckFailed, match=f"GEMMs in FP8: 24 expected, {24 - 3 * count} ran") as caught:
+        observed(a_trial(recipe), lambda step: in_bf16(step.model, count))
+    found = caught.value.measurement
+    assert found.samples == {}
+    assert found.work["ran"]["gemm_half"] == 3 + 3 * count
+
+
+@pytest.mark.parametrize("fault", faults.names())
+def test_a_planted_fault_is_of_the_same_parts(fault: str) -> None:
+    recipe = "delayed_scaling" if fault == "frozen_scale" else "float8_current_scaling"
+    assert observed(a_trial(recipe, fault=fault))["gemm_fp8"] == 24
+
+
+@pytest.mark.parametrize(
+    ("precision", "problem", "expected"),
+    [
+        ("fp32", {}, {"gemm_float": 27}),
+        ("fp32", {"head": "chunked"}, {"gemm_float": 24, "head_chunked": 1}),
+        ("bf16", {"accumulate": 2}, {"gemm_half": 54}),
+        ("bf16", FAST, {"gemm_half": 27, "fused_blocks": 2, "optimizer_reference": 1}),
+        (
+            "fp8",
+            {**FAST, "head": "fp8", "batch": 4, "accumulate": 2},
+            {"gemm_fp8": 48, "fused_blocks": 4, "head_fp8": 2},
+        ),
+    ],
+)
+def test_every_part_of_an_honest_step_is_counted(
+    precision: str, problem: dict[str, Any], expected: dict[str, int]
+) -> None:
+    trial = a_trial("delayed_scaling" if precision == "fp8" else None, **problem)
+    ran = observed(dataclasses.replace(trial, precision=precision))
+    assert {part: ran[part] for part in expected} == expected
+    assert sum(ran[part] for part in _ran.GEMMS) == sum(expected.get(part, 0) for part in _ran.GEMMS)
+
+
+def test_a_bf16_step_with_linears_in_fp8_fails() -> None:
+    asked = a_trial("float8_current_scaling")
+    step, batch = _model.step_of(asked), train_step.random_batches(asked)[0]
+    seen = _check.kernels_seen(lambda: step(*batch), "cpu")
+    with pytest.raises(CheckFailed, match="GEMMs in FP8: 0 expected, 24 ran"):
+        _ran.require(a_trial(), seen, Measurement(), _ran.of_step(a_trial(), 32))
+
+
+def another_head(step: TrainStep, name: str | None) -> None:
+    model: Any = step.model
+    model.heads = None if name is None else dict.fromkeys((True, False), linear_cross_entropy.load(name))
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran", "reason"),
+    [
+        ("fp8", "chunked", "head fp8: 1 or more expected, 0 ran"),
+        ("fp8", None, "head fp8: 1 or more expected, 0 ran"),
+        ("chunked", "fp8", "head fp8: 0 expected, 1 ran"),
+        (None, "chunked", "head chunked: 0 expected, 1 ran"),
+    ],
+)
+def test_another_head_fails(asked: str | None, ran: str | None, reason: str) -> None:
+    trial = a_trial("float8_current_scaling", **({} if asked is None else {"head": asked}))
+    with pytest.raises(CheckFailed, match=reason):
+        observed(trial, lambda step: another_head(step, ran))
+
+
+@pytest.mark.parametrize(("asked", "ran"), [("reference", None), (None, "reference")])
+def test_another_optimizer_fails(asked: str | None, ran: str | None) -> None:
+    trial = a_trial(**({} if asked is None else {"optimizer": asked}))
+    made = _model.step_of(dataclasses.replace(trial, problem=TINY | ({} if ran is None else {"optimizer": ran})))
+
+    def swap(step: TrainStep) -> None:
+        step.__dict__.update(made.__dict__)
+
+    with pytest.raises(CheckFailed, match=f"optimizer {asked or 'torch'}: 1 or more expected, 0 ran"):
+        observed(trial, swap)
+
+
+@pytest.fixture
+def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile as Dynamo alone."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_compiled_step_passes_and_one_that_was_not_compiled_fails() -> None:
+    ran = observed(a_trial(mode="compile"))
+    assert (ran["compiled"] >= 1, ran["gemm_half"]) == (True, 27)
+    with pytest.raises(CheckFailed, match=r"what torch.compile made: 1 or more expected, 0 ran"):
+        observed(a_trial(mode="compile"), lambda step: setattr(step, "forward", step.model))
+    with pytest.raises(CheckFailed, match=r"what torch.compile made: 0 expected, [1-9]"):
+        observed(a_trial(), lambda step: setattr(step, "forward", torch.compile(step.model)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("dynamo")
+def test_a_compiled_fp8_step_shows_every_emulated_gemm() -> None:
+    ran = observed(a_trial("float8_current_scaling", "compile"))
+    assert (ran["gemm_fp8"], ran["gemm_half"], ran["gemm_float"]) == (24, 3, 0)
+
+
+def test_fused_blocks_that_are_compiled_for_a_cpu_are_unsupported() -> None:
+    with pytest.raises(_model.Unsupported, match="blocks fused: compiled for a CPU nothing shows"):
+        _model.require_supported(a_trial(mode="compile", blocks="fused"))
+
+
+def listen(step: TrainStep) -> None:
+    step.model.get_submodule("transformer.h.1.mlp").register_forward_hook(lambda *_: None)
+
+
+def freeze(step: TrainStep) -> None:
+    step.model.get_submodule("transformer.h.1.mlp.c_fc").requires_grad_(False)
+
+
+@pytest.mark.parametrize("recipe", [None, "float8_current_scaling"])
+@pytest.mark.parametrize(
+    ("change", "why"), [(listen, r"h\.1\.mlp has a hook"), (freeze, r"h\.1\.mlp\.c_fc\.weight is f")]
+)
+def test_blocks_that_were_to_be_fused_and_are_not_fail_and_warn(
+    recipe: str | None, change: Callable[[TrainStep], None], why: str
+) -> None:
+    with (
+        pytest.warns(fused_blocks.NotFused, match=why),
+        pytest.raises(CheckFailed, match="fused blocks: 2 expected, 0 ran"),
+    ):
+        observed(a_trial(recipe, blocks="fused"), change)
+
+
+@pytest.mark.parametrize(
+    ("workload", "more"),
+    [
+        (train_step, {}),
+        (training, {"data": "random", "steps": 2, "eval_every": 2, "eval_tokens": 32}),
+        (max_batch, {"memory_limit_gib": 64}),
+    ],
+)
+def test_a_whole_trial_with_a_linear_in_bf16_is_a_failed_check_without_times(
+    workload: Any, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of max_batch the first try alone."""
+    monkeypatch.setattr(_model, "check_step", lambda *_: {})  # it would see some of them by their numbers
+    monkeypatch.setattr(max_batch, "largest", lambda _: (1, []))
+    made = _model.step_of
+
+    def half(trial: Trial) -> TrainStep:
+        step = made(trial)
+        in_bf16(step.model, 1)
+        return step
+
+    trial = a_trial("float8_current_scaling", **more)
+    monkeypatch.setattr(_model, "step_of", half)
+    with pytest.raises(CheckFailed, match="GEMMs in FP8: 24 expected, 21 ran") as caught:
+        workload.run(trial, Context())
+    assert caught.value.measurement.samples == {}
+
+
+def test_the_record_of_a_largest_batch_has_what_ran_beside_its_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(max_batch, "largest", lambda _: (1, []))
+    work = max_batch.run(a_trial(memory_limit_gib=64), Context()).work
+    assert (work["ran"]["gemm_half"], work["tries"]) == (27, [])
+
+
+def test_a_look_at_the_numerics_of_fused_blocks_goes_by_their_modules_and_does_not_warn() -> None:
+    trial = a_trial("float8_current_scaling", blocks="fused")
+    step, batch = _model.step_of(trial), train_step.random_batches(trial)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fused_blocks.NotFused)
+        assert len(_probe.look(step, *batch)) > 8
+    listen(step)
+    with pytest.warns(fused_blocks.NotFused):
+        step(*batch)
+
+
+def test_a_model_says_once_for_each_reason_that_it_is_not_fused() -> None:
+    trial = a_trial(blocks="fused")
+    step, batch = _model.step_of(trial), train_step.random_batches(trial)[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(*batch)
+        assert not caught
+        for change in (listen, freeze):
+            change(step)
+            for _ in range(2):
+                step(*batch)
+    assert [warning.category for warning in caught] == [fused_blocks.NotFused]
+    assert "h.1.mlp has a hook" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("head", [chunked, fp8_head])
+@pytest.mark.parametrize("rows", [128, 600])
+def test_a_head_says_how_many_gemms_it_is_made_of(head: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = {"LOGITS_BYTES": 128 * 64 * 2, "STRIP_BYTES": 256 * 64 * 2, "CHUNK_BYTES": 512 * 64}
+    for name, budget in budgets.items():
+        monkeypatch.setattr(head, name, budget, raising=False)
+    x, weight = (torch.randn(n, 32, dtype=torch.bfloat16).requires_grad_() for n in (rows, 64))
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        head.forward(x, weight, torch.zeros(rows).long(), vocab=60).backward()
+    products = [event for event in profiler.events() or [] if re.fullmatch(r"aten::(mm|addmm)", event.name)]
+    assert sum(head.gemms(rows, 64, 2)) == len(products)
+
+
+# A layer
+
+
+def iterated(recipe: str | None, change: Callable[[nn.Module], None] = lambda layer: None, **problem: Any) -> Any:
+    changes: dict[str, Any] = {"problem": {**LAYER, **problem}, "precision": "bf16" if recipe is None else "fp8"}
+    trial = dataclasses.replace(TRIAL, workload="layer", recipe=recipe, **changes)
+    p = layer.config_of(trial)
+    iteration = layer.Iteration(layer.layers.load(str(trial.problem["layer"])), p, 0)
+    change(iteration.module)
+    iteration()
+    seen = _check.kernels_seen(iteration, "cpu")
+    return _ran.require(trial, seen, Measurement(), _ran.of_layer(trial)).work["ran"]
+
+
+@pytest.mark.parametrize("name", ["te_basic", "te_fused", "te_layer"])
+@pytest.mark.parametrize("recipe", [None, "delayed_scaling", "float8_block_scaling"])
+def test_a_layer_is_twelve_gemms(name: str, recipe: str | None) -> None:
+    ran = iterated(recipe, layer=name)
+    assert (ran["gemm_fp8"], ran["gemm_half"], ran["gemm_float"]) == ((0, 12, 0) if recipe is None else (12, 0, 0))
+
+
+def test_a_layer_with_a_linear_in_bf16_fails() -> None:
+    def plain(module: Any) -> None:
+        old = module.projection
+        module.projection = nn.Linear(old.in_features, old.out_features, dtype=torch.bfloat16)
+
+    with pytest.raises(
+        CheckFailed, match="GEMMs in FP8: 12 expected, 9 ran; GEMMs in half precision: 0 expected, 3 ran"
+    ):
+        iterated("float8_current_scaling", plain, layer="te_basic")
+
+
+# Names of a GPU's kernels, from the published journals
+
+
+@functools.cache
+def published() -> list[Record]:
+    """An ok record of each configuration of a step or a layer that was measured on an H200."""
+    found: dict[Any, Record] = {}
+    for folder in sorted(PUBLISHED.iterdir()):
+        for record in store.load(folder).records.values() if store.written(folder) else ():
+            t = record.trial
+            if record.outcome == "ok" and t.workload in ("train_step", "training", "max_batch", "layer"):
+                names = ("model", "head", "optimizer", "blocks", "linears", "layer", "variant", "accumulate")
+                made = [t.problem.get(name) for name in names]
+                found.setdefault((t.workload, t.attention, t.precision, t.recipe, t.mode, *made), record)
+    return list(found.values())
+
+
+def asked_of(trial: Trial) -> _ran.Asked:
+    if trial.workload == "layer":
+        return _ran.of_layer(trial, linears=2 if trial.problem["variant"] == "mlp" else 4)
+    return _ran.of_step(trial, 12 * 1024)
+
+
+#: Until 2026-11-23 the Gluon GEMM's name did not say of which precision it was; a profiler of those days had no host events.
+UNTOLD: set[str] = {"gluon_gemm_kernel"}
+UNSEEN = ("graphs", "host_launches")
+
+
+def test_the_published_records_are_of_what_they_were_asked_for() -> None:
+    """Which parts ran; how often is in no record of those days."""
+    assert len(published()) > 80
+    for record in published():
+        ran = _ran.parts({name: 1 for name in record.kernels if name not in UNTOLD}, "cuda")
+        for part, (least, most) in asked_of(record.trial).items():
+            if part not in UNSEEN:
+                assert (ran[part] > 0) == (least > 0) or (least == 0 and most is None), (record.trial.name, part, ran)
+
+
+def gpu_counts(record: Record, **replaced: int) -> dict[str, int]:
+    """Counts that the record's kernels could have had: of each part what was asked for, shared out over its names."""
+    counts: dict[str, int] = {}
+    asked = asked_of(record.trial)
+    kinds = {name: _ran.gemm_of(name) for name in record.kernels if name not in UNTOLD}
+    for kind in _ran.GEMMS:
+        names = [name for name, of in kinds.items() if of == kind]
+        total = replaced.get(kind, asked[kind][0])
+        for name, more in zip(names, itertools.chain([total - len(names) + 1], itertools.repeat(1)), strict=False):
+            counts[name] = more
+    blocks = asked.get("fused_blocks", (0, 0))[0]
+    counts |= {name: 1 for name in record.kernels if kinds.get(name) is None and name not in UNTOLD}
+    fused = [name for name in counts if re.match(_ran.FUSED["cuda"], name)]
+    counts |= {name: blocks - len(fused) + 1 if name == fused[0] else 1 for name in fused}
+    return counts | ({"cudaGraphLaunch": 1} if asked["graphs"][0] else {})
+
+
+def verdict(record: Record, counts: dict[str, int]) -> str | None:
+    return _ran.wrong(asked_of(record.trial), _ran.parts(counts, "cuda"))
+
+
+def test_honest_counts_of_every_published_configuration_pass() -> None:
+    for record in published():
+        assert verdict(record, gpu_counts(record)) is None, record.trial.name
+
+
+def test_linears_in_bf16_fail_in_every_published_fp8_configuration() -> None:
+    in_fp8 = [record for record in published() if record.trial.precision == "fp8"]
+    assert len(in_fp8) > 30
+    for record, linears in itertools.product(in_fp8, (1, 2)):
+        counts = gpu_counts(record)
+        kernel = max((n for n in counts if _ran.gemm_of(n) == "gemm_fp8"), key=lambda n: counts[n])
+        counts[kernel] -= 3 * linears
+        assert "GEMMs in FP8" in str(verdict(record, counts)), record.trial.name
+        counts["nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNN"] = 3 * linears
+        assert "GEMMs in FP8" in str(verdict(record, counts)), record.trial.name
+
+
+def test_a_graph_that_was_not_replayed_fails() -> None:
+    captured = [record for record in published() if record.trial.mode in ("cudagraph", "compile-reduce-overhead")]
+    for record in captured:
+        counts = gpu_counts(record)
+        assert verdict(record, {**counts, "cudaGraphLaunch": 0}) is not None
+        if record.trial.mode == "cudagraph":
+            assert "launched one by one" in str(verdict(record, {**counts, "cudaLaunchKernel": 12}))
+            assert verdict(record, {**counts, "cudaLaunchKernel": 2, "cuLaunchKernel": 2}) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_sm90_qrtst_144x128_128x6_1x2_h_bz_coopA_algo2_TNN", "gemm_fp8"),
+        ("nvjet_qqtst_128x128_128x6_2x1_v_bz_coopA_TNT", "gemm_fp8"),  # CUDA 12
+        ("nvjet_sm100_qqtst_128x256_128x5_2x1_2cta_v_bz_TNT", "gemm_fp8"),
+        ("sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize64x64x64_stage3_warpsize2x2x1_kernel", "gemm_fp8"),
+        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::float_e4m3_t>>", "gemm_fp8"),
+        ("scaled_kernel", "gemm_fp8"),
+        ("gluon_gemm_fp8_kernel", "gemm_fp8"),
+        ("gluon_gemm_half_kernel", "gemm_half"),
+        ("nvjet_sm90_tss_128x256_64x4_2x1_v_bz_coopA_TNN", "gemm_half"),
+        ("nvjet_sm90_hsh_128x256_64x4_2x1_v_bz_coopA_TNN", "gemm_half"),
+        ("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn", "gemm_half"),
+        ("void cutlass::Kernel2<cutlass_75_tensorop_s1688gemm_bf16_64x64_tn_align1>", "gemm_half"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_64x256_16x4_nt_align4>", "gemm_float"),
+        ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32_kernel", "gemm_float"),
+        ("ampere_sgemm_128x64_nn", "gemm_float"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", None),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, cutlass::bfloat16_t>>", None),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", None),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64", None),
+        ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_t_transpose_view_11", None),
+        ("gluon_attention_forward_kernel", None),
+        ("_cast_kernel", None),
+        ("te_bench::policy_gemm", None),  # the host's
+    ],
+)
+def test_a_kernel_s_name_tells_its_precision(kernel: str, kind: str | None) -> None:
+    assert _ran.gemm_of(kernel) == kind
+
+
+def test_a_product_whose_dtype_no_profiler_tells_is_of_the_trial_s_precision() -> None:
+    untold = {"aten::mm": 27, "te_bench::reference_gemm": 3}
+    ran = [_ran.parts(untold, "cpu", half=half) for half in (True, False)]
+    assert [(parts["gemm_fp8"], parts["gemm_half"], parts["gemm_float"]) for parts in ran] == [(3, 27, 0), (3, 0, 27)]
+    told = _ran.parts({"aten::mm float": 1, "aten::addmm c10::BFloat16": 2}, "cpu")
+    assert (told["gemm_half"], told["gemm_float"]) == (2, 1)
+
+
+# On a GPU
+
+STEP = {**TINY, "batch": 4, "block": 64}
+COMPILED = ["compile", "compile-reduce-overhead"]
+EVERY = [*itertools.product([None, *RECIPES], ["eager", "cudagraph"])]
+FUSED = {"blocks": "fused", "optimizer": "triton"}
+MODES = ["eager", *COMPILED, "cudagraph"]
+GPT2 = {"model": "gpt2", "batch": 12, "block": 1024, "vocab": 50257, "padded_vocab": 50304}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("recipe", "mode"), [*EVERY, *itertools.product([None, "float8_block_scaling"], COMPILED)])
+def test_a_gpu_s_honest_step_passes_in_every_mode(recipe: str | None, mode: str) -> None:
+    ran = observed(a_trial(recipe, mode, "cuda", **STEP))
+    assert (ran["gemm_fp8"], ran["gemm_half"]) == ((0, 27) if recipe is None else (24, 3)), ran
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("recipe", "mode"), [*EVERY, *itertools.product([None, "delayed_scaling"], COMPILED)])
+@pytest.mark.parametrize("head", ["chunked", "fp8"])
+def test_a_gpu_s_honest_fused_step_passes_in_every_mode(recipe: str | None, head: str, mode: str) -> None:
+    ran = observed(a_trial(recipe, mode, "cuda", **STEP, **FUSED, head=head))
+    assert ran["fused_blocks"] == 5, ran
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("attention", "mode"),
+    [
+        *itertools.product(["manual", "math", "mem_efficient", "cudnn", "gluon", "flex"], ["eager"]),
+        *itertools.product(["manual", "math", "flex"], ["compile"]),
+    ],
+)
+def test_a_gpu_s_honest_step_passes_with_every_attention(attention: str, mode: str) -> None:
+    problem = {**GPT2, "batch": 2, "accumulate": 2}
+    trial = dataclasses.replace(a_trial(None, mode, "cuda", **problem), attention=attention)
+    assert observed(trial)["gemm_half"] >= 294
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize(("problem", "mode"), [({}, "eager"), ({**FUSED, "head": "fp8"}, "cudagraph")])
+def test_a_gpu_s_gpt2_step_passes_by_the_kernels_of_its_shapes(
+    recipe: str | None, problem: dict[str, Any], mode: str
+) -> None:
+    """At these shapes GEMMs are the Gluon kernel's, too."""
+    ran = observed(a_trial(recipe, mode, "cuda", **GPT2, **problem))
+    of_head = fp8_head.gemms(12288, 50304, 2)[0] if problem else 0
+    assert ran["gemm_fp8"] == (0 if recipe is None else 144) + of_head
+    assert ran["gemm_half"] == (144 if recipe is None else 0) + (0 if problem else 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_a_gpu_s_fp8_step_with_linears_in_bf16_fails_in_every_mode(count: int, mode: str) -> None:
+    with pytest.raises(CheckFailed, match=f"GEMMs in FP8: 24 expected, {24 - 3 * count} ran"):
+        observed(
+            a_trial("float8_current_scaling", mode, "cuda", **STEP), lambda step: in_bf16(step.model, count)
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["torchao_tensorwise", "torchao_rowwise"])
+def test_a_gpu_s_torchao_step_passes_and_fails_without_a_conversion(name: str) -> None:
+    pytest.importorskip("torchao")
+    recipe = "float8_current_scaling" if name == "torchao_tensorwise" else "rowwise_scaling"
+    trial = a_trial(recipe, "compile", "cuda", **STEP, linears=name)
+    assert observed(trial)["gemm_fp8"] == 24
+    with pytest.raises(CheckFailed, match="GEMMs in FP8: 24 expected, 21 ran"):
+        observed(trial, lambda step: in_bf16(step.model, 1))
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_step_that_is_not_captured_or_not_compiled_fails() -> None:
+    def as_eager(step: TrainStep) -> None:
+        step.__dict__.update(_model.step_of(a_trial(None, "eager", "cuda", **STEP)).__dict__)
+
+    for mode, part in (("cudagraph", "replays"), ("compile", "what torch.compile made")):
+        with pytest.raises(CheckFailed, match=part):
+            observed(a_trial(None, mode, "cuda", **STEP), as_eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "compile", "cudagraph"])
+@pytest.mark.parametrize("recipe", [None, *(name for name in RECIPES if not recipes.load(name).fp8_dpa)])
+def test_a_gpu_s_layer_is_twelve_gemms(recipe: str | None, mode: str) -> None:
+    changes: dict[str, Any] = {"problem": {**LAYER, "hidden": 256, "ffn": 512, "sequence": 64}, "mode": mode}
+    changes |= {"device": "cuda", "precision": "bf16" if recipe is None else "fp8", "recipe": recipe}
+    trial = dataclasses.replace(TRIAL, workload="layer", **changes)
+    p = layer.config_of(trial)
+    iteration = layer.Iteration(layer.layers.load("te_layer"), p, 0, mode=mode)
+    for _ in range(3):
+        iteration()
+    seen = _check.kernels_seen(iteration, "cuda")
+    ran = _ran.require(trial, seen, Measurement(), _ran.of_layer(trial)).work["ran"]
+    assert ran["gemm_half" if recipe is None else "gemm_fp8"] == 12, ran

@@ -1,0 +1,109 @@
+"""Published records are of a clean tree and of today's suites, and tables agree; published.toml lists the exceptions."""
+
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_bench.experiments import plan
+from te_bench.experiments.spec import Options, Trial
+from te_bench.experiments.store import Journal, load
+from te_bench.reports import analysis, text
+from te_bench.reports.rows import TIMED, load_results, trial_of
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+PUBLISHED: dict[str, dict[str, Any]] = tomllib.loads((RESULTS / "published.toml").read_text())
+FOLDERS = sorted(str(path.parent.relative_to(RESULTS)) for path in RESULTS.glob("*/*/journal.jsonl*"))
+MARKER = re.compile(r"^<!-- te-bench:table (?:\.\./)?results/(\S+) (\S+) -->", re.MULTILINE)
+DATA = ("data", "tokenizer", "corpus", "data_sha256", "vocab", "padded_vocab")  # of the user's text, not of the suite
+
+
+@cache
+def journal(folder: str) -> Journal:
+    return load(RESULTS / folder)
+
+
+def known(folder: str) -> dict[str, str]:
+    return PUBLISHED[folder].get("known", {})
+
+
+def settled(trial: Trial) -> str:
+    """What a suite fixes about a trial: not its seed, and of a training not the user's text."""
+    drop = DATA if trial.workload == "training" else ()
+    problem = {key: value for key, value in trial.problem.items() if key not in drop}
+    return str(sorted({**trial.to_json(), "problem": sorted(problem.items()), "seed": None}.items()))
+
+
+def test_every_folder_says_how_it_was_planned() -> None:
+    assert set(PUBLISHED) == set(FOLDERS) | {"disagreements"}
+
+
+def _clean(environment: Mapping[str, Any]) -> bool:
+    """Whether a commit is known and no file differed from it."""
+    details = environment.get("details") or {}
+    return bool(details.get("git_commit")) and details.get("git_dirty") is False
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_records_are_of_a_clean_tree(folder: str) -> None:
+    found = journal(folder)
+    dirty = sorted({environment for _, environment in found.records if not _clean(found.environments[environment])})
+    reason = known(folder).get("dirty")
+    assert bool(dirty) == bool(reason), (
+        f"environments of a dirty or unknown tree: {dirty}; published.toml says {reason!r}"
+    )
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_records_are_of_the_plan_that_the_suite_makes_today(folder: str) -> None:
+    said = PUBLISHED[folder]
+    options = dict(said.get("options", {}))
+    if "recipes" in options:
+        options["recipes"] = tuple(options["recipes"])
+    today = plan.resolve(
+        said["suite"], Options(device="cuda", data={"": "random"} if said.get("trains") else {}, **options)
+    )
+    planned = {settled(trial) for trial in today.trials}
+    found = journal(folder)
+    measured = {settled(record.trial): record.trial.name for record in found.records.values()}
+    old = sorted(name for key, name in measured.items() if key not in planned)
+    reason = known(folder).get("old_plan")
+    assert bool(old) == bool(reason), f"today's {said['suite']} would not run {old[:5]}; published.toml says {reason!r}"
+    missing = sorted(trial.name for trial in today.trials if settled(trial) not in measured)
+    reason = known(folder).get("missing")
+    assert bool(missing) == bool(reason), f"no record of {missing[:5]}; published.toml says {reason!r}"
+
+
+def test_no_two_tables_give_one_configuration_two_figures() -> None:
+    """The same trial, seeds aside, on the same GPU, in tables of two folders: one figure, as printed."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    tabled = {folder for page in pages for folder, _ in MARKER.findall(page.read_text()) if folder in FOLDERS}
+    printed: dict[tuple[str, str | None, str], dict[str, str]] = defaultdict(dict)
+    for folder in sorted(tabled):
+        for group in load_results([RESULTS / folder]).groups:
+            for cell in group.cells:
+                for sample in TIMED:
+                    if seconds := analysis.of_processes(cell.ok, sample):
+                        printed[cell.trial.name.rsplit("/", 1)[0], group.gpu, sample][folder] = text.milliseconds(
+                            seconds
+                        )
+    found = defaultdict(list)
+    for (name, _, sample), figures in printed.items():
+        if len(set(figures.values())) > 1:
+            found[" ".join(sorted(figures))].append(f"{name} {sample}: {figures}")
+    allowed = PUBLISHED["disagreements"]
+    assert set(found) == set(allowed), dict(found)
+
+
+def test_a_trial_of_another_plan_is_seen() -> None:
+    """The comparison sees a changed setting and heeds neither the seed nor whose text was trained on."""
+    [of, *_] = [trial_of(value) for value in journal("h200/convergence").plans[0].trials]
+    same = of.to_json() | {"seed": 99, "problem": {**of.problem, "corpus": "other", "data_sha256": "other"}}
+    assert settled(of) == settled(Trial.from_json(same))
+    assert settled(of) != settled(Trial.from_json(of.to_json() | {"problem": {**of.problem, "learning_rate": 1.0}}))
