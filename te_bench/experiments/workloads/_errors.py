@@ -75,17 +75,26 @@ def _scale(error: Tensor, truth: Tensor) -> tuple[float, float]:
 def _worst_row(error: Tensor, known: Tensor, truth: Tensor, precision: str, typical: float) -> float:
     """Over rows and columns: the error's norm over FACTOR (1 + TAIL / sqrt(2 w)) noise + floor; of a vector, over elements.
 
-    A row's noise is the yardstick's own error in it, or the mean of all rows' where that is larger.
+    A row's noise is the yardstick's own error in it, or the mean of all rows' where that is larger. w: in how many
+    directions the yardstick's errors lie, at most a row's elements; where one token decides over v's gradient they are few.
     """
     if truth.dim() == 1:
         error, known, truth = error[:, None], known[:, None], truth[:, None]
     error, known, truth = (t.flatten(0, -2) for t in (error, known, truth))
     overall = max(torch.linalg.vector_norm(known).item(), typical * torch.linalg.vector_norm(truth).item())
+    directions = _directions(known)
     shares = []
     for side in (1, 0) if truth.shape[1] > 1 else (1,):
-        rows, width = truth.shape[1 - side], truth.shape[side]
+        rows, width = truth.shape[1 - side], min(truth.shape[side], directions)
         noise = torch.linalg.vector_norm(known, dim=side).clamp(min=overall / math.sqrt(rows))
         limit = FACTOR * (1 + TAIL / math.sqrt(2 * width)) * noise
         limit += ROW_FLOOR[precision] * torch.linalg.vector_norm(truth, dim=side)
         shares.append((torch.linalg.vector_norm(error, dim=side) / limit.clamp(min=1e-300)).max())
     return torch.stack(shares).max().item()
+
+
+def _directions(x: Tensor) -> float:
+    """Of the rows of x (M, N), and of its columns: (sum s^2)^2 / sum s^4 of its singular values s, at least 1."""
+    gram = x.mT @ x if x.shape[0] > x.shape[1] else x @ x.mT
+    squares = gram.square().sum()
+    return max(1.0, (gram.trace().square() / squares.clamp(min=1e-300)).item())

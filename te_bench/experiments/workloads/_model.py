@@ -46,6 +46,9 @@ SETTLE = 4
 #: What makes a step fast and nothing else: the references of the check are without.
 FAST = ("head", "optimizer", "blocks", "linears")
 
+#: Backends that keep the scores, and make dS of no rounded output.
+UNFUSED = ("manual", "math")
+
 #: Scores of a layer that the references hold at once: 128 MiB in float64, or those of one sequence.
 TOGETHER = 2**24
 
@@ -208,9 +211,9 @@ def allow_tf32(precision: str) -> None:
 def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> dict[str, Any]:
     """Hold loss and every gradient of one step to the same model in float64 with manual attention and no padding.
 
-    The yardstick is the same model with manual attention at the trial's own precision, eager, and FP8 emulated, attention's
-    by manual_fp8 where the trial's is in FP8: the trial may err FACTOR times as much, tensor by tensor, plus a floor. Raises
-    CheckFailed, naming the worst tensor.
+    The yardstick is the same model at the trial's own precision, eager, with manual attention, rounded as fused kernels do
+    where the trial's is one, and FP8 emulated, attention's by manual_fp8 where the trial's is in FP8. The trial may err
+    FACTOR times as much, tensor by tensor, plus a floor. Raises CheckFailed, naming the worst tensor.
     So may its scale, and each row of it (_errors); and attention is held apart (_operator).
     Models with dropout are compared without it, eagerly: random masks cannot be.
     """
@@ -228,7 +231,8 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     true_loss, truth = _in_rows(exact, step.optim, tokens, targets)
     recipe = recipes.load(trial.recipe) if trial.recipe else None
     fp8_head = trial.problem.get("head") == "fp8"
-    library_loss, yardstick = _in_rows(library, step.optim, tokens, targets, recipe, fp8_head)
+    as_fused = definition == "manual" and trial.attention not in UNFUSED
+    library_loss, yardstick = _in_rows(library, step.optim, tokens, targets, recipe, fp8_head, as_fused)
     allow_tf32(trial.precision)  # building the references set it for theirs
     padding = ours["transformer.wte.weight"][vocab:]
     ours["transformer.wte.weight"] = ours["transformer.wte.weight"][:vocab]
@@ -295,11 +299,13 @@ def _in_rows(
     targets: Tensor,
     recipe: recipes.Recipe | None = None,
     fp8_head: bool = False,
+    as_fused: bool = False,
 ) -> tuple[float, dict[str, Tensor]]:
     """loss, gradients of the eager model a few sequences at a time: the reference fits wherever the trial does.
 
     Small problems go by micro-batches as the trial's do, so that FP8's scales are of the same tensors as there.
-    With a recipe, its FP8 is emulated; with fp8_head, that of the head `fp8`, one scale a tensor, its gradient's fixed.
+    With a recipe, its FP8 is emulated; with fp8_head, that of the head `fp8`, one scale a tensor, its gradient's
+    fixed; as_fused: attention is rounded as fused kernels do.
     """
     rows = len(tokens) // optim.accumulate
     together = max(1, TOGETHER // (config_of(trial).n_head * tokens.shape[1] ** 2))
@@ -312,6 +318,9 @@ def _in_rows(
         emulate(model, recipe, leave=("lm_head",))
     if fp8_head:
         emulate(model.lm_head, Float8CurrentScaling(), gradient_scale=HEAD_SCALE * targets.numel())
+    if as_fused:
+        for block in model.transformer.h:
+            block.attn.attention = _operator.as_fused  # type: ignore[union-attr,assignment]
     step = TrainStep(model, optim, precision=trial.precision, mode="eager")
     return step.gradients(tokens, targets)
 

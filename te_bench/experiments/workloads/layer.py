@@ -253,8 +253,9 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     for name, value in truth.items():
         limit = _model.FACTOR * max(errors[name], typical) + floor
         quantities.append(Quantity(name, _error(ours[name], value), limit))
-    # Others may multiply more exactly or round more coarsely than the recipe says.
-    rounded: dict[str, float] = {"typical": typical, "slack": 1.0 if rival.numerics or not p.recipe else _model.FACTOR}
+    # Others may round more coarsely than the recipe says, and fused attention rounds out before it makes dS.
+    alike = (rival.numerics or not p.recipe) and trial.attention in (*_model.UNFUSED, NO_ATTENTION)
+    rounded: dict[str, float] = {"typical": typical, "slack": 1.0 if alike else _model.FACTOR}
     more: list[Quantity] = []
     for name, value in truth.items():
         known = yardstick[name]
