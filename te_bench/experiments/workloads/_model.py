@@ -319,8 +319,9 @@ def _in_rows(
     if fp8_head:
         emulate(model.lm_head, Float8CurrentScaling(), gradient_scale=HEAD_SCALE * targets.numel())
     if as_fused:
+        block: Any
         for block in model.transformer.h:
-            block.attn.attention = _operator.as_fused  # type: ignore[union-attr,assignment]
+            block.attn.attention = _operator.as_fused
     step = TrainStep(model, optim, precision=trial.precision, mode="eager")
     return step.gradients(tokens, targets)
 
