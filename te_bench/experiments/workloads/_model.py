@@ -320,7 +320,7 @@ def _in_rows(
         emulate(model.lm_head, Float8CurrentScaling(), gradient_scale=HEAD_SCALE * targets.numel())
     if as_fused:
         for block in model.transformer.h:
-            block.attn.attention = _operator.as_fused  # type: ignore[union-attr,assignment]
+            block.attn.attention = _operator.as_fused  # type: ignore[union-attr]
     step = TrainStep(model, optim, precision=trial.precision, mode="eager")
     return step.gradients(tokens, targets)
 

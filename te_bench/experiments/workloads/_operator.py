@@ -131,7 +131,8 @@ def _by(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Four:
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with contextlib.nullcontext() if q.dtype is not torch.float64 else torch.autocast(q.device.type, enabled=False):
         out = attend(q, k, v, causal=True, scale=1 / math.sqrt(q.shape[3]))
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))
+    return out.detach(), dq, dk, dv
 
 
 class _Fused(torch.autograd.Function):
