@@ -10,7 +10,7 @@ from te_bench.cli.gate import minutes
 from te_bench.reports import gate_live
 
 
-class Asked(Exception):
+class Asked(BaseException):  # the command line answers every Exception
     pass
 
 

@@ -63,7 +63,8 @@ def test_every_fault_is_one_row_of_its_own_kind_and_the_sweep_goes_on(tmp_path: 
         assert bool(by_fault[fault]["samples"].get("latency_s")) == (outcome == "ok")
 
     assert done.returncode == 4  # incomplete
-    assert all(line.startswith("[") for line in done.stderr.splitlines()), done.stderr  # progress: no leaked locks
+    said = [line for line in done.stderr.splitlines() if "the machine is busy" not in line]
+    assert all(line.startswith("[") for line in said), done.stderr  # progress: no leaked locks
     assert "crashed: fault/segfault/manual/bf16/eager/s0: SIGSEGV" in done.stdout
     assert (tmp_path / "out" / "report" / "index.html").is_file()
     logs = tmp_path / "out" / "logs"
