@@ -46,6 +46,21 @@ def test_as_a_decorator_and_again() -> None:
     assert not te.is_fp8_enabled()
 
 
+def test_leaving_ends_all_that_are_open_and_none_takes_a_step() -> None:
+    (layer, x), outer, inner = a_linear(), te.autocast(), te.autocast()
+    with outer:
+        with inner:
+            layer(x)
+            fp8.leave()
+            with te.autocast(enabled=False):
+                pass
+        assert not te.is_fp8_enabled()
+    assert not te.is_fp8_enabled()
+    assert te.numerics(layer)[""]["input"]["scale"] == 1.0
+    steps(layer, x, 1)
+    assert te.numerics(layer)[""]["input"]["scale"] != 1.0
+
+
 def test_the_innermost_counts() -> None:
     layer, x = te.Linear(32, 16, bias=False), torch.randn(8, 32)
     with te.autocast(recipe=RECIPES["current"]):
