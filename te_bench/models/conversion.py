@@ -10,6 +10,7 @@ The model's forward and its other layers stay as they are, and so do the names i
 import contextlib
 import copyreg
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -203,7 +204,9 @@ def _checkpoint_in_fp8(module: Any, undo: contextlib.ExitStack) -> None:
     if "_gradient_checkpointing_func" in vars(module):
         function = _known(module._gradient_checkpointing_func)
         _assign(module, "_gradient_checkpointing_func", function, undo)
-    if hasattr(type(module), "_set_gradient_checkpointing"):
+    setter = getattr(type(module), "_set_gradient_checkpointing", None)
+    # Code from before transformers 4.35 has (module, value), and calls torch's checkpoint by its own name.
+    if callable(setter) and "gradient_checkpointing_func" in inspect.signature(setter).parameters:
         _assign(module, "_set_gradient_checkpointing", _Checkpointing(module), undo)
 
 

@@ -95,6 +95,7 @@ _TRACED = TracedScales()
 
 current = Region()
 _depth = 0
+_left = 0  # how often leave() was called
 #: The recipes that take a step when the outermost autocast ends, those that were used in it, each with its process group.
 _due: dict[Recipe, Any] = {}
 #: States in the order of their making, the same on all ranks of a process group. They live as long as their modules.
@@ -135,12 +136,12 @@ class autocast(contextlib.ContextDecorator):
             for known in [known for known in _interned if id(known) not in used and known is not current.recipe]:
                 del _interned[known]
         self._wanted = (bool(enabled), bool(calibrating), _interned.setdefault(recipe, recipe), amax_reduction_group)
-        self._outer: list[Region] = []
+        self._outer: list[tuple[Region, int]] = []
 
     def __enter__(self) -> None:
         global current, _depth
         enabled, calibrating, recipe, group = self._wanted
-        self._outer.append(current)
+        self._outer.append((current, _left))
         current = replace(current, enabled=enabled, calibrating=calibrating, recipe=recipe, group=group)
         _depth += 1
 
@@ -148,8 +149,11 @@ class autocast(contextlib.ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         global current, _depth, _due
-        ended, current = current, self._outer.pop()
-        _depth = max(_depth - 1, 0)  # 0 after leave()
+        outer, left = self._outer.pop()
+        if left != _left:
+            return  # leave() has ended it
+        ended, current = current, outer
+        _depth -= 1
         again = ended.scales is not None and ended.scales.replaying
         active = (ended.enabled and torch.is_grad_enabled()) or ended.calibrating
         if active and kind is None and not again:
@@ -173,8 +177,8 @@ def fp8_autocast(
 
 def leave() -> None:
     """As if no autocast had been entered: those still open end without a step of their recipes."""
-    global current, _depth, _due
-    current, _depth, _due = Region(), 0, {}
+    global current, _depth, _due, _left
+    current, _depth, _due, _left = Region(), 0, {}, _left + 1
 
 
 def is_fp8_enabled() -> bool:

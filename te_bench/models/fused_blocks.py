@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from te_bench.kernels.attention._gradients import read_at_once
 from te_bench.models import fp8
-from te_bench.models.modules._module import FLOATS, compute_dtype
+from te_bench.models.modules._module import FLOATS, Fp8Module, compute_dtype
 from te_bench.models.modules._stretch import Between, Enter, Heads, Plan, Product, unwatched, watched
 from te_bench.models.modules.layernorm_linear import Norm
 
@@ -34,6 +34,11 @@ def _linear(module: Any, dtype: torch.dtype, training: bool) -> tuple[Product, T
     weight, bias = module.weight, module.bias
     if not fp8.current.enabled:
         return Product(None, None), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if not isinstance(module, Fp8Module):
+        raise ValueError(
+            f"blocks fused under te.autocast need te.Linear, and this model has {type(module).__name__}: "
+            "build it with a recipe"
+        )
     return Product.of(module, weight, 0, None, training), weight, bias
 
 
@@ -81,7 +86,8 @@ def why_not(blocks: nn.ModuleList, last: nn.LayerNorm) -> str:
 def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend, heads: int, gelu: str) -> Tensor:
     """`last` of what the blocks make of x (B, T, C); attend is kernels.attention's forward, gelu torch's `approximate`.
 
-    The result is of x's dtype. Raises ValueError for an x of float64: the kernels compute in float32.
+    The result is of x's dtype. Raises ValueError for an x of float64, for the kernels compute in float32, and for an
+    nn.Linear under te.autocast.
     """
     B, T, C = x.shape
     if x.dtype not in FLOATS:

@@ -123,9 +123,10 @@ class GPT(nn.Module):
     states, without all the logits; None computes them. An evaluation, model.eval(), takes `chunked` in place of any head:
     it keeps no logits either, and its loss is of the weights, not of the rounding that they are trained with.
     blocks: "fused" computes from one attention to the next by fused kernels (models.fused_blocks), None one module after
-    the other, as every pass goes that somebody watches (hooks on a block's modules, calibration) or that has frozen weights
-    in it: of a model that was to be fused the first such pass warns, fused_blocks.NotFused, and says why. Parameters and
-    their names are the same. Raises ValueError for dropout in fused blocks.
+    the other, as every pass goes that somebody watches (hooks on a block's modules, calibration), or that has frozen
+    weights in it or a Linear of another class: of a model that was to be fused the first such pass warns,
+    fused_blocks.NotFused, and says why. What torch.compile compiles is fused whatever watches it. Parameters and their
+    names are the same. Raises ValueError for dropout in fused blocks.
     """
 
     def __init__(

@@ -221,6 +221,28 @@ def test_a_checkpoint_function_of_the_users_own_stays() -> None:
     assert model.model.layers[0]._gradient_checkpointing_func is own
 
 
+def test_code_from_before_transformers_4_35_enables_checkpointing_its_own_way() -> None:
+    from transformers import LlamaConfig, PreTrainedModel
+
+    class Old(PreTrainedModel):
+        config_class = LlamaConfig
+        supports_gradient_checkpointing = True
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layer = nn.Linear(32, 32)
+
+        def _set_gradient_checkpointing(self, module: nn.Module, value: bool = False) -> None:  # type: ignore[override]
+            if module is self:
+                self.gradient_checkpointing = value
+
+    model: Any = Old(LlamaConfig(hidden_size=32))
+    convert(model)
+    for enable, call in ((True, model.gradient_checkpointing_enable), (False, model.gradient_checkpointing_disable)):
+        call()
+        assert model.gradient_checkpointing is enable
+
+
 @pytest.mark.parametrize("name", sorted(RMS_NORMS))
 def test_known_norms_of_transformers_are_rms_norms(name: str) -> None:
     transformers = pytest.importorskip("transformers")

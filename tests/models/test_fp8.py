@@ -8,7 +8,7 @@ import pytest
 import torch
 from fp8_cases import RECIPES, model, train
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import te_bench.models as te
 from te_bench.models import fp8, recipe
@@ -44,6 +44,21 @@ def test_as_a_decorator_and_again() -> None:
     with context, context:
         assert te.is_fp8_enabled()
     assert not te.is_fp8_enabled()
+
+
+def test_leaving_ends_all_that_are_open_and_none_takes_a_step() -> None:
+    (layer, x), outer, inner = a_linear(), te.autocast(), te.autocast()
+    with outer:
+        with inner:
+            layer(x)
+            fp8.leave()
+            with te.autocast(enabled=False):
+                pass
+        assert not te.is_fp8_enabled()
+    assert not te.is_fp8_enabled()
+    assert te.numerics(layer)[""]["input"]["scale"] == 1.0
+    steps(layer, x, 1)
+    assert te.numerics(layer)[""]["input"]["scale"] != 1.0
 
 
 def test_the_innermost_counts() -> None:
@@ -187,17 +202,11 @@ def _raises(history: Tensor) -> Tensor:
     raise RuntimeError("the user's own function")
 
 
-def _of_no_numbers(layer: nn.Module, x: Tensor) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        steps(layer, x, 1)
-
-
 @pytest.mark.parametrize(
     "fail",
     [
         lambda layer, x: steps(layer, x, 1, amax_compute_algo=_raises),
         lambda layer, x: steps(layer, x[:, :5], 1),
-        _of_no_numbers,
     ],
 )
 def test_a_pass_that_failed_leaves_other_modules_alone(fail: Callable[[nn.Module, Tensor], None]) -> None:
@@ -209,6 +218,39 @@ def test_a_pass_that_failed_leaves_other_modules_alone(fail: Callable[[nn.Module
     assert te.numerics(layer)[""]["input"]["scale"] == pytest.approx(448 / x.abs().max().item(), rel=1e-6)
     assert te.numerics(layer)[""]["grad_output"]["scale"] == 57344.0
     del failed
+
+
+def _leave_meta(layer: nn.Module) -> None:
+    layer.reset_parameters()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("leave", [_leave_meta, lambda layer: layer.to_empty(device="cpu")])
+def test_scales_begin_afresh_after_a_pass_on_the_meta_device(leave: Callable[[nn.Module], Any]) -> None:
+    layer, x = te.Linear(32, 32, device="meta"), torch.ones(16, 32)
+    steps(layer, x.to("meta"), 2)
+    leave(layer)
+    assert not any(name.startswith("fp8_") for name in layer.state_dict())
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+    steps(layer, x, 1)
+    assert te.numerics(layer)[""]["input"]["scale"] == 448.0
+
+
+def test_a_pass_under_fake_tensor_mode_changes_no_later_one() -> None:
+    layer, x = a_linear()
+    steps(layer, x, 2)
+    known = layer.state_dict()
+    copied, _ = a_linear()
+    copied.load_state_dict(known)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        steps(copied, torch.ones(16, 32), 2)
+    copied.zero_grad()
+    with torch.no_grad(), te.autocast(recipe=recipe.DelayedScaling()):
+        y = copied(x)
+        assert torch.equal(y, layer(x))
+    assert not isinstance(y, FakeTensor)
+    assert torch.equal(copied.state_dict()["fp8_amax_history_fwd"], known["fp8_amax_history_fwd"])
+    assert torch.equal(steps(copied, x, 2), steps(layer, x, 2))
 
 
 def test_every_recipe_of_a_region_takes_a_step() -> None:

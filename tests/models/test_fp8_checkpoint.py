@@ -245,3 +245,16 @@ def test_where_the_graph_breaks_inside_a_checkpoint_it_is_as_in_eager_mode() -> 
     compiled = torch.compile(lambda x: te.checkpoint(broken, checkpointed, x), backend="aot_eager")
     assert equal(expected, train(checkpointed, compiled, RECIPES["delayed"]))
     torch._dynamo.reset()
+
+
+def test_a_layer_is_called_with_fp8_after_a_checkpoint_without_it() -> None:
+    torch.manual_seed(0)
+    layer, x = te.Linear(32, 32, device="cpu"), torch.randn(16, 32, requires_grad=True)
+
+    def gradients(first: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        h = first(x)
+        with te.autocast(recipe=RECIPES["current"]):
+            y = layer(h)
+        return list(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
+
+    assert equal(gradients(layer), gradients(lambda h: te.checkpoint(layer, h)))

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from table_adamw_cases import CURRENT, DELAYED, OPTIM, SMALL, a_batch, furthest_gradient, losses
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+import te_bench.models as te
 from te_bench.kernels.activation import reference as activation_reference
 from te_bench.kernels.activation import triton as activation_triton
 from te_bench.kernels.gemm import _half
@@ -234,6 +235,44 @@ def test_what_cannot_be_fused_says_why() -> None:
         GPT(dataclasses.replace(SMALL, dropout=0.1), blocks="fused")
     with pytest.raises(ValueError, match="float64; build the model without blocks"):
         GPT(SMALL, attention="manual", blocks="fused").double()(*a_batch())
+    with pytest.raises(ValueError, match=r"need te\.Linear, and this model has Linear"), te.autocast():
+        GPT(SMALL, attention="manual", blocks="fused")(*a_batch())
+
+
+class _Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.base(x)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_linear_that_computes_otherwise_is_not_fused(wrapped: bool) -> None:
+    plain, fused = (a_step(blocks, "fp32").model for blocks in BOTH)
+    for model in (plain, fused):
+        mlp: Any = model.transformer.h[0].mlp  # type: ignore[index,union-attr]
+        weight = mlp.c_fc.weight
+        if wrapped:
+            mlp.c_fc = _Wrapped(mlp.c_fc)
+        else:
+            mlp.c_fc = _Doubled(mlp.c_fc.in_features, mlp.c_fc.out_features, bias=False)
+            mlp.c_fc.weight = weight
+    with pytest.warns(fused_blocks.NotFused, match=r"h.0.mlp.c_fc is a _(Wrapped|Doubled), whose forward is its own"):
+        loss = fused(*a_batch())
+    assert torch.equal(loss, plain(*a_batch()))
 
 
 @pytest.mark.usefixtures("triton_kernels")

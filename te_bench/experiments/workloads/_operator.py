@@ -58,9 +58,15 @@ def check(step: TrainStep, tokens: Tensor, targets: Tensor, name: str, precision
         with autocast(step.device, step.precision):
             for q in _quantities(f"layer {layer}: attention", call, attention.yardstick(name), precision):
                 kind = q.name.partition(": ")[2]
-                if kind not in worst or not q.error / q.limit <= worst[kind].error / worst[kind].limit:
+                if kind not in worst or _share(q) > _share(worst[kind]):
                     worst[kind] = q
     return [Quantity("attention, layers that did not call it", float(layers - len(calls)), 0.0), *worst.values()]
+
+
+def _share(q: Quantity) -> float:
+    """Of its limit; what is not a number is worse than any."""
+    share = q.error / q.limit
+    return math.inf if math.isnan(share) else share
 
 
 @contextlib.contextmanager

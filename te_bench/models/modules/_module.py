@@ -117,7 +117,8 @@ class Fp8Module(OneRank, nn.Module):
                 return known[1]
             self._prepare()
             usual = Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
-            self._usual[key] = self._state and self._state.views, usual
+            state = self._state
+            self._usual[key] = (state and state.views, usual) if state is None or state.real else None
             return usual
         self._prepare(traced=torch.compiler.is_compiling())
         if not torch.compiler.is_compiling():
@@ -129,6 +130,9 @@ class Fp8Module(OneRank, nn.Module):
     def without_fp8(self) -> None:
         """Note such a call. Raises ValueError where a backward pass computes again so what was computed in FP8."""
         if torch.compiler.is_compiling() or not self._usual:
+            return
+        scales = fp8.current.scales
+        if scales is not None and scales.replaying:  # te.checkpoint's: it was without FP8 the first time, too
             return
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
@@ -160,24 +164,26 @@ class Fp8Module(OneRank, nn.Module):
         return type(self), [(name, p.shape, p.device) for name, p in self.named_parameters(recurse=False)]
 
     def _make(self) -> None:
-        recipe = fp8.current.recipe
+        recipe, old = fp8.current.recipe, self._state
+        if old is not None and not old.real:
+            old = None  # of a pass that made no numbers: nothing to go on with
         counting = fp8.current.numerics and not self._counts
-        if not counting and (recipe is None or (self._state is not None and self._state.recipe is recipe)):
+        if not counting and (recipe is None or (old is not None and old.recipe is recipe)):
             return
         device = next(self.parameters()).device
         if counting:
             keys = itertools.product(ROLES, range(self._n_gemms))
             with torch.inference_mode(False):
                 self._counts = {key: torch.zeros(3, dtype=torch.int64, device=device) for key in keys}
-        if recipe is None or (self._state is not None and self._state.recipe is recipe):
+        if recipe is None or (old is not None and old.recipe is recipe):
             return
         with torch.inference_mode(False):  # what is made in inference mode could never be trained with
             state = recipe.make_state(self._n_gemms, device)
         if state is None:
             return
-        if self._state is not None:
-            state.carry(self._state)
-        if self._loaded:
+        if old is not None:
+            state.carry(old)
+        if self._loaded and state.real:
             state.load(self._loaded)
             self._loaded = {}
         self._state = state
@@ -266,7 +272,8 @@ class Fp8Module(OneRank, nn.Module):
 
     def recipe_state(self) -> dict[str, Tensor]:
         """{name in SAVED: tensor}, what there is of them: not copies."""
-        found: dict[str, Tensor] = self._loaded if self._state is None else self._state.tensors()
+        real = self._state is not None and self._state.real
+        found: dict[str, Tensor] = self._state.tensors() if real else self._loaded
         return {name: tensor.detach() for name, tensor in found.items()}
 
     def named_buffers(
@@ -301,14 +308,16 @@ class Fp8Module(OneRank, nn.Module):
         self._cached = [NOT_KEPT] * self._n_gemms
         if not saved:
             return
-        if self._state is None:
-            self._loaded = saved
+        if self._state is None or not self._state.real:
+            self._state, self._loaded = None, saved
         else:
             self._state.load(saved)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         self._cached = [NOT_KEPT] * self._n_gemms
+        if self._state is not None and not self._state.real:
+            self._state = None
         if self._state is not None:
             self._state.to(fn(torch.empty(0, device=self._state.forward.scale.device)).device)
         self._counts = {

@@ -186,6 +186,11 @@ class DelayedState:
         self.backward = _fresh(recipe, 2 * gemms, "grad_output", device)
         self._index()
 
+    @property
+    def real(self) -> bool:
+        """Whether it holds numbers; see Table."""
+        return self.forward.real
+
     def _index(self) -> None:
         self.views: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         for role in self.ROLES:

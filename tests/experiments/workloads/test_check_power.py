@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _errors, _model, train_step
+from te_bench.experiments.workloads import _errors, _model, _operator, train_step
 from te_bench.models import recipe as recipes
 from te_bench.models.train import TrainStep
 
@@ -136,6 +136,25 @@ def test_attention_of_fused_blocks_is_held_apart_too(fault: str) -> None:
     attention_of(step, FAULTS_OF_ATTENTION[fault])
     with pytest.raises(CheckFailed, match="attention"):
         checked(trial, step)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_what_is_not_a_number_in_one_layer_is_not_hidden_by_another(layer: int) -> None:
+    trial = a_trial("bf16", None)
+    step = _model.step_of(trial)
+    model: Any = step.model
+    block = model.transformer.h[layer].attn
+    right = block.attention
+
+    def wrong(q: Any, *others: Any, **said: Any) -> Any:
+        q.register_hook(lambda gradient: gradient * math.nan)
+        return right(q, *others, **said)
+
+    block.attention = wrong
+    tokens, targets = train_step.random_batches(trial)[0]
+    found = {q.name.partition("'s ")[2]: q for q in _operator.check(step, tokens, targets, "flash", "bf16")}
+    assert found["dq, scale"].wrong
+    assert found["dq, worst row"].wrong
 
 
 def test_a_layer_whose_attention_is_not_called_fails() -> None:
