@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from te_bench import __version__
 from te_bench.experiments.spec import SCHEMA, Experiment, Record, Scalar, canonical_json
 
 JOURNAL = "journal.jsonl"
@@ -70,7 +71,8 @@ class Records(Mapping[Key, Record]):
     def __getitem__(self, key: Key) -> Record:
         found = self._found[key]
         if isinstance(found, bytes):
-            found = self._found[key] = Record.from_json(json.loads(found)["body"])
+            with understood(f"the record of trial {key[0]}"):
+                found = self._found[key] = Record.from_json(json.loads(found)["body"])
         return found
 
     def __iter__(self) -> Iterator[Key]:
@@ -161,12 +163,24 @@ def _parse(data: bytes, path: Path) -> Journal:
                 break
             raise ValueError(_damage(path, number, lines))
         try:
-            _add(journal, line)
+            with understood("what it says"):
+                _add(journal, line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         journal.size += len(line) + 1
     journal.torn = len(data) - journal.size
     return journal
+
+
+@contextlib.contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Raises ValueError for what is whole and yet not in the fields that are known here: a later te-bench may have more."""
+    try:
+        yield
+    except (AssertionError, AttributeError, KeyError, RecursionError, TypeError) as error:
+        raise ValueError(
+            f"{what} is not in the fields of te-bench {__version__}. Use the te-bench that wrote it."
+        ) from error
 
 
 def _damage(path: Path, number: int, lines: Sequence[bytes]) -> str:

@@ -15,6 +15,7 @@ from te_bench.reports import hardware
 from te_bench.reports.rows import Cell, Group
 
 CONFIDENCE = 0.95
+LONGEST = 1e9  # seconds: 30 years; a time beyond is no measurement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +107,11 @@ def numbers(values: object) -> list[float]:
     return [number for number in map(finite, values) if number is not None]
 
 
+def seconds_of(record: Record, sample: str) -> list[float]:
+    """The times among a record's samples of a kind: above 0, and no longer than a machine runs."""
+    return [time for time in numbers(record.samples.get(sample)) if 0 < time < LONGEST]
+
+
 def step_seconds(samples: Mapping[str, object]) -> float | None:
     """Seconds per step of a training curve; None where it is too short to tell.
 
@@ -169,8 +175,8 @@ def typical(records: Iterable[Record], sample: str) -> float | None:
 
 
 def of_process(record: Record, sample: str) -> float | None:
-    """Median of one process's samples of a kind; None where it has none."""
-    return median(numbers(record.samples.get(sample)))
+    """Median of one process's times of a kind; None where it has none."""
+    return median(seconds_of(record, sample))
 
 
 def ladder(group: Group) -> tuple[Rung, ...]:
@@ -193,7 +199,7 @@ def _rung(cell: Cell, baseline: Cell | None, gpu: str | None) -> Rung:
         return Rung(cell=cell, is_baseline=is_baseline)
     if ratio and baseline and not is_baseline:  # one estimate, whichever seeds are missing
         latency = (of_processes(baseline.ok, "latency_s") or math.nan) / ratio.value
-    steps = [step for record in cell.ok for step in numbers(record.samples.get("latency_s"))]
+    steps = [step for record in cell.ok for step in seconds_of(record, "latency_s")]
     tokens, flop = (finite(cell.ok[0].work.get(key)) for key in ("tokens", "flop"))
     reached = flop / latency if flop else None
     of_peak = peak_precision(cell)

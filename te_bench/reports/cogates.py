@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from te_bench.experiments.spec import Record
-from te_bench.reports.analysis import highest, numbers
+from te_bench.reports.analysis import highest, numbers, seconds_of
 from te_bench.reports.equivalence import Verdict
 from te_bench.reports.rows import TIMED, Cell, Group, Row, printable
 from te_bench.reports.study import Study, studies
@@ -110,10 +110,9 @@ def _outcomes(match: Match) -> list[Finding]:
 
 
 def _untimed(match: Match) -> Iterable[Finding]:
-    """Times that the baseline has and the candidate does not: what is not timed cannot be slower."""
+    """Times that the baseline has and the candidate does not, in any pair: what is not timed cannot be slower."""
     for sample, suffix in TIMED.items():
-        lost = [pair for pair in match.pairs.values() if numbers(pair[0].samples.get(sample))]
-        if lost and not any(numbers(after.samples.get(sample)) for _, after in lost):
+        if any(seconds_of(old, sample) and not seconds_of(new, sample) for old, new in match.pairs.values()):
             yield Finding(
                 name=match.name + suffix,
                 kind=Kind.MISSING,

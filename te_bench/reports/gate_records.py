@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from te_bench.experiments.spec import Record
-from te_bench.reports.analysis import median, numbers
+from te_bench.reports.analysis import median, seconds_of
 from te_bench.reports.cogates import Finding, Kind, Match, of_match, of_studies
 from te_bench.reports.compare_fail import STATS, Limit, judge
 from te_bench.reports.gate import FEWEST, Decision, Verdict, check_test, decide
@@ -39,6 +39,7 @@ _THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
 #: Of a side of stored records that says something: pairs that vary by 0.4 %, as a GPU's do, find a slow-down of 3.0 % in
 #: 80 % of gates, of one trial or of six, where the margin is 2 %; with 5 seeds 3.7 % (slowdown.detectable).
 SEEDS = 8
+TELLING = 5  # different times of a process: two processes of short kernels may share fewer, as coarse as clocks are
 QUIET = 0.1  # the quantile of a process's samples on a CPU
 
 
@@ -141,7 +142,7 @@ def compare(
         means=timed.means,
         calls=timed.calls,
         cells={cell.id: match.name for match in matches for cell in (match.baseline, match.candidate) if cell},
-        notes=(*_notes(results, sides, matches), *(_few_seeds(sides, timed) if looks is None else ())),
+        notes=(*_notes(results, sides, matches), *_copied(timed), *(_few_seeds(sides, timed) if looks is None else ())),
     )
 
 
@@ -207,6 +208,15 @@ def _notes(results: Sequence[Results], sides: Sequence[Sequence[Group]], matches
     return tuple(found)
 
 
+def _copied(timed: "_Timed") -> list[str]:
+    """Which pairs are left out for being copies."""
+    return [
+        f"{name}: left out, for a side has the very times of an earlier seed there: seed{'s' * (len(seeds) > 1)} "
+        f"{', '.join(map(str, seeds))}"
+        for name, seeds in timed.copies.items()
+    ]
+
+
 def _few_seeds(sides: Sequence[Sequence[Group]], timed: "_Timed") -> list[str]:
     """What to do about stored trials of which there are too few pairs to claim anything."""
     pairs = [sum(ratio is not None for ratio in ratios) for ratios in timed.ratios.values()]
@@ -247,28 +257,43 @@ class _Timed:
     ratios: dict[str, list[float | None]]
     means: dict[str, list[float | None]]
     throttled: dict[str, int]  # pairs
+    copies: dict[str, list[int]]  # seeds whose pairs do not count, for a process of theirs is another seed's over again
     calls: dict[str, int]  # of the pairs that count, on the side that has fewer
 
 
 def _timed(matches: Sequence[Match]) -> _Timed:
     rounds = sorted({seed for match in matches for seed in match.pairs})
-    timed = _Timed(ratios={}, means={}, throttled={}, calls={})
+    timed = _Timed(ratios={}, means={}, throttled={}, copies={}, calls={})
     for match in matches:
         for sample, suffix in TIMED.items():
             pairs = {seed: pair for seed, pair in match.pairs.items() if _ratio(pair, sample) is not None}
             if not pairs:
                 continue
-            free = {seed: pair for seed, pair in pairs.items() if not any(map(_throttled, pair))}
+            copies = _copies(pairs, sample)
+            free = {seed: pair for seed, pair in pairs.items() if seed not in copies and not any(map(_throttled, pair))}
             name = match.name + suffix
             known = [seed for seed in rounds if seed <= max(pairs)]  # a trial that was decided has no later rounds
             for into, of in ((timed.ratios, process_s), (timed.means, mean_s)):
                 into[name] = [_ratio(free[seed], sample, of) if seed in free else None for seed in known]
-            timed.throttled.update({name: len(pairs) - len(free)} if len(free) < len(pairs) else {})
-            counts = (
-                [len(numbers(one.samples.get(sample))) for one in side] for side in zip(*free.values(), strict=True)
-            )
+            throttled = len(pairs) - len(free) - len(copies)
+            timed.throttled.update({name: throttled} if throttled else {})
+            timed.copies.update({name: copies} if copies else {})
+            counts = ([len(seconds_of(one, sample)) for one in side] for side in zip(*free.values(), strict=True))
             timed.calls[name] = min(map(sum, counts), default=0)
     return timed
+
+
+def _copies(pairs: Mapping[int, tuple[Record, Record]], sample: str) -> list[int]:
+    """Seeds of which a side has the very times of an earlier seed: one process is no two, and no clock repeats itself so."""
+    found: set[int] = set()
+    for side in (0, 1):
+        seen: set[tuple[float, ...]] = set()
+        for seed, pair in pairs.items():
+            times = tuple(seconds_of(pair[side], sample))
+            if len(set(times)) >= TELLING and times in seen:
+                found.add(seed)
+            seen.add(times)
+    return sorted(found)
 
 
 def _exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[Finding]:
@@ -292,7 +317,7 @@ def _exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[Finding
 
 def _typical(records: Sequence[Record], sample: str) -> dict[str, float]:
     """Each of pytest-benchmark's statistics of a process's samples, in seconds: the median over the processes."""
-    found = [summary(numbers(record.samples.get(sample))) for record in records]
+    found = [summary(seconds_of(record, sample)) for record in records]
     return {name: statistics.median(one[name] for one in found) for name in STATS}
 
 
@@ -319,8 +344,8 @@ def process_s(seconds: Sequence[float], device: str) -> float | None:
 
 def _ratio(pair: tuple[Record, Record], sample: str, of: Of = process_s) -> float | None:
     """Of the seconds of the candidate's process over the baseline's."""
-    old, new = (of(numbers(record.samples.get(sample)), record.trial.device) for record in pair)
-    return new / old if old and new and old > 0 and new > 0 else None
+    old, new = (of(seconds_of(record, sample), record.trial.device) for record in pair)
+    return new / old if old and new else None
 
 
 def _throttled(record: Record) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.experiments.spec import OUTCOMES, Record, Trial
-from te_bench.experiments.store import Journal, Plan, load
+from te_bench.experiments.store import Journal, Plan, load, understood
 
 NOT_RUN = "not run; rerun the same command to go on"
 #: Timed samples of a record, in seconds, and what each adds to its trial's name.
@@ -266,7 +266,8 @@ def _rows(run: str, plans: Sequence[Plan], journal: Journal) -> list[Row]:
 
 def trial_of(value: Mapping[str, Any]) -> Trial:
     """A plan's trial."""
-    return Trial.from_json({key: content for key, content in value.items() if key != "id"})
+    with understood("a plan's trial"):
+        return Trial.from_json({key: content for key, content in value.items() if key != "id"})
 
 
 def _measurement(row: Row) -> tuple[str, str | None]:

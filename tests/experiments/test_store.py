@@ -451,3 +451,15 @@ def test_a_plan_keeps_its_judgement_and_an_older_one_has_none(tmp_path: Path) ->
     body = {name: getattr(plan(), name) for name in Plan.__slots__ if name != "judgement"}
     (tmp_path / "journal.jsonl").write_bytes(encode("plan", body))
     assert load(tmp_path).plans[0].judgement == {}
+
+
+@pytest.mark.parametrize("kind", ["plan", "record", "environment"])
+def test_a_line_in_fields_that_are_not_known_is_refused_in_a_sentence(tmp_path: Path, kind: str) -> None:
+    bodies = {
+        "plan": {name: getattr(plan(), name) for name in Plan.__slots__} | {"later": 1},
+        "record": record().to_json() | {"later": 1},
+        "environment": {"identity": {}},
+    }
+    (tmp_path / JOURNAL).write_bytes(encode(kind, bodies[kind]))
+    with pytest.raises(ValueError, match=r"not in the fields of te-bench .*Use the te-bench that wrote it"):
+        list(load(tmp_path).records.values())

@@ -390,3 +390,33 @@ def test_each_timed_quantity_and_each_limit_is_held_apart(tmp_path: Path) -> Non
         ("backward", "min"),
     ]
     assert gate(tmp_path / "none", calls("baseline", 1.0), calls("candidate", 1.1)).findings == ()
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_process_that_counts_several_times_counts_once(tmp_path: Path, both: bool) -> None:
+    """Two processes, each under four seeds, are two pairs and no PASS."""
+
+    def copied(side: str) -> list[Record]:
+        done = steps(side)
+        return [dataclasses.replace(r, samples=done[r.trial.seed % 2].samples) for r in done]
+
+    found = gate(tmp_path, copied("baseline") if both else steps("baseline"), copied("candidate"))
+    assert found.exit_code == 3
+    [judgement] = found.decision.trials.values() if found.decision else []
+    assert judgement.pairs == 2
+    assert "seeds 2, 3, 4, 5, 6, 7" in found.notes[0]
+
+
+@pytest.mark.parametrize("times", [[], [0.0, 0.0], [-0.03, -0.03], [1e308, 1.7e308]])
+@pytest.mark.parametrize("seeds", [range(8), range(1)])
+def test_times_that_the_candidate_lacks_in_any_pair_are_missing(
+    tmp_path: Path, times: list[float], seeds: range
+) -> None:
+    candidate = steps("candidate")
+    for seed in seeds:
+        candidate = changed(candidate, seed, samples={**candidate[seed].samples, "latency_s": times})
+    found = gate(tmp_path, steps("baseline"), candidate)
+    assert found.exit_code == 4
+    assert [f.message for f in found.findings if f.kind is Kind.MISSING] == [
+        "timed in the baseline, not in the candidate"
+    ]
