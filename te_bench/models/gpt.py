@@ -143,8 +143,6 @@ class GPT(nn.Module):
         padded = padded_vocab_size or config.vocab_size
         if padded < config.vocab_size:
             raise ValueError(f"padded_vocab_size {padded} < vocab_size {config.vocab_size}")
-        if config.n_embd % config.n_head:
-            raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
         if blocks not in (None, "fused"):
             raise ValueError(f'blocks {blocks!r}: "fused", or None for one module after the other')
         if blocks == "fused" and config.dropout:

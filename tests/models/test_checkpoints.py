@@ -266,7 +266,7 @@ def test_other_layouts_are_named(tmp_path: Path, content: Any, said: str) -> Non
         ({"n_head": "4"}, "n_head is '4'"),
         ({"vocab_size": None}, "vocab_size is None"),
         ({"block_size": True}, "block_size is True"),
-        ({"n_head": 5}, "not a multiple of n_head 5"),
+        ({"n_head": 5}, "no multiple of n_head 5"),
         ({"bias": 1}, "bias is 1"),
         ({"dropout": 1.5}, "dropout 1.5"),
         ({"rotary": True}, "model_args has rotary"),

@@ -375,7 +375,7 @@ def test_sequences_up_to_the_block_size_and_no_longer(head: str | None, plain_he
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="padded_vocab_size 49 < vocab_size 50"):
         a_model(49)
-    with pytest.raises(ValueError, match="n_embd 32 is not a multiple of n_head 5"):
+    with pytest.raises(ValueError, match="n_embd 32 is no multiple of n_head 5"):
         a_model(n_head=5)
     with pytest.raises(ValueError, match="unknown attention 'flesh'"):
         a_model(attention="flesh")
