@@ -49,7 +49,7 @@ def _fastest(group: Group, rungs: Sequence[Rung], what: str) -> list[str]:
         names = [f"{rung.cell.label} ({text.milliseconds(rung.latency_s)} ms/batch)" for rung in found.fastest]
         reason = ranking.why([rung.cell for rung in found.fastest])
         tied = f"{text.listed(names, NAMED)}, on {group.where} ({reason})"
-        sentences.append(f"Not distinguished as the fastest{what}: {tied}.")
+        sentences.append(f"Not distinguished, any may be the fastest{what}: {tied}.")
         sentences += [f"Fastest of the others: {_time(found.slower[0])}."] if found.slower else []
     if found.alone:
         number = f"{len(found.alone)} configurations" if len(found.alone) > 1 else "One configuration"
