@@ -325,7 +325,7 @@ def _said(prospect: "Prospect") -> str:
     seeds = prospect.seeds_needed
     needed = "no number of seeds has 80 %" if seeds is None else f"80 % takes {seeds} seeds"
     if prospect.power is None:
-        return f"nothing: a verdict needs 2 seeds at least; {needed}"
+        return f"nothing: a verdict needs 3 seeds at least; {needed}"
     power = f"{prospect.power:.0%}" if prospect.power < 0.995 else "over 99%"
     least = "" if prospect.detectable is None else f", minimum detectable gap {prospect.detectable:.2g} nat"
     return f"power {power} at a true gap of 0{least}; {needed}"

@@ -280,7 +280,7 @@ def _arm(losses: Sequence[float], arm: str) -> Array:
             f"{arm}, run {place + 1} of {values.size}: {values[place]:g} is no loss; write nan where it diverged"
         )
     if values.size < 2:
-        raise ValueError(f"{values.size} {arm} run: a verdict needs 2 seeds at least, and 5 to be worth much")
+        raise ValueError(f"{values.size} {arm} run: a verdict needs 3 seeds at least, and 8 to be worth much")
     return values
 
 

@@ -276,7 +276,7 @@ def _long(source: str, table: _Table) -> Losses:
         )
     if seed is None:
         raise ValueError(
-            f"{table.path} has no column seed: one seed only; a verdict needs 2 at least, told apart by a column seed"
+            f"{table.path} has no column seed: one seed only; a verdict needs 3 at least, told apart by a column seed"
         )
     several = sum(table.header[c].lower() in LOSS for c in others) > 1
     points: dict[str, list[_Point]] = {}
@@ -375,4 +375,4 @@ def _apart(source: str, curves: Mapping[str, Curve]) -> None:
 
 def _two(source: Path | str, seeds: int) -> None:
     if seeds < 2:
-        raise ValueError(f"{source} holds one seed only: a verdict needs 2 at least, and 5 to be worth much")
+        raise ValueError(f"{source} holds one seed only: a verdict needs 3 at least, and 8 to be worth much")

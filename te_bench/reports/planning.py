@@ -16,7 +16,7 @@ from te_bench.reports.analysis import numbers, step_seconds
 from te_bench.reports.study import Arm, Study
 
 FEWEST_PAIRS = 3  # of 2 the standard deviation is wrong by a factor of 2 or more in two cases of five
-FEWEST_SEEDS = 2  # a verdict needs a standard deviation
+FEWEST_SEEDS = 3  # two pairs carry no claim, for they do not show how skewed gaps are
 ROUNDING = 0.005  # of a simulated power
 PILOT_STEPS = 30  # three reads of the loss: the first tells when the clock starts, the others what steps take
 
@@ -227,7 +227,7 @@ def _median(paces: Sequence[Pace], steps: int) -> float | None:
 def seeds_within(budget_s: float, *, slots: int, seed_s: float, where: str = "") -> int:
     """floor(budget slots / seconds of all arms of one seed), of as many trials at once as there are slots.
 
-    where: said after a time that they take. Raises ValueError for a budget that is too small for 2 seeds.
+    where: said after a time that they take. Raises ValueError for a budget that is too small for FEWEST_SEEDS.
     """
     seeds = int(budget_s * slots / seed_s)
     if seeds < FEWEST_SEEDS:

@@ -63,8 +63,8 @@ def test_what_is_slower_than_all_that_are_not_told_apart_is_named(tmp_path):
         step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)
     ]
     assert sentences(tmp_path, records) == [
-        "Not distinguished, any may be the fastest: flash, Vp=50304, bf16, eager (10.2 ms/batch) and cudnn, Vp=50304, bf16, eager "
-        "(10.3 ms/batch), on NVIDIA H200 (only 3 runs of each).",
+        "Not distinguished, any may be the fastest: flash, Vp=50304, bf16, eager (10.2 ms/batch) and cudnn, Vp=50304, "
+        "bf16, eager (10.3 ms/batch), on NVIDIA H200 (only 3 runs of each).",
         "Fastest of the others: math, Vp=50304, bf16, eager: 20.2 ms/batch.",
     ]
 

@@ -170,13 +170,13 @@ def test_seeds_within_a_budget_are_rounded_down() -> None:
     assert planning.seeds_within(3599, slots=1, seed_s=600) == 5
     assert planning.seeds_within(3600, slots=1, seed_s=600) == 6
     assert planning.seeds_within(3599, slots=4, seed_s=600) == 23
-    assert planning.seeds_within(1200, slots=1, seed_s=600) == 2
+    assert planning.seeds_within(1800, slots=1, seed_s=600) == 3
 
 
-def test_a_budget_too_small_for_two_seeds_says_how_long_they_take() -> None:
-    with pytest.raises(ValueError, match=r"^--budget 10 min: a verdict needs 2 seeds, which take about 20 min$"):
+def test_a_budget_too_small_for_three_seeds_says_how_long_they_take() -> None:
+    with pytest.raises(ValueError, match=r"^--budget 10 min: a verdict needs 3 seeds, which take about 30 min$"):
         planning.seeds_within(600, slots=1, seed_s=600)
-    with pytest.raises(ValueError, match="which take about 10 min on 2 GPUs"):
+    with pytest.raises(ValueError, match="which take about 15 min on 2 GPUs"):
         planning.seeds_within(300, slots=2, seed_s=600, where=planning.on("cuda", 2))
 
 

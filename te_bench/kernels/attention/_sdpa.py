@@ -37,4 +37,5 @@ def pinned(backend: SDPBackend, *, grouped: Callable[[Tensor], bool]) -> Callabl
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """(B, Hkv, S, D) -> (B, H, S, D): each head H / Hkv times in a row."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+    times = int(heads // x.shape[1])  # torch.jit.trace has tensors for sizes, on the CPU
+    return x if times == 1 else x.repeat_interleave(times, dim=1)
