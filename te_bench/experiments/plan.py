@@ -23,6 +23,7 @@ from te_bench.models.torchao_linears import NAMES as LINEARS
 #: Settings of a problem that name a plug-in, and where those are.
 PLUGINS = {"head": "te_bench.kernels.linear_cross_entropy", "optimizer": "te_bench.kernels.adamw"}
 WITHOUT_ATTENTION = ("ceilings", "layer")  # workloads that can do without
+MOST_SEEDS = 1000  # far beyond any study, and planned in seconds
 RECIPES, FAULTS = "te_bench.models.recipe", "te_bench.models.faults"
 
 
@@ -48,6 +49,8 @@ def _check_values(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value}: give 1 or more")
+    if options.seeds is not None and options.seeds > MOST_SEEDS:
+        raise ValueError(f"--seeds {options.seeds}: give at most {MOST_SEEDS}")
     if options.steps is not None and options.tokens is not None:
         raise ValueError(f"--steps {options.steps} and --tokens {options.tokens} both say how long to train: give one")
     if options.margin is not None and not 0 < options.margin < math.inf:  # nor is NaN

@@ -108,6 +108,7 @@ def test_fp8_and_a_recipe_go_together() -> None:
         ("quick", {"device": "cdua"}, "unknown device 'cdua'. Did you mean cuda"),
         ("quick", {"seeds": 0}, "--seeds 0: give 1 or more"),
         ("quick", {"seeds": -1}, "--seeds -1: give 1 or more"),
+        ("convergence", {"seeds": 10**9}, "--seeds 1000000000: give at most 1000"),
         ("quick", {"batch": 4}, "--batch: the suite quick chooses its batches itself; leave it out"),
         ("quick", {"budget_s": 5.0}, "--budget: the suite quick has no time-budget trial"),
         ("nanogpt", {"data": {"": "random"}}, "--data: the suite nanogpt trains on no data set"),

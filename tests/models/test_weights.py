@@ -219,7 +219,7 @@ def test_tensors_that_do_not_fit_are_named(
         ({"n_embd": 0}, "n_embd is 0"),
         ({"n_layer": True}, "n_layer is True"),
         ({"n_head": "4"}, "n_head is '4'"),
-        ({"n_head": 5}, "not a multiple"),
+        ({"n_head": 5}, "no multiple"),
         ({"vocab_size": None}, "vocab_size is None"),
         ({"attn_pdrop": 0.2}, "give them one number"),
         ({"resid_pdrop": "x", "attn_pdrop": "x", "embd_pdrop": "x"}, "resid_pdrop"),
