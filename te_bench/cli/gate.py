@@ -306,5 +306,5 @@ def fraction(option: str, given: str) -> float:
     found = _GRAMMAR.fullmatch(given.strip())
     value = float(found["number"]) if found else math.nan
     if not 0 < value <= _MOST:  # nor is NaN
-        raise ValueError(f"--{option} {given}: give a percentage above 0, with its sign, such as 2% or 2.5%")
+        raise ValueError(f"--{option} {given}: give more than 0 % and at most 100 %, with the sign, such as 2% or 2.5%")
     return value / 100

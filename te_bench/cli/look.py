@@ -114,6 +114,8 @@ def plan(
     print(f"{len(experiment.trials)} trials: {experiment.title}")
     for line in forecast.lines() if forecast else ():
         print(line)
+    if forecast and earlier and forecast.refused and not planned.begun(experiment, earlier.out):
+        print(f"`te-bench run` refuses this plan: {forecast.refused}.")
 
 
 def doctor(as_json: Json = False) -> None:

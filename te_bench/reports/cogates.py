@@ -119,6 +119,9 @@ def _untimed(match: Match) -> Iterable[Finding]:
                 code=4,
                 message="timed in the baseline, not in the candidate",
             )
+    timed = [[any(seconds_of(record, sample) for sample in TIMED) for record in pair] for pair in match.pairs.values()]
+    if any(new for _, new in timed) and not any(old for old, _ in timed):
+        yield _found(match, Kind.MISSING, 4, "timed in the candidate, not in the baseline: nothing to compare with")
 
 
 def _worse(old: str, new: str) -> bool:

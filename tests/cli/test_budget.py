@@ -377,6 +377,8 @@ def test_a_plan_without_power_is_refused_unless_it_is_asked_for(
     assert "6 seeds would show a true gap of 0 to lie within 0.003 nat with a power of" in said
     assert re.search(r"It takes --seeds \d+, or --margin 0\.0\d+, or gaps that vary by 0\.0\d+ \(sd\) or less", said)
     assert "add --underpowered to run it all the same" in said
+    planned = " ".join(command("plan", *asked[1:]).out.split())
+    assert "`te-bench run` refuses this plan: 6 seeds would show a true gap of 0" in planned
     assert not (tmp_path / "out").exists()
     seeds, margin = re.findall(r"--seeds (\d+), or --margin ([0-9.]+)", said)[0]
     for number, more in enumerate((["--seeds", seeds], ["--margin", str(1.05 * float(margin))])):

@@ -112,8 +112,8 @@ def test_1_a_threshold_beside_the_test(gate: Gate, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--margin", "0.02"), "--margin 0.02: give a percentage above 0, with its sign"),
-        (("--mde", "1"), "--mde 1: give a percentage"),
+        (("--margin", "0.02"), "--margin 0.02: give more than 0 % and at most 100 %, with the sign"),
+        (("--mde", "1"), "--mde 1: give more than 0 %"),
         (("--alpha", "0.7"), "alpha 0.7"),
         (("--compare-fail", "middle:3%"), "--compare-fail middle:3%: write STAT:N% or STAT:N"),
         (("--only", "*/flex/*"), "matches no trial"),

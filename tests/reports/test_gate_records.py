@@ -407,6 +407,13 @@ def test_a_process_that_counts_several_times_counts_once(tmp_path: Path, both: b
     assert "seeds 2, 3, 4, 5, 6, 7" in found.notes[0]
 
 
+def test_a_baseline_without_any_times_leaves_nothing_to_compare_with(tmp_path: Path) -> None:
+    baseline = [dataclasses.replace(r, samples={**r.samples, "latency_s": []}) for r in steps("baseline")]
+    found = gate(tmp_path, baseline, steps("candidate"))
+    assert found.exit_code == 4
+    assert "timed in the candidate, not in the baseline: nothing to compare with" in [f.message for f in found.findings]
+
+
 @pytest.mark.parametrize("times", [[], [0.0, 0.0], [-0.03, -0.03], [1e308, 1.7e308]])
 @pytest.mark.parametrize("seeds", [range(8), range(1)])
 def test_times_that_the_candidate_lacks_in_any_pair_are_missing(

@@ -111,7 +111,7 @@ def test_choosing_trials_keeps_the_judgement() -> None:
 
 
 def test_gpt2_trains_on_a_hundred_million_tokens_with_a_padded_vocabulary() -> None:
-    p = resolve(device="cuda").trials[0].problem
+    p = resolve(device="cuda", preset="gpt2").trials[0].problem
     tokens = int(str(p["batch"])) * int(str(p["block"])) * int(str(p["accumulate"])) * int(str(p["steps"]))
     assert p["model"] == "gpt2"
     assert (p["batch"], p["block"], p["vocab"], p["padded_vocab"]) == (12, 1024, 50257, 50304)
@@ -123,6 +123,10 @@ def test_gpt2_trains_on_a_hundred_million_tokens_with_a_padded_vocabulary() -> N
 def test_the_low_rate_is_all_that_its_preset_changes() -> None:
     usual, low = (resolve(preset=preset, device="cuda").trials[0].problem for preset in ("gpt2", "gpt2-low-rate"))
     assert dict(low) == {**usual, "learning_rate": 3e-4, "warmup": 400}
+
+
+def test_without_a_preset_a_gpu_has_one_that_its_seeds_can_decide() -> None:
+    assert resolve(device="cuda") == resolve(device="cuda", preset="gpt2-short")
 
 
 def test_the_short_check_is_300_steps_of_12288_tokens_of_gpt2() -> None:
