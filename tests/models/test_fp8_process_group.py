@@ -39,6 +39,7 @@ def _rank(rank: int, path: Path) -> None:
             torch.save(_apart(rank, algorithm), path / f"{algorithm}-alone{rank}.pt")
         for kind in KINDS:
             torch.save(_goes_on(kind, rank, path), path / f"{kind}{rank}.pt")
+        dist.barrier()  # a rank that is gone aborts one that still waits for it
     finally:
         dist.destroy_process_group()
 

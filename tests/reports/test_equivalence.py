@@ -200,7 +200,7 @@ def test_identical_runs_are_equivalent_only_over_seeds_that_differ():
         ([1, 2], [1, 2], {"margin": math.inf}, "margin inf"),
         ([1, 2], [1, 2], {"margin": 1, "alpha": 0.5}, r"alpha 0\.5: give"),
         ([1, 2], [1, 2], {"margin": 1, "alpha": 0}, "alpha 0: give"),
-        ([1], [1], {"margin": 1}, "1 candidate run: .* 2 seeds"),
+        ([1], [1], {"margin": 1}, "1 candidate run: .* 3 seeds"),
         ([1, 2, 3], [1, 2], {"margin": 1}, "3 candidate and 2 control runs cannot be paired"),
         ([1, math.nan], [1, 2], {"margin": 1}, "candidate, run 2 of 2: the loss is nan"),
         ([1, 2], [-math.inf, 2], {"margin": 1}, "control, run 1 of 2: the loss is -inf"),
