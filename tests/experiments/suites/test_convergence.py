@@ -156,7 +156,7 @@ def test_sharing_is_for_gpus_and_for_losses() -> None:
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (49152, 1), (49153, 2), (1_000_000, 21)])
 def test_tokens_are_steps_rounded_up(tokens: int, steps: int) -> None:
-    trials = resolve(device="cuda", tokens=tokens).trials
+    trials = resolve(device="cuda", preset="gpt2", tokens=tokens).trials
     assert {t.problem["steps"] for t in trials} == {steps}
     assert all(1 <= int(str(t.problem["eval_every"])) <= steps for t in trials)
     assert all(int(str(t.problem["warmup"])) < steps for t in trials)
