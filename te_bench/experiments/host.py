@@ -92,9 +92,7 @@ def load_since(before: CpuTime | None, proc: Path = PROC) -> dict[str, Any]:
 
 def disturbance(state: Mapping[str, Any]) -> str | None:
     """What a record's `device_state` says of others that kept the machine busy, in words; None where nobody did."""
-    cores, others, idle, stolen = (
-        state.get(f"{name}") for name in ("host_cores", "cpu_others", "cpu_idle", "cpu_stolen")
-    )
+    cores, others, idle, stolen = map(state.get, ("host_cores", "cpu_others", "cpu_idle", "cpu_stolen"))
     said = []
     if cores and others is not None and idle is not None and idle < BUSY and others > BUSY * cores:
         load = state.get("load_average")

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from te_bench.experiments.spec import Trial
+from te_bench.experiments.suites.speed import OWN
 from te_bench.reports import analysis, figures, text
 from te_bench.reports.analysis import Rung
 from te_bench.reports.rows import Group
 
 #: Settings that only te-bench's own fast step has.
 OWN_PARTS = ("head", "optimizer", "blocks")
-OWN_ATTENTION = ("triton", "gluon")
 EAGER = "PyTorch, eager"
 
 
@@ -37,7 +37,7 @@ def who(trial: Trial) -> str:
     if trial.problem.get("linears"):
         return "torchao under torch.compile"
     parts = any(trial.problem.get(part) for part in OWN_PARTS)
-    if parts or trial.precision == "fp8" or trial.attention in OWN_ATTENTION:
+    if parts or trial.precision == "fp8" or trial.attention in OWN:
         return "te-bench"
     return EAGER if trial.mode == "eager" else "torch.compile"
 
