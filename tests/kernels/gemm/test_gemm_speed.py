@@ -20,7 +20,7 @@ from te_bench.kernels.gemm import PAIRS, Epilogue, _tiles, gluon, scaled_mm, tri
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize import triton as quantize
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.alone]
 
 Shape = tuple[int, int, int]
 Call = Callable[[], object]
