@@ -3,7 +3,7 @@
     python benchmarks/activation_tiles.py [--json FILE]
 
 On an NVIDIA GPU; half a minute, most of which compiles. Forward, backward with the bias gradient, and that with the output
-made again; by launches of our own alone. What ships is `QUANTIZED` of te_bench/kernels/activation/_kernels.py. Under
+made again; by launches of our own alone. What ships is `QUANTIZED` of te_bench/kernels/activation/kernels.py. Under
 TRITON_INTERPRET=1 a CPU runs one tile, which it does not time.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from _race import alone, keep
 
-from te_bench.kernels import _launch
-from te_bench.kernels.activation import _kernels, _recomputed
+from te_bench.kernels import launch
+from te_bench.kernels.activation import kernels, recomputed
 
 SIZES = {"8192 x 16384": (8192, 16384), "12288 x 3072": (12288, 3072)}
 #: ROWS, COLUMNS, num_warps, maxnreg; what ships first. With 80 registers 24 warps share a processor, for 20 with 94.
@@ -33,9 +33,9 @@ def calls(m: int, n: int, device: str) -> dict[str, Callable[[], object]]:
     looks: dict[str, Any] = {"amax": amax, "counts": None, "column_sum": sums}
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     return {
-        "forward": partial(_kernels.forward_quantized, x, "gelu", scale, e4m3, True, True, amax, None),
-        "backward": partial(_kernels.backward_quantized, dy, x, "gelu", scale, e5m2, True, True, **looks),
-        "and again": partial(_recomputed.kernel, dy, x, "gelu", scale, e5m2, scale, e4m3, **looks),
+        "forward": partial(kernels.forward_quantized, x, "gelu", scale, e4m3, True, True, amax, None),
+        "backward": partial(kernels.backward_quantized, dy, x, "gelu", scale, e5m2, True, True, **looks),
+        "and again": partial(recomputed.kernel, dy, x, "gelu", scale, e5m2, scale, e4m3, **looks),
     }
 
 
@@ -44,8 +44,8 @@ def measured(
 ) -> dict[str, float | str]:
     """us of each; an exception's name in place of what has none."""
     tile = {"ROWS": rows, "COLUMNS": columns, "VECTOR": 8, "POLICY": "", "num_warps": warps}
-    _kernels.QUANTIZED = _recomputed.QUANTIZED = tile | ({"maxnreg": registers} if registers else {})
-    _launch._compiled.clear()  # its keys know of one tile only
+    kernels.QUANTIZED = recomputed.QUANTIZED = tile | ({"maxnreg": registers} if registers else {})
+    launch._compiled.clear()  # its keys know of one tile only
     return {name: alone(call, device) for name, call in calls(m, n, device).items()}
 
 

@@ -19,8 +19,8 @@ from _race import Calls, keep, race, told
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity
 
-from te_bench.kernels.attention import _gluon_launch as launch
-from te_bench.kernels.attention._gluon_launch import Plan
+from te_bench.kernels.attention.hopper import launch
+from te_bench.kernels.attention.hopper.launch import Plan
 
 SHAPES = {  # B, H, T, causal, the bar in TFLOP/s
     "B4 H32 T2048 causal": (4, 32, 2048, True, 430),

@@ -18,8 +18,8 @@ from _race import Calls, keep, race, told
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from te_bench.kernels.attention import _gluon_launch as launch
-from te_bench.kernels.attention._gluon_launch import Plan
+from te_bench.kernels.attention.hopper import launch
+from te_bench.kernels.attention.hopper.launch import Plan
 
 SHAPES = {  # B, H, T, D, causal, the bar in TFLOP/s
     "B12 H12 T1024 D64 causal": (12, 12, 1024, 64, True, 300),

@@ -19,18 +19,13 @@ import torch
 from _race import Calls, apart, keep, race, told
 from torch import Tensor
 
-from te_bench.kernels.attention import (
-    _fp8_backward_kernels,
-    _fp8_kernels,
-    _fp8_quantize,
-    _gluon_fp8_launch,
-    load,
-    manual_fp8,
-    triton_fp8,
-)
-from te_bench.kernels.attention._fp8_kernels import Plan
-from te_bench.kernels.attention._gluon_launch import Plan as GluonPlan
-from te_bench.kernels.attention._kernels import Tile
+from te_bench.kernels.attention import fp8_quantize, load
+from te_bench.kernels.attention.backends import manual_fp8, triton_fp8
+from te_bench.kernels.attention.hopper import fp8_launch
+from te_bench.kernels.attention.hopper.launch import Plan as GluonPlan
+from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
+from te_bench.kernels.attention.portable.forward import Tile
+from te_bench.kernels.attention.portable.fp8_forward import Plan
 
 SHAPES = {  # B, H, T, D, causal, the forward pass's bar in TFLOP/s
     "B1 H16 T16384 D128 full": (1, 16, 16384, 128, False, 800),
@@ -59,7 +54,7 @@ GLUON_BACKWARD = [
 ]
 OF_ROWS = [None, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2)]  # None: those that ship
 OF_KEYS = [Tile(32, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2)]
-casts = partial(_fp8_quantize.quantize, keep=True)
+casts = partial(fp8_quantize.quantize, keep=True)
 
 
 def there_and_back(x: Tensor) -> Tensor:
@@ -96,7 +91,7 @@ def check_quantize() -> None:
         for dtype in (torch.bfloat16, torch.float16):
             x = torch.randn(batch, rows, heads, width, device="cuda", dtype=dtype).transpose(1, 2)
             x[0, 1] = 0
-            *_, made = _fp8_quantize.quantize(x, x, x, keep=True)
+            *_, made = fp8_quantize.quantize(x, x, x, keep=True)
             assert made.data is not None
             assert made.data_t is not None
             data, scale_inv = manual_fp8.quantize_heads(x)
@@ -146,13 +141,9 @@ def forward_calls(shape: str) -> Calls:
     }  # fmt: skip
     return {
         **{name: partial(forward, q, k, v, causal=causal, scale=scale) for name, forward in backends.items()},
-        "casts of q, k, v": partial(_fp8_quantize.quantize, q, k, v, keep=False),
-        **{f"in Triton {tuple(plan)}": partial(_fp8_kernels.forward, *given, plan) for plan in PLANS},
-        **{
-            f"in Gluon {plan[:5]}": partial(_gluon_fp8_launch.forward, *given, plan)
-            for plan in GLUON_PLANS
-            if width == 128
-        },
+        "casts of q, k, v": partial(fp8_quantize.quantize, q, k, v, keep=False),
+        **{f"in Triton {tuple(plan)}": partial(fp8_forward.forward, *given, plan) for plan in PLANS},
+        **{f"in Gluon {plan[:5]}": partial(fp8_launch.forward, *given, plan) for plan in GLUON_PLANS if width == 128},
     }
 
 
@@ -160,8 +151,8 @@ def backward_calls(shape: str) -> Calls:
     batch, heads, rows, width, causal, _ = SHAPES[shape]
     q, k, v, dout = (torch.randn(batch, heads, rows, width, device="cuda").bfloat16() for _ in range(4))
     scale, cast = width**-0.5, casts(q, k, v)
-    out, lse = _fp8_kernels.forward(*cast, (rows, rows), width, q.dtype, causal, scale)
-    ours = partial(_fp8_backward_kernels.backward, dout, q, k, out, lse, cast, width, causal, scale)
+    out, lse = fp8_forward.forward(*cast, (rows, rows), width, q.dtype, causal, scale)
+    ours = partial(fp8_backward.backward, dout, q, k, out, lse, cast, width, causal, scale)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     theirs = {name: load(name).forward(*leaves, causal=causal, scale=scale) for name in ("cudnn", "gluon")}
     return {
@@ -170,7 +161,7 @@ def backward_calls(shape: str) -> Calls:
         **{f"in Triton, keys {tuple(tile)}": partial(ours, None, tile) for tile in OF_KEYS},
         **{
             f"in Gluon, {p.stages} and {p.slots} places, sharing {p.sharing}": partial(
-                _gluon_fp8_launch.backward, dout, q, k, out, lse, cast, width, causal, scale, p
+                fp8_launch.backward, dout, q, k, out, lse, cast, width, causal, scale, p
             )
             for p in GLUON_BACKWARD
             if width == 128
@@ -199,7 +190,7 @@ def long() -> None:
         given = (*casts(q, k, v), (keys, keys), 128, q.dtype, False, scale)
         weights = (there_and_back(q)[..., :512, :] @ there_and_back(k).mT * scale).softmax(-1)
         truth = weights @ there_and_back(v)
-        for name, kernel in (("Triton", _fp8_kernels), ("Gluon", _gluon_fp8_launch)):
+        for name, kernel in (("Triton", fp8_forward), ("Gluon", fp8_launch)):
             out = kernel.forward(*given)[0][..., :512, :]
             ratio = (out.double().sum() / truth.sum()).item()
             print(

@@ -26,7 +26,7 @@ from torch import Tensor
 from te_bench.experiments import environment, timing
 from te_bench.experiments.workloads import _check
 from te_bench.kernels import attention
-from te_bench.kernels.attention import _gluon_fp8_launch
+from te_bench.kernels.attention.hopper import fp8_launch
 
 RIVALS = ("triton_fp8", "gluon", "cudnn")
 SPIN = 400_000  # cycles by which the clock is read
@@ -218,15 +218,15 @@ def series(rivals: list[Rival], flop: float) -> None:
             medians = [flop / statistics.median(one[i] for one in each) / 1e12 for i in at]
             told = f"{min(clocks, default=0) / 1e9:.2f} to {max(clocks, default=0) / 1e9:.2f} GHz"
             print(f"{f'{rest} s, {rival.name}':32}" + "".join(f"{x:6.0f}" for x in medians) + f"   {told}", flush=True)
-    usual = dict(_gluon_fp8_launch.BACKWARD)
+    usual = dict(fp8_launch.BACKWARD)
     print("\nFP8, programs that share a head's rows: after 0.1 s of rest; the last 100 of 300 in one go")
     for sharing in (2, 4, 8, 16, 32, 132):
-        _gluon_fp8_launch.BACKWARD = {True: usual[True]._replace(sharing=sharing)}  # type: ignore[assignment]
+        fp8_launch.BACKWARD = {True: usual[True]._replace(sharing=sharing)}  # type: ignore[assignment]
         cells = []
         for way in (Way(calls=20, bursts=5, flush=False, rest=0.1), Way(calls=300, bursts=1, flush=False, hold="no")):
             cells.append(flop / statistics.median(bursts(rivals[0], way)[0]) / 1e12)
         print(f"  {sharing:4}: {cells[0]:6.0f} {cells[1]:6.0f}", flush=True)
-    _gluon_fp8_launch.BACKWARD = usual
+    fp8_launch.BACKWARD = usual
 
 
 @contextlib.contextmanager

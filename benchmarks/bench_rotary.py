@@ -4,7 +4,7 @@
 
 prints of the latter how many bytes a second beside a copy's, those counted that the fused way must move: q and k read and
 written, and in the backward pass three gradients. A minute on an NVIDIA GPU. --tiles: the kernel by other tiles, the fastest
-of which belongs into te_bench/kernels/rotary/_kernels.py; three minutes.
+of which belongs into te_bench/kernels/rotary/kernels.py; three minutes.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from _race import keep
 
 from te_bench.experiments import timing
 from te_bench.kernels import rotary
-from te_bench.kernels.rotary import Part, _kernels
-from te_bench.kernels.rotary.reference import turned
+from te_bench.kernels.rotary import Part, kernels
+from te_bench.kernels.rotary.backends.reference import turned
 from te_bench.models.modules.rotary import RotaryPositionEmbedding, Rotation, split_rotated
 
 #: B, T, H, D
@@ -113,9 +113,9 @@ def by_tile(tile, mixed, size):
     """The kernel's two directions by HEADS, EACH, AREA and WARPS."""
 
     def run(parts, transposed):
-        _kernels.HEADS, _kernels.EACH, _kernels.AREA, _kernels.WARPS = tile
-        _kernels._constants.cache_clear()
-        _kernels.rotate(parts, False, transposed)
+        kernels.HEADS, kernels.EACH, kernels.AREA, kernels.WARPS = tile
+        kernels._constants.cache_clear()
+        kernels.rotate(parts, False, transposed)
 
     b, t, h, d = size
     third = mixed.nbytes // 3

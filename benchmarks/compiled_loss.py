@@ -21,9 +21,9 @@ from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Options
 from te_bench.experiments.suites import _rungs
 from te_bench.experiments.workloads import train_step
-from te_bench.models.data import Batches
-from te_bench.models.gpt import CONFIGS, GPT
-from te_bench.models.train import Optim, TrainStep
+from te_bench.models.zoo.gpt import CONFIGS, GPT
+from te_bench.training.data import Batches
+from te_bench.training.step import Optim, TrainStep
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""Measures the GEMMs in bf16 of _half's table, by turns, and prints te_bench/kernels/gemm/_half_measured.py anew.
+"""Measures the GEMMs in bf16 of _half's table, by turns, and prints te_bench/kernels/gemm/half_measured.py anew.
 
-    python benchmarks/gemm_half.py > measured.py && mv measured.py te_bench/kernels/gemm/_half_measured.py
+    python benchmarks/gemm_half.py > measured.py && mv measured.py te_bench/kernels/gemm/half_measured.py
 
 On an NVIDIA GPU that Gluon's kernels run on; half a minute. More shapes: add rows there, with any figures.
 """
@@ -11,8 +11,8 @@ import torch
 from _race import Calls, here, measured_table, race
 
 from te_bench.kernels import activation
-from te_bench.kernels.gemm import _half, _half_measured
-from te_bench.kernels.gemm._half_measured import Row
+from te_bench.kernels.gemm import half, half_measured
+from te_bench.kernels.gemm.half_measured import Row
 
 ROUNDS = 12
 
@@ -25,13 +25,13 @@ def operands(m: int, n: int, k: int, across: bool, device: str = "cuda") -> tupl
 
 def calls(role: str, m: int, n: int, k: int) -> Calls:
     f, kind = activation.load("triton"), "gelu_erf"
-    a, b = operands(m, n, k, role == _half.GRADIENT)
-    if role == _half.PRODUCT:
-        return {"apart": lambda: a @ b.t(), "gluon": lambda: _half._product(a, b, None, None)}
-    if role == _half.ACTIVATED:
-        return {"apart": lambda: f.forward(a @ b.t(), kind), "gluon": lambda: _half.activated(a, b, None, kind)}
+    a, b = operands(m, n, k, role == half.GRADIENT)
+    if role == half.PRODUCT:
+        return {"apart": lambda: a @ b.t(), "gluon": lambda: half._product(a, b, None, None)}
+    if role == half.ACTIVATED:
+        return {"apart": lambda: f.forward(a @ b.t(), kind), "gluon": lambda: half.activated(a, b, None, kind)}
     h = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-    return {"apart": lambda: f.backward(a @ b, h, kind), "gluon": lambda: _half.gradient(a, b, h, kind)}
+    return {"apart": lambda: f.backward(a @ b, h, kind), "gluon": lambda: half.gradient(a, b, h, kind)}
 
 
 def measured(row: Row) -> Row:
@@ -45,12 +45,12 @@ def measured(row: Row) -> Row:
 def source(rows: list[Row], gpu: str, versions: str) -> str:
     """_half_measured.py with these rows, all above them as it is."""
     lines = [f'    Row("{r.role}", {r.m}, {r.n}, {r.k}, {r.apart}, {r.gluon}),' for r in rows]
-    return measured_table(_half_measured, lines, gpu, versions)
+    return measured_table(half_measured, lines, gpu, versions)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    rows = [measured(row) for row in _half_measured.ROWS]
+    rows = [measured(row) for row in half_measured.ROWS]
     print(source(rows, *here()), end="")
 
 

@@ -1,6 +1,6 @@
-"""Measures the FP8 GEMMs of the policy's table, by turns, and prints te_bench/kernels/gemm/_measured.py anew.
+"""Measures the FP8 GEMMs of the policy's table, by turns, and prints te_bench/kernels/gemm/measured.py anew.
 
-    python benchmarks/gemm_policy.py > measured.py && mv measured.py te_bench/kernels/gemm/_measured.py
+    python benchmarks/gemm_policy.py > measured.py && mv measured.py te_bench/kernels/gemm/measured.py
 
 On an NVIDIA GPU that every backend runs on; half a minute. More shapes: add rows there, with any figures.
 """
@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 from _race import here, measured_table
 
-from te_bench.kernels.gemm import Problem, _measured, load
-from te_bench.kernels.gemm._measured import Row
+from te_bench.kernels.gemm import Problem, load
+from te_bench.kernels.gemm import measured as _measured
+from te_bench.kernels.gemm.measured import Row
 
 ROUNDS, BACKENDS = 24, ("scaled_mm", "triton", "gluon")
 

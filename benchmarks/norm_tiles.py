@@ -3,7 +3,7 @@
     python benchmarks/norm_tiles.py [--json FILE]
 
 On an NVIDIA GPU; half a minute. The kernel before it, of the sum and its statistics, is in the times. What ships is
-`WIDE_CAST` of te_bench/kernels/norm/_residual_kernels.py. Under TRITON_INTERPRET=1 a CPU runs one tile, which it does not
+`WIDE_CAST` of te_bench/kernels/norm/residual_forward.py. Under TRITON_INTERPRET=1 a CPU runs one tile, which it does not
 time.
 """
 
@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from _race import alone, keep
 
-from te_bench.kernels import _launch
-from te_bench.kernels.norm import _residual, _residual_kernels
+from te_bench.kernels import launch
+from te_bench.kernels.norm import residual as _residual
+from te_bench.kernels.norm import residual_forward
 
 TILES = list(itertools.product((32, 64, 128), (64, 128), (4, 8), (4, 8)))  # ROWS, COLUMNS, VECTOR, num_warps
 
@@ -27,8 +28,8 @@ def measured(rows: int, columns: int, vector: int, warps: int, device: str) -> l
     x, residual = (torch.randn(m, n, device=device).bfloat16() for _ in range(2))
     weight, bias = torch.ones(n, device=device).bfloat16(), torch.zeros(n, device=device).bfloat16()
     scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
-    _residual_kernels.WIDE_CAST = {"ROWS": rows, "COLUMNS": columns, "VECTOR": vector, "num_warps": warps}
-    _launch._compiled.clear()  # its keys know of one tile only
+    residual_forward.WIDE_CAST = {"ROWS": rows, "COLUMNS": columns, "VECTOR": vector, "num_warps": warps}
+    launch._compiled.clear()  # its keys know of one tile only
     found: list[float | str] = []
     for branch in (None, residual):
         call = partial(

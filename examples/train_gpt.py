@@ -5,9 +5,9 @@ python examples/train_gpt.py
 
 import torch
 
-from te_bench.models import corpus, data
-from te_bench.models.gpt import CONFIGS, GPT
-from te_bench.models.train import Optim, TrainStep, evaluate, train
+from te_bench.models.zoo.gpt import CONFIGS, GPT
+from te_bench.training import corpus, data
+from te_bench.training.step import Optim, TrainStep, evaluate, train
 
 STEPS, BATCH = 60, 8
 

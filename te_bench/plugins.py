@@ -20,9 +20,16 @@ def names(package: str) -> list[str]:
     return sorted(module.name for module in found if not module.name.startswith("_"))
 
 
+def _kind(package: str) -> str:
+    """What a package holds, in words: an "attention backend" in kernels.attention.backends, a "suite" in suites."""
+    above, _, folder = package.rpartition(".")
+    kind = f"{above.rpartition('.')[2]} backend" if folder == "backends" else folder.rstrip("s")
+    return kind.replace("_", " ")
+
+
 def load(package: str, name: str, attribute: str) -> Any:
     """The object `attribute` of plug-in `name`. Raises ValueError, with the near matches, for an unknown name."""
-    check(package.rsplit(".", 1)[-1].rstrip("s"), name, names(package))
+    check(_kind(package), name, names(package))
     return getattr(importlib.import_module(f"{package}.{name}"), attribute)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_bench.models.table_adamw import TableAdamW
-from te_bench.models.train import TrainStep
+from te_bench.training.optimizer import TableAdamW
+from te_bench.training.step import TrainStep
 
 Attend = Callable[..., Tensor]
 

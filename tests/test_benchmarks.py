@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from te_bench import plugins
-from te_bench.reports import pytest_import
+from te_bench.reports.exchange import pytest_import
 
 ROOT = Path(__file__).resolve().parents[1]
 #: As a user's shell: no xdist, under which pytest-benchmark times nothing, and no interpreter for Triton.
@@ -34,7 +34,7 @@ def collected() -> list[str]:
 def test_every_rival_of_a_registry_has_its_benchmarks(collected: list[str], family: str) -> None:
     mine = [name for name in collected if name.startswith(f"bench_{family}.py::bench_{family}[")]
     backends = {re.split(r"[-\]]", name.partition("[")[2])[0] for name in mine}
-    assert backends == set(plugins.names(f"te_bench.kernels.{family}"))
+    assert backends == set(plugins.names(f"te_bench.kernels.{family}.backends"))
 
 
 def test_attention_is_timed_at_two_shapes_both_ways(collected: list[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from revisions import Repository
 
-from te_bench.reports.gate_output import MARKER
+from te_bench.gate.output import MARKER
 
 WORKFLOW: dict[str, Any] = yaml.safe_load(
     (Path(__file__).parents[1] / "examples" / "ci" / "te-bench-gate.yml").read_text()
@@ -29,12 +29,11 @@ FAST, SLOW = 0.002, 0.006
 TE_BENCH = f"""#!{sys.executable}
 import sys
 from te_bench.cli import main
-from te_bench.experiments import pairs
-from te_bench.reports import gate_live
+from te_bench.gate import paired_trial, revisions
 
-pairs.SHARED = ()
-pairs.TURN_S, pairs.TIMED_S, pairs.MOST_TURNS = 0.004, 0.03, 6
-gate_live.LOOKS = (5,)
+paired_trial.SHARED = ()
+paired_trial.TURN_S, paired_trial.TIMED_S, paired_trial.MOST_TURNS = 0.004, 0.03, 6
+revisions.LOOKS = (5,)
 sys.argv += ["--device", "cpu"]
 main()
 """

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ("plugins", "kernels", "models", "experiments", "reports", "cli")  # a later one imports earlier ones only
+LAYERS = (
+    "plugins",
+    "kernels",
+    "models",
+    "training",
+    "experiments",
+    "reports",
+    "gate",
+    "cli",
+)  # each imports earlier ones only
 
 #: These never import torch at module level, nor anything of te_bench that does.
 TORCH_FREE = (
@@ -17,14 +26,14 @@ TORCH_FREE = (
     "te_bench.kernels.attention",
     "te_bench.models",
     "te_bench.models.configs",
-    "te_bench.models.corpus",
-    "te_bench.models.tokenizer",
+    "te_bench.training.corpus",
+    "te_bench.training.tokenizer",
     *(
         f"te_bench.experiments.{name}"
         for name in ("doctor", "environment", "lifeline", "measurement", "plan", "progress", "runner", "spec", "store")
     ),
 )
-TORCH_FREE_PACKAGES = ("te_bench.cli", "te_bench.reports", "te_bench.experiments.suites")
+TORCH_FREE_PACKAGES = ("te_bench.cli", "te_bench.gate", "te_bench.reports", "te_bench.experiments.suites")
 
 
 def module_name(path: Path) -> str:
@@ -110,7 +119,7 @@ def test_the_torch_free_modules_are_all_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["te_bench.experiments.trial", "te_bench.models.gpt", "te_bench.kernels.attention.flash"]
+    "module", ["te_bench.experiments.trial", "te_bench.models.zoo.gpt", "te_bench.kernels.attention.backends.flash"]
 )
 def test_the_test_can_see_torch(module: str) -> None:
     assert path_to_torch(module)

@@ -10,14 +10,14 @@ from te_bench import plugins
 PACKAGES = [
     "te_bench.experiments.suites",
     "te_bench.experiments.workloads",
-    "te_bench.kernels.activation",
-    "te_bench.kernels.adamw",
-    "te_bench.kernels.attention",
-    "te_bench.kernels.cross_entropy",
-    "te_bench.kernels.gemm",
-    "te_bench.kernels.linear_cross_entropy",
-    "te_bench.kernels.norm",
-    "te_bench.kernels.quantize",
+    "te_bench.kernels.activation.backends",
+    "te_bench.kernels.adamw.backends",
+    "te_bench.kernels.attention.backends",
+    "te_bench.kernels.cross_entropy.backends",
+    "te_bench.kernels.gemm.backends",
+    "te_bench.kernels.linear_cross_entropy.backends",
+    "te_bench.kernels.norm.backends",
+    "te_bench.kernels.quantize.backends",
     "te_bench.models.recipe",
 ]
 

@@ -13,8 +13,9 @@ import pytest
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.store import Journal, load
-from te_bench.reports import analysis, text
-from te_bench.reports.rows import TIMED, load_results, trial_of
+from te_bench.reports.analysis import measures
+from te_bench.reports.analysis.rows import TIMED, load_results, trial_of
+from te_bench.reports.page import text
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -89,7 +90,7 @@ def test_no_two_tables_give_one_configuration_two_figures() -> None:
         for group in load_results([RESULTS / folder]).groups:
             for cell in group.cells:
                 for sample in TIMED:
-                    if seconds := analysis.of_processes(cell.ok, sample):
+                    if seconds := measures.of_processes(cell.ok, sample):
                         printed[cell.trial.name.rsplit("/", 1)[0], group.gpu, sample][folder] = text.milliseconds(
                             seconds
                         )

@@ -18,10 +18,10 @@ import pytest
 from te_bench.experiments.measurement import Context, Measurement
 from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.suites import _rungs
-from te_bench.kernels.activation import _kernels as activation
-from te_bench.kernels.activation import _recomputed as recomputed
-from te_bench.kernels.norm import _residual_kernels
-from te_bench.kernels.rotary import _kernels as rotary
+from te_bench.kernels.activation import kernels as activation
+from te_bench.kernels.activation import recomputed
+from te_bench.kernels.norm import residual_forward
+from te_bench.kernels.rotary import kernels as rotary
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = 227 * 1024  # bytes of a processor's shared memory that a program may have
@@ -191,17 +191,17 @@ def test_the_norms_tiles_hold_what_ships_and_each_is_what_runs(
     script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep = script("norm_tiles")
-    ships, named = _residual_kernels.WIDE_CAST, inspect.signature(sweep._residual.add_forward_quantized)
+    ships, named = residual_forward.WIDE_CAST, inspect.signature(sweep._residual.add_forward_quantized)
     assert tuple(ships.values()) in sweep.TILES
     assert len(set(sweep.TILES)) == 24
 
     def cast(*args: Any, **kwargs: Any) -> None:
         given = named.bind(*args, **kwargs).arguments
-        assert dict(zip(ships, (32, 64, 8, 4), strict=True)) == _residual_kernels.WIDE_CAST
+        assert dict(zip(ships, (32, 64, 8, 4), strict=True)) == residual_forward.WIDE_CAST
         if given["branch"] is not None:
             raise OverflowError
 
-    monkeypatch.setattr(_residual_kernels, "WIDE_CAST", ships)  # which is put back
+    monkeypatch.setattr(residual_forward, "WIDE_CAST", ships)  # which is put back
     monkeypatch.setattr(sweep._residual, "add_forward_quantized", cast)
     assert sweep.measured(32, 64, 8, 4, "cpu") == [0, "OverflowError"]
 

@@ -13,8 +13,8 @@ from te_bench.cli.options import find_gpus, resolve
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options, Record
     from te_bench.experiments.store import Journal
-    from te_bench.reports.planning import Outlook, Prospect, Spread
-    from te_bench.reports.study import Study
+    from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
+    from te_bench.reports.convergence.study import Study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Machine:
     @property
     def on(self) -> str:
         """Said after a time that a run takes."""
-        from te_bench.reports import planning
+        from te_bench.reports.convergence import planning
 
         return planning.on(self.device, self.slots // self.share, self.share)
 
@@ -101,8 +101,8 @@ def _machine(experiment: "Experiment", wanted: "Options", gpus: str | None) -> M
 def _known(out: Path | None, timings: Path | None, where: Machine) -> Known:
     """Read DIR of --timings, and --out where a run has begun. Raises ValueError for a DIR that holds no journal."""
     from te_bench.experiments.store import load, written
-    from te_bench.reports.rows import from_journals
-    from te_bench.reports.study import studies
+    from te_bench.reports.analysis.rows import from_journals
+    from te_bench.reports.convergence.study import studies
 
     own = load(out) if out is not None and written(out) else None
     journals = {"out": own} if own else {}
@@ -140,7 +140,7 @@ def _chip(identity: Mapping[str, Any]) -> str | None:
 
 
 def _seeds(one: "Experiment", wanted: "Options", earlier: Known, out: Path) -> int:
-    from te_bench.reports import planning
+    from te_bench.reports.convergence import planning
 
     where = earlier.where
     first = begun(one, earlier.out)
@@ -175,7 +175,7 @@ def begun(one: "Experiment", journal: "Journal | None") -> int | None:
 
 def _pilot(one: "Experiment", wanted: "Options", where: Machine, out: Path, missing: Sequence[str]) -> str:
     """What to run first, where nothing says how long a seed takes."""
-    from te_bench.reports import planning
+    from te_bench.reports.convergence import planning
 
     folder = f"{out}-pilot"
     words = ["te-bench", "run", one.suite, "--device", wanted.device]
@@ -222,7 +222,7 @@ class Forecast:
     @property
     def refused(self) -> str | None:
         """Why a run of so little power is not begun unless it is asked for, or None."""
-        from te_bench.reports import planning
+        from te_bench.reports.convergence import planning
 
         outlook = self.outlook
         if outlook is None or not outlook.underpowered:
@@ -243,7 +243,7 @@ class Forecast:
         )
 
     def lines(self) -> list[str]:
-        from te_bench.reports.tables import TERMINAL_WIDTH
+        from te_bench.reports.page.tables import TERMINAL_WIDTH
 
         outlook = self.outlook
         said = [f"What {self.seeds} seed{'s' * (self.seeds > 1)} can conclude, margin {self.margin:g} nat:"]
@@ -271,7 +271,7 @@ class Forecast:
         return [line for lines in wrapped for line in lines]
 
     def _time(self) -> str:
-        from te_bench.reports import planning
+        from te_bench.reports.convergence import planning
 
         if self.seconds is None:
             return "not known; --timings DIR of a pilot would tell"
@@ -283,8 +283,8 @@ class Forecast:
 
 def forecast(experiment: "Experiment", earlier: Known) -> "Forecast":
     """Power and minimum detectable gap of the experiment's seeds, and its time where the records of all arms tell it."""
-    from te_bench.reports import planning
-    from te_bench.reports.sequential import looks
+    from te_bench.reports.convergence import planning
+    from te_bench.reports.convergence.sequential import looks
 
     judgement = {key: float(str(experiment.judgement[key])) for key in ("margin", "alpha", "seeds")}
     arms = [trial.problem.get("arm") for trial in experiment.trials if trial.seed == experiment.trials[0].seed]

@@ -19,7 +19,7 @@ def export(
 ) -> None:
     """Write the timed records of a run as the JSON of pytest-benchmark, which CI tools read."""
     from te_bench.experiments.store import load
-    from te_bench.reports import pytest_export
+    from te_bench.reports.exchange import pytest_export
 
     exported = pytest_export.write(directory, pytest_benchmark, only=only, environment=environment)
     print(f"{len(exported['benchmarks'])} benchmarks: {pytest_benchmark}")
@@ -32,7 +32,7 @@ def import_(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The journal's directory; one that exists goes on.")],
 ) -> None:
     """Read pytest-benchmark's JSON into a journal, for history and gate."""
-    from te_bench.reports import pytest_import
+    from te_bench.reports.exchange import pytest_import
 
     added, known = pytest_import.write(file, out)
     print(f"{added} records added to {out}{f', {known} were there already' if known else ''}")

@@ -16,7 +16,7 @@ import typer
 from te_bench.cli.options import Alpha, Cache, Data, Device, Only, data_sets, find_gpus, seconds
 
 if TYPE_CHECKING:
-    from te_bench.reports.gate_live import Question
+    from te_bench.gate.revisions import Question
 
 _GRAMMAR = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+) ?%", re.ASCII)
 _MOST = 100.0  # %
@@ -128,7 +128,7 @@ def gate(
     json: Json = None,
 ) -> None:
     """Say whether a change made it slower: 0 no, 1 yes, 3 undecided, 4 missing or failed, 5 other environments."""
-    from te_bench.reports import gate_live, gate_output, gate_records
+    from te_bench.gate import output, revisions, stored_runs
 
     wanted = _wanted(margin, alpha, mde, only, compare_fail)
     files = [(form, path) for form, path in (("markdown", markdown), ("junit", junit), ("json", json)) if path]
@@ -139,7 +139,7 @@ def gate(
         raise ValueError(f"--{'baseline' if candidate else 'candidate'} DIR is missing: two runs are compared")
     if baseline is not None:
         _nothing_measured(context)
-    gate_output.check(files)
+    output.check(files)
     if base is not None or self_test:
         out = out.absolute()  # as every path here: each revision works in a folder of its own
         question, machine = _question(
@@ -156,17 +156,17 @@ def gate(
         )
         if self_test:
             _self_test(question, out, machine, gates, at_once, slower)
-        found = gate_live.run(question, out, machine, say=_say)
+        found = revisions.run(question, out, machine, say=_say)
     elif baseline is not None:
         assert candidate is not None
-        found = gate_records.compare(baseline, candidate, allow_environment_change=allow_environment_change, **wanted)
+        found = stored_runs.compare(baseline, candidate, allow_environment_change=allow_environment_change, **wanted)
     else:
         raise ValueError(
             "give the revision to compare with, te-bench gate --base main, or two runs: te-bench gate --baseline DIR "
             "--candidate DIR"
         )
-    print("\n".join(gate_output.terminal(found)))
-    failed = gate_output.write(found, files)
+    print("\n".join(output.terminal(found)))
+    failed = output.write(found, files)
     sys.stdout.flush()
     print(*failed, sep="\n", end="\n" * bool(failed), file=sys.stderr)
     raise typer.Exit(found.exit_code or UNWRITTEN * bool(failed))
@@ -176,12 +176,12 @@ def _wanted(
     margin: str, alpha: float | None, mde: str | None, only: str | None, compare_fail: list[str] | None
 ) -> dict[str, Any]:
     """What is asked of two revisions and of two runs alike."""
-    from te_bench.reports import gate_records
-    from te_bench.reports.compare_fail import parse
+    from te_bench.gate import stored_runs
+    from te_bench.reports.exchange.compare_fail import parse
 
     return {
         "margin": fraction("margin", margin),
-        "alpha": gate_records.ALPHA if alpha is None else alpha,
+        "alpha": stored_runs.ALPHA if alpha is None else alpha,
         "mde": None if mde is None else fraction("mde", mde),
         "only": only,
         "limits": [parse(expression) for expression in compare_fail or ()],
@@ -221,8 +221,8 @@ def _question(
     **wanted: Any,
 ) -> tuple["Question", dict[str, Any]]:
     """What a gate that measures is asked, and its machine; without a base, of this te-bench against itself."""
-    from te_bench.experiments import checkouts, environment
-    from te_bench.reports import gate_live
+    from te_bench.experiments import environment
+    from te_bench.gate import checkouts, revisions
 
     cache = None if cache is None else cache.absolute()
     if not timeout > 0:  # nor is NaN
@@ -232,7 +232,7 @@ def _question(
     root = None if base is None else checkouts.repository(Path.cwd())
     if root and head == "HEAD" and checkouts.dirty(root):
         _say("Uncommitted changes are not judged: the head is the last commit.")
-    question = gate_live.Question(
+    question = revisions.Question(
         repository=root,
         base="installed" if base is None else base,
         head="installed" if base is None else head,
@@ -272,8 +272,9 @@ def _self_test(
     at_once: int | None,
     slower: str | None,
 ) -> NoReturn:
-    from te_bench.experiments.at_once import places
-    from te_bench.reports import self_test, tables
+    from te_bench.gate import self_test
+    from te_bench.gate.workers import places
+    from te_bench.reports.page import tables
 
     gpus = [gpu["uuid"] for gpu in find_gpus(question.device, None)]
     where = places(1 if at_once is None else at_once, device=question.device, gpus=gpus)

@@ -19,10 +19,10 @@ def history(
     alpha: Annotated[float, typer.Option(help="False alarms that a series of mere noise may give.")] = 0.01,
 ) -> None:
     """Show each cell's times over commits and where their level changed; to judge is the gate's task."""
-    from te_bench.reports import history as records
-    from te_bench.reports import history_page
+    from te_bench.reports.history import page
+    from te_bench.reports.history import series as records
 
     found = records.load_history(directories, only=only, alpha=alpha)
-    print(history_page.terminal(found), end="")
+    print(page.terminal(found), end="")
     if out is not None:
-        print(f"history: {history_page.write_page(found, out)}")
+        print(f"history: {page.write_page(found, out)}")

@@ -56,7 +56,7 @@ def _listing(kind: str) -> list[dict[str, str]]:
     from te_bench import plugins
 
     if kind == "datasets":
-        from te_bench.models.corpus import DATASETS
+        from te_bench.training.corpus import DATASETS
 
         return [{"name": name, "about": about} for name, about in DATASETS.items()]
     if kind == "models":
@@ -68,9 +68,9 @@ def _listing(kind: str) -> list[dict[str, str]]:
         ]
     package = {
         "suites": "te_bench.experiments.suites",
-        "attention": "te_bench.kernels.attention",
+        "attention": "te_bench.kernels.attention.backends",
         "recipes": "te_bench.models.recipe",
-        "layers": "te_bench.models.layer",
+        "layers": "te_bench.models.quickstart",
     }[kind]
     return [{"name": name, "about": plugins.about(package, name)} for name in plugins.names(package)]
 

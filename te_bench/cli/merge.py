@@ -19,7 +19,7 @@ def merge(
     allow_environment_change: AllowEnvironmentChange = False,
 ) -> None:
     """Join the journals of several runs into one, each trial once, which can be reported, gone on with and gated."""
-    from te_bench.reports import merged
+    from te_bench.reports.exchange import merge as merged
 
     found = merged.merge(runs, out, allow_environment_change=allow_environment_change)
     differ = "; ".join(found.mismatch)

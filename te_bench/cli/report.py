@@ -15,7 +15,8 @@ def report(
 ) -> None:
     """Write index.html, report.md, records.csv and the figures of one or several runs."""
     from te_bench.experiments.store import own
-    from te_bench.reports import render, rows
+    from te_bench.reports.analysis import rows
+    from te_bench.reports.page import render
 
     for said in rows.gaps(directories):
         print(said, file=sys.stderr)
@@ -27,9 +28,11 @@ def embed(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when a table is out of date.")] = False,
 ) -> None:
     """Bring the tables in Markdown files up to date with the records that they name."""
-    from te_bench.reports import embed as tables
+    from te_bench.gate import self_test
+    from te_bench.reports.page import embed as tables
 
-    stale = [page for page in pages if not tables.embed(page, check=check)]
+    more = {"self_test": lambda directory: self_test.table(self_test.stored(directory))}
+    stale = [page for page in pages if not tables.embed(page, check=check, more=more)]
     if check and stale:
         print(f"out of date: {', '.join(map(str, stale))}. Run: te-bench embed {' '.join(map(str, stale))}")
         raise typer.Exit(1)

@@ -147,7 +147,7 @@ def _experiment(
 
 def _finish(directory: Path, records: "list[Record]") -> None:
     """Write the report, print the summary, and exit 4 unless every trial gave what it could, or was not needed."""
-    from te_bench.reports import render, tables
+    from te_bench.reports.page import render, tables
 
     index = render.write_report([directory], directory / "report")
     print(tables.summary([directory]))
@@ -168,10 +168,10 @@ def _finish(directory: Path, records: "list[Record]") -> None:
 
 def _too_few_for_a_gate(directory: Path, records: "list[Record]") -> list[str]:
     """How to have seeds enough for a gate on these records, where a timed trial has too few."""
-    from te_bench.reports.gate import FEWEST
-    from te_bench.reports.gate_records import SEEDS
-    from te_bench.reports.rows import TIMED
-    from te_bench.reports.tables import TERMINAL_WIDTH
+    from te_bench.gate.decision import FEWEST
+    from te_bench.gate.stored_runs import SEEDS
+    from te_bench.reports.analysis.rows import TIMED
+    from te_bench.reports.page.tables import TERMINAL_WIDTH
 
     timed = Counter(r.trial.cell for r in records if r.outcome == "ok" and TIMED.keys() & r.samples.keys())
     seeds = min(timed.values(), default=FEWEST)

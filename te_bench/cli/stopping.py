@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Trial
     from te_bench.experiments.store import Journal
-    from te_bench.reports.study import Arm, Run, Study
+    from te_bench.reports.convergence.study import Arm, Run, Study
 
 
 def check(experiment: "Experiment", journal: "Journal", environment_id: str) -> None:
@@ -50,7 +50,7 @@ def reason(study: "Study", trial: "Trial") -> str | None:
 
 def _decided(study: "Study", arm: "Arm") -> str | None:
     """What the looks at this arm's pairs have shown, or None while they go on."""
-    from te_bench.reports.verdict import ALPHA, MARGIN, stopper
+    from te_bench.reports.convergence.verdict import ALPHA, MARGIN, stopper
 
     control = study.control
     if control is None or not study.looks:
@@ -82,8 +82,8 @@ def _ended(run: "Run | None") -> bool:
 
 def _study(suite: str, journal: "Journal", environment_id: str, trial: "Trial") -> "Study | None":
     """The study that the trial is part of, as te-bench verdict would read it now."""
-    from te_bench.reports.rows import from_journals
-    from te_bench.reports.study import studies
+    from te_bench.reports.analysis.rows import from_journals
+    from te_bench.reports.convergence.study import studies
 
     groups = from_journals({"": journal}).groups
     here = [group for group in groups if (group.suite, group.environment) == (suite, environment_id)]

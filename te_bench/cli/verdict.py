@@ -46,11 +46,11 @@ def verdict(
 
 def _of_runs(directories: list[Path], margin: float | None, alpha: float | None) -> int:
     """Print the verdict of every study in the runs; the exit code of the worst."""
-    from te_bench.reports import tables, verdict_tables
-    from te_bench.reports.rows import load_results
-    from te_bench.reports.skewed import ASSUMPTION
-    from te_bench.reports.study import studies
-    from te_bench.reports.verdict import INCOMPLETE, noise, verdicts
+    from te_bench.reports.analysis.rows import load_results
+    from te_bench.reports.convergence.skewed import ASSUMPTION
+    from te_bench.reports.convergence.study import studies
+    from te_bench.reports.convergence.verdict import INCOMPLETE, noise, verdicts
+    from te_bench.reports.page import tables, verdict_tables
 
     groups = load_results(directories).groups
     known = [(group, study) for group in groups for study in studies(group)]
@@ -86,9 +86,10 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
 
 def _of_losses(baseline: list[Path], candidate: list[Path], paired: bool, margin: float, alpha: float) -> int:
     """Print the verdict on a user's own losses; its exit code."""
-    from te_bench.reports import loss_arms, loss_csv, tables, verdict_tables
-    from te_bench.reports.equivalence import Verdict, check_test, compare
-    from te_bench.reports.skewed import ASSUMPTION
+    from te_bench.reports.convergence import loss_arms, loss_csv
+    from te_bench.reports.convergence.equivalence import Verdict, check_test, compare
+    from te_bench.reports.convergence.skewed import ASSUMPTION
+    from te_bench.reports.page import tables, verdict_tables
 
     arms = [loss_csv.read(paths[0] if len(paths) == 1 else paths) for paths in (baseline, candidate)]
     matched = loss_arms.matched(*arms, paired=paired)

@@ -131,12 +131,12 @@ def _peers(device: str, capability: tuple[int, int] | None) -> dict[str, str]:
 
 def _layer(name: str, recipe: str, device: str) -> str | None:
     """Why a rival that builds a whole layer can't, or None."""
-    from te_bench.models import layer
+    from te_bench.models import quickstart
 
     sizes: dict[str, Any] = {"hidden": HEADS * HEAD_DIM, "ffn": 4 * HEADS * HEAD_DIM, "heads": HEADS, "batch": 1}
     how: dict[str, Any] = {"dropout": 0.0, "mask": "causal", "attention": "flash", "precision": "fp8"}
-    asked = layer.LayerConfig(**sizes, **how, sequence=LENGTH, device=device, recipe=recipe)
-    return layer.load(name).unsupported(asked)
+    asked = quickstart.LayerConfig(**sizes, **how, sequence=LENGTH, device=device, recipe=recipe)
+    return quickstart.load(name).unsupported(asked)
 
 
 def _answer(why: str | None) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from te_bench.experiments import host
 from te_bench.experiments.spec import digest
-from te_bench.kernels.attention._table import machine, user_table
+from te_bench.kernels.attention.table import machine, user_table
 
 PACKAGES = (
     "torch",
@@ -33,7 +33,7 @@ PACKAGES = (
     "nvidia-ml-py",
 )
 #: The folders whose code can change a result; reports and the command line can't.
-MEASURING = ("kernels", "models", "experiments")
+MEASURING = ("kernels", "models", "training", "experiments")
 
 
 def capture(device: str, gpus: Sequence[dict[str, Any]] = (), *, auto: bool = False) -> dict[str, Any]:

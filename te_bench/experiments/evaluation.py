@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from te_bench import plugins
 from te_bench.experiments.spec import DEVICES
 from te_bench.kernels import attention as backends
-from te_bench.models import checkpoints
-from te_bench.models import corpus as corpora
 from te_bench.models import recipe as recipes
-from te_bench.models import tokenizer as tokenizers
-from te_bench.models.checkpoints import Checkpoint
-from te_bench.models.evaluation import LastWord, Perplexity, calibrate, last_word, perplexity
-from te_bench.models.gpt import GPT
+from te_bench.models.zoo.gpt import GPT
+from te_bench.training import checkpoints
+from te_bench.training import corpus as corpora
+from te_bench.training import tokenizer as tokenizers
+from te_bench.training.checkpoints import Checkpoint
+from te_bench.training.evaluation import LastWord, Perplexity, calibrate, last_word, perplexity
 
 NONE = "none"  # as a recipe: bf16 alone
 SPLITS = ("val", "train", "all")

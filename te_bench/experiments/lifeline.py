@@ -5,7 +5,7 @@ It looks for te-bench's end only once everything is imported, seconds later, on 
 
 import os
 
-from te_bench.experiments import origin, runner
+from te_bench.experiments import orphans, runner
 
-origin.end_with(int(os.environ[runner.RUNNER]))
+orphans.end_with_parent(int(os.environ[runner.RUNNER]))
 SERVER = os.getpid()  # which the fork server's children inherit

@@ -21,7 +21,7 @@ from te_bench.models.configs import CONFIGS
 from te_bench.models.torchao_linears import NAMES as LINEARS
 
 #: Settings of a problem that name a plug-in, and where those are.
-PLUGINS = {"head": "te_bench.kernels.linear_cross_entropy", "optimizer": "te_bench.kernels.adamw"}
+PLUGINS = {"head": "te_bench.kernels.linear_cross_entropy.backends", "optimizer": "te_bench.kernels.adamw.backends"}
 WITHOUT_ATTENTION = ("ceilings", "layer")  # workloads that can do without
 MOST_SEEDS = 1000  # far beyond any study, and planned in seconds
 RECIPES, FAULTS = "te_bench.models.recipe", "te_bench.models.faults"
@@ -105,7 +105,7 @@ def check(trial: Trial) -> None:
     """Raise ValueError, with the near matches, unless every name in the trial is known, and unless fp8 has its recipe."""
     plugins.check("workload", trial.workload, plugins.names(workloads.__name__))
     if trial.attention != NO_ATTENTION or trial.workload not in WITHOUT_ATTENTION:
-        plugins.check("attention backend", trial.attention, plugins.names("te_bench.kernels.attention"))
+        plugins.check("attention backend", trial.attention, plugins.names("te_bench.kernels.attention.backends"))
     plugins.check("precision", trial.precision, list(PRECISIONS))
     plugins.check("mode", trial.mode, list(MODES))
     plugins.check("protocol", trial.protocol, list(PROTOCOLS))

@@ -4,4 +4,4 @@ import contextlib
 import importlib
 
 with contextlib.suppress(Exception):  # of which the server would die, and no trial begin
-    importlib.import_module("te_bench.models.gpt")
+    importlib.import_module("te_bench.models.zoo.gpt")

@@ -27,7 +27,7 @@ from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 from typing import Any
 
-from te_bench.experiments import janitor, origin
+from te_bench.experiments import janitor, orphans
 from te_bench.experiments.host import oom_kills
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Record, Trial
@@ -198,7 +198,7 @@ def _end_with_parent() -> None:
     """
     from te_bench.experiments import lifeline  # of the fork server
 
-    origin.end_with(lifeline.SERVER)
+    orphans.end_with_parent(lifeline.SERVER)
     te_bench = multiprocessing.parent_process()
     assert te_bench is not None
     if os.fork() == 0:

@@ -1,7 +1,7 @@
 """Models, their data and their training. `import te_bench.models as te` reads like Transformer Engine.
 
 gpt.GPT is the model, train.TrainStep trains it, weights.load and weights.save exchange weights with Hugging Face.
-Nothing here imports torch before it is asked for: planning and reporting use te_bench.models.corpus without it.
+Nothing here imports torch before it is asked for: planning and reporting use te_bench.training.corpus without it.
 """
 
 import importlib

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_bench.models.layer import te_fused, te_layer
+from te_bench.models.quickstart import te_fused, te_layer
 
 PARAMETERS = [
     f"{name}.{kind}"

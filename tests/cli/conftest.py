@@ -1,6 +1,5 @@
 """te-bench as a fixture. Tests of the command line simulate convergence runs as those of the reports do."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,7 @@ from gates import QUICK
 from in_process import Command
 from revisions import Repository
 
-from te_bench.experiments import pairs
-from te_bench.reports import gate_live
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "reports"))  # journals.py and convergence.py
+from te_bench.gate import paired_trial, revisions
 
 
 @pytest.fixture
@@ -37,8 +33,8 @@ def gate(
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "tmp").mkdir()
     for name, value in QUICK.items():
-        monkeypatch.setattr(pairs, name, value)
-    monkeypatch.setattr(gate_live, "LOOKS", (5,))
+        monkeypatch.setattr(paired_trial, name, value)
+    monkeypatch.setattr(revisions, "LOOKS", (5,))
     out = tmp_path / "out"
 
     def run(base: str, *arguments: object, margin: str = "100%") -> Any:

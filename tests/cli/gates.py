@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from te_bench.experiments.store import load
-from te_bench.reports import gate_records
-from te_bench.reports.gate import Decision, Ratios
+from te_bench.gate import stored_runs
+from te_bench.gate.decision import Decision, Ratios
 
 FAST, SLOW = 0.002, 0.006  # seconds a call
 #: Of pairs.py.
@@ -24,7 +24,7 @@ def outcomes(out: Path) -> Counter[tuple[str, str]]:
 
 def told(monkeypatch: pytest.MonkeyPatch, ratios: Mapping[str, float], noise: float = 0.01) -> None:
     """Judge every trial by pairs of this ratio, half above and half below by `noise`, and by none that was measured."""
-    decide = gate_records.decide
+    decide = stored_runs.decide
 
     def of_told(found: Ratios, **options: Any) -> Decision:
         means = {name: ratio for name in found for model, ratio in ratios.items() if f"/{model}/" in name}
@@ -33,4 +33,4 @@ def told(monkeypatch: pytest.MonkeyPatch, ratios: Mapping[str, float], noise: fl
         judged = {name: [one and means[name] * sign for one, sign in signs[name]] for name in found}
         return decide(judged, **{**options, "means": judged})
 
-    monkeypatch.setattr(gate_records, "decide", of_told)
+    monkeypatch.setattr(stored_runs, "decide", of_told)

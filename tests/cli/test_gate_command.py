@@ -13,7 +13,7 @@ from in_process import Command
 from journals import environment, step_record, trial, write
 
 from te_bench.cli.gate import fraction
-from te_bench.reports import gate_output
+from te_bench.gate import output
 
 
 def run(
@@ -162,14 +162,14 @@ def test_a_file_that_fails_costs_neither_the_answer_nor_the_others(
     gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = ("--markdown", tmp_path / "bad", "--json", tmp_path / "good")
-    write_all = gate_output.write_atomically
+    write_all = output.write_atomically
 
     def full(path: Path, content: bytes) -> None:
         if path.name == "bad":
             raise OSError(28, "No space left on device")
         write_all(path, content)
 
-    monkeypatch.setattr(gate_output, "write_atomically", full)
+    monkeypatch.setattr(output, "write_atomically", full)
     for slower, code in ((1.05, 1), (1.0, 2)):
         done = gate(*files, slower=slower)
         assert (done.code, done.err) == (

@@ -250,8 +250,8 @@ def test_a_kill_leaves_nothing_and_the_next_call_goes_on(
     where = {"cwd": repository.root, "env": {"TMPDIR": str(temporary)}}
     main = tmp_path / "main.py"  # not -m: the repository's own te_bench would be the one that is run
     main.write_text(
-        "from te_bench.cli import main\nfrom te_bench.experiments import pairs\nfrom te_bench.reports import gate_live\n"
-        f"vars(pairs).update({QUICK})\ngate_live.LOOKS = (5,)\nmain()\n"
+        "from te_bench.cli import main\nfrom te_bench.gate import paired_trial, revisions\n"
+        f"vars(paired_trial).update({QUICK})\nrevisions.LOOKS = (5,)\nmain()\n"
     )
 
     def measured() -> int:

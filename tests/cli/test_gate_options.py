@@ -7,7 +7,7 @@ import pytest
 from in_process import Command
 
 from te_bench.cli.gate import minutes
-from te_bench.reports import gate_live
+from te_bench.gate import revisions
 
 
 class Asked(BaseException):  # the command line answers every Exception
@@ -23,9 +23,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.extend(arguments)
         raise Asked
 
-    monkeypatch.setattr(gate_live, "run", run)
-    monkeypatch.setattr("te_bench.experiments.checkouts.repository", lambda inside: inside)
-    monkeypatch.setattr("te_bench.experiments.checkouts.dirty", lambda root: False)
+    monkeypatch.setattr(revisions, "run", run)
+    monkeypatch.setattr("te_bench.gate.checkouts.repository", lambda inside: inside)
+    monkeypatch.setattr("te_bench.gate.checkouts.dirty", lambda root: False)
     return found
 
 

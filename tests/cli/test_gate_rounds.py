@@ -14,9 +14,9 @@ import pytest
 from gates import FAST, outcomes, told
 from revisions import FILES, Repository
 
-from te_bench.experiments import pairs
 from te_bench.experiments.store import load
-from te_bench.reports import gate_live
+from te_bench.gate import paired_trial as pairs
+from te_bench.gate import revisions
 
 
 @pytest.mark.parametrize(("name", "together"), [("untimed", False), ("training-budget", False), ("training", True)])
@@ -109,19 +109,19 @@ def test_another_begins_each_round_of_each_trial(
 
 
 def test_looks_are_those_that_the_time_allows() -> None:
-    looks = gate_live.LOOKS
-    assert gate_live.looks_within(looks[-1]) == looks
-    assert gate_live.looks_within(1000) == looks
-    assert gate_live.looks_within(11) == (6, 11)  # none just before the last, where alpha would be thrown away
-    assert gate_live.looks_within(6) == (6,)
-    assert gate_live.looks_within(2) == (5,)  # fewer pairs claim nothing: such a gate ends undecided
-    assert gate_live.looks_within(7) == (7,)
+    looks = revisions.LOOKS
+    assert revisions.looks_within(looks[-1]) == looks
+    assert revisions.looks_within(1000) == looks
+    assert revisions.looks_within(11) == (6, 11)  # none just before the last, where alpha would be thrown away
+    assert revisions.looks_within(6) == (6,)
+    assert revisions.looks_within(2) == (5,)  # fewer pairs claim nothing: such a gate ends undecided
+    assert revisions.looks_within(7) == (7,)
 
 
 def test_every_pair_counts_when_time_ends(
     gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = gate_live.rounds.run
+    rounds = revisions.paired_sweep.run
     numbers: list[int] = []
 
     def run(number: int, *arguments: Any, **options: Any) -> Any:
@@ -130,9 +130,9 @@ def test_every_pair_counts_when_time_ends(
 
     now = time.monotonic
     clock = SimpleNamespace(monotonic=lambda: now() + (1e6 if len(numbers) == 7 else 0.0))
-    monkeypatch.setattr(gate_live.rounds, "run", run)
-    monkeypatch.setattr(gate_live, "time", clock)
-    monkeypatch.setattr(gate_live, "LOOKS", (5, 30))
+    monkeypatch.setattr(revisions.paired_sweep, "run", run)
+    monkeypatch.setattr(revisions, "time", clock)
+    monkeypatch.setattr(revisions, "LOOKS", (5, 30))
     told(monkeypatch, {"a": 1.02})
     gate(repository.commit({"a": FAST}), "--budget", 1000, margin="2%")
     [trial] = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]
@@ -142,7 +142,7 @@ def test_every_pair_counts_when_time_ends(
 def test_a_trial_that_may_be_slower_goes_before_the_others(
     gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = gate_live.rounds.run
+    rounds = revisions.paired_sweep.run
     cells: list[list[str]] = []
 
     def run(number: int, processes: Any, *, wanted: Any, **options: Any) -> Any:
@@ -154,8 +154,8 @@ def test_a_trial_that_may_be_slower_goes_before_the_others(
 
         return rounds(number, processes, wanted=noted, **options)
 
-    monkeypatch.setattr(gate_live.rounds, "run", run)
-    monkeypatch.setattr(gate_live, "LOOKS", (5, 8))
+    monkeypatch.setattr(revisions.paired_sweep, "run", run)
+    monkeypatch.setattr(revisions, "LOOKS", (5, 8))
     told(monkeypatch, {"a": 1.0, "b": 1.3}, noise=0.2)
     done = gate(repository.commit({"a": FAST, "b": FAST}), margin="2%")
     assert cells == [["a", "b"]] * 3 + [["b"]] * 5 + [["a"]] * 5
@@ -174,7 +174,7 @@ def test_exitfirst_ends_with_the_first_regression(
     arguments: tuple[str, ...],
     pairs: list[int],
 ) -> None:
-    monkeypatch.setattr(gate_live, "LOOKS", (5, 7))
+    monkeypatch.setattr(revisions, "LOOKS", (5, 7))
     told(monkeypatch, {"a": 1.02, "b": 1.5})
     assert gate(repository.commit({"a": FAST, "b": FAST}), *arguments, margin="2%").code == 1
     trials = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]

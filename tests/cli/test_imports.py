@@ -94,7 +94,7 @@ def test_planning_never_imports_torch(poisoned: dict[str, str], tmp_path: Path, 
 def test_reporting_and_listing_never_import_torch(poisoned: dict[str, str], tmp_path: Path) -> None:
     for kind in look.KINDS:
         assert te_bench("list", kind, env=poisoned).returncode == 0
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / 'reports')!r})\n"
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
     code += f"import journals; from pathlib import Path; journals.everything(Path({str(tmp_path / 'run')!r}))"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **poisoned})
     done = te_bench("report", tmp_path / "run", env=poisoned)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from convergence import JUDGEMENT, TRUTH, study_of, study_records, write_study
+from convergence_runs import JUDGEMENT, TRUTH, study_of, study_records, write_study
 from driving import PLANTED, rows, te_bench
 from in_process import Command
 from journals import STARTED, environment, record
@@ -16,9 +16,9 @@ from te_bench.cli import stopping
 from te_bench.experiments import runner
 from te_bench.experiments.spec import Experiment, Record
 from te_bench.experiments.store import Plan, Store, load
-from te_bench.reports.rows import load_results
-from te_bench.reports.study import Arm, Study, studies
-from te_bench.reports.verdict import verdicts
+from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.convergence.study import Arm, Study, studies
+from te_bench.reports.convergence.verdict import verdicts
 
 SIMULATED = PLANTED.with_name("te_bench_simulated.py")
 SEQUENTIAL = {**JUDGEMENT, "seeds": 12, "first_look": 4}

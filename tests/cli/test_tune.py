@@ -11,8 +11,8 @@ from in_process import Command
 from te_bench.cli import tune
 from te_bench.experiments.spec import Record, Trial, digest
 from te_bench.experiments.store import Plan, Store
-from te_bench.kernels.attention import _table
-from te_bench.kernels.attention._table import Cell
+from te_bench.kernels.attention import table
+from te_bench.kernels.attention.table import Cell
 
 SPEED = Path(__file__).resolve().parents[2] / "results" / "h200" / "speed"
 
@@ -24,9 +24,9 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def own_table() -> tuple[Cell, ...]:
-    path = _table.user_table()
+    path = table.user_table()
     assert path is not None
-    return _table.read(path)
+    return table.read(path)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_table_of_what_was_recorded(command: Command) -> None:
     assert cell.fastest() == ["gluon", "cudnn", "triton"]
     assert cell.source.endswith("derived from GPT steps that differ in their attention alone")
     assert command("tune", "attention", "--from", SPEED, "--table", "mine.json").code == 0
-    assert _table.read(Path("mine.json")) == (cell,)
+    assert table.read(Path("mine.json")) == (cell,)
 
 
 def recorded(directory: Path, latencies: dict[tuple[str, int], tuple[float, float]], code: str, **failed: str) -> None:
@@ -165,7 +165,7 @@ def test_nothing_of_attention_is_no_table(command: Command, tmp_path: Path) -> N
 
 def test_a_table_that_cannot_be_read_is_not_overwritten(command: Command, tmp_path: Path) -> None:
     """The user's own is set aside, and made anew; another file was not meant."""
-    path, notes = _table.user_table(), tmp_path / "notes.txt"
+    path, notes = table.user_table(), tmp_path / "notes.txt"
     assert path is not None
     path.parent.mkdir(parents=True)
     for file in (path, notes):
@@ -182,11 +182,11 @@ def test_a_table_that_cannot_be_read_is_not_overwritten(command: Command, tmp_pa
 
 
 def test_backends_that_a_shape_no_longer_has_are_named(command: Command) -> None:
-    path = _table.user_table()
+    path = table.user_table()
     assert path is not None
     path.parent.mkdir(parents=True)
-    cell = next(cell for cell in _table.read(_table.SHIPPED) if cell.problem.length == 1024 and cell.problem.causal)
-    path.write_text(_table.text([dataclasses.replace(cell, seconds={**cell.seconds, "flash": 1e-3, "math": 1.0})]))
+    cell = next(cell for cell in table.read(table.SHIPPED) if cell.problem.length == 1024 and cell.problem.causal)
+    path.write_text(table.text([dataclasses.replace(cell, seconds={**cell.seconds, "flash": 1e-3, "math": 1.0})]))
     done = command("tune", "attention", "--from", SPEED)
     assert done.code == 0
     assert "no longer in the table: flash, math" in done.out
@@ -207,7 +207,7 @@ def test_a_cpu_is_measured_and_a_second_time_goes_on(command: Command, tmp_path:
     assert "unsupported: attention/" in done.out
     [cell] = own_table()
     assert set(cell.seconds) == {"math", "manual"}
-    assert cell.machine == _table.machine("cpu")
+    assert cell.machine == table.machine("cpu")
     assert cell.problem.window == (9, 0)
     assert "window 9:0" in done.out
     journal = tmp_path / "runs" / "tune-attention" / "journal.jsonl"

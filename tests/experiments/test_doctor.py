@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from te_bench.experiments import doctor
-from te_bench.kernels.attention import flash4
+from te_bench.kernels.attention.backends import flash4
 
 INSTALL = {
     "flash-attn-4 (attention)": "flash-attn-4",

@@ -10,13 +10,13 @@ import torch
 
 from te_bench.experiments import evaluation
 from te_bench.experiments.evaluation import HEADINGS, evaluate, read_passages, rows, summary, to_json
-from te_bench.models import checkpoints, tokenizer, weights
-from te_bench.models import corpus as corpora
 from te_bench.models import recipe as recipes
-from te_bench.models.corpus import Corpus
-from te_bench.models.evaluation import calibrate, last_word, perplexity
-from te_bench.models.gpt import GPT, GPTConfig
-from te_bench.models.tokenizer import Bytes
+from te_bench.models.zoo.gpt import GPT, GPTConfig
+from te_bench.training import checkpoints, tokenizer, weights
+from te_bench.training import corpus as corpora
+from te_bench.training.corpus import Corpus
+from te_bench.training.evaluation import calibrate, last_word, perplexity
+from te_bench.training.tokenizer import Bytes
 
 TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. " * 20
 PASSAGES = ["to be or not to be", "that is the question", "whether 'tis nobler in the mind"]

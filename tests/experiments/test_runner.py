@@ -168,7 +168,7 @@ import sys
 class Broken:
     @staticmethod
     def find_spec(name, *_):
-        if name == "te_bench.models.gpt":
+        if name == "te_bench.models.zoo.gpt":
             raise RuntimeError("broken")
 
 sys.meta_path.insert(0, Broken)

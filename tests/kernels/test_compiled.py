@@ -19,22 +19,25 @@ from compiled import Compiled, faults
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from te_bench.kernels.activation import _kernels as activation
-from te_bench.kernels.activation import _recomputed
+from te_bench.kernels.activation import kernels as activation
+from te_bench.kernels.activation import recomputed
 from te_bench.kernels.adamw import Parameter
-from te_bench.kernels.adamw import triton as adamw
-from te_bench.kernels.attention import _backward_kernels as attention_backward
-from te_bench.kernels.attention import _kernels as attention
-from te_bench.kernels.gemm import Backend, Epilogue, _half, _tiles, gluon
-from te_bench.kernels.gemm import triton as gemm
-from te_bench.kernels.linear_cross_entropy import _kernels as cross_entropy
-from te_bench.kernels.linear_cross_entropy import _tied
-from te_bench.kernels.norm import _kernels as norm
-from te_bench.kernels.norm import _residual_backward_kernels as residual_backward
-from te_bench.kernels.norm import _residual_kernels as residual
-from te_bench.kernels.quantize import _fine_kernels, _history, _joined, _kernels
+from te_bench.kernels.adamw.backends import triton as adamw
+from te_bench.kernels.attention.portable import backward as attention_backward
+from te_bench.kernels.attention.portable import forward as attention
+from te_bench.kernels.gemm import Backend, Epilogue, half
+from te_bench.kernels.gemm.backends import gluon
+from te_bench.kernels.gemm.backends import triton as gemm
+from te_bench.kernels.gemm.portable import tiles
+from te_bench.kernels.linear_cross_entropy import kernels as cross_entropy
+from te_bench.kernels.linear_cross_entropy import tied
+from te_bench.kernels.norm import kernels as norm
+from te_bench.kernels.norm import residual_backward
+from te_bench.kernels.norm import residual_forward as residual
+from te_bench.kernels.quantize import fine_kernels, history, joined
+from te_bench.kernels.quantize import kernels as _kernels
 from te_bench.kernels.rotary import Part
-from te_bench.kernels.rotary import _kernels as rotary
+from te_bench.kernels.rotary import kernels as rotary
 
 M, D, F, V = 12288, 768, 3072, 50304
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
@@ -193,14 +196,14 @@ QUANTIZE: dict[str, Call] = {
     "scaled, float32 via bf16": of_tensor(one(), E5M2, matrix(M, D, FP32), BOTH, one(), None, torch.zeros(D), BF16),
     "tensor": of_tensor(None, E4M3, matrix(M, F), BOTH, None, None, None),
     "pair": lambda: _kernels.pair(matrix(M, D), one(), one(), matrix(F, D), one(), one(), E4M3, *BOTH),
-    "joined": lambda: _joined.kernel([matrix(M, D) for _ in range(3)], D, one(), E5M2, one(), None),
-    "joined by heads, with sums": lambda: _joined.kernel(
+    "joined": lambda: joined.kernel([matrix(M, D) for _ in range(3)], D, one(), E5M2, one(), None),
+    "joined by heads, with sums": lambda: joined.kernel(
         [matrix(M, 4096) for _ in range(3)], 128, one(), E5M2, one(), torch.zeros(3 * 4096)
     ),
-    "row": lambda: _fine_kernels.per_row(matrix(M, F), E4M3, *BOTH, False, None),
-    "block": lambda: _fine_kernels.per_block(matrix(M, F), E4M3, 1, *BOTH, True, None),
-    "tile": lambda: _fine_kernels.per_block(matrix(M, F), E4M3, 128, *BOTH, True, None),
-    "history": lambda: _history.launch([(torch.zeros(16, 48), *torch.ones(3, 48))], 0, "max"),
+    "row": lambda: fine_kernels.per_row(matrix(M, F), E4M3, *BOTH, False, None),
+    "block": lambda: fine_kernels.per_block(matrix(M, F), E4M3, 1, *BOTH, True, None),
+    "tile": lambda: fine_kernels.per_block(matrix(M, F), E4M3, 128, *BOTH, True, None),
+    "history": lambda: history.launch([(torch.zeros(16, 48), *torch.ones(3, 48))], 0, "max"),
 }
 
 
@@ -241,7 +244,7 @@ NORM |= in_a_stream(D, False) | in_a_stream(D, True) | in_a_stream(4096, False)
 def again(kind: str) -> Call:
     """The gradient with what it is the gradient of."""
     looks = {"amax": one(), "counts": None, "column_sum": torch.zeros(F)}
-    return lambda: _recomputed.kernel(matrix(M, F), matrix(M, F), kind, one(), E5M2, one(), E4M3, **looks)
+    return lambda: recomputed.kernel(matrix(M, F), matrix(M, F), kind, one(), E5M2, one(), E4M3, **looks)
 
 
 def activated(kind: str) -> dict[str, Call]:
@@ -382,11 +385,11 @@ FAMILIES: dict[str, dict[str, Call]] = {
     "gemm, fused by blocks": FUSED_BY_BLOCKS,
     "gemm, in Gluon": IN_GLUON,
     "halves": {
-        "product": lambda: _half._product(matrix(M, D), matrix(V, D), None, None),
-        "product, biased": lambda: _half._product(matrix(M, D), matrix(F, D), matrix(1, F)[0], None),
-        **{kind: lambda f=kind: _half.activated(matrix(M, D), matrix(F, D), None, f) for kind in IN_AN_MLP},
+        "product": lambda: half._product(matrix(M, D), matrix(V, D), None, None),
+        "product, biased": lambda: half._product(matrix(M, D), matrix(F, D), matrix(1, F)[0], None),
+        **{kind: lambda f=kind: half.activated(matrix(M, D), matrix(F, D), None, f) for kind in IN_AN_MLP},
         **{
-            f"{kind}, slope": lambda f=kind: _half.gradient(matrix(M, D), matrix(D, F), matrix(M, F), f)
+            f"{kind}, slope": lambda f=kind: half.gradient(matrix(M, D), matrix(D, F), matrix(M, F), f)
             for kind in IN_AN_MLP
         },
     },
@@ -401,8 +404,8 @@ FAMILIES: dict[str, dict[str, Call]] = {
         "mean": lambda: cross_entropy.mean(torch.empty(M), torch.empty(3, 4)),
         "scaled": lambda: cross_entropy.scale(matrix(M, D, FP32), one(), matrix(M, D)),
         "scaled in place": lambda: cross_entropy.scale(*in_place(matrix(V, D, FP32))),
-        "tied": lambda: _tied.add_rows_by_kernel(matrix(V, D, FP32), matrix(M, D, FP32), torch.zeros(M).long()),
-        "embedded": lambda: _tied.embed_by_kernel(matrix(V, D, FP32), matrix(1024, D, FP32), torch.zeros(12, 1024).long()),
+        "tied": lambda: tied.add_rows_by_kernel(matrix(V, D, FP32), matrix(M, D, FP32), torch.zeros(M).long()),
+        "embedded": lambda: tied.embed_by_kernel(matrix(V, D, FP32), matrix(1024, D, FP32), torch.zeros(12, 1024).long()),
     },
 }  # fmt: skip
 
@@ -437,7 +440,7 @@ def exchanging_kernel(x, y):  # type: ignore[no-untyped-def]
     tl.store(y + columns * 128 + rows, v.to(tl.float8e4nv))
 
 
-def with_tile(changed: _tiles.Tile, call: Call) -> Call:
+def with_tile(changed: tiles.Tile, call: Call) -> Call:
     def there() -> None:
         usual, gemm.tile = gemm.tile, lambda *_, **__: changed
         call()
@@ -453,8 +456,8 @@ def serialised() -> None:
 
 
 BROKEN: dict[str, Call] = {
-    "two accumulators": with_tile(_tiles.LARGE, product(UP, fast_accum=False)),
-    "five stages": with_tile(_tiles.LARGE._replace(stages=5), product(UP)),
+    "two accumulators": with_tile(tiles.LARGE, product(UP, fast_accum=False)),
+    "five stages": with_tile(tiles.LARGE._replace(stages=5), product(UP)),
     "partial sums of 32": serialised,
     "pointers": lambda: pointer_kernel[(1,)](matrix(128, 512), matrix(128, 512), matrix(128, 128), 512),
     "exchange": lambda: exchanging_kernel[(1,)](matrix(128, 128, FP32), matrix(128, 128, E4M3)),
@@ -627,11 +630,11 @@ def check_row_kernels(by_name: dict[str, Compiled]) -> None:
     assert fp8.count("cvt.rn.satfinite.e5m2x2") == ELEMENTS // 2, "each element is cast once, two at a time"
     # Of a token's rows a thread adds its own columns: as many loads as rows and no exchange of sums.
     rows = by_name["add_rows_kernel"]
-    assert len(re.findall(r"ld\.global[\w.]*v4", rows.ptx)) == _tied.TOGETHER + 1, str(rows)
+    assert len(re.findall(r"ld\.global[\w.]*v4", rows.ptx)) == tied.TOGETHER + 1, str(rows)
     assert rows.programs * rows.warps >= 48, str(rows)
     assert rows.shared <= 64, str(rows)
     embed = by_name["embed_kernel"]
-    assert len(re.findall(r"(ld|st)\.global[\w.]*v4", embed.ptx)) == 3 * _tied.LOOKUP["ROWS"] // 2, str(embed)
+    assert len(re.findall(r"(ld|st)\.global[\w.]*v4", embed.ptx)) == 3 * tied.LOOKUP["ROWS"] // 2, str(embed)
     assert embed.programs * embed.warps >= 48, str(embed)
 
 

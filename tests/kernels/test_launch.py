@@ -15,20 +15,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from te_bench.kernels import _launch
-from te_bench.kernels.activation import _kernels as activation
-from te_bench.kernels.activation import triton as activation_triton
-from te_bench.kernels.attention import _backward_kernels as attention_backward_kernels
-from te_bench.kernels.attention import _fp8_backward_kernels, _fp8_kernels, _fp8_quantize
-from te_bench.kernels.attention import _kernels as attention_kernels
-from te_bench.kernels.attention._kernels import Extent
-from te_bench.kernels.norm import _kernels as norm
-from te_bench.kernels.norm import _residual_kernels as residual_kernels
-from te_bench.kernels.norm import triton as norm_triton
-from te_bench.kernels.quantize import _fine_kernels, _history, _kernels
-from te_bench.kernels.quantize import triton as quantize_triton
+from te_bench.kernels import launch as _launch
+from te_bench.kernels.activation import kernels as activation
+from te_bench.kernels.activation.backends import triton as activation_triton
+from te_bench.kernels.attention import fp8_quantize
+from te_bench.kernels.attention.portable import backward as attention_backward_kernels
+from te_bench.kernels.attention.portable import forward as attention_kernels
+from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
+from te_bench.kernels.attention.portable.forward import Extent
+from te_bench.kernels.norm import kernels as norm
+from te_bench.kernels.norm import residual_forward as residual_kernels
+from te_bench.kernels.norm.backends import triton as norm_triton
+from te_bench.kernels.quantize import fine_kernels, kernels
+from te_bench.kernels.quantize import history as _history
+from te_bench.kernels.quantize.backends import triton as quantize_triton
 from te_bench.kernels.rotary import Part
-from te_bench.kernels.rotary import _kernels as rotary
+from te_bench.kernels.rotary import kernels as rotary
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -197,8 +199,8 @@ def known() -> Recorder:
 
 @pytest.fixture
 def recorder(known: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    attentions = (attention_kernels, attention_backward_kernels, _fp8_quantize, _fp8_kernels, _fp8_backward_kernels)
-    for module in (activation, norm, residual_kernels, _kernels, _fine_kernels, rotary, *attentions, _launch):
+    attentions = (attention_kernels, attention_backward_kernels, fp8_quantize, fp8_forward, fp8_backward)
+    for module in (activation, norm, residual_kernels, kernels, fine_kernels, rotary, *attentions, _launch):
         monkeypatch.setattr(module, "launch", known.launch)
     return known
 
@@ -222,7 +224,7 @@ POINTER, MAYBE = ("plain", "shifted", "other"), ("plain", None, "shifted", "othe
 
 # A call of each launcher; what its arguments are is in LAUNCHERS.
 def by_tensor(dtype, target, layouts, power, scaled, amax, counts, total, m, n, **view):
-    _kernels.per_tensor(
+    kernels.per_tensor(
         *(matrix(m, n, dtype, **view), torch.ones(()) if scaled else None, target, *layouts, power),
         *(torch.zeros(()) if amax else None, vector(3, counts, torch.int64), vector(n, total)),
     )
@@ -231,16 +233,16 @@ def by_tensor(dtype, target, layouts, power, scaled, amax, counts, total, m, n, 
 def by_pair(dtype, w_dtype, target, columnwise, w_columnwise, amax, w_amax, w_offset, w_stride, rows, m, n, **view):
     x, w = matrix(m, n, dtype, **view), matrix(rows, n, w_dtype, w_offset, w_stride)
     given, w_given = (torch.zeros(()) if wanted else None for wanted in (amax, w_amax))
-    _kernels.pair(x, torch.ones(()), given, w, torch.ones(()), w_given, target, columnwise, w_columnwise)
+    kernels.pair(x, torch.ones(()), given, w, torch.ones(()), w_given, target, columnwise, w_columnwise)
 
 
 def by_row(dtype, target, layouts, power, counts, m, n, **view):
-    _fine_kernels.per_row(matrix(m, n, dtype, **view), target, *layouts, power, vector(3, counts, torch.int64))
+    fine_kernels.per_row(matrix(m, n, dtype, **view), target, *layouts, power, vector(3, counts, torch.int64))
 
 
 def by_block(dtype, target, rows, layouts, power, counts, m, n, **view):
     x = matrix(m, n, dtype, **view)
-    _fine_kernels.per_block(x, target, rows, *layouts, power, vector(3, counts, torch.int64))
+    fine_kernels.per_block(x, target, rows, *layouts, power, vector(3, counts, torch.int64))
 
 
 def norm_forward(dtype, weight, bias, eps, centred, kind, m, n, **view):
@@ -345,11 +347,11 @@ def attention_backward(left, right, mask, dropout, fused, **shape):
 def attention_fp8(causal, keep, **shape):
     """The casts, the forward pass and the backward pass."""
     q, k, v, out = heads_of(**shape)
-    cast = _fp8_quantize.quantize(q, k, v, keep=True)
-    _fp8_quantize.quantize(q, k, v, keep=keep)
+    cast = fp8_quantize.quantize(q, k, v, keep=True)
+    fp8_quantize.quantize(q, k, v, keep=keep)
     (rows, keys), features = (q.shape[2], k.shape[2]), v.shape[3]
-    _fp8_kernels.forward(*cast, (rows, keys), features, q.dtype, causal, 0.5)
-    _fp8_backward_kernels.backward(out, q, k, out, torch.zeros(out.shape[:3]), cast, features, causal, 0.5)
+    fp8_forward.forward(*cast, (rows, keys), features, q.dtype, causal, 0.5)
+    fp8_backward.backward(out, q, k, out, torch.zeros(out.shape[:3]), cast, features, causal, 0.5)
 
 
 FLOATS, TARGETS, BOTH = (BF16, FP16, FP32), (E4M3, E5M2), (True, False)

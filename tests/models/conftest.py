@@ -1,10 +1,5 @@
-"""Modules choose the GPU where there is one, as Transformer Engine's do: tests that are not marked `gpu` see none."""
+"""Without a GPU, but for tests marked `gpu`."""
 
-import pytest
-import torch
+from on_cpu import on_the_cpu_unless_marked
 
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu_unless_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+__all__ = ["on_the_cpu_unless_marked"]

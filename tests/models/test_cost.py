@@ -9,15 +9,15 @@ import torch
 from table_adamw_cases import DELAYED, OPTIM, SMALL
 from torch import Tensor
 
-from te_bench.kernels.linear_cross_entropy import chunked
-from te_bench.kernels.linear_cross_entropy import fp8 as fp8_head
-from te_bench.kernels.linear_cross_entropy._autograd import chunk_rows
+from te_bench.kernels.linear_cross_entropy.autograd import chunk_rows
+from te_bench.kernels.linear_cross_entropy.backends import chunked
+from te_bench.kernels.linear_cross_entropy.backends import fp8 as fp8_head
 from te_bench.models import cost
 from te_bench.models import recipe as recipes
 from te_bench.models.configs import CONFIGS
 from te_bench.models.cost import ATTENTION, ELEMENTWISE, GEMM, LOSS, OPTIMIZER, Cost
-from te_bench.models.gpt import GPT
-from te_bench.models.train import TrainStep
+from te_bench.models.zoo.gpt import GPT
+from te_bench.training.step import TrainStep
 
 GPT2 = CONFIGS["gpt2"]
 

@@ -11,10 +11,10 @@ import te_bench.models as te
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _check
 from te_bench.kernels import attention
-from te_bench.kernels.attention import manual_fp8
+from te_bench.kernels.attention.backends import manual_fp8
 from te_bench.models import recipe
-from te_bench.models.gpt import GPT, GPTConfig
 from te_bench.models.recipe import Recipe
+from te_bench.models.zoo.gpt import GPT, GPTConfig
 
 IN_FP8 = [recipe.Float8CurrentScaling(fp8_dpa=True), recipe.DelayedScaling(fp8_dpa=True)]
 CURRENT = recipe.Float8CurrentScaling()

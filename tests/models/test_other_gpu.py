@@ -12,9 +12,9 @@ import te_bench.models as te
 from te_bench.kernels import attention as backends
 from te_bench.kernels import linear_cross_entropy as heads
 from te_bench.models import recipe as recipes
-from te_bench.models.data import Batches
-from te_bench.models.gpt import GPT, GPTConfig
-from te_bench.models.train import Optim, TrainStep
+from te_bench.models.zoo.gpt import GPT, GPTConfig
+from te_bench.training.data import Batches
+from te_bench.training.step import Optim, TrainStep
 
 pytestmark = [
     pytest.mark.gpu,

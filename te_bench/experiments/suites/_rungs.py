@@ -4,7 +4,7 @@ from typing import Any
 
 from te_bench import plugins
 from te_bench.experiments.spec import Options, Scalar, Trial
-from te_bench.models import corpus as corpora
+from te_bench.training import corpus as corpora
 
 V, VP = 50257, 50304  # GPT-2's vocabulary, and the same padded to a multiple of 64
 FP8_RECIPE = "float8_current_scaling"

@@ -24,9 +24,9 @@ from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
 from te_bench.models import faults, fp8, torchao_linears
 from te_bench.models import recipe as recipes
-from te_bench.models.gpt import CONFIGS, GPT, GPTConfig
 from te_bench.models.recipe import Float8CurrentScaling
-from te_bench.models.train import Optim, TrainStep, autocast
+from te_bench.models.zoo.gpt import CONFIGS, GPT, GPTConfig
+from te_bench.training.step import Optim, TrainStep, autocast
 
 #: Unit round-off of the compute format: the floor below which two right answers may differ.
 EPSILON = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}

@@ -19,7 +19,7 @@ from torch import Tensor
 from te_bench.experiments.workloads import _errors
 from te_bench.experiments.workloads._check import Quantity
 from te_bench.kernels import attention
-from te_bench.models.train import TrainStep, autocast, fp8_autocast
+from te_bench.training.step import TrainStep, autocast, fp8_autocast
 
 NAMES = ("out", "dq", "dk", "dv")
 #: A row may err so many times as much as the yardstick's: what errs by chance is 5 times the mean at most, and what sees the

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_bench.models import fp8, fused_blocks
+from te_bench.models import fp8
+from te_bench.models.fused import blocks
 from te_bench.models.modules.linear import Linear
-from te_bench.models.train import TrainStep, autocast
+from te_bench.training.step import TrainStep, autocast
 
 COUNTED = ("saturated", "underflowed")
 SEED = 0x70726F62  # of the probe's dropout masks, the same at each look: ASCII "prob"
@@ -29,7 +30,7 @@ def look(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float | 
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(_untouched(step.model, list(modules.values())))
-        stack.enter_context(warnings.catch_warnings(action="ignore", category=fused_blocks.NotFused))
+        stack.enter_context(warnings.catch_warnings(action="ignore", category=blocks.NotFused))
         for name, module in modules.items():
             stack.enter_context(_watched(name, module, seen))
         torch.manual_seed(SEED)

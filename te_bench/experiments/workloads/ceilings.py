@@ -16,7 +16,8 @@ from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _check, _model
 from te_bench.experiments.workloads._check import Quantity, judge
-from te_bench.kernels.gemm import Problem, scaled_mm
+from te_bench.kernels.gemm import Problem
+from te_bench.kernels.gemm.backends import scaled_mm
 
 CHECKED = 64  # rows and columns of the product that float64 computes, too
 E4M3 = torch.float8_e4m3fn

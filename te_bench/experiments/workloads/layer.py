@@ -1,6 +1,6 @@
 """Forward and backward pass of one transformer layer by Transformer Engine's quickstart, after it was held to float64.
 
-problem: layer (a name of te_bench.models.layer), variant, hidden, ffn, heads, sequence, batch, dropout, mask ("full",
+problem: layer (a name of te_bench.models.quickstart), variant, hidden, ffn, heads, sequence, batch, dropout, mask ("full",
 "causal"), and any setting of the recipe. The variant "mlp" is the norm and MLP alone, with attention "none". x and dy
 are uniform on [0, 1), (sequence, batch, hidden); x needs no gradient, no optimiser steps and gradients accumulate, as there.
 samples: latency_s (50), peak_*_bytes (1). work: tokens, FLOP and the GEMMs' FLOP of an iteration, ran (_ran);
@@ -26,9 +26,9 @@ from te_bench.experiments.workloads import _check, _compilation, _errors, _model
 from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import attention
-from te_bench.models import layer as layers
+from te_bench.models import quickstart as layers
 from te_bench.models import recipe as recipes
-from te_bench.models.layer import Layer, LayerConfig
+from te_bench.models.quickstart import Layer, LayerConfig
 
 #: What a layer trial's problem names besides the settings of its recipe.
 SIZES = ("hidden", "ffn", "heads", "sequence", "batch")

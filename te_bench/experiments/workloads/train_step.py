@@ -15,8 +15,8 @@ from te_bench.experiments import timing
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _check, _compilation, _model, _ran
-from te_bench.models.data import Batches
-from te_bench.models.train import TrainStep
+from te_bench.training.data import Batches
+from te_bench.training.step import TrainStep
 
 BATCHES = 4  # different batches, in turn: data loading is not what this workload measures
 

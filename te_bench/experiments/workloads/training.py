@@ -27,10 +27,10 @@ from torch import Tensor
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _check, _compilation, _model, _probe, _ran, max_batch
-from te_bench.models import checkpoints, data
-from te_bench.models import corpus as corpora
-from te_bench.models.gpt import GPT
-from te_bench.models.train import TrainStep, evaluate, train
+from te_bench.models.zoo.gpt import GPT
+from te_bench.training import checkpoints, data
+from te_bench.training import corpus as corpora
+from te_bench.training.step import TrainStep, evaluate, train
 
 LOG_EVERY = 10  # steps between reads of the loss: each read waits for the device
 LATE = (

@@ -83,5 +83,5 @@ class Backend:
     kernels: Mapping[str, str] = field(default_factory=dict)
 
 
-_family = plugins.Family(__name__, "BACKEND", Backend)
+_family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)
 names, load = _family.names, _family.load

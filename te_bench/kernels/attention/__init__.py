@@ -71,7 +71,7 @@ class Backend:
     chosen: Callable[[], tuple[str, ...]] | None = None
 
 
-_family = plugins.Family(__name__, "BACKEND", Backend)
+_family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)
 names, load = _family.names, _family.load
 
 

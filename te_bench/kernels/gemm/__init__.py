@@ -158,5 +158,5 @@ def check_sum(a: Any, b: Any, out: Any) -> None:
         )
 
 
-_family = plugins.Family(__name__, "BACKEND", Backend)
+_family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)
 names, load = _family.names, _family.load

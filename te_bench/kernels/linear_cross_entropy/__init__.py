@@ -43,7 +43,7 @@ class Backend:
     gemms: Callable[[int, int, int], tuple[int, int]] = lambda n, padded, itemsize: (0, 3)
 
 
-_family = plugins.Family(__name__, "BACKEND", Backend)
+_family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)
 names, load = _family.names, _family.load
 
 

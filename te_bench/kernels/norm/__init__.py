@@ -69,7 +69,7 @@ class Backend:
     residual: Residual | None = None
 
 
-_family = plugins.Family(__name__, "BACKEND", Backend)
+_family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)
 names, load = _family.names, _family.load
 
 

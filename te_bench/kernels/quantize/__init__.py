@@ -67,5 +67,5 @@ class Backend:
     unsupported: Callable[[Problem], str | None]
 
 
-_family = plugins.Family(__name__, "BACKEND", Backend)
+_family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)
 names, load = _family.names, _family.load

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels.quantize import Quantized
-from te_bench.kernels.quantize.reference import dequantize
+from te_bench.kernels.quantize.backends.reference import dequantize
 from te_bench.models.faults._planted import planted
 from te_bench.models.recipe import Recipe, Slot
 

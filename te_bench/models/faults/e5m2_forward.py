@@ -7,7 +7,7 @@ same operands, on every device.
 import torch
 from torch import Tensor
 
-from te_bench.kernels.gemm import reference
+from te_bench.kernels.gemm.backends import reference
 from te_bench.models.faults._planted import planted
 from te_bench.models.recipe import Recipe
 

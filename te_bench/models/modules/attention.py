@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_bench.models.fused.stretch import unwatched
 from te_bench.models.modules import _arguments, attention_mask
 from te_bench.models.modules._absent import OneRank, reject
 from te_bench.models.modules._module import Tracker
-from te_bench.models.modules._stretch import unwatched
 from te_bench.models.modules.attention_mask import MaskTensor, Window, longest_of
 from te_bench.models.modules.dot_product_attention import DotProductAttention, check_format, check_heads
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from te_bench.kernels import attention
 from te_bench.kernels.attention import Backend, Problem, posed
-from te_bench.kernels.attention.auto import HOPPER, WINDOWED, preference
+from te_bench.kernels.attention.backends.auto import HOPPER, WINDOWED, preference
 
 #: The name that the innermost attention_kernel asks for. One for the process, like te.autocast, and not for the thread:
 #: on a GPU an activation checkpoint recomputes in a thread of autograd's, and must find the kernel of the forward pass.

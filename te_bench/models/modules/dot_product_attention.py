@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_bench.kernels.attention import Backend, Problem, attend
-from te_bench.kernels.attention._packed import attend_packed
-from te_bench.kernels.attention.auto import DTYPES
+from te_bench.kernels.attention.backends.auto import DTYPES
+from te_bench.kernels.attention.packed import attend_packed
 from te_bench.models import fp8
 from te_bench.models.modules import _arguments, attention_kernel, attention_mask
 from te_bench.models.modules._absent import OneRank, reject

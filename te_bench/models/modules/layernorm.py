@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.norm import Backend
-from te_bench.kernels.norm import reference as norm_reference
-from te_bench.kernels.norm import triton as norm_triton
+from te_bench.kernels.norm.backends import reference as norm_reference
+from te_bench.kernels.norm.backends import triton as norm_triton
 from te_bench.models.modules import _arguments
 from te_bench.models.modules._absent import reject
 from te_bench.models.modules._module import compute_dtype, factory, flatten, materialise, recorded

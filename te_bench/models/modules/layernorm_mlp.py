@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from te_bench import plugins
 from te_bench.kernels.activation import KINDS, Backend
-from te_bench.kernels.activation import reference as activation_reference
-from te_bench.kernels.activation import triton as activation_triton
+from te_bench.kernels.activation.backends import reference as activation_reference
+from te_bench.kernels.activation.backends import triton as activation_triton
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import _arguments

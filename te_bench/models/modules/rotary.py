@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from te_bench.kernels._launch import rows_contiguous
+from te_bench.kernels.launch import rows_contiguous
 from te_bench.kernels.rotary import Backend, Part
-from te_bench.kernels.rotary import reference as rotary_reference
-from te_bench.kernels.rotary import triton as rotary_triton
+from te_bench.kernels.rotary.backends import reference as rotary_reference
+from te_bench.kernels.rotary.backends import triton as rotary_triton
 from te_bench.models.modules import _arguments, attention_mask
 from te_bench.models.modules._module import FLOATS, factory, recorded
 

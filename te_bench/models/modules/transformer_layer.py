@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_bench.models.modules import _arguments, _fused_layer
+from te_bench.models.fused import layer
+from te_bench.models.modules import _arguments
 from te_bench.models.modules._absent import OneRank, reject
 from te_bench.models.modules._module import Tracker, compute_dtype
 from te_bench.models.modules.attention import MultiheadAttention
@@ -159,8 +160,8 @@ class TransformerLayer(OneRank, nn.Module):
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_kv": max_seqlen_kv,
         }
-        if _fused_layer.able(self, x):
-            return _fused_layer.run(self, x, is_first_microbatch, rotary_pos_emb, self.self_attention.asked(**core))
+        if layer.able(self, x):
+            return layer.run(self, x, is_first_microbatch, rotary_pos_emb, self.self_attention.asked(**core))
         attended = self.self_attention(
             x, is_first_microbatch=is_first_microbatch, rotary_pos_emb=rotary_pos_emb, **core
         )

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from te_bench.kernels.gemm import _policy
-from te_bench.kernels.gemm import reference as gemm_reference
+from te_bench.kernels.gemm import policy
+from te_bench.kernels.gemm.backends import reference as gemm_reference
 from te_bench.kernels.quantize import Backend, Quantized
-from te_bench.kernels.quantize import reference as quantize_reference
-from te_bench.kernels.quantize import triton as quantize_triton
+from te_bench.kernels.quantize.backends import reference as quantize_reference
+from te_bench.kernels.quantize.backends import triton as quantize_triton
 
 DTYPES = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}  # by their largest number
 
@@ -159,7 +159,7 @@ class Recipe:
 
         By cuBLASLt, or by what was measured to be faster at this shape on this GPU (kernels/gemm/_measured.py).
         """
-        multiply = gemm_reference.forward if self._emulated(a) else _policy.forward
+        multiply = gemm_reference.forward if self._emulated(a) else policy.forward
         return multiply(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=gemm == "fprop", bias=bias)
 
     def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:

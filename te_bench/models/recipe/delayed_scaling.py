@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from te_bench.kernels.quantize import Quantized, _history
-from te_bench.kernels.quantize import reference as quantize_reference
-from te_bench.kernels.quantize import triton as quantize_triton
+from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import history as _history
+from te_bench.kernels.quantize.backends import reference as quantize_reference
+from te_bench.kernels.quantize.backends import triton as quantize_triton
 from te_bench.models.recipe._recipe import AmaxAlgorithm, Cast, Format, Recipe, ScaleAlgorithm, Slot
 
 ALGORITHMS = ("max", "most_recent")

@@ -10,7 +10,7 @@ from te_bench import plugins
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import _convergence, convergence
-from te_bench.reports.rows import arm_name
+from te_bench.reports.analysis.rows import arm_name
 
 RECIPES = [name for name in plugins.names("te_bench.models.recipe") if not name.endswith("_dpa")]
 #: What may differ between the arms of one seed, and nothing else.

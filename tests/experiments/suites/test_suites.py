@@ -12,7 +12,7 @@ from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import _rungs
 from te_bench.experiments.suites._rungs import VP, V, corpus_problem
 from te_bench.experiments.workloads import _model
-from te_bench.kernels.attention import gluon
+from te_bench.kernels.attention.backends import gluon
 from te_bench.models import recipe
 
 SUITES = plugins.names(suites.__name__)
@@ -197,7 +197,7 @@ def test_layer_replays_the_quickstart_and_makes_it_fair(tmp_path: Path) -> None:
         *("plain", "manual", "eager"),
         "faithful",
     )
-    assert {t.problem["layer"] for t in fair} == set(plugins.names("te_bench.models.layer"))
+    assert {t.problem["layer"] for t in fair} == set(plugins.names("te_bench.models.quickstart"))
     recipes = _rungs.recipes()
     every = (None, *recipes)
     captured = {(t.recipe, t.attention, t.mode) for t in fair if t.problem["layer"] == "te_layer"}

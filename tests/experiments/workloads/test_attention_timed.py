@@ -11,7 +11,7 @@ from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import attention, attention_numerics
 from te_bench.kernels import attention as kernels
-from te_bench.kernels.attention import auto
+from te_bench.kernels.attention.backends import auto
 
 SHAPE = {"batch": 2, "heads": 2, "length": 16, "head_dim": 8, "causal": True}
 TRIAL = Trial(workload="attention", device="cpu", problem=SHAPE, attention="flash", precision="fp32", protocol="kernel")

@@ -10,7 +10,7 @@ from te_bench.experiments import timing
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import ceilings
-from te_bench.kernels.gemm import scaled_mm
+from te_bench.kernels.gemm.backends import scaled_mm
 
 TRIAL = Trial(
     workload="ceilings", device="cpu", problem={"copy_bytes": 2**20, "edge": 128}, attention="none", protocol="kernel"

@@ -15,13 +15,13 @@ from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _check, _model, train_step
 from te_bench.kernels.quantize import Quantized
-from te_bench.kernels.quantize.reference import dequantize
-from te_bench.models import gpt
+from te_bench.kernels.quantize.backends.reference import dequantize
 from te_bench.models import recipe as recipes
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Float8CurrentScaling, Format, Recipe, Slot
-from te_bench.models.table_adamw import TableAdamW
-from te_bench.models.train import TrainStep
+from te_bench.models.zoo import gpt
+from te_bench.training.optimizer import TableAdamW
+from te_bench.training.step import TrainStep
 
 PRECISIONS = ["fp32", "bf16", "fp8"]
 RECIPES = recipes.names()

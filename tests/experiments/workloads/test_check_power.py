@@ -13,7 +13,7 @@ from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _errors, _model, _operator, train_step
 from te_bench.models import recipe as recipes
-from te_bench.models.train import TrainStep
+from te_bench.training.step import TrainStep
 
 CASES = [("bf16", None), *(("fp8", recipe) for recipe in recipes.names())]
 MATRICES = [

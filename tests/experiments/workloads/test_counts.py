@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _check, _compilation, attention, layer, train_step, training
-from te_bench.models import gpt
+from te_bench.models.zoo import gpt
 
 STEP = {"model": "tiny", "batch": 2, "block": 8, "vocab": 60, "padded_vocab": 64}
 COMPILED = Trial(workload="train_step", device="cpu", problem=STEP, attention="flash", precision="fp32", mode="compile")

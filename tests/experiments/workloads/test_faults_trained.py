@@ -9,7 +9,7 @@ import pytest
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import _check, _ran, training
-from te_bench.models import corpus as corpora
+from te_bench.training import corpus as corpora
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ from te_bench.experiments.suites import _rungs
 from te_bench.experiments.suites.layer import GPU
 from te_bench.experiments.workloads import _check
 from te_bench.experiments.workloads import layer as workload
-from te_bench.models import layer as layers
+from te_bench.models import quickstart as layers
 from te_bench.models import recipe as recipes
-from te_bench.models.layer import Layer, LayerConfig
+from te_bench.models.quickstart import Layer, LayerConfig
 from te_bench.models.recipe import Format
 
 PROBLEM = {

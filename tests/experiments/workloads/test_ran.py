@@ -19,11 +19,12 @@ from te_bench.experiments.measurement import CheckFailed, Context, Measurement
 from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.workloads import _check, _model, _probe, _ran, layer, max_batch, train_step, training
 from te_bench.kernels import linear_cross_entropy
-from te_bench.kernels.linear_cross_entropy import chunked
-from te_bench.kernels.linear_cross_entropy import fp8 as fp8_head
-from te_bench.models import faults, fused_blocks
+from te_bench.kernels.linear_cross_entropy.backends import chunked
+from te_bench.kernels.linear_cross_entropy.backends import fp8 as fp8_head
+from te_bench.models import faults
 from te_bench.models import recipe as recipes
-from te_bench.models.train import TrainStep
+from te_bench.models.fused import blocks as fused_blocks
+from te_bench.training.step import TrainStep
 
 PUBLISHED = Path(__file__).parents[3] / "results" / "h200"
 TINY = {"model": "tiny", "batch": 2, "block": 16, "vocab": 60, "padded_vocab": 64, "grad_clip": 0.0}

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.workloads import _check, _model, _ran, training
-from te_bench.models import corpus as corpora
 from te_bench.models import recipe as recipes
-from te_bench.models.gpt import GPT
-from te_bench.reports import band, speedup
+from te_bench.models.zoo.gpt import GPT
+from te_bench.reports.convergence import band, speedup
+from te_bench.training import corpus as corpora
 
 TINY = {"model": "tiny", "batch": 4, "block": 8, "vocab": 256, "padded_vocab": 256, "tokenizer": "bytes"}
 TINY |= {"learning_rate": 3e-3, "min_learning_rate": 3e-4, "eval_tokens": 64}

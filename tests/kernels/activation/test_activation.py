@@ -324,7 +324,7 @@ def test_what_can_not_run_says_why() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["forward", "forward_quantized", "backward", "backward_quantized"])
 def test_operators(name: str, device: str) -> None:
-    from te_bench.kernels.activation import triton
+    from te_bench.kernels.activation.backends import triton
 
     x, dy = draw((6, 16), "swiglu", device=device)
     looks = torch.zeros((), device=device), torch.zeros(3, dtype=torch.int64, device=device)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels import activation
-from te_bench.kernels.activation import KINDS, Backend, _recomputed
-from te_bench.kernels.activation import triton as in_triton
+from te_bench.kernels.activation import KINDS, Backend, recomputed
+from te_bench.kernels.activation.backends import triton as in_triton
 from te_bench.kernels.quantize import Quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -52,11 +52,11 @@ def assert_as_apart(
 
 def by_kernel(dy: Tensor, x: Tensor, kind: str, **options: Any) -> tuple[Quantized, Tensor]:
     cast = [options.pop(name) for name in ("scale", "dtype", "value_scale", "value_dtype")]
-    return _recomputed.kernel(dy, x, kind, *cast, **options)
+    return recomputed.kernel(dy, x, kind, *cast, **options)
 
 
 def wrapped(backend: Backend) -> Any:
-    return lambda dy, x, kind, **options: _recomputed.recomputed(backend, dy, x, kind, **options)
+    return lambda dy, x, kind, **options: recomputed.recomputed(backend, dy, x, kind, **options)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter

@@ -25,8 +25,9 @@ from kernel_checks import assert_as_good
 from torch import Tensor
 
 from te_bench.kernels import adamw
-from te_bench.kernels.adamw import Backend, Parameter, Problem, _kernels, reference, triton
-from te_bench.kernels.quantize import reference as quantizer
+from te_bench.kernels.adamw import Backend, Parameter, Problem, kernels
+from te_bench.kernels.adamw.backends import reference, triton
+from te_bench.kernels.quantize.backends import reference as quantizer
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 BETAS = (0.9, 0.95)
@@ -186,7 +187,7 @@ def test_nothing_beyond_a_tensor_is_written(offset: int, device: str) -> None:
     theirs = [copy(p) for p in ours]
     found = backend("triton", device)
     table = found.table(ours)
-    assert table.rows[:, _kernels.ALIGNED.value].any().item() == (offset == 0)
+    assert table.rows[:, kernels.ALIGNED.value].any().item() == (offset == 0)
     run(found, ours, 3)
     run(reference.BACKEND, theirs, 3)
     for mine, other in zip(ours, theirs, strict=True):

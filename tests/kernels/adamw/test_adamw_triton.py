@@ -18,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from te_bench.kernels.adamw import Parameter, reference, triton
+from te_bench.kernels.adamw import Parameter
+from te_bench.kernels.adamw.backends import reference, triton
 
 BETAS = (0.9, 0.95)
 
@@ -30,7 +31,7 @@ import triton.backends.nvidia
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from te_bench.kernels.adamw import _kernels as kernels
+from te_bench.kernels.adamw import kernels
 
 def compiled(kernel, signature, registers, aligned, **constants):
     options = {"num_warps": kernels.WARPS, "enable_fp_fusion": False}

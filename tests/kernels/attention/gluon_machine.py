@@ -6,7 +6,7 @@ from typing import Any
 
 from barriers import Barrier, Threads
 
-from te_bench.kernels.attention._gluon_launch import Plan
+from te_bench.kernels.attention.hopper.launch import Plan
 
 ROWS = 64
 LATE = 1e-3  # seconds

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from test_contract import GPT2, a_problem, draw, run
 
 from te_bench.kernels import attention
-from te_bench.kernels.attention import Problem, _table, auto
-from te_bench.kernels.attention._table import Cell
+from te_bench.kernels.attention import Problem, table
+from te_bench.kernels.attention.backends import auto
+from te_bench.kernels.attention.table import Cell
 
 H200 = dataclasses.replace(a_problem(GPT2), capability=(9, 0))
 HERE = "NVIDIA H200"
@@ -22,7 +23,7 @@ SECONDS = {"triton": 3e-4, "cudnn": 2e-4, "flash": 4e-4}
 
 
 def a_cell(problem: Problem = H200, machine: str = HERE, **seconds: float) -> Cell:
-    return Cell(machine=machine, problem=_table.whole(problem), seconds=seconds or SECONDS, source="a test")
+    return Cell(machine=machine, problem=table.whole(problem), seconds=seconds or SECONDS, source="a test")
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +53,11 @@ class _Cells:
 
 def test_the_same_problem_is_no_doubling_away() -> None:
     cell = a_cell()
-    assert _table.nearest([cell], HERE, H200) == (cell, 0.0)
+    assert table.nearest([cell], HERE, H200) == (cell, 0.0)
     told = dataclasses.replace(H200, kv_heads=12, kv_length=1024, v_head_dim=64, capability=None)
-    assert _table.nearest([cell], HERE, told) == (cell, 0.0)
-    assert _table.nearest([cell], "NVIDIA H100", H200) is None
-    assert _table.nearest([], HERE, H200) is None
+    assert table.nearest([cell], HERE, told) == (cell, 0.0)
+    assert table.nearest([cell], "NVIDIA H100", H200) is None
+    assert table.nearest([], HERE, H200) is None
 
 
 @pytest.mark.parametrize(
@@ -84,16 +85,16 @@ def test_the_same_problem_is_no_doubling_away() -> None:
     ids=str,
 )
 def test_how_far_a_problem_is(changes: dict[str, object], doublings: float | None) -> None:
-    found = _table.nearest([a_cell()], HERE, dataclasses.replace(H200, **changes))  # type: ignore[arg-type]
+    found = table.nearest([a_cell()], HERE, dataclasses.replace(H200, **changes))  # type: ignore[arg-type]
     assert (None if found is None else found[1]) == doublings
 
 
 def test_the_nearest_of_several_and_the_first_of_equals() -> None:
     near, twice, half = (a_cell(dataclasses.replace(H200, batch=n)) for n in (12, 24, 6))
     wanted = dataclasses.replace(H200, batch=12)
-    assert _table.nearest([twice, near, half], HERE, wanted) == (near, 0.0)
-    assert _table.nearest([twice, half], HERE, wanted) == (twice, 1.0)
-    assert _table.nearest([half, twice], HERE, wanted) == (half, 1.0)
+    assert table.nearest([twice, near, half], HERE, wanted) == (near, 0.0)
+    assert table.nearest([twice, half], HERE, wanted) == (twice, 1.0)
+    assert table.nearest([half, twice], HERE, wanted) == (half, 1.0)
 
 
 def test_windows_are_near_by_their_widths() -> None:
@@ -102,11 +103,11 @@ def test_windows_are_near_by_their_widths() -> None:
     for window, doublings in (((255, 0), 0), ((511, 0), 1), ((127, 0), 1), ((2**20, 0), 2)):
         for causal in (False, True):
             asked = dataclasses.replace(H200, causal=causal, window=window)
-            assert _table.nearest([cell], HERE, asked) == (cell, doublings)
+            assert table.nearest([cell], HERE, asked) == (cell, doublings)
     for window in ((255, 255), (-1, 255)):
-        assert _table.nearest([cell], HERE, dataclasses.replace(H200, causal=False, window=window)) is None
+        assert table.nearest([cell], HERE, dataclasses.replace(H200, causal=False, window=window)) is None
     for window in (None, (-1, 0), (-1, 9)):  # all of them the causal mask alone
-        assert _table.nearest([a_cell()], HERE, dataclasses.replace(H200, window=window)) == (a_cell(), 0.0)
+        assert table.nearest([a_cell()], HERE, dataclasses.replace(H200, window=window)) == (a_cell(), 0.0)
 
 
 # Which backend
@@ -147,7 +148,7 @@ def test_the_first_of_the_preference_where_nothing_near_was_measured(changes: di
 
 def choice(cells: list[Cell], problem: Problem) -> auto.Choice:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_table, "cells", _Cells(cells))
+        patch.setattr(table, "cells", _Cells(cells))
         patch.setattr("triton.knobs.runtime.interpret", False)
         return auto.choose(problem, HERE)
 
@@ -156,14 +157,14 @@ def test_a_choice_is_carried_out_remembered_and_proved(monkeypatch: pytest.Monke
     from te_bench.experiments.workloads._check import kernels_seen
 
     problem = a_problem((1, 2, 32, 16), "fp32", "cpu")
-    here = _table.machine("cpu")
+    here = table.machine("cpu")
     assert (
         attention.wrong_kernel("auto", "cpu", [], eager=True)
         == "asked for auto, which chose no backend in this process"
     )
     for name, other in (("math", "flash"), ("flash", "math")):
         auto.forget()
-        monkeypatch.setattr(_table, "cells", _Cells([a_cell(problem, here, **{name: 1e-6, other: 2e-6})]))
+        monkeypatch.setattr(table, "cells", _Cells([a_cell(problem, here, **{name: 1e-6, other: 2e-6})]))
         assert attention.rival("auto", problem) == name
         assert auto.chosen() == ()  # to ask is not to run
         seen = kernels_seen(lambda: run(attention.load("auto"), problem, draw(problem)), "cpu").names
@@ -206,24 +207,24 @@ def test_it_compiles_without_breaks(dynamic: bool) -> None:
 
 
 def test_the_users_own_cells_take_the_place_of_the_shipped_ones() -> None:
-    shipped = _table.read(_table.SHIPPED)
-    assert shipped == _table.cells()
-    own = _table.user_table()
+    shipped = table.read(table.SHIPPED)
+    assert shipped == table.cells()
+    own = table.user_table()
     assert own is not None
     own.parent.mkdir(parents=True)
     mine = [a_cell(flash=1e-4), a_cell(dataclasses.replace(H200, head_dim=128), flash=1e-4)]
-    own.write_text(_table.text(mine))
+    own.write_text(table.text(mine))
     auto.forget()
-    assert _table.cells() == (*mine, *(cell for cell in shipped if cell.key != mine[0].key))
+    assert table.cells() == (*mine, *(cell for cell in shipped if cell.key != mine[0].key))
     assert auto.choose(H200, HERE).name == "flash"
     for broken in (
         "",
         "[]",
         '{"schema": 2, "cells": []}',
         '{"schema": 1, "cells": [{}]}',
-        _table.text([a_cell(flash=0.0)]),
-        _table.text([a_cell(dataclasses.replace(H200, batch=-1), flash=1.0)]),
-        _table.text([a_cell(flash=1.0)]).replace('"window": null', '"window": [3]'),
+        table.text([a_cell(flash=0.0)]),
+        table.text([a_cell(dataclasses.replace(H200, batch=-1), flash=1.0)]),
+        table.text([a_cell(flash=1.0)]).replace('"window": null', '"window": [3]'),
     ):
         own.write_text(broken)
         auto.forget()
@@ -234,27 +235,27 @@ def test_the_users_own_cells_take_the_place_of_the_shipped_ones() -> None:
 
 
 def test_the_shipped_table_is_what_the_published_records_say() -> None:
-    from te_bench.reports import attention_table
+    from te_bench.reports.analysis import attention_times
 
     results = Path(__file__).resolve().parents[3] / "results" / "h200"
-    made = attention_table.of_results([path.parent for path in sorted(results.glob("*/journal.jsonl"))])
-    assert set(map(cell_text, made)) == set(map(cell_text, _table.read(_table.SHIPPED))), (
+    made = attention_times.of_results([path.parent for path in sorted(results.glob("*/journal.jsonl"))])
+    assert set(map(cell_text, made)) == set(map(cell_text, table.read(table.SHIPPED))), (
         "te-bench tune attention --from results/h200/... --table te_bench/kernels/attention/measured.json"
     )
     assert auto.choose(H200, HERE).why.startswith("measured")
 
 
 def test_what_has_gone_since_it_was_measured_is_passed_over() -> None:
-    own = _table.user_table()
+    own = table.user_table()
     assert own is not None
     own.parent.mkdir(parents=True)
-    own.write_text(_table.text([a_cell(gone=1e-9, auto=1e-8, flash=1e-4, math=1e-3)]))
+    own.write_text(table.text([a_cell(gone=1e-9, auto=1e-8, flash=1e-4, math=1e-3)]))
     auto.forget()
     assert auto.choose(H200, HERE).name == "flash"
 
 
 def cell_text(cell: Cell) -> str:
-    return _table.text([cell])
+    return table.text([cell])
 
 
 sizes = st.integers(1, 2**20)
@@ -271,11 +272,11 @@ windows = st.none() | st.tuples(st.integers(-1, 4096), st.integers(-1, 4096))
 )  # fmt: skip
 def test_a_table_is_read_as_it_was_written(problem: Problem, seconds: dict[str, float]) -> None:
     cell = dataclasses.replace(a_cell(problem, flash=1.0), seconds=seconds)
-    [again] = map(_table._cell, json.loads(_table.text([cell]))["cells"])
+    [again] = map(table._cell, json.loads(table.text([cell]))["cells"])
     assert again == cell
-    assert _table.distance(cell.problem, cell.problem) == 0
-    assert _table.whole(cell.problem) == cell.problem
-    assert math.isinf(_table.distance(cell.problem, dataclasses.replace(cell.problem, mask=not cell.problem.mask)))
+    assert table.distance(cell.problem, cell.problem) == 0
+    assert table.whole(cell.problem) == cell.problem
+    assert math.isinf(table.distance(cell.problem, dataclasses.replace(cell.problem, mask=not cell.problem.mask)))
 
 
 @pytest.mark.gpu
@@ -285,7 +286,7 @@ def test_on_an_h200_the_table_decides_and_its_kernels_run() -> None:
     if torch.cuda.get_device_name() != HERE:
         pytest.skip("the shipped table is an H200's")
     problem = a_problem(GPT2)
-    [cell] = [cell for cell in _table.cells() if cell.key == a_cell(problem).key]
+    [cell] = [cell for cell in table.cells() if cell.key == a_cell(problem).key]
     seen = kernels_seen(lambda: run(attention.load("auto"), problem, draw(problem)), "cuda").names
     assert auto.chosen() == (cell.fastest()[0],)
     assert attention.wrong_kernel("auto", "cuda", seen, eager=True) is None

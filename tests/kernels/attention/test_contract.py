@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_bench.kernels import attention
 from te_bench.kernels.attention import Backend, Problem
-from te_bench.kernels.attention import flash4 as flash4_module
+from te_bench.kernels.attention.backends import flash4 as flash4_module
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = [(2, 3, 64, 16), (1, 2, 1, 32), (2, 1, 100, 64), (1, 4, 257, 64), (3, 2, 128, 128)]

@@ -13,9 +13,10 @@ import pytest
 import torch
 from test_contract import a_problem, assert_as_good_as_manual, by_definition, draw, gradients, largest, run, supported
 
-from te_bench.kernels.attention import _gluon_launch as launch
-from te_bench.kernels.attention import _gluon_parts, gluon
-from te_bench.kernels.attention._gluon_launch import Plan
+from te_bench.kernels.attention.backends import gluon
+from te_bench.kernels.attention.hopper import launch
+from te_bench.kernels.attention.hopper import parts as _gluon_parts
+from te_bench.kernels.attention.hopper.launch import Plan
 
 H200 = dataclasses.replace(a_problem(), capability=(9, 0))
 BF16 = torch.bfloat16

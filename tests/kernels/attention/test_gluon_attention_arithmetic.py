@@ -16,18 +16,18 @@ from barriers import ran
 from gluon_machine import PARTS, ROWS, Machine, Place, Room, Shape
 from torch import Tensor
 
-from te_bench.kernels.attention import (
-    _gluon_backward_fused,
-    _gluon_backward_keys,
-    _gluon_backward_rows,
-    _gluon_forward,
-    _gluon_fp8_backward,
-    _gluon_fp8_forward,
-    _gluon_parts,
+from te_bench.kernels.attention.hopper import (
+    backward_fused,
+    backward_keys,
+    backward_rows,
+    forward,
+    fp8_backward,
+    fp8_forward,
+    parts,
 )
-from te_bench.kernels.attention._gluon_launch import DELTA_ROWS, LOG2_E, Plan, _last_rows
-from te_bench.kernels.attention._gluon_sums import attention_dq_of_sums_kernel, gluon_attention_delta_kernel
-from te_bench.kernels.attention._kernels import row_strides
+from te_bench.kernels.attention.hopper.backward_sums import attention_dq_of_sums_kernel, gluon_attention_delta_kernel
+from te_bench.kernels.attention.hopper.launch import DELTA_ROWS, LOG2_E, Plan, _last_rows
+from te_bench.kernels.attention.portable.forward import row_strides
 
 D = 64
 #: _gluon_fp8_forward's own functions that run as they are, but in Python.
@@ -163,26 +163,26 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
     copies = types.SimpleNamespace(
         async_copy_global_to_shared=load, async_copy_shared_to_global=leave, store_wait=lambda _: None
     )
-    python = {name: getattr(_gluon_parts, name).fn for name in (*PARTS, "hidden", "positive")}
-    tile = _gluon_parts.tile.fn
+    python = {name: getattr(parts, name).fn for name in (*PARTS, "hidden", "positive")}
+    tile = parts.tile.fn
     same = {name: lambda x, *_: x for name in ("matrix", "_lines", "rounded", "operand", "settled")}
     values = {
         "gl": language, "mbarrier": barriers, "tma": copies, "ROWS": ROWS, "LN_2": math.log(2), "LOG2_E": LOG2_E,
-        "LOWEST": _gluon_parts.LOWEST.value, "BLOCK": 128, "OFFSET": _gluon_fp8_forward.OFFSET.value,
+        "LOWEST": parts.LOWEST.value, "BLOCK": 128, "OFFSET": fp8_forward.OFFSET.value,
         "tile": lambda *args: (tile(*args)[0], torch.tensor(tile(*args)[1])), "exp2": torch.exp2,
         "of_rows": lambda x, _: x[:, None], "partial_sums": lambda x: x.reshape(ROWS, -1, 8).sum(1),
         "warpgroup_mma": product, "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
         "fence_async_shared": lambda: None, "warpgroup_mma_init": lambda x: x,
     }  # fmt: skip
     own = {
-        _gluon_forward: ("_first_weights", "_weights", "_leave", "_pass_over", "_scores", "_step"),
-        _gluon_fp8_forward: FP8,
-        _gluon_backward_rows: ("_row_step", "_row_sums", "_levels"),
-        _gluon_backward_keys: ("_key_step", "blocks_of_rows"),
-        _gluon_backward_fused: ("_fused_step", "blocks_of_rows", "hidden_rows", "_in_order", "columns_of", "add_rows"),
-        _gluon_fp8_backward: ("_step", "blocks_of_rows", "hidden_rows", "columns_of", "add_rows"),
+        forward: ("_first_weights", "_weights", "_leave", "_pass_over", "_scores", "_step"),
+        fp8_forward: FP8,
+        backward_rows: ("_row_step", "_row_sums", "_levels"),
+        backward_keys: ("_key_step", "blocks_of_rows"),
+        backward_fused: ("_fused_step", "blocks_of_rows", "hidden_rows", "_in_order", "columns_of", "add_rows"),
+        fp8_backward: ("_step", "blocks_of_rows", "hidden_rows", "columns_of", "add_rows"),
     }
-    for module in (_gluon_parts, *own):
+    for module in (parts, *own):
         for name, value in (values | python | same).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
@@ -269,10 +269,10 @@ def attended(
         sizes, common = s.sizes(p, of_keys=False, near=2), (p.warpgroups, p.slots, p.stages, s.causal)
         given = (desc(q, ROWS), desc(k, n), desc(v, n), shared, gates, sizes)
         made = (desc(out, ROWS), shared, gates, sizes, Pointer(lse), 0.3 * LOG2_E)
-        calls = {"fetch": lambda: _gluon_forward._fetch.fn(given, *common)}
+        calls = {"fetch": lambda: forward._fetch.fn(given, *common)}
         constants = (*common, edge(s, p), p.overlap, p.turns)
         for who in range(p.warpgroups):
-            calls[str(who)] = lambda who=who: _gluon_forward._attend.fn(made, who, *constants)  # type: ignore[misc]
+            calls[str(who)] = lambda who=who: forward._attend.fn(made, who, *constants)  # type: ignore[misc]
         ran(machine, calls)
 
     both_programs(program, monkeypatch)
@@ -334,11 +334,9 @@ def test_backward(plans: str, shape: str, infinite: bool, monkeypatch: pytest.Mo
         given = (*(desc(x, ROWS) for x in (q, dout, out)), desc(k, n), desc(v, n), shared, gates, sizes)
         made = (desc(dq, ROWS), shared, gates, sizes, Pointer(lse), Pointer(info), padded, 0.3 * LOG2_E)
         common = p.warpgroups, p.slots, p.stages, s.causal
-        calls = {"fetch": lambda: _gluon_backward_rows._fetch_keys.fn(given, *common)}
+        calls = {"fetch": lambda: backward_rows._fetch_keys.fn(given, *common)}
         for who in range(p.warpgroups):
-            calls[str(who)] = lambda who=who: _gluon_backward_rows._make_dq.fn(
-                made, who, *common, p.in_registers, edge(s, p)
-            )  # type: ignore[misc]
+            calls[str(who)] = lambda who=who: backward_rows._make_dq.fn(made, who, *common, p.in_registers, edge(s, p))  # type: ignore[misc]
         ran(machine, calls)
 
     def keys(patch: pytest.MonkeyPatch, which: int) -> None:
@@ -350,9 +348,9 @@ def test_backward(plans: str, shape: str, infinite: bool, monkeypatch: pytest.Mo
         given = (desc(k, ROWS), desc(v, ROWS), *come, shared, gates, sizes)
         made = (desc(dk, ROWS), desc(dv, ROWS), shared, gates, sizes, 0.3 * LOG2_E)
         common = p.warpgroups, p.slots, p.stages, s.causal
-        calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(given, *common)}
+        calls = {"fetch": lambda: backward_keys.fetch_rows.fn(given, *common)}
         for who in range(p.warpgroups):
-            calls[str(who)] = lambda who=who: _gluon_backward_keys._make_dk_dv.fn(made, who, *common, p.in_registers)  # type: ignore[misc]
+            calls[str(who)] = lambda who=who: backward_keys._make_dk_dv.fn(made, who, *common, p.in_registers)  # type: ignore[misc]
         ran(machine, calls)
 
     both_programs(rows, monkeypatch)
@@ -402,8 +400,8 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, scores: str, monkeypatch
 
     def program(patch: pytest.MonkeyPatch, which: int) -> None:
         machine = stand_in(patch, which, 2)
-        hidden = _gluon_backward_fused.hidden_rows
-        patch.setattr(_gluon_backward_fused, "hidden_rows", lambda *given: (masked.append(given[2]), hidden(*given))[1])
+        hidden = backward_fused.hidden_rows
+        patch.setattr(backward_fused, "hidden_rows", lambda *given: (masked.append(given[2]), hidden(*given))[1])
         held, n, p = plan.warpgroups * plan.slots, ROWS, plan
         shared = *(blocks(held, ROWS) for _ in range(2)), *(blocks(p.stages, n) for _ in range(3))
         gates, sizes = gates_of(machine, p), s.sizes(p, of_keys=True, near=2)
@@ -415,10 +413,10 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, scores: str, monkeypatch
             padded, 0.3 * LOG2_E,
         )  # fmt: skip
         constants = p.warpgroups, p.slots, p.stages, s.causal
-        calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(fetched, *constants)}
+        calls = {"fetch": lambda: backward_keys.fetch_rows.fn(fetched, *constants)}
         edges = s.causal or s.keys % (2 * ROWS) != 0
         for who in range(p.warpgroups):
-            calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(made, who, *constants, edges)  # type: ignore[misc]
+            calls[str(who)] = lambda who=who: backward_fused._make_all.fn(made, who, *constants, edges)  # type: ignore[misc]
         ran(machine, calls)
 
     both_programs(program, monkeypatch)

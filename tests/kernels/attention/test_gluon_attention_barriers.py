@@ -13,16 +13,18 @@ import pytest
 from barriers import ran
 from gluon_machine import PARTS, ROWS, Machine, Number, Place, Room, Shape, Sum
 
-from te_bench.kernels.attention import (
-    _gluon_backward_fused,
-    _gluon_backward_keys,
-    _gluon_backward_rows,
-    _gluon_forward,
-    _gluon_fp8_backward,
-    _gluon_fp8_forward,
-    _gluon_parts,
+from te_bench.kernels.attention.hopper import (
+    backward_fused,
+    backward_keys,
+    backward_rows,
+    fp8_backward,
+    fp8_forward,
+    parts,
 )
-from te_bench.kernels.attention._gluon_launch import Plan
+from te_bench.kernels.attention.hopper import (
+    forward as _gluon_forward,
+)
+from te_bench.kernels.attention.hopper.launch import Plan
 
 
 def desc(name: str, rows: int) -> Any:
@@ -48,7 +50,7 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
         async_copy_global_to_shared=machine.load, store_wait=machine.store_wait,
         async_copy_shared_to_global=lambda desc, at, place: machine.leave(place),
     )  # fmt: skip
-    python = {name: getattr(_gluon_parts, name).fn for name in (*PARTS, "tile")}
+    python = {name: getattr(parts, name).fn for name in (*PARTS, "tile")}
     same = {name: lambda x, *_: x for name in ("matrix", "rounded", "operand", "settled", "exp2", "hidden", "positive")}
     common = {
         "gl": language, "mbarrier": of_barriers, "tma": stores, "ROWS": ROWS, "LN_2": 1, "of_rows": lambda *_: 1,
@@ -60,17 +62,17 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
         "warpgroup_mma_init": lambda x: x,
         "fence_async_shared": lambda: None,
     }
-    forward = _gluon_forward, _gluon_fp8_forward
-    backward = _gluon_backward_rows, _gluon_backward_keys, _gluon_backward_fused, _gluon_fp8_backward
-    for module in (_gluon_parts, *forward, *backward):
+    forward = _gluon_forward, fp8_forward
+    backward = backward_rows, backward_keys, backward_fused, fp8_backward
+    for module in (parts, *forward, *backward):
         for name, value in (common | python | same | products).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
     for module, names in (
-        (_gluon_forward, ("_pass_over", "_scores", "_step")), (_gluon_backward_rows, ("_row_step",)),
-        (_gluon_fp8_forward, ("_fetch_values", "_pass_over", "_added", "_step", "_leave")),
-        (_gluon_backward_keys, ("_key_step", "blocks_of_rows")), (_gluon_backward_fused, ("_fused_step", "blocks_of_rows")),
-        (_gluon_fp8_backward, ("_step", "blocks_of_rows")),
+        (_gluon_forward, ("_pass_over", "_scores", "_step")), (backward_rows, ("_row_step",)),
+        (fp8_forward, ("_fetch_values", "_pass_over", "_added", "_step", "_leave")),
+        (backward_keys, ("_key_step", "blocks_of_rows")), (backward_fused, ("_fused_step", "blocks_of_rows")),
+        (fp8_backward, ("_step", "blocks_of_rows")),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name).fn)
@@ -193,7 +195,7 @@ def rows(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program:
         assert at == (pair // s.heads, pair % s.heads, row, 0)
         return Number(), Number()
 
-    monkeypatch.setattr(_gluon_backward_rows, "_levels", levels)
+    monkeypatch.setattr(backward_rows, "_levels", levels)
     monkeypatch.setattr(Place, "store", collecting(machine, found, s.rows))
     n, held = p.at_once, p.warpgroups * p.slots
     shared = *(room(held, ROWS) for _ in range(3)), *(room(p.stages, n) for _ in range(2))
@@ -202,9 +204,9 @@ def rows(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program:
     fetched = (*(desc(x, ROWS) for x in ("q", "dout", "out")), desc("k", n), desc("v", n), shared, gates, sizes)
     made = (desc("dq", ROWS), shared, gates, sizes, None, None, 0, 1.0)
     common = p.warpgroups, p.slots, p.stages, s.causal
-    calls = {"fetch": lambda: _gluon_backward_rows._fetch_keys.fn(fetched, *common)}
+    calls = {"fetch": lambda: backward_rows._fetch_keys.fn(fetched, *common)}
     for who in range(p.warpgroups):
-        calls[str(who)] = lambda who=who: _gluon_backward_rows._make_dq.fn(made, who, *common, p.in_registers, True)  # type: ignore[misc]
+        calls[str(who)] = lambda who=who: backward_rows._make_dq.fn(made, who, *common, p.in_registers, True)  # type: ignore[misc]
     ran(machine, calls)
     return found
 
@@ -244,9 +246,9 @@ def keys(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program:
     fetched = (desc("k", ROWS), desc("v", ROWS), *come, shared, gates, sizes)
     made = (desc("dk", ROWS), desc("dv", ROWS), shared, gates, sizes, 1.0)
     common = p.warpgroups, p.slots, p.stages, s.causal
-    calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(fetched, *common)}
+    calls = {"fetch": lambda: backward_keys.fetch_rows.fn(fetched, *common)}
     for who in range(p.warpgroups):
-        calls[str(who)] = lambda who=who: _gluon_backward_keys._make_dk_dv.fn(made, who, *common, p.in_registers)  # type: ignore[misc]
+        calls[str(who)] = lambda who=who: backward_keys._make_dk_dv.fn(made, who, *common, p.in_registers)  # type: ignore[misc]
     ran(machine, calls)
     return found
 
@@ -306,9 +308,9 @@ def fused(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program
         machine.do(lambda: found.append((*columns, row, dq.done())))
 
     monkeypatch.setattr(Place, "store", store)
-    monkeypatch.setattr(_gluon_backward_fused, "add_rows", add)
-    monkeypatch.setattr(_gluon_backward_fused, "columns_of", lambda _, head, who, *__: (head, who))
-    monkeypatch.setattr(_gluon_backward_fused, "hidden_rows", lambda x, *_: x)
+    monkeypatch.setattr(backward_fused, "add_rows", add)
+    monkeypatch.setattr(backward_fused, "columns_of", lambda _, head, who, *__: (head, who))
+    monkeypatch.setattr(backward_fused, "hidden_rows", lambda x, *_: x)
     n, held = p.at_once, p.warpgroups * p.slots
     shared = room(held, ROWS), room(held, ROWS), *(room(p.stages, n) for _ in range(3))
     gates = tuple(itertools.starmap(machine.barriers, ((held, 1), (held, 1), (p.stages, 1), (p.stages, p.warpgroups))))
@@ -317,15 +319,15 @@ def fused(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program
     waits = types.SimpleNamespace(
         arrive=machine.arrive, wait=lambda barrier, parity: barrier in skipped or machine.wait(barrier, parity)
     )
-    monkeypatch.setattr(_gluon_backward_fused, "mbarrier", waits)
+    monkeypatch.setattr(backward_fused, "mbarrier", waits)
     sizes = s.sizes(p, of_keys=True, near=2)
     come = (desc(x, n) for x in ("q", "last", "dout", "info"))
     fetched = (desc("k", ROWS), desc("v", ROWS), *come, shared, gates, sizes)
     made = (desc("dk", ROWS), desc("dv", ROWS), shared, dscores_shared, gates, given, over, sizes, None, 0, 1.0)
     common = p.warpgroups, p.slots, p.stages, s.causal
-    calls = {"fetch": lambda: _gluon_backward_keys.fetch_rows.fn(fetched, *common)}
+    calls = {"fetch": lambda: backward_keys.fetch_rows.fn(fetched, *common)}
     for who in range(p.warpgroups):
-        calls[str(who)] = lambda who=who: _gluon_backward_fused._make_all.fn(made, who, *common, True)  # type: ignore[misc]
+        calls[str(who)] = lambda who=who: backward_fused._make_all.fn(made, who, *common, True)  # type: ignore[misc]
     ran(machine, calls)
     return [(str(x), *x) for x in found]
 

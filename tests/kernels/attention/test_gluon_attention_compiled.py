@@ -14,8 +14,8 @@ import pytest
 import torch
 from compiled import Compiled, faults
 
-from te_bench.kernels.attention import _gluon_launch as launch
-from te_bench.kernels.attention._gluon_launch import Plan
+from te_bench.kernels.attention.hopper import launch
+from te_bench.kernels.attention.hopper.launch import Plan
 
 BF16 = torch.bfloat16
 OF_A_TILE = 16  # bytes spilled

@@ -19,13 +19,15 @@ from fp8_definition import slots
 from gluon_machine import ROWS, Machine, Number, Place, Room, Shape, Sum
 from torch import Tensor
 
-from te_bench.kernels.attention import _fp8_backward_kernels, _fp8_kernels, _gluon_launch, triton_fp8
-from te_bench.kernels.attention import _gluon_fp8_forward as kernel
-from te_bench.kernels.attention import _gluon_fp8_launch as launch
-from te_bench.kernels.attention._fp8_quantize import Heads
-from te_bench.kernels.attention._gluon_fp8_launch import FORWARD
-from te_bench.kernels.attention._gluon_launch import REGISTERS as OF_A_PROCESSOR
-from te_bench.kernels.attention._gluon_launch import Plan
+from te_bench.kernels.attention.backends import triton_fp8
+from te_bench.kernels.attention.fp8_quantize import Heads
+from te_bench.kernels.attention.hopper import fp8_forward as kernel
+from te_bench.kernels.attention.hopper import fp8_launch as launch
+from te_bench.kernels.attention.hopper import launch as _gluon_launch
+from te_bench.kernels.attention.hopper.fp8_launch import FORWARD
+from te_bench.kernels.attention.hopper.launch import REGISTERS as OF_A_PROCESSOR
+from te_bench.kernels.attention.hopper.launch import Plan
+from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
 
 D = 128
 SHARED = 227 * 1024
@@ -286,8 +288,8 @@ def test_who_is_chosen(pays: bool, deterministic: bool, monkeypatch: pytest.Monk
     for name in ("forward", "backward"):
         monkeypatch.setattr(launch, f"{name}_pays", lambda *_: pays)
         monkeypatch.setattr(launch, name, lambda *_, name=name: (ran.append(f"Gluon's {name}"), (None, None))[1])
-    monkeypatch.setattr(_fp8_kernels, "forward", lambda *_: (ran.append("Triton's forward"), (None, None))[1])
-    monkeypatch.setattr(_fp8_backward_kernels, "backward", lambda *_: ran.append("Triton's backward"))
+    monkeypatch.setattr(fp8_forward, "forward", lambda *_: (ran.append("Triton's forward"), (None, None))[1])
+    monkeypatch.setattr(fp8_backward, "backward", lambda *_: ran.append("Triton's backward"))
     q = torch.empty(1, 1, 5, 128)
     monkeypatch.setattr(triton_fp8._fp8_quantize, "quantize", lambda *_, keep: [Heads(q, q, q)] * 3)
     triton_fp8._forward(q, q, q, True, 1.0, True)

@@ -18,13 +18,13 @@ from gluon_machine import ROWS, Machine, Number, Place, Room, Shape, Sum
 from test_gluon_fp8 import SHARED, D, run
 from torch import Tensor
 
-from te_bench.kernels.attention import _gluon_fp8_backward as kernel
-from te_bench.kernels.attention import _gluon_fp8_launch as launch
-from te_bench.kernels.attention import _gluon_launch
-from te_bench.kernels.attention._fp8_quantize import Heads
-from te_bench.kernels.attention._gluon_fp8_launch import BACKWARD
-from te_bench.kernels.attention._gluon_launch import LOG2_E, Plan
-from te_bench.kernels.attention._gluon_launch import REGISTERS as OF_A_PROCESSOR
+from te_bench.kernels.attention.fp8_quantize import Heads
+from te_bench.kernels.attention.hopper import fp8_backward as kernel
+from te_bench.kernels.attention.hopper import fp8_launch as launch
+from te_bench.kernels.attention.hopper import launch as _gluon_launch
+from te_bench.kernels.attention.hopper.fp8_launch import BACKWARD
+from te_bench.kernels.attention.hopper.launch import LOG2_E, Plan
+from te_bench.kernels.attention.hopper.launch import REGISTERS as OF_A_PROCESSOR
 
 PLANS = {"causal": BACKWARD[True], "full": BACKWARD[False], "one place": Plan(2, 64, 1, 1, 240, sharing=1)}
 KERNEL = kernel.fp8_attention_backward_gluon_kernel

@@ -12,10 +12,11 @@ import torch
 from compiled import Compiled, faults
 from test_gluon_attention_compiled import count, loops
 
-from te_bench.kernels.attention import _fp8_quantize, _gluon_launch
-from te_bench.kernels.attention import _gluon_fp8_launch as launch
-from te_bench.kernels.attention._fp8_quantize import E4M3, Heads
-from te_bench.kernels.attention._gluon_launch import Plan
+from te_bench.kernels.attention import fp8_quantize
+from te_bench.kernels.attention.fp8_quantize import E4M3, Heads
+from te_bench.kernels.attention.hopper import fp8_launch as launch
+from te_bench.kernels.attention.hopper import launch as _gluon_launch
+from te_bench.kernels.attention.hopper.launch import Plan
 
 D = 128
 LONGEST = 460  # instructions for a block of 64 rows and 128 keys
@@ -48,7 +49,7 @@ def attend(*, causal: bool, rows: int = 1024, dtype: torch.dtype = torch.bfloat1
 
 
 def heads(number: int, rows: int) -> Heads:
-    padded = _fp8_quantize.padded(rows)
+    padded = fp8_quantize.padded(rows)
     data = torch.empty(2, number, padded, D, dtype=E4M3)
     return Heads(data, data.view(2, number, -1, D, 128), torch.empty(2, number))
 
@@ -62,7 +63,7 @@ def gradients(
     def call() -> None:
         _gluon_launch.processors = lambda device: 132  # type: ignore[assignment]
         q8, k8 = heads(4, rows), heads(groups, keys or rows)
-        info = torch.empty(2, 2, 4, _fp8_quantize.padded(rows))
+        info = torch.empty(2, 2, 4, fp8_quantize.padded(rows))
         launch.arriving = lambda *_: (q8, info)  # type: ignore[assignment]
         q, k = torch.empty(2, 4, rows, D, dtype=dtype), torch.empty(2, groups, keys or rows, D, dtype=dtype)
         launch.backward(q, q, k, q, info[0], (q8, k8, k8), D, causal, 0.125, plan)

@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from te_bench.kernels import attention
-from te_bench.kernels.attention._gradients import read_at_once, room
+from te_bench.kernels.attention.gradients import read_at_once, room
 
 INTERPRETED = triton.knobs.runtime.interpret
 BACKENDS = [

@@ -10,8 +10,8 @@ from test_contract import a_problem, draw, gradients
 from torch import Tensor
 
 from te_bench.kernels import attention
-from te_bench.kernels.attention import manual_fp8
-from te_bench.kernels.quantize import reference as quantize_reference
+from te_bench.kernels.attention.backends import manual_fp8
+from te_bench.kernels.quantize.backends import reference as quantize_reference
 
 SHAPE = (2, 4, 256, 64)
 
@@ -120,7 +120,7 @@ def test_what_fp8_attention_has_not_it_says(what: str, name: str) -> None:
 
 
 def test_nobody_gets_it_who_did_not_ask() -> None:
-    from te_bench.kernels.attention import auto
+    from te_bench.kernels.attention.backends import auto
 
     rounding = {name for name in attention.names() if attention.load(name).fp8}
     assert rounding == {"manual_fp8", "triton_fp8"}

@@ -11,9 +11,9 @@ from test_triton import DEVICES, INTERPRETED, drawn, with_infinite_keys
 from torch import Tensor
 
 from te_bench.kernels import attention
-from te_bench.kernels.attention import Backend, _autograd
-from te_bench.kernels.attention import triton as ours
-from te_bench.kernels.attention._packed import attend_packed
+from te_bench.kernels.attention import Backend, autograd
+from te_bench.kernels.attention.backends import triton as ours
+from te_bench.kernels.attention.packed import attend_packed
 
 ROWS, KEYS = (5, 70, 0, 33), (40, 3, 9, 60)
 BEYOND = 3  # rows and keys after the last sequence
@@ -178,10 +178,10 @@ def test_the_operators_keep_their_word() -> None:
     begin = starts(ROWS, "cpu")
     checks = ("test_schema", "test_faketensor")
     args = (q, k, v, None, None, -1, 0, 0.25, 0.0, begin, begin, 70, 70)
-    torch.library.opcheck(_autograd._forward_op, args, test_utils=checks)
-    out, lse = _autograd.forward(*args)
+    torch.library.opcheck(autograd._forward_op, args, test_utils=checks)
+    out, lse = autograd.forward(*args)
     args = (dout, q, k, v, out, lse, None, None, -1, 0, 0.25, 0.0, True, begin, begin, 70, 70)
-    torch.library.opcheck(_autograd._backward_op, args, test_utils=checks)
+    torch.library.opcheck(autograd._backward_op, args, test_utils=checks)
 
 
 @pytest.mark.parametrize(

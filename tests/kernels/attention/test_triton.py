@@ -12,9 +12,11 @@ from torch import Tensor
 from traced import operators
 
 from te_bench.kernels import attention
-from te_bench.kernels.attention import _autograd, _backward_kernels, _kernels
-from te_bench.kernels.attention import triton as ours
-from te_bench.kernels.attention._kernels import Extent, Tile
+from te_bench.kernels.attention import autograd
+from te_bench.kernels.attention.backends import triton as ours
+from te_bench.kernels.attention.portable import backward
+from te_bench.kernels.attention.portable import forward as _kernels
+from te_bench.kernels.attention.portable.forward import Extent, Tile
 
 INTERPRETED = triton_package.knobs.runtime.interpret
 #: Where the kernels run: in the interpreter, in float32, or on the GPU.
@@ -209,7 +211,7 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(
     settings = *window, scale, 0.3
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _autograd._Attention.apply(q, k, v, None, seed, settings, deterministic)[0]
+        return autograd._Attention.apply(q, k, v, None, seed, settings, deterministic)[0]
 
     assert_close(gradients(forward, tensors), gradients(definition, tensors, torch.float64), device)
 
@@ -351,10 +353,10 @@ def test_a_key_of_no_weight_has_gradients_of_0_whatever_it_holds(case: str, fuse
     assert all(x.isfinite().all() for x in exact)
     assert not any(x[:, :, 3::7].any() for x in exact)
     q, k, v, dout = tensors
-    extent = _autograd._extent(q, k, *window, mask if kind else None)
+    extent = autograd._extent(q, k, *window, mask if kind else None)
     out, lse = _kernels.forward(q, k, v, extent, 0.25, 0.0, None)
     for of_keys in (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)):
-        _, *made = _backward_kernels.backward(
+        _, *made = backward.backward(
             extent, 0.25, 0.0, False, dout, q, k, v, out, lse, None, Tile(32, 64, 4, 1), of_keys, fused
         )
         for value, truth in zip(made, exact, strict=True):
@@ -393,7 +395,7 @@ def test_both_ways_backward_agree(width: int, device: str) -> None:
         extent = Extent(-1, 0, None)
         out, lse = _kernels.forward(q, k, v, extent, 0.1, 0.0, None)
         made = [
-            _backward_kernels.backward(
+            backward.backward(
                 extent, 0.1, 0.0, False, dout, q, k, v, out, lse, None, Tile(32, 64, 4, 1), of_keys, fused
             )
             for of_keys in (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1))
@@ -413,11 +415,11 @@ def test_the_operators_keep_their_word() -> None:
     q, k, v = (x.view(2, 20, 2, 16).transpose(1, 2) for x in qkv.split(32, 2))
     mask = torch.zeros(20, 20, dtype=torch.bool)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(_autograd._forward_op, (q, k, v, mask, None, -1, 0, 0.25, 0.0), test_utils=checks)
-    out, lse = _autograd.forward(q, k, v, mask, None, -1, 0, 0.25, 0.0)
+    torch.library.opcheck(autograd._forward_op, (q, k, v, mask, None, -1, 0, 0.25, 0.0), test_utils=checks)
+    out, lse = autograd.forward(q, k, v, mask, None, -1, 0, 0.25, 0.0)
     dout = torch.randn(2, 20, 2, 16).transpose(1, 2)
     args = (dout, q, k, v, out, lse, mask, None, -1, 0, 0.25, 0.0, True)
-    torch.library.opcheck(_autograd._backward_op, args, test_utils=checks)
+    torch.library.opcheck(autograd._backward_op, args, test_utils=checks)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

@@ -11,11 +11,13 @@ from test_contract import DEVICES, a_problem, gradients, supported
 from torch import Tensor
 from traced import operators
 
-from te_bench.kernels.attention import _fp8_backward_kernels, _fp8_kernels, _fp8_quantize, manual_fp8
-from te_bench.kernels.attention import triton_fp8 as ours
-from te_bench.kernels.attention._fp8_kernels import Plan
-from te_bench.kernels.attention._fp8_quantize import Heads
-from te_bench.kernels.attention._kernels import Tile
+from te_bench.kernels.attention import fp8_quantize
+from te_bench.kernels.attention.backends import manual_fp8
+from te_bench.kernels.attention.backends import triton_fp8 as ours
+from te_bench.kernels.attention.fp8_quantize import Heads
+from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
+from te_bench.kernels.attention.portable.forward import Tile
+from te_bench.kernels.attention.portable.fp8_forward import Plan
 
 INTERPRETED = not torch.cuda.is_available()
 WORSE = 1.0  # dB that may be lost on manual_fp8, which rounds P by the row's maximum and not by that of the keys so far
@@ -86,7 +88,7 @@ def test_the_quantiser_casts_heads_as_the_definition(width: int, keys: int, devi
     wide = drawn((2, 3, 3, keys, 5, width, 8, False), device)[0].transpose(1, 2).contiguous()
     x = torch.cat([wide, wide.flip(1)], -1)[..., :width].transpose(1, 2)  # rows apart from one another
     x[1, 2] = 0
-    first, second, made = _fp8_quantize.quantize(x, x, x, keep=True)
+    first, second, made = fp8_quantize.quantize(x, x, x, keep=True)
     data, scale_inv = manual_fp8.quantize_heads(x)
     assert made.data is not None
     assert made.data_t is not None
@@ -101,7 +103,7 @@ def test_the_quantiser_casts_heads_as_the_definition(width: int, keys: int, devi
         assert same.data is not None
         assert torch.equal(same.data.view(torch.uint8), made.data.view(torch.uint8))
         assert torch.equal(same.scale_inv, made.scale_inv)
-    *_, by_itself = _fp8_quantize.quantize(x, x, x, keep=False)
+    *_, by_itself = fp8_quantize.quantize(x, x, x, keep=False)
     assert by_itself.data is None
     assert by_itself.data_t is not None
     assert torch.equal(by_itself.data_t.view(torch.uint8), made.data_t.view(torch.uint8))
@@ -215,9 +217,9 @@ def test_views_of_shared_heads_give_what_copies_give(device: str) -> None:
 def test_whatever_the_tiles(tile: Tile, halves: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, keys, warps, stages, _ = tile
     plan = Plan(rows, keys, warps, stages, None, halves)
-    monkeypatch.setattr(_fp8_kernels, "FORWARD", {width: plan for width in (32, 64, 128)})
+    monkeypatch.setattr(fp8_forward, "FORWARD", {width: plan for width in (32, 64, 128)})
     for name in ("OF_ROWS", "OF_KEYS"):
-        monkeypatch.setattr(_fp8_backward_kernels, name, {width: tile for width in (32, 64, 128)})
+        monkeypatch.setattr(fp8_backward, name, {width: tile for width in (32, 64, 128)})
     for causal in (True, False):
         for dtype in (torch.bfloat16, torch.float32)[: 2 if device == "cpu" else 1]:
             tensors = drawn((1, 2, 1, 130, 200, 32, 32, causal), device, dtype, even=True)
@@ -335,7 +337,7 @@ def test_a_head_of_2_31_elements_is_cast_to_its_end() -> None:
     whole = torch.zeros(1, 1, 2**24 + 64, 128, device="cuda", dtype=torch.bfloat16)
     last = torch.randn(1, 1, 64, 128, device="cuda", dtype=torch.bfloat16)
     whole[:, :, -64:] = last
-    made, right = (_fp8_quantize.quantize(x, x, x, keep=True) for x in (whole, last))
+    made, right = (fp8_quantize.quantize(x, x, x, keep=True) for x in (whole, last))
     for x, y in zip(made, right, strict=True):
         for layout in ("data", "data_t"):
             ends = [getattr(heads, layout) for heads in (x, y)]
@@ -348,8 +350,8 @@ def test_a_head_of_2_31_elements_is_cast_to_its_end() -> None:
 
 
 def _quantized(change: Callable[[Heads], Heads]) -> Callable[[pytest.MonkeyPatch], None]:
-    right = _fp8_quantize.quantize
-    return lambda patch: patch.setattr(_fp8_quantize, "quantize", lambda *x, keep: map(change, right(*x, keep=keep)))
+    right = fp8_quantize.quantize
+    return lambda patch: patch.setattr(fp8_quantize, "quantize", lambda *x, keep: map(change, right(*x, keep=keep)))
 
 
 def _values(change: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -358,14 +360,14 @@ def _values(change: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch]
 
 def _backward(change: Callable[[dict[str, Any]], None]) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        right = _fp8_backward_kernels.backward
+        right = fp8_backward.backward
 
         def wrong(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, heads: Any, *rest: Any) -> Any:
             given = {"dout": dout, "q": q, "k": k, "out": out, "lse": lse, "heads": heads}
             change(given)
             return right(*given.values(), *rest)
 
-        patch.setattr(_fp8_backward_kernels, "backward", wrong)
+        patch.setattr(fp8_backward, "backward", wrong)
 
     return plant
 

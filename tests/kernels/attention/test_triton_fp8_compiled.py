@@ -10,8 +10,9 @@ import torch
 import triton
 from compiled import faults
 
-from te_bench.kernels.attention import _fp8_backward_kernels, _fp8_kernels, _fp8_quantize
-from te_bench.kernels.attention._fp8_quantize import E4M3, Heads
+from te_bench.kernels.attention import fp8_quantize
+from te_bench.kernels.attention.fp8_quantize import E4M3, Heads
+from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
 
 BF16 = torch.bfloat16
 Call = Callable[[], object]
@@ -22,16 +23,16 @@ def attend(head_dim: int, *, causal: bool = True, groups: int = 4, length: int =
         q = torch.empty(2, 4, length, head_dim, dtype=BF16)
         k = torch.empty(2, groups, length, head_dim, dtype=BF16)
         for keep in (True, False):
-            _fp8_quantize.quantize(q, k, k, keep=keep)
+            fp8_quantize.quantize(q, k, k, keep=keep)
         q8, k8 = heads(q), heads(k)
-        out, lse = _fp8_kernels.forward(q8, k8, k8, (length, length), head_dim, BF16, causal, 0.125)
-        _fp8_backward_kernels.backward(q, q, k, out, lse, (q8, k8, k8), head_dim, causal, 0.125)
+        out, lse = fp8_forward.forward(q8, k8, k8, (length, length), head_dim, BF16, causal, 0.125)
+        fp8_backward.backward(q, q, k, out, lse, (q8, k8, k8), head_dim, causal, 0.125)
 
     return call
 
 
 def heads(x: torch.Tensor) -> Heads:
-    wide, padded = _fp8_quantize.width(x.shape[3]), _fp8_quantize.padded(x.shape[2])
+    wide, padded = fp8_quantize.width(x.shape[3]), fp8_quantize.padded(x.shape[2])
     data = torch.empty(*x.shape[:2], padded, wide, dtype=E4M3)
     return Heads(data, data.view(*x.shape[:2], padded // 128, wide, 128), torch.empty(*x.shape[:2]))
 
@@ -55,12 +56,12 @@ CALLS: dict[str, Call] = {
 
 def one_row_compiled_in() -> None:
     """The cast as it was: of T = 1 as a constant ptxas makes nonsense."""
-    kernel = _fp8_quantize.fp8_attention_cast_kernel
-    _fp8_quantize.fp8_attention_cast_kernel = triton.jit(kernel.fn)
+    kernel = fp8_quantize.fp8_attention_cast_kernel
+    fp8_quantize.fp8_attention_cast_kernel = triton.jit(kernel.fn)
     try:
-        _fp8_quantize.quantize(*[torch.empty(2, 4, 1, 128, dtype=BF16)] * 3, keep=False)
+        fp8_quantize.quantize(*[torch.empty(2, 4, 1, 128, dtype=BF16)] * 3, keep=False)
     finally:
-        _fp8_quantize.fp8_attention_cast_kernel = kernel
+        fp8_quantize.fp8_attention_cast_kernel = kernel
 
 
 CALLS["one row, compiled in"] = one_row_compiled_in

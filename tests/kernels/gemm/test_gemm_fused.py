@@ -10,7 +10,9 @@ from gemm_checks import FAST, FLOAT32, FORMATS, Operands, a_problem, draw, floor
 from torch import Tensor
 
 from te_bench.kernels import gemm
-from te_bench.kernels.gemm import PAIRS, Backend, Epilogue, Product, _tiles, gluon, triton
+from te_bench.kernels.gemm import PAIRS, Backend, Epilogue, Product
+from te_bench.kernels.gemm.backends import gluon, triton
+from te_bench.kernels.gemm.portable import tiles as _tiles
 
 RIVALS = [(name, "cpu") for name in ("reference", "triton")]
 RIVALS += [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("gluon", "reference", "triton")]

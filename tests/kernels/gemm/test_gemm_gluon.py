@@ -10,8 +10,10 @@ import torch
 from fused_checks import EPILOGUES, check_product, given
 from gemm_checks import FAST, FORMATS, PROMOTED, a_problem, draw, integers, product, quantised
 
-from te_bench.kernels.gemm import PAIRS, Epilogue, _gluon_kernels, _plans, gluon
-from te_bench.kernels.gemm._plans import Plan
+from te_bench.kernels.gemm import PAIRS, Epilogue
+from te_bench.kernels.gemm.backends import gluon
+from te_bench.kernels.gemm.hopper import kernels, plans
+from te_bench.kernels.gemm.hopper.plans import Plan
 
 H200 = dataclasses.replace(a_problem((128, 256, 512), FORMATS[0], PAIRS[0], "cuda"), capability=(9, 0))
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -61,7 +63,7 @@ def test_every_epilogue_leaves_room_for_two_blocks_of_k(kind: str, promote: bool
     if e.target is not None and out_dtype is FP32:
         pytest.skip("FP8 is made of 2 bytes")
     residual = torch.empty(0, dtype=out_dtype) if e.residual else None
-    p = _plans.plan(out_dtype, promote=promote, epilogue=e, residual=residual)
+    p = plans.plan(out_dtype, promote=promote, epilogue=e, residual=residual)
     height, width = p.tile()
     of_a_part = p.height * p.width // p.parts
     buffers = [of_a_part * out_dtype.itemsize] * e.keep  # pre
@@ -81,28 +83,28 @@ def test_where_there_is_no_room_it_says_so() -> None:
     residual = torch.empty(0, dtype=FP32)
     everything = EPILOGUES["everything"]
     with pytest.raises(ValueError, match="give the residual in out's type"):
-        _plans.plan(BF16, promote=True, epilogue=everything, residual=torch.empty(0, dtype=torch.float64))
-    assert _plans.plan(BF16, promote=False, epilogue=Epilogue(residual=True), residual=residual) == _plans.TURNS
+        plans.plan(BF16, promote=True, epilogue=everything, residual=torch.empty(0, dtype=torch.float64))
+    assert plans.plan(BF16, promote=False, epilogue=Epilogue(residual=True), residual=residual) == plans.TURNS
 
 
 #: TFLOP/s of a fast sum into (M, N), K = 12288 (the last 8192), by plan and whether tiles are shared (H200, 2026-11-21).
 SUMS = {
-    (3072, 768): {(_plans.SUM, False): 863, (_plans.SUM_HALVES, False): 1012, (_plans.SUM, True): 720},
-    (768, 3072): {(_plans.SUM, False): 907, (_plans.SUM_HALVES, False): 909, (_plans.SUM, True): 736},
-    (768, 768): {(_plans.SUM, False): 585, (_plans.SUM_HALVES, False): 543, (_plans.SUM, True): 393},
-    (2304, 768): {(_plans.SUM, False): 805, (_plans.SUM_HALVES, False): 949, (_plans.SUM, True): 1042},
-    (50304, 768): {(_plans.SUM, False): 824, (_plans.SUM_HALVES, False): 1235, (_plans.SUM, True): 1294},
-    (4096, 16384): {(_plans.SUM, False): 911, (_plans.SUM_HALVES, False): 1013, (_plans.SUM, True): 1274},
+    (3072, 768): {(plans.SUM, False): 863, (plans.SUM_HALVES, False): 1012, (plans.SUM, True): 720},
+    (768, 3072): {(plans.SUM, False): 907, (plans.SUM_HALVES, False): 909, (plans.SUM, True): 736},
+    (768, 768): {(plans.SUM, False): 585, (plans.SUM_HALVES, False): 543, (plans.SUM, True): 393},
+    (2304, 768): {(plans.SUM, False): 805, (plans.SUM_HALVES, False): 949, (plans.SUM, True): 1042},
+    (50304, 768): {(plans.SUM, False): 824, (plans.SUM_HALVES, False): 1235, (plans.SUM, True): 1294},
+    (4096, 16384): {(plans.SUM, False): 911, (plans.SUM_HALVES, False): 1013, (plans.SUM, True): 1274},
 }
 
 
 @pytest.mark.parametrize("shape", SUMS, ids=str)
 def test_a_sum_goes_by_the_fastest_plan_measured(shape: tuple[int, int]) -> None:
     measured = SUMS[shape]
-    assert _plans.sums(*shape, promote=False, whole=False, processors=132) == max(measured, key=lambda p: measured[p])
-    assert _plans.sums(*shape, promote=False, whole=True, processors=132) == (_plans.SUM, True)
+    assert plans.sums(*shape, promote=False, whole=False, processors=132) == max(measured, key=lambda p: measured[p])
+    assert plans.sums(*shape, promote=False, whole=True, processors=132) == (plans.SUM, True)
     for whole in (False, True):
-        assert _plans.sums(*shape, promote=True, whole=whole, processors=132) == (_plans.SUM_PROMOTED, whole)
+        assert plans.sums(*shape, promote=True, whole=whole, processors=132) == (plans.SUM_PROMOTED, whole)
 
 
 # Who makes what: the kernels' own functions, run as Python with what they launch replaced
@@ -111,7 +113,7 @@ Stretch = tuple[int, int, int, int]  # first step in the ring, length, row, colu
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int, loads: list[Any]) -> Any:
-    k = _gluon_kernels
+    k = kernels
     language = types.SimpleNamespace(
         cdiv=lambda x, y: -(-x // y), program_id=lambda _: program, num_programs=lambda _: programs, static_range=range,
         NVMMADistributedLayout=lambda *_: None, zeros=lambda *_: None, int16=None,
@@ -168,7 +170,7 @@ def made(
     return [(*step, *place) for step, place in zip(steps, places, strict=True)]
 
 
-@pytest.mark.parametrize("p", [_plans.TURNS, _plans.HALVES, _plans.PROMOTED], ids=["turns", "halves", "promoted"])
+@pytest.mark.parametrize("p", [plans.TURNS, plans.HALVES, plans.PROMOTED], ids=["turns", "halves", "promoted"])
 @pytest.mark.parametrize(("adds", "stream"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("shape", [(128, 128, 128), (3072, 768, 1536), (1200, 136, 16), (768, 776, 2048)], ids=str)
 @pytest.mark.parametrize("programs", [1, 5, 6])
@@ -211,9 +213,9 @@ def test_every_block_of_every_tile_is_multiplied_once_by_who_expects_it(
 # On a GPU
 
 PLANS = {
-    "turns": _plans.TURNS,
+    "turns": plans.TURNS,
     "turns, wide": Plan(64, 256, True, 4),
-    "halves": _plans.HALVES,
+    "halves": plans.HALVES,
     "halves, square": Plan(128, 128, False, 2),
 }
 # The last has several tiles for each warpgroup: a barrier's second phase is where it goes wrong.
@@ -225,7 +227,7 @@ RAGGED = [(128, 128, 128), (16, 136, 32), (1200, 136, 16), (3008, 528, 1040), (2
 @pytest.mark.parametrize("shape", RAGGED, ids=str)
 @pytest.mark.parametrize("name", [*PLANS, "promoted", "promoted, in turns"])
 def test_every_plan_is_exact_where_sums_are(name: str, shape: tuple[int, int, int], pair: tuple[str, str]) -> None:
-    p = PLANS.get(name) or _plans.PROMOTED._replace(turns=name != "promoted")
+    p = PLANS.get(name) or plans.PROMOTED._replace(turns=name != "promoted")
     operands = integers(shape, pair, "cuda")
     bias = torch.arange(-2.0, shape[1] - 2, device="cuda") % 7
     out = gluon._launch(*operands, bias, BF16, name in PLANS, Epilogue(), None, None, None, chosen=p).out
@@ -239,7 +241,7 @@ def test_every_plan_is_exact_where_sums_are(name: str, shape: tuple[int, int, in
 @pytest.mark.parametrize("name", [*PLANS, "promoted"])
 def test_every_plan_s_epilogues(name: str, kind: str, shape: tuple[int, int, int]) -> None:
     """Several tiles a warpgroup, the last of them ragged."""
-    p = PLANS.get(name, _plans.PROMOTED)
+    p = PLANS.get(name, plans.PROMOTED)
     g = given(quantised(*draw(shape, "cuda"), FORMATS[0], PAIRS[0]), EPILOGUES[kind], BF16)
     if p.stages(BF16, g.epilogue, g.residual) < 2:
         pytest.skip("no room")
@@ -253,7 +255,7 @@ def test_every_plan_s_epilogues(name: str, kind: str, shape: tuple[int, int, int
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(128, 128, 128), (768, 776, 2048), (768, 768, 12288), (3072, 768, 4096)], ids=str)
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("p", [_plans.SUM, _plans.SUM_HALVES], ids=["turns", "halves"])
+@pytest.mark.parametrize("p", [plans.SUM, plans.SUM_HALVES], ids=["turns", "halves"])
 def test_every_plan_s_sums(p: Plan, whole: bool, shape: tuple[int, int, int]) -> None:
     operands, out = integers(shape, PAIRS[0], "cuda"), torch.ones(shape[:2], device="cuda")
     for times in (1, 2):

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_bench.kernels.activation import KINDS, reference
-from te_bench.kernels.gemm import ACTIVATIONS, _half, _half_measured
-from te_bench.kernels.gemm._half import ACTIVATED, GRADIENT, PRODUCT, choose
-from te_bench.kernels.gemm._half_measured import GPU, ROWS, Row
-from te_bench.kernels.gemm._plans import Plan
+from te_bench.kernels.activation import KINDS
+from te_bench.kernels.activation.backends import reference
+from te_bench.kernels.gemm import ACTIVATIONS, half, half_measured
+from te_bench.kernels.gemm.half import ACTIVATED, GRADIENT, PRODUCT, choose
+from te_bench.kernels.gemm.half_measured import GPU, ROWS, Row
+from te_bench.kernels.gemm.hopper.plans import Plan
 
 BF16 = torch.bfloat16
 
@@ -49,46 +50,46 @@ def test_every_shape_was_measured_once_and_the_table_is_as_its_benchmark_writes_
     assert all(row.apart > 0 < row.gluon for row in ROWS)
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     script = importlib.import_module("gemm_half")
-    written = Path(_half_measured.__file__).read_text(encoding="utf-8")
-    assert script.source(list(ROWS), GPU, _half_measured.MEASURED) == written
+    written = Path(half_measured.__file__).read_text(encoding="utf-8")
+    assert script.source(list(ROWS), GPU, half_measured.MEASURED) == written
 
 
 def test_the_nearest_height_counts_and_a_gpu_without_the_kernel_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Row(PRODUCT, m, 4096, 64, apart, 1.0) for m, apart in ((8192, 2.0), (65536, 1.0))]
-    monkeypatch.setattr(_half, "ROWS", rows)
+    monkeypatch.setattr(half, "ROWS", rows)
     assert [choose(PRODUCT, m, 4096, 64, gpu=GPU) for m in (10000, 50000)] == [True, False]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
     for capability in ((9, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, there=capability: there)
-        monkeypatch.setattr(_half.gluon, "INTERPRETED", False)
-        _half._chosen.cache_clear()
-        assert _half._chosen(PRODUCT, 8192, 4096, 64, 0) == (capability == (9, 0))
-    _half._chosen.cache_clear()
+        monkeypatch.setattr(half.gluon, "INTERPRETED", False)
+        half._chosen.cache_clear()
+        assert half._chosen(PRODUCT, 8192, 4096, 64, 0) == (capability == (9, 0))
+    half._chosen.cache_clear()
 
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is the faster one on any device."""
-    monkeypatch.setattr(_half, "_chosen", lambda *_: True)
+    monkeypatch.setattr(half, "_chosen", lambda *_: True)
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
 
 
 def test_what_the_kernel_cannot_read_is_not_its(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = torch.zeros(16, 32, dtype=BF16), torch.zeros(24, 32, dtype=BF16)
-    assert _half.wins(PRODUCT, a, b)
-    assert _half.wins(ACTIVATED, a.half(), b.half(), "gelu")
-    assert _half.wins(GRADIENT, a, torch.zeros(32, 24, dtype=BF16), "gelu")
+    assert half.wins(PRODUCT, a, b)
+    assert half.wins(ACTIVATED, a.half(), b.half(), "gelu")
+    assert half.wins(GRADIENT, a, torch.zeros(32, 24, dtype=BF16), "gelu")
     shifted = torch.zeros(24 * 32 + 1, dtype=BF16)[1:].view(24, 32)
     for one, other in (
         (a.float(), b.float()), (a, b.half()), (a.t(), b), (a[:, :24], b[:, :24].contiguous()), (a, shifted),
         (torch.zeros(16, 20, dtype=BF16), torch.zeros(24, 20, dtype=BF16)), (a, b[:20]),
         (a, torch.zeros(24, 40, dtype=BF16)), (a.view(2, 8, 32), b), (a[0], b), (a, b[0]),
     ):  # fmt: skip
-        assert not _half.wins(PRODUCT, one, other)
-    assert not _half.wins(ACTIVATED, a, b, "geglu")
-    assert not _half.wins(GRADIENT, a, b, "gelu")
+        assert not half.wins(PRODUCT, one, other)
+    assert not half.wins(ACTIVATED, a, b, "geglu")
+    assert not half.wins(GRADIENT, a, b, "gelu")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not _half.wins(PRODUCT, a, b)
+    assert not half.wins(PRODUCT, a, b)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -99,19 +100,19 @@ def test_a_product_is_torchs_where_the_kernel_is_not_faster_and_else_the_kernels
     x, weight = torch.randn(6, 16, dtype=BF16), torch.randn(8, 16, dtype=BF16)
     bias = torch.randn(8, dtype=BF16) if biased else None
     launched: list[Any] = []
-    monkeypatch.setattr(_half, "_launch", lambda *args, **_: launched.append(args))
+    monkeypatch.setattr(half, "_launch", lambda *args, **_: launched.append(args))
     for wins in (False, True):
-        monkeypatch.setattr(_half, "wins", lambda *_, wins=wins: wins)
+        monkeypatch.setattr(half, "wins", lambda *_, wins=wins: wins)
         out = torch.empty(6, 8, dtype=BF16) if given else None
-        made = _half.multiply(x, weight, bias, out=out)
+        made = half.multiply(x, weight, bias, out=out)
         assert out is None or made is out
         assert len(launched) == wins
         if not wins:
             torch.testing.assert_close(made, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
     assert launched[0][:3] == (x, weight, bias)
     assert launched[0][4] is made
-    monkeypatch.setattr(_half, "wins", lambda *_: True)
-    _half.multiply(x, weight, bias, out=torch.empty(8, 6, dtype=BF16).t())
+    monkeypatch.setattr(half, "wins", lambda *_: True)
+    half.multiply(x, weight, bias, out=torch.empty(8, 6, dtype=BF16).t())
     assert len(launched) == 1  # it writes contiguous matrices
 
 
@@ -131,15 +132,15 @@ def test_what_only_pytorch_multiplies_or_refuses_is_pytorchs(
     changed: dict[str, Tensor], raises: bool, everywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[Any] = []
-    monkeypatch.setattr(_half, "_launch", lambda *args, **_: launched.append(args))
+    monkeypatch.setattr(half, "_launch", lambda *args, **_: launched.append(args))
     x, weight = torch.ones(6, 16, dtype=BF16), torch.ones(8, 16, dtype=BF16)
-    _half.multiply(x, weight, torch.zeros(8, dtype=BF16), out=torch.zeros(6, 8, dtype=BF16))
+    half.multiply(x, weight, torch.zeros(8, dtype=BF16), out=torch.zeros(6, 8, dtype=BF16))
     assert launched
     given: dict[str, Any] = {"x": x, "weight": weight, "bias": None, "out": None} | changed
     launched.clear()
     with pytest.raises(RuntimeError) if raises else contextlib.nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # out gets another shape
-        _half.multiply(given["x"], given["weight"], given["bias"], out=given["out"])
+        half.multiply(given["x"], given["weight"], given["bias"], out=given["out"])
     assert not launched
 
 
@@ -155,7 +156,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, call: Any) -> SimpleNamespace:
     described = lambda x, rows, columns: (x, rows, columns)  # noqa: E731
     stand_in = {"_descriptor": described, "_layout": described, "_in_gluon": str, "_constants": Plan._asdict}
     for name, value in {**stand_in, "gluon_gemm_kernel": kernel, "_processors": lambda device: 132}.items():
-        monkeypatch.setattr(_half.gluon, name, value, raising=False)
+        monkeypatch.setattr(half.gluon, name, value, raising=False)
     call()
     found: SimpleNamespace = kernel.call  # type: ignore[attr-defined]
     return found
@@ -165,7 +166,7 @@ def test_what_the_kernel_is_told_of_each(monkeypatch: pytest.MonkeyPatch) -> Non
     """The right-hand side's block lies as it does; what leaves, by parts; the residual's place is the gradient's."""
     x, up, down = (torch.zeros(shape, dtype=BF16) for shape in ((512, 192), (256, 192), (192, 256)))
     h, bias = torch.zeros(512, 256, dtype=BF16), torch.zeros(256, dtype=BF16)
-    made = launched(monkeypatch, lambda: _half._product(x, up, bias, None))
+    made = launched(monkeypatch, lambda: half._product(x, up, bias, None))
     assert made.grid == (8,)
     assert made.args[0] == (x, 128, 64)
     assert made.args[1] == (up, 128, 64)
@@ -174,13 +175,13 @@ def test_what_the_kernel_is_told_of_each(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made.args[9] is bias
     assert made.args[10:] == (None, None, None, 512, 256, 192)
     assert (made.ACTIVATION, made.ACROSS, made.GRADIENT, made.STORES, made.IN_PLACE) == (None, False, False, 1, False)
-    made = launched(monkeypatch, lambda: _half.activated(x, up, None, "gelu"))
+    made = launched(monkeypatch, lambda: half.activated(x, up, None, "gelu"))
     out, pre = made.args[2:4]
     assert out[1:] == pre[1:] == (128, 32)
     assert out[0] is not pre[0]
     assert (made.ACTIVATION, made.ACROSS, made.GRADIENT, made.STORES, made.IN_PLACE) == ("gelu", False, False, 2, False)
     assert (made.parts, made.slots, made.STAGES) == (4, 2, 5)  # 64 KB of h and y beside five blocks of 32
-    made = launched(monkeypatch, lambda: _half.gradient(x, down, h, "gelu_erf"))
+    made = launched(monkeypatch, lambda: half.gradient(x, down, h, "gelu_erf"))
     assert made.args[1] == (down, 64, 128)
     assert made.args[3] is None
     assert made.args[4] == (h, 128, 64)
@@ -216,10 +217,10 @@ def test_every_activation_and_its_slope_against_float64(kind: str, dtype: torch.
     if KINDS[kind][0] == "sigmoid":
         pytest.skip("no such Linear")
     d = drawn(384, 256, 192, dtype)
-    h, y = _half.activated(d.x, d.up, d.bias, kind)
+    h, y = half.activated(d.x, d.up, d.bias, kind)
     assert error(h, d.x.double() @ d.up.double().T + d.bias.double()) < LIMIT[dtype]
     assert error(y, reference.forward(h.double(), kind)) < LIMIT[dtype]
-    dh = _half.gradient(d.g, d.down, d.h, kind)
+    dh = half.gradient(d.g, d.down, d.h, kind)
     da = (d.g.double() @ d.down.double()).to(dtype).double()
     assert (
         error(dh, reference.backward(da, d.h.double(), kind)) < 1.5 * LIMIT[dtype]
@@ -232,32 +233,32 @@ def test_every_activation_and_its_slope_against_float64(kind: str, dtype: torch.
 def test_shapes_that_tiles_do_not_divide(shape: tuple[int, int, int], biased: bool) -> None:
     d = drawn(*shape, BF16)
     bias = d.bias if biased else None
-    h, y = _half.activated(d.x, d.up, bias, "gelu_erf")
+    h, y = half.activated(d.x, d.up, bias, "gelu_erf")
     true = d.x.double() @ d.up.double().T + (d.bias.double() if biased else 0)
     limit = LIMIT[BF16] * (2 if shape[0] == 1 else 1)  # of eight numbers one error is not near the mean
     assert error(h, true) < limit
     assert error(y, F.gelu(h.double())) < limit
-    assert torch.equal(_half._product(d.x, d.up, bias, None), h)
-    dh = _half.gradient(d.g, d.down, d.h, "gelu_erf")
+    assert torch.equal(half._product(d.x, d.up, bias, None), h)
+    dh = half.gradient(d.g, d.down, d.h, "gelu_erf")
     slope = torch.autograd.functional.vjp(F.gelu, d.h.double(), torch.ones_like(d.h, dtype=torch.float64))[1]
     assert error(dh, (d.g.double() @ d.down.double()) * slope) < 1.5 * limit
     for _ in range(3):
-        again, value = _half.activated(d.x, d.up, bias, "gelu_erf")
+        again, value = half.activated(d.x, d.up, bias, "gelu_erf")
         assert torch.equal(again, h)
         assert torch.equal(value, y)
-        assert torch.equal(_half.gradient(d.g, d.down, d.h, "gelu_erf"), dh)
+        assert torch.equal(half.gradient(d.g, d.down, d.h, "gelu_erf"), dh)
 
 
 @pytest.mark.gpu
 def test_what_is_not_finite_stays_in_its_row_and_stays_so() -> None:
     d = drawn(256, 128, 64, BF16)
     d.x[3, 5], d.x[200, 1], d.h[7, 9], d.h[8, 8], d.h[8, 9] = torch.nan, torch.inf, torch.nan, -torch.inf, torch.inf
-    h, y = _half.activated(d.x, d.up, None, "gelu_erf")
+    h, y = half.activated(d.x, d.up, None, "gelu_erf")
     expected = F.linear(d.x, d.up)
     assert torch.equal(h.isnan(), expected.isnan())
     assert torch.equal(h.isinf(), expected.isinf())
     assert torch.equal(y.isfinite(), expected.isfinite())  # PyTorch's own GELU of an infinity is NaN on a CPU
-    dh = _half.gradient(d.g, d.down, d.h, "gelu")
+    dh = half.gradient(d.g, d.down, d.h, "gelu")
     assert dh[7, 9].isnan()
     assert dh.isnan().sum() == 1
     assert dh[8, 8] == 0

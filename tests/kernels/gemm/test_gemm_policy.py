@@ -9,14 +9,15 @@ import torch
 from gemm_checks import FAST, check, integers, product, quantised
 
 from te_bench.kernels import gemm
-from te_bench.kernels.gemm import PAIRS, Product, _measured, _policy, gluon, scaled_mm
-from te_bench.kernels.gemm._measured import GPU, ROWS, Row
+from te_bench.kernels.gemm import PAIRS, Product, measured, policy
+from te_bench.kernels.gemm.backends import gluon, scaled_mm
+from te_bench.kernels.gemm.measured import GPU, ROWS, Row
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def chosen(m: int, n: int, k: int, granularity: str = "tensor", fast: bool = True, gpu: str = GPU) -> str:
-    return _policy.choose(m, n, k, granularity=granularity, fast=fast, gpu=gpu)
+    return policy.choose(m, n, k, granularity=granularity, fast=fast, gpu=gpu)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row[:5])))
@@ -34,14 +35,14 @@ def test_every_shape_was_measured_once_with_rivals_of_the_registry() -> None:
     for row in ROWS:
         assert set(row.tflops) <= set(gemm.names())
         assert row.granularity in ("tensor", "row")
-    assert "cu" in _measured.MEASURED
+    assert "cu" in measured.MEASURED
 
 
 def test_the_table_is_as_its_benchmark_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     script = importlib.import_module("gemm_policy")
-    written = Path(_measured.__file__).read_text(encoding="utf-8")
-    assert script.source(list(ROWS), GPU, _measured.MEASURED) == written
+    written = Path(measured.__file__).read_text(encoding="utf-8")
+    assert script.source(list(ROWS), GPU, measured.MEASURED) == written
 
 
 def test_gpt2s_products() -> None:
@@ -59,7 +60,7 @@ def test_gpt2s_products() -> None:
 def test_operands_that_are_no_matrices_are_refused() -> None:
     a, one = torch.zeros(2, 16, 16, dtype=torch.float8_e4m3fn), torch.ones(())
     with pytest.raises(ValueError, match="contiguous"):
-        _policy.forward(a, a[0], one, one, out_dtype=torch.bfloat16)
+        policy.forward(a, a[0], one, one, out_dtype=torch.bfloat16)
 
 
 def test_what_was_not_measured_is_cublaslts() -> None:
@@ -70,7 +71,7 @@ def test_what_was_not_measured_is_cublaslts() -> None:
 
 def test_the_nearest_height_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Row(m, 4096, 64, "tensor", True, {"scaled_mm": 100, name: 200}) for m, name in ((8192, "a"), (65536, "b"))]
-    monkeypatch.setattr(_policy, "ROWS", rows)
+    monkeypatch.setattr(policy, "ROWS", rows)
     assert (chosen(10000, 4096, 64), chosen(50000, 4096, 64)) == ("a", "b")
 
 
@@ -85,9 +86,9 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: GPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(gluon, "INTERPRETED", False)
-    monkeypatch.setattr(_policy, "ROWS", [Row(64, 48, 32, "tensor", True, {"scaled_mm": 100, "gluon": 106})])
-    original = _policy._launch.__wrapped__
-    monkeypatch.setattr(_policy, "_launch", lambda *key: original(*key[:-1], 0))
+    monkeypatch.setattr(policy, "ROWS", [Row(64, 48, 32, "tensor", True, {"scaled_mm": 100, "gluon": 106})])
+    original = policy._launch.__wrapped__
+    monkeypatch.setattr(policy, "_launch", lambda *key: original(*key[:-1], 0))
 
     def launch(a: Any, b: Any, a_inv: Any, b_inv: Any, bias: Any, out_dtype: Any, fast: bool, *_: Any) -> Product:
         called.append("gluon")
@@ -98,7 +99,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made: torch.Tensor = reference(*args, **options)
         return made
 
-    monkeypatch.setitem(_policy.LAUNCHES, "gluon", launch)
+    monkeypatch.setitem(policy.LAUNCHES, "gluon", launch)
     monkeypatch.setattr(scaled_mm, "forward", usual)
     return called
 
@@ -106,20 +107,20 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_choice_is_what_runs_with_everything_handed_on(an_h200: list[str]) -> None:
     operands, bias = integers((64, 48, 32), PAIRS[0]), torch.arange(48.0)
     for out_dtype, fast, ran in ((BF16, True, "gluon"), (BF16, False, "scaled_mm"), (torch.float32, True, "scaled_mm")):
-        out = _policy.forward(*operands, out_dtype=out_dtype, fast_accum=fast, bias=bias)
+        out = policy.forward(*operands, out_dtype=out_dtype, fast_accum=fast, bias=bias)
         assert torch.equal(out, product(operands, bias).to(out_dtype))
         assert an_h200.pop() == ran
         assert not an_h200
-    _policy.forward(*integers((64, 48, 48), PAIRS[0]), out_dtype=BF16, fast_accum=True)
-    _policy.forward(*integers((64, 48, 32), ("row", "row")), out_dtype=BF16, fast_accum=True)
+    policy.forward(*integers((64, 48, 48), PAIRS[0]), out_dtype=BF16, fast_accum=True)
+    policy.forward(*integers((64, 48, 32), ("row", "row")), out_dtype=BF16, fast_accum=True)
     mixed = quantised(torch.randn(64, 32), torch.randn(48, 32), ("e5m2", "e4m3"), PAIRS[0])
-    _policy.forward(*mixed, out_dtype=BF16, fast_accum=True)
+    policy.forward(*mixed, out_dtype=BF16, fast_accum=True)
     assert an_h200 == ["scaled_mm"] * 3
 
 
 def test_a_backend_that_cannot_is_not_chosen(an_h200: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gluon, "MISSING", "no Gluon")
-    _policy.forward(*integers((64, 48, 32), PAIRS[0]), out_dtype=BF16, fast_accum=True)
+    policy.forward(*integers((64, 48, 32), PAIRS[0]), out_dtype=BF16, fast_accum=True)
     assert an_h200 == ["scaled_mm"]
 
 
@@ -127,7 +128,7 @@ def test_compiled_it_is_one_operator(an_h200: list[str]) -> None:
     operands = integers((64, 48, 32), PAIRS[0])
 
     def call(*given: torch.Tensor) -> torch.Tensor:
-        return _policy.forward(*given, out_dtype=BF16, fast_accum=True) * 2
+        return policy.forward(*given, out_dtype=BF16, fast_accum=True) * 2
 
     out = torch.compile(call, fullgraph=True, backend="aot_eager")(*operands)
     assert torch.equal(out, product(operands).to(BF16) * 2)
@@ -141,4 +142,4 @@ def test_on_a_gpu(shape: tuple[int, int, int]) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (torch.randn(rows, k, generator=generator, device="cuda") for rows in (m, n))
     operands = quantised(a, b, ("e4m3", "e4m3"), PAIRS[0])
-    check(_policy.forward(*operands, out_dtype=BF16, fast_accum=True), operands, out_dtype=BF16, floor=FAST)
+    check(policy.forward(*operands, out_dtype=BF16, fast_accum=True), operands, out_dtype=BF16, floor=FAST)

@@ -9,8 +9,9 @@ from gemm_checks import FORMATS, Operands, a_problem, integers, product
 from torch import Tensor
 
 from te_bench.kernels import gemm
-from te_bench.kernels.gemm import PAIRS, reference, scaled_mm
-from te_bench.kernels.quantize import triton as quantizer
+from te_bench.kernels.gemm import PAIRS
+from te_bench.kernels.gemm.backends import reference, scaled_mm
+from te_bench.kernels.quantize.backends import triton as quantizer
 
 H200 = dataclasses.replace(a_problem((128, 256, 512), FORMATS[0], ("tensor", "tensor"), "cuda"), capability=(9, 0))
 SHAPES = [(1, 3, 5), (17, 64, 96), (130, 257, 300), (130, 264, 304), (48, 128, 512), (129, 16, 128)]

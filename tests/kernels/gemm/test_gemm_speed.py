@@ -15,10 +15,12 @@ from kernel_checks import seconds
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from te_bench.kernels.activation import triton as activation
-from te_bench.kernels.gemm import PAIRS, Epilogue, _tiles, gluon, scaled_mm, triton
+from te_bench.kernels.activation.backends import triton as activation
+from te_bench.kernels.gemm import PAIRS, Epilogue
+from te_bench.kernels.gemm.backends import gluon, scaled_mm, triton
+from te_bench.kernels.gemm.portable import tiles as _tiles
 from te_bench.kernels.quantize import Quantized
-from te_bench.kernels.quantize import triton as quantize
+from te_bench.kernels.quantize.backends import triton as quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.alone]
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 from gemm_checks import FORMATS, a_problem, integers, product
 
-from te_bench.kernels.gemm import PAIRS, Epilogue, _tiles, triton
+from te_bench.kernels.gemm import PAIRS, Epilogue
+from te_bench.kernels.gemm.backends import triton
+from te_bench.kernels.gemm.portable import tiles
 
 H200 = dataclasses.replace(a_problem((128, 256, 512), FORMATS[0], ("tensor", "tensor"), "cuda"), capability=(9, 0))
 # Not test_schema, which multiplies FP8 tensors.
@@ -46,15 +48,15 @@ def test_rows_that_tma_cannot_read_are_named(n: int, k: int) -> None:
 def test_the_tile_is_the_one_with_less_of_a_last_wave() -> None:
     def chosen(
         m: int, n: int, out_dtype: torch.dtype = torch.bfloat16, promote: bool = False, **how: Any
-    ) -> _tiles.Tile:
-        return _tiles.tile(m, n, out_dtype, promote=promote, processors=132, **how)
+    ) -> tiles.Tile:
+        return tiles.tile(m, n, out_dtype, promote=promote, processors=132, **how)
 
-    assert chosen(8192, 12288) == _tiles.LARGE
-    assert chosen(8192, 12288, torch.float32) == _tiles.LARGE_FLOAT32
-    assert chosen(12288, 768) == _tiles.SMALL
-    assert chosen(128, 128) == _tiles.SMALL
-    assert chosen(8192, 12288, promote=True) == chosen(8192, 12288, kind="tile") == _tiles.PRECISE
-    assert chosen(8192, 12288, epilogue=Epilogue()) == _tiles.LARGE
+    assert chosen(8192, 12288) == tiles.LARGE
+    assert chosen(8192, 12288, torch.float32) == tiles.LARGE_FLOAT32
+    assert chosen(12288, 768) == tiles.SMALL
+    assert chosen(128, 128) == tiles.SMALL
+    assert chosen(8192, 12288, promote=True) == chosen(8192, 12288, kind="tile") == tiles.PRECISE
+    assert chosen(8192, 12288, epilogue=Epilogue()) == tiles.LARGE
 
 
 def test_the_tile_leaves_an_epilogue_room() -> None:
@@ -63,18 +65,18 @@ def test_the_tile_leaves_an_epilogue_room() -> None:
     residual = Epilogue(residual=True)
     everything = Epilogue(activation="gelu", residual=True, target="e4m3")
     for epilogue, n, out_dtype, how, expected in (
-        (Epilogue(target="e4m3"), 12288, torch.bfloat16, {}, _tiles.FUSED_LARGE),
-        (Epilogue(target="e4m3"), 128, torch.bfloat16, {}, _tiles.FUSED_SMALL),
-        (gelu, 12288, torch.bfloat16, {}, _tiles.FUSED_TWICE),
-        (gelu, 12288, torch.bfloat16, {"kind": "row"}, _tiles.FUSED_SMALL),
-        (gelu, 12288, torch.bfloat16, {"promote": True}, _tiles.FUSED_SMALL),
-        (gelu, 12288, torch.bfloat16, {"kind": "block"}, _tiles.FUSED_BLOCKS),
-        (residual, 12288, torch.bfloat16, {}, _tiles.FUSED_LARGE_FLOAT32),
-        (Epilogue(activation="gelu"), 12288, torch.float32, {}, _tiles.FUSED_LARGE_FLOAT32),
-        (everything, 12288, torch.bfloat16, {}, _tiles.FUSED_SMALL),
+        (Epilogue(target="e4m3"), 12288, torch.bfloat16, {}, tiles.FUSED_LARGE),
+        (Epilogue(target="e4m3"), 128, torch.bfloat16, {}, tiles.FUSED_SMALL),
+        (gelu, 12288, torch.bfloat16, {}, tiles.FUSED_TWICE),
+        (gelu, 12288, torch.bfloat16, {"kind": "row"}, tiles.FUSED_SMALL),
+        (gelu, 12288, torch.bfloat16, {"promote": True}, tiles.FUSED_SMALL),
+        (gelu, 12288, torch.bfloat16, {"kind": "block"}, tiles.FUSED_BLOCKS),
+        (residual, 12288, torch.bfloat16, {}, tiles.FUSED_LARGE_FLOAT32),
+        (Epilogue(activation="gelu"), 12288, torch.float32, {}, tiles.FUSED_LARGE_FLOAT32),
+        (everything, 12288, torch.bfloat16, {}, tiles.FUSED_SMALL),
     ):
         options: dict[str, Any] = {"promote": False, "processors": 132, "epilogue": epilogue, **how}
-        assert _tiles.tile(8192, n, out_dtype, **options) == expected
+        assert tiles.tile(8192, n, out_dtype, **options) == expected
 
 
 def test_the_operator_is_well_formed() -> None:
@@ -106,7 +108,7 @@ def test_a_large_tile_leaves_in_two_halves(
     """The tile that only products larger than a test's are given."""
     if device == "cpu" and not triton.INTERPRETED:
         pytest.skip("on a CPU in the interpreter only")
-    large = _tiles.LARGE_FLOAT32 if out_dtype is torch.float32 else _tiles.LARGE
+    large = tiles.LARGE_FLOAT32 if out_dtype is torch.float32 else tiles.LARGE
     monkeypatch.setattr(triton, "tile", lambda *_, **__: large)
     for shape in [(140, 264, 144), (16, 136, 32)]:
         operands = integers(shape, ("row", "row"), device)

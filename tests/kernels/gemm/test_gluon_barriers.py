@@ -12,8 +12,8 @@ import barriers
 import pytest
 from barriers import Barrier, Threads, ran
 
-from te_bench.kernels.gemm import _gluon_kernels, _plans
-from te_bench.kernels.gemm._plans import Plan
+from te_bench.kernels.gemm.hopper import kernels, plans
+from te_bench.kernels.gemm.hopper.plans import Plan
 
 
 class Place:
@@ -81,7 +81,7 @@ class Machine(Threads):
 
 def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, programs: int) -> Any:
     """The module of the kernels, its functions Python's."""
-    k = _gluon_kernels
+    k = kernels
     for name in (
         "_tile_origin", "_span", "_stretch", "_next", "_await_turn", "_one_each", "_ring", "_block", "_product",
         "_promoted_product",
@@ -153,11 +153,11 @@ def run(
 
 
 PLANS = {
-    "turns": (_plans.TURNS, False),
+    "turns": (plans.TURNS, False),
     "turns, wide": (Plan(64, 256, True, 4), False),
-    "halves": (_plans.HALVES, False),
-    "promoted": (_plans.PROMOTED, True),
-    "promoted, in turns": (_plans.PROMOTED._replace(turns=True), True),
+    "halves": (plans.HALVES, False),
+    "promoted": (plans.PROMOTED, True),
+    "promoted, in turns": (plans.PROMOTED._replace(turns=True), True),
 }
 
 
@@ -189,7 +189,7 @@ def check_tiles(left: list[tuple[int, int, list[Any]]], k: int) -> None:
 
 @pytest.mark.parametrize("slow", ["fetch", "first", "second"])
 def test_blocks_of_a_matrix_that_lies_across(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = run((640, 384, 768), _plans.TURNS, 5, 2, False, None, slow, monkeypatch, across=True)
+    left = run((640, 384, 768), plans.TURNS, 5, 2, False, None, slow, monkeypatch, across=True)
     assert len(left) > 2
     for row, column, products in left:
         assert products == [([row, depth], [depth, column]) for depth in range(0, 768, 128)]
@@ -198,9 +198,9 @@ def test_blocks_of_a_matrix_that_lies_across(slow: str, monkeypatch: pytest.Monk
 def test_without_turns_a_warpgroup_takes_the_others_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What failed on an H200: the test above would see it."""
     there = 640, 256, 768
-    check_tiles(run(there, _plans.TURNS, 6, 2, False, None, "fetch", monkeypatch), 768)
+    check_tiles(run(there, plans.TURNS, 6, 2, False, None, "fetch", monkeypatch), 768)
     monkeypatch.undo()
     monkeypatch.setattr(barriers, "PATIENCE", 0.5)
-    monkeypatch.setattr(_gluon_kernels, "_await_turn", types.SimpleNamespace(fn=lambda *_: None))
+    monkeypatch.setattr(kernels, "_await_turn", types.SimpleNamespace(fn=lambda *_: None))
     with pytest.raises((AssertionError, TypeError)):
-        check_tiles(run(there, _plans.TURNS, 6, 2, False, None, "fetch", monkeypatch), 768)
+        check_tiles(run(there, plans.TURNS, 6, 2, False, None, "fetch", monkeypatch), 768)

@@ -10,7 +10,7 @@ from kernel_checks import assert_as_good
 from torch import Tensor
 
 from te_bench.kernels import linear_cross_entropy
-from te_bench.kernels.linear_cross_entropy import _kernels
+from te_bench.kernels.linear_cross_entropy import kernels
 
 Forward = Callable[..., Tensor]
 REFERENCE = linear_cross_entropy.load("reference").forward
@@ -37,11 +37,11 @@ class Result(NamedTuple):
 
 def prepare(place: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The device of a place; blocks of 64 columns in the interpreter, so that small rows take several."""
-    if place == "interpreted" and not _kernels.INTERPRETED:
+    if place == "interpreted" and not kernels.INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setattr(_kernels, "INTERPRETED", place == "interpreted")
+    monkeypatch.setattr(kernels, "INTERPRETED", place == "interpreted")
     if place == "interpreted":
-        for constants in (_kernels.ROW, _kernels.STATISTICS):
+        for constants in (kernels.ROW, kernels.STATISTICS):
             monkeypatch.setitem(constants, "BLOCK", 64)
     return "cuda" if place == "cuda" else "cpu"
 

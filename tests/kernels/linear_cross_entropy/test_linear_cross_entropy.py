@@ -11,8 +11,8 @@ from lce_checks import PLACES, REFERENCE, Case, Forward, assert_right, draw, exa
 from torch import Tensor
 
 from te_bench.kernels import linear_cross_entropy
-from te_bench.kernels.gemm import _half
-from te_bench.kernels.linear_cross_entropy import Problem, _autograd, _kernels
+from te_bench.kernels.gemm import half
+from te_bench.kernels.linear_cross_entropy import Problem, autograd, kernels
 
 CHUNKED = linear_cross_entropy.load("chunked").forward
 CHUNKED_NAMES = ("chunked", "fp8")
@@ -56,8 +56,8 @@ def test_logits_are_made_by_the_faster_gemm(monkeypatch: pytest.MonkeyPatch) -> 
         made.append(len(x))
         out.copy_(x @ weight.t())
 
-    monkeypatch.setattr(_half, "wins", lambda role, *_: role == _half.PRODUCT)
-    monkeypatch.setattr(_half, "_launch", launch)
+    monkeypatch.setattr(half, "wins", lambda role, *_: role == half.PRODUCT)
+    monkeypatch.setattr(half, "_launch", launch)
     assert all(map(torch.equal, run(CHUNKED, case, rows=40, strip=32), wanted))
     assert made == [32, 8, 30]
 
@@ -242,15 +242,15 @@ def test_what_can_not_run_says_why() -> None:
 @pytest.mark.parametrize(("n", "padded", "itemsize"), [(12288, 50304, 2), (16384, 50304, 2), (12288, 50304, 4)])
 def test_chunks_are_even_and_within_budget(n: int, padded: int, itemsize: int) -> None:
     budget = 300 * 2**20
-    rows = _autograd.chunk_rows(n, padded, itemsize, budget)
+    rows = autograd.chunk_rows(n, padded, itemsize, budget)
     assert rows % 128 == 0
     assert rows * padded * itemsize <= budget
     least = -(-n * padded * itemsize // budget)
     assert -(-n // rows) in (least, least + 1)
-    assert _autograd.chunk_rows(5, 50304, 2, budget) == 128
-    assert _autograd.chunk_rows(10**6, 10**9, 2, budget) == 128
-    assert _autograd.chunk_rows(0, 50304, 2, budget) == 3072
-    assert [(part.start, part.stop) for part in _autograd.slices(10, 4)] == [(0, 4), (4, 8), (8, 10)]
+    assert autograd.chunk_rows(5, 50304, 2, budget) == 128
+    assert autograd.chunk_rows(10**6, 10**9, 2, budget) == 128
+    assert autograd.chunk_rows(0, 50304, 2, budget) == 3072
+    assert [(part.start, part.stop) for part in autograd.slices(10, 4)] == [(0, 4), (4, 8), (8, 10)]
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
@@ -328,7 +328,7 @@ def test_mutations_fail_the_contract(name: str, dtype: torch.dtype, monkeypatch:
 
 def of_rows(change: Callable[..., None]) -> Callable[..., None]:
     """The row kernel's launcher with a mistake made after it."""
-    rows = _kernels.rows
+    rows = kernels.rows
 
     def broken(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, factor: Tensor | None) -> None:
         rows(logits, targets, losses, vocab, factor)
@@ -350,7 +350,7 @@ def test_a_row_kernel_that_is_wrong_is_caught(name: str, monkeypatch: pytest.Mon
     prepare("interpreted", monkeypatch)
     case = draw(10, 16, 50, 64)
     assert_right(CHUNKED, case, rows=4)
-    monkeypatch.setattr(_kernels, "rows", of_rows(ROW_MISTAKES[name]))
+    monkeypatch.setattr(kernels, "rows", of_rows(ROW_MISTAKES[name]))
     with pytest.raises(AssertionError):
         assert_right(CHUNKED, case, rows=4)
 

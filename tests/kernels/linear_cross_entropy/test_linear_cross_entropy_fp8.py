@@ -11,7 +11,8 @@ from lce_checks import PLACES, Case, Result, draw, exact, prepare, relative, run
 from torch import Tensor
 
 from te_bench.kernels import linear_cross_entropy, quantize
-from te_bench.kernels.linear_cross_entropy import _kernels, fp8, reference
+from te_bench.kernels.linear_cross_entropy import kernels
+from te_bench.kernels.linear_cross_entropy.backends import fp8, reference
 
 FP8 = linear_cross_entropy.load("fp8").forward
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -117,9 +118,9 @@ def test_both_layouts_of_the_gradient(
 
 def test_the_scale_fits_the_format() -> None:
     """The largest gradient, 1, is a number of E5M2 under it, and twice the scale would saturate."""
-    assert torch.tensor(_kernels.GRADIENT_SCALE).to(E5M2).float() == _kernels.GRADIENT_SCALE
-    assert _kernels.GRADIENT_SCALE < torch.finfo(E5M2).max < 2 * _kernels.GRADIENT_SCALE
-    assert math.log2(_kernels.GRADIENT_SCALE).is_integer()
+    assert torch.tensor(kernels.GRADIENT_SCALE).to(E5M2).float() == kernels.GRADIENT_SCALE
+    assert kernels.GRADIENT_SCALE < torch.finfo(E5M2).max < 2 * kernels.GRADIENT_SCALE
+    assert math.log2(kernels.GRADIENT_SCALE).is_integer()
 
 
 def test_a_chunk_of_operands_that_are_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +186,7 @@ MISTAKES: dict[str, tuple[object, str, object]] = {
     "g_t of the neighbouring column": (fp8, "_rows", after_rows(lambda g, g_t, part: g_t.copy_(g_t.roll(1, 0)))),
     "a strip in the wrong place": (fp8, "_rows", late_strip),
     "rows of x exchanged": (fp8, "_gemm", exchanged),
-    "scale doubled": (_kernels, "GRADIENT_SCALE", 2.0**16),
+    "scale doubled": (kernels, "GRADIENT_SCALE", 2.0**16),
     "a bit of x missing": (fp8, "_quantized", coarse),
 }
 

@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from te_bench.kernels.linear_cross_entropy import _kernels
+from te_bench.kernels.linear_cross_entropy import kernels
 
 HOPPER = make_backend(GPUTarget("cuda", 90, 32))
 
@@ -32,7 +32,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[Any, ...], str]:
         compiled = specialization(kernel, args, constants)
         assert found.setdefault((kernel.__name__, *key), compiled) == compiled
 
-    monkeypatch.setattr(_kernels, "launch", launch)
+    monkeypatch.setattr(kernels, "launch", launch)
     return found
 
 
@@ -46,7 +46,7 @@ def test_rows(known: dict[tuple[Any, ...], str]) -> None:
         for vocab in {1, 32, padded}:
             targets, losses = torch.zeros(n + offset, dtype=torch.int64)[offset:], torch.zeros(n + offset)[offset:]
             factor = torch.zeros(()) if gradient else None
-            _kernels.rows(matrix(n, padded, dtype, offset), targets, losses, vocab, factor)
+            kernels.rows(matrix(n, padded, dtype, offset), targets, losses, vocab, factor)
     assert len(set(known.values())) > 30
 
 
@@ -59,16 +59,16 @@ def test_fp8_rows(known: dict[tuple[Any, ...], str]) -> None:
         for rowwise, columnwise in ((True, True), (True, False), (False, True), (False, False)):
             data = matrix(n, padded, e5m2, offset) if rowwise else None
             data_t = matrix(padded, height, e5m2, offset) if columnwise else None
-            _kernels.fp8_rows(logits, targets, torch.zeros(n), padded, data, data_t, first)
+            kernels.fp8_rows(logits, targets, torch.zeros(n), padded, data, data_t, first)
     assert len(set(known.values())) > 100
 
 
 def test_what_surrounds_them(known: dict[tuple[Any, ...], str]) -> None:
     for n, offset in itertools.product((1, 16, 17, 48), (0, 1, 16)):
         targets, losses = torch.zeros(n + offset, dtype=torch.int64)[offset:], torch.zeros(n + offset)[offset:]
-        _kernels.mean(losses, _kernels.count(targets))
-        _kernels.scale(losses, torch.ones(()), losses)
+        kernels.mean(losses, kernels.count(targets))
+        kernels.scale(losses, torch.ones(()), losses)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            _kernels.scale(losses, torch.ones(()), torch.zeros(n, dtype=dtype))
+            kernels.scale(losses, torch.ones(()), torch.zeros(n, dtype=dtype))
     assert len({key[0] for key in known}) == 3
     assert len(set(known.values())) > 20

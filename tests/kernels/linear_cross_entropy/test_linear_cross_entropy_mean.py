@@ -6,7 +6,7 @@ from lce_checks import PLACES, draw, exact, prepare, relative, run
 from torch import Tensor
 
 from te_bench.kernels import linear_cross_entropy
-from te_bench.kernels.linear_cross_entropy import _autograd, _kernels
+from te_bench.kernels.linear_cross_entropy import autograd, kernels
 
 CHUNKED = linear_cross_entropy.load("chunked").forward
 CHUNKED_NAMES = ("chunked", "fp8")
@@ -19,13 +19,13 @@ def test_a_kept_graph_keeps_its_gradients(name: str, place: str, monkeypatch: py
     """A backward pass that another may follow overwrites nothing; the last one may, and gives away its buffers."""
     case = draw(10, 16, 20, 32, device=prepare(place, monkeypatch))
     in_place = []
-    scale = _kernels.scale
+    scale = kernels.scale
 
     def spy(x: Tensor, factor: Tensor, out: Tensor) -> None:
         in_place.append(out is x)
         scale(x, factor, out)
 
-    monkeypatch.setattr(_kernels, "scale", spy)
+    monkeypatch.setattr(kernels, "scale", spy)
     leaves = case.x.requires_grad_(), case.weight.requires_grad_()
     loss = linear_cross_entropy.load(name).forward(*leaves, case.targets, vocab=20)
     factors = [torch.tensor(factor, device=loss.device) for factor in (0.0, 4.0, 1.0, 2.0)]
@@ -43,18 +43,16 @@ def test_a_kept_graph_keeps_its_gradients(name: str, place: str, monkeypatch: py
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_counts_and_means_of_many_pieces(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = prepare(place, monkeypatch)
-    monkeypatch.setattr(_kernels, "TARGETS", 16)
+    monkeypatch.setattr(kernels, "TARGETS", 16)
     for n in (0, 1, 16, 37):
         targets = torch.arange(n, device=device) % 5 - 1
         losses = torch.arange(n, device=device).float()
         counted = int((targets != -1).sum())
-        numbers = _kernels.count(targets)
+        numbers = kernels.count(targets)
         inverse = 1 / max(counted, 1)
         assert numbers[:, 0].tolist() == pytest.approx([counted, inverse, inverse / 2**15], rel=2**-23)
-        torch.testing.assert_close(
-            numbers[:, 0], _autograd.count(targets.cpu())[:, 0].to(device), rtol=2**-23, atol=0.0
-        )
-        mean = _kernels.mean(losses, numbers)
+        torch.testing.assert_close(numbers[:, 0], autograd.count(targets.cpu())[:, 0].to(device), rtol=2**-23, atol=0.0)
+        mean = kernels.mean(losses, numbers)
         assert mean.isnan() if counted == 0 else mean.item() == pytest.approx(losses.sum().item() / counted)
 
 
@@ -63,20 +61,20 @@ def test_counts_and_means_of_many_pieces(place: str, monkeypatch: pytest.MonkeyP
 def test_scaling_in_pieces(dtype: torch.dtype, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bitwise the product, rounded once; in place and by 1 nothing is written, which is why a NaN's bits stay."""
     device = prepare(place, monkeypatch)
-    monkeypatch.setattr(_kernels, "PIECE", 16)
-    monkeypatch.setattr(_kernels, "PROGRAMS", 2)
+    monkeypatch.setattr(kernels, "PIECE", 16)
+    monkeypatch.setattr(kernels, "PROGRAMS", 2)
     x = torch.randn(5, 23, generator=torch.Generator().manual_seed(0)).to(device)
     for factor in (0.0, 1.0, 1 / 3, torch.inf):
         by = torch.tensor(factor, device=device)
         out = torch.empty_like(x, dtype=dtype)
-        _kernels.scale(x, by, out)
+        kernels.scale(x, by, out)
         torch.testing.assert_close(out, (x * by).to(dtype), rtol=0, atol=0, equal_nan=True)
         mine = x.clone()
-        _kernels.scale(mine, by, mine)
+        kernels.scale(mine, by, mine)
         torch.testing.assert_close(mine, x * by, rtol=0, atol=0, equal_nan=True)
     odd = torch.tensor([0x7FA00001], dtype=torch.int32, device=device)
     signalling = odd.view(torch.float32)
-    _kernels.scale(signalling, torch.ones((), device=device), signalling)
+    kernels.scale(signalling, torch.ones((), device=device), signalling)
     assert odd.item() == 0x7FA00001
 
 

@@ -9,17 +9,17 @@ from lce_checks import PLACES
 from torch import Tensor
 
 from te_bench.kernels import linear_cross_entropy
-from te_bench.kernels.linear_cross_entropy import _kernels, _tied
+from te_bench.kernels.linear_cross_entropy import kernels, tied
 
 VOCAB, PADDED, D = 50, 64, 48
 
 
 def prepare(place: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    if place == "interpreted" and not _tied.INTERPRETED:
+    if place == "interpreted" and not tied.INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setattr(_tied, "INTERPRETED", place == "interpreted")
-    monkeypatch.setattr(_kernels, "INTERPRETED", False)  # the losses are tested elsewhere
-    for constants in (_tied.CONSTANTS, _tied.LOOKUP):
+    monkeypatch.setattr(tied, "INTERPRETED", place == "interpreted")
+    monkeypatch.setattr(kernels, "INTERPRETED", False)  # the losses are tested elsewhere
+    for constants in (tied.CONSTANTS, tied.LOOKUP):
         monkeypatch.setitem(constants, "COLUMNS", 32)  # two programs a token, the second with less to do
     return "cuda" if place == "cuda" else "cpu"
 
@@ -42,13 +42,13 @@ def test_rows_are_added_where_their_tokens_are(n: int, place: str, monkeypatch: 
         given = rows.to(dtype)
         exact = table.double().index_add(0, tokens, given.double())
         found = table.clone()
-        _tied.add_rows(found, given, tokens)
+        tied.add_rows(found, given, tokens)
         torch.testing.assert_close(found.double(), exact, rtol=error, atol=20 * error)
         again = table.clone()
-        _tied.add_rows(again, given, tokens)
+        tied.add_rows(again, given, tokens)
         assert torch.equal(found, again)
         whole = table.round()
-        _tied.add_rows(whole, given.round(), tokens)
+        tied.add_rows(whole, given.round(), tokens)
         assert torch.equal(whole, table.round().index_add(0, tokens, given.round().float()))
 
 
@@ -61,7 +61,7 @@ def test_rows_of_a_text_at_size() -> None:
     exact = table.double().index_add(0, tokens, rows.double())
     found = [table.clone() for _ in range(3)]
     for one in found:
-        _tied.add_rows(one, rows, tokens)
+        tied.add_rows(one, rows, tokens)
     torch.testing.assert_close(found[0].double(), exact, rtol=1e-5, atol=1e-4)
     assert all(torch.equal(found[0], one) for one in found[1:])
 
@@ -75,13 +75,13 @@ def test_rows_of_two_tables_are_looked_up_and_added(
     table, positions, tokens = draw(40, prepare(place, monkeypatch))
     tokens, positions = tokens[: shape[0] * shape[1]].view(shape), positions[: shape[1] + 2]
     expected = table[tokens] + positions[: shape[1]]
-    assert torch.equal(_tied.embed(table, positions, tokens), expected)
+    assert torch.equal(tied.embed(table, positions, tokens), expected)
     apart = table.new_zeros(PADDED, 2 * D)[:, :D]
     apart.copy_(table)
     turned, across = tokens.t().contiguous().t(), positions.t().contiguous().t()
-    assert torch.equal(_tied.embed(apart, across, turned), expected)
+    assert torch.equal(tied.embed(apart, across, turned), expected)
     assert torch.equal(
-        _tied.embed(table, positions.bfloat16(), tokens), table[tokens] + positions[: shape[1]].bfloat16()
+        tied.embed(table, positions.bfloat16(), tokens), table[tokens] + positions[: shape[1]].bfloat16()
     )
 
 
@@ -92,10 +92,10 @@ def test_what_does_not_fit_the_table_is_refused(place: str, monkeypatch: pytest.
     tokens = tokens.view(2, 7)
     for wrong in (positions[:6], positions[:1], positions[:, :32]):
         with pytest.raises(ValueError, match="at least 7 rows of 48 columns"):
-            _tied.embed(table, wrong, tokens)
+            tied.embed(table, wrong, tokens)
     with pytest.raises(RuntimeError, match=r"Long|Int"):
-        _tied.embed(table, positions, tokens.float())
-    assert torch.equal(_tied.embed(table, positions, tokens.int()), table[tokens] + positions[:7])
+        tied.embed(table, positions, tokens.float())
+    assert torch.equal(tied.embed(table, positions, tokens.int()), table[tokens] + positions[:7])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
@@ -104,17 +104,17 @@ def test_an_unknown_token_is_nan_and_adds_to_no_row(place: str, monkeypatch: pyt
     table, rows, tokens = draw(14, prepare(place, monkeypatch))
     tokens[[0, 5, 6]] = torch.tensor([-1, PADDED, 2**31 - 1], device=tokens.device)
     known = (tokens >= 0) & (tokens < PADDED)
-    found = _tied.embed(table, rows, tokens.view(2, 7)).flatten(0, 1)
+    found = tied.embed(table, rows, tokens.view(2, 7)).flatten(0, 1)
     assert torch.equal(found.isnan().all(1), ~known)
     assert torch.equal(found[known], (table[tokens[known]] + rows[:7].repeat(2, 1)[known]))
     exact = table.double().index_add(0, tokens[known], rows[known].double())
-    _tied.add_rows(table, rows, tokens)
+    tied.add_rows(table, rows, tokens)
     torch.testing.assert_close(table.double(), exact, rtol=1e-6, atol=2e-5)
 
 
 def loss(head: Any, table: Tensor, positions: Tensor, tokens: Tensor, one: bool, copy: Tensor | None = None) -> Tensor:
     if one:
-        rows, again = _tied.tied(table, positions, tokens)
+        rows, again = tied.tied(table, positions, tokens)
     else:
         rows, again = F.embedding(tokens, table) + positions[: tokens.shape[1]], table
     x = rows.flatten(0, 1).tanh() * 2
@@ -149,7 +149,7 @@ def test_the_gradient_is_autograds(name: str, place: str, monkeypatch: pytest.Mo
 def test_a_gradient_that_was_expanded_has_room_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     table, positions, tokens = draw(60, prepare("plain", monkeypatch))
     leaf = table.clone().requires_grad_()
-    rows, again = _tied.tied(leaf, positions, tokens.view(4, 15))
+    rows, again = tied.tied(leaf, positions, tokens.view(4, 15))
     (rows.sum() + again.sum()).backward()
     assert torch.equal(leaf.grad, 1 + tokens.bincount(minlength=len(table)).float()[:, None].expand_as(table))
 
@@ -196,7 +196,7 @@ def test_one_table_is_made_and_one_of_two_users_is_enough() -> None:
     tokens = tokens.view(2, 15)
     counts = torch.bincount(tokens.flatten(), minlength=PADDED)[:, None]
     leaf = table.clone().requires_grad_()
-    rows, again = _tied.tied(leaf, positions, tokens)
+    rows, again = tied.tied(leaf, positions, tokens)
     assert torch.equal(rows, table[tokens] + positions[:15])
     assert torch.equal(again, table)
     buffer = torch.ones_like(table)
@@ -209,6 +209,6 @@ def test_one_table_is_made_and_one_of_two_users_is_enough() -> None:
     for which, wanted in ((0, counts.float().expand_as(table)), (1, torch.ones_like(table))):
         leaf = table.clone().requires_grad_()
         where = positions.clone().requires_grad_(which == 0)
-        _tied.tied(leaf, where, tokens)[which].sum().backward()
+        tied.tied(leaf, where, tokens)[which].sum().backward()
         assert (where.grad is None) == (which == 1)
         assert torch.equal(leaf.grad, wanted)  # type: ignore[arg-type]

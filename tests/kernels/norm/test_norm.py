@@ -357,7 +357,7 @@ def test_what_can_not_run_says_why() -> None:
 
 
 def operators(case: Case) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    from te_bench.kernels.norm import triton
+    from te_bench.kernels.norm.backends import triton
 
     _, mean, rstd = REFERENCE.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)
     forward = (case.x, case.weight, case.bias, EPS, True, case.kind)

@@ -10,9 +10,11 @@ from kernel_checks import assert_as_good, assert_quantized_alike, codes, of_copy
 from torch import Tensor
 
 from te_bench.kernels import norm
-from te_bench.kernels.norm import Problem, Residual, _residual, _residual_kernels, reference
+from te_bench.kernels.norm import Problem, Residual, residual_forward
+from te_bench.kernels.norm import residual as _residual
+from te_bench.kernels.norm.backends import reference
 from te_bench.kernels.quantize import Quantized
-from te_bench.kernels.quantize import triton as quantizer
+from te_bench.kernels.quantize.backends import triton as quantizer
 
 EPS = 1e-5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -153,8 +155,8 @@ def test_triton_is_the_reference(
 def test_wide_rows_by_two_kernels_are_the_reference(
     shape: tuple[int, int], kind: str, rich: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert max(n for _, n in SHAPES) < _residual_kernels.WIDE
-    monkeypatch.setattr(_residual_kernels, "WIDE", 1)
+    assert max(n for _, n in SHAPES) < residual_forward.WIDE
+    monkeypatch.setattr(residual_forward, "WIDE", 1)
     test_triton_is_the_reference(shape, kind, rich, dtype, device)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_bench.kernels import quantize
 from te_bench.kernels.quantize import NONFINITE, Backend, Problem, Quantized
-from te_bench.kernels.quantize.reference import dequantize
+from te_bench.kernels.quantize.backends.reference import dequantize
 
 KINDS = ("scaled", "tensor", "row", "block1", "block128")
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from te_bench.kernels.quantize import _history
+from te_bench.kernels.quantize import history as _history
 
 MODES = (
     "reference",

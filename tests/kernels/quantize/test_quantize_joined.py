@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_bench.kernels.quantize import _joined, reference
+from te_bench.kernels.quantize import joined
+from te_bench.kernels.quantize.backends import reference
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -34,8 +35,8 @@ def test_it_is_scaled_of_them_dealt_out_in_turn(
     parts, scale = draw(m, width, device, dtype, stride), torch.tensor(3.0, device=device)
     amax, wanted = (torch.tensor(0.5, device=device) for _ in range(2))
     sums, total = (torch.full((3 * width,), 2.0, device=device) for _ in range(2))
-    assert _joined.fits(parts, turn)
-    data, data_t, scale_inv = _joined.kernel(parts, turn, scale, target, amax, sums)
+    assert joined.fits(parts, turn)
+    data, data_t, scale_inv = joined.kernel(parts, turn, scale, target, amax, sums)
     whole = torch.stack([x.unflatten(1, (-1, turn)) for x in parts], 2).flatten(1)
     looks = {"amax": wanted, "column_sum": total}
     exact = reference.scaled(whole, scale, target, rowwise=True, columnwise=True, **looks)
@@ -44,27 +45,27 @@ def test_it_is_scaled_of_them_dealt_out_in_turn(
     assert torch.equal(data_t.view(torch.uint8), exact.data_t.view(torch.uint8))
     assert torch.equal(scale_inv, exact.scale_inv)
     assert torch.equal(amax, wanted)
-    made = _joined.joined(parts, turn, scale, target)
+    made = joined.joined(parts, turn, scale, target)
     assert torch.equal(made.data.view(torch.uint8), data.view(torch.uint8))
 
 
 def test_what_does_not_fit() -> None:
-    assert not _joined.fits(draw(3, 64, "cpu"), 64)
-    assert not _joined.fits(draw(4, 65, "cpu"), 65)
-    assert not _joined.fits(draw(4, 64, "cpu", torch.float32), 64)
-    assert not _joined.fits(draw(4, 64, "cpu")[:2], 64)
+    assert not joined.fits(draw(3, 64, "cpu"), 64)
+    assert not joined.fits(draw(4, 65, "cpu"), 65)
+    assert not joined.fits(draw(4, 64, "cpu", torch.float32), 64)
+    assert not joined.fits(draw(4, 64, "cpu")[:2], 64)
     one, two, three = draw(64, 64, "cpu")
-    assert not _joined.fits([one, two, three.t()], 64)
-    assert not _joined.fits([one, two, three[:32]], 64)
-    assert not _joined.fits(draw(4, 128, "cpu"), 32)
-    assert not _joined.fits(draw(4, 192, "cpu"), 128)
+    assert not joined.fits([one, two, three.t()], 64)
+    assert not joined.fits([one, two, three[:32]], 64)
+    assert not joined.fits(draw(4, 128, "cpu"), 32)
+    assert not joined.fits(draw(4, 192, "cpu"), 128)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_operator(device: str) -> None:
     scale, amax = torch.tensor(3.0, device=device), torch.tensor(0.5, device=device)
     arguments = draw(4, 64, device), 64, scale, E5M2, amax, torch.zeros(192, device=device)
-    torch.library.opcheck(_joined._joined_op, arguments, test_utils=("test_schema", "test_faketensor"))
-    compiled = torch.compile(_joined.joined, fullgraph=True, backend="aot_eager")
-    made, eager = compiled(*arguments), _joined.joined(*arguments)
+    torch.library.opcheck(joined._joined_op, arguments, test_utils=("test_schema", "test_faketensor"))
+    compiled = torch.compile(joined.joined, fullgraph=True, backend="aot_eager")
+    made, eager = compiled(*arguments), joined.joined(*arguments)
     assert torch.equal(made.data_t.view(torch.uint8), eager.data_t.view(torch.uint8))

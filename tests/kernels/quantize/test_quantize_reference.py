@@ -10,7 +10,7 @@ from fp8_tables import E4M3, E5M2, FORMATS, encode, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_bench.kernels.quantize.reference import BACKEND, dequantize, scale_from_amax, widened
+from te_bench.kernels.quantize.backends.reference import BACKEND, dequantize, scale_from_amax, widened
 
 
 def nearest(x: float, values: list[tuple[float, int]]) -> int:

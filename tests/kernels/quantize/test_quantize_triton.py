@@ -9,7 +9,8 @@ from kernel_checks import captured
 from torch import Tensor
 
 from te_bench.experiments import timing
-from te_bench.kernels.quantize import Problem, Quantized, triton
+from te_bench.kernels.quantize import Problem, Quantized
+from te_bench.kernels.quantize.backends import triton
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -8,7 +8,8 @@ from kernel_checks import FLOATS, assert_as_good, of_copy
 from torch import Tensor
 
 from te_bench.kernels import rotary
-from te_bench.kernels.rotary import Backend, Part, Problem, _kernels, reference
+from te_bench.kernels.rotary import Backend, Part, Problem, kernels
+from te_bench.kernels.rotary.backends import reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -179,7 +180,7 @@ def test_angles_of_a_million_positions(name: str, device: str) -> None:
 
 def test_the_remainder_by_half_pi_is_that_of_float32() -> None:
     """A GPU's, where each fused multiplication and addition is rounded once: the interpreter's is float64's."""
-    parts = [part.value for part in (_kernels.HIGH, _kernels.MIDDLE, _kernels.LOW)]
+    parts = [part.value for part in (kernels.HIGH, kernels.MIDDLE, kernels.LOW)]
     assert parts == [torch.tensor(part, dtype=torch.float32).item() for part in parts]
     half_pi = Fraction(314159265358979323846264338327950288, 2 * 10**35)
     assert abs(sum(map(Fraction, parts)) - half_pi) < Fraction(1, 4 * 10**20)
@@ -189,7 +190,7 @@ def test_the_remainder_by_half_pi_is_that_of_float32() -> None:
         for part in parts:
             remainder = Fraction(torch.tensor(float(remainder - quarters * Fraction(part)), dtype=torch.float32).item())
         assert abs(remainder - exact) < Fraction(1, 2**22)
-    assert round(float(_kernels.QUARTERS.value * half_pi), 12) == 1
+    assert round(float(kernels.QUARTERS.value * half_pi), 12) == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_bench import models as te
 from te_bench.kernels.quantize import SATURATED, UNDERFLOWED, Quantized
-from te_bench.kernels.quantize.reference import dequantize
+from te_bench.kernels.quantize.backends.reference import dequantize
 from te_bench.models import faults
 from te_bench.models import recipe as recipes
 from te_bench.models.faults.flushed_gradients import THRESHOLD

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FAMILIES, randomise, transformer
+from module_cases import FAMILIES, randomise, transformer
 from torch import Tensor, nn
 
 import te_bench.models as te

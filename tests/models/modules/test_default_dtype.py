@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, FAMILIES, RECIPES, TRANSFORMER, Case, randomise, results
+from module_cases import CASES, FAMILIES, RECIPES, TRANSFORMER, Case, randomise, results
 from torch import Tensor
 
 import te_bench.models as te

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, FAMILIES, RECIPES, randomise, results
+from module_cases import CASES, FAMILIES, RECIPES, randomise, results
 from torch import Tensor, nn
 
 import te_bench.models as te

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import te_bench.models as te
-from te_bench.kernels.gemm import reference
-from te_bench.kernels.quantize import triton as quantize_triton
+from te_bench.kernels.gemm.backends import reference
+from te_bench.kernels.quantize.backends import triton as quantize_triton
 from te_bench.models import recipe
 from te_bench.models.recipe import Recipe
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, FAMILIES, RECIPES, TRANSFORMER, Case, parameters, randomise, results, settled
 from fp8_emulation import compute, faults, sqnr
+from module_cases import CASES, FAMILIES, RECIPES, TRANSFORMER, Case, parameters, randomise, results, settled
 from torch import Tensor
 
 import te_bench.models as te
-from te_bench.kernels.quantize import reference
+from te_bench.kernels.quantize.backends import reference
 from te_bench.models import recipe
 
 SHAPES = [((16, 48), torch.float32), ((5, 49), torch.float32), ((7, 3, 144), torch.bfloat16), ((49,), torch.float32)]

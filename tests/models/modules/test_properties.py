@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import RECIPES, parameters, randomise, results, settled
 from fp8_emulation import Function, compute, faults, layernorm_linear, layernorm_mlp, linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from module_cases import RECIPES, parameters, randomise, results, settled
 from torch import nn
 
 import te_bench.models as te

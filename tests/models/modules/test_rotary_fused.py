@@ -11,9 +11,9 @@ import torch
 from test_packed_sequences import PACKED, starts_of
 from torch import Tensor, nn
 
-from te_bench.kernels.rotary import triton as rotary_triton
+from te_bench.kernels.rotary.backends import triton as rotary_triton
+from te_bench.models.fused.stretch import Between, Plan
 from te_bench.models.modules import attention, rotary
-from te_bench.models.modules._stretch import Between, Plan
 from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.rotary import (
     RotaryPositionEmbedding,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import randomise
+from module_cases import randomise
 from torch import Tensor, nn
 
 import te_bench.models as te

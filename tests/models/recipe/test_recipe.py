@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_bench.kernels.gemm import reference
+from te_bench.kernels.gemm.backends import reference
 from te_bench.models import recipe
 from te_bench.models.recipe import Format, Recipe, Slot
 

@@ -24,7 +24,7 @@ from te_bench.experiments.spec import Trial
 MARK = "TE_BENCH_TEST_RUN"  # as tests/driving.py sets it
 TIMED = Measurement(samples={"latency_s": [0.5]})
 LOCKS: list[object] = []
-FOUND = {"models": "te_bench.models.gpt" in sys.modules, "frozen": gc.get_freeze_count()}  # in a child that begins
+FOUND = {"models": "te_bench.models.zoo.gpt" in sys.modules, "frozen": gc.get_freeze_count()}  # in a child that begins
 
 
 def run(trial: Trial, context: Context) -> Measurement:

@@ -1,0 +1,176 @@
+"""The clock of a live gate's side: it times a call when the gate says so, in place of the revision's own.
+
+Loaded by `origin` beside side.py, the gate's own and the same for both sides; it imports nothing of te_bench.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from te_bench.gate.revision_process import Lines
+
+EVENTS = 10  # pairs of CUDA events that are recorded before the device is waited for, where the L2 is flushed
+HELD = 10**8  # cycles that the device waits for the host at most: 0.05 s; a call may wait for the device itself
+CLOCK = 2e9  # Hz, that of a fast device's processors: a slower one waits longer
+
+Call = Callable[[], object]
+Block = Callable[[int], list[float]]  # the seconds of so many calls
+
+
+def clock(
+    lines: "Lines", name: str, warm_up: int, core: int | None, faulty: Callable[..., Call] | None
+) -> Callable[[Call, str], list[float]]:
+    """A clock in place of the revision's: it times a call when the gate says so, and returns all that it timed.
+
+    faulty(call, device, the function that makes a call's block): the call with a fault, where one is planted.
+    """
+
+    def timed(call: Call, device: str) -> list[float]:
+        block_of = functools.partial(cuda_block, flush=name == "kernel") if device == "cuda" else cpu_block
+        call = faulty(call, device, block_of) if faulty else call
+        for _ in range(warm_up):
+            call()
+        block = block_of(call)
+        kept: list[float] = []
+        with _on(core):
+            lines.send(ready=name)
+            while not (turn := lines.receive()).get("over"):
+                before = _clocks(device)
+                seconds = list(_turn(block, turn))
+                after = _clocks(device)
+                if "calls" in turn:
+                    kept += seconds
+                known = [hz for hz in (before[1], after[1]) if hz]
+                lines.send(seconds=seconds, throttle=before[0] | after[0], sm_clock_hz=min(known, default=None))
+        return kept
+
+    return timed
+
+
+@contextlib.contextmanager
+def _on(core: int | None) -> Iterator[None]:
+    """Have this thread on one core, where the system lets it; anywhere for None."""
+    if core is None:
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):  # a core that it was denied meanwhile
+        os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # nor those, where it may choose none or all were taken away
+            os.sched_setaffinity(0, cores)
+
+
+def _turn(block: Block, turn: dict[str, Any]) -> Iterator[float]:
+    """The seconds of as many calls as asked for, or of calls until so many seconds have passed."""
+    if "calls" in turn:
+        yield from block(turn["calls"])
+        return
+    until = time.perf_counter() + turn["seconds"]
+    while True:
+        yield from block(1)
+        if time.perf_counter() >= until:
+            return
+
+
+def cpu_block(call: Call) -> Block:
+    """Seconds of each call on the wall, less those in which this thread waited for a core that others had.
+
+    Waits while other threads of this process computed are its own doing and count. Linux says how long a thread waited;
+    elsewhere it is the wall's seconds.
+    """
+    try:
+        waits = os.open("/proc/thread-self/schedstat", os.O_RDONLY)  # opened by the thread that is timed
+    except OSError:
+        waits = None
+
+    def waited() -> int:
+        return int(os.pread(waits, 64, 0).split()[1]) if waits is not None else 0
+
+    def edge() -> tuple[float, float, float]:
+        """The wall's clock, the wait so far and what other threads have computed; read anew if interrupted meanwhile."""
+        for _ in range(3):
+            wait, wall, others = waited(), time.perf_counter(), time.process_time() - time.thread_time()
+            if waited() == wait:
+                break
+        return wall, wait * 1e-9, others
+
+    def block(calls: int) -> list[float]:
+        edges = [edge()]
+        for _ in range(calls):
+            call()
+            edges.append(edge())
+        steps = ([b - a for a, b in zip(before, after, strict=True)] for before, after in itertools.pairwise(edges))
+        return [wall - min(max(wait - others, 0.0), 0.99 * wall) for wall, wait, others in steps]
+
+    return block
+
+
+def cuda_block(call: Call, *, flush: bool) -> Block:
+    """Seconds between events around each call, by the device's clock.
+
+    flush: as a kernel is timed, with the L2 overwritten before each call and the device held until EVENTS of them are
+    queued, so that a call which is launched more slowly than it runs is not as slow as its launches.
+    """
+    import torch
+
+    size = 2 * torch.cuda.get_device_properties().L2_cache_size if flush else 0
+    l2 = torch.empty(size, dtype=torch.int8, device="cuda")
+
+    def queued(calls: int, held: int) -> tuple[list[float], float]:
+        """Their seconds, after so many cycles' wait, and those of queueing them."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+        torch.cuda.synchronize()
+        if held:
+            torch.cuda._sleep(held)
+        began = time.perf_counter()
+        for before, after in events:
+            if flush:
+                l2.zero_()
+            before.record()
+            call()
+            after.record()
+        queueing = time.perf_counter() - began
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in events], queueing
+
+    most = EVENTS if flush else sys.maxsize
+    held_a_call = 1.5 * queued(EVENTS, 0)[1] / EVENTS * CLOCK if flush else 0.0
+
+    def block(calls: int) -> list[float]:
+        found: list[float] = []
+        while calls > len(found):
+            now = min(calls - len(found), most)
+            found += queued(now, min(round(now * held_a_call), HELD))[0]
+        return found
+
+    return block
+
+
+def _clocks(device: str) -> tuple[int, float | None]:
+    """(reasons why the GPU's clocks are held back, nvml.h's bits; its SM clock in Hz); (0, None) where nobody knows."""
+    if device != "cuda":
+        return 0, None
+    import torch
+
+    try:
+        import pynvml
+    except ImportError:
+        return 0, None
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        return (
+            pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
+            pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM) * 1e6,
+        )
+    except pynvml.NVMLError:
+        return 0, None

@@ -1,0 +1,148 @@
+"""What can be claimed of a trial's pairs, at which look, and of how many trials at once: te_bench.gate.decision says why."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from te_bench.gate.slowdown import Estimate, detectable, estimate, plan_pairs
+from te_bench.reports.convergence.sequential import t_levels
+
+#: Holm's divisors of alpha. Between them the next larger is taken: a level takes 0.3 s to work out, and is kept.
+_DIVISORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A ratio and the bounds that were held to its bar, at the one-sided level of the trial's look and Holm's step.
+
+    low: above the bar in REGRESSION; high: below it in PASS. detectable: the smallest slow-down (0.03 is 3 %) that is found
+    in 80 % of gates with this noise; by the pairs that there are, or by all that were planned where the trial was decided
+    before. None is what too few pairs cannot tell.
+    """
+
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    detectable: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """The log-ratios of one kind, the looks planned for them and the bar that they are held to."""
+
+    logs: tuple[float, ...]
+    looks: tuple[int, ...]
+    bar: float
+    trim: bool
+    alike: float  # the bound on the autocorrelation of its log-ratios
+
+    @cached_property
+    def reached(self) -> tuple[Estimate, ...]:
+        return tuple(
+            estimate(self.logs[:n], trim=self.trim, alike=self.alike) for n in self.looks if n <= len(self.logs)
+        )
+
+    @cached_property
+    def latest(self) -> Estimate:
+        return estimate(self.logs, trim=self.trim, alike=self.alike)
+
+    def at(self, look: int) -> Estimate:
+        return self.reached[look] if self.reached else self.latest
+
+    def claimed(self, p_value: Callable[[Estimate], float], alpha: float) -> int | None:
+        """The first look at which the claim can be made at this level."""
+        at = zip(self.reached, t_levels(self.looks, alpha), strict=False)
+        return next((k for k, (found, level) in enumerate(at) if p_value(found) <= level), None)
+
+    def measured(self, look: int, slower: float, passes: float, final: float, *, undecided: bool) -> Measured:
+        """At a look, by the shares of alpha that its claims were held to; final: of one that is still to be made."""
+        found = self.at(look)
+        if not found.se:
+            return Measured(ratio=found.ratio)
+        below, above = (found.bound(t_levels(self.looks, alpha)[look]) for alpha in (slower, passes))
+        n = found.n if undecided else self.looks[-1]
+        away = detectable(found.sd, n, alpha=self.final(final), alike=self.alike)
+        return Measured(
+            ratio=found.ratio,
+            low=math.exp(found.log_ratio - below),
+            high=_told(math.exp, found.log_ratio + above),
+            detectable=None if away is None else _told(math.expm1, self.bar + away),
+        )
+
+    def needed(self, look: int, alpha: float, finest: float) -> int | None:
+        """Pairs that would tell it from its bar."""
+        found = self.at(look)
+        if not found.se:
+            return None
+        away = max(abs(found.log_ratio - self.bar), finest)
+        return plan_pairs(found.sd, away, alpha=self.final(alpha), alike=self.alike)
+
+    def final(self, alpha: float) -> float:
+        return t_levels(self.looks, alpha)[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """The series of one trial: what its processes count by and, where they are judged too, the means of all calls.
+
+    A claim says at which look it can be made where `left` hypotheses share alpha.
+    """
+
+    times: tuple[Series, ...]
+    alpha: float
+
+    def shares(self, left: int) -> tuple[float, ...]:
+        """Of alpha, for the claim that a time is slower, of each: two thirds and one, rounded down."""
+        parts = (1.5, 3.0) if len(self.times) == 2 else (1.0,)
+        return tuple(self.alpha / divisor(part * left) for part in parts)
+
+    def slower_by(self, left: int) -> list[int | None]:
+        """The look at which each time is slower than its bar."""
+        each = zip(self.times, self.shares(left), strict=True)
+        return [one.claimed(partial(Estimate.p_above, x=one.bar), alpha) for one, alpha in each]
+
+    def passes_by(self, left: int) -> list[int | None]:
+        return [one.claimed(partial(Estimate.p_below, x=one.bar), self.alpha / divisor(left)) for one in self.times]
+
+    def slower(self, left: int) -> int | None:
+        return min((look for look in self.slower_by(left) if look is not None), default=None)
+
+    def passes(self, left: int) -> int | None:
+        looks = [look for look in self.passes_by(left) if look is not None]
+        return max(looks) if len(looks) == len(self.times) else None
+
+    def faster(self, left: int) -> int | None:
+        return self.times[0].claimed(partial(Estimate.p_below, x=0.0), self.alpha / divisor(left))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """One claim over the family: the look at which it was made of a trial, and how many hypotheses shared alpha then."""
+
+    made: Mapping[str, int]
+    left: Mapping[str, int]
+
+
+def divisor(hypotheses: float) -> float:
+    return next((known for known in _DIVISORS if known >= hypotheses), hypotheses)
+
+
+def holm(trials: Mapping[str, Trial], claim: Callable[[Trial, int], int | None]) -> Claim:
+    """Make one claim of as many trials as Holm's procedure allows at the looks that they have reached."""
+    made: dict[str, int] = {}
+    left: dict[str, int] = {}
+    while len(made) < len(trials):
+        among = len(trials) - len(made)
+        left |= {name: among for name in trials if name not in made}
+        looks = {name: claim(trials[name], among) for name in trials.keys() - made.keys()}
+        new = {name: look for name, look in looks.items() if look is not None}
+        if not new:
+            break
+        made |= new
+    return Claim(made=made, left=left)
+
+
+def _told(of: Callable[[float], float], log_ratio: float) -> float | None:
+    """exp or expm1; None for what is beyond a factor of 1000: two pairs say nothing."""
+    return of(log_ratio) if log_ratio < math.log(1000) else None

@@ -1,0 +1,279 @@
+"""What a gate found, for a terminal, a pull request, a JUnit reader and a program."""
+
+import json
+import os
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from te_bench.gate.decision import FAMILY, MEAN_MARGINS, Judgement, Verdict
+from te_bench.gate.looks import Measured
+from te_bench.gate.memory_and_checks import Finding
+from te_bench.gate.stored_runs import REGRESSED, Gate
+from te_bench.reports.page import tables, text
+from te_bench.reports.page.files import write_atomically
+from te_bench.reports.page.table import Table, Value, number, table_of, word
+
+SCHEMA = 2  # of the JSON; 2: the mean of all calls is judged too
+MARKER = "<!-- te-bench gate -->"  # by which a workflow finds its own comment to bring it up to date
+_WIDTH = tables.TERMINAL_WIDTH
+_HEADINGS = {1: "Got worse", 4: "Missing or failed", 3: "Undecided", 0: "Also"}
+_ANSWERS = {0: "PASS", 1: "REGRESSION", 3: "INCONCLUSIVE", 4: "INCOMPLETE", 5: "ENVIRONMENT MISMATCH"}
+
+
+def sentence(gate: Gate) -> str:
+    """The gate's answer in one sentence."""
+    answer = _ANSWERS[gate.exit_code]
+    if gate.exit_code == 5:
+        return f"{answer}: nothing is judged, for the runs are of different environments: {'; '.join(gate.mismatch)}."
+    trials = list(gate.decision.trials.values()) if gate.decision else []
+    counts = [(verdict, sum(one.verdict is verdict for one in trials)) for verdict in Verdict]
+    said = [f"{n} {verdict}" for verdict, n in counts if n]
+    said = [f"{', '.join(said)} of {len(trials)} timed"] if said else ["nothing was timed on both sides"]
+    family = gate.decision.family if gate.decision else None
+    told = family and (family.verdict is not Verdict.INCONCLUSIVE or gate.exit_code != REGRESSED)
+    said += [f"their geometric mean {family.verdict}"] if family and told else []
+    for code in (1, 4, 3):
+        if n := sum(finding.code == code for finding in gate.findings):
+            said.append(f"{_HEADINGS[code].lower()}: {n}")
+    return f"{answer}: {'; '.join(said)}. Margin {_percent(gate.margin)}, alpha {gate.alpha:g}."
+
+
+def table(gate: Gate, limit: int | None = None) -> Table | None:
+    """A row a trial, the slowest first, and their geometric mean; names of `limit` characters, cut in the middle."""
+    if gate.decision is None:
+        return None
+    ordered = sorted(gate.decision.trials.items(), key=lambda item: -(item[1].ratio or 0.0))
+    rows = [(*_row(name, one, gate, limit),) for name, one in ordered]
+    if gate.decision.family:
+        rows.append(_row(FAMILY, gate.decision.family, gate, limit))
+    bars = f"{_percent(gate.margin)} and {_percent(MEAN_MARGINS * gate.margin)}"
+    note = (
+        "Ratios: candidate / baseline, of typical calls (on a CPU the lowest tenth, on a GPU the median) and of the mean of "
+        f"all calls. To PASS, their intervals must end below 1 + {bars}. Finds is the test's power, not what it found: it "
+        "calls so slow a change a REGRESSION in 80 % of gates, a less slow one in fewer. Pairs set aside are in parentheses."
+        f"{_unseen(gate)}"
+    )
+    columns = ("Trial", "Typical call", "All calls", "Finds", "Pairs", "Verdict")
+    return table_of("gate", "Seconds", columns, rows, note)
+
+
+def _unseen(gate: Gate) -> str:
+    """How rare a slow call may be and go unnoticed: none of n shows one in n / 3 in 5 % of cases (the rule of three)."""
+    fewest = min(gate.calls.values(), default=0)
+    if not fewest:
+        return ""
+    rare = f"what slows fewer than 1 in {max(fewest // 3, 1):,} can go unseen"
+    return f" Of each trial either side made at least {fewest:,} calls: {rare}."
+
+
+def _row(name: str, one: Judgement, gate: Gate, limit: int | None) -> tuple[Value, ...]:
+    aside = gate.throttled.get(name, 0)
+    return (
+        word(name if limit is None else _middle(name, limit)),
+        _ratio(one),
+        _ratio(one.mean or Measured()),
+        number(one.detectable, lambda share: text.MISSING if share is None else f">= {_percent(share)}"),
+        Value(text=f"{one.pairs}{f' ({aside})' if aside else ''}", sort=one.pairs),
+        Value(text=one.verdict.value, sort=one.verdict.value),
+    )
+
+
+def _ratio(one: Measured) -> Value:
+    if one.ratio is None:
+        return word(None)
+    interval = "" if one.low is None else f" [{one.low:.3f}, {'∞' if one.high is None else f'{one.high:.3f}'}]"
+    return Value(text=f"{one.ratio:.3f}{interval}", sort=one.ratio)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _middle(name: str, limit: int) -> str:
+    """The name with what is too long cut out of its middle: what tells trials apart stands at its ends."""
+    if len(name) <= limit:
+        return name
+    return name[: (limit - 1) // 2] + "…" + name[len(name) - limit // 2 :]
+
+
+def terminal(gate: Gate) -> list[str]:
+    """Lines of at most 100 columns."""
+    lines = textwrap.wrap(sentence(gate), _WIDTH)
+    full = table(gate)
+    if full is not None:
+        rest = sum(max(len(v) for v in _texts(full, i)) + 2 for i in range(1, len(full.columns)))
+        shown = table(gate, max(12, _WIDTH - rest))
+        assert shown is not None
+        lines += ["", *tables.terminal(shown), *textwrap.wrap(full.note, _WIDTH), ""]
+        for name, one in _undecided(gate).items():
+            lines += _wrapped(f"{name}: {one.reason}")
+    for heading, found in _sections(gate):
+        lines += ["", f"{heading}:"]
+        for finding in found:
+            lines += _wrapped(f"  {finding.name}: {finding.message}")
+    for note in _notes(gate):
+        lines += ["", *_wrapped(note)]
+    return lines
+
+
+def _texts(shown: Table, column: int) -> list[str]:
+    return [shown.columns[column].title, *(row[column].text for row in shown.rows)]
+
+
+def _wrapped(content: str) -> list[str]:
+    return textwrap.wrap(content, _WIDTH, subsequent_indent="    ", initial_indent="  " if content[0] == " " else "")
+
+
+def _undecided(gate: Gate) -> dict[str, Judgement]:
+    """What would have to be decided for another answer: nothing once there is a regression."""
+    if gate.exit_code == REGRESSED:
+        return {}
+    return {name: one for name, one in _judged(gate).items() if one.verdict is Verdict.INCONCLUSIVE}
+
+
+def _judged(gate: Gate) -> dict[str, Judgement]:
+    if gate.decision is None:
+        return {}
+    family = {FAMILY: gate.decision.family} if gate.decision.family else {}
+    return {**gate.decision.trials, **family}
+
+
+def _sections(gate: Gate) -> list[tuple[str, list[Finding]]]:
+    """The findings by what they ask for, the worst first; without those of no heading."""
+    found = [(heading, [f for f in gate.findings if f.code == code]) for code, heading in _HEADINGS.items()]
+    return [(heading, findings) for heading, findings in found if findings]
+
+
+def _notes(gate: Gate) -> list[str]:
+    allowed = [f"the environments differ, which was allowed: {'; '.join(gate.mismatch)}"] if gate.allowed else []
+    return [f"Note: {note}." for note in (*(allowed if gate.mismatch else []), *gate.notes)]
+
+
+def markdown(gate: Gate) -> str:
+    """A comment for a pull request, in GitHub's Markdown; whatever a record says stays text."""
+    lines = [MARKER, f"**{tables.escape(sentence(gate))}**", ""]
+    lines += [f"Baseline {tables.escape(gate.baseline)}, candidate {tables.escape(gate.candidate)}.", ""]
+    shown = table(gate)
+    if shown is not None:
+        lines += [tables.markdown(shown), f"{tables.escape(shown.note)}", ""]
+        lines += [f"- {tables.escape(f'{name}: {one.reason}')}" for name, one in _undecided(gate).items()]
+    for heading, found in _sections(gate):
+        lines += ["", f"{heading}:", ""]
+        lines += [f"- {tables.escape(f'{finding.name}: {finding.message}')}" for finding in found]
+    lines += [line for note in _notes(gate) for line in ("", tables.escape(note))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def junit(gate: Gate) -> str:
+    """JUnit XML: a test case a trial and finding. REGRESSION and what got worse: failure; missing, failed and another
+    environment: error; INCONCLUSIVE: skipped, for it is neither shown slower nor shown not to be.
+    """
+    suite = ElementTree.Element("testsuite", name="te-bench gate", time="0")
+    for name, one in _judged(gate).items():
+        case = _case(suite, name, "time")
+        if one.verdict is Verdict.REGRESSION:
+            _outcome(case, "failure", "REGRESSION", one.reason)
+        elif one.verdict is Verdict.INCONCLUSIVE:
+            _outcome(case, "skipped", "INCONCLUSIVE", one.reason)
+        else:
+            ElementTree.SubElement(case, "system-out").text = f"{one.verdict}: {one.reason}"
+    for finding in gate.findings:
+        case = _case(suite, finding.name, finding.kind.value)
+        element = {1: "failure", 3: "skipped", 4: "error"}.get(finding.code)
+        if element:
+            _outcome(case, element, finding.kind.value, finding.message)
+        else:
+            ElementTree.SubElement(case, "system-out").text = finding.message
+    if gate.exit_code == 5:
+        _outcome(_case(suite, "environment", "environment"), "error", "mismatch", "; ".join(gate.mismatch))
+    elif not len(suite):
+        _outcome(_case(suite, "gate", "compared"), "error", "incomplete", "no pair of records ended ok on both sides")
+    counts = {"failures": "failure", "errors": "error", "skipped": "skipped"}
+    suite.attrib |= {"tests": str(len(suite))} | {n: str(len(suite.findall(f"*/{e}"))) for n, e in counts.items()}
+    suites = ElementTree.Element("testsuites", suite.attrib)
+    suites.append(suite)
+    ElementTree.indent(suites)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(suites, encoding="unicode")}\n'
+
+
+def _case(suite: ElementTree.Element, name: str, what: str) -> ElementTree.Element:
+    """A test case of its own: readers take two of one class and name for one that ran twice."""
+    kind = f"te-bench.gate.{what}"
+    taken = {case.get("name") for case in suite if case.get("classname") == kind}
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name} ({number})"
+    return ElementTree.SubElement(suite, "testcase", classname=kind, name=free, time="0")
+
+
+def _outcome(case: ElementTree.Element, element: str, kind: str, message: str) -> None:
+    found = ElementTree.SubElement(case, element, message=message)
+    found.text = message
+    if element != "skipped":  # which has no type in Jenkins' schema
+        found.set("type", kind)
+
+
+def to_json(gate: Gate) -> dict[str, Any]:
+    """The gate as a JSON value; ratios are candidate / baseline, shares of 1; what is not known is null."""
+    return {
+        "schema": SCHEMA,
+        "exit_code": gate.exit_code,
+        "answer": _ANSWERS[gate.exit_code],
+        "sentence": sentence(gate),
+        "baseline": gate.baseline,
+        "candidate": gate.candidate,
+        "margin": gate.margin,
+        "mean_margin": MEAN_MARGINS * gate.margin,
+        "alpha": gate.alpha,
+        "environment_mismatch": list(gate.mismatch),
+        "environment_change_allowed": gate.allowed,
+        "notes": list(gate.notes),
+        "pairs_compared": gate.compared,
+        "trials": [
+            _judgement(name, one, gate) for name, one in (gate.decision.trials if gate.decision else {}).items()
+        ],
+        "family": _judgement(FAMILY, gate.decision.family, gate) if gate.decision and gate.decision.family else None,
+        "findings": [
+            {"name": f.name, "kind": f.kind.value, "exit_code": f.code, "message": f.message} for f in gate.findings
+        ],
+    }
+
+
+def _judgement(name: str, one: Judgement, gate: Gate) -> dict[str, Any]:
+    fields = ("reason", "pairs", "ratio", "low", "high", "detectable", "needed")
+    known = {field: getattr(one, field) for field in fields}
+    mean = None if one.mean is None else asdict(one.mean)
+    counts = {"throttled": gate.throttled.get(name, 0), "calls": gate.calls.get(name)}
+    return {"name": name, "verdict": one.verdict.value, **known, "mean": mean, **counts}
+
+
+def check(files: Sequence[tuple[str, Path]]) -> None:
+    """Raise ValueError, before anything is measured, for a file that could not be written then."""
+    for form, path in files:
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        why = "Is a directory" if path.is_dir() else None if folder.is_dir() else f"{folder} is no directory"
+        if why is None and not os.access(folder, os.W_OK):
+            why = f"{folder} is not yours to write to"
+        if why is not None:
+            raise ValueError(f"cannot write {path}: {why}. Choose another --{form}.")
+
+
+def write(gate: Gate, files: Sequence[tuple[str, Path]]) -> list[str]:
+    """Write the gate as "markdown", "junit" or "json" to each file, whole or not at all; what could not be, said."""
+    made, failed = {"markdown": markdown, "junit": junit, "json": _dump}, list[str]()
+    for form, path in files:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, made[form](gate).encode())
+        except OSError as error:
+            failed.append(f"cannot write {path}: {error.strerror}. Choose another --{form}.")
+    return failed
+
+
+def _dump(gate: Gate) -> str:
+    return json.dumps(to_json(gate), indent=2, allow_nan=False) + "\n"

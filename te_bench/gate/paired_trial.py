@@ -1,0 +1,362 @@
+"""A trial run by two revisions at once, which take turns at being timed: A B, B A, A B, ... One record of each.
+
+Both processes are there before the first turn, so whatever the machine does in the seconds of a pair it does to both: in
+A/A pairs of `quick` on two busy cores, processes one after the other differ by 24 to 40 %, in turns by 1 to 2 (sd of the
+trimmed log-ratios, 2026-11-21). While one is timed the other waits. On a CPU each has one thread, for threads that wait for
+each other measure the neighbours' load, and keeps the memory that it frees, for otherwise the kernel's zeroing of pages
+has processes of one program run at speeds that differ by a factor of two. That memory lies in huge pages: which small ones
+a process is given decides how fast it is, throughout (A/A pairs of `quick` at a load of 5: 8.6 % rms, and the odd turns of
+a pair go with its even ones by 0.68; in huge pages 4.3 % and 0.16, and calls are 7 % faster; 80 pairs each, 2026-11-22).
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from te_bench.experiments.spec import Record, Trial, canonical_json
+from te_bench.gate import fork_server as origin
+from te_bench.gate import revision_process as side
+
+PROTOCOL = "turns"
+#: Of each side and timed call. A/A pairs of `quick` whose calls take 40 to 100 ms have log-ratios of 6.1, 4.0, 3.6, 3.7 and
+#: 3.7 % with 8, 12, 16, 24 and 32 turns on two cores at a load of 4, whose memory others use as well (42 pairs); on another
+#: machine 1.3, 1.2, 1.1 and 1.2 % with 6, 8, 10 and 12 (52 pairs; rms, trimmed by a tenth, 2026-11-21 and 2026-11-22).
+#: Without a turn there is nearly a second of forking and building.
+MOST_TURNS, FEWEST_TURNS = 16, 10
+TURN_S, TIMED_S = 0.03, 0.9  # a turn lasts the first or one call; a side's turns the second, within the numbers above
+SHORTEST_S = 1e-7  # of a call: an empty one still has a time
+PAUSE_S = 0.002  # before a turn: threads of the other side may spin for so long after its last
+#: What sides share: it is imported once. With torch comes all but te_bench that `quick` needs.
+SHARED = ("torch", "torch._dynamo", "scipy.stats")
+START_S = 300.0  # for the imports of a revision
+_KILLED_S = 10.0  # a killed process has ended by then
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "1000000000000",
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # huge pages where the kernel is asked for them (its default)
+}
+_RESULT = frozenset({"outcome", "reason", "work_s", "check", "work", "samples", "kernels", "device_state"})
+
+
+class Unrunnable(Exception):
+    """A revision that cannot be imported or planned, or whose process does not answer; the message says why.
+
+    refused: what it said to a question that it does not accept, of a suite that it does not have for instance.
+    """
+
+    def __init__(self, message: str, refused: str | None = None):
+        super().__init__(message)
+        self.refused = refused
+
+
+class Origin:
+    """The process that sides are forked from, until it is closed, and they with it."""
+
+    def __init__(self, log: Path, *, device: str):
+        self.connection, theirs = socket.socketpair()
+        shared = [*SHARED, *(["torch._inductor"] if device == "cuda" else [])]
+        arguments = [str(theirs.fileno()), str(os.getpid()), str(log), *shared]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", origin.__file__, *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**(_ONE_THREAD if device == "cpu" else {}), **os.environ},  # what the user sets stands
+            )
+
+    def fork(self, root: Path) -> socket.socket:
+        """A new side's socket, closed where there is none."""
+        ours, theirs = socket.socketpair()
+        message = json.dumps({"root": str(root), "modules": ["te_bench.experiments.trial"]}).encode()
+        with theirs, contextlib.suppress(OSError):
+            socket.send_fds(self.connection, [message], [theirs.fileno()])
+        return ours
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class Side:
+    """The process that forks one revision's trials, until it is closed."""
+
+    def __init__(self, name: str, root: Path, origin: Origin):
+        """Raises Unrunnable where it cannot be forked."""
+        self.name, self.environment = name, ""
+        self.lines = side.Lines(origin.fork(root))
+        self.pid: int = self._next()["pid"]
+
+    def started(self, root: Path) -> None:
+        """Wait for its imports. Raises Unrunnable when they fail, or are another te_bench's."""
+        package = Path(self.answer()).resolve()
+        if not package.is_relative_to(root / "te_bench"):
+            raise Unrunnable(f"{self.name}: te_bench was imported from {package}, not from the revision's files")
+
+    def ask(self, what: str, **message: Any) -> None:
+        """Ask for a "plan", to which `answer` is the answer: both sides work on theirs at the same time."""
+        with contextlib.suppress(OSError):  # it is gone, as the answer will say
+            self.lines.send(ask=what, **message)
+
+    def answer(self) -> Any:
+        """What it was asked for. Raises Unrunnable when the revision cannot tell."""
+        found = self._next()
+        if "error" in found:
+            refused = found["error"].removeprefix("ValueError: ") if found.get("refused") else None
+            raise Unrunnable(f"{self.name}: {found['error']}", refused)
+        return found["answer"]
+
+    def _next(self) -> dict[str, Any]:
+        try:
+            return self.lines.receive(START_S)
+        except EOFError:
+            raise Unrunnable(f"{self.name}: its process ended while it was asked") from None
+        except TimeoutError:
+            raise Unrunnable(f"{self.name}: no answer within {START_S:g} s") from None
+
+    def close(self) -> None:
+        """End it, and the trial that it runs, which holds the socket as well."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # which a timeout is
+            self.lines.connection.settimeout(_KILLED_S)
+            while self.lines.connection.recv(2**16):
+                pass
+        self.lines.connection.close()
+
+
+@dataclass(slots=True)
+class _Running:
+    """One side's share of a pair, while it lasts."""
+
+    side: Side
+    trial: Trial
+    started: float  # perf_counter
+    started_at: str
+    limit_s: float
+    left_s: float = 0.0  # of the limit, when `since` was
+    since: float | None = None  # monotonic; None while it is the other side's turn
+    pid: int | None = None
+    ready: bool = False  # to be timed
+    ended: bool = False
+    result: dict[str, Any] = field(default_factory=dict)
+    wall_s: float = 0.0
+    throttle: int = 0
+    sm_clocks: list[float] = field(default_factory=list)
+
+    @property
+    def busy(self) -> bool:
+        return not self.ready and not self.ended
+
+    @property
+    def until(self) -> float:
+        """When its time is up, on the monotonic clock: the time that the other side takes is not this one's."""
+        return (time.monotonic() if self.since is None else self.since) + self.left_s
+
+    def say(self, **message: Any) -> None:
+        self.since = time.monotonic()
+        with contextlib.suppress(OSError):  # it is gone, which the next message will tell
+            self.side.lines.send(**message)
+
+    def turn(self, **asked: Any) -> list[float]:
+        """The seconds that one turn measured; [] when the process ended in it."""
+        time.sleep(PAUSE_S)
+        self.say(**asked)
+        message = self.next()
+        if "seconds" not in message:
+            self.take(message)
+            return []
+        self.pause()
+        self.throttle |= message["throttle"]
+        self.sm_clocks += [message["sm_clock_hz"]] if message["sm_clock_hz"] else []
+        seconds: list[float] = message["seconds"]
+        return seconds
+
+    def over(self) -> None:
+        self.ready = False
+        self.say(over=True)
+
+    def pause(self) -> None:
+        self.left_s, self.since = self.until - time.monotonic(), None
+
+    def next(self) -> dict[str, Any]:
+        """The side's next message. A trial that exceeds its time is killed; a side that is gone says that it ended."""
+        try:
+            return self.side.lines.receive(max(self.until - time.monotonic(), 0.0))
+        except EOFError:
+            return {"ended": "its process was killed"}
+        except TimeoutError:
+            return self.stop()
+
+    def stop(self) -> dict[str, Any]:
+        """End a trial whose time is up, and what it started."""
+        self.result = {"outcome": "timeout", "reason": f"stopped after {self.limit_s:g} s (--timeout)"}
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        try:
+            while "ended" not in (message := self.side.lines.receive(_KILLED_S)):
+                pass
+        except (EOFError, TimeoutError):
+            self.side.close()
+            return {"ended": "its process was killed"}
+        return message
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        self.pid = message.get("pid", self.pid)
+        self.ready = "ready" in message
+        if "result" in message and not self.result:
+            reply = message["result"]
+            self.result = reply if isinstance(reply, dict) and reply else {"outcome": f"the reply {reply!r}"}
+        if "ended" in message:
+            self.ended, self.ready = True, False
+            self.wall_s = time.perf_counter() - self.started
+            how = message["ended"] or "without a result"
+            self.result = self.result or {"outcome": "crashed", "reason": f"the process ended: {how}"}
+        if not self.busy:
+            self.pause()
+
+    def record(self) -> Record:
+        """What it came to; a result that no record can hold is a crash."""
+        try:
+            return self._record(self.result)
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            return self._record({"outcome": "crashed", "reason": f"no result that te-bench knows: {error!r}"})
+
+    def _record(self, reply: Mapping[str, Any]) -> Record:
+        result = {name: value for name, value in reply.items() if name in _RESULT}
+        state = dict(result.get("device_state") or {})
+        if self.throttle:
+            state["throttle_reasons"] = self.throttle | int(state.get("throttle_reasons") or 0)
+        if self.sm_clocks:
+            state["sm_clock_hz"] = min(self.sm_clocks)
+        outcome = {"outcome": result.pop("outcome")}
+        found = Record(
+            trial=recorded(self.trial),
+            environment=self.side.environment,
+            started_at=self.started_at,
+            wall_s=self.wall_s,
+            **outcome,
+            **{**result, "device_state": state},
+        )
+        canonical_json(found.to_json())  # NaN and infinity are no JSON
+        return found
+
+
+def recorded(trial: Trial) -> Trial:
+    """The trial as a record of it says it was timed."""
+    return replace(trial, protocol=PROTOCOL) if trial.protocol in side.WARM_UP else trial
+
+
+def run(
+    sides: Sequence[Side],
+    trials: Mapping[str, Mapping[str, Any]],
+    *,
+    timeout_s: float,
+    cache: Path | None = None,
+    gpu: str | None = None,
+    check: bool = True,
+    faults: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Record]:
+    """One trial on one side or both, the first of them first; a record of each. Never raises for what a revision does.
+
+    trials: {side's name: the trial as that side's plan has it, in JSON}. One that is not timed runs on one side after the
+    other: it may need the machine's memory, or a budget of seconds, for itself. check: whether the result is compared with
+    its reference first, which a revision that knows no such choice does anyway. faults: {side's name: options
+    of `planted.planted`}, of a self-test.
+    """
+    more = {"cache": str(cache) if cache else None, "gpu": gpu, "check": check, "core": _core(trials)}
+
+    def begin(server: Side) -> _Running:
+        trial = known(trials[server.name])
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        one = _Running(server, trial, time.perf_counter(), now, timeout_s, left_s=timeout_s)
+        one.say(ask="trial", trial=dict(trials[server.name]), fault=dict((faults or {}).get(server.name) or {}), **more)
+        return one
+
+    if not all(known(trials[server.name]).protocol in side.WARM_UP for server in sides):
+        return [record for server in sides for record in _to_the_end([begin(server)])]
+    return _to_the_end([begin(server) for server in sides])
+
+
+def _core(trials: Mapping[str, Mapping[str, Any]]) -> int | None:
+    """The core that all sides of a trial take their turns on, another for each seed; None where they may have several.
+
+    Another for the next process, too: two gates that begin together would else have one core between them.
+    Each side has a thread: two that stay where they are for a while would measure what else uses either core's caches. A/A
+    pairs of `quick`, in huge pages, at a load of 4: 4.8 % rms on two cores, 1.3 % on one (58 pairs each, 2026-11-22).
+    """
+    first = known(next(iter(trials.values())))
+    if first.device != "cpu" or os.environ.get("OMP_NUM_THREADS", "1") != "1" or not hasattr(os, "sched_getaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[(first.seed + os.getpid()) % len(cores)]
+
+
+def known(trial: Mapping[str, Any]) -> Trial:
+    """A revision's trial as this te_bench has it: fields that only the revision knows are left out."""
+    names = {one.name for one in fields(Trial)}
+    return Trial.from_json({name: value for name, value in trial.items() if name in names})
+
+
+def _to_the_end(running: Sequence[_Running]) -> list[Record]:
+    while not all(one.ended for one in running):
+        _wait(running)
+        _take_turns([one for one in running if one.ready])
+    return [one.record() for one in running]
+
+
+def _wait(running: Sequence[_Running]) -> None:
+    """Until each is ready to be timed, or has ended; they work at the same time."""
+    while busy := [one for one in running if one.busy]:
+        lines = [one.side.lines for one in busy]
+        left = max(min(one.until for one in busy) - time.monotonic(), 0.0)
+        waiting = [one.connection for one in lines] if not any(b"\n" in one.rest for one in lines) else []
+        heard = select.select(waiting, [], [], left)[0] if waiting else []
+        for one in busy:
+            if b"\n" in one.side.lines.rest or one.side.lines.connection in heard:
+                one.take(one.next())
+            elif one.until <= time.monotonic():
+                one.take(one.stop())
+
+
+def _tried(one: _Running) -> list[float]:
+    """The first turn: seconds that a call takes of the wall, or of its own clock where that is more; [] without one."""
+    began = time.perf_counter()
+    seconds = one.turn(seconds=TURN_S)
+    each = (time.perf_counter() - began - PAUSE_S) / max(len(seconds), 1)
+    return [max(each, own) for own in seconds]
+
+
+def _take_turns(ready: Sequence[_Running]) -> None:
+    """Time one call of each side, as many calls a turn on both: as many as fit into a turn by the wall's clock.
+
+    On a GPU a kernel's call takes ten times its own time, with the L2 overwritten before it and the device held till it is
+    queued: by its own time, 0.07 ms, 13 of the 17 s of a round of attention at GPT-2's shape were turns (H200, 2026-11-22).
+    """
+    tried = [took for one in ready for took in _tried(one)]
+    if tried:
+        call = max(statistics.median(tried), SHORTEST_S)
+        calls = max(1, round(TURN_S / call))
+        turns = min(MOST_TURNS, max(FEWEST_TURNS, round(TIMED_S / (calls * call))))
+        for number in range(turns):
+            for one in ready if number % 2 == 0 else ready[::-1]:
+                if one.ready:
+                    one.turn(calls=calls)
+    for one in ready:
+        if one.ready:
+            one.over()

@@ -1,0 +1,292 @@
+"""The gate on two revisions: rounds of pairs, judged at looks fixed before any ratio is seen, until all is decided.
+
+DIR/gate.json, written last, says that a gate is done: a call with the same question goes on with what a killed one left
+in DIR/base and DIR/head, and else sets it aside.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import te_bench
+from te_bench.experiments.spec import Record
+from te_bench.experiments.store import Store
+from te_bench.gate import checkouts, output, paired_sweep
+from te_bench.gate.decision import FEWEST, check_test
+from te_bench.gate.memory_and_checks import Finding, Kind
+from te_bench.gate.paired_sweep import Planned, Processes, Settings
+from te_bench.gate.paired_trial import Unrunnable
+from te_bench.gate.stored_runs import ALPHA, INCOMPLETE, MARGIN, Gate, at_its_end, compare
+from te_bench.reports.analysis.rows import TIMED, printable
+from te_bench.reports.exchange.compare_fail import Limit
+
+SIDES = ("base", "head")
+QUESTION, ANSWER = "question.json", "gate.json"
+#: Pairs at which a trial is judged, if it gets so far; its last look is where the gate's time ends (gate.looks_until). More
+#: would need a longer list: what each look may claim shrinks with their number. A slow-down of 5 % in one of six trials is
+#: found in three minutes in 98 and 82 % of gates where pairs vary by 3.3 and 4 %; with 6, 9, 13, 18, 25 in 91 and 75 %
+#: (150 simulations, 2026-11-22).
+LOOKS = (6, 10, 16, 25, 36)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What a live gate is asked."""
+
+    repository: Path | None  # None: both sides are this te_bench's own files, which is a self-test
+    base: str  # refs
+    head: str
+    device: str
+    suite: str = "quick"
+    only: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    margin: float = MARGIN
+    alpha: float = ALPHA
+    mde: float | None = None
+    budget_s: float | None = None
+    most: int | None = None  # rounds; None: until each trial has as many pairs as the last of LOOKS
+    exit_first: bool = False
+    limits: Sequence[Limit] = ()
+    timeout_s: float = 900.0
+    cache: Path | None = None
+    gpu: str | None = None
+    faults: Mapping[str, Mapping[str, Any]] | None = None
+    faulty: str = "*"
+
+
+def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Callable[[str], None]) -> Gate:
+    """Measure both revisions in rounds until every trial is decided, the last look is reached or the budget ends.
+
+    `exit_first`: or a ratio is a REGRESSION, which later looks hardly take back, as they may what else fails.
+
+    Keeps the records of each side in `directory`, as te-bench run would. A revision that cannot be run is a failed one.
+    Raises ValueError for revisions that are not there, and for what `decide` refuses.
+    """
+    check_test(question.margin, question.alpha, question.mde)
+    started, directory = time.monotonic(), directory.absolute()  # the sides have a working directory of their own
+    commits = tuple(_commit(question.repository, ref) for ref in (question.base, question.head))
+    asked = _asked(question, commits)
+    known = _read(directory / QUESTION)
+    goes_on = not (directory / ANSWER).exists() and {**known, "looks": None} == {**asked, "looks": None}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(checkouts.temporary())
+        stores = [stack.enter_context(Store(directory / name, fresh=not goes_on)) for name in SIDES]
+        if not goes_on:
+            known = asked
+            (directory / ANSWER).unlink(missing_ok=True)
+            _write(directory / QUESTION, asked)
+        try:
+            revisions = []
+            for name, commit, store in zip(SIDES, commits, stores, strict=True):
+                root = _files(question.repository, commit, folder / name)
+                revisions.append(paired_sweep.revision(name, commit, root, store, machine))
+            processes = stack.enter_context(paired_sweep.processes(revisions, _settings(question, directory)))
+            gate = _rounds(question, directory, processes, known, started, say)
+        except Unrunnable as error:
+            gate = _failed(question, commits, str(error))
+    _write(directory / ANSWER, output.to_json(gate))
+    return gate
+
+
+def _rounds(
+    question: Question,
+    directory: Path,
+    processes: Processes,
+    known: Mapping[str, Any],
+    started: float,
+    say: Callable[[str], None],
+) -> Gate:
+    commits = tuple(one.commit for one in processes.revisions)
+    looks = tuple(known["looks"] or ())
+    until = None if question.budget_s is None else started + question.budget_s
+    number, wanted, slowest = 0, None, 0.0
+    pairs: Counter[str] = Counter()
+    gate = None
+    while True:
+        begin = time.monotonic()
+        say(_round(number, wanted, gate))
+        planned = paired_sweep.run(number, processes, wanted=_wanted(number, wanted), told=_told(say), until=until)
+        took = time.monotonic() - begin
+        say(f"  {took:.1f} s, {processes.starting_s:.1f} s of them to start")
+        number += 1
+        pairs.update(planned.common if wanted is None else wanted)
+        if wanted:  # the first round is longer than any: it runs every trial
+            slowest = max(slowest, took / len(wanted))
+        if number == 2 and not looks:
+            left = None if question.budget_s is None else question.budget_s - (time.monotonic() - started)
+            looks = looks_within(LOOKS[-1] if left is None else number + int(left / slowest))
+            _write(directory / QUESTION, {**known, "looks": looks})
+        gate = _judged(question, directory, commits, looks)
+        wanted = _following(gate, [cell for cell in planned.common if pairs[cell] < (looks or LOOKS)[-1]])
+        late = until is not None and time.monotonic() + slowest * len(wanted) > until
+        if late or not wanted:
+            gate = at_its_end(gate, looks=looks or LOOKS, mde=question.mde)
+        answered = question.exit_first and gate.regressed
+        if not wanted or late or answered or number == question.most:
+            return gate
+
+
+def _failed(question: Question, commits: tuple[str, ...], why: str) -> Gate:
+    """The gate of revisions of which one cannot be run."""
+    base, head = _called(question, commits)
+    finding = Finding(name=question.suite, kind=Kind.FAILED, code=INCOMPLETE, message=printable(why))
+    return Gate(
+        baseline=base,
+        candidate=head,
+        margin=question.margin,
+        alpha=question.alpha,
+        decision=None,
+        findings=(finding,),
+    )
+
+
+def _commit(repository: Path | None, ref: str) -> str:
+    return ref if repository is None else checkouts.commit_of(repository, ref)
+
+
+def _files(repository: Path | None, commit: str, folder: Path) -> Path:
+    """Where a revision's files are: checked out into `folder`, or where they are installed."""
+    if repository is None:
+        return Path(te_bench.__file__).resolve().parents[1]
+    checkouts.check_out(repository, commit, folder)
+    return folder
+
+
+def looks_within(most: int) -> tuple[int, ...]:
+    """The pairs at which to judge a trial that may get so many: those of LOOKS below, and the last.
+
+    `most` is what the time allows a trial that is run alone, for it may be suspect. A gate without time for FEWEST pairs is
+    planned for so many, and ends undecided.
+    """
+    most = max(min(most, LOOKS[-1]), FEWEST)
+    return (*(look for look in LOOKS if look < most - 1), most)
+
+
+def _asked(question: Question, commits: tuple[str, ...]) -> dict[str, Any]:
+    """What must be equal for a gate to be gone on with."""
+    names = (
+        "device",
+        "suite",
+        "only",
+        "margin",
+        "alpha",
+        "budget_s",
+        "most",
+        "exit_first",
+        "faulty",
+        "timeout_s",
+        "gpu",
+    )
+    asked = {name: getattr(question, name) for name in names}
+    asked["memory"] = {
+        name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "OMP_", "GLIBC_"))
+    }
+    asked["cache"] = None if question.cache is None else str(question.cache)
+    faults = {name: dict(fault) for name, fault in (question.faults or {}).items()}
+    return {**asked, "options": dict(question.options), "commits": list(commits), "faults": faults, "looks": None}
+
+
+def _settings(question: Question, directory: Path) -> Settings:
+    return Settings(
+        suite=question.suite,
+        only=question.only,
+        options={**question.options, "device": question.device},
+        device=question.device,
+        log=directory / "trials.log",
+        timeout_s=question.timeout_s,
+        cache=question.cache,
+        gpu=question.gpu,
+        faults=question.faults,
+        faulty=question.faulty,
+    )
+
+
+def _wanted(number: int, cells: Sequence[str] | None) -> Callable[[Planned], Mapping[str, Sequence[str]]]:
+    """Of the first round every trial, those that only the head has among them; later those that are to be decided."""
+
+    def wanted(planned: Planned) -> Mapping[str, Sequence[str]]:
+        if number == 0:
+            base, head = SIDES
+            return {base: planned.common, head: list(planned.cells[head])}
+        again = [cell for cell in planned.common if cells is None or cell in cells]
+        return {"base": again, "head": again}
+
+    return wanted
+
+
+def _judged(question: Question, directory: Path, commits: tuple[str, ...], looks: tuple[int, ...]) -> Gate:
+    return compare(
+        directory / SIDES[0],
+        directory / SIDES[1],
+        margin=question.margin,
+        alpha=question.alpha,
+        mde=question.mde,
+        allow_environment_change=True,  # one machine; an environment's own description may differ between revisions
+        limits=question.limits,
+        looks=looks or LOOKS,
+        names=_called(question, commits),
+    )
+
+
+def _called(question: Question, commits: tuple[str, ...]) -> tuple[str, str]:
+    refs = zip((question.base, question.head), commits, strict=True)
+    base, head = (ref if commit.startswith(ref) else f"{ref} ({commit[:12]})" for ref, commit in refs)
+    return base, head
+
+
+def _following(gate: Gate, cells: Sequence[str]) -> list[str]:
+    """Of these cells the next to be run: those that seem slower; without one all that are to be decided.
+
+    Who is slower is what the gate was called for, and is known sooner so: see te_bench.gate.decision.
+    """
+    trials = gate.decision.trials if gate.decision else {}
+    undecided = {name: one for name, one in trials.items() if one.more}
+
+    def of(names: Iterable[str]) -> list[str]:
+        chosen = {name.removesuffix(suffix) for name in names for suffix in TIMED.values()}
+        return [cell for cell in cells if gate.cells.get(cell) in chosen]
+
+    return of(name for name, one in undecided.items() if one.suspect) or of(undecided)
+
+
+def _round(number: int, cells: Sequence[str] | None, gate: Gate | None) -> str:
+    if cells is None or gate is None:
+        return f"round {number + 1}: every trial"
+    suspect = any(one.suspect for one in gate.decision.trials.values()) if gate.decision else False
+    trials = f"{len(cells)} {'trial' if len(cells) == 1 else 'trials'}{' that may be slower' if suspect else ''}"
+    return f"round {number + 1}: {trials}"
+
+
+def _told(say: Callable[[str], None]) -> Callable[[Sequence[Record]], None]:
+    def told(records: Sequence[Record]) -> None:
+        for record in records:
+            if record.outcome not in ("ok", "unsupported"):
+                say(f"  {record.outcome}: {record.trial.name}: {record.reason}")
+
+    return told
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
+    try:
+        part.write_text(json.dumps(value, default=list))
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ValueError(f"cannot write {path}: {error.strerror}. Choose another --out.") from error

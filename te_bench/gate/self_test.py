@@ -1,0 +1,293 @@
+"""What a gate is worth on this machine: gates of the same code against itself, as it is and with a fault planted.
+
+Alarms on unchanged code, slow-downs found, a leak and a crash noticed. Each gate is a whole one, with processes of its own;
+its answer is a line of DIR/self-test.jsonl, so a long self-test is gone on with.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from te_bench.experiments import plan
+from te_bench.experiments.spec import Options
+from te_bench.gate import checkouts, revisions
+from te_bench.gate import workers as at_once
+from te_bench.gate.decision import FEWEST, Verdict, decide
+from te_bench.gate.revision_process import WARM_UP
+from te_bench.gate.revisions import Question
+from te_bench.gate.stored_runs import Gate
+from te_bench.gate.workers import Place
+from te_bench.reports.convergence.stability import rate_bound
+from te_bench.reports.page import text
+from te_bench.reports.page.table import Table, Value, number, table_of, word
+
+ANSWERS = "self-test.jsonl"
+UNCHANGED = "unchanged"
+SLOWER = (0.01, 0.02, 0.05)
+LEAK = 2**25  # bytes a call
+CONFIDENCE = 0.95
+REDRAWN = 500  # gates
+CERTAIN = 5  # gates, at most, of what no chance decides: a leak, a crash
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """What is planted, and which exit code says that it was noticed."""
+
+    name: str
+    fault: Mapping[str, Any]
+    expected: int
+    rounds: int | None = None  # None: as many as it takes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """In how many gates of a condition there was an alarm, with the exact (Clopper-Pearson) 95 % interval."""
+
+    condition: Condition
+    gates: int
+    alarms: int  # exit code `expected`; of unchanged code, a 1
+    low: float
+    high: float
+    undecided: int  # exit code 3
+    longest_s: float
+    pairs: float  # a trial, on average
+    redrawn: float | None = None  # share with a REGRESSION of REDRAWN gates made of these gates' pairs
+
+
+def conditions(slower: Sequence[float]) -> list[Condition]:
+    """Unchanged code, each slow-down, a leak and a crash; the last two show in the first round."""
+    return [
+        Condition(name=UNCHANGED, fault={}, expected=1),
+        *(Condition(name=f"{100 * share:g} % slower", fault={"slower": share}, expected=1) for share in slower),
+        Condition(name="leak", fault={"leak": LEAK}, expected=1, rounds=1),
+        Condition(name="crash", fault={"crash": True}, expected=4, rounds=1),
+    ]
+
+
+def run(
+    question: Question,
+    directory: Path,
+    machine: dict[str, Any],
+    *,
+    gates: int,
+    slower: Sequence[float] = SLOWER,
+    where: Sequence[Place] = (Place(),),
+    say: Callable[[str], None],
+) -> list[Rate]:
+    """Run `gates` gates of each condition, a gate of each in turn, one at each place; those that `directory` has count.
+
+    Of a leak and a crash at most CERTAIN are run.
+    The fault is planted into one trial, the first that is timed. Raises ValueError for a suite that times none.
+    """
+    if gates < 1:
+        raise ValueError(f"--gates {gates}: give 1 or more")
+    question = replace(question, faulty=_victim(question))
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / ANSWERS
+    planted = conditions(slower)
+    asked = _asked(question, machine, len(where))
+    known = _known(path, asked)
+    done = Counter(answer["condition"] for answer in known)
+    wanted = {one.name: gates if one.rounds is None else min(gates, CERTAIN) for one in planted}
+    left = [one for turn in range(gates) for one in planted if done[one.name] <= turn < wanted[one.name]]
+    say(f"{len(left)} gates to run, {len(where)} at once")
+    for found in at_once.each(functools.partial(_gate, question, machine), left, where):
+        answer = {**found, "asked": asked}
+        known.append(answer)
+        _append(path, answer)
+        done[found["condition"]] += 1
+        number = f"gate {done[found['condition']]} of {wanted[found['condition']]}, {found['condition']}"
+        say(f"{number}: exit code {found['exit_code']} after {found['seconds']:.0f} s")
+    return _rates(known, planted, asked)
+
+
+def _gate(question: Question, machine: dict[str, Any], condition: Condition, place: Place) -> dict[str, Any]:
+    """The answer of one gate."""
+    began = time.monotonic()
+    question = replace(_planted(question, condition), gpu=place.gpu or question.gpu)
+    with checkouts.temporary() as folder:
+        gate = revisions.run(question, folder, machine, say=lambda line: None)
+    return {**_answer(gate, condition), "seconds": time.monotonic() - began}
+
+
+def stored(directory: Path) -> list[Rate]:
+    """The rates of the answers that a self-test left. Raises ValueError for none, and for those of several questions."""
+    path = directory / ANSWERS
+    answers = _read(path)
+    questions = {json.dumps(answer["asked"], sort_keys=True) for answer in answers}
+    if len(questions) != 1:
+        raise ValueError(f"{path} holds the answers of {len(questions)} self-tests: one is wanted")
+    asked = answers[0]["asked"]
+    slower = dict.fromkeys(answer["slower"] for answer in answers if answer["slower"])
+    return _rates(answers, conditions(list(slower)), asked)
+
+
+def _rates(answers: Sequence[Mapping[str, Any]], found: Sequence[Condition], asked: Mapping[str, Any]) -> list[Rate]:
+    question = {name: asked[name] for name in ("margin", "alpha", "exit_first")}
+    return [rate(one, [a for a in answers if a["condition"] == one.name], **question) for one in found]
+
+
+def _planted(question: Question, condition: Condition) -> Question:
+    faults = {"head": condition.fault} if condition.fault else None
+    only = question.faulty if condition.rounds == 1 else question.only
+    return replace(question, faults=faults, only=only, most=condition.rounds)
+
+
+def _victim(question: Question) -> str:
+    """A glob of the first timed trial's name, whatever its seed."""
+    options = Options(**{**question.options, "device": question.device})
+    found = [t for t in plan.resolve(question.suite, options, only=question.only).trials if t.protocol in WARM_UP]
+    if not found:
+        raise ValueError(f"the suite {question.suite} times no trial: choose another for a self-test")
+    return found[0].name.rpartition("/")[0] + "/s*"
+
+
+def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
+    judged = gate.decision.trials if gate.decision else {}
+    return {
+        "condition": condition.name,
+        "slower": condition.fault.get("slower"),
+        "exit_code": gate.exit_code,
+        "findings": [f"{finding.kind}: {finding.name}" for finding in gate.findings if finding.code],
+        "trials": {
+            name: {
+                "verdict": one.verdict,
+                "ratio": one.ratio,
+                "pairs": one.pairs,
+                "ratios": list(gate.ratios[name]),
+                "means": list(gate.means.get(name, [])),
+            }
+            for name, one in judged.items()
+        },
+    }
+
+
+def _asked(question: Question, machine: Mapping[str, Any], at_once: int) -> dict[str, Any]:
+    """What answers must share to be counted together: the question, the machine, how many disturb each other, the code."""
+    names = ("device", "suite", "only", "margin", "alpha", "budget_s", "exit_first", "faulty", "timeout_s")
+    asked = {name: getattr(question, name) for name in names}
+    more = {"data": dict(question.options.get("data") or {}), "looks": list(revisions.LOOKS)}
+    return {**asked, **more, "at_once": at_once, "machine": dict(machine["identity"])}
+
+
+def _known(path: Path, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The answers of a self-test that was cut short."""
+    return [answer for answer in _read(path) if answer["asked"] == asked]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Every answer; a line that a kill tore is none."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def _append(path: Path, answer: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        if file.tell() and not path.read_bytes().endswith(b"\n"):  # a line that a kill tore
+            file.write("\n")
+        file.write(json.dumps(answer) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def rate(
+    condition: Condition, answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float, exit_first: bool = False
+) -> Rate:
+    """How often a condition raised the alarm.
+
+    Gates that end with the first regression are not redrawn where one is planted: they never saw their later looks.
+    """
+    alarms, n = sum(answer["exit_code"] == condition.expected for answer in answers), len(answers)
+    low, high = interval(alarms, n)
+    pairs = [trial["pairs"] for answer in answers for trial in answer["trials"].values()]
+    whole = condition.rounds is None and not (exit_first and condition.fault)
+    return Rate(
+        condition=condition,
+        gates=n,
+        alarms=alarms,
+        low=low,
+        high=high,
+        undecided=sum(answer["exit_code"] == 3 for answer in answers),
+        longest_s=max((answer["seconds"] for answer in answers), default=0.0),
+        pairs=sum(pairs) / len(pairs) if pairs else 0.0,
+        redrawn=redrawn(answers, margin=margin, alpha=alpha) if whole else None,
+    )
+
+
+def redrawn(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float, gates: int = REDRAWN) -> float | None:
+    """What share of gates finds a REGRESSION whose ratios are drawn, with replacement, from all that a trial has in these.
+
+    More gates than there is time to run, though of the same pairs: the share has no interval. A gate has as many pairs as
+    most of the answers have of the trial that was undecided for longest, and looks where such a gate does. A trial of which
+    many pairs were made, because they were noisy, is drawn by them. None of fewer than two gates.
+    """
+    known: dict[str, list[Sequence[float]]] = {}  # {trial: (ratio, mean) of its pairs, or (ratio,)}
+    for answer in answers:
+        for name, trial in answer["trials"].items():
+            pairs = zip(trial["ratios"], *([trial["means"]] if trial.get("means") else []), strict=True)
+            known.setdefault(name, []).extend(pair for pair in pairs if None not in pair)
+    longest = [max(trial["pairs"] for trial in answer["trials"].values()) for answer in answers if answer["trials"]]
+    most = statistics.median_high(longest) if longest else 0
+    if len(longest) < 2 or most < FEWEST or not all(known.values()):
+        return None
+    looks = revisions.looks_within(most)
+    generator = np.random.default_rng(0)
+    found = 0
+    for _ in range(gates):
+        drawn = {name: generator.choice(pairs, size=most).T.tolist() for name, pairs in known.items()}
+        ratios, means = ({name: kinds[i] for name, kinds in drawn.items() if i < len(kinds)} for i in (0, 1))
+        decision = decide(ratios, means=means or None, margin=margin, alpha=alpha, looks=looks)
+        found += any(one.verdict is Verdict.REGRESSION for one in decision.judgements)
+    return found / gates
+
+
+def interval(k: int, n: int) -> tuple[float, float]:
+    """Clopper & Pearson 1934 (Biometrika 26:404): the exact 95 % interval of a share of which k of n were seen."""
+    if n == 0:
+        return 0.0, 1.0  # of a condition that has not been reached
+    one_sided = (1 + CONFIDENCE) / 2
+    return 1 - rate_bound(n - k, n, one_sided), rate_bound(k, n, one_sided)
+
+
+def passed(rates: Sequence[Rate], alpha: float) -> bool:
+    """Whether every leak and crash was noticed, and unchanged code raises no more alarms than alpha allows for certain."""
+    noticed = all(one.alarms == one.gates for one in rates if one.condition.rounds == 1)
+    return noticed and all(one.low <= alpha for one in rates if not one.condition.fault)
+
+
+def table(rates: Sequence[Rate]) -> Table:
+    """A row a condition."""
+    rows = [
+        (
+            word(one.condition.name),
+            Value(text=f"{one.alarms} of {one.gates}", sort=one.alarms),
+            word(f"{100 * one.low:.0f} to {100 * one.high:.0f} %"),
+            number(one.redrawn, lambda share: text.MISSING if share is None else f"{100 * share:.1f} %"),
+            Value(text=f"{one.undecided}", sort=one.undecided),
+            number(one.pairs, lambda pairs: f"{pairs or 0:.1f}"),
+            number(one.longest_s, lambda seconds: f"{seconds or 0:.0f}"),
+        )
+        for one in rates
+    ]
+    note = (
+        "Alarms: gates with exit code 1, of a crash 4; of unchanged code they are false. Interval: exact, 95 %. Redrawn: "
+        f"of {REDRAWN} gates whose ratios are drawn from all of these. Undecided: exit code 3. Pairs: a trial, on average."
+    )
+    columns = ("Planted", "Alarms", "Interval", "Redrawn", "Undecided", "Pairs", "Longest, s")
+    found = table_of("self-test", "Self-test", columns, rows, note)
+    assert found is not None  # there are conditions
+    return found

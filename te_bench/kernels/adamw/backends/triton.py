@@ -1,0 +1,157 @@
+"""AdamW in Triton: one launch over all parameters, and one over all gradients (with a second stage) for their norm.
+
+Every result is the reference's, bit for bit, but for the norm's last places.
+"""
+
+import ctypes
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from te_bench.kernels.adamw import Backend, Parameter, Problem, Table, kernels
+from te_bench.kernels.adamw.backends import reference
+from te_bench.kernels.adamw.kernels import COLUMNS, PIECE, ROWS, SUMS, WARPS
+from te_bench.kernels.launch import launch
+from te_bench.kernels.tile import FP8
+
+WIDEST = 2**31 // max(ROWS, COLUMNS)  # offsets inside a tile are 32-bit
+TILE = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
+SMALLEST = -1e5  # in place of log2(0): 2 to it is 0 too
+
+
+def unsupported(p: Problem) -> str | None:
+    if p.device != "cuda" and not triton.knobs.runtime.interpret:
+        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
+    if p.fp8 and p.capability is not None and p.capability < (8, 9):
+        return f"FP8 needs compute capability 8.9, this GPU has {p.capability[0]}.{p.capability[1]}"
+    return None
+
+
+def table(parameters: Sequence[Parameter]) -> Table:
+    """The parameters, their addresses and the tiles they are cut into, on their device; before any capture.
+
+    Raises ValueError for what does not fit together, as the reference's, and for matrices of 2^25 and more rows or columns.
+    """
+    checked = reference.table(parameters)
+    rows: list[list[int]] = []
+    tiles: list[Tensor] = []
+    for i, p in enumerate(p for p in checked.parameters if p.weight.numel()):
+        rows.append(_row(p))
+        height, width = rows[-1][kernels.HEIGHT.value], rows[-1][kernels.WIDTH.value]
+        if p.data_t is not None and max(height, width) >= WIDEST:
+            raise ValueError(f"data_t of a weight {tuple(p.weight.shape)}: rows and columns must be below {WIDEST}")
+        of_it = torch.arange(-(-height // ROWS) * -(-width // COLUMNS), dtype=torch.int32)
+        tiles.append(torch.stack([torch.full_like(of_it, i), of_it], 1))
+    if not rows:
+        return checked
+    device = checked.parameters[0].weight.device
+    return Table(
+        parameters=checked.parameters,
+        target=checked.target,
+        rows=torch.tensor(rows, dtype=torch.int64).to(device),
+        tiles=torch.cat(tiles).to(device),
+    )
+
+
+def move(old: Table, parameters: Sequence[Parameter]) -> Table:
+    """The parameters of `old` at other addresses, in the memory that a captured graph reads; not during a capture.
+
+    Raises ValueError for what does not fit together, and for shapes, dtypes and copies other than old's.
+    """
+    made = table(parameters)
+    if _form(made) != _form(old):
+        raise ValueError("other shapes, dtypes or copies than the table's: build another one, and capture again")
+    if old.rows is not None:
+        old.rows.copy_(made.rows)
+    return replace(made, rows=old.rows, tiles=old.tiles)
+
+
+def _form(table: Table) -> list[tuple[Any, ...]]:
+    """What a table says besides addresses."""
+    copies = ((p.bf16, p.data, p.data_t) for p in table.parameters)
+    asked = ([None if t is None else t.dtype for t in three] for three in copies)
+    return [(p.weight.shape, p.grad.dtype, *three) for p, three in zip(table.parameters, asked, strict=True)]
+
+
+def _row(p: Parameter) -> list[int]:
+    """p's row of the table, in the order of _kernels' fields."""
+    numel = p.weight.numel()
+    height, width = p.weight.shape if p.data_t is not None else (-(-numel // COLUMNS), COLUMNS)
+    tensors = (
+        p.weight, p.grad, p.exp_avg, p.exp_avg_sq, p.bf16, p.data, p.data_t, p.scale, p.scale_inv, p.amax,
+    )  # fmt: skip
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    lengths = (numel, width, height) if p.data_t is not None else (numel,)
+    aligned = not any(n % 16 for n in (*addresses[:7], *lengths))
+    (decay,) = struct.unpack("q", struct.pack("d", p.weight_decay))
+    row = [*addresses, decay, height, width, numel, int(aligned), int(p.grad.dtype is torch.bfloat16)]
+    assert len(row) == kernels.FIELDS.value
+    return row
+
+
+def step(
+    table: Table,
+    *,
+    rate: Tensor,
+    step: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    multiplier: Tensor | None = None,
+) -> None:
+    """AdamW's step-th update of every parameter, in place, and its copies, in one launch; see Backend.
+
+    Raises ValueError as the reference's.
+    """
+    reference.check_step(table, rate, step, betas, eps, multiplier)
+    if table.tiles is None:
+        return
+    beta1, beta2 = betas
+    from_grad = 1 - beta1 >= 0.5
+    half = any(p.bf16 is not None for p in table.parameters)
+    constants = {
+        "LOG_BETA1": math.log2(beta1) if beta1 else SMALLEST,
+        "LOG_BETA2": math.log2(beta2) if beta2 else SMALLEST,
+        "FROM_GRAD": from_grad,
+        "HALF": half,
+        "TARGET": None if table.target is None else FP8[table.target],
+        "PIECE": PIECE,
+        **TILE,
+        # Multiplications and additions that the reference rounds apart stay apart.
+        "enable_fp_fusion": False,
+    }
+    key = (betas, half, table.target, multiplier is None)
+    # Rounded here, for Triton's interpreter keeps Python's float64.
+    weight1, *numbers = (ctypes.c_float(x).value for x in (1 - beta1, 1 - beta2, beta2, eps))
+    args = (table.rows, table.tiles, rate, step, multiplier, weight1 - 1 if from_grad else weight1, *numbers)
+    launch(kernels.step_kernel, len(table.tiles), key, rate.get_device(), args, constants)
+    # The kernel writes behind autograd's back: a backward that saved an old weight, or its copy, must find out.
+    written = [t for p in table.parameters for t in (p.weight, p.bf16) if t is not None]
+    torch.autograd.graph.increment_version(written)
+
+
+def norm(table: Table, max_norm: float) -> tuple[Tensor, Tensor]:
+    """norm = sqrt(sum of all g^2), min(1, max_norm / (norm + 1e-6)), () float32; the same bits in every run.
+
+    Raises ValueError unless max_norm is positive.
+    """
+    reference.check_norm(max_norm)
+    if table.tiles is None:
+        return reference.norm(table, max_norm)
+    programs, device = len(table.tiles), table.tiles.get_device()
+    partial = torch.empty(programs, dtype=torch.float32, device=table.tiles.device)
+    found, multiplier = torch.empty_like(partial[0]), torch.empty_like(partial[0])
+    launch(kernels.squares_kernel, programs, (), device, (table.rows, table.tiles, partial), TILE)
+    args = (partial, found, multiplier, programs, float(max_norm))
+    launch(kernels.norm_kernel, 1, (programs,), device, args, {"SUMS": SUMS, "num_warps": WARPS})
+    return found, multiplier
+
+
+BACKEND = Backend(
+    table=table, step=step, norm=norm, unsupported=unsupported, move=move, kernels={"cuda": r"^step_kernel$"}
+)

@@ -1,0 +1,213 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""AdamW's Triton kernels: one tile of one parameter a program, looked up in a table of addresses.
+
+Bound by memory: 16 bytes read and 12 written an element, 2 more for the bf16 copy and 1 for each FP8 layout, 2 less for a
+bf16 gradient. A parameter
+whose transpose is wanted is cut into tiles of ROWS x COLUMNS; any other is read as a matrix as wide as a tile, so that
+its tiles are runs of ROWS * COLUMNS elements.
+"""
+
+import triton
+import triton.language as tl
+
+from te_bench.kernels.tile import INTERPRETED, magnitude, publish, quantize_tile, rounded, to_fp8
+
+# Tile: 64 float32 in a row are 256 bytes, 32 rows a 32-byte sector of the transposed FP8. 8 elements a thread of 8 warps
+# take 71 to 80 registers, three programs on an SM; of 64 x 64 two fit, at 128, and the FP8 spilled (Triton 3.6, sm_90a,
+# ptxas, 2026-11-21; nothing timed yet).
+ROWS, COLUMNS, WARPS = 32, 64, 8
+PIECE = 8  # rows that a parameter without the alignment takes at a time
+SUMS = 2048  # partial sums that the second stage of the norm adds at a time
+# Numbers, or views into a table of them: not worth a compilation for each alignment.
+UNALIGNED = ["rate", "step", "multiplier"]
+
+#: Fields of a row of the table, 8 bytes each: addresses or 0; the bits of a float64; numbers.
+(
+    WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ, BF16, DATA, DATA_T, SCALE, SCALE_INV, AMAX, WEIGHT_DECAY, HEIGHT, WIDTH, COUNT,
+    ALIGNED, HALF_GRAD, FIELDS,
+) = (tl.constexpr(i) for i in range(17))  # fmt: skip
+
+
+@triton.jit
+def _address(row, FIELD: tl.constexpr, first, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where the element `first` of a tensor in the table is."""
+    pointer = tl.load(row + FIELD).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + first
+
+
+@triton.jit
+def _place(row, tile, down, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row and column where the tile-th tile of a parameter begins, or `down` rows later; its width; the elements from there.
+
+    ALIGNED: addresses are multiples of 16 bytes, lengths of 16 elements; without knowing it, Triton loads one by one.
+    """
+    width = tl.load(row + WIDTH).to(tl.int32)
+    count = tl.load(row + COUNT)
+    if ALIGNED:
+        width, count = tl.multiple_of(width, 16), tl.multiple_of(count, 16)
+    across = tl.cdiv(width, COLUMNS)
+    top, left = tile // across * ROWS + down, tile % across * COLUMNS
+    rest = tl.minimum(count - (top.to(tl.int64) * width + left), 2147483632).to(tl.int32)
+    return top, left, width, rest
+
+
+@triton.jit
+def _elements(rows, columns, left, width, rest):
+    """Offsets of a tile's elements from its first, and which of them are there."""
+    offsets = rows * width + columns
+    return offsets, (columns < width - left) & (offsets < rest)
+
+
+@triton.jit
+def _gradient(
+    row, first, left, width, rest, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """A tile of the gradient in float32; it is float32 or, where the row says so, bf16."""
+    if tl.load(row + HALF_GRAD) != 0:
+        # As a line, as the bf16 copy is written: a tile would give its threads to every other tile.
+        at = tl.arange(0, ROWS * COLUMNS)
+        line_offsets, line_mask = _elements(at // COLUMNS, at % COLUMNS, left, width, rest)
+        line = tl.load(_address(row, GRAD, first, tl.bfloat16, ALIGNED) + line_offsets, mask=line_mask, other=0.0)
+        g = tl.reshape(line, (ROWS, COLUMNS)).to(tl.float32)
+    else:
+        offsets, mask = _elements(tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], left, width, rest)
+        g = tl.load(_address(row, GRAD, first, tl.float32, ALIGNED) + offsets, mask=mask, other=0.0)
+    return g
+
+
+@triton.jit
+def _multiply_add(a, b, c):
+    """a * b + c, rounded once."""
+    if INTERPRETED:
+        return (b.to(tl.float64) * a + c.to(tl.float64)).to(tl.float32)  # a may be a number
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
+def _update_tile(
+    row, tile, down, rate, factor, root, multiplier, weight1, weight2, beta2, eps,
+    FROM_GRAD: tl.constexpr, HALF: tl.constexpr, TARGET: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows, from `down`, of one tile, TILE rows high."""
+    top, left, width, rest = _place(row, tile, down, ALIGNED, TILE, COLUMNS)
+    first = top.to(tl.int64) * width + left
+    offsets, mask = _elements(tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], left, width, rest)
+    weight = _address(row, WEIGHT, first, tl.float32, ALIGNED) + offsets
+    exp_avg = _address(row, EXP_AVG, first, tl.float32, ALIGNED) + offsets
+    exp_avg_sq = _address(row, EXP_AVG_SQ, first, tl.float32, ALIGNED) + offsets
+    g = _gradient(row, first, left, width, rest, ALIGNED, ROWS, COLUMNS)
+    m = tl.load(exp_avg, mask=mask, other=0.0)
+    v = tl.load(exp_avg_sq, mask=mask, other=0.0)
+    w = tl.load(weight, mask=mask, other=0.0)
+    g *= multiplier
+    m = _multiply_add(weight1, g - m, g if FROM_GRAD else m)
+    v = _multiply_add(weight2 * g, g, v * beta2)
+    decay = (1.0 - rate * tl.load(row + WEIGHT_DECAY).to(tl.float64, bitcast=True)).to(tl.float32)
+    w = w * decay + tl.div_rn(factor * m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+    tl.store(exp_avg, m, mask=mask)
+    tl.store(exp_avg_sq, v, mask=mask)
+    tl.store(weight, w, mask=mask)
+    if HALF or TARGET is not None:
+        # FP8 is made of the bf16, as the quantisers make it of a bf16 weight; and never of the float32 tile: on Hopper
+        # Triton 3.6 stores garbage where one kernel casts a float32 tile to FP8 and transposes it.
+        y = rounded(w, tl.bfloat16)
+        # As a line: Triton gives tiles of one shape the threads of the narrowest dtype, 8 float32 apiece instead of 4.
+        at = tl.arange(0, ROWS * COLUMNS)
+        offsets, mask = _elements(at // COLUMNS, at % COLUMNS, left, width, rest)
+        line = tl.reshape(y, (ROWS * COLUMNS,))
+        if HALF and tl.load(row + BF16) != 0:
+            tl.store(_address(row, BF16, first, tl.bfloat16, ALIGNED) + offsets, line, mask=mask)
+        if TARGET is not None and tl.load(row + SCALE) != 0:
+            scale = tl.load(_address(row, SCALE, 0, tl.float32, False))
+            if tl.load(row + DATA) != 0:
+                q = to_fp8(line.to(tl.float32) * scale, TARGET)
+                tl.store(_address(row, DATA, first, TARGET, ALIGNED) + offsets, q, mask=mask)
+            if tl.load(row + DATA_T) != 0:
+                _transposed_tile(row, y, scale, top, left, width, TARGET, ALIGNED, ROWS, COLUMNS)
+            if tile == 0 and tl.load(row + SCALE_INV) != 0:
+                tl.store(_address(row, SCALE_INV, 0, tl.float32, False), tl.div_rn(1.0, scale))
+            if tl.load(row + AMAX) != 0:
+                bits = tl.where(mask, magnitude(line.to(tl.float32)), 0)
+                publish(bits, None, _address(row, AMAX, 0, tl.float32, False), None)
+
+
+@triton.jit
+def _transposed_tile(
+    row, y, scale, top, left, width,
+    TARGET: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """data_t := the FP8 of y, bf16, transposed."""
+    height = tl.load(row + HEIGHT).to(tl.int32)
+    if ALIGNED:
+        height = tl.multiple_of(height, 16)
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    mask = (rows < height - top)[:, None] & (columns < width - left)[None, :]
+    data_t = _address(row, DATA_T, left.to(tl.int64) * height + top, TARGET, ALIGNED)
+    quantize_tile(y, mask, scale, None, data_t, rows, columns, height, width, TARGET)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def step_kernel(
+    table, tiles, rate, step, multiplier, weight1, weight2, beta2, eps,
+    LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, FROM_GRAD: tl.constexpr,
+    HALF: tl.constexpr, TARGET: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """AdamW on one tile a program. LOG_BETA1, LOG_BETA2: base 2; constants, for a kernel's numbers are float32."""
+    row = table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * FIELDS
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    count = tl.load(step).to(tl.float64)
+    lr = tl.load(rate).to(tl.float64)
+    factor = (lr / (tl.exp2(count * LOG_BETA1) - 1.0)).to(tl.float32)
+    root = tl.sqrt(1.0 - tl.exp2(count * LOG_BETA2)).to(tl.float32)
+    by = 1.0
+    if multiplier is not None:
+        by = tl.load(multiplier)
+    if tl.load(row + ALIGNED) != 0:
+        _update_tile(
+            row, tile, 0, lr, factor, root, by, weight1, weight2, beta2, eps,
+            FROM_GRAD, HALF, TARGET, True, ROWS, ROWS, COLUMNS,
+        )  # fmt: skip
+    else:
+        # Piece by piece: an address for each element of a whole tile would take the registers of the other branch, too.
+        for down in tl.range(0, ROWS, PIECE):
+            _update_tile(
+                row, tile, down, lr, factor, root, by, weight1, weight2, beta2, eps,
+                FROM_GRAD, HALF, TARGET, False, ROWS, PIECE, COLUMNS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _squares(row, tile, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    top, left, width, rest = _place(row, tile, 0, ALIGNED, ROWS, COLUMNS)
+    g = _gradient(row, top.to(tl.int64) * width + left, left, width, rest, ALIGNED, ROWS, COLUMNS)
+    return tl.sum(g * g)
+
+
+@triton.jit
+def squares_kernel(table, tiles, partial, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """partial[program]: the sum of the squares of one tile's gradients."""
+    program = tl.program_id(0)
+    row = table + tl.load(tiles + 2 * program).to(tl.int64) * FIELDS
+    tile = tl.load(tiles + 2 * program + 1)
+    if tl.load(row + ALIGNED) != 0:
+        tl.store(partial + program, _squares(row, tile, True, ROWS, COLUMNS))
+    else:
+        tl.store(partial + program, _squares(row, tile, False, ROWS, COLUMNS))
+
+
+@triton.jit
+def norm_kernel(partial, norm, multiplier, count, max_norm, SUMS: tl.constexpr):
+    """norm and multiplier of the partial sums, by one program and in float64: in the same order in every run."""
+    total = tl.zeros((SUMS,), tl.float64)
+    for start in tl.range(0, count, SUMS):
+        at = start + tl.arange(0, SUMS)
+        total += tl.load(partial + at, mask=at < count, other=0.0).to(tl.float64)
+    found = tl.sqrt(tl.sum(total)).to(tl.float32)
+    tl.store(norm, found)
+    quotient = tl.div_rn(max_norm, found + 1e-6)
+    tl.store(multiplier, tl.minimum(quotient, 1.0, propagate_nan=tl.PropagateNan.ALL))

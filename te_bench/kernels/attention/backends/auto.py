@@ -1,0 +1,209 @@
+"""The backend that was measured to be the fastest for the problem on this machine, whatever the mask.
+
+By the nearest cell of a table (`_table`: the user's own, made by `te-bench tune attention`, before the shipped one), the
+fastest there that can do the problem, forward and backward together; where no cell is near, by `preference`, the first
+that can. The same problem goes to the same backend for as long as the process lasts, with gradients or without.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.attention import (
+    AUTO,
+    Backend,
+    Problem,
+    attend,
+    in_fp8,
+    load,
+    names,
+    posed,
+    table,
+)
+from te_bench.kernels.attention.packed import attend_packed
+
+#: Where nothing near was measured. Hopper: an H200, 2026-11-20: cuDNN 1.5 to 1.9 times as fast as FlashAttention-2 forward.
+HOPPER = ("cudnn", "flash", "mem_efficient", "math")
+#: Elsewhere cuDNN is not the faster one for certain, and it is PyTorch's own order.
+OTHER_GPU = ("flash", "mem_efficient", "math")
+CPU = ("flash", "math")
+#: Before them on a GPU for windows and packed sequences: what is outside costs it no time, and a mask no memory.
+WINDOWED = ("triton",)
+
+RIVALS = frozenset(name for name in names() if name != AUTO and not in_fp8(name))
+DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The backend that does a problem, and by what it was chosen."""
+
+    name: str
+    why: str
+
+
+def preference(problem: Problem) -> tuple[str, ...]:
+    """The backends that are tried for a problem of which nothing is known, the fastest first; math does everything."""
+    if problem.device == "cpu":
+        return CPU
+    hopper = problem.capability is not None and problem.capability[0] == 9
+    return (WINDOWED if problem.window is not None or problem.packed else ()) + (HOPPER if hopper else OTHER_GPU)
+
+
+def choose(problem: Problem, here: str | None = None) -> Choice:
+    """What `auto` takes for a problem on the machine named `here`, the current one by default; runs nothing.
+
+    Raises ValueError where the user's table cannot be read.
+    """
+    found = table.nearest(table.cells(), here or _here(problem.device), problem)
+    if found is not None:
+        cell, doublings = found
+        for name in (name for name in cell.fastest() if name in RIVALS):  # others have gone since
+            if _able(name, problem):
+                where = "measured" if doublings == 0 else f"nearest measured, {doublings:.1f} doublings away"
+                return Choice(name=name, why=f"{where}: {_label(cell)} ({cell.source})")
+    for name in preference(problem):
+        if _able(name, problem):
+            return Choice(name=name, why="nothing near was measured: the first of the preference that can")
+    raise AssertionError("math does everything")
+
+
+def _able(name: str, problem: Problem) -> bool:
+    backend = load(name)
+    return backend.unsupported(posed(backend, problem)) is None
+
+
+def _here(device: str) -> str:
+    """The name of the machine that cells are of; of a GPU that is not here, the bare word."""
+    gpu = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None
+    return table.machine(device, gpu)
+
+
+def _label(cell: table.Cell) -> str:
+    p = cell.problem
+    mask = "causal" if p.causal else "full"
+    times = ", ".join(f"{name} {cell.seconds[name] * 1e6:.0f}" for name in cell.fastest())
+    return f"B{p.batch} H{p.heads} T{p.length} D{p.head_dim} {p.dtype} {mask} on {cell.machine}, us: {times}"
+
+
+def unsupported(p: Problem) -> str | None:
+    return None
+
+
+# By all that the choice depends on. Backends are loaded where they are chosen: torch.compile can't trace an import.
+_choices: dict[tuple[object, ...], Choice] = {}
+_backends: dict[str, Backend] = {}
+
+
+def chosen() -> tuple[str, ...]:
+    """The backends that problems have gone to in this process, by name."""
+    return tuple(sorted({choice.name for choice in _choices.values()}))
+
+
+def choices() -> tuple[Choice, ...]:
+    """The same with the reasons."""
+    return tuple(dict.fromkeys(_choices.values()))
+
+
+def forget() -> None:
+    """Choose anew from now on, from the tables as they are then; compiled code keeps what it has."""
+    _choices.clear()
+    table.cells.cache_clear()
+
+
+def _decide(
+    device: str, index: int | None, dtype: torch.dtype, causal: bool, drops: int, mask: bool, packed: bool,
+    left: int, right: int, *sizes: int,
+) -> str:  # fmt: skip
+    """The name of the backend; window (-1, -1) is none. sizes: B, H, T, D, Hkv, S, Dv."""
+    key = device, index, dtype, causal, drops, mask, packed, left, right, sizes
+    found = _choices.get(key)
+    if found is None:
+        batch, heads, length, head_dim, kv_heads, kv_length, v_head_dim = sizes
+        cuda = device == "cuda"
+        problem = Problem(
+            batch=batch,
+            heads=heads,
+            length=length,
+            head_dim=head_dim,
+            dtype=DTYPES[dtype],
+            causal=causal,
+            dropout=0.5 if drops else 0.0,  # whatever it is
+            device=device,
+            capability=torch.cuda.get_device_capability(index) if cuda else None,
+            kv_heads=kv_heads,
+            kv_length=kv_length,
+            v_head_dim=v_head_dim,
+            mask=mask,
+            window=None if (left, right) == (-1, -1) else (left, right),
+            packed=packed,
+        )
+        found = choose(problem, table.machine(device, torch.cuda.get_device_name(index) if cuda else None))
+        _backends[found.name] = load(found.name)
+        _choices[key] = found
+    return found.name
+
+
+_constant = torch.compiler.assume_constant_result(_decide)  # Dynamo asks while it traces, once a graph
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    mask: Tensor | None = None,
+    window: tuple[int, int] | None = None,
+) -> Tensor:
+    """`attend` by the chosen backend."""
+    sizes = (*q.shape, k.shape[1], k.shape[2], v.shape[3])
+    backend = _chosen_for(q, sizes, causal, dropout, mask is not None, False, window)
+    return attend(backend, q, k, v, causal=causal, scale=scale, dropout=dropout, mask=mask, window=window)
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest: tuple[int, int],
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    window: tuple[int, int] | None = None,
+) -> Tensor:
+    """`attend_packed` by the chosen backend."""
+    sizes = (len(starts_q) - 1, q.shape[1], longest[0], q.shape[2], k.shape[1], longest[1], v.shape[2])
+    backend = _chosen_for(q, sizes, causal, dropout, False, True, window)
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "dropout": dropout, "window": window}
+    return attend_packed(backend, q, k, v, starts_q, starts_k, longest, **options)
+
+
+def _chosen_for(
+    q: Tensor, sizes: tuple[int, ...], causal: bool, dropout: float, mask: bool, packed: bool,
+    window: tuple[int, int] | None,
+) -> Backend:  # fmt: skip
+    left, right = (-1, -1) if window is None else window
+    drops = 1 if dropout > 0 else 0  # a branch, and `index`, make constants of what may vary: each a graph of its own
+    if torch.compiler.is_compiling():
+        sizes = tuple([operator.index(n) for n in sizes])
+    decide = _constant if torch.compiler.is_compiling() else _decide
+    return _backends[decide(q.device.type, q.device.index, q.dtype, causal, drops, mask, packed, left, right, *sizes)]
+
+
+BACKEND = Backend(
+    forward=forward,
+    unsupported=unsupported,
+    windows=True,
+    packed=packed,
+    choose=lambda problem: choose(problem).name,
+    chosen=chosen,
+)

@@ -1,0 +1,187 @@
+"""Our own FP8 attention in Triton: S, P V and dP by FP8 tensor cores, as `manual_fp8` defines it.
+
+q, k, v and dO are cast to E4M3 by their heads' own amaxes before each pass. Heads of 128 go on Hopper by kernels in Gluon;
+dQ's sums have no order there, so who asks for gradients that are bitwise the same in every run gets Triton's, as for all
+other heads. Keys and values shared by heads are the kernels' own; masks, windows and dropout are not. The memory order of
+out is (B, T, H, Dv).
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from te_bench.kernels import gluon
+from te_bench.kernels.attention import Backend, Problem, fp8_quantize
+from te_bench.kernels.attention.autograd import LEAST, check
+from te_bench.kernels.attention.backends import manual_fp8
+from te_bench.kernels.attention.fp8_quantize import E4M3, Heads
+from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
+from te_bench.kernels.attention.portable.scores import within_reach
+
+try:
+    from te_bench.kernels.attention.hopper import fp8_launch
+except ImportError:
+    MISSING: str | None = gluon.ABSENT
+else:
+    MISSING = None
+
+WIDEST = 128  # tiles of wider heads are none that warpgroups multiply
+#: Of narrower ones so much padding is known to be 0 that ptxas 12.8 packs bytes of it with what the register had before.
+NARROWEST = 16
+
+
+def unsupported(p: Problem) -> str | None:
+    reason = manual_fp8.unsupported(p)
+    if reason is not None:
+        return reason
+    if p.device != "cuda" and not triton.knobs.runtime.interpret:
+        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1); take manual_fp8"
+    if p.capability is not None and p.capability < (9, 0):
+        return f"compute capability {p.capability[0]}.{p.capability[1]} < 9.0: its products have not been tried"
+    if p.dtype == "fp64" or (p.dtype == "fp32" and not triton.knobs.runtime.interpret):
+        return f"dtype {p.dtype}: bf16 and fp16 only"
+    for head_dim in (p.head_dim, p.v_head_dim or p.head_dim):
+        if not NARROWEST <= head_dim <= WIDEST:
+            return f"head_dim {head_dim}: {NARROWEST} to {WIDEST}"
+    return None
+
+
+Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@functools.cache
+def _has_gluon(device: torch.device) -> bool:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return gluon.unsupported(device.type, capability, MISSING, triton.knobs.runtime.interpret) is None
+
+
+def _in_gluon(q: Tensor, features: int) -> bool:
+    """Whether there are kernels in Gluon for q (B, H, T, D) and values of so many features."""
+    return q.shape[3] == features == 128 and _has_gluon(q.device)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
+    """out and lse; and where keep, for the backward pass, q, k, v in FP8 by rows, and their three scale_inv."""
+    q, k, v = within_reach(q), within_reach(k), within_reach(v)
+    q8, k8, v8 = fp8_quantize.quantize(q, k, v, keep=keep)
+    lengths = q.shape[2], k.shape[2]
+    in_gluon = _in_gluon(q, v.shape[3]) and fp8_launch.forward_pays(q)
+    kernels = fp8_launch if in_gluon else fp8_forward
+    out, lse = kernels.forward(q8, k8, v8, lengths, v.shape[3], q.dtype, causal, scale)
+    inverses = q8.scale_inv, k8.scale_inv, v8.scale_inv
+    if not keep:
+        nothing = q.new_empty(0, dtype=E4M3)
+        return out, lse, nothing, nothing.clone(), nothing.clone(), *inverses
+    assert q8.data is not None
+    assert k8.data is not None
+    assert v8.data is not None
+    return out, lse, q8.data, k8.data, v8.data, *inverses
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, q8: Tensor, k8: Tensor, v8: Tensor,
+    q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float, deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    heads = Heads(q8, None, q_inv), Heads(k8, None, k_inv), Heads(v8, None, v_inv)
+    dout, q, k = within_reach(dout), within_reach(q), within_reach(k)
+    in_gluon = not deterministic and _in_gluon(q, out.shape[3]) and fp8_launch.backward_pays(q, k)
+    kernels = fp8_launch if in_gluon else fp8_backward
+    return kernels.backward(dout, q, k, out, lse, heads, out.shape[3], causal, scale)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
+    (batch, heads, rows, d), (_, kv_heads, keys, features) = q.shape, v.shape
+
+    def kept(count: int, length: int, wide: int) -> Tensor:
+        sizes = (batch, count, fp8_quantize.padded(length), fp8_quantize.width(wide)) if keep else (0,)
+        return q.new_empty(sizes, dtype=E4M3)
+
+    def inverse(count: int) -> Tensor:
+        return q.new_empty(batch, count, dtype=torch.float32)
+
+    out = q.new_empty(batch, rows, heads, features).transpose(1, 2)
+    lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
+    data = kept(heads, rows, d), kept(kv_heads, keys, d), kept(kv_heads, keys, features)
+    return out, lse, *data, inverse(heads), inverse(kv_heads), inverse(kv_heads)
+
+
+def _fake_backward(
+    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, q8: Tensor, k8: Tensor, v8: Tensor,
+    q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float, deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k = within_reach(q), within_reach(k)
+    dv = torch.empty_like(k) if out.shape[3] == k.shape[3] else k.new_empty(*k.shape[:3], out.shape[3])
+    return torch.empty_like(q), torch.empty_like(k), dv
+
+
+_forward_op = torch.library.custom_op("te_bench::fp8_attention_forward", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("te_bench::fp8_attention_backward", _backward, mutates_args=())
+_forward_op.register_fake(_fake)
+_backward_op.register_fake(_fake_backward)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, deterministic: bool, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        run = _forward_op if torch.compiler.is_compiling() else _forward  # an operator costs the host 20 us a call
+        out, lse, *kept = run(q, k, v, causal, scale, keep)
+        if keep:
+            ctx.save_for_backward(q, k, out, lse, *kept)
+        ctx.settings = causal, scale, deterministic
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * 7
+        run = _backward_op if torch.compiler.is_compiling() else _backward
+        return *run(dout, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float, deterministic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """out = softmax(scale Q K^T, causal or not) V by way of FP8, and lse, the logarithm of each row's sum of exp.
+
+    q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) in bf16 or fp16 -> (B, H, T, Dv) in their dtype, (B, H, T)
+    float32, not differentiable; of no key 0 and -inf. deterministic: gradients that are bitwise the same in every run.
+    Raises ValueError for what does not fit.
+    """
+    check(q, k, v, None, 0.0)
+    if not all(NARROWEST <= x.shape[3] <= WIDEST for x in (q, v)):
+        raise ValueError(f"head_dim {q.shape[3]}, of v {v.shape[3]}: {NARROWEST} to {WIDEST} in FP8; take triton")
+    if scale < 0:  # the kernels take the maximum before they scale
+        q, scale = -q, -scale
+    scale = max(float(scale), LEAST)
+    if q.numel() == 0 or k.shape[2] == 0:
+        return manual_fp8.attention(q, k, v, causal=causal, scale=scale)
+    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    out, lse = _Attention.apply(q, k, v, causal, scale, deterministic, keep)
+    return out, lse
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float = 0.0, mask: Tensor | None = None
+) -> Tensor:
+    """attention's out; gradients are deterministic where torch.use_deterministic_algorithms asks for it."""
+    if dropout or mask is not None:
+        raise ValueError("dropout and masks: FP8 attention has none")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return attention(q, k, v, causal=causal, scale=scale, deterministic=deterministic)[0]
+
+
+BACKEND = Backend(
+    forward=forward,
+    unsupported=unsupported,
+    kernels={"cuda": r"^fp8_attention_"},
+    fp8=True,
+)

@@ -1,0 +1,232 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The quantiser of FP8 attention: E4M3 with a scale a head, by rows, transposed, or both; q, k and v by one launch each way.
+
+FP8 tensor cores read operands whose contracted dimension is contiguous: Q, K and dO go by rows, V transposed for O = P V and
+by rows for dP = dO V^T. Both layouts are padded with zeros to whole tiles, so that no kernel looks at an edge to read one.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels.attention.portable.forward import row_strides
+from te_bench.kernels.attention.portable.scores import tile
+from te_bench.kernels.launch import launch, traits
+from te_bench.kernels.quantize.kernels import inverse_of, scale_of
+from te_bench.kernels.tile import larger, magnitude, to_fp8
+
+E4M3 = torch.float8_e4m3fn
+PADDED = 128  # rows and keys are padded to multiples of it: the largest tile
+BLOCK = tl.constexpr(PADDED)
+LEAST_WIDTH = 32  # of a tensor core's FP8 products, in the contracted dimension
+ROWS = 64
+SHARES = 8  # programs that look for one head's amax, at least
+
+
+class Heads(NamedTuple):
+    """x (B, H, T, D) in E4M3: data (B, H, R, W), data_t (B, H, R / 128, W, 128), and scale_inv (B, H), NaN where x is.
+
+    R is T padded to a multiple of 128, W D padded to a power of two of at least 32. data_t is transposed by blocks of 128
+    keys, so that a tile's rows are a constant apart; its keys are in the order of `in_slots`. A layout that nobody
+    reads is None.
+    """
+
+    data: Tensor | None
+    data_t: Tensor | None
+    scale_inv: Tensor
+
+
+def padded(length: int) -> int:
+    return triton.cdiv(length, PADDED) * PADDED
+
+
+def width(features: int) -> int:
+    return max(LEAST_WIDTH, triton.next_power_of_2(features))
+
+
+#: Not compiled in: were T a constant, 1, the rows beyond it would be known to be 0, and of four equal numbers ptxas 12.8
+#: packs two bytes with two of what the register had before. So dO beyond T was NaN, and dk with it (H200, 2026-11-22).
+PADDED_ROWS = ["T", "S"]
+
+
+@triton.jit
+def head_scale(bits):
+    """scale and 1 / scale of a head whose amax has these bits; the latter NaN where the amax is no number."""
+    scale = scale_of(bits, tl.float8e4nv, False)
+    return scale, tl.where(bits < 0x7F800000, inverse_of(scale, False), float("nan"))
+
+
+@triton.jit
+def positive(scale):
+    """A scale of scores, not 0: 0 times a hidden score's -inf is NaN, and weights are equal with either. NaN is NaN."""
+    return tl.maximum(scale, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def in_slots(COUNT: tl.constexpr):
+    """Which of COUNT keys is in each slot of the transposed layout.
+
+    Of 16 columns of an accumulator a thread of Hopper's has 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t; of an FP8 operand it gives
+    4 t to 4 t + 3. With the values in this order the weights are the operand where they are: no byte changes its thread.
+    """
+    at = tl.arange(0, COUNT)
+    return at // 16 * 16 + at // 2 % 2 * 8 + at // 4 % 4 * 2 + at % 2
+
+
+@triton.jit
+def _look(x, bits, pair, share, shares, x_b, x_h, x_t, H, T, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """A share of the rows of one head."""
+    x += (pair // H).to(tl.int64) * x_b + (pair % H).to(tl.int64) * x_h
+    largest = tl.zeros((ROWS, WIDTH), x.dtype.element_ty)
+    for first in tl.range(share * ROWS, T, shares * ROWS):
+        first = tl.multiple_of(first, ROWS)
+        largest = larger(largest, tile(x, x_t, first, T, ROWS, WIDTH, D, False))
+    tl.atomic_max(bits + pair, tl.max(magnitude(largest.to(tl.float32))), sem="relaxed")
+
+
+@triton.jit
+def fp8_attention_amax_kernel(
+    q, k, v, bits, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, H, H_KV, pairs, kv_pairs, T, S, shares,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """bits, int32: the largest of |x|'s bits in each head of q, k and v, by `shares` programs a head; it begins as 0.
+
+    k and v may both be None.
+    """
+    pair = tl.program_id(0) // shares
+    share = tl.program_id(0) % shares
+    if pair < pairs:
+        _look(q, bits, pair, share, shares, q_b, q_h, q_t, H, T, D, WIDTH, ROWS)
+    elif k is not None:
+        bits += pairs
+        pair -= pairs
+        if pair < kv_pairs:
+            _look(k, bits, pair, share, shares, k_b, k_h, k_t, H_KV, S, D, WIDTH, ROWS)
+        else:
+            _look(v, bits + kv_pairs, pair - kv_pairs, share, shares, v_b, v_h, v_t, H_KV, S, DV, WIDTH_V, ROWS)
+
+
+@triton.jit
+def _cast(
+    x, bits, scale_inv, data, data_t, index, x_b, x_h, x_t, H, T, padded,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one head, the index-th of x's tiles."""
+    pair = index // (padded // ROWS)
+    first = index % (padded // ROWS) * ROWS
+    x += (pair // H).to(tl.int64) * x_b + (pair % H).to(tl.int64) * x_h
+    scale, inverse = head_scale(tl.load(bits + pair))
+    if first == 0:
+        tl.store(scale_inv + pair, inverse)
+    inside_rows = in_slots(ROWS)
+    rows = first + inside_rows
+    columns = tl.arange(0, WIDTH)
+    inside = (rows < T)[:, None]
+    if WIDTH != D:
+        inside = inside & (columns < D)[None, :]
+    v = tl.load(x + rows.to(tl.int64)[:, None] * x_t + columns[None, :], mask=inside, other=0.0)
+    if data is not None:
+        to = data + (pair.to(tl.int64) * padded + first) * WIDTH
+        tl.store(to + inside_rows[:, None] * WIDTH + columns[None, :], to_fp8(v.to(tl.float32) * scale, tl.float8e4nv))
+    if data_t is not None:
+        # Transposed before the cast: ldmatrix moves 16 bits, and FP8 that changes its thread Triton 3.6 may get wrong.
+        to = data_t + (pair.to(tl.int64) * padded + first // BLOCK * BLOCK) * WIDTH + first % BLOCK
+        slots = tl.arange(0, ROWS)
+        cast = to_fp8(tl.trans(v).to(tl.float32) * scale, tl.float8e4nv)
+        tl.store(to + columns[:, None] * BLOCK + slots[None, :], cast)
+
+
+@triton.jit(do_not_specialize=PADDED_ROWS)
+def fp8_attention_cast_kernel(
+    q, k, v, bits, q8, k8, v8, v8_t, q_inv, k_inv, v_inv, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+    H, H_KV, pairs, kv_pairs, T, S, padded_q, padded_k,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one head of q or k by rows, or of v transposed and, unless v8 is None, by rows."""
+    index = tl.program_id(0)
+    of_q = pairs * (padded_q // ROWS)
+    of_k = kv_pairs * (padded_k // ROWS)
+    if index < of_q:
+        _cast(q, bits, q_inv, q8, None, index, q_b, q_h, q_t, H, T, padded_q, D, WIDTH, ROWS)
+    elif index < of_q + of_k:
+        _cast(k, bits + pairs, k_inv, k8, None, index - of_q, k_b, k_h, k_t, H_KV, S, padded_k, D, WIDTH, ROWS)
+    else:
+        _cast(
+            v, bits + pairs + kv_pairs, v_inv, v8, v8_t, index - of_q - of_k, v_b, v_h, v_t, H_KV, S, padded_k,
+            DV, WIDTH_V, ROWS,
+        )  # fmt: skip
+
+
+class _Sizes(NamedTuple):
+    """Of q, and of k and v or, where there are none, of nothing."""
+
+    heads: int
+    kv_heads: int
+    pairs: int
+    kv_pairs: int
+    rows: int
+    keys: int
+
+
+def _sizes(q: Tensor, k: Tensor | None) -> _Sizes:
+    batch, heads, rows, _ = q.shape
+    kv_heads, keys = (0, 0) if k is None else k.shape[1:3]
+    return _Sizes(heads, kv_heads, batch * heads, batch * kv_heads, rows, keys)
+
+
+def _constants(q: Tensor, v: Tensor | None, wide: Callable[[int], int]) -> dict[str, Any]:
+    d, dv = q.shape[3], (q if v is None else v).shape[3]
+    return {"D": d, "DV": dv, "WIDTH": wide(d), "WIDTH_V": wide(dv), "ROWS": ROWS, "num_warps": 4}
+
+
+def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(step for x in tensors for step in ((0, 0, 0) if x is None else row_strides(x)))
+
+
+@functools.cache
+def _shares(device: torch.device, pairs: int) -> int:
+    """Programs a head of the amax kernel, four a processor in all."""
+    if device.type != "cuda":
+        return 2  # so that the interpreter tries the loop and the atomics
+    return max(SHARES, triton.cdiv(4 * torch.cuda.get_device_properties(device).multi_processor_count, pairs))
+
+
+def amax_bits(q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+    """int32: the bits of the amax of each head of q, then of k's and v's. (B, H, T, D), last strides 1, not empty."""
+    sizes = _sizes(q, k)
+    count = sizes.pairs + 2 * sizes.kv_pairs
+    bits = torch.zeros(count, dtype=torch.int32, device=q.device)
+    shares = min(_shares(q.device, count), triton.cdiv(max(sizes.rows, sizes.keys), ROWS))
+    integers = *_strides(q, k, v), *sizes, shares
+    constants = _constants(q, v, triton.next_power_of_2)
+    key = *traits(q, k, v), *integers, *constants.values()
+    launch(fp8_attention_amax_kernel, shares * count, key, q.get_device(), (q, k, v, bits, *integers), constants)
+    return bits
+
+
+def quantize(q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> tuple[Heads, Heads, Heads]:
+    """q and k by rows, v transposed and, where keep, by rows, with current scaling.
+
+    q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv), their last strides 1, not empty.
+    """
+    sizes, bits = _sizes(q, k), amax_bits(q, k, v)
+    rows, keys = padded(sizes.rows), padded(sizes.keys)
+
+    def by_rows(x: Tensor, length: int) -> Tensor:
+        return x.new_empty(*x.shape[:2], length, width(x.shape[3]), dtype=E4M3)
+
+    q8, k8, v8 = by_rows(q, rows), by_rows(k, keys), by_rows(v, keys) if keep else None
+    v8_t = v.new_empty(*v.shape[:2], keys // PADDED, width(v.shape[3]), PADDED, dtype=E4M3)
+    inverses = [x.new_empty(x.shape[:2], dtype=torch.float32) for x in (q, k, v)]
+    tensors = (q, k, v, bits, q8, k8, v8, v8_t, *inverses)
+    integers = *_strides(q, k, v), *sizes, rows, keys
+    constants = _constants(q, v, width)
+    key = *traits(*tensors), *integers, *constants.values()
+    grid = (sizes.pairs * rows + 2 * sizes.kv_pairs * keys) // ROWS
+    launch(fp8_attention_cast_kernel, grid, key, q.get_device(), (*tensors, *integers), constants)
+    return Heads(q8, None, inverses[0]), Heads(k8, None, inverses[1]), Heads(v8, v8_t, inverses[2])

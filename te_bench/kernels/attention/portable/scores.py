@@ -1,0 +1,256 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""What the forward and the backward kernel of fused attention share: tiles, which scores are seen, which are kept.
+
+Indices: i is a query's row, j a key. Row i sees key j where i - left <= j <= i + right and no mask hides it; causal is
+right = 0 without a left end.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels.tile import INTERPRETED
+
+ROWS_MOST = 128  # of a tile
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3e38)  # about the least of float32's finite numbers
+NO_MASK, OF_KEYS, OF_SCORES = (
+    tl.constexpr(0),
+    tl.constexpr(1),
+    tl.constexpr(2),
+)  # MASK: none, the same for every row, any
+ROUNDS = tl.constexpr(
+    7
+)  # of Philox 4x32, the fewest that pass BigCrush (Salmon et al., "Parallel Random Numbers", 2011)
+
+# 2^x of one element in four, or in two, on the units of multiplication: an SM has 16 exponentials a clock and 128
+# multiplications. 2^x = 2^floor(x) (1 + c1 f + c2 f^2 + c3 f^3) with the fraction f, off by at most 8.6e-5 of itself, where
+# bf16 rounds off 2e-3. Idea: FlashAttention-4 (Dao-AILab/flash-attention); coefficients fitted here, minimax over [0, 1].
+_POLYNOMIAL = (
+    "max.ftz.f32 x, {x}, 0fC2FE0000; add.rm.ftz.f32 n, x, 0f4B400000; sub.ftz.f32 f, n, 0f4B400000; sub.ftz.f32 f, x, f; "
+    "fma.rn.ftz.f32 p, f, 0f3D9DD56E, 0f3E691BC4; fma.rn.ftz.f32 p, p, f, 0f3F31F32A; fma.rn.ftz.f32 p, p, f, 0f3F800000; "
+    "mov.b32 i, n; shl.b32 i, i, 23; mov.b32 j, p; add.s32 i, i, j; mov.b32 {y}, i; "
+)  # -127 from below; 1.5 x 2^23, rounded down, leaves floor(x) in the last bits
+_EXP2 = "ex2.approx.ftz.f32 {y}, {x}; "
+_REGISTERS = "{ .reg .f32 x, n, f, p; .reg .b32 i, j; "
+
+
+def _by_fours(kinds: str) -> str:
+    steps = ((_POLYNOMIAL if kind == "p" else _EXP2).format(x=f"${4 + i}", y=f"${i}") for i, kind in enumerate(kinds))
+    return _REGISTERS + "".join(steps) + "}"
+
+
+QUARTER = tl.constexpr(_by_fours("eeep"))
+HALF = tl.constexpr(_by_fours("epep"))
+
+
+@triton.jit
+def exp2(x, EMULATED: tl.constexpr):
+    """2^x of float32, 0 below its normal numbers; EMULATED in 0, 1 and 2 quarters of the elements by multiplications."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    elif EMULATED == 1:
+        return tl.inline_asm_elementwise(QUARTER, "=f,=f,=f,=f,f,f,f,f", [x], dtype=tl.float32, is_pure=True, pack=4)
+    elif EMULATED == 2:
+        return tl.inline_asm_elementwise(HALF, "=f,=f,=f,=f,f,f,f,f", [x], dtype=tl.float32, is_pure=True, pack=4)
+    else:  # exp2's own takes three instructions more, for denormals (Triton 3.7)
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def product(a, b, acc):
+    """acc + a b in float32; float32 operands are multiplied as such."""
+    if INTERPRETED:  # its products are of bf16's bits (Triton 3.7)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def settled(x):
+    """x, float32, whose product is awaited here and not where it is next added to."""
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def greater(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(x):
+    """The maximum of each row; NaN if any is."""
+    if INTERPRETED:  # where a reduction of one's own goes element by element
+        return tl.max(x, 1)
+    else:
+        return tl.reduce(x, 1, greater)
+
+
+def within_reach(x: Tensor) -> Tensor:
+    """x (B, H, T, D), or a copy where elements of a row lie apart, or rows of a tile further than 32 bits count.
+
+    64 bits for each row would cost the backward kernel of D128 88 bytes of registers in memory. And where rows lie one
+    element apart, for memory like theirs (empty_like) may have them along another dimension.
+    """
+    near = x.stride(-1) == 1 and 1 not in x.stride()[:-1] and x.stride(2) * ROWS_MOST < 2**31
+    return x if near else x.contiguous()
+
+
+@triton.jit
+def tile(
+    base, stride, first, limit, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Rows first to first + ROWS of (limit, WIDTH), 0 beyond; WHOLE: none of them is."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    at = base + first.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :]
+    if WIDTH == COLUMNS:
+        if WHOLE:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=(first + rows < limit)[:, None], other=0.0)
+    else:
+        inside = (columns < WIDTH)[None, :]
+        if not WHOLE:
+            inside = inside & (first + rows < limit)[:, None]
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def put(base, stride, first, limit, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """x into rows first to first + ROWS of (limit, WIDTH), but for what is beyond."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    inside = (first + rows < limit)[:, None]
+    if WIDTH != COLUMNS:
+        inside = inside & (columns < WIDTH)[None, :]
+    tl.store(base + first.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :], x, mask=inside)
+
+
+@triton.jit
+def seen(
+    rows, keys, T, S, left, right, mask, mask_t, mask_s,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Whether row i sees key j; rows and keys are a column and a row of indices, or a row and a column."""
+    if HAS_RIGHT:
+        see = keys <= rows + right
+        if not WHOLE:
+            see = see & (keys < S)
+    else:
+        see = keys < S
+    if HAS_LEFT:
+        see = see & (keys >= rows - left)
+    if MASK == OF_KEYS:
+        see = see & (tl.load(mask + keys.to(tl.int64) * mask_s, mask=keys < S, other=1) == 0)
+    if MASK == OF_SCORES:
+        at = mask + rows.to(tl.int64) * mask_t + keys.to(tl.int64) * mask_s
+        see = see & (tl.load(at, mask=(rows < T) & (keys < S), other=1) == 0)
+    return see
+
+
+@triton.jit
+def kept(seed, head, row, key, dropout, ROWS: tl.constexpr, KEYS: tl.constexpr, ACROSS: tl.constexpr):
+    """1 / (1 - dropout) where the weight of row i and key j stays, else 0: the same wherever and however it is tiled.
+
+    Of rows from `row` and keys from `key`, (ROWS, KEYS), or (KEYS, ROWS) where ACROSS. One count of Philox is for four keys.
+    """
+    i = (row + tl.arange(0, ROWS)).to(tl.int32)
+    j = (key // 4 + tl.arange(0, KEYS // 4)).to(tl.int32)
+    if ACROSS:
+        c0 = j[:, None] + 0 * i[None, :]
+        c1 = i[None, :] + 0 * j[:, None]
+    else:
+        c0 = j[None, :] + 0 * i[:, None]
+        c1 = i[:, None] + 0 * j[None, :]
+    c2 = 0 * c0 + head.to(tl.int32)
+    c3 = 0 * c0 + tl.load(seed + 1).to(tl.int32)
+    a, b, c, d = tl.philox(tl.load(seed), c0, c1, c2, c3, n_rounds=ROUNDS)
+    bits = tl.join(tl.join(a, c), tl.join(b, d))  # of keys 4 j + 2 x + y at the last two places, x and y
+    bits = tl.reshape(tl.permute(bits, (0, 2, 3, 1)), (KEYS, ROWS)) if ACROSS else tl.reshape(bits, (ROWS, KEYS))
+    uniform = (bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24: in [0, 1), all of them float32
+    return tl.where(uniform >= dropout, 1.0 / tl.maximum(1.0 - dropout, 1e-30), 0.0)
+
+
+@triton.jit
+def sequence(starts, b):
+    """(where sequence b begins among those packed one after the other, how long it is)."""
+    begin = tl.load(starts + b).to(tl.int32)
+    return begin, tl.load(starts + b + 1).to(tl.int32) - begin
+
+
+@triton.jit
+def heavy_first(pid, blocks, heads, together):
+    """(which of a head's blocks, in order; which head): block 0 of `together` heads, then block 1 of them, and so on.
+
+    What is heavy comes first if block 0 is, so that the last programs are short. `together` heads' keys and values fit in
+    the L2.
+    """
+    section = pid // (blocks * together)
+    first = section * together
+    count = tl.minimum(heads - first, together)
+    inside = pid - section * blocks * together
+    return inside // count, first + inside % count
+
+
+@triton.jit
+def key_range(
+    first, S, left, right, ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    MASK: tl.constexpr,
+):  # fmt: skip
+    """begin, inner, outer, end: rows first to first + ROWS see nothing outside [begin, end) and all of [inner, outer).
+
+    But for end all are multiples of KEYS.
+    """
+    begin = tl.full((), 0, tl.int32)
+    end = S
+    if HAS_LEFT:
+        begin = tl.minimum(tl.maximum(first - left, 0), S) // KEYS * KEYS
+    if HAS_RIGHT:
+        end = tl.minimum(S, first + ROWS + right)
+    inner = begin
+    outer = end // KEYS * KEYS
+    if HAS_LEFT:
+        inner = tl.maximum(tl.cdiv(tl.maximum(first + ROWS - 1 - left, 0), KEYS) * KEYS, begin)
+    if HAS_RIGHT:
+        outer = tl.minimum(S, first + right + 1) // KEYS * KEYS
+    if MASK != NO_MASK:
+        inner = begin
+        outer = begin
+    if HAS_LEFT:  # a window that is narrower than the tile
+        inner = tl.minimum(inner, tl.cdiv(end, KEYS) * KEYS)
+    return begin, inner, tl.maximum(outer, inner), end
+
+
+@triton.jit
+def row_range(
+    first, T, S, left, right, ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    MASK: tl.constexpr,
+):  # fmt: skip
+    """begin, inner, outer, end: none but rows [begin, end) see any of keys first to first + KEYS, [inner, outer) see all.
+
+    But for end all are multiples of ROWS. Keys beyond S, which no row sees, make every block one of the edge's, and rows
+    beyond T their own; under a mask no other is, for all are asked.
+    """
+    begin = tl.full((), 0, tl.int32)
+    end = T
+    if HAS_RIGHT:
+        begin = tl.minimum(tl.maximum(first - right, 0), T) // ROWS * ROWS
+    if HAS_LEFT:
+        end = tl.minimum(T, first + KEYS + left)
+    inner = begin
+    outer = tl.minimum(tl.cdiv(end, ROWS), T // ROWS) * ROWS
+    if MASK == NO_MASK:
+        if HAS_RIGHT:
+            inner = tl.minimum(tl.cdiv(tl.maximum(first + KEYS - 1 - right, 0), ROWS) * ROWS, outer)
+        inner = tl.where(first + KEYS > S, outer, inner)
+        if HAS_LEFT:
+            outer = tl.minimum(tl.maximum(first + left + 1, 0) // ROWS * ROWS, outer)
+    inner = tl.maximum(inner, begin)
+    return begin, inner, tl.maximum(outer, inner), end

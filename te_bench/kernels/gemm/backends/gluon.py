@@ -1,0 +1,175 @@
+"""FP8 GEMM by our own warp-specialised kernels for Hopper in Gluon, whose epilogues run under other tiles' products.
+
+Source: te-bench's own kernels, after NVIDIA's description of CUTLASS's ping-pong and cooperative ones. A twin of triton.py
+for scales per tensor and per row, on compute capability 9.0 alone.
+"""
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from te_bench.kernels import gluon
+from te_bench.kernels.activation import KINDS
+from te_bench.kernels.gemm import Backend, Epilogue, Problem, Product, granularities
+from te_bench.kernels.gemm.backends.reference import DTYPES
+from te_bench.kernels.gemm.backends.triton import GROUP_M, _processors
+from te_bench.kernels.gemm.hopper.plans import Plan, plan, programs, sums
+from te_bench.kernels.gemm.operators import misaligned, operators
+from te_bench.kernels.quantize import BLOCK, Quantized
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from te_bench.kernels.gemm.hopper.kernels import gluon_gemm_accumulate_kernel, gluon_gemm_kernel
+except ImportError:
+    MISSING: str | None = gluon.ABSENT
+else:
+    MISSING = None
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+def unsupported(p: Problem) -> str | None:
+    if p.a_granularity not in ("tensor", "row") or p.b_granularity != p.a_granularity:
+        return f"scales per {p.a_granularity} x {p.b_granularity}: this one has tensor x tensor and row x row"
+    if reason := misaligned(p):
+        return reason
+    return gluon.unsupported(p.device, p.capability, MISSING, INTERPRETED)
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> "gl.NVMMASharedLayout":
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _in_gluon(dtype))
+
+
+def _in_gluon(dtype: torch.dtype) -> "gl.dtype":
+    names = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5, torch.float32: gl.float32}
+    return names.get(dtype) or {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> "TensorDescriptor":
+    return TensorDescriptor.from_tensor(x, [rows, columns], _layout(rows, columns, x.dtype))
+
+
+def _launch(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    epilogue: Epilogue,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    chosen: Plan | None = None,
+) -> Product:
+    """D and what its epilogue leaves, none of M, N and K being 0."""
+    kind = _kind(a, b, a_scale_inv, b_scale_inv, bias)
+    m, n, device = a.shape[0], b.shape[0], a.device
+    target = None if epilogue.target is None else DTYPES[epilogue.target]
+    p = chosen or plan(out_dtype, promote=not fast_accum, epilogue=epilogue, residual=residual)
+    out = a.new_empty((m, n), dtype=out_dtype) if epilogue.out else None
+    pre = a.new_empty((m, n), dtype=out_dtype) if epilogue.keep else None
+    data = a.new_empty((m, n), dtype=target) if target is not None and epilogue.rowwise else None
+    data_t = a.new_empty((n, m), dtype=target) if target is not None and epilogue.columnwise else None
+    scale_inv = None if target is None else torch.empty((), dtype=torch.float32, device=device)
+    left, numbers = (out, pre, residual, data, data_t), (a_scale_inv, b_scale_inv, bias, scale, scale_inv, amax)
+    run(p, a, b, left, numbers, epilogue, out_dtype, kind=kind, promote=not fast_accum)
+    if target is None:
+        return Product(out, pre, None)
+    there, back = (None if x is None else scale_inv for x in (data, data_t))
+    return Product(out, pre, Quantized(data, there, data_t, back))
+
+
+def run(
+    p: Plan,
+    a: Tensor,
+    b: Tensor,
+    left: tuple[Tensor | None, ...],
+    numbers: tuple[Tensor | None, ...],
+    epilogue: Epilogue,
+    out_dtype: torch.dtype,
+    *,
+    kind: str,
+    promote: bool,
+    across: bool = False,
+    gradient: bool = False,
+) -> None:
+    """The kernel on a (M, K) and b (N, K), or, across, (K, N), by the plan.
+
+    left: out, what precedes its activation, residual, and FP8 in two layouts; numbers: both operands' scale_inv, bias, and
+    the FP8's scale, scale_inv and amax; gradient: out is the product times the activation's slope at the residual.
+    """
+    out, pre, residual, data, data_t = left
+    a_scale_inv, b_scale_inv, bias, *of_fp8 = numbers
+    (m, k), n = a.shape, b.shape[1 if across else 0]
+    part, block = p.width // p.parts, BLOCK // a.dtype.itemsize
+    staged = out is not None or data_t is not None
+    with torch.cuda.device_of(a):
+        gluon_gemm_kernel[(programs(p, m, n, _processors(a.device)),)](
+            _descriptor(a, p.height, block),
+            _descriptor(b, block, p.width) if across else _descriptor(b, p.width, block),
+            *(None if x is None else _descriptor(x, p.height, part) for x in (out, pre, residual, data)),
+            *(None if data_t is None else _descriptor(data_t, part, p.height), a_scale_inv, b_scale_inv),
+            *(None if bias is None else bias.contiguous(), *of_fp8, m, n, k),
+            A_KIND=kind,
+            ACROSS=across,
+            PROMOTE=promote,
+            ACTIVATION=None if epilogue.activation is None else KINDS[epilogue.activation][0],
+            GRADIENT=gradient,
+            DTYPE=_in_gluon(out_dtype),
+            OUT_LAYOUT=_layout(p.height, part, out_dtype),
+            STORES=sum(x is not None for x in (out, pre, data, data_t)),
+            IN_PLACE=staged and residual is not None and residual.dtype is out_dtype,
+            STAGES=p.stages(out_dtype, epilogue, residual),
+            **_constants(p),
+        )
+
+
+def _kind(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None = None) -> str:
+    """What both operands' scales are for. Raises ValueError for operands that cannot be multiplied, or not here."""
+    kind, other = granularities(a, b, a_scale_inv, b_scale_inv, bias)
+    if kind not in ("tensor", "row"):
+        raise ValueError(f"scales per {kind} x {other}: the Gluon GEMM has none in blocks; take triton or scaled_mm")
+    return kind
+
+
+def _constants(p: Plan) -> dict[str, int | bool]:
+    return {"PARTS": p.parts, "SLOTS": p.slots, "TURNS": p.turns, "GROUP_M": GROUP_M, "num_warps": 4}
+
+
+def _add(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    out: Tensor,
+    fast_accum: bool,
+    whole: bool,
+    chosen: Plan | None = None,
+) -> None:
+    """out += the product, none of M, N and K being 0; whole: no tile is shared by several programs."""
+    kind = _kind(a, b, a_scale_inv, b_scale_inv)
+    (m, k), n, processors = a.shape, b.shape[0], _processors(a.device)
+    p, whole = (chosen, whole) if chosen else sums(m, n, promote=not fast_accum, whole=whole, processors=processors)
+    height, width = p.tile()
+    steps = triton.cdiv(m, height) * triton.cdiv(n, width) * triton.cdiv(k, BLOCK)
+    with torch.cuda.device_of(a):
+        gluon_gemm_accumulate_kernel[(programs(p, m, n, processors) if whole else min(processors, steps),)](
+            *(_descriptor(a, p.height, BLOCK), _descriptor(b, p.width, BLOCK)),
+            *(_descriptor(out, p.height, p.width // p.parts), a_scale_inv, b_scale_inv, m, n, k),
+            A_KIND=kind,
+            PROMOTE=not fast_accum,
+            STAGES=p.stages(torch.float32, Epilogue(), None),
+            STREAM=not whole,
+            **_constants(p),
+        )
+
+
+forward, fused, accumulate = operators("gluon", _launch, _add)
+
+BACKEND = Backend(forward=forward, unsupported=unsupported, fused=fused, accumulate=accumulate)

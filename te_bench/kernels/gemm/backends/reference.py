@@ -1,0 +1,128 @@
+"""FP8 GEMM by exact emulation: dequantise to float32 (every FP8 product is exact there) and multiply. Runs anywhere.
+
+It is one operator, te_bench::reference_gemm: a profiler sees each product, compiled or not, and none of its parts.
+"""
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels import quantize
+from te_bench.kernels.activation.backends import reference as activation
+from te_bench.kernels.gemm import (
+    Backend,
+    Epilogue,
+    Problem,
+    Product,
+    check_epilogue,
+    check_sum,
+    granularities,
+)
+from te_bench.kernels.quantize import BLOCK
+from te_bench.kernels.quantize.backends.reference import widened
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def unsupported(p: Problem) -> str | None:
+    return None
+
+
+def forward(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """D = dequantise(a) @ dequantise(b).T + bias, rounded once from float32; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
+
+    Block scales multiply the float32 sum over their 128 of K. fast_accum changes nothing: sums are float32 here.
+    Raises ValueError for operands that cannot be multiplied.
+    """
+    granularities(a, b, a_scale_inv, b_scale_inv, bias)
+    return _operator(a, b, a_scale_inv, b_scale_inv, out_dtype, bias)
+
+
+@torch.library.custom_op("te_bench::reference_gemm", mutates_args=())
+def _operator(
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    kind, _ = granularities(a, b, a_scale_inv, b_scale_inv, bias)
+    with torch.autocast(a.device.type, enabled=False):
+        # FP8 fits into TF32 and even bfloat16, so that torch.set_float32_matmul_precision does not matter here.
+        if kind == "tensor":
+            out = (widened(a) @ widened(b).t()).mul_(a_scale_inv * b_scale_inv)
+        elif kind == "row":
+            out = (widened(a) @ widened(b).t()).mul_(a_scale_inv[:, None]).mul_(b_scale_inv)
+        else:
+            out = _blocks(widened(a), widened(b), a_scale_inv, b_scale_inv)
+        return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+@_operator.register_fake
+def _(
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def fused(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    epilogue: Epilogue,
+    fast_accum: bool = False,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> Product:
+    """out = round(f(round(product + bias)) + residual) and fp8(out * scale); what is None or not asked for is left out.
+
+    amax becomes max(amax, max |out|). Raises ValueError for operands, or an epilogue's, that do not fit.
+    """
+    check_epilogue(a, b, out_dtype, epilogue, residual, scale, amax)
+    x = forward(a, b, a_scale_inv, b_scale_inv, out_dtype=torch.float32, bias=bias)
+    pre = None
+    if epilogue.activation is not None:
+        pre = x.to(out_dtype)
+        x = activation.forward(pre.float(), epilogue.activation)
+    out = (x if residual is None else x + residual.float()).to(out_dtype)
+    quantized = None
+    if epilogue.target is not None:
+        layouts = {"rowwise": epilogue.rowwise, "columnwise": epilogue.columnwise}
+        quantized = quantize.load("reference").scaled(out, scale, DTYPES[epilogue.target], amax=amax, **layouts)
+    return Product(out if epilogue.out else None, pre if epilogue.keep else None, quantized)
+
+
+def accumulate(
+    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, *, out: Tensor, fast_accum: bool = False
+) -> None:
+    """out += dequantise(a) @ dequantise(b).T in float32. Raises ValueError as `forward`, and for another out."""
+    check_sum(a, b, out)
+    out.add_(forward(a, b, a_scale_inv, b_scale_inv, out_dtype=torch.float32))
+
+
+def _blocks(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
+    """Sum over the blocks of K of (a_block @ b_block.T) * their scales."""
+    a_scale_inv, b_scale_inv = _each_row(a_scale_inv, a.shape[0]), _each_row(b_scale_inv, b.shape[0])
+    out = None
+    for i in range(a_scale_inv.shape[1]):
+        along = slice(i * BLOCK, (i + 1) * BLOCK)
+        product = (a[:, along] @ b[:, along].t()).mul_(a_scale_inv[:, i, None]).mul_(b_scale_inv[:, i])
+        out = product if out is None else out.add_(product)
+    return a.new_zeros(a.shape[0], b.shape[0]) if out is None else out
+
+
+def _each_row(scale_inv: Tensor, rows: int) -> Tensor:
+    """(rows, blocks) from scales of 1 x 128 or 128 x 128 blocks."""
+    return scale_inv if scale_inv.shape[0] == rows else scale_inv.repeat_interleave(BLOCK, 0)[:rows]
+
+
+BACKEND = Backend(forward=forward, unsupported=unsupported, fused=fused, accumulate=accumulate)

@@ -1,0 +1,149 @@
+"""The fastest FP8 GEMM of a shape, as measured; cuBLASLt where nothing was, or where nothing is much faster.
+
+Every backend keeps the same contract, so that the choice is one of time; the last bits differ, by the order in which K is
+added up and by a bias that Gluon adds before it rounds. It depends on the shape, the scales, the sums asked for and the GPU,
+and on nothing else: a trial's record names the kernels that ran.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.gemm import Epilogue, Problem, Product, granularities
+from te_bench.kernels.gemm.backends import gluon, scaled_mm, triton
+from te_bench.kernels.gemm.measured import GPU, ROWS
+
+USUAL = "scaled_mm"
+#: Below it the choice is noise. Captured, a launch costs the GPU nothing; in eager mode Gluon's costs the host some 50 us
+#: for cuBLASLt's 10, which may be more than it saves where the host is what is waited for.
+LEAST = 1.05
+#: A measured row stands for such heights as its own, and for all from this many tiles on: 8 waves of an H200's processors,
+#: of which the last, ragged one is too little to count.
+NEAR, TILE, MANY = 1.25, 128, 8 * 132
+PLAIN = Epilogue()
+LAUNCHES: dict[str, Callable[..., Product]] = {"gluon": gluon._launch, "triton": triton._launch}
+
+
+class Shape(Protocol):
+    """Of a measured row, here and in _half_measured.py."""
+
+    @property
+    def m(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+
+
+Measured = TypeVar("Measured", bound=Shape)
+
+
+def forward(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """D = dequantise(a) @ dequantise(b).T + bias by the backend chosen; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
+
+    As gemm.Backend's forward; raises ValueError for operands that cannot be multiplied.
+    """
+    if torch.compiler.is_compiling():
+        return _operator(a, b, a_scale_inv, b_scale_inv, out_dtype, fast_accum, bias)
+    if a.dim() != 2 or b.dim() != 2:
+        granularities(a, b, a_scale_inv, b_scale_inv, bias)  # which raises
+    launch = _launch(
+        *(*a.shape, *b.shape, a.dtype, b.dtype, a_scale_inv.dim(), b_scale_inv.dim()),
+        *(out_dtype, fast_accum, a.get_device()),
+    )
+    if launch is None:
+        return scaled_mm.forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
+    made: Tensor = launch(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum, PLAIN, None, None, None).out
+    return made
+
+
+@torch.library.custom_op("te_bench::policy_gemm", mutates_args=())
+def _operator(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    return forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
+
+
+@_operator.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@functools.lru_cache(maxsize=4096)  # sequences of many lengths would fill it for ever
+def _launch(
+    m: int,
+    k: int,
+    n: int,
+    b_k: int,
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+    a_scales: int,
+    b_scales: int,
+    out_dtype: torch.dtype,
+    fast: bool,
+    device: int,
+) -> Callable[..., Product] | None:
+    """The launcher of another backend than cuBLASLt; by scales' dimensions, 0 per tensor and 1 per row."""
+    formats = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+    legal = b_k == k and a_scales == b_scales < 2 and {a_dtype, b_dtype} <= formats.keys()
+    # What was measured: E4M3 into half precision. float32 leaves by other tiles.
+    if not legal or device < 0 or out_dtype.itemsize != 2 or torch.float8_e5m2 in (a_dtype, b_dtype):
+        return None
+    granularity = ("tensor", "row")[a_scales]
+    name = choose(m, n, k, granularity=granularity, fast=fast, gpu=torch.cuda.get_device_name(device))
+    if name == USUAL:
+        return None
+    problem = Problem(
+        m=m, n=n, k=k, a_dtype=formats[a_dtype], b_dtype=formats[b_dtype], device="cuda",
+        capability=torch.cuda.get_device_capability(device), a_granularity=granularity, b_granularity=granularity,
+    )  # fmt: skip
+    backend = {"gluon": gluon, "triton": triton}[name].BACKEND
+    return LAUNCHES[name] if backend.unsupported(problem) is None else None
+
+
+def choose(m: int, n: int, k: int, *, granularity: str, fast: bool, gpu: str) -> str:
+    """The backend's name, of E4M3 operands (M, K) and (N, K) with scales per "tensor" or "row"."""
+    shape = (n, k, granularity, fast)
+    asked = [row for row in ROWS if (row.n, row.k, row.granularity, row.fast) == shape] if gpu == GPU else []
+    row = nearest(asked, m)
+    if row is None:
+        return USUAL
+    best = max(row.tflops, key=lambda name: row.tflops[name])
+    return best if row.tflops[best] >= LEAST * row.tflops[USUAL] else USUAL
+
+
+def nearest(rows: Sequence[Measured], m: int) -> Measured | None:
+    """Of rows of one (N, K) that stand for a height of m the one whose own is the nearest."""
+    found = [row for row in rows if _stands_for(row, m)]
+    return min(found, key=lambda row: max(m, row.m) / min(m, row.m), default=None)
+
+
+def _stands_for(row: Shape, m: int) -> bool:
+    if not m:
+        return False
+    tiles = min(-(-height // TILE) * -(-row.n // TILE) for height in (m, row.m))
+    return max(m, row.m) <= NEAR * min(m, row.m) or tiles >= MANY

@@ -1,0 +1,138 @@
+"""What the chunked backends share: how the rows are cut up, and the autograd Function around their operators."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from te_bench.kernels.linear_cross_entropy import IGNORED, check, kernels
+
+_autograd: Any = torch._C._autograd
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+ROWS_MULTIPLE = 128  # rows of a GEMM's tile
+
+
+def chunk_rows(n: int, padded: int, itemsize: int, budget: int) -> int:
+    """Rows a chunk: as few chunks as `budget` bytes of (rows, padded) allow, of one size but for the last."""
+    most = max(ROWS_MULTIPLE, budget // (padded * itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE)
+    each = -(-n // -(-n // most)) if n else most
+    return -(-each // ROWS_MULTIPLE) * ROWS_MULTIPLE
+
+
+def count(targets: Tensor) -> Tensor:
+    """`_kernels.count`, in plain PyTorch where no kernel runs."""
+    if targets.is_cuda or kernels.INTERPRETED:
+        return kernels.count(targets)
+    counted = (targets != IGNORED).sum().float()
+    inverse = 1 / counted.clamp(min=1)  # where every target is ignored the gradients are 0, and not 0 / 0
+    return torch.stack([counted, inverse, inverse / kernels.GRADIENT_SCALE])[:, None].expand(-1, 4).contiguous()
+
+
+def mean(losses: Tensor, numbers: Tensor) -> Tensor:
+    """`_kernels.mean`, in plain PyTorch where no kernel runs."""
+    if losses.is_cuda or kernels.INTERPRETED:
+        return kernels.mean(losses, numbers)
+    return losses.sum() / numbers[kernels.COUNTED, 0]
+
+
+def slices(n: int, size: int) -> Iterator[slice]:
+    """0..n in pieces of `size`, the last of what is left."""
+    return (slice(start, min(start + size, n)) for start in range(0, n, size))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The operator computes the mean loss's gradients along with it; the backward pass scales them by the loss's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        operator: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        settings: tuple[Any, ...],
+        need_dx: bool,
+        need_dw: bool,
+        copy: Tensor | None,
+    ) -> Tensor:
+        loss, dx, dw = operator(x, weight if copy is None else copy, targets, *settings, need_dx, need_dw)
+        ctx.save_for_backward(dx, dw)
+        ctx.needs, ctx.dtypes = (need_dx, need_dw), (x.dtype, weight.dtype)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (
+            _scaled(gradient, dloss, dtype) if needed else None
+            for gradient, needed, dtype in zip(ctx.saved_tensors, ctx.needs, ctx.dtypes, strict=True)
+        )
+        return *scaled, None, None, None, None, None, None
+
+
+def _scaled(gradient: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * dloss in dtype: gradient itself, overwritten, where a kernel can do it and no other backward pass follows.
+
+    dW, 155 MB in float32, is then not read where dloss is 1, as it is but for a scaled or divided loss: 125 of the 5000 us
+    that loss and gradients took (12288 x 50304 x 768 on an H200, 2026-11-21). The GPU decides, for nobody waits for it.
+    """
+    if torch.compiler.is_compiling() or not (gradient.is_cuda or kernels.INTERPRETED):
+        return (gradient * dloss).to(dtype)
+    again = dtype is not gradient.dtype or _autograd._get_current_graph_task_keep_graph()
+    out = torch.empty_like(gradient, dtype=dtype) if again else gradient
+    kernels.scale(gradient, dloss, out)
+    return out
+
+
+def fake(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab: int,
+    dtype: torch.dtype,
+    rows: int | None,
+    strip: int | None,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The shapes and dtypes of what the operators return."""
+    loss = x.new_empty((), dtype=torch.float32)
+    dx = x.new_empty(x.shape if need_dx else 0, dtype=torch.float32)
+    return loss, dx, x.new_empty(weight.shape if need_dw else 0, dtype=torch.float32)
+
+
+def apply(
+    operator: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab: int,
+    rows: int | None,
+    strip: int | None,
+    copy: Tensor | None,
+) -> Tensor:
+    """The loss by operator(x, weight, targets, vocab, dtype, rows, strip, need_dx, need_dw) -> loss, dx, dw.
+
+    dtype is autocast's or x's; dx and dw, float32, are the mean loss's gradients, empty where not needed. copy: what
+    operator takes for weight, whose gradient it stays. Raises ValueError for what does not fit.
+    """
+    check(x, weight, targets, vocab)
+    if copy is not None and copy.shape != weight.shape:
+        raise ValueError(f"copy {tuple(copy.shape)} of a weight {tuple(weight.shape)}: it must be of the same shape")
+    kind = x.device.type
+    autocast = torch.is_autocast_enabled(kind)
+    if x.dtype not in FLOATS or weight.dtype not in FLOATS or (x.dtype != weight.dtype and not autocast):
+        raise ValueError(
+            f"x of {x.dtype} and weight of {weight.dtype}: one of float32, bfloat16, float16, or any under torch.autocast"
+        )
+    for name, value in (("rows", rows), ("strip", strip)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}: at least 1, or None for the default")
+    dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+    training = torch.is_grad_enabled()
+    needs = training and x.requires_grad, training and weight.requires_grad
+    copy = None if copy is None else copy.detach()
+    return _LinearCrossEntropy.apply(x, weight, targets, operator, (vocab, dtype, rows, strip), *needs, copy)

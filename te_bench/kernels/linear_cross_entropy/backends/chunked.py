@@ -1,0 +1,144 @@
+"""Linear cross-entropy over chunks of rows, loss and gradients in one pass; the logits are never all in memory.
+
+A chunk's logits are made by one GEMM, turned into their own gradient in place by one Triton kernel, and used up by two
+GEMMs. Loss and gradients appear in the forward pass, as the loss is a scalar: the backward pass multiplies by its gradient.
+Nothing waits for the GPU, so that a CUDA graph can capture it. On a CPU the kernel's formula runs in plain PyTorch.
+
+Source: Hsu et al. 2024 (Liger Kernel, arXiv 2410.10989) for gradients in the forward pass; not for the chunks, for its rule
+gives 256 rows at GPT-2's shapes.
+"""
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.gemm import half
+from te_bench.kernels.linear_cross_entropy import Backend, Problem, kernels
+from te_bench.kernels.linear_cross_entropy.autograd import apply, chunk_rows, count, fake, mean, slices
+from te_bench.kernels.linear_cross_entropy.backends import reference
+
+# Of a chunk's logits: 6144 rows of GPT-2's 50304 columns in bf16, so that 12288 are two chunks. More chunks: dW, 155 MB in
+# float32, is read and written more often, and dx has fewer tiles.
+LOGITS_BYTES = 600 * 2**20
+
+
+def unsupported(p: Problem) -> str | None:
+    if p.capability is not None and p.capability < (8, 0) and p.dtype == "bf16":
+        return f"bf16 needs compute capability 8.0, this GPU has {p.capability[0]}.{p.capability[1]}"
+    return None
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab: int,
+    rows: int | None = None,
+    strip: int | None = None,
+    copy: Tensor | None = None,
+) -> Tensor:
+    """mean_i CE(x_i W^T, t_i) in nats; x (N, D), weight (Vp, D), targets (N,) int64 -> () float32.
+
+    Computed in autocast's dtype or x's: logits and their gradient are rounded to it, all sums are float32's, and the
+    gradients are rounded once, to the dtypes of x and weight. A target of -1 is ignored; one that is neither that nor in
+    the vocabulary makes the loss NaN, for an error would have to wait for the GPU.
+    rows: those of a chunk, whose logits are in memory at once (default: about 600 MiB of them); strip: those whose
+    logits are made and used before the next (default: the whole chunk). Neither changes more than the order of sums.
+    copy: weight as somebody has rounded it already, of which the products are; the gradient is weight's all the same.
+    Raises ValueError for what does not fit; no second derivatives.
+    """
+    return apply(torch.ops.te_bench.linear_cross_entropy, x, weight, targets, vocab, rows, strip, copy)
+
+
+def rows_of(n: int, padded: int, itemsize: int, rows: int | None = None) -> int:
+    """The rows of a chunk of n, where rows says nothing else."""
+    return min(rows or chunk_rows(n, padded, itemsize, LOGITS_BYTES), max(n, 1))
+
+
+def gemms(n: int, padded: int, itemsize: int) -> tuple[int, int]:
+    """A chunk's logits, and their two gradients."""
+    return 0, 3 * len(list(slices(n, rows_of(n, padded, itemsize))))
+
+
+@torch.library.custom_op("te_bench::linear_cross_entropy", mutates_args=())
+def _operator(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab: int,
+    dtype: torch.dtype,
+    rows: int | None,
+    strip: int | None,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss and its gradients in float32, empty where not needed."""
+    with torch.autocast(x.device.type, enabled=False):
+        x, weight, targets = x.to(dtype), weight.to(dtype), targets.contiguous()
+        (n, d), padded = x.shape, weight.shape[0]
+        rows = rows_of(n, padded, dtype.itemsize, rows)
+        losses = x.new_empty(n, dtype=torch.float32)
+        dx = x.new_empty((n, d) if need_dx else 0, dtype=torch.float32)
+        dw = x.new_empty((padded, d) if need_dw else 0, dtype=torch.float32)
+        buffer = x.new_empty(rows, padded)
+        numbers = count(targets)
+        inverse = numbers[kernels.INVERSE, 0]
+        # Divided by 12288 rows float16 would lose the gradient of the logits to underflow: there what it makes is divided.
+        late = dtype is torch.float16
+        factor = (torch.ones_like(inverse) if late else inverse) if need_dx or need_dw else None
+        for chunk in slices(n, rows):
+            x_chunk, logits = x[chunk], buffer[: chunk.stop - chunk.start]
+            for part in slices(len(logits), strip or rows):
+                half.multiply(x_chunk[part], weight, out=logits[part])
+                _rows(logits[part], targets[chunk][part], losses[chunk][part], vocab, factor)
+            if need_dx:
+                _product(logits, weight, dx[chunk], accumulate=False)
+            if need_dw:
+                _product(logits.t(), x_chunk, dw, accumulate=chunk.start > 0)
+        if n == 0:
+            dw.zero_()
+        if late:
+            dx.mul_(inverse)
+            dw.mul_(inverse)
+        return mean(losses, numbers), dx, dw
+
+
+_operator.register_fake(fake)
+
+
+def _rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, factor: Tensor | None) -> None:
+    """losses := -log p_t; with a factor logits := (p - onehot(t)) * factor, in place."""
+    if logits.is_cuda or kernels.INTERPRETED:
+        kernels.rows(logits, targets, losses, vocab, factor)
+        return
+    plain_losses, gradient = reference.rows(logits, targets, vocab)
+    losses.copy_(plain_losses)
+    if factor is not None:
+        logits.copy_(gradient * factor)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """out := a @ b, added to out where `accumulate`; a (M, K), b (K, N) of one dtype, out (M, N) float32.
+
+    float32 and not a's dtype, for a bf16 sum over chunks would be rounded once a chunk: dW is read and written twice as
+    large, which at 12288 rows in four chunks is 1.1 GB, 0.26 ms of an H200's 4.2 TB/s, partly under the GEMM.
+    """
+    if a.dtype is out.dtype or not a.is_cuda:  # out_dtype is CUDA's (torch 2.13)
+        a, b = a.to(out.dtype), b.to(out.dtype)
+        if accumulate:
+            torch.addmm(out, a, b, out=out)
+        else:
+            torch.mm(a, b, out=out)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+BACKEND = Backend(
+    forward=forward,
+    unsupported=unsupported,
+    copied=True,
+    kernels={"cuda": r"^rows_kernel$", "cpu": r"^te_bench::linear_cross_entropy$"},
+    gemms=gemms,
+)

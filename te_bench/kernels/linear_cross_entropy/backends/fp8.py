@@ -1,0 +1,176 @@
+"""Linear cross-entropy with all three GEMMs in FP8: x and W in E4M3 by their own amax, the logits' gradient in E5M2.
+
+As `chunked`, but the gradient of the logits leaves its kernel as E5M2 in both layouts, for the GEMM that contracts the
+vocabulary and for the one that contracts the rows. Its scale needs no amax: |softmax - onehot| <= 1. The bf16 logits are
+made of a part of a strip at a time, and gone when the next ones are made, the gradient for dx with its strip; the gradient
+for dW is kept for a chunk of many strips, as torch's FP8 GEMM cannot add to a dW that is there. On a CPU kernels and GEMMs
+are emulated.
+
+Source: Micikevicius et al. 2022 (FP8 formats for deep learning) for E4M3 forward and E5M2 backward.
+"""
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels import quantize
+from te_bench.kernels.gemm import policy
+from te_bench.kernels.gemm.backends import reference as gemm_reference
+from te_bench.kernels.gemm.backends import scaled_mm
+from te_bench.kernels.linear_cross_entropy import Backend, Problem, kernels
+from te_bench.kernels.linear_cross_entropy.autograd import apply, chunk_rows, count, fake, mean, slices
+from te_bench.kernels.linear_cross_entropy.backends import reference
+from te_bench.kernels.quantize import Quantized
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+# Bytes of bf16 logits a strip, were they all there: 3072 rows of GPT-2's 50304 columns. Loss and gradients took 3.48 ms
+# with it (12288 rows, a captured graph on one H200), 3.36 with 6144 rows and 3.59 with 2048, 4.0 with 1024: dx has too few
+# tiles. The logits themselves, 393 columns of tiles, can do with fewer rows at a time: 1536 (not timed yet).
+STRIP_BYTES, LOGITS_BYTES = 300 * 2**20, 150 * 2**20
+# Bytes of E5M2 for dW a chunk: 12288 rows of 50304. Two chunks in their place cost 105 us of adding 155 MB up, four 319.
+CHUNK_BYTES = 600 * 2**20
+
+
+def unsupported(p: Problem) -> str | None:
+    if p.capability is not None and p.capability < (8, 9):
+        return f"FP8 needs compute capability 8.9, this GPU has {p.capability[0]}.{p.capability[1]}"
+    return None
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab: int,
+    rows: int | None = None,
+    strip: int | None = None,
+    copy: Tensor | None = None,
+) -> Tensor:
+    """mean_i CE(q(x)_i q(W)^T, t_i) in nats; x (N, D), weight (Vp, D), targets (N,) int64 -> () float32.
+
+    q is E4M3 with one scale per tensor; logits are bf16. dx = g q(W) and dW = g^T q(x), g = E5M2(softmax - onehot), in
+    float32, then rounded once to the dtypes of x and weight. targets and errors are those of `chunked`.
+    rows: those whose g^T is in memory at once (default: about 600 MiB of it); strip: those whose g is (default: about 150
+    MiB), and at most whose logits are (about 150 MiB). Neither changes more than the order of sums. copy: as `chunked`'s.
+    """
+    return apply(torch.ops.te_bench.linear_cross_entropy_fp8, x, weight, targets, vocab, rows, strip, copy)
+
+
+def _cut(n: int, padded: int, rows: int | None = None, strip: int | None = None) -> tuple[int, int, int]:
+    """The rows of a chunk, of a strip, and those whose logits are made at once."""
+    rows = min(rows or chunk_rows(n, padded, 1, CHUNK_BYTES), max(n, 1))
+    strip = min(strip or chunk_rows(rows, padded, 2, STRIP_BYTES), rows)
+    return rows, strip, chunk_rows(strip, padded, 2, LOGITS_BYTES)
+
+
+def gemms(n: int, padded: int, itemsize: int) -> tuple[int, int]:
+    """Some rows' logits, a strip's dx and a chunk's share of dW."""
+    rows, strip, most = _cut(n, padded)
+    chunks = [chunk.stop - chunk.start for chunk in slices(n, rows)]
+    strips = [part.stop - part.start for height in chunks for part in slices(height, strip)]
+    return sum(len(list(slices(height, most))) for height in strips) + len(strips) + len(chunks), 0
+
+
+@torch.library.custom_op("te_bench::linear_cross_entropy_fp8", mutates_args=())
+def _operator(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab: int,
+    dtype: torch.dtype,
+    rows: int | None,
+    strip: int | None,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss and its gradients in float32, empty where not needed."""
+    with torch.autocast(x.device.type, enabled=False):
+        (n, d), padded, targets = x.shape, weight.shape[0], targets.contiguous()
+        rows, strip, most = _cut(n, padded, rows, strip)
+        qx, qw = _quantized(x, weight, need_dx, need_dw)
+        numbers = count(targets)
+        # The gradient's scale and the mean are one factor of the GEMMs.
+        g_scale_inv = numbers[kernels.SCALED, 0]
+        losses = x.new_empty(n, dtype=torch.float32)
+        dx = x.new_empty((n, d) if need_dx else 0, dtype=torch.float32)
+        dw = x.new_empty(0, dtype=torch.float32)
+        g = x.new_empty((strip, padded), dtype=E5M2) if need_dx else None
+        for chunk in slices(n, rows):
+            height = chunk.stop - chunk.start
+            g_t = x.new_empty((padded, height), dtype=E5M2) if need_dw else None
+            for start in range(chunk.start, chunk.stop, strip):
+                part = slice(start, min(start + strip, chunk.stop))
+                g_part = None if g is None else g[: part.stop - start]
+                for some in slices(part.stop - start, most):
+                    here = slice(start + some.start, start + some.stop)
+                    logits = _gemm(qx.data[here], qw.data, qx.scale_inv, qw.scale_inv, torch.bfloat16)
+                    g_some = None if g_part is None else g_part[some]
+                    _rows(logits, targets[here], losses[here], vocab, g_some, g_t, here.start - chunk.start)
+                    del logits  # or the next ones would be made beside them
+                if g_part is not None:
+                    _gemm_into(dx[part], g_part, qw.data_t, g_scale_inv, qw.scale_inv_t)
+            if g_t is not None:
+                share = _gemm(g_t, _columns(qx.data_t, chunk), g_scale_inv, qx.scale_inv_t, torch.float32)
+                dw = dw.add_(share) if chunk.start else share
+            del g_t  # or the next chunk's would be made beside it
+        if need_dw and n == 0:
+            dw = x.new_zeros((padded, d), dtype=torch.float32)
+        return mean(losses, numbers), dx, dw
+
+
+_operator.register_fake(fake)
+
+
+def _quantized(x: Tensor, weight: Tensor, need_dx: bool, need_dw: bool) -> tuple[Quantized, Quantized]:
+    """x and weight in E4M3 by their own amax, rowwise and, x for dW and weight for dx, columnwise."""
+    cast = quantize.load("triton" if x.is_cuda else "reference").tensor
+    # By way of bf16: that halves what the two passes read, and float32 is not transposed in the quantiser's kernel.
+    x, weight = (t.to(torch.bfloat16) if t.dtype is torch.float32 else t for t in (x, weight))
+    return cast(x, E4M3, rowwise=True, columnwise=need_dw), cast(weight, E4M3, rowwise=True, columnwise=need_dx)
+
+
+def _gemm(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a (M, K) b (N, K)^T; the logits, of K = D, by fast accumulation, the gradients, of long sums, without."""
+    multiply = policy.forward if a.is_cuda else gemm_reference.forward
+    return multiply(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=out_dtype is torch.bfloat16)
+
+
+def _gemm_into(out: Tensor, a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> None:
+    """out (M, N) float32 := a (M, K) b (N, K)^T, without a copy where cuBLASLt takes the shapes as they are."""
+    aligned = not (a.shape[1] % scaled_mm.ALIGNMENT or b.shape[0] % scaled_mm.ALIGNMENT)
+    if a.is_cuda and aligned:
+        torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, out_dtype=out.dtype, use_fast_accum=False, out=out)
+    else:
+        out.copy_(_gemm(a, b, a_scale_inv, b_scale_inv, out.dtype))
+
+
+def _columns(x_t: Tensor, chunk: slice) -> Tensor:
+    """x_t (D, N) at a chunk's columns, contiguous."""
+    # Copied as bytes, for not every device copies FP8.
+    return x_t if chunk == slice(0, x_t.shape[1]) else x_t.view(torch.uint8)[:, chunk].contiguous().view(E4M3)
+
+
+def _rows(
+    logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, g: Tensor | None, g_t: Tensor | None, first: int
+) -> None:
+    """losses := -log p_t; g (N, Vp) and g_t's columns from `first` on := E5M2(p - onehot(t)) by GRADIENT_SCALE."""
+    if logits.is_cuda or kernels.INTERPRETED:
+        kernels.fp8_rows(logits, targets, losses, vocab, g, g_t, first)
+        return
+    plain_losses, gradient = reference.rows(logits, targets, vocab)
+    losses.copy_(plain_losses)
+    packed = (gradient * kernels.GRADIENT_SCALE).to(E5M2)
+    if g is not None:
+        g.copy_(packed)
+    if g_t is not None:
+        g_t[:, first : first + len(logits)] = packed.t()
+
+
+BACKEND = Backend(
+    forward=forward,
+    unsupported=unsupported,
+    copied=True,
+    kernels={"cuda": r"^fp8_kernel$", "cpu": r"^te_bench::linear_cross_entropy_fp8$"},
+    gemms=gemms,
+)

@@ -1,0 +1,42 @@
+"""Linear cross-entropy by PyTorch's own operators, with all the logits in memory at once."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
+from te_bench.kernels.linear_cross_entropy import IGNORED, Backend, Problem, check
+
+
+def unsupported(p: Problem) -> str | None:
+    return None
+
+
+def forward(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+    """mean_i CE(x_i W^T, t_i) in nats; x (N, D), weight (Vp, D) of any float dtype, targets (N,) int64 -> ().
+
+    float32, or float64 for float64. Raises ValueError for shapes that do not fit, PyTorch's own errors for the rest.
+    """
+    check(x, weight, targets, vocab)
+    loss = cross_entropy(F.linear(x, weight), targets, vocab=vocab)
+    return loss if loss.dtype is torch.float64 else loss.float()
+
+
+def rows(logits: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """What the row kernels compute: -log p_t and p - onehot(t) with p = softmax(z[:vocab]), 0 in the padding.
+
+    logits (N, Vp), targets (N,) -> (N,) and (N, Vp), in float32 or, of float64, in it. Both are 0 where the target is
+    ignored, and NaN where it is none of the vocabulary.
+    """
+    z = logits[:, :vocab].to(torch.promote_types(logits.dtype, torch.float32))
+    log_p = z.log_softmax(1)
+    index = targets.clamp(0, vocab - 1)[:, None]
+    losses = -log_p.gather(1, index).squeeze(1)
+    gradient = log_p.exp().scatter_add_(1, index, torch.full_like(log_p[:, :1], -1.0))
+    ignored, illegal = targets == IGNORED, (targets < IGNORED) | (targets >= vocab)
+    losses = losses.masked_fill(ignored, 0.0).masked_fill(illegal, torch.nan)
+    gradient = gradient.masked_fill(ignored[:, None], 0.0).masked_fill(illegal[:, None], torch.nan)
+    return losses, F.pad(gradient, (0, logits.shape[1] - vocab))
+
+
+BACKEND = Backend(forward=forward, unsupported=unsupported)

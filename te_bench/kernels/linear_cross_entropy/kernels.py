@@ -1,0 +1,321 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The Triton kernels that turn logits into losses and into the logits' gradient, and their launchers.
+
+Bound by memory, as long as an element costs few instructions: 618 million exponentials alone keep an H200's special function
+units busy for 0.17 ms, and 24 instructions an element, which the FP8 kernel once had, all of its 132 processors for 0.5 ms
+(12288 x 50304; it took 0.89 ms where its bytes take 0.6, 2026-11-21). Hence: exp2 without denormals, targets of 32 bits, and
+one cast for both layouts (15 instructions). One program has a row and reads it twice, the second time mostly not from L2.
+Each thread keeps the maximum and the sum of what it saw: no barrier until the row's end. Rows and, the second time, columns
+are taken from last to first: what was written last is still in L2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels.launch import launch, traits
+from te_bench.kernels.tile import FLOATS, rounded, to_fp8
+from te_bench.kernels.tile import INTERPRETED as IN_PYTHON
+
+Constants = dict[str, object]
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+# Of blocks of 1024 to 8192 and 4 to 32 warps at 12288 x 50304: the rows in 795 us (840 by 4096 and 16 warps, 945 by 1024
+# and 4), the statistics in 312 (397 by 8192 and 32); a row kept in shared memory for one read, in Gluon, took 846.
+ROW: Constants = {"BLOCK": 8192, "num_warps": 16}
+STATISTICS: Constants = {"BLOCK": 4096, "num_warps": 8}
+TOGETHER = tl.constexpr(8)  # columns that a thread loads at once: 16 bytes of bf16
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Of a thread that saw nothing: -inf - -inf would be NaN, and times LOG2_E it must not overflow.
+LOWEST = tl.constexpr(-2e38)
+
+# |softmax - onehot| <= 1, so that 2^15 takes it to at most 32768, in the last of E5M2's binades (its largest is 57344).
+GRADIENT_SCALE = 2.0**15
+# Tile of the FP8 kernel, 657 us: 128 bytes of bf16 read, 128 bytes of the transposed layout written. 64 x 128 took 645 with
+# Triton 3.6, but 3.7 moves it through shared memory byte by byte; 128 x 128: 714.
+ROWS, COLUMNS = 128, 64
+TILE: Constants = {"SCALE": GRADIENT_SCALE, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 8}
+TARGETS = 8192  # that count_kernel and mean_kernel, one program each, take at a time
+# Of scale_kernel: elements at a time, and programs, which have nothing to do where dloss is 1.
+PIECE, PROGRAMS = 4096, 1024
+
+# numbers (3, 4), a value a row: what is 16 bytes apart is aligned for cuBLASLt too.
+COUNTED, INVERSE, SCALED = 0, 1, 2  # targets that count, 1 over them (0 counts as 1), that over GRADIENT_SCALE
+
+
+@triton.jit
+def _exp2(x):
+    """2^x, 0 below float32's normal numbers: there exp2's own takes three instructions more (Triton 3.7)."""
+    if IN_PYTHON:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _columns(start, BLOCK: tl.constexpr):
+    """(BLOCK / 8, 8) columns: 8 neighbours in each thread."""
+    return start + tl.arange(0, BLOCK // TOGETHER)[:, None] * TOGETHER + tl.arange(0, TOGETHER)[None, :]
+
+
+@triton.jit
+def _load(z, cols, vocab, padded):
+    """z at cols in float32, -inf in the padding."""
+    # The mask of the load ends at padded, a multiple of 8: one that ends at vocab, 50257, would load 2 bytes at a time.
+    v = tl.load(z + cols, mask=cols < padded, other=0.0).to(tl.float32)
+    return tl.where(cols < vocab, v, float("-inf"))
+
+
+@triton.jit
+def _seen(v, largest, total):
+    """Every thread's maximum and sum, v (BLOCK / 8, 8) among them."""
+    above = tl.maximum(largest, tl.max(v, 1))
+    return above, total * _exp2((largest - above) * LOG2_E) + tl.sum(_exp2((v - above[:, None]) * LOG2_E), 1)
+
+
+@triton.jit
+def _statistics(z, vocab, padded, BLOCK: tl.constexpr):
+    """max z and sum exp(z - max z) over the first `vocab` of a row."""
+    largest = tl.full((BLOCK // TOGETHER,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK // TOGETHER,), tl.float32)
+    full = vocab // BLOCK * BLOCK
+    for start in tl.range(0, full, BLOCK):
+        v = tl.load(z + _columns(start, BLOCK)).to(tl.float32)
+        largest, total = _seen(v, largest, total)
+    for start in tl.range(full, vocab, BLOCK):
+        largest, total = _seen(_load(z, _columns(start, BLOCK), vocab, padded), largest, total)
+    row_largest = tl.max(largest)
+    return row_largest, tl.sum(total * _exp2((largest - row_largest) * LOG2_E))
+
+
+@triton.jit
+def _loss(z_target, target, largest, total, vocab):
+    """-log softmax at the target, 0 where that is ignored, and 1 / total; both NaN where it is not in the vocabulary."""
+    # (largest - z_target) first: added to largest alone, log(total) would lose its digits.
+    loss = tl.where(target == -1, 0.0, tl.log(total) + (largest - z_target))
+    illegal = (target < -1) | (target >= vocab)
+    return tl.where(illegal, float("nan"), loss), tl.where(illegal, float("nan"), tl.div_rn(1.0, total))
+
+
+@triton.jit
+def _target_logit(z, target, vocab):
+    return tl.load(z + target, mask=(target >= 0) & (target < vocab), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _row(logits, targets, losses, vocab, padded, BLOCK: tl.constexpr):
+    """A program's row, the last first, whose loss is stored: which, logits, target, max z and 1 / sum exp(z - max z)."""
+    row = tl.num_programs(0) - 1 - tl.program_id(0)
+    z = logits + row.to(tl.int64) * padded
+    target = tl.load(targets + row)
+    z_target = _target_logit(z, target, vocab)
+    largest, total = _statistics(z, vocab, padded, BLOCK)
+    loss, inverse = _loss(z_target, target, largest, total, vocab)
+    tl.store(losses + row, loss)
+    return row, z, target, largest, inverse
+
+
+@triton.jit
+def rows_kernel(
+    logits, targets, losses, factor, vocab, padded, GRADIENT: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """losses[row] = -log p_t; with GRADIENT logits[row] := (p - onehot(t)) * factor, 0 in the padding and for ignored t."""
+    _, z, target, largest, inverse = _row(logits, targets, losses, vocab, padded, BLOCK)
+    if GRADIENT:
+        one = tl.load(factor)
+        inverse *= one
+        counts, column = target != -1, target.to(tl.int32)  # one that does not fit is NaN by `inverse`
+        full = vocab // BLOCK
+        blocks = tl.cdiv(padded, BLOCK)
+        for block in tl.range(0, blocks - full):
+            cols = _columns((blocks - 1 - block) * BLOCK, BLOCK)
+            g = _exp2((_load(z, cols, vocab, padded) - largest) * LOG2_E) * inverse
+            g = tl.where(cols == column, g - one, g)
+            tl.store(z + cols, rounded(tl.where((cols < vocab) & counts, g, 0.0), DTYPE), mask=cols < padded)
+        for block in tl.range(0, full):
+            cols = _columns((full - 1 - block) * BLOCK, BLOCK)
+            g = _exp2((tl.load(z + cols).to(tl.float32) - largest) * LOG2_E) * inverse
+            g = tl.where(cols == column, g - one, g)
+            tl.store(z + cols, rounded(tl.where(counts, g, 0.0), DTYPE))
+
+
+@triton.jit
+def statistics_kernel(logits, targets, losses, statistics, vocab, padded, BLOCK: tl.constexpr):
+    """losses[row] = -log p_t; statistics[row] = max z, 1 / sum exp(z - max z)."""
+    row, _, _, largest, inverse = _row(logits, targets, losses, vocab, padded, BLOCK)
+    tl.store(statistics + 2 * row, largest)
+    tl.store(statistics + 2 * row + 1, inverse)
+
+
+@triton.jit
+def _gradient(logits, targets, statistics, here, cols, rows, vocab, padded, SCALE: tl.constexpr):
+    """(p - onehot(t)) * SCALE, float32, at (here, cols), 0 where t is ignored; what the padding holds is the caller's."""
+    there = here < rows
+    target = tl.load(targets + here, mask=there, other=-1)
+    largest = tl.load(statistics + 2 * here, mask=there, other=0.0)
+    inverse = tl.load(statistics + 2 * here + 1, mask=there, other=0.0) * SCALE
+    mask = there[:, None] & (cols < padded)[None, :]
+    v = tl.load(logits + here.to(tl.int64)[:, None] * padded + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    g = _exp2((v - largest[:, None]) * LOG2_E) * inverse[:, None]
+    # 32 bits are one comparison, 64 two; a target that does not fit is NaN by `inverse`.
+    g = tl.where(cols[None, :] == target.to(tl.int32)[:, None], g - SCALE, g)
+    return tl.where((target != -1)[:, None], g, 0.0), mask
+
+
+@triton.jit
+def _pairs(upper, lower):
+    """E5M2's codes of two rows, the upper one's in the low byte of 16 bits: as they follow one another in a column."""
+    if IN_PYTHON:
+        low = to_fp8(upper, tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint16)
+        high = to_fp8(lower, tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint16)
+        return low | (high << 8)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 first, second;
+            cvt.rn.satfinite.e5m2x2.f32 first, $3, $1;
+            cvt.rn.satfinite.e5m2x2.f32 second, $4, $2;
+            mov.b32 $0, {first, second};
+            }""",
+            "=r,r,r,r,r",
+            [upper, lower],
+            dtype=tl.uint16,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def fp8_kernel(
+    logits, targets, statistics, data, data_t, rows, first, height, vocab, padded,
+    PAIRED: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of e5m2((p - onehot(t)) * SCALE) into data (rows, Vp) and data_t (Vp, height), there from column `first` on.
+
+    Both are bytes; PAIRED: data_t is 16 bits wide, (Vp, height / 2), first and rows are even. Rows go in pairs, cast once
+    and moved through shared memory as 16 bits: Triton would move bytes one by one.
+    """
+    across = tl.cdiv(padded, COLUMNS)
+    index = tl.program_id(0)
+    start = index % across * COLUMNS
+    pairs = index // across * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    upper, lower = 2 * pairs, 2 * pairs + 1
+    cols = start + tl.arange(0, COLUMNS)
+    g_upper, upper_mask = _gradient(logits, targets, statistics, upper, cols, rows, vocab, padded, SCALE)
+    g_lower, lower_mask = _gradient(logits, targets, statistics, lower, cols, rows, vocab, padded, SCALE)
+    if start + COLUMNS > vocab:
+        g_upper = tl.where((cols < vocab)[None, :], g_upper, 0.0)
+        g_lower = tl.where((cols < vocab)[None, :], g_lower, 0.0)
+    packed = _pairs(g_upper, g_lower)
+    if data is not None:
+        there = data + upper.to(tl.int64)[:, None] * padded + cols[None, :]
+        tl.store(there, (packed & 0xFF).to(tl.uint8), mask=upper_mask)
+        tl.store(there + padded, (packed >> 8).to(tl.uint8), mask=lower_mask)
+    if data_t is not None:
+        packed_t, wide = tl.trans(packed), cols.to(tl.int64)[:, None]
+        if PAIRED:
+            # Counted in pairs: of `lower < rows` Triton would not see that neighbours agree, and store two bytes at a time.
+            mask = (cols < padded)[:, None] & (pairs < rows // 2)[None, :]
+            tl.store(data_t + wide * (height // 2) + (first // 2 + pairs)[None, :], packed_t, mask=mask)
+        else:
+            there_t = data_t + wide * height + (first + upper)[None, :]
+            tl.store(there_t, (packed_t & 0xFF).to(tl.uint8), mask=tl.trans(upper_mask))
+            tl.store(there_t + 1, (packed_t >> 8).to(tl.uint8), mask=tl.trans(lower_mask))
+
+
+@triton.jit
+def count_kernel(targets, numbers, n, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """numbers: how many targets are not ignored, 1 over that or over 1, the same over SCALE."""
+    total = tl.zeros((BLOCK,), tl.int32)
+    for start in tl.range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += (tl.load(targets + at, mask=at < n, other=-1) != -1).to(tl.int32)
+    counted = tl.sum(total).to(tl.float32)
+    inverse = tl.div_rn(1.0, tl.maximum(counted, 1.0))
+    tl.store(numbers, counted)
+    tl.store(numbers + 4, inverse)
+    tl.store(numbers + 8, inverse / SCALE)
+
+
+@triton.jit
+def mean_kernel(losses, numbers, loss, n, BLOCK: tl.constexpr):
+    """loss := the sum of losses (n,) over the targets that count; NaN, 0 / 0, where none does."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(losses + at, mask=at < n, other=0.0)
+    tl.store(loss, tl.div_rn(tl.sum(total), tl.load(numbers)))
+
+
+@triton.jit
+def scale_kernel(x, factor, out, n, IN_PLACE: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """out := x * factor, both (n,); IN_PLACE, where they are one, nothing is read or written if the factor is 1."""
+    by = tl.load(factor)
+    end = tl.where(by == 1.0, 0, n) if IN_PLACE else n
+    for start in tl.range(tl.program_id(0) * BLOCK, end, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(out + at, rounded(tl.load(x + at, mask=at < n, other=0.0) * by, DTYPE), mask=at < n)
+
+
+def rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, factor: Tensor | None) -> None:
+    """losses (N,) := -log p_t; with a factor, () float32, logits (N, Vp), contiguous, := (p - onehot(t)) * factor."""
+    n, padded = logits.shape
+    args = (logits, targets, losses, factor, vocab, padded)
+    gradient = factor is not None
+    constants = {"GRADIENT": gradient, "DTYPE": FLOATS[logits.dtype], **ROW}
+    key = (*traits(logits, targets, losses, factor), vocab, padded)
+    launch(rows_kernel, n, key, logits.get_device(), args, constants)
+
+
+def fp8_rows(
+    logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, data: Tensor | None, data_t: Tensor | None, first: int
+) -> None:
+    """losses (N,) := -log p_t; data (N, Vp) and the columns of data_t (Vp, height) from `first` on := E5M2's p - onehot(t).
+
+    logits (N, Vp), contiguous, stay as they are; data and data_t, E5M2, stand for GRADIENT_SCALE times the gradient.
+    """
+    (n, padded), device = logits.shape, logits.get_device()
+    statistics = torch.empty(n, 2, dtype=torch.float32, device=logits.device)
+    args = (logits, targets, losses, statistics, vocab, padded)
+    key = (*traits(logits, targets, losses, statistics), vocab, padded)
+    launch(statistics_kernel, n, key, device, args, STATISTICS)
+    if data is None and data_t is None:
+        return
+    height = 0 if data_t is None else data_t.shape[1]
+    paired = not (height % 2 or first % 2 or n % 2) and (data_t is None or data_t.data_ptr() % 2 == 0)
+    if data is not None:
+        data = data.view(torch.uint8)
+    if data_t is not None:
+        data_t = data_t.view(torch.uint16 if paired else torch.uint8)
+    sizes = (n, first, height, vocab, padded)
+    key = (*traits(logits, targets, statistics, data, data_t), *sizes)
+    tiles = triton.cdiv(n, ROWS) * triton.cdiv(padded, COLUMNS)
+    arguments = (logits, targets, statistics, data, data_t, *sizes)
+    launch(fp8_kernel, tiles, key, device, arguments, {"PAIRED": paired, **TILE})
+
+
+def count(targets: Tensor) -> Tensor:
+    """numbers (3, 4) float32 of targets (N,): rows COUNTED, INVERSE and SCALED, a number in the first column of each."""
+    numbers = torch.empty(3, 4, dtype=torch.float32, device=targets.device)
+    args, constants = (targets, numbers, len(targets)), {"SCALE": GRADIENT_SCALE, "BLOCK": TARGETS, "num_warps": 32}
+    launch(count_kernel, 1, (*traits(targets), len(targets)), targets.get_device(), args, constants)
+    return numbers
+
+
+def mean(losses: Tensor, numbers: Tensor) -> Tensor:
+    """() float32: the sum of losses (N,) float32 over the targets that count."""
+    loss = torch.empty((), dtype=torch.float32, device=losses.device)
+    args, constants = (losses, numbers, loss, len(losses)), {"BLOCK": TARGETS, "num_warps": 32}
+    launch(mean_kernel, 1, (*traits(losses), len(losses)), losses.get_device(), args, constants)
+    return loss
+
+
+def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
+    """out := x * factor, x contiguous float32, factor () float32, out of x's shape or x itself."""
+    n, constants = x.numel(), {"IN_PLACE": out is x, "DTYPE": FLOATS[out.dtype], "BLOCK": PIECE, "num_warps": 8}
+    if n:
+        key = (*traits(x, factor, out), n, out is x)
+        launch(scale_kernel, min(triton.cdiv(n, PIECE), PROGRAMS), key, x.get_device(), (x, factor, out, n), constants)

@@ -1,0 +1,158 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The embeddings of a model whose head shares the tokens' table: one gradient for both, made in the memory of the head's.
+
+By itself autograd would fill a second (Vp, D) with zeros, put the rows' gradients there and add it to the first: 0.46 GB of
+GPT-2's 0.155 GB tables. Here the rows are added where they belong, a token's in the order of its places, which is the same
+in every run. Tokens' and positions' rows are looked up and added by one kernel.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from te_bench.kernels.launch import launch, traits
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+# Rows of a token's that are read at once: one that is there 600 times among 12288 takes 75 turns.
+TOGETHER = 8
+ELEMENTS = 2048  # of a tile, TOGETHER rows by so many columns as that leaves: a thread adds its own
+CONSTANTS: dict[str, Any] = {"TOGETHER": TOGETHER, "COLUMNS": ELEMENTS // TOGETHER, "num_warps": 2}
+LOOKUP: dict[str, Any] = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}  # four times 16 bytes a thread of each table
+
+
+@triton.jit
+def embed_kernel(table, positions, tokens, out, N, T, V, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """out[i] := table[tokens[i]] + positions[i % T] for i < N; NaN for a token that table, (V, D), does not have."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (i < N)[:, None] & (cols < D)
+    token = tl.load(tokens + i, mask=i < N, other=0)
+    there = inside & ((token >= 0) & (token < V))[:, None]
+    row = tl.load(table + token.to(tl.int64)[:, None] * D + cols, mask=there, other=float("nan"))
+    row += tl.load(positions + (i % T)[:, None] * D + cols, mask=inside, other=0.0)
+    tl.store(out + i.to(tl.int64)[:, None] * D + cols, row, mask=inside)
+
+
+@triton.jit
+def _next(tokens, places, i, N, TOGETHER: tl.constexpr):
+    """The next tokens from i on, -1 beyond the end, their places, and the last of these tokens."""
+    at = i + tl.arange(0, TOGETHER)
+    end = i + TOGETHER - 1
+    near = tl.load(tokens + at, mask=at < N, other=-1)
+    return near, tl.load(places + at, mask=at < N, other=0), tl.load(tokens + end, mask=end < N, other=-1)
+
+
+@triton.jit
+def add_rows_kernel(table, rows, tokens, places, N, V, D, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr):
+    """table[t] += the sum of rows[places[i]] over all i with tokens[i] = t < V; tokens (N,) are sorted.
+
+    A program for each i and COLUMNS columns: the first of a token adds for all of them.
+    """
+    i = tl.program_id(0)
+    # Most tokens are there once, and programs wait for memory more than they add: what is needed is asked for at once.
+    before = tl.load(tokens + i - 1, mask=i > 0, other=-1)
+    token = tl.load(tokens + i)
+    near, place, last = _next(tokens, places, i, N, TOGETHER)
+    if (token != before) & (token >= 0) & (token < V):
+        cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = cols < D
+        there = table + token.to(tl.int64) * D + cols
+        was = tl.load(there, mask=inside, other=0.0)
+        total = tl.zeros((COLUMNS,), tl.float32)
+        more = i
+        while more < N:
+            mask = (near == token)[:, None] & inside[None, :]
+            found = tl.load(rows + place.to(tl.int64)[:, None] * D + cols[None, :], mask=mask, other=0.0)
+            more = tl.where(last == token, more + TOGETHER, N)
+            near, place, last = _next(tokens, places, more, N, TOGETHER)
+            total += tl.sum(found.to(tl.float32), 0)
+        tl.store(there, was + total, mask=inside)
+
+
+def add_rows(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """table[t] += the sum of rows[i] over all i with tokens[i] = t, in float32; (Vp, D) float32, (N, D), (N,) int64."""
+    if not (table.is_cuda or INTERPRETED):
+        table.index_add_(0, tokens, rows.to(table.dtype))
+    elif rows.numel():
+        add_rows_by_kernel(table, rows, tokens)
+
+
+def add_rows_by_kernel(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """The same by the kernel, of one row and more."""
+    (n, d), rows = rows.shape, rows.contiguous()
+    ordered, places = tokens.int().sort(stable=True)
+    places = places.int()
+    across = -(-d // CONSTANTS["COLUMNS"])
+    key = (*traits(table, rows, ordered, places), n, len(table), d)
+    args = table, rows, ordered, places, n, len(table), d
+    launch(add_rows_kernel, n, key, table.get_device(), args, CONSTANTS, across)
+
+
+def embed(table: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """table[tokens] + positions[:T]: (Vp, D), (at least T, D), (B, T) int64 -> (B, T, D).
+
+    On a GPU an unknown token's row is NaN, where PyTorch ends the process; on a CPU it raises IndexError. Raises ValueError
+    for positions that are too few, or of another width.
+    """
+    length = tokens.shape[1]
+    if len(positions) < length or positions.shape[1:] != table.shape[1:]:
+        raise ValueError(
+            f"positions {tuple(positions.shape)} of {length} tokens and a table {tuple(table.shape)}: at least {length} "
+            f"rows of {table.shape[1]} columns are added to the tokens'"
+        )
+    able = (table.is_cuda or INTERPRETED) and tokens.dtype in (torch.int64, torch.int32)
+    if not able or table.dtype is not positions.dtype or not tokens.numel():
+        return F.embedding(tokens, table) + positions[:length]
+    return embed_by_kernel(table.contiguous(), positions.contiguous(), tokens.contiguous())
+
+
+def embed_by_kernel(table: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The same by the kernel, of one token and more."""
+    (batch, length), (known, d) = tokens.shape, table.shape
+    out = torch.empty((batch, length, d), dtype=table.dtype, device=table.device)
+    sizes = tokens.numel(), length, known, d
+    grid = -(-sizes[0] // LOOKUP["ROWS"]), -(-d // LOOKUP["COLUMNS"])
+    key = (*traits(table, positions, tokens, out), *sizes)
+    launch(embed_kernel, grid[0], key, table.get_device(), (table, positions, tokens, out, *sizes), LOOKUP, grid[1])
+    return out
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, positions: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(tokens)
+        ctx.set_materialize_grads(False)
+        ctx.shapes, ctx.dtypes = (table.shape, positions.shape), (table.dtype, positions.dtype)
+        return embed(table, positions, tokens), table.view_as(table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor | None, dtable: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        if drows is None:
+            return dtable, None, None
+        (tokens,) = ctx.saved_tensors
+        dpositions = None
+        if ctx.needs_input_grad[1]:
+            dpositions = drows.sum(0).to(ctx.dtypes[1])
+            if unused := ctx.shapes[1][0] - len(dpositions):
+                dpositions = F.pad(dpositions, (0, 0, 0, unused))
+        if dtable is None:
+            dtable = drows.new_zeros(ctx.shapes[0], dtype=ctx.dtypes[0])
+        dtable = dtable.contiguous()  # one that was expanded has no room of its own
+        add_rows(dtable, drows.flatten(0, -2), tokens.flatten())
+        return dtable, dpositions, None
+
+
+def tied(table: Tensor, positions: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """`embed`, and the table again, for the head: what arrives as its gradient is overwritten by that of both.
+
+    table (Vp, D) and positions (at least T, D) float32, tokens (B, T) int64 -> (B, T, D), (Vp, D). Nothing else may look at
+    the second one's gradient.
+    """
+    embedded, again = _Tied.apply(table, positions, tokens)
+    return embedded, again

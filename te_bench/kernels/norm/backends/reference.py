@@ -1,0 +1,238 @@
+"""LayerNorm and RMSNorm in plain PyTorch, in float32. Runs anywhere.
+
+Sources: Ba, Kiros, Hinton, arXiv:1607.06450; Zhang, Sennrich, arXiv:1910.07467.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.norm import Backend, Problem, Residual, check, check_stream
+from te_bench.kernels.quantize import Quantized, check_layouts
+from te_bench.kernels.quantize.backends import reference
+
+
+def unsupported(p: Problem) -> str | None:
+    return None
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    zero_centered_gamma: bool = False,
+    kind: str = "layernorm",
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y = (x - mean) * rstd * gamma + bias, mean, rstd; x (M, N) -> (M, N) in x's dtype, (M,) and (M,) float32.
+
+    rmsnorm has neither mean nor bias. Raises ValueError for shapes that do not fit and for a bias in rmsnorm.
+    """
+    y, mean, rstd = normalized(x, weight, bias, eps, zero_centered_gamma, kind)
+    return y.to(x.dtype), mean, rstd
+
+
+def normalized(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`forward` with y in float32, before it is rounded."""
+    check(x, weight, bias, kind)
+    centred = x.float()
+    mean = None
+    if kind == "layernorm":
+        mean = centred.mean(1)
+        centred = centred - mean[:, None]
+    rstd = (centred.square().mean(1) + eps).sqrt().reciprocal()
+    y = centred * rstd[:, None] * _gamma(weight, zero_centered_gamma)
+    if bias is not None:
+        y = y + bias.float()
+    return y, mean, rstd
+
+
+def forward_quantized(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    zero_centered_gamma: bool = False,
+    kind: str = "layernorm",
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> tuple[Quantized, Tensor | None, Tensor]:
+    """fp8(y * scale) in the layouts asked for, mean, rstd: `forward`, then quantize's `scaled`."""
+    y, mean, rstd = forward(x, weight, bias, eps=eps, zero_centered_gamma=zero_centered_gamma, kind=kind)
+    quantized = reference.BACKEND.scaled(
+        y, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts
+    )
+    return quantized, mean, rstd
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+    kind: str = "layernorm",
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dx = rstd * (g - mean_N(g) - xhat * mean_N(g * xhat)) + residual with g = dy * gamma, dweight, dbias.
+
+    dy, x, residual (M, N) -> (M, N) in x's dtype, (N,), (N,) in weight's; rmsnorm has no mean_N(g) and no dbias.
+    """
+    check(x, weight, None, kind)
+    centred = x.float() if mean is None else x.float() - mean[:, None]
+    xhat = centred * rstd[:, None]
+    dy = dy.float()
+    g = dy * _gamma(weight, zero_centered_gamma)
+    dx = g - xhat * (g * xhat).mean(1, keepdim=True)
+    if kind == "layernorm":
+        dx = dx - g.mean(1, keepdim=True)
+    dx = dx * rstd[:, None]
+    if residual is not None:
+        dx = dx + residual.float()
+    dbias = dy.sum(0).to(weight.dtype) if kind == "layernorm" else None
+    return dx.to(x.dtype), (dy * xhat).sum(0).to(weight.dtype), dbias
+
+
+def add_forward(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    dtype: torch.dtype,
+    zero_centered_gamma: bool = False,
+    kind: str = "layernorm",
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """total = x + branch in x's dtype, y = norm(total) in `dtype`, mean, rstd; amax = max(amax, max |y|) in place."""
+    check_stream(x, branch)
+    total = x if branch is None else (x.float() + branch.float()).to(x.dtype)
+    y, mean, rstd = normalized(total, weight, bias, eps, zero_centered_gamma, kind)
+    y = y.to(dtype)
+    _gather(amax, y)
+    return total, y, mean, rstd
+
+
+def add_forward_quantized(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    via: torch.dtype,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    zero_centered_gamma: bool = False,
+    kind: str = "layernorm",
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
+    """total, fp8(y * scale), mean, rstd: `add_forward`, then quantize's `scaled`."""
+    total, y, mean, rstd = add_forward(
+        x, branch, weight, bias, eps=eps, dtype=via, zero_centered_gamma=zero_centered_gamma, kind=kind
+    )
+    packed = reference.scaled(y, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
+    return total, packed, mean, rstd
+
+
+def backward_rounded(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    dtype: torch.dtype,
+    zero_centered_gamma: bool = False,
+    kind: str = "layernorm",
+    residual: Tensor | None = None,
+    biased: bool = True,
+    amax: Tensor | None = None,
+    column_sum: Tensor | None = None,
+    branch: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dx, dx rounded to `dtype`, dweight, dbias: `backward`, then amax and column_sum of what was rounded, in place.
+
+    Of x + branch, rounded to x's dtype as add_forward's total, where there is a branch.
+    """
+    check_stream(x, branch)
+    x = x if branch is None else (x.float() + branch.float()).to(x.dtype)
+    options: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "kind": kind, "residual": residual}
+    dx, dweight, dbias = backward(dy, x, weight, mean, rstd, **options)
+    copy = dx.to(dtype)
+    _gather(amax, copy)
+    if column_sum is not None:
+        column_sum.add_(copy.float().sum(0))
+    # Under torch.compile on a CPU, and where dx has this dtype already, two results must not be one tensor.
+    return dx, copy.clone() if copy is dx else copy, dweight, dbias if biased else None
+
+
+def backward_cast(
+    rounded: Callable[..., Any],
+    cast: Callable[..., Quantized],
+    *tensors: Tensor | None,
+    via: torch.dtype,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Quantized, Tensor, Tensor | None]:
+    """dx, fp8(dx * scale), dweight, dbias: a backend's `backward_rounded` to `via`, then its quantizer's `scaled`.
+
+    amax, counts and column_sum are of what was rounded. Raises ValueError as `backward`, and where no layout is asked for.
+    """
+    check_layouts(rowwise, columnwise)
+    dx, copy, dweight, dbias = rounded(*tensors, dtype=via, **options)
+    return (
+        dx,
+        cast(copy, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts),
+        dweight,
+        dbias,
+    )
+
+
+backward_quantized = functools.partial(backward_cast, backward_rounded, reference.scaled)
+
+
+def _gather(amax: Tensor | None, y: Tensor) -> None:
+    if amax is not None and y.numel():
+        amax.copy_(torch.maximum(amax, y.detach().float().abs().amax()))
+
+
+def _gamma(weight: Tensor, zero_centered_gamma: bool) -> Tensor:
+    return weight.float() + 1 if zero_centered_gamma else weight.float()
+
+
+RESIDUAL = Residual(
+    add_forward=add_forward,
+    add_forward_quantized=add_forward_quantized,
+    backward_rounded=backward_rounded,
+    backward_quantized=backward_quantized,
+)
+BACKEND = Backend(
+    forward=forward,
+    forward_quantized=forward_quantized,
+    backward=backward,
+    unsupported=unsupported,
+    residual=RESIDUAL,
+)

@@ -1,0 +1,186 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The norms' Triton kernels and their launchers.
+
+Statistics are in float32 and around the mean. With a branch added or a cast to FP8 in the same pass: _residual_kernels.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels.launch import launch, rows_contiguous, traits
+from te_bench.kernels.tile import FLOATS, rounded
+
+# A tensor of one number, or a view into a table of them: not worth a compilation for each alignment.
+UNALIGNED = ["scale", "amax", "counts"]
+
+
+@triton.jit
+def _inverse_root(variance, eps):
+    return tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+
+
+@triton.jit
+def _parameter(at, cols, N, CENTRED: tl.constexpr):
+    """Columns of a weight or a bias, float32, (1, columns), and 1 more where CENTRED."""
+    found = tl.load(at + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    return found + 1.0 if CENTRED else found
+
+
+@triton.jit
+def _forward_kernel(
+    x,
+    weight,
+    bias,
+    y,
+    mean,
+    rstd,
+    stride,
+    M,
+    eps,
+    N: tl.constexpr,
+    RMS: tl.constexpr,
+    CENTRED_GAMMA: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """ROWS whole rows a program, in registers: x is read once."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLUMNS)
+    inside = (cols < N)[None, :]
+    mask = (rows < M)[:, None] & inside
+    centred = tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if not RMS:
+        mu = tl.div_rn(tl.sum(centred, 1), float(N))  # a plain / may be two roundings off
+        tl.store(mean + rows, mu, mask=rows < M)
+        centred = tl.where(inside, centred - mu[:, None], 0.0)
+    inverse = _inverse_root(tl.sum(centred * centred, 1) / N, eps)
+    tl.store(rstd + rows, inverse, mask=rows < M)
+    out = centred * inverse[:, None] * _parameter(weight, cols, N, CENTRED_GAMMA)
+    if bias is not None:
+        out += _parameter(bias, cols, N, False)
+    tl.store(y + rows.to(tl.int64)[:, None] * N + cols[None, :], rounded(out, DTYPE), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy,
+    x,
+    weight,
+    mean,
+    rstd,
+    residual,
+    dx,
+    partials,
+    dy_stride,
+    x_stride,
+    residual_stride,
+    M,
+    N: tl.constexpr,
+    RMS: tl.constexpr,
+    CENTRED_GAMMA: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """ROWS whole rows at a time, every program's share of dweight and dbias kept in registers until its last row."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    cols = tl.arange(0, COLUMNS)
+    gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if CENTRED_GAMMA:
+        gamma = tl.where(cols < N, gamma + 1.0, 0.0)
+    dweight = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(program * ROWS, M, programs * ROWS, num_stages=2):
+        rows = start + tl.arange(0, ROWS)
+        wide = rows.to(tl.int64)[:, None]
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        inverse = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
+        xhat = tl.load(x + wide * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dy + wide * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if not RMS:
+            xhat -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
+        xhat *= inverse  # of no consequence outside the mask, where d is 0
+        g = d * gamma[None, :]
+        out = g - xhat * (tl.sum(g * xhat, 1) / N)[:, None]
+        if not RMS:
+            out -= (tl.sum(g, 1) / N)[:, None]
+            dbias += d
+        out *= inverse
+        if residual is not None:
+            out += tl.load(residual + wide * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + wide * N + cols[None, :], rounded(out, DTYPE), mask=mask)
+        dweight += d * xhat
+    tl.store(partials + program * N + cols, tl.sum(dweight, 0), mask=cols < N)
+    if not RMS:
+        tl.store(partials + (programs + program) * N + cols, tl.sum(dbias, 0), mask=cols < N)
+
+
+@functools.cache
+def _whole_rows(n: int, per_warp: int) -> tuple[int, int, int]:
+    """ROWS, COLUMNS, warps of a kernel that keeps whole rows in registers: at least 4096 elements a program."""
+    columns = triton.next_power_of_2(n)
+    rows = min(16, max(1, 4096 // columns))
+    return rows, columns, max(4, rows * columns // per_warp)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """SMs; 1 on a CPU, so that the interpreter runs the backward's loop over rows too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    x = rows_contiguous(x)
+    m, n = x.shape
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    mean = torch.empty(m, dtype=torch.float32, device=x.device) if kind == "layernorm" else None
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    rows, columns, warps = _whole_rows(n, per_warp=1024)  # 32 elements a thread: 4 rows of 768 or 1 of 4096 for 4 warps
+    stride = x.stride(0)
+    key = (*traits(x, weight, bias), stride, m, n, zero_centered_gamma, kind)
+    args = (x, weight, bias, y, mean, rstd, stride, m, float(eps))
+    constants = {
+        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[x.dtype],
+        "ROWS": rows, "COLUMNS": columns, "num_warps": warps,
+    }  # fmt: skip
+    launch(_forward_kernel, -(-m // rows), key, x.get_device(), args, constants)
+    return y, mean, rstd
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    zero_centered_gamma: bool,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    dy, x = rows_contiguous(dy), rows_contiguous(x)
+    residual = residual if residual is None else rows_contiguous(residual)
+    m, n = x.shape
+    dx = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    rows, columns, warps = _whole_rows(n, per_warp=512)  # half the forward's: the two sums are in registers as well
+    # 8 warps of some 110 registers a thread: two programs fill an SM's registers, of 16 warps one.
+    programs = min(max(1, -(-m // rows)), _multiprocessors(x.device) * (2 if warps <= 8 else 1))
+    partials = torch.empty((1 if mean is None else 2, programs, n), dtype=torch.float32, device=x.device)
+    dy_stride, stride, residual_stride = dy.stride(0), x.stride(0), 0 if residual is None else residual.stride(0)
+    key = (
+        *traits(dy, x, weight, mean, rstd, residual),
+        *(dy_stride, stride, residual_stride, m, n, zero_centered_gamma),
+    )
+    args = (dy, x, weight, mean, rstd, residual, dx, partials, dy_stride, stride, residual_stride, m)
+    constants = {
+        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[x.dtype],
+        "ROWS": rows, "COLUMNS": columns, "num_warps": warps,
+    }  # fmt: skip
+    launch(_backward_kernel, programs, key, x.get_device(), args, constants)
+    sums = partials.sum(1).to(weight.dtype)
+    return dx, sums[0], None if mean is None else sums[1]

@@ -1,0 +1,160 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""Matrices side by side, cast as one: the gradients of q, k and v, which attention leaves apart and GEMMs read together."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels.launch import launch, traits
+from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize.backends import reference
+from te_bench.kernels.quantize.kernels import GATHERING, TILE, UNALIGNED, add_sums, cast, float32, store, store_t
+from te_bench.kernels.tile import FP8, empty_pair, larger, magnitude, publish, seen
+
+PARTS = 3
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _joined_kernel(
+    first,
+    second,
+    third,
+    scale,
+    data,
+    data_t,
+    scale_inv,
+    amax,
+    sums,
+    stride,
+    M,
+    WIDTH: tl.constexpr,
+    TURN: tl.constexpr,
+    TARGET: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """quantize's _cast_kernel of three matrices (M, WIDTH), TURN columns of each in turn; COLUMNS divide a TURN."""
+    N: tl.constexpr = 3 * WIDTH
+    ACROSS: tl.constexpr = N // COLUMNS
+    index = tl.program_id(0)
+    factor = tl.load(scale)
+    before = 0
+    if amax is not None:
+        before = seen(amax)
+    column = index % ACROSS * COLUMNS
+    part = column % (3 * TURN) // TURN
+    x = tl.where(part == 0, first, tl.where(part == 1, second, third))
+    rows = index // ACROSS * ROWS + 2 * tl.arange(0, ROWS // 2)
+    start = column // (3 * TURN) * TURN + column % TURN
+    within = tl.max_contiguous(tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS), [VECTOR])
+    at = x + rows.to(tl.int64)[:, None] * stride + within[None, :]
+    a = tl.load(at, mask=(rows < M)[:, None], other=0.0)
+    b = tl.load(at + stride, mask=(rows + 1 < M)[:, None], other=0.0)
+    if index == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, factor))
+    low, high = cast(a, factor, TARGET), cast(b, factor, TARGET)
+    cols = tl.max_contiguous(column + tl.arange(0, COLUMNS), [VECTOR])
+    store(low, high, data, N, rows, cols, M, N, POLICY)
+    store_t(low, high, data_t, index, cols, M, N, ROWS, COLUMNS, POLICY)
+    if sums is not None:
+        tl.store(sums + (index // ACROSS).to(tl.int64) * N + cols, tl.sum(a.to(tl.float32) + b.to(tl.float32), 0))
+    if amax is not None:
+        publish(magnitude(larger(a, b).to(tl.float32)), None, amax, None, before)
+
+
+def fits(parts: Sequence[Tensor], turn: int) -> bool:
+    """Whether the kernel takes these: three alike, of half precision, an even height and turns of whole tiles."""
+    first = parts[0]
+    alike = all(
+        p.dim() == 2 and (p.shape, p.stride(), p.dtype) == (first.shape, first.stride(), first.dtype) for p in parts
+    )
+    if len(parts) != PARTS or not alike or first.dtype not in HALVES or not first.numel() or first.shape[1] % turn:
+        return False
+    return first.stride(1) == 1 and first.shape[0] % 2 == 0 and turn % TILE["COLUMNS"] == 0
+
+
+def dealt(parts: Sequence[Tensor], turn: int) -> Tensor:
+    """(M, N) of three (M, N / 3): `turn` columns of each in turn."""
+    return torch.cat([p.unflatten(1, (-1, turn)) for p in parts], 2).flatten(1)
+
+
+def joined(
+    parts: Sequence[Tensor],
+    turn: int,
+    scale: Tensor,
+    dtype: torch.dtype,
+    amax: Tensor | None = None,
+    column_sum: Tensor | None = None,
+) -> Quantized:
+    """`scaled` of dealt(parts, turn), bit for bit, in both layouts; of three matrices (M, N / 3) that fit."""
+    assert fits(parts, turn)
+    if torch.compiler.is_compiling():
+        data, data_t, scale_inv = _joined_op([p.detach() for p in parts], turn, scale, dtype, amax, column_sum)
+    elif parts[0].is_cuda:
+        data, data_t, scale_inv = kernel(parts, turn, scale, dtype, amax, column_sum)
+    else:
+        whole = dealt(parts, turn)
+        return reference.scaled(whole, scale, dtype, rowwise=True, columnwise=True, amax=amax, column_sum=column_sum)
+    return Quantized(data, scale_inv, data_t, scale_inv)
+
+
+def kernel(
+    parts: Sequence[Tensor],
+    turn: int,
+    scale: Tensor,
+    dtype: torch.dtype,
+    amax: Tensor | None,
+    column_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """data, data_t, scale_inv, by the kernel."""
+    m, width = parts[0].shape
+    data, data_t = empty_pair(m, PARTS * width, parts[0], dtype, rowwise=True, columnwise=True)
+    assert data is not None
+    assert data_t is not None
+    scale_inv = float32(data)
+    tile = TILE if column_sum is None else GATHERING
+    stride, down = parts[0].stride(0), -(-m // tile["ROWS"])
+    sums = None if column_sum is None else float32(data, down, PARTS * width)
+    grid = down * (PARTS * width // tile["COLUMNS"])
+    key = (*traits(*parts), stride, m, width, turn, dtype, amax is None, sums is None)
+    args = (*parts, scale, data, data_t, scale_inv, amax, sums, stride, m)
+    constants = {"WIDTH": width, "TURN": turn, "TARGET": FP8[dtype], **tile}
+    launch(_joined_kernel, grid, key, data.get_device(), args, constants)
+    if column_sum is not None and sums is not None:
+        add_sums(sums, column_sum)
+    return data, data_t, scale_inv
+
+
+@torch.library.custom_op("te_bench::quantize_joined", mutates_args=("amax", "column_sum"))
+def _joined_op(
+    parts: list[Tensor],
+    turn: int,
+    scale: Tensor,
+    dtype: torch.dtype,
+    amax: Tensor | None,
+    column_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if parts[0].is_cuda:
+        return kernel(parts, turn, scale, dtype, amax, column_sum)
+    made = joined(parts, turn, scale, dtype, amax, column_sum)
+    return made.data, made.data_t, made.scale_inv
+
+
+@_joined_op.register_fake
+def _(
+    parts: list[Tensor],
+    turn: int,
+    scale: Tensor,
+    dtype: torch.dtype,
+    amax: Tensor | None,
+    column_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    m, width = parts[0].shape
+    data, data_t = empty_pair(m, PARTS * width, parts[0], dtype, rowwise=True, columnwise=True)
+    return data, data_t, parts[0].new_empty((), dtype=torch.float32)  # type: ignore[return-value]

@@ -1,0 +1,399 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The quantisers' Triton kernels and their launchers, those with one scale; _fine_kernels has a scale a row or a block.
+
+Bound by memory: an element of bf16 is 2 bytes read and 2 written; `tensor` and `row` read it twice, the second time
+backwards, for what the first pass read last is still in the L2 (50 MB on an H200). At an H200's 4 TB/s an element has the
+time of about 14 integer instructions, so each is cast once for both layouts: rows 2i and 2i + 1 are two tiles, and a byte of
+either makes the 16 bits that ldmatrix transposes. An amax is gathered as the maximum of the bits of |x|, which sort as the
+numbers do, infinity above them and NaN above infinity: the same in any order.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels.launch import allocator, launch, rows_contiguous
+from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.tile import (
+    FLOATS,
+    FP8,
+    add,
+    empty_pair,
+    larger,
+    magnitude,
+    publish,
+    publish_underflows,
+    rounded_by_twos,
+    seen,
+    tally,
+    to_fp8,
+    within,
+    zipped,
+)
+
+# Tile of the casts: 64 columns are 128 bytes of bf16 read, 128 rows 128 bytes of the transposed layout written. VECTOR
+# columns of a row are a thread's: 8 are 16 bytes of half precision read at once, 8 bytes written. Each is the best, or
+# within 1 % of it, of those swept at 12288 x 768, 2304 and 3072 and 8192 x 16384 (H200, 2026-11-21).
+TILE: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "VECTOR": 8, "POLICY": "", "num_warps": 4}
+# By x's own amax: what is written goes first when the L2 is full, and x, read a moment ago, stays.
+OWN: dict[str, Any] = {**TILE, "POLICY": "evict_first", "maxnreg": 64}
+# With column sums, of float32, or of two matrices: more numbers to keep, for more threads.
+GATHERING: dict[str, Any] = {**TILE, "num_warps": 8}
+COUNTING: dict[str, Any] = {**TILE, "ROWS": 64, "COLUMNS": 128, "num_warps": 8}
+PAIR = {dtype: {"TARGET": target, **GATHERING} for dtype, target in FP8.items()}
+# Tile of an amax's pass, which has nothing else to keep.
+LOOK: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "num_warps": 8}
+SUM_ROWS, SUM_COLUMNS = 64, 32  # tile of the second stage of the column sums
+# What programs share is one number, or a view into a table of them: not worth a compilation for each alignment.
+UNALIGNED = [
+    "scale",
+    "amax",
+    "counts",
+    "scale_inv",
+    "column_sum",
+    "amaxes",
+    "scales",
+    "w_scale",
+    "w_amax",
+    "w_scale_inv",
+]
+
+
+@triton.jit
+def scale_of(bits, TARGET: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """scale_from_amax of the reference, of an amax's bits."""
+    usable = (bits > 0) & (bits < 0x7F800000)
+    if POWER_OF_TWO:
+        # Without a division: the limits are 1.75 x 2^8 and 1.75 x 2^15, and 1.75 over a mantissa rounds to no power of two.
+        TOP: tl.constexpr = 262 if tl.float8e4nv == TARGET else 269
+        exponent = tl.minimum(TOP - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 254)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        LIMIT: tl.constexpr = 448.0 if tl.float8e4nv == TARGET else 57344.0
+        amax = tl.where(usable, bits, 0x3F800000).to(tl.float32, bitcast=True)
+        scale = tl.minimum(tl.div_rn(LIMIT, amax), 3.4028234663852886e38)
+    return tl.where(usable, scale, 1.0)
+
+
+@triton.jit
+def inverse_of(scale, POWER_OF_TWO: tl.constexpr):
+    """1 / scale; of a power of two, from 2^-126 to 2^127, without a division."""
+    if POWER_OF_TWO:
+        exponent = 254 - (scale.to(tl.int32, bitcast=True) >> 23)
+        return tl.where(exponent > 0, exponent << 23, 0x400000).to(tl.float32, bitcast=True)  # the last is 2^-127
+    else:
+        return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def load_tile(x, index, stride, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The index-th tile of x, its rows and its columns; 0 beyond the edges."""
+    across = tl.cdiv(N, COLUMNS)
+    rows = index // across * ROWS + tl.arange(0, ROWS)
+    cols = index % across * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    v = tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+    return v, rows, cols
+
+
+@triton.jit
+def load_pairs(x, index, stride, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr):
+    """Of the index-th tile of x the rows 2i and the rows 2i + 1, by the number of the first ones, and its columns."""
+    across = tl.cdiv(N, COLUMNS)
+    rows = index // across * ROWS + 2 * tl.arange(0, ROWS // 2)
+    cols = tl.max_contiguous(index % across * COLUMNS + tl.arange(0, COLUMNS), [VECTOR])  # VECTOR of them a thread
+    there = (cols < N)[None, :]
+    at = x + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    a = tl.load(at, mask=(rows < M)[:, None] & there, other=0.0)
+    b = tl.load(at + stride, mask=(rows + 1 < M)[:, None] & there, other=0.0)
+    return a, b, rows, cols
+
+
+@triton.jit
+def cast(v, scale, TARGET: tl.constexpr):
+    """fp8(v * scale), its byte; scale (), (rows, 1) or (1, columns)."""
+    return to_fp8(v.to(tl.float32) * scale, TARGET).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def store(a, b, data, stride, rows, cols, M, N, POLICY: tl.constexpr):
+    """data (M, N), its rows `stride` apart, := the bytes a of rows and b of rows + 1."""
+    there = (cols < N)[None, :]
+    to = data.to(tl.pointer_type(tl.uint8), bitcast=True) + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    tl.store(to, a, mask=(rows < M)[:, None] & there, eviction_policy=POLICY)
+    tl.store(to + stride, b, mask=(rows + 1 < M)[:, None] & there, eviction_policy=POLICY)
+
+
+@triton.jit
+def store_t(a, b, data_t, index, cols, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POLICY: tl.constexpr):
+    """data_t (N, M) := the bytes a of rows 2i and b of rows 2i + 1 of the index-th tile, transposed; M is even."""
+    pairs = index // tl.cdiv(N, COLUMNS) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    lines = (data_t + cols.to(tl.int64)[:, None] * M).to(tl.pointer_type(tl.uint16), bitcast=True)
+    mask = (cols < N)[:, None] & (pairs < M // 2)[None, :]
+    tl.store(lines + pairs[None, :], tl.trans(zipped(a, b)), mask=mask, eviction_policy=POLICY)
+
+
+@triton.jit
+def publish_excesses(
+    x, scale, counts, index, stride, M, N,
+    TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VIA: tl.constexpr,
+):  # fmt: skip
+    """counts += the elements of the index-th tile of x that saturate or are not finite.
+
+    That is seldom: the tile is read again, by parts, for else this would take the registers of a whole program.
+    """
+    PARTS: tl.constexpr = 8
+    across = tl.cdiv(N, COLUMNS)
+    first = index // across * PARTS * across + index % across
+    tallies = tl.zeros((ROWS // PARTS, COLUMNS), tl.int32)
+    for part in tl.range(PARTS):
+        v, _, _ = load_tile(x, first + part * across, stride, M, N, ROWS // PARTS, COLUMNS)
+        v = v.to(tl.float32)
+        if VIA is not None:
+            v = rounded_by_twos(v, VIA).to(tl.float32)
+        tallies += tally(magnitude(v), scale, TARGET)
+    add(counts, tl.sum(tallies & 0x3FF))
+    add(counts + 2, tl.sum(tallies >> 20))
+
+
+@triton.jit
+def _amax_kernel(x, amaxes, stride, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """amaxes[program]: the largest bits of its share of x's tiles."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    largest = tl.zeros((ROWS, COLUMNS), x.dtype.element_ty)
+    for index in tl.range(program, tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS), programs):
+        v, _, _ = load_tile(x, index, stride, M, N, ROWS, COLUMNS)
+        largest = larger(largest, v)
+    tl.store(amaxes + program, tl.max(magnitude(largest.to(tl.float32))))
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _cast_kernel(
+    x,
+    scale,
+    amaxes,
+    data,
+    data_t,
+    scale_inv,
+    amax,
+    counts,
+    sums,
+    stride,
+    M,
+    N,
+    SHARES: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    TARGET: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    POLICY: tl.constexpr,
+    VIA: tl.constexpr,
+):
+    """One tile a program, by a scale given or, where that is None, taken from the SHARES amaxes of _amax_kernel.
+
+    VIA, None or a float: x is rounded to it first.
+    """
+    index = tl.program_id(0)
+    if scale is None:
+        index = tl.num_programs(0) - 1 - index
+        factor = scale_of(tl.max(tl.load(amaxes + tl.arange(0, SHARES))), TARGET, POWER_OF_TWO)
+    else:
+        factor = tl.load(scale)
+    before = 0
+    if amax is not None:
+        before = seen(amax)
+    a, b, rows, cols = load_pairs(x, index, stride, M, N, ROWS, COLUMNS, VECTOR)
+    if VIA is not None:
+        a, b = rounded_by_twos(a.to(tl.float32), VIA), rounded_by_twos(b.to(tl.float32), VIA)
+    if index == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, factor))
+    first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
+    if data is not None:
+        store(first, second, data, N, rows, cols, M, N, POLICY)
+    if data_t is not None:
+        store_t(first, second, data_t, index, cols, M, N, ROWS, COLUMNS, POLICY)
+    if sums is not None:
+        to = sums + (index // tl.cdiv(N, COLUMNS)).to(tl.int64) * N + cols
+        tl.store(to, tl.sum(a.to(tl.float32) + b.to(tl.float32), 0), mask=cols < N)
+    if amax is not None or counts is not None:
+        bits = magnitude(larger(a, b).to(tl.float32))
+        publish(bits, None, amax, None, before)
+        if counts is not None:
+            publish_underflows(a, b, factor, counts, TARGET)
+            if not within(bits, factor, TARGET):
+                publish_excesses(x, factor, counts, index, stride, M, N, TARGET, ROWS, COLUMNS, VIA)
+
+
+@triton.jit
+def _cast_tile(
+    x, scale, data, data_t, scale_inv, amax, index, stride, M, N,
+    TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """The index-th tile of _cast_kernel with a given scale and nothing but an amax to gather."""
+    factor = tl.load(scale)
+    before = 0
+    if amax is not None:
+        before = seen(amax)
+    a, b, rows, cols = load_pairs(x, index, stride, M, N, ROWS, COLUMNS, VECTOR)
+    if index == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, factor))
+    first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
+    store(first, second, data, N, rows, cols, M, N, POLICY)
+    if data_t is not None:
+        store_t(first, second, data_t, index, cols, M, N, ROWS, COLUMNS, POLICY)
+    if amax is not None:
+        publish(magnitude(larger(a, b).to(tl.float32)), None, amax, None, before)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _pair_kernel(
+    x, scale, data, data_t, scale_inv, amax,
+    w, w_scale, w_data, w_data_t, w_scale_inv, w_amax,
+    stride, M, w_stride, N, K,
+    TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """x (M, K) by the first programs and w (N, K) by the others."""
+    index, tiles = tl.program_id(0), tl.cdiv(M, ROWS) * tl.cdiv(K, COLUMNS)
+    if index < tiles:
+        _cast_tile(x, scale, data, data_t, scale_inv, amax, index, stride, M, K, TARGET, ROWS, COLUMNS, VECTOR, POLICY)
+    else:
+        index -= tiles
+        _cast_tile(
+            w, w_scale, w_data, w_data_t, w_scale_inv, w_amax, index, w_stride, N, K,
+            TARGET, ROWS, COLUMNS, VECTOR, POLICY,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _add_kernel(sums, column_sum, shares, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """column_sum (N,) += the sum over sums' (shares, N) rows, in the same order in every run."""
+    cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(0, shares, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        mask = (rows < shares)[:, None] & (cols < N)[None, :]
+        total += tl.load(sums + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0.0)
+    before = tl.load(column_sum + cols, mask=cols < N, other=0.0)
+    tl.store(column_sum + cols, before + tl.sum(total, 0), mask=cols < N)
+
+
+@functools.cache
+def _shares(device: torch.device) -> int:
+    """Programs of _amax_kernel, a power of two: about 4 an SM; 4 on a CPU, so that the interpreter tries the loop."""
+    if device.type != "cuda":
+        return 4
+    return int(triton.next_power_of_2(3 * torch.cuda.get_device_properties(device).multi_processor_count))
+
+
+def float32(x: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def add_sums(sums: Tensor, column_sum: Tensor) -> None:
+    """column_sum (N,) += the sum over sums' (bands, N) rows."""
+    bands, n = sums.shape
+    constants = {"ROWS": SUM_ROWS, "COLUMNS": SUM_COLUMNS}
+    grid = -(-n // SUM_COLUMNS)
+    launch(_add_kernel, grid, (bands, n), sums.get_device(), (sums, column_sum, bands, n), constants)
+
+
+def _tile(x: Tensor, own: bool, counts: Tensor | None, column_sum: Tensor | None) -> dict[str, Any]:
+    if x.dtype is torch.float32:
+        return GATHERING
+    if column_sum is not None:
+        return GATHERING if counts is None else TILE
+    if counts is not None:
+        return COUNTING
+    return OWN if own else TILE
+
+
+def per_tensor(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    amax: Tensor | None,
+    counts: Tensor | None,
+    column_sum: Tensor | None,
+    via: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """data, data_t, scale_inv of x, (M, N) and not empty, with the scale given or with that of its own amax.
+
+    M is even where columnwise; in `pair` and in _fine_kernels, too.
+    """
+    x = rows_contiguous(x)
+    m, n = x.shape
+    tile = _tile(x, scale is None, counts, column_sum)
+    stride, down = x.stride(0), -(-m // tile["ROWS"])
+    device = x.get_device()
+    key = (x.dtype, stride, m, n, x.data_ptr() % 16)
+    shares, amaxes = 1, None
+    if scale is None:
+        shares = _shares(x.device)
+        amaxes = torch.empty(shares, dtype=torch.int32, device=x.device)
+        launch(_amax_kernel, shares, key, device, (x, amaxes, stride, m, n), LOOK)
+    data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
+    scale_inv = float32(x)
+    sums = None if column_sum is None else float32(x, down, n)
+    absent = (scale is None, amax is None, counts is None, sums is None, rowwise, columnwise)
+    constants = {
+        "SHARES": shares,
+        "POWER_OF_TWO": power_of_two,
+        "TARGET": FP8[dtype],
+        "VIA": None if via is None else FLOATS[via],
+        **tile,
+    }
+    args = (x, scale, amaxes, data, data_t, scale_inv, amax, counts, sums, stride, m, n)
+    kind = (*key, dtype, power_of_two, via, *absent)
+    launch(_cast_kernel, down * -(-n // tile["COLUMNS"]), kind, device, args, constants)
+    if column_sum is not None and sums is not None:
+        add_sums(sums, column_sum)
+    return data, data_t, scale_inv
+
+
+def pair(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    w_amax: Tensor | None,
+    dtype: torch.dtype,
+    columnwise: bool,
+    w_columnwise: bool,
+) -> tuple[Quantized, Quantized]:
+    """x (M, K) and w (N, K), not empty, each by its scale, data always: one launch for the host to pay."""
+    (stride, step), (w_stride, w_step) = x.stride(), w.stride()
+    if step != 1 or w_step != 1:
+        x, w = rows_contiguous(x), rows_contiguous(w)
+        stride, w_stride = x.stride(0), w.stride(0)
+    m, k = x.shape
+    n = w.shape[0]
+    device = x.get_device()
+    empty = allocator(device)
+    data, w_data = empty((m, k), (k, 1), dtype), empty((n, k), (k, 1), dtype)
+    data_t = empty((k, m), (m, 1), dtype) if columnwise else None
+    w_data_t = empty((k, n), (n, 1), dtype) if w_columnwise else None
+    scale_inv, w_scale_inv = empty((), (), torch.float32), empty((), (), torch.float32)
+    args = (
+        x, scale, data, data_t, scale_inv, amax, w, w_scale, w_data, w_data_t, w_scale_inv, w_amax,
+        stride, m, w_stride, n, k,
+    )  # fmt: skip
+    key = (
+        x.dtype, w.dtype, x.data_ptr() % 16, w.data_ptr() % 16, stride, m, w_stride, n, k,
+        dtype, amax is None, w_amax is None, columnwise, w_columnwise,
+    )  # fmt: skip
+    rows, columns = GATHERING["ROWS"], GATHERING["COLUMNS"]
+    grid = (-(-m // rows) + -(-n // rows)) * -(-k // columns)
+    launch(_pair_kernel, grid, key, device, args, PAIR[dtype])
+    return (
+        Quantized(data, scale_inv, data_t, scale_inv if columnwise else None),
+        Quantized(w_data, w_scale_inv, w_data_t, w_scale_inv if w_columnwise else None),
+    )

@@ -1,0 +1,33 @@
+"""Rotary embeddings in Triton: up to three parts in one launch, each read and written once, where they lie.
+
+A program's threads keep the cosines and sines of their positions for all of its heads.
+"""
+
+from collections.abc import Sequence
+
+import triton
+
+from te_bench.kernels.rotary import DTYPES, Backend, Part, Problem, check, kernels
+from te_bench.kernels.tile import FLOATS
+
+
+def unsupported(p: Problem) -> str | None:
+    if p.device != "cuda" and not triton.knobs.runtime.interpret:
+        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
+    if p.dtype not in DTYPES:
+        return f"dtype {p.dtype}: fp32, bf16 and fp16 only"
+    return None
+
+
+def rotate(parts: Sequence[Part], *, interleaved: bool, transposed: bool = False) -> None:
+    """out = x cos(angles) + rotated(x) sin(angles) for each part, (-y, x) being a pair (x, y) rotated; or its transpose.
+
+    Shapes and what raises ValueError: rotary.Backend and rotary.check; a dtype but float32, bfloat16 and float16.
+    """
+    check(parts)
+    if parts[0].x.dtype not in FLOATS:
+        raise ValueError(f"dtype {parts[0].x.dtype}: float32, bfloat16 or float16")
+    kernels.rotate(parts, interleaved, transposed)
+
+
+BACKEND = Backend(rotate=rotate, unsupported=unsupported)

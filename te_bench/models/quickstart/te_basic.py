@@ -1,0 +1,18 @@
+"""The plain layer with te.Linear and te.LayerNorm: the quickstart's second step."""
+
+import functools
+
+from torch import nn
+
+import te_bench.models as te
+from te_bench.models.quickstart import Layer, LayerConfig, _te
+from te_bench.models.quickstart.plain import PlainLayer
+
+
+def build(p: LayerConfig) -> nn.Module:
+    linear = functools.partial(te.Linear, params_dtype=p.dtype)
+    norm = functools.partial(te.LayerNorm, params_dtype=p.dtype)
+    return PlainLayer(p, linear=linear, norm=norm)
+
+
+LAYER = Layer(build=build, unsupported=_te.unsupported, context=_te.context, numerics=True)

@@ -1,0 +1,157 @@
+"""Loss curves: what each arm of a training comparison reached, and how far seeds alone move the BF16 arm."""
+
+import bisect
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from te_bench.experiments.spec import Record
+from te_bench.reports.analysis.measures import finite, median, numbers
+from te_bench.reports.analysis.rows import Cell, Group, printable
+
+_Logged = tuple[float, float, float]  # step, seconds since training began, loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A loss at a step, `time_s` after training began, over the seeds that logged it."""
+
+    step: float
+    time_s: float
+    mean: float
+    low: float
+    high: float
+    deviation: float | None  # sample standard deviation; None for one seed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """One cell of `training`: its losses by step, mean over seeds, and the best validation loss it reached."""
+
+    cell: Cell
+    train: tuple[Point, ...]
+    validation: tuple[Point, ...]
+    best: float | None  # lowest validation loss of each seed, mean over the seeds that ended ok
+    deviation: float | None  # sample standard deviation of that over seeds
+    n: int  # seeds behind best
+    steps_done: float | None
+    tokens: float | None  # trained on
+    tokens_per_s: float | None
+    batch: float | None  # the batch used, also where the plan said "max"
+
+    @property
+    def diverged(self) -> bool:
+        return any(row.outcome == "diverged" for row in self.cell.rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Arms trained on the same data under the same budget; `reference` is the BF16 arm, None when there is none."""
+
+    title: str
+    arms: tuple[Arm, ...]
+    reference: Arm | None
+
+    @property
+    def timed(self) -> bool:
+        """Whether its clocks are of one training at a time: not of those that shared a GPU."""
+        return not any("share" in arm.cell.trial.problem for arm in self.arms)
+
+    def behind(self, arm: Arm) -> float | None:
+        """Best validation loss less the BF16 arm's: above 0 is worse."""
+        if self.reference is None or arm.best is None or self.reference.best is None or arm is self.reference:
+            return None
+        return arm.best - self.reference.best
+
+
+def comparisons(group: Group) -> tuple[Comparison, ...]:
+    """The training cells of a group, together where their curves may be compared; arms in the plan's order."""
+    together: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in group.of("training"):
+        together.setdefault(cell.course, []).append(cell)
+    return tuple(_comparison(cells, group.baseline) for cells in together.values())
+
+
+def _comparison(cells: Sequence[Cell], baseline: str | None) -> Comparison:
+    arms = tuple(_arm(cell) for cell in cells)
+    bf16 = [arm for arm in arms if arm.cell.trial.precision == "bf16" and arm.validation]
+    # the arm that says most about seeds; the suite's baseline among equals, then the first planned
+    reference = max(bf16, key=lambda arm: (arm.n, arm.cell.id == baseline), default=None)
+    problem = cells[0].trial.problem
+    length = f"{problem['steps']} steps" if problem.get("steps") else f"{problem.get('budget_s')} s"
+    kind, colon, name = str(problem.get("data") or "").partition(":")
+    data = f"{kind}{colon}{PurePath(name).name if kind == 'text' else name}"  # of a file, the name says enough
+    title = ", ".join(str(word) for word in (problem.get("model"), data, length) if word)
+    return Comparison(title=printable(title), arms=arms, reference=reference)
+
+
+def _arm(cell: Cell) -> Arm:
+    diverged = [row.record for row in cell.rows if row.record and row.outcome == "diverged"]
+    drawn = cell.ok or diverged  # a seed that diverged would cut the others' curves short; the tables count it
+    best = list(lowest(cell).values())
+    work = drawn[0].work if drawn else {}
+    steps = [max(found) + 1 for record in drawn if (found := numbers(record.samples.get("step")))]  # from step 0 on
+    times = [max(found) for record in drawn if (found := numbers(record.samples.get("time_s")))]
+    last, time, per_step = median(steps), median(times), finite(work.get("tokens"))
+    tokens = last * per_step if last is not None and per_step is not None else None
+    timed = time if "share" not in cell.trial.problem else None
+    return Arm(
+        cell=cell,
+        train=points(drawn, "step", "time_s", "loss"),
+        validation=points(drawn, "val_step", "val_time_s", "val_loss"),
+        best=statistics.fmean(best) if best else None,
+        deviation=statistics.stdev(best) if len(best) > 1 else None,
+        n=len(best),
+        steps_done=last,
+        tokens=tokens,
+        tokens_per_s=tokens / timed if tokens and timed else None,
+        batch=finite(work.get("batch")),
+    )
+
+
+def lowest(cell: Cell) -> dict[tuple[str, int], float]:
+    """{(run, seed): the lowest validation loss}, of the seeds that ended ok and have one."""
+    done = [(row.run, row.trial.seed, row.record) for row in cell.rows if row.record and row.outcome == "ok"]
+    losses = {(run, seed): numbers(record.samples.get("val_loss")) for run, seed, record in done}
+    return {pair: min(found) for pair, found in losses.items() if found}
+
+
+def points(records: Sequence[Record], step: str, time: str, loss: str) -> tuple[Point, ...]:
+    """Mean and spread over records at the first one's steps, as far as all of them go, interpolated between theirs.
+
+    Under a budget of time every seed logs at steps of its own. A record without the curve does not count.
+    """
+    logged = [curve for record in records if (curve := _curve(record, step, time, loss))]
+    if not logged:
+        return ()
+    start, end = max(curve[0][0] for curve in logged), min(curve[-1][0] for curve in logged)
+    return tuple(_point([_at(curve, s) for curve in logged]) for s, _, _ in logged[0] if start <= s <= end)
+
+
+def _curve(record: Record, step: str, time: str, loss: str) -> list[_Logged]:
+    """(step, time, loss) in the order of steps, without the points that are not finite."""
+    steps, losses = (record.samples.get(name) or [] for name in (step, loss))
+    times = record.samples.get(time) or [0.0] * len(steps)
+    rows = zip(steps, times, losses, strict=False)
+    return sorted((s, finite(t) or 0.0, x) for s, t, x in rows if finite(s) is not None and finite(x) is not None)
+
+
+def _at(curve: Sequence[_Logged], step: float) -> _Logged:
+    """The curve at a step between its first and its last."""
+    above = bisect.bisect_left(curve, step, key=lambda point: point[0])
+    (s1, t1, x1), (s0, t0, x0) = curve[above], curve[max(above - 1, 0)]
+    part = (step - s0) / (s1 - s0) if s1 > s0 else 1.0
+    return step, t0 + part * (t1 - t0), x0 + part * (x1 - x0)
+
+
+def _point(seen: Sequence[_Logged]) -> Point:
+    losses = [loss for _, _, loss in seen]
+    return Point(
+        step=seen[0][0],
+        time_s=statistics.fmean(time for _, time, _ in seen),
+        mean=statistics.fmean(losses),
+        low=min(losses),
+        high=max(losses),
+        deviation=statistics.stdev(losses) if len(losses) > 1 else None,
+    )

@@ -1,0 +1,389 @@
+"""Does a candidate end where its control ends: two one-sided tests of final losses, and Holm over the candidates.
+
+The gap is candidate - control in the unit of the losses (nat): above 0 is worse. A claim is made only where its own test
+rejects; that a difference was not significant is no claim. After Schuirmann 1987, J. Pharmacokinet. Biopharm. 15:657, with
+tests that hold for skewed gaps too (`skewed`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+
+from te_bench.reports.convergence.power import at_most, detectable, seeds_beyond, seeds_needed, tost_power
+from te_bench.reports.convergence.skewed import FEWEST, Mean, mean_of
+
+Array = NDArray[np.float64]
+
+SAME = 1e-12  # a spread below this share of the losses is rounding of the subtraction
+LARGEST = 1e60  # a loss whose cube is a number still
+ROUNDED = 5  # decimals: losses that are written with so few may meet by chance, others are one run
+FAR = 0.01  # the chance that any gap of a normal sample is called far off
+
+
+class Verdict(StrEnum):
+    """What the runs carry: within the margin either way, not worse by it, worse by it, broken, or too little to say."""
+
+    EQUIVALENT = "EQUIVALENT"
+    NON_INFERIOR = "NON_INFERIOR"
+    INFERIOR = "INFERIOR"
+    DIVERGED = "DIVERGED"
+    INCONCLUSIVE = "INCONCLUSIVE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claims:
+    """p-values: of -margin < gap < margin (the larger of its two one-sided), gap < margin, and gap > margin."""
+
+    equivalent: float
+    non_inferior: float
+    inferior: float
+
+    def verdict(self, alpha: float) -> Verdict:
+        if self.equivalent <= alpha:
+            return Verdict.EQUIVALENT
+        if self.non_inferior <= alpha:
+            return Verdict.NON_INFERIOR
+        return Verdict.INFERIOR if self.inferior <= alpha else Verdict.INCONCLUSIVE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One candidate against its control. None is what gaps that do not vary, or too few, cannot tell."""
+
+    n: int  # pairs; unpaired, runs of the candidate
+    n_control: int
+    paired: bool
+    margin: float
+    alpha: float
+    gap: float  # mean of candidate - control
+    sd: float  # of the gap of one pair
+    df: float  # that it is known with
+    interval: tuple[float, float] | None  # 1 - 2 alpha, of the tests that the verdict is made by
+    t_interval: tuple[float, float] | None  # 1 - 2 alpha, Student's or Welch's: too narrow where gaps are skewed
+    p_equivalence: float
+    p_non_inferior: float
+    p_inferior: float
+    correlation: float | None  # of the pairs
+    power: float | None  # to show equivalence with these n and sd at a true gap of 0
+    detectable: float | None  # the smallest margin that has 80 % power with these n and sd
+    seeds_needed: int | None  # for 80 % power with this sd at a true gap of 0
+    seeds_needed_at_gap: int | None  # to show what the gap as measured is: within the margin, or beyond it
+    outliers: tuple[int, ...]  # places of the pairs whose gap lies far from the others'
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """One candidate among a family of them: p-values after Holm; nothing but the reason for one that diverged."""
+
+    verdict: Verdict
+    reason: str
+    family: int  # candidates judged together
+    comparison: Comparison | None = None
+    p_equivalence: float | None = None
+    p_non_inferior: float | None = None
+    p_inferior: float | None = None
+    seeds_needed: int | None = None  # to show what the gap as measured is, whatever the other candidates do
+
+
+def compare(
+    candidate: Sequence[float],
+    control: Sequence[float],
+    *,
+    margin: float,
+    alpha: float = 0.05,
+    paired: bool = True,
+) -> Comparison:
+    """EQUIVALENT when the tests of gap < margin and of gap > -margin reject at alpha: TOST; n losses an arm.
+
+    Paired, run i of both arms shares its seed (initial weights, data order): the test of the differences. Unpaired,
+    Welch's with Satterthwaite's degrees of freedom. EQUIVALENT and NON_INFERIOR both need the test of gap < margin to
+    reject, so a candidate that is worse by the margin or more gets either in at most alpha of cases, for gaps as
+    `skewed.ASSUMPTION` says.
+
+    Too little to say how sure it is, and so INCONCLUSIVE: 2 runs; gaps that do not vary; an arm that counts one run
+    several times. But where every pair ended on the very same loss though the seeds differ, both arms computed the same:
+    EQUIVALENT.
+
+    Raises ValueError for a margin that is not positive, alpha outside (0, 0.5), fewer than 2 runs, unequal lengths
+    when paired, and a loss that is not finite or above 1e60.
+    """
+    check_test(margin, alpha)
+    arms = _arms(candidate, control, paired)
+    gaps = arms[0] - arms[1] if paired else None
+    gap = float(arms[0].mean() - arms[1].mean() if gaps is None else gaps.mean())
+    sd = math.hypot(*(arm.std(ddof=1) for arm in arms)) if gaps is None else float(gaps.std(ddof=1))
+    untold, same = _untold(arms, gap, sd, paired)
+    mean = None if untold else _welch(*arms) if gaps is None else mean_of(gaps)
+    claims = claims_of(mean, margin) if mean else _no_claims(same)
+    interval = mean.interval(alpha) if mean else None
+    at_gap = _needed(gap, sd, margin, alpha, paired) if mean else None
+    cautious = _needed(gap, at_most(sd, mean.df), margin, alpha, paired) if mean else None
+    verdict = claims.verdict(alpha)
+    return Comparison(
+        n=arms[0].size,
+        n_control=arms[1].size,
+        paired=paired,
+        margin=margin,
+        alpha=alpha,
+        gap=gap,
+        sd=sd if mean else 0.0,
+        interval=interval,
+        t_interval=_student(mean, alpha) if mean else None,
+        p_equivalence=claims.equivalent,
+        p_non_inferior=claims.non_inferior,
+        p_inferior=claims.inferior,
+        correlation=_correlation(*arms) if paired else None,
+        power=tost_power(margin, se=mean.se, df=mean.df, alpha=alpha) if mean else None,
+        detectable=detectable(se=mean.se, df=mean.df, alpha=alpha) if mean else None,
+        seeds_needed=seeds_needed(sd, margin, alpha=alpha, paired=paired) if mean else None,
+        seeds_needed_at_gap=at_gap,
+        outliers=outliers(gaps) if mean and gaps is not None else (),
+        verdict=verdict,
+        df=mean.df if mean else 0.0,
+        reason=untold or _reason(verdict, gap, interval, margin, alpha, (at_gap, cautious)),
+    )
+
+
+def judge(
+    arms: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    margin: float,
+    alpha: float = 0.05,
+    paired: bool = True,
+    diverged: Mapping[str, str] | None = None,
+) -> dict[str, Judgement]:
+    """Verdicts over a family of candidates {name: (candidate, control)} from p-values after Holm, a claim at a time.
+
+    Holm is applied three times, over the candidates' p-values of each claim: equivalent, non-inferior, inferior. What
+    must not happen, a candidate called EQUIVALENT or NON_INFERIOR though its gap is the margin or more, happens
+    for any of them with a probability of at most alpha: p_equivalence >= p_non_inferior for every candidate, Holm's
+    adjusted p-values rise with each p-value, so whatever is EQUIVALENT has also been rejected by the Holm procedure of
+    the non-inferiority claims, and that one holds the family at alpha (Holm 1979; no independence needed, so a
+    shared control is no matter). Likewise EQUIVALENT outside of the margin on either side, and INFERIOR within it.
+
+    `diverged` gives candidates that broke, with the reason: DIVERGED whatever losses they have, for the runs that
+    survived are a biased choice. They stay in the family, with p = 1: its size was fixed before the first step.
+    Raises what `compare` raises, with the candidate's name, and ValueError for no candidate.
+    """
+    broken = dict(diverged or {})
+    names = list(dict.fromkeys([*arms, *broken]))
+    if not names:
+        raise ValueError("no candidate to judge: give at least one arm besides the control")
+    check_test(margin, alpha)
+    compared = {name: _named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
+    adjusted = [
+        _holm([getattr(compared[name], claim) if name in compared else 1.0 for name in names])
+        for claim in ("p_equivalence", "p_non_inferior", "p_inferior")
+    ]
+    judged = {}
+    for name, equivalent, non_inferior, inferior in zip(names, *adjusted, strict=True):
+        if name in broken:
+            judged[name] = Judgement(verdict=Verdict.DIVERGED, reason=broken[name], family=len(names))
+        else:
+            claims = Claims(equivalent=equivalent, non_inferior=non_inferior, inferior=inferior)
+            judged[name] = _judged(compared[name], claims, len(names))
+    return judged
+
+
+def _judged(c: Comparison, claims: Claims, family: int) -> Judgement:
+    verdict, reason, needed = claims.verdict(c.alpha), c.reason, None
+    if c.interval is not None:
+        # Holm's hardest step, so enough whichever rank the candidate takes
+        needed = _needed(c.gap, c.sd, c.margin, c.alpha / family, c.paired)
+        cautious = _needed(c.gap, at_most(c.sd, c.df), c.margin, c.alpha / family, c.paired)
+        reason = _reason(verdict, c.gap, c.interval, c.margin, c.alpha, (needed, cautious))
+    if verdict is not c.verdict:
+        reason = f"{c.verdict} on its own, not after Holm over {family} candidates: {reason}"
+    return Judgement(
+        verdict=verdict,
+        reason=reason,
+        family=family,
+        comparison=c,
+        p_equivalence=claims.equivalent,
+        p_non_inferior=claims.non_inferior,
+        p_inferior=claims.inferior,
+        seeds_needed=needed,
+    )
+
+
+def check_test(margin: float, alpha: float) -> None:
+    """Raises ValueError for a margin that is not positive and finite, and an alpha outside of (0, 0.5)."""
+    if not (math.isfinite(margin) and margin > 0):
+        raise ValueError(f"margin {margin}: give the largest gap in loss that you would accept, above 0, such as 0.003")
+    if not 0 < alpha < 0.5:
+        raise ValueError(f"alpha {alpha}: give an error rate between 0 and 0.5, such as 0.05")
+
+
+def claims_of(mean: Mean, margin: float) -> Claims:
+    """One-sided p-values of a mean gap against the margin, either way."""
+    below, above = mean.p_below(margin), mean.p_above(-margin)
+    return Claims(equivalent=max(below, above), non_inferior=below, inferior=mean.p_above(margin))
+
+
+def _no_claims(same: bool) -> Claims:
+    p = 0.0 if same else 1.0
+    return Claims(equivalent=p, non_inferior=p, inferior=1.0)
+
+
+def outliers(gaps: Sequence[float] | Array) -> tuple[int, ...]:
+    """Places of gaps that lie far from the others: in a normal sample there is any in FAR of cases.
+
+    Each gap is held to mean and spread of those without it: a t-test with n - 2 degrees of freedom (Grubbs 1950), Bonferroni
+    over the gaps. Below 4 gaps none can be told.
+    """
+    x = np.asarray(gaps, dtype=np.float64)
+    if x.size < FEWEST + 1:
+        return ()
+    off = x[:, None] - (rest := np.array([np.delete(x, i) for i in range(x.size)])).mean(axis=1)[:, None]
+    spread = rest.std(axis=1, ddof=1) * math.sqrt(1 + 1 / (x.size - 1))
+    bound = -float(stdtrit(x.size - 2, FAR / (2 * x.size)))
+    return tuple(int(i) for i in np.flatnonzero(np.abs(off[:, 0]) > bound * spread))
+
+
+def copies(losses: Sequence[float] | Array) -> tuple[int, int] | None:
+    """Places of two runs of an arm that are one run under two seeds, or None.
+
+    Losses of more than ROUNDED decimals do not meet by chance; rounded ones may, but not half of them.
+    """
+    seen: dict[float, int] = {}
+    met = [(seen[x], i) for i, x in enumerate(map(float, losses)) if seen.setdefault(x, i) != i]
+    whole = [pair for pair in met if round(float(losses[pair[1]]), ROUNDED) != float(losses[pair[1]])]
+    return next(iter(whole or (met if 2 * len(seen) <= len(losses) else ())), None)
+
+
+def _arms(candidate: Sequence[float], control: Sequence[float], paired: bool) -> tuple[Array, Array]:
+    arms = _arm(candidate, "candidate"), _arm(control, "control")
+    if paired and arms[0].size != arms[1].size:
+        raise ValueError(
+            f"{arms[0].size} candidate and {arms[1].size} control runs cannot be paired: give both arms the same seeds, "
+            "or compare them unpaired"
+        )
+    return arms
+
+
+def _arm(losses: Sequence[float], arm: str) -> Array:
+    values = np.asarray(losses, dtype=np.float64)
+    for place in np.flatnonzero(~np.isfinite(values)):
+        raise ValueError(
+            f"{arm}, run {place + 1} of {values.size}: the loss is {values[place]}. A run that broke is judged as "
+            "diverged; it has no final loss"
+        )
+    for place in np.flatnonzero(np.abs(values) > LARGEST):
+        raise ValueError(
+            f"{arm}, run {place + 1} of {values.size}: {values[place]:g} is no loss; write nan where it diverged"
+        )
+    if values.size < 2:
+        raise ValueError(f"{values.size} {arm} run: a verdict needs 3 seeds at least, and 8 to be worth much")
+    return values
+
+
+def _named(
+    name: str, arms: tuple[Sequence[float], Sequence[float]], margin: float, alpha: float, paired: bool
+) -> Comparison:
+    try:
+        return compare(*arms, margin=margin, alpha=alpha, paired=paired)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted: max over the i-th smallest at most as large of (m - i) p_i, i from 0, at most 1 (Holm 1979).
+
+    statsmodels' multipletests, which the tests hold it to, takes a second to import and collects garbage at each call.
+    """
+    p = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p)
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1)).clip(max=1.0)
+    return [float(one) for one in adjusted]
+
+
+def _welch(candidate: Array, control: Array) -> Mean:
+    """Welch 1947, Biometrika 34:28, with Satterthwaite's degrees of freedom; third cumulants add up with their signs."""
+    means = [mean_of(arm) for arm in (candidate, control)]
+    se = math.hypot(*(mean.se for mean in means))
+    shares = [mean.se / se for mean in means]
+    df = 1 / sum(share**4 / mean.df for share, mean in zip(shares, means, strict=True))
+    third = [m.skewness * share**3 / math.sqrt(m.df + 1) for m, share in zip(means, shares, strict=True)]
+    gap = means[0].value - means[1].value
+    return Mean(value=gap, se=se, skewness=(third[0] - third[1]) * math.sqrt(df + 1), df=df)
+
+
+def _student(mean: Mean, alpha: float) -> tuple[float, float]:
+    reach = float(stdtrit(mean.df, 1 - alpha)) * mean.se
+    return mean.value - reach, mean.value + reach
+
+
+def _correlation(candidate: Array, control: Array) -> float | None:
+    if not (np.ptp(candidate) and np.ptp(control)):
+        return None
+    return float(np.corrcoef(candidate, control)[0, 1])
+
+
+def _untold(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> tuple[str | None, bool]:
+    """Why no test can be made, or None; and whether both arms ended on the very same losses, over seeds that differ."""
+    one = next((arm for arm in arms if np.ptp(arm) == 0), None)
+    if one is not None:
+        return (
+            f"all {one.size} runs of an arm ended on the very same loss, so nothing says how far seeds move it: check that "
+            "they differ in their seeds"
+        ), False
+    for arm, name in zip(arms, ("candidate", "control"), strict=True):
+        if pair := copies(arm):
+            return (
+                f"{name}: runs {pair[0] + 1} and {pair[1] + 1} ended on the very same loss, {arm[pair[0]]:.10g}: one run "
+                "that counts several times says nothing of how far seeds move it. Take the copies out; of losses that were "
+                "rounded give more decimals"
+            ), False
+    if paired and np.all(arms[0] == arms[1]):
+        return f"all {arms[0].size} pairs ended on the very same loss: both arms computed the same", True
+    if sd <= SAME * max(float(np.abs(arm).max()) for arm in arms):
+        return (
+            f"all {arms[0].size} gaps are {gap:.3g}: they do not vary, so nothing says how sure that is. Check that "
+            "the runs differ in their seeds"
+        ), False
+    if (fewest := min(arm.size for arm in arms)) < FEWEST:
+        return f"{fewest} seeds do not show how skewed the gaps are: {FEWEST} are needed at least", False
+    return None, False
+
+
+def _needed(gap: float, sd: float, margin: float, alpha: float, paired: bool) -> int | None:
+    """Seeds to show EQUIVALENT with 80 % power if that is the true gap; beyond the margin INFERIOR, or NON_INFERIOR."""
+    if abs(gap) < margin:
+        return seeds_needed(sd, margin, gap=gap, alpha=alpha, paired=paired)
+    excess = gap - margin if gap > 0 else margin - gap
+    return seeds_beyond(sd, excess, alpha=alpha, paired=paired)
+
+
+def _reason(
+    verdict: Verdict,
+    gap: float,
+    interval: tuple[float, float] | None,
+    margin: float,
+    alpha: float,
+    needed: tuple[int | None, int | None],
+) -> str:
+    """`needed`: seeds by the spread as measured, and by its upper bound."""
+    assert interval is not None
+    measured = f"gap {gap:+.2g}, {100 * (1 - 2 * alpha):.3g} % interval [{interval[0]:+.2g}, {interval[1]:+.2g}]"
+    if verdict is Verdict.EQUIVALENT:
+        return f"ends within {margin:g} of the control: {measured}"
+    if verdict is Verdict.NON_INFERIOR:
+        return f"ends less than {margin:g} above the control, and perhaps further than that below it: {measured}"
+    if verdict is Verdict.INFERIOR:
+        return f"ends more than {margin:g} above the control: {measured}"
+    claim = Verdict.EQUIVALENT if abs(gap) < margin else Verdict.INFERIOR if gap > 0 else Verdict.NON_INFERIOR
+    more = f"no number of seeds would show it {claim} if that is its true gap"
+    few, many = needed
+    if few is not None:
+        to = f" to {many}" if many is not None else " or more"
+        more = f"{few}{to} seeds an arm would show it {claim} in 80 % of cases if that is its true gap"
+    what = f"tell whether the gap is more than {margin:g}" if interval[0] > 0 else f"tell {margin:g} from nothing"
+    return f"too few seeds to {what}: {measured}; {more}"

@@ -1,0 +1,174 @@
+"""Two arms of a user's own losses against each other: paired, diverged or not, and whether their gap had settled."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from te_bench.reports.convergence.loss_csv import Curve, Losses, broken
+from te_bench.reports.convergence.stability import RISE, overfitting
+
+Array = NDArray[np.float64]
+
+LAST = 0.1  # the share of training over which the gap must have settled
+FEWEST_POINTS = 3  # the first is often that of the initial weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matched:
+    """Two arms ready to be compared; paired, place i of both has the seed `seeds[i]`."""
+
+    seeds: tuple[str, ...]
+    baseline: tuple[float, ...]
+    candidate: tuple[float, ...]
+
+
+def matched(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
+    """The two arms' final losses, paired by seed, or by row where neither source names its seeds.
+
+    Raises ValueError for a file that is in both arms, a baseline that broke, seeds that only one arm has, names that
+    runs share or numbers of runs that differ when paired, and curves that end at different steps, for they have not
+    seen the same data.
+    """
+    arms = baseline, candidate
+    if baseline.digests & candidate.digests:
+        both = baseline.source if baseline.source == candidate.source else f"{baseline.source} and {candidate.source}"
+        raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each arm its own")
+    if broke := broken(baseline):
+        raise ValueError(
+            f"{baseline.source}: the baseline itself broke, {_told(baseline, broke)}. Nothing can be concluded from a "
+            "control that does not train: mend it, and run both arms again"
+        )
+    ends = [sorted({arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))}) for arm in arms]
+    if all(ends) and ends[0] != ends[1]:
+        told = " and ".join(f"at step {end[-1]:g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
+        raise ValueError(f"the curves end {told}: compare runs of one length")
+    if not paired:
+        return Matched(seeds=(), baseline=tuple(baseline.final.values()), candidate=tuple(candidate.final.values()))
+    for arm in arms:
+        if arm.repeated:
+            raise ValueError(
+                f"{arm.source}: several runs are called {', '.join(arm.repeated)}, so pairs cannot be told: rename them, "
+                "with their seeds (bf16-seed3), or compare unpaired"
+            )
+    if baseline.seeded != candidate.seeded:
+        named, rows = arms if baseline.seeded else arms[::-1]
+        raise ValueError(
+            f"{named.source} names its seeds and {rows.source} does not: name them in both, or compare unpaired"
+        )
+    for one, other in (arms, arms[::-1]):
+        only = [seed for seed in one.final if seed not in other.final]
+        if only and not baseline.seeded:
+            raise ValueError(
+                f"{len(one.final)} losses in {one.source} and {len(other.final)} in {other.source} cannot be paired: give "
+                "both arms the same seeds, or compare unpaired"
+            )
+        if only:
+            seeds = f"seed {only[0]} is" if len(only) == 1 else f"seeds {', '.join(only)} are"
+            raise ValueError(
+                f"{seeds} only in {one.source}: pairs need every seed in both arms; run what is missing, leave it out of "
+                "both, or compare unpaired"
+            )
+    return Matched(
+        seeds=tuple(baseline.final),
+        baseline=tuple(baseline.final.values()),
+        candidate=tuple(candidate.final[seed] for seed in baseline.final),
+    )
+
+
+def diverged(candidate: Losses) -> str | None:
+    """How many of the candidate's runs broke, which, and why the first did; None where all ended on a loss."""
+    broke = broken(candidate)
+    return f"{len(broke)} of {len(candidate.final)} runs, {_told(candidate, broke)}" if broke else None
+
+
+def outlying(arm: Losses) -> str | None:
+    """What to note of a run that ends RISE or more above its arm's median: had it diverged, a mean would hide it."""
+    middle = float(np.median(list(arm.final.values())))
+    far = {seed: final for seed, final in arm.final.items() if final > middle + RISE}
+    if not far:
+        return None
+    what, seed = "seed" if arm.seeded else "row", next(iter(far))
+    return (
+        f"{arm.source}: {what} {seed} ends {far[seed] - middle:.3g} above its arm's median; write nan if it diverged: such "
+        "an arm is DIVERGED, whatever its mean"
+    )
+
+
+def moving(baseline: Losses, candidate: Losses, margin: float) -> str | None:
+    """None when the gap has settled, else why not: over the last tenth of training it moved by `margin` or more.
+
+    The gap is that of the arms' mean curves, which for pairs is their mean gap; its move is that of a line through the
+    last tenth, or from the last evaluation but one where that is earlier. `margin` in the unit of the losses.
+    """
+    curves = [*baseline.curves.values(), *candidate.curves.values()]
+    if not (baseline.curves and candidate.curves):
+        return "no curves of both arms: whether the gap had settled cannot be told from final losses"
+    if (fewest := min(len(curve.step) for curve in curves)) < FEWEST_POINTS:
+        return f"{fewest} points a curve: too few to tell whether the gap had settled; log {FEWEST_POINTS} at least"
+    at = _late(curves)
+    move = _move(at, _mean(candidate, at) - _mean(baseline, at))
+    if abs(move) < margin:
+        return None
+    return (
+        f"the gap still moves: by {move:+.2g} over the last {at[-1] - at[0]:g} steps, which is not below the margin "
+        f"{margin:g}; decay the learning rate to the end, or train longer"
+    )
+
+
+def overfitted(baseline: Losses, margin: float) -> str | None:
+    """Why final losses prove nothing, where the baseline's mean curve ends above its least by more than `margin`."""
+    if min((len(curve.step) for curve in baseline.curves.values()), default=0) < FEWEST_POINTS:
+        return None
+    first = max(curve.step[0] for curve in baseline.curves.values())
+    at = np.array(sorted({step for curve in baseline.curves.values() for step in curve.step if step >= first}))
+    rise = overfitting(at, _mean(baseline, at))
+    if rise <= margin:
+        return None
+    return (
+        f"{baseline.source}: the baseline overfits: its loss ends {rise:.2g} above its least, more than the margin "
+        f"{margin:g}, so that a final loss rewards fitting less; train for fewer steps, or on data that is seen once"
+    )
+
+
+def far(arms: Matched, place: int) -> str:
+    """What to note of a pair whose gap lies far from the others'."""
+    gap = arms.candidate[place] - arms.baseline[place]
+    return (
+        f"seed {arms.seeds[place]}: its gap {gap:+.2g} lies far from the others; where such outliers are common the error "
+        "rate may not hold"
+    )
+
+
+def falling(arm: Losses, margin: float) -> str | None:
+    """What to note of an arm whose mean loss fell by `margin` or more over the stretch that `moving` looks at."""
+    if min((len(curve.step) for curve in arm.curves.values()), default=0) < FEWEST_POINTS:
+        return None
+    at = _late(list(arm.curves.values()))
+    fall = -_move(at, _mean(arm, at))
+    if fall < margin:
+        return None
+    return f"{arm.source}: the loss still falls, by {fall:.2g} over the last {at[-1] - at[0]:g} steps"
+
+
+def _late(curves: Sequence[Curve]) -> Array:
+    end = min(curve.step[-1] for curve in curves)
+    start = min(end - LAST * end, *(curve.step[-2] for curve in curves))
+    start = max(start, *(curve.step[0] for curve in curves))
+    return np.array([start, *sorted({step for curve in curves for step in curve.step if start < step <= end})])
+
+
+def _mean(arm: Losses, at: Array) -> Array:
+    return np.asarray(np.mean([np.interp(at, curve.step, curve.loss) for curve in arm.curves.values()], axis=0))
+
+
+def _move(at: Array, values: Array) -> float:
+    """The rise from end to end of the least-squares line: of two points their difference, of many less noise."""
+    off = at - at.mean()
+    return float(off @ values / (off @ off) * (at[-1] - at[0]))
+
+
+def _told(arm: Losses, broke: Mapping[str, str]) -> str:
+    what = "seed" if arm.seeded else "row"
+    return f"{what}{'s' if len(broke) > 1 else ''} {', '.join(broke)}: {next(iter(broke.values()))}"

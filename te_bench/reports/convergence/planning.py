@@ -1,0 +1,259 @@
+"""What a convergence run can conclude and what it costs, before its first step: power, minimum detectable gap, GPU time.
+
+Spread and seconds come from records of earlier runs, a pilot's or the run's own; losses, margins and gaps are in nat.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from te_bench.experiments.spec import Record, Scalar, Trial
+from te_bench.reports.analysis.measures import numbers, step_seconds
+from te_bench.reports.convergence import power
+from te_bench.reports.convergence.study import Arm, Study
+
+FEWEST_PAIRS = 3  # of 2 the standard deviation is wrong by a factor of 2 or more in two cases of five
+FEWEST_SEEDS = 3  # two pairs carry no claim, for they do not show how skewed gaps are
+ROUNDING = 0.005  # of a simulated power
+PILOT_STEPS = 30  # three reads of the loss: the first tells when the clock starts, the others what steps take
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """How far final losses vary between the seeds of one arm, and how far the two of a pair vary together."""
+
+    sd: float
+    correlation: float
+    pairs: int  # that it is known from
+    assumed: str | None = None  # whose it is, where it is not of the user's own records
+
+    @property
+    def gap_sd(self) -> float:
+        """Standard deviation of candidate - control in one pair."""
+        return power.gap_sd(self.sd, self.correlation)
+
+    @property
+    def gap_sd_at_most(self) -> float:
+        """Its upper bound of 80 % confidence: trusting 5 pairs' estimate gives the power in half of cases."""
+        return power.at_most(self.gap_sd, self.pairs - 1)
+
+
+#: Spreads of gaps that published records have, of preset and machine: {what of the problem must agree: spread}.
+ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
+    (
+        {"model": "gpt2", "steps": 2035, "batch": 12, "accumulate": 4, "learning_rate": 6e-4, "warmup": 100},
+        Spread(sd=0.0064, correlation=0.03, pairs=5, assumed="four recipes of results/h200/convergence"),
+    ),
+    (
+        {"model": "gpt2", "steps": 300, "batch": 12, "accumulate": 1, "learning_rate": 6e-4, "warmup": 60},
+        Spread(sd=0.0193, correlation=0.86, pairs=8, assumed="four arms of results/h200/convergence-short and -dpa"),
+    ),
+    (
+        {"model": "tiny", "steps": 150, "batch": 8, "learning_rate": 1e-3},
+        Spread(sd=0.0015 / math.sqrt(2), correlation=0.0, pairs=5, assumed="FP8 on a CPU, 2026-11-22"),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prospect:
+    """What an equivalence test at one alpha can show; None for fewer seeds than a verdict needs."""
+
+    alpha: float
+    power: float | None  # to show equivalence at a true gap of 0
+    detectable: float | None  # the smallest margin with a power of 80 %
+    seeds_needed: int | None  # for a power of 80 %; None where no number would do
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """What so many seeds can conclude: of one recipe on its own, and after Holm's hardest step, alpha / recipes."""
+
+    seeds: int
+    margin: float
+    recipes: int
+    spread: Spread
+    alone: Prospect
+    hardest: Prospect
+    cautious: Prospect  # the hardest step by the upper bound of the spread: what a plan must do with
+
+    @property
+    def underpowered(self) -> bool:
+        """Whether these seeds would probably end INCONCLUSIVE."""
+        return self.recipes > 0 and (self.cautious.power or 0.0) < power.POWER - ROUNDING
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """Seconds that a training takes for each step, and beside its steps: start, check and evaluations."""
+
+    step_s: float
+    fixed_s: float
+
+    def seconds(self, steps: int) -> float:
+        return self.fixed_s + steps * self.step_s
+
+
+def outlook(*, seeds: int, margin: float, alpha: float, recipes: int, spread: Spread) -> Outlook:
+    """Power at a true gap of 0 and minimum detectable gap of `seeds` pairs, by the power of two one-sided tests."""
+    family = max(recipes, 1)
+    alone, hardest = (_prospect(seeds, margin, level, spread.gap_sd) for level in (alpha, alpha / family))
+    cautious = _prospect(seeds, margin, alpha / family, spread.gap_sd_at_most)
+    return Outlook(
+        seeds=seeds, margin=margin, recipes=recipes, spread=spread, alone=alone, hardest=hardest, cautious=cautious
+    )
+
+
+def _prospect(seeds: int, margin: float, alpha: float, sd: float) -> Prospect:
+    enough = seeds >= FEWEST_SEEDS
+    return Prospect(
+        alpha=alpha,
+        power=power.power(seeds, sd, margin, alpha=alpha) if enough else None,
+        detectable=power.detectable(se=sd / math.sqrt(seeds), df=seeds - 1, alpha=alpha) if enough else None,
+        seeds_needed=power.seeds_needed(sd, margin, alpha=alpha),
+    )
+
+
+def largest_sd(seeds: int, margin: float, alpha: float) -> float | None:
+    """The largest standard deviation of a pair's gap with which so many seeds have a power of 80 %; None of 2 seeds."""
+    one = power.detectable(se=1 / math.sqrt(seeds), df=seeds - 1, alpha=alpha)
+    return None if one is None else margin / one
+
+
+def unlike(studies: Iterable[Study], control: Trial) -> str | None:
+    """Why studies that are on record tell nothing of this control's spread, or None where there are none."""
+    said = None
+    for study in studies:
+        if study.control is None or not study.recipes:
+            said = said or "its records have no bf16 control beside a recipe"
+            continue
+        theirs, ours = study.control.trial, control
+        differ = [
+            f"{key} {theirs.problem.get(key)} there, {ours.problem.get(key)} here"
+            for key in dict.fromkeys([*theirs.problem, *ours.problem])
+            if theirs.problem.get(key) != ours.problem.get(key)
+        ]
+        differ += [f"device {theirs.device} there, {ours.device} here"] if theirs.device != ours.device else []
+        if not differ:
+            return f"fewer than {FEWEST_PAIRS} of its pairs have ended, or their gaps do not vary"
+        said = f"its training is another: {', '.join(differ[:3])}"
+    return said
+
+
+def spread(studies: Iterable[Study], control: Trial) -> Spread | None:
+    """Pooled over the recipes of the study with most pairs whose control is this trial but for its seed; else one of
+    ASSUMED for the same training; else None.
+
+    sd^2 is the mean variance of both arms over the paired seeds, correlation 1 - var(gap) / (2 sd^2), so that
+    gap_sd is that of the measured gaps. Another length, batch or learning rate has another spread: not counted.
+    """
+    found = [
+        known
+        for study in studies
+        if study.control is not None and study.control.trial.cell == control.cell
+        if (known := _spread(study.control, study.recipes)) is not None
+    ]
+    return max(found, key=lambda known: known.pairs, default=_assumed(control))
+
+
+def _assumed(control: Trial) -> Spread | None:
+    held = control.problem
+    return next((known for of, known in ASSUMED if all(held.get(key) == of[key] for key in of)), None)
+
+
+def _spread(control: Arm, recipes: Sequence[Arm]) -> Spread | None:
+    """None for fewer than FEWEST_PAIRS, and for gaps that do not vary, which carry no standard error."""
+    losses, gaps, freedom, pairs = 0.0, 0.0, 0, 0
+    base = control.finals
+    for arm in recipes:
+        finals = arm.finals
+        seeds = [seed for seed in finals if seed in base]
+        if len(seeds) < FEWEST_PAIRS:
+            continue
+        a, b = (np.array([side[seed] for seed in seeds]) for side in (finals, base))
+        weight = len(seeds) - 1
+        losses += weight * float(a.var(ddof=1) + b.var(ddof=1)) / 2
+        gaps += weight * float((a - b).var(ddof=1))
+        freedom, pairs = freedom + weight, max(pairs, len(seeds))
+    if not gaps:
+        return None
+    return Spread(sd=math.sqrt(losses / freedom), correlation=1 - gaps / (2 * losses), pairs=pairs)
+
+
+def pace(record: Record) -> Pace | None:
+    """The pace of one training; None for one that failed, or was too short to tell what a step takes.
+
+    What is unsupported takes no steps.
+    """
+    if record.outcome == "unsupported":
+        return Pace(step_s=0.0, fixed_s=record.wall_s)
+    step_s = step_seconds(record.samples)
+    if record.outcome not in ("ok", "diverged") or step_s is None:
+        return None
+    taken = numbers(record.samples["step"])[-1] + 1
+    return Pace(step_s=step_s, fixed_s=max(0.0, record.wall_s - taken * step_s))
+
+
+#: Of the problem, what a training's seconds depend on beside the number of its steps.
+_SIZES = (
+    *("model", "batch", "block", "accumulate", "padded_vocab", "threads", "share"),
+    *("blocks", "head", "optimizer"),
+    *("evaluate", "eval_tokens", "early_eval_tokens"),
+)
+
+
+def _work(trial: Trial) -> tuple[object, ...]:
+    """What trials of the same cost share: a planted fault and another seed cost what a sound run does."""
+    settings = (trial.workload, trial.device, trial.mode, trial.attention, trial.precision, trial.recipe)
+    return settings + tuple(trial.problem.get(key) for key in _SIZES)
+
+
+def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, float | None]:
+    """Seconds that each trial will take, by its name: the median over records of the same work; None where none tells."""
+    paces: dict[tuple[object, ...], list[Pace]] = {}
+    for record in records:
+        if known := pace(record):
+            paces.setdefault(_work(record.trial), []).append(known)
+    return {trial.name: _median(paces.get(_work(trial), ()), trial.number("steps")) for trial in trials}
+
+
+def _median(paces: Sequence[Pace], steps: int) -> float | None:
+    return median(known.seconds(steps) for known in paces) if paces else None
+
+
+def seeds_within(budget_s: float, *, slots: int, seed_s: float, where: str = "") -> int:
+    """floor(budget slots / seconds of all arms of one seed), of as many trials at once as there are slots.
+
+    where: said after a time that they take. Raises ValueError for a budget that is too small for FEWEST_SEEDS.
+    """
+    seeds = int(budget_s * slots / seed_s)
+    if seeds < FEWEST_SEEDS:
+        raise ValueError(
+            f"--budget {duration(budget_s)}: a verdict needs {FEWEST_SEEDS} seeds, which take about "
+            f"{duration(FEWEST_SEEDS * seed_s / slots)}{where}"
+        )
+    return seeds
+
+
+def pilot_steps(problem: Mapping[str, object]) -> int:
+    """Steps of a short run with as many evaluations as the whole one, so that what is beside the steps costs the same."""
+    steps, every = (int(str(problem[key])) for key in ("steps", "eval_every"))
+    shorter = -(-PILOT_STEPS * every // steps)  # steps between the pilot's evaluations
+    return min(steps, max(PILOT_STEPS, -(-shorter * steps // every)))
+
+
+def duration(seconds: float) -> str:
+    """48 s, 12 min, 3.4 h: rounded up in its last figure, for it says what to allow."""
+    if seconds < 120:
+        return f"{math.ceil(seconds)} s"
+    return f"{math.ceil(seconds / 60)} min" if seconds < 7200 else f"{math.ceil(seconds / 360) / 10:g} h"
+
+
+def on(device: str, number: int, share: int = 1) -> str:
+    """Where trials run at once: on so many GPUs, `share` on each, or cores."""
+    if share > 1:
+        return f" on {number} GPU{'s' * (number > 1)}, {share} at a time on each"
+    return f" on {number} {'GPUs' if device == 'cuda' else 'cores'}" if number > 1 else ""

@@ -1,0 +1,160 @@
+"""Capability-matched speed-up: how much less time a candidate takes to the loss at which its control ends."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+
+from te_bench.reports.analysis.measures import CONFIDENCE, Ratio, geometric_mean
+
+Array = NDArray[np.float64]
+
+LAST = 0.25  # the share of training that the slope is fitted over, and the longest way that it is followed
+FEWEST_POINTS = 3  # two would fit any line
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speedup:
+    """What the gap costs in steps and what faster steps save; `reason` says why a figure is None.
+
+    Intervals are 95 %. `less_time` is a share of the control's time: 0.05 is 5 % less, below 0 is more.
+    """
+
+    gap: float  # mean of candidate - control
+    slope: float | None = None  # of the control's validation loss over the last quarter, nat per step
+    more_steps: float | None = None  # gap / |slope|: steps that the candidate needs on top; below 0, can spare
+    more_steps_interval: Interval | None = None
+    step_time: Ratio | None = None  # candidate's seconds per step over the control's
+    less_time: float | None = None
+    less_time_interval: Interval | None = None
+    reason: str | None = None
+
+
+def capability_matched(
+    steps: Sequence[float],
+    control: Sequence[Sequence[float]],
+    candidate_final: Sequence[float],
+    *,
+    control_step_s: Sequence[float],
+    candidate_step_s: Sequence[float],
+) -> Speedup:
+    """1 - r (1 + gap / (|slope| N)): time saved to the control's final loss, N steps, r the ratio of the step times.
+
+    control: (n, steps) validation losses, in nat, of the control's runs; candidate_final: the candidate's losses at the
+    last of these steps, run i of both with the same seed. The step times are in seconds, one a process (its median:
+    steps of one process are no repetitions), pair by pair measured side by side; as many as there are.
+
+    The slope is a line through the control's last quarter, a run at a time. A schedule that decays the learning rate
+    flattens towards its end, and a longer run would have decayed later, so that slope is an approximation of what
+    more steps would bring: read the step penalty as a size, not to the last digit.
+
+    gap / slope is a ratio of means over the same seeds: Fieller's interval (1954, J. R. Stat. Soc. B 16:175). Step time's
+    interval is combined with it by their recovered variances (MOVER: Zou & Donner 2008, Stat. Med. 27:1693).
+
+    Raises ValueError for runs that cannot be paired, values that are not finite, and step times that are not positive.
+    """
+    at = np.asarray(steps, dtype=np.float64)
+    losses, finals = _checked(at, control, candidate_final)
+    step_time = _step_time(candidate_step_s, control_step_s)
+    gaps = finals - losses[:, -1]
+    gap = float(gaps.mean())
+    late = at >= (1 - LAST) * at[-1]
+    if late.sum() < FEWEST_POINTS:
+        few = f"the last quarter has {late.sum()} validation losses: evaluate {FEWEST_POINTS} times in it at least"
+        return Speedup(gap=gap, step_time=step_time, reason=few)
+    slopes = np.polyfit(at[late], losses[:, late].T, 1)[0]
+    slope = float(slopes.mean())
+    if slope >= 0:
+        flat = f"the control's loss does not fall over the last quarter (slope {slope:+.2g} a step)"
+        return Speedup(gap=gap, slope=slope, step_time=step_time, reason=f"{flat}: no steps make up a gap")
+    reach = LAST * at[-1] * -slope
+    if abs(gap) > reach:
+        far = f"the gap is {abs(gap) / reach:.2g} times what the control gained in the last quarter"
+        return Speedup(gap=gap, slope=slope, step_time=step_time, reason=f"{far}: its slope does not reach that far")
+    interval = fieller(gaps, -slopes)
+    less_time, less_interval, reason = _less_time(-gap / slope, interval, float(at[-1]), step_time)
+    if interval is None:
+        reason = (
+            "no interval: one seed" if len(gaps) < 2 else "no interval: the slope is not told from 0 by these seeds"
+        )
+    return Speedup(
+        gap=gap,
+        slope=slope,
+        more_steps=-gap / slope,
+        more_steps_interval=interval,
+        step_time=step_time,
+        less_time=less_time,
+        less_time_interval=less_interval,
+        reason=reason,
+    )
+
+
+def _less_time(
+    more: float, interval: Interval | None, steps: float, step_time: Ratio | None
+) -> tuple[float | None, Interval | None, str | None]:
+    """The share of time saved, its interval, and why one of them is None."""
+    if step_time is None:
+        return None, None, "no step times were measured"
+    factor = 1 + more / steps  # the candidate's steps over the control's
+    less = 1 - step_time.value * factor
+    if step_time.low is None or step_time.high is None or interval is None:
+        return less, None, "no interval: the step times of one process only"
+    factors, ratios = (1 + interval[0] / steps, 1 + interval[1] / steps), (step_time.low, step_time.high)
+    if factors[0] <= 0:
+        return less, None, "no interval: the slope may be so small that the candidate needs no step at all"
+    # independent of each other: distances on the logarithms add as squares
+    centre = math.log(factor) + math.log(step_time.value)
+    down = math.hypot(math.log(factor / factors[0]), math.log(step_time.value / ratios[0]))
+    up = math.hypot(math.log(factors[1] / factor), math.log(ratios[1] / step_time.value))
+    return less, (1 - math.exp(centre + up), 1 - math.exp(centre - down)), None
+
+
+def fieller(numerators: Sequence[float] | Array, denominators: Sequence[float] | Array) -> Interval | None:
+    """95 % interval of mean(x) / mean(y) over n pairs: all r for which x - r y is not told from 0, n - 1 degrees of freedom.
+
+    None when that is unbounded, the denominator's mean itself not told from 0, and below 2 pairs.
+    """
+    x, y = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    if x.size < 2:
+        return None
+    q = float(stdtrit(x.size - 1, (1 + CONFIDENCE) / 2)) ** 2 / x.size
+    mean_x, mean_y = float(x.mean()), float(y.mean())
+    (var_x, covariance), (_, var_y) = np.cov(x, y).tolist()
+    # (mean_x - r mean_y)^2 <= q (var_x - 2 r covariance + r^2 var_y), a parabola in r
+    a, b, c = mean_y**2 - q * var_y, mean_x * mean_y - q * covariance, mean_x**2 - q * var_x
+    if a <= 0:
+        return None
+    root = math.sqrt(max(b * b - a * c, 0.0))
+    return (b - root) / a, (b + root) / a
+
+
+def _step_time(candidate: Sequence[float], control: Sequence[float]) -> Ratio | None:
+    if len(candidate) != len(control):
+        raise ValueError(f"{len(candidate)} candidate and {len(control)} control step times: give one of each a pair")
+    for seconds in (*candidate, *control):
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ValueError(f"a step time of {seconds} s: give seconds per step, above 0")
+    return geometric_mean([ours / theirs for ours, theirs in zip(candidate, control, strict=True)])
+
+
+def _checked(at: Array, control: Sequence[Sequence[float]], finals: Sequence[float]) -> tuple[Array, Array]:
+    if not at.size or at[0] < 0 or np.any(np.diff(at) <= 0):
+        raise ValueError(f"steps {at.tolist()[:5]}: give the steps in order, each once, from 0 or later")
+    if not len(control) or len(control) != len(finals):
+        raise ValueError(
+            f"{len(finals)} candidate and {len(control)} control runs cannot be paired: give the same seeds"
+        )
+    for run, curve in enumerate(control, start=1):
+        if len(curve) != at.size:
+            raise ValueError(f"control, run {run}: {len(curve)} losses at {at.size} steps; give one for each step")
+    losses, last = np.asarray(control, dtype=np.float64), np.asarray(finals, dtype=np.float64)
+    for run, place in np.argwhere(~np.isfinite(losses)):
+        raise ValueError(f"control, run {run + 1}: the loss is {losses[run, place]} at step {at[place]:g}")
+    for place in np.flatnonzero(~np.isfinite(last)):
+        raise ValueError(f"candidate, run {place + 1}: the final loss is {last[place]}")
+    return losses, last

@@ -1,0 +1,235 @@
+"""Records of a convergence run to arms: what each seed of each arm ended on, and whether it ended at all."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from te_bench.experiments.spec import Record, Scalar, Trial
+from te_bench.reports.analysis.measures import finite, step_seconds
+from te_bench.reports.analysis.rows import Cell, Group, Row, arm_name, printable, trial_of
+from te_bench.reports.convergence.sequential import looks
+from te_bench.reports.convergence.stability import Stability, stability
+
+LATE = 0.1  # the share of training whose mean is its end
+KINDS = ("control", "aa", "recipe", "broken")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One seed of one arm."""
+
+    row: Row
+
+    @property
+    def seed(self) -> int:
+        return self.row.trial.seed
+
+    @property
+    def record(self) -> Record | None:
+        return self.row.record
+
+    @cached_property
+    def curve(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(steps, validation losses): of every arm by one bf16 path."""
+        return self._series("val_step", "val_loss")
+
+    @cached_property
+    def stability(self) -> Stability | None:
+        """What the training loss and the gradient norm went through; None for a run that logged nothing."""
+        samples = self.record.samples if self.record else {}
+        steps, losses = samples.get("step") or [], samples.get("loss") or []
+        if not steps:
+            return None
+        # A value that was not finite is null in the journal.
+        norms = [float("nan") if x is None else x for x in samples.get("grad_norm") or []]
+        return stability(steps, losses, norms if len(norms) == len(steps) else ())
+
+    @property
+    def diverged(self) -> str | None:
+        """Why this run counts as diverged, or None."""
+        if self.row.outcome == "diverged":
+            return self.row.reason or "diverged"
+        return self.stability.reason if self.stability else None
+
+    @property
+    def final(self) -> float | None:
+        """The validation loss after the last step; None for a run that did not get there."""
+        return self._at_end(self.curve)
+
+    @property
+    def native(self) -> float | None:
+        """The same, evaluated as the arm trains: in FP8."""
+        return self._at_end(self._series("val_step", "val_loss_native"))
+
+    @property
+    def trained(self) -> float | None:
+        """The mean training loss over the last tenth of the steps; None for a run that did not get there."""
+        samples = self.record.samples if self.record else {}
+        steps, losses = samples.get("step") or [], samples.get("loss") or []
+        late = [
+            x for at, x in zip(steps, losses, strict=False) if finite(x) is not None and at >= (1 - LATE) * steps[-1]
+        ]
+        return sum(late) / len(late) if late and self.final is not None else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds per step, by the training clock; None of a run that shared its GPU."""
+        shared = "share" in self.row.trial.problem
+        return step_seconds(self.record.samples) if self.record and not shared else None
+
+    def _series(self, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        steps, values = (self.record.samples.get(name) or [] if self.record else [] for name in (x, y))
+        pairs = [(s, v) for s, v in zip(steps, values, strict=False) if finite(s) is not None and finite(v) is not None]
+        return tuple(s for s, _ in pairs), tuple(v for _, v in pairs)
+
+    def _at_end(self, curve: tuple[tuple[float, ...], tuple[float, ...]]) -> float | None:
+        steps, losses = curve
+        reached = self.row.outcome == "ok" and steps and steps[-1] == self.row.trial.problem.get("steps")
+        return losses[-1] if reached else None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm: its runs by seed, in the order of the seeds."""
+
+    kind: str
+    name: str
+    cell: Cell
+    runs: Mapping[int, Run]
+
+    @property
+    def trial(self) -> Trial:
+        return self.cell.trial
+
+    @property
+    def finals(self) -> dict[int, float]:
+        return {seed: run.final for seed, run in self.runs.items() if run.final is not None}
+
+    @property
+    def natives(self) -> dict[int, float]:
+        return {seed: run.native for seed, run in self.runs.items() if run.native is not None}
+
+    @property
+    def trained(self) -> dict[int, float]:
+        return {seed: run.trained for seed, run in self.runs.items() if run.trained is not None}
+
+    @property
+    def diverged(self) -> dict[int, str]:
+        return {seed: run.diverged for seed, run in self.runs.items() if run.diverged}
+
+    @property
+    def ended(self) -> set[int]:
+        """The seeds with a result: a final loss, or a divergence."""
+        return set(self.finals) | set(self.diverged)
+
+    @property
+    def step_s(self) -> list[float]:
+        return [run.step_s for run in self.runs.values() if run.step_s is not None]
+
+
+@dataclass(frozen=True)
+class Study:
+    """The arms of one convergence run that share data, schedule and seeds, and what the plan fixed beforehand."""
+
+    title: str
+    control: Arm | None
+    aa: Arm | None
+    recipes: tuple[Arm, ...]
+    broken: Arm | None
+    judgement: Mapping[str, Scalar]
+    notes: tuple[str, ...]
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        return tuple(arm for arm in (self.control, self.aa, *self.recipes, self.broken) if arm is not None)
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is something to judge: a control and a recipe."""
+        return self.control is not None and bool(self.recipes)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Every seed that any arm was planned with."""
+        return tuple(sorted({seed for arm in self.arms for seed in arm.runs}))
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """The numbers of seeds at which a sequential plan looks; empty for one that judges once, at its end."""
+        first, seeds = self.number("first_look"), self.number("seeds")
+        return looks(int(first), int(seeds)) if first and seeds else ()
+
+    def number(self, setting: str) -> float | None:
+        """A number of the plan's judgement."""
+        return finite(self.judgement.get(setting))
+
+
+def studies(group: Group) -> tuple[Study, ...]:
+    """The convergence arms of a group, those that share data, schedule and batch together.
+
+    Raises ValueError for two control arms where one is wanted.
+    """
+    together: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in group.of("training"):
+        problem = cell.trial.problem
+        if problem.get("arm") in KINDS and "lr_factor" not in problem:  # a rung of the stress ladder is no arm
+            settings = tuple(problem.get(key) for key in ("batch", "accumulate", "learning_rate"))
+            together.setdefault((*cell.course, *settings), []).append(cell)
+    return tuple(_study(group, cells) for cells in together.values())
+
+
+def _study(group: Group, cells: Sequence[Cell]) -> Study:
+    problem = cells[0].trial.problem
+    title = printable(f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps")
+    judgement, notes = _judgement(group, cells)
+    seeds = finite(judgement.get("seeds"))
+    arms = [_arm(cell, notes, seeds) for cell in cells]
+    found = {kind: [arm for arm in arms if arm.kind == kind] for kind in KINDS}
+    if len(found["control"]) > 1:
+        raise ValueError(f"{title}: {len(found['control'])} bf16 control arms; judge runs of other settings apart")
+    unable = [
+        arm for arm in found["recipe"] if arm.runs and {r.row.outcome for r in arm.runs.values()} == {"unsupported"}
+    ]
+    notes += [f"{arm.name} is left out: {next(iter(arm.runs.values())).row.reason}" for arm in unable]
+    return Study(
+        title=title,
+        control=next(iter(found["control"]), None),
+        aa=next(iter(found["aa"]), None),
+        recipes=tuple(arm for arm in found["recipe"] if arm not in unable),
+        broken=next(iter(found["broken"]), None),
+        judgement=judgement,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _judgement(group: Group, cells: Sequence[Cell]) -> tuple[Mapping[str, Scalar], list[str]]:
+    """What the first plan with a trial of these cells fixed, and how later ones differ from it."""
+    own = {row.trial.id for cell in cells for row in cell.rows}
+    plans = [plan for plan in group.judged if any(trial_of(value).id in own for value in plan.trials)]
+    if not plans:
+        return {}, []
+    first = plans[0].judgement
+    changed = {
+        key: f"{key} was {first.get(key)} in the first plan and became {value}: the first one counts"
+        for plan in plans[1:]
+        for key, value in plan.judgement.items()
+        if value != first.get(key)
+    }
+    return first, list(changed.values())
+
+
+def _arm(cell: Cell, notes: list[str], seeds: float | None) -> Arm:
+    """The runs of the planned seeds. Of a seed that was run twice a divergence counts, whatever the other run ended on."""
+    name, runs = printable(arm_name(cell.trial)), {}
+    ranks = {"diverged": 0, "ok": 1}
+    for row in sorted(cell.rows, key=lambda row: (row.trial.seed, ranks.get(row.outcome, 2))):
+        seed = row.trial.seed
+        if seeds is not None and seed >= seeds:
+            notes.append(
+                f"seeds from {seeds:g} on were added after the first plan and are not judged: more seeds after a look"
+            )
+        elif seed not in runs:
+            runs[seed] = Run(row)
+        elif row.record is not None and runs[seed].record is not None:
+            notes.append(f"{name}, seed {seed} was run twice: one run counts, a diverged one first")
+    return Arm(kind=str(cell.trial.problem["arm"]), name=name, cell=cell, runs=runs)

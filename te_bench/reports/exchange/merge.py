@@ -1,0 +1,160 @@
+"""Several journals as one: a sweep of which machines of one make, or days, did a part each."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from te_bench.experiments.store import Journal, Key, Line, Plan, Store, lines, load, written
+from te_bench.reports.analysis.rows import differences, identity, printable, trial_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merged:
+    """What came of a merge. Nothing was written where `mismatch` is not allowed."""
+
+    mismatch: tuple[str, ...]  # how the environments differ
+    notes: tuple[str, ...] = ()
+    records: int = 0  # trials that have one
+    planned: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    name: str
+    journal: Journal
+    lines: list[Line]
+    tries: Mapping[Key, list[bytes]]  # all that it says of a trial
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        found, tries = lines(directory), dict[Key, list[bytes]]()
+        for line in found:
+            if line.key is not None:
+                tries.setdefault(line.key, []).append(line.raw)
+        return cls(printable(str(directory)), load(directory), found, tries)
+
+    @property
+    def environment(self) -> str:
+        """The one that was planned in last, in which a rerun goes on."""
+        return self.journal.plans[-1].environment
+
+
+def merge(directories: Sequence[Path], out: Path, *, allow_environment_change: bool = False) -> Merged:
+    """Write the lines of several runs' journals to one in `out`, byte by byte, each trial from one run.
+
+    A run that diverged goes before one that ended, and that before one that was interrupted; else the first one named.
+    Raises ValueError for fewer than two runs, runs of different suites, a journal without a plan, and an `out` that
+    holds a journal.
+    """
+    different = {path.resolve(): path for path in directories}
+    if len(different) < 2:
+        raise ValueError("te-bench merge joins two runs or more: name their --out directories")
+    if written(out):
+        raise ValueError(f"{out} holds a journal already: choose another --out")
+    runs = [_Run.read(path) for path in different.values()]
+    first, *others = runs
+    for run in runs:
+        if not run.journal.plans:
+            raise ValueError(f"{run.name} holds a journal without a plan: te-bench run --out {run.name} writes one")
+        if _suites(run) != _suites(first):
+            raise ValueError(
+                f"{first.name} is of {_suites(first)} and {run.name} of {_suites(run)}: a merged run is of one sweep. "
+                f"te-bench report {first.name} {run.name} shows both."
+            )
+    mismatch = tuple(dict.fromkeys(said for run in others for said in _environments(first, run)))
+    if mismatch and not allow_environment_change:
+        return Merged(mismatch=mismatch)
+    chosen = _chosen(runs)
+    with Store(out) as store:
+        store.copy(_joined(runs, chosen))
+        merged = store.journal
+    notes = [
+        f"{run.name}: the journal ends in the middle of a line, which is left out" for run in runs if run.journal.torn
+    ]
+    notes += [said for run in others for said in _plans(first, run)]
+    planned = {(trial_of(value).id, plan.environment) for plan in merged.plans for value in plan.trials}
+    return Merged(
+        mismatch=mismatch,
+        notes=(*notes, *_twice(runs)),
+        records=sum(map(merged.done, planned)),
+        planned=len(planned),
+    )
+
+
+def _suites(run: _Run) -> str:
+    """The suite, or the suites, that a run is of."""
+    names = sorted({plan.suite for plan in run.journal.plans})
+    return printable(f"the suite{'s' if len(names) > 1 else ''} {', '.join(names)}")
+
+
+def _environments(first: _Run, run: _Run) -> tuple[str, ...]:
+    """How the environments differ in which two runs would go on."""
+    if run.environment == first.environment:
+        return ()
+    before, after = (identity(each.journal.environments.get(each.environment, {})) for each in (first, run))
+    return differences(before, after)
+
+
+def _chosen(runs: Sequence[_Run]) -> dict[Key, _Run]:
+    """The run that each trial is taken from."""
+
+    def rank(run: _Run, key: Key) -> int:
+        if any(b'"outcome":"diverged"' in line for line in run.tries[key]):  # a result, which no second try may replace
+            return 0
+        return 1 if run.journal.done(key) else 2
+
+    keys = dict.fromkeys(key for run in runs for key in run.tries)
+    return {key: min((run for run in runs if key in run.tries), key=lambda r: rank(r, key)) for key in keys}
+
+
+def _joined(runs: Iterable[_Run], chosen: dict[Key, _Run]) -> list[Line]:
+    """The runs' lines in turn: of a trial those of the run that it is taken from, of others each once."""
+    found: dict[bytes, Line] = {}
+    for run in runs:
+        found |= {line.raw: line for line in run.lines if line.key is None or chosen[line.key] is run}
+    return list(found.values())
+
+
+def _plans(first: _Run, run: _Run) -> list[str]:
+    """How what two runs set out to do differs."""
+    said = []
+    for what in ("title", "baseline", "judgement"):
+        before, after = ({plan.suite: _said(each, plan, what) for plan in each.journal.plans} for each in (first, run))
+        said += [
+            printable(f"{what} of {suite}: {before[suite]} in {first.name}, {after[suite]} in {run.name}")
+            for suite in before
+            if before[suite] != after[suite]
+        ]
+    names = [
+        {trial.id: trial.name for plan in each.journal.plans for trial in map(trial_of, plan.trials)}
+        for each in (first, run)
+    ]
+    for (mine, its), (a, b) in zip((names, names[::-1]), ((first, run), (run, first)), strict=True):
+        if more := [name for key, name in its.items() if key not in mine]:
+            shown = f"{more[0]}{f' and {len(more) - 1} more' if len(more) > 1 else ''}"
+            said.append(printable(f"{b.name} plans {_trials(len(more))} that {a.name} does not: {shown}"))
+    return said
+
+
+def _said(run: _Run, plan: Plan, what: str) -> str:
+    """A field of a plan; of its baseline, which is a hash, a trial that some plan of the run has."""
+    if what != "baseline":
+        return str(getattr(plan, what))
+    trials = (trial_of(value) for each in run.journal.plans for value in each.trials)
+    return next((trial.name for trial in trials if trial.cell == plan.baseline), str(plan.baseline))
+
+
+def _twice(runs: Sequence[_Run]) -> list[str]:
+    """How many trials ended in several runs, each differently: one of them counts."""
+    measured: dict[Key, set[tuple[bytes, ...]]] = {}
+    for run in runs:
+        for key in filter(run.journal.done, run.tries):
+            measured.setdefault(key, set()).add(tuple(run.tries[key]))
+    if not (number := sum(len(different) > 1 for different in measured.values())):
+        return []
+    return [f"{_trials(number)} ended in several runs: what the run named first says counts, a divergence before all"]
+
+
+def _trials(number: int) -> str:
+    return f"{number} trial{'' if number == 1 else 's'}"

@@ -1,0 +1,224 @@
+"""Records as pytest-benchmark's JSON, which its own `compare`, github-action-benchmark and Bencher read.
+
+One benchmark a record and timed quantity, in seconds. Beside them, under the key "te_bench" which others ignore, goes
+what is needed to have the journal back (pytest_import.py).
+
+What the readers need: github-action-benchmark (tool: pytest) of each benchmark fullname, stats.ops, .stddev, .mean and
+.rounds (its src/extract.ts); Bencher (adapter python_pytest) objects machine_info and commit_info, a fullname of 1 to
+1024 characters, and stats.median with .iqr or stats.mean with .stddev (its adapters/python/pytest.rs).
+"""
+
+import fnmatch
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.store import Journal, Plan, load
+from te_bench.reports.analysis import measures
+from te_bench.reports.analysis.rows import TIMED, identity, trial_of
+from te_bench.reports.exchange.pytest_stats import summary
+from te_bench.reports.page.files import write_atomically
+
+FORMAT = "5.3.1"  # the pytest-benchmark whose JSON this is
+SCHEMA = 1  # of what is under "te_bench"
+FOREIGN = "pytest_benchmark"  # the workload of a benchmark that pytest-benchmark timed
+_LONGEST = 1024  # characters: Bencher's limit of a benchmark's name
+
+
+def write(directory: Path, file: Path, *, only: str | None = None, environment: str | None = None) -> dict[str, Any]:
+    """Write DIR's records as pytest-benchmark's JSON; what was written. Raises ValueError as `export`, and unwritable."""
+    found = export(load(directory), only=only, environment=environment)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, (json.dumps(found, indent=4, allow_nan=False) + "\n").encode())
+    except OSError as error:
+        raise ValueError(f"cannot write {file}: {error.strerror}. Choose another --pytest-benchmark.") from error
+    return found
+
+
+def export(journal: Journal, *, only: str | None = None, environment: str | None = None) -> dict[str, Any]:
+    """The JSON value of the records of one environment: the newest planned in, or the one whose id starts as given.
+
+    only: a glob over trial names. Raises ValueError for an environment that is not there and where nothing was timed.
+    """
+    chosen = _environment(journal, environment)
+    body = journal.environments.get(chosen, {"id": chosen})
+    records = [record for key, record in journal.records.items() if key[1] == chosen]
+    records = [record for record in records if only is None or fnmatch.fnmatchcase(record.trial.name, only)]
+    kept = {record.trial.id for record in records}
+    plans = [_kept(plan, kept if only else None) for plan in journal.plans if plan.environment == chosen]
+    benchmarks = _benchmarks(records, plans, body)
+    if not benchmarks:
+        which = f" match {only!r}" if only else f" in the environment {chosen}"
+        raise ValueError(f"no record{which} has timed samples: nothing to export (te-bench report shows what there is)")
+    return {
+        "machine_info": machine_info(body),
+        "commit_info": commit_info(body),
+        "benchmarks": benchmarks,
+        "datetime": max(record.started_at for record in records),
+        "version": FORMAT,
+        "te_bench": {
+            "schema": SCHEMA,
+            "environment": body,
+            "plans": [{name: getattr(plan, name) for name in Plan.__slots__} for plan in plans],
+            "records": [_without_timed(record).to_json() for record in records],
+            "timed": {record.trial.id: list(_timed(record)) for record in records},  # what the benchmarks hold of them
+        },
+    }
+
+
+def left_out(journal: Journal, exported: Mapping[str, Any]) -> tuple[str, ...]:
+    """Ids of the environments of the journal's records that one export does not hold."""
+    chosen = exported["te_bench"]["environment"]["id"]
+    return tuple(dict.fromkeys(key[1] for key in journal.records if key[1] != chosen))
+
+
+def machine_info(body: Mapping[str, Any]) -> dict[str, Any]:
+    """pytest-benchmark's machine_info of an environment; what was not recorded is null."""
+    known, details = identity(body), body.get("details") or {}
+    return {
+        "node": None,
+        "processor": known.get("cpu"),
+        "machine": None,
+        "python_compiler": None,
+        "python_implementation": None,
+        "python_implementation_version": known.get("python"),
+        "python_version": known.get("python"),
+        "python_build": None,
+        "release": details.get("kernel"),
+        "system": details.get("os"),
+        "cpu": {"brand_raw": known.get("cpu"), "count": known.get("cores")},
+        "gpu": known.get("gpu"),
+        "environment": body.get("id"),
+    }
+
+
+def commit_info(body: Mapping[str, Any]) -> dict[str, Any]:
+    """pytest-benchmark's commit_info of an environment: "unversioned" where no commit was recorded, as it says itself."""
+    details = body.get("details") or {}
+    return {
+        "id": details.get("git_commit") or "unversioned",
+        "time": details.get("git_commit_time"),
+        "author_time": None,
+        "dirty": bool(details.get("git_dirty")),
+        "project": "te-bench",
+        "branch": details.get("git_branch") or "(unknown)",
+    }
+
+
+def _environment(journal: Journal, wanted: str | None) -> str:
+    """The id of the environment to export."""
+    known = list(dict.fromkeys([*(plan.environment for plan in journal.plans), *(key[1] for key in journal.records)]))
+    if not known:
+        raise ValueError("the journal holds no plan and no record: there is nothing to export")
+    if wanted is None:
+        return journal.plans[-1].environment if journal.plans else known[-1]
+    found = [key for key in known if wanted and key.startswith(wanted)]
+    if len(found) != 1:
+        raise ValueError(
+            f"--environment {wanted}: {'several' if found else 'none'} begin so; known: {', '.join(known)}"
+        )
+    return found[0]
+
+
+def _kept(plan: Plan, trials: set[str] | None) -> Plan:
+    if trials is None:
+        return plan
+    return replace(plan, trials=tuple(value for value in plan.trials if trial_of(value).id in trials))
+
+
+def _timed(record: Record) -> dict[str, list[float]]:
+    """The timed samples of a record that ended ok, where they are seconds throughout."""
+    if record.outcome != "ok":
+        return {}
+    samples = {quantity: record.samples.get(quantity) or [] for quantity in TIMED}
+    return {name: values for name, values in samples.items() if values and len(measures.numbers(values)) == len(values)}
+
+
+def _without_timed(record: Record) -> Record:
+    """The record with the samples that are a benchmark's data taken out."""
+    timed = _timed(record)
+    return replace(record, samples={name: values for name, values in record.samples.items() if name not in timed})
+
+
+def _benchmarks(records: Sequence[Record], plans: Sequence[Plan], body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One benchmark for each timed quantity of each record that ended ok, in the order of the records."""
+    suites = {trial_of(value).id: plan.suite for plan in plans for value in plan.trials}
+    names = [record.trial.name for record in records]
+    found = []
+    for record in records:
+        trial = record.trial
+        same = names.count(trial.name) > 1  # settings that the name does not show: the id tells them apart
+        for quantity, values in _timed(record).items():
+            name = trial.name + (f"#{trial.id[:8]}" if same else "") + TIMED[quantity]
+            found.append(
+                {
+                    "group": "/".join(trial.name.split("/")[:2]) + TIMED[quantity],
+                    "name": name,
+                    "fullname": f"{suites.get(trial.id, 'te-bench')}::{name}"[:_LONGEST],
+                    "params": _params(trial),
+                    "param": "-".join(_words(trial)),
+                    "extra_info": _extra(record, quantity, body),
+                    "options": _options(trial, len(values)),
+                    "stats": summary(values),
+                }
+                | _as_it_was(trial)
+            )
+    return found
+
+
+def _words(trial: Trial) -> Iterable[str]:
+    return filter(None, (trial.attention, trial.precision, trial.recipe, trial.mode, f"s{trial.seed}"))
+
+
+def _params(trial: Trial) -> dict[str, Any]:
+    fields = ("workload", "device", "attention", "precision", "recipe", "mode", "protocol", "seed")
+    return {**trial.problem, **{name: getattr(trial, name) for name in fields}}
+
+
+def _as_it_was(trial: Trial) -> dict[str, Any]:
+    """Names and parameters of a benchmark that came from pytest-benchmark; {} of any other."""
+    if trial.workload != FOREIGN:
+        return {}
+    given = {key.removeprefix("param:"): value for key, value in trial.problem.items() if key.startswith("param:")}
+    return {
+        "group": trial.problem.get("group"),
+        "name": trial.problem.get("name"),
+        "fullname": trial.problem.get("variant"),
+        "params": given or None,
+        "param": trial.problem.get("param"),
+    }
+
+
+def _extra(record: Record, quantity: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """What pytest-benchmark has no field for: the GPU, memory, work, and the record that this is a part of."""
+    known = identity(body)
+    peaks = {
+        name: measures.highest(measures.numbers(record.samples.get(name)))
+        for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
+        if record.samples.get(name)
+    }
+    return {
+        **{name: known.get(name) for name in ("device", "gpu", "driver", "cuda", "cudnn", "torch", "triton")},
+        **peaks,
+        **{name: record.work[name] for name in ("tokens", "flop") if name in record.work},
+        "cell": record.trial.cell,
+        "te_bench": {"trial": record.trial.id, "quantity": quantity},
+    }
+
+
+def _options(trial: Trial, rounds: int) -> dict[str, Any]:
+    return {
+        "disable_gc": False,
+        "timer": "torch.cuda.Event" if trial.device == "cuda" else "perf_counter",
+        "min_rounds": rounds,
+        "max_time": None,
+        "min_time": None,
+        "precision": None,
+        "confidence": None,
+        "warmup": True,
+        "protocol": trial.protocol,
+    }

@@ -1,0 +1,221 @@
+"""The times of a cell over commits and environments: series in order of time, and where their level changed.
+
+A series is one cell (a trial without its seed) and one timed quantity on one kind of machine. A point of it is what one
+run measured in one environment: the median over processes of each process's median. Code, driver and packages may
+differ from point to point: that is what a history shows.
+"""
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.store import Journal, load
+from te_bench.reports.analysis import measures
+from te_bench.reports.analysis.rows import TIMED, identity, printable
+from te_bench.reports.exchange.pytest_export import FOREIGN
+from te_bench.reports.history.change_points import ALPHA, ChangePoint, Segmentation, segment
+
+#: What makes a machine of its own, and so a series of its own.
+_MACHINE = ("device", "gpu", "cpu", "cores", "threads")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """What one run measured of a series in one environment. Times are UTC, ISO 8601.
+
+    at: what it is ordered by: the commit's time where all points of the series have one, else the measurement's.
+    """
+
+    run: str
+    environment: str
+    at: str
+    measured_at: str
+    commit: str  # its first 10 digits, + where there were changes; ~ and the code's hash where no commit was recorded
+    seconds: float
+    processes: int
+
+    @property
+    def order(self) -> tuple[str, str, str]:
+        return self.at, self.measured_at, self.run
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """What tells points of one series apart."""
+        return self.run, self.environment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """A cell's times in order, and their segments."""
+
+    name: str
+    family: str  # what it is drawn with: the workload and its problem
+    where: str  # the machine
+    points: tuple[Point, ...]
+    found: Segmentation
+
+    @property
+    def changes(self) -> tuple[ChangePoint, ...]:
+        return self.found.changes
+
+    def commits(self, change: ChangePoint) -> str:
+        """The first commit of the new level, with those that it may also have been."""
+        names = [point.commit for point in self.points]
+        if change.first == change.last:
+            return names[change.index]
+        return f"{names[change.index]} ({names[change.first]}..{names[change.last]})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """Every series of several runs, those of a family beside each other; `alpha` is the false-alarm rate of each."""
+
+    series: tuple[Series, ...]
+    runs: tuple[str, ...]
+    alpha: float
+
+    def families(self) -> dict[tuple[str, str], list[Series]]:
+        """{(family, machine): series}, in order."""
+        found: dict[tuple[str, str], list[Series]] = {}
+        for one in self.series:
+            found.setdefault((one.family, one.where), []).append(one)
+        return found
+
+
+def load_history(directories: Sequence[Path], *, only: str | None = None, alpha: float = ALPHA) -> History:
+    """Read the journals of several runs. only: a glob over series' names, which are trials' names without their seed.
+
+    Raises ValueError for a directory without a journal, where no record is timed and matches, and for an alpha outside
+    [0.0001, 0.5].
+    """
+    journals = {_run(path, directories): load(path) for path in dict.fromkeys(map(Path.resolve, directories))}
+    if not journals:
+        raise ValueError("no run directory given: name at least one --out directory of te-bench run")
+    return from_journals(journals, only=only, alpha=alpha)
+
+
+def _run(path: Path, among: Iterable[Path]) -> str:
+    """A directory's name, with its parent's where another is called so too."""
+    same = {other.resolve() for other in among if other.resolve().name == path.name}
+    return path.name if len(same) == 1 else f"{path.parent.name}/{path.name}"
+
+
+def from_journals(journals: Mapping[str, Journal], *, only: str | None = None, alpha: float = ALPHA) -> History:
+    """The history of the journals of several runs, by the runs' names. A measurement that is in two of them counts once."""
+    measured: dict[tuple[str, str, tuple[Any, ...]], dict[tuple[str, str], list[Record]]] = {}
+    bodies: dict[tuple[str, str], Mapping[str, Any]] = {}
+    trials: dict[str, Trial] = {}
+    known: set[tuple[str, str, str]] = set()
+    for run, journal in journals.items():
+        for (trial, environment), record in journal.records.items():
+            copy = (trial, environment, record.started_at)
+            if record.outcome != "ok" or copy in known:
+                continue
+            known.add(copy)
+            cell = trials.setdefault(record.trial.cell, record.trial).cell
+            bodies[run, environment] = journal.environments.get(environment, {})
+            machine = tuple(identity(bodies[run, environment]).get(key) for key in _MACHINE)
+            for quantity in TIMED:
+                if measures.numbers(record.samples.get(quantity)):
+                    at = measured.setdefault((cell, quantity, machine), {})
+                    at.setdefault((run, environment), []).append(record)
+    names = _names(trials)
+    chosen = {
+        key: found
+        for key, found in measured.items()
+        if only is None or fnmatch.fnmatchcase(names[key[0]] + TIMED[key[1]], only)
+    }
+    if not chosen:
+        raise ValueError(
+            f"--only {only}: no timed series matches; there are {', '.join(sorted(names.values())[:5]) or 'none'}"
+            if only and measured
+            else "no record of these runs has timed samples: there is no history to show"
+        )
+    series = []
+    for (cell, quantity, machine), found in chosen.items():
+        points = _points(found, bodies, quantity)
+        series.append(
+            Series(
+                name=names[cell] + TIMED[quantity],
+                family=_family(trials[cell]) + TIMED[quantity],
+                where=_where(machine),
+                points=points,
+                found=segment([point.seconds for point in points], alpha=alpha),
+            )
+        )
+    return History(series=tuple(one for one in series if one.points), runs=tuple(journals), alpha=alpha)
+
+
+def _points(
+    found: Mapping[tuple[str, str], Sequence[Record]],
+    bodies: Mapping[tuple[str, str], Mapping[str, Any]],
+    quantity: str,
+) -> tuple[Point, ...]:
+    """The points of one series in order of their commits' times, or of the measurements' where one has no such time."""
+    times = {place: (bodies[place].get("details") or {}).get("git_commit_time") for place in found}
+    dated = all(times.values())
+    points = []
+    for place, records in found.items():
+        seconds = measures.typical(records, quantity)
+        if not seconds:  # a clock that saw no time pass tells nothing of a level
+            continue
+        measured_at = _utc(min(record.started_at for record in records))
+        points.append(
+            Point(
+                run=place[0],
+                environment=place[1],
+                at=_utc(times[place]) if dated else measured_at,
+                measured_at=measured_at,
+                commit=_commit(bodies[place]),
+                seconds=seconds,
+                processes=len(records),
+            )
+        )
+    return tuple(sorted(points, key=lambda point: point.order))
+
+
+def _utc(stamp: Any) -> str:
+    """The time in UTC, so that texts sort as times do."""
+    found = datetime.fromisoformat(str(stamp))
+    return found.replace(tzinfo=found.tzinfo or UTC).astimezone(UTC).isoformat()
+
+
+def _commit(body: Mapping[str, Any]) -> str:
+    details = body.get("details") or {}
+    commit = details.get("git_commit")
+    if commit:
+        return printable(f"{str(commit)[:10]}{'+' if details.get('git_dirty') else ''}")
+    return printable(f"~{str(identity(body).get('code') or body.get('id') or 'unknown')[:9]}")
+
+
+def _names(trials: Mapping[str, Trial]) -> dict[str, str]:
+    """What each cell is called: its trials' name without the seed, and its id's start where two are called the same."""
+    plain = {cell: _name(trial) for cell, trial in trials.items()}
+    shared = [name for name in plain.values() if list(plain.values()).count(name) > 1]
+    return {cell: f"{name}#{cell[:8]}" if name in shared else name for cell, name in plain.items()}
+
+
+def _name(trial: Trial) -> str:
+    if trial.workload == FOREIGN:
+        return printable(str(trial.problem.get("variant")))
+    return printable(trial.name.rpartition("/")[0])
+
+
+def _family(trial: Trial) -> str:
+    """The workload and its problem; of a foreign benchmark its group, or its file."""
+    if trial.workload == FOREIGN:
+        return printable(str(trial.problem.get("group") or str(trial.problem.get("variant")).split("::")[0]))
+    return printable("/".join(trial.name.split("/")[:2]))
+
+
+def _where(machine: Sequence[Any]) -> str:
+    """GPU, or CPU with its cores and threads, of a machine as _MACHINE lists it."""
+    _, gpu, cpu, cores, threads = machine
+    if gpu:
+        return printable(str(gpu))
+    parts = [str(cpu or "unknown machine"), *([f"{cores} cores"] if cores else [])]
+    return printable(", ".join([*parts, *([f"{threads} threads"] if threads and threads != cores else [])]))

@@ -1,0 +1,92 @@
+"""Which attention backend does what, asked of the backends themselves: the table of docs/attention.md."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from te_bench.kernels import attention
+from te_bench.kernels.attention import Backend, Problem
+from te_bench.reports.page.table import Table, table_of, word
+
+#: GPT-2's shape on an H200, of which the others differ in one thing.
+H200 = Problem(
+    batch=12,
+    heads=12,
+    length=1024,
+    head_dim=64,
+    dtype="bf16",
+    causal=True,
+    dropout=0.0,
+    device="cuda",
+    capability=(9, 0),
+)
+WIDTHS = (64, 128, 256, 512)
+DTYPES = ("bf16", "fp16", "fp32", "fp64")
+COLUMNS = (
+    "Backend", "CPU", "GPUs from", "dtypes", "Widest head", "Head of 60", "Values of 32", "Shared heads", "Mask", "Window",
+    "Packed", "Dropout", "Causal, T ≠ S",
+)  # fmt: skip
+
+
+def table() -> Table:
+    """A row a backend: yes, no, or what takes its place."""
+    rows = []
+    for name in attention.names():
+        if name == attention.AUTO:
+            continue
+        can = _asker(attention.load(name))
+        rows.append(
+            (
+                name,
+                _yes(can(replace(H200, device="cpu", capability=None, dtype="fp32"))),
+                _gpus(can),
+                ", ".join(dtype for dtype in DTYPES if can(replace(H200, dtype=dtype))),
+                max((width for width in WIDTHS if can(replace(H200, head_dim=width))), default=0),
+                _yes(can(replace(H200, head_dim=60))),
+                _yes(can(replace(H200, v_head_dim=32))),
+                _yes(can(replace(H200, kv_heads=4))),
+                _yes(can(replace(H200, causal=False, mask=True))),
+                _instead(attention.load(name), can, replace(H200, window=(255, 0)), "as a mask"),
+                _instead(attention.load(name), can, replace(H200, packed=True), "padded"),
+                _yes(can(replace(H200, dropout=0.1))),
+                _yes(can(replace(H200, kv_length=2048))),
+            )
+        )
+    made = table_of(
+        "capabilities",
+        "What a backend can",
+        COLUMNS,
+        [tuple(map(word, row)) for row in rows],
+        text_columns=len(COLUMNS),
+    )
+    assert made is not None
+    return made
+
+
+def _asker(backend: Backend) -> Callable[[Problem], bool]:
+    """Whether the backend can do a problem, its package being there."""
+
+    def can(problem: Problem) -> bool:
+        reason = backend.unsupported(problem)
+        return reason is None or reason.startswith("pip install")
+
+    return can
+
+
+def _gpus(can: Callable[[Problem], bool]) -> str:
+    """The least compute capability that will do, of some."""
+    asked = [replace(H200, dtype=dtype) for dtype in ("bf16", "fp32")]
+    named = {"any": (7, 5), "8.0": (8, 0), "9.0": (9, 0), "more": (10, 0)}
+    able = [name for name, capability in named.items() if any(can(replace(p, capability=capability)) for p in asked)]
+    return "no" if not able else able[0] if able[-1] == "more" else f"{able[0]} only"
+
+
+def _instead(backend: Backend, can: Callable[[Problem], bool], problem: Problem, otherwise: str) -> str:
+    """Whether the backend does the problem itself, or posed otherwise."""
+    posed = attention.posed(backend, problem)
+    if not can(posed):
+        return "no"
+    return "yes" if posed == problem else otherwise
+
+
+def _yes(answer: bool) -> str:
+    return "yes" if answer else "no"

@@ -1,0 +1,91 @@
+"""Tables and a headline in hand-written Markdown, generated from a journal: a README's numbers are the records' numbers.
+
+<!-- te-bench:table ../results/h200/nanogpt ladder -->
+<!-- /te-bench:table -->
+
+The table "headline" is a sentence and a picture, which is written beside the journal.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.page import tables
+from te_bench.reports.page.files import write_atomically
+from te_bench.reports.page.table import Table
+
+_START = re.compile(r"^<!-- te-bench:table (?P<directory>\S+) (?P<name>\S+) -->[ \t]*$", re.MULTILINE)
+CAPABILITIES, HEADLINE = "capabilities", "headline"
+_END = "<!-- /te-bench:table -->"
+
+
+def embed(page: Path, *, check: bool, more: Mapping[str, Callable[[Path], Table]] = MappingProxyType({})) -> bool:
+    """Bring every generated table of a Markdown file up to date; True when it is, False when `check` finds it is not.
+
+    With `check` nothing is written. `more` makes tables of folders that hold no journal, by name.
+
+    Raises ValueError for an unknown table, a marker without its end, a journal that
+    cannot be read, and a file without any marker.
+    """
+    try:
+        before = page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {page}: {error}") from error
+    after, position = "", 0
+    pictures: dict[Path, bytes] = {}
+    for marker in _START.finditer(before):
+        if marker.start() < position:
+            raise ValueError(f"{page}: a te-bench:table begins inside another one: add {_END} between them")
+        end = before.find(_END, marker.end())
+        if end < 0:
+            raise ValueError(f"{page}: {marker.group()} has no end: add a line {_END}")
+        directory, name = marker["directory"], marker["name"]
+        found = (
+            _headline(page, directory, pictures) if name == HEADLINE else _tables(page.parent / directory, name, more)
+        )
+        after += f"{before[position : marker.end()]}\n\n{found}\n"
+        position = end
+    if position == 0:
+        raise ValueError(f"{page} holds no generated table: add <!-- te-bench:table DIR NAME --> and {_END}")
+    after += before[position:]
+    drawn = all(path.is_file() and path.read_bytes() == svg for path, svg in pictures.items())
+    if check or (after == before and drawn):
+        return after == before and drawn
+    for path, svg in pictures.items():
+        write_atomically(path, svg)
+    write_atomically(page, after.encode())
+    return True
+
+
+def _headline(page: Path, directory: str, pictures: dict[Path, bytes]) -> str:
+    """The answer of a run in a sentence and a picture, which is added to `pictures` by its path."""
+    from te_bench.reports.page import headline
+
+    [group] = load_results([page.parent / directory]).groups
+    picture = headline.figure(group)
+    pictures[page.parent / directory / "headline.svg"] = picture.svg
+    return f"{headline.sentence(group)}\n\n![{tables.escape(picture.alt)}]({directory}/headline.svg)\n"
+
+
+def _tables(directory: Path, name: str, more: Mapping[str, Callable[[Path], Table]]) -> str:
+    """All tables of one name of a run, each under its group's title when there are several."""
+    if name in more:
+        return tables.markdown(more[name](directory))
+    if name == CAPABILITIES:  # of the attention backends, which say it themselves
+        from te_bench.reports.page import attention_capabilities
+
+        return tables.markdown(attention_capabilities.table())
+    if name not in tables.TABLES:
+        raise ValueError(
+            f"unknown table {name!r}. Known: {', '.join([*tables.TABLES, *more, CAPABILITIES, HEADLINE])}."
+        )
+    groups = load_results([directory]).groups
+    found = [(group, table) for group in groups for table in tables.of_group(group, name)]
+    if not found:
+        raise ValueError(f"{directory} holds nothing for a table {name!r}")
+    if len(found) == 1:
+        return tables.markdown(found[0][1])
+    titled = [f"**{tables.escape(t.caption)}, {tables.escape(g.where)}**\n\n{tables.markdown(t)}" for g, t in found]
+    return "\n".join(titled)

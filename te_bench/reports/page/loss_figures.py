@@ -1,0 +1,129 @@
+"""The figure of loss curves: validation above, training below it, in frames that show what differs."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from te_bench.reports.analysis import curves, measures
+from te_bench.reports.page import text
+from te_bench.reports.page.figures import COLOURS, FAINT, MARKERS, NAME, blank
+
+DASHES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
+SMOOTH = 60  # points of a training loss that are drawn: means over as many steps as make so few
+
+
+def losses(comparison: curves.Comparison, axis: str) -> Callable[[], Figure] | None:
+    """Loss against "step" or "time_s": validation, with the BF16 seeds' band beneath, and below it training."""
+    if not any(arm.validation or arm.train for arm in comparison.arms):
+        return None
+    return lambda: _losses(comparison, axis)
+
+
+def _losses(comparison: curves.Comparison, axis: str) -> Figure:
+    series: dict[str, list[Sequence[curves.Point]]] = {
+        "validation loss": [arm.validation for arm in comparison.arms],
+        "training loss": [_smoothed(arm.train) for arm in comparison.arms],
+    }
+    shown = {what: found for what, found in series.items() if any(found)}
+    names = ["\n".join(text.folded(_legend_name(arm), NAME)) for arm in comparison.arms]
+    figure = blank(0.8 + 2.1 * len(shown) + 0.19 * (4 + sum(name.count("\n") + 1 for name in names)))
+    panels = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
+    handles: list[Line2D | Patch] = []
+    above: set[int] = set()
+    notes: list[str] = []
+    for axes, (what, found) in zip(panels, shown.items(), strict=True):
+        if comparison.reference and what == "validation loss":
+            handles += _band(axes, comparison.reference, axis)
+        top = _focus(axes, [[p.mean for p in each] for each in found if each])
+        above |= {place for place, each in enumerate(found) if each and min(p.mean for p in each) > top}
+        for place, each in enumerate(found):
+            axes.plot(_x(each, axis), [p.mean for p in each], **_line(place, len(each)))
+        axes.set_ylabel(what)
+        axes.grid(color=FAINT, alpha=0.25, linewidth=0.6)
+        axes.set_axisbelow(True)
+        if top < math.inf:
+            first = max(each[0].mean for each in found if each)
+            notes.append(f"{what}: its first fall, from {first:.3g}, is above the frame")
+    panels[-1].set_xlabel("step" if axis == "step" else "training time, s")
+    for place, name in enumerate(names):
+        if any(found[place] for found in shown.values()):
+            where = ", above the frame" if place in above else ""
+            handles.append(Line2D([], [], label=f"{name}{where}", **_line(place, 1)))
+    if any(len(arm.train) > SMOOTH for arm in comparison.arms):
+        notes.append(f"training loss: means over 1/{SMOOTH} of the training each")
+    handles += [Line2D([], [], linestyle="", label=note) for note in notes]
+    figure.legend(handles=handles, loc="outside lower left", ncols=1, frameon=False, fontsize=8.5)
+    return figure
+
+
+def _smoothed(points: Sequence[curves.Point]) -> list[curves.Point]:
+    """SMOOTH points at most, each the mean of as many neighbours: single steps are a fence that hides the curve."""
+    each = math.ceil(len(points) / SMOOTH) or 1
+    return [_mean_point(points[i : i + each]) for i in range(0, len(points), each)]
+
+
+def _mean_point(points: Sequence[curves.Point]) -> curves.Point:
+    step, time_s, mean, low, high = (
+        statistics.fmean(getattr(p, name) for p in points) for name in ("step", "time_s", "mean", "low", "high")
+    )
+    return curves.Point(step=step, time_s=time_s, mean=mean, low=low, high=high, deviation=None)
+
+
+def _focus(axes: Axes, series: Sequence[Sequence[float]]) -> float:
+    """Leave the first steep fall out of the frame where it would take more than half of it. The most that is in it.
+
+    A curve that has come into the frame stays in it, whether it rises again or not; one that is above all others may not.
+    """
+    means = [mean for each in series for mean in each]
+    lowest, upper = min(means), measures.quantile(means, 0.75) or 0.0
+    entered = [(each, next((i for i, mean in enumerate(each) if mean <= upper), len(each))) for each in series]
+    upper = max([upper, *(mean for each, start in entered for mean in each[start:])])
+    if not max(means) - upper > upper - lowest > 0:
+        return math.inf
+    room = 0.08 * (upper - lowest)
+    axes.set_ylim(lowest - room, upper + room)
+    return upper + room
+
+
+def _x(points: Sequence[curves.Point], axis: str) -> list[float]:
+    return [point.step if axis == "step" else point.time_s for point in points]
+
+
+def _band(axes: Axes, arm: curves.Arm, axis: str) -> list[Patch]:
+    """Smallest to largest and mean +- deviation over the reference arm's seeds; nothing below two seeds."""
+    points = [p for p in arm.validation if p.deviation is not None]
+    if not points:
+        return []
+    x = _x(points, axis)
+    deviations = [p.deviation or 0.0 for p in points]
+    axes.fill_between(x, [p.low for p in points], [p.high for p in points], color=COLOURS[0], alpha=0.15, linewidth=0)
+    above = [p.mean + d for p, d in zip(points, deviations, strict=True)]
+    below = [p.mean - d for p, d in zip(points, deviations, strict=True)]
+    axes.fill_between(x, below, above, color=COLOURS[0], alpha=0.25, linewidth=0)
+    return [
+        Patch(facecolor=COLOURS[0], alpha=0.15, linewidth=0, label=f"BF16 arm, {arm.n} seeds: smallest to largest"),
+        Patch(facecolor=COLOURS[0], alpha=0.4, linewidth=0, label="BF16 arm: mean ± standard deviation"),
+    ]
+
+
+def _line(place: int, points: int) -> dict[str, Any]:
+    """How the curve of an arm is drawn."""
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "marker": MARKERS[place % len(MARKERS)],
+        "linestyle": DASHES[place // len(COLOURS) % len(DASHES)],
+        "linewidth": 1.5,
+        "markersize": 4,
+        "markevery": max(1, points // 12),
+    }
+
+
+def _legend_name(arm: curves.Arm) -> str:
+    seeds = len(arm.cell.ok)
+    return f"{arm.cell.label}{f' (mean of {seeds})' if seeds > 1 else ''}{' (diverged)' if arm.diverged else ''}"

@@ -1,0 +1,85 @@
+"""What a table of the report is made of: values that know how they sort, columns, rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from te_bench.reports.analysis.rows import Cell, printable
+from te_bench.reports.page import text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Value:
+    """What a table cell shows, and what it sorts by; None sorts last."""
+
+    text: str
+    sort: float | str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """A heading with its unit; numeric columns are set flush right."""
+
+    title: str
+    numeric: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of values under columns. `caption` says what the table holds, `note` how to read it."""
+
+    name: str
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Value, ...], ...]
+    note: str = ""
+
+
+def word(content: object) -> Value:
+    """A text value on one line; a dash for None and for nothing."""
+    shown = printable(str(content)) if content not in (None, "") else text.MISSING
+    return Value(text=shown, sort=None if shown == text.MISSING else shown)
+
+
+def number(value: float | None, show: Callable[[float | None], str] = text.plain) -> Value:
+    return Value(text=show(value), sort=value)
+
+
+def repetitions(cell: Cell) -> Value:
+    """n_ok/n_planned of a cell."""
+    return Value(text=f"{len(cell.ok)}/{len(cell.rows)}", sort=len(cell.ok))
+
+
+def label(cell: Cell, *, baseline: bool = False) -> Value:
+    """The cell's name with the attention that `auto` chose, and what became of it where no repetition ended ok."""
+    chosen = sorted({str(record.work["chosen"]) for record in cell.ok if "chosen" in record.work})
+    remarks = [*(["baseline"] if baseline else []), *(f"chose {name}" for name in chosen)]
+    remarks += [] if cell.outcome == "ok" else [cell.outcome]
+    return word(cell.label + (f" ({', '.join(remarks)})" if remarks else ""))
+
+
+def interval_note(pairs: Sequence[int]) -> str:
+    """How speed-ups over so many pairs each are to be read."""
+    if max(pairs) < 2:
+        return "n = 1: one run of each, so speed-ups have no interval."
+    return "Speed-ups are geometric means over paired seeds with 95 % t-intervals."
+
+
+def table_of(
+    name: str,
+    caption: str,
+    titles: Sequence[str],
+    rows: Sequence[tuple[Value, ...]],
+    note: str = "",
+    text_columns: int = 1,
+) -> Table | None:
+    """A table whose first columns are text, without the numeric columns that hold nothing; None without rows."""
+    if not rows:
+        return None
+    kept = [i for i in range(len(titles)) if i < text_columns or any(row[i].sort is not None for row in rows)]
+    return Table(
+        name=name,
+        caption=caption,
+        columns=tuple(Column(title=titles[i], numeric=i >= text_columns) for i in kept),
+        rows=tuple(tuple(row[i] for i in kept) for row in rows),
+        note=note,
+    )

@@ -1,0 +1,106 @@
+"""Numbers as a reader wants them: sensible digits, units of the field, a dash for what was not measured."""
+
+import math
+import re
+import textwrap
+from collections.abc import Sequence
+
+from te_bench.reports.analysis.measures import Ratio
+
+MISSING = "—"
+GIB = 2**30
+TERA = 1e12
+
+
+def plain(value: float | None) -> str:
+    """Three or four significant digits without an exponent: 0.0123, 1.23, 27.4, 103.8, 4,210."""
+    if value is None:
+        return MISSING
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 1 or size == 0:
+        return f"{value:.2f}"
+    return f"{value:.{2 - math.floor(math.log10(size))}f}" if size >= 1e-3 else scientific(value)
+
+
+def scientific(value: float | None) -> str:
+    """Two significant digits: 1.2e-3."""
+    if value is None:
+        return MISSING
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}" if value else "0"
+
+
+def thousands(value: float | None) -> str:
+    """449 k, 1.20 M, 875."""
+    if value is None:
+        return MISSING
+    if abs(value) >= 999_500:
+        return f"{value / 1e6:.2f} M"
+    return f"{value / 1e3:.0f} k" if abs(value) >= 10_000 else f"{value:,.0f}"
+
+
+def count(value: float | None) -> str:
+    """A whole number; a dash for None."""
+    return MISSING if value is None else f"{value:,.0f}"
+
+
+def loss(value: float | None, deviation: float | None = None) -> str:
+    """Four decimals, as nanoGPT prints them, with the deviation over seeds where there are several."""
+    if value is None:
+        return MISSING
+    return f"{value:.4f}" if deviation is None else f"{value:.4f} ± {deviation:.4f}"
+
+
+def percent(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:.1f} %"
+
+
+def speedup(ratio: Ratio | None) -> str:
+    """3.79× [3.70, 3.88], or 3.79× alone when one pair gives no interval."""
+    if ratio is None:
+        return MISSING
+    return times(ratio.value) if ratio.low is None else f"{times(ratio.value)} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def times(value: float) -> str:
+    return f"{value:.2f}×"
+
+
+def gib(size: float | None) -> str:
+    """Bytes as GiB."""
+    return plain(None if size is None else size / GIB)
+
+
+def tera(rate: float | None) -> str:
+    """FLOP/s as TFLOP/s."""
+    return plain(None if rate is None else rate / TERA)
+
+
+def milliseconds(seconds: float | None) -> str:
+    return plain(None if seconds is None else seconds * 1e3)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """a, b and c; of more than `most`, the first ones and the number of the rest."""
+    shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return " and ".join(part for part in (", ".join(shown[:-1]), shown[-1]) if part)
+
+
+def shortened(text: str, limit: int) -> str:
+    """The text, its end cut and marked when it is longer than the limit."""
+    return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
+
+
+def folded(name: str, width: int, most: int = 4) -> list[str]:
+    """The name in lines of `width` characters, the last of `most` cut: its end may be all that tells it from another."""
+    lines = textwrap.wrap(name, width, break_on_hyphens=False) or [""]
+    return lines if len(lines) <= most else [*lines[: most - 1], shortened(" ".join(lines[most - 1 :]), width)]
+
+
+def slug(name: str) -> str:
+    """The name as part of a file's."""
+    return re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")[:60] or "unnamed"

@@ -1,0 +1,218 @@
+"""The figures of a convergence verdict: final gaps against the margin, the gap by step, spikes, FP8 numerics over time."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from te_bench.reports.convergence.equivalence import Verdict
+from te_bench.reports.convergence.study import Arm, Run
+from te_bench.reports.convergence.verdict import Finding, Verdicts, common_steps, losses_at
+from te_bench.reports.page import text
+from te_bench.reports.page.figures import COLOURS, FAINT, INK, MARKERS, NAME, blank
+
+VERDICT_COLOURS = {
+    Verdict.EQUIVALENT: COLOURS[2],
+    Verdict.NON_INFERIOR: COLOURS[0],
+    Verdict.INFERIOR: COLOURS[1],
+    Verdict.DIVERGED: COLOURS[1],
+    Verdict.INCONCLUSIVE: COLOURS[6],
+}
+ROLES = ("input", "weight", "grad_output")
+FIGURES = ("amax", "saturated", "underflowed")
+_TITLES = {"amax": "log2 of the amax", "saturated": "saturated, log10", "underflowed": "underflowed, log10"}
+LINE_HEIGHT = 0.15  # inches of another line of a name
+FAR = 3.0  # times what a gap's later half and its band take of a frame: so much more the whole may take
+RAREST = 1e-7  # fractions below it are shown as none
+
+
+def forest(found: Verdicts) -> Callable[[], Figure] | None:
+    """Each arm's mean gap with its interval, over the margin's zone."""
+    return (lambda: _forest(found, found.findings)) if found.findings else None
+
+
+def _forest(found: Verdicts, findings: Sequence[Finding]) -> Figure:
+    names = [text.folded(f"{finding.arm.name}: {finding.verdict}", NAME) for finding in findings]
+    lines = max(map(len, names))
+    figure = blank(1.0 + (0.5 + LINE_HEIGHT * (lines - 1)) * len(findings))
+    axes = figure.subplots()
+    inside = [c for f in findings if (c := f.judgement.comparison) and c.interval and f is not found.broken]
+    widest = max([found.margin, *(abs(end) for c in inside for end in c.interval or ())]) * 1.3
+    axes.axvspan(-found.margin, found.margin, color=COLOURS[2], alpha=0.12, linewidth=0)
+    axes.axvline(0, color=FAINT, linewidth=0.8)
+    for row, finding in enumerate(findings):
+        comparison, colour = finding.judgement.comparison, VERDICT_COLOURS[finding.verdict]
+        _name(axes, row - 0.18, names[row])
+        if comparison is None:
+            continue
+        low, high = comparison.interval or (comparison.gap, comparison.gap)
+        if low > widest or high < -widest:  # the broken arm: off the scale, its size in words
+            end, mark = (0.995, ">") if low > widest else (0.005, "<")
+            where: Any = {"transform": axes.get_yaxis_transform(), "clip_on": False}
+            axes.plot([end], [row], mark, color=colour, markersize=7, **where)
+            side = "right" if low > widest else "left"
+            shown = axes.text(0.97 if side == "right" else 0.03, row, f"{comparison.gap:+.3f}", **where)
+            shown.set(ha=side, va="center", fontsize=8.8)
+            continue
+        axes.plot([low, high], [row, row], color=colour, linewidth=2.2, solid_capstyle="butt")
+        axes.plot([comparison.gap], [row], "o", color=colour, markersize=6)
+    axes.set_xlim(-widest, widest)
+    axes.set_ylim(len(findings) - 0.5, -0.75)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    level = f"{100 * (1 - 2 * found.alpha):.3g} %"
+    axes.set_xlabel(f"final loss less bf16's, nat, with {level} (shaded: within the margin {found.margin:g})")
+    return figure
+
+
+def _name(axes: Axes, y: float, lines: Sequence[str]) -> None:
+    """An arm's name, upwards from y."""
+    axes.text(0.0, y, "\n".join(lines), va="bottom", fontsize=8.8, transform=axes.get_yaxis_transform())
+
+
+def gap_curves(found: Verdicts) -> Callable[[], Figure] | None:
+    """Mean gap by step of A/A and every recipe, with a band over the last quarter that holds all of it at once."""
+    drawn = [f for f in (found.aa, *found.recipes) if f is not None and f.band is not None]
+    return (lambda: _gap_curves(found, drawn)) if drawn else None
+
+
+def _gap_curves(found: Verdicts, drawn: Sequence[Finding]) -> Figure:
+    control = found.study.control
+    assert control is not None
+    figure = blank(0.7 + 0.95 * len(drawn))
+    panels = figure.subplots(len(drawn), sharex=True, sharey=True, squeeze=False)[:, 0]
+    reach, curves = [found.margin], []
+    for axes, finding in zip(panels, drawn, strict=True):
+        band = finding.band
+        assert band is not None
+        steps, means = _mean_gap(finding, control)
+        axes.axhspan(-found.margin, found.margin, color=COLOURS[2], alpha=0.12, linewidth=0)
+        axes.axhline(0, color=FAINT, linewidth=0.8)
+        axes.plot(steps, means, color=COLOURS[0], linewidth=1.4)
+        axes.fill_between(band.step, band.low, band.high, color=COLOURS[0], alpha=0.2, linewidth=0)
+        reach += [*(abs(v) for v in (*band.low, *band.high)), *(abs(m) for m in means[len(means) // 2 :])]
+        curves.append((axes, steps, means))
+        name = f"{finding.arm.name} (mean of {len(finding.seeds)}{', the others diverged' if finding.arm.diverged else ''})"
+        axes.set_title("\n".join(text.folded(name, NAME)), loc="left", fontsize=8.8, pad=3)
+    _frame(curves, max(reach))
+    panels[-1].set_xlabel("step")
+    figure.supylabel("validation loss less bf16's, nat", fontsize=8.8)
+    confidence = next(f.band.confidence for f in drawn if f.band)
+    handles = [
+        Patch(facecolor=COLOURS[2], alpha=0.3, label=f"within the margin {found.margin:g}"),
+        Patch(facecolor=COLOURS[0], alpha=0.3, label=f"simultaneous {100 * confidence:g} % band"),
+    ]
+    figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=8.5)
+    return figure
+
+
+def _frame(curves: Sequence[tuple[Axes, Sequence[float], Sequence[float]]], reach: float) -> None:
+    """A frame that holds `reach`, and all of every curve but a beginning that goes FAR beyond: marked, with how far."""
+    highest = max((abs(mean) for _, _, means in curves for mean in means), default=0.0)
+    limit = 1.15 * (highest if highest <= FAR * reach else reach)
+    for axes, steps, means in curves:
+        axes.set_ylim(-limit, limit)
+        outside = [(mean, step) for step, mean in zip(steps, means, strict=True) if abs(mean) > limit]
+        for mean, step in outside:
+            axes.plot(
+                [step], [math.copysign(0.93 * limit, mean)], "^" if mean > 0 else "v", color=COLOURS[0], markersize=4
+            )
+        if outside:
+            mean, step = max(outside, key=lambda point: abs(point[0]))
+            where: Any = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 7.5}
+            axes.annotate(f"{mean:+.3f}", (step, math.copysign(0.85 * limit, mean)), **where)
+
+
+def _mean_gap(finding: Finding, control: Arm) -> tuple[list[float], list[float]]:
+    """Steps that every pair was evaluated at, and the mean gap there."""
+    steps = common_steps(control, finding.arm, finding.seeds)
+    pairs = [(losses_at(finding.arm, s, steps), losses_at(control, s, steps)) for s in finding.seeds]
+    return steps, [statistics.fmean(ours[i] - theirs[i] for ours, theirs in pairs) for i in range(len(steps))]
+
+
+def spikes(found: Verdicts) -> Callable[[], Figure] | None:
+    """Where losses and gradient norms spiked, arm by arm, and where runs diverged."""
+    arms = [arm for arm in found.study.arms if any(run.stability for run in arm.runs.values())]
+    return (lambda: _spikes(arms)) if arms else None
+
+
+def _spikes(arms: Sequence[Arm]) -> Figure:
+    names = [text.folded(arm.name, NAME) for arm in arms]
+    figure = blank(1.1 + (0.45 + LINE_HEIGHT * (max(map(len, names)) - 1)) * len(arms))
+    axes = figure.subplots()
+    for row, arm in enumerate(arms):
+        _name(axes, row - 0.18, names[row])
+        for run in arm.runs.values():
+            seen = run.stability
+            if seen is None:
+                continue
+            for place, events in enumerate((seen.loss_spikes, seen.grad_spikes)):
+                steps = [spike.step for spike in events]
+                style: Any = {"color": COLOURS[1 - place], "markersize": 4.5, "alpha": 0.7, "mew": 0}
+                axes.plot(steps, [row + 0.2 * place - 0.05] * len(steps), MARKERS[2 * place], **style)
+            if run.diverged:
+                assert run.record is not None
+                last = run.record.samples["step"][-1] if seen.non_finite is None else seen.non_finite
+                axes.plot([last], [row + 0.05], "x", color=INK, markersize=7, mew=1.6)
+    steps = [s for arm in arms for run in arm.runs.values() if run.record for s in run.record.samples.get("step") or []]
+    axes.set_xlim(0, max(steps, default=1.0) or 1.0)
+    axes.set_ylim(len(arms) - 0.5, -0.75)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("step")
+    handles = [
+        Line2D([], [], color=COLOURS[1], marker=MARKERS[0], linestyle="", label="loss"),
+        Line2D([], [], color=COLOURS[0], marker=MARKERS[2], linestyle="", label="gradient norm"),
+        Line2D([], [], color=INK, marker="x", linestyle="", label="diverged"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+    return figure
+
+
+def numerics(arm: Arm) -> Callable[[], Figure] | None:
+    """amax, saturation and underflow of every tensor of every layer over the training, of the arm's first probed seed."""
+    run = next((r for r in arm.runs.values() if r.record and r.record.samples.get("probe_step")), None)
+    return (lambda: _numerics(run)) if run is not None else None
+
+
+def _numerics(run: Run) -> Figure:
+    assert run.record is not None
+    samples: Mapping[str, Sequence[float | None]] = run.record.samples
+    steps = samples["probe_step"]
+    found = [name.partition(":")[2] for name in samples if name.startswith("amax:")]
+    tensors = [name for role in ROLES for name in found if name.rpartition(".")[2] == role]
+    figure = blank(1.2 + max(0.055 * len(tensors), 1.6))
+    panels = figure.subplots(1, len(FIGURES), sharey=True)
+    for axes, kind in zip(panels, FIGURES, strict=True):
+        rows = [[_shade(kind, v) for v in samples[f"{kind}:{name}"][: len(steps)]] for name in tensors]
+        shown = axes.imshow(rows, aspect="auto", interpolation="nearest", cmap="cividis")
+        bar = figure.colorbar(shown, ax=axes, location="bottom", fraction=0.05, pad=0.02)
+        bar.ax.tick_params(labelsize=7.5)
+        axes.set_title(_TITLES[kind], fontsize=8.8)
+        ends = [0, len(steps) - 1] if len(steps) > 1 else [0]
+        axes.set_xticks(ends, [f"{steps[i]:g}" for i in ends], fontsize=7.5)
+    first = [
+        next(i for i, n in enumerate(tensors) if n.endswith(role))
+        for role in ROLES
+        if any(n.endswith(role) for n in tensors)
+    ]
+    panels[0].set_yticks(first, [tensors[i].rpartition(".")[2] for i in first], fontsize=8)
+    for axes in panels:
+        for i in first[1:]:
+            axes.axhline(i - 0.5, color="white", linewidth=1.2)
+    panels[1].set_xlabel("step; rows: layers, from the first down, in three blocks by tensor", fontsize=8.5)
+    return figure
+
+
+def _shade(kind: str, value: float | None) -> float:
+    """A logarithm that an image can show; NaN, drawn as nothing, for what was not finite."""
+    if value is None:
+        return math.nan
+    if kind == "amax":
+        return math.log2(value) if value > 0 else math.nan
+    return math.log10(max(value, RAREST))

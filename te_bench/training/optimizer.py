@@ -1,0 +1,317 @@
+"""AdamW by a backend of te_bench.kernels.adamw, and the copies of the weights that the next training pass computes with.
+
+The model's parameters stay what they are: float32, in its state dict, for evaluations and checkpoints. While a training
+pass runs, a bf16 leaf takes the place of every Linear's weight, the copy that the last update left: autocast finds nothing
+to cast, and the gradient of the weight arrives at the leaf as its GEMM rounded it, as it does under autocast, whose
+backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8, too, and Linear, which is
+told to reuse what is kept, quantizes no weight. A GPT reads such a weight nowhere else: of its leaf only the gradient is
+real, its numbers are one NaN.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_bench.kernels import adamw
+from te_bench.kernels.adamw import Parameter, Table
+from te_bench.kernels.quantize import Quantized
+from te_bench.models import fp8
+from te_bench.models.modules.linear import Linear
+from te_bench.models.recipe import Recipe, Slot
+from te_bench.models.zoo.gpt import GPT
+
+EPS = 1e-8  # torch.optim.AdamW's default
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Copy:
+    """A te.Linear's weight in FP8, in both layouts, by the scale and into the amax that its recipe keeps for it."""
+
+    module: Linear
+    recipe: Recipe
+    slot: Slot
+    kept: Quantized
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """A matrix's bf16 leaf and the modules in which it takes the master's place.
+
+    direct: the leaf's gradient is all of the master's, and the update reads it there; else it is added to the master's.
+    half: it is the weight in bf16; else nobody multiplies by it, and it has no numbers. `leaf.copy_of` is the master.
+    """
+
+    leaf: nn.Parameter
+    modules: tuple[nn.Module, ...]
+    direct: bool
+    half: bool
+    fp8: Fp8Copy | None
+
+
+def copies(
+    model: nn.Module, *, direct: bool, region: Callable[[], contextlib.AbstractContextManager[None]]
+) -> dict[nn.Parameter, Copy]:
+    """{weight of one or more Linear: its copy}; region: the FP8 autocast of `model`; direct: where nobody else uses it."""
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                users.setdefault(parameter, []).append(module)
+    found = {}
+    with torch.no_grad(), region():
+        for master, modules in users.items():
+            linear = [m for m in modules if isinstance(m, nn.Linear | Linear) and m._parameters.get("weight") is master]
+            if linear:
+                alone = len(modules) == 1
+                fp8 = _fp8_copy(linear[0], master) if alone and isinstance(linear[0], Linear) else None
+                half = fp8 is None or not isinstance(model, GPT)
+                leaf: Any = nn.Parameter(master.to(torch.bfloat16) if half else _nothing(master))
+                leaf.copy_of = master
+                found[master] = Copy(leaf, tuple(linear), direct and alone, half, fp8)
+    return found
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """A tensor of like's shape for a gradient to arrive at: who multiplied by it would find NaN."""
+    return torch.full((), math.nan, dtype=torch.bfloat16, device=like.device).expand(like.shape)
+
+
+def _fp8_copy(module: Linear, master: Tensor) -> Fp8Copy | None:
+    """None where the present autocast's recipe cannot leave the cast to whoever makes the weight."""
+    made = module.weight_cast()
+    if made is None:
+        return None
+    recipe, cast = made
+    inverse = torch.ones((), dtype=torch.float32, device=master.device)
+    data = torch.empty_like(master, dtype=cast.dtype)
+    data_t = torch.empty_like(master.t(), dtype=cast.dtype, memory_format=torch.contiguous_format)
+    return Fp8Copy(module, recipe, Slot(cast.scale, cast.amax), Quantized(data, inverse, data_t, inverse))
+
+
+class TableAdamW:
+    """AdamW on every parameter of `model` that is trained, in one go; matrices decay, the others do not.
+
+    `state`, `param_groups`, `zero_grad` and `step` are as torch.optim.AdamW's, the rate and the number of updates tensors
+    on the device. Raises ValueError for an unknown backend, one that this machine cannot run, and parameters that are not
+    float32.
+    fixed: gradients stay at the addresses that they have from the beginning; else `bind` notes those of the last pass.
+    bf16: the Linears compute with copies; region: the model's FP8 autocast.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        *,
+        weight_decay: float,
+        betas: tuple[float, float],
+        rate: float,
+        bf16: bool,
+        accumulate: bool,
+        fixed: bool,
+        region: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self.masters = [p for p in model.parameters() if p.requires_grad]
+        device = self.masters[0].device
+        self.copies = copies(model, direct=not accumulate, region=region) if bf16 else {}
+        self.name, self._backend = name, adamw.load(name)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        cast = any(copy.fp8 for copy in self.copies.values())
+        reason = self._backend.unsupported(adamw.Problem(device=device.type, capability=capability, fp8=cast))
+        if reason:
+            raise ValueError(f"optimizer {name}: {reason}")
+        if not fixed and self._backend.move is None:
+            raise ValueError(f"optimizer {name}: no captured graph can follow it; choose mode eager, or triton")
+        self._decay, self._betas = weight_decay, betas
+        self._rate, self._count = (torch.full((), x, dtype=torch.float32, device=device) for x in (rate, 0.0))
+        self.param_groups: list[dict[str, Any]] = [{"params": self.masters, "lr": self._rate}]
+        self.state: dict[Any, dict[str, Tensor]] = {
+            p: {name: torch.zeros_like(p, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+            for p in self.masters
+        }
+        self.state["step"] = {"step": self._count}
+        self._multiplier: Tensor | None = None
+        self._fresh, self._versions = False, self._seen()
+        self._buffers: list[tuple[nn.Parameter, Tensor]] = []
+        self._table: Table | None = None
+        if fixed:
+            holders = self._gradient_holders()
+            self._buffers = [(p, torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in holders]
+            self.zero_grad()
+            self.bind()
+
+    def _gradient_holders(self) -> list[nn.Parameter]:
+        """Where each master's whole gradient is, after a pass."""
+        found = ((p, self.copies.get(p)) for p in self.masters)
+        return [copy.leaf if copy is not None and copy.direct else p for p, copy in found]
+
+    @torch.no_grad()
+    def carry(self, old: "TableAdamW") -> None:
+        """Go on from the table of a model that this one's is a copy of: its moments, and the copies that it left."""
+        self._rate.copy_(old._rate)
+        self._count.copy_(old._count)
+        for mine, theirs in zip(self.masters, old.masters, strict=True):
+            for name, moment in self.state[mine].items():
+                moment.copy_(old.state[theirs][name])
+        for copy, other in zip(self.copies.values(), old.copies.values(), strict=True):
+            if copy.half:
+                copy.leaf.copy_(other.leaf)
+            if copy.fp8 is not None and other.fp8 is not None:
+                for ours, left in zip(copy.fp8.kept, other.fp8.kept, strict=True):
+                    ours.copy_(left)
+        self._fresh, self._versions = old._fresh and old._versions == old._seen(), self._seen()
+
+    # ---- before, during and after a training pass
+
+    def prepare(self) -> None:
+        """Before every pass: copies that no update left, or that a pass has used already, are made of the weights anew.
+
+        Used already: scales have moved on, and recipes count the amax of a weight once a pass.
+        """
+        if self.copies and not (self._fresh and self._versions == self._seen()):
+            self._refresh()
+        self._fresh = False
+
+    def _seen(self) -> list[int]:
+        """The masters' versions: loading or restoring weights changes them, a replayed graph does not."""
+        return [p._version for p in self.masters]
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        for master, copy in self.copies.items():
+            if copy.half:
+                copy.leaf.copy_(master)
+            if copy.fp8 is not None:
+                slot, kept = copy.fp8.slot, copy.fp8.kept
+                if slot.amax is not None:
+                    slot.amax.zero_()  # of the weight that an update made before this one took its place
+                made = copy.fp8.recipe.quantize(
+                    master.to(torch.bfloat16), "weight", slot, rowwise=True, columnwise=True
+                )
+                for ours, theirs in zip(kept[:3], made[:3], strict=True):
+                    ours.copy_(theirs)
+        self._versions = self._seen()
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """While inside, the model's Linears compute with the copies. Raises ValueError where those are of FP8 it has not."""
+        fp8_only = any(not copy.half for copy in self.copies.values())
+        if fp8_only and (fp8.current.calibrating or not fp8.current.enabled):
+            raise ValueError(
+                "this step's weights are copied in FP8 alone, but the model's autocast is without: train in the autocast "
+                "that the step was made in, or make another step"
+            )
+        try:
+            for copy in self.copies.values():
+                for module in copy.modules:
+                    module._parameters["weight"] = copy.leaf
+                if copy.fp8 is not None:
+                    copy.fp8.module.reuse(copy.fp8.recipe, copy.fp8.kept)
+            yield
+        finally:
+            for master, copy in self.copies.items():
+                for module in copy.modules:
+                    module._parameters["weight"] = master
+                if copy.fp8 is not None:
+                    copy.fp8.module.reuse(None, None)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """After each backward pass: what arrived at leaves that do not stand for their master alone, summed in float32."""
+        for master, copy in self.copies.items():
+            arrived = copy.leaf.grad
+            if copy.direct or arrived is None:
+                continue
+            copy.leaf.grad = None
+            if master.grad is None:
+                master.grad = arrived.float()
+            else:
+                master.grad.add_(arrived)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Gradients to zero where the table knows them to be; set_to_none lets go of them, for those of a graph to come."""
+        if set_to_none:
+            for holder in (*self.masters, *(copy.leaf for copy in self.copies.values())):
+                holder.grad = None
+            return
+        for holder, buffer in self._buffers:
+            holder.grad = buffer
+        torch._foreach_zero_([buffer for _, buffer in self._buffers])
+
+    # ---- the table
+
+    def bind(self) -> None:
+        """Note where weights, gradients, moments and copies are; not while a graph is captured."""
+        self._table = self._backend.table(self._parameters())
+
+    def let_go(self) -> None:
+        """Before the capture of a step: of the gradients so far the table keeps only what they look like, until `move`."""
+        assert self._table is not None
+        self.zero_grad(set_to_none=True)
+        forms = (replace(p, grad=torch.empty_like(p.grad, device="meta")) for p in self._table.parameters)
+        self._table = replace(self._table, parameters=tuple(forms))
+
+    def move(self) -> None:
+        """After the capture of a step: what was captured finds the gradients that the capture made."""
+        assert self._table is not None
+        assert self._backend.move is not None
+        self._table = self._backend.move(self._table, self._parameters())
+        self._fresh = False  # nothing has run yet
+
+    def replayed(self) -> None:
+        """After a captured step ran: its update left copies."""
+        self._fresh = True
+
+    def _parameters(self) -> list[Parameter]:
+        made = []
+        for master, holder in zip(self.masters, self._gradient_holders(), strict=True):
+            copy, fp8 = self.copies.get(master), {}
+            if copy is not None and copy.fp8 is not None:
+                slot, kept = copy.fp8.slot, copy.fp8.kept
+                fp8 = {"data": kept.data, "data_t": kept.data_t, "scale_inv": kept.scale_inv}
+                fp8 |= {"scale": slot.scale, "amax": slot.amax}
+            parameter = Parameter(
+                weight=master,
+                grad=holder.grad,
+                **self.state[master],
+                weight_decay=self._decay if master.dim() >= 2 else 0.0,
+                bf16=copy.leaf if copy is not None and copy.half else None,
+                **fp8,
+            )
+            made.append(parameter)
+        return made
+
+    def clip(self, max_norm: float) -> Tensor:
+        """The norm of all gradients; `step` will multiply them by what brings it down to max_norm."""
+        assert self._table is not None
+        norm, self._multiplier = self._backend.norm(self._table, max_norm)
+        return norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        assert self._table is not None
+        self._count.add_(1)
+        self._backend.step(
+            self._table,
+            rate=self._rate,
+            step=self._count,
+            betas=self._betas,
+            eps=EPS,
+            multiplier=self._multiplier,
+        )
+        self._fresh, self._versions = True, self._seen()
+
+    @torch.no_grad()
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """{master: its gradient after clipping, float32}, of the last pass."""
+        assert self._table is not None
+        found = {}
+        for master, parameter in zip(self.masters, self._table.parameters, strict=True):
+            gradient = parameter.grad.float()
+            found[master] = gradient.clone() if self._multiplier is None else gradient * self._multiplier
+        return found

@@ -1,0 +1,317 @@
+"""One optimisation step in every execution mode, and the training loop that yields (step, loss).
+
+Follows nanoGPT's train.py: fused AdamW with weight decay on matrices only, linear warm-up, cosine decay, clipping,
+gradient accumulation, float32 parameters under autocast.
+"""
+
+import contextlib
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from te_bench.training.optimizer import TableAdamW
+
+AUTOCAST = {"fp64": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optim:
+    """AdamW and its schedule; the defaults are nanoGPT's train_gpt2.py. grad_clip 0 means none."""
+
+    learning_rate: float = 6e-4
+    min_learning_rate: float = 6e-5
+    warmup: int = 0  # steps
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0
+    accumulate: int = 1
+
+    def rate(self, step: int, progress: float) -> float:
+        """The learning rate: linear over `warmup` steps, then a cosine of `progress` (0..1) down to the minimum."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / (self.warmup + 1)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+        return self.min_learning_rate + cosine * (self.learning_rate - self.min_learning_rate)
+
+
+def adamw(model: nn.Module, optim: Optim, *, capturable: bool = False) -> torch.optim.AdamW:
+    """Fused AdamW; tensors of two and more dimensions decay, the others do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    device = parameters[0].device
+    # A captured graph reads the rate from memory; a Python float would be frozen into it.
+    rate = torch.tensor(optim.learning_rate, dtype=torch.float32, device=device) if capturable else optim.learning_rate
+    betas = (optim.beta1, optim.beta2)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True, capturable=capturable)
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+    dtype = AUTOCAST[precision]
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def fp8_autocast(model: nn.Module, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+    """The autocast of a model that has one, as GPT has for its recipe; with enabled=False it computes in no FP8."""
+    own: Callable[[bool], contextlib.AbstractContextManager[None]] | None = getattr(model, "autocast", None)
+    return contextlib.nullcontext() if own is None else own(enabled)
+
+
+class TrainStep:
+    """Forward, backward, clip and AdamW on one batch: step(tokens, targets) -> loss, a () tensor on the device.
+
+    tokens and targets are (accumulate * B, T) int64. Nothing waits for the device. Modes: "eager"; "compile"
+    (torch.compile); "compile-reduce-overhead" (its own CUDA graphs around forward and backward); "cudagraph" (the
+    compiled forward and backward, the clip and the optimizer captured together as one CUDA graph; a model of fused blocks is
+    captured as it is, for it leaves a compiler next to nothing to fuse).
+    `grad_norm`, a () tensor, is what clipping found the norm of the last step's gradients to be; None where none clips.
+    optimizer: a name of te_bench.kernels.adamw, which updates all parameters in one go, clips in passing and, in bf16 and
+    fp8, leaves the copies that the next pass computes with (models.table_adamw); None is torch's fused AdamW.
+    Raises ValueError for what is not known or cannot be.
+    """
+
+    def __init__(self, model: nn.Module, optim: Optim, *, precision: str, mode: str, optimizer: str | None = None):
+        self.model, self.optim, self.precision, self.mode = model, optim, precision, mode
+        self.device = next(model.parameters()).device
+        self.captured = mode == "cudagraph"
+        if self.captured and (self.device.type != "cuda" or precision == "fp16"):
+            raise ValueError(f"mode cudagraph needs a GPU and no gradient scaler; got {self.device.type}, {precision}")
+        self.table = None if optimizer is None else self._table_adamw(optimizer)
+        self.optimizer: Any = self.table or adamw(model, optim, capturable=self.captured)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.forward: Callable[..., Tensor] = model
+        if mode == "compile-reduce-overhead":
+            self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
+        elif mode == "compile" or (self.captured and getattr(model, "blocks", None) != "fused"):
+            self.forward = torch.compile(model, dynamic=False)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, Tensor] | None = None
+        self._loss: Tensor | None = None
+        self.grad_norm: Tensor | None = None
+        self._norm: Tensor | None = None  # the graph's own
+        self.captured_peak_bytes: int | None = None  # replays allocate nothing: the peak is the capture's
+
+    def _table_adamw(self, name: str) -> TableAdamW:
+        if self.precision == "fp16":
+            raise ValueError(f"optimizer {name} with fp16: it has no gradient scaler; choose bf16, or no optimizer")
+        return TableAdamW(
+            self.model,
+            name,
+            weight_decay=self.optim.weight_decay,
+            betas=(self.optim.beta1, self.optim.beta2),
+            rate=self.optim.learning_rate,
+            bf16=AUTOCAST[self.precision] is torch.bfloat16,
+            accumulate=self.optim.accumulate > 1,
+            fixed=not self.captured,
+            region=functools.partial(fp8_autocast, self.model),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A step of a copy of the model that goes on as this one would, with code, tables and buffers of its own."""
+        if self.captured:
+            raise ValueError("mode cudagraph: a captured step has no copy; copy its model and make another TrainStep")
+        table, how = self.table, {"precision": self.precision, "mode": self.mode}
+        model = copy.deepcopy(self.model, memo)
+        twin = type(self)(model, self.optim, optimizer=None if table is None else table.name, **how)
+        if table is None:
+            twin.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        else:
+            assert twin.table is not None
+            twin.table.carry(table)
+        twin.scaler.load_state_dict(self.scaler.state_dict())
+        twin.grad_norm = copy.deepcopy(self.grad_norm, memo)
+        return twin
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.captured:
+            return self._replay(tokens, targets)
+        self._prepare()
+        loss = self._backward(tokens, targets)
+        self._update()
+        self._end()
+        return loss
+
+    def _prepare(self) -> None:
+        """Before a pass that is not captured."""
+        if self.table is not None:
+            self.table.prepare()
+            self.table.zero_grad(set_to_none=self.captured)
+
+    def _end(self) -> None:
+        """After a step that is not captured. A table knows where its gradients are, and keeps them."""
+        if self.table is None:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def gradients(self, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
+        """loss, {parameter: gradient after clipping}, by the very kernels that the step trains with; changes no state."""
+        if self.captured:
+            if self._graph is None:
+                self._capture(tokens, targets)
+            saved = self._snapshot()
+            loss = self._replay(tokens, targets)
+            self._restore(saved)
+        else:
+            self._prepare()
+            loss = self._backward(tokens, targets)
+        if self.table is not None:
+            by_parameter = self.table.gradients()
+            named = self.model.named_parameters()
+            return loss.item(), {name: by_parameter[p] for name, p in named if p in by_parameter}
+        found = {name: p.grad.detach().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        if not self.captured:  # the graph owns its gradient buffers
+            self._end()
+            self.scaler.update(self.scaler.get_scale())  # forget that these gradients were unscaled; keep the scale
+        return loss.item(), found
+
+    def _backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward over the micro-batches, unscaling and clipping; returns the mean loss."""
+        if self.mode == "compile-reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+        n = self.optim.accumulate
+        if len(tokens) % n:
+            raise ValueError(f"{len(tokens)} rows do not divide into {n} micro-batches")
+        losses = []
+        for x, y in zip(tokens.chunk(n), targets.chunk(n), strict=True):
+            with autocast(self.device, self.precision), fp8_autocast(self.model), self._computing():
+                loss = self.forward(x, y) / n
+            self.scaler.scale(loss).backward()
+            if self.table is not None:
+                self.table.gather()
+            losses.append(loss.detach().clone())  # the clone outlives the CUDA graph's own memory
+        self._clip()
+        return losses[0] if n == 1 else torch.stack(losses).sum()
+
+    def _computing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.table is None else self.table.computing()
+
+    def _clip(self) -> None:
+        if self.table is not None:
+            if self.captured and self._graph is None:  # a pass that warms up
+                self.table.bind()
+            if self.optim.grad_clip:
+                self.grad_norm = self.table.clip(self.optim.grad_clip)
+            return
+        self.scaler.unscale_(self.optimizer)
+        if self.optim.grad_clip:
+            self.grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.grad_clip, foreach=True)
+
+    def _update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _snapshot(self) -> list[Tensor]:
+        return [t.detach().clone() for t in self._state()]
+
+    def _state(self) -> list[Tensor]:
+        moments = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        return [*self.model.parameters(), *moments]
+
+    @torch.no_grad()
+    def _restore(self, saved: list[Tensor]) -> None:
+        for tensor, value in zip(self._state(), saved, strict=True):
+            tensor.copy_(value)
+
+    def _capture(self, tokens: Tensor, targets: Tensor) -> None:
+        """Warm up on a side stream, put the state back as it was, then record one step; on the model's GPU, all of it."""
+        self._inputs = (tokens.clone(), targets.clone())
+        with torch.cuda.device(self.device):  # streams and graphs are made on the current one
+            self._warm_up(*self._inputs)
+            if self.table is not None:
+                self.table.let_go()  # the graph is to have its own
+            torch.cuda.reset_peak_memory_stats()
+            self._graph = torch.cuda.CUDAGraph()
+            try:
+                # A stream of this GPU: PyTorch's own for captures is one of the first capture's, whatever the current GPU.
+                with torch.cuda.graph(self._graph, stream=torch.cuda.Stream()):
+                    self._loss = self._backward(*self._inputs)
+                    self._norm = self.grad_norm
+                    self._update()
+            except BaseException:
+                self._graph = None  # or the next step would replay nothing
+                raise
+            self.captured_peak_bytes = torch.cuda.max_memory_allocated()
+        if self.table is not None:
+            self.table.move()
+
+    def _warm_up(self, tokens: Tensor, targets: Tensor) -> None:
+        weights = [p.detach().clone() for p in self.model.parameters()]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # compilation, autotuning and library handles must not happen during capture
+                self._prepare()
+                self._backward(tokens, targets)
+                self._update()
+                self._end()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.no_grad():
+            for p, value in zip(self.model.parameters(), weights, strict=True):
+                p.copy_(value)
+            for state in self.optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+
+    def _replay(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self._graph is None:
+            self._capture(tokens, targets)
+        assert self._graph is not None
+        assert self._inputs is not None
+        assert self._loss is not None
+        self._inputs[0].copy_(tokens)
+        self._inputs[1].copy_(targets)
+        if self.table is not None:
+            self.table.prepare()
+        self._graph.replay()
+        if self.table is not None:
+            self.table.replayed()
+        self.grad_norm = None if self._norm is None else self._norm.clone()
+        return self._loss.clone()
+
+
+def train(
+    step: TrainStep, batches: Callable[[int], tuple[Tensor, Tensor]], progress: Callable[[int], float | None]
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (step, loss) until `progress(step)` answers None; the loss stays on the device, unread.
+
+    batches(k) is the batch of step k; progress(k) in 0..1 places step k on the learning-rate schedule.
+    """
+    number = 0
+    while (at := progress(number)) is not None:
+        step.set_rate(step.optim.rate(number, at))
+        yield number, step(*batches(number))
+        number += 1
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precision: str, *, quantized: bool = True
+) -> float:
+    """Mean loss in nats over every token of `batches`, dropout off; a smaller last batch counts by its size.
+
+    quantized=False evaluates a model that has an FP8 recipe without it, in `precision` alone.
+    """
+    model.eval()
+    device = next(model.parameters()).device
+    total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+    for x, y in batches:
+        with autocast(device, precision), fp8_autocast(model, quantized):
+            total += model(x, y).double() * y.numel()
+        tokens += y.numel()
+    model.train()
+    return total.item() / tokens

@@ -1,0 +1,292 @@
+import math
+
+import gates_at_once
+import numpy as np
+import pytest
+from scipy import stats
+
+from te_bench.gate import decision as gate
+from te_bench.gate.decision import FAMILY, Verdict, decide
+
+LOOKS = (6, 10, 15, 20)
+WIGGLE = np.array([0.004, -0.006, 0.001, 0.003, -0.002, 0.005, -0.004, 0.0, 0.002, -0.003])  # mean 0
+
+
+def ratios(slower: float, scale: float = 1.0, n: int = 10) -> list[float]:
+    """n ratios around 1 + slower, in another order for each `slower`."""
+    logs = np.resize(np.roll(WIGGLE, round(1000 * slower)), n)
+    return list(np.exp(math.log1p(slower) + scale * logs))
+
+
+def verdicts(found) -> dict[str, Verdict]:
+    return {name: one.verdict for name, one in found.trials.items()}
+
+
+def test_slower_the_same_faster_and_undecided():
+    found = decide({"slow": ratios(0.05), "same": ratios(0.0), "fast": ratios(-0.1), "near": ratios(0.0201)})
+    assert verdicts(found) == {
+        "slow": Verdict.REGRESSION,
+        "same": Verdict.PASS,
+        "fast": Verdict.IMPROVED,
+        "near": Verdict.INCONCLUSIVE,
+    }
+    slow, same, fast, near = found.trials.values()
+    assert slow.low > 1.02
+    assert same.low < 1 < same.high < 1.02
+    assert fast.high < 1
+    assert near.low < 1.02 < near.high
+    assert slow.ratio == pytest.approx(1.05, abs=0.002)
+    assert found.more == {}  # one look: nothing more was planned
+
+
+def test_the_margin_decides_what_is_slow():
+    data = {"a": ratios(0.05)}
+    assert decide(data, margin=0.1).trials["a"].verdict is Verdict.PASS
+    assert decide(data, margin=0.04).trials["a"].verdict is Verdict.REGRESSION
+    assert decide(data).family is None
+
+
+def test_the_smallest_slow_down_found_is_always_told():
+    quiet, loud = (decide({"a": ratios(0.0, scale)}, margin=0.02).trials["a"] for scale in (1, 8))
+    assert 0.02 < quiet.detectable < 0.03
+    assert loud.detectable - 0.02 == pytest.approx(8 * (quiet.detectable - 0.02), rel=0.05)
+    assert loud.verdict is Verdict.INCONCLUSIVE
+    assert loud.needed > 10
+    assert f"{loud.needed} pairs would decide it" in loud.reason
+
+
+def test_the_pairs_needed_are_bounded_by_mde():
+    near = {"a": ratios(0.0195, 4)}
+    needed = [decide(near, mde=mde).trials["a"].needed for mde in (0.002, 0.01, None)]
+    assert needed[0] > 10 * needed[1] > 10 * 2
+    assert needed[1] > needed[2]
+
+
+def test_undecided_trials_ask_for_pairs_up_to_their_next_look():
+    data = {"slow": ratios(0.2, n=12), "near": ratios(0.021, n=12), "new": ratios(0.0, n=1), "none": []}
+    found = decide(data, looks=LOOKS)
+    assert found.more == {"near": 3, "new": 5, "none": 6}
+    assert found.trials["slow"].pairs == 10  # the look that decided
+    last = decide({"near": ratios(0.021, n=20)}, looks=LOOKS)
+    assert (verdicts(last), last.more) == ({"near": Verdict.INCONCLUSIVE}, {})
+
+
+def test_rounds_without_a_pair_do_not_count():
+    data = ratios(0.05, n=6)
+    with_none = [*data[:2], None, *data[2:5], None]
+    found = decide({"a": with_none}, looks=LOOKS).trials["a"]
+    assert (found.pairs, found.more) == (5, 1)
+    assert decide({"a": [*with_none, data[5]]}, looks=LOOKS).trials["a"].ratio == pytest.approx(
+        decide({"a": data}, looks=LOOKS).trials["a"].ratio
+    )
+
+
+def test_between_looks_nothing_is_decided_and_later_pairs_do_not_undo_a_verdict():
+    data = ratios(0.2, n=6)
+    decided = decide({"a": data}, looks=LOOKS)
+    assert verdicts(decided) == {"a": Verdict.REGRESSION}
+    assert verdicts(decide({"a": data[:5]}, looks=LOOKS)) == {"a": Verdict.INCONCLUSIVE}
+    assert verdicts(decide({"a": [*data, 1.25, 0.9, 1.25]}, looks=LOOKS)) == verdicts(decided)
+    assert verdicts(decide({"a": [*data, *[0.9, 1.3] * 7]}, looks=LOOKS)) == {"a": Verdict.REGRESSION}
+
+
+def test_a_trial_that_ends_between_two_looks_is_judged_there():
+    data = {"slow": ratios(0.035, n=9), "few": ratios(0.035, n=4), "near": ratios(0.0205, n=9)}
+    going_on, ended = (decide(data, looks=LOOKS, ended=ended) for ended in (False, True))
+    assert set(verdicts(going_on).values()) == {Verdict.INCONCLUSIVE}
+    assert verdicts(ended) == {
+        "slow": Verdict.REGRESSION,
+        "few": Verdict.INCONCLUSIVE,
+        "near": Verdict.INCONCLUSIVE,
+    }
+    assert [one.pairs for one in ended.trials.values()] == [9, 4, 9]
+    assert gate.looks_until(9, (6, 10)) == (6, 9)
+    assert gate.looks_until(6, (6, 10)) == (6,)
+    assert gate.looks_until(10, (6, 10)) == (6, 10)
+    assert gate.looks_until(4, (6, 10)) == (6, 10)  # which it does not reach: nothing is claimed
+
+
+def test_undecided_trials_that_look_slower_are_suspect():
+    data = {
+        "slow": ratios(0.03, 3, n=5),
+        "same": ratios(0.0, 3, n=5),
+        "new": ratios(0.03, n=2),  # of too few pairs to suspect it
+        "found": ratios(0.5, n=6),
+    }
+    found = decide(data, looks=LOOKS)
+    assert found.trials["found"].verdict is Verdict.REGRESSION
+    assert {name for name, one in found.trials.items() if one.suspect} == {"slow"}
+    # by all its pairs, not by those up to its last look
+    turned = decide({"a": [*ratios(0.03, 3, n=6), *ratios(-0.1, n=3)]}, looks=LOOKS).trials["a"]
+    assert (turned.pairs, turned.ratio > 1.02, turned.suspect) == (6, True, False)
+
+
+def test_of_two_claims_that_contradict_each_other_slower_counts():
+    data = [*ratios(0.0, n=20), *[0.95, 1.3] * 20]  # it passes at 20 pairs, and would not have been run on
+    assert verdicts(decide({"a": data[:20]}, looks=(20, 60))) == {"a": Verdict.PASS}
+    assert verdicts(decide({"a": data}, looks=(20, 60))) == {"a": Verdict.REGRESSION}
+
+
+def test_early_looks_claim_only_what_is_overwhelming():
+    slow = ratios(0.035, 1.5, n=6)
+    assert verdicts(decide({"a": slow})) == {"a": Verdict.REGRESSION}
+    assert verdicts(decide({"a": slow}, looks=LOOKS)) == {"a": Verdict.INCONCLUSIVE}
+
+
+def test_a_claim_passes_its_share_of_alpha_on():
+    # p of r < 1 + margin between alpha / 4 and alpha: alone among four it passes only once the others have
+    weak = ratios(0.0, 5)
+    alone = decide({"weak": weak}).trials["weak"]
+    assert alone.verdict is Verdict.PASS
+    others = {name: ratios(slower) for name, slower in (("a", 0.0), ("b", 0.001), ("c", -0.001))}
+    assert verdicts(decide({"weak": weak, **others}))["weak"] is Verdict.PASS
+    undecided = {name: ratios(slower) for name, slower in (("a", 0.0201), ("b", 0.0202), ("c", 0.0199))}
+    assert verdicts(decide({"weak": weak, **undecided}))["weak"] is Verdict.INCONCLUSIVE
+
+
+def test_the_mean_of_the_family_finds_what_no_trial_shows():
+    # nine trials whose noise, ten orders of the same numbers but one, nearly cancels
+    data = {f"t{i}": list(np.exp(0.035 + 5 * np.roll(WIGGLE, i))) for i in range(9)}
+    found = decide(data)
+    assert found.family.verdict is Verdict.REGRESSION
+    assert set(verdicts(found).values()) == {Verdict.INCONCLUSIVE}
+    # noise that all trials share is no evidence nine times over
+    together = {f"t{i}": list(np.exp(0.035 + 5 * WIGGLE)) for i in range(9)}
+    assert decide(together).family.verdict is Verdict.INCONCLUSIVE
+
+
+def test_the_mean_passes_when_every_trial_does_and_asks_for_nothing():
+    data = {"early": ratios(0.0, 0.2, n=6), "late": ratios(0.0, 2, n=20)}
+    found = decide(data, looks=LOOKS)
+    assert verdicts(found) == {"early": Verdict.PASS, "late": Verdict.PASS}
+    assert found.family.verdict is Verdict.PASS
+    undecided = decide({**data, "late": ratios(0.0205, 2, n=15)}, looks=LOOKS)
+    assert undecided.more == {"late": 5}
+    assert undecided.family.verdict is Verdict.INCONCLUSIVE
+
+
+def test_rounds_in_which_a_trial_has_no_ratio_are_none_of_the_family_s():
+    data = {"a": [1.0, None, 1.1, 1.2], "b": [1.0, 1.0, None, 0.9]}
+    family = decide(data).family
+    assert family.pairs == 2
+    assert family.ratio == pytest.approx(math.sqrt(math.sqrt(1.2 * 0.9)))
+
+
+def test_the_same_records_twice_are_no_pass():
+    found = decide({"a": [1.0] * 8}).trials["a"]
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "same records twice" in found.reason
+    assert found.low is found.high is found.detectable is None
+
+
+def test_pairs_far_apart_at_an_early_look_do_not_overflow():
+    apart = [1.0, 3e3, 1.0, 1e-4, 2.0]
+    found = decide({"a": apart, "b": ratios(0.0, n=5)}, looks=(5, 60)).trials["a"]
+    assert (found.low, found.high, found.detectable) == (pytest.approx(0), None, None)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 4])
+def test_fewer_than_five_pairs_claim_nothing(n):
+    # with two speeds a process, as memory is laid out, all of n pairs are slow by chance in 4^-n of cases
+    found = decide({"a": ratios(0.5, 0.01, n=n)}).trials["a"]
+    assert (found.verdict, found.pairs) == (Verdict.INCONCLUSIVE, n)
+    assert "5 at least" in found.reason
+    assert decide({"a": ratios(0.5, 0.01, n=5)}).trials["a"].verdict is Verdict.REGRESSION
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ({}, {}, "no trial"),
+        ({FAMILY: [1.0]}, {}, "rename"),
+        ({"a": [1.0, 0.0]}, {}, "a, pair 2: ratio 0.0"),
+        ({"a": [math.nan]}, {}, "pair 1: ratio nan"),
+        ({"a": [1.0]}, {"margin": 0}, "margin 0"),
+        ({"a": [1.0]}, {"margin": 2}, "margin 2"),
+        ({"a": [1.0]}, {"mde": -0.1}, "mde -0.1"),
+        ({"a": [1.0]}, {"alpha": 0.5}, "alpha 0.5"),
+        ({"a": [1.0]}, {"looks": (5, 5)}, "numbers that rise"),
+        ({"a": [1.0]}, {"looks": (4, 8)}, "from 5 pairs"),
+        ({"a": [1.0]}, {"looks": ()}, "numbers that rise"),
+    ],
+)
+def test_what_cannot_be_judged_is_told(data, options, message):
+    with pytest.raises(ValueError, match=message):
+        decide(data, **options)
+
+
+def live(logs: np.ndarray, most: int):
+    """A gate of len(logs) trials with time for `most` pairs: which `decide` asks for, suspects first; and the pairs run."""
+    have = {f"t{i}": 0 for i in range(len(logs))}
+    need = dict.fromkeys(have, gate.SUSPECT_FROM)
+    ended = False
+    while True:
+        if not ended:
+            for name, more in need.items():
+                have[name] += min(more, most - sum(have.values()))
+        found = decide(
+            {name: list(np.exp(logs[i, : have[name]])) for i, name in enumerate(have)}, looks=LOOKS, ended=ended
+        )
+        if ended or not found.more:
+            return found, sum(have.values())
+        suspects = {name: more for name, more in found.more.items() if found.trials[name].suspect}
+        need = suspects or found.more  # to their next looks at once, where a gate asks after each pair
+        ended = sum(have.values()) == most
+
+
+def simulated(kind: str, slower: list[float], *, share: float = 1.0, simulations: int = 2000) -> gates_at_once.Gates:
+    """Gates with time for a share of the pairs that all trials could have.
+
+    `decide` agrees on the first 10, and on the first 30 of those that tell something: an error rate is of these.
+    """
+    rng = np.random.default_rng(13)
+    shape = (simulations, len(slower), LOOKS[-1])
+    noise = rng.standard_t(3, shape) if kind == "t3" else rng.standard_normal(shape)
+    if kind == "contaminated":
+        noise = np.where(rng.random(shape) < 0.05, 10 * noise, noise)
+    logs, most = 0.015 * noise + np.log1p(slower)[:, None], int(share * len(slower) * LOOKS[-1])
+    found = gates_at_once.live(logs, most, looks=LOOKS)
+    telling = np.flatnonzero((found.verdicts != Verdict.INCONCLUSIVE).any(1))[:30]
+    for one in {*range(10), *telling.tolist()}:
+        decision, run = live(logs[one], most)
+        expected = list(found.verdicts[one]), found.pairs[one]
+        assert ([judgement.verdict for judgement in decision.judgements], run) == expected
+    return found
+
+
+def how_many(verdicts: np.ndarray, *which: Verdict) -> int:
+    """The gates in which any trial or their mean has one of these verdicts."""
+    return int(np.isin(verdicts.astype(str), which).any(axis=1).sum())
+
+
+KINDS = pytest.mark.parametrize("kind", ["normal", "t3", "contaminated"])
+MOST = stats.binom.ppf(0.999, 2000, 0.05)
+
+
+@KINDS
+def test_no_change_hardly_ever_alarms_and_mostly_passes(kind):
+    found = simulated(kind, [0.0] * 6)
+    assert how_many(found.verdicts, Verdict.REGRESSION) <= 2
+    assert how_many(found.verdicts, Verdict.IMPROVED) <= MOST
+    passing = {
+        "normal": 0.96,
+        "t3": 0.78,
+        "contaminated": 0.89,
+    }  # an interval that allows for alike pairs takes 1 in 10 more
+    assert 2000 - how_many(found.verdicts, Verdict.INCONCLUSIVE) >= passing[kind] * 2000
+    assert found.pairs.mean() < 6 * 17.5  # of 20: the sequential rule saves
+
+
+@pytest.mark.parametrize(("kind", "share"), [("normal", 1.0), ("t3", 1.0), ("contaminated", 1.0), ("normal", 0.6)])
+def test_trials_at_the_margin_are_claimed_either_way_within_alpha(kind, share):
+    found = simulated(kind, [0.02] * 6, share=share)
+    assert how_many(found.verdicts, Verdict.REGRESSION) <= MOST
+    assert how_many(found.verdicts, Verdict.PASS, Verdict.IMPROVED) <= MOST
+
+
+@KINDS
+def test_one_slow_trial_among_six_is_found(kind):
+    found = simulated(kind, [0.05, 0, 0, 0, 0, 0]).verdicts
+    assert np.mean(found[:, 0] == Verdict.REGRESSION) >= 0.97
+    # the five that did not change are claimed slower in no more than alpha
+    assert how_many(found[:, 1:-1], Verdict.REGRESSION) <= 2

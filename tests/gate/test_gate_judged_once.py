@@ -1,0 +1,53 @@
+"""The rounds of a live gate: what is read after each, and how the last is judged. Revisions that run: tests/cli."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from journals import environment, step_record, trial, write
+
+from te_bench.experiments.spec import Record
+from te_bench.gate import revisions as gate_live
+from te_bench.gate import stored_runs
+from te_bench.gate.decision import Verdict
+from te_bench.gate.paired_sweep import Planned
+
+ROUNDS = 8  # between two looks
+
+
+def steps(side: str, slower: float) -> list[Record]:
+    """Steps of 30 ms, a round each, whose pairs vary by 0.4 %."""
+    return [
+        step_record(trial(seed=seed), 30 * slower * (1 + 0.004 * math.sin(8 * seed + slower)), 10.0, side)
+        for seed in range(ROUNDS)
+    ]
+
+
+def test_a_gate_that_ends_between_two_looks_is_judged_there_by_what_was_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for side, slower in (("base", 1.0), ("head", 1.03)):
+        write(tmp_path / side, steps(side, slower), body=environment(side, code=side))
+    cell = trial().cell
+    planned = Planned(title="quick", baseline=cell, cells={side: {cell: {}} for side in gate_live.SIDES})
+    monkeypatch.setattr(gate_live.paired_sweep, "run", lambda *_, **__: planned)
+    read: list[Path] = []
+    load = stored_runs.load_results
+
+    def noted(directories: Any) -> Any:
+        read.extend(directories)
+        return load(directories)
+
+    monkeypatch.setattr(stored_runs, "load_results", noted)
+    question = gate_live.Question(repository=None, base="base", head="head", device="cpu", budget_s=0.0)
+    revisions: Any = SimpleNamespace(
+        starting_s=0.0, revisions=[SimpleNamespace(commit=side) for side in gate_live.SIDES]
+    )
+    found = gate_live._rounds(question, tmp_path, revisions, {"looks": (6, 16)}, 0.0, lambda _: None)
+
+    assert read == [tmp_path / side for side in gate_live.SIDES]
+    assert found.decision is not None
+    [one] = found.decision.trials.values()
+    assert (one.verdict, one.pairs) == (Verdict.REGRESSION, 6)

@@ -1,0 +1,212 @@
+"""The gate's self-test: its rates, what it goes on with, and, slowly, the faults that it plants for real."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from te_bench.experiments import environment
+from te_bench.gate import revisions, self_test
+from te_bench.gate.decision import Verdict, decide
+from te_bench.gate.revisions import Question
+from te_bench.gate.self_test import Condition, conditions, interval, passed, rate, redrawn
+from te_bench.gate.stored_runs import Gate, process_s
+from te_bench.gate.workers import Place, places
+from te_bench.reports.page.embed import embed
+
+RESULTS = Path(__file__).parents[2] / "results" / "gate"
+QUESTION = Question(repository=None, base="installed", head="installed", device="cpu")
+MACHINE: dict[str, Any] = {"id": "here", "identity": {}, "details": {}}
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 1), (0, 100), (3, 100), (95, 100), (100, 100)])
+def test_the_interval_is_the_shares_that_five_in_a_hundred_such_counts_would_contradict(k: int, n: int) -> None:
+    low, high = interval(k, n)
+    assert 0 <= low <= k / n <= high <= 1
+    if k:
+        assert binom.sf(k - 1, n, low) == pytest.approx(0.025)
+    if k < n:
+        assert binom.cdf(k, n, high) == pytest.approx(0.025)
+
+
+def test_of_no_gate_every_share_is_possible() -> None:
+    assert interval(0, 0) == (0.0, 1.0)
+
+
+def answers(ratios: list[list[float]], *, code: int = 3) -> list[dict[str, Any]]:
+    """A gate for each list: two trials with the same ratios."""
+    trials = [{"ratios": one, "pairs": len(one)} for one in ratios]
+    return [{"exit_code": code, "seconds": 10.0 + i, "trials": {"a": t, "b": t}} for i, t in enumerate(trials)]
+
+
+def noisy(center: float, gates: int) -> list[list[float]]:
+    generator = np.random.default_rng(1)
+    return (center * np.exp(0.01 * generator.standard_normal((gates, 9)))).tolist()
+
+
+def test_redrawn_gates_find_what_is_there_and_nothing_else() -> None:
+    asked = {"margin": 0.02, "alpha": 0.05, "gates": 60}
+    assert redrawn(answers(noisy(1.0, 5)), **asked) == 0
+    assert redrawn(answers(noisy(1.10, 5)), **asked) == 1
+    assert 0 < redrawn(answers(noisy(1.03, 5)), **asked) < 1
+    assert redrawn(answers(noisy(1.0, 1)), **asked) is None  # a gate drawn from one gate is that gate
+    assert redrawn([], **asked) is None
+
+
+def test_a_trial_that_was_decided_early_is_drawn_by_the_ratios_that_it_has() -> None:
+    """Two trials of other pairs: the slow one is set aside once and undecided for longer."""
+    found = answers(noisy(1.10, 3))
+    for answer in found:
+        answer["trials"]["a"] = {"ratios": [None, *answer["trials"]["a"]["ratios"][1:]], "pairs": 8}
+        answer["trials"]["b"] = {"ratios": [1.0, 1.01, 0.99, 1.0, 1.01], "pairs": 5}
+    assert redrawn(found, margin=0.02, alpha=0.05, gates=5) == 1
+    for answer in found:
+        answer["trials"]["a"]["ratios"] = [ratio and ratio / 1.10 for ratio in answer["trials"]["a"]["ratios"]]
+    assert redrawn(found, margin=0.02, alpha=0.05, gates=20) == 0
+
+
+def test_a_rate_counts_the_code_that_its_condition_expects() -> None:
+    slow, *_, crash = conditions([0.05])[1:]
+    assert (slow.name, slow.fault, slow.expected) == ("5 % slower", {"slower": 0.05}, 1)
+    found = rate(slow, [*answers(noisy(1.1, 2), code=1), *answers(noisy(1.0, 1))], margin=0.02, alpha=0.05)
+    assert (found.alarms, found.gates, found.undecided, found.longest_s, found.pairs) == (2, 3, 1, 11.0, 9.0)
+    assert rate(crash, answers(noisy(1.0, 2), code=4), margin=0.02, alpha=0.05).alarms == 2
+    assert rate(crash, answers(noisy(1.0, 2), code=1), margin=0.02, alpha=0.05).alarms == 0
+
+
+def test_gates_that_end_with_the_first_regression_are_redrawn_where_none_is_planted() -> None:
+    unchanged, slow, *_ = conditions([0.05])
+    found = answers(noisy(1.0, 2))
+    for exit_first in (False, True):
+        of = {"margin": 0.02, "alpha": 0.05, "exit_first": exit_first}
+        assert rate(unchanged, found, **of).redrawn == 0
+        assert rate(slow, found, **of).redrawn == (None if exit_first else 0)
+
+
+def test_it_fails_on_an_unnoticed_crash_and_on_more_alarms_than_chance_allows() -> None:
+    unchanged, *_, crash = conditions([])
+
+    def of(condition: Condition, alarms: int, gates: int) -> self_test.Rate:
+        found = answers([[1.0] * 5] * gates)
+        for answer in found[:alarms]:
+            answer["exit_code"] = condition.expected
+        return rate(condition, found, margin=0.02, alpha=0.05)
+
+    assert passed([of(unchanged, 0, 3), of(crash, 3, 3)], 0.05)
+    assert passed([of(unchanged, 1, 3), of(crash, 3, 3)], 0.05)  # 1 in 3 may be chance
+    assert not passed([of(unchanged, 3, 6), of(crash, 3, 3)], 0.05)
+    assert not passed([of(unchanged, 0, 3), of(crash, 2, 3)], 0.05)
+    shown = self_test.table([of(unchanged, 0, 3), of(crash, 3, 3)])
+    assert [row[1].text for row in shown.rows] == ["0 of 3", "3 of 3"]
+
+
+def test_it_goes_on_where_it_was_cut_short_and_counts_no_other_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, Any]] = []
+
+    def gate(question: Question, folder: Path, machine: Any, *, say: Any) -> Gate:
+        asked.append((question.faults, question.only))
+        assert question.gpu == "GPU-1"
+        ratios = {"a": noisy(1.0, 1)[0]}
+        decision = decide(ratios, looks=(9,))
+        return Gate(baseline="a", candidate="b", margin=0.02, alpha=0.05, decision=decision, ratios=ratios, compared=9)
+
+    monkeypatch.setattr(revisions, "run", gate)
+    said: list[str] = []
+    more: dict[str, Any] = {"where": [Place(gpu="GPU-1")], "say": said.append}
+    self_test.run(QUESTION, tmp_path, MACHINE, gates=1, slower=[0.1], **more)
+    victim = "train_step/tiny-b2-t64-V50257/manual/fp32/eager/s*"
+    head: Any = [None, *({"head": f} for f in ({"slower": 0.1}, {"leak": self_test.LEAK}, {"crash": True}))]
+    assert asked == list(zip(head, [None, None, victim, victim], strict=True))
+    path = tmp_path / self_test.ANSWERS
+    path.write_text(path.read_text()[:-20])  # killed while it wrote the last line
+    asked.clear()
+    said.clear()
+    rates = self_test.run(QUESTION, tmp_path, MACHINE, gates=2, slower=[0.1], **more)
+    assert (said[0], said[-1][:24]) == ("5 gates to run, 1 at once", "gate 2 of 2, crash: exit")
+    assert [fault for fault, _ in asked] == [head[3], *head]
+    assert [one.gates for one in rates] == [2, 2, 2, 2]
+    assert [_whole(line) for line in path.read_text().splitlines()].count(True) == 8
+    assert self_test.stored(tmp_path) == rates
+    page = tmp_path / "page.md"
+    page.write_text("<!-- te-bench:table . self_test -->\n<!-- /te-bench:table -->\n")
+    assert embed(page, check=False, more={"self_test": lambda folder: self_test.table(self_test.stored(folder))})
+    assert "| 10 % slower | 0 of 2 |" in page.read_text()
+    asked.clear()
+    self_test.run(Question(**{**_fields(QUESTION), "margin": 0.05}), tmp_path, MACHINE, gates=1, slower=[], **more)
+    assert len(asked) == 3
+    with pytest.raises(ValueError, match="--gates 0"):
+        self_test.run(QUESTION, tmp_path, MACHINE, gates=0, **more)
+
+
+def test_what_no_chance_decides_is_tried_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def each(gate: Any, left: list[Any], where: Any) -> list[Any]:
+        tried.extend(one.name for one in left)
+        return []
+
+    monkeypatch.setattr(self_test.at_once, "each", each)
+    self_test.run(QUESTION, tmp_path, MACHINE, gates=20, slower=[0.1], say=lambda line: None)
+    assert {name: tried.count(name) for name in tried} == {"unchanged": 20, "10 % slower": 20, "leak": 5, "crash": 5}
+
+
+def _fields(question: Question) -> dict[str, Any]:
+    return {name: getattr(question, name) for name in question.__slots__}
+
+
+def _whole(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def test_a_process_counts_by_its_quiet_samples_on_a_cpu_and_by_its_median_on_a_gpu() -> None:
+    seconds = [1.0, 1.1, *[3.0] * 9]  # something else ran for most of the time
+    assert process_s(seconds, "cpu") == pytest.approx(1.1)
+    assert process_s(seconds, "cuda") == 3.0
+    assert process_s([], "cpu") is None
+    assert process_s([], "cuda") is None
+
+
+@pytest.mark.slow
+def test_todays_rule_raises_no_false_alarm_on_the_published_pairs() -> None:
+    """The numbers of docs/gate.md; the gates ended as soon as an older rule had found something."""
+    found: Counter[str] = Counter()
+    for path in RESULTS.glob("*/self-test.jsonl"):
+        for answer in map(json.loads, path.read_text().splitlines()):
+            if not answer["trials"] or answer["asked"]["device"] == "cuda" or answer["condition"] == "leak":
+                continue
+            ratios = {name: trial["ratios"] for name, trial in answer["trials"].items()}
+            decision = decide(ratios, margin=answer["asked"]["margin"], looks=revisions.LOOKS, ended=True)
+            found[f"{answer['condition']} alarms"] += Verdict.REGRESSION in {one.verdict for one in decision.judgements}
+            found[f"{answer['condition']} passed"] += sum(one.passed for one in decision.trials.values())
+    alarms = [found[f"{name} alarms"] for name in ("unchanged", "10 % slower", "5 % slower")]
+    assert (alarms, found["unchanged passed"]) == ([0, 106, 75], 160)
+
+
+@pytest.mark.alone
+def test_planted_faults_are_noticed_on_this_machine(tmp_path: Path) -> None:
+    """A slow-down by half, two gates side by side: what smaller ones it takes is measured in results/gate."""
+    machine = environment.capture("cpu")
+    question = Question(**{**_fields(QUESTION), "only": "train_step/*manual*", "budget_s": 90.0})
+    rates = self_test.run(question, tmp_path, machine, gates=1, slower=[0.5], where=places(2, device="cpu"), say=print)
+    assert {one.condition.name: one.alarms for one in rates} == {
+        "unchanged": 0,
+        "50 % slower": 1,
+        "leak": 1,
+        "crash": 1,
+    }
+    answers = [json.loads(line) for line in (tmp_path / self_test.ANSWERS).read_text().splitlines()]
+    assert {answer["asked"]["at_once"] for answer in answers} == {2}
+    [slower] = [answer for answer in answers if answer["slower"]]
+    [trial] = slower["trials"].values()
+    assert (trial["verdict"], math.isclose(trial["ratio"], 1.5, rel_tol=0.1)) == (Verdict.REGRESSION, True)

@@ -1,0 +1,122 @@
+"""A step against its floor: kinds of kernels, ceilings of the same run, nothing where something lacks."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from journals import STEP_KERNELS, ceilings_record, step_record, trial, write
+
+from te_bench.models import cost
+from te_bench.reports.analysis import floor
+from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.page import floor_figures
+from te_bench.reports.page.tables import of_group
+
+PUBLISHED = Path(__file__).parents[3] / "results" / "h200" / "speed"
+BF16 = trial(attention="cudnn", mode="cudagraph")
+FP8 = trial(attention="cudnn", mode="cudagraph", precision="fp8", recipe="delayed_scaling", head="fp8")
+
+
+def steps():
+    made = [step_record(BF16, 24.5), step_record(FP8, 21.7)]
+    for one in made:
+        one.work["kernel_s"] = dict(STEP_KERNELS)
+    return made
+
+
+def group_of(tmp_path, records):
+    [group] = load_results([write(tmp_path / "run", records, suite="speed", baseline=BF16.cell)]).groups
+    return group
+
+
+def test_a_kernels_name_tells_its_kind():
+    expected = [
+        *[cost.GEMM] * 2,
+        *[cost.ATTENTION] * 2,
+        *[cost.LOSS] * 2,
+        *[cost.OPTIMIZER] * 2,
+        *[cost.ELEMENTWISE] * 3,
+    ]
+    assert [floor.kind(name) for name in STEP_KERNELS] == expected
+
+
+def test_the_floor_is_what_the_ceilings_give(tmp_path):
+    group = group_of(tmp_path, [*steps(), ceilings_record()])
+    assert floor.ceilings(group) == floor.Ceilings(
+        bytes_per_s=4e12, bf16_flop_per_s=2 * 8192**3 / 2e-3, fp8_flop_per_s=2 * 8192**3 / 1e-3
+    )
+    fp8, bf16 = floor.breakdowns(group)
+    assert (fp8.rung.cell.trial.precision, bf16.rung.cell.trial.precision) == ("fp8", "bf16")
+    for found in (fp8, bf16):
+        assert found.measured_s == pytest.approx(sum(STEP_KERNELS.values()))
+        assert found.floor_s == pytest.approx(sum(part.floor_s for part in found.parts))
+    parts = {part.cost.kind: part for part in bf16.parts}
+    gemm = parts[cost.GEMM]
+    assert gemm.floor_s == pytest.approx(gemm.cost.bf16_flop / (2 * 8192**3 / 2e-3))
+    assert gemm.measured_s == pytest.approx(4.7e-3)
+    assert parts[cost.LOSS].floor_s == pytest.approx(4 * 12288 * 50304 / 4e12)
+    assert {p.cost.kind: p for p in fp8.parts}[cost.GEMM].floor_s == pytest.approx(gemm.floor_s / 2)
+
+
+def test_the_tables_show_it(tmp_path):
+    group = group_of(tmp_path, [*steps(), ceilings_record()])
+    [floors], [kinds], [kernels] = (of_group(group, name) for name in ("floor", "floor_kinds", "floor_kernels"))
+    assert [row[0].text for row in floors.rows][1].endswith("(baseline)")
+    step, least = (float(floors.rows[0][i].sort) for i in (3, 1))
+    assert floors.rows[0][4].sort == pytest.approx(step / least)
+    assert "4.00 TB/s" in floors.note
+    assert "FP8 1,100 TFLOP/s" in floors.note
+    assert len(kinds.rows) == 2 * 5
+    assert kernels.rows[0][2].text.startswith("nvjet")
+
+
+def test_the_figure_s_bars_are_floor_and_step(tmp_path):
+    build = floor_figures.against_floor(group_of(tmp_path, [*steps(), ceilings_record()]))
+    rows = {}
+    for patch in build().axes[0].patches:
+        rows.setdefault(round(patch.get_y() + patch.get_height() / 2 - 0.45), []).append(patch.get_width())
+    fp8, bf16 = floor.breakdowns(group_of(tmp_path / "2", [*steps(), ceilings_record()]))
+    widths = [sum(row) / 1e3 for row in rows.values()]
+    assert widths == pytest.approx([fp8.floor_s, fp8.rung.latency_s, bf16.floor_s, bf16.rung.latency_s])
+
+
+def test_nothing_published_is_faster_than_its_floor():
+    [group] = load_results([PUBLISHED]).groups
+    found = floor.breakdowns(group)
+    assert len(found) == len(group.of("train_step")) > 10
+    for breakdown in found:
+        trial = breakdown.rung.cell.trial
+        for part in breakdown.parts:
+            if trial.attention == "manual" and part.cost.kind == cost.ATTENTION:
+                continue  # written out, it is GEMMs and elementwise kernels
+            assert part.measured_s >= 0.99 * part.floor_s, (trial.name, part)
+
+
+def test_a_ceiling_is_the_fastest_call_of_any_process(tmp_path):
+    slow, fast = {"copy_s": [2e-3, 1e-3], "gemm_bf16_s": [4e-3, 3e-3]}, {"copy_s": [4e-3], "gemm_bf16_s": [5e-3, 2e-3]}
+    records = [ceilings_record(samples=slow), ceilings_record(samples=fast)]
+    records[1] = dataclasses.replace(records[1], trial=dataclasses.replace(records[1].trial, seed=1))
+    found = floor.ceilings(group_of(tmp_path, [*steps(), *records]))
+    assert found.bytes_per_s == 4e9 / 1e-3
+    assert found.bf16_flop_per_s == 2 * 8192**3 / 2e-3
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        lambda: steps(),  # no ceilings
+        lambda: [*steps(), ceilings_record(samples={}, outcome="oom")],
+        lambda: [step_record(BF16, 24.5), ceilings_record()],  # no kernels
+        lambda: [ceilings_record()],
+    ],
+)
+def test_nothing_is_made_up(tmp_path, records):
+    group = group_of(tmp_path, records())
+    assert all(of_group(group, name) == [] for name in ("floor", "floor_kinds", "floor_kernels"))
+    assert floor_figures.against_floor(group) is None
+
+
+def test_no_fp8_floor_without_an_fp8_ceiling(tmp_path):
+    samples = {"copy_s": [1e-3], "gemm_bf16_s": [2e-3]}
+    [only] = floor.breakdowns(group_of(tmp_path, [*steps(), ceilings_record(samples=samples)]))
+    assert only.rung.cell.trial.precision == "bf16"

@@ -1,0 +1,167 @@
+"""The layer benchmark in the report: variants apart, other functions marked, kernels by kind."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from journals import LAYERS, layer_records, layer_trial, record, write
+
+from te_bench.reports.analysis import layers
+from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.page.tables import headlines, of_group, summary
+
+BASELINE = layer_trial(*LAYERS[0][:4], variant="faithful", mask="full", dropout=0.1)
+
+
+def run(tmp_path, records):
+    return write(tmp_path / "run", records, suite="layer", title="The layer", baseline=BASELINE.cell)
+
+
+def both(seeds=1):
+    """The faithful variant with te_layer, but not plain, causal; the fair one causal throughout."""
+    faithful = []
+    for one in layer_records(seeds, variant="faithful", dropout=0.1, mask="full"):
+        if one.trial.problem["layer"].startswith("te_"):
+            problem = {**one.trial.problem, "mask": "causal"}
+            one = dataclasses.replace(one, trial=dataclasses.replace(one.trial, problem=problem))
+        faithful.append(one)
+    return [*faithful, *layer_records(seeds)]
+
+
+def group_of(tmp_path, records):
+    [group] = load_results([run(tmp_path, records)]).groups
+    return group
+
+
+def texts(table):
+    return {row[0].text: [value.text for value in row[1:]] for row in table.rows}
+
+
+def test_each_variant_has_its_own_baseline_and_names(tmp_path):
+    faithful, fair = layers.variants(group_of(tmp_path, both()))
+    assert (faithful.name, fair.name) == ("faithful", "fair")
+    assert faithful.baseline.id == BASELINE.cell != fair.baseline.id
+    assert {rung.cell.shape for rung in fair.rungs} == {"fair"}
+    assert [rung.cell.label for rung in fair.rungs][:2] == [
+        "transformer_engine, cudnn, fp8, delayed_scaling, eager",
+        "te_layer, cudnn, fp8, delayed_scaling, eager",
+    ]
+    assert "te_layer, cudnn, bf16, eager, mask=causal" in {rung.cell.label for rung in faithful.rungs}
+
+
+def test_the_mlp_alone_is_held_against_the_plain_one(tmp_path):
+    alone = []
+    for one in layer_records(variant="mlp"):
+        alone.append(dataclasses.replace(one, trial=dataclasses.replace(one.trial, attention="none")))
+    faithful, fair, mlp = layers.variants(group_of(tmp_path, [*both(), *alone]))
+    assert mlp.name == "mlp"
+    assert mlp.baseline.label == "plain, none, bf16, eager"
+    assert all(rung.speedup for rung in mlp.rungs)
+    assert (faithful.baseline.trial.attention, fair.baseline.trial.attention) == ("manual", "manual")
+
+
+def test_a_layer_with_another_mask_is_marked(tmp_path):
+    faithful, fair = of_group(group_of(tmp_path, both(3)), "layer")
+    shown = texts(faithful)
+    assert shown["plain, manual, bf16, eager, mask=full (baseline)"][:2] == ["23.4", "1.00×"]
+    assert shown["te_layer, cudnn, bf16, eager, mask=causal"][1].endswith("] (another mask)")
+    assert "another function" in faithful.note
+    assert "another" not in fair.note.lower()
+    ours = texts(fair)["te_layer, cudnn, fp8, delayed_scaling, eager"]
+    assert ours[1].startswith("1.78× [")
+    assert ours[2:] == ["slower", "785.2", "2.50", "2.88", "3/3"]
+
+
+def test_a_run_of_one_variant_has_its_baseline_too(tmp_path):
+    [variant] = layers.variants(group_of(tmp_path, layer_records()))  # the group's baseline is of the other one
+    assert variant.baseline.label == "plain, manual, bf16, eager"
+    [variant] = layers.variants(group_of(tmp_path / "2", layer_records()[1:]))
+    assert variant.baseline is None
+    assert all(variant.comparable(rung) for rung in variant.rungs)
+
+
+def test_a_layer_that_was_not_measured_stays_in_the_table(tmp_path):
+    missing = layer_trial("torchao_rowwise", "cudnn", "rowwise_scaling", "compile")
+    reason = "needs torchao: pip install torchao"
+    group = group_of(tmp_path, [*layer_records(), record(missing, outcome="unsupported", reason=reason)])
+    [table] = of_group(group, "layer")
+    row = texts(table)["torchao_rowwise, cudnn, fp8, rowwise_scaling, compile (unsupported)"]
+    assert row[:-1] == ["—"] * (len(table.columns) - 2)
+    assert row[-1] == "0/1"
+    assert all("torchao_rowwise" not in name for name in texts(of_group(group, "layer_kinds")[0]))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "GEMM"),
+        ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<...>>", "GEMM"),
+        ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n", "GEMM"),
+        ("scaled_kernel", "GEMM"),
+        ("aten::addmm", "GEMM"),
+        ("aten::_scaled_mm", "GEMM"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3", "attention"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("fmha_cutlassB_bf16_aligned_128x128_k128_sm80", "attention"),
+        ("void (anonymous namespace)::softmax_warp_forward<...>", "attention"),
+        ("_forward_quantized_kernel", "norms, casts"),
+        ("_amax_kernel", "norms, casts"),
+        ("_line_cast_kernel", "norms, casts"),
+        ("_pair_kernel", "norms, casts"),
+        ("triton_red_fused__to_copy_native_layer_norm_0", "norms, casts"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<...>", "norms, casts"),
+        ("void at::native::(anonymous namespace)::cuComputePartGradGammaBeta<...>", "norms, casts"),
+        ("void transformer_engine::cast_transpose_fused_kernel<...>", "norms, casts"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "other"),
+        ("Memcpy DtoD (Device -> Device)", "other"),
+    ],
+)
+def test_a_kernel_s_name_tells_its_kind(kernel, kind):
+    assert layers.kind(kernel) == kind
+
+
+def test_every_kernel_of_ours_has_a_kind():
+    """Each @triton.jit function of te_bench/kernels that is launched, by its name in the source."""
+    sources = [path.read_text() for path in (Path(layers.__file__).parents[2] / "kernels").rglob("*.py")]
+    names = {name for source in sources for name in re.findall(r"@triton\.jit.*\ndef (\w*_kernel)\(", source)}
+    assert {"_pair_kernel", "_cast_kernel", "scaled_kernel"} <= names
+    assert {name for name in names if layers.kind(name) == layers.OTHER} == set()
+
+
+def test_kernels_by_kind_are_means_over_processes(tmp_path):
+    records = layer_records(2)
+    slower = {name: 3 * value for name, value in records[0].work["kernel_s"].items()}
+    records[0] = dataclasses.replace(records[0], work={**records[0].work, "kernel_s": slower})
+    group = group_of(tmp_path, records)
+    [table] = of_group(group, "layer_kinds")
+    titles = [column.title for column in table.columns]
+    assert titles[1:7] == ["attention", "GEMM", "norms, casts", "other", "Sum", "Measured"]
+    row = texts(table)["plain, manual, bf16, eager"]
+    assert row[:4] == ["2.00", "28.1", "9.36", "4.68"]  # (3 + 1) / 2 times 1, 0.6, 0.2 and 0.1 of 23.4 ms
+    assert row[4] == "44.1"
+    assert row[6] == "—"  # written-out attention multiplies matrices too
+    assert texts(table)["transformer_engine, cudnn, fp8, delayed_scaling, eager"][6] == "1,387"
+
+
+def test_the_longest_kernels_are_those_of_the_fastest_layer_of_each_family(tmp_path):
+    [table] = of_group(group_of(tmp_path, layer_records()), "layer_kernels")
+    assert list(texts(table)) == [
+        "transformer_engine, cudnn, fp8, delayed_scaling, eager",
+        "te_layer, cudnn, fp8, delayed_scaling, eager",
+        "torchao_tensorwise, cudnn, fp8, float8_current_scaling, compile",
+        "te_layer, cudnn, bf16, eager",
+    ]
+    first = [value.text for value in table.rows[0]]
+    assert first[1:] == ["GEMM", "nvjet_sm90_qqtst_128x256_64x6_2x1_v_bz_TNT", "7.14"]
+
+
+def test_the_headline_is_of_the_fair_variant_alone(tmp_path):
+    directory = run(tmp_path, both(3))
+    [sentence] = headlines(load_results([directory]))
+    assert sentence.startswith(
+        "Fastest layer, fair: transformer_engine, cudnn, fp8, delayed_scaling, eager: 11.9 ms/batch"
+    )
+    shown = summary([directory])
+    assert "One transformer layer, faithful (NVIDIA H200)" in shown
+    assert max(map(len, shown.splitlines())) <= 100

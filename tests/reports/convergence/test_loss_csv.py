@@ -1,0 +1,306 @@
+import numpy as np
+import pytest
+
+from te_bench.reports.convergence.loss_arms import diverged, falling, matched, moving, outlying
+from te_bench.reports.convergence.loss_csv import Curve, Losses, broken, read
+
+LONG = "step,loss,seed\n0,4.0,1\n10,3.0,1\n0,4.1,2\n10,3.2,2\n"
+
+
+def written(tmp_path, text, name="a.csv"):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "text", ["3.1\n3.2\n", "val_loss\n3.1\n3.2\n", "# ours\n\n 3.1 \n3.2\n", "\ufeffanything\n3.1\n3.2\n"]
+)
+def test_one_column(tmp_path, text):
+    found = read(written(tmp_path, text))
+    assert found.final == {"1": 3.1, "2": 3.2}
+    assert (found.curves, found.labels, found.seeded, found.notes) == ({}, {}, False, ())
+
+
+def test_a_label_column_as_in_the_speedrun_s_losses(tmp_path):
+    # three runs of modded-nanogpt (MIT), records/track_1_short
+    text = "# final val_loss\nrecord,val_loss\nMFUTweaks,3.2752\nMFUTweaks,3.2776\nUNetValueEmbedsTweaks,3.2793\n"
+    found = read(written(tmp_path, text))
+    assert list(found.final.values()) == [3.2752, 3.2776, 3.2793]
+    assert found.labels == {"1": "MFUTweaks", "2": "MFUTweaks", "3": "UNetValueEmbedsTweaks"}
+    [note] = found.notes
+    assert "mixes 2 labels (MFUTweaks, UNetValueEmbedsTweaks)" in note
+
+
+def test_a_seed_column_pairs(tmp_path):
+    a = read(written(tmp_path, "seed,val_loss\n7,3.1\n3,3.2\n"))
+    b = read(written(tmp_path, "seed;final_loss\n3;3.21\n7;3.11\n", "b.csv"))
+    assert a.seeded
+    pairs = matched(a, b, paired=True)
+    assert (pairs.seeds, pairs.baseline, pairs.candidate) == (("7", "3"), (3.1, 3.2), (3.11, 3.21))
+
+
+def test_long_curves_in_any_order(tmp_path):
+    text = "step,loss,seed\n10,3.0,1\n0,4.1,2\n0,4.0,1\n10,3.2,2\n"
+    found = read(written(tmp_path, text))
+    assert found.curves["1"] == Curve(step=(0, 10), loss=(4.0, 3.0))
+    assert found.final == {"1": 3.0, "2": 3.2}
+    assert found.seeded
+
+
+def test_of_several_loss_columns_the_validation_loss_is_taken_and_said(tmp_path):
+    text = "step,loss,val_loss,seed\n0,4,4.1,a\n5,3.5,,a\n10,3,3.1,a\n0,4,4.2,b\n10,3,3.2,b\n"
+    found = read(written(tmp_path, text))
+    assert found.curves["a"] == Curve(step=(0, 10), loss=(4.1, 3.1))
+    assert "column val_loss" in found.notes[0]
+
+
+def test_weights_and_biases(tmp_path):
+    heads = [f'"{run} - val/loss{span}"' for run in ("fp8-seed3", "fp8-seed12") for span in ("", "__MIN", "__MAX")]
+    rows = ["0,4.0,3.9,4.1,4.2,4.2,4.2", "5,,,,3.9,3.9,3.9", "10,3.0,2.9,3.1,3.2,3.2,3.2"]
+    found = read(written(tmp_path, "\n".join([",".join(['"Step"', *heads]), *rows])))
+    assert found.curves == {
+        "3": Curve(step=(0, 10), loss=(4.0, 3.0)),
+        "12": Curve(step=(0, 5, 10), loss=(4.2, 3.9, 3.2)),
+    }
+    assert found.final == {"3": 3.0, "12": 3.2}
+
+
+def test_weights_and_biases_of_two_metrics_is_ambiguous(tmp_path):
+    text = "Step,a - train/loss,a - val/loss\n0,1,2\n"
+    with pytest.raises(ValueError, match="holds train/loss, val/loss: export one metric"):
+        read(written(tmp_path, text))
+
+
+def test_tensorboard_directory_or_files(tmp_path):
+    for seed, last in ((0, 3.0), (1, 3.2)):
+        written(tmp_path, f"Wall time,Step,Value\n1.7e9,0,4.0\n1.7e9,10,{last}\n", f"runs/bf16_s{seed}.csv")
+    found = read(tmp_path / "runs")
+    assert found.final == {"0": 3.0, "1": 3.2}
+    assert found.curves["0"] == Curve(step=(0, 10), loss=(4.0, 3.0))
+    files = [tmp_path / "runs" / f"bf16_s{seed}.csv" for seed in (0, 1)]
+    assert read(files).curves == found.curves
+    for n in (0, 1):  # files of one name in two directories, as TensorBoard names its downloads
+        written(tmp_path, f"Wall time,Step,Value\n1,0,{n + 1}\n", f"seed{n}/loss.csv")
+    assert read([tmp_path / "seed0/loss.csv", tmp_path / "seed1/loss.csv"]).final == {"0": 1, "1": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("3.1\nabout 3\n", "line 2: 'about 3' is not a number"),
+        ("step,loss,seed\n0,4,1\nnan,4,1\n", "line 3: the step is nan"),
+        ("val_loss\n3.1\n" + "3" * 131_073 + "\n", r"a\.csv, line 3: field larger than field limit"),
+        ('# x\nval_loss\n"3.1\n3.2\n', "line 3: a cell does not end on its line: close its quote"),
+        ('run,val_loss\n"a\nb",3.1\nc,3.2\n', "line 2: a cell does not end on its line"),
+        ("seed;val_loss\n1;3,21\n2;3,22\n", "line 2: '3,21' is not a number: write decimals with a point, not a comma"),
+        ("1;3,21\n2;3,22\n", "column 1, column 2 are all numbers; .*; were the commas decimal ones, write points"),
+        ("a;3,21\nb;3,22\n", "line 1: '3,21' is not a number: write decimals with a point"),
+        ("val_loss\n3,21\n", "line 2: 2 cells where the first line has 1. A comma separates cells"),
+        ("3,21\n3,22\n", "were the commas decimal ones, write points"),
+        (
+            "Relative Time (Process),a - loss,b - loss\n1,4,4\n",
+            "x-axis is Relative Time .Process.: export with Step as",
+        ),
+        ("_runtime,a - loss\n1,4\n", "the x-axis is _runtime: export with Step as the x-axis"),
+        ("tokens,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is tokens: export with Step as the x-axis"),
+        ("epoch,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is epoch: export with Step"),
+        ("step,x,y\n0,1,2\n", "or give step and a column a seed, called by its number"),
+        ("3.1\n", "holds one seed only"),
+        ("step,loss\n0,4\n10,3\n", "no column seed: one seed only"),
+        ("step,loss,seed\n0,4,1\n10,3,1\n", "holds one seed only"),
+        ("Wall time,Step,Value\n1,0,4\n", "holds one seed only"),
+        ("run,note\na,good\nb,bad\n", "no column of numbers"),
+        ("x,y\n1,2\n3,4\n", "x, y are all numbers; call the column of final losses loss"),
+        ("step,x,y,seed\n0,1,2,3\n", "call the one with the losses loss"),
+        ("seed,loss\n1,3\n1,4\n", "line 3: seed 1 a second time"),
+        ("seed,loss\n1,3\n2,\n", "line 3: no loss; write nan for a run that diverged, or leave the line out"),
+        (
+            "step,0,1,2\n0,4,4.1,4\n5,3,3.2,3\n9,2,2.1,2\n",
+            "seeds 0 and 2 are one run, loss for loss: a run counts once",
+        ),
+        ("step,loss,seed\n0,4,1\n0,3,1\n", "line 3: step 0 of 1 a second time"),
+        ("step,loss,seed\n0,4,1\n5,3,1\n0,3,2\n", "seed 2 ends at step 0, others at 5"),
+        ("Step,a - loss,b - loss\n0,,1\n", "a has no losses"),
+        ("3.1\n3.2,4\n", "line 2: 2 cells where the first line has 1"),
+        ("loss\n", "has a header and no rows"),
+        ("# nothing\n", "is empty"),
+    ],
+)
+def test_bad_files_are_told_with_their_line(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        read(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("head", ["step,0,1", "step,seed0,seed1", "step,s_0,s_1"])
+def test_a_column_a_seed_as_pandas_writes(tmp_path, head):
+    found = read(written(tmp_path, f"{head}\n0,4.0,4.1\n5,,3.5\n10,3.0,3.2\n"))
+    assert found.curves == {
+        "0": Curve(step=(0, 10), loss=(4.0, 3.0)),
+        "1": Curve(step=(0, 5, 10), loss=(4.1, 3.5, 3.2)),
+    }
+
+
+def test_runs_of_one_display_name_are_all_kept_and_make_no_pairs(tmp_path):
+    head = "Step,fp8 - val/loss,fp8 - val/loss,other - val/loss"
+    found = read(written(tmp_path, f"{head}\n0,4,4,4\n10,3.0,3.2,3.1\n"))
+    assert found.final == {"fp8 (1)": 3.0, "fp8 (2)": 3.2, "other": 3.1}
+    assert "2 runs are called fp8, numbered" in found.notes[0]
+    other = read(written(tmp_path, f"{head}\n0,4,4,4\n10,3.1,3.2,3.3\n", "b.csv"))
+    assert matched(found, other, paired=False).baseline == (3.0, 3.2, 3.1)
+    with pytest.raises(ValueError, match="several runs are called fp8, so pairs cannot be told"):
+        matched(found, other, paired=True)
+
+
+def test_a_tensorboard_run_counts_once(tmp_path):
+    board = written(tmp_path, "Wall time,Step,Value\n1,0,4\n")
+    with pytest.raises(ValueError, match=r"a\.csv is given 2 times"):
+        read([board, tmp_path / "." / "a.csv"])
+
+
+def test_one_file_is_not_both_arms(tmp_path):
+    a, b = read(written(tmp_path, "3.1\n3.2\n")), read(written(tmp_path, "3.1\n3.2\n", "b.csv"))
+    for other in (a, b):
+        with pytest.raises(ValueError, match="hold the same file"):
+            matched(a, other, paired=False)
+    matched(a, read(written(tmp_path, "3.1\n3.20\n", "c.csv")), paired=True)  # the same losses may be
+
+
+def test_runs_that_broke_are_told_and_no_control_may_be_among_them(tmp_path):
+    good = read(written(tmp_path, "seed,loss\n3,3.1\n4,3.2\n5,3.3\n"))
+    bad = read(written(tmp_path, "seed,loss\n3,3.1\n4,NaN\n5,inf\n", "b.csv"))
+    assert broken(good) == {}
+    assert diverged(good) is None
+    assert diverged(bad) == "2 of 3 runs, seeds 4, 5: the final loss is nan"
+    matched(good, bad, paired=True)
+    with pytest.raises(ValueError, match=r"b\.csv: the baseline itself broke, seeds 4, 5: .* Nothing can be concluded"):
+        matched(bad, good, paired=True)
+
+
+def test_curves_that_broke(tmp_path):
+    back = [4, 3, 3, 3, 6, 6, 6, 6, 3, 3, 3, 3]
+    runs = {"spike": [4, 3, 9, *[3] * 9], "back": back, "rise": [*back[:8], *[6] * 4], "nan": [4, 3, 3, "nan"]}
+    rows = [f"{10 * n},{loss},{seed}" for seed, losses in runs.items() for n, loss in enumerate(losses)]
+    found = read(written(tmp_path, "step,loss,seed\n" + "\n".join(rows)))  # the NaN stopped its run: no uneven lengths
+    assert set(broken(found)) == {"rise", "nan"}
+    assert "the loss rose 2 above its minimum by step 70" in broken(found)["rise"]
+    assert broken(found)["nan"] == "the loss is nan at step 30"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_what_windows_writes(tmp_path, encoding):
+    path = tmp_path / "a.csv"
+    path.write_bytes("loss\r\n3.1\r\n3.2\r\n".encode(encoding))
+    assert read(path).final == {"1": 3.1, "2": 3.2}
+
+
+def test_seeds_may_share_two_rounded_losses(tmp_path):
+    found = read(written(tmp_path, "step,0,1\n0,4.1,4.1\n9,3.2,3.2\n"))
+    assert found.final == {"0": 3.2, "1": 3.2}
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "latin.csv").write_bytes("d\xe9lai,loss\n0,3.1\n1,3.2\n".encode("latin-1"))
+    with pytest.raises(ValueError, match="it is not UTF-8 text; export or save it as CSV in UTF-8"):
+        read(tmp_path / "latin.csv")
+    with pytest.raises(ValueError, match="cannot read"):
+        read(tmp_path / "missing.csv")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"holds no \.csv"):
+        read(tmp_path / "empty")
+    with pytest.raises(ValueError, match="several files are read as TensorBoard"):
+        read([written(tmp_path, LONG), written(tmp_path, "Wall time,Step,Value\n1,0,4\n", "b.csv")])
+
+
+def arm(name, final, *, seeded=True, end=None):
+    curves = {} if end is None else {seed: Curve(step=(0, end), loss=(4, loss)) for seed, loss in final.items()}
+    return Losses(source=name, final=final, curves=curves, labels={}, seeded=seeded)
+
+
+def test_a_run_that_ends_far_above_its_arm_is_told():
+    assert outlying(arm("A", {"0": 3.1, "1": 3.2, "2": 3.3})) is None
+    worse = arm("A", {"0": 3.1, "1": 12.0, "2": 3.3}, seeded=False)
+    assert outlying(worse).startswith("A: row 1 ends 8.7 above its arm's median; write nan if it diverged")
+
+
+def test_arms_that_do_not_pair_are_told():
+    a, b = arm("A", {"1": 1.0, "2": 2.0, "3": 3.0}), arm("B", {"1": 1.0, "2": 2.0})
+    for pair in ((a, b), (b, a)):
+        with pytest.raises(ValueError, match="seed 3 is only in A"):
+            matched(*pair, paired=True)
+    unpaired = matched(a, b, paired=False)
+    assert (unpaired.baseline, unpaired.candidate) == ((1, 2, 3), (1, 2))
+    rows = [arm(name, {str(i): 1.0 for i in range(n)}, seeded=False) for name, n in (("A", 3), ("B", 2))]
+    with pytest.raises(ValueError, match="3 losses in A and 2 in B cannot be paired"):
+        matched(*rows, paired=True)
+    with pytest.raises(ValueError, match="A names its seeds and B does not"):
+        matched(a, rows[1], paired=True)
+    lengths = [arm(name, {"1": 1.0, "2": 2.0}, end=end) for name, end in (("A", 100), ("B", 90))]
+    for paired in (True, False):
+        with pytest.raises(ValueError, match="curves end at step 100 in A and at step 90 in B"):
+            matched(*lengths, paired=paired)
+
+
+def curves(name, *losses):
+    """An arm of one run for each function of the step."""
+    runs = {str(n): Curve(step=at, loss=tuple(map(float, loss(np.array(at))))) for n, (at, loss) in enumerate(losses)}
+    return Losses(
+        source=name, final={seed: run.loss[-1] for seed, run in runs.items()}, curves=runs, labels={}, seeded=True
+    )
+
+
+DENSE, SPARSE = tuple(map(float, range(0, 1001, 20))), (0.0, 200.0, 400.0, 600.0, 800.0, 1000.0)
+
+
+def cosine(s):
+    """A loss under a learning rate that decays to 0 by half a cosine: flat at the end, and 0.05 above it a fifth before."""
+    return 3 + (1 + np.cos(np.pi * s / 1000)) / 2
+
+
+@pytest.mark.parametrize("steps", [SPARSE, DENSE])
+def test_a_gap_that_stays_has_settled_though_the_loss_falls(steps):
+    a = curves("A", (steps, cosine), (steps, lambda s: cosine(s) + 0.1))
+    b = curves("B", (steps, lambda s: cosine(s) + 0.002), (steps, lambda s: cosine(s) + 0.1 + 0.001 * s / 1000))
+    assert moving(a, b, 0.003) is None
+    assert "A: the loss still falls, by 0." in falling(a, 0.003)
+    assert falling(a, 0.5) is None
+    assert falling(curves("A", (steps, lambda s: 3 + s)), 0.003) is None  # a rise is no fall
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("steps", "told"), [(DENSE, 100), (SPARSE, 200)])
+def test_a_gap_that_opens_or_closes_by_the_margin_has_not_settled(steps, told, sign):
+    a = curves("A", (steps, cosine), (steps, cosine))
+    b = curves("B", *[(steps, lambda s: cosine(s) + sign * 0.004 * np.maximum(s - 800, 0) / told)] * 2)
+    move = sign * 0.004
+    assert moving(a, b, 0.0041) is None
+    reason = moving(a, b, 0.0039)
+    assert reason.startswith(f"the gap still moves: by {move:+.2g} over the last {told} steps")
+
+
+def test_the_gap_is_of_the_arms_means_whatever_their_seeds_and_steps():
+    a = curves("A", (DENSE, cosine), (DENSE, lambda s: cosine(s) + 1), (DENSE, lambda s: cosine(s) + 2))
+    b = curves("B", (DENSE, lambda s: cosine(s) + 5e-4 * s), (DENSE[::2], cosine))  # 0.025 a tenth in the mean
+    assert moving(a, b, 0.02).startswith("the gap still moves: by +0.025")
+    assert moving(a, b, 0.03) is None
+
+
+def test_curves_that_tell_nothing():
+    a, none = curves("A", (DENSE, cosine), (DENSE, cosine)), arm("B", {"1": 3.0, "2": 3.1})
+    assert moving(a, none, 0.003).startswith("no curves of both arms")
+    assert falling(none, 0.003) is None
+    assert "2 points a curve" in moving(a, curves("B", ((0.0, 1000.0), cosine)), 0.003)
+
+
+@pytest.mark.parametrize("between", ["", "  ", "# 3.28"])
+def test_a_row_left_out_is_refused_where_rows_are_pairs(tmp_path, between):
+    with pytest.raises(ValueError, match="line 2 has no loss: without seeds rows are pairs"):
+        read(written(tmp_path, f"3.1\n{between}\n3.2\n3.3\n"))
+    assert len(read(written(tmp_path, f"seed,loss\n1,3.1\n{between}\n2,3.2\n")).final) == 2
+    assert len(read(written(tmp_path, "\n3.1\n# a second batch\n3.2\n\n")).final) == 2
+
+
+def test_an_underscore_is_no_digit(tmp_path):
+    with pytest.raises(ValueError, match="'3_28' is not a number"):
+        read(written(tmp_path, "loss\n3.1\n3_28\n3.2\n"))

@@ -1,0 +1,234 @@
+"""What seeds can show and what they cost, on records whose spread and pace are known."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from convergence_runs import JUDGEMENT, TRUTH, arm_trial, run_record, study_of, study_records
+from journals import record
+
+from te_bench.experiments import plan
+from te_bench.experiments.spec import Options, Record
+from te_bench.reports.convergence import planning, power
+from te_bench.reports.convergence.planning import Spread
+from te_bench.reports.convergence.skewed import mean_of
+
+ASSUMED = Spread(sd=0.0019, correlation=0.0, pairs=8)
+
+# ---- power
+
+
+def test_an_outlook_is_the_exact_power_of_its_seeds_alone_and_after_holm() -> None:
+    spread = Spread(sd=0.0019, correlation=0.5, pairs=8)
+    found = planning.outlook(seeds=8, margin=0.003, alpha=0.05, recipes=4, spread=spread)
+    assert spread.gap_sd == pytest.approx(0.0019)  # sd sqrt(2 (1 - 1/2))
+    assert found.alone.power == pytest.approx(power.power(8, 0.0019, 0.003, alpha=0.05))
+    assert found.hardest.power == pytest.approx(power.power(8, 0.0019, 0.003, alpha=0.0125))
+    assert found.hardest.power < found.alone.power
+    assert (found.alone.seeds_needed, found.hardest.seeds_needed) == (
+        power.seeds_needed(0.0019, 0.003, alpha=0.05),
+        power.seeds_needed(0.0019, 0.003, alpha=0.0125),
+    )
+
+
+def test_the_minimum_detectable_gap_is_the_margin_of_eighty_per_cent() -> None:
+    found = planning.outlook(seeds=5, margin=0.003, alpha=0.05, recipes=4, spread=ASSUMED)
+    for prospect in (found.alone, found.hardest):
+        assert prospect.detectable is not None
+        reached = power.power(5, ASSUMED.gap_sd, prospect.detectable, alpha=prospect.alpha)
+        assert reached == pytest.approx(0.8, abs=0.01)
+
+
+def test_power_is_what_simulated_runs_show() -> None:
+    """5,000 runs of 6 pairs with the sd and correlation of the spread: how often TOST claims equivalence."""
+    spread = Spread(sd=0.0019, correlation=0.4, pairs=9)
+    found = planning.outlook(seeds=6, margin=0.003, alpha=0.05, recipes=1, spread=spread)
+    covariance = spread.sd**2 * np.array([[1, spread.correlation], [spread.correlation, 1]])
+    pairs = np.random.default_rng(3).multivariate_normal([0, 0], covariance, size=(5000, 6))
+    gaps = pairs[..., 0] - pairs[..., 1]
+    limits = [mean_of(row).interval(0.05) for row in gaps]
+    shown = np.mean([low > -0.003 and high < 0.003 for low, high in limits])
+    assert found.alone.power == pytest.approx(float(shown), abs=0.02)
+
+
+def test_one_seed_shows_nothing() -> None:
+    found = planning.outlook(seeds=1, margin=0.003, alpha=0.05, recipes=2, spread=ASSUMED)
+    assert (found.alone.power, found.alone.detectable) == (None, None)
+    assert found.alone.seeds_needed == power.seeds_needed(ASSUMED.gap_sd, 0.003)
+
+
+# ---- spread
+
+
+def test_the_spread_is_that_of_the_pairs_on_record(tmp_path: Path) -> None:
+    study = study_of(tmp_path / "run", study_records(seeds=range(40), sd=0.001), {**JUDGEMENT, "seeds": 40})
+    found = planning.spread([study], arm_trial("control", 99))
+    assert found.pairs == 40
+    assert found.gap_sd == pytest.approx(0.001 * math.sqrt(2), rel=0.2)
+    assert found.sd == pytest.approx(math.hypot(0.001, 0.002), rel=0.3)  # a run's own noise and its seed's
+    gaps = [[arm.finals[s] - study.control.finals[s] for s in range(40)] for arm in study.recipes]  # type: ignore[union-attr]
+    assert found.gap_sd == pytest.approx(math.sqrt(np.mean([np.var(g, ddof=1) for g in gaps])))
+
+
+def test_a_recipe_s_gap_is_no_spread(tmp_path: Path) -> None:
+    gaps = {**TRUTH, "delayed_scaling": 0.5}
+    near, far = (
+        planning.spread([study_of(tmp_path / name, study_records(truth, seeds=range(5)))], arm_trial("control", 0))
+        for name, truth in (("near", TRUTH), ("far", gaps))
+    )
+    assert near.gap_sd == pytest.approx(far.gap_sd)
+
+
+@pytest.mark.parametrize("change", [{"steps": 800}, {"learning_rate": 2e-3}, {"batch": 32}])
+def test_another_training_s_spread_is_not_ours(tmp_path: Path, change: dict[str, Any]) -> None:
+    study = study_of(tmp_path / "run", study_records(seeds=range(5)))
+    assert planning.spread([study], arm_trial("control", 0, **change)) is None
+
+
+def test_too_few_pairs_and_pairs_that_do_not_vary_are_no_spread(tmp_path: Path) -> None:
+    few = study_of(tmp_path / "few", study_records(seeds=range(2)))
+    same = study_of(tmp_path / "same", [run_record(arm, s, 0.0, 0.0) for s in range(5) for arm in TRUTH])
+    for study in (few, same):
+        assert planning.spread([study], arm_trial("control", 0)) is None
+    assert planning.spread([], arm_trial("control", 0)) is None
+
+
+# ---- time
+
+
+def timed(seconds_a_step: float, steps: int, beside: float, outcome: str = "ok", arm: str = "control") -> Record:
+    """A training whose loss was read after every tenth step, two steps before the clock."""
+    done = steps if outcome == "ok" else steps // 2
+    reads = [seconds_a_step * (10 * (1 + step // 10) - 2) for step in range(done)]
+    samples = {"step": [float(step) for step in range(done)], "time_s": reads}
+    whole = record(arm_trial(arm, 0, steps=steps), outcome=outcome, samples=samples)
+    return dataclasses.replace(whole, wall_s=beside + seconds_a_step * done)
+
+
+@pytest.mark.parametrize("steps", [20, 30, 400])
+@pytest.mark.parametrize("outcome", ["ok", "diverged"])
+def test_the_pace_of_a_short_run_is_that_of_a_long_one(steps: int, outcome: str) -> None:
+    found = planning.pace(timed(0.25, 2 * steps, 7.0, outcome))
+    assert found is not None
+    assert found.step_s == pytest.approx(0.25)
+    assert found.fixed_s == pytest.approx(7.0)
+    assert found.seconds(1000) == pytest.approx(257.0)
+
+
+def test_runs_that_failed_or_were_read_once_tell_no_pace() -> None:
+    assert planning.pace(timed(0.25, 10, 7.0)) is None
+    assert planning.pace(record(arm_trial("control", 0), outcome="ok")) is None
+    for outcome in ("oom", "crashed", "timeout", "stopped", "interrupted"):
+        assert planning.pace(dataclasses.replace(timed(0.25, 40, 7.0), outcome=outcome)) is None
+
+
+def test_seconds_are_scaled_to_the_planned_steps_by_the_median_record() -> None:
+    records = [timed(0.2, 40, 5.0), timed(0.3, 40, 5.0), timed(9.0, 40, 5.0)]
+    control, other = arm_trial("control", 7, steps=1000), arm_trial("delayed_scaling", 7, steps=1000)
+    found = planning.seconds([control, other], records)
+    assert found == {control.name: pytest.approx(305.0), other.name: None}
+
+
+def test_the_aa_arm_costs_what_bf16_does_and_a_fault_what_its_recipe_does() -> None:
+    records = [timed(0.2, 40, 5.0), timed(0.1, 40, 5.0, arm="delayed_scaling")]
+    aa, broken = arm_trial("aa", 1, steps=100), arm_trial("broken", 1, steps=100)
+    assert list(planning.seconds([aa, broken], records).values()) == [pytest.approx(25.0), pytest.approx(15.0)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch": 32},
+        {"block": 64},
+        {"model": "gpt2"},
+        {"accumulate": 2},
+        {"evaluate": None},
+        {"eval_tokens": 1024},
+        {"early_eval_tokens": 1024},
+        {"threads": 1},
+        {"mode": "compile"},
+        {"device": "cpu"},
+    ],
+)
+def test_another_size_s_time_is_not_ours(change: dict[str, Any]) -> None:
+    other = arm_trial("control", 0, steps=100)
+    fields = {key: change[key] for key in change if key in ("mode", "device")}
+    problem = {**other.problem, **{key: value for key, value in change.items() if key not in fields}}
+    other = dataclasses.replace(other, problem=problem, **fields)
+    assert list(planning.seconds([other], [timed(0.2, 40, 5.0)]).values()) == [None]
+
+
+def test_what_is_unsupported_takes_the_time_to_say_so() -> None:
+    refused = dataclasses.replace(timed(0.2, 40, 5.0), outcome="unsupported", wall_s=0.4)
+    assert list(planning.seconds([arm_trial("control", 1)], [refused]).values()) == [pytest.approx(0.4)]
+
+
+def test_seeds_within_a_budget_are_rounded_down() -> None:
+    assert planning.seeds_within(3599, slots=1, seed_s=600) == 5
+    assert planning.seeds_within(3600, slots=1, seed_s=600) == 6
+    assert planning.seeds_within(3599, slots=4, seed_s=600) == 23
+    assert planning.seeds_within(1800, slots=1, seed_s=600) == 3
+
+
+def test_a_budget_too_small_for_three_seeds_says_how_long_they_take() -> None:
+    with pytest.raises(ValueError, match=r"^--budget 10 min: a verdict needs 3 seeds, which take about 30 min$"):
+        planning.seeds_within(600, slots=1, seed_s=600)
+    with pytest.raises(ValueError, match="which take about 15 min on 2 GPUs"):
+        planning.seeds_within(300, slots=2, seed_s=600, where=planning.on("cuda", 2))
+
+
+@pytest.mark.parametrize("preset", ["cpu", "char", "gpt2"])
+@pytest.mark.parametrize("steps", [None, 77, 10])
+def test_a_pilot_evaluates_as_often_as_the_whole_run(preset: str, steps: int | None) -> None:
+    def problem(steps: int | None) -> dict[str, int]:
+        options = Options(device="cpu", preset=preset, data={"": "random"}, steps=steps, seeds=1)
+        found = plan.resolve("convergence", options).trials[0].problem
+        return {key: int(str(found[key])) for key in ("steps", "eval_every")}
+
+    whole = problem(steps)
+    pilot = problem(planning.pilot_steps(whole))
+    assert pilot["steps"] <= max(60, whole["steps"] // 20)
+    assert pilot["steps"] >= min(planning.PILOT_STEPS, whole["steps"])
+    evaluations = [-(-p["steps"] // p["eval_every"]) for p in (whole, pilot)]
+    assert abs(evaluations[0] - evaluations[1]) <= max(1, evaluations[0] // 5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.2, "1 s"), (119, "119 s"), (121, "3 min"), (7199, "120 min"), (7201, "2.1 h"), (36000, "10 h")],
+)
+def test_durations_are_what_to_allow(seconds: float, said: str) -> None:
+    assert planning.duration(seconds) == said
+
+
+def test_a_spread_of_few_pairs_is_planned_for_at_its_upper_bound() -> None:
+    """In four of five cases the true spread is below it, whatever number of pairs told the estimate."""
+    draw = np.random.default_rng(0)
+    for pairs in (3, 5, 8, 20):
+        estimates = draw.standard_normal((4000, pairs)).std(axis=1, ddof=1)
+        bounds = [Spread(sd=sd / math.sqrt(2), correlation=0.0, pairs=pairs).gap_sd_at_most for sd in estimates]
+        assert np.mean(np.array(bounds) >= 1) == pytest.approx(0.8, abs=0.03)
+
+
+def test_a_plan_has_power_by_the_upper_bound_or_is_underpowered() -> None:
+    spread = Spread(sd=0.001, correlation=0.5, pairs=5)
+    few = planning.outlook(seeds=6, margin=0.003, alpha=0.05, recipes=1, spread=spread)
+    assert few.alone.power is not None
+    assert few.alone.power > 0.8
+    assert few.underpowered
+    needed = few.cautious.seeds_needed
+    assert needed is not None
+    enough = planning.outlook(seeds=needed + 1, margin=0.003, alpha=0.05, recipes=1, spread=spread)
+    assert not enough.underpowered
+    nothing_to_claim = planning.outlook(seeds=3, margin=0.003, alpha=0.05, recipes=0, spread=spread)
+    assert not nothing_to_claim.underpowered
+
+
+def test_what_differs_from_this_training_is_named(tmp_path: Path) -> None:
+    study = study_of(tmp_path / "run", study_records(seeds=range(5)))
+    assert planning.unlike([], arm_trial("control", 0)) is None
+    said = planning.unlike([study], arm_trial("control", 0, steps=800))
+    assert said == "its training is another: steps 400 there, 800 here"

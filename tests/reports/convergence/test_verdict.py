@@ -1,0 +1,419 @@
+"""Verdicts on runs whose truth is known, and what may not be concluded from runs that cannot carry it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from convergence_runs import JUDGEMENT, STEPS, TRUTH, run_record, study_of, study_records, write_study
+
+from te_bench.experiments.spec import Record
+from te_bench.reports.analysis import curves
+from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.convergence.equivalence import Verdict
+from te_bench.reports.convergence.study import studies
+from te_bench.reports.convergence.verdict import Verdicts, stopper, verdicts
+from te_bench.reports.page import render
+
+GAPS = {**TRUTH, "float8_block_scaling": 0.02}
+
+
+def judged(
+    directory: Path, *, judgement: dict[str, Any] | None = None, margin: float | None = None, **options: Any
+) -> Verdicts:
+    """Verdicts of a run that was planned with as many seeds as it has, five at least, unless `judgement` says otherwise."""
+    options.setdefault("sd", 0.0002)
+    judgement = judgement or {**JUDGEMENT, "seeds": max(5, len(options.get("seeds", range(5))))}
+    return verdicts(study_of(directory / "run", study_records(**options), judgement), margin=margin)
+
+
+def by_name(found: Verdicts) -> dict[str, Verdict]:
+    return {finding.arm.name: finding.verdict for finding in found.recipes}
+
+
+def test_truth_is_told(tmp_path: Path) -> None:
+    found = judged(tmp_path, truth=GAPS)
+    assert by_name(found) == {
+        "delayed_scaling": Verdict.EQUIVALENT,
+        "rowwise_scaling": Verdict.EQUIVALENT,
+        "float8_block_scaling": Verdict.INFERIOR,
+    }
+    assert found.aa is not None
+    assert found.aa.verdict is Verdict.EQUIVALENT
+    assert found.broken is not None
+    assert found.broken.verdict is Verdict.INFERIOR
+    assert found.void is None
+    assert found.exit_code == 1
+    assert found.sentence.startswith("EQUIVALENT: delayed_scaling, rowwise_scaling train like bf16")
+    gap = {f.arm.name: f.judgement.comparison.gap for f in found.recipes if f.judgement.comparison}
+    assert gap["float8_block_scaling"] == pytest.approx(0.02, abs=0.003)
+
+
+@pytest.mark.parametrize(("truth", "code"), [(TRUTH, 0), ({**TRUTH, "rowwise_scaling": 0.0025}, 3)])
+def test_exit_codes_of_a_pass_and_of_doubt(tmp_path: Path, truth: dict[str, float], code: int) -> None:
+    assert judged(tmp_path, truth=truth).exit_code == code
+
+
+def test_pairs_are_of_one_seed(tmp_path: Path) -> None:
+    """Noise that both arms of a seed share is ten times the margin: only paired differences can see through it."""
+    records = []
+    for seed in range(5):
+        for arm, gap in TRUTH.items():
+            own = 0.0003 * ((seed * 7 + len(arm)) % 5 - 2)
+            records.append(run_record(arm, seed, gap, 0.03 * (seed - 2) + own))
+    records.reverse()  # whatever the order in the journal
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    comparison = found.recipes[0].judgement.comparison
+    assert comparison is not None
+    assert comparison.correlation is not None
+    assert comparison.correlation > 0.99
+
+
+def test_an_experiment_that_could_not_have_told_is_void(tmp_path: Path) -> None:
+    blind = judged(tmp_path / "blind", truth={**TRUTH, "broken": 0.0})
+    assert blind.exit_code == 4
+    assert "was not caught" in str(blind.void)
+    assert blind.sentence.startswith("No verdict: ")
+    noisy = judged(tmp_path / "noisy", truth={**TRUTH, "aa": 0.01})
+    assert noisy.exit_code == 4
+    assert "A/A arm, bf16 against itself, is not EQUIVALENT" in str(noisy.void)
+    for arm, word in (("aa", "A/A"), ("broken", "broken")):
+        without = judged(tmp_path / arm, truth={name: gap for name, gap in TRUTH.items() if name != arm})
+        assert without.exit_code == 4
+        assert f"the {word} arm is missing" in str(without.void)
+
+
+def test_an_aa_arm_that_does_not_tell_voids_the_verdict(tmp_path: Path) -> None:
+    """INCONCLUSIVE is not EQUIVALENT: bf16 differs from itself by too much to tell."""
+    records = study_records(sd=0.0002)
+    for place, one in enumerate(records):
+        if one.trial.problem["arm"] == "aa":
+            records[place] = run_record("aa", one.trial.seed, 0.0, 0.004 * (one.trial.seed % 3 - 1))
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert found.aa is not None
+    assert found.aa.verdict is Verdict.INCONCLUSIVE
+    assert "A/A arm, bf16 against itself, is not EQUIVALENT" in str(found.void)
+    assert found.exit_code == 4
+
+
+def risen(records: list[Record], rise: float) -> list[Record]:
+    """The runs' validation losses, least in the middle and `rise` higher at the end; the gaps as they were."""
+    found = []
+    for one in records:
+        end = one.samples["val_step"][-1]
+        lift = [rise * max(0.0, 2 * step / end - 1) for step in one.samples["val_step"]]
+        flat = [
+            3.28 + (loss - 3.28) * step / end
+            for loss, step in zip(one.samples["val_loss"], one.samples["val_step"], strict=True)
+        ]
+        curve = [loss + up for loss, up in zip(flat, lift, strict=True)]
+        found.append(dataclasses.replace(one, samples={**one.samples, "val_loss": curve}))
+    return found
+
+
+def test_a_control_that_overfits_voids_the_verdict(tmp_path: Path) -> None:
+    records = study_records(sd=0.0002)
+    assert verdicts(study_of(tmp_path / "fits", records)).void is None
+    found = verdicts(study_of(tmp_path / "overfits", risen(records, 0.2)))
+    assert "bf16 overfits: its validation loss ends" in str(found.void)
+    assert found.exit_code == 4
+
+
+def test_the_gap_in_training_stands_beside_and_decides_nothing(tmp_path: Path) -> None:
+    records = [
+        dataclasses.replace(r, samples={**r.samples, "loss": [x + 0.2 for x in r.samples["loss"]]})
+        if r.trial.recipe
+        else r
+        for r in study_records(sd=0.0002)
+    ]
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    assert found.recipes[0].trained is not None
+    assert found.recipes[0].trained.gap == pytest.approx(0.2, abs=0.03)
+
+
+def test_two_seeds_that_are_one_run_carry_no_verdict(tmp_path: Path) -> None:
+    records = study_records(sd=0.0002)
+    first = next(r for r in records if r.trial.recipe == "rowwise_scaling" and r.trial.seed == 0)
+    records = [
+        dataclasses.replace(r, samples=first.samples) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3) else r
+        for r in records
+    ]
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.INCONCLUSIVE}
+    assert "seeds 0, 3 ended on the very same loss" in found.recipes[1].judgement.reason
+
+
+def test_a_gap_far_from_the_others_is_noted(tmp_path: Path) -> None:
+    records = study_records(seeds=range(8), sd=0.0002)
+    far = [
+        run_record("rowwise_scaling", 3, 0.0, 0.05) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3) else r
+        for r in records
+    ]
+    found = verdicts(study_of(tmp_path / "run", far, {**JUDGEMENT, "seeds": 8}))
+    assert any(
+        note.startswith("rowwise_scaling, seed 3: its gap +0.0") and "lies far from the others" in note
+        for note in found.notes
+    )
+
+
+def test_a_divergence_that_another_record_of_its_trial_follows_still_counts(tmp_path: Path) -> None:
+    broke = study_records(sd=0.0002, outcomes={("rowwise_scaling", 3): "diverged"})
+    ended = [r for r in study_records(sd=0.0002) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3)]
+    for records in ([*broke, *ended], [*ended, *broke]):
+        found = verdicts(study_of(tmp_path / str(len(list(tmp_path.iterdir()))), records))
+        assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
+
+
+def test_a_broken_arm_that_diverges_is_caught(tmp_path: Path) -> None:
+    found = judged(tmp_path, outcomes={("broken", 1): "diverged"})
+    assert found.broken is not None
+    assert found.broken.verdict is Verdict.DIVERGED
+    assert found.void is None
+
+
+def test_one_diverged_run_is_diverged_whatever_the_others_end_on(tmp_path: Path) -> None:
+    found = judged(tmp_path, seeds=range(8), outcomes={("rowwise_scaling", 3): "diverged"})
+    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.DIVERGED}
+    assert found.exit_code == 1
+    diverged = found.recipes[1]
+    assert diverged.divergences == (1, 8)
+    assert diverged.divergence_bound == pytest.approx(0.471, abs=0.001)  # Clopper and Pearson, 1 of 8
+    assert diverged.speedup is None  # survivors are a biased choice
+
+
+def test_a_loss_that_rose_and_stayed_is_diverged_though_the_run_ended(tmp_path: Path) -> None:
+    records = study_records(sd=0.0002)
+    for place, one in enumerate(records):
+        if one.trial.recipe == "rowwise_scaling" and one.trial.seed == 2:
+            half = len(one.samples["loss"]) // 2
+            risen = [x + (2.0 if i > half else 0.0) for i, x in enumerate(one.samples["loss"])]
+            records[place] = dataclasses.replace(one, samples={**one.samples, "loss": risen})
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
+    assert "did not come back" in found.recipes[1].judgement.reason
+
+
+def test_where_bf16_diverges_nothing_is_concluded(tmp_path: Path) -> None:
+    """The seeds that are left are a biased choice, and who diverged with it has diverged all the same."""
+    outcomes = {("control", 3): "diverged", ("rowwise_scaling", 3): "diverged"}
+    found = judged(tmp_path, seeds=range(5), outcomes=outcomes)
+    assert found.exit_code == 4
+    assert "bf16 itself diverged on seed 3" in str(found.void)
+    assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
+
+
+def test_a_divergence_counts_whichever_other_run_of_the_seed_ended(tmp_path: Path) -> None:
+    ended, broke = (
+        write_study(tmp_path / name, study_records(sd=0.0002, outcomes=outcomes))
+        for name, outcomes in (("ended", {}), ("broke", {("rowwise_scaling", 3): "diverged"}))
+    )
+    later = [dataclasses.replace(r, started_at="2026-11-20T13:00:00+00:00") for r in study_records(sd=0.0002)]
+    again = write_study(tmp_path / "again", later)
+    for directories in ([ended, broke], [broke, ended], [broke, again], [again, broke]):
+        [group] = load_results(directories).groups
+        [study] = studies(group)
+        found = verdicts(study)
+        if again in directories:
+            assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
+            assert any("rowwise_scaling, seed 3 was run twice" in note for note in found.notes)
+
+
+def test_each_study_of_a_directory_has_the_margin_of_its_own_plan(tmp_path: Path) -> None:
+    wide = study_records(GAPS, sd=0.0002, steps=STEPS)
+    narrow = study_records(GAPS, sd=0.0002, model="gpt2")
+    directory = write_study(tmp_path / "run", wide, {**JUDGEMENT, "margin": 0.05})
+    write_study(directory, narrow, JUDGEMENT)
+    [group] = load_results([directory]).groups
+    verdict_of = {study.title.split(",")[0]: by_name(verdicts(study)) for study in studies(group)}
+    assert verdict_of["char"]["float8_block_scaling"] is Verdict.EQUIVALENT
+    assert verdict_of["gpt2"]["float8_block_scaling"] is Verdict.INFERIOR
+
+
+def test_seeds_that_were_planned_and_left_out_are_missing(tmp_path: Path) -> None:
+    found = judged(tmp_path, seeds=range(3))
+    assert set(by_name(found).values()) == {Verdict.INCONCLUSIVE}
+    assert found.recipes[0].judgement.reason == "delayed_scaling has 3 of the 5 seeds of the plan"
+    assert found.exit_code == 4
+
+
+def test_seeds_added_after_the_first_plan_are_not_judged(tmp_path: Path) -> None:
+    directory = write_study(tmp_path / "run", study_records(sd=0.0002))
+    write_study(
+        directory, study_records({**TRUTH, "delayed_scaling": 0.5}, seeds=range(5, 8)), {**JUDGEMENT, "seeds": 8}
+    )
+    [group] = load_results([directory]).groups
+    [study] = studies(group)
+    found = verdicts(study)
+    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    assert found.recipes[0].seeds == (0, 1, 2, 3, 4)
+    assert any("seeds from 5 on were added after the first plan" in note for note in found.notes)
+
+
+def test_the_family_is_all_recipes_whatever_became_of_them(tmp_path: Path) -> None:
+    truth = {**TRUTH, "float8_block_scaling": 0.0, "float8_current_scaling": 0.0}
+    lost = {(name, 1): "crashed" for name in ("rowwise_scaling", "float8_block_scaling", "float8_current_scaling")}
+    whole, damaged = (
+        judged(tmp_path / name, truth=truth, outcomes=outcomes, sd=0.002)
+        for name, outcomes in (("whole", {}), ("damaged", lost))
+    )
+    adjusted = damaged.recipes[0].judgement.p_equivalence
+    alone = damaged.recipes[0].judgement.comparison
+    assert alone is not None
+    assert adjusted == pytest.approx(4 * alone.p_equivalence)
+    assert whole.recipes[0].judgement.family == damaged.recipes[0].judgement.family == 4
+
+
+def test_a_recipe_that_cannot_run_here_is_left_out_and_said(tmp_path: Path) -> None:
+    outcomes = {("rowwise_scaling", seed): "unsupported" for seed in range(5)}
+    found = judged(tmp_path, outcomes=outcomes)
+    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT}
+    assert found.exit_code == 0
+    assert any("rowwise_scaling is left out: unsupported" in note for note in found.notes)
+
+
+def test_an_aa_arm_that_is_the_control_itself_shows_nothing(tmp_path: Path) -> None:
+    records = study_records(sd=0.0002)
+    control = {r.trial.seed: r.samples for r in records if r.trial.problem["arm"] == "control"}
+    records = [
+        dataclasses.replace(r, samples=control[r.trial.seed]) if r.trial.problem["arm"] == "aa" else r for r in records
+    ]
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert "its perturbation was lost" in str(found.void)
+
+
+@pytest.mark.parametrize("outcome", ["oom", "timeout", "crashed", "failed_check"])
+def test_a_seed_without_a_result_leaves_no_verdict(tmp_path: Path, outcome: str) -> None:
+    """The runs that are there are not a random choice of those that were planned."""
+    found = judged(tmp_path, seeds=range(8), outcomes={("rowwise_scaling", 3): outcome})
+    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.INCONCLUSIVE}
+    assert found.recipes[1].judgement.reason == f"rowwise_scaling has no result for seed 3 ({outcome})"
+    assert found.exit_code == 4
+
+
+def test_arms_of_unlike_seeds_are_not_paired(tmp_path: Path) -> None:
+    records = [
+        r for r in study_records(seeds=range(8), sd=0.0002) if (r.trial.recipe, r.trial.seed) != ("rowwise_scaling", 6)
+    ]
+    found = verdicts(study_of(tmp_path / "run", records, {**JUDGEMENT, "seeds": 8}))
+    assert by_name(found)["rowwise_scaling"] is Verdict.INCONCLUSIVE
+    assert found.recipes[1].judgement.reason == "rowwise_scaling has 7 of the 8 seeds of the plan"
+    unplanned = verdicts(study_of(tmp_path / "unplanned", records, {}))
+    assert "seed 6 was run in one of rowwise_scaling and bf16 only" in unplanned.recipes[1].judgement.reason
+
+
+def test_one_seed_carries_nothing(tmp_path: Path) -> None:
+    found = judged(tmp_path, seeds=[0], judgement={**JUDGEMENT, "seeds": 1})
+    assert set(by_name(found).values()) == {Verdict.INCONCLUSIVE}
+    assert "1 pair of seeds" in found.recipes[0].judgement.reason
+    assert found.exit_code == 4  # nor does the A/A arm
+
+
+def test_a_learning_rate_that_has_not_decayed_carries_nothing(tmp_path: Path) -> None:
+    found = judged(tmp_path, min_learning_rate=5e-4)
+    assert set(by_name(found).values()) == {Verdict.INCONCLUSIVE}
+    assert "came down to 0.0005 of 0.001 only" in found.recipes[0].judgement.reason
+
+
+def test_a_run_cut_short_is_no_result(tmp_path: Path) -> None:
+    records = study_records(sd=0.0002)
+    for place, one in enumerate(records):
+        if one.trial.recipe == "delayed_scaling" and one.trial.problem["arm"] == "recipe" and one.trial.seed == 1:
+            samples = {
+                **one.samples,
+                "val_step": one.samples["val_step"][:-1],
+                "val_loss": one.samples["val_loss"][:-1],
+            }
+            records[place] = dataclasses.replace(one, samples=samples)
+    found = verdicts(study_of(tmp_path / "run", records))
+    assert "no result for seed 1" in found.recipes[0].judgement.reason
+
+
+def test_the_plan_s_margin_counts_and_another_is_said(tmp_path: Path) -> None:
+    wide = judged(tmp_path / "wide", truth=GAPS, judgement={**JUDGEMENT, "margin": 0.03})
+    assert set(by_name(wide).values()) == {Verdict.EQUIVALENT}
+    assert wide.notes == ()
+    later = judged(tmp_path / "later", truth=GAPS, margin=0.03)
+    assert any("margin 0.03 was chosen after the plan, which says 0.003" in note for note in later.notes)
+    assert later.sentence.startswith("Exploration, no test: EQUIVALENT")
+    assert (wide.exit_code, later.exit_code) == (0, 3)
+    for impossible in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="margin"):
+            judged(tmp_path / str(impossible), margin=impossible)
+
+
+def test_native_losses_stand_beside_and_decide_nothing(tmp_path: Path) -> None:
+    records = study_records(sd=0.0002)
+    shifted = [
+        dataclasses.replace(r, samples={**r.samples, "val_loss_native": [x + 1 for x in r.samples["val_loss_native"]]})
+        if r.trial.recipe
+        else r
+        for r in records
+    ]
+    found = verdicts(study_of(tmp_path / "run", shifted))
+    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    assert found.recipes[0].native is not None
+    assert found.recipes[0].native.gap == pytest.approx(1.0, abs=0.01)
+
+
+def test_faster_steps_less_a_gap_are_time_saved(tmp_path: Path) -> None:
+    """Steps take 0.9 of the time, and a gap of 0.02 costs steps: by the curve's own slope at the end."""
+    found = judged(tmp_path, truth=GAPS, sd=0.0001)
+    even, behind = found.recipes[0].speedup, found.recipes[2].speedup
+    assert even is not None
+    assert even.less_time == pytest.approx(0.1, abs=0.01)
+    assert behind is not None
+    assert behind.more_steps is not None
+    quarter = [3.28 + 2 / (1 + step / 20) for step in (0.75 * STEPS, STEPS)]
+    slope = (quarter[0] - quarter[1]) / (0.25 * STEPS)
+    assert behind.more_steps == pytest.approx(0.02 / slope, rel=0.15)
+    assert behind.less_time == pytest.approx(1 - 0.9 * (1 + behind.more_steps / STEPS), abs=1e-3)
+
+
+def test_trials_that_shared_a_gpu_say_nothing_of_time(tmp_path: Path) -> None:
+    found = judged(tmp_path, truth=GAPS, sd=0.0001, share=4)
+    assert found.recipes[0].judgement.comparison is not None
+    assert found.recipes[0].speedup is None
+    [comparison] = curves.comparisons(load_results([tmp_path / "run"]).groups[0])
+    assert not comparison.timed
+    assert not any(arm.tokens_per_s for arm in comparison.arms)
+    written = render.write_report([tmp_path / "run"], tmp_path / "report").parent
+    assert {"loss_step.svg"} <= {path.name for path in written.rglob("*.svg")}
+    assert not list(written.rglob("loss_time*"))
+    assert not any(arm.step_s for arm in found.study.arms)
+
+
+# ---- early stopping
+
+SEQUENTIAL = {**JUDGEMENT, "seeds": 12, "first_look": 4}
+
+
+def test_a_clear_gap_and_a_clear_equality_stop_early_and_doubt_goes_on(tmp_path: Path) -> None:
+    truth = {**TRUTH, "float8_block_scaling": 0.02, "float8_current_scaling": 0.0028}
+    study = study_of(tmp_path / "run", study_records(truth, seeds=range(6), sd=0.00005), SEQUENTIAL)
+    assert study.looks == (4, 6, 8, 10, 12)
+    control = study.control
+    assert control is not None
+    said = {arm.name: stopper(arm, control, looks=study.looks, margin=0.003, alpha=0.0125) for arm in study.recipes}
+    assert str(said["float8_block_scaling"]).startswith("INFERIOR")
+    assert str(said["delayed_scaling"]).startswith("EQUIVALENT")
+    assert said["float8_current_scaling"] is None
+
+
+def test_stopped_seeds_are_spared_not_missing(tmp_path: Path) -> None:
+    outcomes = {("float8_block_scaling", seed): "stopped" for seed in range(6, 12)}
+    truth = {**TRUTH, "float8_block_scaling": 0.02}
+    records = study_records(truth, seeds=range(12), sd=0.00005, outcomes=outcomes)
+    found = verdicts(study_of(tmp_path / "run", records, SEQUENTIAL))
+    assert by_name(found)["float8_block_scaling"] is Verdict.INFERIOR
+    assert found.exit_code == 1
+    assert found.recipes[2].missing is None
+
+
+def test_a_gap_is_looked_at_in_the_order_of_its_seeds(tmp_path: Path) -> None:
+    """A later seed that ended first does not stand in for an earlier one."""
+    records = study_records(seeds=range(6), sd=0.00005, outcomes={("delayed_scaling", 1): "interrupted"})
+    study = study_of(tmp_path / "run", records, SEQUENTIAL)
+    assert study.control is not None
+    assert stopper(study.recipes[0], study.control, looks=study.looks, margin=0.003, alpha=0.0125) is None

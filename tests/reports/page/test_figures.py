@@ -1,0 +1,195 @@
+import re
+import xml.etree.ElementTree as ElementTree
+
+import journals
+import pytest
+from journals import HOSTILE, STEP_KERNELS, ceilings_record, curve_record, record, step_record, trial, write
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from te_bench.reports.analysis import curves
+from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.page import figures, floor_figures, gallery, loss_figures
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    [group] = load_results([journals.everything(tmp_path_factory.mktemp("full") / "run")]).groups
+    return group
+
+
+@pytest.fixture(scope="module")
+def drawings(group):
+    return {drawing.name: drawing for drawing in gallery.of_group(group, "")}
+
+
+KINDS = ("ladder", "memory", "floor_kinds", "layer_time", "loss_step", "loss_time", "max_batch")
+KINDS += ("attention_forward", "attention_backward", "numerics")
+
+
+def test_every_figure_is_drawn(drawings):
+    assert set(drawings) == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_svg_is_xml_and_png_a_png(drawings, kind):
+    drawing = drawings[kind]
+    for svg in (drawing.inline, drawing.svg.decode()):
+        root = ElementTree.fromstring(svg)
+        assert len([e for e in root.iter() if e.tag.endswith("}path")]) > 3
+    assert drawing.png.startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inline_svg_follows_the_page_s_colour(drawings, kind):
+    inline = drawings[kind].inline
+    assert "currentColor" in inline
+    assert figures.INK not in inline
+    grounds = [
+        re.search(r'id="[^"]*\bpatch_1">.*?style="([^"]*)"', svg, re.DOTALL)[1]
+        for svg in (inline, drawings[kind].svg.decode())
+    ]
+    assert grounds == ["fill: none", "fill: #ffffff"]
+    assert "<style" not in inline
+    assert "http://" not in re.sub(r'xmlns(:\w+)?="[^"]+"', "", inline)
+
+
+def test_ids_are_unique_over_all_figures_and_every_reference_has_its_target(drawings):
+    together = "".join(drawing.inline for drawing in drawings.values())
+    ids = re.findall(r'\bid="([^"]+)"', together)
+    assert len(ids) == len(set(ids))
+    wanted = set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', together))
+    assert {first or second for first, second in wanted} <= set(ids)
+
+
+def test_same_records_give_the_same_bytes(group, drawings):
+    again = {drawing.name: drawing for drawing in gallery.of_group(group, "")}
+    assert again == drawings
+
+
+def test_ladder_says_time_speedup_and_what_failed(drawings):
+    svg = drawings["ladder"].inline
+    for text in ("ms, 3.78× [3.77, 3.80]", "103.8 ms, baseline", ">oom<", "ms per step", "cudagraph"):
+        assert text in svg
+
+
+def texts_of(figure):
+    """Every text that is drawn; a tick's label beyond the end of its axis is not."""
+    texts = [t for legend in figure.legends for t in legend.texts]
+    for axes in figure.axes:
+        texts += [*axes.texts, axes.xaxis.label, axes.yaxis.label]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            texts += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    return [text for text in texts if text.get_text()]
+
+
+def test_texts_do_not_overlap_and_stay_inside(group):
+    """On the canvas's own measure, every pair of texts of every figure."""
+    builders = [figures.ladder(group), figures.memory(group), figures.max_batch(group), figures.numerics(group)]
+    builders += [figures.attention(group, way) for way in ("forward", "backward")]
+    builders += [loss_figures.losses(comparison, "step") for comparison in curves.comparisons(group)]
+    for build in builders:
+        with figures.mpl.rc_context(figures._STYLE):
+            figure = build()
+            canvas = FigureCanvasAgg(figure)
+            canvas.draw()
+            renderer = canvas.get_renderer()
+            boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts_of(figure)]
+        for text, box in boxes:
+            assert box.x0 >= -1, text
+            assert box.x1 <= figure.bbox.width + 1, text
+        for i, (first, a) in enumerate(boxes):
+            for second, b in boxes[i + 1 :]:
+                apart = a.x1 <= b.x0 + 1 or b.x1 <= a.x0 + 1 or a.y1 <= b.y0 + 2 or b.y1 <= a.y0 + 2
+                assert apart, (first, second)
+
+
+def drawn(build):
+    with figures.mpl.rc_context(figures._STYLE):
+        return build()
+
+
+def test_names_that_differ_at_their_end_are_drawn_to_their_end(tmp_path):
+    long = {"recipe": "float8_current_scaling", "precision": "fp8", "mode": "cudagraph", "head": "fp8"}
+    ends = ("torchao_tensorwise", "torchao_rowwise")
+    records = [step_record(trial(**long, linears=end), 10) for end in ends]
+    for one in records:
+        one.work["kernel_s"] = STEP_KERNELS
+    [group] = load_results([write(tmp_path / "run", [*records, ceilings_record()])]).groups
+    curved = [curve_record(trial("training", **long, linears=end)) for end in ends]
+    [other] = load_results([write(tmp_path / "curves", curved)]).groups
+    [comparison] = curves.comparisons(other)
+    builders = [(figures.ladder(group), ends), (figures.memory(group), ends)]
+    builders += [(loss_figures.losses(comparison, "step"), ends), (floor_figures.against_floor(group), ends[:1])]
+    for build, shown in builders:
+        said = " ".join(" ".join(text.get_text().split()) for text in texts_of(drawn(build)))
+        assert "…" not in said
+        assert all(f"linears={end}" in said for end in shown)
+
+
+def test_attention_is_sorted_and_named_shape_by_shape(group):
+    [axes] = drawn(figures.attention(group, "forward")).axes
+    said = [text.get_text() for text in axes.texts]
+    expected = ["410.0, cudnn, bf16", "240.0, flash, bf16", "120.0, mem_efficient, bf16", "manual, bf16: oom"]
+    assert [each for each in said if not each.startswith("B")] == expected * 3
+
+
+def loss_panels(tmp_path, *records):
+    [group] = load_results([write(tmp_path / "run", records)]).groups
+    [comparison] = curves.comparisons(group)
+    return drawn(loss_figures.losses(comparison, "step"))
+
+
+def test_a_training_loss_of_many_steps_is_a_curve_and_no_fence(tmp_path):
+    figure = loss_panels(tmp_path, curve_record(trial("training"), stop=20000))
+    validation, training = figure.axes
+    assert (validation.get_ylabel(), training.get_ylabel()) == ("validation loss", "training loss")
+    [line] = training.lines
+    assert 30 < len(line.get_xdata()) <= 60
+    turns = (line.get_ydata()[1:] > line.get_ydata()[:-1]).sum()
+    assert turns < 30  # of single steps every second one turns
+    assert "means over 1/60" in " ".join(text.get_text() for text in figure.legends[0].texts)
+
+
+def test_a_loss_that_rises_again_stays_in_the_frame(tmp_path):
+    """As of a model that overfits: its first fall alone is above, and the legend says from where."""
+    val = [4.0, 2.5, 1.6, 1.5, 1.45, 1.44, 1.46, 1.5, 1.55, 1.6, 1.65, 1.7]
+    steps = [250.0 * i for i in range(len(val))]
+    one = record(trial("training"), samples={"val_step": steps, "val_loss": val, "val_time_s": steps})
+    figure = loss_panels(tmp_path, one)
+    [axes] = figure.axes
+    low, high = axes.get_ylim()
+    assert low < 1.44
+    assert 1.7 < high < 2.5
+    assert "its first fall, from 4, is above the frame" in " ".join(t.get_text() for t in figure.legends[0].texts)
+
+
+def test_band_is_drawn_for_several_seeds_only(tmp_path):
+    for seeds, shown in ((1, False), (3, True)):
+        write(tmp_path / str(seeds), [curve_record(trial("training", seed=s), 0.1 * s) for s in range(seeds)])
+        [group] = load_results([tmp_path / str(seeds)]).groups
+        drawing = {d.name: d for d in gallery.of_group(group, "")}["loss_step"]
+        assert ("smallest to largest" in drawing.inline) is shown
+
+
+def test_names_are_text_whatever_they_hold(tmp_path):
+    name = HOSTILE + r' $\frac{1}{0}$ "quoted" id="x" ' + "\x00" + "n" * 200
+    write(tmp_path / "run", [step_record(trial(attention=name), 10)], title=name)
+    [group] = load_results([tmp_path / "run"]).groups
+    for drawing in gallery.of_group(group, ""):
+        assert "<script" not in drawing.inline
+        root = ElementTree.fromstring(drawing.inline)
+        assert any("$\\frac{1}{0}$" in (element.text or "") for element in root.iter())
+
+
+def test_nothing_measured_draws_nothing(tmp_path):
+    write(tmp_path / "run", [record(trial(), outcome="oom"), record(trial("attention"), outcome="oom")])
+    [group] = load_results([tmp_path / "run"]).groups
+    assert gallery.of_group(group, "") == []
+
+
+def test_single_step_and_single_point_can_be_drawn(tmp_path):
+    one = record(trial("training"), samples={"val_step": [5.0], "val_loss": [2.0], "val_time_s": [0.1]})
+    write(tmp_path / "run", [record(trial(), samples={"latency_s": [0.1]}), one])
+    [group] = load_results([tmp_path / "run"]).groups
+    assert {d.name for d in gallery.of_group(group, "")} == {"ladder", "loss_step", "loss_time"}

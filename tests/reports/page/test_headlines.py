@@ -1,0 +1,137 @@
+import dataclasses
+
+from journals import (
+    attention_records,
+    baseline_cell,
+    curve_record,
+    curves,
+    ladder_records,
+    record,
+    step_record,
+    trial,
+    write,
+)
+
+from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.page.headlines import headlines
+from te_bench.reports.page.tables import summary
+
+
+def sentences(tmp_path, records, **settings):
+    return headlines(load_results([write(tmp_path / "run", records, **settings)]))
+
+
+def test_a_winner_that_every_pair_confirms_is_named_with_its_speedup(tmp_path):
+    [headline] = sentences(tmp_path, ladder_records(3), baseline=baseline_cell())
+    assert headline.startswith("Fastest: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch, 3.98× [")
+    assert headline.endswith("] over manual, V=50257, bf16, eager, on NVIDIA H200.")
+
+
+def test_one_run_of_each_names_the_fastest_and_says_that_nothing_confirms_it(tmp_path):
+    [headline] = sentences(tmp_path, ladder_records(), baseline=baseline_cell())
+    assert headline == (
+        "Fastest, which no interval confirms (one run of each): cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch, 3.98× "
+        "over manual, V=50257, bf16, eager, on NVIDIA H200."
+    )
+
+
+def test_noise_names_no_winner_and_says_why(tmp_path):
+    """Two demos half an hour apart, on a busy machine of 2 cores, each made another configuration the fastest."""
+    busy = {"host_cores": 2, "cpu_others": 1.6, "cpu_idle": 0.01, "cpu_stolen": 0.0, "load_average": 5.0}
+    times = {"manual": (410, 90, 130), "math": (260, 310, 70), "flash": (300, 80, 95), "flex": (900, 1300, 1100)}
+    records = [
+        dataclasses.replace(step_record(trial(attention=name, seed=s, device="cpu"), ms), device_state=busy)
+        for name, each in times.items()
+        for s, ms in enumerate(each)
+    ]
+    directory = write(tmp_path / "run", records, baseline=trial(attention="manual", device="cpu").cell)
+    [headline] = headlines(load_results([directory]))
+    assert headline.startswith(
+        "Not distinguished, any may be the fastest: flash, Vp=50304, bf16, eager (131.6 ms/batch), manual"
+    )
+    assert headline.endswith(
+        "(only 3 runs of each; the machine was busy: other programs took 1.6 of 2 cores (load 5.0))."
+    )
+    shown = " ".join(summary([directory]).split())
+    assert "Fastest:" not in shown
+    assert shown.count("not distinguished") == 4
+
+
+def test_what_is_slower_than_all_that_are_not_told_apart_is_named(tmp_path):
+    times = {"flash": (10.0, 10.4, 10.2), "cudnn": (10.3, 10.3, 10.4), "math": (20.0, 20.4, 20.2)}
+    records = [
+        step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)
+    ]
+    assert sentences(tmp_path, records) == [
+        "Not distinguished, any may be the fastest: flash, Vp=50304, bf16, eager (10.2 ms/batch) and cudnn, Vp=50304, "
+        "bf16, eager (10.3 ms/batch), on NVIDIA H200 (only 3 runs of each).",
+        "Fastest of the others: math, Vp=50304, bf16, eager: 20.2 ms/batch.",
+    ]
+
+
+def test_single_runs_beside_others_are_named_apart(tmp_path):
+    times = {"flash": (10.0, 10.1, 10.2), "cudnn": (12.0, 12.2, 12.1), "math": (9.0,), "manual": (100.0,)}
+    records = [
+        step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)
+    ]
+    assert sentences(tmp_path, records) == [
+        "Fastest: flash, Vp=50304, bf16, eager: 10.1 ms/batch, on NVIDIA H200.",
+        "2 configurations ran once, so no interval compares them with these; the fastest: math, Vp=50304, bf16, eager: 9.00 "
+        "ms/batch.",
+    ]
+
+
+def test_a_configuration_that_alone_ran_twice_is_no_winner(tmp_path):
+    """As of a run that was stopped early."""
+    times = {"flash": (19.0, 18.0), "math": (16.0,), "manual": (15.0,)}
+    records = [
+        step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)
+    ]
+    assert sentences(tmp_path, records) == [
+        "Fastest, which no interval confirms (no two have two runs in pairs): manual, Vp=50304, bf16, eager: 15.0 "
+        "ms/batch, on NVIDIA H200."
+    ]
+
+
+def test_a_single_configuration_is_not_the_fastest_of_anything(tmp_path):
+    [headline] = sentences(tmp_path, [step_record(trial(), 10)], baseline=trial().cell)
+    assert headline == "One configuration was measured: flash, Vp=50304, bf16, eager: 10.0 ms/batch, on NVIDIA H200."
+
+
+def test_a_sweep_in_which_all_failed(tmp_path):
+    failed = [record(trial(seed=seed), outcome="oom", reason="no memory") for seed in range(2)]
+    expected = "Nothing was measured: 0 of 3 trials ended ok (2 oom, 1 interrupted)."
+    assert sentences(tmp_path, failed, planned=[trial(attention="math")]) == [expected]
+    expected = "Nothing was measured: 0 of 0 trials ended ok (none was planned)."
+    assert sentences(tmp_path / "empty", []) == [expected]
+
+
+def test_the_lowest_loss_of_one_seed_is_no_headline(tmp_path):
+    [headline] = sentences(tmp_path, [*curves(1), *ladder_records(3)], baseline=baseline_cell())
+    assert headline.startswith("Fastest: ")
+    [headline] = sentences(tmp_path / "alone", curves(1))
+    assert headline == "2 of 3 trials ended ok; none of them ranks configurations."
+
+
+def test_losses_of_several_seeds_are_told_apart_or_said_not_to_be(tmp_path):
+    apart = [
+        curve_record(trial("training", precision=precision, seed=seed), offset + 0.02 * seed + wobble * seed % 2)
+        for seed in range(3)
+        for precision, offset, wobble in (("bf16", 0.0, 0.0), ("fp8", 0.3, 0.001))
+    ]
+    [headline] = sentences(tmp_path, apart)
+    assert headline.startswith("Lowest validation loss (char, text:play.txt, 500 steps): flash, V=65, bf16, eager (1.4")
+    near = [one for one in curves(2) if one.trial.precision != "fp16"]
+    [headline] = sentences(tmp_path / "near", near)
+    assert headline.startswith(
+        "Not distinguished by their lowest validation loss (char, text:play.txt, 500 steps): flash"
+    )
+    assert headline.endswith(", on NVIDIA H200 (2 runs of each).")
+
+
+def test_attention_alone_says_who_is_the_fastest_on_how_many_shapes(tmp_path):
+    [headline] = sentences(tmp_path, attention_records())
+    assert headline == (
+        "Fastest attention, forward and backward, of 3 shapes: cudnn on 3 by single runs, which no interval confirms; "
+        "on NVIDIA H200."
+    )

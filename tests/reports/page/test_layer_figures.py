@@ -1,0 +1,61 @@
+"""The layer figure: bars that add up to what was measured, in every rung's row."""
+
+import dataclasses
+
+import pytest
+from journals import layer_records, write
+
+from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.page import gallery, layer_figures
+
+
+def bars(figure):
+    """{row: [(left, width)]} of the drawn bars, in the order of drawing."""
+    found = {}
+    for patch in figure.axes[0].patches:
+        found.setdefault(round(patch.get_y() + patch.get_height() / 2 - 0.45), []).append(
+            (patch.get_x(), patch.get_width())
+        )
+    return found
+
+
+def figure_of(tmp_path, records):
+    [group] = load_results([write(tmp_path / "run", records, suite="layer", title="The layer")]).groups
+    [(_, build)] = layer_figures.breakdowns(group)
+    return group, build()
+
+
+def test_parts_and_rest_add_up_to_the_time_measured(tmp_path):
+    group, figure = figure_of(tmp_path, layer_records())
+    rungs = [rung for variant in layer_figures.layers.variants(group) for rung in variant.rungs]
+    rows = bars(figure)
+    assert len(rows) == len(rungs)
+    for row, rung in enumerate(rungs):
+        lefts, widths = zip(*rows[row], strict=True)
+        assert sum(widths) == pytest.approx(rung.latency_s * 1e3)
+        assert lefts == pytest.approx([sum(widths[:i]) for i in range(len(widths))])  # no overlap, no hole
+        assert widths[1] == max(widths)  # GEMM
+
+
+def test_a_layer_without_a_profile_is_one_bar(tmp_path):
+    records = [dataclasses.replace(one, work={}) for one in layer_records()]
+    _, figure = figure_of(tmp_path, records)
+    for row in bars(figure).values():
+        assert [width > 0 for _, width in row] == [False, False, False, True, False]
+
+
+def test_a_layer_that_was_not_measured_has_no_bar_and_a_page_without_layers_no_figure(tmp_path):
+    records = layer_records()
+    failed = dataclasses.replace(records[0], outcome="oom", samples={})
+    _, figure = figure_of(tmp_path, [failed, *records[1:]])
+    assert len(bars(figure)) == len(records) - 1
+    [group] = load_results([write(tmp_path / "none", [failed], suite="layer", title="The layer")]).groups
+    assert layer_figures.breakdowns(group) == []
+    assert gallery.of_group(group, "") == []
+
+
+def test_it_is_in_the_gallery_under_its_section(tmp_path):
+    [group] = load_results([write(tmp_path / "run", layer_records(), suite="layer", title="The layer")]).groups
+    [drawing] = [d for d in gallery.of_group(group, "") if d.kind == "layer_time"]
+    assert drawing.png.startswith(b"\x89PNG")
+    assert "GEMM" in drawing.inline

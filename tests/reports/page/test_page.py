@@ -1,0 +1,142 @@
+"""The page in headless Chromium: no console errors, every figure drawn, tables sort, 400 pixels wide, dark mode.
+
+measure.html opens the report in a frame and writes what it measured into its own document, which --dump-dom prints.
+"""
+
+import functools
+import html
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from journals import HOSTILE, everything, record, trial, write
+
+from te_bench.reports.page.render import write_report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--v=0", "--hide-scrollbars"]
+
+MEASURE = (Path(__file__).parent / "measure.html").read_text()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    requested: ClassVar[list[str]] = []
+
+    def do_GET(self):
+        self.requested.append(self.path)
+        super().do_GET()
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Root folder and URL of a server that holds the report of a full run, and one of a hostile run that all failed."""
+    root = tmp_path_factory.mktemp("site")
+    write_report([everything(root / "run")], root / "full")
+    failed = record(trial(attention=HOSTILE), outcome="crashed", reason=HOSTILE)
+    write_report([write(root / "bad", [failed], title=HOSTILE)], root / "hostile")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(root))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield root, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def chromium(url, profile, *flags):
+    """(document after its scripts ran, what the console said)."""
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=5000", "--dump-dom", *flags, url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def measured(site, profile, report="full", width=1200, *flags):
+    root, url = site
+    (root / report / "measure.html").write_text(MEASURE.replace("WIDTH", str(width)))
+    document, console = chromium(f"{url}/{report}/measure.html", profile, *flags)
+    found = re.search(r'<pre id="found">(.+?)</pre>', document, re.DOTALL)
+    assert found, document[:2000]
+    return json.loads(html.unescape(found[1])), console
+
+
+def test_desktop(site, tmp_path):
+    Quiet.requested.clear()
+    found, console = measured(site, tmp_path)
+    assert console == []
+    assert [path for path in Quiet.requested if path != "/favicon.ico"] == ["/full/measure.html", "/full/index.html"]
+    assert len(found["figures"]) == 10
+    for figure in found["figures"]:
+        assert figure["width"] > 350, figure
+        assert figure["height"] > 80, figure
+        assert figure["drawn"] > 10, figure
+    ascending, descending, by_name, again = found["sorts"]
+    values = [text for text in ascending[1:] if text != "—"]
+    assert ascending[0] == "ascending"
+    assert [int(text.split()[0]) for text in values] == sorted(int(text.split()[0]) for text in values)
+    assert len(values) == 11
+    assert ascending[-1] == descending[-1] == "—"
+    assert descending[0] == "descending"
+    assert descending[1:12] == values[::-1]
+    assert by_name[0] == "ascending"
+    assert by_name[1].startswith("cudnn")
+    assert by_name[-1].startswith("mem_efficient")
+    assert again == ascending
+
+
+def test_400_pixels_wide(site, tmp_path):
+    found, console = measured(site, tmp_path, "full", 400)
+    assert console == []
+    assert found["width"] == 400
+    assert found["scroll"] == 400
+    assert found["wide"] == []
+    for figure in found["figures"]:
+        assert 300 < figure["width"] <= 368, figure
+        assert figure["text"] > 6, figure
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_a_table_that_is_cut_says_so(site, tmp_path, width):
+    """In words above it, and by a shade at its edge until it is scrolled to its end; one that fits says nothing."""
+    found, _ = measured(site, tmp_path, "full", width)
+    cut = [table for table in found["tables"] if table["hidden"] > 1]
+    assert bool(cut) == (width == 400)
+    for table in found["tables"]:
+        assert (table["cue"] > 10, table["shaded"], table["shaded_at_the_end"]) == (table in cut, table in cut, False)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ground"), [(1, "rgb(255, 255, 255)"), (0, "rgb(20, 23, 27)")], ids=["light", "dark"]
+)
+def test_text_can_be_read(site, tmp_path, scheme, ground):
+    found, _ = measured(site, tmp_path, "full", 1200, f"--blink-settings=preferredColorScheme={scheme}")
+    assert found["ground"] == ground
+    for what, ratio in found["contrast"].items():
+        assert ratio > 4.5, what  # WCAG 2.1, level AA
+
+
+def test_hostile_text_runs_nothing(site, tmp_path):
+    found, console = measured(site, tmp_path, "hostile")
+    assert console == []
+    assert found["figures"] == []
+    assert found["title"] == f"te-bench: {HOSTILE}"
+
+
+def test_console_errors_are_seen(site, tmp_path):
+    """The measure itself: a page with a broken script, and one whose script the policy refuses, do not pass."""
+    root, url = site
+    (root / "broken.html").write_text("<script>undefined_function()</script>")
+    assert chromium(f"{url}/broken.html", tmp_path)[1]
+    report = (root / "full" / "index.html").read_text()
+    (root / "injected.html").write_text(report.replace("</main>", "<script>document.title='run'</script></main>"))
+    document, console = chromium(f"{url}/injected.html", tmp_path)
+    assert "Content Security Policy" in console[0]
+    assert "<title>run" not in document

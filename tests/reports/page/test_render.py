@@ -1,0 +1,214 @@
+import csv
+import html.parser
+import re
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+from journals import HOSTILE, baseline_cell, environment, everything, ladder_records, record, step_record, trial, write
+
+from te_bench.reports.page.render import write_report
+
+
+class Page(html.parser.HTMLParser):
+    """Every start tag with its attributes, and the text."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(content)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.tags)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    root = tmp_path_factory.mktemp("full")
+    return write_report([everything(root / "run")], root / "out").parent
+
+
+def test_the_command_that_repeats_a_run_says_its_options(tmp_path):
+    ladder = write_report([write(tmp_path / "ladder", ladder_records(3), baseline=baseline_cell())], tmp_path / "a")
+    assert "te-bench run nanogpt --device cuda --seeds 3 --out my-run" in content(ladder.parent)
+    problem = {"model": "char", "data": "text:my corpus.txt", "budget_s": 60.0}
+    trained = [record(trial("training", precision="bf16", seed=seed, **problem)) for seed in range(2)]
+    curves = write_report([write(tmp_path / "curves", trained)], tmp_path / "b")
+    expected = "--seeds 2 --data 'char=text:my corpus.txt' --budget 60 --out my-run"
+    assert expected in content(curves.parent, "report.md")
+
+
+def content(out, name="index.html"):
+    return (out / name).read_text(encoding="utf-8")
+
+
+def test_every_file_is_written_and_nothing_else(full):
+    files = sorted(str(path.relative_to(full)) for path in full.rglob("*") if path.is_file())
+    assert files[0].startswith("figures/")
+    assert files[-3:] == ["index.html", "records.csv", "report.md"]
+    assert len(files) == 3 + 2 * 10
+
+
+def test_page_asks_for_nothing(full):
+    for tag, attributes in Page(content(full)).tags:
+        assert tag not in ("img", "iframe", "object", "embed", "base", "form")
+        for name, value in attributes.items():
+            assert not (name in ("src", "href", "xlink:href") and not (value or "").startswith(("#", "data:"))), value
+    assert "@import" not in content(full)
+    assert "default-src 'none'" in content(full)
+
+
+def test_page_has_its_sections_in_order(full):
+    anchors = re.findall(r'<section id="([^"]+)"', content(full))
+    order = [
+        "ladder",
+        "floor",
+        "layer",
+        "curves",
+        "max-batch",
+        "attention",
+        "numerics",
+        "errors",
+        "failures",
+        "kernels",
+    ]
+    assert anchors == [*order, "environment", "reproduce"]
+    page = Page(content(full))
+    assert page.count("h1") == 1
+    assert page.count("figure") == 10
+    assert "72 of 84" in page.text
+    assert "te-bench run nanogpt --device cuda --" in page.text
+
+
+def test_markdown_links_figures_that_exist(full):
+    links = re.findall(r"\]\((figures/[^)]+)\)", content(full, "report.md"))
+    assert len(links) == 10
+    assert all((full / link).is_file() for link in links)
+    assert content(full, "report.md").startswith("# Fastest: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch")
+
+
+def test_records_csv_has_a_line_for_each_planned_trial(full):
+    frame = pd.read_csv(full / "records.csv")
+    assert len(frame) == 84
+    assert (frame["outcome"] == "ok").sum() == 72
+    compiled = frame[frame["name"].str.contains("V50304/flash/bf16/compile/s0")].iloc[0]
+    assert compiled["latency_s_median"] == pytest.approx(0.0274)
+    assert compiled["problem_padded_vocab"] == 50304
+    assert frame[frame["outcome"] != "ok"]["latency_s_median"].isna().all()
+    assert frame["trial"].is_unique
+
+
+def test_second_report_has_the_same_bytes(full, tmp_path):
+    write_report([full.parent / "run"], tmp_path / "again")
+    for path in full.rglob("*.*"):
+        assert path.read_bytes() == (tmp_path / "again" / path.relative_to(full)).read_bytes(), path.name
+
+
+def test_report_is_replaced_and_leaves_no_temporary_file(tmp_path):
+    directory = write(tmp_path / "run", [step_record(trial(), 10)])
+    write_report([directory], directory)
+    before = content(directory)
+    write(directory, [step_record(trial(), 10), step_record(trial(attention="math"), 5)])
+    write_report([directory], directory)
+    assert content(directory) != before
+    assert not list(directory.rglob(".*"))
+
+
+def test_hostile_names_stay_text(tmp_path):
+    hostile = trial(attention=HOSTILE, model=f'"><img src=x onerror=alert(1)>{HOSTILE}')
+    crashed = record(trial(), where=HOSTILE, outcome="crashed", reason=HOSTILE)
+    body = environment(HOSTILE, gpu=f"{HOSTILE} GPU", cpu="=1+1")
+    body["details"]["packages"] = {HOSTILE: HOSTILE}
+    records = [step_record(hostile, 10, where=HOSTILE), crashed]
+    directory = write(tmp_path / "run", records, suite=HOSTILE, title=HOSTILE, body=body)
+    out = write_report([directory], tmp_path / "out").parent
+    page = Page(content(out))
+    assert page.count("script") == 1
+    assert page.count("img") == 0
+    assert HOSTILE in page.text
+    assert f"te-bench run '{HOSTILE}' " in page.text  # quoted for a shell
+    not_code = [line for line in content(out, "report.md").splitlines() if not line.startswith("    ")]
+    assert "<script" not in "\n".join(not_code)
+    assert list((out / "figures").glob("*script*")) == []
+
+
+def test_formulas_do_not_reach_a_spreadsheet(tmp_path):
+    records = [record(trial(seed=i), outcome="crashed", reason=r) for i, r in enumerate(("=1+1", "@x", "-9", "plain"))]
+    out = write_report([write(tmp_path / "run", records)], tmp_path / "out").parent
+    with (out / "records.csv").open(newline="") as stream:
+        assert [line["reason"] for line in csv.DictReader(stream)] == ["'=1+1", "'@x", "'-9", "plain"]
+
+
+def test_merged_report_splits_by_environment(tmp_path):
+    first = write(tmp_path / "h200", ladder_records(2), baseline=baseline_cell())
+    other = environment("env-h100", gpu="NVIDIA H100 80GB HBM3")
+    second = write(tmp_path / "h100", ladder_records(1, "env-h100", slower=1.3), baseline=baseline_cell(), body=other)
+    out = write_report([first, second], tmp_path / "out").parent
+    page = Page(content(out))
+    assert page.count("h1") == 1
+    assert "Merged from h200, h100." in page.text
+    assert "GPT-2 124M on one GPU on NVIDIA H100 80GB HBM3" in page.text
+    assert sorted(path.name for path in (out / "figures").glob("ladder*.svg")) == [
+        "ladder-nanogpt-env-h100.svg",
+        "ladder-nanogpt-env-h200.svg",
+    ]
+    frame = pd.read_csv(out / "records.csv")
+    assert dict(frame.groupby("run").size()) == {"h100": 11, "h200": 22}
+    assert set(frame["environment"]) == {"env-h100", "env-h200"}
+
+
+def test_environments_with_the_same_short_name_keep_their_figures_apart(tmp_path):
+    runs = []
+    for name in ("abcdefgh-1", "abcdefgh-2"):
+        body = environment(name, code=name)
+        runs.append(write(tmp_path / name, [step_record(trial(), 10, where=name)], body=body))
+    out = write_report(runs, tmp_path / "out").parent
+    assert len(list((out / "figures").glob("ladder*.svg"))) == 2
+
+
+@pytest.mark.parametrize(
+    "records",
+    [[], [record(trial(), outcome="oom", reason="no memory")], [record(trial())], [record(trial("a new workload"))]],
+    ids=["empty plan", "all failed", "ok without samples", "unknown workload"],
+)
+def test_report_without_numbers(tmp_path, records):
+    bare = {"id": "env-h200"}
+    out = write_report([write(tmp_path / "run", records, body=bare)], tmp_path / "out").parent
+    page = Page(content(out))
+    assert page.count("figure") == 0
+    assert f"of {len(records)} " in page.text
+    assert len(pd.read_csv(out / "records.csv")) == len(records)
+
+
+def test_device_state_and_throttling_are_told(tmp_path):
+    states = [{"sm_clock_hz": 1.98e9, "throttle_reasons": 1}, {"sm_clock_hz": 1.5e9, "throttle_reasons": 0x44}]
+    records = [record(trial(seed=i), device_state=state) for i, state in enumerate(states)]
+    out = write_report([write(tmp_path / "run", records)], tmp_path / "out").parent
+    assert "<dt>SM clock, MHz</dt><dd>1,500 to 1,980</dd>" in content(out)
+    assert "<dt>throttling</dt><dd>hardware thermal slowdown; software power cap</dd>" in content(out)
+
+
+def test_out_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    directory = write(tmp_path / "run", [step_record(trial(), 10)])
+    with pytest.raises(ValueError, match="Choose another --out"):
+        write_report([directory], tmp_path / "file")
+
+
+def test_directory_without_a_journal_is_a_clear_error(tmp_path):
+    with pytest.raises(ValueError, match="holds no journal"):
+        write_report([tmp_path], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_reports_never_import_torch():
+    modules = ["convergence.verdict", "history.page", "exchange.pytest_export", "page.embed", "page.render"]
+    code = f"import sys, {', '.join(f'te_bench.reports.{name}' for name in modules)}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

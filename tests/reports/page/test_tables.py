@@ -1,0 +1,137 @@
+import pytest
+from journals import (
+    HOSTILE,
+    attention_records,
+    baseline_cell,
+    everything,
+    ladder_records,
+    record,
+    step_record,
+    trial,
+    write,
+)
+
+from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.page.tables import TABLES, markdown, of_group, summary, word
+
+
+def group_of(tmp_path, records, **settings):
+    [group] = load_results([write(tmp_path / "run", records, **settings)]).groups
+    return group
+
+
+def table_of(tmp_path, name, records, **settings):
+    [table] = of_group(group_of(tmp_path, records, **settings), name)
+    return table
+
+
+def texts(table):
+    return [[value.text for value in row] for row in table.rows]
+
+
+def test_ladder_of_one_seed(tmp_path):
+    table = table_of(tmp_path, "ladder", ladder_records(), baseline=baseline_cell())
+    rows = {row[0]: row for row in texts(table)}
+    assert [column.title for column in table.columns][:3] == ["Configuration", "ms/step", "Speed-up"]
+    assert rows["manual, V=50257, bf16, eager (baseline)"][1:3] == ["103.8", "1.00×"]
+    assert rows["flash, Vp=50304, bf16, compile"][1:3] == ["27.4", "3.79×"]
+    assert "n = 1: one run of each" in table.note
+    assert "The MFU of an FP8 configuration is quoted against the BF16 peak." in table.note
+
+
+def test_ladder_of_three_seeds_has_intervals(tmp_path):
+    table = table_of(tmp_path, "ladder", ladder_records(3), baseline=baseline_cell())
+    row = next(row for row in texts(table) if row[0] == "flash, Vp=50304, bf16, compile")
+    assert row[2].startswith("3.78× [3.77, 3.80]")
+    assert row[-1] == "3/3"
+    assert "95 % t-intervals" in table.note
+
+
+def test_a_baseline_of_more_seeds_gives_its_rivals_no_intervals(tmp_path):
+    records = [x for x in ladder_records(3) if x.trial.cell == baseline_cell() or x.trial.seed == 0]
+    assert "n = 1: one run of each" in table_of(tmp_path, "ladder", records, baseline=baseline_cell()).note
+
+
+def test_attention_names_the_peer_it_is_compared_with(tmp_path):
+    table = table_of(tmp_path, "attention_ratios", attention_records())
+    assert table.caption == "How many times as fast as cudnn"
+    rows = {tuple(row[:2]): row[2:] for row in texts(table)}
+    assert rows["B4 H32 T2048 D128 causal", "flash, bf16"] == ["0.59×"] * 3
+    assert {kernel for _, kernel in rows} == {"flash, bf16", "mem_efficient, bf16"}
+    assert table.note == "n = 1: one run of each, so speed-ups have no interval."
+    for of in ({"mem_efficient", "manual"}, {"cudnn"}):
+        alone = group_of(tmp_path / min(of), [x for x in attention_records() if x.trial.attention in of])
+        assert of_group(alone, "attention_ratios") == []
+
+
+def test_what_was_not_measured_is_a_dash_and_sorts_last(tmp_path):
+    failed = record(trial(attention="flex"), outcome="oom", reason="out of memory")
+    table = table_of(tmp_path, "ladder", [failed, step_record(trial(), 30)])
+    last = table.rows[-1]
+    assert [value.text for value in last] == ["flex, Vp=50304, bf16, eager (oom)", "—", "—", "—", "—", "0/1"]
+    assert all(value.sort is None for value in last[1:-1])
+
+
+def test_columns_without_a_single_value_are_left_out(tmp_path):
+    table = table_of(tmp_path, "ladder", [record(trial(), samples={"latency_s": [0.1]})])
+    assert [column.title for column in table.columns] == ["Configuration", "ms/step", "ok/planned"]
+
+
+def test_memory_on_a_cpu_is_resident(tmp_path):
+    table = table_of(tmp_path, "memory", [step_record(trial(device="cpu"), 900, 1.5)])
+    assert [column.title for column in table.columns] == ["Configuration", "Peak resident, GiB"]
+    assert texts(table) == [["flash, Vp=50304, bf16, eager", "1.50"]]
+
+
+def test_failures_list_every_trial_that_is_not_ok(tmp_path):
+    crashed = record(trial(), outcome="crashed", reason="signal 11")
+    table = table_of(tmp_path, "failures", [crashed], planned=[trial(seed=1)])
+    assert [row[0] for row in texts(table)] == ["crashed", "interrupted"]
+    assert [row[2] for row in texts(table)] == ["signal 11", "not run; rerun the same command to go on"]
+
+
+VERDICT = {"verdict", "verdict_reasons", "stability", "stress"}  # of convergence runs: test_verdict_tables.py
+
+
+@pytest.mark.parametrize("name", sorted(set(TABLES) - VERDICT))
+def test_every_table_of_a_full_run(tmp_path, name):
+    [group] = load_results([everything(tmp_path / "run")]).groups
+    [table] = of_group(group, name)
+    assert table.name == name
+    assert table.rows
+    assert all(len(row) == len(table.columns) for row in table.rows)
+    assert not any(value.text in ("0", "0.00", "nan", "None", "") for row in table.rows for value in row[:-1])
+    assert markdown(table).count("\n") == len(table.rows) + 2
+
+
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_no_table_of_an_empty_plan(tmp_path, name):
+    assert of_group(group_of(tmp_path, []), name) == []
+
+
+def test_markdown_keeps_hostile_text_as_text(tmp_path):
+    reason = f"{HOSTILE} | `rm` *x* [a](javascript:b) $x$\nsecond line"
+    text = markdown(table_of(tmp_path, "failures", [record(trial(), outcome="crashed", reason=reason)]))
+    assert "<script" not in text
+    assert "\\|" in text
+    assert "\\[a\\](" in text
+    assert len(text.splitlines()) == 3
+
+
+def test_word():
+    assert (word(None).text, word("").text, word(0).text) == ("—", "—", "0")
+    assert word("a\nb").text == "a b"
+
+
+def test_summary_fits_a_terminal(tmp_path):
+    everything(tmp_path / "run")
+    text = summary([tmp_path / "run"])
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.startswith("72 of 84 trials ok\nFastest: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch")
+    assert "flash, Vp=50304, bf16, compile " in text
+
+
+def test_summary_of_very_long_names_still_fits(tmp_path):
+    long = trial(attention="a" * 300)
+    write(tmp_path / "run", [step_record(long, 10)], title="t" * 300)
+    assert max(map(len, summary([tmp_path / "run"]).splitlines())) <= 100

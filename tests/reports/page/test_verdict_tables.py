@@ -1,0 +1,349 @@
+"""What a convergence run looks like in the report and on the command line."""
+
+import dataclasses
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from convergence_runs import JUDGEMENT, TRUTH, arm_trial, run_record, study_records, write_study
+from driving import te_bench
+from journals import record, write
+
+from te_bench.reports.analysis.curves import comparisons
+from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.page import (
+    figures,
+    gallery,
+    loss_figures,
+    render,
+    tables,
+    verdict_figures,
+    verdict_tables,
+)
+
+TRUTHS = {**TRUTH, "float8_block_scaling": 0.02, "float8_current_scaling": 0.0028}
+OUTCOMES = {("rowwise_scaling", 2): "diverged"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    records = study_records(TRUTHS, sd=0.0002, outcomes=OUTCOMES)
+    return write_study(tmp_path_factory.mktemp("study") / "run", records, JUDGEMENT)
+
+
+@pytest.fixture(scope="module")
+def drawings(run: Path) -> dict[str, figures.Drawing]:
+    [group] = load_results([run]).groups
+    return {drawing.name: drawing for drawing in gallery.of_group(group, "")}
+
+
+@pytest.mark.parametrize("early", [0.008, -0.5])
+def test_no_gap_leaves_its_frame_unseen(tmp_path: Path, early: float) -> None:
+    """A gap that was larger early on than at the end is in the frame, or marked at its edge with its size."""
+    records = study_records(sd=0.0004)
+    for one in records:
+        if one.trial.recipe == "rowwise_scaling":
+            one.samples["val_loss"][2] += early
+    [group] = load_results([write_study(tmp_path / "run", records, JUDGEMENT)]).groups
+    [study] = verdict_tables.of_group(group)
+    build = verdict_figures.gap_curves(study)
+    assert build is not None
+    panels = build().axes
+    marked = [text.get_text() for axes in panels for text in axes.texts]
+    low, high = panels[0].get_ylim()
+    curves = [line for axes in panels for line in axes.lines if len(line.get_xdata()) > 2]
+    outside = [y for line in curves for y in line.get_ydata() if not low < y < high]
+    assert high < 0.1  # what matters is not flattened
+    assert len(marked) == len(outside) == (1 if early < -0.1 else 0)
+    assert all(float(text) == pytest.approx(y, abs=1e-3) for text, y in zip(marked, outside, strict=True))
+
+
+def texts(table: tables.Table) -> dict[str, dict[str, str]]:
+    titles = [column.title for column in table.columns]
+    return {row[0].text: dict(zip(titles, (value.text for value in row), strict=True)) for row in table.rows}
+
+
+def test_gaps_reasons_and_stability_of_every_arm(run: Path) -> None:
+    [group] = load_results([run]).groups
+    [gaps], [reasons], [stability] = (tables.of_group(group, n) for n in ("verdict", "verdict_reasons", "stability"))
+    by_arm = texts(gaps)
+    assert {name: row["Verdict"] for name, row in by_arm.items()} == {
+        "delayed_scaling": "EQUIVALENT",
+        "rowwise_scaling": "DIVERGED",
+        "float8_block_scaling": "INFERIOR",
+        "float8_current_scaling": "INCONCLUSIVE",
+        "bf16, A/A": "EQUIVALENT",
+        "delayed_scaling, broken on purpose: frozen_scale": "INFERIOR",
+    }
+    assert by_arm["delayed_scaling"]["Pairs"] == "5"
+    assert re.fullmatch(r"\[[+-]0\.00\d\d, [+-]0\.00\d\d\]", by_arm["delayed_scaling"]["90 %"])
+    assert by_arm["rowwise_scaling"]["Gap, nat"] == "—"
+    assert texts(reasons)["rowwise_scaling"]["Reason"] == "1 of 5 runs, seed 2: the loss is nan at step 200"
+    assert texts(stability)["rowwise_scaling"]["Diverged"] == "1 of 5"
+    assert texts(stability)["bf16"]["Rate below"] == "45.1 %"  # Clopper and Pearson, 0 of 5, one-sided
+    for table in (gaps, reasons, stability):
+        assert tables.markdown(table).count("\n") == len(table.rows) + 2
+
+
+def test_a_void_run_says_so_beside_every_verdict(tmp_path: Path) -> None:
+    directory = write_study(tmp_path / "run", study_records({**TRUTH, "broken": 0.0}, sd=0.0002))
+    [group] = load_results([directory]).groups
+    [gaps] = tables.of_group(group, "verdict")
+    assert texts(gaps)["delayed_scaling"]["Verdict"] == "EQUIVALENT (void)"
+    assert tables.headlines(load_results([directory]))[0].startswith("No verdict: ")
+
+
+def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_path: Path) -> None:
+    page = render.write_report([run], tmp_path / "report").read_text()
+    heading = re.search(r"<h1>(.*?)</h1>", page, re.DOTALL)
+    assert heading is not None
+    assert heading[1].startswith("EQUIVALENT: delayed_scaling trains like bf16 (final loss within 0.003 nat); INFERIOR")
+    names = {path.stem for path in (tmp_path / "report" / "figures").iterdir()}
+    wanted = {"verdict_forest", "verdict_gap", "verdict_spikes", "verdict_numerics-delayed_scaling"}
+    assert wanted <= names
+    assert page.index("Does FP8 train like bf16?") < page.index("Loss curves")
+
+
+def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, figures.Drawing]) -> None:
+    drawn = drawings["verdict_gap"].inline
+    panels = re.findall(r">([^<>]*) \(mean of \d+", drawn)
+    assert panels[0] == "bf16, A/A"
+    assert set(panels[1:]) >= {"delayed_scaling", "rowwise_scaling"}
+    assert not any("broken" in panel for panel in panels)
+    assert "within the margin 0.003" in drawn
+
+
+@pytest.mark.parametrize(
+    ("gap", "off"), [(0.2, []), (400.0, ["delayed_scaling, broken on purpose: frozen_scale (mean of 5)"])]
+)
+def test_an_arm_above_the_frame_of_the_loss_curves_is_said_to_be(tmp_path: Path, gap: float, off: list[str]) -> None:
+    write_study(tmp_path / "run", study_records({**TRUTH, "broken": gap}))
+    [group] = load_results([tmp_path / "run"]).groups
+    [comparison] = comparisons(group)
+    drawn = figures.draw("loss_step", "loss_step", "", "", loss_figures.losses(comparison, "step")).inline
+    assert re.findall(r">([^<>]*), above the frame<", drawn) == off
+
+
+def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path, drawings: dict[str, figures.Drawing]) -> None:
+    [group] = load_results([run]).groups
+    [found] = verdict_tables.of_group(group)
+    drawing = drawings["verdict_forest"]
+    assert found.broken is not None
+    comparison = found.broken.judgement.comparison
+    assert comparison is not None
+    assert f"{comparison.gap:+.3f}" in drawing.inline
+    assert "within the margin 0.003" in drawing.inline
+
+
+def test_a_ladder_of_learning_rates_says_where_each_breaks(tmp_path: Path) -> None:
+    records = []
+    for factor in (1, 2, 4, 8):
+        records.append(run_record("control", 0, 0.01 * factor, 0.0, lr_factor=factor))
+        broken = {"outcome": "diverged"} if factor == 8 else {}
+        records.append(run_record("delayed_scaling", 0, 0.01 * factor, 0.0, **broken, lr_factor=factor))
+    records = [dataclasses.replace(r) for r in records]
+    [group] = load_results([write(tmp_path / "run", records, suite="stress", title="Stress")]).groups
+    [table] = tables.of_group(group, "stress")
+    assert texts(table)["bf16"] == {
+        "Precision": "bf16",
+        "1 x": "3.2900",
+        "2 x": "3.3000",
+        "4 x": "3.3200",
+        "8 x": "3.3600",
+    }
+    assert texts(table)["delayed_scaling"]["8 x"] == "1 of 1 diverged"
+    assert tables.of_group(group, "verdict") == []  # no pairs to judge
+
+
+# ---- the command line
+
+
+def verdict(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return te_bench("verdict", *arguments)
+
+
+def test_exit_code_and_sentence_of_a_run(run: Path) -> None:
+    done = verdict(run)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("EQUIVALENT: delayed_scaling trains like bf16")
+    assert "rowwise_scaling: 1 of 5 runs, seed 2" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_a_pilot_without_recipes_tells_its_noise_and_no_verdict(tmp_path: Path) -> None:
+    pilot = write_study(tmp_path / "run", study_records({"control": 0.0, "aa": 0.0}, sd=0.0003))
+    done = verdict(pilot)
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 4, done.stderr
+    assert said.startswith("No verdict: char, ")
+    assert "has no recipe yet. bf16 against itself: EQUIVALENT, ends within 0.003 of the control: gap" in said
+    said = " ".join(verdict(pilot, "--margin", "0.0001").stdout.split())
+    assert "bf16 against itself: INCONCLUSIVE, too few seeds to tell 0.0001 from nothing" in said
+    assert verdict(write_study(tmp_path / "one", study_records({"control": 0.0}))).returncode == 2
+
+
+def test_another_margin_is_exploration(run: Path) -> None:
+    done = verdict(run, "--margin", "0.03")
+    assert "margin 0.03 was chosen after the plan, which says 0.003" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("losses", "more", "code", "word"),
+    [
+        ([3.281, 3.280, 3.279, 3.282, 3.278, 3.2805], [], 0, "EQUIVALENT"),
+        ([3.330, 3.331, 3.329, 3.332, 3.328, 3.3305], [], 1, "INFERIOR"),
+        ([3.290, 3.270, 3.285, 3.262, 3.301, 3.2805], [], 3, "INCONCLUSIVE"),
+        ([3.2801, 3.2809, 3.2792, 3.2821, 3.2779, 3.2806], ["--paired"], 0, "EQUIVALENT"),
+    ],
+)
+def test_a_user_s_own_losses(tmp_path: Path, losses: list[float], more: list[str], code: int, word: str) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    a.write_text("val_loss\n" + "\n".join(map(str, [3.280, 3.281, 3.279, 3.282, 3.278, 3.2805])))
+    b.write_text("val_loss\n" + "\n".join(map(str, losses)))
+    done = verdict("--baseline", a, "--candidate", b, "--margin", "0.003", *more)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.startswith(f"{word}: ")
+
+
+def curves(path: Path, loss: Callable[[int, int], float], every: int = 200) -> Path:
+    rows = [f"{step},{loss(step, seed)},{seed}" for seed in range(4) for step in range(0, 1001, every)]
+    path.write_text("step,loss,seed\n" + "\n".join(rows))
+    return path
+
+
+def test_curves_whose_gap_still_opens_carry_no_verdict(tmp_path: Path) -> None:
+    def falling(step: int, seed: int) -> float:
+        return 4 - step / 1000 + seed / 10
+
+    a = curves(tmp_path / "a.csv", falling)
+    still = curves(tmp_path / "b.csv", lambda step, seed: falling(step, seed) + seed * 1e-4)
+    opening = curves(
+        tmp_path / "c.csv", lambda step, seed: falling(step, seed) + seed * 1e-4 + 0.02 * (step - 1000) / 1000
+    )
+    done = verdict("--baseline", a, "--candidate", still, "--margin", "0.003", "--paired")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("EQUIVALENT: ")
+    assert "Note: " in done.stdout
+    assert "the loss still falls, by 0.2 over the last 200 steps" in done.stdout
+    done = verdict("--baseline", a, "--candidate", opening, "--margin", "0.003", "--paired")
+    assert done.returncode == 3
+    assert done.stdout.startswith("INCONCLUSIVE: the gap still moves: by +0.004 over the last 200 steps")
+
+
+def test_a_candidate_that_broke_is_diverged_with_its_seeds(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    a.write_text("seed,loss\n1,3.1\n2,3.2\n7,3.3\n")
+    b.write_text("seed,loss\n1,3.1\n2,3.2\n7,nan\n")
+    for more in ([], ["--paired"]):
+        done = verdict("--baseline", a, "--candidate", b, "--margin", "0.003", *more)
+        assert done.returncode == 1, done.stderr
+        assert done.stdout.startswith("DIVERGED: 1 of 3 runs, seed 7: the final loss is nan")
+    done = verdict("--baseline", b, "--candidate", a, "--margin", "0.003")
+    assert done.returncode == 2
+    assert "the baseline itself broke" in done.stderr
+
+
+def test_one_run_far_off_is_told_and_sizes_beyond_reason_are_readable(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    a.write_text("3.280\n3.281\n3.279\n3.282\n")
+    b.write_text("3.280\n3.281\n1e30\n3.282\n")
+    done = verdict("--baseline", a, "--candidate", b, "--margin", "0.003", "--paired")
+    assert done.returncode == 3, done.stderr
+    assert "row 3 ends 1e+30 above its arm's median; write nan if it diverged" in done.stdout
+    assert "+2.5e+29" in done.stdout
+    assert max(map(len, done.stdout.splitlines()[2:16])) < 100
+    assert done.stderr == ""
+
+
+def test_final_losses_alone_say_what_they_cannot_tell(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    a.write_text("3.280\n3.281\n3.279\n")
+    curves(b, lambda step, seed: 3.28 + seed / 1e4)  # one arm's curves are none of the gap
+    done = verdict("--baseline", a, "--candidate", b, "--margin", "0.05")
+    assert done.returncode == 0, done.stderr
+    assert "Note: no curves of both arms" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give the --out directory"),
+        (["--baseline", "a.csv"], "give the --out directory"),
+        (["--baseline", "a.csv", "--candidate", "b.csv"], "--margin: state the largest gap"),
+        (["--baseline", "a.csv", "--candidate", "b.csv", "--margin", "0"], "margin 0.0"),
+        (["--baseline", "a.csv", "--candidate", "b.csv", "--margin", "0.003", "--alpha", "0.7"], "alpha 0.7"),
+        (["--baseline", "one.csv", "--candidate", "b.csv", "--margin", "0.003"], "one.csv"),
+        (
+            ["--baseline", "nan.csv", "--candidate", "b.csv", "--margin", "0.003"],
+            "nan.csv: the baseline itself broke, row 2",
+        ),
+        (["--baseline", "a.csv", "--candidate", "./a.csv", "--margin", "0.003"], "hold the same file"),
+        (["--baseline", "a.csv", "--candidate", "long.csv", "--margin", "0.003", "--paired"], "cannot be paired"),
+        (["--baseline", "none.csv", "--candidate", "b.csv", "--margin", "0.003"], "none.csv"),
+        (["run", "--baseline", "a.csv", "--candidate", "b.csv"], "not both"),
+        (["empty"], "journal.jsonl"),
+    ],
+)
+def test_bad_input_is_told(tmp_path: Path, arguments: list[str], message: str) -> None:
+    for name, losses in {
+        "a": "1\n2\n3\n",
+        "b": "1\n2\n4\n",
+        "one": "1\n",
+        "nan": "1\nnan\n2\n",
+        "long": "1\n2\n3\n4\n",
+    }.items():
+        (tmp_path / f"{name}.csv").write_text(losses)
+    (tmp_path / "empty").mkdir()
+    done = te_bench("verdict", *arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("size", "code"), [("1e99", 2), ("1e-90", 3), ("1e-300", 3)])
+def test_sizes_that_no_loss_has_give_no_verdict_and_no_traceback(tmp_path: Path, size: str, code: int) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    a.write_text("".join(f"{n}{size[1:]}\n" for n in (1, 2, 3, 5)))
+    b.write_text("".join(f"{n}{size[1:]}\n" for n in (2, 1, 5, 3)))
+    done = verdict("--baseline", a, "--candidate", b, "--margin", size if code == 3 else "0.003")
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_files_hold_moves_no_cursor(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    for path in (a, b):
+        path.write_text(
+            "name,loss\n" + "".join(f"\x1b[31m\x1b]0;x\x07{n % 2},{3 + n / 7 + len(path.name)}\n" for n in range(4))
+        )
+    b.write_text(b.read_text() + "x,3.9\n")
+    a.write_text(a.read_text() + "x,3.8\n")
+    for arguments in (("--margin", "0.003"), ("--margin", "0.003", "--paired")):
+        done = verdict("--baseline", a, "--candidate", b, *arguments)
+        assert "mixes 3 labels" in done.stdout
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "\x07" not in done.stdout + done.stderr
+    wrong = verdict("--baseline", tmp_path / "\x1b[31mno.csv", "--candidate", b, "--margin", "1")
+    assert wrong.returncode == 2
+    assert "\x1b" not in wrong.stderr
+
+
+def test_a_baseline_that_overfits_carries_no_verdict(tmp_path: Path) -> None:
+    a = curves(tmp_path / "a.csv", lambda step, seed: 3 + abs(step - 500) / 1000 + seed / 10)
+    b = curves(tmp_path / "b.csv", lambda step, seed: 3 + abs(step - 500) / 1000 + seed / 10 + seed * 1e-4)
+    done = verdict("--baseline", a, "--candidate", b, "--margin", "0.003", "--paired")
+    assert done.returncode == 3, done.stderr
+    assert "the baseline overfits: its loss ends" in done.stdout
+
+
+def test_the_assumption_is_printed(run: Path) -> None:
+    assert "The error rate holds for gaps that are normal" in " ".join(verdict(run).stdout.split())
+
+
+def test_a_run_of_another_suite_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "run", [record(arm_trial("control", 0), outcome="oom")], suite="nanogpt")
+    done = verdict(tmp_path / "run")
+    assert done.returncode == 2
+    assert "no bf16 control and recipe to compare" in done.stderr

@@ -1,0 +1,239 @@
+"""The step by one table as a CUDA graph: simulated on a CPU, and in every mode on a GPU."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from table_adamw_cases import CURRENT, DELAYED, a_batch, a_step, losses, weights
+from torch._dynamo.utils import counters
+
+from te_bench.models import recipe as recipes
+from te_bench.models.modules.linear import Linear
+from te_bench.models.zoo.gpt import CONFIGS, GPT
+from te_bench.training.data import Batches
+from te_bench.training.optimizer import TableAdamW
+from te_bench.training.step import Optim, TrainStep, evaluate
+
+pytestmark = pytest.mark.usefixtures("plain_heads")
+
+
+# A captured step, simulated: the graph makes gradients of its own, and at a replay nothing but what it recorded runs
+
+
+class Graph:
+    """What CUDA's graph does to a step: `recording` runs nothing for good; `replay` writes where the capture wrote."""
+
+    step: TrainStep
+    device: torch.device | None = None  # the current one, where the step says which
+    warm: list[torch.Tensor]  # gradients of before the capture, whose memory is somebody else's by then
+
+    @contextlib.contextmanager
+    def recording(self, _: object, stream: Any = None) -> Iterator[None]:
+        step, table = self.step, self.step.table
+        assert table is not None
+        assert self.device == step.device
+        assert stream is not None, "PyTorch's own stream is on the GPU of the process's first capture"
+        assert stream.device == step.device
+        modules = [m for m in step.model.modules() if isinstance(m, Linear) and m._state is not None]
+        tables = [t for m in modules for both in (m._state.forward, m._state.backward) for t in both.written]
+        tensors = [*step._state(), *(c.leaf for c in table.copies.values() if c.fp8 is None), *tables]
+        before = [t.detach().clone() for t in tensors]
+        yield
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.data.copy_(value)
+        for gradient in self.warm:
+            gradient.fill_(torch.nan)  # whoever still looks here gets what others keep there by now
+
+    def replay(self) -> None:
+        step, table = self.step, self.step.table
+        assert table is not None
+        assert step._inputs is not None
+        holders, clip, fresh = table._gradient_holders(), step._clip, table._fresh
+        own = [holder.grad for holder in holders]
+        table.zero_grad(set_to_none=True)
+
+        def clip_there() -> None:
+            for holder, buffer in zip(holders, own, strict=True):
+                buffer.copy_(holder.grad)  # type: ignore[union-attr]
+                holder.grad = buffer
+            clip()
+
+        step._clip = clip_there  # type: ignore[method-assign]
+        loss = step._backward(*step._inputs)
+        step._update()
+        step._clip = clip  # type: ignore[method-assign]
+        step._loss.copy_(loss)  # type: ignore[union-attr]
+        step._norm.copy_(step.grad_norm)  # type: ignore[union-attr,arg-type]
+        table._fresh, table._versions = fresh, table._seen()  # Python sees nothing of a replay, nor do versions
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainStep], TrainStep]:
+    graph = Graph()
+    nothing = contextlib.nullcontext
+
+    class Stream:
+        def __init__(self) -> None:
+            self.device = graph.device
+
+        def wait_stream(self, other: object) -> None: ...
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        graph.device = device
+        yield
+        graph.device = None
+
+    for name, value in {
+        "device": on,
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": lambda _: nothing(),
+        "CUDAGraph": lambda: graph,
+        "graph": graph.recording,
+        "reset_peak_memory_stats": lambda: None,
+        "max_memory_allocated": lambda: 1,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def make(step: TrainStep) -> TrainStep:
+        graph.step, step.captured = step, True
+        table = step.table = step.optimizer = step._table_adamw("triton")
+        let_go = table.let_go
+
+        def let_go_but_leave() -> None:
+            """What is recorded runs here, so what it looks up must be there; nobody else may have it."""
+            graph.warm = [p.grad for p in table._table.parameters]  # type: ignore[union-attr]
+            let_go()
+            assert all(p.grad.is_meta for p in table._table.parameters)  # type: ignore[union-attr]
+
+        monkeypatch.setattr(table, "let_go", let_go_but_leave)
+        return step
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize(("precision", "recipe"), [("bf16", CURRENT), ("fp8", DELAYED)])
+def test_a_captured_step_trains_as_the_eager_one(
+    precision: str, recipe: str, captured: Callable[[TrainStep], TrainStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After three steps that warm up, at the first batch; in FP8 they leave scales, from which the eager one begins too."""
+    one = {"n_layer": 1}
+    step = captured(a_step(precision, "triton", recipe=recipe, head="chunked", **one))
+    before = weights(step)
+    loss, found = step.gradients(*a_batch())
+    assert all(torch.equal(a, b) for a, b in zip(weights(step), before, strict=True))
+    assert all(g.isfinite().all() for g in found.values())
+    eager = a_step(precision, "triton", recipe=recipe, head="chunked", **one)
+    eager.model.load_state_dict(step.model.state_dict())
+    if precision == "fp8":
+        assert eager.gradients(*a_batch())[0] == pytest.approx(loss, rel=1e-3)
+        eager.model.load_state_dict(step.model.state_dict())
+    curves = [losses(s, 3) for s in (step, eager)]
+    if precision == "bf16":
+        assert loss == curves[0][0]
+        assert curves[0] == curves[1]
+        assert all(torch.equal(a, b) for a, b in zip(weights(step), weights(eager), strict=True))
+    else:
+        assert curves[0] == pytest.approx(curves[1], rel=2e-3)
+    assert curves[0][0] != curves[0][1]
+    assert step.grad_norm is not None
+    assert eager.grad_norm is not None
+    assert step.grad_norm.item() == pytest.approx(eager.grad_norm.item(), rel=1e-6 if precision == "bf16" else 0.05)
+    monkeypatch.setattr(TableAdamW, "_refresh", None)  # nothing is cast outside of the graph
+    losses(step, 2)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_captured_step_that_nobody_tells_of_its_gradients_is_noticed(
+    captured: Callable[[TrainStep], TrainStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TableAdamW, "move", lambda self: None)
+    step = captured(a_step("bf16", "triton", n_layer=1))
+    step(*a_batch())
+    assert not all(p.isfinite().all() for p in step.model.parameters())
+
+
+# Compiled
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_one_graph_whatever_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies come and go in the modules around what is compiled, which sees them always.
+
+    Without Inductor: what it makes of a training step, test_train.py has.
+    """
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    eager, compiled = (
+        a_step("fp8", recipe=DELAYED, head="chunked", mode=mode, n_layer=1) for mode in ("eager", "compile")
+    )
+    wanted = losses(eager, 6)
+    found = losses(compiled, 3)
+    evaluate(compiled.model, iter([a_batch()]), "fp8")
+    for k in range(3, 6):
+        compiled.set_rate(2.0**-10 * (1 + k % 3))
+        found.append(compiled(*a_batch(k)).item())
+    assert found == pytest.approx(wanted, rel=2e-3)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+# On a GPU
+
+
+def on_gpu(precision: str, recipe: str, mode: str, optimizer: str | None, head: str | None) -> TrainStep:
+    torch.manual_seed(0)
+    config = dataclasses.replace(CONFIGS["tiny"], vocab_size=250)
+    found = recipes.load(recipe) if precision == "fp8" else None
+    attention = "mem_efficient" if precision == "fp32" else "flash"  # FlashAttention-2 has no float32
+    model = GPT(config, attention=attention, padded_vocab_size=256, recipe=found, head=head).cuda()
+    optim = Optim(learning_rate=1e-3, grad_clip=0.3)
+    return TrainStep(model, optim, precision=precision, mode=mode, optimizer=optimizer)
+
+
+def five_steps(step: TrainStep) -> list[float]:
+    """At five rates, which a captured graph must read from memory; after the rate of 0 the loss is the same again."""
+    found = []
+    for rate in (1e-3, 3e-3, 0.0, 2e-3, 1e-3):
+        step.set_rate(rate)
+        found.append(step(*(t.cuda() for t in Batches(None, block=64, batch=8, vocab=250, seed=1).at(0))))
+    return torch.stack(found).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "compile", "compile-reduce-overhead", "cudagraph"])
+@pytest.mark.parametrize(
+    ("precision", "recipe", "head"),
+    [("fp32", CURRENT, None), ("bf16", CURRENT, None), ("bf16", CURRENT, "chunked")]
+    + [("fp8", recipe, head) for recipe in (DELAYED, CURRENT) for head in ("chunked", "fp8")],
+)
+def test_every_mode_trains_as_the_plain_eager_step(precision: str, recipe: str, head: str | None, mode: str) -> None:
+    step = on_gpu(precision, recipe, mode, "triton", head)
+    batch = [t.cuda() for t in Batches(None, block=64, batch=8, vocab=250, seed=1).at(0)]
+    before = weights(step)
+    for _ in range(4):  # delayed scaling's way to its scales
+        loss, found = step.gradients(*batch)
+    assert all(torch.equal(a, b) for a, b in zip(weights(step), before, strict=True))
+    assert (found["transformer.wte.weight"][250:] == 0).all()
+    norm = sum(g.double().square().sum().item() for g in found.values()) ** 0.5
+    assert norm == pytest.approx(0.3, rel=0.01)
+    ours, plain = five_steps(step), five_steps(on_gpu(precision, recipe, "eager", None, None))
+    exact = precision != "fp8" and head != "fp8"
+    assert loss == pytest.approx(ours[0], rel=1e-4 if exact else 2e-3)
+    assert ours == pytest.approx(plain, rel=2e-3 if exact else 2e-2)
+    assert ours[0] - ours[-1] > 0.02
+    assert ours[2] == pytest.approx(ours[3], rel=1e-4 if exact else 5e-3)
+    assert (step.model.transformer.wte.weight[250:] == 0).all()  # type: ignore[union-attr]
+    assert step.table is not None
+    for master, found_copy in step.table.copies.items():
+        if found_copy.fp8 is None:
+            assert torch.equal(found_copy.leaf, master.bfloat16())
+        else:
+            assert found_copy.leaf.isnan().all()
