@@ -52,11 +52,11 @@ def tune(
 ) -> None:
     """Measure attention backends, each checked against float64 first, and write the table that the backend auto goes by."""
     from te_bench import plugins
-    from te_bench.kernels.attention import table
+    from te_bench.kernels.attention import table as times
     from te_bench.reports.analysis import attention_times
 
     plugins.check("kind", what, list(KINDS))
-    path = table or table.user_table()
+    path = table or times.user_table()
     if path is None:
         raise ValueError("no home folder to keep a table in: name one with --table FILE")
     own = table is None
@@ -74,7 +74,7 @@ def tune(
         cells = _of_this_run(directory, records)
     if cells:
         before = _known(path, own)
-        _write(path, table.merged(before, cells))
+        _write(path, times.merged(before, cells))
         print("\n".join([*_lines(cells), *_lost(before, cells), f"table: {path}"]))
     else:
         print(f"nothing passed: {path} is as it was")
@@ -84,10 +84,10 @@ def tune(
 
 def _known(path: Path, own: bool) -> "tuple[Cell, ...]":
     """The cells of the table, () where there is none. The user's own that cannot be read, an older one say, is set aside."""
-    from te_bench.kernels.attention import table
+    from te_bench.kernels.attention import table as times
 
     try:
-        return table.read(path) if path.exists() else ()
+        return times.read(path) if path.exists() else ()
     except ValueError as error:
         if not (own and path.is_file()):
             raise
@@ -208,14 +208,14 @@ def _measure(
 
 def _of_this_run(directory: Path, records: "Sequence[Record]") -> "tuple[Cell, ...]":
     """The cells of the problems that were asked for, not of what lies in the directory beside them. Prints failures."""
-    from te_bench.kernels.attention import table
+    from te_bench.kernels.attention import table as times
     from te_bench.reports.analysis import attention_times
 
     for record in records:
         if record.outcome != "ok":
             print(f"{record.outcome}: {record.trial.name}: {record.reason}")
     asked = {
-        table.whole(attention_times.problem_of(r.trial.problem, r.trial.precision, r.trial.device)) for r in records
+        times.whole(attention_times.problem_of(r.trial.problem, r.trial.precision, r.trial.device)) for r in records
     }
     if not any(record.outcome == "ok" for record in records):
         return ()
@@ -224,12 +224,12 @@ def _of_this_run(directory: Path, records: "Sequence[Record]") -> "tuple[Cell, .
 
 
 def _write(path: Path, cells: "Sequence[Cell]") -> None:
-    from te_bench.kernels.attention import table
+    from te_bench.kernels.attention import table as times
     from te_bench.reports.page.files import write_atomically
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, table.text(cells).encode())
+        write_atomically(path, times.text(cells).encode())
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}. Name another file with --table.") from error
 
