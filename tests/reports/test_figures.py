@@ -10,6 +10,9 @@ from te_bench.reports import curves, figures, floor_figures, gallery, loss_figur
 from te_bench.reports.rows import load_results
 
 
+pytestmark = pytest.mark.xdist_group("figures")  # one worker, which draws them once
+
+
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
     [group] = load_results([journals.everything(tmp_path_factory.mktemp("full") / "run")]).groups
