@@ -97,9 +97,10 @@ def _mispacked(sass: str) -> list[str]:
 
 @functools.cache
 def compiled(module: str, names: tuple[str, ...], folder: Path) -> list[Compiled]:
-    """The kernels that module.CALLS[name]() launch, by a child that imports torch and its compiler first: 3 s. AssertionError, with the child's words, where it fails.
+    """The kernels that module.CALLS[name]() launch, by a child, which imports torch and its compiler first: 3 s.
 
-    What is in folder already, from the same sources and options, is not compiled again.
+    AssertionError, with the child's words, where it fails. What is in folder already, from the same sources and options, is
+    not compiled again.
     """
     paths = [str(Path(__file__).parent), str(Path(__file__).parent / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {

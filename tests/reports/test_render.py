@@ -10,7 +10,6 @@ from journals import HOSTILE, baseline_cell, environment, everything, ladder_rec
 
 from te_bench.reports.render import write_report
 
-
 pytestmark = pytest.mark.xdist_group("a report")  # one worker, which writes it once
 
 
