@@ -9,6 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from te_bench.reports import curves, figures, floor_figures, gallery, loss_figures
 from te_bench.reports.rows import load_results
 
+pytestmark = pytest.mark.xdist_group("figures")  # one worker, which draws them once
+
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
