@@ -8,11 +8,14 @@ MODULE.CALLS[NAME]() being the calls.
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import io
+import itertools
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,6 +31,7 @@ EXCHANGED = r"ttg\.convert_layout .*: (tensor<\w+xf8\w+)"
 PACKED = r"F2FP\.SATFINITE\.E[45]M[23]\.F32\.PACK_AB_MERGE_C (R\d+), [^;]*, (R\d+)(?:\.reuse)? ;"
 SHARED = 227 * 1024  # bytes of a program, on sm_90
 REGISTERS, WARPS = 65536, 64  # of a processor
+INSTRUCTION = 16  # bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,10 +95,12 @@ def _mispacked(sass: str) -> list[str]:
     return found
 
 
-def compiled(module: str, names: list[str], folder: Path) -> list[Compiled]:
-    """The kernels that module.CALLS[name]() launch. AssertionError, with the child's words, where it fails.
+@functools.cache
+def compiled(module: str, names: tuple[str, ...], folder: Path) -> list[Compiled]:
+    """The kernels that module.CALLS[name]() launch, by a child, which imports torch and its compiler first: 3 s.
 
-    What is in folder already, from the same sources and options, is not compiled again.
+    AssertionError, with the child's words, where it fails. What is in folder already, from the same sources and options, is
+    not compiled again.
     """
     paths = [str(Path(__file__).parent), str(Path(__file__).parent / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -112,8 +118,10 @@ def compiled(module: str, names: list[str], folder: Path) -> list[Compiled]:
 def main(module: str, names: list[str]) -> None:
     from triton.runtime.jit import JITFunction
 
+    gc.disable()  # an eighth of the time, for a compiler's objects are many and its process short
     calls = importlib.import_module(module).CALLS
     asked: list[tuple[Any, Any]] = []
+    made: list[tuple[Compiled, Any]] = []
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         asked.append((kernel, (args, options)))
@@ -122,12 +130,20 @@ def main(module: str, names: list[str]) -> None:
     for name in names:
         asked.clear()
         calls[name]()
-        for kernel, (args, options) in asked:
-            print(json.dumps(dataclasses.asdict(_compile(name, kernel, args, options))), flush=True)
+        made += [_compile(name, kernel, args, options) for kernel, (args, options) in asked]
+    _disassemble([binary for described, binary in made if _is_read(described)])
+    for described, binary in made:
+        sass = _kept(binary, "sass").read_text() if _is_read(described) else ""
+        print(json.dumps(dataclasses.asdict(described) | {"sass": sass}))
 
 
-def _compile(call: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
-    """As JITFunction.run does before it launches."""
+def _is_read(made: Compiled) -> bool:
+    """Whether the tests look at its SASS."""
+    return bool(re.search(r"wgmma|\.satfinite\.e[45]m[23]x2", made.ptx))
+
+
+def _compile(call: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Compiled, Any]:
+    """As JITFunction.run does before it launches: the kernel, but for its SASS, and as Triton has it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -146,7 +162,7 @@ def _compile(call: str, kernel: Any, args: tuple[Any, ...], options: dict[str, A
     made, log = _assemble(functools.partial(triton.compile, source, target=target, options=chosen.__dict__))
     used = re.search(r"Used (\d+) registers", log)
     assert used is not None, f"the assembler said nothing of registers: {log}"
-    return Compiled(
+    described = Compiled(
         call=call,
         kernel=kernel.__name__,
         registers=int(used[1]),
@@ -155,9 +171,10 @@ def _compile(call: str, kernel: Any, args: tuple[Any, ...], options: dict[str, A
         warps=made.metadata.num_warps,
         warnings=tuple(line for line in log.splitlines() if "warning" in line or re.search(SERIALISED, line)),
         ptx=made.asm["ptx"],
-        sass=_disassembled(made) if re.search(r"wgmma|\.satfinite\.e[45]m[23]x2", made.asm["ptx"]) else "",
+        sass="",
         ttgir=made.asm["ttgir"],
     )
+    return described, made
 
 
 def _assemble(compile_kernel: Callable[[], Any]) -> tuple[Any, str]:
@@ -169,7 +186,7 @@ def _assemble(compile_kernel: Callable[[], Any]) -> tuple[Any, str]:
         triton.knobs.compilation.always_compile = anew
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             made = compile_kernel()
-        kept = Path(triton.knobs.cache.dir) / f"{made.hash}.log"
+        kept = _kept(made, "log")
         if printed.getvalue():
             _keep(kept, printed.getvalue())
         if kept.exists():
@@ -177,20 +194,39 @@ def _assemble(compile_kernel: Callable[[], Any]) -> tuple[Any, str]:
     return made, kept.read_text()
 
 
-def _disassembled(made: Any) -> str:
-    """Its SASS, kept as what the assembler said is: 0.2 s a kernel, and half as much again with an analysis of its jumps."""
+def _disassemble(made: list[Any]) -> None:
+    """Keep their SASS, by one process: the tool takes 0.3 s to start. A kernel's addresses are those among all of them."""
     import triton
 
-    kept = Path(triton.knobs.cache.dir) / f"{made.hash}.sass"
-    if not kept.exists():
+    anew = {binary.hash: binary for binary in made if not _kept(binary, "sass").exists()}
+    if not anew:
+        return
+    codes = [_code(binary.asm["cubin"]) for binary in anew.values()]
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
         tool = str(Path(triton.knobs.nvidia.ptxas.path).parent / "nvdisasm")
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
-            binary.write(made.asm["cubin"])
-            binary.flush()
-            command = [tool, "--print-code", "--no-dataflow", binary.name]
-            sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        _keep(kept, sass)
-    return kept.read_text()
+        command = [tool, "--binary", "SM90a", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"^\s+/\*[0-9a-f]+\*/\s.*", printed, re.M)
+    assert len(lines) * INSTRUCTION == sum(map(len, codes)), "the disassembler leaves instructions out"
+    rest = iter(lines)
+    for binary, code in zip(anew.values(), codes, strict=True):
+        _keep(_kept(binary, "sass"), "\n".join(itertools.islice(rest, len(code) // INSTRUCTION)))
+
+
+def _code(cubin: bytes) -> bytes:
+    """What an ELF file holds in its executable sections."""
+    (table,), (size, number) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(number)]
+    return b"".join(cubin[start : start + length] for _, _, flags, _, start, length in headers if flags & 4)
+
+
+def _kept(made: Any, kind: str) -> Path:
+    """Beside Triton's cache."""
+    import triton
+
+    return Path(triton.knobs.cache.dir) / f"{made.hash}.{kind}"
 
 
 def _keep(path: Path, text: str) -> None:

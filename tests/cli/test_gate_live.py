@@ -243,7 +243,10 @@ def test_a_finished_gate_starts_anew_and_keeps_what_it_had(
 def test_a_kill_leaves_nothing_and_the_next_call_goes_on(
     repository: Repository, tmp_path: Path, number: signal.Signals
 ) -> None:
-    base = repository.commit({"a": FAST, "b": FAST})
+    go_on = tmp_path / "go_on"  # else its third round lasts
+    waits = f"    while trial.seed == 2 and not os.path.exists({str(go_on)!r}):\n        time.sleep(0.01)\n    timed ="
+    trial = FILES["experiments/trial.py"].replace("    timed =", waits)
+    base = repository.commit({"a": FAST, "b": FAST}, experiments__trial=trial)
     temporary, out = tmp_path / "tmp", tmp_path / "out"
     temporary.mkdir()
     arguments = ("gate", "--base", base, "--device", "cpu", "--out", out, "--margin", "100%")
@@ -267,6 +270,7 @@ def test_a_kill_leaves_nothing_and_the_next_call_goes_on(
     assert eventually(lambda: not list(temporary.iterdir()), 10)
     assert not list(out.rglob("*.part"))
     kept = {key: r for key, r in load(out / "head").records.items() if key in load(out / "base").records}  # whole pairs
+    go_on.touch()
     done = Run(*arguments, main=main, **where).finish()
     assert done.returncode == 0, done
     now = load(out / "head").records

@@ -1,5 +1,6 @@
 """The runner, by real runs: every fault is one typed row, the sweep goes on, nothing outlives te-bench or is lost."""
 
+import functools
 import json
 import os
 import random
@@ -188,12 +189,13 @@ def test_models_that_do_not_import_are_the_trials_fault_alone(tmp_path: Path) ->
 def test_the_plan_a_run_writes_down_is_the_plan_it_shows(tmp_path: Path) -> None:
     assert te_bench(*NAPS, tmp_path, main=PLANTED).returncode == 0
     ids = [trial["id"] for trial in planned("naps")]
-    assert len(set(ids)) == 12
+    assert len(set(ids)) == 8
     assert results(tmp_path) == Counter((trial_id, "ok") for trial_id in ids)
     assert [row["trial"]["id"] for row in rows(tmp_path)] == ids
     assert [Trial.from_json(trial).id for trial in load(tmp_path).plans[-1].trials] == ids
 
 
+@functools.cache
 def planned(suite: str) -> list[dict[str, Any]]:
     done = te_bench("plan", suite, "--device", "cpu", "--json", main=PLANTED)
     return list(json.loads(done.stdout)["trials"])
@@ -216,7 +218,7 @@ def uninterrupted() -> Counter[tuple[str, str]]:
 def test_kill_9_at_random_moments_loses_nothing_repeats_nothing_and_leaves_nobody(tmp_path: Path, seed: int) -> None:
     """Three kills: while it starts, while a trial runs, and anywhere; then the same command to the end."""
     draw = random.Random(seed)
-    for after in (0, draw.randint(1, 3), draw.randint(4, 10)):
+    for after in (0, draw.randint(1, 3), draw.randint(4, 6)):
         with running(*NAPS, tmp_path) as run:
             eventually(lambda: len(rows(tmp_path)) >= after or run.process.poll() is not None, 30)  # noqa: B023
             moment = draw.uniform(0.2, 2.5) if after == 0 else draw.uniform(0.0, 0.4)
@@ -323,7 +325,7 @@ def test_after_kill_9_of_the_fork_server_the_other_trials_run_and_a_rerun_comple
         assert eventually(lambda: len(rows(tmp_path)) >= 2, 30)
         os.kill(fork_server(run), signal.SIGKILL)
         run.finish()
-    assert len(rows(tmp_path)) == 12
+    assert len(rows(tmp_path)) == 8
     assert {row["outcome"] for row in rows(tmp_path)} <= {"ok", "interrupted"}
     assert te_bench(*NAPS, tmp_path, main=PLANTED).returncode == 0
     assert results(tmp_path) == uninterrupted()

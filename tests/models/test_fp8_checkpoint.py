@@ -178,19 +178,19 @@ def once() -> Iterator[None]:
         *(
             pytest.param(form, name, backend, marks=pytest.mark.slow)
             for form, name, backend in (
-                ("parts", "delayed", "aot_eager"),
                 ("whole", "row", "aot_eager"),
                 ("whole", "block", "aot_eager"),
                 ("whole", "none", "aot_eager"),
-                ("whole", "delayed", "inductor"),
+                ("whole", "delayed", "aot_eager_decomp_partition"),
             )
         ),
     ],
 )
 @pytest.mark.usefixtures("once")
 def test_compiled_checkpoints_change_no_bit(form: str, name: str, backend: str) -> None:
-    """To rounding, for inductor: the same graph without checkpoints is as far from eager."""
-    straight, checkpointed = model(), model()
+    """To rounding, where Inductor's own passes choose what is kept: the same graph without checkpoints is as far off."""
+    first = 2 if name in ("row", "block") else 0  # to a checkpoint they are what "current" is: one layer shows them
+    straight, checkpointed = model()[first:], model()[first:]
     expected = train(straight, straight, RECIPES[name])
     compiled = torch.compile(lambda x: FORMS[form](checkpointed, x), fullgraph=True, backend=backend)
     found = train(checkpointed, compiled, RECIPES[name])

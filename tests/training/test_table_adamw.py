@@ -115,9 +115,15 @@ def plain_and_spread(precision: str, recipe: str, accumulate: int) -> tuple[list
     return plain, max(furthest(a, b) for a, b in itertools.combinations(arms, 2))
 
 
-@pytest.mark.parametrize(("head", "accumulate"), [(None, 1), ("chunked", 1), ("fp8", 1), ("chunked", 4)])
+@pytest.mark.xdist_group("the table's losses")  # one worker, which finds each spread once
 @pytest.mark.parametrize(
-    ("precision", "recipe"), [("fp32", CURRENT), ("bf16", CURRENT), ("fp8", CURRENT), ("fp8", DELAYED)]
+    ("precision", "recipe", "head", "accumulate"),
+    [
+        *itertools.product(("fp32", "bf16", "fp8"), (CURRENT,), (None, "chunked", "fp8"), (1,)),
+        *(("fp8", DELAYED, head, 1) for head in (None, "chunked", "fp8")),
+        # Micro-batches, with each kind of copies: of bf16, and of FP8.
+        *(("bf16", CURRENT, "chunked", 4), ("fp8", DELAYED, "chunked", 4)),
+    ],
 )
 def test_the_losses_are_the_plain_ones_within_its_own_spread(
     precision: str, recipe: str, head: str | None, accumulate: int

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -205,7 +206,9 @@ def test_lower_precision_follows_fp32_and_is_another_curve(precision: str) -> No
 
 
 @pytest.mark.slow
-def test_compiling_changes_no_curve() -> None:
+def test_compiling_changes_no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the graphs that are compiled; what Inductor makes of them tests/test_sweeps.py has."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     optim = Optim(learning_rate=3e-3, accumulate=2)
     curves = []
     for mode in ("eager", "compile"):

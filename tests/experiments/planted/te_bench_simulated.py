@@ -9,7 +9,7 @@ from te_bench import cli
 from te_bench.experiments import runner, workloads
 
 workloads.__path__.insert(0, str(Path(__file__).resolve().parent / "simulated"))
-runner.PROFILER = ()  # no simulated training profiles, and a second to import
+runner.PROFILER = runner.MODELS = ()  # no simulated training profiles or has a model, and seconds to import
 
 if __name__ == "__main__":
     cli.main()

@@ -68,7 +68,7 @@ def references_once(references: dict[tuple[object, ...], Any], monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("references_once")
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))  # of more the limits are drawn, by benchmarks/check_margins.py
 @pytest.mark.parametrize(
     ("precision", "recipe"), [("fp32", CURRENT), ("bf16", CURRENT), *(("fp8", recipe) for recipe in RECIPES)]
 )

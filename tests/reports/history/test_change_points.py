@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te_bench.reports.history import change_points
-from te_bench.reports.history.change_points import SHORTEST, penalty, segment
+from te_bench.reports.history.change_points import ALPHA, SHORTEST, penalty, segment
 
 
 def noisy(n: int, seed: int, *, noise: float = 0.01, draw: str = "standard_normal") -> np.ndarray:
@@ -129,18 +130,51 @@ def test_no_segmentation_is_cheaper(levels: list[float], each: int, price: float
 # Rates. The seeds are fixed, so these are facts about the code, not luck; the bounds leave room for other versions of numpy.
 
 
-def alarms(n: int, series: int, alpha: float, draw: str = "standard_normal") -> float:
-    return sum(bool(segment(list(noisy(n, seed, draw=draw)), alpha=alpha).changes) for seed in range(series)) / series
+def changes(series: np.ndarray, alpha: float) -> list[list[int]]:
+    """Where `segment` would cut each row; its noise and its penalty, and all rows cut at once instead of each by itself."""
+    n = series.shape[1]
+    logs = np.log(series)
+    noise = np.maximum(change_points._noise(logs), change_points.FLOOR)
+    scaled = change_points._drawn_in(logs, noise) / noise[:, None]
+    sums = np.pad(np.cumsum(scaled - scaled.mean(axis=1, keepdims=True), axis=1), ((0, 0), (1, 0)))
+    price = penalty(n, alpha)
+    costs = np.full((len(series), n + 1), math.inf)  # of the cheapest segments up to there, but for the sum of squares
+    costs[:, 0] = -price
+    came_from = np.zeros(costs.shape, dtype=int)
+    for end in range(2, n + 1):
+        saved = (sums[:, end, None] - sums[:, : end - 1]) ** 2 / (end - np.arange(end - 1))
+        found = costs[:, : end - 1] - saved + price
+        came_from[:, end] = found.argmin(axis=1)
+        costs[:, end] = found.min(axis=1)
+    cuts = [[int(row[n])] for row in came_from]
+    for row, cut in zip(came_from, cuts, strict=True):
+        while cut[-1]:
+            cut.append(int(row[cut[-1]]))
+    return [cut[-2::-1] for cut in cuts]
+
+
+def drawn(n: int, series: int, **options: Any) -> np.ndarray:
+    return np.array([noisy(n, seed, **options) for seed in range(series)])
+
+
+def alarms(n: int, series: int, alpha: float, **options: Any) -> float:
+    return sum(map(bool, changes(drawn(n, series, **options), alpha))) / series
 
 
 def found(n: int, at: int, series: int) -> float:
     """How often a step of 5 % before value `at` in noise of 1 % is found, within one place."""
-    hits = 0
-    for seed in range(series):
-        values = noisy(n, seed)
-        values[at:] *= 1.05
-        hits += any(abs(change.index - at) <= 1 for change in segment(list(values)).changes)
-    return hits / series
+    values = drawn(n, series)
+    values[:, at:] *= 1.05
+    return sum(any(abs(cut - at) <= 1 for cut in cuts) for cuts in changes(values, ALPHA)) / series
+
+
+@pytest.mark.parametrize("n", [6, 20, 50, 200])
+def test_the_series_of_the_rates_are_cut_as_segment_cuts_them(n: int) -> None:
+    for alpha, at in itertools.product((0.01, 0.5), (n - 3, n // 2)):
+        values = drawn(n, 10)
+        values[:, at:] *= 1.03
+        each = [[change.index for change in segment(list(row), alpha=alpha).changes] for row in values]
+        assert changes(values, alpha) == each
 
 
 @pytest.mark.parametrize("n", [6, 20, 50])
@@ -162,8 +196,7 @@ def test_a_step_of_five_percent_is_found() -> None:
 @pytest.mark.parametrize("n", [6, 10, 20, 50, 100, 200])
 def test_the_rates_that_the_module_states(n: int) -> None:
     assert alarms(n, 1000, 0.01) <= 0.015  # 0.01 and twice its binomial error
-    laplace = sum(bool(segment(list(noisy(n, s, noise=0.007, draw="laplace"))).changes) for s in range(500)) / 500
-    assert laplace <= 0.05  # heavier tails than the penalty knows
+    assert alarms(n, 500, 0.01, noise=0.007, draw="laplace") <= 0.05  # heavier tails than the penalty knows
     if n >= 20:
         assert found(n, n // 2, 500) >= 0.98
         assert found(n, n - 3, 500) >= 0.85

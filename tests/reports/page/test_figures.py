@@ -10,6 +10,8 @@ from te_bench.reports.analysis import curves
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.page import figures, floor_figures, gallery, loss_figures
 
+pytestmark = pytest.mark.xdist_group("figures")  # one worker, which draws them once
+
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):

@@ -10,6 +10,8 @@ from journals import HOSTILE, baseline_cell, environment, everything, ladder_rec
 
 from te_bench.reports.page.render import write_report
 
+pytestmark = pytest.mark.xdist_group("a report")  # one worker, which writes it once
+
 
 class Page(html.parser.HTMLParser):
     """Every start tag with its attributes, and the text."""

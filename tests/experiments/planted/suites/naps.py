@@ -14,4 +14,4 @@ def trials(kind: str, number: int) -> tuple[Trial, ...]:
 
 
 def experiment(options: Options) -> Experiment:
-    return Experiment(suite="naps", title="Naps", trials=trials("naps", 12))
+    return Experiment(suite="naps", title="Naps", trials=trials("naps", 8))
