@@ -273,7 +273,7 @@ def _self_test(
     slower: str | None,
 ) -> NoReturn:
     from te_bench.gate import self_test
-    from te_bench.gate.workers import places
+    from te_bench.gate.places import places
     from te_bench.reports.page import tables
 
     gpus = [gpu["uuid"] for gpu in find_gpus(question.device, None)]

@@ -14,7 +14,7 @@ is rejected at alpha / k is rejected at alpha / (k - 1) too, which lets a claim 
 the trials still undecided. Stopping a trial once it is decided, or the whole gate when time is up, only loses rejections.
 
 Which trial gets the next pair may depend on what was seen: a look is a number of the trial's own pairs, and one that is
-never reached claims nothing. Trials that seem slower than the margin (`Judgement.suspect`) go before the others: a
+never reached claims nothing. Trials that seem slower than the margin (`GateJudgement.suspect`) go before the others: a
 slow-down of 5 % in one of six trials, of pairs that vary by 3.3 %, is found in three minutes in 98 % of gates, and in half
 of them when all take turns until the end (150 and 100 simulations, 2026-11-22).
 
@@ -45,7 +45,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
-from te_bench.gate.looks import Claim, Measured, Series, Trial, divisor, holm
+from te_bench.gate.looks import HolmClaim, LogRatios, MeasuredRatio, TrialRatios, divisor, holm
 from te_bench.gate.slowdown import Estimate, likeness
 
 FAMILY = "geometric mean"
@@ -61,7 +61,7 @@ SUSPECT_FROM = 3  # pairs; from 4 on a slow-down of 5 % is found in 78 % of gate
 Ratios = Mapping[str, Sequence[float | None]]
 
 
-class Verdict(StrEnum):
+class GateVerdict(StrEnum):
     """Slower by more than the margin; not slower by it; faster than the baseline, so not slower either; not told yet."""
 
     REGRESSION = "REGRESSION"
@@ -71,33 +71,33 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement(Measured):
+class GateJudgement(MeasuredRatio):
     """What the pairs of one trial, or the rounds of all of them, carry: by what a process counts by, and by all calls."""
 
-    verdict: Verdict
+    verdict: GateVerdict
     reason: str
     pairs: int  # used, up to the look that this judgement is of
     more: int = 0  # pairs to the next look of an undecided trial; 0 when there is none
     suspect: bool = False  # still to be decided, and by all its pairs so far slower than the margin
-    mean: Measured | None = None  # of all calls; None where they are not judged
+    mean: MeasuredRatio | None = None  # of all calls; None where they are not judged
     needed: int | None = None  # pairs that would decide it in 80 % of cases at the ratios as measured
 
     @property
     def passed(self) -> bool:
-        return self.verdict in (Verdict.PASS, Verdict.IMPROVED)
+        return self.verdict in (GateVerdict.PASS, GateVerdict.IMPROVED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class GateDecision:
     """The judgements by trial; `family`, of the geometric mean over the trials, is None for a single one."""
 
     margin: float
     alpha: float
-    trials: Mapping[str, Judgement]
-    family: Judgement | None
+    trials: Mapping[str, GateJudgement]
+    family: GateJudgement | None
 
     @property
-    def judgements(self) -> tuple[Judgement, ...]:
+    def judgements(self) -> tuple[GateJudgement, ...]:
         return (*self.trials.values(), *([self.family] if self.family else []))
 
     @property
@@ -115,7 +115,7 @@ def decide(
     looks: Sequence[int] | None = None,
     ended: bool = False,
     mde: float | None = None,
-) -> Decision:
+) -> GateDecision:
     """A verdict for each trial on its ratios so far, candidate / baseline, in the order of the rounds of pairs.
 
     means: of the same pairs, the ratios of the mean of all calls. REGRESSION: a trial's r > 1 + margin is shown, or that its
@@ -143,14 +143,16 @@ def decide(
         kinds = [{**one, FAMILY: _rounds(list(one.values()))} for one in kinds]
     bars = zip(kinds, (margin, MEAN_MARGINS * margin), (True, False), strict=False)
     times = [_series(kind, math.log1p(bar), trim, looks, ended) for kind, bar, trim in bars]
-    trials = {name: Trial(times=tuple(one[name] for one in times), alpha=alpha) for name in times[0]}
-    slower, passes, faster = (holm(trials, claim) for claim in (Trial.slower, Trial.passes, Trial.faster))
+    trials = {name: TrialRatios(times=tuple(one[name] for one in times), alpha=alpha) for name in times[0]}
+    slower, passes, faster = (
+        holm(trials, claim) for claim in (TrialRatios.slower, TrialRatios.passes, TrialRatios.faster)
+    )
     finest = math.log1p(margin if mde is None else mde)
     judged = {name: _judge(name, one, slower, passes, faster, finest, len(trials)) for name, one in trials.items()}
     family = judged.pop(FAMILY, None) if len(ratios) > 1 else None
-    if family and family.verdict is Verdict.INCONCLUSIVE and all(one.passed for one in judged.values()):
-        family = replace(family, verdict=Verdict.PASS, reason="every trial passes, so their mean does", more=0)
-    return Decision(margin=margin, alpha=alpha, trials=judged, family=family)
+    if family and family.verdict is GateVerdict.INCONCLUSIVE and all(one.passed for one in judged.values()):
+        family = replace(family, verdict=GateVerdict.PASS, reason="every trial passes, so their mean does", more=0)
+    return GateDecision(margin=margin, alpha=alpha, trials=judged, family=family)
 
 
 def check_test(margin: float, alpha: float, mde: float | None = None) -> None:
@@ -182,7 +184,7 @@ def _same_pairs(ratios: Ratios, means: Ratios) -> None:
             raise ValueError(f"{name}: its ratios and means are of other pairs: give both of each pair, or None twice")
 
 
-def _series(ratios: Ratios, bar: float, trim: bool, looks: Sequence[int] | None, ended: bool) -> dict[str, Series]:
+def _series(ratios: Ratios, bar: float, trim: bool, looks: Sequence[int] | None, ended: bool) -> dict[str, LogRatios]:
     """Of every trial and the family, which is no more alike than its trials are."""
     found = {name: tuple(math.log(r) for r in values if r is not None) for name, values in ratios.items()}
     together = likeness([logs for name, logs in found.items() if name != FAMILY], trim=trim)
@@ -193,7 +195,7 @@ def _series(ratios: Ratios, bar: float, trim: bool, looks: Sequence[int] | None,
         )  # once: a look that fewer pairs do not reach
         at = looks_until(len(logs), planned) if ended else planned
         alike = together.bound(likeness([logs], trim=trim))
-        series[name] = Series(logs=logs, looks=at, bar=bar, trim=trim, alike=alike)
+        series[name] = LogRatios(logs=logs, looks=at, bar=bar, trim=trim, alike=alike)
     return series
 
 
@@ -217,21 +219,21 @@ def _rounds(trials: Sequence[Sequence[float | None]]) -> list[float | None]:
 
 
 def _judge(
-    name: str, one: Trial, slower: Claim, passes: Claim, faster: Claim, finest: float, hypotheses: int
-) -> Judgement:
+    name: str, one: TrialRatios, slower: HolmClaim, passes: HolmClaim, faster: HolmClaim, finest: float, hypotheses: int
+) -> GateJudgement:
     """The verdict of one trial: the claim that was made of it, REGRESSION before PASS should both have been."""
     first, pairs = one.times[0], len(one.times[0].logs)
     more = next((n - pairs for n in first.looks if n > pairs), 0)
     if pairs < 2:
-        return Judgement(verdict=Verdict.INCONCLUSIVE, reason=_few(pairs), pairs=pairs, more=more)
+        return GateJudgement(verdict=GateVerdict.INCONCLUSIVE, reason=_few(pairs), pairs=pairs, more=more)
     claim = slower if name in slower.made else passes
     look = claim.made.get(name, max(len(first.reached) - 1, 0))
-    verdict = Verdict.INCONCLUSIVE
+    verdict = GateVerdict.INCONCLUSIVE
     if name in claim.made:
-        verdict = Verdict.REGRESSION if claim is slower else Verdict.PASS
+        verdict = GateVerdict.REGRESSION if claim is slower else GateVerdict.PASS
         if claim is passes and faster.made.get(name, look + 1) <= look:
-            verdict = Verdict.IMPROVED
-    undecided = verdict is Verdict.INCONCLUSIVE
+            verdict = GateVerdict.IMPROVED
+    undecided = verdict is GateVerdict.INCONCLUSIVE
     above = one.alpha / divisor(passes.left[name])
     shares = zip(one.times, one.shares(slower.left[name]), one.shares(hypotheses), strict=True)
     found, *means = (time.measured(look, a, above, last, undecided=undecided) for time, a, last in shares)
@@ -239,7 +241,7 @@ def _judge(
     needed = [time.needed(look, last, finest) for time, last in each if time.at(look).se]
     known = [max(n, FEWEST) for n in needed if n is not None]
     known = known if len(known) == len(needed) else []
-    return Judgement(
+    return GateJudgement(
         **asdict(found),
         verdict=verdict,
         reason=_reason(verdict, one, look, slower.left[name], passes.left[name], known),
@@ -251,21 +253,21 @@ def _judge(
     )
 
 
-def _reason(verdict: Verdict, one: Trial, look: int, slower: int, passes: int, needed: Sequence[int]) -> str:
+def _reason(verdict: GateVerdict, one: TrialRatios, look: int, slower: int, passes: int, needed: Sequence[int]) -> str:
     """slower, passes: how many hypotheses shared alpha."""
     found, *means = (time.at(look) for time in one.times)
     over = f"{_off(found)} over {_pairs(found.n)}"
     also = f", all calls on average {_off(means[0])}" if means else ""
-    if verdict is Verdict.REGRESSION:
+    if verdict is GateVerdict.REGRESSION:
         typical, *mean = one.slower_by(slower)
         if typical is None or typical > look:
             assert mean
             least = _percent(one.times[1].bar)
             return f"all calls on average slower by more than {least}: {_off(means[0])}, though typical ones {over}"
         return f"slower by more than {_percent(one.times[0].bar)}: {over}{also}"
-    if verdict is Verdict.IMPROVED:
+    if verdict is GateVerdict.IMPROVED:
         return f"faster: {over}{also}"
-    if verdict is Verdict.PASS:
+    if verdict is GateVerdict.PASS:
         return f"not slower by {_percent(one.times[0].bar)}: {over}{also}"
     if not found.se:
         twice = ". Are these the same records twice?" if found.log_ratio == 0 else ""
@@ -285,7 +287,7 @@ def _reason(verdict: Verdict, one: Trial, look: int, slower: int, passes: int, n
     return f"{'; '.join(said)}. {more[0].upper()}{more[1:]}"
 
 
-def _untold(time: Series, look: int, who: str) -> str:
+def _untold(time: LogRatios, look: int, who: str) -> str:
     """Why a time is not told from its bar: the noise, and what must be allowed for between the pairs."""
     found = time.at(look)
     noise = f"by a noise of {100 * found.sd:.2g} % a pair over {_pairs(found.n)}"

@@ -29,7 +29,7 @@ _ENDED = ("ok", "stopped")  # outcomes that no fault brought about
 _LONGEST = 60  # characters of a kernel's name
 
 
-class Kind(StrEnum):
+class FindingKind(StrEnum):
     """What a finding is about."""
 
     MEMORY = "memory"
@@ -44,11 +44,11 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class GateFinding:
     """One thing that differs between baseline and candidate; `code` is the exit code that it asks for."""
 
     name: str  # of the trial, without its seed, or of the study
-    kind: Kind
+    kind: FindingKind
     code: int
     message: str
 
@@ -73,22 +73,25 @@ def by_seed(cell: Cell | None) -> dict[int, Row]:
     return {row.trial.seed: row for row in cell.rows} if cell else {}
 
 
-def of_match(match: Match) -> list[Finding]:
+def of_match(match: Match) -> list[GateFinding]:
     """Everything that the co-gates find in one trial."""
     if match.candidate is None:
-        return [_found(match, Kind.MISSING, 4, "in the baseline, not in the candidate")]
+        return [_found(match, FindingKind.MISSING, 4, "in the baseline, not in the candidate")]
     if match.baseline is None:
         wrong = [row for row in match.candidate.rows if row.outcome == "failed_check"]
         told = f"new in the candidate: {match.candidate.outcome}"
-        return [_found(match, Kind.NEW, 0, told), *([_failed(match, wrong, "failed_check", "new")] if wrong else [])]
+        return [
+            _found(match, FindingKind.NEW, 0, told),
+            *([_failed(match, wrong, "failed_check", "new")] if wrong else []),
+        ]
     return [*_outcomes(match), *_untimed(match), *_memory(match), *_counts(match), *_kernels(match)]
 
 
-def _found(match: Match, kind: Kind, code: int, message: str) -> Finding:
-    return Finding(name=match.name, kind=kind, code=code, message=message)
+def _found(match: Match, kind: FindingKind, code: int, message: str) -> GateFinding:
+    return GateFinding(name=match.name, kind=kind, code=code, message=message)
 
 
-def _outcomes(match: Match) -> list[Finding]:
+def _outcomes(match: Match) -> list[GateFinding]:
     """What became of each seed on either side, the same changes together."""
     before, after = by_seed(match.baseline), by_seed(match.candidate)
     changes: dict[tuple[str, str], list[Row]] = {}
@@ -100,28 +103,30 @@ def _outcomes(match: Match) -> list[Finding]:
             found.append(_failed(match, rows, new, f"{old} in the baseline"))
         elif new not in _ENDED:
             same = "as in the baseline" if old == new else f"{old} in the baseline"
-            found.append(_found(match, Kind.NOTE, 0, f"{new}, {same}: {_count(rows)}"))
+            found.append(_found(match, FindingKind.NOTE, 0, f"{new}, {same}: {_count(rows)}"))
         elif old not in _ENDED:
-            found.append(_found(match, Kind.NOTE, 0, f"{new}, {old} in the baseline: {_count(rows)}"))
+            found.append(_found(match, FindingKind.NOTE, 0, f"{new}, {old} in the baseline: {_count(rows)}"))
     for side, own, others in (("baseline", before, after), ("candidate", after, before)):
         if only := [row for seed, row in own.items() if seed not in others]:
-            found.append(_found(match, Kind.NOTE, 0, f"in the {side} only, so in no pair: {_count(only)}"))
+            found.append(_found(match, FindingKind.NOTE, 0, f"in the {side} only, so in no pair: {_count(only)}"))
     return found
 
 
-def _untimed(match: Match) -> Iterable[Finding]:
+def _untimed(match: Match) -> Iterable[GateFinding]:
     """Times that the baseline has and the candidate does not, in any pair: what is not timed cannot be slower."""
     for sample, suffix in TIMED.items():
         if any(seconds_of(old, sample) and not seconds_of(new, sample) for old, new in match.pairs.values()):
-            yield Finding(
+            yield GateFinding(
                 name=match.name + suffix,
-                kind=Kind.MISSING,
+                kind=FindingKind.MISSING,
                 code=4,
                 message="timed in the baseline, not in the candidate",
             )
     timed = [[any(seconds_of(record, sample) for sample in TIMED) for record in pair] for pair in match.pairs.values()]
     if any(new for _, new in timed) and not any(old for old, _ in timed):
-        yield _found(match, Kind.MISSING, 4, "timed in the candidate, not in the baseline: nothing to compare with")
+        yield _found(
+            match, FindingKind.MISSING, 4, "timed in the candidate, not in the baseline: nothing to compare with"
+        )
 
 
 def _worse(old: str, new: str) -> bool:
@@ -131,9 +136,9 @@ def _worse(old: str, new: str) -> bool:
     return old in (*_ENDED, "unsupported", "interrupted") or new in ("failed_check", "interrupted")
 
 
-def _failed(match: Match, rows: list[Row], outcome: str, before: str) -> Finding:
+def _failed(match: Match, rows: list[Row], outcome: str, before: str) -> GateFinding:
     message = f"{outcome}, {before}: {_count(rows)}: {rows[0].reason or 'no reason recorded'}"
-    return _found(match, Kind.FAILED, 4, printable(message))
+    return _found(match, FindingKind.FAILED, 4, printable(message))
 
 
 def _count(rows: list[Row]) -> str:
@@ -141,7 +146,7 @@ def _count(rows: list[Row]) -> str:
     return f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
 
 
-def _memory(match: Match) -> Iterable[Finding]:
+def _memory(match: Match) -> Iterable[GateFinding]:
     """Peaks whose growth, the median over the pairs, exceeds what is ALLOWED, and those that the candidate does not have.
 
     What is not measured cannot grow: a peak that the baseline recorded in some pair and the candidate in none is missing.
@@ -151,12 +156,14 @@ def _memory(match: Match) -> Iterable[Finding]:
             [numbers(record.samples.get(sample)) for record in side] for side in zip(*match.pairs.values(), strict=True)
         ]
         if sides and any(sides[0]) and not any(sides[1]):
-            yield _found(match, Kind.MISSING, 4, f"{name} memory recorded in the baseline, not in the candidate")
+            yield _found(match, FindingKind.MISSING, 4, f"{name} memory recorded in the baseline, not in the candidate")
         peaks = _both(match, "samples", sample)
         yield from _grown(match, sample, name, peaks)
     tried = [(_tries(b), _tries(c)) for b, c in match.pairs.values()]
     if any(old for old, _ in tried) and not any(new for _, new in tried):
-        yield _found(match, Kind.MISSING, 4, "peak memory of each batch recorded in the baseline, not in the candidate")
+        yield _found(
+            match, FindingKind.MISSING, 4, "peak memory of each batch recorded in the baseline, not in the candidate"
+        )
     batches = [max(old.keys() & new.keys()) for old, new in tried if old.keys() & new.keys()]
     if batches:
         batch = min(batches)  # the largest that fits on both sides, in every pair
@@ -164,7 +171,7 @@ def _memory(match: Match) -> Iterable[Finding]:
         yield from _grown(match, "peak_allocated_bytes", f"peak allocated at batch {batch}", peaks)
 
 
-def _grown(match: Match, sample: str, name: str, peaks: list[tuple[float, float]]) -> Iterable[Finding]:
+def _grown(match: Match, sample: str, name: str, peaks: list[tuple[float, float]]) -> Iterable[GateFinding]:
     if not peaks:
         return
     least, share = ALLOWED[sample]
@@ -172,7 +179,7 @@ def _grown(match: Match, sample: str, name: str, peaks: list[tuple[float, float]
     growth, allowed = statistics.median(c - b for b, c in peaks), least + share * old
     if growth > allowed:
         sizes = f"{growth / MIB:+,.1f} MiB on {old / MIB:,.1f} MiB ({100 * growth / old:+.2g} %)"
-        yield _found(match, Kind.MEMORY, 1, f"{name} {sizes}; {allowed / MIB:.1f} MiB are allowed")
+        yield _found(match, FindingKind.MEMORY, 1, f"{name} {sizes}; {allowed / MIB:.1f} MiB are allowed")
 
 
 def _tries(record: Record) -> dict[int, float]:
@@ -181,13 +188,13 @@ def _tries(record: Record) -> dict[int, float]:
     return {t["batch"]: peak for t in tries if t.get("fits") for peak in numbers([t.get("peak_allocated_bytes")])}
 
 
-def _counts(match: Match) -> Iterable[Finding]:
+def _counts(match: Match) -> Iterable[GateFinding]:
     """Counts of one step that grew, by the median over the pairs."""
     for key, name in COUNTS.items():
         counted = _both(match, "work", key)
         if counted and (growth := statistics.median(c - b for b, c in counted)) > 0:
             old, new = (statistics.median(side) for side in zip(*counted, strict=True))
-            yield _found(match, Kind.COUNT, 1, f"{name} {growth:+g}: from {old:g} to {new:g}")
+            yield _found(match, FindingKind.COUNT, 1, f"{name} {growth:+g}: from {old:g} to {new:g}")
 
 
 def _both(match: Match, field: str, key: str) -> list[tuple[float, float]]:
@@ -201,21 +208,21 @@ def _both(match: Match, field: str, key: str) -> list[tuple[float, float]]:
     return found
 
 
-def _kernels(match: Match) -> Iterable[Finding]:
+def _kernels(match: Match) -> Iterable[GateFinding]:
     """Names of kernels that came or went, told only: a renamed kernel is no fault."""
     sides = list(match.pairs.values())
     old, new = ({name for pair in sides for name in pair[side].kernels} for side in (0, 1))
     words = [f"+ {_short(name)}" for name in sorted(new - old)] + [f"- {_short(name)}" for name in sorted(old - new)]
     if words:
         more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-        yield _found(match, Kind.KERNELS, 0, f"other kernels ran: {', '.join(words[:3])}{more}")
+        yield _found(match, FindingKind.KERNELS, 0, f"other kernels ran: {', '.join(words[:3])}{more}")
 
 
 def _short(kernel: object) -> str:
     return shortened(printable(str(kernel)), _LONGEST)
 
 
-def of_studies(baseline: Iterable[Group], candidate: Iterable[Group]) -> list[Finding]:
+def of_studies(baseline: Iterable[Group], candidate: Iterable[Group]) -> list[GateFinding]:
     """Convergence verdicts of the candidate that are worse than the baseline's, a recipe at a time.
 
     1: a recipe is INFERIOR or DIVERGED that was not; 3: one is INCONCLUSIVE that was as good as bf16; 4: the candidate's
@@ -234,11 +241,11 @@ def _judged(group: Group) -> list[Study]:
     return [study for study in studies(group) if study.whole]
 
 
-def _compared(old: Verdicts, new: Verdicts) -> list[Finding]:
+def _compared(old: Verdicts, new: Verdicts) -> list[GateFinding]:
     title = f"verdict/{new.study.title}"
     if new.void:
         said = f"no verdict{', nor in the baseline' if old.void else ''}: {new.void}"
-        return [Finding(name=title, kind=Kind.VERDICT, code=3 if old.void else 4, message=printable(said))]
+        return [GateFinding(name=title, kind=FindingKind.VERDICT, code=3 if old.void else 4, message=printable(said))]
     before = {} if old.void else {finding.arm.name: finding.verdict for finding in old.recipes}
     found = []
     for finding in new.recipes:
@@ -247,7 +254,7 @@ def _compared(old: Verdicts, new: Verdicts) -> list[Finding]:
         if code:
             message = f"{finding.verdict}, {was or 'not judged'} in the baseline: {finding.judgement.reason}"
             name = f"{title}/{finding.arm.name}"
-            found.append(Finding(name=name, kind=Kind.VERDICT, code=code, message=printable(message)))
+            found.append(GateFinding(name=name, kind=FindingKind.VERDICT, code=code, message=printable(message)))
     return found
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from te_bench.gate.decision import FAMILY, MEAN_MARGINS, Judgement, Verdict
-from te_bench.gate.looks import Measured
-from te_bench.gate.memory_and_checks import Finding
+from te_bench.gate.decision import FAMILY, MEAN_MARGINS, GateJudgement, GateVerdict
+from te_bench.gate.looks import MeasuredRatio
+from te_bench.gate.memory_and_checks import GateFinding
 from te_bench.gate.stored_runs import REGRESSED, Gate
 from te_bench.reports.page import tables, text
 from te_bench.reports.page.files import write_atomically
@@ -30,11 +30,11 @@ def sentence(gate: Gate) -> str:
     if gate.exit_code == 5:
         return f"{answer}: nothing is judged, for the runs are of different environments: {'; '.join(gate.mismatch)}."
     trials = list(gate.decision.trials.values()) if gate.decision else []
-    counts = [(verdict, sum(one.verdict is verdict for one in trials)) for verdict in Verdict]
+    counts = [(verdict, sum(one.verdict is verdict for one in trials)) for verdict in GateVerdict]
     said = [f"{n} {verdict}" for verdict, n in counts if n]
     said = [f"{', '.join(said)} of {len(trials)} timed"] if said else ["nothing was timed on both sides"]
     family = gate.decision.family if gate.decision else None
-    told = family and (family.verdict is not Verdict.INCONCLUSIVE or gate.exit_code != REGRESSED)
+    told = family and (family.verdict is not GateVerdict.INCONCLUSIVE or gate.exit_code != REGRESSED)
     said += [f"their geometric mean {family.verdict}"] if family and told else []
     for code in (1, 4, 3):
         if n := sum(finding.code == code for finding in gate.findings):
@@ -57,7 +57,7 @@ def table(gate: Gate, limit: int | None = None) -> Table | None:
         "calls so slow a change a REGRESSION in 80 % of gates, a less slow one in fewer. Pairs set aside are in parentheses."
         f"{_unseen(gate)}"
     )
-    columns = ("Trial", "Typical call", "All calls", "Finds", "Pairs", "Verdict")
+    columns = ("Trial", "Typical call", "All calls", "Finds", "Pairs", "GateVerdict")
     return table_of("gate", "Seconds", columns, rows, note)
 
 
@@ -70,19 +70,19 @@ def _unseen(gate: Gate) -> str:
     return f" Of each trial either side made at least {fewest:,} calls: {rare}."
 
 
-def _row(name: str, one: Judgement, gate: Gate, limit: int | None) -> tuple[Value, ...]:
+def _row(name: str, one: GateJudgement, gate: Gate, limit: int | None) -> tuple[Value, ...]:
     aside = gate.throttled.get(name, 0)
     return (
         word(name if limit is None else _middle(name, limit)),
         _ratio(one),
-        _ratio(one.mean or Measured()),
+        _ratio(one.mean or MeasuredRatio()),
         number(one.detectable, lambda share: text.MISSING if share is None else f">= {_percent(share)}"),
         Value(text=f"{one.pairs}{f' ({aside})' if aside else ''}", sort=one.pairs),
         Value(text=one.verdict.value, sort=one.verdict.value),
     )
 
 
-def _ratio(one: Measured) -> Value:
+def _ratio(one: MeasuredRatio) -> Value:
     if one.ratio is None:
         return word(None)
     interval = "" if one.low is None else f" [{one.low:.3f}, {'∞' if one.high is None else f'{one.high:.3f}'}]"
@@ -128,21 +128,21 @@ def _wrapped(content: str) -> list[str]:
     return textwrap.wrap(content, _WIDTH, subsequent_indent="    ", initial_indent="  " if content[0] == " " else "")
 
 
-def _undecided(gate: Gate) -> dict[str, Judgement]:
+def _undecided(gate: Gate) -> dict[str, GateJudgement]:
     """What would have to be decided for another answer: nothing once there is a regression."""
     if gate.exit_code == REGRESSED:
         return {}
-    return {name: one for name, one in _judged(gate).items() if one.verdict is Verdict.INCONCLUSIVE}
+    return {name: one for name, one in _judged(gate).items() if one.verdict is GateVerdict.INCONCLUSIVE}
 
 
-def _judged(gate: Gate) -> dict[str, Judgement]:
+def _judged(gate: Gate) -> dict[str, GateJudgement]:
     if gate.decision is None:
         return {}
     family = {FAMILY: gate.decision.family} if gate.decision.family else {}
     return {**gate.decision.trials, **family}
 
 
-def _sections(gate: Gate) -> list[tuple[str, list[Finding]]]:
+def _sections(gate: Gate) -> list[tuple[str, list[GateFinding]]]:
     """The findings by what they ask for, the worst first; without those of no heading."""
     found = [(heading, [f for f in gate.findings if f.code == code]) for code, heading in _HEADINGS.items()]
     return [(heading, findings) for heading, findings in found if findings]
@@ -175,9 +175,9 @@ def junit(gate: Gate) -> str:
     suite = ElementTree.Element("testsuite", name="te-bench gate", time="0")
     for name, one in _judged(gate).items():
         case = _case(suite, name, "time")
-        if one.verdict is Verdict.REGRESSION:
+        if one.verdict is GateVerdict.REGRESSION:
             _outcome(case, "failure", "REGRESSION", one.reason)
-        elif one.verdict is Verdict.INCONCLUSIVE:
+        elif one.verdict is GateVerdict.INCONCLUSIVE:
             _outcome(case, "skipped", "INCONCLUSIVE", one.reason)
         else:
             ElementTree.SubElement(case, "system-out").text = f"{one.verdict}: {one.reason}"
@@ -244,7 +244,7 @@ def to_json(gate: Gate) -> dict[str, Any]:
     }
 
 
-def _judgement(name: str, one: Judgement, gate: Gate) -> dict[str, Any]:
+def _judgement(name: str, one: GateJudgement, gate: Gate) -> dict[str, Any]:
     fields = ("reason", "pairs", "ratio", "low", "high", "detectable", "needed")
     known = {field: getattr(one, field) for field in fields}
     mean = None if one.mean is None else asdict(one.mean)

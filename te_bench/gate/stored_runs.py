@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from te_bench.experiments.spec import Record
-from te_bench.gate.decision import FEWEST, Decision, Verdict, check_test, decide
-from te_bench.gate.memory_and_checks import Finding, Kind, Match, of_match, of_studies
+from te_bench.gate.decision import FEWEST, GateDecision, GateVerdict, check_test, decide
+from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, of_match, of_studies
 from te_bench.reports.analysis.measures import median, seconds_of
 from te_bench.reports.analysis.rows import TIMED, Cell, Group, Results, differences, identity, load_results, printable
 from te_bench.reports.exchange.compare_fail import STATS, Limit, judge
@@ -51,8 +51,8 @@ class Gate:
     candidate: str
     margin: float
     alpha: float
-    decision: Decision | None
-    findings: tuple[Finding, ...] = ()
+    decision: GateDecision | None
+    findings: tuple[GateFinding, ...] = ()
     throttled: Mapping[str, int] = dataclasses.field(default_factory=dict)  # {trial: pairs set aside for their clocks}
     mismatch: tuple[str, ...] = ()  # how the environments differ
     allowed: bool = False  # to differ
@@ -64,13 +64,13 @@ class Gate:
     notes: tuple[str, ...] = ()
 
     @property
-    def verdicts(self) -> frozenset[Verdict]:
+    def verdicts(self) -> frozenset[GateVerdict]:
         return frozenset(one.verdict for one in self.decision.judgements) if self.decision else frozenset()
 
     @property
     def regressed(self) -> bool:
         """Whether a ratio is a REGRESSION."""
-        return Verdict.REGRESSION in self.verdicts
+        return GateVerdict.REGRESSION in self.verdicts
 
     @property
     def exit_code(self) -> int:
@@ -82,7 +82,7 @@ class Gate:
             return REGRESSED
         if INCOMPLETE in codes or not self.compared:
             return INCOMPLETE
-        return UNDECIDED if Verdict.INCONCLUSIVE in verdicts or UNDECIDED in codes else PASSED
+        return UNDECIDED if GateVerdict.INCONCLUSIVE in verdicts or UNDECIDED in codes else PASSED
 
 
 def compare(
@@ -296,7 +296,7 @@ def _copies(pairs: Mapping[int, tuple[Record, Record]], sample: str) -> list[int
     return sorted(found)
 
 
-def _exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[Finding]:
+def _exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[GateFinding]:
     """Trials whose statistics grew beyond a limit, a finding for each; pairs in which a GPU throttled count here neither."""
     sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for match in matches if limits else ():
@@ -308,8 +308,11 @@ def _exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[Finding
         return []
     judged = judge(limits, *({"benchmarks": benchmarks} for benchmarks in sides))
     return [
-        Finding(
-            name=f.fullname, kind=Kind.THRESHOLD, code=REGRESSED, message=f"{f.reason} (a threshold, no statistics)"
+        GateFinding(
+            name=f.fullname,
+            kind=FindingKind.THRESHOLD,
+            code=REGRESSED,
+            message=f"{f.reason} (a threshold, no statistics)",
         )
         for f in judged.failures
     ]

@@ -10,10 +10,10 @@ import pytest
 
 from te_bench.experiments.store import load
 from te_bench.gate import stored_runs
-from te_bench.gate.decision import Decision, Ratios
+from te_bench.gate.decision import GateDecision, Ratios
 
 FAST, SLOW = 0.002, 0.006  # seconds a call
-#: Of pairs.py.
+#: Of paired_trial.
 QUICK = {"TURN_S": 0.004, "TIMED_S": 0.03, "MOST_TURNS": 6, "SHARED": ()}
 
 
@@ -26,7 +26,7 @@ def told(monkeypatch: pytest.MonkeyPatch, ratios: Mapping[str, float], noise: fl
     """Judge every trial by pairs of this ratio, half above and half below by `noise`, and by none that was measured."""
     decide = stored_runs.decide
 
-    def of_told(found: Ratios, **options: Any) -> Decision:
+    def of_told(found: Ratios, **options: Any) -> GateDecision:
         means = {name: ratio for name in found for model, ratio in ratios.items() if f"/{model}/" in name}
         assert means.keys() == found.keys()
         signs = {name: zip(found[name], cycle((1 - noise, 1 + noise)), strict=False) for name in found}

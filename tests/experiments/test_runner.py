@@ -256,7 +256,7 @@ def test_kill_9_while_the_fork_server_imports_torch_ends_it_at_once(tmp_path: Pa
 
 def test_a_fork_server_that_begins_after_te_bench_was_killed_ends(tmp_path: Path) -> None:
     """Its parent is another by then, whose death would come too late."""
-    command = [sys.executable, "-c", f"import {runner.LIFELINE}; print('lives')"]
+    command = [sys.executable, "-c", f"import {runner.PRELOAD}; print('lives')"]
     for parent, lives in ((os.getpid(), True), (2**22, False)):  # above every pid
         env = {**os.environ, runner.RUNNER: str(parent)}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

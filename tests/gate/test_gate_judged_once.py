@@ -11,7 +11,7 @@ from journals import environment, step_record, trial, write
 from te_bench.experiments.spec import Record
 from te_bench.gate import revisions as gate_live
 from te_bench.gate import stored_runs
-from te_bench.gate.decision import Verdict
+from te_bench.gate.decision import GateVerdict
 from te_bench.gate.paired_sweep import Planned
 
 ROUNDS = 8  # between two looks
@@ -50,4 +50,4 @@ def test_a_gate_that_ends_between_two_looks_is_judged_there_by_what_was_read_onc
     assert read == [tmp_path / side for side in gate_live.SIDES]
     assert found.decision is not None
     [one] = found.decision.trials.values()
-    assert (one.verdict, one.pairs) == (Verdict.REGRESSION, 6)
+    assert (one.verdict, one.pairs) == (GateVerdict.REGRESSION, 6)
