@@ -1,4 +1,4 @@
-"""The gate's rule over thousands of simulated gates at once, which test_gate.py holds `gate.decide` to gate by gate.
+"""The gate's rule over thousands of simulated gates at once, which test_decision.py holds `decision.decide` to gate by gate.
 
 One after the other, by `decide`, 2,000 gates take 11 s. Arrays are (gates, series, looks); of several trials the last series
 is the family.

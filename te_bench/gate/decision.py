@@ -1,42 +1,21 @@
 """Which trials became slower: every trial's pairs so far to REGRESSION, PASS, IMPROVED or INCONCLUSIVE, and who needs more.
 
-A trial has two ratios, candidate / baseline: r of what its processes count by, which noise hardly touches and a slow-down of
-few calls neither, and m of the mean of all their calls, which every slow-down moves. m is the noisier by far, and has a bar
-of its own, MEAN_MARGINS margins. Three claims are tested: that r or m lies above its bar, that both lie below, and r < 1.
-The first divides its share of alpha between r, two thirds, and m. The second divides nothing: where it is wrong one of two
-claims is, each of which is wrong in at most alpha of cases (Berger 1982, Technometrics 24:295).
+A trial has two ratios, candidate / baseline: r of what its processes count by, and m of the mean of all their calls, which
+has a bar of its own, MEAN_MARGINS margins. Three claims are tested: that r or m lies above its bar, that both lie below, and
+r < 1. The first divides its share of alpha between r, two thirds, and m. The second divides nothing: where it is wrong one
+of two claims is, each of which is wrong in at most alpha of cases (Berger 1982, Technometrics 24:295).
 
 Each claim is held to alpha over all trials, their geometric mean and all looks together, by Holm's procedure over
 group-sequential tests (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311; Ye, Li, Liu & Yao 2013, Stat. Med. 32:1112). That
 is closed testing: any k true hypotheses are rejected, at whatever look, with a probability of at most k times what one
-spends at level alpha / k, however the trials depend on each other; and the levels of every look rise with alpha, so what
-is rejected at alpha / k is rejected at alpha / (k - 1) too, which lets a claim that has been made pass its share on to
-the trials still undecided. Stopping a trial once it is decided, or the whole gate when time is up, only loses rejections.
+spends at level alpha / k, however the trials depend on each other; and the levels of every look rise with alpha, so a claim
+that has been made passes its share on to the trials still undecided. Stopping a trial once it is decided, or the whole gate
+when time is up, only loses rejections. Which trial gets the next pair may depend on what was seen: a look is a number of the
+trial's own pairs, and one that is never reached claims nothing.
 
-Which trial gets the next pair may depend on what was seen: a look is a number of the trial's own pairs, and one that is
-never reached claims nothing. Trials that seem slower than the margin (`GateJudgement.suspect`) go before the others: a
-slow-down of 5 % in one of six trials, of pairs that vary by 3.3 %, is found in three minutes in 98 % of gates, and in half
-of them when all take turns until the end (150 and 100 simulations, 2026-11-22).
-
-Pairs of which each resembles the one before carry less than as many others, and a trial's interval is wider for it, by what
-the autocorrelation of the gate's pairs may be (slowdown.Likeness). It is estimated from all pairs so far, so a claim may
-still come or go with the pairs of another trial.
-
-It is a pure function of the ratios, so the gate calls it again with every round of pairs. In 2,000 simulated
-gates of 6 trials, looks at 6, 10, 15 and 20 pairs, sd 1.5 %, margin 2 %, one ratio a trial (2026-11-23;
-tests/gate/test_decision.py):
-
-    in %, with log-ratios                    normal   Student's t, 3 df   1 pair in 20 is 10 x as wide
-    no change: any trial REGRESSION             0.0                 0.0                            0.0
-               any called IMPROVED              0.1                 0.2                            0.2
-               all PASS                        97.2                80.5                           90.9
-    all slower by just the margin:
-               any REGRESSION                   1.8                 1.4                            1.4
-               any PASS                         2.1                 1.5                            1.8
-    one slower by 5 %: it is REGRESSION        99.8                97.7                           98.7
-    pairs a trial, no change                   15.7                17.1                           16.2
-
-docs/gate.md has the rates of both ratios where few calls are slow, and of pairs that resemble the ones before.
+It is a pure function of the ratios, so the gate calls it again with every round of pairs. A trial's interval is as wide as
+the autocorrelation of all pairs so far asks for, so a claim may come or go with the pairs of another trial. docs/gate.md has
+the simulated error rates.
 """
 
 import math
@@ -49,14 +28,13 @@ from te_bench.gate.looks import HolmClaim, LogRatios, MeasuredRatio, TrialRatios
 from te_bench.gate.slowdown import Estimate, likeness
 
 FAMILY = "geometric mean"
-#: The mean of all calls must be shown to lie below 1 + so many margins, which is 5 % where the margin is 2 %: A/A pairs of
-#: `quick` vary by 0.8 to 10 times as much by it as by the lowest tenth, the median 1.4 (84 pairs, load 5, 2026-11-23).
+#: The mean of all calls must be shown to lie below 1 + so many margins: pairs vary by more of it than by the lowest tenth.
 MEAN_MARGINS = 2.5
 #: Pairs without which nothing is claimed. Where processes of one program run at either of two speeds, as memory happens to
 #: be laid out, all of n pairs show the same difference in up to 4^-n of cases: 0.1 %, which no noise among them warns of.
 FEWEST = 5
 WORTH_SAYING = 1.5  # times as wide as an interval of independent pairs: it is said why
-SUSPECT_FROM = 3  # pairs; from 4 on a slow-down of 5 % is found in 78 % of gates for 83 where pairs vary by 3.6 %
+SUSPECT_FROM = 3  # pairs; from 4 on fewer slow-downs are found (docs/gate.md)
 
 Ratios = Mapping[str, Sequence[float | None]]
 
@@ -204,7 +182,7 @@ def looks_until(pairs: int, looks: tuple[int, ...]) -> tuple[int, ...]:
 
     As if it had been planned so: the clock does not know the ratios. What was claimed before stays claimed, for the levels
     of the looks rise when fewer pairs are to come. Where suspects were run first, the ratios do have a say in when a trial
-    ends; it costs no error that 2,000 simulations see (tests/gate/test_decision.py).
+    ends; simulated gates (tests/gate/test_decision.py) err no more often for it.
     """
     return looks if not FEWEST <= pairs < looks[-1] else (*(look for look in looks if look < pairs), pairs)
 

@@ -1,4 +1,4 @@
-"""What can be claimed of a trial's pairs, at which look, and of how many trials at once: te_bench.gate.decision says why."""
+"""What can be claimed of a trial's pairs, at which look, and of how many trials at once: decision.py says why."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a gate asks of records without statistics: memory, launches, checks, cells that are gone, verdicts that got worse.
+"""What a gate asks of records without statistics: memory, launches, checks, missing trials, worse verdicts.
 
 A finding has the exit code that it asks for on its own: 1 the candidate got worse, 3 undecided, 4 there is no result where
 the baseline has one, 0 for what is only told.
@@ -18,9 +18,7 @@ from te_bench.reports.convergence.verdict import CAUGHT, GOOD, Verdicts, verdict
 from te_bench.reports.page.text import shortened
 
 MIB = 2**20
-#: {sample: (bytes, share)}: growth that is none. Allocated: over 40 cells with 3 seeds each on an H200 (results/h200,
-#: 2026-11-21) eager steps took the same bytes in every process; compiled ones up to 2.4 MiB and 0.045 % more.
-#: Resident, on a CPU: up to 140 MiB of 620 between 8 processes of one trial (quick, 2 cores, 2026-11-21).
+#: {sample: (bytes, share)}: growth that is none, for processes of one program differ by less (docs/gate.md).
 ALLOWED = {"peak_allocated_bytes": (4 * MIB, 0.001), "peak_rss_bytes": (128 * MIB, 0.1)}
 _MEMORY = {"peak_allocated_bytes": "peak allocated", "peak_rss_bytes": "peak resident"}
 #: Counts of one step that Record.work holds where the workload took them: none may grow.
@@ -55,7 +53,7 @@ class GateFinding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """The cell of one trial on both sides; None where a side did not plan it."""
+    """One configuration in both runs; None where a run did not plan it."""
 
     name: str
     baseline: Cell | None
@@ -74,7 +72,7 @@ def by_seed(cell: Cell | None) -> dict[int, Row]:
 
 
 def of_match(match: Match) -> list[GateFinding]:
-    """Everything that the co-gates find in one trial."""
+    """Everything that is found in one configuration."""
     if match.candidate is None:
         return [_found(match, FindingKind.MISSING, 4, "in the baseline, not in the candidate")]
     if match.baseline is None:
@@ -226,7 +224,7 @@ def of_studies(baseline: Iterable[Group], candidate: Iterable[Group]) -> list[Ga
     """Convergence verdicts of the candidate that are worse than the baseline's, a recipe at a time.
 
     1: a recipe is INFERIOR or DIVERGED that was not; 3: one is INCONCLUSIVE that was as good as bf16; 4: the candidate's
-    verdict is void, the baseline's is not; 3: both are. A study without a control or a recipe is left to the cells.
+    verdict is void, the baseline's is not; 3: both are. A study without a control or a recipe is left to `of_match`.
     """
     old = {study.title: study for group in baseline for study in _judged(group)}
     found = []

@@ -56,15 +56,15 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedPlan:
-    """What each revision's suite asks for, a trial a cell."""
+    """What each revision's suite asks for, a trial a configuration."""
 
     title: str
     baseline: str | None
-    trials: Mapping[str, Mapping[str, Mapping[str, Any]]]  # {revision's name: {cell as recorded: its trial's JSON}}
+    trials: Mapping[str, Mapping[str, Mapping[str, Any]]]  # {revision's name: {Trial.cell as recorded: JSON}}
 
     @property
     def common(self) -> list[str]:
-        """The cells that both have."""
+        """The configurations that both have."""
         base, head = self.trials.values()
         return [cell for cell in base if cell in head]
 
@@ -157,7 +157,7 @@ def run_round(
     report: Report,
     until: float | None = None,
 ) -> PairedPlan:
-    """Run round `number` and keep its records. choose(planned): the cells to run, by the revision's name.
+    """Run round `number` and keep its records. choose(planned): the configurations to run, by the revision's name.
 
     until: when, on the monotonic clock, no other trial is begun; the first round is run whole.
 
@@ -166,7 +166,7 @@ def run_round(
     planned = processes.start()
     cells = choose(planned)
     chosen = {n: {cell: {**planned.trials[n][cell], "seed": number} for cell in cells[n]} for n in cells}
-    for one in processes.revisions:  # the first round's plan names every cell: what the other lacks is known by it
+    for one in processes.revisions:  # the first round's plan names them all: what the other lacks is known by it
         listed = planned.trials[one.name] if number == 0 else chosen[one.name]
         trials = [as_recorded(replace(as_known(trial), seed=number)) for trial in listed.values()]
         one.store.add_plan(_plan_to_store(one, planned, processes.settings, trials))
@@ -216,7 +216,7 @@ def _is_recorded(one: Revision, trial: Mapping[str, Any]) -> bool:
 def _train_beside(
     processes: GateProcesses, chosen: Mapping[str, Mapping[str, Mapping[str, Any]]], report: Report
 ) -> Iterator[set[str]]:
-    """Train by both revisions, in processes of their own, while the block runs; the cells that need not be run in it.
+    """Train by both revisions, in processes of their own, while the block runs; which need not be run in it.
 
     On a CPU, where the trainings of `quick` would take as long as two rounds. What they disturb they disturb for both.
     """
@@ -276,7 +276,7 @@ def _ask_for_plans(processes: Sequence[RevisionProcess], settings: Settings) -> 
 
 
 def _by_cell(trials: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """A trial a cell. Raises ValueError where two cells differ in nothing but how they were to be timed."""
+    """{Trial.cell: trial}. Raises ValueError where two differ in nothing but how they were to be timed."""
     found: dict[str, Mapping[str, Any]] = {}
     for trial in trials:
         known = as_known(trial)

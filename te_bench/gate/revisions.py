@@ -86,14 +86,14 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
                 root = _write_files(question.repository, commit, folder / name)
                 revisions.append(paired_sweep.revision(name, commit, root, store, machine))
             processes = stack.enter_context(paired_sweep.gate_processes(revisions, _settings(question, directory)))
-            gate = _run_rounds(question, directory, processes, known, started, say)
+            gate = run_rounds(question, directory, processes, known, started, say)
         except Unrunnable as error:
             gate = _gate_of_unrunnable(question, commits, str(error))
     _write(directory / ANSWER, output.to_json(gate))
     return gate
 
 
-def _run_rounds(
+def run_rounds(
     question: Question,
     directory: Path,
     processes: GateProcesses,
@@ -240,7 +240,7 @@ def _names(question: Question, commits: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _choose_next(gate: Gate, cells: Sequence[str]) -> list[str]:
-    """Of these cells the next to be run: those that seem slower; without one all that are to be decided.
+    """Which of these are the next to be run: those that seem slower; without one all that are to be decided.
 
     Who is slower is what the gate was called for, and is known sooner so: see te_bench.gate.decision.
     """

@@ -1,14 +1,14 @@
-"""The gate on stored records: two runs' cells paired by seed, their ratios judged, the co-gates asked, one exit code.
+"""The gate on stored records: two runs' configurations paired by seed, their ratios judged, all else compared, an exit code.
 
 Exit codes, the first that applies:
 5  the environments differ in what can change a result, and that was not allowed: nothing is judged
 1  a trial is slower by more than the margin, takes more memory or more launches, exceeds a --compare-fail limit, or a
    convergence verdict got worse
-4  a cell is missing, a trial failed that did not, or nothing could be compared
+4  a configuration is missing, a trial failed that did not, or nothing could be compared
 3  some trial, or the geometric mean, is undecided
 0  every trial passes
 A regression that has been shown comes before what is missing, and that before what is undecided: a workflow that lets 4
-or 3 through, for a cell that was deleted on purpose, must not let a regression through with it.
+or 3 through, for a configuration that was deleted on purpose, must not let a regression through with it.
 """
 
 import dataclasses
@@ -36,9 +36,7 @@ _JUDGED = "code"
 #: nvml.h, nvmlClocksEventReasons*: hardware slowdown, software and hardware thermal slowdown, power brake. Not 0x4, the
 #: software power cap: an H200 at work in large GEMMs is always at it.
 _THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
-#: Of a side of stored records that says something: pairs that vary by 0.4 %, as a GPU's do, find a slow-down of 3.0 % in
-#: 80 % of gates, of one trial or of six, where the margin is 2 %; with 5 seeds 3.7 % (slowdown.detectable).
-SEEDS = 8
+SEEDS = 8  # of each of two stored runs that are to say something (docs/gate.md)
 TELLING = 5  # different times of a process: two processes of short kernels may share fewer, as coarse as clocks are
 QUIET = 0.1  # the quantile of a process's samples on a CPU
 
@@ -98,7 +96,7 @@ def compare(
     looks: Sequence[int] | None = None,
     names: tuple[str, str] | None = None,
 ) -> Gate:
-    """Judge the records in `candidate` against those in `baseline`, cell by cell, paired by seed.
+    """Judge the records in `candidate` against those in `baseline`, each configuration, paired by seed.
 
     A process counts by its `process_s`, and by its `mean_s`. Of each suite the environment planned in last is read. `only`:
     a glob over trial names. limits: plain thresholds beside the test, as --compare-fail states them. looks: the numbers of
@@ -176,7 +174,7 @@ def _chosen(cells: Sequence[Cell], only: str | None) -> tuple[Cell, ...]:
 
 
 def _mismatch(results: Sequence[Results], sides: Sequence[Sequence[Group]]) -> tuple[str, ...]:
-    """What differs in the identities of environments that measured the same cells, the code apart."""
+    """What differs in the identities of environments that measured the same configurations, the code apart."""
     found: dict[str, None] = {}
     for before in sides[0]:
         cells = {cell.id for cell in before.cells}
@@ -231,7 +229,7 @@ def _few_seeds(sides: Sequence[Sequence[Group]], timed: "_Timed") -> list[str]:
 
 
 def _matches(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]:
-    """Every cell of either side, those of the baseline first, with its name: the trial's without the seed."""
+    """Every configuration of either run, those of the baseline first, with its name: the trial's without the seed."""
     before, after = ({cell.id: cell for group in side for cell in group.cells} for side in (baseline, candidate))
     cells = {**after, **before}
     order = [*before, *(cell for cell in after if cell not in before)]
@@ -335,10 +333,7 @@ def mean_s(seconds: Sequence[float], device: str) -> float | None:
 def process_s(seconds: Sequence[float], device: str) -> float | None:
     """What a process counts by: the median of its samples, on a CPU their lowest tenth's quantile; None without any.
 
-    Whatever else runs on a shared CPU only ever adds time, and not evenly: 48 A/A pairs of `quick`, in turns on two busy
-    cores, have log-ratios of 5.2 % rms by medians, 2.7 % by minima and 2.0 % by this quantile. Nor do the turns' own ratios
-    serve, though what drifts cancels in them: 127 pairs, trimmed by a tenth, have 1.8 % by their median and 1.2 % by this
-    quantile (2026-11-21).
+    Whatever else runs on a shared CPU only ever adds time, and not evenly: pairs vary least by this quantile (docs/gate.md).
     """
     if not seconds or device != "cpu":
         return median(seconds)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gates import FAST, outcomes, told
+from gates import FAST, judge_as, outcomes
 from revisions import FILES, Repository
 
 from te_bench.experiments.store import load
@@ -132,7 +132,7 @@ def test_every_pair_counts_when_time_ends(
     monkeypatch.setattr(revisions.paired_sweep, "run_round", run)
     monkeypatch.setattr(revisions, "time", clock)
     monkeypatch.setattr(revisions, "LOOKS", (5, 30))
-    told(monkeypatch, {"a": 1.02})
+    judge_as(monkeypatch, {"a": 1.02})
     gate(repository.commit({"a": FAST}), "--budget", 1000, margin="2%")
     [trial] = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]
     assert (trial["pairs"], numbers) == (7, [*range(7)])
@@ -155,7 +155,7 @@ def test_a_trial_that_may_be_slower_goes_before_the_others(
 
     monkeypatch.setattr(revisions.paired_sweep, "run_round", run)
     monkeypatch.setattr(revisions, "LOOKS", (5, 8))
-    told(monkeypatch, {"a": 1.0, "b": 1.3}, noise=0.2)
+    judge_as(monkeypatch, {"a": 1.0, "b": 1.3}, noise=0.2)
     done = gate(repository.commit({"a": FAST, "b": FAST}), margin="2%")
     assert cells == [["a", "b"]] * 3 + [["b"]] * 5 + [["a"]] * 5
     took = r"  \d+\.\d s, \d+\.\d s of them to start\n"
@@ -174,7 +174,7 @@ def test_exitfirst_ends_with_the_first_regression(
     pairs: list[int],
 ) -> None:
     monkeypatch.setattr(revisions, "LOOKS", (5, 7))
-    told(monkeypatch, {"a": 1.02, "b": 1.5})
+    judge_as(monkeypatch, {"a": 1.02, "b": 1.5})
     assert gate(repository.commit({"a": FAST, "b": FAST}), *arguments, margin="2%").code == 1
     trials = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]
     assert [(trial["verdict"], trial["pairs"]) for trial in trials] == list(

@@ -1,4 +1,4 @@
-"""The gate on journals: pairs by seed, co-gates, environments, exit codes and which of them comes first."""
+"""The gate on journals: pairs by seed, memory and checks, environments, exit codes and which of them comes first."""
 
 import dataclasses
 import math
