@@ -101,7 +101,7 @@ def run(
     server = _fork_server(on_cpu=all(trial.device == "cpu" for trial in waiting))
     own(store.directory / LOGS).mkdir(exist_ok=True)
     _remove_scratch()
-    with _terminable():
+    with _interrupted_by_sigterm():
         try:
             while waiting or running:
                 while waiting and free:
@@ -112,7 +112,7 @@ def run(
                         continue
                     job = _prepare(server, trial, store, free.pop(0), context)
                     running.append(job)  # first: an interrupt while it starts must find it
-                    _start(job.call)
+                    start(job.call)
                     progress(None, job.trial)
                 for job in _finished(running, timeout_s) if running else ():  # the last may all have been needless
                     running.remove(job)
@@ -140,7 +140,7 @@ def _fork_server(*, on_cpu: bool) -> Any:
 def _remove_scratch() -> None:
     """Have the folder in which the fork server listens removed however te-bench ends, by a kill too."""
     last = ExitStack()
-    last.enter_context(janitor.removed(Path(get_temp_dir())))
+    last.enter_context(janitor.remove_at_end(Path(get_temp_dir())))
     Finalize(None, last.close, exitpriority=-101)  # after its own, of -100, which wants to find it
 
 
@@ -151,7 +151,7 @@ def _prepare(server: Any, trial: Trial, store: Store, gpu: str | None, context: 
     return RunningTrial(trial, call, started, started_at, log, gpu, oom_kills())
 
 
-def _start(call: ProcessCall) -> None:
+def start(call: ProcessCall) -> None:
     """Start a child. A fork server that is being killed breaks the connection; once it is gone another one starts."""
     for _ in range(FORK_SERVERS - 1):
         with suppress(ConnectionError, EOFError):
@@ -255,7 +255,7 @@ def _last_line(log: Path) -> str:
     return f": {said[-1][:200]}" if said else ""
 
 
-class _terminable:
+class _interrupted_by_sigterm:
     """While inside, SIGTERM does what Ctrl-C does, and a second of either does not disturb the clean-up."""
 
     def __enter__(self) -> None:

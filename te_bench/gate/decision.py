@@ -118,9 +118,9 @@ def decide(
         _same_pairs(ratios, means)
     kinds = [ratios] if means is None else [ratios, means]
     if len(ratios) > 1:
-        kinds = [{**one, FAMILY: _rounds(list(one.values()))} for one in kinds]
+        kinds = [{**one, FAMILY: _mean_of_rounds(list(one.values()))} for one in kinds]
     bars = zip(kinds, (margin, MEAN_MARGINS * margin), (True, False), strict=False)
-    times = [_series(kind, math.log1p(bar), trim, looks, ended) for kind, bar, trim in bars]
+    times = [_build_series(kind, math.log1p(bar), trim, looks, ended) for kind, bar, trim in bars]
     trials = {name: TrialRatios(times=tuple(one[name] for one in times), alpha=alpha) for name in times[0]}
     slower, passes, faster = (
         holm(trials, claim) for claim in (TrialRatios.slower, TrialRatios.passes, TrialRatios.faster)
@@ -162,7 +162,9 @@ def _same_pairs(ratios: Ratios, means: Ratios) -> None:
             raise ValueError(f"{name}: its ratios and means are of other pairs: give both of each pair, or None twice")
 
 
-def _series(ratios: Ratios, bar: float, trim: bool, looks: Sequence[int] | None, ended: bool) -> dict[str, LogRatios]:
+def _build_series(
+    ratios: Ratios, bar: float, trim: bool, looks: Sequence[int] | None, ended: bool
+) -> dict[str, LogRatios]:
     """Of every trial and the family, which is no more alike than its trials are."""
     found = {name: tuple(math.log(r) for r in values if r is not None) for name, values in ratios.items()}
     together = likeness([logs for name, logs in found.items() if name != FAMILY], trim=trim)
@@ -187,7 +189,7 @@ def looks_until(pairs: int, looks: tuple[int, ...]) -> tuple[int, ...]:
     return looks if not FEWEST <= pairs < looks[-1] else (*(look for look in looks if look < pairs), pairs)
 
 
-def _rounds(trials: Sequence[Sequence[float | None]]) -> list[float | None]:
+def _mean_of_rounds(trials: Sequence[Sequence[float | None]]) -> list[float | None]:
     """The geometric mean of each round over the trials; None where one of them has no ratio."""
     found: list[float | None] = []
     for values in zip(*trials, strict=False):  # a decided trial has no later rounds
@@ -203,7 +205,7 @@ def _judge(
     first, pairs = one.times[0], len(one.times[0].logs)
     more = next((n - pairs for n in first.looks if n > pairs), 0)
     if pairs < 2:
-        return GateJudgement(verdict=GateVerdict.INCONCLUSIVE, reason=_few(pairs), pairs=pairs, more=more)
+        return GateJudgement(verdict=GateVerdict.INCONCLUSIVE, reason=_too_few(pairs), pairs=pairs, more=more)
     claim = slower if name in slower.made else passes
     look = claim.made.get(name, max(len(first.reached) - 1, 0))
     verdict = GateVerdict.INCONCLUSIVE
@@ -234,14 +236,16 @@ def _judge(
 def _reason(verdict: GateVerdict, one: TrialRatios, look: int, slower: int, passes: int, needed: Sequence[int]) -> str:
     """slower, passes: how many hypotheses shared alpha."""
     found, *means = (time.at(look) for time in one.times)
-    over = f"{_off(found)} over {_pairs(found.n)}"
-    also = f", all calls on average {_off(means[0])}" if means else ""
+    over = f"{_difference(found)} over {_pairs(found.n)}"
+    also = f", all calls on average {_difference(means[0])}" if means else ""
     if verdict is GateVerdict.REGRESSION:
         typical, *mean = one.slower_by(slower)
         if typical is None or typical > look:
             assert mean
             least = _percent(one.times[1].bar)
-            return f"all calls on average slower by more than {least}: {_off(means[0])}, though typical ones {over}"
+            return (
+                f"all calls on average slower by more than {least}: {_difference(means[0])}, though typical ones {over}"
+            )
         return f"slower by more than {_percent(one.times[0].bar)}: {over}{also}"
     if verdict is GateVerdict.IMPROVED:
         return f"faster: {over}{also}"
@@ -253,9 +257,9 @@ def _reason(verdict: GateVerdict, one: TrialRatios, look: int, slower: int, pass
             f"{_pairs(found.n)} of ratio {found.ratio:.6g}: they do not vary, so nothing says how sure that is{twice}"
         )
     if found.n < FEWEST:
-        return f"{_off(found)} over {_few(found.n)}"
+        return f"{_difference(found)} over {_too_few(found.n)}"
     said = [
-        _untold(time, look, "all calls on average " * number)
+        _why_undecided(time, look, "all calls on average " * number)
         for number, (time, at) in enumerate(zip(one.times, one.passes_by(passes), strict=True))
         if at is None
     ]
@@ -265,17 +269,17 @@ def _reason(verdict: GateVerdict, one: TrialRatios, look: int, slower: int, pass
     return f"{'; '.join(said)}. {more[0].upper()}{more[1:]}"
 
 
-def _untold(time: LogRatios, look: int, who: str) -> str:
+def _why_undecided(time: LogRatios, look: int, who: str) -> str:
     """Why a time is not told from its bar: the noise, and what must be allowed for between the pairs."""
     found = time.at(look)
     noise = f"by a noise of {100 * found.sd:.2g} % a pair over {_pairs(found.n)}"
     wide = f"interval {found.widened:.2g} times as wide"
     why = f"; pairs may resemble the ones before (autocorrelation up to {found.alike:.2f}): {wide}"
     why = why if found.widened >= WORTH_SAYING else ""
-    return f"{who}{_off(found)} is not told from {_percent(time.bar)} {noise}{why}"
+    return f"{who}{_difference(found)} is not told from {_percent(time.bar)} {noise}{why}"
 
 
-def _off(found: Estimate) -> str:
+def _difference(found: Estimate) -> str:
     return f"{100 * (found.ratio - 1):+.2f} %"
 
 
@@ -283,7 +287,7 @@ def _percent(log_ratio: float) -> str:
     return f"{100 * math.expm1(log_ratio):.3g} %"
 
 
-def _few(n: int) -> str:
+def _too_few(n: int) -> str:
     return f"{_pairs(n)}: it takes {FEWEST} at least"
 
 

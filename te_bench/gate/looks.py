@@ -66,8 +66,8 @@ class LogRatios:
         return MeasuredRatio(
             ratio=found.ratio,
             low=math.exp(found.log_ratio - below),
-            high=_told(math.exp, found.log_ratio + above),
-            detectable=None if away is None else _told(math.expm1, self.bar + away),
+            high=_unless_huge(math.exp, found.log_ratio + above),
+            detectable=None if away is None else _unless_huge(math.expm1, self.bar + away),
         )
 
     def needed(self, look: int, alpha: float, finest: float) -> int | None:
@@ -143,6 +143,6 @@ def holm(trials: Mapping[str, TrialRatios], claim: Callable[[TrialRatios, int], 
     return HolmClaim(made=made, left=left)
 
 
-def _told(of: Callable[[float], float], log_ratio: float) -> float | None:
+def _unless_huge(of: Callable[[float], float], log_ratio: float) -> float | None:
     """exp or expm1; None for what is beyond a factor of 1000: two pairs say nothing."""
     return of(log_ratio) if log_ratio < math.log(1000) else None

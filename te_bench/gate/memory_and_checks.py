@@ -13,7 +13,7 @@ from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import highest, numbers, seconds_of
 from te_bench.reports.analysis.rows import TIMED, Cell, Group, Row, printable
 from te_bench.reports.convergence.equivalence import Verdict
-from te_bench.reports.convergence.study import Study, studies
+from te_bench.reports.convergence.study import studies
 from te_bench.reports.convergence.verdict import CAUGHT, GOOD, Verdicts, verdicts
 from te_bench.reports.page.text import shortened
 
@@ -71,46 +71,58 @@ def by_seed(cell: Cell | None) -> dict[int, Row]:
     return {row.trial.seed: row for row in cell.rows} if cell else {}
 
 
-def of_match(match: Match) -> list[GateFinding]:
+def compare_all(matches: Iterable[Match]) -> list[GateFinding]:
+    return [finding for match in matches for finding in compare_match(match)]
+
+
+def compare_match(match: Match) -> list[GateFinding]:
     """Everything that is found in one configuration."""
     if match.candidate is None:
-        return [_found(match, FindingKind.MISSING, 4, "in the baseline, not in the candidate")]
+        return [_finding(match, FindingKind.MISSING, 4, "in the baseline, not in the candidate")]
     if match.baseline is None:
         wrong = [row for row in match.candidate.rows if row.outcome == "failed_check"]
         told = f"new in the candidate: {match.candidate.outcome}"
         return [
-            _found(match, FindingKind.NEW, 0, told),
-            *([_failed(match, wrong, "failed_check", "new")] if wrong else []),
+            _finding(match, FindingKind.NEW, 0, told),
+            *([_failure(match, wrong, "failed_check", "new")] if wrong else []),
         ]
-    return [*_outcomes(match), *_untimed(match), *_memory(match), *_counts(match), *_kernels(match)]
+    return [
+        *_compare_outcomes(match),
+        *_find_untimed(match),
+        *_compare_memory(match),
+        *_compare_counts(match),
+        *_compare_kernels(match),
+    ]
 
 
-def _found(match: Match, kind: FindingKind, code: int, message: str) -> GateFinding:
+def _finding(match: Match, kind: FindingKind, code: int, message: str) -> GateFinding:
     return GateFinding(name=match.name, kind=kind, code=code, message=message)
 
 
-def _outcomes(match: Match) -> list[GateFinding]:
-    """What became of each seed on either side, the same changes together."""
+def _compare_outcomes(match: Match) -> list[GateFinding]:
+    """What became of each seed in either run, the same changes together."""
     before, after = by_seed(match.baseline), by_seed(match.candidate)
     changes: dict[tuple[str, str], list[Row]] = {}
     for seed in sorted(before.keys() & after.keys()):
         changes.setdefault((before[seed].outcome, after[seed].outcome), []).append(after[seed])
     found = []
     for (old, new), rows in changes.items():
-        if _worse(old, new):
-            found.append(_failed(match, rows, new, f"{old} in the baseline"))
+        if _is_worse(old, new):
+            found.append(_failure(match, rows, new, f"{old} in the baseline"))
         elif new not in _ENDED:
             same = "as in the baseline" if old == new else f"{old} in the baseline"
-            found.append(_found(match, FindingKind.NOTE, 0, f"{new}, {same}: {_count(rows)}"))
+            found.append(_finding(match, FindingKind.NOTE, 0, f"{new}, {same}: {_format_seeds(rows)}"))
         elif old not in _ENDED:
-            found.append(_found(match, FindingKind.NOTE, 0, f"{new}, {old} in the baseline: {_count(rows)}"))
+            found.append(_finding(match, FindingKind.NOTE, 0, f"{new}, {old} in the baseline: {_format_seeds(rows)}"))
     for side, own, others in (("baseline", before, after), ("candidate", after, before)):
         if only := [row for seed, row in own.items() if seed not in others]:
-            found.append(_found(match, FindingKind.NOTE, 0, f"in the {side} only, so in no pair: {_count(only)}"))
+            found.append(
+                _finding(match, FindingKind.NOTE, 0, f"in the {side} only, so in no pair: {_format_seeds(only)}")
+            )
     return found
 
 
-def _untimed(match: Match) -> Iterable[GateFinding]:
+def _find_untimed(match: Match) -> Iterable[GateFinding]:
     """Times that the baseline has and the candidate does not, in any pair: what is not timed cannot be slower."""
     for sample, suffix in TIMED.items():
         if any(seconds_of(old, sample) and not seconds_of(new, sample) for old, new in match.pairs.values()):
@@ -122,29 +134,29 @@ def _untimed(match: Match) -> Iterable[GateFinding]:
             )
     timed = [[any(seconds_of(record, sample) for sample in TIMED) for record in pair] for pair in match.pairs.values()]
     if any(new for _, new in timed) and not any(old for old, _ in timed):
-        yield _found(
+        yield _finding(
             match, FindingKind.MISSING, 4, "timed in the candidate, not in the baseline: nothing to compare with"
         )
 
 
-def _worse(old: str, new: str) -> bool:
+def _is_worse(old: str, new: str) -> bool:
     """Whether the candidate has no result, or a wrong one, for a reason that the baseline does not share."""
     if new in _ENDED or new == old:
         return False
     return old in (*_ENDED, "unsupported", "interrupted") or new in ("failed_check", "interrupted")
 
 
-def _failed(match: Match, rows: list[Row], outcome: str, before: str) -> GateFinding:
-    message = f"{outcome}, {before}: {_count(rows)}: {rows[0].reason or 'no reason recorded'}"
-    return _found(match, FindingKind.FAILED, 4, printable(message))
+def _failure(match: Match, rows: list[Row], outcome: str, before: str) -> GateFinding:
+    message = f"{outcome}, {before}: {_format_seeds(rows)}: {rows[0].reason or 'no reason recorded'}"
+    return _finding(match, FindingKind.FAILED, 4, printable(message))
 
 
-def _count(rows: list[Row]) -> str:
+def _format_seeds(rows: list[Row]) -> str:
     seeds = [str(row.trial.seed) for row in rows]
     return f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
 
 
-def _memory(match: Match) -> Iterable[GateFinding]:
+def _compare_memory(match: Match) -> Iterable[GateFinding]:
     """Peaks whose growth, the median over the pairs, exceeds what is ALLOWED, and those that the candidate does not have.
 
     What is not measured cannot grow: a peak that the baseline recorded in some pair and the candidate in none is missing.
@@ -154,22 +166,24 @@ def _memory(match: Match) -> Iterable[GateFinding]:
             [numbers(record.samples.get(sample)) for record in side] for side in zip(*match.pairs.values(), strict=True)
         ]
         if sides and any(sides[0]) and not any(sides[1]):
-            yield _found(match, FindingKind.MISSING, 4, f"{name} memory recorded in the baseline, not in the candidate")
-        peaks = _both(match, "samples", sample)
-        yield from _grown(match, sample, name, peaks)
-    tried = [(_tries(b), _tries(c)) for b, c in match.pairs.values()]
+            yield _finding(
+                match, FindingKind.MISSING, 4, f"{name} memory recorded in the baseline, not in the candidate"
+            )
+        peaks = _measured_in_both(match, "samples", sample)
+        yield from _compare_peaks(match, sample, name, peaks)
+    tried = [(_peaks_of_tries(b), _peaks_of_tries(c)) for b, c in match.pairs.values()]
     if any(old for old, _ in tried) and not any(new for _, new in tried):
-        yield _found(
+        yield _finding(
             match, FindingKind.MISSING, 4, "peak memory of each batch recorded in the baseline, not in the candidate"
         )
     batches = [max(old.keys() & new.keys()) for old, new in tried if old.keys() & new.keys()]
     if batches:
         batch = min(batches)  # the largest that fits on both sides, in every pair
         peaks = [(old[batch], new[batch]) for old, new in tried if batch in old and batch in new]
-        yield from _grown(match, "peak_allocated_bytes", f"peak allocated at batch {batch}", peaks)
+        yield from _compare_peaks(match, "peak_allocated_bytes", f"peak allocated at batch {batch}", peaks)
 
 
-def _grown(match: Match, sample: str, name: str, peaks: list[tuple[float, float]]) -> Iterable[GateFinding]:
+def _compare_peaks(match: Match, sample: str, name: str, peaks: list[tuple[float, float]]) -> Iterable[GateFinding]:
     if not peaks:
         return
     least, share = ALLOWED[sample]
@@ -177,25 +191,25 @@ def _grown(match: Match, sample: str, name: str, peaks: list[tuple[float, float]
     growth, allowed = statistics.median(c - b for b, c in peaks), least + share * old
     if growth > allowed:
         sizes = f"{growth / MIB:+,.1f} MiB on {old / MIB:,.1f} MiB ({100 * growth / old:+.2g} %)"
-        yield _found(match, FindingKind.MEMORY, 1, f"{name} {sizes}; {allowed / MIB:.1f} MiB are allowed")
+        yield _finding(match, FindingKind.MEMORY, 1, f"{name} {sizes}; {allowed / MIB:.1f} MiB are allowed")
 
 
-def _tries(record: Record) -> dict[int, float]:
+def _peaks_of_tries(record: Record) -> dict[int, float]:
     """{batch: peak allocated bytes} of the batches of a max_batch trial that fit."""
     tries = record.work.get("tries") or []
     return {t["batch"]: peak for t in tries if t.get("fits") for peak in numbers([t.get("peak_allocated_bytes")])}
 
 
-def _counts(match: Match) -> Iterable[GateFinding]:
+def _compare_counts(match: Match) -> Iterable[GateFinding]:
     """Counts of one step that grew, by the median over the pairs."""
     for key, name in COUNTS.items():
-        counted = _both(match, "work", key)
+        counted = _measured_in_both(match, "work", key)
         if counted and (growth := statistics.median(c - b for b, c in counted)) > 0:
             old, new = (statistics.median(side) for side in zip(*counted, strict=True))
-            yield _found(match, FindingKind.COUNT, 1, f"{name} {growth:+g}: from {old:g} to {new:g}")
+            yield _finding(match, FindingKind.COUNT, 1, f"{name} {growth:+g}: from {old:g} to {new:g}")
 
 
-def _both(match: Match, field: str, key: str) -> list[tuple[float, float]]:
+def _measured_in_both(match: Match, field: str, key: str) -> list[tuple[float, float]]:
     """(baseline, candidate) of the pairs in which both records hold the value, a number or a list of them."""
     found = []
     for pair in match.pairs.values():
@@ -206,40 +220,34 @@ def _both(match: Match, field: str, key: str) -> list[tuple[float, float]]:
     return found
 
 
-def _kernels(match: Match) -> Iterable[GateFinding]:
+def _compare_kernels(match: Match) -> Iterable[GateFinding]:
     """Names of kernels that came or went, told only: a renamed kernel is no fault."""
     sides = list(match.pairs.values())
     old, new = ({name for pair in sides for name in pair[side].kernels} for side in (0, 1))
-    words = [f"+ {_short(name)}" for name in sorted(new - old)] + [f"- {_short(name)}" for name in sorted(old - new)]
+    words = [f"+ {_shorten(name)}" for name in sorted(new - old)] + [
+        f"- {_shorten(name)}" for name in sorted(old - new)
+    ]
     if words:
         more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-        yield _found(match, FindingKind.KERNELS, 0, f"other kernels ran: {', '.join(words[:3])}{more}")
+        yield _finding(match, FindingKind.KERNELS, 0, f"other kernels ran: {', '.join(words[:3])}{more}")
 
 
-def _short(kernel: object) -> str:
+def _shorten(kernel: object) -> str:
     return shortened(printable(str(kernel)), _LONGEST)
 
 
-def of_studies(baseline: Iterable[Group], candidate: Iterable[Group]) -> list[GateFinding]:
+def compare_studies(baseline: Iterable[Group], candidate: Iterable[Group]) -> list[GateFinding]:
     """Convergence verdicts of the candidate that are worse than the baseline's, a recipe at a time.
 
     1: a recipe is INFERIOR or DIVERGED that was not; 3: one is INCONCLUSIVE that was as good as bf16; 4: the candidate's
-    verdict is void, the baseline's is not; 3: both are. A study without a control or a recipe is left to `of_match`.
+    verdict is void, the baseline's is not; 3: both are. A study without a control or a recipe is left to `compare_match`.
     """
-    old = {study.title: study for group in baseline for study in _judged(group)}
-    found = []
-    for group in candidate:
-        for study in _judged(group):
-            if study.title in old:
-                found += _compared(verdicts(old[study.title]), verdicts(study))
-    return found
+    old, new = ({s.title: s for group in groups for s in studies(group) if s.whole} for groups in (baseline, candidate))
+    both = [title for title in new if title in old]
+    return [finding for title in both for finding in _compare_verdicts(verdicts(old[title]), verdicts(new[title]))]
 
 
-def _judged(group: Group) -> list[Study]:
-    return [study for study in studies(group) if study.whole]
-
-
-def _compared(old: Verdicts, new: Verdicts) -> list[GateFinding]:
+def _compare_verdicts(old: Verdicts, new: Verdicts) -> list[GateFinding]:
     title = f"verdict/{new.study.title}"
     if new.void:
         said = f"no verdict{', nor in the baseline' if old.void else ''}: {new.void}"
@@ -248,7 +256,7 @@ def _compared(old: Verdicts, new: Verdicts) -> list[GateFinding]:
     found = []
     for finding in new.recipes:
         was = before.get(finding.arm.name)
-        code = _code(was, finding.verdict)
+        code = _exit_code(was, finding.verdict)
         if code:
             message = f"{finding.verdict}, {was or 'not judged'} in the baseline: {finding.judgement.reason}"
             name = f"{title}/{finding.arm.name}"
@@ -256,7 +264,7 @@ def _compared(old: Verdicts, new: Verdicts) -> list[GateFinding]:
     return found
 
 
-def _code(was: Verdict | None, now: Verdict) -> int:
+def _exit_code(was: Verdict | None, now: Verdict) -> int:
     if now in CAUGHT:
         return 0 if was in CAUGHT else 1
     return 3 if was in GOOD and now not in GOOD else 0

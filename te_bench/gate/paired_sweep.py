@@ -19,6 +19,7 @@ from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import Plan, Store
 from te_bench.gate import paired_trial
 from te_bench.gate.paired_trial import ForkServer, RevisionProcess, Unrunnable, as_known, as_recorded
+from te_bench.gate.question import Question
 
 Report = Callable[[Sequence[Record]], None]  # is told of the records of a pair
 
@@ -36,22 +37,6 @@ class Revision:
     @property
     def environment(self) -> str:
         return str(self.machine["id"])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """How the trials are run; the same for both revisions."""
-
-    suite: str
-    only: str | None
-    options: Mapping[str, Any]  # fields of spec.Options that a revision may or may not know
-    device: str
-    log: Path
-    timeout_s: float
-    cache: Path | None = None
-    gpu: str | None = None
-    faults: Mapping[str, Mapping[str, Any]] | None = None  # of a self-test: {revision's name: what to plant}
-    faulty: str = "*"  # into which trials
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +72,14 @@ def revision(name: str, commit: str, root: Path, store: Store, machine: dict[str
 
 @dataclass(slots=True, kw_only=True)
 class GateProcesses:
-    """Those of both revisions: a fork server for the whole gate, and in every round processes of its own.
+    """Those of both revisions: a fork server, from a gate's first round on, and in every round processes of its own.
 
     Processes that stay have ratios of their own, of which more rounds tell nothing (docs/gate.md).
     """
 
     revisions: Sequence[Revision]
-    settings: Settings
+    question: Question
+    log: Path
     timed: list[RevisionProcess] = field(default_factory=list)
     training: list[RevisionProcess] = field(default_factory=list)  # beside the trials that are timed
     planned: PairedPlan | None = None
@@ -107,9 +93,9 @@ class GateProcesses:
             one.close()
         if self._server is None or self._server.process.poll() is not None:
             self.close()
-            self._server = ForkServer(self.settings.log, device=self.settings.device)
+            self._server = ForkServer(self.log, device=self.question.device)
         self.timed = self._fork()
-        self.planned = self.planned or _ask_for_plans(self.timed, self.settings)
+        self.planned = self.planned or _ask_for_plans(self.timed, self.question)
         self.starting_s = time.monotonic() - began
         return self.planned
 
@@ -139,37 +125,26 @@ class GateProcesses:
         self.timed, self.training, self.planned, self._server = [], [], None, None
 
 
-@contextlib.contextmanager
-def gate_processes(revisions: Sequence[Revision], settings: Settings) -> Iterator[GateProcesses]:
-    """The processes of a gate, gone with the block; they start with its first round."""
-    found = GateProcesses(revisions=revisions, settings=settings)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
 def run_round(
     number: int,
     processes: GateProcesses,
+    cells: Mapping[str, Sequence[str]],
     *,
-    choose: Callable[[PairedPlan], Mapping[str, Sequence[str]]],
     report: Report,
     until: float | None = None,
-) -> PairedPlan:
-    """Run round `number` and keep its records. choose(planned): the configurations to run, by the revision's name.
+) -> None:
+    """Run round `number` by processes that have started, and keep its records.
 
-    until: when, on the monotonic clock, no other trial is begun; the first round is run whole.
-
-    Raises Unrunnable when a revision cannot be imported or planned.
+    cells: the configurations to run, by the revision's name. until: when, on the monotonic clock, no other trial is begun;
+    the first round is run whole. Raises Unrunnable when a revision cannot be imported again.
     """
-    planned = processes.start()
-    cells = choose(planned)
+    planned = processes.planned
+    assert planned is not None
     chosen = {n: {cell: {**planned.trials[n][cell], "seed": number} for cell in cells[n]} for n in cells}
     for one in processes.revisions:  # the first round's plan names them all: what the other lacks is known by it
         listed = planned.trials[one.name] if number == 0 else chosen[one.name]
         trials = [as_recorded(replace(as_known(trial), seed=number)) for trial in listed.values()]
-        one.store.add_plan(_plan_to_store(one, planned, processes.settings, trials))
+        one.store.add_plan(_plan_to_store(one, planned, processes.question, trials))
     with _train_beside(processes, chosen, report) as trained:
         order = [
             cell for cell in dict.fromkeys(cell for found in chosen.values() for cell in found) if cell not in trained
@@ -181,14 +156,13 @@ def run_round(
             # Not by the place in this round, which is another by as many as there are trials when their order is reversed.
             head_first = (number + places.index(cell)) % 2 == 1
             _run_pair(processes, {n: found[cell] for n, found in chosen.items() if cell in found}, head_first, report)
-    return planned
 
 
 def _run_pair(
     processes: GateProcesses, trials: Mapping[str, Mapping[str, Any]], head_first: bool, report: Report
 ) -> None:
     """One trial by each revision that has it, and its records, unless a round that was cut short has left them."""
-    settings = processes.settings
+    question = processes.question
     trial = as_known(next(iter(trials.values())))
     pairs = [pair for pair in zip(processes.revisions, processes.timed, strict=True) if pair[0].name in trials]
     if all(_is_recorded(one, trials[one.name]) for one, _ in pairs):
@@ -197,11 +171,11 @@ def _run_pair(
     records = paired_trial.run(
         [process for _, process in pairs],
         trials,
-        timeout_s=settings.timeout_s,
-        cache=settings.cache,
-        gpu=settings.gpu,
+        timeout_s=question.timeout_s,
+        cache=question.cache,
+        gpu=question.gpu,
         check=trial.seed == 0,
-        faults=settings.faults if fnmatch.fnmatch(trial.name, settings.faulty) else None,
+        faults=question.faults if fnmatch.fnmatch(trial.name, question.faulty) else None,
     )
     for (one, _), record in zip(pairs, records, strict=True):
         one.store.add(record)
@@ -220,7 +194,7 @@ def _train_beside(
 
     On a CPU, where the trainings of `quick` would take as long as two rounds. What they disturb they disturb for both.
     """
-    settings = processes.settings
+    question = processes.question
     cells = {
         one.name: [
             cell
@@ -236,7 +210,7 @@ def _train_beside(
 
     def train(process: RevisionProcess) -> list[Record]:
         trials = [{process.name: chosen[process.name][cell]} for cell in cells[process.name]]
-        more: dict[str, Any] = {"timeout_s": settings.timeout_s, "cache": settings.cache, "gpu": settings.gpu}
+        more: dict[str, Any] = {"timeout_s": question.timeout_s, "cache": question.cache, "gpu": question.gpu}
         return [record for trial in trials for record in paired_trial.run([process], trial, **more)]
 
     with concurrent.futures.ThreadPoolExecutor(len(processes.training)) as pool:
@@ -259,9 +233,11 @@ def _may_run_beside(trial: Trial) -> bool:
     return trial.device == "cpu" and trial.workload == "training" and "budget_s" not in trial.problem
 
 
-def _ask_for_plans(processes: Sequence[RevisionProcess], settings: Settings) -> PairedPlan:
+def _ask_for_plans(processes: Sequence[RevisionProcess], question: Question) -> PairedPlan:
     for one in processes:
-        one.ask("plan", suite=settings.suite, only=settings.only, options=dict(settings.options))
+        one.ask(
+            "plan", suite=question.suite, only=question.only, options={**question.options, "device": question.device}
+        )
     answers = _collect_answers(processes)
     trials = {}
     for one, answer in zip(processes, answers, strict=True):
@@ -301,9 +277,9 @@ def _collect_answers(processes: Sequence[RevisionProcess]) -> list[Any]:
     return answers
 
 
-def _plan_to_store(one: Revision, planned: PairedPlan, settings: Settings, trials: Sequence[Trial]) -> Plan:
+def _plan_to_store(one: Revision, planned: PairedPlan, question: Question, trials: Sequence[Trial]) -> Plan:
     return Plan(
-        suite=settings.suite,
+        suite=question.suite,
         title=planned.title,
         environment=one.environment,
         trials=tuple(trial.to_json() for trial in trials),

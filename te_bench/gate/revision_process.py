@@ -139,7 +139,7 @@ def _run_trial(
 
     lines.send(pid=os.getpid())
     if trial["protocol"] in WARM_UP:
-        _raise_priority()
+        raise_priority()
     faulty = functools.partial(plant, **fault) if fault else None
     for name, calls in WARM_UP.items():
         setattr(timing, name, make_clock(lines, name, calls, core, faulty))
@@ -150,7 +150,7 @@ def _run_trial(
     del moved
 
 
-def _raise_priority() -> None:
+def raise_priority() -> None:
     """Have this session's processes run before others, where that is permitted: they are disturbed less, and done sooner."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICE)

@@ -5,13 +5,13 @@ in DIR/base and DIR/head, and else sets it aside.
 """
 
 import contextlib
-import dataclasses
+import functools
 import json
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +21,18 @@ from te_bench.experiments.store import Store
 from te_bench.gate import checkouts, output, paired_sweep
 from te_bench.gate.decision import FEWEST, check_test
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding
-from te_bench.gate.paired_sweep import GateProcesses, PairedPlan, Report, Settings
+from te_bench.gate.paired_sweep import GateProcesses, PairedPlan
 from te_bench.gate.paired_trial import Unrunnable
-from te_bench.gate.stored_runs import ALPHA, INCOMPLETE, MARGIN, Gate, at_its_end, compare
+from te_bench.gate.question import Question
+from te_bench.gate.stored_runs import INCOMPLETE, Gate, compare, judge_at_end
 from te_bench.reports.analysis.rows import TIMED, printable
-from te_bench.reports.exchange.compare_fail import Limit
+from te_bench.reports.page.files import write_atomically
 
 SIDES = ("base", "head")
-QUESTION, ANSWER = "question.json", "gate.json"
+QUESTION, ANSWER, LOG = "question.json", "gate.json", "trials.log"
 #: Pairs at which a trial is judged, if it gets so far; its last look is where the gate's time ends (decision.looks_until).
 #: What each look may claim shrinks with their number: these find most (docs/gate.md).
 LOOKS = (6, 10, 16, 25, 36)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """What a live gate is asked."""
-
-    repository: Path | None  # None: both sides are this te_bench's own files, which is a self-test
-    base: str  # refs
-    head: str
-    device: str
-    suite: str = "quick"
-    only: str | None = None
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    margin: float = MARGIN
-    alpha: float = ALPHA
-    mde: float | None = None
-    budget_s: float | None = None
-    most: int | None = None  # rounds; None: until each trial has as many pairs as the last of LOOKS
-    exit_first: bool = False
-    limits: Sequence[Limit] = ()
-    timeout_s: float = 900.0
-    cache: Path | None = None
-    gpu: str | None = None
-    faults: Mapping[str, Mapping[str, Any]] | None = None
-    faulty: str = "*"
 
 
 def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Callable[[str], None]) -> Gate:
@@ -85,7 +61,8 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
             for name, commit, store in zip(SIDES, commits, stores, strict=True):
                 root = _write_files(question.repository, commit, folder / name)
                 revisions.append(paired_sweep.revision(name, commit, root, store, machine))
-            processes = stack.enter_context(paired_sweep.gate_processes(revisions, _settings(question, directory)))
+            processes = paired_sweep.GateProcesses(revisions=revisions, question=question, log=directory / LOG)
+            stack.enter_context(contextlib.closing(processes))
             gate = run_rounds(question, directory, processes, known, started, say)
         except Unrunnable as error:
             gate = _gate_of_unrunnable(question, commits, str(error))
@@ -110,9 +87,9 @@ def run_rounds(
     while True:
         begin = time.monotonic()
         say(_describe_round(number, chosen, gate))
-        planned = paired_sweep.run_round(
-            number, processes, choose=_chooser(number, chosen), report=_failure_reporter(say), until=until
-        )
+        planned = processes.start()
+        report = functools.partial(_report_failures, say)
+        paired_sweep.run_round(number, processes, _to_run(planned, chosen), report=report, until=until)
         took = time.monotonic() - begin
         say(f"  {took:.1f} s, {processes.starting_s:.1f} s of them to start")
         number += 1
@@ -127,24 +104,17 @@ def run_rounds(
         chosen = _choose_next(gate, [cell for cell in planned.common if pairs[cell] < (looks or LOOKS)[-1]])
         late = until is not None and time.monotonic() + slowest * len(chosen) > until
         if late or not chosen:
-            gate = at_its_end(gate, looks=looks or LOOKS, mde=question.mde)
+            gate = judge_at_end(gate, looks=looks or LOOKS, mde=question.mde)
         answered = question.exit_first and gate.regressed
         if not chosen or late or answered or number == question.most:
             return gate
 
 
 def _gate_of_unrunnable(question: Question, commits: tuple[str, ...], why: str) -> Gate:
-    """The gate of revisions of which one cannot be run."""
     base, head = _names(question, commits)
     finding = GateFinding(name=question.suite, kind=FindingKind.FAILED, code=INCOMPLETE, message=printable(why))
-    return Gate(
-        baseline=base,
-        candidate=head,
-        margin=question.margin,
-        alpha=question.alpha,
-        decision=None,
-        findings=(finding,),
-    )
+    margin, alpha = question.margin, question.alpha
+    return Gate(baseline=base, candidate=head, margin=margin, alpha=alpha, findings=(finding,))
 
 
 def _commit(repository: Path | None, ref: str) -> str:
@@ -171,52 +141,19 @@ def looks_within(most: int) -> tuple[int, ...]:
 
 def _identity(question: Question, commits: tuple[str, ...]) -> dict[str, Any]:
     """What must be equal for a gate to be gone on with."""
-    names = [
-        "device",
-        "suite",
-        "only",
-        "margin",
-        "alpha",
-        "budget_s",
-        "most",
-        "exit_first",
-        "faulty",
-        "timeout_s",
-        "gpu",
-    ]
-    asked = {name: getattr(question, name) for name in names}
+    apart = ("repository", "base", "head", "mde", "limits")  # which the commits stand for, or change no measurement
+    asked = {one.name: getattr(question, one.name) for one in fields(question) if one.name not in apart}
     memory = {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "OMP_", "GLIBC_"))}
     asked |= {"memory": memory, "cache": None if question.cache is None else str(question.cache)}
     faults = {name: dict(fault) for name, fault in (question.faults or {}).items()}
     return {**asked, "options": dict(question.options), "commits": list(commits), "faults": faults, "looks": None}
 
 
-def _settings(question: Question, directory: Path) -> Settings:
-    return Settings(
-        suite=question.suite,
-        only=question.only,
-        options={**question.options, "device": question.device},
-        device=question.device,
-        log=directory / "trials.log",
-        timeout_s=question.timeout_s,
-        cache=question.cache,
-        gpu=question.gpu,
-        faults=question.faults,
-        faulty=question.faulty,
-    )
-
-
-def _chooser(number: int, cells: Sequence[str] | None) -> Callable[[PairedPlan], Mapping[str, Sequence[str]]]:
+def _to_run(planned: PairedPlan, chosen: Sequence[str] | None) -> dict[str, list[str]]:
     """Of the first round every trial, those that only the head has among them; later those that are to be decided."""
-
-    def choose(planned: PairedPlan) -> Mapping[str, Sequence[str]]:
-        if number == 0:
-            base, head = SIDES
-            return {base: planned.common, head: list(planned.trials[head])}
-        again = [cell for cell in planned.common if cells is None or cell in cells]
-        return dict.fromkeys(SIDES, again)
-
-    return choose
+    if chosen is None:
+        return {SIDES[0]: planned.common, SIDES[1]: list(planned.trials[SIDES[1]])}
+    return {name: [cell for cell in planned.common if cell in chosen] for name in SIDES}
 
 
 def _judge(question: Question, directory: Path, commits: tuple[str, ...], looks: tuple[int, ...]) -> Gate:
@@ -249,7 +186,7 @@ def _choose_next(gate: Gate, cells: Sequence[str]) -> list[str]:
 
     def of(names: Iterable[str]) -> list[str]:
         chosen = {name.removesuffix(suffix) for name in names for suffix in TIMED.values()}
-        return [cell for cell in cells if gate.cells.get(cell) in chosen]
+        return [cell for cell in cells if gate.names.get(cell) in chosen]
 
     return of(name for name, one in undecided.items() if one.suspect) or of(undecided)
 
@@ -262,13 +199,10 @@ def _describe_round(number: int, cells: Sequence[str] | None, gate: Gate | None)
     return f"round {number + 1}: {trials}"
 
 
-def _failure_reporter(say: Callable[[str], None]) -> Report:
-    def report(records: Sequence[Record]) -> None:
-        for record in records:
-            if record.outcome not in ("ok", "unsupported"):
-                say(f"  {record.outcome}: {record.trial.name}: {record.reason}")
-
-    return report
+def _report_failures(say: Callable[[str], None], records: Sequence[Record]) -> None:
+    for record in records:
+        if record.outcome not in ("ok", "unsupported"):
+            say(f"  {record.outcome}: {record.trial.name}: {record.reason}")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -280,11 +214,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    part = path.with_suffix(".part")
     try:
-        part.write_text(json.dumps(value, default=list))
-        part.replace(path)
+        write_atomically(path, json.dumps(value, default=list).encode())
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ValueError(f"cannot write {path}: {error.strerror}. Choose another --out.") from error

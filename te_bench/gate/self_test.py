@@ -23,8 +23,8 @@ from te_bench.experiments.spec import Options
 from te_bench.gate import checkouts, places, revisions
 from te_bench.gate.decision import FEWEST, GateVerdict, decide
 from te_bench.gate.places import Place
+from te_bench.gate.question import Question
 from te_bench.gate.revision_process import WARM_UP
-from te_bench.gate.revisions import Question
 from te_bench.gate.stored_runs import Gate
 from te_bench.reports.convergence.stability import rate_bound
 from te_bench.reports.page import text
@@ -96,7 +96,7 @@ def run(
     path = directory / ANSWERS
     planted = conditions(slower)
     asked = _identity(question, machine, len(where))
-    known = _known(path, asked)
+    known = [answer for answer in _read(path) if answer["asked"] == asked]  # of a self-test that was cut short
     done = Counter(answer["condition"] for answer in known)
     planned = {one.name: gates if one.rounds is None else min(gates, CERTAIN) for one in planted}
     left = [one for turn in range(gates) for one in planted if done[one.name] <= turn < planned[one.name]]
@@ -180,11 +180,6 @@ def _identity(question: Question, machine: Mapping[str, Any], at_once: int) -> d
     asked = {name: getattr(question, name) for name in names}
     more = {"data": dict(question.options.get("data") or {}), "looks": list(revisions.LOOKS)}
     return {**asked, **more, "at_once": at_once, "machine": dict(machine["identity"])}
-
-
-def _known(path: Path, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The answers of a self-test that was cut short."""
-    return [answer for answer in _read(path) if answer["asked"] == asked]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

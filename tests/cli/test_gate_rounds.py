@@ -144,14 +144,10 @@ def test_a_trial_that_may_be_slower_goes_before_the_others(
     rounds = revisions.paired_sweep.run_round
     cells: list[list[str]] = []
 
-    def run(number: int, processes: Any, *, choose: Any, **options: Any) -> Any:
-        def noted(planned: Any) -> Any:
-            chosen = choose(planned)
-            names = [planned.trials["head"][cell]["problem"]["model"] for cell in chosen["head"]]
-            cells.append(sorted(names))
-            return chosen
-
-        return rounds(number, processes, choose=noted, **options)
+    def run(number: int, processes: Any, chosen: Any, **options: Any) -> None:
+        names = [processes.planned.trials["head"][cell]["problem"]["model"] for cell in chosen["head"]]
+        cells.append(sorted(names))
+        rounds(number, processes, chosen, **options)
 
     monkeypatch.setattr(revisions.paired_sweep, "run_round", run)
     monkeypatch.setattr(revisions, "LOOKS", (5, 8))

@@ -12,6 +12,7 @@ from te_bench.experiments.spec import Record
 from te_bench.gate import revisions, stored_runs
 from te_bench.gate.decision import GateVerdict
 from te_bench.gate.paired_sweep import PairedPlan
+from te_bench.gate.question import Question
 
 ROUNDS = 8  # between two looks
 
@@ -31,7 +32,7 @@ def test_a_gate_that_ends_between_two_looks_is_judged_there_by_what_was_read_onc
         write(tmp_path / side, steps(side, slower), body=environment(side, code=side))
     cell = trial().cell
     planned = PairedPlan(title="quick", baseline=cell, trials={side: {cell: {}} for side in revisions.SIDES})
-    monkeypatch.setattr(revisions.paired_sweep, "run_round", lambda *_, **__: planned)
+    monkeypatch.setattr(revisions.paired_sweep, "run_round", lambda *_, **__: None)
     read: list[Path] = []
     load = stored_runs.load_results
 
@@ -40,9 +41,9 @@ def test_a_gate_that_ends_between_two_looks_is_judged_there_by_what_was_read_onc
         return load(directories)
 
     monkeypatch.setattr(stored_runs, "load_results", noted)
-    question = revisions.Question(repository=None, base="base", head="head", device="cpu", budget_s=0.0)
+    question = Question(repository=None, base="base", head="head", device="cpu", budget_s=0.0)
     processes: Any = SimpleNamespace(
-        starting_s=0.0, revisions=[SimpleNamespace(commit=side) for side in revisions.SIDES]
+        starting_s=0.0, start=lambda: planned, revisions=[SimpleNamespace(commit=side) for side in revisions.SIDES]
     )
     found = revisions.run_rounds(question, tmp_path, processes, {"looks": (6, 16)}, 0.0, lambda _: None)
 

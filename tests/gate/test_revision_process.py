@@ -17,7 +17,7 @@ def test_who_may_not_go_before_others_is_timed_all_the_same(monkeypatch: pytest.
 
     monkeypatch.setattr(os, "setpriority", setpriority)
     monkeypatch.setattr(revision_process, "NICE", 0)  # which the group of this session has
-    revision_process._raise_priority()
+    revision_process.raise_priority()
     assert asked == [(os.PRIO_PROCESS, 0, 0)]
 
 

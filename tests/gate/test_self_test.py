@@ -14,7 +14,7 @@ from te_bench.experiments import environment
 from te_bench.gate import revisions, self_test
 from te_bench.gate.decision import GateVerdict, decide
 from te_bench.gate.places import Place, places
-from te_bench.gate.revisions import Question
+from te_bench.gate.question import Question
 from te_bench.gate.self_test import Condition, conditions, interval, measure_rate, passed, redraw
 from te_bench.gate.stored_runs import Gate, process_s
 from te_bench.reports.page.embed import embed
