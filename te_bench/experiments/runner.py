@@ -112,7 +112,7 @@ def run(
                         continue
                     job = _prepare(server, trial, store, free.pop(0), context)
                     running.append(job)  # first: an interrupt while it starts must find it
-                    start(job.call)
+                    start_child(job.call)
                     progress(None, job.trial)
                 for job in _finished(running, timeout_s) if running else ():  # the last may all have been needless
                     running.remove(job)
@@ -151,7 +151,7 @@ def _prepare(server: Any, trial: Trial, store: Store, gpu: str | None, context: 
     return RunningTrial(trial, call, started, started_at, log, gpu, oom_kills())
 
 
-def start(call: ProcessCall) -> None:
+def start_child(call: ProcessCall) -> None:
     """Start a child. A fork server that is being killed breaks the connection; once it is gone another one starts."""
     for _ in range(FORK_SERVERS - 1):
         with suppress(ConnectionError, EOFError):

@@ -427,9 +427,9 @@ def test_a_fork_server_that_is_dying_is_waited_for(monkeypatch: pytest.MonkeyPat
             self.started = True
 
     process = Process()
-    runner.start(process)  # type: ignore[arg-type]
+    runner.start_child(process)  # type: ignore[arg-type]
     assert process.started
 
     broken += [EOFError] * 9
     with pytest.raises(EOFError):
-        runner.start(Process())  # type: ignore[arg-type]
+        runner.start_child(Process())  # type: ignore[arg-type]
