@@ -1,4 +1,4 @@
-"""The gate's rule over thousands of simulated gates at once, which test_gate.py holds `gate.decide` to gate by gate.
+"""The gate's rule over thousands of simulated gates at once, which test_decision.py holds `decision.decide` to gate by gate.
 
 One after the other, by `decide`, 2,000 gates take 11 s. Arrays are (gates, series, looks); of several trials the last series
 is the family.
@@ -12,8 +12,8 @@ import numpy as np
 from scipy.special import stdtr
 
 from te_bench.gate import decision
-from te_bench.gate import looks as gate_claims
-from te_bench.gate.decision import Verdict
+from te_bench.gate import looks as gate_looks
+from te_bench.gate.decision import GateVerdict
 from te_bench.gate.slowdown import MOST_ALIKE, SURE, trimmed
 from te_bench.reports.convergence.sequential import t_levels
 
@@ -51,7 +51,7 @@ def live(
     times = [_time(logs, margin, trim=True)]
     times += [] if means is None else [_time(means, decision.MEAN_MARGINS * margin, trim=False)]
     gates, trials = logs.shape[:2]
-    verdicts = np.full((gates, trials + (trials > 1)), Verdict.INCONCLUSIVE, dtype=object)
+    verdicts = np.full((gates, trials + (trials > 1)), GateVerdict.INCONCLUSIVE, dtype=object)
     have = np.zeros((gates, trials), dtype=int)
     need = np.full((gates, trials), decision.SUSPECT_FROM)
     going, ended = np.arange(gates), np.zeros(gates, dtype=bool)
@@ -62,7 +62,7 @@ def live(
         pairs = np.concatenate([pairs, pairs.min(1, keepdims=True)], axis=1) if trials > 1 else pairs
         ends = np.where(ended[:, None], pairs, last)
         verdicts[going] = _decide(times, going, pairs, ends, looks, alpha)
-        open_ = verdicts[going, :trials] == Verdict.INCONCLUSIVE
+        open_ = verdicts[going, :trials] == GateVerdict.INCONCLUSIVE
         after = np.array(looks)[np.minimum(np.searchsorted(looks, have[going], side="right"), len(looks) - 1)]
         more = np.where(open_, np.maximum(after - have[going], 0), 0)
         above = [
@@ -135,13 +135,13 @@ def _decide(
     slower = _holm([p_values(i, of.bar, -1) for i, of in enumerate(times)], ends, looks, alpha, shares, np.minimum)
     passes = _holm([p_values(i, of.bar, 1) for i, of in enumerate(times)], ends, looks, alpha, (1.0, 1.0), np.maximum)
     faster = _holm([p_values(0, 0.0, 1)], ends, looks, alpha, (1.0,), np.minimum)
-    found = np.full(pairs.shape, Verdict.INCONCLUSIVE, dtype=object)
-    found[passes < NEVER] = Verdict.PASS
-    found[(passes < NEVER) & (faster <= passes)] = Verdict.IMPROVED
-    found[slower < NEVER] = Verdict.REGRESSION
+    found = np.full(pairs.shape, GateVerdict.INCONCLUSIVE, dtype=object)
+    found[passes < NEVER] = GateVerdict.PASS
+    found[(passes < NEVER) & (faster <= passes)] = GateVerdict.IMPROVED
+    found[slower < NEVER] = GateVerdict.REGRESSION
     if pairs.shape[1] > 1:
-        passed = np.isin(found[:, :-1].astype(str), [Verdict.PASS, Verdict.IMPROVED]).all(1)
-        found[passed & (found[:, -1] == Verdict.INCONCLUSIVE), -1] = Verdict.PASS
+        passed = np.isin(found[:, :-1].astype(str), [GateVerdict.PASS, GateVerdict.IMPROVED]).all(1)
+        found[passed & (found[:, -1] == GateVerdict.INCONCLUSIVE), -1] = GateVerdict.PASS
     return found
 
 
@@ -178,7 +178,7 @@ def _holm(
 
 @functools.cache
 def _levels(looks: tuple[int, ...], alpha: float, hypotheses: float) -> tuple[float, ...]:
-    return t_levels(looks, alpha / gate_claims.divisor(hypotheses))
+    return t_levels(looks, alpha / gate_looks.divisor(hypotheses))
 
 
 def _padded(values: tuple[float, ...], size: int, by: float) -> list[float]:

@@ -1,6 +1,6 @@
 """A git repository of small te_bench packages, whose trials spin for as long as their source says: no torch, no second lost.
 
-Each has the parts that a live gate needs of a revision (experiments/side.py names them), te_bench's own where they need
+Each has the parts that a live gate needs of a revision (gate/revision_process.py names them), te_bench's own where they need
 no torch.
 """
 

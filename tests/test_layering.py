@@ -30,7 +30,18 @@ TORCH_FREE = (
     "te_bench.training.tokenizer",
     *(
         f"te_bench.experiments.{name}"
-        for name in ("doctor", "environment", "lifeline", "measurement", "plan", "progress", "runner", "spec", "store")
+        for name in (
+            "doctor",
+            "environment",
+            "fork_server_preload",
+            "measurement",
+            "plan",
+            "processes",
+            "progress",
+            "runner",
+            "spec",
+            "store",
+        )
     ),
 )
 TORCH_FREE_PACKAGES = ("te_bench.cli", "te_bench.gate", "te_bench.reports", "te_bench.experiments.suites")

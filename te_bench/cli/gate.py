@@ -16,7 +16,7 @@ import typer
 from te_bench.cli.options import Alpha, Cache, Data, Device, Only, data_sets, find_gpus, seconds
 
 if TYPE_CHECKING:
-    from te_bench.gate.revisions import Question
+    from te_bench.gate.question import Question
 
 _GRAMMAR = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+) ?%", re.ASCII)
 _MOST = 100.0  # %
@@ -139,7 +139,7 @@ def gate(
         raise ValueError(f"--{'baseline' if candidate else 'candidate'} DIR is missing: two runs are compared")
     if baseline is not None:
         _nothing_measured(context)
-    output.check(files)
+    output.check_writable(files)
     if base is not None or self_test:
         out = out.absolute()  # as every path here: each revision works in a folder of its own
         question, machine = _question(
@@ -222,7 +222,8 @@ def _question(
 ) -> tuple["Question", dict[str, Any]]:
     """What a gate that measures is asked, and its machine; without a base, of this te-bench against itself."""
     from te_bench.experiments import environment
-    from te_bench.gate import checkouts, revisions
+    from te_bench.gate import checkouts
+    from te_bench.gate.question import Question
 
     cache = None if cache is None else cache.absolute()
     if not timeout > 0:  # nor is NaN
@@ -232,7 +233,7 @@ def _question(
     root = None if base is None else checkouts.repository(Path.cwd())
     if root and head == "HEAD" and checkouts.dirty(root):
         _say("Uncommitted changes are not judged: the head is the last commit.")
-    question = revisions.Question(
+    question = Question(
         repository=root,
         base="installed" if base is None else base,
         head="installed" if base is None else head,
@@ -273,7 +274,7 @@ def _self_test(
     slower: str | None,
 ) -> NoReturn:
     from te_bench.gate import self_test
-    from te_bench.gate.workers import places
+    from te_bench.gate.places import places
     from te_bench.reports.page import tables
 
     gpus = [gpu["uuid"] for gpu in find_gpus(question.device, None)]

@@ -16,10 +16,10 @@ PROC = Path("/proc")
 def cores() -> int:
     """Those that this process may run on, and no more than its container's quota is worth (cgroup v2 or v1)."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(own, int(_quota())))
+    return max(1, min(own, int(quota())))
 
 
-def _quota(root: Path = Path("/sys/fs/cgroup")) -> float:
+def quota(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Cores' worth of time that a control group is given; 10^9 where nobody says."""
     with suppress(OSError, ValueError):  # v2: "max 100000" where there is none
         time, period = (root / "cpu.max").read_text().split()
@@ -59,10 +59,10 @@ def cpu_time(proc: Path = PROC) -> CpuTime | None:
         return None
     tick = 1 / os.sysconf("SC_CLK_TCK")
     total = user + nice + system + idle + wait + irq + softirq + stolen
-    return CpuTime(total=total * tick, idle=(idle + wait) * tick, stolen=stolen * tick, own=_own(proc) * tick)
+    return CpuTime(total=total * tick, idle=(idle + wait) * tick, stolen=stolen * tick, own=_own_ticks(proc) * tick)
 
 
-def _own(proc: Path) -> int:
+def _own_ticks(proc: Path) -> int:
     """Ticks of CPU time of this session's processes and of the children that they have waited for."""
     session, total = os.getsid(0), 0
     for stat in proc.glob("[0-9]*/stat"):

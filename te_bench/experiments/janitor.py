@@ -24,7 +24,7 @@ for _ in range(100):
 
 
 @contextlib.contextmanager
-def removed(folder: Path) -> Iterator[None]:
+def remove_at_end(folder: Path) -> Iterator[None]:
     """Remove the folder at the end. A second process does when this one ends before that, be it by SIGKILL."""
     janitor = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _JANITOR, str(folder)],

@@ -43,7 +43,7 @@ class Progress:
         if record is not None:
             self.done += 1
             self.walls.append(record.wall_s)
-            self.bar.update(self.task, completed=self.done, left=self._left())
+            self.bar.update(self.task, completed=self.done, left=self._time_left())
             if not self.warned and (busy := host.disturbance(record.device_state)):
                 self.warned = True
                 self._say(f"warning: the machine is busy: {busy} during {record.trial.name}. Timings will be noisy.")
@@ -57,7 +57,7 @@ class Progress:
         else:
             print(line, file=self.console.file, flush=True)
 
-    def _left(self) -> str:
+    def _time_left(self) -> str:
         """The trials to go at the mean time of those that ended."""
         seconds = round(sum(self.walls) / len(self.walls) * (self.total - self.done) / self.slots)
         return f"{seconds // 60}:{seconds % 60:02d} left"

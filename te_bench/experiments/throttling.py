@@ -41,11 +41,11 @@ class Watch:
         clocks = [seen.sm_clock_hz for seen in self.seen if seen.sm_clock_hz is not None]
         return {
             **found,
-            "throttle_reasons": _union([reason for reason in reasons if reason is not None]),
+            "throttle_reasons": _union_of_bits([reason for reason in reasons if reason is not None]),
             "lowest_sm_clock_hz": min(clocks, default=None),
         }
 
 
-def _union(reasons: list[int]) -> int | None:
+def _union_of_bits(reasons: list[int]) -> int | None:
     """The bits that were set at any time; None where none could be read, for 0 would say that nothing throttled."""
     return functools.reduce(operator.or_, reasons) if reasons else None

@@ -143,12 +143,12 @@ def _sample_cuda(call: Callable[[], object]) -> Callable[[], list[float]]:
 def _half_width(samples: list[float]) -> float:
     """Half the width of the median's distribution-free 95 % interval (order statistics), relative to the median."""
     ordered = sorted(samples)
-    low = _heads(0.025, len(ordered))
-    high = min(_heads(0.975, len(ordered)), len(ordered) - 1)
+    low = binomial_quantile(0.025, len(ordered))
+    high = min(binomial_quantile(0.975, len(ordered)), len(ordered) - 1)
     return (ordered[high] - ordered[low]) / 2 / statistics.median(ordered)
 
 
-def _heads(q: float, n: int) -> int:
-    """The q-quantile of how many of n fair coins show heads."""
+def binomial_quantile(q: float, n: int) -> int:
+    """The q-quantile of how many of n fair coins show heads: of a binomial distribution with p = 1/2."""
     k = math.ceil(bdtrik(q, n, 0.5))
     return k - 1 if k > 0 and bdtr(k - 1, n, 0.5) >= q else k

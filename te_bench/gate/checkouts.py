@@ -38,7 +38,7 @@ _ELSEWHERE = (
 def temporary() -> Iterator[Path]:
     """A new folder. A second process removes it when this one ends, be it by SIGKILL."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    with janitor.removed(folder):
+    with janitor.remove_at_end(folder):
         yield folder
 
 

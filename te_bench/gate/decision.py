@@ -1,42 +1,21 @@
 """Which trials became slower: every trial's pairs so far to REGRESSION, PASS, IMPROVED or INCONCLUSIVE, and who needs more.
 
-A trial has two ratios, candidate / baseline: r of what its processes count by, which noise hardly touches and a slow-down of
-few calls neither, and m of the mean of all their calls, which every slow-down moves. m is the noisier by far, and has a bar
-of its own, MEAN_MARGINS margins. Three claims are tested: that r or m lies above its bar, that both lie below, and r < 1.
-The first divides its share of alpha between r, two thirds, and m. The second divides nothing: where it is wrong one of two
-claims is, each of which is wrong in at most alpha of cases (Berger 1982, Technometrics 24:295).
+A trial has two ratios, candidate / baseline: r of what its processes count by, and m of the mean of all their calls, which
+has a bar of its own, MEAN_MARGINS margins. Three claims are tested: that r or m lies above its bar, that both lie below, and
+r < 1. The first divides its share of alpha between r, two thirds, and m. The second divides nothing: where it is wrong one
+of two claims is, each of which is wrong in at most alpha of cases (Berger 1982, Technometrics 24:295).
 
 Each claim is held to alpha over all trials, their geometric mean and all looks together, by Holm's procedure over
 group-sequential tests (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311; Ye, Li, Liu & Yao 2013, Stat. Med. 32:1112). That
 is closed testing: any k true hypotheses are rejected, at whatever look, with a probability of at most k times what one
-spends at level alpha / k, however the trials depend on each other; and the levels of every look rise with alpha, so what
-is rejected at alpha / k is rejected at alpha / (k - 1) too, which lets a claim that has been made pass its share on to
-the trials still undecided. Stopping a trial once it is decided, or the whole gate when time is up, only loses rejections.
+spends at level alpha / k, however the trials depend on each other; and the levels of every look rise with alpha, so a claim
+that has been made passes its share on to the trials still undecided. Stopping a trial once it is decided, or the whole gate
+when time is up, only loses rejections. Which trial gets the next pair may depend on what was seen: a look is a number of the
+trial's own pairs, and one that is never reached claims nothing.
 
-Which trial gets the next pair may depend on what was seen: a look is a number of the trial's own pairs, and one that is
-never reached claims nothing. Trials that seem slower than the margin (`Judgement.suspect`) go before the others: a
-slow-down of 5 % in one of six trials, of pairs that vary by 3.3 %, is found in three minutes in 98 % of gates, and in half
-of them when all take turns until the end (150 and 100 simulations, 2026-11-22).
-
-Pairs of which each resembles the one before carry less than as many others, and a trial's interval is wider for it, by what
-the autocorrelation of the gate's pairs may be (slowdown.Likeness). It is estimated from all pairs so far, so a claim may
-still come or go with the pairs of another trial.
-
-It is a pure function of the ratios, so the gate calls it again with every round of pairs. In 2,000 simulated
-gates of 6 trials, looks at 6, 10, 15 and 20 pairs, sd 1.5 %, margin 2 %, one ratio a trial (2026-11-23;
-tests/gate/test_decision.py):
-
-    in %, with log-ratios                    normal   Student's t, 3 df   1 pair in 20 is 10 x as wide
-    no change: any trial REGRESSION             0.0                 0.0                            0.0
-               any called IMPROVED              0.1                 0.2                            0.2
-               all PASS                        97.2                80.5                           90.9
-    all slower by just the margin:
-               any REGRESSION                   1.8                 1.4                            1.4
-               any PASS                         2.1                 1.5                            1.8
-    one slower by 5 %: it is REGRESSION        99.8                97.7                           98.7
-    pairs a trial, no change                   15.7                17.1                           16.2
-
-docs/gate.md has the rates of both ratios where few calls are slow, and of pairs that resemble the ones before.
+It is a pure function of the ratios, so the gate calls it again with every round of pairs. A trial's interval is as wide as
+the autocorrelation of all pairs so far asks for, so a claim may come or go with the pairs of another trial. docs/gate.md has
+the simulated error rates.
 """
 
 import math
@@ -45,23 +24,22 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
-from te_bench.gate.looks import Claim, Measured, Series, Trial, divisor, holm
+from te_bench.gate.looks import HolmClaim, LogRatios, MeasuredRatio, TrialRatios, divisor, holm
 from te_bench.gate.slowdown import Estimate, likeness
 
 FAMILY = "geometric mean"
-#: The mean of all calls must be shown to lie below 1 + so many margins, which is 5 % where the margin is 2 %: A/A pairs of
-#: `quick` vary by 0.8 to 10 times as much by it as by the lowest tenth, the median 1.4 (84 pairs, load 5, 2026-11-23).
+#: The mean of all calls must be shown to lie below 1 + so many margins: pairs vary by more of it than by the lowest tenth.
 MEAN_MARGINS = 2.5
 #: Pairs without which nothing is claimed. Where processes of one program run at either of two speeds, as memory happens to
 #: be laid out, all of n pairs show the same difference in up to 4^-n of cases: 0.1 %, which no noise among them warns of.
 FEWEST = 5
 WORTH_SAYING = 1.5  # times as wide as an interval of independent pairs: it is said why
-SUSPECT_FROM = 3  # pairs; from 4 on a slow-down of 5 % is found in 78 % of gates for 83 where pairs vary by 3.6 %
+SUSPECT_FROM = 3  # pairs; from 4 on fewer slow-downs are found (docs/gate.md)
 
 Ratios = Mapping[str, Sequence[float | None]]
 
 
-class Verdict(StrEnum):
+class GateVerdict(StrEnum):
     """Slower by more than the margin; not slower by it; faster than the baseline, so not slower either; not told yet."""
 
     REGRESSION = "REGRESSION"
@@ -71,33 +49,33 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement(Measured):
+class GateJudgement(MeasuredRatio):
     """What the pairs of one trial, or the rounds of all of them, carry: by what a process counts by, and by all calls."""
 
-    verdict: Verdict
+    verdict: GateVerdict
     reason: str
     pairs: int  # used, up to the look that this judgement is of
     more: int = 0  # pairs to the next look of an undecided trial; 0 when there is none
     suspect: bool = False  # still to be decided, and by all its pairs so far slower than the margin
-    mean: Measured | None = None  # of all calls; None where they are not judged
+    mean: MeasuredRatio | None = None  # of all calls; None where they are not judged
     needed: int | None = None  # pairs that would decide it in 80 % of cases at the ratios as measured
 
     @property
     def passed(self) -> bool:
-        return self.verdict in (Verdict.PASS, Verdict.IMPROVED)
+        return self.verdict in (GateVerdict.PASS, GateVerdict.IMPROVED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class GateDecision:
     """The judgements by trial; `family`, of the geometric mean over the trials, is None for a single one."""
 
     margin: float
     alpha: float
-    trials: Mapping[str, Judgement]
-    family: Judgement | None
+    trials: Mapping[str, GateJudgement]
+    family: GateJudgement | None
 
     @property
-    def judgements(self) -> tuple[Judgement, ...]:
+    def judgements(self) -> tuple[GateJudgement, ...]:
         return (*self.trials.values(), *([self.family] if self.family else []))
 
     @property
@@ -115,7 +93,7 @@ def decide(
     looks: Sequence[int] | None = None,
     ended: bool = False,
     mde: float | None = None,
-) -> Decision:
+) -> GateDecision:
     """A verdict for each trial on its ratios so far, candidate / baseline, in the order of the rounds of pairs.
 
     means: of the same pairs, the ratios of the mean of all calls. REGRESSION: a trial's r > 1 + margin is shown, or that its
@@ -140,17 +118,19 @@ def decide(
         _same_pairs(ratios, means)
     kinds = [ratios] if means is None else [ratios, means]
     if len(ratios) > 1:
-        kinds = [{**one, FAMILY: _rounds(list(one.values()))} for one in kinds]
+        kinds = [{**one, FAMILY: _mean_of_rounds(list(one.values()))} for one in kinds]
     bars = zip(kinds, (margin, MEAN_MARGINS * margin), (True, False), strict=False)
-    times = [_series(kind, math.log1p(bar), trim, looks, ended) for kind, bar, trim in bars]
-    trials = {name: Trial(times=tuple(one[name] for one in times), alpha=alpha) for name in times[0]}
-    slower, passes, faster = (holm(trials, claim) for claim in (Trial.slower, Trial.passes, Trial.faster))
+    times = [_build_series(kind, math.log1p(bar), trim, looks, ended) for kind, bar, trim in bars]
+    trials = {name: TrialRatios(times=tuple(one[name] for one in times), alpha=alpha) for name in times[0]}
+    slower, passes, faster = (
+        holm(trials, claim) for claim in (TrialRatios.slower, TrialRatios.passes, TrialRatios.faster)
+    )
     finest = math.log1p(margin if mde is None else mde)
     judged = {name: _judge(name, one, slower, passes, faster, finest, len(trials)) for name, one in trials.items()}
     family = judged.pop(FAMILY, None) if len(ratios) > 1 else None
-    if family and family.verdict is Verdict.INCONCLUSIVE and all(one.passed for one in judged.values()):
-        family = replace(family, verdict=Verdict.PASS, reason="every trial passes, so their mean does", more=0)
-    return Decision(margin=margin, alpha=alpha, trials=judged, family=family)
+    if family and family.verdict is GateVerdict.INCONCLUSIVE and all(one.passed for one in judged.values()):
+        family = replace(family, verdict=GateVerdict.PASS, reason="every trial passes, so their mean does", more=0)
+    return GateDecision(margin=margin, alpha=alpha, trials=judged, family=family)
 
 
 def check_test(margin: float, alpha: float, mde: float | None = None) -> None:
@@ -182,7 +162,9 @@ def _same_pairs(ratios: Ratios, means: Ratios) -> None:
             raise ValueError(f"{name}: its ratios and means are of other pairs: give both of each pair, or None twice")
 
 
-def _series(ratios: Ratios, bar: float, trim: bool, looks: Sequence[int] | None, ended: bool) -> dict[str, Series]:
+def _build_series(
+    ratios: Ratios, bar: float, trim: bool, looks: Sequence[int] | None, ended: bool
+) -> dict[str, LogRatios]:
     """Of every trial and the family, which is no more alike than its trials are."""
     found = {name: tuple(math.log(r) for r in values if r is not None) for name, values in ratios.items()}
     together = likeness([logs for name, logs in found.items() if name != FAMILY], trim=trim)
@@ -193,7 +175,7 @@ def _series(ratios: Ratios, bar: float, trim: bool, looks: Sequence[int] | None,
         )  # once: a look that fewer pairs do not reach
         at = looks_until(len(logs), planned) if ended else planned
         alike = together.bound(likeness([logs], trim=trim))
-        series[name] = Series(logs=logs, looks=at, bar=bar, trim=trim, alike=alike)
+        series[name] = LogRatios(logs=logs, looks=at, bar=bar, trim=trim, alike=alike)
     return series
 
 
@@ -202,12 +184,12 @@ def looks_until(pairs: int, looks: tuple[int, ...]) -> tuple[int, ...]:
 
     As if it had been planned so: the clock does not know the ratios. What was claimed before stays claimed, for the levels
     of the looks rise when fewer pairs are to come. Where suspects were run first, the ratios do have a say in when a trial
-    ends; it costs no error that 2,000 simulations see (tests/gate/test_decision.py).
+    ends; simulated gates (tests/gate/test_decision.py) err no more often for it.
     """
     return looks if not FEWEST <= pairs < looks[-1] else (*(look for look in looks if look < pairs), pairs)
 
 
-def _rounds(trials: Sequence[Sequence[float | None]]) -> list[float | None]:
+def _mean_of_rounds(trials: Sequence[Sequence[float | None]]) -> list[float | None]:
     """The geometric mean of each round over the trials; None where one of them has no ratio."""
     found: list[float | None] = []
     for values in zip(*trials, strict=False):  # a decided trial has no later rounds
@@ -217,21 +199,21 @@ def _rounds(trials: Sequence[Sequence[float | None]]) -> list[float | None]:
 
 
 def _judge(
-    name: str, one: Trial, slower: Claim, passes: Claim, faster: Claim, finest: float, hypotheses: int
-) -> Judgement:
+    name: str, one: TrialRatios, slower: HolmClaim, passes: HolmClaim, faster: HolmClaim, finest: float, hypotheses: int
+) -> GateJudgement:
     """The verdict of one trial: the claim that was made of it, REGRESSION before PASS should both have been."""
     first, pairs = one.times[0], len(one.times[0].logs)
     more = next((n - pairs for n in first.looks if n > pairs), 0)
     if pairs < 2:
-        return Judgement(verdict=Verdict.INCONCLUSIVE, reason=_few(pairs), pairs=pairs, more=more)
+        return GateJudgement(verdict=GateVerdict.INCONCLUSIVE, reason=_too_few(pairs), pairs=pairs, more=more)
     claim = slower if name in slower.made else passes
     look = claim.made.get(name, max(len(first.reached) - 1, 0))
-    verdict = Verdict.INCONCLUSIVE
+    verdict = GateVerdict.INCONCLUSIVE
     if name in claim.made:
-        verdict = Verdict.REGRESSION if claim is slower else Verdict.PASS
+        verdict = GateVerdict.REGRESSION if claim is slower else GateVerdict.PASS
         if claim is passes and faster.made.get(name, look + 1) <= look:
-            verdict = Verdict.IMPROVED
-    undecided = verdict is Verdict.INCONCLUSIVE
+            verdict = GateVerdict.IMPROVED
+    undecided = verdict is GateVerdict.INCONCLUSIVE
     above = one.alpha / divisor(passes.left[name])
     shares = zip(one.times, one.shares(slower.left[name]), one.shares(hypotheses), strict=True)
     found, *means = (time.measured(look, a, above, last, undecided=undecided) for time, a, last in shares)
@@ -239,7 +221,7 @@ def _judge(
     needed = [time.needed(look, last, finest) for time, last in each if time.at(look).se]
     known = [max(n, FEWEST) for n in needed if n is not None]
     known = known if len(known) == len(needed) else []
-    return Judgement(
+    return GateJudgement(
         **asdict(found),
         verdict=verdict,
         reason=_reason(verdict, one, look, slower.left[name], passes.left[name], known),
@@ -251,21 +233,23 @@ def _judge(
     )
 
 
-def _reason(verdict: Verdict, one: Trial, look: int, slower: int, passes: int, needed: Sequence[int]) -> str:
+def _reason(verdict: GateVerdict, one: TrialRatios, look: int, slower: int, passes: int, needed: Sequence[int]) -> str:
     """slower, passes: how many hypotheses shared alpha."""
     found, *means = (time.at(look) for time in one.times)
-    over = f"{_off(found)} over {_pairs(found.n)}"
-    also = f", all calls on average {_off(means[0])}" if means else ""
-    if verdict is Verdict.REGRESSION:
+    over = f"{_difference(found)} over {_pairs(found.n)}"
+    also = f", all calls on average {_difference(means[0])}" if means else ""
+    if verdict is GateVerdict.REGRESSION:
         typical, *mean = one.slower_by(slower)
         if typical is None or typical > look:
             assert mean
             least = _percent(one.times[1].bar)
-            return f"all calls on average slower by more than {least}: {_off(means[0])}, though typical ones {over}"
+            return (
+                f"all calls on average slower by more than {least}: {_difference(means[0])}, though typical ones {over}"
+            )
         return f"slower by more than {_percent(one.times[0].bar)}: {over}{also}"
-    if verdict is Verdict.IMPROVED:
+    if verdict is GateVerdict.IMPROVED:
         return f"faster: {over}{also}"
-    if verdict is Verdict.PASS:
+    if verdict is GateVerdict.PASS:
         return f"not slower by {_percent(one.times[0].bar)}: {over}{also}"
     if not found.se:
         twice = ". Are these the same records twice?" if found.log_ratio == 0 else ""
@@ -273,9 +257,9 @@ def _reason(verdict: Verdict, one: Trial, look: int, slower: int, passes: int, n
             f"{_pairs(found.n)} of ratio {found.ratio:.6g}: they do not vary, so nothing says how sure that is{twice}"
         )
     if found.n < FEWEST:
-        return f"{_off(found)} over {_few(found.n)}"
+        return f"{_difference(found)} over {_too_few(found.n)}"
     said = [
-        _untold(time, look, "all calls on average " * number)
+        _why_undecided(time, look, "all calls on average " * number)
         for number, (time, at) in enumerate(zip(one.times, one.passes_by(passes), strict=True))
         if at is None
     ]
@@ -285,17 +269,17 @@ def _reason(verdict: Verdict, one: Trial, look: int, slower: int, passes: int, n
     return f"{'; '.join(said)}. {more[0].upper()}{more[1:]}"
 
 
-def _untold(time: Series, look: int, who: str) -> str:
+def _why_undecided(time: LogRatios, look: int, who: str) -> str:
     """Why a time is not told from its bar: the noise, and what must be allowed for between the pairs."""
     found = time.at(look)
     noise = f"by a noise of {100 * found.sd:.2g} % a pair over {_pairs(found.n)}"
     wide = f"interval {found.widened:.2g} times as wide"
     why = f"; pairs may resemble the ones before (autocorrelation up to {found.alike:.2f}): {wide}"
     why = why if found.widened >= WORTH_SAYING else ""
-    return f"{who}{_off(found)} is not told from {_percent(time.bar)} {noise}{why}"
+    return f"{who}{_difference(found)} is not told from {_percent(time.bar)} {noise}{why}"
 
 
-def _off(found: Estimate) -> str:
+def _difference(found: Estimate) -> str:
     return f"{100 * (found.ratio - 1):+.2f} %"
 
 
@@ -303,7 +287,7 @@ def _percent(log_ratio: float) -> str:
     return f"{100 * math.expm1(log_ratio):.3g} %"
 
 
-def _few(n: int) -> str:
+def _too_few(n: int) -> str:
     return f"{_pairs(n)}: it takes {FEWEST} at least"
 
 

@@ -1,12 +1,10 @@
-"""Where both sides of a live gate come from: a process that imports what they share, torch above all, and forks them.
+"""Where the processes of both revisions come from: a process that imports what they share, torch above all, and forks them.
 
-So that is imported once a gate and not twice a round, where with planning it took 7 s of 19.5 (`quick`, two quiet cores,
-2026-11-21), and lies at the same addresses on both sides.
+So that is imported once a gate and not twice a round, and lies at the same addresses for both.
 
-Run as a program by `pairs.Origin`. It loads no te_bench, for each side has its own, but for the files side.py, turns.py and
-planted.py beside it. Over the socket whose number is its first argument it is sent {"root": a revision's files, "modules":
-[...]} with a socket, on which the side that it forks then says its {"pid"}, what `side.serve` says, and nothing of another
-side.
+Run as a program by `paired_trial.ForkServer`. It loads no te_bench, for each revision has its own, but for single files of
+the gate's te_bench. Over the socket whose number is its first argument it is sent {"root": a revision's files, "modules":
+[...]} with a socket, on which the process that it forks then sends its {"pid"} and what `revision_process.serve` sends.
 """
 
 import contextlib
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 
-def _gates_own(name: str, package: str = "gate") -> Any:
+def _load_own(name: str, package: str = "gate") -> Any:
     """The module in the gate's own file of that name, whatever te_bench is on the path."""
     path = Path(__file__).resolve().parents[1] / package / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -32,32 +30,32 @@ def _gates_own(name: str, package: str = "gate") -> Any:
     return module
 
 
-end_with_parent = _gates_own("orphans", "experiments").end_with_parent
+processes = _load_own("processes", "experiments")
 
 
-def fork_sides(asked: socket.socket) -> None:
-    """Fork a side for each message, until the gate is gone. They stay zombies, so that no pid means another process."""
+def fork_revisions(requests: socket.socket) -> None:
+    """Fork a process for each request, until the gate is gone. They stay zombies, so that no pid means another process."""
     while True:
-        message, sockets, _, _ = socket.recv_fds(asked, 2**16, 1)
+        message, sockets, _, _ = socket.recv_fds(requests, 2**16, 1)
         if not message:
             return
         parent = os.getpid()
         if os.fork() == 0:
-            asked.close()
-            end_with_parent(parent)
-            _side(socket.socket(fileno=sockets[0]), **json.loads(message))
+            requests.close()
+            processes.end_with_parent(parent)
+            _serve_revision(socket.socket(fileno=sockets[0]), **json.loads(message))
             os._exit(0)
         os.close(sockets[0])
 
 
-def _side(connection: socket.socket, *, root: str, modules: Sequence[str]) -> None:
+def _serve_revision(connection: socket.socket, *, root: str, modules: Sequence[str]) -> None:
     """Import a revision, then serve. Its files come first on the path, here and in what its trials start."""
     os.setsid()
     os.chdir(root)
     sys.path.insert(0, root)
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    side, clock, faults = (_gates_own(name) for name in ("revision_process", "interleaved_clock", "planted_faults"))
-    lines = side.Lines(connection)
+    revision = _load_own("revision_process")
+    lines = revision.Lines(connection)
     lines.send(pid=os.getpid())
     try:
         for module in modules:
@@ -68,17 +66,16 @@ def _side(connection: socket.socket, *, root: str, modules: Sequence[str]) -> No
     import te_bench
 
     lines.send(answer=te_bench.__file__)
-    side.serve(lines, clock.clock, faults.planted)
+    make_clock, plant = _load_own("interleaved_clock").make_clock, _load_own("planted_faults").plant
+    revision.serve(lines, make_clock=make_clock, plant=plant, run_supervised=processes.run_supervised)
 
 
 def main() -> None:
-    """origin.py SOCKET PARENT LOG [MODULE ...]: import the modules, then fork sides."""
+    """fork_server.py SOCKET PARENT LOG [MODULE ...]: import the modules, then fork revisions."""
     number, parent, log, *modules = sys.argv[1:]
-    end_with_parent(int(parent))
+    processes.end_with_parent(int(parent))
     os.setsid()  # Ctrl-C is the gate's to handle
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    processes.log_to(log, append=True)
     # Importing torch's compiler asks whether there is a GPU: by the management library, or CUDA would not survive the fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     for module in modules:
@@ -86,7 +83,7 @@ def main() -> None:
             __import__(module)
     gc.collect()
     gc.freeze()  # else every fork's collector would copy the pages of all this
-    fork_sides(socket.socket(fileno=int(number)))
+    fork_revisions(socket.socket(fileno=int(number)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The clock of a live gate's side: it times a call when the gate says so, in place of the revision's own.
+"""The clock of a live gate: it times a call when the gate asks for it, in place of the revision's own.
 
-Loaded by `origin` beside side.py, the gate's own and the same for both sides; it imports nothing of te_bench.
+Loaded by `fork_server`, the gate's own and the same for both revisions; it imports nothing of te_bench.
 """
 
 import contextlib
@@ -23,27 +23,27 @@ Call = Callable[[], object]
 Block = Callable[[int], list[float]]  # the seconds of so many calls
 
 
-def clock(
-    lines: "Lines", name: str, warm_up: int, core: int | None, faulty: Callable[..., Call] | None
+def make_clock(
+    lines: "Lines", name: str, warm_up: int, core: int | None, plant: Callable[..., Call] | None
 ) -> Callable[[Call, str], list[float]]:
-    """A clock in place of the revision's: it times a call when the gate says so, and returns all that it timed.
+    """A clock in place of the revision's: it times a call when the gate asks for it, and returns all that it timed.
 
-    faulty(call, device, the function that makes a call's block): the call with a fault, where one is planted.
+    plant(call, device, the function that makes a call's block): the call with a fault, where one is planted.
     """
 
     def timed(call: Call, device: str) -> list[float]:
         block_of = functools.partial(cuda_block, flush=name == "kernel") if device == "cuda" else cpu_block
-        call = faulty(call, device, block_of) if faulty else call
+        call = plant(call, device, block_of) if plant else call
         for _ in range(warm_up):
             call()
         block = block_of(call)
         kept: list[float] = []
-        with _on(core):
+        with _pinned_to(core):
             lines.send(ready=name)
-            while not (turn := lines.receive()).get("over"):
-                before = _clocks(device)
-                seconds = list(_turn(block, turn))
-                after = _clocks(device)
+            while not (turn := lines.receive()).get("stop"):
+                before = _read_clocks(device)
+                seconds = list(time_turn(block, turn))
+                after = _read_clocks(device)
                 if "calls" in turn:
                     kept += seconds
                 known = [hz for hz in (before[1], after[1]) if hz]
@@ -54,7 +54,7 @@ def clock(
 
 
 @contextlib.contextmanager
-def _on(core: int | None) -> Iterator[None]:
+def _pinned_to(core: int | None) -> Iterator[None]:
     """Have this thread on one core, where the system lets it; anywhere for None."""
     if core is None:
         yield
@@ -69,7 +69,7 @@ def _on(core: int | None) -> Iterator[None]:
             os.sched_setaffinity(0, cores)
 
 
-def _turn(block: Block, turn: dict[str, Any]) -> Iterator[float]:
+def time_turn(block: Block, turn: dict[str, Any]) -> Iterator[float]:
     """The seconds of as many calls as asked for, or of calls until so many seconds have passed."""
     if "calls" in turn:
         yield from block(turn["calls"])
@@ -155,7 +155,7 @@ def cuda_block(call: Call, *, flush: bool) -> Block:
     return block
 
 
-def _clocks(device: str) -> tuple[int, float | None]:
+def _read_clocks(device: str) -> tuple[int, float | None]:
     """(reasons why the GPU's clocks are held back, nvml.h's bits; its SM clock in Hz); (0, None) where nobody knows."""
     if device != "cuda":
         return 0, None

@@ -1,4 +1,4 @@
-"""What can be claimed of a trial's pairs, at which look, and of how many trials at once: te_bench.gate.decision says why."""
+"""What can be claimed of a trial's pairs, at which look, and of how many trials at once: decision.py says why."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ _DIVISORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredRatio:
     """A ratio and the bounds that were held to its bar, at the one-sided level of the trial's look and Holm's step.
 
     low: above the bar in REGRESSION; high: below it in PASS. detectable: the smallest slow-down (0.03 is 3 %) that is found
@@ -28,7 +28,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series:
+class LogRatios:
     """The log-ratios of one kind, the looks planned for them and the bar that they are held to."""
 
     logs: tuple[float, ...]
@@ -55,19 +55,19 @@ class Series:
         at = zip(self.reached, t_levels(self.looks, alpha), strict=False)
         return next((k for k, (found, level) in enumerate(at) if p_value(found) <= level), None)
 
-    def measured(self, look: int, slower: float, passes: float, final: float, *, undecided: bool) -> Measured:
+    def measured(self, look: int, slower: float, passes: float, final: float, *, undecided: bool) -> MeasuredRatio:
         """At a look, by the shares of alpha that its claims were held to; final: of one that is still to be made."""
         found = self.at(look)
         if not found.se:
-            return Measured(ratio=found.ratio)
+            return MeasuredRatio(ratio=found.ratio)
         below, above = (found.bound(t_levels(self.looks, alpha)[look]) for alpha in (slower, passes))
         n = found.n if undecided else self.looks[-1]
         away = detectable(found.sd, n, alpha=self.final(final), alike=self.alike)
-        return Measured(
+        return MeasuredRatio(
             ratio=found.ratio,
             low=math.exp(found.log_ratio - below),
-            high=_told(math.exp, found.log_ratio + above),
-            detectable=None if away is None else _told(math.expm1, self.bar + away),
+            high=_unless_huge(math.exp, found.log_ratio + above),
+            detectable=None if away is None else _unless_huge(math.expm1, self.bar + away),
         )
 
     def needed(self, look: int, alpha: float, finest: float) -> int | None:
@@ -83,13 +83,13 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class TrialRatios:
     """The series of one trial: what its processes count by and, where they are judged too, the means of all calls.
 
     A claim says at which look it can be made where `left` hypotheses share alpha.
     """
 
-    times: tuple[Series, ...]
+    times: tuple[LogRatios, ...]
     alpha: float
 
     def shares(self, left: int) -> tuple[float, ...]:
@@ -117,7 +117,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Claim:
+class HolmClaim:
     """One claim over the family: the look at which it was made of a trial, and how many hypotheses shared alpha then."""
 
     made: Mapping[str, int]
@@ -128,7 +128,7 @@ def divisor(hypotheses: float) -> float:
     return next((known for known in _DIVISORS if known >= hypotheses), hypotheses)
 
 
-def holm(trials: Mapping[str, Trial], claim: Callable[[Trial, int], int | None]) -> Claim:
+def holm(trials: Mapping[str, TrialRatios], claim: Callable[[TrialRatios, int], int | None]) -> HolmClaim:
     """Make one claim of as many trials as Holm's procedure allows at the looks that they have reached."""
     made: dict[str, int] = {}
     left: dict[str, int] = {}
@@ -140,9 +140,9 @@ def holm(trials: Mapping[str, Trial], claim: Callable[[Trial, int], int | None])
         if not new:
             break
         made |= new
-    return Claim(made=made, left=left)
+    return HolmClaim(made=made, left=left)
 
 
-def _told(of: Callable[[float], float], log_ratio: float) -> float | None:
+def _unless_huge(of: Callable[[float], float], log_ratio: float) -> float | None:
     """exp or expm1; None for what is beyond a factor of 1000: two pairs say nothing."""
     return of(log_ratio) if log_ratio < math.log(1000) else None

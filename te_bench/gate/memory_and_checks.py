@@ -1,4 +1,4 @@
-"""What a gate asks of records without statistics: memory, launches, checks, cells that are gone, verdicts that got worse.
+"""What a gate asks of records without statistics: memory, launches, checks, missing trials, worse verdicts.
 
 A finding has the exit code that it asks for on its own: 1 the candidate got worse, 3 undecided, 4 there is no result where
 the baseline has one, 0 for what is only told.
@@ -13,14 +13,12 @@ from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import highest, numbers, seconds_of
 from te_bench.reports.analysis.rows import TIMED, Cell, Group, Row, printable
 from te_bench.reports.convergence.equivalence import Verdict
-from te_bench.reports.convergence.study import Study, studies
+from te_bench.reports.convergence.study import studies
 from te_bench.reports.convergence.verdict import CAUGHT, GOOD, Verdicts, verdicts
 from te_bench.reports.page.text import shortened
 
 MIB = 2**20
-#: {sample: (bytes, share)}: growth that is none. Allocated: over 40 cells with 3 seeds each on an H200 (results/h200,
-#: 2026-11-21) eager steps took the same bytes in every process; compiled ones up to 2.4 MiB and 0.045 % more.
-#: Resident, on a CPU: up to 140 MiB of 620 between 8 processes of one trial (quick, 2 cores, 2026-11-21).
+#: {sample: (bytes, share)}: growth that is none, for processes of one program differ by less (docs/gate.md).
 ALLOWED = {"peak_allocated_bytes": (4 * MIB, 0.001), "peak_rss_bytes": (128 * MIB, 0.1)}
 _MEMORY = {"peak_allocated_bytes": "peak allocated", "peak_rss_bytes": "peak resident"}
 #: Counts of one step that Record.work holds where the workload took them: none may grow.
@@ -29,7 +27,7 @@ _ENDED = ("ok", "stopped")  # outcomes that no fault brought about
 _LONGEST = 60  # characters of a kernel's name
 
 
-class Kind(StrEnum):
+class FindingKind(StrEnum):
     """What a finding is about."""
 
     MEMORY = "memory"
@@ -44,18 +42,18 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class GateFinding:
     """One thing that differs between baseline and candidate; `code` is the exit code that it asks for."""
 
     name: str  # of the trial, without its seed, or of the study
-    kind: Kind
+    kind: FindingKind
     code: int
     message: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """The cell of one trial on both sides; None where a side did not plan it."""
+    """One configuration in both runs; None where a run did not plan it."""
 
     name: str
     baseline: Cell | None
@@ -73,75 +71,92 @@ def by_seed(cell: Cell | None) -> dict[int, Row]:
     return {row.trial.seed: row for row in cell.rows} if cell else {}
 
 
-def of_match(match: Match) -> list[Finding]:
-    """Everything that the co-gates find in one trial."""
+def compare_all(matches: Iterable[Match]) -> list[GateFinding]:
+    return [finding for match in matches for finding in compare_match(match)]
+
+
+def compare_match(match: Match) -> list[GateFinding]:
+    """Everything that is found in one configuration."""
     if match.candidate is None:
-        return [_found(match, Kind.MISSING, 4, "in the baseline, not in the candidate")]
+        return [_finding(match, FindingKind.MISSING, 4, "in the baseline, not in the candidate")]
     if match.baseline is None:
         wrong = [row for row in match.candidate.rows if row.outcome == "failed_check"]
         told = f"new in the candidate: {match.candidate.outcome}"
-        return [_found(match, Kind.NEW, 0, told), *([_failed(match, wrong, "failed_check", "new")] if wrong else [])]
-    return [*_outcomes(match), *_untimed(match), *_memory(match), *_counts(match), *_kernels(match)]
+        return [
+            _finding(match, FindingKind.NEW, 0, told),
+            *([_failure(match, wrong, "failed_check", "new")] if wrong else []),
+        ]
+    return [
+        *_compare_outcomes(match),
+        *_find_untimed(match),
+        *_compare_memory(match),
+        *_compare_counts(match),
+        *_compare_kernels(match),
+    ]
 
 
-def _found(match: Match, kind: Kind, code: int, message: str) -> Finding:
-    return Finding(name=match.name, kind=kind, code=code, message=message)
+def _finding(match: Match, kind: FindingKind, code: int, message: str) -> GateFinding:
+    return GateFinding(name=match.name, kind=kind, code=code, message=message)
 
 
-def _outcomes(match: Match) -> list[Finding]:
-    """What became of each seed on either side, the same changes together."""
+def _compare_outcomes(match: Match) -> list[GateFinding]:
+    """What became of each seed in either run, the same changes together."""
     before, after = by_seed(match.baseline), by_seed(match.candidate)
     changes: dict[tuple[str, str], list[Row]] = {}
     for seed in sorted(before.keys() & after.keys()):
         changes.setdefault((before[seed].outcome, after[seed].outcome), []).append(after[seed])
     found = []
     for (old, new), rows in changes.items():
-        if _worse(old, new):
-            found.append(_failed(match, rows, new, f"{old} in the baseline"))
+        if _is_worse(old, new):
+            found.append(_failure(match, rows, new, f"{old} in the baseline"))
         elif new not in _ENDED:
             same = "as in the baseline" if old == new else f"{old} in the baseline"
-            found.append(_found(match, Kind.NOTE, 0, f"{new}, {same}: {_count(rows)}"))
+            found.append(_finding(match, FindingKind.NOTE, 0, f"{new}, {same}: {_format_seeds(rows)}"))
         elif old not in _ENDED:
-            found.append(_found(match, Kind.NOTE, 0, f"{new}, {old} in the baseline: {_count(rows)}"))
+            found.append(_finding(match, FindingKind.NOTE, 0, f"{new}, {old} in the baseline: {_format_seeds(rows)}"))
     for side, own, others in (("baseline", before, after), ("candidate", after, before)):
         if only := [row for seed, row in own.items() if seed not in others]:
-            found.append(_found(match, Kind.NOTE, 0, f"in the {side} only, so in no pair: {_count(only)}"))
+            found.append(
+                _finding(match, FindingKind.NOTE, 0, f"in the {side} only, so in no pair: {_format_seeds(only)}")
+            )
     return found
 
 
-def _untimed(match: Match) -> Iterable[Finding]:
+def _find_untimed(match: Match) -> Iterable[GateFinding]:
     """Times that the baseline has and the candidate does not, in any pair: what is not timed cannot be slower."""
     for sample, suffix in TIMED.items():
         if any(seconds_of(old, sample) and not seconds_of(new, sample) for old, new in match.pairs.values()):
-            yield Finding(
+            yield GateFinding(
                 name=match.name + suffix,
-                kind=Kind.MISSING,
+                kind=FindingKind.MISSING,
                 code=4,
                 message="timed in the baseline, not in the candidate",
             )
     timed = [[any(seconds_of(record, sample) for sample in TIMED) for record in pair] for pair in match.pairs.values()]
     if any(new for _, new in timed) and not any(old for old, _ in timed):
-        yield _found(match, Kind.MISSING, 4, "timed in the candidate, not in the baseline: nothing to compare with")
+        yield _finding(
+            match, FindingKind.MISSING, 4, "timed in the candidate, not in the baseline: nothing to compare with"
+        )
 
 
-def _worse(old: str, new: str) -> bool:
+def _is_worse(old: str, new: str) -> bool:
     """Whether the candidate has no result, or a wrong one, for a reason that the baseline does not share."""
     if new in _ENDED or new == old:
         return False
     return old in (*_ENDED, "unsupported", "interrupted") or new in ("failed_check", "interrupted")
 
 
-def _failed(match: Match, rows: list[Row], outcome: str, before: str) -> Finding:
-    message = f"{outcome}, {before}: {_count(rows)}: {rows[0].reason or 'no reason recorded'}"
-    return _found(match, Kind.FAILED, 4, printable(message))
+def _failure(match: Match, rows: list[Row], outcome: str, before: str) -> GateFinding:
+    message = f"{outcome}, {before}: {_format_seeds(rows)}: {rows[0].reason or 'no reason recorded'}"
+    return _finding(match, FindingKind.FAILED, 4, printable(message))
 
 
-def _count(rows: list[Row]) -> str:
+def _format_seeds(rows: list[Row]) -> str:
     seeds = [str(row.trial.seed) for row in rows]
     return f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
 
 
-def _memory(match: Match) -> Iterable[Finding]:
+def _compare_memory(match: Match) -> Iterable[GateFinding]:
     """Peaks whose growth, the median over the pairs, exceeds what is ALLOWED, and those that the candidate does not have.
 
     What is not measured cannot grow: a peak that the baseline recorded in some pair and the candidate in none is missing.
@@ -151,20 +166,24 @@ def _memory(match: Match) -> Iterable[Finding]:
             [numbers(record.samples.get(sample)) for record in side] for side in zip(*match.pairs.values(), strict=True)
         ]
         if sides and any(sides[0]) and not any(sides[1]):
-            yield _found(match, Kind.MISSING, 4, f"{name} memory recorded in the baseline, not in the candidate")
-        peaks = _both(match, "samples", sample)
-        yield from _grown(match, sample, name, peaks)
-    tried = [(_tries(b), _tries(c)) for b, c in match.pairs.values()]
+            yield _finding(
+                match, FindingKind.MISSING, 4, f"{name} memory recorded in the baseline, not in the candidate"
+            )
+        peaks = _measured_in_both(match, "samples", sample)
+        yield from _compare_peaks(match, sample, name, peaks)
+    tried = [(_peaks_of_tries(b), _peaks_of_tries(c)) for b, c in match.pairs.values()]
     if any(old for old, _ in tried) and not any(new for _, new in tried):
-        yield _found(match, Kind.MISSING, 4, "peak memory of each batch recorded in the baseline, not in the candidate")
+        yield _finding(
+            match, FindingKind.MISSING, 4, "peak memory of each batch recorded in the baseline, not in the candidate"
+        )
     batches = [max(old.keys() & new.keys()) for old, new in tried if old.keys() & new.keys()]
     if batches:
         batch = min(batches)  # the largest that fits on both sides, in every pair
         peaks = [(old[batch], new[batch]) for old, new in tried if batch in old and batch in new]
-        yield from _grown(match, "peak_allocated_bytes", f"peak allocated at batch {batch}", peaks)
+        yield from _compare_peaks(match, "peak_allocated_bytes", f"peak allocated at batch {batch}", peaks)
 
 
-def _grown(match: Match, sample: str, name: str, peaks: list[tuple[float, float]]) -> Iterable[Finding]:
+def _compare_peaks(match: Match, sample: str, name: str, peaks: list[tuple[float, float]]) -> Iterable[GateFinding]:
     if not peaks:
         return
     least, share = ALLOWED[sample]
@@ -172,25 +191,25 @@ def _grown(match: Match, sample: str, name: str, peaks: list[tuple[float, float]
     growth, allowed = statistics.median(c - b for b, c in peaks), least + share * old
     if growth > allowed:
         sizes = f"{growth / MIB:+,.1f} MiB on {old / MIB:,.1f} MiB ({100 * growth / old:+.2g} %)"
-        yield _found(match, Kind.MEMORY, 1, f"{name} {sizes}; {allowed / MIB:.1f} MiB are allowed")
+        yield _finding(match, FindingKind.MEMORY, 1, f"{name} {sizes}; {allowed / MIB:.1f} MiB are allowed")
 
 
-def _tries(record: Record) -> dict[int, float]:
+def _peaks_of_tries(record: Record) -> dict[int, float]:
     """{batch: peak allocated bytes} of the batches of a max_batch trial that fit."""
     tries = record.work.get("tries") or []
     return {t["batch"]: peak for t in tries if t.get("fits") for peak in numbers([t.get("peak_allocated_bytes")])}
 
 
-def _counts(match: Match) -> Iterable[Finding]:
+def _compare_counts(match: Match) -> Iterable[GateFinding]:
     """Counts of one step that grew, by the median over the pairs."""
     for key, name in COUNTS.items():
-        counted = _both(match, "work", key)
+        counted = _measured_in_both(match, "work", key)
         if counted and (growth := statistics.median(c - b for b, c in counted)) > 0:
             old, new = (statistics.median(side) for side in zip(*counted, strict=True))
-            yield _found(match, Kind.COUNT, 1, f"{name} {growth:+g}: from {old:g} to {new:g}")
+            yield _finding(match, FindingKind.COUNT, 1, f"{name} {growth:+g}: from {old:g} to {new:g}")
 
 
-def _both(match: Match, field: str, key: str) -> list[tuple[float, float]]:
+def _measured_in_both(match: Match, field: str, key: str) -> list[tuple[float, float]]:
     """(baseline, candidate) of the pairs in which both records hold the value, a number or a list of them."""
     found = []
     for pair in match.pairs.values():
@@ -201,57 +220,51 @@ def _both(match: Match, field: str, key: str) -> list[tuple[float, float]]:
     return found
 
 
-def _kernels(match: Match) -> Iterable[Finding]:
+def _compare_kernels(match: Match) -> Iterable[GateFinding]:
     """Names of kernels that came or went, told only: a renamed kernel is no fault."""
     sides = list(match.pairs.values())
     old, new = ({name for pair in sides for name in pair[side].kernels} for side in (0, 1))
-    words = [f"+ {_short(name)}" for name in sorted(new - old)] + [f"- {_short(name)}" for name in sorted(old - new)]
+    words = [f"+ {_shorten(name)}" for name in sorted(new - old)] + [
+        f"- {_shorten(name)}" for name in sorted(old - new)
+    ]
     if words:
         more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-        yield _found(match, Kind.KERNELS, 0, f"other kernels ran: {', '.join(words[:3])}{more}")
+        yield _finding(match, FindingKind.KERNELS, 0, f"other kernels ran: {', '.join(words[:3])}{more}")
 
 
-def _short(kernel: object) -> str:
+def _shorten(kernel: object) -> str:
     return shortened(printable(str(kernel)), _LONGEST)
 
 
-def of_studies(baseline: Iterable[Group], candidate: Iterable[Group]) -> list[Finding]:
+def compare_studies(baseline: Iterable[Group], candidate: Iterable[Group]) -> list[GateFinding]:
     """Convergence verdicts of the candidate that are worse than the baseline's, a recipe at a time.
 
     1: a recipe is INFERIOR or DIVERGED that was not; 3: one is INCONCLUSIVE that was as good as bf16; 4: the candidate's
-    verdict is void, the baseline's is not; 3: both are. A study without a control or a recipe is left to the cells.
+    verdict is void, the baseline's is not; 3: both are. A study without a control or a recipe is left to `compare_match`.
     """
-    old = {study.title: study for group in baseline for study in _judged(group)}
-    found = []
-    for group in candidate:
-        for study in _judged(group):
-            if study.title in old:
-                found += _compared(verdicts(old[study.title]), verdicts(study))
-    return found
+    old, new = ({s.title: s for group in groups for s in studies(group) if s.whole} for groups in (baseline, candidate))
+    both = [title for title in new if title in old]
+    return [finding for title in both for finding in _compare_verdicts(verdicts(old[title]), verdicts(new[title]))]
 
 
-def _judged(group: Group) -> list[Study]:
-    return [study for study in studies(group) if study.whole]
-
-
-def _compared(old: Verdicts, new: Verdicts) -> list[Finding]:
+def _compare_verdicts(old: Verdicts, new: Verdicts) -> list[GateFinding]:
     title = f"verdict/{new.study.title}"
     if new.void:
         said = f"no verdict{', nor in the baseline' if old.void else ''}: {new.void}"
-        return [Finding(name=title, kind=Kind.VERDICT, code=3 if old.void else 4, message=printable(said))]
+        return [GateFinding(name=title, kind=FindingKind.VERDICT, code=3 if old.void else 4, message=printable(said))]
     before = {} if old.void else {finding.arm.name: finding.verdict for finding in old.recipes}
     found = []
     for finding in new.recipes:
         was = before.get(finding.arm.name)
-        code = _code(was, finding.verdict)
+        code = _exit_code(was, finding.verdict)
         if code:
             message = f"{finding.verdict}, {was or 'not judged'} in the baseline: {finding.judgement.reason}"
             name = f"{title}/{finding.arm.name}"
-            found.append(Finding(name=name, kind=Kind.VERDICT, code=code, message=printable(message)))
+            found.append(GateFinding(name=name, kind=FindingKind.VERDICT, code=code, message=printable(message)))
     return found
 
 
-def _code(was: Verdict | None, now: Verdict) -> int:
+def _exit_code(was: Verdict | None, now: Verdict) -> int:
     if now in CAUGHT:
         return 0 if was in CAUGHT else 1
     return 3 if was in GOOD and now not in GOOD else 0

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from te_bench.gate.decision import FAMILY, MEAN_MARGINS, Judgement, Verdict
-from te_bench.gate.looks import Measured
-from te_bench.gate.memory_and_checks import Finding
+from te_bench.gate.decision import FAMILY, MEAN_MARGINS, GateJudgement, GateVerdict
+from te_bench.gate.looks import MeasuredRatio
+from te_bench.gate.memory_and_checks import GateFinding
 from te_bench.gate.stored_runs import REGRESSED, Gate
 from te_bench.reports.page import tables, text
 from te_bench.reports.page.files import write_atomically
@@ -30,11 +30,11 @@ def sentence(gate: Gate) -> str:
     if gate.exit_code == 5:
         return f"{answer}: nothing is judged, for the runs are of different environments: {'; '.join(gate.mismatch)}."
     trials = list(gate.decision.trials.values()) if gate.decision else []
-    counts = [(verdict, sum(one.verdict is verdict for one in trials)) for verdict in Verdict]
+    counts = [(verdict, sum(one.verdict is verdict for one in trials)) for verdict in GateVerdict]
     said = [f"{n} {verdict}" for verdict, n in counts if n]
     said = [f"{', '.join(said)} of {len(trials)} timed"] if said else ["nothing was timed on both sides"]
     family = gate.decision.family if gate.decision else None
-    told = family and (family.verdict is not Verdict.INCONCLUSIVE or gate.exit_code != REGRESSED)
+    told = family and (family.verdict is not GateVerdict.INCONCLUSIVE or gate.exit_code != REGRESSED)
     said += [f"their geometric mean {family.verdict}"] if family and told else []
     for code in (1, 4, 3):
         if n := sum(finding.code == code for finding in gate.findings):
@@ -55,13 +55,13 @@ def table(gate: Gate, limit: int | None = None) -> Table | None:
         "Ratios: candidate / baseline, of typical calls (on a CPU the lowest tenth, on a GPU the median) and of the mean of "
         f"all calls. To PASS, their intervals must end below 1 + {bars}. Finds is the test's power, not what it found: it "
         "calls so slow a change a REGRESSION in 80 % of gates, a less slow one in fewer. Pairs set aside are in parentheses."
-        f"{_unseen(gate)}"
+        f"{_say_how_rare(gate)}"
     )
-    columns = ("Trial", "Typical call", "All calls", "Finds", "Pairs", "Verdict")
+    columns = ("Trial", "Typical call", "All calls", "Finds", "Pairs", "GateVerdict")
     return table_of("gate", "Seconds", columns, rows, note)
 
 
-def _unseen(gate: Gate) -> str:
+def _say_how_rare(gate: Gate) -> str:
     """How rare a slow call may be and go unnoticed: none of n shows one in n / 3 in 5 % of cases (the rule of three)."""
     fewest = min(gate.calls.values(), default=0)
     if not fewest:
@@ -70,19 +70,19 @@ def _unseen(gate: Gate) -> str:
     return f" Of each trial either side made at least {fewest:,} calls: {rare}."
 
 
-def _row(name: str, one: Judgement, gate: Gate, limit: int | None) -> tuple[Value, ...]:
+def _row(name: str, one: GateJudgement, gate: Gate, limit: int | None) -> tuple[Value, ...]:
     aside = gate.throttled.get(name, 0)
     return (
-        word(name if limit is None else _middle(name, limit)),
+        word(name if limit is None else _cut_middle(name, limit)),
         _ratio(one),
-        _ratio(one.mean or Measured()),
+        _ratio(one.mean or MeasuredRatio()),
         number(one.detectable, lambda share: text.MISSING if share is None else f">= {_percent(share)}"),
         Value(text=f"{one.pairs}{f' ({aside})' if aside else ''}", sort=one.pairs),
         Value(text=one.verdict.value, sort=one.verdict.value),
     )
 
 
-def _ratio(one: Measured) -> Value:
+def _ratio(one: MeasuredRatio) -> Value:
     if one.ratio is None:
         return word(None)
     interval = "" if one.low is None else f" [{one.low:.3f}, {'∞' if one.high is None else f'{one.high:.3f}'}]"
@@ -93,7 +93,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _middle(name: str, limit: int) -> str:
+def _cut_middle(name: str, limit: int) -> str:
     """The name with what is too long cut out of its middle: what tells trials apart stands at its ends."""
     if len(name) <= limit:
         return name
@@ -110,13 +110,13 @@ def terminal(gate: Gate) -> list[str]:
         assert shown is not None
         lines += ["", *tables.terminal(shown), *textwrap.wrap(full.note, _WIDTH), ""]
         for name, one in _undecided(gate).items():
-            lines += _wrapped(f"{name}: {one.reason}")
+            lines += _wrap(f"{name}: {one.reason}")
     for heading, found in _sections(gate):
         lines += ["", f"{heading}:"]
         for finding in found:
-            lines += _wrapped(f"  {finding.name}: {finding.message}")
+            lines += _wrap(f"  {finding.name}: {finding.message}")
     for note in _notes(gate):
-        lines += ["", *_wrapped(note)]
+        lines += ["", *_wrap(note)]
     return lines
 
 
@@ -124,25 +124,25 @@ def _texts(shown: Table, column: int) -> list[str]:
     return [shown.columns[column].title, *(row[column].text for row in shown.rows)]
 
 
-def _wrapped(content: str) -> list[str]:
+def _wrap(content: str) -> list[str]:
     return textwrap.wrap(content, _WIDTH, subsequent_indent="    ", initial_indent="  " if content[0] == " " else "")
 
 
-def _undecided(gate: Gate) -> dict[str, Judgement]:
+def _undecided(gate: Gate) -> dict[str, GateJudgement]:
     """What would have to be decided for another answer: nothing once there is a regression."""
     if gate.exit_code == REGRESSED:
         return {}
-    return {name: one for name, one in _judged(gate).items() if one.verdict is Verdict.INCONCLUSIVE}
+    return {name: one for name, one in _all_judgements(gate).items() if one.verdict is GateVerdict.INCONCLUSIVE}
 
 
-def _judged(gate: Gate) -> dict[str, Judgement]:
+def _all_judgements(gate: Gate) -> dict[str, GateJudgement]:
     if gate.decision is None:
         return {}
     family = {FAMILY: gate.decision.family} if gate.decision.family else {}
     return {**gate.decision.trials, **family}
 
 
-def _sections(gate: Gate) -> list[tuple[str, list[Finding]]]:
+def _sections(gate: Gate) -> list[tuple[str, list[GateFinding]]]:
     """The findings by what they ask for, the worst first; without those of no heading."""
     found = [(heading, [f for f in gate.findings if f.code == code]) for code, heading in _HEADINGS.items()]
     return [(heading, findings) for heading, findings in found if findings]
@@ -173,25 +173,18 @@ def junit(gate: Gate) -> str:
     environment: error; INCONCLUSIVE: skipped, for it is neither shown slower nor shown not to be.
     """
     suite = ElementTree.Element("testsuite", name="te-bench gate", time="0")
-    for name, one in _judged(gate).items():
-        case = _case(suite, name, "time")
-        if one.verdict is Verdict.REGRESSION:
-            _outcome(case, "failure", "REGRESSION", one.reason)
-        elif one.verdict is Verdict.INCONCLUSIVE:
-            _outcome(case, "skipped", "INCONCLUSIVE", one.reason)
-        else:
-            ElementTree.SubElement(case, "system-out").text = f"{one.verdict}: {one.reason}"
+    for name, one in _all_judgements(gate).items():
+        element = {GateVerdict.REGRESSION: "failure", GateVerdict.INCONCLUSIVE: "skipped"}.get(one.verdict)
+        message = one.reason if element else f"{one.verdict}: {one.reason}"
+        _add_case(suite, name, "time", element, one.verdict.value, message)
     for finding in gate.findings:
-        case = _case(suite, finding.name, finding.kind.value)
         element = {1: "failure", 3: "skipped", 4: "error"}.get(finding.code)
-        if element:
-            _outcome(case, element, finding.kind.value, finding.message)
-        else:
-            ElementTree.SubElement(case, "system-out").text = finding.message
+        _add_case(suite, finding.name, finding.kind.value, element, finding.kind.value, finding.message)
     if gate.exit_code == 5:
-        _outcome(_case(suite, "environment", "environment"), "error", "mismatch", "; ".join(gate.mismatch))
+        _add_case(suite, "environment", "environment", "error", "mismatch", "; ".join(gate.mismatch))
     elif not len(suite):
-        _outcome(_case(suite, "gate", "compared"), "error", "incomplete", "no pair of records ended ok on both sides")
+        why = "no pair of records ended ok on both sides"
+        _add_case(suite, "gate", "compared", "error", "incomplete", why)
     counts = {"failures": "failure", "errors": "error", "skipped": "skipped"}
     suite.attrib |= {"tests": str(len(suite))} | {n: str(len(suite.findall(f"*/{e}"))) for n, e in counts.items()}
     suites = ElementTree.Element("testsuites", suite.attrib)
@@ -200,22 +193,19 @@ def junit(gate: Gate) -> str:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(suites, encoding="unicode")}\n'
 
 
-def _case(suite: ElementTree.Element, name: str, what: str) -> ElementTree.Element:
-    """A test case of its own: readers take two of one class and name for one that ran twice."""
-    kind = f"te-bench.gate.{what}"
-    taken = {case.get("name") for case in suite if case.get("classname") == kind}
+def _add_case(suite: ElementTree.Element, name: str, what: str, element: str | None, kind: str, message: str) -> None:
+    """A test case of its own: readers take two of one class and name for one that ran twice. element: None if it passes."""
+    group = f"te-bench.gate.{what}"
+    taken = {case.get("name") for case in suite if case.get("classname") == group}
     number, free = 1, name
     while free in taken:
         number += 1
         free = f"{name} ({number})"
-    return ElementTree.SubElement(suite, "testcase", classname=kind, name=free, time="0")
-
-
-def _outcome(case: ElementTree.Element, element: str, kind: str, message: str) -> None:
-    found = ElementTree.SubElement(case, element, message=message)
-    found.text = message
-    if element != "skipped":  # which has no type in Jenkins' schema
-        found.set("type", kind)
+    case = ElementTree.SubElement(suite, "testcase", classname=group, name=free, time="0")
+    said = ElementTree.SubElement(case, element or "system-out", {"message": message} if element else {})
+    said.text = message
+    if element in ("failure", "error"):  # a skipped one has no type in Jenkins' schema
+        said.set("type", kind)
 
 
 def to_json(gate: Gate) -> dict[str, Any]:
@@ -234,17 +224,15 @@ def to_json(gate: Gate) -> dict[str, Any]:
         "environment_change_allowed": gate.allowed,
         "notes": list(gate.notes),
         "pairs_compared": gate.compared,
-        "trials": [
-            _judgement(name, one, gate) for name, one in (gate.decision.trials if gate.decision else {}).items()
-        ],
-        "family": _judgement(FAMILY, gate.decision.family, gate) if gate.decision and gate.decision.family else None,
+        "trials": [_to_json(name, one, gate) for name, one in (gate.decision.trials if gate.decision else {}).items()],
+        "family": _to_json(FAMILY, gate.decision.family, gate) if gate.decision and gate.decision.family else None,
         "findings": [
             {"name": f.name, "kind": f.kind.value, "exit_code": f.code, "message": f.message} for f in gate.findings
         ],
     }
 
 
-def _judgement(name: str, one: Judgement, gate: Gate) -> dict[str, Any]:
+def _to_json(name: str, one: GateJudgement, gate: Gate) -> dict[str, Any]:
     fields = ("reason", "pairs", "ratio", "low", "high", "detectable", "needed")
     known = {field: getattr(one, field) for field in fields}
     mean = None if one.mean is None else asdict(one.mean)
@@ -252,7 +240,7 @@ def _judgement(name: str, one: Judgement, gate: Gate) -> dict[str, Any]:
     return {"name": name, "verdict": one.verdict.value, **known, "mean": mean, **counts}
 
 
-def check(files: Sequence[tuple[str, Path]]) -> None:
+def check_writable(files: Sequence[tuple[str, Path]]) -> None:
     """Raise ValueError, before anything is measured, for a file that could not be written then."""
     for form, path in files:
         folder = next(parent for parent in path.absolute().parents if parent.exists())

@@ -1,6 +1,6 @@
 """Rounds of pairs of two revisions: in each, fresh processes of both run every trial asked for once, side by side.
 
-Round k is seed k of the trials, so what the two sides leave in their journals is what two runs with seeds leave: a gate
+Round k is seed k of the trials, so what the two leave in their journals is what two runs with seeds leave: a gate
 reads either by the same rule. A killed round is repeated, for a pair counts only when both records of it are there.
 """
 
@@ -18,14 +18,15 @@ from te_bench.experiments import environment
 from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import Plan, Store
 from te_bench.gate import paired_trial
-from te_bench.gate.paired_trial import Origin, Side, Unrunnable, known, recorded
+from te_bench.gate.paired_trial import ForkServer, RevisionProcess, Unrunnable, as_known, as_recorded
+from te_bench.gate.question import Question
 
-Told = Callable[[Sequence[Record]], None]  # of the records of a pair
+Report = Callable[[Sequence[Record]], None]  # is told of the records of a pair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Revision:
-    """One side of a gate: its files, where its records go, and what tells its environment from the other's."""
+    """A revision: its files, where its records go, and what tells its environment from the other's."""
 
     name: str  # "base" or "head"
     commit: str
@@ -39,39 +40,24 @@ class Revision:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """How the trials are run; the same for both sides."""
-
-    suite: str
-    only: str | None
-    options: Mapping[str, Any]  # fields of spec.Options that a revision may or may not know
-    device: str
-    log: Path
-    timeout_s: float
-    cache: Path | None = None
-    gpu: str | None = None
-    faults: Mapping[str, Mapping[str, Any]] | None = None  # of a self-test: {side: what to plant}
-    faulty: str = "*"  # into which trials
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """What each side's suite asks for, a trial a cell."""
+class PairedPlan:
+    """What each revision's suite asks for, a trial a configuration."""
 
     title: str
     baseline: str | None
-    cells: Mapping[str, Mapping[str, Mapping[str, Any]]]  # {side's name: {cell as recorded: its trial's JSON}}
+    trials: Mapping[str, Mapping[str, Mapping[str, Any]]]  # {revision's name: {Trial.cell as recorded: JSON}}
 
     @property
     def common(self) -> list[str]:
-        base, head = self.cells.values()
+        """The configurations that both have."""
+        base, head = self.trials.values()
         return [cell for cell in base if cell in head]
 
 
 def revision(name: str, commit: str, root: Path, store: Store, machine: dict[str, Any]) -> Revision:
     """The revision with the environment of its code on this machine, which its store now knows.
 
-    Raises pairs.Unrunnable where there is no te_bench among its files.
+    Raises Unrunnable where there is no te_bench among its files.
     """
     package = root / "te_bench"
     if not (package / "experiments").is_dir():
@@ -85,224 +71,215 @@ def revision(name: str, commit: str, root: Path, store: Store, machine: dict[str
 
 
 @dataclass(slots=True, kw_only=True)
-class Processes:
-    """Those of both revisions: an origin for the whole gate, and in every round sides of its own.
+class GateProcesses:
+    """Those of both revisions: a fork server, from a gate's first round on, and in every round processes of its own.
 
-    Sides that stay have ratios of their own: in A/A pairs of `quick` whose trials were forked from the same two the means of
-    3 to 8 pairs lie up to 2.5 % from 0, by up to 5 standard errors (2026-11-21).
+    Processes that stay have ratios of their own, of which more rounds tell nothing (docs/gate.md).
     """
 
     revisions: Sequence[Revision]
-    settings: Settings
-    sides: list[Side] = field(default_factory=list)
-    others: list[Side] = field(default_factory=list)  # for trainings beside the trials that are timed
-    planned: Planned | None = None
-    starting_s: float = 0.0  # what a round waited for fresh sides
-    _origin: Origin | None = None
+    question: Question
+    log: Path
+    timed: list[RevisionProcess] = field(default_factory=list)
+    training: list[RevisionProcess] = field(default_factory=list)  # beside the trials that are timed
+    planned: PairedPlan | None = None
+    starting_s: float = 0.0  # what a round waited for fresh processes
+    _server: ForkServer | None = None
 
-    def start(self) -> Planned:
-        """The plans, of fresh sides. Raises pairs.Unrunnable when a revision cannot be imported or planned."""
+    def start(self) -> PairedPlan:
+        """The plans, by fresh processes. Raises Unrunnable when a revision cannot be imported or planned."""
         began = time.monotonic()
-        for side in self.sides:
-            side.close()
-        if self._origin is None or self._origin.process.poll() is not None:
+        for one in self.timed:
+            one.close()
+        if self._server is None or self._server.process.poll() is not None:
             self.close()
-            self._origin = Origin(self.settings.log, device=self.settings.device)
-        self.sides = self._started()
-        self.planned = self.planned or _planned(self.sides, self.settings)
+            self._server = ForkServer(self.log, device=self.question.device)
+        self.timed = self._fork()
+        self.planned = self.planned or _ask_for_plans(self.timed, self.question)
         self.starting_s = time.monotonic() - began
         return self.planned
 
-    def start_others(self) -> None:
-        """A second side of each revision, while a round is run."""
-        self.others = self._started()
+    def start_training(self) -> None:
+        """A second process of each revision, while a round is run."""
+        self.training = self._fork()
 
-    def _started(self) -> list[Side]:
-        assert self._origin is not None
-        sides = [Side(one.name, one.root, self._origin) for one in self.revisions]
-        for side, one in zip(sides, self.revisions, strict=True):  # they import at the same time
-            side.started(one.root)
-            side.environment = one.environment
+    def _fork(self) -> list[RevisionProcess]:
+        assert self._server is not None
+        forked = [RevisionProcess(one.name, one.root, self._server) for one in self.revisions]
+        for process, one in zip(forked, self.revisions, strict=True):  # they import at the same time
+            process.wait_for_imports(one.root)
+            process.environment = one.environment
         if self.planned is not None:
-            for side in sides:
-                trials = self.planned.cells[side.name].values()
-                side.ask("load", workloads=sorted({trial["workload"] for trial in trials}))
-            for side in sides:
-                side.answer()
-        return sides
+            for process in forked:
+                trials = self.planned.trials[process.name].values()
+                process.ask("load", workloads=sorted({trial["workload"] for trial in trials}))
+            for process in forked:
+                process.answer()
+        return forked
 
     def close(self) -> None:
-        for side in (*self.sides, *self.others):
-            side.close()
-        if self._origin is not None:
-            self._origin.close()
-        self.sides, self.others, self.planned, self._origin = [], [], None, None
+        for one in (*self.timed, *self.training):
+            one.close()
+        if self._server is not None:
+            self._server.close()
+        self.timed, self.training, self.planned, self._server = [], [], None, None
 
 
-@contextlib.contextmanager
-def processes(revisions: Sequence[Revision], settings: Settings) -> Iterator[Processes]:
-    """The processes of a gate, gone with the block; they start with its first round."""
-    found = Processes(revisions=revisions, settings=settings)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
-def run(
+def run_round(
     number: int,
-    processes: Processes,
+    processes: GateProcesses,
+    cells: Mapping[str, Sequence[str]],
     *,
-    wanted: Callable[[Planned], Mapping[str, Sequence[str]]],
-    told: Told,
+    report: Report,
     until: float | None = None,
-) -> Planned:
-    """Run round `number` and keep its records. wanted(planned): the cells to run on each side, by the side's name.
+) -> None:
+    """Run round `number` by processes that have started, and keep its records.
 
-    until: when, on the monotonic clock, no other trial is begun; the first round is run whole.
-
-    Raises pairs.Unrunnable when a revision cannot be imported or planned.
+    cells: the configurations to run, by the revision's name. until: when, on the monotonic clock, no other trial is begun;
+    the first round is run whole. Raises Unrunnable when a revision cannot be imported again.
     """
-    planned = processes.start()
-    cells = wanted(planned)
-    chosen = {n: {cell: {**planned.cells[n][cell], "seed": number} for cell in cells[n]} for n in cells}
-    for one in processes.revisions:  # the first round's plan names every cell: what the other side lacks is known by it
-        listed = planned.cells[one.name] if number == 0 else chosen[one.name]
-        trials = [recorded(replace(known(trial), seed=number)) for trial in listed.values()]
-        one.store.add_plan(_plan(one, planned, processes.settings, trials))
-    with _beside(processes, chosen, told) as taken:
+    planned = processes.planned
+    assert planned is not None
+    chosen = {n: {cell: {**planned.trials[n][cell], "seed": number} for cell in cells[n]} for n in cells}
+    for one in processes.revisions:  # the first round's plan names them all: what the other lacks is known by it
+        listed = planned.trials[one.name] if number == 0 else chosen[one.name]
+        trials = [as_recorded(replace(as_known(trial), seed=number)) for trial in listed.values()]
+        one.store.add_plan(_plan_to_store(one, planned, processes.question, trials))
+    with _train_beside(processes, chosen, report) as trained:
         order = [
-            cell for cell in dict.fromkeys(cell for found in chosen.values() for cell in found) if cell not in taken
+            cell for cell in dict.fromkeys(cell for found in chosen.values() for cell in found) if cell not in trained
         ]
-        places = list(dict.fromkeys(cell for found in planned.cells.values() for cell in found))
+        places = list(dict.fromkeys(cell for found in planned.trials.values() for cell in found))
         for cell in order if number % 2 == 0 else order[::-1]:
             if number and until is not None and time.monotonic() > until:
                 break
             # Not by the place in this round, which is another by as many as there are trials when their order is reversed.
-            begins = (number + places.index(cell)) % 2
-            _pair(processes, {n: found[cell] for n, found in chosen.items() if cell in found}, begins, told)
-    return planned
+            head_first = (number + places.index(cell)) % 2 == 1
+            _run_pair(processes, {n: found[cell] for n, found in chosen.items() if cell in found}, head_first, report)
 
 
-def _pair(processes: Processes, trials: Mapping[str, Mapping[str, Any]], begins: int, told: Told) -> None:
-    """One trial on each side that has it, and its records, unless a round that was cut short has left them.
-
-    begins: 1 where the later side does.
-    """
-    settings = processes.settings
-    trial = known(next(iter(trials.values())))
-    taking = [i for i, one in enumerate(processes.revisions) if one.name in trials]
-    revisions = [processes.revisions[i] for i in taking]
-    if all(_has(one, trials[one.name]) for one in revisions):
+def _run_pair(
+    processes: GateProcesses, trials: Mapping[str, Mapping[str, Any]], head_first: bool, report: Report
+) -> None:
+    """One trial by each revision that has it, and its records, unless a round that was cut short has left them."""
+    question = processes.question
+    trial = as_known(next(iter(trials.values())))
+    pairs = [pair for pair in zip(processes.revisions, processes.timed, strict=True) if pair[0].name in trials]
+    if all(_is_recorded(one, trials[one.name]) for one, _ in pairs):
         return
-    done = paired_trial.run(
-        [processes.sides[i] for i in (taking[::-1] if begins else taking)],
+    pairs = pairs[::-1] if head_first else pairs
+    records = paired_trial.run(
+        [process for _, process in pairs],
         trials,
-        timeout_s=settings.timeout_s,
-        cache=settings.cache,
-        gpu=settings.gpu,
+        timeout_s=question.timeout_s,
+        cache=question.cache,
+        gpu=question.gpu,
         check=trial.seed == 0,
-        faults=settings.faults if fnmatch.fnmatch(trial.name, settings.faulty) else None,
+        faults=question.faults if fnmatch.fnmatch(trial.name, question.faulty) else None,
     )
-    for one, record in zip(revisions, done[::-1] if begins else done, strict=True):
+    for (one, _), record in zip(pairs, records, strict=True):
         one.store.add(record)
-    told(done)
+    report(records)
 
 
-def _has(one: Revision, trial: Mapping[str, Any]) -> bool:
-    return (recorded(known(trial)).id, one.environment) in one.store.journal.records
+def _is_recorded(one: Revision, trial: Mapping[str, Any]) -> bool:
+    return (as_recorded(as_known(trial)).id, one.environment) in one.store.journal.records
 
 
 @contextlib.contextmanager
-def _beside(
-    processes: Processes, chosen: Mapping[str, Mapping[str, Mapping[str, Any]]], told: Told
+def _train_beside(
+    processes: GateProcesses, chosen: Mapping[str, Mapping[str, Mapping[str, Any]]], report: Report
 ) -> Iterator[set[str]]:
-    """Train on both sides, in processes of their own, while the block runs; the cells that need not be run in it.
+    """Train by both revisions, in processes of their own, while the block runs; which need not be run in it.
 
-    On a CPU, where the trainings of `quick` would take as long as two rounds. What they disturb they disturb on both sides.
+    On a CPU, where the trainings of `quick` would take as long as two rounds. What they disturb they disturb for both.
     """
-    settings = processes.settings
+    question = processes.question
     cells = {
         one.name: [
-            cell for cell, trial in chosen[one.name].items() if _may_share(known(trial)) and not _has(one, trial)
+            cell
+            for cell, trial in chosen[one.name].items()
+            if _may_run_beside(as_known(trial)) and not _is_recorded(one, trial)
         ]
         for one in processes.revisions
     }
     if not any(cells.values()):
         yield set()
         return
-    processes.start_others()
+    processes.start_training()
 
-    def train(side: Side) -> list[Record]:
-        of_side = [{side.name: chosen[side.name][cell]} for cell in cells[side.name]]
-        more: dict[str, Any] = {"timeout_s": settings.timeout_s, "cache": settings.cache, "gpu": settings.gpu}
-        return [record for trial in of_side for record in paired_trial.run([side], trial, check=True, **more)]
+    def train(process: RevisionProcess) -> list[Record]:
+        trials = [{process.name: chosen[process.name][cell]} for cell in cells[process.name]]
+        more: dict[str, Any] = {"timeout_s": question.timeout_s, "cache": question.cache, "gpu": question.gpu}
+        return [record for trial in trials for record in paired_trial.run([process], trial, **more)]
 
-    with concurrent.futures.ThreadPoolExecutor(len(processes.others)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(len(processes.training)) as pool:
         try:
-            training = [pool.submit(train, side) for side in processes.others]
+            training = [pool.submit(train, process) for process in processes.training]
             yield {cell for found in cells.values() for cell in found}
             for one, done in zip(processes.revisions, training, strict=True):
                 for record in done.result():
                     one.store.add(record)
-                    told([record])
+                    report([record])
         except BaseException:  # else the pool would wait for the trainings
             processes.close()
             raise
-    for side in processes.others:
-        side.close()
+    for process in processes.training:
+        process.close()
 
 
-def _may_share(trial: Trial) -> bool:
+def _may_run_beside(trial: Trial) -> bool:
     """Whether nothing that a trial records depends on what runs beside it."""
     return trial.device == "cpu" and trial.workload == "training" and "budget_s" not in trial.problem
 
 
-def _planned(sides: Sequence[Side], settings: Settings) -> Planned:
-    for side in sides:
-        side.ask("plan", suite=settings.suite, only=settings.only, options=dict(settings.options))
-    answers = _answers(sides)
-    cells = {}
-    for side, answer in zip(sides, answers, strict=True):
+def _ask_for_plans(processes: Sequence[RevisionProcess], question: Question) -> PairedPlan:
+    for one in processes:
+        one.ask(
+            "plan", suite=question.suite, only=question.only, options={**question.options, "device": question.device}
+        )
+    answers = _collect_answers(processes)
+    trials = {}
+    for one, answer in zip(processes, answers, strict=True):
         try:
-            cells[side.name] = _cells(answer["trials"])
+            trials[one.name] = _by_cell(answer["trials"])
         except (KeyError, TypeError, ValueError) as error:
-            raise Unrunnable(f"{side.name}: a plan that te-bench does not know: {error!r}") from error
+            raise Unrunnable(f"{one.name}: a plan that te-bench does not know: {error!r}") from error
     last = answers[-1]
-    rungs = [known(trial) for trial in last["trials"]]
-    baseline = next((recorded(trial).cell for trial in rungs if trial.cell == last["baseline"]), None)
-    return Planned(title=last["title"], baseline=baseline, cells=cells)
+    planned = [as_known(trial) for trial in last["trials"]]
+    baseline = next((as_recorded(trial).cell for trial in planned if trial.cell == last["baseline"]), None)
+    return PairedPlan(title=last["title"], baseline=baseline, trials=trials)
 
 
-def _cells(trials: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """A trial a cell. Raises ValueError where two cells differ in nothing but how they were to be timed."""
+def _by_cell(trials: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """{Trial.cell: trial}. Raises ValueError where two differ in nothing but how they were to be timed."""
     found: dict[str, Mapping[str, Any]] = {}
     for trial in trials:
-        cell, own = recorded(known(trial)).cell, known(trial).cell
-        if cell in found and known(found[cell]).cell != own:
-            raise ValueError(f"{known(trial).name} is planned twice, by two protocols")
-        found.setdefault(cell, trial)
+        known = as_known(trial)
+        first = found.setdefault(as_recorded(known).cell, trial)
+        if as_known(first).cell != known.cell:
+            raise ValueError(f"{known.name} is planned twice, by two protocols")
     return found
 
 
-def _answers(sides: Sequence[Side]) -> list[Any]:
-    """Raises ValueError for a question that every side refuses, in the last one's words; else Unrunnable for a refusal."""
+def _collect_answers(processes: Sequence[RevisionProcess]) -> list[Any]:
+    """Raises ValueError for a question that every revision refuses, in the last one's words; else Unrunnable."""
     answers, refusals = [], []
-    for side in sides:
+    for one in processes:
         try:
-            answers.append(side.answer())
+            answers.append(one.answer())
         except Unrunnable as error:
             refusals.append(error)
-    if len(refusals) == len(sides) and all(error.refused for error in refusals):
+    if len(refusals) == len(processes) and all(error.refused for error in refusals):
         raise ValueError(refusals[-1].refused)
     if refusals:
         raise refusals[0]
     return answers
 
 
-def _plan(one: Revision, planned: Planned, settings: Settings, trials: Sequence[Trial]) -> Plan:
+def _plan_to_store(one: Revision, planned: PairedPlan, question: Question, trials: Sequence[Trial]) -> Plan:
     return Plan(
-        suite=settings.suite,
+        suite=question.suite,
         title=planned.title,
         environment=one.environment,
         trials=tuple(trial.to_json() for trial in trials),

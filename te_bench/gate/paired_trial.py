@@ -1,12 +1,8 @@
 """A trial run by two revisions at once, which take turns at being timed: A B, B A, A B, ... One record of each.
 
-Both processes are there before the first turn, so whatever the machine does in the seconds of a pair it does to both: in
-A/A pairs of `quick` on two busy cores, processes one after the other differ by 24 to 40 %, in turns by 1 to 2 (sd of the
-trimmed log-ratios, 2026-11-21). While one is timed the other waits. On a CPU each has one thread, for threads that wait for
-each other measure the neighbours' load, and keeps the memory that it frees, for otherwise the kernel's zeroing of pages
-has processes of one program run at speeds that differ by a factor of two. That memory lies in huge pages: which small ones
-a process is given decides how fast it is, throughout (A/A pairs of `quick` at a load of 5: 8.6 % rms, and the odd turns of
-a pair go with its even ones by 0.68; in huge pages 4.3 % and 0.16, and calls are 7 % faster; 80 pairs each, 2026-11-22).
+Both processes are there before the first turn, so whatever the machine does in the seconds of a pair it does to both. While
+one is timed the other waits. On a CPU each has one thread, keeps the memory that it frees, in huge pages, and takes its
+turns on the core of the other: docs/gate.md says what each of these is worth.
 """
 
 import contextlib
@@ -25,24 +21,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from te_bench.experiments.processes import kill_group
 from te_bench.experiments.spec import Record, Trial, canonical_json
-from te_bench.gate import fork_server as origin
-from te_bench.gate import revision_process as side
+from te_bench.gate import fork_server
+from te_bench.gate.revision_process import WARM_UP, Lines
 
 PROTOCOL = "turns"
-#: Of each side and timed call. A/A pairs of `quick` whose calls take 40 to 100 ms have log-ratios of 6.1, 4.0, 3.6, 3.7 and
-#: 3.7 % with 8, 12, 16, 24 and 32 turns on two cores at a load of 4, whose memory others use as well (42 pairs); on another
-#: machine 1.3, 1.2, 1.1 and 1.2 % with 6, 8, 10 and 12 (52 pairs; rms, trimmed by a tenth, 2026-11-21 and 2026-11-22).
-#: Without a turn there is nearly a second of forking and building.
+#: Of each revision and timed call: more make a pair no less noisy, fewer do (docs/gate.md).
 MOST_TURNS, FEWEST_TURNS = 16, 10
-TURN_S, TIMED_S = 0.03, 0.9  # a turn lasts the first or one call; a side's turns the second, within the numbers above
+TURN_S, TIMED_S = (
+    0.03,
+    0.9,
+)  # a turn lasts the first or one call; a revision's turns the second, within the numbers above
 SHORTEST_S = 1e-7  # of a call: an empty one still has a time
-PAUSE_S = 0.002  # before a turn: threads of the other side may spin for so long after its last
-#: What sides share: it is imported once. With torch comes all but te_bench that `quick` needs.
+PAUSE_S = 0.002  # before a turn: threads of the other revision may spin for so long after its last
+#: What revisions share: it is imported once. With torch comes all but te_bench that `quick` needs.
 SHARED = ("torch", "torch._dynamo", "scipy.stats")
 START_S = 300.0  # for the imports of a revision
 _KILLED_S = 10.0  # a killed process has ended by then
-_ONE_THREAD = {
+ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "1000000000000",
@@ -63,8 +60,8 @@ class Unrunnable(Exception):
         self.refused = refused
 
 
-class Origin:
-    """The process that sides are forked from, until it is closed, and they with it."""
+class ForkServer:
+    """The process that revision processes are forked from, until it is closed, and they with it."""
 
     def __init__(self, log: Path, *, device: str):
         self.connection, theirs = socket.socketpair()
@@ -72,14 +69,14 @@ class Origin:
         arguments = [str(theirs.fileno()), str(os.getpid()), str(log), *shared]
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", origin.__file__, *arguments],
+                [sys.executable, "-P", fork_server.__file__, *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**(_ONE_THREAD if device == "cpu" else {}), **os.environ},  # what the user sets stands
+                env={**(ONE_THREAD if device == "cpu" else {}), **os.environ},  # what the user sets stands
             )
 
     def fork(self, root: Path) -> socket.socket:
-        """A new side's socket, closed where there is none."""
+        """The socket of a new process, closed where there is none."""
         ours, theirs = socket.socketpair()
         message = json.dumps({"root": str(root), "modules": ["te_bench.experiments.trial"]}).encode()
         with theirs, contextlib.suppress(OSError):
@@ -92,35 +89,35 @@ class Origin:
         self.process.wait()
 
 
-class Side:
-    """The process that forks one revision's trials, until it is closed."""
+class RevisionProcess:
+    """The gate's end of the process that forks one revision's trials, until it is closed."""
 
-    def __init__(self, name: str, root: Path, origin: Origin):
+    def __init__(self, name: str, root: Path, server: ForkServer):
         """Raises Unrunnable where it cannot be forked."""
         self.name, self.environment = name, ""
-        self.lines = side.Lines(origin.fork(root))
-        self.pid: int = self._next()["pid"]
+        self.lines = Lines(server.fork(root))
+        self.pid: int = self._receive()["pid"]
 
-    def started(self, root: Path) -> None:
-        """Wait for its imports. Raises Unrunnable when they fail, or are another te_bench's."""
+    def wait_for_imports(self, root: Path) -> None:
+        """Raises Unrunnable when they fail, or are another te_bench's."""
         package = Path(self.answer()).resolve()
         if not package.is_relative_to(root / "te_bench"):
             raise Unrunnable(f"{self.name}: te_bench was imported from {package}, not from the revision's files")
 
     def ask(self, what: str, **message: Any) -> None:
-        """Ask for a "plan", to which `answer` is the answer: both sides work on theirs at the same time."""
+        """Ask for a "plan", to which `answer` is the answer: both revisions work on theirs at the same time."""
         with contextlib.suppress(OSError):  # it is gone, as the answer will say
             self.lines.send(ask=what, **message)
 
     def answer(self) -> Any:
         """What it was asked for. Raises Unrunnable when the revision cannot tell."""
-        found = self._next()
+        found = self._receive()
         if "error" in found:
             refused = found["error"].removeprefix("ValueError: ") if found.get("refused") else None
             raise Unrunnable(f"{self.name}: {found['error']}", refused)
         return found["answer"]
 
-    def _next(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         try:
             return self.lines.receive(START_S)
         except EOFError:
@@ -140,16 +137,16 @@ class Side:
 
 
 @dataclass(slots=True)
-class _Running:
-    """One side's share of a pair, while it lasts."""
+class TrialProcess:
+    """One revision's run of a trial, while it lasts: what it was asked, what it has said and how long it still may take."""
 
-    side: Side
+    revision: RevisionProcess
     trial: Trial
     started: float  # perf_counter
     started_at: str
     limit_s: float
     left_s: float = 0.0  # of the limit, when `since` was
-    since: float | None = None  # monotonic; None while it is the other side's turn
+    since: float | None = None  # monotonic; None while it is the other revision's turn
     pid: int | None = None
     ready: bool = False  # to be timed
     ended: bool = False
@@ -164,59 +161,58 @@ class _Running:
 
     @property
     def until(self) -> float:
-        """When its time is up, on the monotonic clock: the time that the other side takes is not this one's."""
+        """When its time is up, on the monotonic clock: the time that the other revision takes is not this one's."""
         return (time.monotonic() if self.since is None else self.since) + self.left_s
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         self.since = time.monotonic()
         with contextlib.suppress(OSError):  # it is gone, which the next message will tell
-            self.side.lines.send(**message)
+            self.revision.lines.send(**message)
 
-    def turn(self, **asked: Any) -> list[float]:
+    def take_turn(self, **asked: Any) -> list[float]:
         """The seconds that one turn measured; [] when the process ended in it."""
         time.sleep(PAUSE_S)
-        self.say(**asked)
-        message = self.next()
+        self.send(**asked)
+        message = self.receive()
         if "seconds" not in message:
-            self.take(message)
+            self.handle(message)
             return []
-        self.pause()
+        self.pause_limit()
         self.throttle |= message["throttle"]
         self.sm_clocks += [message["sm_clock_hz"]] if message["sm_clock_hz"] else []
         seconds: list[float] = message["seconds"]
         return seconds
 
-    def over(self) -> None:
+    def end_turns(self) -> None:
         self.ready = False
-        self.say(over=True)
+        self.send(stop=True)
 
-    def pause(self) -> None:
+    def pause_limit(self) -> None:
         self.left_s, self.since = self.until - time.monotonic(), None
 
-    def next(self) -> dict[str, Any]:
-        """The side's next message. A trial that exceeds its time is killed; a side that is gone says that it ended."""
+    def receive(self) -> dict[str, Any]:
+        """Its next message. A trial that exceeds its time is killed; of a process that is gone it is that it ended."""
         try:
-            return self.side.lines.receive(max(self.until - time.monotonic(), 0.0))
+            return self.revision.lines.receive(max(self.until - time.monotonic(), 0.0))
         except EOFError:
             return {"ended": "its process was killed"}
         except TimeoutError:
-            return self.stop()
+            return self.time_out()
 
-    def stop(self) -> dict[str, Any]:
-        """End a trial whose time is up, and what it started."""
+    def time_out(self) -> dict[str, Any]:
+        """Kill it, and what it started; its last message."""
         self.result = {"outcome": "timeout", "reason": f"stopped after {self.limit_s:g} s (--timeout)"}
         if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            kill_group(self.pid)
         try:
-            while "ended" not in (message := self.side.lines.receive(_KILLED_S)):
+            while "ended" not in (message := self.revision.lines.receive(_KILLED_S)):
                 pass
         except (EOFError, TimeoutError):
-            self.side.close()
+            self.revision.close()
             return {"ended": "its process was killed"}
         return message
 
-    def take(self, message: Mapping[str, Any]) -> None:
+    def handle(self, message: Mapping[str, Any]) -> None:
         self.pid = message.get("pid", self.pid)
         self.ready = "ready" in message
         if "result" in message and not self.result:
@@ -228,7 +224,7 @@ class _Running:
             how = message["ended"] or "without a result"
             self.result = self.result or {"outcome": "crashed", "reason": f"the process ended: {how}"}
         if not self.busy:
-            self.pause()
+            self.pause_limit()
 
     def record(self) -> Record:
         """What it came to; a result that no record can hold is a crash."""
@@ -246,8 +242,8 @@ class _Running:
             state["sm_clock_hz"] = min(self.sm_clocks)
         outcome = {"outcome": result.pop("outcome")}
         found = Record(
-            trial=recorded(self.trial),
-            environment=self.side.environment,
+            trial=as_recorded(self.trial),
+            environment=self.revision.environment,
             started_at=self.started_at,
             wall_s=self.wall_s,
             **outcome,
@@ -257,13 +253,19 @@ class _Running:
         return found
 
 
-def recorded(trial: Trial) -> Trial:
+def as_recorded(trial: Trial) -> Trial:
     """The trial as a record of it says it was timed."""
-    return replace(trial, protocol=PROTOCOL) if trial.protocol in side.WARM_UP else trial
+    return replace(trial, protocol=PROTOCOL) if trial.protocol in WARM_UP else trial
+
+
+def as_known(trial: Mapping[str, Any]) -> Trial:
+    """A revision's trial as this te_bench has it: fields that only the revision knows are left out."""
+    names = {one.name for one in fields(Trial)}
+    return Trial.from_json({name: value for name, value in trial.items() if name in names})
 
 
 def run(
-    sides: Sequence[Side],
+    revisions: Sequence[RevisionProcess],
     trials: Mapping[str, Mapping[str, Any]],
     *,
     timeout_s: float,
@@ -272,83 +274,76 @@ def run(
     check: bool = True,
     faults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Record]:
-    """One trial on one side or both, the first of them first; a record of each. Never raises for what a revision does.
+    """One trial by one revision or both, the first of them first; a record of each. Never raises for what a revision does.
 
-    trials: {side's name: the trial as that side's plan has it, in JSON}. One that is not timed runs on one side after the
-    other: it may need the machine's memory, or a budget of seconds, for itself. check: whether the result is compared with
-    its reference first, which a revision that knows no such choice does anyway. faults: {side's name: options
-    of `planted.planted`}, of a self-test.
+    trials: {revision's name: the trial as that revision's plan has it, in JSON}. One that is not timed is run by one after
+    the other: it may need the machine's memory, or a budget of seconds, for itself. check: whether the result is compared
+    with its reference first, which a revision that knows no such choice does anyway. faults: {revision's name: options
+    of `planted_faults.plant`}, of a self-test.
     """
-    more = {"cache": str(cache) if cache else None, "gpu": gpu, "check": check, "core": _core(trials)}
+    more = {"cache": str(cache) if cache else None, "gpu": gpu, "check": check, "core": choose_core(trials)}
 
-    def begin(server: Side) -> _Running:
-        trial = known(trials[server.name])
+    def begin(revision: RevisionProcess) -> TrialProcess:
+        asked = trials[revision.name]
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        one = _Running(server, trial, time.perf_counter(), now, timeout_s, left_s=timeout_s)
-        one.say(ask="trial", trial=dict(trials[server.name]), fault=dict((faults or {}).get(server.name) or {}), **more)
+        one = TrialProcess(revision, as_known(asked), time.perf_counter(), now, timeout_s, left_s=timeout_s)
+        one.send(ask="trial", trial=dict(asked), fault=dict((faults or {}).get(revision.name) or {}), **more)
         return one
 
-    if not all(known(trials[server.name]).protocol in side.WARM_UP for server in sides):
-        return [record for server in sides for record in _to_the_end([begin(server)])]
-    return _to_the_end([begin(server) for server in sides])
+    if not all(as_known(trials[one.name]).protocol in WARM_UP for one in revisions):
+        return [record for one in revisions for record in _run_to_the_end([begin(one)])]
+    return _run_to_the_end([begin(one) for one in revisions])
 
 
-def _core(trials: Mapping[str, Mapping[str, Any]]) -> int | None:
-    """The core that all sides of a trial take their turns on, another for each seed; None where they may have several.
+def choose_core(trials: Mapping[str, Mapping[str, Any]]) -> int | None:
+    """The core that both revisions take their turns on, another for each seed; None where they may have several.
 
-    Another for the next process, too: two gates that begin together would else have one core between them.
-    Each side has a thread: two that stay where they are for a while would measure what else uses either core's caches. A/A
-    pairs of `quick`, in huge pages, at a load of 4: 4.8 % rms on two cores, 1.3 % on one (58 pairs each, 2026-11-22).
+    Another for the next process, too: two gates that begin together would else have one core between them. Each revision has
+    a thread: two that stay where they are for a while would measure what else uses either core's caches.
     """
-    first = known(next(iter(trials.values())))
+    first = as_known(next(iter(trials.values())))
     if first.device != "cpu" or os.environ.get("OMP_NUM_THREADS", "1") != "1" or not hasattr(os, "sched_getaffinity"):
         return None
     cores = sorted(os.sched_getaffinity(0))
     return cores[(first.seed + os.getpid()) % len(cores)]
 
 
-def known(trial: Mapping[str, Any]) -> Trial:
-    """A revision's trial as this te_bench has it: fields that only the revision knows are left out."""
-    names = {one.name for one in fields(Trial)}
-    return Trial.from_json({name: value for name, value in trial.items() if name in names})
-
-
-def _to_the_end(running: Sequence[_Running]) -> list[Record]:
+def _run_to_the_end(running: Sequence[TrialProcess]) -> list[Record]:
     while not all(one.ended for one in running):
-        _wait(running)
-        _take_turns([one for one in running if one.ready])
+        _wait_until_ready(running)
+        take_turns([one for one in running if one.ready])
     return [one.record() for one in running]
 
 
-def _wait(running: Sequence[_Running]) -> None:
+def _wait_until_ready(running: Sequence[TrialProcess]) -> None:
     """Until each is ready to be timed, or has ended; they work at the same time."""
     while busy := [one for one in running if one.busy]:
-        lines = [one.side.lines for one in busy]
+        unread = any(b"\n" in one.revision.lines.rest for one in busy)
         left = max(min(one.until for one in busy) - time.monotonic(), 0.0)
-        waiting = [one.connection for one in lines] if not any(b"\n" in one.rest for one in lines) else []
+        waiting = [] if unread else [one.revision.lines.connection for one in busy]
         heard = select.select(waiting, [], [], left)[0] if waiting else []
         for one in busy:
-            if b"\n" in one.side.lines.rest or one.side.lines.connection in heard:
-                one.take(one.next())
+            if b"\n" in one.revision.lines.rest or one.revision.lines.connection in heard:
+                one.handle(one.receive())
             elif one.until <= time.monotonic():
-                one.take(one.stop())
+                one.handle(one.time_out())
 
 
-def _tried(one: _Running) -> list[float]:
+def _try_turn(one: TrialProcess) -> list[float]:
     """The first turn: seconds that a call takes of the wall, or of its own clock where that is more; [] without one."""
     began = time.perf_counter()
-    seconds = one.turn(seconds=TURN_S)
+    seconds = one.take_turn(seconds=TURN_S)
     each = (time.perf_counter() - began - PAUSE_S) / max(len(seconds), 1)
     return [max(each, own) for own in seconds]
 
 
-def _take_turns(ready: Sequence[_Running]) -> None:
-    """Time one call of each side, as many calls a turn on both: as many as fit into a turn by the wall's clock.
+def take_turns(ready: Sequence[TrialProcess]) -> None:
+    """Time one call of each, as many calls a turn by both: as many as fit into a turn by the wall's clock.
 
-    On a GPU a kernel's call takes ten times its own time, with the L2 overwritten before it and the device held till it is
-    queued: by its own time, 0.07 ms, 13 of the 17 s of a round of attention at GPT-2's shape were turns (H200, 2026-11-22).
+    By a call's own clock a GPU's kernel would have turns ten times as long: the L2 is overwritten before each call and the
+    device held till it is queued.
     """
-    tried = [took for one in ready for took in _tried(one)]
+    tried = [took for one in ready for took in _try_turn(one)]
     if tried:
         call = max(statistics.median(tried), SHORTEST_S)
         calls = max(1, round(TURN_S / call))
@@ -356,7 +351,7 @@ def _take_turns(ready: Sequence[_Running]) -> None:
         for number in range(turns):
             for one in ready if number % 2 == 0 else ready[::-1]:
                 if one.ready:
-                    one.turn(calls=calls)
+                    one.take_turn(calls=calls)
     for one in ready:
         if one.ready:
-            one.over()
+            one.end_turns()

@@ -1,6 +1,6 @@
 """The faults of a gate's self-test: a call that is slower than it was, leaks or crashes.
 
-Loaded by `origin` beside side.py, the gate's own and the same for both sides; it imports nothing of te_bench.
+Loaded by `fork_server`, the gate's own and the same for both revisions; it imports nothing of te_bench.
 """
 
 import os
@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 LEAKS = 64  # calls that leak: a GPU's memory should last for thousands
 TIMED = 20  # calls, of which the median counts
-CLOCK = 2e9  # Hz, that of a fast device's processors, as turns.py has it, which cannot be imported here
+CLOCK = 2e9  # Hz, that of a fast device's processors, as interleaved_clock has it, which cannot be imported here
 
 Call = Callable[[], object]
 Block = Callable[[int], list[float]]  # the seconds of so many calls
 
 
-def planted(
+def plant(
     call: Call,
     device: str,
     block_of: Callable[[Call], Block],
@@ -48,11 +48,11 @@ def planted(
             pass
         return found
 
-    spins = _spins(call, slower, block_of) if slower and device == "cuda" else 0
+    spins = _cycles_of(call, slower, block_of) if slower and device == "cuda" else 0
     return faulty
 
 
-def _spins(call: Call, share: float, block_of: Callable[[Call], Block]) -> int:
+def _cycles_of(call: Call, share: float, block_of: Callable[[Call], Block]) -> int:
     """For how many cycles torch's spinning kernel, put behind a call, makes it longer by that share on the device.
 
     Timed behind the call: a device at its power cap has other clocks than one that spins alone.

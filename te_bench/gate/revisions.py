@@ -5,13 +5,13 @@ in DIR/base and DIR/head, and else sets it aside.
 """
 
 import contextlib
-import dataclasses
+import functools
 import json
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +20,19 @@ from te_bench.experiments.spec import Record
 from te_bench.experiments.store import Store
 from te_bench.gate import checkouts, output, paired_sweep
 from te_bench.gate.decision import FEWEST, check_test
-from te_bench.gate.memory_and_checks import Finding, Kind
-from te_bench.gate.paired_sweep import Planned, Processes, Settings
+from te_bench.gate.memory_and_checks import FindingKind, GateFinding
+from te_bench.gate.paired_sweep import GateProcesses, PairedPlan
 from te_bench.gate.paired_trial import Unrunnable
-from te_bench.gate.stored_runs import ALPHA, INCOMPLETE, MARGIN, Gate, at_its_end, compare
+from te_bench.gate.question import Question
+from te_bench.gate.stored_runs import INCOMPLETE, Gate, compare, judge_at_end
 from te_bench.reports.analysis.rows import TIMED, printable
-from te_bench.reports.exchange.compare_fail import Limit
+from te_bench.reports.page.files import write_atomically
 
 SIDES = ("base", "head")
-QUESTION, ANSWER = "question.json", "gate.json"
-#: Pairs at which a trial is judged, if it gets so far; its last look is where the gate's time ends (gate.looks_until). More
-#: would need a longer list: what each look may claim shrinks with their number. A slow-down of 5 % in one of six trials is
-#: found in three minutes in 98 and 82 % of gates where pairs vary by 3.3 and 4 %; with 6, 9, 13, 18, 25 in 91 and 75 %
-#: (150 simulations, 2026-11-22).
+QUESTION, ANSWER, LOG = "question.json", "gate.json", "trials.log"
+#: Pairs at which a trial is judged, if it gets so far; its last look is where the gate's time ends (decision.looks_until).
+#: What each look may claim shrinks with their number: these find most (docs/gate.md).
 LOOKS = (6, 10, 16, 25, 36)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """What a live gate is asked."""
-
-    repository: Path | None  # None: both sides are this te_bench's own files, which is a self-test
-    base: str  # refs
-    head: str
-    device: str
-    suite: str = "quick"
-    only: str | None = None
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    margin: float = MARGIN
-    alpha: float = ALPHA
-    mde: float | None = None
-    budget_s: float | None = None
-    most: int | None = None  # rounds; None: until each trial has as many pairs as the last of LOOKS
-    exit_first: bool = False
-    limits: Sequence[Limit] = ()
-    timeout_s: float = 900.0
-    cache: Path | None = None
-    gpu: str | None = None
-    faults: Mapping[str, Mapping[str, Any]] | None = None
-    faulty: str = "*"
 
 
 def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Callable[[str], None]) -> Gate:
@@ -70,9 +44,9 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
     Raises ValueError for revisions that are not there, and for what `decide` refuses.
     """
     check_test(question.margin, question.alpha, question.mde)
-    started, directory = time.monotonic(), directory.absolute()  # the sides have a working directory of their own
+    started, directory = time.monotonic(), directory.absolute()  # each revision has a working directory of its own
     commits = tuple(_commit(question.repository, ref) for ref in (question.base, question.head))
-    asked = _asked(question, commits)
+    asked = _identity(question, commits)
     known = _read(directory / QUESTION)
     goes_on = not (directory / ANSWER).exists() and {**known, "looks": None} == {**asked, "looks": None}
     with contextlib.ExitStack() as stack:
@@ -85,20 +59,21 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
         try:
             revisions = []
             for name, commit, store in zip(SIDES, commits, stores, strict=True):
-                root = _files(question.repository, commit, folder / name)
+                root = _write_files(question.repository, commit, folder / name)
                 revisions.append(paired_sweep.revision(name, commit, root, store, machine))
-            processes = stack.enter_context(paired_sweep.processes(revisions, _settings(question, directory)))
-            gate = _rounds(question, directory, processes, known, started, say)
+            processes = paired_sweep.GateProcesses(revisions=revisions, question=question, log=directory / LOG)
+            stack.enter_context(contextlib.closing(processes))
+            gate = run_rounds(question, directory, processes, known, started, say)
         except Unrunnable as error:
-            gate = _failed(question, commits, str(error))
+            gate = _gate_of_unrunnable(question, commits, str(error))
     _write(directory / ANSWER, output.to_json(gate))
     return gate
 
 
-def _rounds(
+def run_rounds(
     question: Question,
     directory: Path,
-    processes: Processes,
+    processes: GateProcesses,
     known: Mapping[str, Any],
     started: float,
     say: Callable[[str], None],
@@ -106,52 +81,47 @@ def _rounds(
     commits = tuple(one.commit for one in processes.revisions)
     looks = tuple(known["looks"] or ())
     until = None if question.budget_s is None else started + question.budget_s
-    number, wanted, slowest = 0, None, 0.0
+    number, chosen, slowest = 0, None, 0.0
     pairs: Counter[str] = Counter()
     gate = None
     while True:
         begin = time.monotonic()
-        say(_round(number, wanted, gate))
-        planned = paired_sweep.run(number, processes, wanted=_wanted(number, wanted), told=_told(say), until=until)
+        say(_describe_round(number, chosen, gate))
+        planned = processes.start()
+        report = functools.partial(_report_failures, say)
+        paired_sweep.run_round(number, processes, _to_run(planned, chosen), report=report, until=until)
         took = time.monotonic() - begin
         say(f"  {took:.1f} s, {processes.starting_s:.1f} s of them to start")
         number += 1
-        pairs.update(planned.common if wanted is None else wanted)
-        if wanted:  # the first round is longer than any: it runs every trial
-            slowest = max(slowest, took / len(wanted))
+        pairs.update(planned.common if chosen is None else chosen)
+        if chosen:  # the first round is longer than any: it runs every trial
+            slowest = max(slowest, took / len(chosen))
         if number == 2 and not looks:
             left = None if question.budget_s is None else question.budget_s - (time.monotonic() - started)
             looks = looks_within(LOOKS[-1] if left is None else number + int(left / slowest))
             _write(directory / QUESTION, {**known, "looks": looks})
-        gate = _judged(question, directory, commits, looks)
-        wanted = _following(gate, [cell for cell in planned.common if pairs[cell] < (looks or LOOKS)[-1]])
-        late = until is not None and time.monotonic() + slowest * len(wanted) > until
-        if late or not wanted:
-            gate = at_its_end(gate, looks=looks or LOOKS, mde=question.mde)
+        gate = _judge(question, directory, commits, looks)
+        chosen = _choose_next(gate, [cell for cell in planned.common if pairs[cell] < (looks or LOOKS)[-1]])
+        late = until is not None and time.monotonic() + slowest * len(chosen) > until
+        if late or not chosen:
+            gate = judge_at_end(gate, looks=looks or LOOKS, mde=question.mde)
         answered = question.exit_first and gate.regressed
-        if not wanted or late or answered or number == question.most:
+        if not chosen or late or answered or number == question.most:
             return gate
 
 
-def _failed(question: Question, commits: tuple[str, ...], why: str) -> Gate:
-    """The gate of revisions of which one cannot be run."""
-    base, head = _called(question, commits)
-    finding = Finding(name=question.suite, kind=Kind.FAILED, code=INCOMPLETE, message=printable(why))
-    return Gate(
-        baseline=base,
-        candidate=head,
-        margin=question.margin,
-        alpha=question.alpha,
-        decision=None,
-        findings=(finding,),
-    )
+def _gate_of_unrunnable(question: Question, commits: tuple[str, ...], why: str) -> Gate:
+    base, head = _names(question, commits)
+    finding = GateFinding(name=question.suite, kind=FindingKind.FAILED, code=INCOMPLETE, message=printable(why))
+    margin, alpha = question.margin, question.alpha
+    return Gate(baseline=base, candidate=head, margin=margin, alpha=alpha, findings=(finding,))
 
 
 def _commit(repository: Path | None, ref: str) -> str:
     return ref if repository is None else checkouts.commit_of(repository, ref)
 
 
-def _files(repository: Path | None, commit: str, folder: Path) -> Path:
+def _write_files(repository: Path | None, commit: str, folder: Path) -> Path:
     """Where a revision's files are: checked out into `folder`, or where they are installed."""
     if repository is None:
         return Path(te_bench.__file__).resolve().parents[1]
@@ -169,59 +139,24 @@ def looks_within(most: int) -> tuple[int, ...]:
     return (*(look for look in LOOKS if look < most - 1), most)
 
 
-def _asked(question: Question, commits: tuple[str, ...]) -> dict[str, Any]:
+def _identity(question: Question, commits: tuple[str, ...]) -> dict[str, Any]:
     """What must be equal for a gate to be gone on with."""
-    names = (
-        "device",
-        "suite",
-        "only",
-        "margin",
-        "alpha",
-        "budget_s",
-        "most",
-        "exit_first",
-        "faulty",
-        "timeout_s",
-        "gpu",
-    )
-    asked = {name: getattr(question, name) for name in names}
-    asked["memory"] = {
-        name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "OMP_", "GLIBC_"))
-    }
-    asked["cache"] = None if question.cache is None else str(question.cache)
+    apart = ("repository", "base", "head", "mde", "limits")  # which the commits stand for, or change no measurement
+    asked = {one.name: getattr(question, one.name) for one in fields(question) if one.name not in apart}
+    memory = {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "OMP_", "GLIBC_"))}
+    asked |= {"memory": memory, "cache": None if question.cache is None else str(question.cache)}
     faults = {name: dict(fault) for name, fault in (question.faults or {}).items()}
     return {**asked, "options": dict(question.options), "commits": list(commits), "faults": faults, "looks": None}
 
 
-def _settings(question: Question, directory: Path) -> Settings:
-    return Settings(
-        suite=question.suite,
-        only=question.only,
-        options={**question.options, "device": question.device},
-        device=question.device,
-        log=directory / "trials.log",
-        timeout_s=question.timeout_s,
-        cache=question.cache,
-        gpu=question.gpu,
-        faults=question.faults,
-        faulty=question.faulty,
-    )
-
-
-def _wanted(number: int, cells: Sequence[str] | None) -> Callable[[Planned], Mapping[str, Sequence[str]]]:
+def _to_run(planned: PairedPlan, chosen: Sequence[str] | None) -> dict[str, list[str]]:
     """Of the first round every trial, those that only the head has among them; later those that are to be decided."""
-
-    def wanted(planned: Planned) -> Mapping[str, Sequence[str]]:
-        if number == 0:
-            base, head = SIDES
-            return {base: planned.common, head: list(planned.cells[head])}
-        again = [cell for cell in planned.common if cells is None or cell in cells]
-        return {"base": again, "head": again}
-
-    return wanted
+    if chosen is None:
+        return {SIDES[0]: planned.common, SIDES[1]: list(planned.trials[SIDES[1]])}
+    return {name: [cell for cell in planned.common if cell in chosen] for name in SIDES}
 
 
-def _judged(question: Question, directory: Path, commits: tuple[str, ...], looks: tuple[int, ...]) -> Gate:
+def _judge(question: Question, directory: Path, commits: tuple[str, ...], looks: tuple[int, ...]) -> Gate:
     return compare(
         directory / SIDES[0],
         directory / SIDES[1],
@@ -231,18 +166,18 @@ def _judged(question: Question, directory: Path, commits: tuple[str, ...], looks
         allow_environment_change=True,  # one machine; an environment's own description may differ between revisions
         limits=question.limits,
         looks=looks or LOOKS,
-        names=_called(question, commits),
+        names=_names(question, commits),
     )
 
 
-def _called(question: Question, commits: tuple[str, ...]) -> tuple[str, str]:
+def _names(question: Question, commits: tuple[str, ...]) -> tuple[str, str]:
     refs = zip((question.base, question.head), commits, strict=True)
     base, head = (ref if commit.startswith(ref) else f"{ref} ({commit[:12]})" for ref, commit in refs)
     return base, head
 
 
-def _following(gate: Gate, cells: Sequence[str]) -> list[str]:
-    """Of these cells the next to be run: those that seem slower; without one all that are to be decided.
+def _choose_next(gate: Gate, cells: Sequence[str]) -> list[str]:
+    """Which of these are the next to be run: those that seem slower; without one all that are to be decided.
 
     Who is slower is what the gate was called for, and is known sooner so: see te_bench.gate.decision.
     """
@@ -251,12 +186,12 @@ def _following(gate: Gate, cells: Sequence[str]) -> list[str]:
 
     def of(names: Iterable[str]) -> list[str]:
         chosen = {name.removesuffix(suffix) for name in names for suffix in TIMED.values()}
-        return [cell for cell in cells if gate.cells.get(cell) in chosen]
+        return [cell for cell in cells if gate.names.get(cell) in chosen]
 
     return of(name for name, one in undecided.items() if one.suspect) or of(undecided)
 
 
-def _round(number: int, cells: Sequence[str] | None, gate: Gate | None) -> str:
+def _describe_round(number: int, cells: Sequence[str] | None, gate: Gate | None) -> str:
     if cells is None or gate is None:
         return f"round {number + 1}: every trial"
     suspect = any(one.suspect for one in gate.decision.trials.values()) if gate.decision else False
@@ -264,13 +199,10 @@ def _round(number: int, cells: Sequence[str] | None, gate: Gate | None) -> str:
     return f"round {number + 1}: {trials}"
 
 
-def _told(say: Callable[[str], None]) -> Callable[[Sequence[Record]], None]:
-    def told(records: Sequence[Record]) -> None:
-        for record in records:
-            if record.outcome not in ("ok", "unsupported"):
-                say(f"  {record.outcome}: {record.trial.name}: {record.reason}")
-
-    return told
+def _report_failures(say: Callable[[str], None], records: Sequence[Record]) -> None:
+    for record in records:
+        if record.outcome not in ("ok", "unsupported"):
+            say(f"  {record.outcome}: {record.trial.name}: {record.reason}")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -282,11 +214,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    part = path.with_suffix(".part")
     try:
-        part.write_text(json.dumps(value, default=list))
-        part.replace(path)
+        write_atomically(path, json.dumps(value, default=list).encode())
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ValueError(f"cannot write {path}: {error.strerror}. Choose another --out.") from error

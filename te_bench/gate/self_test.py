@@ -20,13 +20,12 @@ import numpy as np
 
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Options
-from te_bench.gate import checkouts, revisions
-from te_bench.gate import workers as at_once
-from te_bench.gate.decision import FEWEST, Verdict, decide
+from te_bench.gate import checkouts, places, revisions
+from te_bench.gate.decision import FEWEST, GateVerdict, decide
+from te_bench.gate.places import Place
+from te_bench.gate.question import Question
 from te_bench.gate.revision_process import WARM_UP
-from te_bench.gate.revisions import Question
 from te_bench.gate.stored_runs import Gate
-from te_bench.gate.workers import Place
 from te_bench.reports.convergence.stability import rate_bound
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, number, table_of, word
@@ -92,30 +91,30 @@ def run(
     """
     if gates < 1:
         raise ValueError(f"--gates {gates}: give 1 or more")
-    question = replace(question, faulty=_victim(question))
+    question = replace(question, faulty=_first_timed(question))
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / ANSWERS
     planted = conditions(slower)
-    asked = _asked(question, machine, len(where))
-    known = _known(path, asked)
+    asked = _identity(question, machine, len(where))
+    known = [answer for answer in _read(path) if answer["asked"] == asked]  # of a self-test that was cut short
     done = Counter(answer["condition"] for answer in known)
-    wanted = {one.name: gates if one.rounds is None else min(gates, CERTAIN) for one in planted}
-    left = [one for turn in range(gates) for one in planted if done[one.name] <= turn < wanted[one.name]]
+    planned = {one.name: gates if one.rounds is None else min(gates, CERTAIN) for one in planted}
+    left = [one for turn in range(gates) for one in planted if done[one.name] <= turn < planned[one.name]]
     say(f"{len(left)} gates to run, {len(where)} at once")
-    for found in at_once.each(functools.partial(_gate, question, machine), left, where):
+    for found in places.run_each(functools.partial(_run_gate, question, machine), left, where):
         answer = {**found, "asked": asked}
         known.append(answer)
         _append(path, answer)
         done[found["condition"]] += 1
-        number = f"gate {done[found['condition']]} of {wanted[found['condition']]}, {found['condition']}"
+        number = f"gate {done[found['condition']]} of {planned[found['condition']]}, {found['condition']}"
         say(f"{number}: exit code {found['exit_code']} after {found['seconds']:.0f} s")
-    return _rates(known, planted, asked)
+    return _all_rates(known, planted, asked)
 
 
-def _gate(question: Question, machine: dict[str, Any], condition: Condition, place: Place) -> dict[str, Any]:
+def _run_gate(question: Question, machine: dict[str, Any], condition: Condition, place: Place) -> dict[str, Any]:
     """The answer of one gate."""
     began = time.monotonic()
-    question = replace(_planted(question, condition), gpu=place.gpu or question.gpu)
+    question = replace(_plant(question, condition), gpu=place.gpu or question.gpu)
     with checkouts.temporary() as folder:
         gate = revisions.run(question, folder, machine, say=lambda line: None)
     return {**_answer(gate, condition), "seconds": time.monotonic() - began}
@@ -130,21 +129,23 @@ def stored(directory: Path) -> list[Rate]:
         raise ValueError(f"{path} holds the answers of {len(questions)} self-tests: one is wanted")
     asked = answers[0]["asked"]
     slower = dict.fromkeys(answer["slower"] for answer in answers if answer["slower"])
-    return _rates(answers, conditions(list(slower)), asked)
+    return _all_rates(answers, conditions(list(slower)), asked)
 
 
-def _rates(answers: Sequence[Mapping[str, Any]], found: Sequence[Condition], asked: Mapping[str, Any]) -> list[Rate]:
+def _all_rates(
+    answers: Sequence[Mapping[str, Any]], found: Sequence[Condition], asked: Mapping[str, Any]
+) -> list[Rate]:
     question = {name: asked[name] for name in ("margin", "alpha", "exit_first")}
-    return [rate(one, [a for a in answers if a["condition"] == one.name], **question) for one in found]
+    return [measure_rate(one, [a for a in answers if a["condition"] == one.name], **question) for one in found]
 
 
-def _planted(question: Question, condition: Condition) -> Question:
+def _plant(question: Question, condition: Condition) -> Question:
     faults = {"head": condition.fault} if condition.fault else None
     only = question.faulty if condition.rounds == 1 else question.only
     return replace(question, faults=faults, only=only, most=condition.rounds)
 
 
-def _victim(question: Question) -> str:
+def _first_timed(question: Question) -> str:
     """A glob of the first timed trial's name, whatever its seed."""
     options = Options(**{**question.options, "device": question.device})
     found = [t for t in plan.resolve(question.suite, options, only=question.only).trials if t.protocol in WARM_UP]
@@ -173,17 +174,12 @@ def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
     }
 
 
-def _asked(question: Question, machine: Mapping[str, Any], at_once: int) -> dict[str, Any]:
+def _identity(question: Question, machine: Mapping[str, Any], at_once: int) -> dict[str, Any]:
     """What answers must share to be counted together: the question, the machine, how many disturb each other, the code."""
     names = ("device", "suite", "only", "margin", "alpha", "budget_s", "exit_first", "faulty", "timeout_s")
     asked = {name: getattr(question, name) for name in names}
     more = {"data": dict(question.options.get("data") or {}), "looks": list(revisions.LOOKS)}
     return {**asked, **more, "at_once": at_once, "machine": dict(machine["identity"])}
-
-
-def _known(path: Path, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The answers of a self-test that was cut short."""
-    return [answer for answer in _read(path) if answer["asked"] == asked]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -204,7 +200,7 @@ def _append(path: Path, answer: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def rate(
+def measure_rate(
     condition: Condition, answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float, exit_first: bool = False
 ) -> Rate:
     """How often a condition raised the alarm.
@@ -224,11 +220,11 @@ def rate(
         undecided=sum(answer["exit_code"] == 3 for answer in answers),
         longest_s=max((answer["seconds"] for answer in answers), default=0.0),
         pairs=sum(pairs) / len(pairs) if pairs else 0.0,
-        redrawn=redrawn(answers, margin=margin, alpha=alpha) if whole else None,
+        redrawn=redraw(answers, margin=margin, alpha=alpha) if whole else None,
     )
 
 
-def redrawn(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float, gates: int = REDRAWN) -> float | None:
+def redraw(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float, gates: int = REDRAWN) -> float | None:
     """What share of gates finds a REGRESSION whose ratios are drawn, with replacement, from all that a trial has in these.
 
     More gates than there is time to run, though of the same pairs: the share has no interval. A gate has as many pairs as
@@ -251,7 +247,7 @@ def redrawn(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float
         drawn = {name: generator.choice(pairs, size=most).T.tolist() for name, pairs in known.items()}
         ratios, means = ({name: kinds[i] for name, kinds in drawn.items() if i < len(kinds)} for i in (0, 1))
         decision = decide(ratios, means=means or None, margin=margin, alpha=alpha, looks=looks)
-        found += any(one.verdict is Verdict.REGRESSION for one in decision.judgements)
+        found += any(one.verdict is GateVerdict.REGRESSION for one in decision.judgements)
     return found / gates
 
 

@@ -2,24 +2,11 @@
 
 A ratio is candidate / baseline, one number for each pair of processes: above 1 is slower. Two processes of one pair that
 run the same program are exchangeable, so the logarithm of their ratio lies symmetrically around 0 whatever disturbs the
-machine, and around log r where the candidate takes r times as long. What disturbs a shared machine has heavy tails: of t,
-the trimmed t and the signed-rank test the trimmed one holds its level and loses least. False alarms and slow-downs found,
-in %, one-sided 5 % over looks at 6, 10, 15 and 20 pairs, a slow-down of 1 standard deviation of the undisturbed pairs,
-20,000 simulations (2026-11-21; tests/gate/test_slowdown.py repeats the chosen column with 2,000):
-
-    log-ratios                        t          trimmed t     signed rank     t, 0.83 %   trimmed   signed rank
-    normal                        4.9   100      5.1    99      4.6    99      0.69   95   0.83   93   0.62   94
-    Student's t, 3 df             4.4    86      4.7    93      4.6    92      0.49   64   0.57   76   0.66   72
-    1 pair in 20 is 10 x as wide  3.7    81      5.2    97      4.8    96      0.52   63   0.97   87   0.85   84
-    1 pair in 10 is 10 x as wide  3.0    65      4.4    94      4.6    91      0.21   41   0.73   78   0.73   71
-    1 in 20 hit on one side       2.8    70      4.9    97      4.6    96      0.43   53   0.84   86   0.73   83
-
-The signed-rank test is exact, but cannot reject at a level below 2^-n: a gate of 20 trials would need 9 pairs to say
-anything at all. Trimming a fifth from each end instead of a tenth costs 3 to 6 points of power under normal noise.
+machine, and around log r where the candidate takes r times as long. What disturbs a shared machine has heavy tails, under
+which the trimmed t-test holds its level and loses least: docs/gate.md compares it with its rivals.
 
 Pairs that resemble the ones before carry less than they seem to: `Likeness` says how much alike they may be, `widening` what
-that costs. In a live gate they hardly are: the 5,123 pairs of unchanged code in results/gate have an autocorrelation of 0.03
-(standard error 0.014). Of stored runs nobody knows.
+that costs.
 """
 
 import math

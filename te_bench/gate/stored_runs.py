@@ -1,14 +1,14 @@
-"""The gate on stored records: two runs' cells paired by seed, their ratios judged, the co-gates asked, one exit code.
+"""The gate on stored records: two runs' configurations paired by seed, their ratios judged, all else compared, an exit code.
 
 Exit codes, the first that applies:
 5  the environments differ in what can change a result, and that was not allowed: nothing is judged
 1  a trial is slower by more than the margin, takes more memory or more launches, exceeds a --compare-fail limit, or a
    convergence verdict got worse
-4  a cell is missing, a trial failed that did not, or nothing could be compared
+4  a configuration is missing, a trial failed that did not, or nothing could be compared
 3  some trial, or the geometric mean, is undecided
 0  every trial passes
 A regression that has been shown comes before what is missing, and that before what is undecided: a workflow that lets 4
-or 3 through, for a cell that was deleted on purpose, must not let a regression through with it.
+or 3 through, for a configuration that was deleted on purpose, must not let a regression through with it.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from te_bench.experiments.spec import Record
-from te_bench.gate.decision import FEWEST, Decision, Verdict, check_test, decide
-from te_bench.gate.memory_and_checks import Finding, Kind, Match, of_match, of_studies
+from te_bench.gate.decision import FEWEST, GateDecision, GateVerdict, check_test, decide
+from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_all, compare_studies
 from te_bench.reports.analysis.measures import median, seconds_of
 from te_bench.reports.analysis.rows import TIMED, Cell, Group, Results, differences, identity, load_results, printable
 from te_bench.reports.exchange.compare_fail import STATS, Limit, judge
@@ -36,9 +36,7 @@ _JUDGED = "code"
 #: nvml.h, nvmlClocksEventReasons*: hardware slowdown, software and hardware thermal slowdown, power brake. Not 0x4, the
 #: software power cap: an H200 at work in large GEMMs is always at it.
 _THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
-#: Of a side of stored records that says something: pairs that vary by 0.4 %, as a GPU's do, find a slow-down of 3.0 % in
-#: 80 % of gates, of one trial or of six, where the margin is 2 %; with 5 seeds 3.7 % (slowdown.detectable).
-SEEDS = 8
+SEEDS = 8  # of each of two stored runs that are to say something (docs/gate.md)
 TELLING = 5  # different times of a process: two processes of short kernels may share fewer, as coarse as clocks are
 QUIET = 0.1  # the quantile of a process's samples on a CPU
 
@@ -51,8 +49,8 @@ class Gate:
     candidate: str
     margin: float
     alpha: float
-    decision: Decision | None
-    findings: tuple[Finding, ...] = ()
+    decision: GateDecision | None = None
+    findings: tuple[GateFinding, ...] = ()
     throttled: Mapping[str, int] = dataclasses.field(default_factory=dict)  # {trial: pairs set aside for their clocks}
     mismatch: tuple[str, ...] = ()  # how the environments differ
     allowed: bool = False  # to differ
@@ -60,17 +58,17 @@ class Gate:
     ratios: Mapping[str, Sequence[float | None]] = dataclasses.field(default_factory=dict)  # as `decide` took them
     means: Mapping[str, Sequence[float | None]] = dataclasses.field(default_factory=dict)  # likewise
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)  # {trial: calls of the side that has fewer}
-    cells: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {cell: what its trials are called here}
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {Trial.cell: what its trials are called here}
     notes: tuple[str, ...] = ()
 
     @property
-    def verdicts(self) -> frozenset[Verdict]:
+    def verdicts(self) -> frozenset[GateVerdict]:
         return frozenset(one.verdict for one in self.decision.judgements) if self.decision else frozenset()
 
     @property
     def regressed(self) -> bool:
         """Whether a ratio is a REGRESSION."""
-        return Verdict.REGRESSION in self.verdicts
+        return GateVerdict.REGRESSION in self.verdicts
 
     @property
     def exit_code(self) -> int:
@@ -82,7 +80,7 @@ class Gate:
             return REGRESSED
         if INCOMPLETE in codes or not self.compared:
             return INCOMPLETE
-        return UNDECIDED if Verdict.INCONCLUSIVE in verdicts or UNDECIDED in codes else PASSED
+        return UNDECIDED if GateVerdict.INCONCLUSIVE in verdicts or UNDECIDED in codes else PASSED
 
 
 def compare(
@@ -98,7 +96,7 @@ def compare(
     looks: Sequence[int] | None = None,
     names: tuple[str, str] | None = None,
 ) -> Gate:
-    """Judge the records in `candidate` against those in `baseline`, cell by cell, paired by seed.
+    """Judge the records in `candidate` against those in `baseline`, each configuration, paired by seed.
 
     A process counts by its `process_s`, and by its `mean_s`. Of each suite the environment planned in last is read. `only`:
     a glob over trial names. limits: plain thresholds beside the test, as --compare-fail states them. looks: the numbers of
@@ -107,46 +105,39 @@ def compare(
     """
     check_test(margin, alpha, mde)
     results = tuple(load_results([directory]) for directory in (baseline, candidate))
-    sides = tuple(_newest(found, only) for found in results)
+    sides = tuple(_choose_newest(found, only) for found in results)
     if not any(sides):
         raise ValueError(f"--only {only!r} matches no trial of {baseline} or {candidate}; te-bench report lists them")
     if not sides[0]:
         matching = f" that matches {only!r}" if only else ""
         raise ValueError(f"{baseline} has no trial{matching}: there is nothing to compare with")
     names = names or (printable(str(baseline)), printable(str(candidate)))
-    differs = _mismatch(results, sides)
-    if differs and not allow_environment_change:
-        return Gate(baseline=names[0], candidate=names[1], margin=margin, alpha=alpha, decision=None, mismatch=differs)
-    matches = _matches(*sides)
-    timed = _timed(matches)
-    return Gate(
-        baseline=names[0],
-        candidate=names[1],
-        margin=margin,
-        alpha=alpha,
+    allowed, differs = allow_environment_change, _find_differences(results, sides)
+    gate = Gate(baseline=names[0], candidate=names[1], margin=margin, alpha=alpha, mismatch=differs, allowed=allowed)
+    if differs and not allowed:
+        return gate
+    matches = _match(*sides)
+    timed = _pair_times(matches)
+    few_seeds = _note_few_seeds(sides, timed) if looks is None else ()
+    return dataclasses.replace(
+        gate,
         decision=(
             decide(timed.ratios, means=timed.means, margin=margin, alpha=alpha, mde=mde, looks=looks)
             if timed.ratios
             else None
         ),
-        findings=(
-            *(f for match in matches for f in of_match(match)),
-            *of_studies(*sides),
-            *_exceeded(matches, limits),
-        ),
+        findings=(*compare_all(matches), *compare_studies(*sides), *_find_exceeded(matches, limits)),
         throttled=timed.throttled,
-        mismatch=differs,
-        allowed=allow_environment_change,
         compared=sum(len(match.pairs) for match in matches),
         ratios=timed.ratios,
         means=timed.means,
         calls=timed.calls,
-        cells={cell.id: match.name for match in matches for cell in (match.baseline, match.candidate) if cell},
-        notes=(*_notes(results, sides, matches), *_copied(timed), *(_few_seeds(sides, timed) if looks is None else ())),
+        names={cell.id: match.name for match in matches for cell in (match.baseline, match.candidate) if cell},
+        notes=(*_note_environments(results, sides), *_note_order(matches), *_note_copies(timed), *few_seeds),
     )
 
 
-def at_its_end(gate: Gate, *, looks: Sequence[int], mde: float | None = None) -> Gate:
+def judge_at_end(gate: Gate, *, looks: Sequence[int], mde: float | None = None) -> Gate:
     """`compare`'s answer at some look, judged as that of a gate that measures no more."""
     if gate.decision is None:
         return gate
@@ -156,16 +147,16 @@ def at_its_end(gate: Gate, *, looks: Sequence[int], mde: float | None = None) ->
     return dataclasses.replace(gate, decision=decision)
 
 
-def _newest(results: Results, only: str | None) -> list[Group]:
+def _choose_newest(results: Results, only: str | None) -> list[Group]:
     """Of each suite the group of its newest environment, with the rows that `only` matches."""
     groups: dict[str, Group] = {}
     for group in results.groups:
         groups.setdefault(group.suite, group)
-    chosen = [dataclasses.replace(group, cells=_chosen(group.cells, only)) for group in groups.values()]
+    chosen = [dataclasses.replace(group, cells=_filter(group.cells, only)) for group in groups.values()]
     return [group for group in chosen if group.cells]
 
 
-def _chosen(cells: Sequence[Cell], only: str | None) -> tuple[Cell, ...]:
+def _filter(cells: Sequence[Cell], only: str | None) -> tuple[Cell, ...]:
     if only is None:
         return tuple(cells)
     kept = [
@@ -175,8 +166,8 @@ def _chosen(cells: Sequence[Cell], only: str | None) -> tuple[Cell, ...]:
     return tuple(cell for cell in kept if cell.rows)
 
 
-def _mismatch(results: Sequence[Results], sides: Sequence[Sequence[Group]]) -> tuple[str, ...]:
-    """What differs in the identities of environments that measured the same cells, the code apart."""
+def _find_differences(results: Sequence[Results], sides: Sequence[Sequence[Group]]) -> tuple[str, ...]:
+    """What differs in the identities of environments that measured the same configurations, the code apart."""
     found: dict[str, None] = {}
     for before in sides[0]:
         cells = {cell.id for cell in before.cells}
@@ -189,26 +180,26 @@ def _mismatch(results: Sequence[Results], sides: Sequence[Sequence[Group]]) -> t
     return tuple(found)
 
 
-def _notes(results: Sequence[Results], sides: Sequence[Sequence[Group]], matches: Sequence[Match]) -> tuple[str, ...]:
-    """What a reader must know of the records themselves."""
-    found = []
-    for name, result, side in zip(("baseline", "candidate"), results, sides, strict=True):
-        older = [group for group in result.groups if group.environment not in {g.environment for g in side}]
-        if older:
-            found.append(
-                f"the {name} holds other environments too, which are left out: of each suite the newest is read"
-            )
+def _note_environments(results: Sequence[Results], sides: Sequence[Sequence[Group]]) -> list[str]:
+    return [
+        f"the {name} holds other environments too, which are left out: of each suite the newest is read"
+        for name, result, side in zip(("baseline", "candidate"), results, sides, strict=True)
+        if {group.environment for group in result.groups} - {group.environment for group in side}
+    ]
+
+
+def _note_order(matches: Sequence[Match]) -> list[str]:
     pairs = [pair for match in matches for pair in match.pairs.values()]
     times = [sorted(pair[side].started_at for pair in pairs) for side in (0, 1)]
-    if len(pairs) > 1 and (times[0][-1] < times[1][0] or times[1][-1] < times[0][0]):
-        found.append(
-            "the two runs were not interleaved: whatever changed on the machine from one to the other, its load say, counts "
-            "as the candidate's, and no interval knows of it"
-        )
-    return tuple(found)
+    if len(pairs) < 2 or not (times[0][-1] < times[1][0] or times[1][-1] < times[0][0]):
+        return []
+    return [
+        "the two runs were not interleaved: whatever changed on the machine from one to the other, its load say, counts "
+        "as the candidate's, and no interval knows of it"
+    ]
 
 
-def _copied(timed: "_Timed") -> list[str]:
+def _note_copies(timed: "TimedPairs") -> list[str]:
     """Which pairs are left out for being copies."""
     return [
         f"{name}: left out, for a side has the very times of an earlier seed there: seed{'s' * (len(seeds) > 1)} "
@@ -217,7 +208,7 @@ def _copied(timed: "_Timed") -> list[str]:
     ]
 
 
-def _few_seeds(sides: Sequence[Sequence[Group]], timed: "_Timed") -> list[str]:
+def _note_few_seeds(sides: Sequence[Sequence[Group]], timed: "TimedPairs") -> list[str]:
     """What to do about stored trials of which there are too few pairs to claim anything."""
     pairs = [sum(ratio is not None for ratio in ratios) for ratios in timed.ratios.values()]
     few = sum(number < FEWEST for number in pairs)
@@ -230,8 +221,8 @@ def _few_seeds(sides: Sequence[Sequence[Group]], timed: "_Timed") -> list[str]:
     ]
 
 
-def _matches(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]:
-    """Every cell of either side, those of the baseline first, with its name: the trial's without the seed."""
+def _match(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]:
+    """Every configuration of either run, those of the baseline first, with its name: the trial's without the seed."""
     before, after = ({cell.id: cell for group in side for cell in group.cells} for side in (baseline, candidate))
     cells = {**after, **before}
     order = [*before, *(cell for cell in after if cell not in before)]
@@ -248,7 +239,7 @@ def _matches(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Matc
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Timed:
+class TimedPairs:
     """{trial: its ratios candidate / baseline, by round}, of what processes count by and of all their calls.
 
     A round is a seed of any trial. None where a trial has no pair of that seed, or one in which either GPU throttled.
@@ -261,15 +252,15 @@ class _Timed:
     calls: dict[str, int]  # of the pairs that count, on the side that has fewer
 
 
-def _timed(matches: Sequence[Match]) -> _Timed:
+def _pair_times(matches: Sequence[Match]) -> TimedPairs:
     rounds = sorted({seed for match in matches for seed in match.pairs})
-    timed = _Timed(ratios={}, means={}, throttled={}, copies={}, calls={})
+    timed = TimedPairs(ratios={}, means={}, throttled={}, copies={}, calls={})
     for match in matches:
         for sample, suffix in TIMED.items():
             pairs = {seed: pair for seed, pair in match.pairs.items() if _ratio(pair, sample) is not None}
             if not pairs:
                 continue
-            copies = _copies(pairs, sample)
+            copies = _find_copies(pairs, sample)
             free = {seed: pair for seed, pair in pairs.items() if seed not in copies and not any(map(_throttled, pair))}
             name = match.name + suffix
             known = [seed for seed in rounds if seed <= max(pairs)]  # a trial that was decided has no later rounds
@@ -283,7 +274,7 @@ def _timed(matches: Sequence[Match]) -> _Timed:
     return timed
 
 
-def _copies(pairs: Mapping[int, tuple[Record, Record]], sample: str) -> list[int]:
+def _find_copies(pairs: Mapping[int, tuple[Record, Record]], sample: str) -> list[int]:
     """Seeds of which a side has the very times of an earlier seed: one process is no two, and no clock repeats itself so."""
     found: set[int] = set()
     for side in (0, 1):
@@ -296,26 +287,29 @@ def _copies(pairs: Mapping[int, tuple[Record, Record]], sample: str) -> list[int
     return sorted(found)
 
 
-def _exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[Finding]:
+def _find_exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[GateFinding]:
     """Trials whose statistics grew beyond a limit, a finding for each; pairs in which a GPU throttled count here neither."""
     sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for match in matches if limits else ():
         for sample, suffix in TIMED.items():
             pairs = [pair for pair in match.pairs.values() if _ratio(pair, sample) and not any(map(_throttled, pair))]
             for benchmarks, records in zip(sides, zip(*pairs, strict=True), strict=False):
-                benchmarks.append({"fullname": match.name + suffix, "stats": _typical(records, sample)})
+                benchmarks.append({"fullname": match.name + suffix, "stats": _summarize(records, sample)})
     if not sides[0]:
         return []
     judged = judge(limits, *({"benchmarks": benchmarks} for benchmarks in sides))
     return [
-        Finding(
-            name=f.fullname, kind=Kind.THRESHOLD, code=REGRESSED, message=f"{f.reason} (a threshold, no statistics)"
+        GateFinding(
+            name=f.fullname,
+            kind=FindingKind.THRESHOLD,
+            code=REGRESSED,
+            message=f"{f.reason} (a threshold, no statistics)",
         )
         for f in judged.failures
     ]
 
 
-def _typical(records: Sequence[Record], sample: str) -> dict[str, float]:
+def _summarize(records: Sequence[Record], sample: str) -> dict[str, float]:
     """Each of pytest-benchmark's statistics of a process's samples, in seconds: the median over the processes."""
     found = [summary(seconds_of(record, sample)) for record in records]
     return {name: statistics.median(one[name] for one in found) for name in STATS}
@@ -332,10 +326,7 @@ def mean_s(seconds: Sequence[float], device: str) -> float | None:
 def process_s(seconds: Sequence[float], device: str) -> float | None:
     """What a process counts by: the median of its samples, on a CPU their lowest tenth's quantile; None without any.
 
-    Whatever else runs on a shared CPU only ever adds time, and not evenly: 48 A/A pairs of `quick`, in turns on two busy
-    cores, have log-ratios of 5.2 % rms by medians, 2.7 % by minima and 2.0 % by this quantile. Nor do the turns' own ratios
-    serve, though what drifts cancels in them: 127 pairs, trimmed by a tenth, have 1.8 % by their median and 1.2 % by this
-    quantile (2026-11-21).
+    Whatever else runs on a shared CPU only ever adds time, and not evenly: pairs vary least by this quantile (docs/gate.md).
     """
     if not seconds or device != "cpu":
         return median(seconds)

@@ -10,10 +10,10 @@ import pytest
 
 from te_bench.experiments.store import load
 from te_bench.gate import stored_runs
-from te_bench.gate.decision import Decision, Ratios
+from te_bench.gate.decision import GateDecision, Ratios
 
 FAST, SLOW = 0.002, 0.006  # seconds a call
-#: Of pairs.py.
+#: Of paired_trial.
 QUICK = {"TURN_S": 0.004, "TIMED_S": 0.03, "MOST_TURNS": 6, "SHARED": ()}
 
 
@@ -22,15 +22,15 @@ def outcomes(out: Path) -> Counter[tuple[str, str]]:
     return Counter((r.trial.problem["model"], r.outcome) for r in load(out / "head").records.values())
 
 
-def told(monkeypatch: pytest.MonkeyPatch, ratios: Mapping[str, float], noise: float = 0.01) -> None:
+def judge_as(monkeypatch: pytest.MonkeyPatch, ratios: Mapping[str, float], noise: float = 0.01) -> None:
     """Judge every trial by pairs of this ratio, half above and half below by `noise`, and by none that was measured."""
     decide = stored_runs.decide
 
-    def of_told(found: Ratios, **options: Any) -> Decision:
+    def as_given(found: Ratios, **options: Any) -> GateDecision:
         means = {name: ratio for name in found for model, ratio in ratios.items() if f"/{model}/" in name}
         assert means.keys() == found.keys()
         signs = {name: zip(found[name], cycle((1 - noise, 1 + noise)), strict=False) for name in found}
         judged = {name: [one and means[name] * sign for one, sign in signs[name]] for name in found}
         return decide(judged, **{**options, "means": judged})
 
-    monkeypatch.setattr(stored_runs, "decide", of_told)
+    monkeypatch.setattr(stored_runs, "decide", as_given)

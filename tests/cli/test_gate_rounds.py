@@ -11,12 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gates import FAST, outcomes, told
+from gates import FAST, judge_as, outcomes
 from revisions import FILES, Repository
 
 from te_bench.experiments.store import load
-from te_bench.gate import paired_trial as pairs
-from te_bench.gate import revisions
+from te_bench.gate import paired_trial, revisions
 
 
 @pytest.mark.parametrize(("name", "together"), [("untimed", False), ("training-budget", False), ("training", True)])
@@ -53,10 +52,10 @@ def test_a_training_beside_does_not_hold_up_a_gate_that_ends(
     assert (done.code, "the disk is full" in done.err, time.monotonic() - begin < 30) == (2, True, True)
 
 
-def test_a_side_that_was_killed_is_replaced_with_the_next_round(
+def test_a_process_that_was_killed_is_replaced_with_the_next_round(
     gate: Callable[..., Any], repository: Repository, tmp_path: Path
 ) -> None:
-    """By a trial of the second round, whose parent is its warden, and that one's parent the side."""
+    """By a trial of the second round, whose parent is its supervisor, and that one's parent the process."""
     kills = (
         "    if trial.seed == 1 and '/head/' in __file__:\n"
         "        side = open(f'/proc/{{os.getppid()}}/stat').read().rpartition(')')[2].split()[1]\n"
@@ -96,13 +95,13 @@ def test_another_begins_each_round_of_each_trial(
     gate: Callable[..., Any], repository: Repository, monkeypatch: pytest.MonkeyPatch, trials: str
 ) -> None:
     began: dict[str, list[str]] = {}
-    run = pairs.run
+    run = paired_trial.run
 
     def noted(sides: Any, asked: Any, **options: Any) -> Any:
         began.setdefault(asked["head"]["problem"]["model"], []).append(sides[0].name)
         return run(sides, asked, **options)
 
-    monkeypatch.setattr(pairs, "run", noted)
+    monkeypatch.setattr(paired_trial, "run", noted)
     gate(repository.commit(dict.fromkeys(trials, FAST)))
     assert [one[0] for one in began.values()] == (["base", "head"] * 2)[: len(trials)]
     assert all(a != b for one in began.values() for a, b in pairwise(one))
@@ -121,7 +120,7 @@ def test_looks_are_those_that_the_time_allows() -> None:
 def test_every_pair_counts_when_time_ends(
     gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = revisions.paired_sweep.run
+    rounds = revisions.paired_sweep.run_round
     numbers: list[int] = []
 
     def run(number: int, *arguments: Any, **options: Any) -> Any:
@@ -130,10 +129,10 @@ def test_every_pair_counts_when_time_ends(
 
     now = time.monotonic
     clock = SimpleNamespace(monotonic=lambda: now() + (1e6 if len(numbers) == 7 else 0.0))
-    monkeypatch.setattr(revisions.paired_sweep, "run", run)
+    monkeypatch.setattr(revisions.paired_sweep, "run_round", run)
     monkeypatch.setattr(revisions, "time", clock)
     monkeypatch.setattr(revisions, "LOOKS", (5, 30))
-    told(monkeypatch, {"a": 1.02})
+    judge_as(monkeypatch, {"a": 1.02})
     gate(repository.commit({"a": FAST}), "--budget", 1000, margin="2%")
     [trial] = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]
     assert (trial["pairs"], numbers) == (7, [*range(7)])
@@ -142,21 +141,17 @@ def test_every_pair_counts_when_time_ends(
 def test_a_trial_that_may_be_slower_goes_before_the_others(
     gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = revisions.paired_sweep.run
+    rounds = revisions.paired_sweep.run_round
     cells: list[list[str]] = []
 
-    def run(number: int, processes: Any, *, wanted: Any, **options: Any) -> Any:
-        def noted(planned: Any) -> Any:
-            chosen = wanted(planned)
-            names = [planned.cells["head"][cell]["problem"]["model"] for cell in chosen["head"]]
-            cells.append(sorted(names))
-            return chosen
+    def run(number: int, processes: Any, chosen: Any, **options: Any) -> None:
+        names = [processes.planned.trials["head"][cell]["problem"]["model"] for cell in chosen["head"]]
+        cells.append(sorted(names))
+        rounds(number, processes, chosen, **options)
 
-        return rounds(number, processes, wanted=noted, **options)
-
-    monkeypatch.setattr(revisions.paired_sweep, "run", run)
+    monkeypatch.setattr(revisions.paired_sweep, "run_round", run)
     monkeypatch.setattr(revisions, "LOOKS", (5, 8))
-    told(monkeypatch, {"a": 1.0, "b": 1.3}, noise=0.2)
+    judge_as(monkeypatch, {"a": 1.0, "b": 1.3}, noise=0.2)
     done = gate(repository.commit({"a": FAST, "b": FAST}), margin="2%")
     assert cells == [["a", "b"]] * 3 + [["b"]] * 5 + [["a"]] * 5
     took = r"  \d+\.\d s, \d+\.\d s of them to start\n"
@@ -175,7 +170,7 @@ def test_exitfirst_ends_with_the_first_regression(
     pairs: list[int],
 ) -> None:
     monkeypatch.setattr(revisions, "LOOKS", (5, 7))
-    told(monkeypatch, {"a": 1.02, "b": 1.5})
+    judge_as(monkeypatch, {"a": 1.02, "b": 1.5})
     assert gate(repository.commit({"a": FAST, "b": FAST}), *arguments, margin="2%").code == 1
     trials = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]
     assert [(trial["verdict"], trial["pairs"]) for trial in trials] == list(

@@ -25,12 +25,12 @@ def test_a_quota_is_worth_so_many_cores(files: dict[str, str], cores: float, tmp
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    assert host._quota(tmp_path) == cores
+    assert host.quota(tmp_path) == cores
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(0.5, 1), (2.9, 2), (64.0, 3), (1e9, 3)])
 def test_cores_are_at_most_the_quotas(quota: float, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_quota", lambda: quota)
+    monkeypatch.setattr(host, "quota", lambda: quota)
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: {1, 5, 6}, raising=False)
     assert host.cores() == cores
     assert environment.capture("cpu", [])["identity"]["cores"] == cores

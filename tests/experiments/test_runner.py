@@ -258,7 +258,7 @@ def test_kill_9_while_the_fork_server_imports_torch_ends_it_at_once(tmp_path: Pa
 
 def test_a_fork_server_that_begins_after_te_bench_was_killed_ends(tmp_path: Path) -> None:
     """Its parent is another by then, whose death would come too late."""
-    command = [sys.executable, "-c", f"import {runner.LIFELINE}; print('lives')"]
+    command = [sys.executable, "-c", f"import {runner.PRELOAD}; print('lives')"]
     for parent, lives in ((os.getpid(), True), (2**22, False)):  # above every pid
         env = {**os.environ, runner.RUNNER: str(parent)}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -429,9 +429,9 @@ def test_a_fork_server_that_is_dying_is_waited_for(monkeypatch: pytest.MonkeyPat
             self.started = True
 
     process = Process()
-    runner._start(process)  # type: ignore[arg-type]
+    runner.start_child(process)  # type: ignore[arg-type]
     assert process.started
 
     broken += [EOFError] * 9
     with pytest.raises(EOFError):
-        runner._start(Process())  # type: ignore[arg-type]
+        runner.start_child(Process())  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ def test_the_interval_is_the_order_statistics_one() -> None:
 
 def test_the_points_of_fair_coins_are_scipys() -> None:
     for n in range(1, timing.KERNEL_MAX + 1):
-        assert [timing._heads(q, n) for q in (0.025, 0.975)] == list(stats.binom.ppf((0.025, 0.975), n, 0.5))
+        assert [timing.binomial_quantile(q, n) for q in (0.025, 0.975)] == list(stats.binom.ppf((0.025, 0.975), n, 0.5))
 
 
 class Stream:

@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from te_bench.gate import decision as gate
-from te_bench.gate.decision import FAMILY, Verdict, decide
+from te_bench.gate.decision import FAMILY, GateVerdict, decide
 
 LOOKS = (6, 10, 15, 20)
 WIGGLE = np.array([0.004, -0.006, 0.001, 0.003, -0.002, 0.005, -0.004, 0.0, 0.002, -0.003])  # mean 0
@@ -18,17 +18,17 @@ def ratios(slower: float, scale: float = 1.0, n: int = 10) -> list[float]:
     return list(np.exp(math.log1p(slower) + scale * logs))
 
 
-def verdicts(found) -> dict[str, Verdict]:
+def verdicts(found) -> dict[str, GateVerdict]:
     return {name: one.verdict for name, one in found.trials.items()}
 
 
 def test_slower_the_same_faster_and_undecided():
     found = decide({"slow": ratios(0.05), "same": ratios(0.0), "fast": ratios(-0.1), "near": ratios(0.0201)})
     assert verdicts(found) == {
-        "slow": Verdict.REGRESSION,
-        "same": Verdict.PASS,
-        "fast": Verdict.IMPROVED,
-        "near": Verdict.INCONCLUSIVE,
+        "slow": GateVerdict.REGRESSION,
+        "same": GateVerdict.PASS,
+        "fast": GateVerdict.IMPROVED,
+        "near": GateVerdict.INCONCLUSIVE,
     }
     slow, same, fast, near = found.trials.values()
     assert slow.low > 1.02
@@ -41,8 +41,8 @@ def test_slower_the_same_faster_and_undecided():
 
 def test_the_margin_decides_what_is_slow():
     data = {"a": ratios(0.05)}
-    assert decide(data, margin=0.1).trials["a"].verdict is Verdict.PASS
-    assert decide(data, margin=0.04).trials["a"].verdict is Verdict.REGRESSION
+    assert decide(data, margin=0.1).trials["a"].verdict is GateVerdict.PASS
+    assert decide(data, margin=0.04).trials["a"].verdict is GateVerdict.REGRESSION
     assert decide(data).family is None
 
 
@@ -50,7 +50,7 @@ def test_the_smallest_slow_down_found_is_always_told():
     quiet, loud = (decide({"a": ratios(0.0, scale)}, margin=0.02).trials["a"] for scale in (1, 8))
     assert 0.02 < quiet.detectable < 0.03
     assert loud.detectable - 0.02 == pytest.approx(8 * (quiet.detectable - 0.02), rel=0.05)
-    assert loud.verdict is Verdict.INCONCLUSIVE
+    assert loud.verdict is GateVerdict.INCONCLUSIVE
     assert loud.needed > 10
     assert f"{loud.needed} pairs would decide it" in loud.reason
 
@@ -68,7 +68,7 @@ def test_undecided_trials_ask_for_pairs_up_to_their_next_look():
     assert found.more == {"near": 3, "new": 5, "none": 6}
     assert found.trials["slow"].pairs == 10  # the look that decided
     last = decide({"near": ratios(0.021, n=20)}, looks=LOOKS)
-    assert (verdicts(last), last.more) == ({"near": Verdict.INCONCLUSIVE}, {})
+    assert (verdicts(last), last.more) == ({"near": GateVerdict.INCONCLUSIVE}, {})
 
 
 def test_rounds_without_a_pair_do_not_count():
@@ -84,20 +84,20 @@ def test_rounds_without_a_pair_do_not_count():
 def test_between_looks_nothing_is_decided_and_later_pairs_do_not_undo_a_verdict():
     data = ratios(0.2, n=6)
     decided = decide({"a": data}, looks=LOOKS)
-    assert verdicts(decided) == {"a": Verdict.REGRESSION}
-    assert verdicts(decide({"a": data[:5]}, looks=LOOKS)) == {"a": Verdict.INCONCLUSIVE}
+    assert verdicts(decided) == {"a": GateVerdict.REGRESSION}
+    assert verdicts(decide({"a": data[:5]}, looks=LOOKS)) == {"a": GateVerdict.INCONCLUSIVE}
     assert verdicts(decide({"a": [*data, 1.25, 0.9, 1.25]}, looks=LOOKS)) == verdicts(decided)
-    assert verdicts(decide({"a": [*data, *[0.9, 1.3] * 7]}, looks=LOOKS)) == {"a": Verdict.REGRESSION}
+    assert verdicts(decide({"a": [*data, *[0.9, 1.3] * 7]}, looks=LOOKS)) == {"a": GateVerdict.REGRESSION}
 
 
 def test_a_trial_that_ends_between_two_looks_is_judged_there():
     data = {"slow": ratios(0.035, n=9), "few": ratios(0.035, n=4), "near": ratios(0.0205, n=9)}
     going_on, ended = (decide(data, looks=LOOKS, ended=ended) for ended in (False, True))
-    assert set(verdicts(going_on).values()) == {Verdict.INCONCLUSIVE}
+    assert set(verdicts(going_on).values()) == {GateVerdict.INCONCLUSIVE}
     assert verdicts(ended) == {
-        "slow": Verdict.REGRESSION,
-        "few": Verdict.INCONCLUSIVE,
-        "near": Verdict.INCONCLUSIVE,
+        "slow": GateVerdict.REGRESSION,
+        "few": GateVerdict.INCONCLUSIVE,
+        "near": GateVerdict.INCONCLUSIVE,
     }
     assert [one.pairs for one in ended.trials.values()] == [9, 4, 9]
     assert gate.looks_until(9, (6, 10)) == (6, 9)
@@ -114,7 +114,7 @@ def test_undecided_trials_that_look_slower_are_suspect():
         "found": ratios(0.5, n=6),
     }
     found = decide(data, looks=LOOKS)
-    assert found.trials["found"].verdict is Verdict.REGRESSION
+    assert found.trials["found"].verdict is GateVerdict.REGRESSION
     assert {name for name, one in found.trials.items() if one.suspect} == {"slow"}
     # by all its pairs, not by those up to its last look
     turned = decide({"a": [*ratios(0.03, 3, n=6), *ratios(-0.1, n=3)]}, looks=LOOKS).trials["a"]
@@ -123,46 +123,46 @@ def test_undecided_trials_that_look_slower_are_suspect():
 
 def test_of_two_claims_that_contradict_each_other_slower_counts():
     data = [*ratios(0.0, n=20), *[0.95, 1.3] * 20]  # it passes at 20 pairs, and would not have been run on
-    assert verdicts(decide({"a": data[:20]}, looks=(20, 60))) == {"a": Verdict.PASS}
-    assert verdicts(decide({"a": data}, looks=(20, 60))) == {"a": Verdict.REGRESSION}
+    assert verdicts(decide({"a": data[:20]}, looks=(20, 60))) == {"a": GateVerdict.PASS}
+    assert verdicts(decide({"a": data}, looks=(20, 60))) == {"a": GateVerdict.REGRESSION}
 
 
 def test_early_looks_claim_only_what_is_overwhelming():
     slow = ratios(0.035, 1.5, n=6)
-    assert verdicts(decide({"a": slow})) == {"a": Verdict.REGRESSION}
-    assert verdicts(decide({"a": slow}, looks=LOOKS)) == {"a": Verdict.INCONCLUSIVE}
+    assert verdicts(decide({"a": slow})) == {"a": GateVerdict.REGRESSION}
+    assert verdicts(decide({"a": slow}, looks=LOOKS)) == {"a": GateVerdict.INCONCLUSIVE}
 
 
 def test_a_claim_passes_its_share_of_alpha_on():
     # p of r < 1 + margin between alpha / 4 and alpha: alone among four it passes only once the others have
     weak = ratios(0.0, 5)
     alone = decide({"weak": weak}).trials["weak"]
-    assert alone.verdict is Verdict.PASS
+    assert alone.verdict is GateVerdict.PASS
     others = {name: ratios(slower) for name, slower in (("a", 0.0), ("b", 0.001), ("c", -0.001))}
-    assert verdicts(decide({"weak": weak, **others}))["weak"] is Verdict.PASS
+    assert verdicts(decide({"weak": weak, **others}))["weak"] is GateVerdict.PASS
     undecided = {name: ratios(slower) for name, slower in (("a", 0.0201), ("b", 0.0202), ("c", 0.0199))}
-    assert verdicts(decide({"weak": weak, **undecided}))["weak"] is Verdict.INCONCLUSIVE
+    assert verdicts(decide({"weak": weak, **undecided}))["weak"] is GateVerdict.INCONCLUSIVE
 
 
 def test_the_mean_of_the_family_finds_what_no_trial_shows():
     # nine trials whose noise, ten orders of the same numbers but one, nearly cancels
     data = {f"t{i}": list(np.exp(0.035 + 5 * np.roll(WIGGLE, i))) for i in range(9)}
     found = decide(data)
-    assert found.family.verdict is Verdict.REGRESSION
-    assert set(verdicts(found).values()) == {Verdict.INCONCLUSIVE}
+    assert found.family.verdict is GateVerdict.REGRESSION
+    assert set(verdicts(found).values()) == {GateVerdict.INCONCLUSIVE}
     # noise that all trials share is no evidence nine times over
     together = {f"t{i}": list(np.exp(0.035 + 5 * WIGGLE)) for i in range(9)}
-    assert decide(together).family.verdict is Verdict.INCONCLUSIVE
+    assert decide(together).family.verdict is GateVerdict.INCONCLUSIVE
 
 
 def test_the_mean_passes_when_every_trial_does_and_asks_for_nothing():
     data = {"early": ratios(0.0, 0.2, n=6), "late": ratios(0.0, 2, n=20)}
     found = decide(data, looks=LOOKS)
-    assert verdicts(found) == {"early": Verdict.PASS, "late": Verdict.PASS}
-    assert found.family.verdict is Verdict.PASS
+    assert verdicts(found) == {"early": GateVerdict.PASS, "late": GateVerdict.PASS}
+    assert found.family.verdict is GateVerdict.PASS
     undecided = decide({**data, "late": ratios(0.0205, 2, n=15)}, looks=LOOKS)
     assert undecided.more == {"late": 5}
-    assert undecided.family.verdict is Verdict.INCONCLUSIVE
+    assert undecided.family.verdict is GateVerdict.INCONCLUSIVE
 
 
 def test_rounds_in_which_a_trial_has_no_ratio_are_none_of_the_family_s():
@@ -174,7 +174,7 @@ def test_rounds_in_which_a_trial_has_no_ratio_are_none_of_the_family_s():
 
 def test_the_same_records_twice_are_no_pass():
     found = decide({"a": [1.0] * 8}).trials["a"]
-    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.verdict is GateVerdict.INCONCLUSIVE
     assert "same records twice" in found.reason
     assert found.low is found.high is found.detectable is None
 
@@ -189,9 +189,9 @@ def test_pairs_far_apart_at_an_early_look_do_not_overflow():
 def test_fewer_than_five_pairs_claim_nothing(n):
     # with two speeds a process, as memory is laid out, all of n pairs are slow by chance in 4^-n of cases
     found = decide({"a": ratios(0.5, 0.01, n=n)}).trials["a"]
-    assert (found.verdict, found.pairs) == (Verdict.INCONCLUSIVE, n)
+    assert (found.verdict, found.pairs) == (GateVerdict.INCONCLUSIVE, n)
     assert "5 at least" in found.reason
-    assert decide({"a": ratios(0.5, 0.01, n=5)}).trials["a"].verdict is Verdict.REGRESSION
+    assert decide({"a": ratios(0.5, 0.01, n=5)}).trials["a"].verdict is GateVerdict.REGRESSION
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def simulated(kind: str, slower: list[float], *, share: float = 1.0, simulations
         noise = np.where(rng.random(shape) < 0.05, 10 * noise, noise)
     logs, most = 0.015 * noise + np.log1p(slower)[:, None], int(share * len(slower) * LOOKS[-1])
     found = gates_at_once.live(logs, most, looks=LOOKS)
-    telling = np.flatnonzero((found.verdicts != Verdict.INCONCLUSIVE).any(1))[:30]
+    telling = np.flatnonzero((found.verdicts != GateVerdict.INCONCLUSIVE).any(1))[:30]
     for one in {*range(10), *telling.tolist()}:
         decision, run = live(logs[one], most)
         expected = list(found.verdicts[one]), found.pairs[one]
@@ -254,7 +254,7 @@ def simulated(kind: str, slower: list[float], *, share: float = 1.0, simulations
     return found
 
 
-def how_many(verdicts: np.ndarray, *which: Verdict) -> int:
+def how_many(verdicts: np.ndarray, *which: GateVerdict) -> int:
     """The gates in which any trial or their mean has one of these verdicts."""
     return int(np.isin(verdicts.astype(str), which).any(axis=1).sum())
 
@@ -266,27 +266,27 @@ MOST = stats.binom.ppf(0.999, 2000, 0.05)
 @KINDS
 def test_no_change_hardly_ever_alarms_and_mostly_passes(kind):
     found = simulated(kind, [0.0] * 6)
-    assert how_many(found.verdicts, Verdict.REGRESSION) <= 2
-    assert how_many(found.verdicts, Verdict.IMPROVED) <= MOST
+    assert how_many(found.verdicts, GateVerdict.REGRESSION) <= 2
+    assert how_many(found.verdicts, GateVerdict.IMPROVED) <= MOST
     passing = {
         "normal": 0.96,
         "t3": 0.78,
         "contaminated": 0.89,
     }  # an interval that allows for alike pairs takes 1 in 10 more
-    assert 2000 - how_many(found.verdicts, Verdict.INCONCLUSIVE) >= passing[kind] * 2000
+    assert 2000 - how_many(found.verdicts, GateVerdict.INCONCLUSIVE) >= passing[kind] * 2000
     assert found.pairs.mean() < 6 * 17.5  # of 20: the sequential rule saves
 
 
 @pytest.mark.parametrize(("kind", "share"), [("normal", 1.0), ("t3", 1.0), ("contaminated", 1.0), ("normal", 0.6)])
 def test_trials_at_the_margin_are_claimed_either_way_within_alpha(kind, share):
     found = simulated(kind, [0.02] * 6, share=share)
-    assert how_many(found.verdicts, Verdict.REGRESSION) <= MOST
-    assert how_many(found.verdicts, Verdict.PASS, Verdict.IMPROVED) <= MOST
+    assert how_many(found.verdicts, GateVerdict.REGRESSION) <= MOST
+    assert how_many(found.verdicts, GateVerdict.PASS, GateVerdict.IMPROVED) <= MOST
 
 
 @KINDS
 def test_one_slow_trial_among_six_is_found(kind):
     found = simulated(kind, [0.05, 0, 0, 0, 0, 0]).verdicts
-    assert np.mean(found[:, 0] == Verdict.REGRESSION) >= 0.97
+    assert np.mean(found[:, 0] == GateVerdict.REGRESSION) >= 0.97
     # the five that did not change are claimed slower in no more than alpha
-    assert how_many(found[:, 1:-1], Verdict.REGRESSION) <= 2
+    assert how_many(found[:, 1:-1], GateVerdict.REGRESSION) <= 2

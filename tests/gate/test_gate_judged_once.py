@@ -9,10 +9,10 @@ import pytest
 from journals import environment, step_record, trial, write
 
 from te_bench.experiments.spec import Record
-from te_bench.gate import revisions as gate_live
-from te_bench.gate import stored_runs
-from te_bench.gate.decision import Verdict
-from te_bench.gate.paired_sweep import Planned
+from te_bench.gate import revisions, stored_runs
+from te_bench.gate.decision import GateVerdict
+from te_bench.gate.paired_sweep import PairedPlan
+from te_bench.gate.question import Question
 
 ROUNDS = 8  # between two looks
 
@@ -31,8 +31,8 @@ def test_a_gate_that_ends_between_two_looks_is_judged_there_by_what_was_read_onc
     for side, slower in (("base", 1.0), ("head", 1.03)):
         write(tmp_path / side, steps(side, slower), body=environment(side, code=side))
     cell = trial().cell
-    planned = Planned(title="quick", baseline=cell, cells={side: {cell: {}} for side in gate_live.SIDES})
-    monkeypatch.setattr(gate_live.paired_sweep, "run", lambda *_, **__: planned)
+    planned = PairedPlan(title="quick", baseline=cell, trials={side: {cell: {}} for side in revisions.SIDES})
+    monkeypatch.setattr(revisions.paired_sweep, "run_round", lambda *_, **__: None)
     read: list[Path] = []
     load = stored_runs.load_results
 
@@ -41,13 +41,13 @@ def test_a_gate_that_ends_between_two_looks_is_judged_there_by_what_was_read_onc
         return load(directories)
 
     monkeypatch.setattr(stored_runs, "load_results", noted)
-    question = gate_live.Question(repository=None, base="base", head="head", device="cpu", budget_s=0.0)
-    revisions: Any = SimpleNamespace(
-        starting_s=0.0, revisions=[SimpleNamespace(commit=side) for side in gate_live.SIDES]
+    question = Question(repository=None, base="base", head="head", device="cpu", budget_s=0.0)
+    processes: Any = SimpleNamespace(
+        starting_s=0.0, start=lambda: planned, revisions=[SimpleNamespace(commit=side) for side in revisions.SIDES]
     )
-    found = gate_live._rounds(question, tmp_path, revisions, {"looks": (6, 16)}, 0.0, lambda _: None)
+    found = revisions.run_rounds(question, tmp_path, processes, {"looks": (6, 16)}, 0.0, lambda _: None)
 
-    assert read == [tmp_path / side for side in gate_live.SIDES]
+    assert read == [tmp_path / side for side in revisions.SIDES]
     assert found.decision is not None
     [one] = found.decision.trials.values()
-    assert (one.verdict, one.pairs) == (Verdict.REGRESSION, 6)
+    assert (one.verdict, one.pairs) == (GateVerdict.REGRESSION, 6)

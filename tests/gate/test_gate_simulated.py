@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from te_bench.gate.decision import Verdict
+from te_bench.gate.decision import GateVerdict
 from te_bench.gate.revisions import LOOKS, looks_within
 
 Array = NDArray[np.float64]
@@ -43,15 +43,15 @@ def log_ratios(noise: str, share: float, slower: float, gates: int, seed: int = 
     return found[0], found[1]
 
 
-def shared(noise: str, share: float, slower: float, gates: int) -> dict[Verdict, float]:
+def shared(noise: str, share: float, slower: float, gates: int) -> dict[GateVerdict, float]:
     """How often each verdict is given, of gates of one trial that go on to 36 pairs if they must."""
     logs, means = log_ratios(noise, share, slower, gates)
     found = gates_at_once.live(logs, LOOKS[-1], looks=LOOKS, means=means).verdicts[:, 0]
-    return {verdict: float(np.mean(found == verdict)) for verdict in Verdict}
+    return {verdict: float(np.mean(found == verdict)) for verdict in GateVerdict}
 
 
-def passed(rates: dict[Verdict, float]) -> float:
-    return rates[Verdict.PASS] + rates[Verdict.IMPROVED]
+def passed(rates: dict[GateVerdict, float]) -> float:
+    return rates[GateVerdict.PASS] + rates[GateVerdict.IMPROVED]
 
 
 def most(gates: int, rate: float = 0.05) -> float:
@@ -66,13 +66,13 @@ def test_what_slows_any_share_of_the_calls_by_5_percent_on_average_is_no_pass(
     gates = 300
     rates = shared(noise, share, slower, gates)
     if not slower:
-        assert rates[Verdict.REGRESSION] <= most(gates)
+        assert rates[GateVerdict.REGRESSION] <= most(gates)
         assert passed(rates) >= {"CPU, quiet": 0.99, "CPU, busy": 0.9, "GPU": 0.99}[noise]
         return
     rare = 1 - share  # of the first look's calls none may be slow, which no test can see
     assert passed(rates) <= max(most(gates), most(gates, rare ** (LOOKS[0] * CALLS[noise])))
     if slower > 0.1 or share == 1:
-        assert rates[Verdict.REGRESSION] >= 0.95
+        assert rates[GateVerdict.REGRESSION] >= 0.95
 
 
 def autoregressive(kind: str, alike: float, shape: tuple[int, ...], seed: int = 7) -> Array:
@@ -121,7 +121,7 @@ def tables(gates: int = 4000) -> list[str]:
     ]
     for noise, share, slower in SHARES:
         rates = shared(noise, share, slower, gates)
-        shown = (passed(rates), rates[Verdict.INCONCLUSIVE], rates[Verdict.REGRESSION])
+        shown = (passed(rates), rates[GateVerdict.INCONCLUSIVE], rates[GateVerdict.REGRESSION])
         cells = [noise, "all" if share == 1 else f"1 in {1 / share:g}", f"{100 * slower:g} %"]
         lines.append(f"| {' | '.join([*cells, *(f'{100 * rate:.1f}' for rate in shown)])} |")
     heads = [f"{pairs} pairs" for pairs in (6, 10, 16, 36)] + ["6 trials, 16 pairs"]

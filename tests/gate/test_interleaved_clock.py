@@ -1,4 +1,4 @@
-"""The clock of a live gate's sides: what it counts, what it does not, and that no call takes less than no time."""
+"""The clock of a live gate: what it counts, what it does not, and that no call takes less than no time."""
 
 import errno
 import itertools
@@ -86,17 +86,19 @@ def test_no_call_takes_less_than_no_time() -> None:
 
 def test_a_turn_by_seconds_is_one_call_at_least() -> None:
     assert (
-        len(list(interleaved_clock._turn(interleaved_clock.cpu_block(lambda: time.sleep(0.02)), {"seconds": 0.001})))
+        len(
+            list(interleaved_clock.time_turn(interleaved_clock.cpu_block(lambda: time.sleep(0.02)), {"seconds": 0.001}))
+        )
         == 1
     )
-    assert len(list(interleaved_clock._turn(interleaved_clock.cpu_block(lambda: None), {"calls": 5}))) == 5
+    assert len(list(interleaved_clock.time_turn(interleaved_clock.cpu_block(lambda: None), {"calls": 5}))) == 5
 
 
 class Asked:
-    """The gate's end of a side's lines: three turns, then it is over."""
+    """The gate's end of a revision's lines: three turns, then it stops."""
 
     def __init__(self) -> None:
-        self.messages = iter([{"seconds": 1e-3}, {"calls": 2}, {"calls": 1}, {"over": True}])
+        self.messages = iter([{"seconds": 1e-3}, {"calls": 2}, {"calls": 1}, {"stop": True}])
         self.sent: list[dict[str, object]] = []
 
     def receive(self) -> dict[str, object]:
@@ -113,7 +115,7 @@ def test_turns_are_taken_on_the_core_that_the_gate_says(pinned: bool) -> None:
     core = max(cores)
     seen = []
     lines = Asked()
-    clock = interleaved_clock.clock(lines, "bench_py", 1, core if pinned else None, None)  # type: ignore[arg-type]
+    clock = interleaved_clock.make_clock(lines, "bench_py", 1, core if pinned else None, None)  # type: ignore[arg-type]
     kept = clock(lambda: seen.append(os.sched_getaffinity(0)), "cpu")
     assert len(kept) == 3  # the turn that was tried by seconds does not count
     assert seen[0] == cores  # it warms up where it was built
@@ -136,7 +138,7 @@ def test_turns_are_taken_where_no_core_may_be_chosen_or_all_are_taken_away(
 
     monkeypatch.setattr(os, "sched_setaffinity", choose)
     core = max(os.sched_getaffinity(0))
-    clock = interleaved_clock.clock(Asked(), "bench_py", 1, core, None)  # type: ignore[arg-type]
+    clock = interleaved_clock.make_clock(Asked(), "bench_py", 1, core, None)  # type: ignore[arg-type]
     assert len(clock(lambda: None, "cpu")) == 3
     assert asked == [{core}, os.sched_getaffinity(0)]
 

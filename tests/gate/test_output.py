@@ -8,7 +8,7 @@ from journals import HOSTILE
 
 from te_bench.gate import output
 from te_bench.gate.decision import decide
-from te_bench.gate.memory_and_checks import Finding, Kind
+from te_bench.gate.memory_and_checks import FindingKind, GateFinding
 from te_bench.gate.stored_runs import Gate
 
 LONG = "train_step/gpt2-b12-t1024-V50304/cudnn/fp8/float8_current_scaling/compile-reduce-overhead"
@@ -19,14 +19,18 @@ def ratios(slower: float, scale: float = 0.003) -> list[float]:
     return [(1 + slower) * math.exp(scale * math.sin(8 * i)) for i in range(10)]
 
 
-def found(code: int, kind: Kind = Kind.MEMORY, message: str = "what happened", name: str = LONG) -> Finding:
-    return Finding(name=name, kind=kind, code=code, message=message)
+def found(
+    code: int, kind: FindingKind = FindingKind.MEMORY, message: str = "what happened", name: str = LONG
+) -> GateFinding:
+    return GateFinding(name=name, kind=kind, code=code, message=message)
 
 
 def gate(**changes) -> Gate:
     data = {LONG: ratios(0.05), LAYER: ratios(0.0), "short": ratios(0.02, 0.03), "quick": ratios(-0.2)}
     known = {"baseline": "runs/a", "candidate": "runs/b", "margin": 0.02, "alpha": 0.05, "decision": decide(data)}
-    known |= {"findings": (found(1), found(4, Kind.MISSING), found(3, Kind.VERDICT), found(0, Kind.NEW))}
+    known |= {
+        "findings": (found(1), found(4, FindingKind.MISSING), found(3, FindingKind.VERDICT), found(0, FindingKind.NEW))
+    }
     return Gate(**(known | {"compared": 40, "throttled": {"short": 2}} | changes))
 
 

@@ -33,22 +33,22 @@ def test_what_the_user_says_of_memory_and_threads_stands(tmp_path: Path, monkeyp
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     for device, expected in (
-        ("cpu", paired_trial._ONE_THREAD | {"OMP_NUM_THREADS": "2"}),
+        ("cpu", paired_trial.ONE_THREAD | {"OMP_NUM_THREADS": "2"}),
         ("cuda", {"OMP_NUM_THREADS": "2"}),
     ):
-        origin = paired_trial.Origin(tmp_path / "log", device=device)
+        server = paired_trial.ForkServer(tmp_path / "log", device=device)
         try:
-            assert eventually(lambda pid=origin.process.pid: environment_of(pid), 5.0)  # it has none until it has begun
-            found = environment_of(origin.process.pid)
+            assert eventually(lambda pid=server.process.pid: environment_of(pid), 5.0)  # it has none until it has begun
+            found = environment_of(server.process.pid)
         finally:
-            origin.close()
-        assert {name: found.get(name) for name in paired_trial._ONE_THREAD} == dict.fromkeys(
-            paired_trial._ONE_THREAD
+            server.close()
+        assert {name: found.get(name) for name in paired_trial.ONE_THREAD} == dict.fromkeys(
+            paired_trial.ONE_THREAD
         ) | expected
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="a process has no cores of its own")
-def test_both_sides_of_a_round_have_one_core_and_the_next_round_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_revisions_of_a_round_have_one_core_and_the_next_round_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 8})
 
@@ -62,7 +62,7 @@ def test_both_sides_of_a_round_have_one_core_and_the_next_round_another(monkeypa
             protocol="once",
             seed=seed,
         )
-        return paired_trial._core({"base": trial.to_json(), "head": trial.to_json()})
+        return paired_trial.choose_core({"base": trial.to_json(), "head": trial.to_json()})
 
     monkeypatch.setattr(os, "getpid", lambda: 10)
     assert [core(seed) for seed in range(4)] == [3, 8, 3, 8]
@@ -79,18 +79,18 @@ def test_both_sides_of_a_round_have_one_core_and_the_next_round_another(monkeypa
 def test_memory_lies_in_huge_pages() -> None:
     run = [sys.executable, "-c", IN_HUGE_PAGES]
     done = subprocess.run(
-        run, env={**os.environ, **paired_trial._ONE_THREAD}, capture_output=True, text=True, check=True
+        run, env={**os.environ, **paired_trial.ONE_THREAD}, capture_output=True, text=True, check=True
     )
     assert int(done.stdout) > 2**16  # half of it: a machine may be short of huge pages
 
 
 class Waiting:
-    """A side whose calls take 0.1 ms by their own clock and keep it waiting for `waits` seconds each."""
+    """A revision whose calls take 0.1 ms by their own clock and keep it waiting for `waits` seconds each."""
 
     def __init__(self, waits: float):
         self.waits, self.ready, self.asked = waits, True, list[int]()
 
-    def turn(self, seconds: float | None = None, calls: int = 0) -> list[float]:
+    def take_turn(self, seconds: float | None = None, calls: int = 0) -> list[float]:
         if seconds is not None:
             calls = max(1, round(seconds / self.waits))
             time.sleep(paired_trial.PAUSE_S + calls * self.waits)
@@ -98,16 +98,16 @@ class Waiting:
             self.asked.append(calls)
         return [1e-4] * calls
 
-    def over(self) -> None:
+    def end_turns(self) -> None:
         self.ready = False
 
 
 def test_a_turn_has_the_calls_that_fit_into_it_with_what_goes_on_between_them() -> None:
     quick, slow = Waiting(1e-3), Waiting(1e-3)
-    paired_trial._take_turns([quick, slow])  # type: ignore[list-item]
+    paired_trial.take_turns([quick, slow])  # type: ignore[list-item]
     assert quick.asked == slow.asked
     assert 10 <= quick.asked[0] <= paired_trial.TURN_S / 1e-3 < paired_trial.TURN_S / 1e-4 / 5
     assert paired_trial.FEWEST_TURNS <= len(quick.asked) <= paired_trial.MOST_TURNS
     alone = Waiting(1e-4)
-    paired_trial._take_turns([alone])  # type: ignore[list-item]
+    paired_trial.take_turns([alone])  # type: ignore[list-item]
     assert alone.asked[0] > 150

@@ -11,25 +11,25 @@ from revisions import Repository
 from te_bench.gate import interleaved_clock, paired_trial, planted_faults
 
 
-def test_a_side_has_the_fault_that_is_planted_in_it_and_the_other_none(
+def test_a_revision_has_the_fault_that_is_planted_in_it_and_the_other_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paired_trial, "SHARED", ("torch",))
     repository = Repository(tmp_path / "repository")
     repository.commit({"a": 0.002})
-    origin = paired_trial.Origin(tmp_path / "log", device="cpu")
+    server = paired_trial.ForkServer(tmp_path / "log", device="cpu")
     try:
-        sides = [paired_trial.Side(name, repository.root, origin) for name in ("base", "head")]
-        for side in sides:
-            side.started(repository.root)
-            side.ask("plan", suite="spinning", only=None, options={"device": "cpu"})
-        trials = {side.name: side.answer()["trials"][0] for side in sides}
+        revisions = [paired_trial.RevisionProcess(name, repository.root, server) for name in ("base", "head")]
+        for revision in revisions:
+            revision.wait_for_imports(repository.root)
+            revision.ask("plan", suite="spinning", only=None, options={"device": "cpu"})
+        trials = {revision.name: revision.answer()["trials"][0] for revision in revisions}
         slower, crashed = (
-            paired_trial.run(sides, trials, timeout_s=60.0, faults={"head": fault})
+            paired_trial.run(revisions, trials, timeout_s=60.0, faults={"head": fault})
             for fault in ({"slower": 1}, {"crash": True})
         )
     finally:
-        origin.close()
+        server.close()
     base, head = (statistics.median(record.samples["latency_s"]) for record in slower)
     assert 1.5 < head / base < 3
     assert [record.outcome for record in crashed] == ["ok", "crashed"]
@@ -45,7 +45,7 @@ def test_a_planted_slow_down_is_as_large_as_asked_for(flush: bool) -> None:
         return a @ b
 
     block_of = functools.partial(interleaved_clock.cuda_block, flush=flush)
-    slower = planted_faults.planted(call, "cuda", block_of, slower=0.05)
+    slower = planted_faults.plant(call, "cuda", block_of, slower=0.05)
     one, other = (block_of(each) for each in (call, slower))
     ratios = [statistics.median(other(20)) / statistics.median(one(20)) for _ in range(10)]
     assert statistics.median(ratios) == pytest.approx(1.05, abs=0.015)

@@ -12,11 +12,11 @@ from scipy.stats import binom
 
 from te_bench.experiments import environment
 from te_bench.gate import revisions, self_test
-from te_bench.gate.decision import Verdict, decide
-from te_bench.gate.revisions import Question
-from te_bench.gate.self_test import Condition, conditions, interval, passed, rate, redrawn
+from te_bench.gate.decision import GateVerdict, decide
+from te_bench.gate.places import Place, places
+from te_bench.gate.question import Question
+from te_bench.gate.self_test import Condition, conditions, interval, measure_rate, passed, redraw
 from te_bench.gate.stored_runs import Gate, process_s
-from te_bench.gate.workers import Place, places
 from te_bench.reports.page.embed import embed
 
 RESULTS = Path(__file__).parents[2] / "results" / "gate"
@@ -51,11 +51,11 @@ def noisy(center: float, gates: int) -> list[list[float]]:
 
 def test_redrawn_gates_find_what_is_there_and_nothing_else() -> None:
     asked = {"margin": 0.02, "alpha": 0.05, "gates": 60}
-    assert redrawn(answers(noisy(1.0, 5)), **asked) == 0
-    assert redrawn(answers(noisy(1.10, 5)), **asked) == 1
-    assert 0 < redrawn(answers(noisy(1.03, 5)), **asked) < 1
-    assert redrawn(answers(noisy(1.0, 1)), **asked) is None  # a gate drawn from one gate is that gate
-    assert redrawn([], **asked) is None
+    assert redraw(answers(noisy(1.0, 5)), **asked) == 0
+    assert redraw(answers(noisy(1.10, 5)), **asked) == 1
+    assert 0 < redraw(answers(noisy(1.03, 5)), **asked) < 1
+    assert redraw(answers(noisy(1.0, 1)), **asked) is None  # a gate drawn from one gate is that gate
+    assert redraw([], **asked) is None
 
 
 def test_a_trial_that_was_decided_early_is_drawn_by_the_ratios_that_it_has() -> None:
@@ -64,19 +64,19 @@ def test_a_trial_that_was_decided_early_is_drawn_by_the_ratios_that_it_has() -> 
     for answer in found:
         answer["trials"]["a"] = {"ratios": [None, *answer["trials"]["a"]["ratios"][1:]], "pairs": 8}
         answer["trials"]["b"] = {"ratios": [1.0, 1.01, 0.99, 1.0, 1.01], "pairs": 5}
-    assert redrawn(found, margin=0.02, alpha=0.05, gates=5) == 1
+    assert redraw(found, margin=0.02, alpha=0.05, gates=5) == 1
     for answer in found:
         answer["trials"]["a"]["ratios"] = [ratio and ratio / 1.10 for ratio in answer["trials"]["a"]["ratios"]]
-    assert redrawn(found, margin=0.02, alpha=0.05, gates=20) == 0
+    assert redraw(found, margin=0.02, alpha=0.05, gates=20) == 0
 
 
 def test_a_rate_counts_the_code_that_its_condition_expects() -> None:
     slow, *_, crash = conditions([0.05])[1:]
     assert (slow.name, slow.fault, slow.expected) == ("5 % slower", {"slower": 0.05}, 1)
-    found = rate(slow, [*answers(noisy(1.1, 2), code=1), *answers(noisy(1.0, 1))], margin=0.02, alpha=0.05)
+    found = measure_rate(slow, [*answers(noisy(1.1, 2), code=1), *answers(noisy(1.0, 1))], margin=0.02, alpha=0.05)
     assert (found.alarms, found.gates, found.undecided, found.longest_s, found.pairs) == (2, 3, 1, 11.0, 9.0)
-    assert rate(crash, answers(noisy(1.0, 2), code=4), margin=0.02, alpha=0.05).alarms == 2
-    assert rate(crash, answers(noisy(1.0, 2), code=1), margin=0.02, alpha=0.05).alarms == 0
+    assert measure_rate(crash, answers(noisy(1.0, 2), code=4), margin=0.02, alpha=0.05).alarms == 2
+    assert measure_rate(crash, answers(noisy(1.0, 2), code=1), margin=0.02, alpha=0.05).alarms == 0
 
 
 def test_gates_that_end_with_the_first_regression_are_redrawn_where_none_is_planted() -> None:
@@ -84,8 +84,8 @@ def test_gates_that_end_with_the_first_regression_are_redrawn_where_none_is_plan
     found = answers(noisy(1.0, 2))
     for exit_first in (False, True):
         of = {"margin": 0.02, "alpha": 0.05, "exit_first": exit_first}
-        assert rate(unchanged, found, **of).redrawn == 0
-        assert rate(slow, found, **of).redrawn == (None if exit_first else 0)
+        assert measure_rate(unchanged, found, **of).redrawn == 0
+        assert measure_rate(slow, found, **of).redrawn == (None if exit_first else 0)
 
 
 def test_it_fails_on_an_unnoticed_crash_and_on_more_alarms_than_chance_allows() -> None:
@@ -95,7 +95,7 @@ def test_it_fails_on_an_unnoticed_crash_and_on_more_alarms_than_chance_allows() 
         found = answers([[1.0] * 5] * gates)
         for answer in found[:alarms]:
             answer["exit_code"] = condition.expected
-        return rate(condition, found, margin=0.02, alpha=0.05)
+        return measure_rate(condition, found, margin=0.02, alpha=0.05)
 
     assert passed([of(unchanged, 0, 3), of(crash, 3, 3)], 0.05)
     assert passed([of(unchanged, 1, 3), of(crash, 3, 3)], 0.05)  # 1 in 3 may be chance
@@ -148,11 +148,11 @@ def test_it_goes_on_where_it_was_cut_short_and_counts_no_other_question(
 def test_what_no_chance_decides_is_tried_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def each(gate: Any, left: list[Any], where: Any) -> list[Any]:
+    def run_each(gate: Any, left: list[Any], where: Any) -> list[Any]:
         tried.extend(one.name for one in left)
         return []
 
-    monkeypatch.setattr(self_test.at_once, "each", each)
+    monkeypatch.setattr(self_test.places, "run_each", run_each)
     self_test.run(QUESTION, tmp_path, MACHINE, gates=20, slower=[0.1], say=lambda line: None)
     assert {name: tried.count(name) for name in tried} == {"unchanged": 20, "10 % slower": 20, "leak": 5, "crash": 5}
 
@@ -187,7 +187,9 @@ def test_todays_rule_raises_no_false_alarm_on_the_published_pairs() -> None:
                 continue
             ratios = {name: trial["ratios"] for name, trial in answer["trials"].items()}
             decision = decide(ratios, margin=answer["asked"]["margin"], looks=revisions.LOOKS, ended=True)
-            found[f"{answer['condition']} alarms"] += Verdict.REGRESSION in {one.verdict for one in decision.judgements}
+            found[f"{answer['condition']} alarms"] += GateVerdict.REGRESSION in {
+                one.verdict for one in decision.judgements
+            }
             found[f"{answer['condition']} passed"] += sum(one.passed for one in decision.trials.values())
     alarms = [found[f"{name} alarms"] for name in ("unchanged", "10 % slower", "5 % slower")]
     assert (alarms, found["unchanged passed"]) == ([0, 106, 75], 160)
@@ -209,4 +211,4 @@ def test_planted_faults_are_noticed_on_this_machine(tmp_path: Path) -> None:
     assert {answer["asked"]["at_once"] for answer in answers} == {2}
     [slower] = [answer for answer in answers if answer["slower"]]
     [trial] = slower["trials"].values()
-    assert (trial["verdict"], math.isclose(trial["ratio"], 1.5, rel_tol=0.1)) == (Verdict.REGRESSION, True)
+    assert (trial["verdict"], math.isclose(trial["ratio"], 1.5, rel_tol=0.1)) == (GateVerdict.REGRESSION, True)

@@ -1,4 +1,4 @@
-"""The gate on journals: pairs by seed, co-gates, environments, exit codes and which of them comes first."""
+"""The gate on journals: pairs by seed, memory and checks, environments, exit codes and which of them comes first."""
 
 import dataclasses
 import math
@@ -10,8 +10,8 @@ from convergence_runs import TRUTH, study_records, write_study
 from journals import environment, max_batch_record, record, step_record, trial, write
 
 from te_bench.experiments.spec import Record, Trial
-from te_bench.gate.decision import Verdict
-from te_bench.gate.memory_and_checks import MIB, Kind
+from te_bench.gate.decision import GateVerdict
+from te_bench.gate.memory_and_checks import MIB, FindingKind
 from te_bench.gate.stored_runs import Gate, compare
 from te_bench.reports.exchange.compare_fail import parse
 from te_bench.reports.page.text import GIB
@@ -50,7 +50,7 @@ def gate(
     return compare(before, write(tmp_path / "b", candidate, body=after, planned=planned), **options)
 
 
-def messages(found: Gate, kind: Kind) -> list[str]:
+def messages(found: Gate, kind: FindingKind) -> list[str]:
     return [
         f"{finding.name.rpartition('/V')[2]}: {finding.message}" for finding in found.findings if finding.kind is kind
     ]
@@ -59,7 +59,7 @@ def messages(found: Gate, kind: Kind) -> list[str]:
 def test_an_unchanged_program_passes_though_its_code_s_hash_differs(tmp_path: Path) -> None:
     found = gate(tmp_path, steps("baseline"), steps("candidate"))
     [(name, one)] = found.decision.trials.items()
-    assert (found.exit_code, one.verdict, one.pairs, found.findings) == (0, Verdict.PASS, 8, ())
+    assert (found.exit_code, one.verdict, one.pairs, found.findings) == (0, GateVerdict.PASS, 8, ())
     assert name == "train_step/gpt2-b12-t1024-V50304/flash/bf16/eager"
     assert one.ratio == pytest.approx(1, abs=0.003)
 
@@ -68,7 +68,7 @@ def test_pairs_are_of_the_same_seed_whatever_the_order(tmp_path: Path) -> None:
     # seeds differ by 10 % each: paired wrongly, nothing could be told
     found = gate(tmp_path, steps("baseline"), steps("candidate", slower=1.05, seeds=reversed(SEEDS)))
     [one] = found.decision.trials.values()
-    assert (found.exit_code, one.verdict) == (1, Verdict.REGRESSION)
+    assert (found.exit_code, one.verdict) == (1, GateVerdict.REGRESSION)
     assert one.ratio == pytest.approx(1.05, abs=0.003)
 
 
@@ -79,7 +79,7 @@ def test_forward_and_backward_are_two_trials(tmp_path: Path) -> None:
 
     found = gate(tmp_path, calls("baseline", 1.0), calls("candidate", 1.1))
     assert [name.rpartition("/")[2] for name in found.decision.trials] == ["forward", "backward"]
-    assert [one.verdict for one in found.decision.trials.values()][1] is Verdict.REGRESSION
+    assert [one.verdict for one in found.decision.trials.values()][1] is GateVerdict.REGRESSION
     assert found.decision.trials.popitem()[1].ratio == pytest.approx(1.1, abs=0.005)
 
 
@@ -105,7 +105,7 @@ def test_what_slows_some_calls_only_is_no_pass(tmp_path: Path, share: float, dev
 
     much = found(0.4)
     [one] = much.decision.trials.values()
-    assert (much.exit_code, one.verdict) == (1, Verdict.REGRESSION)
+    assert (much.exit_code, one.verdict) == (1, GateVerdict.REGRESSION)
     assert one.mean.low > 1.05
     if share < 0.5 or device == "cpu":
         assert one.ratio == pytest.approx(1, abs=0.01)
@@ -117,7 +117,7 @@ def test_what_slows_some_calls_only_is_no_pass(tmp_path: Path, share: float, dev
 def test_too_few_pairs_are_undecided_and_say_how_many_would_do(tmp_path: Path) -> None:
     found = gate(tmp_path, steps("baseline", seeds=range(2)), steps("candidate", seeds=range(2)))
     [one] = found.decision.trials.values()
-    assert (found.exit_code, one.verdict) == (3, Verdict.INCONCLUSIVE)
+    assert (found.exit_code, one.verdict) == (3, GateVerdict.INCONCLUSIVE)
     assert one.needed >= 3
     one = gate(tmp_path / "1", steps("baseline", seeds=[0]), steps("candidate", seeds=[0]))
     assert one.exit_code == 3
@@ -144,7 +144,7 @@ def test_memory_that_only_the_baseline_recorded_is_missing(tmp_path: Path, sampl
 
     without = gate(tmp_path / "a", side("baseline", [1e9]), side("candidate", []))
     assert without.exit_code == 4
-    assert "memory recorded in the baseline, not in the candidate" in messages(without, Kind.MISSING)[0]
+    assert "memory recorded in the baseline, not in the candidate" in messages(without, FindingKind.MISSING)[0]
     assert gate(tmp_path / "b", side("baseline", []), side("candidate", [1e9])).exit_code == 0
     assert gate(tmp_path / "c", side("baseline", []), side("candidate", [])).exit_code == 0
 
@@ -153,7 +153,7 @@ def test_memory_that_only_the_baseline_recorded_is_missing(tmp_path: Path, sampl
 def test_memory_may_not_grow_beyond_what_compilers_differ_by(tmp_path: Path, growth: float, code: int) -> None:
     # of 10 GiB 0.1 % and 4 MiB are allowed: 14.2 MiB
     found = gate(tmp_path, steps("baseline"), steps("candidate", gib=10 + growth / GIB))
-    assert (found.exit_code, len(messages(found, Kind.MEMORY))) == (code, code)
+    assert (found.exit_code, len(messages(found, FindingKind.MEMORY))) == (code, code)
 
 
 def test_one_process_of_many_with_more_memory_is_no_growth(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_counts_may_not_grow(tmp_path: Path, count: str) -> None:
         return steps(side, **{count: n})
 
     more = gate(tmp_path / "more", with_count("baseline", 100), with_count("candidate", 101))
-    assert (more.exit_code, [f.kind for f in more.findings]) == (1, [Kind.COUNT])
+    assert (more.exit_code, [f.kind for f in more.findings]) == (1, [FindingKind.COUNT])
     assert "+1: from 100 to 101" in more.findings[0].message
     assert gate(tmp_path / "fewer", with_count("baseline", 100), with_count("candidate", 99)).exit_code == 0
     assert gate(tmp_path / "unknown", steps("baseline"), with_count("candidate", 99)).exit_code == 0
@@ -181,13 +181,13 @@ def test_the_largest_batch_s_memory_is_compared_at_the_same_batch(tmp_path: Path
 
     found = gate(tmp_path / "a", limits("baseline", 0), limits("candidate", 1024 * MIB))
     assert found.exit_code == 1
-    assert "at batch 132 +1,024.0 MiB" in messages(found, Kind.MEMORY)[0]
+    assert "at batch 132 +1,024.0 MiB" in messages(found, FindingKind.MEMORY)[0]
     assert gate(tmp_path / "b", limits("baseline", 0), limits("candidate", 0)).exit_code == 0
 
 
 def test_other_kernels_are_told(tmp_path: Path) -> None:
     found = gate(tmp_path, steps("baseline"), [dataclasses.replace(r, kernels=["x"]) for r in steps("candidate")])
-    [told] = messages(found, Kind.KERNELS)
+    [told] = messages(found, FindingKind.KERNELS)
     assert "+ x, - flash_fwd_kernel" in told
     assert found.exit_code == 0
 
@@ -197,7 +197,7 @@ def test_a_renamed_cell_is_missing_and_new_and_no_pass(tmp_path: Path) -> None:
     found = gate(tmp_path, both, steps("candidate") + steps("candidate", "cudnn"))
     assert found.exit_code == 4
     assert [f.name.split("/")[2] for f in found.findings] == ["math", "cudnn"]
-    assert [(f.kind, f.code) for f in found.findings] == [(Kind.MISSING, 4), (Kind.NEW, 0)]
+    assert [(f.kind, f.code) for f in found.findings] == [(FindingKind.MISSING, 4), (FindingKind.NEW, 0)]
     assert gate(tmp_path / "new", steps("baseline"), steps("candidate") + steps("candidate", "cudnn")).exit_code == 0
 
 
@@ -224,9 +224,9 @@ def test_outcomes_that_got_worse(tmp_path: Path, old: str, new: str, code: int) 
 
     found = gate(tmp_path, side("baseline", old), side("candidate", new))
     assert found.exit_code == code
-    assert len(messages(found, Kind.FAILED)) == code // 4
+    assert len(messages(found, FindingKind.FAILED)) == code // 4
     if code:
-        assert f"{new}, {old} in the baseline: seed 7: why" in messages(found, Kind.FAILED)[0]
+        assert f"{new}, {old} in the baseline: seed 7: why" in messages(found, FindingKind.FAILED)[0]
 
 
 def test_a_trial_that_was_planned_and_not_run_is_incomplete(tmp_path: Path) -> None:
@@ -235,14 +235,14 @@ def test_a_trial_that_was_planned_and_not_run_is_incomplete(tmp_path: Path) -> N
     assert found.exit_code == 4
     fewer = gate(tmp_path / "fewer", steps("baseline"), steps("candidate", seeds=range(7)))
     assert fewer.exit_code == 0  # planned with fewer seeds
-    assert "in the baseline only, so in no pair: seed 7" in messages(fewer, Kind.NOTE)[0]
+    assert "in the baseline only, so in no pair: seed 7" in messages(fewer, FindingKind.NOTE)[0]
 
 
 def test_a_new_cell_with_a_wrong_result_fails(tmp_path: Path) -> None:
     wrong = changed(steps("candidate", "cudnn", seeds=[0]), 0, outcome="failed_check", reason="dq: error 1 > 0.1")
     found = gate(tmp_path, steps("baseline"), steps("candidate") + wrong)
     assert found.exit_code == 4
-    assert "dq: error 1 > 0.1" in messages(found, Kind.FAILED)[0]
+    assert "dq: error 1 > 0.1" in messages(found, FindingKind.FAILED)[0]
 
 
 def test_nothing_that_ended_ok_on_both_sides_is_no_pass(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_verdict_that_got_worse(tmp_path: Path) -> None:
     def judged(before: dict[str, float], after: dict[str, float]) -> tuple[int, list[str]]:
         number = len(list(tmp_path.iterdir()))
         found = compare(study(f"{number}a", before), study(f"{number}b", after))
-        return found.exit_code, messages(found, Kind.VERDICT)
+        return found.exit_code, messages(found, FindingKind.VERDICT)
 
     code, [told] = judged({}, {"rowwise_scaling": 0.05})
     assert (code, "rowwise_scaling: INFERIOR, EQUIVALENT in the baseline" in told) == (1, True)
@@ -315,7 +315,7 @@ def test_a_regression_comes_before_what_is_missing_and_that_before_what_is_undec
 def test_only(tmp_path: Path) -> None:
     both = steps("baseline") + steps("baseline", "math")
     found = gate(tmp_path, both, steps("candidate", slower=1.3), only="*/math/*")
-    assert [(f.kind, f.code) for f in found.findings] == [(Kind.MISSING, 4)]
+    assert [(f.kind, f.code) for f in found.findings] == [(FindingKind.MISSING, 4)]
     assert (found.decision, found.exit_code) == (None, 4)
     for pattern, message in (("*/flex/*", "matches no trial"), ("*/cudnn/*", "nothing to compare with")):
         with pytest.raises(ValueError, match=message):
@@ -347,7 +347,7 @@ def test_cells_that_a_name_does_not_tell_apart_are_told_apart(tmp_path: Path) ->
 
 
 def thresholds(found: Gate) -> list[str]:
-    return [finding.message for finding in found.findings if finding.kind is Kind.THRESHOLD]
+    return [finding.message for finding in found.findings if finding.kind is FindingKind.THRESHOLD]
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_each_timed_quantity_and_each_limit_is_held_apart(tmp_path: Path) -> Non
 
     limits = [parse("median:5%"), parse("min:0.0001"), parse("max:1")]
     found = gate(tmp_path, calls("baseline", 1.0), calls("candidate", 1.1), limits=limits)
-    over = [f for f in found.findings if f.kind is Kind.THRESHOLD]
+    over = [f for f in found.findings if f.kind is FindingKind.THRESHOLD]
     assert [(f.name.rpartition("/")[2], f.message.partition(" ")[0]) for f in over] == [
         ("backward", "median"),
         ("backward", "min"),
@@ -424,6 +424,6 @@ def test_times_that_the_candidate_lacks_in_any_pair_are_missing(
         candidate = changed(candidate, seed, samples={**candidate[seed].samples, "latency_s": times})
     found = gate(tmp_path, steps("baseline"), candidate)
     assert found.exit_code == 4
-    assert [f.message for f in found.findings if f.kind is Kind.MISSING] == [
+    assert [f.message for f in found.findings if f.kind is FindingKind.MISSING] == [
         "timed in the baseline, not in the candidate"
     ]

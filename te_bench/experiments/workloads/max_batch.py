@@ -6,17 +6,15 @@ work.tries: [{batch, fits, peak_allocated_bytes, peak_reserved_bytes, total_byte
 """
 
 import dataclasses
-import json
 import multiprocessing
 import resource
 import signal
-import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from te_bench.experiments import processes
 from te_bench.experiments.host import oom_kills
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
@@ -92,11 +90,11 @@ def attempt(trial: Trial, batch: int) -> Try:
 
 
 def verify(trial: Trial) -> Measurement:
-    """Check and kernels of one step at batch 1, in a fresh process: the rung is right before its memory is measured."""
+    """Check and kernels of one step at batch 1, in a fresh process: a trial is right before its memory is measured."""
     reply = _forked(_verify, dataclasses.replace(trial, problem={**trial.problem, "batch": 1}))
-    if not reply.get("fits", True):
+    if "fits" in reply:
         raise MemoryError("not even a batch of 1 fits")
-    measurement = Measurement(check=reply["check"], work=reply["work"], kernels=reply["kernels"])
+    measurement: Measurement = reply["measurement"]
     if reply["wrong"]:
         raise CheckFailed(reply["wrong"], measurement)
     return measurement
@@ -105,42 +103,28 @@ def verify(trial: Trial) -> Measurement:
 def _forked(work: Callable[[Trial], Try], trial: Trial) -> Try:
     """What `work` answers in a fork, {"fits": False, ...} where memory ran out; raises what else went wrong there."""
     fork = multiprocessing.get_context("fork")  # this process has imported torch and never touched CUDA
-    receiver, sender = fork.Pipe(duplex=False)
     kills = oom_kills()
-    process = fork.Process(target=_answer, args=(work, trial, sender))
-    process.start()
-    sender.close()
     try:
-        reply: Try = json.loads(receiver.recv_bytes())
-    except EOFError:
-        reply = {}
-    process.join()
-    if "unsupported" in reply:
-        raise Unsupported(reply["unsupported"])
-    if reply and "error" not in reply:
-        return reply
-    if process.exitcode == -signal.SIGKILL:
-        if oom_kills() > kills:
-            return _outcome(fits=False)
-        raise Interrupted("a try was killed from outside (SIGKILL); rerun to repeat the trial")
-    raise RuntimeError(reply.get("error") or f"a try ended with exit code {process.exitcode}")
+        reply: Try = processes.ProcessCall(fork, _or_out_of_memory, work, trial).run()
+    except processes.Ended as end:
+        if end.exit_code != -signal.SIGKILL:
+            raise RuntimeError(f"a try ended with {end}") from None
+        if oom_kills() == kills:
+            raise Interrupted("a try was killed from outside (SIGKILL); rerun to repeat the trial") from None
+        return _outcome(fits=False)
+    return reply
 
 
-def _answer(work: Callable[[Trial], Try], trial: Trial, sender: Connection) -> None:
-    """In the fork: send what `work` answers, or why it could not, as JSON."""
+def _or_out_of_memory(work: Callable[[Trial], Try], trial: Trial) -> Try:
+    """In the fork: what `work` answers, or that memory ran out. Raises RuntimeError for any other that it raises."""
     try:
         _model.require_supported(trial)
-        reply = work(trial)
-    except Unsupported as error:
-        reply = {"unsupported": str(error)}
+        return work(trial)
     except (RuntimeError, MemoryError) as error:
         memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        memory = memory or "allocate memory" in str(error) or "out of memory" in str(error)
-        total = _total_bytes(trial) if memory else None
-        reply = _outcome(fits=False, total=total) if memory else {"error": f"{type(error).__name__}: {error}"}
-    sender.send_bytes(json.dumps(reply).encode())
-    sender.close()
-    sys.stdout.flush()
+        if not memory and "allocate memory" not in str(error) and "out of memory" not in str(error):
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return _outcome(fits=False, total=_total_bytes(trial))
 
 
 def _outcome(*, fits: bool, allocated: int | None = None, reserved: int | None = None, total: int | None = None) -> Try:
@@ -170,8 +154,7 @@ def _verify(trial: Trial) -> Try:
         measurement, wrong = _ran.require(trial, seen, measurement, asked), None
     except CheckFailed as error:
         measurement, wrong = error.measurement, str(error)
-    made = {"check": dict(measurement.check), "work": dict(measurement.work), "kernels": measurement.kernels}
-    return {**made, "wrong": wrong}
+    return {"measurement": measurement, "wrong": wrong}
 
 
 def _limit_memory(trial: Trial) -> int:

@@ -15,8 +15,7 @@ import pytest
 from driving import eventually
 
 from te_bench.experiments import host
-from te_bench.gate import workers
-from te_bench.gate.workers import Place, each, places
+from te_bench.gate.places import Place, places, run_each
 
 CORES = sorted(os.sched_getaffinity(0))
 TWO = [Place((CORES[0],), "a"), Place((CORES[-1],), "b")]
@@ -46,7 +45,7 @@ def at_a_place(folder: Path, task: int, place: Place) -> tuple[int, int, set[int
 
 
 def test_each_task_is_done_once_side_by_side_on_the_cores_of_its_place(tmp_path: Path) -> None:
-    found = list(each(partial(at_a_place, tmp_path), range(5), TWO))
+    found = list(run_each(partial(at_a_place, tmp_path), range(5), TWO))
     assert sorted(task for task, *_ in found) == [0, 1, 2, 3, 4]
     assert {pid for _, pid, *_ in found} & {os.getpid()} == set()
     assert all(cores == set(place.cores) for *_, cores, place in found)
@@ -54,7 +53,7 @@ def test_each_task_is_done_once_side_by_side_on_the_cores_of_its_place(tmp_path:
 
 
 def test_one_place_is_this_process() -> None:
-    assert list(each(told, ["a"], [Place(gpu="x")])) == [(os.getpid(), "a", "x")]
+    assert list(run_each(told, ["a"], [Place(gpu="x")])) == [(os.getpid(), "a", "x")]
 
 
 def told(task: str, place: Place) -> tuple[int, str, str | None]:
@@ -99,7 +98,7 @@ class Unread(Exception):
     ("what", "error", "why"),
     [
         ("refuse", ValueError, "no such suite"),
-        ("leave", SystemExit, "no such revision"),
+        ("leave", ValueError, "exit code 1; .* lower --at-once"),
         ("unread", RuntimeError, r"(?s)in asked.*no such"),
         ("unsent", TypeError, "cannot pickle"),
         ("kill", ValueError, r"exit code -9; .* lower --at-once"),
@@ -109,24 +108,21 @@ class Unread(Exception):
 def test_a_failure_is_told_and_ends_the_others(tmp_path: Path, what: str, error: type[BaseException], why: str) -> None:
     began = time.monotonic()
     with pytest.raises(error, match=why):
-        list(each(asked, [f"sleep {tmp_path}/pid", f"{what} {tmp_path}/pid"], TWO))
+        list(run_each(asked, [f"sleep {tmp_path}/pid", f"{what} {tmp_path}/pid"], TWO))
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
     assert time.monotonic() - began < 60  # of the sleeper's 600 s
 
 
-def test_who_leaves_slowly_holds_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "LEAVE_S", 0.5)
-    answers = each(asked, ["linger /", "answer /"], TWO)
-    assert sorted([next(answers), next(answers)]) == ["answer", "linger"]
+def test_who_would_leave_slowly_holds_no_answer() -> None:
     began = time.monotonic()
-    assert list(answers) == []
+    assert sorted(run_each(asked, ["linger /", "answer /"], TWO)) == ["answer", "linger"]
     assert time.monotonic() - began < 20  # of the thread's 30 s
 
 
 def test_without_a_place_nothing_is_lost() -> None:
     with pytest.raises(ValueError, match="no place to run"):
-        list(each(told, ["a"], []))
-    assert list(each(told, [], TWO)) == []
+        list(run_each(told, ["a"], []))
+    assert list(run_each(told, [], TWO)) == []
 
 
 def test_what_else_its_caller_runs_is_left_alone(tmp_path: Path) -> None:
@@ -134,7 +130,7 @@ def test_what_else_its_caller_runs_is_left_alone(tmp_path: Path) -> None:
     other.start()
     try:
         with pytest.raises(ValueError, match="no such suite"):
-            list(each(asked, [f"sleep {tmp_path}/pid", f"refuse {tmp_path}/pid"], TWO))
+            list(run_each(asked, [f"sleep {tmp_path}/pid", f"refuse {tmp_path}/pid"], TWO))
         other.join(1)  # what is killed takes a while
         assert other.is_alive()
     finally:
@@ -143,7 +139,7 @@ def test_what_else_its_caller_runs_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_caller_that_wants_no_more_waits_for_none(tmp_path: Path) -> None:
-    answers = each(asked, [f"sleep {tmp_path}/pid", f"answer {tmp_path}/pid", "answer /"], TWO)
+    answers = run_each(asked, [f"sleep {tmp_path}/pid", f"answer {tmp_path}/pid", "answer /"], TWO)
     assert next(answers) == "answer"
     answers.close()  # type: ignore[attr-defined]
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
@@ -153,8 +149,8 @@ def test_a_caller_that_wants_no_more_waits_for_none(tmp_path: Path) -> None:
 def test_they_end_with_their_caller(tmp_path: Path, number: signal.Signals) -> None:
     source = (
         f"import sys; sys.path[:0] = {sys.path!r}\n"
-        f"from test_workers import TWO, asked, each\n"
-        f"if __name__ == '__main__': list(each(asked, ['sleep {tmp_path}/0', 'sleep {tmp_path}/1'], TWO))\n"
+        f"from test_places import TWO, asked, run_each\n"
+        f"if __name__ == '__main__': list(run_each(asked, ['sleep {tmp_path}/0', 'sleep {tmp_path}/1'], TWO))\n"
     )
     (tmp_path / "caller.py").write_text(source)
     files = [tmp_path / "0", tmp_path / "1"]

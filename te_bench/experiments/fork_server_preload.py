@@ -1,0 +1,17 @@
+"""What the fork server of `runner` imports, once for all its trials; first of all it sees to it that it dies with te-bench.
+
+By itself it looks for te-bench's end only once everything is imported, seconds later, on a busy machine many.
+"""
+
+import contextlib
+import importlib
+import os
+
+from te_bench.experiments import processes, runner
+
+processes.end_with_parent(int(os.environ[runner.RUNNER]))
+SERVER = os.getpid()  # which the fork server's children inherit
+
+for _module in os.environ.get(runner.PRELOADED, "").split():
+    with contextlib.suppress(Exception):  # of which the server would die, and no trial begin: each trial says so itself
+        importlib.import_module(_module)

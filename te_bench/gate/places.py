@@ -1,0 +1,88 @@
+"""Gates side by side: each in a process that has cores, and on a GPU a card, of its own."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from te_bench.experiments import host
+from te_bench.experiments.processes import Ended, ProcessCall, end_with_parent, wait_for_any
+
+Task = TypeVar("Task")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one gate may run: on which cores (empty: on any), on which GPU (None: as the caller would)."""
+
+    cores: tuple[int, ...] = ()
+    gpu: str | None = None
+
+
+def places(count: int, *, device: str, gpus: Sequence[str] = ()) -> list[Place]:
+    """`count` places that share no core and, on cuda, none of the `gpus`; one is the whole machine's.
+
+    Raises ValueError for more than there are cores or GPUs.
+    """
+    if count < 1:
+        raise ValueError(f"--at-once {count}: give 1 or more")
+    if count == 1:
+        return [Place(gpu=gpus[0] if gpus else None)]
+    if device == "cuda" and count > len(gpus):
+        raise ValueError(f"--at-once {count}: each needs a GPU of its own, and there are {len(gpus)} here")
+    if count > host.cores():
+        raise ValueError(f"--at-once {count}: each needs a core of its own, and there are {host.cores()} here")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    each = len(cores) // count
+    chunks = [tuple(cores[each * i : each * (i + 1)]) for i in range(count)]
+    return [Place(chunk, gpus[i] if gpus else None) for i, chunk in enumerate(chunks)]
+
+
+def run_each(
+    function: Callable[[Task, Place], Answer], tasks: Iterable[Task], places: Sequence[Place]
+) -> Iterator[Answer]:
+    """function(task, place) of each task, as it is done; in this process where there is one place.
+
+    The function and the tasks must pickle. An error, Ctrl-C, or a caller that wants no more ends the others at once. Raises
+    what the function raises, and ValueError when a process ends by itself or there is no place.
+    """
+    if not places:
+        raise ValueError("no place to run")
+    if len(places) == 1:
+        for task in tasks:
+            yield function(task, places[0])
+        return
+    context = multiprocessing.get_context("spawn")  # threads of the caller's, of torch's say, would not survive a fork
+    waiting, free = list(tasks)[::-1], list(places)
+    running: dict[ProcessCall, Place] = {}
+    try:
+        while waiting or running:
+            while waiting and free:
+                call = ProcessCall(context, _run_at, free[0], os.getpid(), function, waiting.pop())
+                running[call] = free.pop(0)  # first: an interrupt while it starts must find it
+                call.start()
+            for call in wait_for_any(list(running)):
+                free.append(running.pop(call))
+                call.kill()  # what it may have left
+                yield _result(call)
+    finally:
+        for call in running:
+            call.kill()
+
+
+def _run_at(place: Place, parent: int, function: Callable[[Task, Place], Answer], task: Task) -> Answer:
+    os.setsid()  # Ctrl-C is the caller's to handle
+    end_with_parent(parent)
+    if place.cores:
+        os.sched_setaffinity(0, place.cores)
+    return function(task, place)
+
+
+def _result(call: ProcessCall) -> Any:
+    try:
+        return call.result()
+    except Ended as end:
+        why = f"a process ended by itself ({end}; killed for want of memory perhaps: lower --at-once)"
+        raise ValueError(why) from None

@@ -1,0 +1,37 @@
+"""What a live gate is asked."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from te_bench.gate.stored_runs import ALPHA, MARGIN
+from te_bench.reports.exchange.compare_fail import Limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is compared, by which trials, and how long that may take."""
+
+    repository: Path | None  # None: both sides are this te_bench's own files, which is a self-test
+    base: str  # refs
+    head: str
+    device: str
+    suite: str = "quick"
+    only: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # of spec.Options, as far as a revision knows it
+    margin: float = MARGIN
+    alpha: float = ALPHA
+    mde: float | None = None
+    budget_s: float | None = None
+    most: int | None = None  # rounds; None: until each trial has as many pairs as the last of LOOKS
+    exit_first: bool = False
+    limits: Sequence[Limit] = ()
+    timeout_s: float = 900.0
+    cache: Path | None = None
+    gpu: str | None = None
+    faults: Mapping[str, Mapping[str, Any]] | None = None  # of a self-test: {revision's name: what to plant}
+    faulty: str = "*"  # into which trials

@@ -1,0 +1,61 @@
+"""One call in one process: its answer comes whole, its error as it was, its end by the exit code, whatever starts it."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+
+from te_bench.experiments.processes import Ended, ProcessCall, run_supervised, wait_for_any
+
+CONTEXTS = ("fork", "forkserver", "spawn")
+
+
+def answer(what: str) -> bytes:
+    """More than a pipe holds, or an end."""
+    if what == "raises":
+        raise KeyError(what)
+    if what == "exits":
+        raise SystemExit(3)
+    if what == "is killed":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if what == "sleeps":
+        time.sleep(600)
+    return b"x" * 2**20
+
+
+def call(start_method: str, what: str, *, raises: bool = True) -> ProcessCall:
+    return ProcessCall(multiprocessing.get_context(start_method), answer, what, raises=raises)
+
+
+@pytest.mark.parametrize("start_method", CONTEXTS)
+def test_a_call_is_told_whole(start_method: str) -> None:
+    assert call(start_method, "answers").run() == b"x" * 2**20
+    with pytest.raises(KeyError, match="raises"):
+        call(start_method, "raises").run()
+
+
+@pytest.mark.parametrize("start_method", CONTEXTS)
+@pytest.mark.parametrize(("what", "code"), [("raises", 1), ("exits", 3), ("is killed", -signal.SIGTERM)])
+def test_an_end_without_an_answer_has_its_exit_code(start_method: str, what: str, code: int) -> None:
+    with pytest.raises(Ended) as end:
+        call(start_method, what, raises=False).run()
+    assert (end.value.exit_code, end.value.orphaned) == (code, False)
+
+
+def test_who_is_waited_for_in_vain_can_be_killed() -> None:
+    sleeper = call("fork", "sleeps")
+    sleeper.start()
+    began = time.monotonic()
+    assert wait_for_any([sleeper], 0.2) == []
+    assert 0.2 <= time.monotonic() - began < 60  # of the sleeper's 600 s
+    sleeper.kill()
+    with pytest.raises(Ended) as end:
+        sleeper.result()
+    assert end.value.exit_code == -signal.SIGKILL
+
+
+def test_a_supervised_fork_says_which_signal_ended_it() -> None:
+    assert run_supervised(lambda: None) is None
+    assert run_supervised(lambda: os.kill(os.getpid(), signal.SIGTERM)) == "SIGTERM"
