@@ -229,7 +229,7 @@ def test_whatever_the_tiles(tile: Tile, halves: int, device: str, monkeypatch: p
 def by_kernel(head_dim: int, gluon: bool, patch: pytest.MonkeyPatch) -> None:
     """Heads of 128 by the kernels in Gluon or by Triton's, whatever their rows."""
     for name in ("forward_pays", "backward_pays"):
-        patch.setattr(ours._gluon_fp8_launch, name, lambda *_: gluon)
+        patch.setattr(ours.fp8_launch, name, lambda *_: gluon)
     assert ours._in_gluon(torch.empty(1, 1, 1, head_dim, device="cuda"), head_dim) is (head_dim == 128)
 
 

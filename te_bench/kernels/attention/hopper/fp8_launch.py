@@ -59,8 +59,7 @@ def forward(
         fp8_attention_forward_gluon_kernel[(programs,)](
             descriptor(q.data, ROWS), descriptor(k.data, p.at_once), descriptor(v.data_t.flatten(2, 3), width),
             descriptor(out, ROWS, SWIZZLE.value), lse, q.scale_inv, k.scale_inv, v.scale_inv, float(scale * LOG2_E), *sizes,
-            CONSUMERS=p.warpgroups, SLOTS=p.slots, STAGES=p.stages, REGISTERS=p.registers, FETCHING=p.fetching(),
-            CAUSAL=causal, EDGE=causal or keys % p.at_once != 0, num_warps=4,
+            SLOTS=p.slots, CAUSAL=causal, EDGE=causal or keys % p.at_once != 0, **p.constants(),
         )  # fmt: skip
     return out, lse
 
@@ -89,8 +88,7 @@ def backward(
         fp8_attention_backward_gluon_kernel[(programs,)](
             *in_fp8[:2], of_k, *in_fp8[2:], of_q, of_dout, levels(info.flatten(1, 2).transpose(0, 1), ROWS), of_dk, of_dv,
             q8.scale_inv, k8.scale_inv, v8.scale_inv, come.scale_inv, sums, padded, float(scale * LOG2_E), *sizes,
-            CONSUMERS=p.warpgroups, FP8_STAGES=p.slots, STAGES=p.stages, REGISTERS=p.registers, FETCHING=p.fetching(),
-            CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0, num_warps=4,
+            FP8_STAGES=p.slots, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0, **p.constants(),
         )  # fmt: skip
         attention_dq_of_sums_kernel[(batch * count * padded // ROWS,)](
             sums, dq, *row_strides(dq), float(scale), count, rows, padded, D=width, num_warps=4
