@@ -171,9 +171,9 @@ def test_pieces_of_fp8_attention(script: Callable[[str], Any], monkeypatch: pyte
 def test_tiles_of_fp8_attention(script: Callable[[str], Any]) -> None:
     sweep = script("attention_fp8_tiles")
     assert len(set(sweep.PLANS)) == len(sweep.PLANS) == 11
-    assert {sweep._fp8_kernels.FORWARD[width] for width in (64, 128)} <= set(sweep.PLANS)
-    assert sweep._gluon_fp8_launch.FORWARD in sweep.GLUON_PLANS
-    assert set(sweep._gluon_fp8_launch.BACKWARD.values()) <= set(sweep.GLUON_BACKWARD)
+    assert {sweep.fp8_forward.FORWARD[width] for width in (64, 128)} <= set(sweep.PLANS)
+    assert sweep.fp8_launch.FORWARD in sweep.GLUON_PLANS
+    assert set(sweep.fp8_launch.BACKWARD.values()) <= set(sweep.GLUON_BACKWARD)
 
 
 def test_shapes_and_bars_are_the_documents(script: Callable[[str], Any]) -> None:

@@ -80,6 +80,17 @@ def in_fp8(name: str) -> bool:
     return name.endswith("_fp8")
 
 
+def unsupported_in_fp8(p: Problem) -> str | None:
+    """What no FP8 attention can do, or None."""
+    if p.mask:
+        return "mask: FP8 attention has the causal one alone"
+    if p.window is not None:
+        return "window: FP8 attention has the causal mask alone"
+    if p.dropout:
+        return f"dropout {p.dropout}: FP8 attention has none"
+    return None
+
+
 def yardstick(name: str) -> str:
     """The backend whose error is the measure of this one's: the definition, in the inputs' dtype or by way of FP8."""
     return "manual_fp8" if in_fp8(name) else "manual"

@@ -519,7 +519,6 @@ SEEN = {
     ],
     "triton": [
         "attention_forward_kernel",
-        "attention_delta_kernel",
         "attention_backward_rows_kernel",
         "attention_backward_keys_kernel",
     ],

@@ -101,12 +101,12 @@ def test_tma_reads_what_it_can_and_a_copy_of_the_rest() -> None:
     whole = torch.empty(2, 4, 16, 64, dtype=BF16)
     one_row = torch.empty(2, 4, 64, dtype=BF16).as_strided((2, 4, 1, 64), (256, 64, 3, 1))
     for x in (*views, whole, whole[:, :, ::2], one_row, whole[:, :, 1:]):
-        assert launch.readable(x) is x
+        assert launch.make_readable(x) is x
     odd_base = torch.empty(2 * 4 * 16 * 64 + 1, dtype=BF16)[1:].view(2, 4, 16, 64)
     odd_stride = torch.empty(2, 4, 16, 68, dtype=BF16)[..., :64]
     expanded = torch.empty(2, 4, 1, 64, dtype=BF16).expand(2, 4, 16, 64)
     for x in (odd_base, odd_stride, expanded, whole.transpose(2, 3).contiguous().transpose(2, 3)):
-        made = launch.readable(x)
+        made = launch.make_readable(x)
         assert made is not x
         assert made.is_contiguous()
 
@@ -115,8 +115,8 @@ def test_programs_share_a_pair_as_the_plan_says(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch, "processors", lambda _: 132)
     for batch, shared in ((4, 33), (1, 32)):
         q = torch.empty(batch, 32, 2048, 128, dtype=BF16)
-        assert launch.dealt(launch.FUSED[128, True], q, q, of_keys=True)[1][6] == shared
-        assert launch.dealt(launch.FORWARD[128], q, q, of_keys=False)[1][6] == shared
+        assert launch.deal_tiles(launch.FUSED[128, True], q, q, of_keys=True)[1][6] == shared
+        assert launch.deal_tiles(launch.FORWARD[128], q, q, of_keys=False)[1][6] == shared
 
 
 @pytest.mark.parametrize(("causal", "deterministic"), list(itertools.product((False, True), repeat=2)))

@@ -51,10 +51,9 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
         async_copy_shared_to_global=lambda desc, at, place: machine.leave(place),
     )  # fmt: skip
     python = {name: getattr(parts, name).fn for name in (*PARTS, "pick_tile")}
-    same = {
-        name: lambda x, *_: x
-        for name in ("as_matrix", "round_to", "as_operand", "hold_back", "exp2", "mask_scores", "keep_positive")
-    }
+    same = dict.fromkeys(
+        ("as_matrix", "round_to", "as_operand", "hold_back", "exp2", "mask_scores", "keep_positive"), lambda x, *_: x
+    )
     common = {
         "gl": language, "mbarrier": of_barriers, "tma": stores, "ROWS": ROWS, "LN_2": 1, "spread_rows": lambda *_: 1,
         "BLOCK": 128, "OFFSET": 8.0,

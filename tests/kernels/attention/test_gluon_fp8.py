@@ -123,7 +123,8 @@ def left_by(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, progr
     kernel.gl.store, kernel.gl.int64 = (lambda *_: None), None
     kernel.tma.async_copy_shared_to_global = leave
     stubs: dict[str, Any] = {
-        "as_matrix": lambda x: x, "_as_lines": lambda x: x, "_quantize_p": lambda x, _: x, "_sum_own_columns": lambda _: Number(),
+        "as_matrix": lambda x: x, "_as_lines": lambda x: x, "_quantize_p": lambda x, _: x,
+        "_sum_own_columns": lambda _: Number(),
         "_update_softmax": lambda x, *_: (Sum(x.done()), Number(), Number(), Number()),
         "pick_tile": lambda *given: tuple(map(Index, tile(*given))),
         "fence_async_shared": lambda: setattr(machine.own, "seen", True),
@@ -293,7 +294,7 @@ def test_who_is_chosen(pays: bool, deterministic: bool, monkeypatch: pytest.Monk
     q = torch.empty(1, 1, 5, 128)
     monkeypatch.setattr(triton_fp8.fp8_quantize, "quantize", lambda *_, keep: [Heads(q, q, q)] * 3)
     triton_fp8._forward(q, q, q, True, 1.0, True)
-    triton_fp8._backward(*[q] * 11, True, 1.0, deterministic)
+    triton_fp8._backward(*[q] * 11, True, 1.0, True, deterministic)
     whose = ["Gluon" if pays else "Triton", "Gluon" if pays and not deterministic else "Triton"]
     assert ran == [f"{whose[0]}'s forward", f"{whose[1]}'s backward"]
 

@@ -280,7 +280,7 @@ def differentiated(
     with monkeypatch.context() as patch:
         patch.setattr(_gluon_launch, "processors", lambda _: 2)
         patch.setattr(_gluon_launch, "TensorDescriptor", descriptor)
-        patch.setattr(launch, "arriving", arriving)
+        patch.setattr(launch, "quantize_dout", arriving)
         patch.setattr(launch, "fp8_attention_backward_gluon_kernel", Kernel())
         patch.setattr(torch, "empty_like", lambda x: torch.full_like(x, math.nan))
         gradients = launch.backward(dout, q, k, out, lse, tuple(heads), D, s.causal, 0.3, p)  # type: ignore[arg-type]

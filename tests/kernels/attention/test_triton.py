@@ -12,10 +12,10 @@ from torch import Tensor
 from traced import operators
 
 from te_bench.kernels import attention
-from te_bench.kernels.attention import autograd
 from te_bench.kernels.attention.backends import triton as ours
 from te_bench.kernels.attention.portable import backward
 from te_bench.kernels.attention.portable import forward as _kernels
+from te_bench.kernels.attention.portable.backward import Attended
 from te_bench.kernels.attention.portable.forward import Extent, Tile
 
 INTERPRETED = triton_package.knobs.runtime.interpret
@@ -193,11 +193,8 @@ def test_dropout_depends_on_the_seed_and_the_place_and_on_nothing_else(device: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window", [(-1, -1), (40, 3), (-1, 7)], ids=str)
-def test_the_backward_pass_drops_what_the_forward_pass_dropped(
-    window: tuple[int, int], deterministic: bool, device: str
-) -> None:
+def test_the_backward_pass_drops_what_the_forward_pass_dropped(window: tuple[int, int], device: str) -> None:
     """Against autograd through float64 weights times the mask that the kernel made."""
     seed = torch.tensor([99, 1 << 40], device=device)
     rows, keys, scale = 150, 128, 0.25  # whole blocks between those that a window or the last rows cut
@@ -208,10 +205,8 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(
         scores = (scale * q @ k.mT).masked_fill(band(rows, keys, *window).to(device), -math.inf)
         return (scores.softmax(-1) * stays) @ v
 
-    settings = *window, scale, 0.3
-
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return autograd._Attention.apply(q, k, v, None, seed, settings, deterministic)[0]
+        return ours.attend_by_kernels((q, k, v, None, seed, None, None), (*window, scale, 0.3, 0, 0))[0]
 
     assert_close(gradients(forward, tensors), gradients(definition, tensors, torch.float64), device)
 
@@ -337,9 +332,8 @@ def with_infinite_keys(tensors: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
-@pytest.mark.parametrize("fused", [False, True], ids=["two passes", "one pass"])
 @pytest.mark.parametrize("case", WITH_INFINITE_KEYS)
-def test_a_key_of_no_weight_has_gradients_of_0_whatever_it_holds(case: str, fused: bool, device: str) -> None:
+def test_a_key_of_no_weight_has_gradients_of_0_whatever_it_holds(case: str, device: str) -> None:
     """Tiles of 64 and of 32 rows end beyond the last one."""
     rows, keys, kv_heads, window, kind = WITH_INFINITE_KEYS[case]
     sizes = [(1, heads, n, 16) for heads, n in ((2, rows), (kv_heads, keys), (kv_heads, keys), (2, rows))]
@@ -353,12 +347,11 @@ def test_a_key_of_no_weight_has_gradients_of_0_whatever_it_holds(case: str, fuse
     assert all(x.isfinite().all() for x in exact)
     assert not any(x[:, :, 3::7].any() for x in exact)
     q, k, v, dout = tensors
-    extent = autograd._extent(q, k, *window, mask if kind else None)
+    extent = Extent(*window, mask.view(torch.uint8).expand(1, 2, rows, keys) if kind else None)
     out, lse = _kernels.forward(q, k, v, extent, 0.25, 0.0, None)
     for of_keys in (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)):
-        _, *made = backward.backward(
-            extent, 0.25, 0.0, False, dout, q, k, v, out, lse, None, Tile(32, 64, 4, 1), of_keys, fused
-        )
+        tiles = Tile(32, 64, 4, 1), of_keys
+        _, *made = backward.backward(Attended(q, k, v, out, lse, None), dout, extent, 0.25, 0.0, tiles=tiles)
         for value, truth in zip(made, exact, strict=True):
             assert largest(value - truth) <= TOLERANCE[device] * max(1.0, largest(truth))
 
@@ -386,23 +379,18 @@ def test_rows_whose_scores_begin_with_minus_infinity(causal: bool, device: str) 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [16, 64, 128])
-def test_both_ways_backward_agree(width: int, device: str) -> None:
-    """In one pass over the keys, with atomics, and in two: whatever the tiles, on whole blocks and on parts of some."""
+def test_gradients_are_those_of_the_definition_whatever_the_tiles(width: int, device: str) -> None:
+    """On whole blocks and on parts of some."""
     for rows, keys in ((128, 128), (130, 70)):
-        q, k, v, dout = drawn(
-            device, (1, 2, rows, width), (1, 1, keys, width), (1, 1, keys, width), (1, 2, rows, width)
-        )
-        extent = Extent(-1, 0, None)
-        out, lse = _kernels.forward(q, k, v, extent, 0.1, 0.0, None)
-        made = [
-            backward.backward(
-                extent, 0.1, 0.0, False, dout, q, k, v, out, lse, None, Tile(32, 64, 4, 1), of_keys, fused
-            )
-            for of_keys in (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1))
-            for fused in (False, True)
-        ]
-        for other in made[1:]:
-            assert_close([out, *other], [x.double() for x in (out, *made[0])], device)
+        sizes = (1, 2, rows, width), (1, 1, keys, width), (1, 1, keys, width), (1, 2, rows, width)
+        q, k, v, dout = tensors = drawn(device, *sizes)
+        extent, scale = Extent(-1, 0, None), 1 / math.sqrt(width)
+        exact = gradients(masked(band(rows, keys, -1, 0).to(device)), tensors, torch.float64)
+        out, lse = _kernels.forward(q, k, v, extent, scale, 0.0, None)
+        for of_keys in (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)):
+            tiles = Tile(32, 64, 4, 1), of_keys
+            made = backward.backward(Attended(q, k, v, out, lse, None), dout, extent, scale, 0.0, tiles=tiles)
+            assert_close([out, *made], exact, device)
 
 
 # Operators
@@ -415,11 +403,12 @@ def test_the_operators_keep_their_word() -> None:
     q, k, v = (x.view(2, 20, 2, 16).transpose(1, 2) for x in qkv.split(32, 2))
     mask = torch.zeros(20, 20, dtype=torch.bool)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(autograd._forward_op, (q, k, v, mask, None, -1, 0, 0.25, 0.0), test_utils=checks)
-    out, lse = autograd.forward(q, k, v, mask, None, -1, 0, 0.25, 0.0)
+    operators, given, settings = torch.ops.te_bench, (q, k, v, mask, None, None, None), (-1, 0, 0.25, 0.0, 0, 0)
+    torch.library.opcheck(operators.attention_forward.default, (*given, *settings), test_utils=checks)
+    results = operators.attention_forward(*given, *settings)
     dout = torch.randn(2, 20, 2, 16).transpose(1, 2)
-    args = (dout, q, k, v, out, lse, mask, None, -1, 0, 0.25, 0.0, True)
-    torch.library.opcheck(autograd._backward_op, args, test_utils=checks)
+    args = dout, *given, *results, *settings
+    torch.library.opcheck(operators.attention_backward.default, args, test_utils=checks)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -455,11 +444,11 @@ def test_what_is_no_attention_is_refused(changes: dict[str, object], words: str)
 
 
 @pytest.mark.gpu
-def test_deterministic_gradients_repeat_bit_for_bit() -> None:
+def test_gradients_repeat_bit_for_bit() -> None:
     tensors = [torch.randn(4, 6, 1000, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
 
     def forward(*x: Tensor) -> Tensor:
-        return ours.attention(*x, causal=True, scale=0.125, deterministic=True)[0]
+        return ours.attention(*x, causal=True, scale=0.125)[0]
 
     first, *others = [gradients(forward, tensors) for _ in range(5)]
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
@@ -499,19 +488,6 @@ def test_more_elements_than_32_bits_count() -> None:
     near = apart.contiguous()
     out = ours.forward(apart, apart, apart, causal=True, scale=0.125)
     assert torch.equal(out, ours.forward(near, near, near, causal=True, scale=0.125))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("emulated", [1, 2])
-def test_emulated_exponentials_are_as_good(emulated: int) -> None:
-    q, k, v = (torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    exact = gradients(masked(band(512, 512, -1, 0).cuda()), [q, k, v, v], torch.float64)[0]
-    extent = Extent(-1, 0, None)
-    errors = [
-        largest(_kernels.forward(q, k, v, extent, 0.125, 0.0, None, Tile(64, 64, 4, 2, share))[0] - exact)
-        for share in (0, emulated)
-    ]
-    assert errors[1] <= 1.2 * errors[0]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

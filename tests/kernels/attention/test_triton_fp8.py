@@ -215,8 +215,7 @@ def test_views_of_shared_heads_give_what_copies_give(device: str) -> None:
 @pytest.mark.parametrize("tile", [Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 128, 4, 2)], ids=str)
 @pytest.mark.parametrize("halves", [1, 2])
 def test_whatever_the_tiles(tile: Tile, halves: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, keys, warps, stages, _ = tile
-    plan = Plan(rows, keys, warps, stages, None, halves)
+    plan = Plan(*tile, None, halves)
     monkeypatch.setattr(fp8_forward, "FORWARD", {width: plan for width in (32, 64, 128)})
     for name in ("OF_ROWS", "OF_KEYS"):
         monkeypatch.setattr(fp8_backward, name, {width: tile for width in (32, 64, 128)})
@@ -421,11 +420,12 @@ def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatc
 def test_the_operators_keep_their_word(keep: bool) -> None:
     q, k, v, dout = drawn((2, 2, 1, 20, 30, 16, 24, True), "cpu")
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ours._forward_op, (q, k, v, True, 0.25, keep), test_utils=checks)
+    operators, given, settings = torch.ops.te_bench, (q, k, v), (True, 0.25, keep)
+    torch.library.opcheck(operators.fp8_attention_forward.default, (*given, *settings), test_utils=checks)
     if keep:
-        out, lse, *kept = ours._forward(q, k, v, True, 0.25, True)
-        given = (dout, q, k, out, lse, *kept, True, 0.25, False)
-        torch.library.opcheck(ours._backward_op, given, test_utils="test_faketensor")  # the other one has no FP8 inputs
+        args = dout, q, k, *operators.fp8_attention_forward(*given, *settings), *settings, False
+        only = "test_faketensor"  # the other one has no FP8 inputs
+        torch.library.opcheck(operators.fp8_attention_backward.default, args, test_utils=only)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -436,7 +436,7 @@ def test_compiled_code_sees_one_operator_each_way() -> None:
 
 def test_what_is_not_wanted_is_not_kept() -> None:
     q, k, v, _ = drawn((1, 2, 2, 24, 24, 16, 16, True), "cpu" if INTERPRETED else "cuda")
-    kept = [x.numel() for x in ours._forward(q, k, v, True, 0.25, False)[2:5]]
+    kept = [x.numel() for x in torch.ops.te_bench.fp8_attention_forward(q, k, v, True, 0.25, False)[2:5]]
     assert kept == [0, 0, 0]
 
 

@@ -88,14 +88,14 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def readable(x: Tensor) -> Tensor:
+def make_readable(x: Tensor) -> Tensor:
     """x, or a copy where TMA cannot read it: strides of 16 bytes, none of them 0, elements of a row one after another."""
     *outer, last = zip(x.shape, x.stride(), strict=True)
     odd = last[1] != 1 or x.data_ptr() % 16 or any(size > 1 and (not step or step % 8) for size, step in outer)
     return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
-def descriptor(x: Tensor, rows: int, line: int = 128) -> TensorDescriptor:
+def describe(x: Tensor, rows: int, line: int = 128) -> TensorDescriptor:
     """Of blocks (1, 1, rows, D) of x (B, H, T, D), its last stride 1; `line` bytes of a row lie together."""
     columns = x.shape[3]
     steps = [step if size > 1 else columns for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
@@ -109,7 +109,7 @@ def pad_last_rows(q: Tensor) -> Tensor:
     return torch.cat([q[:, :, -there:], q[:, :, -1:].expand(-1, -1, ROWS - there, -1)], 2) if there else q
 
 
-def dealt(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
+def deal_tiles(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
     """How many programs, and T, S, H, group, pairs, blocks, near, whole, rest, as the kernels take them."""
     batch, heads, rows, _ = q.shape
     keys, group = k.shape[2], heads // k.shape[1]
@@ -127,12 +127,12 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, T, D) in q's dtype, in the memory order (B, T, H, D), and lse (B, H, T) float32; none of them empty."""
     p = given or FORWARD[q.shape[3]]
-    q, k, v = (readable(x) for x in (q, k, v))
+    q, k, v = (make_readable(x) for x in (q, k, v))
     batch, heads, rows, width = q.shape
     out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
-    programs, sizes = dealt(p, q, k, of_keys=False)
-    descriptors = [descriptor(x, n) for x, n in ((q, ROWS), (k, p.at_once), (v, p.at_once), (out, ROWS))]
+    programs, sizes = deal_tiles(p, q, k, of_keys=False)
+    descriptors = [describe(x, n) for x, n in ((q, ROWS), (k, p.at_once), (v, p.at_once), (out, ROWS))]
     with torch.cuda.device_of(q):
         gluon_attention_forward_kernel[(programs,)](
             *descriptors, lse, float(scale * LOG2_E), *sizes,
@@ -152,7 +152,7 @@ def backward(
     """
     if not deterministic and k.shape[2] >= FUSED_FROM and q.shape[2] <= LONGEST and of_rows is of_keys is None:
         fused = fused or FUSED.get((k.shape[3], causal))
-    dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (make_readable(x) for x in (dout, q, k, v, out))
     gradients = gradients or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     with torch.cuda.device_of(q):
         if fused is not None:
@@ -173,16 +173,16 @@ def _backward_by_two(
     batch, heads, rows, _ = q.shape
     padded = triton.cdiv(rows, ROWS) * ROWS
     info = q.new_empty(batch * heads, 2, padded, dtype=torch.float32)
-    (programs, sizes), n = dealt(of_rows, q, k, of_keys=False), of_rows.at_once
-    held, come = [descriptor(x, ROWS) for x in (q, dout, out)], [descriptor(x, n) for x in (k, v)]
+    (programs, sizes), n = deal_tiles(of_rows, q, k, of_keys=False), of_rows.at_once
+    held, arriving = [describe(x, ROWS) for x in (q, dout, out)], [describe(x, n) for x in (k, v)]
     gluon_attention_backward_rows_kernel[(programs,)](
-        *held, *come, descriptor(dq, ROWS), lse, info, padded, float(scale * LOG2_E), *sizes,
+        *held, *arriving, describe(dq, ROWS), lse, info, padded, float(scale * LOG2_E), *sizes,
         CAUSAL=causal, EDGE=causal or k.shape[2] % n != 0, SLOTS=of_rows.slots, **of_rows.constants(),
     )  # fmt: skip
-    (programs, sizes), n = dealt(of_keys, q, k, of_keys=True), of_keys.at_once
-    held, come = [descriptor(x, ROWS) for x in (k, v)], [descriptor(x, n) for x in (q, pad_last_rows(q), dout)]
+    (programs, sizes), n = deal_tiles(of_keys, q, k, of_keys=True), of_keys.at_once
+    held, arriving = [describe(x, ROWS) for x in (k, v)], [describe(x, n) for x in (q, pad_last_rows(q), dout)]
     gluon_attention_backward_keys_kernel[(programs,)](
-        *held, *come, levels(info, n), descriptor(dk, ROWS), descriptor(dv, ROWS), float(scale * LOG2_E), *sizes,
+        *held, *arriving, describe_info(info, n), describe(dk, ROWS), describe(dv, ROWS), float(scale * LOG2_E), *sizes,
         CAUSAL=causal, IN_REGISTERS=of_keys.in_registers, SLOTS=of_keys.slots, **of_keys.constants(),
     )  # fmt: skip
 
@@ -201,10 +201,10 @@ def _backward_fused(
         out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), heads, rows, padded,
         D=width, ROWS=DELTA_ROWS, num_warps=4,
     )  # fmt: skip
-    programs, sizes = dealt(p, q, k, of_keys=True)
-    held, come = [descriptor(x, ROWS) for x in (k, v)], [descriptor(x, ROWS) for x in (q, pad_last_rows(q), dout)]
+    programs, sizes = deal_tiles(p, q, k, of_keys=True)
+    held, arriving = [describe(x, ROWS) for x in (k, v)], [describe(x, ROWS) for x in (q, pad_last_rows(q), dout)]
     gluon_attention_backward_fused_kernel[(programs,)](
-        *held, *come, levels(info.transpose(0, 1), ROWS), descriptor(dk, ROWS), descriptor(dv, ROWS), sums, padded,
+        *held, *arriving, describe_info(info.transpose(0, 1), ROWS), describe(dk, ROWS), describe(dv, ROWS), sums, padded,
         float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
         **p.constants(),
     )  # fmt: skip
@@ -213,7 +213,7 @@ def _backward_fused(
     )
 
 
-def levels(info: Tensor, rows: int) -> TensorDescriptor:
+def describe_info(info: Tensor, rows: int) -> TensorDescriptor:
     """Of blocks (1, 2, rows) of info (pairs, 2, rows padded): level and delta."""
     layout = gl.NVMMASharedLayout(0, 32, 3)
     return TensorDescriptor(info, list(info.shape), list(info.stride()), [1, 2, rows], layout)
