@@ -32,7 +32,7 @@ class Heads(NamedTuple):
     """x (B, H, T, D) in E4M3: data (B, H, R, W), data_t (B, H, R / 128, W, 128), and scale_inv (B, H), NaN where x is.
 
     R is T padded to a multiple of 128, W D padded to a power of two of at least 32. data_t is transposed by blocks of 128
-    keys, so that a tile's rows are a constant apart; its keys are in the order of `in_slots`. A layout that nobody
+    keys, so that a tile's rows are a constant apart; its keys are in the order of `order_slots`. A layout that nobody
     reads is None.
     """
 

@@ -155,7 +155,7 @@ def test_one_kernel_has_delta_and_zeros_of_all_rows_and_masks_where_it_must(
     launch.backward(q, q, k, k, q, torch.empty(2, 4, rows), causal, 0.125)
     padded = -(-rows // 64) * 64
     grid, constants = launched["delta"]
-    assert (grid * constants["ROWS"], padded % constants["ROWS"]) == (2 * 4 * padded, 0)
+    assert (grid * constants["BLOCK_M"], padded % constants["BLOCK_M"]) == (2 * 4 * padded, 0)
     assert launched["sums"][0] * 64 == 2 * 4 * padded
     assert launched["backward_fused"][1]["EDGE"] is (causal or keys % 128 != 0)
 

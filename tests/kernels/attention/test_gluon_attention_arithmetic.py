@@ -30,7 +30,7 @@ from te_bench.kernels.attention.hopper.launch import DELTA_ROWS, FUSED, LOG2_E, 
 from te_bench.kernels.attention.portable.forward import row_strides
 
 D = 64
-#: _gluon_fp8_forward's own functions that run as they are, but in Python.
+#: fp8_forward's own functions that run as they are, but in Python.
 FP8 = (
     "_fetch_values", "_quantize_p", "_sum_own_columns", "_update_softmax", "_store_out", "_skip_blocks", "_add_half",
     "_attend_block",
@@ -395,7 +395,7 @@ def test_backward_by_one_kernel(shape: str, scores: str, monkeypatch: pytest.Mon
     sums = torch.full((s.batch * s.heads, padded, D), math.nan, dtype=torch.float64)
     grid, common = (s.batch * s.heads * padded // ROWS,), (s.heads, s.rows, padded)
     gluon_attention_delta_kernel[(grid[0] * ROWS // DELTA_ROWS,)](
-        out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), *common, D=D, ROWS=DELTA_ROWS
+        out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), *common, D=D, BLOCK_M=DELTA_ROWS
     )
     assert not sums.any()
 

@@ -1,8 +1,8 @@
 """Our own fused attention for Hopper in Gluon: a warp fetches by TMA, two to four warpgroups multiply and weigh.
 
 Keys and values shared by heads are the kernels' own; masks, windows and dropout are not: `triton` has them. The backward
-pass adds in a fixed order, so its gradients are bitwise the same in every run, but where _gluon_launch has its one kernel
-for the faster: there for who asks. Source: te-bench's own kernels, after Shah et al., "FlashAttention-3", arXiv:2407.08608.
+pass adds in a fixed order, so its gradients are bitwise the same in every run, but where hopper.launch takes its one
+kernel: there for who asks. Source: te-bench's own kernels, after Shah et al., "FlashAttention-3", arXiv:2407.08608.
 """
 
 import torch

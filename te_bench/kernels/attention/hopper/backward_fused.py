@@ -1,7 +1,7 @@
 """All of the backward pass of Gluon's attention in one kernel: dK and dV of keys that are held, and their share of dQ.
 
-Five products where _gluon_backward_rows and _gluon_backward_keys have seven. The price: programs add to dQ, in float32 and
-in no order, so not the same bits in every run. Scores are transposed, as in _gluon_backward_keys; dS also goes to shared
+Five products where backward_rows and backward_keys have seven. The price: programs add to dQ, in float32 and in no order,
+so the bits differ from run to run. Scores are transposed, as in backward_keys; dS also goes to shared
 memory and meets the other warpgroup's, for dQ = dS K is over both's keys: each makes half of its columns, which leave from
 registers under dK's product, for shared memory already moves all it can (docs/attention.md).
 Source: Shah et al., "FlashAttention-3", arXiv:2407.08608, written anew.
@@ -39,7 +39,7 @@ from te_bench.kernels.attention.hopper.parts import (
 
 @gluon.jit
 def mask_scores_in_eights(qk, start_n, start_m, S, CAUSAL: gl.constexpr):
-    """The scores of keys from `first` on and rows from `row` on, -inf where they are not seen.
+    """qk of keys from start_n on and rows from start_m on, -inf where a row does not see a key.
 
     In eights of rows: the numbers that differ by thread are then few, and live outside of the loop in few registers.
     """
@@ -69,7 +69,7 @@ def _flatten_dq(dq):
 
 @gluon.jit
 def find_dq_columns(dq_sum, head, consumer, padded, CONSUMERS: gl.constexpr, D: gl.constexpr):
-    """A warpgroup's in the sums of a sequence's head."""
+    """Where a warpgroup's columns of dQ begin in the sums of a sequence's head."""
     return dq_sum + head.to(gl.int64) * padded * D + consumer * (ROWS * D // CONSUMERS)
 
 
@@ -105,7 +105,7 @@ def _add_gradients(
     delta = lse_and_delta.index(1).load(gl.SliceLayout(0, SCORES))
     dp = warpgroup_mma_wait(1, deps=(dp,))
     ds = round_to(p * (dp - delta[None, :]), q.dtype)
-    # Two places: who writes here has seen all of the block before, and by then the others were done with the one before it.
+    # Two buffers: who writes here has seen all of the block before, and by then the others were done with the one before it.
     ds_shared.index(buffer * CONSUMERS + consumer).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_ready.index(buffer), count=1)
@@ -192,9 +192,9 @@ def gluon_attention_backward_fused_kernel(
     blocks, near, whole, rest, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ added to sums.
+    """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ in dq_sum.
 
-    sums: float32 (sequences, heads, padded rows, 128), not scaled; 64 rows' two halves of columns each as _in_order has it.
+    dq_sum: float32 (sequences, heads, padded rows, 128), not scaled; 64 rows' halves of columns as in _flatten_dq.
     scale times log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S are there.
     """
     gl.static_assert(CONSUMERS == 2 and q_desc.block_type.shape[2] == 64 and q_desc.block_type.shape[3] == 128)

@@ -1,4 +1,4 @@
-"""The second backward kernel of Gluon's attention: dK and dV; keys are held, rows come. What they are: _gluon_backward_rows.
+"""The second backward kernel of Gluon's attention: dK and dV; keys are held, rows come. What they are: backward_rows.
 
 Scores and weights are transposed, keys by rows, so that those of dV and dK go from register to tensor core. In a block the
 exponentials run under dP's product, dS is made under dV's, and the next block's scores follow dK's.
@@ -35,7 +35,7 @@ from te_bench.kernels.attention.hopper.parts import (
 
 @gluon.jit
 def find_row_blocks(start_n, T, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
-    """The first block of rows that see any of the keys from `first` on, or else the last ones, and the end of all blocks.
+    """The first block of rows that see any of the keys from start_n on, or else the last ones, and the end of all blocks.
 
     What is partly hidden are the first blocks of 64 rows, and there are as many: rows beyond T weigh nothing.
     """

@@ -84,9 +84,9 @@ def _sum_rows(out, do, D: gl.constexpr):
 
 @gluon.jit
 def _load_lse_and_delta(out, do, lse, info, pair, start_m, T, padded, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """level and delta of a warpgroup's rows, both also left in info (pairs, 2, padded) for the pass over the rows.
+    """lse_2 and delta of a warpgroup's rows, both also left in info (pairs, 2, padded) for the pass over the rows.
 
-    level: the logarithm, to base 2, of the rows' sums; infinity, whose weights are 0, for rows that are none.
+    lse_2: the logarithm, to base 2, of the rows' sums; infinity, whose weights are 0, for rows that are none.
     """
     offs_m = start_m + gl.arange(0, ROWS, LAYOUT)
     lse_2 = gl.load(lse + pair.to(gl.int64) * T + offs_m, offs_m < T, float("inf")) * LOG2_E
@@ -183,7 +183,7 @@ def gluon_attention_backward_rows_kernel(
     whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """dQ of `blocks` tiles of CONSUMERS x 64 rows of `pairs` sequences and heads; level and delta in info.
+    """dQ of `blocks` tiles of CONSUMERS x 64 rows of `pairs` sequences and heads; lse_2 and delta in info.
 
     scale times log2(e). EDGE: a block of keys may be partly hidden. The other constants: as in the forward kernel.
     """

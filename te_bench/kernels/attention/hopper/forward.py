@@ -2,8 +2,8 @@
 
 Keys come from the last block to the first, so that the one block whose scores are partly hidden comes before the loop, and
 the loop masks nothing. OVERLAP: a block's exponentials run under the product of the weights before with their values.
-TURNS: warpgroups give their products to the tensor core one after another, so that one's exponentials run under another's
-products. Source of both: Shah et al., "FlashAttention-3", arXiv:2407.08608, written anew.
+Warpgroups give their products to the tensor core by turns, so that one's exponentials run under another's products. Source
+of both: Shah et al., "FlashAttention-3", arXiv:2407.08608, written anew.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -75,9 +75,9 @@ def _fetch(
 
 @gluon.jit
 def _start_softmax(qk, scale):
-    """2^(scale scores - top), their sums in parts, and top, the rows' maxima.
+    """p = 2^(scale qk - m_i), l_i, their rows' sums in parts, and m_i, the rows' maxima.
 
-    top is finite: of a row that sees only -inf in this block the weights are 0, and not infinity less infinity.
+    m_i is finite: of a row that sees only -inf in this block the weights are 0, and not infinity less infinity.
     """
     m_i = gl.maximum(gl.max(qk, 1) * scale, LOWEST)
     p = exp2(qk * scale - m_i[:, None])
@@ -86,7 +86,7 @@ def _start_softmax(qk, scale):
 
 @gluon.jit
 def _update_softmax(qk, scale, l_i, m_i):
-    """The same with an older block's sums and maxima; and how much everything older shrinks."""
+    """p, l_i and m_i with those of the blocks before, and alpha, by which the latter's sums are multiplied."""
     m_new = gl.maximum(m_i, gl.max(qk, 1) * scale)
     p = exp2(qk * scale - m_new[:, None])
     alpha = exp2(m_i - m_new)
@@ -95,7 +95,7 @@ def _update_softmax(qk, scale, l_i, m_i):
 
 @gluon.jit
 def _store_out(acc, l_i, m_i, out_desc, stage, lse, b, h, pair, start_m, T):
-    """out through its rows' place, by TMA, which drops rows beyond T; and lse."""
+    """out through q's shared memory, by TMA, which drops rows beyond T; and lse."""
     denominator = gl.sum(l_i, 1)
     # A row whose scores are all -inf is NaN, as softmax has it.
     denominator = gl.where(denominator == 0.0, float("nan"), denominator)
@@ -135,7 +135,7 @@ def _attend_block(
     acc, p, l_i, m_i, q, zeros, shared, gates, scale, consumer, stage, phase, parity,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """acc with the values that the weights are for, and the next block's weights."""
+    """acc with the product of p and its values; p, l_i and m_i with the next block of keys."""
     _, k_shared, v_shared = shared
     _, _, k_full, k_empty, v_full, v_empty, turns = gates
     previous, previous_phase = previous_stage(stage, phase, STAGES)

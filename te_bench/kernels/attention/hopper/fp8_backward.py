@@ -1,6 +1,6 @@
-"""The backward pass of FP8 attention for Hopper in one kernel, in Gluon: `_gluon_backward_fused` with S and dP in E4M3.
+"""The backward pass of FP8 attention for Hopper in one kernel, in Gluon: `backward_fused` with S and dP in E4M3.
 
-Held are the keys and values in FP8, for S and dP, and the keys as they came, for dQ; rows come in FP8 with level and delta,
+Held are the keys and values in FP8, for S and dP, and the keys as they came, for dQ; rows come in FP8 with lse and delta,
 and as they came, in rings of their own, for the former are done with when dS is made. What a product in FP8 saves is shared
 memory's time as much as the tensor core's: it reads half the bytes.
 """
@@ -39,7 +39,7 @@ from te_bench.kernels.attention.hopper.parts import (
 
 @gluon.jit
 def _split_dv_stage(stage, desc):
-    """The keys' place and the values', in FP8, in that of dV."""
+    """Memory for the keys and the values in FP8, in dV's."""
     shape: gl.constexpr = desc.block_type.shape
     return stage._reinterpret(desc.dtype, [2, 1, 1, shape[2], shape[3]], desc.layout)
 
@@ -48,7 +48,7 @@ def _split_dv_stage(stage, desc):
 def _fetch(
     fetch_args, CONSUMERS: gl.constexpr, FP8_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Tile after tile, each warpgroup's keys and values, and for each query head the rows of q and dO, level and delta."""
+    """Tile after tile, each warpgroup's keys and values, and for each query head the rows of q and dO, lse and delta."""
     k8_desc, v8_desc, k_desc, q8_desc, do8_desc, q_desc, do_desc, info_desc, shared, gates, sizes = fetch_args
     held_shared, k_shared, q8_shared, do8_shared, q_shared, do_shared, info_shared = shared
     held_full, held_empty, full8, empty8, full, empty = gates
@@ -117,7 +117,7 @@ def _add_gradients(
     dp = warpgroup_mma_wait(1, deps=(dp,))
     mbarrier.arrive(empty8, count=1)
     ds = round_to(p * (dp * dp_scale - delta[None, :]), q.dtype)
-    # Two places: who writes here has seen all of the block before, and by then the others were done with the one before it.
+    # Two buffers: who writes here has seen all of the block before, and by then the others were done with the one before it.
     ds_shared.index(buffer * CONSUMERS + consumer).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_ready.index(buffer), count=1)
@@ -209,9 +209,9 @@ def fp8_attention_backward_gluon_kernel(
     CONSUMERS: gl.constexpr, FP8_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ added to sums.
+    """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ in dq_sum.
 
-    sums and scale as gluon_attention_backward_fused_kernel has them. EDGE: a block of rows may be partly hidden, or keys
+    dq_sum and scale as gluon_attention_backward_fused_kernel has them. EDGE: a block of rows may be partly hidden, or keys
     beyond S are there.
     """
     gl.static_assert(CONSUMERS == 2 and q_desc.block_type.shape[2] == 64 and q_desc.block_type.shape[3] == 128)

@@ -1,9 +1,9 @@
-"""The forward kernel of FP8 attention for Hopper, in Gluon: `_gluon_forward`'s tiles with both products in E4M3.
+"""The forward kernel of FP8 attention for Hopper, in Gluon: `forward`'s tiles with both products in E4M3.
 
 Three warpgroups share each block of keys and values, which TMA fetches: blocks for 64 rows alone ask of the L2 more than it
 gives. One weighs under another's products, and none under its own, whose registers there are not. Values come transposed by
-blocks of 128 keys in the order of `_fp8_quantize.in_slots`: so the weights, permuted in their threads, are the left operand
-of an FP8 product where they are. Each block's product is a sum of its own that is added in float32, for the tensor core's
+blocks of 128 keys in the order of `fp8_quantize.order_slots`: so P, permuted in its threads, is the left operand of an
+FP8 product where they are. Each block's product is a sum of its own that is added in float32, for the tensor core's
 own sums have 14 bits; by halves of the features, so that fewer registers hold it.
 """
 
@@ -117,7 +117,7 @@ def _sum_own_columns(x):
 
 @gluon.jit
 def _update_softmax(qk, scale, l_i, m_i):
-    """2^(8 + scale scores - top) with an older block's sums and maxima; and how much everything older shrinks."""
+    """p = 2^(8 + scale qk - m_i), l_i and m_i with those of the blocks before, and alpha, as in `forward`."""
     m_new = gl.maximum(m_i, gl.max(qk, 1) * scale)
     p = exp2(qk * scale - (m_new - OFFSET)[:, None])
     alpha = exp2(m_i - m_new)
@@ -126,7 +126,7 @@ def _update_softmax(qk, scale, l_i, m_i):
 
 @gluon.jit
 def _store_out(acc_low, acc_high, l_i, m_i, out_desc, stage, lse, v_inv, b, h, pair, start_m, T):
-    """out by TMA, which drops rows beyond T, once the tile before has left its place; and lse."""
+    """out by TMA, which drops rows beyond T, once the tile before has left its memory; and lse."""
     denominator = gl.sum(l_i, 1)
     lse_2 = m_i - OFFSET + gl.convert_layout(gl.log2(denominator), m_i.type.layout, assert_trivial=True)
     offs_m = start_m + gl.arange(0, m_i.shape[0], m_i.type.layout)
@@ -156,7 +156,7 @@ def _skip_blocks(gates, count, stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _add_half(acc, p_operand, v_stage, half_zeros, alpha, WHICH: gl.constexpr):
-    """acc, shrunk, and the weights' product with a half of the transposed values' features."""
+    """alpha acc and the product of p with a half of the transposed values' features."""
     HALF: gl.constexpr = half_zeros.shape[1]
     half = as_matrix(v_stage).slice(WHICH * HALF, HALF, 0)
     part = warpgroup_mma(p_operand, half.permute((1, 0)), half_zeros, use_acc=False, is_async=True)
@@ -169,7 +169,7 @@ def _attend_block(
     acc_low, acc_high, l_i, m_i, q, zeros, half_zeros, shared, gates, scale, stage, phase, start_m, start_n, S,
     CAUSAL: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """One more block: its scores, its weights, what they weigh, one after the other. EDGE: from key on, partly hidden."""
+    """One more block: qk, p and its product with the values, one after the other. EDGE: it may be partly hidden."""
     _, k_shared, v_shared, _ = shared
     _, _, k_full, k_empty, v_full, v_empty = gates
     OUT: gl.constexpr = half_zeros.type.layout  # Triton 3.6 takes a layout for a constant only where it has a name

@@ -45,7 +45,7 @@ def forward(
     q: Heads, k: Heads, v: Heads, lengths: tuple[int, int], features: int, dtype: torch.dtype, causal: bool, scale: float,
     given: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`_fp8_kernels.forward` for heads of 128 features."""
+    """`portable.fp8_forward.forward` for heads of 128 features."""
     assert q.data is not None
     assert k.data is not None
     assert v.data_t is not None
@@ -68,7 +68,7 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, heads: tuple[Heads, Heads, Heads], features: int,
     causal: bool, scale: float, given: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_fp8_backward_kernels.backward` for heads of 128 features, but that dQ's sums are in no order."""
+    """`portable.fp8_backward.backward` for heads of 128 features, but that dQ's sums are in no order."""
     p, (q8, k8, v8) = given or BACKWARD[causal], heads
     assert q8.data is not None
     assert k8.data is not None

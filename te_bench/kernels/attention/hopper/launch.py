@@ -199,7 +199,7 @@ def _backward_fused(
     sums = q.new_empty(batch * heads, padded, width, dtype=torch.float32)
     gluon_attention_delta_kernel[(batch * heads * padded // DELTA_ROWS,)](
         out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), heads, rows, padded,
-        D=width, ROWS=DELTA_ROWS, num_warps=4,
+        D=width, BLOCK_M=DELTA_ROWS, num_warps=4,
     )  # fmt: skip
     programs, sizes = deal_tiles(p, q, k, of_keys=True)
     held, arriving = [describe(x, ROWS) for x in (k, v)], [describe(x, ROWS) for x in (q, pad_last_rows(q), dout)]
@@ -214,6 +214,6 @@ def _backward_fused(
 
 
 def describe_info(info: Tensor, rows: int) -> TensorDescriptor:
-    """Of blocks (1, 2, rows) of info (pairs, 2, rows padded): level and delta."""
+    """Of blocks (1, 2, rows) of info (pairs, 2, rows padded): lse_2 and delta."""
     layout = gl.NVMMASharedLayout(0, 32, 3)
     return TensorDescriptor(info, list(info.shape), list(info.stride()), [1, 2, rows], layout)

@@ -1,4 +1,4 @@
-"""What Gluon's attention kernels for Hopper share: which tile is whose, the ring's places, and arithmetic on fragments.
+"""What Gluon's attention kernels for Hopper share: whose tile it is, shared memory, and arithmetic on fragments.
 
 A program has a warp that fetches and CONSUMERS warpgroups of ROWS rows each (of keys, where dK and dV are made). Scores
 are in units of log2(e), so that a weight is one multiplication and addition, one exp2.
@@ -36,7 +36,7 @@ def count_tiles(whole, rest):
 
 @gluon.jit
 def pick_tile(tile_index, blocks, pairs, near):
-    """(which block of rows, in order; which pair of a sequence and a head) of the program's tile number `turn`.
+    """(which block of rows, in order; which pair of a sequence and a head) of the program's tile number tile_index.
 
     Tiles are dealt there and back, so that who had the heaviest of one round has the lightest of the next. In order: block
     0 of `near` pairs, then block 1 of them, and so on.
@@ -54,7 +54,7 @@ def pick_tile(tile_index, blocks, pairs, near):
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
-    """After a place in the ring, and the parity of how often it was filled before."""
+    """The stage after this one, and the parity of how often it was filled before."""
     stage += 1
     if stage == STAGES:
         stage = 0
@@ -72,7 +72,7 @@ def previous_stage(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def count_key_blocks(start_m, WARPGROUPS: gl.constexpr, T, S, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many blocks of keys WARPGROUPS x 64 rows from `first` on see; one, if there are no such rows."""
+    """How many blocks of keys WARPGROUPS x 64 rows from start_m on see; one, if there are no such rows."""
     offs_n = S
     if CAUSAL:
         offs_n = min(S, min(start_m + ROWS * WARPGROUPS, T))
@@ -109,7 +109,7 @@ def as_matrix(block):
 
 @gluon.jit
 def fetch(desc, b, h, row, full, empty, phase, stage):
-    """Fill a place, once all have left it."""
+    """Fill a stage, once all have left it."""
     mbarrier.wait(empty, phase ^ 1)
     mbarrier.expect(full, desc.block_type.nbytes)
     tma.async_copy_global_to_shared(desc, [b, h, row, 0], full, stage)
@@ -142,7 +142,7 @@ def exp2(x):
 
 @gluon.jit
 def keep_positive(scale):
-    """As `_fp8_quantize.positive` has it."""
+    """As `fp8_quantize.keep_positive` has it."""
     return gl.where(scale < 1e-37, 1e-37, scale)
 
 
@@ -199,7 +199,7 @@ def hold_back(sums):
 
 @gluon.jit
 def mask_scores(qk, start_m, start_n, S, CAUSAL: gl.constexpr):
-    """The scores of rows from `first` on and keys from `key` on, -inf where they are not seen."""
+    """qk of rows from start_m on and keys from start_n on, -inf where a row does not see a key."""
     offs_n = start_n + gl.arange(0, qk.shape[1], gl.SliceLayout(0, qk.type.layout))
     visible = (offs_n < S)[None, :]
     if CAUSAL:

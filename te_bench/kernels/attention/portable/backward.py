@@ -268,8 +268,8 @@ def attention_backward_keys_kernel(
                 )  # fmt: skip
     dk_tile = rounded(dk_tile * scale, dk.dtype.element_ty)
     store_tile(dk + b * dk_b + kv_head * dk_h, dk_s, start_n, S, dk_tile, BLOCK_N, BLOCK_D, D)
-    dv_tile = rounded(dv_tile, dv.dtype.element_ty)
-    store_tile(dv + b * dv_b + kv_head * dv_h, dv_s, start_n, S, dv_tile, BLOCK_N, BLOCK_DV, DV)
+    DTYPE: tl.constexpr = dv.dtype.element_ty
+    store_tile(dv + b * dv_b + kv_head * dv_h, dv_s, start_n, S, rounded(dv_tile, DTYPE), BLOCK_N, BLOCK_DV, DV)
 
 
 class Attended(NamedTuple):

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The backward kernels of FP8 attention, and their launcher: S and dP of FP8 operands, the other three products in bf16.
 
-What `manual_fp8` says, in two passes as in `_backward_kernels`: a program has a tile of rows and makes dQ, then one has a
+What `manual_fp8` says, in two passes as in `backward`: a program has a tile of rows and makes dQ, then one has a
 tile of keys and makes dK and dV. S comes from the forward pass's own q and k, or the weights would not add up to 1. Both
 products in FP8 contract the heads' width, along which all four operands lie: nothing is transposed. dQ, dK and dV contract
 rows or keys: K, Q and dO in FP8 would be wanted transposed, too.
@@ -220,8 +220,8 @@ def fp8_attention_backward_keys_kernel(
             )  # fmt: skip
     dk_tile = rounded(dk_tile * scale, dk.dtype.element_ty)
     store_tile(dk + b * dk_b + kv_head * dk_h, dk_s, start_n, S, dk_tile, BLOCK_N, BLOCK_D, D)
-    dv_tile = rounded(dv_tile, dv.dtype.element_ty)
-    store_tile(dv + b * dv_b + kv_head * dv_h, dv_s, start_n, S, dv_tile, BLOCK_N, BLOCK_DV, DV)
+    DTYPE: tl.constexpr = dv.dtype.element_ty
+    store_tile(dv + b * dv_b + kv_head * dv_h, dv_s, start_n, S, rounded(dv_tile, DTYPE), BLOCK_N, BLOCK_DV, DV)
 
 
 def quantize_dout(dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Heads, Tensor]:

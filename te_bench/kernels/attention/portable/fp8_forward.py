@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The forward kernel of FP8 attention, and its launcher: `_kernels`' order with both products in E4M3.
+"""The forward kernel of FP8 attention, and its launcher: `forward`'s order with both products in E4M3.
 
 What `manual_fp8` says, block of keys by block: 2^8 P of the maximum so far is rounded to E4M3. Each block's product with the
 values is added to the others in float32: the FP8 tensor core's own sums have 14 bits, and over 16384 keys that shows.
@@ -61,7 +61,7 @@ def load_whole_tile(base, stride, start_m, BLOCK_M: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def permute_to_slots(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Columns in the order of `in_slots`, in which the values come."""
+    """Columns in the order of `order_slots`, in which the values come."""
     apart = tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2))
     return tl.reshape(tl.permute(apart, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
 
