@@ -33,6 +33,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) 
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: must be (B, H, T, D), (B, Hkv, S, D), "
             "(B, Hkv, S, Dv)"
         )
+    if q.is_cuda and q.dtype is torch.float32:
+        raise ValueError("float32 on a GPU: bfloat16 or float16; take mem_efficient or math for float32")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads, {k.shape[1]} key heads: the latter must divide the former")
     if not 0 <= dropout <= 1:

@@ -71,8 +71,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float)
     check(q, k, v, mask, dropout)
     if max(q.shape[3], v.shape[3]) > WIDEST:
         raise ValueError(f"head_dim {q.shape[3]}, of v {v.shape[3]}: at most {WIDEST}; take another attention backend")
-    if q.is_cuda and q.dtype is torch.float32:
-        raise ValueError("float32 on a GPU: bfloat16 or float16; take mem_efficient or math for float32")
 
 
 def unsupported(p: Problem) -> str | None:

@@ -105,9 +105,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: boo
     return *empty_results(q, v), *data, inverse(heads), inverse(kv_heads), inverse(kv_heads)
 
 
-def _fake_backward(
-    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     q, k = within_reach(q), within_reach(k)
     dv = torch.empty_like(k) if out.shape[3] == k.shape[3] else k.new_empty(*k.shape[:3], out.shape[3])
     return torch.empty_like(q), torch.empty_like(k), dv
