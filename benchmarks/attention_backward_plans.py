@@ -38,9 +38,7 @@ PLANS = {
     "3 places, sharing 8": BASE._replace(sharing=8),
     "3 places, sharing 12": BASE._replace(sharing=12),
     "3 places, sharing 132": BASE._replace(sharing=132),
-    "3 places, who is free": BASE._replace(sharing=0, persistent=False),
     "2 places, sharing 4": BASE._replace(stages=2),
-    "2 places, 2 slots, sharing 4": BASE._replace(stages=2, slots=2),
 }
 #: One of each compilation, with those that share it.
 CHECKED = {
@@ -51,10 +49,8 @@ CHECKED = {
         "3 places, sharing 8",
         "3 places, sharing 12",
         "3 places, sharing 132",
-        "3 places, who is free",
     ],
     "2 places, sharing 4": [],
-    "2 places, 2 slots, sharing 4": [],
 }
 BF16, FP16 = torch.bfloat16, torch.float16
 CASES = [  # B, H, Hkv, T, S, causal

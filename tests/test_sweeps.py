@@ -96,7 +96,7 @@ def test_a_piece_that_hangs_is_killed(
 
 def test_plans_of_the_backward_pass(script: Callable[[str], Any]) -> None:
     sweep = script("attention_backward_plans")
-    assert len(sweep.PLANS) == len(set(sweep.PLANS.values())) == 10
+    assert len(sweep.PLANS) == len(set(sweep.PLANS.values())) == 8
     assert set(sweep.launch.FUSED.values()) <= set(sweep.PLANS.values())
     for p in sweep.PLANS.values():
         held, ring, dscores = 2 * p.warpgroups * p.slots * 64 * 256, 4 * p.stages * 64 * 128, 4 * p.warpgroups * 64 * 64
@@ -116,7 +116,7 @@ def test_plans_of_the_forward_pass(script: Callable[[str], Any]) -> None:
 
 def dealt(plan: Any) -> Any:
     """The plan but for how tiles are dealt, which is no other compilation."""
-    return plan._replace(sharing=0, persistent=True)
+    return plan._replace(sharing=0)
 
 
 def covered(plans: dict[str, Any], checked: dict[str, list[str]]) -> None:
@@ -171,9 +171,9 @@ def test_pieces_of_fp8_attention(script: Callable[[str], Any], monkeypatch: pyte
 def test_tiles_of_fp8_attention(script: Callable[[str], Any]) -> None:
     sweep = script("attention_fp8_tiles")
     assert len(set(sweep.PLANS)) == len(sweep.PLANS) == 11
-    assert {sweep._fp8_kernels.FORWARD[width] for width in (64, 128)} <= set(sweep.PLANS)
-    assert sweep._gluon_fp8_launch.FORWARD in sweep.GLUON_PLANS
-    assert set(sweep._gluon_fp8_launch.BACKWARD.values()) <= set(sweep.GLUON_BACKWARD)
+    assert {sweep.fp8_forward.FORWARD[width] for width in (64, 128)} <= set(sweep.PLANS)
+    assert sweep.fp8_launch.FORWARD in sweep.GLUON_PLANS
+    assert set(sweep.fp8_launch.BACKWARD.values()) <= set(sweep.GLUON_BACKWARD)
 
 
 def test_shapes_and_bars_are_the_documents(script: Callable[[str], Any]) -> None:

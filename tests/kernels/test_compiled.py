@@ -286,9 +286,9 @@ def in_place(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def attend(
     head_dim: int, left: int = -1, mask: tuple[int, int, int] | None = None, dropout: float = 0.0, groups: int = 4,
-    length: int = 1024, fused: bool = False,
+    length: int = 1024,
 ) -> Call:  # fmt: skip
-    """Forward and backward, causal; mask: its sizes but for the keys'. fused: dQ in the pass of dK and dV."""
+    """Forward and backward, causal; mask: its sizes but for the keys'."""
 
     def call() -> None:
         q = torch.empty(2, 4, length, head_dim, dtype=BF16)
@@ -297,7 +297,7 @@ def attend(
         extent = attention.Extent(left, 0, hidden)
         seed = torch.zeros(2, dtype=torch.int64) if dropout else None
         out, lse = attention.forward(q, k, v, extent, 0.125, dropout, seed)
-        attention_backward.backward(extent, 0.125, dropout, False, out, q, k, v, out, lse, seed, fused=fused)
+        attention_backward.backward(attention_backward.Attended(q, k, v, out, lse, seed), out, extent, 0.125, dropout)
 
     return call
 
@@ -311,7 +311,9 @@ def attend_packed(head_dim: int, left: int = -1, groups: int = 4) -> Call:
         starts = torch.zeros(5, dtype=torch.int32)
         packed, extent = attention.Packed(starts, starts, 1024, 1024), attention.Extent(left, 0, None)
         out, lse = attention.forward(q, k, v, extent, 0.125, 0.0, None, packed=packed)
-        attention_backward.backward(extent, 0.125, 0.0, False, out, q, k, v, out, lse, None, packed=packed)
+        attention_backward.backward(
+            attention_backward.Attended(q, k, v, out, lse, None), out, extent, 0.125, 0.0, packed
+        )
 
     return call
 
@@ -320,7 +322,6 @@ def attend_packed(head_dim: int, left: int = -1, groups: int = 4) -> Call:
 #: have shared heads.
 ATTENTION: dict[str, Call] = {
     "64": attend(64),
-    "64, fused": attend(64, fused=True),
     "64, 1000 rows": attend(64, length=1000),
     "64, window": attend(64, left=256),
     "64, any mask": attend(64, mask=(2, 4, 1024)),
@@ -550,17 +551,14 @@ def check_halves(kernel: Compiled) -> None:
 
 
 def check_attention(kernels: list[Compiled]) -> None:
-    """On tensor cores; GPT-2's with several programs a processor; a fused pass adds to dQ 16 bytes at a time."""
+    """On tensor cores; GPT-2's with several programs a processor."""
     programs = {"attention_forward_kernel": 4, "attention_backward_rows_kernel": 3, "attention_backward_keys_kernel": 2}
     for kernel in kernels:
-        if "delta" in kernel.kernel or (kernel.call.endswith("256") and "backward" in kernel.kernel):
+        if kernel.call.endswith("256") and "backward" in kernel.kernel:
             continue
         assert kernel.count(r"\bHGMMA"), str(kernel)
         if kernel.call == "attention/64":
             assert kernel.programs >= programs[kernel.kernel], str(kernel)
-        if kernel.call == "attention/64, fused" and "keys" in kernel.kernel:
-            assert re.search(r"add\.v4\.f32", kernel.ptx), str(kernel)
-            assert not re.search(r"(red|atom)\.global[\w.]*add\.f32", kernel.ptx), str(kernel)
 
 
 def check_quantizers(kernels: list[Compiled]) -> None:

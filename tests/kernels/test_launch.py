@@ -337,11 +337,12 @@ def attention_forward(left, right, mask, dropout, **shape):
     attention_kernels.forward(q, k, v, extent_of(q, k, left, right, mask), 0.5, dropout, seed)
 
 
-def attention_backward(left, right, mask, dropout, fused, **shape):
+def attention_backward(left, right, mask, dropout, **shape):
     q, k, v, out = heads_of(**shape)
     seed, lse = torch.zeros(2, dtype=torch.int64) if dropout else None, torch.zeros(out.shape[:3])
     extent = extent_of(q, k, left, right, mask)
-    attention_backward_kernels.backward(extent, 0.5, dropout, False, out, q, k, v, out, lse, seed, fused=fused)
+    attended = attention_backward_kernels.Attended(q, k, v, out, lse, seed)
+    attention_backward_kernels.backward(attended, out, extent, 0.5, dropout)
 
 
 def attention_fp8(causal, keep, **shape):
@@ -379,7 +380,7 @@ HEADS = {
 SEEN = {"left": (-1, 5), "right": (-1, 0, 16), "mask": (None, "keys", "scores", "odd"), "dropout": (0.0, 0.1)}
 LAUNCHERS: dict[Callable[..., None], dict[str, tuple[Any, ...]]] = {
     attention_forward: {**HEADS, **SEEN},
-    attention_backward: {**HEADS, **SEEN, "fused": (False, True)},
+    attention_backward: {**HEADS, **SEEN},
     attention_fp8: {**HEADS, "causal": BOTH, "keep": BOTH},
     by_tensor: {"dtype": FLOATS, **TENSOR, "scaled": (False, True), "amax": BOTH, "total": SUM, **VIEW},
     by_pair: {"dtype": (BF16, FP16), **PAIR, **VIEW},

@@ -47,7 +47,7 @@ class Backend:
     windows: forward takes window=(left, right) too, any mask and the causal flag beside it, and a row that sees no key is 0
     whatever comes back to it; others are given a mask in place of a window (`posed`).
     packed(q, k, v, starts_q, starts_k, longest, *, causal, scale, dropout, window): of packed sequences, as
-    `_packed.attend_packed` says; it pads them for a backend that has none.
+    `packed.attend_packed` says; it pads them for a backend that has none.
     unsupported(problem): why it can't, or None. It never falls back to another kernel.
     kernels: device -> regular expression over the names of the kernels that prove it ran; a device that is absent has no
     kernel of its own (the backend is made of ordinary operators). operators: the same over operator names, which a
@@ -78,6 +78,17 @@ names, load = _family.names, _family.load
 def in_fp8(name: str) -> bool:
     """Whether the backend rounds its operands to FP8: its name says so to who plans without torch."""
     return name.endswith("_fp8")
+
+
+def unsupported_in_fp8(p: Problem) -> str | None:
+    """What no FP8 attention can do, or None."""
+    if p.mask:
+        return "mask: FP8 attention has the causal one alone"
+    if p.window is not None:
+        return "window: FP8 attention has the causal mask alone"
+    if p.dropout:
+        return f"dropout {p.dropout}: FP8 attention has none"
+    return None
 
 
 def yardstick(name: str) -> str:

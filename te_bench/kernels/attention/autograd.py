@@ -1,6 +1,11 @@
-"""Fused attention for autograd and torch.compile: what is checked, the operators, the Function around them."""
+"""What te-bench's own fused attentions share: checks, operators for torch.compile, and the Function of autograd.
+
+A rival brings two launchers. forward(q, k, v, *rest) gives out, lse and what else is kept for the backward pass;
+backward(dout, *saved, out, lse, *kept, *settings) gives dq, dk, dv.
+"""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,111 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.attention import gradients
-from te_bench.kernels.attention.portable import backward as _backward_kernels
-from te_bench.kernels.attention.portable import forward as _kernels
-from te_bench.kernels.attention.portable.forward import Extent, Packed
-from te_bench.kernels.attention.portable.scores import within_reach
 
-WIDEST = 256
-FARTHEST = 2**30  # of a window's ends, which the kernels add to int32 indices
 LEAST = 1e-30  # of a scale: hidden scores are -inf, and 0 x -inf is NaN; all weights are equal with either
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-
-def _extent(q: Tensor, k: Tensor, left: int, right: int, mask: Tensor | None) -> Extent:
-    left, right = min(left, FARTHEST), min(right, FARTHEST)
-    if mask is None:
-        return Extent(left, right, None)
-    return Extent(left, right, mask.view(torch.uint8).expand(*q.shape[:3], k.shape[2]))
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None,
-    left: int, right: int, scale: float, dropout: float,
-    starts_q: Tensor | None = None, starts_k: Tensor | None = None, rows: int = 0, keys: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and lse, by the kernel; of an empty sum 0 and -inf. starts: of packed sequences, of at most `rows` and `keys`."""
-    if q.numel() == 0 or k.shape[2] == 0:
-        out, lse = _fake(q, k, v, mask, seed, left, right, scale, dropout)
-        return out.zero_(), lse.fill_(float("-inf"))
-    extent, packed = _extent(q, k, left, right, mask), _packed(starts_q, starts_k, rows, keys)
-    q, k, v = within_reach(q), within_reach(k), within_reach(v)
-    return _kernels.forward(q, k, v, extent, scale, dropout, seed, packed=packed)
-
-
-def _packed(starts_q: Tensor | None, starts_k: Tensor | None, rows: int, keys: int) -> Packed | None:
-    return None if starts_q is None or starts_k is None else Packed(starts_q, starts_k, rows, keys)
-
-
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, seed: Tensor | None,
-    left: int, right: int, scale: float, dropout: float, deterministic: bool,
-    starts_q: Tensor | None = None, starts_k: Tensor | None = None, rows: int = 0, keys: int = 0, apart: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, by the kernels; apart: each in memory of its own, as torch.compile has been told."""
-    if q.numel() == 0 or k.shape[2] == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    packed = _packed(starts_q, starts_k, rows, keys)
-    # Rows that see no key: 0 x an infinite gradient is NaN.
-    if mask is not None or 0 <= left < q.shape[2] - k.shape[2] or (packed is not None and starts_q is not starts_k):
-        dout = dout.masked_fill((lse == float("-inf"))[..., None], 0.0)
-    dout, q, k, v = (within_reach(x) for x in (dout, q, k, v))
-    extent = _extent(q, k, left, right, mask)
-    tensors = dout, q, k, v, out, lse, seed
-    there = None if apart or packed is not None else gradients.room(q, k, v)
-    return _backward_kernels.backward(extent, scale, dropout, deterministic, *tensors, packed=packed, gradients=there)
-
-
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None,
-    left: int, right: int, scale: float, dropout: float,
-    starts_q: Tensor | None = None, starts_k: Tensor | None = None, rows: int = 0, keys: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    batch, heads, length, _ = q.shape
-    out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
-    return out, q.new_empty(batch, heads, length, dtype=torch.float32)
-
-
-def _fake_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, seed: Tensor | None,
-    left: int, right: int, scale: float, dropout: float, deterministic: bool,
-    starts_q: Tensor | None = None, starts_k: Tensor | None = None, rows: int = 0, keys: int = 0, apart: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-_forward_op = torch.library.custom_op("te_bench::attention_forward", forward, mutates_args=())
-_backward_op = torch.library.custom_op("te_bench::attention_backward", backward, mutates_args=())
-_forward_op.register_fake(_fake)
-_backward_op.register_fake(_fake_backward)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None,
-        settings: tuple[int, int, float, float], deterministic: bool,
-        starts_q: Tensor | None = None, starts_k: Tensor | None = None, longest: tuple[int, int] = (0, 0),
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        # Eager calls go straight to the launchers: a custom operator costs the host about 20 us a call.
-        run = _forward_op if torch.compiler.is_compiling() else forward
-        out, lse = run(q, k, v, mask, seed, *settings, starts_q, starts_k, *longest)
-        ctx.save_for_backward(q, k, v, out, lse, mask, seed, starts_q, starts_k)
-        ctx.settings, ctx.longest = (*settings, deterministic), longest
-        ctx.apart = gradients.apart()
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return (None,) * 10
-        run = _backward_op if torch.compiler.is_compiling() else functools.partial(backward, apart=ctx.apart)
-        q, k, v, out, lse, mask, seed, *starts = ctx.saved_tensors
-        made = run(dout, q, k, v, out, lse, mask, seed, *ctx.settings, *starts, *ctx.longest)
-        return *made, None, None, None, None, None, None, None
+Results = tuple[Tensor, ...]
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> None:
@@ -128,8 +33,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) 
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: must be (B, H, T, D), (B, Hkv, S, D), "
             "(B, Hkv, S, Dv)"
         )
-    if max(q.shape[3], v.shape[3]) > WIDEST:
-        raise ValueError(f"head_dim {q.shape[3]}, of v {v.shape[3]}: at most {WIDEST}; take another attention backend")
     if q.is_cuda and q.dtype is torch.float32:
         raise ValueError("float32 on a GPU: bfloat16 or float16; take mem_efficient or math for float32")
     if q.shape[1] % k.shape[1]:
@@ -147,81 +50,85 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) 
         raise ValueError(f"mask {tuple(mask.shape)} on {mask.device}: must broadcast to {full}, on {q.device} as q is")
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """q and a scale above 0 that give the same scores: the kernels take the maximum before they scale."""
+    return (-q, max(float(-scale), LEAST)) if scale < 0 else (q, max(float(scale), LEAST))
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for out (B, H, T, Dv), in the order (B, T, H, Dv), and lse (B, H, T) float32."""
+    batch, heads, rows, _ = q.shape
+    out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
+
+
+def differentiable(
+    name: str,
+    forward: Callable[..., Results],
+    backward: Callable[..., Results],
     *,
-    causal: bool = False,
-    scale: float,
-    dropout: float = 0.0,
-    mask: Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """out = softmax(scale Q K^T, masked) V and lse, the logarithm of each row's sum of exp, () of no key: 0 and -inf.
+    fake_forward: Callable[..., Results],
+    fake_backward: Callable[..., Results],
+    saved: int,
+    side_by_side: bool,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """apply(tensors, settings, for_backward=()) -> out and lse, of which out is differentiable, once.
 
-    q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) in float32, bf16 or fp16 -> (B, H, T, Dv) in their dtype, (B, H, T)
-    float32, not differentiable. mask bool, True hides, broadcastable to (B, H, T, S). window (left, right): row i sees keys
-    i - left to i + right, -1 for no end; causal is right = 0. dropout draws two numbers from torch's generator of q's
-    device. deterministic: gradients that are bitwise the same in every run. Raises ValueError for what does not fit.
+    The launchers' annotations are the schemas of the operators te_bench::{name}_forward and te_bench::{name}_backward, for
+    which torch.compile has the fakes' shapes. settings end both launchers' arguments, for_backward those of backward.
+    saved: how many of the tensors, the first ones, backward takes. side_by_side: backward takes apart=False, too.
     """
-    check(q, k, v, mask, dropout)
-    q, seed, settings = _prepared(q, causal, scale, dropout, window)
-    out, lse = _Attention.apply(q, k, v, mask, seed, settings, deterministic)
-    return out, lse
 
+    @functools.wraps(forward)
+    def run_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Results:
+        if q.numel() == 0 or k.shape[2] == 0:  # an empty sum is 0, its logarithm -inf
+            out, lse, *kept = fake_forward(q, k, v, *rest)
+            return out.zero_(), lse.fill_(float("-inf")), *kept
+        return forward(q, k, v, *rest)
 
-def _prepared(
-    q: Tensor, causal: bool, scale: float, dropout: float, window: tuple[int, int]
-) -> tuple[Tensor, Tensor | None, tuple[int, int, float, float]]:
-    """q, the seed and the settings that the Function takes."""
-    left, right = window
-    if left < -1 or right < -1:
-        raise ValueError(f"window={window}: (left, right), at least 0, or -1 for no end")
-    if scale < 0:  # the kernels take the maximum before they scale
-        q, scale = -q, -scale
-    scale = max(scale, LEAST)
-    seed = torch.randint(-(2**63), 2**63 - 1, (2,), device=q.device) if dropout else None
-    return q, seed, (left, 0 if causal else right, float(scale), float(dropout))
+    @functools.wraps(backward)
+    def run_backward(dout: Tensor, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Results:
+        if q.numel() == 0 or k.shape[2] == 0:
+            return tuple(dx.zero_() for dx in fake_backward(dout, q, k, *rest))
+        return backward(dout, q, k, *rest, **options)
 
+    forward_op = torch.library.custom_op(f"te_bench::{name}_forward", run_forward, mutates_args=())
+    backward_op = torch.library.custom_op(f"te_bench::{name}_backward", run_backward, mutates_args=())
+    forward_op.register_fake(fake_forward)
+    backward_op.register_fake(fake_backward)
 
-def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    longest: tuple[int, int],
-    *,
-    causal: bool = False,
-    scale: float,
-    dropout: float = 0.0,
-    window: tuple[int, int] = (-1, -1),
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`attention` of sequences of many lengths, one after the other: out (rows, H, Dv) and lse (H, rows).
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, settings: tuple[Any, ...], for_backward: tuple[Any, ...], *tensors: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            # Eager calls go straight to the launchers: a custom operator costs the host about 20 us a call.
+            run = forward_op if torch.compiler.is_compiling() else run_forward
+            arguments: Any = (*tensors, *settings)
+            out, lse, *kept = run(*arguments)
+            ctx.save_for_backward(*tensors[:saved], out, lse, *kept)
+            ctx.settings, ctx.others = (*settings, *for_backward), len(tensors) - 3
+            ctx.options = {"apart": gradients.apart()} if side_by_side else {}
+            ctx.mark_non_differentiable(lse)
+            ctx.set_materialize_grads(False)
+            return out, lse
 
-    q (rows, H, D), k (keys, Hkv, D), v (keys, Hkv, Dv). Sequence b is rows starts_q[b] to starts_q[b + 1], starts (sequences
-    + 1,) int32 or int64, and likewise keys; longest: rows and keys of the longest, which no sequence may exceed (their
-    values go unread here). Rows of no sequence are 0. Raises ValueError as `attention` does.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
-            raise ValueError(f"{name} is {tuple(x.shape)}: packed sequences are (rows, heads, features)")
-    for name, starts in (("starts_q", starts_q), ("starts_k", starts_k)):
-        if starts.dtype not in (torch.int32, torch.int64) or starts.dim() != 1 or starts.device != q.device:
-            raise ValueError(
-                f"{name} is {tuple(starts.shape)} of {starts.dtype} on {starts.device}: (sequences + 1,), int32"
-            )
-    if len(starts_q) != len(starts_k) or len(starts_q) < 2:
-        raise ValueError(
-            f"starts_q has {len(starts_q)} entries, starts_k {len(starts_k)}: one more than sequences, both"
-        )
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    check(q, k, v, None, dropout)
-    q, seed, settings = _prepared(q, causal, scale, dropout, window)
-    first = starts_q.contiguous()
-    second = first if starts_k is starts_q else starts_k.contiguous()
-    out, lse = _Attention.apply(q, k, v, None, seed, settings, deterministic, first, second, longest)
-    return out[0].transpose(0, 1), lse[0]
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+            others = (None,) * ctx.others
+            if dout is None:
+                return None, None, None, None, None, *others
+            if torch.compiler.is_compiling():
+                made = backward_op(dout, *ctx.saved_tensors, *ctx.settings)
+            else:
+                made = run_backward(dout, *ctx.saved_tensors, *ctx.settings, **ctx.options)
+            return None, None, *made, *others
+
+    def apply(
+        tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...], for_backward: tuple[Any, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = Attention.apply(settings, for_backward, *tensors)
+        return out, lse
+
+    return apply

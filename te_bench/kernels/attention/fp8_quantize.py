@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels.attention.portable.forward import row_strides
-from te_bench.kernels.attention.portable.scores import tile
+from te_bench.kernels.attention.portable.scores import load_tile
 from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.quantize.kernels import inverse_of, scale_of
 from te_bench.kernels.tile import larger, magnitude, to_fp8
@@ -32,7 +32,7 @@ class Heads(NamedTuple):
     """x (B, H, T, D) in E4M3: data (B, H, R, W), data_t (B, H, R / 128, W, 128), and scale_inv (B, H), NaN where x is.
 
     R is T padded to a multiple of 128, W D padded to a power of two of at least 32. data_t is transposed by blocks of 128
-    keys, so that a tile's rows are a constant apart; its keys are in the order of `in_slots`. A layout that nobody
+    keys, so that a tile's rows are a constant apart; its keys are in the order of `order_slots`. A layout that nobody
     reads is None.
     """
 
@@ -55,20 +55,20 @@ PADDED_ROWS = ["T", "S"]
 
 
 @triton.jit
-def head_scale(bits):
+def find_head_scale(bits):
     """scale and 1 / scale of a head whose amax has these bits; the latter NaN where the amax is no number."""
     scale = scale_of(bits, tl.float8e4nv, False)
     return scale, tl.where(bits < 0x7F800000, inverse_of(scale, False), float("nan"))
 
 
 @triton.jit
-def positive(scale):
+def keep_positive(scale):
     """A scale of scores, not 0: 0 times a hidden score's -inf is NaN, and weights are equal with either. NaN is NaN."""
     return tl.maximum(scale, 1e-37, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def in_slots(COUNT: tl.constexpr):
+def order_slots(COUNT: tl.constexpr):
     """Which of COUNT keys is in each slot of the transposed layout.
 
     Of 16 columns of an accumulator a thread of Hopper's has 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t; of an FP8 operand it gives
@@ -79,13 +79,15 @@ def in_slots(COUNT: tl.constexpr):
 
 
 @triton.jit
-def _look(x, bits, pair, share, shares, x_b, x_h, x_t, H, T, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def _find_amax(
+    x, bits, pair, share, shares, x_b, x_h, x_t, H, T, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):
     """A share of the rows of one head."""
     x += (pair // H).to(tl.int64) * x_b + (pair % H).to(tl.int64) * x_h
     largest = tl.zeros((ROWS, WIDTH), x.dtype.element_ty)
     for first in tl.range(share * ROWS, T, shares * ROWS):
         first = tl.multiple_of(first, ROWS)
-        largest = larger(largest, tile(x, x_t, first, T, ROWS, WIDTH, D, False))
+        largest = larger(largest, load_tile(x, x_t, first, T, ROWS, WIDTH, D, False))
     tl.atomic_max(bits + pair, tl.max(magnitude(largest.to(tl.float32))), sem="relaxed")
 
 
@@ -101,18 +103,18 @@ def fp8_attention_amax_kernel(
     pair = tl.program_id(0) // shares
     share = tl.program_id(0) % shares
     if pair < pairs:
-        _look(q, bits, pair, share, shares, q_b, q_h, q_t, H, T, D, WIDTH, ROWS)
+        _find_amax(q, bits, pair, share, shares, q_b, q_h, q_t, H, T, D, WIDTH, ROWS)
     elif k is not None:
         bits += pairs
         pair -= pairs
         if pair < kv_pairs:
-            _look(k, bits, pair, share, shares, k_b, k_h, k_t, H_KV, S, D, WIDTH, ROWS)
+            _find_amax(k, bits, pair, share, shares, k_b, k_h, k_t, H_KV, S, D, WIDTH, ROWS)
         else:
-            _look(v, bits + kv_pairs, pair - kv_pairs, share, shares, v_b, v_h, v_t, H_KV, S, DV, WIDTH_V, ROWS)
+            _find_amax(v, bits + kv_pairs, pair - kv_pairs, share, shares, v_b, v_h, v_t, H_KV, S, DV, WIDTH_V, ROWS)
 
 
 @triton.jit
-def _cast(
+def _cast_tile(
     x, bits, scale_inv, data, data_t, index, x_b, x_h, x_t, H, T, padded,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -120,10 +122,10 @@ def _cast(
     pair = index // (padded // ROWS)
     first = index % (padded // ROWS) * ROWS
     x += (pair // H).to(tl.int64) * x_b + (pair % H).to(tl.int64) * x_h
-    scale, inverse = head_scale(tl.load(bits + pair))
+    scale, inverse = find_head_scale(tl.load(bits + pair))
     if first == 0:
         tl.store(scale_inv + pair, inverse)
-    inside_rows = in_slots(ROWS)
+    inside_rows = order_slots(ROWS)
     rows = first + inside_rows
     columns = tl.arange(0, WIDTH)
     inside = (rows < T)[:, None]
@@ -152,11 +154,11 @@ def fp8_attention_cast_kernel(
     of_q = pairs * (padded_q // ROWS)
     of_k = kv_pairs * (padded_k // ROWS)
     if index < of_q:
-        _cast(q, bits, q_inv, q8, None, index, q_b, q_h, q_t, H, T, padded_q, D, WIDTH, ROWS)
+        _cast_tile(q, bits, q_inv, q8, None, index, q_b, q_h, q_t, H, T, padded_q, D, WIDTH, ROWS)
     elif index < of_q + of_k:
-        _cast(k, bits + pairs, k_inv, k8, None, index - of_q, k_b, k_h, k_t, H_KV, S, padded_k, D, WIDTH, ROWS)
+        _cast_tile(k, bits + pairs, k_inv, k8, None, index - of_q, k_b, k_h, k_t, H_KV, S, padded_k, D, WIDTH, ROWS)
     else:
-        _cast(
+        _cast_tile(
             v, bits + pairs + kv_pairs, v_inv, v8, v8_t, index - of_q - of_k, v_b, v_h, v_t, H_KV, S, padded_k,
             DV, WIDTH_V, ROWS,
         )  # fmt: skip

@@ -10,8 +10,8 @@ from te_bench.kernels.attention.hopper.launch import Plan
 
 ROWS = 64
 LATE = 1e-3  # seconds
-#: Functions of _gluon_parts that run as they are, but in Python.
-PARTS = ("rounds", "next_place", "place_before", "blocks_of_keys", "fetch", "take_turn", "pass_turn")
+#: Functions of hopper.parts that run as they are, but in Python.
+PARTS = ("count_tiles", "next_stage", "previous_stage", "count_key_blocks", "fetch", "take_turn", "pass_turn")
 
 
 class Place:

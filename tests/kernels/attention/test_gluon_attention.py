@@ -21,11 +21,15 @@ from te_bench.kernels.attention.hopper.launch import Plan
 H200 = dataclasses.replace(a_problem(), capability=(9, 0))
 BF16 = torch.bfloat16
 SHARED = 227 * 1024
-PLANS = {f"forward, {width}": ("forward", width, plan) for width, plan in launch.FORWARD.items()} | {
-    f"{name}, {key}": (name, key[0], plan)
-    for name, table in (("rows", launch.OF_ROWS), ("keys", launch.OF_KEYS), ("fused", launch.FUSED))
-    for key, plan in table.items()
-}
+PLANS = (
+    {f"forward, {width}": ("forward", width, plan) for width, plan in launch.FORWARD.items()}
+    | {
+        f"{name}, {key}": (name, key[0], plan)
+        for name, table in (("rows", launch.OF_ROWS), ("fused", launch.FUSED))
+        for key, plan in table.items()
+    }
+    | {f"keys, {width}": ("keys", width, plan) for width, plan in launch.OF_KEYS.items()}
+)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +78,14 @@ def test_what_it_cannot_take_it_refuses_by_name() -> None:
 def test_a_plan_has_room(which: str) -> None:
     """Counted buffer by buffer, as the kernels allocate them."""
     name, width, p = PLANS[which]
-    assert p.at_start() * 128 * (p.warpgroups + 1) * p.programs <= 65536
+    assert p.at_start() * 128 * (p.warpgroups + 1) <= 65536
     assert p.registers * p.warpgroups + p.fetching() <= p.at_start() * (p.warpgroups + 1)
     assert p.registers % 8 == p.fetching() % 8 == 0, "setmaxnreg takes multiples of 8"
     assert p.registers <= 240
     held = {"forward": 1, "rows": 3, "keys": 2, "fused": 2}[name] * p.warpgroups * p.slots * 64 * width * 2
     ring = 2 * p.stages * p.at_once * width * 2 + (name in ("keys", "fused")) * p.stages * p.at_once * 8
     dscores = (name == "fused") * 2 * p.warpgroups * 64 * 64 * 2
-    assert p.programs * (held + ring + dscores + 1024) <= SHARED, "no room for the buffers, or for the barriers"
+    assert held + ring + dscores + 1024 <= SHARED, "no room for the buffers, or for the barriers"
     assert p.at_once in ((32, 64) if name == "keys" else (64, 128)), "one block of keys is partly hidden, not two"
     assert p.stages >= 2
 
@@ -97,38 +101,22 @@ def test_tma_reads_what_it_can_and_a_copy_of_the_rest() -> None:
     whole = torch.empty(2, 4, 16, 64, dtype=BF16)
     one_row = torch.empty(2, 4, 64, dtype=BF16).as_strided((2, 4, 1, 64), (256, 64, 3, 1))
     for x in (*views, whole, whole[:, :, ::2], one_row, whole[:, :, 1:]):
-        assert launch.readable(x) is x
+        assert launch.make_readable(x) is x
     odd_base = torch.empty(2 * 4 * 16 * 64 + 1, dtype=BF16)[1:].view(2, 4, 16, 64)
     odd_stride = torch.empty(2, 4, 16, 68, dtype=BF16)[..., :64]
     expanded = torch.empty(2, 4, 1, 64, dtype=BF16).expand(2, 4, 16, 64)
     for x in (odd_base, odd_stride, expanded, whole.transpose(2, 3).contiguous().transpose(2, 3)):
-        made = launch.readable(x)
+        made = launch.make_readable(x)
         assert made is not x
         assert made.is_contiguous()
-
-
-@pytest.mark.parametrize("of_keys", [False, True])
-def test_pairs_that_are_near_share_what_fits_in_the_l2(of_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the next tile goes to who is free."""
-    monkeypatch.setattr(launch, "processors", lambda _: 132)
-    q, k = torch.empty(4, 32, 4096, 128, dtype=BF16), torch.empty(4, 8, 4096, 128, dtype=BF16)
-    p = Plan(2, 64, 4, 2, 240, persistent=False)
-    programs, sizes = launch.dealt(p, q, k, of_keys=of_keys)
-    assert sizes == (4096, 4096, 32, 4, 4 * (8 if of_keys else 32), 32, sizes[6], 1, 0)
-    assert programs == sizes[4] * 32
-    shared = 2 * 128 * 2 * (4096 * 4 if of_keys else 4096)
-    heads = sizes[6] if of_keys else sizes[6] // 4
-    assert heads * shared <= launch.L2_BYTES < (heads + 1) * shared
-    all_at_once = launch.dealt(p._replace(persistent=True), q, k, of_keys=of_keys)
-    assert all_at_once == (132, (*sizes[:6], sizes[4], *divmod(sizes[4] * 32, 132)))
 
 
 def test_programs_share_a_pair_as_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "processors", lambda _: 132)
     for batch, shared in ((4, 33), (1, 32)):
         q = torch.empty(batch, 32, 2048, 128, dtype=BF16)
-        assert launch.dealt(launch.FUSED[128, True], q, q, of_keys=True)[1][6] == shared
-        assert launch.dealt(launch.FORWARD[128], q, q, of_keys=False)[1][6] == shared
+        assert launch.deal_tiles(launch.FUSED[128, True], q, q, of_keys=True)[1][6] == shared
+        assert launch.deal_tiles(launch.FORWARD[128], q, q, of_keys=False)[1][6] == shared
 
 
 @pytest.mark.parametrize(("causal", "deterministic"), list(itertools.product((False, True), repeat=2)))
@@ -167,7 +155,7 @@ def test_one_kernel_has_delta_and_zeros_of_all_rows_and_masks_where_it_must(
     launch.backward(q, q, k, k, q, torch.empty(2, 4, rows), causal, 0.125)
     padded = -(-rows // 64) * 64
     grid, constants = launched["delta"]
-    assert (grid * constants["ROWS"], padded % constants["ROWS"]) == (2 * 4 * padded, 0)
+    assert (grid * constants["BLOCK_M"], padded % constants["BLOCK_M"]) == (2 * 4 * padded, 0)
     assert launched["sums"][0] * 64 == 2 * 4 * padded
     assert launched["backward_fused"][1]["EDGE"] is (causal or keys % 128 != 0)
 
@@ -207,8 +195,8 @@ def test_programs_are_dealt_alike_and_every_tile_once(
     for program in range(132):
         language = types.SimpleNamespace(program_id=lambda _, p=program: p, num_programs=lambda _: 132)
         monkeypatch.setattr(_gluon_parts, "gl", language)
-        turns = range(_gluon_parts.rounds.fn(whole, rest))
-        dealt = [_gluon_parts.tile.fn(turn, blocks, pairs, near) for turn in turns]
+        turns = range(_gluon_parts.count_tiles.fn(whole, rest))
+        dealt = [_gluon_parts.pick_tile.fn(turn, blocks, pairs, near) for turn in turns]
         seen += dealt
         loads.append(sum(blocks - order + 0.5 for order, _ in dealt))  # in blocks of 128 x 128, and what a tile costs
         assert near < pairs or dealt == sorted(dealt), "what is heavy comes first"

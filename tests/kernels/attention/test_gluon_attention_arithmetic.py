@@ -26,12 +26,15 @@ from te_bench.kernels.attention.hopper import (
     parts,
 )
 from te_bench.kernels.attention.hopper.backward_sums import attention_dq_of_sums_kernel, gluon_attention_delta_kernel
-from te_bench.kernels.attention.hopper.launch import DELTA_ROWS, LOG2_E, Plan, _last_rows
+from te_bench.kernels.attention.hopper.launch import DELTA_ROWS, FUSED, LOG2_E, Plan, pad_last_rows
 from te_bench.kernels.attention.portable.forward import row_strides
 
 D = 64
-#: _gluon_fp8_forward's own functions that run as they are, but in Python.
-FP8 = "_fetch_values", "_operand", "_row_sums", "_weights", "_leave", "_pass_over", "_added", "_step"
+#: fp8_forward's own functions that run as they are, but in Python.
+FP8 = (
+    "_fetch_values", "_quantize_p", "_sum_own_columns", "_update_softmax", "_store_out", "_skip_blocks", "_add_half",
+    "_attend_block",
+)  # fmt: skip
 
 
 class Fragment(Tensor):
@@ -163,24 +166,31 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Ma
     copies = types.SimpleNamespace(
         async_copy_global_to_shared=load, async_copy_shared_to_global=leave, store_wait=lambda _: None
     )
-    python = {name: getattr(parts, name).fn for name in (*PARTS, "hidden", "positive")}
-    tile = parts.tile.fn
-    same = {name: lambda x, *_: x for name in ("matrix", "_lines", "rounded", "operand", "settled")}
+    python = {name: getattr(parts, name).fn for name in (*PARTS, "mask_scores", "keep_positive")}
+    tile = parts.pick_tile.fn
+    same = {name: lambda x, *_: x for name in ("as_matrix", "_as_lines", "round_to", "as_operand", "hold_back")}
     values = {
         "gl": language, "mbarrier": barriers, "tma": copies, "ROWS": ROWS, "LN_2": math.log(2), "LOG2_E": LOG2_E,
         "LOWEST": parts.LOWEST.value, "BLOCK": 128, "OFFSET": fp8_forward.OFFSET.value,
-        "tile": lambda *args: (tile(*args)[0], torch.tensor(tile(*args)[1])), "exp2": torch.exp2,
-        "of_rows": lambda x, _: x[:, None], "partial_sums": lambda x: x.reshape(ROWS, -1, 8).sum(1),
+        "pick_tile": lambda *args: (tile(*args)[0], torch.tensor(tile(*args)[1])), "exp2": torch.exp2,
+        "spread_rows": lambda x, _: x[:, None], "sum_in_parts": lambda x: x.reshape(ROWS, -1, 8).sum(1),
         "warpgroup_mma": product, "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
         "fence_async_shared": lambda: None, "warpgroup_mma_init": lambda x: x,
     }  # fmt: skip
     own = {
-        forward: ("_first_weights", "_weights", "_leave", "_pass_over", "_scores", "_step"),
+        forward: ("_start_softmax", "_update_softmax", "_store_out", "_skip_blocks", "_multiply_qk", "_attend_block"),
         fp8_forward: FP8,
-        backward_rows: ("_row_step", "_row_sums", "_levels"),
-        backward_keys: ("_key_step", "blocks_of_rows"),
-        backward_fused: ("_fused_step", "blocks_of_rows", "hidden_rows", "_in_order", "columns_of", "add_rows"),
-        fp8_backward: ("_step", "blocks_of_rows", "hidden_rows", "columns_of", "add_rows"),
+        backward_rows: ("_add_dq", "_sum_rows", "_load_lse_and_delta"),
+        backward_keys: ("_add_dk_dv", "find_row_blocks"),
+        backward_fused: (
+            "_add_gradients",
+            "find_row_blocks",
+            "mask_scores_in_eights",
+            "_flatten_dq",
+            "find_dq_columns",
+            "add_dq",
+        ),
+        fp8_backward: ("_add_gradients", "find_row_blocks", "mask_scores_in_eights", "find_dq_columns", "add_dq"),
     }
     for module in (parts, *own):
         for name, value in (values | python | same).items():
@@ -201,9 +211,7 @@ SHAPES = {
     "many, whole tiles": Shape(1, 3, 1, 700, 640, True),
     "full, whole tiles": Shape(1, 2, 1, 150, 256, False),
 }
-FORWARD = {
-    "4x64": Plan(4, 64, 4, 2, 112, 1), "3x128": Plan(3, 128, 2, 1, 160, 0), "2x128": Plan(2, 128, 2, 2, 240, 2, True)
-}  # fmt: skip
+FORWARD = {"4x64": Plan(4, 64, 4, 2, 112), "2x128": Plan(2, 128, 2, 2, 240, overlap=True)}
 BACKWARD = {
     "64": (Plan(3, 64, 4, 2, 160), Plan(2, 64, 4, 2, 240, in_registers=True)),
     "128": (Plan(2, 128, 2, 1, 232), Plan(2, 32, 4, 2, 240))
@@ -270,7 +278,7 @@ def attended(
         given = (desc(q, ROWS), desc(k, n), desc(v, n), shared, gates, sizes)
         made = (desc(out, ROWS), shared, gates, sizes, Pointer(lse), 0.3 * LOG2_E)
         calls = {"fetch": lambda: forward._fetch.fn(given, *common)}
-        constants = (*common, edge(s, p), p.overlap, p.turns)
+        constants = (*common, edge(s, p), p.overlap)
         for who in range(p.warpgroups):
             calls[str(who)] = lambda who=who: forward._attend.fn(made, who, *constants)  # type: ignore[misc]
         ran(machine, calls)
@@ -336,7 +344,7 @@ def test_backward(plans: str, shape: str, infinite: bool, monkeypatch: pytest.Mo
         common = p.warpgroups, p.slots, p.stages, s.causal
         calls = {"fetch": lambda: backward_rows._fetch_keys.fn(given, *common)}
         for who in range(p.warpgroups):
-            calls[str(who)] = lambda who=who: backward_rows._make_dq.fn(made, who, *common, p.in_registers, edge(s, p))  # type: ignore[misc]
+            calls[str(who)] = lambda who=who: backward_rows._make_dq.fn(made, who, *common, edge(s, p))  # type: ignore[misc]
         ran(machine, calls)
 
     def keys(patch: pytest.MonkeyPatch, which: int) -> None:
@@ -344,7 +352,7 @@ def test_backward(plans: str, shape: str, infinite: bool, monkeypatch: pytest.Mo
         held, n = p.warpgroups * p.slots, p.at_once
         shared = *(blocks(held, ROWS) for _ in range(2)), *(blocks(p.stages, n) for _ in range(3))
         gates, sizes = gates_of(machine, p), s.sizes(p, of_keys=True, near=2)
-        come = (desc(x, n) for x in (q, _last_rows(q), dout, info))
+        come = (desc(x, n) for x in (q, pad_last_rows(q), dout, info))
         given = (desc(k, ROWS), desc(v, ROWS), *come, shared, gates, sizes)
         made = (desc(dk, ROWS), desc(dv, ROWS), shared, gates, sizes, 0.3 * LOG2_E)
         common = p.warpgroups, p.slots, p.stages, s.causal
@@ -372,12 +380,7 @@ def partly_hidden(s: Shape) -> list[int]:
 
 @pytest.mark.parametrize("scores", ["near", "far below 0", "infinite keys"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "plan",
-    [Plan(2, 64, 3, 1, 240), Plan(2, 64, 2, 2, 240)],
-    ids=["1 slot", "2 slots"],
-)
-def test_backward_by_one_kernel(plan: Plan, shape: str, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_by_one_kernel(shape: str, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """far: 2 to the power of 0 - level is infinity, and so a key beyond the last one must not get there."""
     s, far, infinite = SHAPES[shape], scores == "far below 0", scores == "infinite keys"
     q, k, v, dout = drawn(s)
@@ -392,7 +395,7 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, scores: str, monkeypatch
     sums = torch.full((s.batch * s.heads, padded, D), math.nan, dtype=torch.float64)
     grid, common = (s.batch * s.heads * padded // ROWS,), (s.heads, s.rows, padded)
     gluon_attention_delta_kernel[(grid[0] * ROWS // DELTA_ROWS,)](
-        out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), *common, D=D, ROWS=DELTA_ROWS
+        out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), *common, D=D, BLOCK_M=DELTA_ROWS
     )
     assert not sums.any()
 
@@ -400,23 +403,24 @@ def test_backward_by_one_kernel(plan: Plan, shape: str, scores: str, monkeypatch
 
     def program(patch: pytest.MonkeyPatch, which: int) -> None:
         machine = stand_in(patch, which, 2)
-        hidden = backward_fused.hidden_rows
-        patch.setattr(backward_fused, "hidden_rows", lambda *given: (masked.append(given[2]), hidden(*given))[1])
-        held, n, p = plan.warpgroups * plan.slots, ROWS, plan
+        hidden = backward_fused.mask_scores_in_eights
+        patch.setattr(
+            backward_fused, "mask_scores_in_eights", lambda *given: (masked.append(given[2]), hidden(*given))[1]
+        )
+        held, n, p = 2, ROWS, FUSED[128, s.causal]
         shared = *(blocks(held, ROWS) for _ in range(2)), *(blocks(p.stages, n) for _ in range(3))
         gates, sizes = gates_of(machine, p), s.sizes(p, of_keys=True, near=2)
         given, over = machine.barriers(2, p.warpgroups), machine.barriers(1, p.warpgroups).index(0)
-        come = (desc(x, n) for x in (q, _last_rows(q), dout, info.transpose(0, 1)))
+        come = (desc(x, n) for x in (q, pad_last_rows(q), dout, info.transpose(0, 1)))
         fetched = (desc(k, ROWS), desc(v, ROWS), *come, shared, gates, sizes)
         made = (
             desc(dk, ROWS), desc(dv, ROWS), shared, blocks(2 * p.warpgroups, ROWS), gates, given, over, sizes, Pointer(sums),
             padded, 0.3 * LOG2_E,
         )  # fmt: skip
-        constants = p.warpgroups, p.slots, p.stages, s.causal
-        calls = {"fetch": lambda: backward_keys.fetch_rows.fn(fetched, *constants)}
+        calls = {"fetch": lambda: backward_keys.fetch_rows.fn(fetched, p.warpgroups, 1, p.stages, s.causal)}
         edges = s.causal or s.keys % (2 * ROWS) != 0
         for who in range(p.warpgroups):
-            calls[str(who)] = lambda who=who: backward_fused._make_all.fn(made, who, *constants, edges)  # type: ignore[misc]
+            calls[str(who)] = lambda who=who: backward_fused._make_gradients.fn(made, who, 2, p.stages, s.causal, edges)  # type: ignore[misc]
         ran(machine, calls)
 
     both_programs(program, monkeypatch)

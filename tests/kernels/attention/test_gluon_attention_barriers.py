@@ -50,10 +50,12 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
         async_copy_global_to_shared=machine.load, store_wait=machine.store_wait,
         async_copy_shared_to_global=lambda desc, at, place: machine.leave(place),
     )  # fmt: skip
-    python = {name: getattr(parts, name).fn for name in (*PARTS, "tile")}
-    same = {name: lambda x, *_: x for name in ("matrix", "rounded", "operand", "settled", "exp2", "hidden", "positive")}
+    python = {name: getattr(parts, name).fn for name in (*PARTS, "pick_tile")}
+    same = dict.fromkeys(
+        ("as_matrix", "round_to", "as_operand", "hold_back", "exp2", "mask_scores", "keep_positive"), lambda x, *_: x
+    )
     common = {
-        "gl": language, "mbarrier": of_barriers, "tma": stores, "ROWS": ROWS, "LN_2": 1, "of_rows": lambda *_: 1,
+        "gl": language, "mbarrier": of_barriers, "tma": stores, "ROWS": ROWS, "LN_2": 1, "spread_rows": lambda *_: 1,
         "BLOCK": 128, "OFFSET": 8.0,
     }  # fmt: skip
     products = {
@@ -69,10 +71,10 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
     for module, names in (
-        (_gluon_forward, ("_pass_over", "_scores", "_step")), (backward_rows, ("_row_step",)),
-        (fp8_forward, ("_fetch_values", "_pass_over", "_added", "_step", "_leave")),
-        (backward_keys, ("_key_step", "blocks_of_rows")), (backward_fused, ("_fused_step", "blocks_of_rows")),
-        (fp8_backward, ("_step", "blocks_of_rows")),
+        (_gluon_forward, ("_skip_blocks", "_multiply_qk", "_attend_block")), (backward_rows, ("_add_dq",)),
+        (fp8_forward, ("_fetch_values", "_skip_blocks", "_add_half", "_attend_block", "_store_out")),
+        (backward_keys, ("_add_dk_dv", "find_row_blocks")), (backward_fused, ("_add_gradients", "find_row_blocks")),
+        (fp8_backward, ("_add_gradients", "find_row_blocks")),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name).fn)
@@ -87,8 +89,8 @@ SHAPES = {
     "one of each": Shape(1, 1, 1, 1, 1, True),
 }
 FORWARD = {
-    "4": Plan(4, 64, 4, 2, 112, 1), "4, turns": Plan(4, 64, 2, 1, 112, 0, True), "3": Plan(3, 128, 2, 2, 160, 1, True),
-    "2, overlap": Plan(2, 128, 2, 2, 232, 2, True), "2, one place": Plan(2, 64, 2, 1, 232, 2),
+    "4": Plan(4, 64, 4, 2, 112), "4, two stages": Plan(4, 64, 2, 3, 112),
+    "2, overlap": Plan(2, 128, 2, 2, 232, overlap=True),
 }  # fmt: skip
 SLOW = ["fetch", "0", "1"]
 
@@ -120,9 +122,9 @@ def forward(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, progr
         if row < T:
             machine.do(lambda: found.append((b, h, row, acc.done())))
 
-    monkeypatch.setattr(_gluon_forward, "_leave", leave)
-    monkeypatch.setattr(_gluon_forward, "_first_weights", lambda x, *_: (Sum(x.done()), None, None))
-    monkeypatch.setattr(_gluon_forward, "_weights", lambda x, *_: (Sum(x.done()), None, None, 1))
+    monkeypatch.setattr(_gluon_forward, "_store_out", leave)
+    monkeypatch.setattr(_gluon_forward, "_start_softmax", lambda x, *_: (Sum(x.done()), None, None))
+    monkeypatch.setattr(_gluon_forward, "_update_softmax", lambda x, *_: (Sum(x.done()), None, None, 1))
     monkeypatch.setattr(Sum, "__mul__", lambda self, _: (self.done(), self)[1])
     n, held = p.at_once, p.warpgroups * p.slots
     shared = room(held, ROWS), room(p.stages, n), room(p.stages, n)
@@ -134,7 +136,7 @@ def forward(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, progr
     made = (None, shared, gates, sizes, None, 1.0)
     calls = {"fetch": lambda: _gluon_forward._fetch.fn(fetched, *common)}
     for who in range(p.warpgroups):
-        calls[str(who)] = lambda who=who: _gluon_forward._attend.fn(made, who, *common, True, p.overlap, p.turns)  # type: ignore[misc]
+        calls[str(who)] = lambda who=who: _gluon_forward._attend.fn(made, who, *common, True, p.overlap)  # type: ignore[misc]
     ran(machine, calls)
     return found
 
@@ -151,17 +153,15 @@ def collecting(machine: Machine, found: list[Any], limit: int) -> Callable[[Plac
     return store
 
 
-BACKWARD = {
-    "3": Plan(3, 64, 4, 2, 160), "2": Plan(2, 128, 2, 1, 232), "2, few rows": Plan(2, 32, 3, 2, 232),
-    "2, in registers": Plan(2, 64, 2, 2, 240, in_registers=True),
-}  # fmt: skip
+ROWS_HELD = {"3": Plan(3, 64, 4, 2, 160), "2, one slot": Plan(2, 128, 2, 1, 232)}
+KEYS_HELD = {"few rows": Plan(2, 32, 3, 2, 232), "in registers": Plan(2, 64, 2, 2, 240, in_registers=True)}
 
 
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("plan", ["3", "2", "2, in registers"])
+@pytest.mark.parametrize("plan", ROWS_HELD)
 def test_dq(plan: str, shape: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, s, found = BACKWARD[plan], SHAPES[shape], list[Any]()
+    p, s, found = ROWS_HELD[plan], SHAPES[shape], list[Any]()
     for program in range(2):
         with monkeypatch.context() as patch:
             found += rows(p, s, slow, patch, program)
@@ -195,7 +195,7 @@ def rows(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program:
         assert at == (pair // s.heads, pair % s.heads, row, 0)
         return Number(), Number()
 
-    monkeypatch.setattr(backward_rows, "_levels", levels)
+    monkeypatch.setattr(backward_rows, "_load_lse_and_delta", levels)
     monkeypatch.setattr(Place, "store", collecting(machine, found, s.rows))
     n, held = p.at_once, p.warpgroups * p.slots
     shared = *(room(held, ROWS) for _ in range(3)), *(room(p.stages, n) for _ in range(2))
@@ -206,16 +206,16 @@ def rows(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program:
     common = p.warpgroups, p.slots, p.stages, s.causal
     calls = {"fetch": lambda: backward_rows._fetch_keys.fn(fetched, *common)}
     for who in range(p.warpgroups):
-        calls[str(who)] = lambda who=who: backward_rows._make_dq.fn(made, who, *common, p.in_registers, True)  # type: ignore[misc]
+        calls[str(who)] = lambda who=who: backward_rows._make_dq.fn(made, who, *common, True)  # type: ignore[misc]
     ran(machine, calls)
     return found
 
 
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("plan", ["3", "2, few rows", "2, in registers"])
+@pytest.mark.parametrize("plan", KEYS_HELD)
 def test_dk_and_dv(plan: str, shape: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, s, found = BACKWARD[plan], SHAPES[shape], list[Any]()
+    p, s, found = KEYS_HELD[plan], SHAPES[shape], list[Any]()
     for program in range(2):
         with monkeypatch.context() as patch:
             found += keys(p, s, slow, patch, program)
@@ -253,9 +253,7 @@ def keys(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program:
     return found
 
 
-FUSED = {
-    "3 places": Plan(2, 64, 3, 1, 240), "2 places, 2 slots": Plan(2, 64, 2, 2, 240),
-}  # fmt: skip
+FUSED = {"3 stages": Plan(2, 64, 3, 1, 240), "2 stages": Plan(2, 64, 2, 1, 240)}
 
 
 @pytest.mark.parametrize("slow", SLOW)
@@ -308,10 +306,10 @@ def fused(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program
         machine.do(lambda: found.append((*columns, row, dq.done())))
 
     monkeypatch.setattr(Place, "store", store)
-    monkeypatch.setattr(backward_fused, "add_rows", add)
-    monkeypatch.setattr(backward_fused, "columns_of", lambda _, head, who, *__: (head, who))
-    monkeypatch.setattr(backward_fused, "hidden_rows", lambda x, *_: x)
-    n, held = p.at_once, p.warpgroups * p.slots
+    monkeypatch.setattr(backward_fused, "add_dq", add)
+    monkeypatch.setattr(backward_fused, "find_dq_columns", lambda _, head, who, *__: (head, who))
+    monkeypatch.setattr(backward_fused, "mask_scores_in_eights", lambda x, *_: x)
+    n, held = p.at_once, p.warpgroups
     shared = room(held, ROWS), room(held, ROWS), *(room(p.stages, n) for _ in range(3))
     gates = tuple(itertools.starmap(machine.barriers, ((held, 1), (held, 1), (p.stages, 1), (p.stages, p.warpgroups))))
     given, over = machine.barriers(2, p.warpgroups), machine.barriers(1, p.warpgroups).index(0)
@@ -324,10 +322,10 @@ def fused(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, program
     come = (desc(x, n) for x in ("q", "last", "dout", "info"))
     fetched = (desc("k", ROWS), desc("v", ROWS), *come, shared, gates, sizes)
     made = (desc("dk", ROWS), desc("dv", ROWS), shared, dscores_shared, gates, given, over, sizes, None, 0, 1.0)
-    common = p.warpgroups, p.slots, p.stages, s.causal
-    calls = {"fetch": lambda: backward_keys.fetch_rows.fn(fetched, *common)}
+    constants = p.warpgroups, p.stages, s.causal, True
+    calls = {"fetch": lambda: backward_keys.fetch_rows.fn(fetched, p.warpgroups, 1, p.stages, s.causal)}
     for who in range(p.warpgroups):
-        calls[str(who)] = lambda who=who: backward_fused._make_all.fn(made, who, *common, True)  # type: ignore[misc]
+        calls[str(who)] = lambda who=who: backward_fused._make_gradients.fn(made, who, *constants)  # type: ignore[misc]
     ran(machine, calls)
     return [(str(x), *x) for x in found]
 
@@ -338,7 +336,7 @@ def test_each_wait_of_one_warpgroup_for_the_other_is_needed(
     without: str, slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read too early or written too early shows, by whichever of the two is slower."""
-    s, plan, found = SHAPES["whole"], FUSED["3 places"], list[Any]()
+    s, plan, found = SHAPES["whole"], FUSED["3 stages"], list[Any]()
     try:
         for program in range(2):
             with monkeypatch.context() as patch:

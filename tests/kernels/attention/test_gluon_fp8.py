@@ -55,8 +55,8 @@ def run(
         return Room([room(shape[2:]) for _ in range(count)], *shape[2:])
 
     module.gl.warp_specialize, module.gl.static_assert = specialize, lambda _: None
-    monkeypatch.setattr(module, "room", rooms)
-    monkeypatch.setattr(module, "barriers", machine.barriers)
+    monkeypatch.setattr(module, "allocate", rooms)
+    monkeypatch.setattr(module, "make_barriers", machine.barriers)
     entry.fn(*descriptors, *given, **constants)
 
 
@@ -99,7 +99,7 @@ def left_by(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, progr
     """What one of two programs leaves: sequence, head, row, and the products of weights with each half of the values."""
     machine, found, places, stored = Machine(slow), list[Any](), list[Place](), dict[Place, list[Any]]()
     waiting.stand_in(machine, monkeypatch, program, 2)
-    tile = kernel.tile
+    tile = kernel.pick_tile
 
     def room(_: list[int]) -> Place:
         places.append(Place())
@@ -123,9 +123,10 @@ def left_by(p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch, progr
     kernel.gl.store, kernel.gl.int64 = (lambda *_: None), None
     kernel.tma.async_copy_shared_to_global = leave
     stubs: dict[str, Any] = {
-        "matrix": lambda x: x, "_lines": lambda x: x, "_operand": lambda x, _: x, "_row_sums": lambda _: Number(),
-        "_weights": lambda x, *_: (Sum(x.done()), Number(), Number(), Number()),
-        "tile": lambda *given: tuple(map(Index, tile(*given))),
+        "as_matrix": lambda x: x, "_as_lines": lambda x: x, "_quantize_p": lambda x, _: x,
+        "_sum_own_columns": lambda _: Number(),
+        "_update_softmax": lambda x, *_: (Sum(x.done()), Number(), Number(), Number()),
+        "pick_tile": lambda *given: tuple(map(Index, tile(*given))),
         "fence_async_shared": lambda: setattr(machine.own, "seen", True),
     }  # fmt: skip
     for name, stub in stubs.items():
@@ -291,9 +292,9 @@ def test_who_is_chosen(pays: bool, deterministic: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(fp8_forward, "forward", lambda *_: (ran.append("Triton's forward"), (None, None))[1])
     monkeypatch.setattr(fp8_backward, "backward", lambda *_: ran.append("Triton's backward"))
     q = torch.empty(1, 1, 5, 128)
-    monkeypatch.setattr(triton_fp8._fp8_quantize, "quantize", lambda *_, keep: [Heads(q, q, q)] * 3)
+    monkeypatch.setattr(triton_fp8.fp8_quantize, "quantize", lambda *_, keep: [Heads(q, q, q)] * 3)
     triton_fp8._forward(q, q, q, True, 1.0, True)
-    triton_fp8._backward(*[q] * 11, True, 1.0, deterministic)
+    triton_fp8._backward(*[q] * 11, True, 1.0, True, deterministic)
     whose = ["Gluon" if pays else "Triton", "Gluon" if pays and not deterministic else "Triton"]
     assert ran == [f"{whose[0]}'s forward", f"{whose[1]}'s backward"]
 

@@ -49,7 +49,7 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch, room: Callable[[list[int]], A
         return halves.setdefault(place, Room([room([ROWS, D]), room([ROWS, D])]))
 
     kernel.gl.allocate_shared_memory, kernel.gl.NVMMASharedLayout = allocate, lambda *_: None
-    monkeypatch.setattr(kernel, "_both", both)
+    monkeypatch.setattr(kernel, "_split_dv_stage", both)
     return halves
 
 
@@ -134,7 +134,7 @@ def left_by(
     kernel.gl.load = lambda _: Number()
     kernel.tma.async_copy_shared_to_global = leave
     for name, stub in {
-        "add_rows": add, "columns_of": lambda _, head, who, *__: (head, who), "hidden_rows": lambda x, *_: x,
+        "add_dq": add, "find_dq_columns": lambda _, head, who, *__: (head, who), "mask_scores_in_eights": lambda x, *_: x,
         "fence_async_shared": machine.fence,
     }.items():  # fmt: skip
         monkeypatch.setattr(kernel, name, stub)
@@ -238,7 +238,7 @@ def differentiated(
 ) -> list[Tensor]:
     """dq, dk, dv, launched on two processors: float64, but for dQ's sums; what nobody writes is NaN."""
     q, k, v, dout = tensors
-    masked, hidden = list[int](), arithmetic._gluon_backward_fused.hidden_rows.fn
+    masked, hidden = list[int](), arithmetic.backward_fused.mask_scores_in_eights.fn
 
     def arriving(dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Heads, Tensor]:
         come = quantized(dout, inverses[3])
@@ -267,7 +267,7 @@ def differentiated(
             with monkeypatch.context() as patch:
                 machine = arithmetic.stand_in(patch, program, programs)
                 shared_memory(patch, block)
-                patch.setattr(kernel, "hidden_rows", lambda *x: (masked.append(x[2]), hidden(*x))[1])
+                patch.setattr(kernel, "mask_scores_in_eights", lambda *x: (masked.append(x[2]), hidden(*x))[1])
                 pointers = map(arithmetic.Pointer, given[10:15])
                 run(KERNEL, patch, machine, block, given[:10], *pointers, *given[15:], **of_plan)
 
@@ -280,7 +280,7 @@ def differentiated(
     with monkeypatch.context() as patch:
         patch.setattr(_gluon_launch, "processors", lambda _: 2)
         patch.setattr(_gluon_launch, "TensorDescriptor", descriptor)
-        patch.setattr(launch, "arriving", arriving)
+        patch.setattr(launch, "quantize_dout", arriving)
         patch.setattr(launch, "fp8_attention_backward_gluon_kernel", Kernel())
         patch.setattr(torch, "empty_like", lambda x: torch.full_like(x, math.nan))
         gradients = launch.backward(dout, q, k, out, lse, tuple(heads), D, s.causal, 0.3, p)  # type: ignore[arg-type]

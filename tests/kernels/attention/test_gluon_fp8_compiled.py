@@ -67,7 +67,7 @@ def gradients(
         _gluon_launch.processors = lambda device: 132  # type: ignore[assignment]
         q8, k8 = heads(4, rows), heads(groups, keys or rows)
         info = torch.empty(2, 2, 4, fp8_quantize.padded(rows))
-        launch.arriving = lambda *_: (q8, info)  # type: ignore[assignment]
+        launch.quantize_dout = lambda *_: (q8, info)  # type: ignore[assignment]
         q, k = torch.empty(2, 4, rows, D, dtype=dtype), torch.empty(2, groups, keys or rows, D, dtype=dtype)
         launch.backward(q, q, k, q, info[0], (q8, k8, k8), D, causal, 0.125, plan)
 

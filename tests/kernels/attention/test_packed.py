@@ -11,7 +11,7 @@ from test_triton import DEVICES, INTERPRETED, drawn, with_infinite_keys
 from torch import Tensor
 
 from te_bench.kernels import attention
-from te_bench.kernels.attention import Backend, autograd
+from te_bench.kernels.attention import Backend
 from te_bench.kernels.attention.backends import triton as ours
 from te_bench.kernels.attention.packed import attend_packed
 
@@ -74,17 +74,11 @@ def packed_gradients(forward: Callable[..., Tensor], tensors: list[Tensor]) -> l
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_kernels_do_with_a_sequence_what_they_do_with_it_alone(case: str, deterministic: bool, device: str) -> None:
+def test_the_kernels_do_with_a_sequence_what_they_do_with_it_alone(case: str, device: str) -> None:
     keys, options, kv_heads = CASES[case]
     tensors, backend = tensors_of(keys, kv_heads, device), attention.load("triton")
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        ours_ = packed_gradients(together(backend, keys, device, **options), tensors)
-        alone = packed_gradients(each(backend, keys, device, **options), tensors)
-    finally:
-        torch.use_deterministic_algorithms(before)
+    ours_ = packed_gradients(together(backend, keys, device, **options), tensors)
+    alone = packed_gradients(each(backend, keys, device, **options), tensors)
     for value, exact in zip(ours_, alone, strict=True):
         if device == "cpu":
             assert torch.equal(value, exact)
@@ -177,11 +171,10 @@ def test_the_operators_keep_their_word() -> None:
     q, k, v, dout = (x.transpose(0, 1)[None] for x in tensors)
     begin = starts(ROWS, "cpu")
     checks = ("test_schema", "test_faketensor")
-    args = (q, k, v, None, None, -1, 0, 0.25, 0.0, begin, begin, 70, 70)
-    torch.library.opcheck(autograd._forward_op, args, test_utils=checks)
-    out, lse = autograd.forward(*args)
-    args = (dout, q, k, v, out, lse, None, None, -1, 0, 0.25, 0.0, True, begin, begin, 70, 70)
-    torch.library.opcheck(autograd._backward_op, args, test_utils=checks)
+    operators, given, settings = torch.ops.te_bench, (q, k, v, None, None, begin, begin), (-1, 0, 0.25, 0.0, 70, 70)
+    torch.library.opcheck(operators.attention_forward.default, (*given, *settings), test_utils=checks)
+    args = dout, *given, *operators.attention_forward(*given, *settings), *settings
+    torch.library.opcheck(operators.attention_backward.default, args, test_utils=checks)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Our Triton attention beyond the contract: windows, dropout, logarithms of sums, layouts, odd sizes, operators."""
 
-import itertools
 import math
 from collections.abc import Callable
 
@@ -9,13 +8,12 @@ import torch
 import triton as triton_package
 from test_contract import a_problem, by_definition, gradients, largest
 from torch import Tensor
-from traced import operators
 
 from te_bench.kernels import attention
-from te_bench.kernels.attention import autograd
 from te_bench.kernels.attention.backends import triton as ours
 from te_bench.kernels.attention.portable import backward
 from te_bench.kernels.attention.portable import forward as _kernels
+from te_bench.kernels.attention.portable.backward import Attended
 from te_bench.kernels.attention.portable.forward import Extent, Tile
 
 INTERPRETED = triton_package.knobs.runtime.interpret
@@ -146,87 +144,6 @@ def test_the_logarithm_of_each_rows_sum(device: str) -> None:
     torch.testing.assert_close(lse[:, :, live].double(), exact[:, :, live], rtol=1e-5, atol=1e-5)
 
 
-# Dropout
-
-
-def weights_of(seed: Tensor, dropout: float, rows: int, keys: int, tile: Tile | None = None) -> Tensor:
-    """(2, 2, rows, keys): what dropout leaves of equal weights, times keys: 0 or 1 / (1 - dropout)."""
-    q = torch.zeros(2, 2, rows, 16, device=seed.device)
-    v = torch.eye(keys, device=seed.device).expand(2, 2, keys, keys)
-    dtype = torch.float32 if seed.device.type == "cpu" else torch.float16
-    k = torch.zeros(2, 2, keys, 16, device=seed.device)
-    out, _ = _kernels.forward(
-        q.to(dtype), k.to(dtype), v.to(dtype).contiguous(), Extent(-1, -1, None), 1.0, dropout, seed, tile
-    )
-    return out.float() * keys
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_dropout_depends_on_the_seed_and_the_place_and_on_nothing_else(device: str) -> None:
-    seed = torch.tensor([12345678901234, 77], device=device)
-    usual = weights_of(seed, 0.25, 64, 64)
-    values = usual.unique()
-    assert values.numel() == 2
-    torch.testing.assert_close(values, torch.tensor([0.0, 4 / 3], device=device), rtol=1e-3, atol=0)
-    rate = (usual == 0).float().mean().item()
-    assert abs(rate - 0.25) < 4 * math.sqrt(0.25 * 0.75 / usual.numel())
-    assert torch.equal(usual, weights_of(seed, 0.25, 64, 64, Tile(32, 16, 4, 1)))
-    dropped = usual == 0
-    others = [
-        weights_of(torch.tensor(pair, device=device), 0.25, 64, 64) == 0 for pair in ((12345678901234, 78), (5, 77))
-    ]
-    heads = [
-        dropped[0, 0],
-        dropped[0, 1],
-        dropped[1, 0],
-        dropped[1, 1],
-        dropped[0, 0].mT,
-        others[0][0, 0],
-        others[1][0, 0],
-    ]
-    for a, b in itertools.combinations(heads, 2):  # independent: they differ in 2 p (1 - p) of the places
-        assert abs((a != b).float().mean().item() - 0.375) < 0.05
-    for shift in (1, 2, 4, 8, 16, 32):
-        for dim in (2, 3):
-            assert abs((dropped != dropped.roll(shift, dim)).float().mean().item() - 0.375) < 0.02
-    assert not weights_of(seed, 1.0, 16, 16).any()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("window", [(-1, -1), (40, 3), (-1, 7)], ids=str)
-def test_the_backward_pass_drops_what_the_forward_pass_dropped(
-    window: tuple[int, int], deterministic: bool, device: str
-) -> None:
-    """Against autograd through float64 weights times the mask that the kernel made."""
-    seed = torch.tensor([99, 1 << 40], device=device)
-    rows, keys, scale = 150, 128, 0.25  # whole blocks between those that a window or the last rows cut
-    tensors = drawn(device, (2, 2, rows, 64), (2, 2, keys, 64), (2, 2, keys, 64), (2, 2, rows, 64))
-    stays = weights_of(seed, 0.3, rows, keys).double()
-
-    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = (scale * q @ k.mT).masked_fill(band(rows, keys, *window).to(device), -math.inf)
-        return (scores.softmax(-1) * stays) @ v
-
-    settings = *window, scale, 0.3
-
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return autograd._Attention.apply(q, k, v, None, seed, settings, deterministic)[0]
-
-    assert_close(gradients(forward, tensors), gradients(definition, tensors, torch.float64), device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_dropout_follows_torchs_generator(device: str) -> None:
-    q, k, v = drawn(device, *[(1, 1, 32, 16)] * 3)
-    made = []
-    for seed in (3, 3, 4):
-        torch.manual_seed(seed)
-        made.append(ours.forward(q, k, v, causal=False, scale=1.0, dropout=0.5))
-    assert torch.equal(made[0], made[1])
-    assert not torch.equal(made[0], made[2])
-
-
 # Layouts, sizes, values
 
 
@@ -337,9 +254,8 @@ def with_infinite_keys(tensors: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
-@pytest.mark.parametrize("fused", [False, True], ids=["two passes", "one pass"])
 @pytest.mark.parametrize("case", WITH_INFINITE_KEYS)
-def test_a_key_of_no_weight_has_gradients_of_0_whatever_it_holds(case: str, fused: bool, device: str) -> None:
+def test_a_key_of_no_weight_has_gradients_of_0_whatever_it_holds(case: str, device: str) -> None:
     """Tiles of 64 and of 32 rows end beyond the last one."""
     rows, keys, kv_heads, window, kind = WITH_INFINITE_KEYS[case]
     sizes = [(1, heads, n, 16) for heads, n in ((2, rows), (kv_heads, keys), (kv_heads, keys), (2, rows))]
@@ -353,12 +269,11 @@ def test_a_key_of_no_weight_has_gradients_of_0_whatever_it_holds(case: str, fuse
     assert all(x.isfinite().all() for x in exact)
     assert not any(x[:, :, 3::7].any() for x in exact)
     q, k, v, dout = tensors
-    extent = autograd._extent(q, k, *window, mask if kind else None)
+    extent = Extent(*window, mask.view(torch.uint8).expand(1, 2, rows, keys) if kind else None)
     out, lse = _kernels.forward(q, k, v, extent, 0.25, 0.0, None)
     for of_keys in (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)):
-        _, *made = backward.backward(
-            extent, 0.25, 0.0, False, dout, q, k, v, out, lse, None, Tile(32, 64, 4, 1), of_keys, fused
-        )
+        tiles = Tile(32, 64, 4, 1), of_keys
+        _, *made = backward.backward(Attended(q, k, v, out, lse, None), dout, extent, 0.25, 0.0, tiles=tiles)
         for value, truth in zip(made, exact, strict=True):
             assert largest(value - truth) <= TOLERANCE[device] * max(1.0, largest(truth))
 
@@ -386,80 +301,29 @@ def test_rows_whose_scores_begin_with_minus_infinity(causal: bool, device: str) 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [16, 64, 128])
-def test_both_ways_backward_agree(width: int, device: str) -> None:
-    """In one pass over the keys, with atomics, and in two: whatever the tiles, on whole blocks and on parts of some."""
+def test_gradients_are_those_of_the_definition_whatever_the_tiles(width: int, device: str) -> None:
+    """On whole blocks and on parts of some."""
     for rows, keys in ((128, 128), (130, 70)):
-        q, k, v, dout = drawn(
-            device, (1, 2, rows, width), (1, 1, keys, width), (1, 1, keys, width), (1, 2, rows, width)
-        )
-        extent = Extent(-1, 0, None)
-        out, lse = _kernels.forward(q, k, v, extent, 0.1, 0.0, None)
-        made = [
-            backward.backward(
-                extent, 0.1, 0.0, False, dout, q, k, v, out, lse, None, Tile(32, 64, 4, 1), of_keys, fused
-            )
-            for of_keys in (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1))
-            for fused in (False, True)
-        ]
-        for other in made[1:]:
-            assert_close([out, *other], [x.double() for x in (out, *made[0])], device)
-
-
-# Operators
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_the_operators_keep_their_word() -> None:
-    """Shapes, strides and dtypes of their fakes among it."""
-    (qkv,) = drawn("cpu", (2, 20, 3 * 2 * 16))
-    q, k, v = (x.view(2, 20, 2, 16).transpose(1, 2) for x in qkv.split(32, 2))
-    mask = torch.zeros(20, 20, dtype=torch.bool)
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(autograd._forward_op, (q, k, v, mask, None, -1, 0, 0.25, 0.0), test_utils=checks)
-    out, lse = autograd.forward(q, k, v, mask, None, -1, 0, 0.25, 0.0)
-    dout = torch.randn(2, 20, 2, 16).transpose(1, 2)
-    args = (dout, q, k, v, out, lse, mask, None, -1, 0, 0.25, 0.0, True)
-    torch.library.opcheck(autograd._backward_op, args, test_utils=checks)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_compiled_code_sees_one_operator_each_way() -> None:
-    found = operators(ours.BACKEND, drawn("cpu", *[(1, 2, 24, 16)] * 4))
-    assert found == [["te_bench.attention_forward.default"], ["te_bench.attention_backward.default"]]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"q": torch.zeros(1, 2, 3)}, "q is"),
-        ({"k": torch.zeros(1, 2, 3, 8)}, r"must be \(B, H, T, D\)"),
-        ({"v": torch.zeros(1, 2, 5, 4)}, r"must be \(B, H, T, D\)"),
-        ({"v": torch.zeros(1, 2, 3, 4).half()}, "v is"),
-        ({"q": torch.zeros(1, 3, 3, 4)}, "must divide"),
-        ({"dropout": 1.5}, "dropout=1.5"),
-        ({"mask": torch.zeros(3, 3)}, "must be bool"),
-        ({"mask": torch.zeros(4, 4, dtype=torch.bool)}, "must broadcast to"),
-        ({"mask": torch.zeros(1, 1, 1, 3, 3, dtype=torch.bool)}, "must broadcast to"),
-        ({name: torch.zeros(1, 2, 3, 300) for name in "qkv"}, "at most 256"),
-        ({"window": (-2, 0)}, r"window=\(-2, 0\)"),
-    ],
-)
-def test_what_is_no_attention_is_refused(changes: dict[str, object], words: str) -> None:
-    given = {name: torch.zeros(1, 2, 3, 4) for name in "qkv"} | {"scale": 1.0} | changes
-    q, k, v = (given.pop(name) for name in "qkv")
-    with pytest.raises(ValueError, match=words):
-        ours.attention(q, k, v, **given)  # type: ignore[arg-type]
+        sizes = (1, 2, rows, width), (1, 1, keys, width), (1, 1, keys, width), (1, 2, rows, width)
+        q, k, v, dout = tensors = drawn(device, *sizes)
+        extent, scale = Extent(-1, 0, None), 1 / math.sqrt(width)
+        exact = gradients(masked(band(rows, keys, -1, 0).to(device)), tensors, torch.float64)
+        out, lse = _kernels.forward(q, k, v, extent, scale, 0.0, None)
+        for of_keys in (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)):
+            tiles = Tile(32, 64, 4, 1), of_keys
+            made = backward.backward(Attended(q, k, v, out, lse, None), dout, extent, scale, 0.0, tiles=tiles)
+            assert_close([out, *made], exact, device)
 
 
 # What only a GPU can show
 
 
 @pytest.mark.gpu
-def test_deterministic_gradients_repeat_bit_for_bit() -> None:
+def test_gradients_repeat_bit_for_bit() -> None:
     tensors = [torch.randn(4, 6, 1000, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
 
     def forward(*x: Tensor) -> Tensor:
-        return ours.attention(*x, causal=True, scale=0.125, deterministic=True)[0]
+        return ours.attention(*x, causal=True, scale=0.125)[0]
 
     first, *others = [gradients(forward, tensors) for _ in range(5)]
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
@@ -499,19 +363,6 @@ def test_more_elements_than_32_bits_count() -> None:
     near = apart.contiguous()
     out = ours.forward(apart, apart, apart, causal=True, scale=0.125)
     assert torch.equal(out, ours.forward(near, near, near, causal=True, scale=0.125))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("emulated", [1, 2])
-def test_emulated_exponentials_are_as_good(emulated: int) -> None:
-    q, k, v = (torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    exact = gradients(masked(band(512, 512, -1, 0).cuda()), [q, k, v, v], torch.float64)[0]
-    extent = Extent(-1, 0, None)
-    errors = [
-        largest(_kernels.forward(q, k, v, extent, 0.125, 0.0, None, Tile(64, 64, 4, 2, share))[0] - exact)
-        for share in (0, emulated)
-    ]
-    assert errors[1] <= 1.2 * errors[0]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

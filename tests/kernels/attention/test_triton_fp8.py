@@ -1,7 +1,6 @@
 """FP8 attention in Triton beyond the contract: what FP8 leaves is computed as well as manual_fp8 computes it."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from traced import operators
 from te_bench.kernels.attention import fp8_quantize
 from te_bench.kernels.attention.backends import manual_fp8
 from te_bench.kernels.attention.backends import triton_fp8 as ours
-from te_bench.kernels.attention.fp8_quantize import Heads
 from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
 from te_bench.kernels.attention.portable.forward import Tile
 from te_bench.kernels.attention.portable.fp8_forward import Plan
@@ -215,8 +213,7 @@ def test_views_of_shared_heads_give_what_copies_give(device: str) -> None:
 @pytest.mark.parametrize("tile", [Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 128, 4, 2)], ids=str)
 @pytest.mark.parametrize("halves", [1, 2])
 def test_whatever_the_tiles(tile: Tile, halves: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, keys, warps, stages, _ = tile
-    plan = Plan(rows, keys, warps, stages, None, halves)
+    plan = Plan(*tile, None, halves)
     monkeypatch.setattr(fp8_forward, "FORWARD", {width: plan for width in (32, 64, 128)})
     for name in ("OF_ROWS", "OF_KEYS"):
         monkeypatch.setattr(fp8_backward, name, {width: tile for width in (32, 64, 128)})
@@ -229,7 +226,7 @@ def test_whatever_the_tiles(tile: Tile, halves: int, device: str, monkeypatch: p
 def by_kernel(head_dim: int, gluon: bool, patch: pytest.MonkeyPatch) -> None:
     """Heads of 128 by the kernels in Gluon or by Triton's, whatever their rows."""
     for name in ("forward_pays", "backward_pays"):
-        patch.setattr(ours._gluon_fp8_launch, name, lambda *_: gluon)
+        patch.setattr(ours.fp8_launch, name, lambda *_: gluon)
     assert ours._in_gluon(torch.empty(1, 1, 1, head_dim, device="cuda"), head_dim) is (head_dim == 128)
 
 
@@ -346,73 +343,6 @@ def test_a_head_of_2_31_elements_is_cast_to_its_end() -> None:
                 assert torch.equal(all_of[-end.numel() :], end), layout
 
 
-# Mistakes
-
-
-def _quantized(change: Callable[[Heads], Heads]) -> Callable[[pytest.MonkeyPatch], None]:
-    right = fp8_quantize.quantize
-    return lambda patch: patch.setattr(fp8_quantize, "quantize", lambda *x, keep: map(change, right(*x, keep=keep)))
-
-
-def _values(change: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
-    return _quantized(lambda made: made if made.data_t is None else made._replace(data_t=change(made.data_t)))
-
-
-def _backward(change: Callable[[dict[str, Any]], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        right = fp8_backward.backward
-
-        def wrong(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, heads: Any, *rest: Any) -> Any:
-            given = {"dout": dout, "q": q, "k": k, "out": out, "lse": lse, "heads": heads}
-            change(given)
-            return right(*given.values(), *rest)
-
-        patch.setattr(fp8_backward, "backward", wrong)
-
-    return plant
-
-
-def _coarse(x: Tensor) -> Tensor:
-    return x.float().to(torch.float8_e5m2).to(x.dtype)
-
-
-FORWARD_MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "a doubled scale": _quantized(lambda made: made._replace(scale_inv=2 * made.scale_inv)),
-    "a scale of another head": _quantized(lambda made: made._replace(scale_inv=made.scale_inv.roll(1, 1))),
-    "values in order": _values(lambda x: x[..., [16 * (i // 16) + 4 * (i % 8 // 2) + 2 * (i % 16 // 8) + i % 2
-                                                for i in range(128)]]),
-    "no values": _values(torch.zeros_like),
-    "values in E5M2": _values(_coarse),
-    "the last keys left out": _values(lambda x: torch.cat([x[..., :-64], torch.zeros_like(x[..., -64:])], -1)),
-    "sign": _values(lambda x: (-x.float()).to(x.dtype)),
-}  # fmt: skip
-BACKWARD_MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "sign of dO": _backward(lambda g: g.update(dout=-g["dout"])),
-    "no out in delta": _backward(lambda g: g.update(out=torch.zeros_like(g["out"]))),
-    "doubled weights": _backward(lambda g: g.update(lse=g["lse"] - math.log(2))),
-    "values of another head": _backward(
-        lambda g: g.update(heads=(*g["heads"][:2], g["heads"][2]._replace(data=g["heads"][2].data.roll(1, 1))))
-    ),
-    "no scale of the values": _backward(
-        lambda g: g.update(heads=(*g["heads"][:2], g["heads"][2]._replace(scale_inv=torch.ones_like(g["lse"][..., 0]))))
-    ),
-    "another head's keys": _backward(lambda g: g.update(k=g["k"].roll(1, 1))),
-    "gradients in E5M2": _backward(lambda g: g.update(dout=_coarse(g["dout"] * 1e3) / 1e3)),
-}
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("mistake", FORWARD_MISTAKES | BACKWARD_MISTAKES)
-def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (FORWARD_MISTAKES | BACKWARD_MISTAKES)[mistake](monkeypatch)
-    tensors = drawn((1, 4, 4, 128, 128, 64, 64, False), "cpu")
-    made = run(tensors, False)
-    with pytest.raises(AssertionError):
-        assert_as_good(tensors, False, made)
-    if mistake in BACKWARD_MISTAKES:
-        assert sqnr(definition(tensors, False, 0.125)[0], made[0]) > 31, "the forward pass is right"
-
-
 # Operators
 
 
@@ -421,11 +351,12 @@ def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatc
 def test_the_operators_keep_their_word(keep: bool) -> None:
     q, k, v, dout = drawn((2, 2, 1, 20, 30, 16, 24, True), "cpu")
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ours._forward_op, (q, k, v, True, 0.25, keep), test_utils=checks)
+    operators, given, settings = torch.ops.te_bench, (q, k, v), (True, 0.25, keep)
+    torch.library.opcheck(operators.fp8_attention_forward.default, (*given, *settings), test_utils=checks)
     if keep:
-        out, lse, *kept = ours._forward(q, k, v, True, 0.25, True)
-        given = (dout, q, k, out, lse, *kept, True, 0.25, False)
-        torch.library.opcheck(ours._backward_op, given, test_utils="test_faketensor")  # the other one has no FP8 inputs
+        args = dout, q, k, *operators.fp8_attention_forward(*given, *settings), *settings, False
+        only = "test_faketensor"  # the other one has no FP8 inputs
+        torch.library.opcheck(operators.fp8_attention_backward.default, args, test_utils=only)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -436,7 +367,7 @@ def test_compiled_code_sees_one_operator_each_way() -> None:
 
 def test_what_is_not_wanted_is_not_kept() -> None:
     q, k, v, _ = drawn((1, 2, 2, 24, 24, 16, 16, True), "cpu" if INTERPRETED else "cuda")
-    kept = [x.numel() for x in ours._forward(q, k, v, True, 0.25, False)[2:5]]
+    kept = [x.numel() for x in torch.ops.te_bench.fp8_attention_forward(q, k, v, True, 0.25, False)[2:5]]
     assert kept == [0, 0, 0]
 
 

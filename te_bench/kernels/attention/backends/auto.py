@@ -1,6 +1,6 @@
 """The backend that was measured to be the fastest for the problem on this machine, whatever the mask.
 
-By the nearest cell of a table (`_table`: the user's own, made by `te-bench tune attention`, before the shipped one), the
+By the nearest cell of a table (`table`: the user's own, made by `te-bench tune attention`, before the shipped one), the
 fastest there that can do the problem, forward and backward together; where no cell is near, by `preference`, the first
 that can. The same problem goes to the same backend for as long as the process lasts, with gradients or without.
 """

@@ -18,22 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from te_bench.kernels.attention import Backend, Problem
+from te_bench.kernels.attention import Backend, unsupported_in_fp8
 from te_bench.kernels.attention.sdpa import repeat_heads
 from te_bench.kernels.quantize.backends.reference import scale_from_amax
 
 FORMAT = torch.float8_e4m3fn
 WEIGHTS = 2.0**8  # what P is multiplied by before it is rounded: its largest is 1, and E4M3 vanishes below 2^-10
-
-
-def unsupported(p: Problem) -> str | None:
-    if p.mask:
-        return "mask: FP8 attention has the causal one alone"
-    if p.window is not None:
-        return "window: FP8 attention has the causal mask alone"
-    if p.dropout:
-        return f"dropout {p.dropout}: FP8 attention has none"
-    return None
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,4 +112,4 @@ def forward(
     return attention(q, k, v, causal=causal, scale=scale)[0]
 
 
-BACKEND = Backend(forward=forward, unsupported=unsupported, fp8=True)
+BACKEND = Backend(forward=forward, unsupported=unsupported_in_fp8, fp8=True)

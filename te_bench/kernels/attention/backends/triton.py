@@ -9,10 +9,68 @@ import torch
 import triton
 from torch import Tensor
 
-from te_bench.kernels.attention import Backend, Problem
-from te_bench.kernels.attention.autograd import WIDEST
-from te_bench.kernels.attention.autograd import attention as attention
-from te_bench.kernels.attention.autograd import packed_attention as packed_attention
+from te_bench.kernels.attention import Backend, Problem, gradients
+from te_bench.kernels.attention.autograd import check, differentiable, empty_results, with_positive_scale
+from te_bench.kernels.attention.portable import backward as backward_kernels
+from te_bench.kernels.attention.portable import forward as forward_kernel
+from te_bench.kernels.attention.portable.backward import Attended
+from te_bench.kernels.attention.portable.forward import Extent, Packed
+from te_bench.kernels.attention.portable.scores import within_reach
+
+WIDEST = 256
+FARTHEST = 2**30  # of a window's ends, which the kernels add to int32 indices
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, starts_q: Tensor | None,
+    starts_k: Tensor | None, left: int, right: int, scale: float, dropout: float, rows: int, keys: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse; starts: of packed sequences, of at most `rows` and `keys`."""
+    extent, packed = _find_extent(q, k, left, right, mask), _pack(starts_q, starts_k, rows, keys)
+    q, k, v = within_reach(q), within_reach(k), within_reach(v)
+    return forward_kernel.forward(q, k, v, extent, scale, dropout, seed, packed=packed)
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, starts_q: Tensor | None,
+    starts_k: Tensor | None, out: Tensor, lse: Tensor, left: int, right: int, scale: float, dropout: float, rows: int,
+    keys: int, apart: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv; apart: each in memory of its own, as torch.compile has been told."""
+    packed = _pack(starts_q, starts_k, rows, keys)
+    # Rows that see no key: 0 x an infinite gradient is NaN.
+    if mask is not None or 0 <= left < q.shape[2] - k.shape[2] or (packed is not None and starts_q is not starts_k):
+        dout = dout.masked_fill((lse == float("-inf"))[..., None], 0.0)
+    dout, q, k, v = (within_reach(x) for x in (dout, q, k, v))
+    extent = _find_extent(q, k, left, right, mask)
+    there = None if apart or packed is not None else gradients.room(q, k, v)
+    attended = Attended(q, k, v, out, lse, seed)
+    return backward_kernels.backward(attended, dout, extent, scale, dropout, packed, there)
+
+
+def _find_extent(q: Tensor, k: Tensor, left: int, right: int, mask: Tensor | None) -> Extent:
+    left, right = min(left, FARTHEST), min(right, FARTHEST)
+    if mask is None:
+        return Extent(left, right, None)
+    return Extent(left, right, mask.view(torch.uint8).expand(*q.shape[:3], k.shape[2]))
+
+
+def _pack(starts_q: Tensor | None, starts_k: Tensor | None, rows: int, keys: int) -> Packed | None:
+    return None if starts_q is None or starts_k is None else Packed(starts_q, starts_k, rows, keys)
+
+
+attend_by_kernels = differentiable(
+    "attention", _forward, _backward,
+    fake_forward=lambda q, k, v, *_: empty_results(q, v),
+    fake_backward=lambda dout, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+    saved=7, side_by_side=True,
+)  # fmt: skip
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> None:
+    check(q, k, v, mask, dropout)
+    if max(q.shape[3], v.shape[3]) > WIDEST:
+        raise ValueError(f"head_dim {q.shape[3]}, of v {v.shape[3]}: at most {WIDEST}; take another attention backend")
 
 
 def unsupported(p: Problem) -> str | None:
@@ -28,6 +86,81 @@ def unsupported(p: Problem) -> str | None:
     return None
 
 
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float,
+    dropout: float = 0.0,
+    mask: Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor]:
+    """out = softmax(scale Q K^T, masked) V and lse, the logarithm of each row's sum of exp, () of no key: 0 and -inf.
+
+    q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) in float32, bf16 or fp16 -> (B, H, T, Dv) in their dtype, (B, H, T)
+    float32, not differentiable. mask bool, True hides, broadcastable to (B, H, T, S). window (left, right): row i sees keys
+    i - left to i + right, -1 for no end; causal is right = 0. dropout draws two numbers from torch's generator of q's
+    device. Gradients are bitwise the same in every run. Raises ValueError for what does not fit.
+    """
+    _check(q, k, v, mask, dropout)
+    q, seed, settings = _prepare(q, causal, scale, dropout, window)
+    return attend_by_kernels((q, k, v, mask, seed, None, None), (*settings, 0, 0))
+
+
+def _prepare(
+    q: Tensor, causal: bool, scale: float, dropout: float, window: tuple[int, int]
+) -> tuple[Tensor, Tensor | None, tuple[int, int, float, float]]:
+    """q, the seed, and left, right, scale and dropout as the launchers take them."""
+    left, right = window
+    if left < -1 or right < -1:
+        raise ValueError(f"window={window}: (left, right), at least 0, or -1 for no end")
+    q, scale = with_positive_scale(q, scale)
+    seed = torch.randint(-(2**63), 2**63 - 1, (2,), device=q.device) if dropout else None
+    return q, seed, (left, 0 if causal else right, scale, float(dropout))
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest: tuple[int, int],
+    *,
+    causal: bool = False,
+    scale: float,
+    dropout: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor]:
+    """`attention` of sequences of many lengths, one after the other: out (rows, H, Dv) and lse (H, rows).
+
+    q (rows, H, D), k (keys, Hkv, D), v (keys, Hkv, Dv). Sequence b is rows starts_q[b] to starts_q[b + 1], starts (sequences
+    + 1,) int32 or int64, and likewise keys; longest: rows and keys of the longest, which no sequence may exceed (their
+    values go unread here). Rows of no sequence are 0. Raises ValueError as `attention` does.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} is {tuple(x.shape)}: packed sequences are (rows, heads, features)")
+    for name, starts in (("starts_q", starts_q), ("starts_k", starts_k)):
+        if starts.dtype not in (torch.int32, torch.int64) or starts.dim() != 1 or starts.device != q.device:
+            raise ValueError(
+                f"{name} is {tuple(starts.shape)} of {starts.dtype} on {starts.device}: (sequences + 1,), int32"
+            )
+    if len(starts_q) != len(starts_k) or len(starts_q) < 2:
+        raise ValueError(
+            f"starts_q has {len(starts_q)} entries, starts_k {len(starts_k)}: one more than sequences, both"
+        )
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    _check(q, k, v, None, dropout)
+    q, seed, settings = _prepare(q, causal, scale, dropout, window)
+    first = starts_q.contiguous()
+    second = first if starts_k is starts_q else starts_k.contiguous()
+    out, lse = attend_by_kernels((q, k, v, None, seed, first, second), (*settings, *longest))
+    return out[0].transpose(0, 1), lse[0]
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -39,7 +172,7 @@ def forward(
     mask: Tensor | None = None,
     window: tuple[int, int] | None = None,
 ) -> Tensor:
-    """attention's out; gradients are deterministic where torch.use_deterministic_algorithms asks for it."""
+    """attention's out; its gradients are bitwise the same in every run."""
     out, _ = attention(
         q,
         k,
@@ -49,7 +182,6 @@ def forward(
         dropout=dropout,
         mask=mask,
         window=(-1, -1) if window is None else window,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out
 
@@ -67,7 +199,7 @@ def packed(
     dropout: float = 0.0,
     window: tuple[int, int] | None = None,
 ) -> Tensor:
-    """packed_attention's out; deterministic as forward is."""
+    """packed_attention's out."""
     out, _ = packed_attention(
         q,
         k,
@@ -79,7 +211,6 @@ def packed(
         scale=scale,
         dropout=dropout,
         window=(-1, -1) if window is None else window,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out
 
@@ -87,7 +218,7 @@ def packed(
 BACKEND = Backend(
     forward=forward,
     unsupported=unsupported,
-    kernels={"cuda": r"^attention_(forward|backward_(rows|keys)|delta)_kernel"},
+    kernels={"cuda": r"^attention_(forward|backward_(rows|keys))_kernel"},
     windows=True,
     packed=packed,
 )

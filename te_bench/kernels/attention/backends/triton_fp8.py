@@ -7,17 +7,14 @@ out is (B, T, H, Dv).
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from te_bench.kernels import gluon
-from te_bench.kernels.attention import Backend, Problem, fp8_quantize
-from te_bench.kernels.attention.autograd import LEAST, check
-from te_bench.kernels.attention.backends import manual_fp8
+from te_bench.kernels.attention import Backend, Problem, fp8_quantize, unsupported_in_fp8
+from te_bench.kernels.attention.autograd import check, differentiable, empty_results, with_positive_scale
 from te_bench.kernels.attention.fp8_quantize import E4M3, Heads
 from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
 from te_bench.kernels.attention.portable.scores import within_reach
@@ -35,7 +32,7 @@ NARROWEST = 16
 
 
 def unsupported(p: Problem) -> str | None:
-    reason = manual_fp8.unsupported(p)
+    reason = unsupported_in_fp8(p)
     if reason is not None:
         return reason
     if p.device != "cuda" and not triton.knobs.runtime.interpret:
@@ -84,8 +81,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: 
 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, q8: Tensor, k8: Tensor, v8: Tensor,
-    q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float, deterministic: bool,
+    q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float, keep: bool, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, of a forward pass that was told to keep."""
     heads = Heads(q8, None, q_inv), Heads(k8, None, k_inv), Heads(v8, None, v_inv)
     dout, q, k = within_reach(dout), within_reach(q), within_reach(k)
     in_gluon = not deterministic and _in_gluon(q, out.shape[3]) and fp8_launch.backward_pays(q, k)
@@ -103,48 +101,19 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: boo
     def inverse(count: int) -> Tensor:
         return q.new_empty(batch, count, dtype=torch.float32)
 
-    out = q.new_empty(batch, rows, heads, features).transpose(1, 2)
-    lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
     data = kept(heads, rows, d), kept(kv_heads, keys, d), kept(kv_heads, keys, features)
-    return out, lse, *data, inverse(heads), inverse(kv_heads), inverse(kv_heads)
+    return *empty_results(q, v), *data, inverse(heads), inverse(kv_heads), inverse(kv_heads)
 
 
-def _fake_backward(
-    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, q8: Tensor, k8: Tensor, v8: Tensor,
-    q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float, deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     q, k = within_reach(q), within_reach(k)
     dv = torch.empty_like(k) if out.shape[3] == k.shape[3] else k.new_empty(*k.shape[:3], out.shape[3])
     return torch.empty_like(q), torch.empty_like(k), dv
 
 
-_forward_op = torch.library.custom_op("te_bench::fp8_attention_forward", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("te_bench::fp8_attention_backward", _backward, mutates_args=())
-_forward_op.register_fake(_fake)
-_backward_op.register_fake(_fake_backward)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, deterministic: bool, keep: bool
-    ) -> tuple[Tensor, Tensor]:
-        run = _forward_op if torch.compiler.is_compiling() else _forward  # an operator costs the host 20 us a call
-        out, lse, *kept = run(q, k, v, causal, scale, keep)
-        if keep:
-            ctx.save_for_backward(q, k, out, lse, *kept)
-        ctx.settings = causal, scale, deterministic
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return (None,) * 7
-        run = _backward_op if torch.compiler.is_compiling() else _backward
-        return *run(dout, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+attend_by_kernels = differentiable(
+    "fp8_attention", _forward, _backward, fake_forward=_fake, fake_backward=_fake_backward, saved=2, side_by_side=False
+)
 
 
 def attention(
@@ -159,14 +128,9 @@ def attention(
     check(q, k, v, None, 0.0)
     if not all(NARROWEST <= x.shape[3] <= WIDEST for x in (q, v)):
         raise ValueError(f"head_dim {q.shape[3]}, of v {v.shape[3]}: {NARROWEST} to {WIDEST} in FP8; take triton")
-    if scale < 0:  # the kernels take the maximum before they scale
-        q, scale = -q, -scale
-    scale = max(float(scale), LEAST)
-    if q.numel() == 0 or k.shape[2] == 0:
-        return manual_fp8.attention(q, k, v, causal=causal, scale=scale)
+    q, scale = with_positive_scale(q, scale)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    out, lse = _Attention.apply(q, k, v, causal, scale, deterministic, keep)
-    return out, lse
+    return attend_by_kernels((q, k, v), (causal, scale, keep), (deterministic,))
 
 
 def forward(

@@ -1,4 +1,4 @@
-"""Before and after Gluon's fused backward kernels: delta and levels of the rows, zeros for dQ's sums; dQ of the sums.
+"""Before and after Gluon's fused backward kernels: delta and lse_2 of the rows, zeros for dQ's sums; dQ of the sums.
 
 In plain Triton: nothing but memory decides their time. dQ of the sums is FP8 attention's, too, and no backend's mark.
 """
@@ -15,37 +15,37 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _here(program, H, T, padded, D: tl.constexpr, ROWS: tl.constexpr):
+def _locate(program, H, T, padded, D: tl.constexpr, BLOCK_M: tl.constexpr):
     """Batch and head; where the program's rows of all begin in their sums, and of their pair; the rows, which are there."""
-    pair = (program // (padded // ROWS)).to(tl.int64)
-    first = program % (padded // ROWS) * ROWS
-    rows = first + tl.arange(0, ROWS)
-    line = (pair * padded + first) * D + tl.arange(0, ROWS * D)
-    return pair // H, pair % H, pair, line, rows, (rows < T)[:, None] & (tl.arange(0, D) < D)[None, :]
+    pair = (program // (padded // BLOCK_M)).to(tl.int64)
+    start_m = program % (padded // BLOCK_M) * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    line = (pair * padded + start_m) * D + tl.arange(0, BLOCK_M * D)
+    return pair // H, pair % H, pair, line, offs_m, (offs_m < T)[:, None] & (tl.arange(0, D) < D)[None, :]
 
 
 @triton.jit
 def gluon_attention_delta_kernel(
-    out, dout, lse, level, delta, sums, out_b, out_h, out_t, dout_b, dout_h, dout_t, H, T, padded, D: tl.constexpr,
-    ROWS: tl.constexpr,
+    out, do, lse, lse_2, delta, dq_sum, out_b, out_h, out_t, do_b, do_h, do_t, H, T, padded, D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """level, delta (pairs, padded) as _gluon_backward_rows has them; 0 in sums (pairs, padded, D)."""
-    b, h, pair, line, rows, there = _here(tl.program_id(0), H, T, padded, D, ROWS)
-    of_out = rows.to(tl.int64)[:, None] * out_t + tl.arange(0, D)[None, :]
-    of_dout = rows.to(tl.int64)[:, None] * dout_t + tl.arange(0, D)[None, :]
-    made = tl.load(out + b * out_b + h * out_h + of_out, there, 0.0).to(tl.float32)
-    come = tl.load(dout + b * dout_b + h * dout_h + of_dout, there, 0.0).to(tl.float32)
-    tl.store(delta + pair * padded + rows, tl.sum(made * come, 1))
-    tl.store(level + pair * padded + rows, tl.load(lse + pair * T + rows, rows < T, float("inf")) * LOG2_E)
-    tl.store(sums + line, tl.zeros((ROWS * D,), tl.float32))
+    """lse_2, delta (pairs, padded) as backward_rows has them; 0 in dq_sum (pairs, padded, D)."""
+    b, h, pair, line, offs_m, inside = _locate(tl.program_id(0), H, T, padded, D, BLOCK_M)
+    offs_out = offs_m.to(tl.int64)[:, None] * out_t + tl.arange(0, D)[None, :]
+    offs_do = offs_m.to(tl.int64)[:, None] * do_t + tl.arange(0, D)[None, :]
+    out_tile = tl.load(out + b * out_b + h * out_h + offs_out, inside, 0.0).to(tl.float32)
+    do_tile = tl.load(do + b * do_b + h * do_h + offs_do, inside, 0.0).to(tl.float32)
+    tl.store(delta + pair * padded + offs_m, tl.sum(out_tile * do_tile, 1))
+    tl.store(lse_2 + pair * padded + offs_m, tl.load(lse + pair * T + offs_m, offs_m < T, float("inf")) * LOG2_E)
+    tl.store(dq_sum + line, tl.zeros((BLOCK_M * D,), tl.float32))
 
 
 @triton.jit
-def attention_dq_of_sums_kernel(sums, dq, dq_b, dq_h, dq_t, scale, H, T, padded, D: tl.constexpr):
-    """dq = scale sums, which are of 64 rows in _gluon_backward_fused's order, in dq's dtype."""
+def attention_dq_of_sums_kernel(dq_sum, dq, dq_b, dq_h, dq_t, scale, H, T, padded, D: tl.constexpr):
+    """dq = scale dq_sum, whose 64 rows are as backward_fused._flatten_dq has them, in dq's dtype."""
     # The last ones are in the L2 still.
-    b, h, _, line, rows, there = _here(tl.num_programs(0) - 1 - tl.program_id(0), H, T, padded, D, BLOCK)
-    apart = tl.permute(tl.reshape(tl.load(sums + line), (D // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
-    at = rows.to(tl.int64)[:, None] * dq_t + tl.arange(0, D)[None, :]
-    made = rounded(tl.reshape(apart, (BLOCK, D)) * scale, dq.dtype.element_ty)
-    tl.store(dq + b * dq_b + h * dq_h + at, made, there)
+    b, h, _, line, offs_m, inside = _locate(tl.num_programs(0) - 1 - tl.program_id(0), H, T, padded, D, BLOCK)
+    in_pairs = tl.permute(tl.reshape(tl.load(dq_sum + line), (D // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    at = offs_m.to(tl.int64)[:, None] * dq_t + tl.arange(0, D)[None, :]
+    dq_tile = rounded(tl.reshape(in_pairs, (BLOCK, D)) * scale, dq.dtype.element_ty)
+    tl.store(dq + b * dq_b + h * dq_h + at, dq_tile, inside)

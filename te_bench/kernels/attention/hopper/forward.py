@@ -2,8 +2,8 @@
 
 Keys come from the last block to the first, so that the one block whose scores are partly hidden comes before the loop, and
 the loop masks nothing. OVERLAP: a block's exponentials run under the product of the weights before with their values.
-TURNS: warpgroups give their products to the tensor core one after another, so that one's exponentials run under another's
-products. Source of both: Shah et al., "FlashAttention-3", arXiv:2407.08608, written anew.
+Warpgroups give their products to the tensor core by turns, so that one's exponentials run under another's products. Source
+of both: Shah et al., "FlashAttention-3", arXiv:2407.08608, written anew.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -24,217 +24,200 @@ from te_bench.kernels.attention.hopper.parts import (
     ROWS,
     SIZES,
     UNALIGNED,
-    barriers,
-    blocks_of_keys,
+    allocate,
+    as_matrix,
+    as_operand,
+    count_key_blocks,
+    count_tiles,
     exp2,
     fetch,
-    hidden,
-    matrix,
-    next_place,
-    of_rows,
-    operand,
-    partial_sums,
+    hold_back,
+    make_barriers,
+    mask_scores,
+    next_stage,
     pass_turn,
-    place_before,
-    room,
-    rounded,
-    rounds,
-    settled,
+    pick_tile,
+    previous_stage,
+    round_to,
+    spread_rows,
+    sum_in_parts,
     take_turn,
-    tile,
 )
 
 
 @gluon.jit
 def _fetch(
-    fetched, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    fetch_args, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Tile after tile, each warpgroup's rows, and the keys and values from the last block on."""
-    q_desc, k_desc, v_desc, shared, gates, sizes = fetched
+    q_desc, k_desc, v_desc, shared, gates, sizes = fetch_args
     q_shared, k_shared, v_shared = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = gates
     T, S, H, group, pairs, blocks, near, whole, rest = sizes
-    KEYS: gl.constexpr = k_desc.block_type.shape[2]
-    place, phase, slot, slot_phase = 0, 0, 0, 0
-    for turn in range(rounds(whole, rest)):
-        order, pair = tile(turn, blocks, pairs, near)
-        first = (blocks - 1 - order) * ROWS * CONSUMERS
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    stage, phase, slot, slot_phase = 0, 0, 0, 0
+    for tile_index in range(count_tiles(whole, rest)):
+        m_block, pair = pick_tile(tile_index, blocks, pairs, near)
+        program_m = (blocks - 1 - m_block) * ROWS * CONSUMERS
         b, h = pair // H, pair % H
-        for who in gl.static_range(CONSUMERS):
-            at = who * SLOTS + slot
-            fetch(q_desc, b, h, first + who * ROWS, q_full.index(at), q_empty.index(at), slot_phase, q_shared.index(at))
-        slot, slot_phase = next_place(slot, slot_phase, SLOTS)
-        count = blocks_of_keys(first, CONSUMERS, T, S, KEYS, CAUSAL)
+        for consumer in gl.static_range(CONSUMERS):
+            buffer = consumer * SLOTS + slot
+            start_m, full, empty = program_m + consumer * ROWS, q_full.index(buffer), q_empty.index(buffer)
+            fetch(q_desc, b, h, start_m, full, empty, slot_phase, q_shared.index(buffer))
+        slot, slot_phase = next_stage(slot, slot_phase, SLOTS)
+        count = count_key_blocks(program_m, CONSUMERS, T, S, BLOCK_N, CAUSAL)
         for i in range(count):
-            key, kv = (count - 1 - i) * KEYS, h // group
-            fetch(k_desc, b, kv, key, k_full.index(place), k_empty.index(place), phase, k_shared.index(place))
-            fetch(v_desc, b, kv, key, v_full.index(place), v_empty.index(place), phase, v_shared.index(place))
-            place, phase = next_place(place, phase, STAGES)
+            start_n, kv = (count - 1 - i) * BLOCK_N, h // group
+            fetch(k_desc, b, kv, start_n, k_full.index(stage), k_empty.index(stage), phase, k_shared.index(stage))
+            fetch(v_desc, b, kv, start_n, v_full.index(stage), v_empty.index(stage), phase, v_shared.index(stage))
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def _first_weights(scores, scale):
-    """2^(scale scores - top), their sums in parts, and top, the rows' maxima.
+def _start_softmax(qk, scale):
+    """p = 2^(scale qk - m_i), l_i, their rows' sums in parts, and m_i, the rows' maxima.
 
-    top is finite: of a row that sees only -inf in this block the weights are 0, and not infinity less infinity.
+    m_i is finite: of a row that sees only -inf in this block the weights are 0, and not infinity less infinity.
     """
-    top = gl.maximum(gl.max(scores, 1) * scale, LOWEST)
-    weights = exp2(scores * scale - top[:, None])
-    return weights, partial_sums(weights), top
+    m_i = gl.maximum(gl.max(qk, 1) * scale, LOWEST)
+    p = exp2(qk * scale - m_i[:, None])
+    return p, sum_in_parts(p), m_i
 
 
 @gluon.jit
-def _weights(scores, scale, sums, top):
-    """The same with an older block's sums and maxima; and how much everything older shrinks."""
-    higher = gl.maximum(top, gl.max(scores, 1) * scale)
-    weights = exp2(scores * scale - higher[:, None])
-    shrink = exp2(top - higher)
-    return weights, sums * of_rows(shrink, sums) + partial_sums(weights), higher, shrink
+def _update_softmax(qk, scale, l_i, m_i):
+    """p, l_i and m_i with those of the blocks before, and alpha, by which the latter's sums are multiplied."""
+    m_new = gl.maximum(m_i, gl.max(qk, 1) * scale)
+    p = exp2(qk * scale - m_new[:, None])
+    alpha = exp2(m_i - m_new)
+    return p, l_i * spread_rows(alpha, l_i) + sum_in_parts(p), m_new, alpha
 
 
 @gluon.jit
-def _leave(acc, sums, top, out_desc, place, lse, b, h, pair, first, T):
-    """out through its rows' place, by TMA, which drops rows beyond T; and lse."""
-    total = gl.sum(sums, 1)
-    total = gl.where(total == 0.0, float("nan"), total)  # of a row whose scores are all -inf, as softmax has it
-    levels = top + gl.convert_layout(gl.log2(total), top.type.layout, assert_trivial=True)
-    rows = first + gl.arange(0, top.shape[0], top.type.layout)
-    gl.store(lse + pair.to(gl.int64) * T + rows, levels * LN_2, rows < T)
-    matrix(place).store(rounded(acc * of_rows(1.0 / total, acc), out_desc.dtype))
+def _store_out(acc, l_i, m_i, out_desc, stage, lse, b, h, pair, start_m, T):
+    """out through q's shared memory, by TMA, which drops rows beyond T; and lse."""
+    denominator = gl.sum(l_i, 1)
+    # A row whose scores are all -inf is NaN, as softmax has it.
+    denominator = gl.where(denominator == 0.0, float("nan"), denominator)
+    lse_2 = m_i + gl.convert_layout(gl.log2(denominator), m_i.type.layout, assert_trivial=True)
+    offs_m = start_m + gl.arange(0, m_i.shape[0], m_i.type.layout)
+    gl.store(lse + pair.to(gl.int64) * T + offs_m, lse_2 * LN_2, offs_m < T)
+    as_matrix(stage).store(round_to(acc * spread_rows(1.0 / denominator, acc), out_desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [b, h, first, 0], place)
+    tma.async_copy_shared_to_global(out_desc, [b, h, start_m, 0], stage)
 
 
 @gluon.jit
-def _pass_over(
-    gates, count, who, place, phase, parity, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr
-):
+def _skip_blocks(
+    gates, count, consumer, stage, phase, parity, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Leave the next `count` blocks, which other warpgroups see, as they are."""
     _, _, k_full, k_empty, v_full, v_empty, turns = gates
     for _i in range(count):
-        if TURNS:
-            take_turn(turns, who, parity)
-            pass_turn(turns, who, CONSUMERS)
-            parity ^= 1
-        mbarrier.wait(k_full.index(place), phase)
-        mbarrier.arrive(k_empty.index(place), count=1)
-        mbarrier.wait(v_full.index(place), phase)
-        mbarrier.arrive(v_empty.index(place), count=1)
-        place, phase = next_place(place, phase, STAGES)
-    return place, phase, parity
+        take_turn(turns, consumer, parity)
+        pass_turn(turns, consumer, CONSUMERS)
+        parity ^= 1
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        stage, phase = next_stage(stage, phase, STAGES)
+    return stage, phase, parity
 
 
 @gluon.jit
-def _scores(q, k, none):
-    return warpgroup_mma(q, matrix(k).permute((1, 0)), none, use_acc=False, is_async=True)
+def _multiply_qk(q, k, zeros):
+    return warpgroup_mma(q, as_matrix(k).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _step(
-    acc, weights, sums, top, q, none, shared, gates, scale, who, place, phase, parity,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+def _attend_block(
+    acc, p, l_i, m_i, q, zeros, shared, gates, scale, consumer, stage, phase, parity,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """acc with the values that the weights are for, and the next block's weights."""
+    """acc with the product of p and its values; p, l_i and m_i with the next block of keys."""
     _, k_shared, v_shared = shared
     _, _, k_full, k_empty, v_full, v_empty, turns = gates
-    older, older_phase = place_before(place, phase, STAGES)
+    previous, previous_phase = previous_stage(stage, phase, STAGES)
     # Not rounded at the end of the block before: there their product still reads the older ones' registers.
     OUT: gl.constexpr = acc.type.layout
-    left = operand(rounded(weights, k_shared.dtype), OUT)
-    if OVERLAP == 0:
-        mbarrier.wait(v_full.index(older), older_phase)
-        if TURNS:
-            take_turn(turns, who, parity)
-        acc = warpgroup_mma(left, matrix(v_shared.index(older)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_empty.index(older), count=1)
-        mbarrier.wait(k_full.index(place), phase)
-        scores = _scores(q, k_shared.index(place), none)
+    p_operand = as_operand(round_to(p, k_shared.dtype), OUT)
+    mbarrier.wait(k_full.index(stage), phase)
+    take_turn(turns, consumer, parity)
+    qk = _multiply_qk(q, k_shared.index(stage), zeros)
+    mbarrier.wait(v_full.index(previous), previous_phase)
+    acc = warpgroup_mma(p_operand, as_matrix(v_shared.index(previous)), acc, is_async=True)
+    pass_turn(turns, consumer, CONSUMERS)
+    if OVERLAP:
+        qk = warpgroup_mma_wait(1, deps=(qk,))
     else:
-        mbarrier.wait(k_full.index(place), phase)
-        if TURNS:
-            take_turn(turns, who, parity)
-        scores = _scores(q, k_shared.index(place), none)
-        mbarrier.wait(v_full.index(older), older_phase)
-        acc = warpgroup_mma(left, matrix(v_shared.index(older)), acc, is_async=True)
-    if TURNS:
-        pass_turn(turns, who, CONSUMERS)
-    if OVERLAP == 1:
-        scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))
-        mbarrier.arrive(v_empty.index(older), count=1)
-    else:
-        scores = warpgroup_mma_wait(1 if OVERLAP == 2 else 0, deps=(scores,))
-    mbarrier.arrive(k_empty.index(place), count=1)
-    weights, sums, top, shrink = _weights(scores, scale, sums, top)
-    if OVERLAP == 2:
-        sums = settled(sums)
+        qk, acc = warpgroup_mma_wait(0, deps=(qk, acc))
+        mbarrier.arrive(v_empty.index(previous), count=1)
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    p, l_i, m_i, alpha = _update_softmax(qk, scale, l_i, m_i)
+    if OVERLAP:
+        l_i = hold_back(l_i)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_empty.index(older), count=1)
-    return acc * of_rows(shrink, acc), weights, sums, top
+        mbarrier.arrive(v_empty.index(previous), count=1)
+    return acc * spread_rows(alpha, acc), p, l_i, m_i
 
 
 @gluon.jit
 def _attend(
-    made, who, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
-    OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    args, consumer, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    EDGE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's rows of every tile."""
-    out_desc, shared, gates, sizes, lse, scale = made
+    out_desc, shared, gates, sizes, lse, scale = args
     q_shared, k_shared, v_shared = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = gates
     T, S, H, _, pairs, blocks, near, whole, rest = sizes
-    KEYS: gl.constexpr = k_shared.shape[3]
+    BLOCK_N: gl.constexpr = k_shared.shape[3]
     D: gl.constexpr = q_shared.shape[4]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    none = gl.zeros((ROWS, KEYS), gl.float32, SCORES)
-    place, phase, slot, slot_phase, parity = 0, 0, 0, 0, 0
-    for turn in range(rounds(whole, rest)):
-        order, pair = tile(turn, blocks, pairs, near)
-        start = (blocks - 1 - order) * ROWS * CONSUMERS
-        first = start + who * ROWS
+    zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES)
+    stage, phase, slot, slot_phase, parity = 0, 0, 0, 0, 0
+    for tile_index in range(count_tiles(whole, rest)):
+        m_block, pair = pick_tile(tile_index, blocks, pairs, near)
+        program_m = (blocks - 1 - m_block) * ROWS * CONSUMERS
+        start_m = program_m + consumer * ROWS
         b, h = pair // H, pair % H
-        count = blocks_of_keys(first, 1, T, S, KEYS, CAUSAL)
-        others = blocks_of_keys(start, CONSUMERS, T, S, KEYS, CAUSAL) - count
-        place, phase, parity = _pass_over(gates, others, who, place, phase, parity, CONSUMERS, STAGES, TURNS)
-        at = who * SLOTS + slot
-        q = matrix(q_shared.index(at))
-        mbarrier.wait(q_full.index(at), slot_phase)
-        mbarrier.wait(k_full.index(place), phase)
-        if TURNS:
-            take_turn(turns, who, parity)
-        scores = _scores(q, k_shared.index(place), none)
-        if TURNS:
-            pass_turn(turns, who, CONSUMERS)
+        count = count_key_blocks(start_m, 1, T, S, BLOCK_N, CAUSAL)
+        skipped = count_key_blocks(program_m, CONSUMERS, T, S, BLOCK_N, CAUSAL) - count
+        stage, phase, parity = _skip_blocks(gates, skipped, consumer, stage, phase, parity, CONSUMERS, STAGES)
+        buffer = consumer * SLOTS + slot
+        q = as_matrix(q_shared.index(buffer))
+        mbarrier.wait(q_full.index(buffer), slot_phase)
+        mbarrier.wait(k_full.index(stage), phase)
+        take_turn(turns, consumer, parity)
+        qk = _multiply_qk(q, k_shared.index(stage), zeros)
+        pass_turn(turns, consumer, CONSUMERS)
         parity ^= 1
-        if SLOTS > 1:  # the tile's before has left by now
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(who * SLOTS + (slot + SLOTS - 1) % SLOTS), count=1, pred=turn > 0)
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(k_empty.index(place), count=1)
+        tma.store_wait(0)  # out of the tile before has left its slot by now
+        mbarrier.arrive(q_empty.index(consumer * SLOTS + (slot + SLOTS - 1) % SLOTS), count=1, pred=tile_index > 0)
+        qk = warpgroup_mma_wait(0, deps=(qk,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
         if EDGE:
-            scores = hidden(scores, first, (count - 1) * KEYS, S, CAUSAL)
-        weights, sums, top = _first_weights(scores, scale)
+            qk = mask_scores(qk, start_m, (count - 1) * BLOCK_N, S, CAUSAL)
+        p, l_i, m_i = _start_softmax(qk, scale)
         acc = gl.zeros((ROWS, D), gl.float32, OUT)
-        place, phase = next_place(place, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
         for _i in range(count - 1):
-            acc, weights, sums, top = _step(
-                acc, weights, sums, top, q, none, shared, gates, scale, who, place, phase, parity,
-                CONSUMERS, STAGES, OVERLAP, TURNS,
+            acc, p, l_i, m_i = _attend_block(
+                acc, p, l_i, m_i, q, zeros, shared, gates, scale, consumer, stage, phase, parity,
+                CONSUMERS, STAGES, OVERLAP,
             )  # fmt: skip
             parity ^= 1
-            place, phase = next_place(place, phase, STAGES)
-        left = operand(rounded(weights, q_shared.dtype), OUT)
-        older, older_phase = place_before(place, phase, STAGES)
-        mbarrier.wait(v_full.index(older), older_phase)
-        acc = warpgroup_mma(left, matrix(v_shared.index(older)), acc, is_async=True)
+            stage, phase = next_stage(stage, phase, STAGES)
+        p_operand = as_operand(round_to(p, q_shared.dtype), OUT)
+        previous, previous_phase = previous_stage(stage, phase, STAGES)
+        mbarrier.wait(v_full.index(previous), previous_phase)
+        acc = warpgroup_mma(p_operand, as_matrix(v_shared.index(previous)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_empty.index(older), count=1)
-        _leave(acc, sums, top, out_desc, q_shared.index(at), lse, b, h, pair, first, T)
-        if SLOTS == 1:
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(at), count=1)
-        slot, slot_phase = next_place(slot, slot_phase, SLOTS)
+        mbarrier.arrive(v_empty.index(previous), count=1)
+        _store_out(acc, l_i, m_i, out_desc, q_shared.index(buffer), lse, b, h, pair, start_m, T)
+        slot, slot_phase = next_stage(slot, slot_phase, SLOTS)
     tma.store_wait(0)
 
 
@@ -242,51 +225,46 @@ def _attend(
 def gluon_attention_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse, scale, T, S, H, group, pairs, blocks, near,
     whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """out and lse of `blocks` tiles of CONSUMERS x 64 rows of `pairs` sequences and heads; scale times log2(e).
 
     SLOTS: tiles whose rows are in shared memory at once; STAGES: blocks of keys and of values. REGISTERS: of a thread that
     multiplies, FETCHING: that fetches. EDGE: a block of keys may be partly hidden.
     """
-    q_shared, k_shared, v_shared = room(q_desc, CONSUMERS * SLOTS), room(k_desc, STAGES), room(v_desc, STAGES)
+    q_shared, k_shared, v_shared = (
+        allocate(q_desc, CONSUMERS * SLOTS),
+        allocate(k_desc, STAGES),
+        allocate(v_desc, STAGES),
+    )
     gates = (
-        barriers(CONSUMERS * SLOTS, 1), barriers(CONSUMERS * SLOTS, 1),
-        barriers(STAGES, 1), barriers(STAGES, CONSUMERS), barriers(STAGES, 1), barriers(STAGES, CONSUMERS),
-        barriers(CONSUMERS, 1),
+        make_barriers(CONSUMERS * SLOTS, 1), make_barriers(CONSUMERS * SLOTS, 1),
+        make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
+        make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
+        make_barriers(CONSUMERS, 1),
     )  # fmt: skip
     fence_async_shared()
     shared, sizes = (q_shared, k_shared, v_shared), (T, S, H, group, pairs, blocks, near, whole, rest)
-    fetched = (q_desc, k_desc, v_desc, shared, gates, sizes)
-    made = (out_desc, shared, gates, sizes, lse, scale)
+    fetch_args = (q_desc, k_desc, v_desc, shared, gates, sizes)
+    args = (out_desc, shared, gates, sizes, lse, scale)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_attend, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
-                (_attend, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
-                (_fetch, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
+                (_attend, (args, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP)),
+                (_attend, (args, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP)),
+                (_fetch, (fetch_args, CONSUMERS, SLOTS, STAGES, CAUSAL)),
             ],
             [4, 1], [REGISTERS, FETCHING],
-        )  # fmt: skip
-    elif CONSUMERS == 3:
-        gl.warp_specialize(
-            [
-                (_attend, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
-                (_attend, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
-                (_attend, (made, 2, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
-                (_fetch, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
-            ],
-            [4, 4, 1], [REGISTERS, REGISTERS, FETCHING],
         )  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 4)
         gl.warp_specialize(
             [
-                (_attend, (made, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
-                (_attend, (made, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
-                (_attend, (made, 2, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
-                (_attend, (made, 3, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP, TURNS)),
-                (_fetch, (fetched, CONSUMERS, SLOTS, STAGES, CAUSAL)),
+                (_attend, (args, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP)),
+                (_attend, (args, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP)),
+                (_attend, (args, 2, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP)),
+                (_attend, (args, 3, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP)),
+                (_fetch, (fetch_args, CONSUMERS, SLOTS, STAGES, CAUSAL)),
             ],
             [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, FETCHING],
         )  # fmt: skip

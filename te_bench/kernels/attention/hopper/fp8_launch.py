@@ -15,14 +15,14 @@ from te_bench.kernels.attention.hopper.launch import (
     LONGEST,
     ROWS,
     Plan,
-    dealt,
-    descriptor,
-    levels,
+    deal_tiles,
+    describe,
+    describe_info,
+    make_readable,
     processors,
-    readable,
 )
 from te_bench.kernels.attention.portable.forward import row_strides
-from te_bench.kernels.attention.portable.fp8_backward import arriving
+from te_bench.kernels.attention.portable.fp8_backward import quantize_dout
 
 #: In sweeps at T2048 to 16384, of heads of 128, the fastest or within 4 % of it (docs/attention.md).
 FORWARD = Plan(3, 128, 3, 2, 160)
@@ -45,7 +45,7 @@ def forward(
     q: Heads, k: Heads, v: Heads, lengths: tuple[int, int], features: int, dtype: torch.dtype, causal: bool, scale: float,
     given: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`_fp8_kernels.forward` for heads of 128 features."""
+    """`portable.fp8_forward.forward` for heads of 128 features."""
     assert q.data is not None
     assert k.data is not None
     assert v.data_t is not None
@@ -54,13 +54,12 @@ def forward(
     assert p.at_once == v.data_t.shape[4], "blocks of values as the quantiser leaves them"
     out = torch.empty(batch, rows, heads, features, dtype=dtype, device=q.data.device).transpose(1, 2)
     lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.data.device)
-    programs, sizes = dealt(p, q.data[:, :, :rows], k.data[:, :, :keys], of_keys=False)
+    programs, sizes = deal_tiles(p, q.data[:, :, :rows], k.data[:, :, :keys], of_keys=False)
     with torch.cuda.device_of(out):
         fp8_attention_forward_gluon_kernel[(programs,)](
-            descriptor(q.data, ROWS), descriptor(k.data, p.at_once), descriptor(v.data_t.flatten(2, 3), width),
-            descriptor(out, ROWS, SWIZZLE.value), lse, q.scale_inv, k.scale_inv, v.scale_inv, float(scale * LOG2_E), *sizes,
-            CONSUMERS=p.warpgroups, SLOTS=p.slots, STAGES=p.stages, REGISTERS=p.registers, FETCHING=p.fetching(),
-            CAUSAL=causal, EDGE=causal or keys % p.at_once != 0, num_warps=4,
+            describe(q.data, ROWS), describe(k.data, p.at_once), describe(v.data_t.flatten(2, 3), width),
+            describe(out, ROWS, SWIZZLE.value), lse, q.scale_inv, k.scale_inv, v.scale_inv, float(scale * LOG2_E), *sizes,
+            SLOTS=p.slots, CAUSAL=causal, EDGE=causal or keys % p.at_once != 0, **p.constants(),
         )  # fmt: skip
     return out, lse
 
@@ -69,7 +68,7 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, heads: tuple[Heads, Heads, Heads], features: int,
     causal: bool, scale: float, given: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_fp8_backward_kernels.backward` for heads of 128 features, but that dQ's sums are in no order."""
+    """`portable.fp8_backward.backward` for heads of 128 features, but that dQ's sums are in no order."""
     p, (q8, k8, v8) = given or BACKWARD[causal], heads
     assert q8.data is not None
     assert k8.data is not None
@@ -77,20 +76,20 @@ def backward(
     batch, count, rows, width = q.shape
     assert width == features == 128
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
-    come, info = arriving(dout, out, lse)
-    assert come.data is not None
-    dout, q, k = readable(dout), readable(q), readable(k)
+    do8, info = quantize_dout(dout, out, lse)
+    assert do8.data is not None
+    dout, q, k = make_readable(dout), make_readable(q), make_readable(k)
     padded = info.shape[3]
     sums = q.new_zeros(batch * count, padded, width, dtype=torch.float32)
-    programs, sizes = dealt(p, q, k, of_keys=True)
-    in_fp8 = [descriptor(x, ROWS) for x in (k8.data, v8.data, q8.data, come.data)]
-    of_k, of_q, of_dout, of_dk, of_dv = (descriptor(x, ROWS) for x in (k, q, dout, dk, dv))
+    programs, sizes = deal_tiles(p, q, k, of_keys=True)
+    in_fp8 = [describe(x, ROWS) for x in (k8.data, v8.data, q8.data, do8.data)]
+    of_k, of_q, of_dout, of_dk, of_dv = (describe(x, ROWS) for x in (k, q, dout, dk, dv))
     with torch.cuda.device_of(q):
         fp8_attention_backward_gluon_kernel[(programs,)](
-            *in_fp8[:2], of_k, *in_fp8[2:], of_q, of_dout, levels(info.flatten(1, 2).transpose(0, 1), ROWS), of_dk, of_dv,
-            q8.scale_inv, k8.scale_inv, v8.scale_inv, come.scale_inv, sums, padded, float(scale * LOG2_E), *sizes,
-            CONSUMERS=p.warpgroups, FP8_STAGES=p.slots, STAGES=p.stages, REGISTERS=p.registers, FETCHING=p.fetching(),
-            CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0, num_warps=4,
+            *in_fp8[:2], of_k, *in_fp8[2:], of_q, of_dout, describe_info(info.flatten(1, 2).transpose(0, 1), ROWS),
+            of_dk, of_dv,
+            q8.scale_inv, k8.scale_inv, v8.scale_inv, do8.scale_inv, sums, padded, float(scale * LOG2_E), *sizes,
+            FP8_STAGES=p.slots, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0, **p.constants(),
         )  # fmt: skip
         attention_dq_of_sums_kernel[(batch * count * padded // ROWS,)](
             sums, dq, *row_strides(dq), float(scale), count, rows, padded, D=width, num_warps=4

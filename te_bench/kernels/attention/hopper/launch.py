@@ -18,7 +18,6 @@ from te_bench.kernels.attention.hopper.forward import gluon_attention_forward_ke
 from te_bench.kernels.attention.portable.forward import row_strides
 
 LOG2_E = 1.4426950408889634
-L2_BYTES = 40 * 2**20  # of an H200's 50 MB, for keys and values that programs share
 ROWS = 64  # of a warpgroup
 DELTA_ROWS = 16  # of a program, they divide ROWS: 66 us at B4 H32 T2048 D128 where 64 took 71
 REGISTERS = 65536  # of a processor
@@ -28,11 +27,10 @@ TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 class Plan(NamedTuple):
     """A program's tile, 64 rows (or keys) for each of its warpgroups, and what it keeps.
 
-    at_once: keys (or rows) that come together; stages: how many of those places there are, slots: of tiles. registers: of a
-    thread that multiplies. programs: on a processor. overlap, turns: as in _gluon_forward. persistent: each program makes
-    tiles until there are none; sharing: of one sequence and head as many programs at a time, 0 for as few as can be.
-    in_registers: what is held is an operand from there, in the backward pass; from shared memory two of 64 rows or columns
-    take all that it moves in a cycle.
+    at_once: keys (or rows) that come together; stages: how many of those blocks are in shared memory; slots: how many
+    tiles' own rows. registers: of a thread that multiplies. overlap: exponentials run under the product before them.
+    in_registers: what is held is an operand from registers, in the pass for dK and dV. sharing: how many programs work on
+    one sequence and head at a time, 0 for as few as can be.
     """
 
     warpgroups: int
@@ -40,16 +38,13 @@ class Plan(NamedTuple):
     stages: int
     slots: int
     registers: int
-    overlap: int = 0
-    turns: bool = False
-    programs: int = 1
-    persistent: bool = True
+    overlap: bool = False
     in_registers: bool = False
     sharing: int = 0
 
     def at_start(self) -> int:
         """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
-        return REGISTERS // (self.programs * 128 * (self.warpgroups + 1)) // 8 * 8
+        return REGISTERS // (128 * (self.warpgroups + 1)) // 8 * 8
 
     def fetching(self) -> int:
         """Registers that are left to the threads that fetch."""
@@ -57,22 +52,27 @@ class Plan(NamedTuple):
         assert left >= 24, f"{self}: {left} registers to fetch with"
         return left
 
+    def constants(self) -> dict[str, int]:
+        """What every kernel compiles in."""
+        return {
+            "CONSUMERS": self.warpgroups, "STAGES": self.stages, "REGISTERS": self.registers, "FETCHING": self.fetching(),
+            "num_warps": 4,
+        }  # fmt: skip
+
 
 #: By the width of the heads: in sweeps at 1024 to 16384 keys the fastest, or within 4 % of it (docs/attention.md). At D128,
 #: where two warpgroups would take keys faster than they come from memory, four programs share a head's.
 FORWARD: Mapping[int, Plan] = {
-    64: Plan(4, 64, 4, 2, 112, overlap=1, turns=True), 128: Plan(2, 128, 2, 2, 240, overlap=2, turns=True, sharing=4),
+    64: Plan(4, 64, 4, 2, 112), 128: Plan(2, 128, 2, 2, 240, overlap=True, sharing=4),
 }  # fmt: skip
-#: Of the backward pass by whether keys are many too. LONG lies between the lengths where the order changed.
+#: dQ's by whether keys are many, too. LONG lies between the lengths where the order changed.
 LONG = 4096
-_ROWS_128, _KEYS_64, _KEYS_128 = (
-    Plan(2, 64, 3, 1, 240), Plan(2, 64, 4, 2, 240, in_registers=True), Plan(2, 32, 4, 2, 240),
-)  # fmt: skip
 OF_ROWS: Mapping[tuple[int, bool], Plan] = {  # dQ
-    (64, False): Plan(2, 64, 4, 2, 240), (64, True): Plan(3, 64, 4, 2, 160), (128, False): _ROWS_128, (128, True): _ROWS_128,
+    (64, False): Plan(2, 64, 4, 2, 240), (64, True): Plan(3, 64, 4, 2, 160),
+    (128, False): Plan(2, 64, 3, 1, 240), (128, True): Plan(2, 64, 3, 1, 240),
 }  # fmt: skip
-OF_KEYS: Mapping[tuple[int, bool], Plan] = {  # dK and dV
-    (64, False): _KEYS_64, (64, True): _KEYS_64, (128, False): _KEYS_128, (128, True): _KEYS_128,
+OF_KEYS: Mapping[int, Plan] = {  # dK and dV, however many the keys
+    64: Plan(2, 64, 4, 2, 240, in_registers=True), 128: Plan(2, 32, 4, 2, 240),
 }  # fmt: skip
 #: All three, with dQ's sums in global memory; by the width, and causal. A pair's rows and sums come and go 4 times less
 #: often where 4 programs share them; where all work alike, all may (docs/attention.md).
@@ -88,18 +88,14 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _of(k: Tensor) -> tuple[int, bool]:
-    return k.shape[3], k.shape[2] >= LONG
-
-
-def readable(x: Tensor) -> Tensor:
+def make_readable(x: Tensor) -> Tensor:
     """x, or a copy where TMA cannot read it: strides of 16 bytes, none of them 0, elements of a row one after another."""
     *outer, last = zip(x.shape, x.stride(), strict=True)
     odd = last[1] != 1 or x.data_ptr() % 16 or any(size > 1 and (not step or step % 8) for size, step in outer)
     return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
-def descriptor(x: Tensor, rows: int, line: int = 128) -> TensorDescriptor:
+def describe(x: Tensor, rows: int, line: int = 128) -> TensorDescriptor:
     """Of blocks (1, 1, rows, D) of x (B, H, T, D), its last stride 1; `line` bytes of a row lie together."""
     columns = x.shape[3]
     steps = [step if size > 1 else columns for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
@@ -107,34 +103,22 @@ def descriptor(x: Tensor, rows: int, line: int = 128) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, rows, columns], layout)
 
 
-def _last_rows(q: Tensor) -> Tensor:
+def pad_last_rows(q: Tensor) -> Tensor:
     """(B, H, 64, D), q's rows from the last multiple of 64 on, and the last of all up to there; q where 64 divides T."""
     there = q.shape[2] % ROWS
     return torch.cat([q[:, :, -there:], q[:, :, -1:].expand(-1, -1, ROWS - there, -1)], 2) if there else q
 
 
-def _constants(p: Plan) -> dict[str, int]:
-    constants = {
-        "CONSUMERS": p.warpgroups, "SLOTS": p.slots, "STAGES": p.stages, "REGISTERS": p.registers,
-        "FETCHING": p.fetching(), "num_warps": 4,
-    }  # fmt: skip
-    return constants | ({} if p.programs == 1 else {"maxnreg": p.at_start()})
-
-
-def dealt(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
+def deal_tiles(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
     """How many programs, and T, S, H, group, pairs, blocks, near, whole, rest, as the kernels take them."""
-    batch, heads, rows, width = q.shape
+    batch, heads, rows, _ = q.shape
     keys, group = k.shape[2], heads // k.shape[1]
     pairs = batch * (k.shape[1] if of_keys else heads)
-    come = 2 * (rows * group if of_keys else keys) * width * q.element_size()  # bytes that a pair's programs share
-    near = pairs  # sections of what fits in the L2 would leave who is dealt their first tiles 8 to 14 % over the mean
-    if not p.persistent:  # who is free takes the next one
-        near = min(pairs, max(1, L2_BYTES // come) * (1 if of_keys else group))
-    elif p.sharing:
-        near = min(pairs, max(1, processors(q.device) // p.sharing))
+    # As many pairs at a time as programs would leave those who are dealt their first tiles 8 to 14 % over the mean.
+    near = min(pairs, max(1, processors(q.device) // p.sharing)) if p.sharing else pairs
     blocks = triton.cdiv(keys if of_keys else rows, ROWS * p.warpgroups)
     tiles = blocks * pairs
-    programs = min(tiles, processors(q.device) * p.programs) if p.persistent else tiles
+    programs = min(tiles, processors(q.device))
     return programs, (rows, keys, heads, group, pairs, blocks, near, *divmod(tiles, programs))
 
 
@@ -143,16 +127,16 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, T, D) in q's dtype, in the memory order (B, T, H, D), and lse (B, H, T) float32; none of them empty."""
     p = given or FORWARD[q.shape[3]]
-    q, k, v = (readable(x) for x in (q, k, v))
+    q, k, v = (make_readable(x) for x in (q, k, v))
     batch, heads, rows, width = q.shape
     out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
     lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
-    programs, sizes = dealt(p, q, k, of_keys=False)
-    descriptors = [descriptor(x, n) for x, n in ((q, ROWS), (k, p.at_once), (v, p.at_once), (out, ROWS))]
+    programs, sizes = deal_tiles(p, q, k, of_keys=False)
+    descriptors = [describe(x, n) for x, n in ((q, ROWS), (k, p.at_once), (v, p.at_once), (out, ROWS))]
     with torch.cuda.device_of(q):
         gluon_attention_forward_kernel[(programs,)](
             *descriptors, lse, float(scale * LOG2_E), *sizes,
-            CAUSAL=causal, EDGE=causal or k.shape[2] % p.at_once != 0, OVERLAP=p.overlap, TURNS=p.turns, **_constants(p),
+            CAUSAL=causal, EDGE=causal or k.shape[2] % p.at_once != 0, OVERLAP=p.overlap, SLOTS=p.slots, **p.constants(),
         )  # fmt: skip
     return out, lse
 
@@ -168,13 +152,14 @@ def backward(
     """
     if not deterministic and k.shape[2] >= FUSED_FROM and q.shape[2] <= LONGEST and of_rows is of_keys is None:
         fused = fused or FUSED.get((k.shape[3], causal))
-    dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (make_readable(x) for x in (dout, q, k, v, out))
     gradients = gradients or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     with torch.cuda.device_of(q):
         if fused is not None:
             _backward_fused(gradients, dout, q, k, v, out, lse, causal, scale, fused)
         else:
-            plans = of_rows or OF_ROWS[_of(k)], of_keys or OF_KEYS[_of(k)]
+            width, long = k.shape[3], k.shape[2] >= LONG
+            plans = of_rows or OF_ROWS[width, long], of_keys or OF_KEYS[width]
             _backward_by_two(gradients, dout, q, k, v, out, lse, causal, scale, *plans)
     return gradients
 
@@ -188,17 +173,17 @@ def _backward_by_two(
     batch, heads, rows, _ = q.shape
     padded = triton.cdiv(rows, ROWS) * ROWS
     info = q.new_empty(batch * heads, 2, padded, dtype=torch.float32)
-    (programs, sizes), n = dealt(of_rows, q, k, of_keys=False), of_rows.at_once
-    held, come = [descriptor(x, ROWS) for x in (q, dout, out)], [descriptor(x, n) for x in (k, v)]
+    (programs, sizes), n = deal_tiles(of_rows, q, k, of_keys=False), of_rows.at_once
+    held, arriving = [describe(x, ROWS) for x in (q, dout, out)], [describe(x, n) for x in (k, v)]
     gluon_attention_backward_rows_kernel[(programs,)](
-        *held, *come, descriptor(dq, ROWS), lse, info, padded, float(scale * LOG2_E), *sizes,
-        CAUSAL=causal, EDGE=causal or k.shape[2] % n != 0, IN_REGISTERS=of_rows.in_registers, **_constants(of_rows),
+        *held, *arriving, describe(dq, ROWS), lse, info, padded, float(scale * LOG2_E), *sizes,
+        CAUSAL=causal, EDGE=causal or k.shape[2] % n != 0, SLOTS=of_rows.slots, **of_rows.constants(),
     )  # fmt: skip
-    (programs, sizes), n = dealt(of_keys, q, k, of_keys=True), of_keys.at_once
-    held, come = [descriptor(x, ROWS) for x in (k, v)], [descriptor(x, n) for x in (q, _last_rows(q), dout)]
+    (programs, sizes), n = deal_tiles(of_keys, q, k, of_keys=True), of_keys.at_once
+    held, arriving = [describe(x, ROWS) for x in (k, v)], [describe(x, n) for x in (q, pad_last_rows(q), dout)]
     gluon_attention_backward_keys_kernel[(programs,)](
-        *held, *come, levels(info, n), descriptor(dk, ROWS), descriptor(dv, ROWS), float(scale * LOG2_E), *sizes,
-        CAUSAL=causal, IN_REGISTERS=of_keys.in_registers, **_constants(of_keys),
+        *held, *arriving, describe_info(info, n), describe(dk, ROWS), describe(dv, ROWS), float(scale * LOG2_E), *sizes,
+        CAUSAL=causal, IN_REGISTERS=of_keys.in_registers, SLOTS=of_keys.slots, **of_keys.constants(),
     )  # fmt: skip
 
 
@@ -214,21 +199,21 @@ def _backward_fused(
     sums = q.new_empty(batch * heads, padded, width, dtype=torch.float32)
     gluon_attention_delta_kernel[(batch * heads * padded // DELTA_ROWS,)](
         out, dout, lse, *info.unbind(), sums, *row_strides(out, dout), heads, rows, padded,
-        D=width, ROWS=DELTA_ROWS, num_warps=4,
+        D=width, BLOCK_M=DELTA_ROWS, num_warps=4,
     )  # fmt: skip
-    programs, sizes = dealt(p, q, k, of_keys=True)
-    held, come = [descriptor(x, ROWS) for x in (k, v)], [descriptor(x, ROWS) for x in (q, _last_rows(q), dout)]
+    programs, sizes = deal_tiles(p, q, k, of_keys=True)
+    held, arriving = [describe(x, ROWS) for x in (k, v)], [describe(x, ROWS) for x in (q, pad_last_rows(q), dout)]
     gluon_attention_backward_fused_kernel[(programs,)](
-        *held, *come, levels(info.transpose(0, 1), ROWS), descriptor(dk, ROWS), descriptor(dv, ROWS), sums, padded,
+        *held, *arriving, describe_info(info.transpose(0, 1), ROWS), describe(dk, ROWS), describe(dv, ROWS), sums, padded,
         float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
-        **_constants(p),
+        **p.constants(),
     )  # fmt: skip
     attention_dq_of_sums_kernel[(batch * heads * padded // ROWS,)](
         sums, dq, *row_strides(dq), float(scale), heads, rows, padded, D=width, num_warps=4
     )
 
 
-def levels(info: Tensor, rows: int) -> TensorDescriptor:
-    """Of blocks (1, 2, rows) of info (pairs, 2, rows padded): level and delta."""
+def describe_info(info: Tensor, rows: int) -> TensorDescriptor:
+    """Of blocks (1, 2, rows) of info (pairs, 2, rows padded): lse_2 and delta."""
     layout = gl.NVMMASharedLayout(0, 32, 3)
     return TensorDescriptor(info, list(info.shape), list(info.stride()), [1, 2, rows], layout)

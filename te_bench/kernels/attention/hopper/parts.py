@@ -1,4 +1,4 @@
-"""What Gluon's attention kernels for Hopper share: which tile is whose, the ring's places, and arithmetic on fragments.
+"""What Gluon's attention kernels for Hopper share: whose tile it is, shared memory, and arithmetic on fragments.
 
 A program has a warp that fetches and CONSUMERS warpgroups of ROWS rows each (of keys, where dK and dV are made). Scores
 are in units of log2(e), so that a weight is one multiplication and addition, one exp2.
@@ -24,83 +24,83 @@ UNALIGNED = ["group"]
 
 
 @gluon.jit
-def rounds(whole, rest):
+def count_tiles(whole, rest):
     """How many tiles are this program's: of `whole` rounds, and of the first `rest` of one more."""
-    at = gl.program_id(0)
+    buffer = gl.program_id(0)
     if (whole & 1) > 0:
-        at = gl.num_programs(0) - 1 - at
-    if at < rest:
+        buffer = gl.num_programs(0) - 1 - buffer
+    if buffer < rest:
         whole += 1
     return whole
 
 
 @gluon.jit
-def tile(turn, blocks, pairs, near):
-    """(which block of rows, in order; which pair of a sequence and a head) of the program's tile number `turn`.
+def pick_tile(tile_index, blocks, pairs, near):
+    """(which block of rows, in order; which pair of a sequence and a head) of the program's tile number tile_index.
 
     Tiles are dealt there and back, so that who had the heaviest of one round has the lightest of the next. In order: block
     0 of `near` pairs, then block 1 of them, and so on.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
-    at = program
-    if (turn & 1) > 0:
-        at = programs - 1 - program
-    at += turn * programs
-    first = at // (blocks * near) * near
-    count = min(pairs - first, near)
-    inside = at - first * blocks
-    return inside // count, first + inside % count
+    position = program
+    if (tile_index & 1) > 0:
+        position = programs - 1 - program
+    position += tile_index * programs
+    first_pair = position // (blocks * near) * near
+    count = min(pairs - first_pair, near)
+    inside = position - first_pair * blocks
+    return inside // count, first_pair + inside % count
 
 
 @gluon.jit
-def next_place(place, phase, STAGES: gl.constexpr):
-    """After a place in the ring, and the parity of how often it was filled before."""
-    place += 1
-    if place == STAGES:
-        place = 0
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The stage after this one, and the parity of how often it was filled before."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
         phase ^= 1
-    return place, phase
+    return stage, phase
 
 
 @gluon.jit
-def place_before(place, phase, STAGES: gl.constexpr):
-    if place == 0:
-        place = STAGES
+def previous_stage(stage, phase, STAGES: gl.constexpr):
+    if stage == 0:
+        stage = STAGES
         phase ^= 1
-    return place - 1, phase
+    return stage - 1, phase
 
 
 @gluon.jit
-def blocks_of_keys(first, WARPGROUPS: gl.constexpr, T, S, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many blocks of keys WARPGROUPS x 64 rows from `first` on see; one, if there are no such rows."""
-    keys = S
+def count_key_blocks(start_m, WARPGROUPS: gl.constexpr, T, S, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many blocks of keys WARPGROUPS x 64 rows from start_m on see; one, if there are no such rows."""
+    offs_n = S
     if CAUSAL:
-        keys = min(S, min(first + ROWS * WARPGROUPS, T))
-    if first >= T:
-        keys = 1
-    return gl.cdiv(keys, KEYS)
+        offs_n = min(S, min(start_m + ROWS * WARPGROUPS, T))
+    if start_m >= T:
+        offs_n = 1
+    return gl.cdiv(offs_n, BLOCK_N)
 
 
 # Barriers and shared memory
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    args = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made
+        mbarrier.init(args.index(i), count=ARRIVALS)
+    return args
 
 
 @gluon.jit
-def room(desc, COUNT: gl.constexpr):
+def allocate(desc, COUNT: gl.constexpr):
     """Shared memory for COUNT blocks of desc's tensor, (1, 1, rows, D) each."""
     shape: gl.constexpr = desc.block_type.shape
     return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, 1, shape[2], shape[3]], desc.layout)
 
 
 @gluon.jit
-def matrix(block):
+def as_matrix(block):
     """A block (1, 1, rows, D) as a matrix."""
     shape: gl.constexpr = block.shape
     BITS: gl.constexpr = block.dtype.primitive_bitwidth
@@ -108,25 +108,25 @@ def matrix(block):
 
 
 @gluon.jit
-def fetch(desc, b, h, row, full, empty, phase, place):
-    """Fill a place, once all have left it."""
+def fetch(desc, b, h, row, full, empty, phase, stage):
+    """Fill a stage, once all have left it."""
     mbarrier.wait(empty, phase ^ 1)
     mbarrier.expect(full, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], full, place)
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], full, stage)
 
 
 @gluon.jit
-def take_turn(turn, who, phase):
+def take_turn(tile_index, consumer, phase):
     """Wait for the warpgroup before; the first of all waits for nobody."""
-    if who == 0:
-        mbarrier.wait(turn.index(who), phase ^ 1)
+    if consumer == 0:
+        mbarrier.wait(tile_index.index(consumer), phase ^ 1)
     else:
-        mbarrier.wait(turn.index(who), phase)
+        mbarrier.wait(tile_index.index(consumer), phase)
 
 
 @gluon.jit
-def pass_turn(turn, who, CONSUMERS: gl.constexpr):
-    mbarrier.arrive(turn.index((who + 1) % CONSUMERS), count=1)
+def pass_turn(tile_index, consumer, CONSUMERS: gl.constexpr):
+    mbarrier.arrive(tile_index.index((consumer + 1) % CONSUMERS), count=1)
 
 
 # Arithmetic
@@ -141,13 +141,13 @@ def exp2(x):
 
 
 @gluon.jit
-def positive(scale):
-    """As `_fp8_quantize.positive` has it."""
+def keep_positive(scale):
+    """As `fp8_quantize.keep_positive` has it."""
     return gl.where(scale < 1e-37, 1e-37, scale)
 
 
 @gluon.jit
-def rounded(x, DTYPE: gl.constexpr):
+def round_to(x, DTYPE: gl.constexpr):
     """x, float32, to the nearest of DTYPE, in pairs: one by one the conversion is a slow one."""
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(
@@ -160,30 +160,30 @@ def rounded(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def operand(x, LAYOUT: gl.constexpr):
+def as_operand(x, LAYOUT: gl.constexpr):
     """A product's result as the left operand of the next one; nothing leaves its thread."""
     return gl.convert_layout(x, gl.DotOperandLayout(0, LAYOUT, 2))
 
 
 @gluon.jit
-def of_rows(x, y):
+def spread_rows(x, y):
     """x, a number for each row, laid out as the rows of y; nothing leaves its thread."""
     return gl.convert_layout(x, gl.SliceLayout(1, y.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def partial_sums(x):
+def sum_in_parts(x):
     """The sums of every 8th column of x: they stay in their threads."""
     WIDTH: gl.constexpr = x.shape[1]
     if WIDTH == 8:
         return x
     else:
         left, right = gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, WIDTH // 2)), (0, 2, 1)))
-        return partial_sums(left + right)
+        return sum_in_parts(left + right)
 
 
 @gluon.jit
-def settled(sums):
+def hold_back(sums):
     """sums, float32 and not negative; what comes after does not come before they are there.
 
     The assembler moves the wait for a product up, over all that is not memory's, though the exponentials should run under
@@ -198,11 +198,11 @@ def settled(sums):
 
 
 @gluon.jit
-def hidden(scores, first, key, S, CAUSAL: gl.constexpr):
-    """The scores of rows from `first` on and keys from `key` on, -inf where they are not seen."""
-    keys = key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-    see = (keys < S)[None, :]
+def mask_scores(qk, start_m, start_n, S, CAUSAL: gl.constexpr):
+    """qk of rows from start_m on and keys from start_n on, -inf where a row does not see a key."""
+    offs_n = start_n + gl.arange(0, qk.shape[1], gl.SliceLayout(0, qk.type.layout))
+    visible = (offs_n < S)[None, :]
     if CAUSAL:
-        rows = first + gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
-        see = see & (keys[None, :] <= rows[:, None])
-    return gl.where(see, scores, float("-inf"))
+        offs_m = start_m + gl.arange(0, qk.shape[0], gl.SliceLayout(1, qk.type.layout))
+        visible = visible & (offs_n[None, :] <= offs_m[:, None])
+    return gl.where(visible, qk, float("-inf"))

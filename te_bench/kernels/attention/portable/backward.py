@@ -2,13 +2,12 @@
 """The backward kernels of fused attention, and their launcher.
 
 With P the weights, dP = dO V^T, delta the rows' sums of out * dO and dS = P (dP - delta): dV = P^T dO, dK = scale dS^T Q,
-dQ = scale dS K. Two ways: a program has a tile of rows and makes dQ, then one has a tile of keys and makes dK and dV, seven
-products; or the second makes dQ too, five products, and adds its share to a float32 dQ by atomics, in no fixed order.
+dQ = scale dS K. A program has a tile of rows and makes dQ, then one has a tile of keys and makes dK and dV.
 Source: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,27 +18,28 @@ from te_bench.kernels.attention.portable.forward import (
     Extent,
     Packed,
     Tile,
-    chosen,
-    counts,
+    choose_tile,
+    count_sizes,
+    find_starts,
+    heads_in_l2,
+    pad_widths,
     row_strides,
-    starts_of,
-    together,
-    widths,
 )
 from te_bench.kernels.attention.portable.scores import (
     LOG2_E,
     NO_MASK,
+    await_product,
+    dot,
+    dropout_factors,
     exp2,
-    heavy_first,
-    kept,
+    find_sequence,
+    has_part,
+    is_visible,
     key_range,
-    product,
-    put,
+    load_tile,
+    pick_tile,
     row_range,
-    seen,
-    sequence,
-    settled,
-    tile,
+    store_tile,
 )
 from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.tile import rounded
@@ -63,97 +63,77 @@ OF_KEYS: Mapping[int, Tile] = {  # dK and dV
 OF_KEYS_CROWDED: Mapping[int, Tile] = {**OF_KEYS, 64: Tile(64, 128, 8, 3)}
 #: And where the lengths of packed sequences take some as well, beside the loop over query heads.
 OF_KEYS_PACKED: Mapping[int, Tile] = {**OF_KEYS, 64: Tile(32, 128, 8, 2), 128: Tile(16, 128, 8, 2)}
-FUSED: Mapping[int, Tile] = {64: Tile(64, 128, 8, 3)}  # all three
-#: Where one pass is faster than two: nowhere on an H200 (at D64, B12 H12 T1024 causal, 198 TFLOP/s against 229).
-FASTER_FUSED: frozenset[int] = frozenset()
-DELTA_ROWS = 64
 
 
 @triton.jit
-def _row_sums(out, dout, stride_out, stride_dout, lse, level, delta, pair, first, T, padded,
-              DV: tl.constexpr, ROWS: tl.constexpr, WIDTH_V: tl.constexpr, WHOLE: tl.constexpr,
-              PACKED: tl.constexpr):  # fmt: skip
-    """dO, level and delta of ROWS rows, the latter two written for the pass over the keys.
+def _sum_rows(
+    out, do, stride_out, stride_do, lse, lse_2, delta, pair, start_m, T, padded,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """dO, lse_2 and delta of BLOCK_M rows, the latter two written for the pass over the keys.
 
-    level: the logarithm, to base 2, of the rows' sums; infinity, whose weights are 0, for rows that see no key or are none.
+    lse_2: the logarithm, to base 2, of the rows' sums; infinity, whose weights are 0, for rows that see no key or are none.
     """
-    rows = first + tl.arange(0, ROWS)
-    come = tile(dout, stride_dout, first, T, ROWS, WIDTH_V, DV, WHOLE)
-    made = tile(out, stride_out, first, T, ROWS, WIDTH_V, DV, WHOLE)
-    sums = tl.sum(made.to(tl.float32) * come.to(tl.float32), 1)
-    tl.store(delta + pair.to(tl.int64) * padded + rows, sums)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    do_tile = load_tile(do, stride_do, start_m, T, BLOCK_M, BLOCK_DV, DV, WHOLE)
+    out_tile = load_tile(out, stride_out, start_m, T, BLOCK_M, BLOCK_DV, DV, WHOLE)
+    delta_tile = tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    tl.store(delta + pair.to(tl.int64) * padded + offs_m, delta_tile)
     if PACKED:  # lse begins with the sequence
-        value = tl.load(lse + rows, mask=rows < T, other=float("inf"))
+        lse_tile = tl.load(lse + offs_m, mask=offs_m < T, other=float("inf"))
     else:
-        value = tl.load(lse + pair.to(tl.int64) * T + rows, mask=rows < T, other=float("inf"))
-    value = tl.where(value == float("-inf"), float("inf"), value) * LOG2_E
-    tl.store(level + pair.to(tl.int64) * padded + rows, value)
-    return come, value, sums
+        lse_tile = tl.load(lse + pair.to(tl.int64) * T + offs_m, mask=offs_m < T, other=float("inf"))
+    lse_tile = tl.where(lse_tile == float("-inf"), float("inf"), lse_tile) * LOG2_E
+    tl.store(lse_2 + pair.to(tl.int64) * padded + offs_m, lse_tile)
+    return do_tile, lse_tile, delta_tile
 
 
 @triton.jit
-def attention_delta_kernel(
-    out, dout, lse, level, delta, dq, out_b, out_h, out_t, dout_b, dout_h, dout_t, H, T, padded,
-    DV: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+def _add_dq(
+    dq, held, kv, start, stop, start_m, limits, scale, drop,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
+    WHOLE: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """level and delta of ROWS rows, and zeros in dq."""
-    pair = tl.program_id(0) // (padded // ROWS)
-    first = tl.program_id(0) % (padded // ROWS) * ROWS
-    b = (pair // H).to(tl.int64)
-    h = (pair % H).to(tl.int64)
-    _row_sums(
-        out + b * out_b + h * out_h, dout + b * dout_b + h * dout_h, out_t, dout_t, lse, level, delta, pair, first, T,
-        padded, DV, ROWS, WIDTH_V, False, False,
-    )  # fmt: skip
-    at = dq + (pair.to(tl.int64) * padded + first) * WIDTH
-    at += tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(at, tl.zeros((ROWS, WIDTH), tl.float32))
-
-
-@triton.jit
-def _row_steps(
-    dq, q, dout, level, delta, k, v, stride_k, stride_v, start, stop, first, T, S, left, right, mask, mask_t, mask_s,
-    scale, seed, head, dropout,
-    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, WHOLE: tl.constexpr,
-    EMULATED: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    rows = first + tl.arange(0, ROWS)
-    for n in tl.range(start, stop, KEYS):
-        n = tl.multiple_of(n, KEYS)
-        block = tile(k, stride_k, n, S, KEYS, WIDTH, D, WHOLE or not EDGE)
-        values = tile(v, stride_v, n, S, KEYS, WIDTH_V, DV, WHOLE or not EDGE)
-        scores = product(q, block.T, tl.zeros((ROWS, KEYS), tl.float32))
-        dweights = product(dout, values.T, tl.zeros((ROWS, KEYS), tl.float32))
-        keys = n + tl.arange(0, KEYS)
+    """dq with the share of keys start to stop, of which all are seen by all rows but where EDGE."""
+    q, do, lse_2, delta = held
+    k, stride_k, v, stride_v = kv
+    seed, head, dropout = drop
+    S = limits[1]
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    for start_n in tl.range(start, stop, BLOCK_N):
+        start_n = tl.multiple_of(start_n, BLOCK_N)
+        k_tile = load_tile(k, stride_k, start_n, S, BLOCK_N, BLOCK_D, D, WHOLE or not EDGE)
+        v_tile = load_tile(v, stride_v, start_n, S, BLOCK_N, BLOCK_DV, DV, WHOLE or not EDGE)
+        qk = dot(q, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+        dp = dot(do, v_tile.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+        offs_n = start_n + tl.arange(0, BLOCK_N)
         if EDGE:
-            see = seen(
-                rows[:, None], keys[None, :], T, S, left, right, mask, mask_t, mask_s, HAS_LEFT, HAS_RIGHT, MASK, WHOLE
-            )
-            scores = tl.where(see, scores, float("-inf"))
-        weights = exp2(scores * scale - level[:, None], EMULATED)
+            visible = is_visible(offs_m[:, None], offs_n[None, :], limits, HAS_LEFT, HAS_RIGHT, MASK, WHOLE)
+            qk = tl.where(visible, qk, float("-inf"))
+        p = exp2(qk * scale - lse_2[:, None])
         if DROPOUT:
-            dweights *= kept(seed, head, first, n, dropout, ROWS, KEYS, False)
-        dscores = weights * (dweights - delta[:, None])
-        dq = product(rounded(dscores, block.dtype), block, dq)
+            dp *= dropout_factors(seed, head, start_m, start_n, dropout, BLOCK_M, BLOCK_N, False)
+        ds = p * (dp - delta[:, None])
+        dq = dot(rounded(ds, k_tile.dtype), k_tile, dq)
         if HAS_LEFT:  # as in the forward pass
-            dq = settled(dq)
+            dq = await_product(dq)
     return dq
 
 
 @triton.jit
 def attention_backward_rows_kernel(
-    q, k, v, dout, out, lse, level, delta, dq, mask, seed, starts_q, starts_k,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, dout_b, dout_h, dout_t, out_b, out_h, out_t, dq_b, dq_h, dq_t,
+    q, k, v, do, out, lse, lse_2, delta, dq, mask, seed, starts_q, starts_k,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, do_b, do_h, do_t, out_b, out_h, out_t, dq_b, dq_h, dq_t,
     mask_b, mask_h, mask_t, mask_s, batch, H, T, S, group, near, padded, left, right, scale, dropout, total_rows,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, WHOLE: tl.constexpr, EMULATED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """dQ, level and delta of ROWS rows. PACKED: as in the forward pass."""
-    blocks = padded // ROWS
-    order, pair = heavy_first(tl.program_id(0), blocks, batch * H, near)
-    first = (blocks - 1 - order) * ROWS
+    """dQ, lse_2 and delta of BLOCK_M rows. PACKED: as in the forward pass."""
+    blocks = padded // BLOCK_M
+    order, pair = pick_tile(tl.program_id(0), blocks, batch * H, near)
+    start_m = (blocks - 1 - order) * BLOCK_M
     b = (pair // H).to(tl.int64)
     h = (pair % H).to(tl.int64)
     k += b * k_b + (h // group) * k_h
@@ -161,231 +141,190 @@ def attention_backward_rows_kernel(
     if MASK != NO_MASK:
         mask += b * mask_b + h * mask_h
     if PACKED:
-        begin_q, T = sequence(starts_q, b)
-        begin_k, S = sequence(starts_k, b)
-        S = tl.where(first < T, S, 0)
+        begin_q, T = find_sequence(starts_q, b)
+        begin_k, S = find_sequence(starts_k, b)
+        S = tl.where(start_m < T, S, 0)
         q += begin_q.to(tl.int64) * q_t
-        dout += begin_q.to(tl.int64) * dout_t
+        do += begin_q.to(tl.int64) * do_t
         out += begin_q.to(tl.int64) * out_t
         dq += begin_q.to(tl.int64) * dq_t
         k += begin_k.to(tl.int64) * k_s
         v += begin_k.to(tl.int64) * v_s
         lse += h * total_rows + begin_q
-    come, own_level, sums = _row_sums(
-        out + b * out_b + h * out_h, dout + b * dout_b + h * dout_h, out_t, dout_t, lse, level, delta, pair, first, T,
-        padded, DV, ROWS, WIDTH_V, WHOLE, PACKED,
+    do_tile, lse_tile, delta_tile = _sum_rows(
+        out + b * out_b + h * out_h, do + b * do_b + h * do_h, out_t, do_t, lse, lse_2, delta, pair, start_m, T,
+        padded, DV, BLOCK_M, BLOCK_DV, WHOLE, PACKED,
     )  # fmt: skip
-    own = tile(q + b * q_b + h * q_h, q_t, first, T, ROWS, WIDTH, D, WHOLE)
-    begin, inner, outer, end = key_range(first, S, left, right, ROWS, KEYS, HAS_LEFT, HAS_RIGHT, MASK)
-    dq_tile = tl.zeros((ROWS, WIDTH), tl.float32)
-    if HAS_LEFT:
-        dq_tile = _row_steps(
-            dq_tile, own, come, own_level, sums, k, v, k_s, v_s, begin, inner, first, T, S, left, right, mask,
-            mask_t, mask_s, scale * LOG2_E, seed, pair, dropout, D, DV, ROWS, KEYS, WIDTH, WIDTH_V,
-            HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, True,
-        )  # fmt: skip
-    if MASK == NO_MASK:
-        dq_tile = _row_steps(
-            dq_tile, own, come, own_level, sums, k, v, k_s, v_s, inner, outer, first, T, S, left, right, mask,
-            mask_t, mask_s, scale * LOG2_E, seed, pair, dropout, D, DV, ROWS, KEYS, WIDTH, WIDTH_V,
-            HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, False,
-        )  # fmt: skip
-    if HAS_RIGHT or MASK != NO_MASK or not WHOLE:
-        dq_tile = _row_steps(
-            dq_tile, own, come, own_level, sums, k, v, k_s, v_s, outer, end, first, T, S, left, right, mask,
-            mask_t, mask_s, scale * LOG2_E, seed, pair, dropout, D, DV, ROWS, KEYS, WIDTH, WIDTH_V,
-            HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, True,
-        )  # fmt: skip
+    q_tile = load_tile(q + b * q_b + h * q_h, q_t, start_m, T, BLOCK_M, BLOCK_D, D, WHOLE)
+    bounds = key_range(start_m, S, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, MASK)
+    dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for PART in tl.static_range(3):  # as in the forward pass
+        if has_part(PART, HAS_LEFT, HAS_RIGHT, MASK, WHOLE):
+            dq_tile = _add_dq(
+                dq_tile, (q_tile, do_tile, lse_tile, delta_tile), (k, k_s, v, v_s), bounds[PART], bounds[PART + 1], start_m,
+                (T, S, left, right, mask, mask_t, mask_s), scale * LOG2_E, (seed, pair, dropout),
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, PART != 1,
+            )  # fmt: skip
     result = rounded(dq_tile * scale, dq.dtype.element_ty)
-    put(dq + b * dq_b + h * dq_h, dq_t, first, T, result, ROWS, WIDTH, D)
+    store_tile(dq + b * dq_b + h * dq_h, dq_t, start_m, T, result, BLOCK_M, BLOCK_D, D)
 
 
 @triton.jit
-def _key_steps(
-    dk, dv, k, v, q, dout, level, delta, dq, stride_q, stride_dout, begin, inner, outer, end,
-    first, T, S, left, right, mask, mask_t, mask_s, scale, seed, head, dropout,
-    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, WHOLE: tl.constexpr,
-    EMULATED: tl.constexpr, FUSED: tl.constexpr, EDGE: tl.constexpr,
+def _add_dk_dv(
+    dk, dv, held, rows, bounds, start_n, limits, scale, drop,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
+    WHOLE: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv with the share of rows inner to outer; EDGE: begin to inner and outer to end, which alone go beyond T.
 
     Scores and weights are transposed, keys by rows, so that those of dV and dK go from register to tensor core.
     """
+    k, v = held
+    q, stride_q, do, stride_do, lse_2, delta = rows
+    begin, inner, outer, end = bounds
+    seed, head, dropout = drop
+    T = limits[0]
     TAIL: tl.constexpr = EDGE and not WHOLE
-    keys = first + tl.arange(0, KEYS)
+    offs_n = start_n + tl.arange(0, BLOCK_N)
     if EDGE:
         start, stop = begin, inner + end - outer
     else:
         start, stop = inner, outer
-    for at in tl.range(start, stop, ROWS):
-        m = at
+    for at in tl.range(start, stop, BLOCK_M):
+        start_m = at
         if EDGE and (HAS_LEFT or not WHOLE):
-            m = tl.where(at < inner, at, at + outer - inner)
-        m = tl.multiple_of(m, ROWS)
-        queries = tile(q, stride_q, m, T, ROWS, WIDTH, D, not TAIL)
-        rows = m + tl.arange(0, ROWS)
-        scores = product(k, queries.T, tl.zeros((KEYS, ROWS), tl.float32))
+            start_m = tl.where(at < inner, at, at + outer - inner)
+        start_m = tl.multiple_of(start_m, BLOCK_M)
+        q_tile = load_tile(q, stride_q, start_m, T, BLOCK_M, BLOCK_D, D, not TAIL)
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        qk = dot(k, q_tile.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         if EDGE or MASK != NO_MASK:
-            see = seen(
-                rows[None, :], keys[:, None], T, S, left, right, mask, mask_t, mask_s, HAS_LEFT, HAS_RIGHT, MASK, WHOLE
-            )
+            visible = is_visible(offs_m[None, :], offs_n[:, None], limits, HAS_LEFT, HAS_RIGHT, MASK, WHOLE)
             if TAIL:  # where a row of zeros times a key that holds an infinity is NaN
-                see = see & (rows < T)[None, :]
-            scores = tl.where(see, scores, float("-inf"))
-        weights = exp2(scores * scale - tl.load(level + rows)[None, :], EMULATED)
-        come = tile(dout, stride_dout, m, T, ROWS, WIDTH_V, DV, not TAIL)
+                visible = visible & (offs_m < T)[None, :]
+            qk = tl.where(visible, qk, float("-inf"))
+        p = exp2(qk * scale - tl.load(lse_2 + offs_m)[None, :])
+        do_tile = load_tile(do, stride_do, start_m, T, BLOCK_M, BLOCK_DV, DV, not TAIL)
         if DROPOUT:
-            stays = kept(seed, head, m, first, dropout, ROWS, KEYS, True)
-            dv = product(rounded(weights * stays, come.dtype), come, dv)
+            factors = dropout_factors(seed, head, start_m, start_n, dropout, BLOCK_M, BLOCK_N, True)
+            dv = dot(rounded(p * factors, do_tile.dtype), do_tile, dv)
         else:
-            dv = product(rounded(weights, come.dtype), come, dv)
-        sums = tl.load(delta + rows)
-        dweights = product(v, come.T, tl.zeros((KEYS, ROWS), tl.float32))
+            dv = dot(rounded(p, do_tile.dtype), do_tile, dv)
+        delta_tile = tl.load(delta + offs_m)
+        dp = dot(v, do_tile.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         if DROPOUT:
-            dweights *= stays
-        dscores = rounded(weights * (dweights - sums[None, :]), queries.dtype)
-        dk = product(dscores, queries, dk)
-        if not FUSED:
-            dk = settled(dk)
-        if FUSED:
-            share = product(dscores.T, k, tl.zeros((ROWS, WIDTH), tl.float32))
-            into = dq + m.to(tl.int64) * WIDTH + tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-            tl.atomic_add(into, share, sem="relaxed")
+            dp *= factors
+        ds = rounded(p * (dp - delta_tile[None, :]), q_tile.dtype)
+        dk = await_product(dot(ds, q_tile, dk))
     return dk, dv
 
 
 @triton.jit
 def attention_backward_keys_kernel(
-    q, k, v, dout, level, delta, dq, dk, dv, mask, seed, starts_q, starts_k,
-    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, dout_b, dout_h, dout_t, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
+    q, k, v, do, lse_2, delta, dk, dv, mask, seed, starts_q, starts_k,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, do_b, do_h, do_t, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
     mask_b, mask_h, mask_t, mask_s, batch, H, T, S, group, near, padded, left, right, scale, dropout,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, HAS_LEFT: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr, EMULATED: tl.constexpr, FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of KEYS keys, over GROUP query heads; where FUSED their share of dq (B, H, padded, WIDTH), not scaled."""
-    order, pair = heavy_first(tl.program_id(0), tl.cdiv(S, KEYS), batch * (H // GROUP), near)
-    first = order * KEYS  # of causal keys the first are seen the most
+    """dK and dV of BLOCK_N keys, over GROUP query heads."""
+    order, pair = pick_tile(tl.program_id(0), tl.cdiv(S, BLOCK_N), batch * (H // GROUP), near)
+    start_n = order * BLOCK_N  # of causal keys the first are seen the most
     b = (pair // (H // GROUP)).to(tl.int64)
     kv_head = (pair % (H // GROUP)).to(tl.int64)
     if PACKED:
-        begin_q, T = sequence(starts_q, b)
-        begin_k, S = sequence(starts_k, b)
-        T = tl.where(first < S, T, 0)
+        begin_q, T = find_sequence(starts_q, b)
+        begin_k, S = find_sequence(starts_k, b)
+        T = tl.where(start_n < S, T, 0)
         q += begin_q.to(tl.int64) * q_t
-        dout += begin_q.to(tl.int64) * dout_t
+        do += begin_q.to(tl.int64) * do_t
         k += begin_k.to(tl.int64) * k_s
         v += begin_k.to(tl.int64) * v_s
         dk += begin_k.to(tl.int64) * dk_s
         dv += begin_k.to(tl.int64) * dv_s
-    own = tile(k + b * k_b + kv_head * k_h, k_s, first, S, KEYS, WIDTH, D, WHOLE)
-    values = tile(v + b * v_b + kv_head * v_h, v_s, first, S, KEYS, WIDTH_V, DV, WHOLE)
-    begin, inner, outer, end = row_range(first, T, S, left, right, ROWS, KEYS, HAS_LEFT, HAS_RIGHT, MASK)
-    dk_tile = tl.zeros((KEYS, WIDTH), tl.float32)
-    dv_tile = tl.zeros((KEYS, WIDTH_V), tl.float32)
+    k_tile = load_tile(k + b * k_b + kv_head * k_h, k_s, start_n, S, BLOCK_N, BLOCK_D, D, WHOLE)
+    v_tile = load_tile(v + b * v_b + kv_head * v_h, v_s, start_n, S, BLOCK_N, BLOCK_DV, DV, WHOLE)
+    bounds = row_range(start_n, T, S, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, MASK)
+    dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv_tile = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     for g in range(GROUP):
         h = kv_head * GROUP + g
         head = (b * H + h).to(tl.int32)
         q_h0 = q + b * q_b + h * q_h
-        dout_h0 = dout + b * dout_b + h * dout_h
-        level_h0 = level + head.to(tl.int64) * padded
+        do_h0 = do + b * do_b + h * do_h
+        lse_2_h0 = lse_2 + head.to(tl.int64) * padded
         delta_h0 = delta + head.to(tl.int64) * padded
-        dq_h0 = dq
-        if FUSED:
-            dq_h0 = dq + head.to(tl.int64) * padded * WIDTH
-        mask_h0 = mask
+        mask_h0 = 0
         if MASK != NO_MASK:
             mask_h0 = mask + b * mask_b + h * mask_h
-        if (MASK == NO_MASK and (HAS_LEFT or HAS_RIGHT)) or not WHOLE:
-            dk_tile, dv_tile = _key_steps(
-                dk_tile, dv_tile, own, values, q_h0, dout_h0, level_h0, delta_h0, dq_h0, q_t, dout_t, begin, inner, outer,
-                end, first, T, S, left, right, mask_h0, mask_t, mask_s, scale * LOG2_E, seed, head, dropout, D, DV, ROWS,
-                KEYS, WIDTH, WIDTH_V, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, FUSED, True,
-            )  # fmt: skip
-        dk_tile, dv_tile = _key_steps(
-            dk_tile, dv_tile, own, values, q_h0, dout_h0, level_h0, delta_h0, dq_h0, q_t, dout_t, begin, inner, outer, end,
-            first, T, S, left, right, mask_h0, mask_t, mask_s, scale * LOG2_E, seed, head, dropout, D, DV, ROWS, KEYS,
-            WIDTH, WIDTH_V, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, FUSED, False,
-        )  # fmt: skip
+        for EDGE in tl.static_range(1, -1, -1):
+            if not EDGE or (MASK == NO_MASK and (HAS_LEFT or HAS_RIGHT)) or not WHOLE:
+                dk_tile, dv_tile = _add_dk_dv(
+                    dk_tile, dv_tile, (k_tile, v_tile), (q_h0, q_t, do_h0, do_t, lse_2_h0, delta_h0), bounds, start_n,
+                    (T, S, left, right, mask_h0, mask_t, mask_s), scale * LOG2_E, (seed, head, dropout),
+                    D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EDGE == 1,
+                )  # fmt: skip
     dk_tile = rounded(dk_tile * scale, dk.dtype.element_ty)
-    put(dk + b * dk_b + kv_head * dk_h, dk_s, first, S, dk_tile, KEYS, WIDTH, D)
-    put(dv + b * dv_b + kv_head * dv_h, dv_s, first, S, rounded(dv_tile, dv.dtype.element_ty), KEYS, WIDTH_V, DV)
+    store_tile(dk + b * dk_b + kv_head * dk_h, dk_s, start_n, S, dk_tile, BLOCK_N, BLOCK_D, D)
+    DTYPE: tl.constexpr = dv.dtype.element_ty
+    store_tile(dv + b * dv_b + kv_head * dv_h, dv_s, start_n, S, rounded(dv_tile, DTYPE), BLOCK_N, BLOCK_DV, DV)
 
 
-def _sized(size: Tile, rows: int, keys: int, alike: bool) -> dict[str, Any]:
-    """The tile's constants, WHOLE among them where all sequences are of the same length."""
-    return {
-        "ROWS": size.rows, "KEYS": size.keys, "WHOLE": alike and rows % size.rows == 0 and keys % size.keys == 0,
-        "EMULATED": size.emulated, "num_warps": size.warps, "num_stages": size.stages,
-    }  # fmt: skip
+class Attended(NamedTuple):
+    """What the forward pass was given and what it left."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    seed: Tensor | None
 
 
 def backward(
-    extent: Extent, scale: float, dropout: float, deterministic: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, seed: Tensor | None, of_rows: Tile | None = None, of_keys: Tile | None = None,
-    fused: bool | None = None, packed: Packed | None = None, gradients: tuple[Tensor, Tensor, Tensor] | None = None,
+    attended: Attended, dout: Tensor, extent: Extent, scale: float, dropout: float, packed: Packed | None = None,
+    gradients: tuple[Tensor, Tensor, Tensor] | None = None, tiles: tuple[Tile, Tile] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the inputs' dtype and order in memory; extent to dropout, seed and packed are the forward pass's.
+    """dq, dk, dv in the inputs' dtype and order in memory; extent to packed are the forward pass's.
 
-    gradients: memory for them, of sequences that are not packed.
+    The same bits in every run. gradients: memory for them, of sequences that are not packed. tiles: in place of the tables',
+    for dQ and for dK and dV.
     """
-    shape = counts(q, k, packed)
-    batch, heads, rows, keys, group = shape
-    common = {**widths(q, v), **extent.constants(), "DROPOUT": dropout > 0, "PACKED": packed is not None}
-    width = common["WIDTH"]
-    if fused is None:
-        # Random numbers and the loop over query heads leave too few registers for a third product's accumulator.
-        fused = (
-            not (deterministic or dropout or packed) and group == 1 and max(width, common["WIDTH_V"]) in FASTER_FUSED
-        )
-    apart = OF_KEYS_CROWDED if dropout or group > 1 else OF_KEYS
-    apart = OF_KEYS_PACKED if packed and group > 1 else apart
-    of_keys = of_keys or chosen(FUSED if fused else apart, common)
-    of_rows = of_rows or chosen(OF_ROWS, common)
-    block = max(of_keys.rows, DELTA_ROWS if fused else of_rows.rows)
+    q, k, v, out, lse, seed = attended
+    shape = batch, heads, rows, keys, group = count_sizes(q, k, packed)
+    common = {**pad_widths(q, v), **extent.constants(), "DROPOUT": dropout > 0, "PACKED": packed is not None}
+    crowded = OF_KEYS_CROWDED if dropout or group > 1 else OF_KEYS
+    by_width = OF_ROWS, OF_KEYS_PACKED if packed and group > 1 else crowded
+    of_rows, of_keys = tiles or [choose_tile(table, common) for table in by_width]
+    block = max(of_keys.rows, of_rows.rows)
     padded = triton.cdiv(rows, block) * block
     # A tile of rows beyond the last one is only read behind a mask, which there is none of where tiles divide the rows.
-    assert packed or fused or padded - rows < of_rows.rows or rows % of_rows.rows, (
-        f"tiles {of_rows}, {of_keys} of {rows} rows"
-    )
-    made = torch.empty_like if packed is None else torch.zeros_like  # what is of no sequence is 0
-    dq, dk, dv = gradients or (made(q), made(k), made(v))
-    level, delta = q.new_empty(2, batch, heads, padded, dtype=torch.float32).unbind()
-    dq_sum = q.new_empty(batch, heads, padded, width, dtype=torch.float32) if fused else None
-    floats = float(scale), float(dropout)
-    starts = starts_of(packed)
-    if fused:
-        constants = {name: common[name] for name in ("DV", "WIDTH", "WIDTH_V")}
-        _run(
-            attention_delta_kernel, padded // DELTA_ROWS * batch * heads, (out, dout, lse, level, delta, dq_sum),
-            (*row_strides(out, dout), heads, rows, padded), (), {"ROWS": DELTA_ROWS, **constants, "num_warps": 4},
-        )  # fmt: skip
-    else:
-        strides = *row_strides(q, k, v, dout, out, dq), *extent.strides()
-        _run(
-            attention_backward_rows_kernel, padded // of_rows.rows * batch * heads,
-            (q, k, v, dout, out, lse, level, delta, dq, extent.mask, seed, *starts),
-            (*strides, *shape, together(k, v, group, keys), padded, extent.left, extent.right), floats,
-            common | _sized(of_rows, rows, keys, packed is None), q.shape[2],
-        )  # fmt: skip
-    strides = *row_strides(q, k, v, dout, dk, dv), *extent.strides()
-    near = max(1, together(q, dout, 1, rows) // group)
-    _run(
-        attention_backward_keys_kernel, triton.cdiv(keys, of_keys.keys) * batch * k.shape[1],
-        (q, k, v, dout, level, delta, dq_sum, dk, dv, extent.mask, seed, *starts),
-        (*strides, *shape, near, padded, extent.left, extent.right), floats,
-        common | _sized(of_keys, rows, keys, packed is None) | {"GROUP": group, "FUSED": fused},
+    assert packed or padded - rows < of_rows.rows or rows % of_rows.rows, f"tiles {of_rows}, {of_keys} of {rows} rows"
+    empty_like = torch.empty_like if packed is None else torch.zeros_like  # what is of no sequence is 0
+    dq, dk, dv = gradients or (empty_like(q), empty_like(k), empty_like(v))
+    lse_2, delta = q.new_empty(2, batch, heads, padded, dtype=torch.float32).unbind()
+    tail = extent.mask, seed, *find_starts(packed)
+
+    def run(
+        kernel: Any, grid: int, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], near: int, tile: Tile,
+        own: dict[str, Any], *last: int,
+    ) -> None:  # fmt: skip
+        integers = *strides, *extent.strides(), *shape, near, padded, extent.left, extent.right
+        constants = common | tile.constants() | {"WHOLE": packed is None and tile.divides(rows, keys)} | own
+        key = *traits(*tensors), *integers, *last, *constants.values()
+        given = *tensors, *integers, float(scale), float(dropout), *last
+        launch(kernel, grid, key, q.get_device(), given, constants)
+
+    run(
+        attention_backward_rows_kernel, padded // of_rows.rows * batch * heads,
+        (q, k, v, dout, out, lse, lse_2, delta, dq, *tail), row_strides(q, k, v, dout, out, dq),
+        heads_in_l2(k, v, group, keys), of_rows, {}, q.shape[2],
     )  # fmt: skip
-    if dq_sum is not None:
-        torch.mul(dq_sum[:, :, :rows, : q.shape[-1]], scale, out=dq)
+    run(
+        attention_backward_keys_kernel, triton.cdiv(keys, of_keys.keys) * batch * k.shape[1],
+        (q, k, v, dout, lse_2, delta, dk, dv, *tail), row_strides(q, k, v, dout, dk, dv),
+        max(1, heads_in_l2(q, dout, 1, rows) // group), of_keys, {"GROUP": group},
+    )  # fmt: skip
     return dq, dk, dv
-
-
-def _run(
-    kernel: Any, grid: int, tensors: tuple[Tensor | None, ...], integers: tuple[int, ...], floats: tuple[float, ...],
-    constants: dict[str, Any], *last: int,
-) -> None:  # fmt: skip
-    key = (*traits(*tensors), *integers, *last, *constants.values())
-    device = next(t for t in tensors if t is not None).get_device()
-    launch(kernel, grid, key, device, (*tensors, *integers, *floats, *last), constants)

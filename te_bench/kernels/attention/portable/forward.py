@@ -19,22 +19,22 @@ from te_bench.kernels.attention.portable.scores import (
     LOG2_E,
     LOWEST,
     NO_MASK,
+    await_product,
+    dot,
+    dropout_factors,
     exp2,
-    heavy_first,
-    kept,
+    find_sequence,
+    has_part,
+    is_visible,
     key_range,
-    largest,
-    product,
-    put,
-    seen,
-    sequence,
-    settled,
-    tile,
+    load_tile,
+    pick_tile,
+    row_maxima,
+    store_tile,
 )
 from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.tile import rounded
 
-INTERPRETED: bool = triton.knobs.runtime.interpret
 L2_BYTES = 40 * 2**20  # of an H200's 50 MB, for keys and values that programs share
 
 
@@ -43,11 +43,16 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
-    emulated: int = 0  # quarters of the exponentials that are computed by multiplications
+
+    def constants(self) -> dict[str, int]:
+        return {"BLOCK_M": self.rows, "BLOCK_N": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+
+    def divides(self, rows: int, keys: int) -> bool:
+        return rows % self.rows == 0 and keys % self.keys == 0
 
 
-#: By the wider of the two heads, in half precision. Swept on an H200 (2026-11-21): at D64, B12 H12 T1024 causal, 304 TFLOP/s
-#: (128 x 64 by 8 warps 274; cuDNN 293), at D128, B2 H16 T8192, 462 (cuDNN 609); the others by reasoning.
+#: By the wider of the two heads, in half precision: 64 and 128 by a sweep on an H200 (docs/attention.md), the others by
+#: reasoning.
 FORWARD: Mapping[int, Tile] = {
     16: Tile(128, 64, 4, 3),
     32: Tile(128, 64, 4, 3),
@@ -58,38 +63,38 @@ FORWARD: Mapping[int, Tile] = {
 
 
 @triton.jit
-def _steps(
-    acc, total, top, q, k, v, stride_k, stride_v, start, stop, first, T, S, left, right, mask, mask_t, mask_s,
-    scale, seed, head, dropout,
-    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, WHOLE: tl.constexpr,
-    EMULATED: tl.constexpr, EDGE: tl.constexpr,
+def _attend_blocks(
+    acc, l_i, m_i, q, kv, start, stop, start_m, limits, scale, drop,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
+    WHOLE: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Keys start to stop, of which all are seen by all rows but where EDGE."""
-    rows = first + tl.arange(0, ROWS)
-    for n in tl.range(start, stop, KEYS):
-        n = tl.multiple_of(n, KEYS)
-        block = tile(k, stride_k, n, S, KEYS, WIDTH, D, WHOLE or not EDGE)
-        scores = product(q, block.T, tl.zeros((ROWS, KEYS), tl.float32))
-        keys = n + tl.arange(0, KEYS)
+    k, stride_k, v, stride_v = kv
+    seed, head, dropout = drop
+    S = limits[1]
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    for start_n in tl.range(start, stop, BLOCK_N):
+        start_n = tl.multiple_of(start_n, BLOCK_N)
+        k_tile = load_tile(k, stride_k, start_n, S, BLOCK_N, BLOCK_D, D, WHOLE or not EDGE)
+        qk = dot(q, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+        offs_n = start_n + tl.arange(0, BLOCK_N)
         if EDGE:
-            see = seen(
-                rows[:, None], keys[None, :], T, S, left, right, mask, mask_t, mask_s, HAS_LEFT, HAS_RIGHT, MASK, WHOLE
-            )
-            scores = tl.where(see, scores, float("-inf"))
-        higher = tl.maximum(top, largest(scores) * scale, propagate_nan=tl.PropagateNan.ALL)
-        weights = exp2(scores * scale - higher[:, None], EMULATED)
-        shrink = exp2(top - higher, 0)
-        total = total * shrink + tl.sum(weights, 1)
+            visible = is_visible(offs_m[:, None], offs_n[None, :], limits, HAS_LEFT, HAS_RIGHT, MASK, WHOLE)
+            qk = tl.where(visible, qk, float("-inf"))
+        m_new = tl.maximum(m_i, row_maxima(qk) * scale, propagate_nan=tl.PropagateNan.ALL)
+        p = exp2(qk * scale - m_new[:, None])
+        alpha = exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
         if DROPOUT:
-            weights *= kept(seed, head, first, n, dropout, ROWS, KEYS, False)
-        acc = acc * shrink[:, None]
-        values = tile(v, stride_v, n, S, KEYS, WIDTH_V, DV, WHOLE or not EDGE)
-        acc = product(rounded(weights, values.dtype), values, acc)
+            p *= dropout_factors(seed, head, start_m, start_n, dropout, BLOCK_M, BLOCK_N, False)
+        acc = acc * alpha[:, None]
+        v_tile = load_tile(v, stride_v, start_n, S, BLOCK_N, BLOCK_DV, DV, WHOLE or not EDGE)
+        acc = dot(rounded(p, v_tile.dtype), v_tile, acc)
         if HAS_LEFT:  # of three loops in a row the assembler would wait for each product (C7515)
-            acc = settled(acc)
-        top = higher
-    return acc, total, top
+            acc = await_product(acc)
+        m_i = m_new
+    return acc, l_i, m_i
 
 
 @triton.jit
@@ -97,71 +102,59 @@ def attention_forward_kernel(
     q, k, v, out, lse, mask, seed, starts_q, starts_k,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_t, mask_b, mask_h, mask_t, mask_s,
     batch, H, T, S, group, near, left, right, scale, dropout, total_rows,
-    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, WHOLE: tl.constexpr,
-    EMULATED: tl.constexpr, PACKED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
+    WHOLE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of ROWS rows. WHOLE: S is a multiple of KEYS and T one of ROWS.
+    """out and lse of BLOCK_M rows. WHOLE: S is a multiple of BLOCK_N and T one of BLOCK_M.
 
     PACKED: `batch` sequences one after the other, of at most T rows and S keys, begin at starts_q and starts_k.
     """
-    blocks = tl.cdiv(T, ROWS)
-    order, pair = heavy_first(tl.program_id(0), blocks, batch * H, near)
-    first = (blocks - 1 - order) * ROWS  # of causal rows the last see the most
+    blocks = tl.cdiv(T, BLOCK_M)
+    order, pair = pick_tile(tl.program_id(0), blocks, batch * H, near)
+    start_m = (blocks - 1 - order) * BLOCK_M  # of causal rows the last see the most
     b = (pair // H).to(tl.int64)
     h = (pair % H).to(tl.int64)
     k += b * k_b + (h // group) * k_h
     v += b * v_b + (h // group) * v_h
-    mask_bh = mask
     if MASK != NO_MASK:
-        mask_bh = mask + b * mask_b + h * mask_h
+        mask += b * mask_b + h * mask_h
     if PACKED:
-        begin_q, T = sequence(starts_q, b)
-        begin_k, S = sequence(starts_k, b)
-        S = tl.where(first < T, S, 0)  # a shorter sequence has fewer blocks than the longest
+        begin_q, T = find_sequence(starts_q, b)
+        begin_k, S = find_sequence(starts_k, b)
+        S = tl.where(start_m < T, S, 0)  # a shorter sequence has fewer blocks than the longest
         q += begin_q.to(tl.int64) * q_t
         k += begin_k.to(tl.int64) * k_s
         v += begin_k.to(tl.int64) * v_s
         out += begin_q.to(tl.int64) * out_t
         lse += h * total_rows + begin_q
-    own = tile(q + b * q_b + h * q_h, q_t, first, T, ROWS, WIDTH, D, WHOLE)
+    q_tile = load_tile(q + b * q_b + h * q_h, q_t, start_m, T, BLOCK_M, BLOCK_D, D, WHOLE)
 
-    begin, inner, outer, end = key_range(first, S, left, right, ROWS, KEYS, HAS_LEFT, HAS_RIGHT, MASK)
+    bounds = key_range(start_m, S, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, MASK)
     scale *= LOG2_E
-    acc = tl.zeros((ROWS, WIDTH_V), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    top = tl.full((ROWS,), LOWEST, tl.float32)  # finite: where a row has seen but -inf, -inf - -inf would be NaN
-    if HAS_LEFT:
-        acc, total, top = _steps(
-            acc, total, top, own, k, v, k_s, v_s, begin, inner, first, T, S, left, right, mask_bh, mask_t, mask_s,
-            scale, seed, pair, dropout,
-            D, DV, ROWS, KEYS, WIDTH, WIDTH_V, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, True,
-        )  # fmt: skip
-    if MASK == NO_MASK:
-        acc, total, top = _steps(
-            acc, total, top, own, k, v, k_s, v_s, inner, outer, first, T, S, left, right, mask_bh, mask_t, mask_s,
-            scale, seed, pair, dropout,
-            D, DV, ROWS, KEYS, WIDTH, WIDTH_V, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, False,
-        )  # fmt: skip
-    if HAS_RIGHT or MASK != NO_MASK or not WHOLE:
-        acc, total, top = _steps(
-            acc, total, top, own, k, v, k_s, v_s, outer, end, first, T, S, left, right, mask_bh, mask_t, mask_s,
-            scale, seed, pair, dropout,
-            D, DV, ROWS, KEYS, WIDTH, WIDTH_V, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, EMULATED, True,
-        )  # fmt: skip
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)  # finite: where a row has seen but -inf, -inf - -inf would be NaN
+    for PART in tl.static_range(3):  # what the left end crosses, what all rows see, what the right end crosses
+        if has_part(PART, HAS_LEFT, HAS_RIGHT, MASK, WHOLE):
+            acc, l_i, m_i = _attend_blocks(
+                acc, l_i, m_i, q_tile, (k, k_s, v, v_s), bounds[PART], bounds[PART + 1], start_m,
+                (T, S, left, right, mask, mask_t, mask_s), scale, (seed, pair, dropout),
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, PART != 1,
+            )  # fmt: skip
 
     if (
         not HAS_LEFT and MASK == NO_MASK
     ):  # all rows see a key, if there is one: a sum of 0 is of scores that are all -inf
-        total = tl.where((total == 0.0) & (S > 0), float("nan"), total)
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)  # a row that sees no key is 0
-    rows = first + tl.arange(0, ROWS)
+        l_i = tl.where((l_i == 0.0) & (S > 0), float("nan"), l_i)
+    share = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)  # a row that sees no key is 0
+    offs_m = start_m + tl.arange(0, BLOCK_M)
     if PACKED:
-        tl.store(lse + rows, (top + tl.log2(total)) * LN_2, mask=rows < T)
+        tl.store(lse + offs_m, (m_i + tl.log2(l_i)) * LN_2, mask=offs_m < T)
     else:
-        tl.store(lse + pair.to(tl.int64) * T + rows, (top + tl.log2(total)) * LN_2, mask=rows < T)
+        tl.store(lse + pair.to(tl.int64) * T + offs_m, (m_i + tl.log2(l_i)) * LN_2, mask=offs_m < T)
     result = rounded(acc * share[:, None], out.dtype.element_ty)
-    put(out + b * out_b + h * out_h, out_t, first, T, result, ROWS, WIDTH_V, DV)
+    store_tile(out + b * out_b + h * out_h, out_t, start_m, T, result, BLOCK_M, BLOCK_DV, DV)
 
 
 class Extent(NamedTuple):
@@ -192,22 +185,22 @@ class Packed(NamedTuple):
     keys: int
 
 
-def widths(q: Tensor, v: Tensor) -> dict[str, int]:
+def pad_widths(q: Tensor, v: Tensor) -> dict[str, int]:
     """The heads' widths, and those of their tiles, powers of two of at least the 16 that tensor cores take."""
     d, dv = q.shape[-1], v.shape[-1]
     return {
         "D": d,
         "DV": dv,
-        "WIDTH": max(16, triton.next_power_of_2(d)),
-        "WIDTH_V": max(16, triton.next_power_of_2(dv)),
+        "BLOCK_D": max(16, triton.next_power_of_2(d)),
+        "BLOCK_DV": max(16, triton.next_power_of_2(dv)),
     }
 
 
-def chosen(table: Mapping[int, Tile], sizes: Mapping[str, Any]) -> Tile:
-    return table[max(sizes["WIDTH"], sizes["WIDTH_V"])]
+def choose_tile(table: Mapping[int, Tile], sizes: Mapping[str, Any]) -> Tile:
+    return table[max(sizes["BLOCK_D"], sizes["BLOCK_DV"])]
 
 
-def together(k: Tensor, v: Tensor, group: int, keys: int | None = None) -> int:
+def heads_in_l2(k: Tensor, v: Tensor, group: int, keys: int | None = None) -> int:
     """How many query heads' keys and values fit in the L2, of `keys` keys, by default all."""
     bytes_a_head = (k.shape[-1] + v.shape[-1]) * (k.shape[2] if keys is None else keys) * k.element_size()
     return max(1, L2_BYTES // max(1, bytes_a_head)) * group
@@ -218,14 +211,14 @@ def row_strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in (x.stride(0) if x.shape[0] > 1 else 0, *x.stride()[1:3]))
 
 
-def counts(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[int, int, int, int, int]:
+def count_sizes(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[int, int, int, int, int]:
     """Sequences, heads, rows and keys (of the longest), query heads a key head."""
     if packed is None:
         return q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     return len(packed.starts_q) - 1, q.shape[1], packed.rows, packed.keys, q.shape[1] // k.shape[1]
 
 
-def starts_of(packed: Packed | None) -> tuple[Tensor | None, Tensor | None]:
+def find_starts(packed: Packed | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if packed is None else (packed.starts_q, packed.starts_k)
 
 
@@ -237,26 +230,25 @@ def forward(
 
     The last strides are 1. seed (2,) int64, where dropout > 0: the generator's key and one word of its counter.
     """
-    batch, heads, rows, keys, group = counts(q, k, packed)
-    sizes = widths(q, v)
-    size = given or chosen(FORWARD, sizes)
+    batch, heads, rows, keys, group = count_sizes(q, k, packed)
+    sizes = pad_widths(q, v)
+    tile = given or choose_tile(FORWARD, sizes)
     out = q.new_empty(q.shape[0], q.shape[2], heads, sizes["DV"]).transpose(1, 2)
     lse = q.new_empty(q.shape[0], heads, q.shape[2], dtype=torch.float32)
     if packed is not None:  # what is of no sequence
         out.zero_()
         lse.fill_(float("-inf"))
     integers = (
-        *row_strides(q, k, v, out), *extent.strides(), batch, heads, rows, keys, group, together(k, v, group, keys),
+        *row_strides(q, k, v, out), *extent.strides(), batch, heads, rows, keys, group, heads_in_l2(k, v, group, keys),
         extent.left, extent.right,
     )  # fmt: skip
     constants = {
-        **sizes, "ROWS": size.rows, "KEYS": size.keys, **extent.constants(), "DROPOUT": dropout > 0,
-        "WHOLE": packed is None and rows % size.rows == 0 and keys % size.keys == 0, "EMULATED": size.emulated,
-        "PACKED": packed is not None, "num_warps": size.warps, "num_stages": size.stages,
+        **sizes, **extent.constants(), "DROPOUT": dropout > 0, "PACKED": packed is not None,
+        "WHOLE": packed is None and tile.divides(rows, keys), **tile.constants(),
     }  # fmt: skip
-    tensors = (q, k, v, out, lse, extent.mask, seed, *starts_of(packed))
+    tensors = (q, k, v, out, lse, extent.mask, seed, *find_starts(packed))
     key = (*traits(*tensors), *integers, q.shape[2], *constants.values())
-    grid = triton.cdiv(rows, size.rows) * batch * heads
+    grid = triton.cdiv(rows, tile.rows) * batch * heads
     launch(
         attention_forward_kernel,
         grid,

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The backward kernels of FP8 attention, and their launcher: S and dP of FP8 operands, the other three products in bf16.
 
-What `manual_fp8` says, in two passes as in `_backward_kernels`: a program has a tile of rows and makes dQ, then one has a
+What `manual_fp8` says, in two passes as in `backward`: a program has a tile of rows and makes dQ, then one has a
 tile of keys and makes dK and dV. S comes from the forward pass's own q and k, or the weights would not add up to 1. Both
 products in FP8 contract the heads' width, along which all four operands lie: nothing is transposed. dQ, dK and dV contract
 rows or keys: K, Q and dO in FP8 would be wanted transposed, too.
@@ -20,14 +20,22 @@ from te_bench.kernels.attention.fp8_quantize import (
     PADDED_ROWS,
     Heads,
     amax_bits,
-    head_scale,
+    find_head_scale,
+    keep_positive,
     padded,
-    positive,
     width,
 )
 from te_bench.kernels.attention.portable.forward import L2_BYTES, Tile, row_strides
-from te_bench.kernels.attention.portable.fp8_forward import fp8_product, whole_tile
-from te_bench.kernels.attention.portable.scores import LOG2_E, exp2, heavy_first, product, put, settled, tile
+from te_bench.kernels.attention.portable.fp8_forward import dot_fp8, load_whole_tile
+from te_bench.kernels.attention.portable.scores import (
+    LOG2_E,
+    await_product,
+    dot,
+    exp2,
+    load_tile,
+    pick_tile,
+    store_tile,
+)
 from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.tile import rounded, to_fp8
 
@@ -47,188 +55,189 @@ DELTA_ROWS = 64
 
 @triton.jit(do_not_specialize=PADDED_ROWS)
 def fp8_attention_delta_kernel(
-    dout, out, lse, bits, come, come_inv, level, delta, dout_b, dout_h, dout_t, out_b, out_h, out_t, H, T, padded,
-    DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    do, out, lse, bits, do8, do_inv, lse_2, delta, do_b, do_h, do_t, out_b, out_h, out_t, H, T, padded,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dO in FP8, padded, and of ROWS rows level and delta, the sums of O and the dO that FP8 leaves.
+    """dO in FP8, padded, and of BLOCK_M rows lse_2 and delta, the sums of O and the dO that FP8 leaves.
 
-    level: the logarithm, to base 2, of the rows' sums; infinity, whose weights are 0, for rows that are none.
+    lse_2: the logarithm, to base 2, of the rows' sums; infinity, whose weights are 0, for rows that are none.
     """
-    pair = tl.program_id(0) // (padded // ROWS)
-    first = tl.program_id(0) % (padded // ROWS) * ROWS
+    pair = tl.program_id(0) // (padded // BLOCK_M)
+    start_m = tl.program_id(0) % (padded // BLOCK_M) * BLOCK_M
     b = (pair // H).to(tl.int64)
     h = (pair % H).to(tl.int64)
-    scale, inverse = head_scale(tl.load(bits + pair))
-    if first == 0:
-        tl.store(come_inv + pair, inverse)
-    data = tile(dout + b * dout_b + h * dout_h, dout_t, first, T, ROWS, WIDTH, DV, False)
-    made = tile(out + b * out_b + h * out_h, out_t, first, T, ROWS, WIDTH, DV, False)
-    cast = to_fp8(data.to(tl.float32) * scale, tl.float8e4nv)
-    rows = first + tl.arange(0, ROWS)
-    columns = tl.arange(0, WIDTH)
-    tl.store(come + (pair.to(tl.int64) * padded + rows[:, None]) * WIDTH + columns[None, :], cast)
-    sums = tl.sum(made.to(tl.float32) * cast.to(tl.float32), 1) * inverse
-    value = tl.load(lse + pair.to(tl.int64) * T + rows, mask=rows < T, other=float("inf")) * LOG2_E
-    tl.store(delta + pair.to(tl.int64) * padded + rows, tl.where(rows < T, sums, 0.0))
-    tl.store(level + pair.to(tl.int64) * padded + rows, value)
+    scale, inverse = find_head_scale(tl.load(bits + pair))
+    if start_m == 0:
+        tl.store(do_inv + pair, inverse)
+    do_tile = load_tile(do + b * do_b + h * do_h, do_t, start_m, T, BLOCK_M, BLOCK_D, DV, False)
+    out_tile = load_tile(out + b * out_b + h * out_h, out_t, start_m, T, BLOCK_M, BLOCK_D, DV, False)
+    cast = to_fp8(do_tile.to(tl.float32) * scale, tl.float8e4nv)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    tl.store(do8 + (pair.to(tl.int64) * padded + offs_m[:, None]) * BLOCK_D + columns[None, :], cast)
+    delta_tile = tl.sum(out_tile.to(tl.float32) * cast.to(tl.float32), 1) * inverse
+    lse_tile = tl.load(lse + pair.to(tl.int64) * T + offs_m, mask=offs_m < T, other=float("inf")) * LOG2_E
+    tl.store(delta + pair.to(tl.int64) * padded + offs_m, tl.where(offs_m < T, delta_tile, 0.0))
+    tl.store(lse_2 + pair.to(tl.int64) * padded + offs_m, lse_tile)
 
 
 @triton.jit
-def _row_steps(
-    dq, q, come, level, sums, k, values, keys_in, stride, start, stop, first, S, scale, back,
-    D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+def _add_dq(
+    dq, fp8, k, stride_k, held, start, stop, start_m, S, scale, dp_scale,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys start to stop; keys_in: K as it came, the others in FP8."""
-    rows = first + tl.arange(0, ROWS)
-    for n in tl.range(start, stop, KEYS):
-        n = tl.multiple_of(n, KEYS)
-        keys = n + tl.arange(0, KEYS)
-        scores = fp8_product(q, whole_tile(k, WIDTH, n, KEYS, WIDTH).T)
-        dweights = fp8_product(come, whole_tile(values, WIDTH_V, n, KEYS, WIDTH_V).T)
+    """dq with the share of keys start to stop. fp8: q and dO of the tile, k and v; k: as it came."""
+    q8, do8, k8, v8 = fp8
+    lse_2, delta = held
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    for start_n in tl.range(start, stop, BLOCK_N):
+        start_n = tl.multiple_of(start_n, BLOCK_N)
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        qk = dot_fp8(q8, load_whole_tile(k8, BLOCK_D, start_n, BLOCK_N, BLOCK_D).T)
+        dp = dot_fp8(do8, load_whole_tile(v8, BLOCK_DV, start_n, BLOCK_N, BLOCK_DV).T)
         if EDGE:
-            see = (keys < S)[None, :]
+            visible = (offs_n < S)[None, :]
             if CAUSAL:
-                see = see & (keys[None, :] <= rows[:, None])
-            scores = tl.where(see, scores, float("-inf"))
-        weights = exp2(scores * scale - level[:, None], 0)
-        dscores = weights * (dweights * back - sums[:, None])
-        block = tile(keys_in, stride, n, S, KEYS, WIDTH, D, not EDGE)
+                visible = visible & (offs_n[None, :] <= offs_m[:, None])
+            qk = tl.where(visible, qk, float("-inf"))
+        p = exp2(qk * scale - lse_2[:, None])
+        ds = p * (dp * dp_scale - delta[:, None])
+        k_tile = load_tile(k, stride_k, start_n, S, BLOCK_N, BLOCK_D, D, not EDGE)
         # Awaited here: of two loops in a row the assembler would wait for every product (C7515).
-        dq = settled(product(rounded(dscores, block.dtype), block, dq))
+        dq = await_product(dot(rounded(ds, k_tile.dtype), k_tile, dq))
     return dq
 
 
 @triton.jit
 def fp8_attention_backward_rows_kernel(
-    q, k, values, come, q_inv, k_inv, v_inv, come_inv, keys_in, level, delta, dq,
+    q8, k8, v8, do8, q_inv, k_inv, v_inv, do_inv, k, lse_2, delta, dq,
     k_b, k_h, k_s, dq_b, dq_h, dq_t, pairs, H, T, S, group, near, padded_q, padded_k, scale,
-    D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """dQ of ROWS rows."""
-    blocks = tl.cdiv(T, ROWS)
-    order, pair = heavy_first(tl.program_id(0), blocks, pairs, near)
-    first = (blocks - 1 - order) * ROWS
+    """dQ of BLOCK_M rows. EVEN: BLOCK_N divides S."""
+    blocks = tl.cdiv(T, BLOCK_M)
+    order, pair = pick_tile(tl.program_id(0), blocks, pairs, near)
+    start_m = (blocks - 1 - order) * BLOCK_M
     kv = pair // H * (H // group) + pair % H // group
-    keys_in += (pair // H).to(tl.int64) * k_b + (pair % H // group).to(tl.int64) * k_h
-    k += kv.to(tl.int64) * padded_k * WIDTH
-    values += kv.to(tl.int64) * padded_k * WIDTH_V
-    own = whole_tile(q + pair.to(tl.int64) * padded_q * WIDTH, WIDTH, first, ROWS, WIDTH)
-    back = whole_tile(come + pair.to(tl.int64) * padded_q * WIDTH_V, WIDTH_V, first, ROWS, WIDTH_V)
-    rows = pair.to(tl.int64) * padded_q + first + tl.arange(0, ROWS)
-    own_level, sums = tl.load(level + rows), tl.load(delta + rows)
-    of_scores = positive(tl.load(q_inv + pair) * (scale * LOG2_E) * tl.load(k_inv + kv))
-    of_weights = tl.load(come_inv + pair) * tl.load(v_inv + kv)
+    k += (pair // H).to(tl.int64) * k_b + (pair % H // group).to(tl.int64) * k_h
+    k8 += kv.to(tl.int64) * padded_k * BLOCK_D
+    v8 += kv.to(tl.int64) * padded_k * BLOCK_DV
+    q_tile = load_whole_tile(q8 + pair.to(tl.int64) * padded_q * BLOCK_D, BLOCK_D, start_m, BLOCK_M, BLOCK_D)
+    do_tile = load_whole_tile(do8 + pair.to(tl.int64) * padded_q * BLOCK_DV, BLOCK_DV, start_m, BLOCK_M, BLOCK_DV)
+    rows = pair.to(tl.int64) * padded_q + start_m + tl.arange(0, BLOCK_M)
+    lse_tile, delta_tile = tl.load(lse_2 + rows), tl.load(delta + rows)
+    qk_scale = keep_positive(tl.load(q_inv + pair) * (scale * LOG2_E) * tl.load(k_inv + kv))
+    dp_scale = tl.load(do_inv + pair) * tl.load(v_inv + kv)
     end = S
-    inner = S // KEYS * KEYS
+    inner = S // BLOCK_N * BLOCK_N
     if CAUSAL:
-        end = tl.minimum(S, first + ROWS)
-        inner = tl.minimum(S, first + 1) // KEYS * KEYS
-    made = tl.zeros((ROWS, WIDTH), tl.float32)
-    made = _row_steps(
-        made, own, back, own_level, sums, k, values, keys_in, k_s, 0, inner, first, S, of_scores, of_weights,
-        D, ROWS, KEYS, WIDTH, WIDTH_V, CAUSAL, False,
-    )  # fmt: skip
-    if CAUSAL or not EVEN:
-        made = _row_steps(
-            made, own, back, own_level, sums, k, values, keys_in, k_s, inner, end, first, S, of_scores, of_weights,
-            D, ROWS, KEYS, WIDTH, WIDTH_V, CAUSAL, True,
-        )  # fmt: skip
+        end = tl.minimum(S, start_m + BLOCK_M)
+        inner = tl.minimum(S, start_m + 1) // BLOCK_N * BLOCK_N
+    dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    bounds = 0, inner, end
+    for EDGE in tl.static_range(2):
+        if not EDGE or CAUSAL or not EVEN:
+            dq_tile = _add_dq(
+                dq_tile, (q_tile, do_tile, k8, v8), k, k_s, (lse_tile, delta_tile), bounds[EDGE], bounds[EDGE + 1], start_m,
+                S, qk_scale, dp_scale, D, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CAUSAL, EDGE == 1,
+            )  # fmt: skip
     dq += (pair // H).to(tl.int64) * dq_b + (pair % H).to(tl.int64) * dq_h
-    put(dq, dq_t, first, T, rounded(made * scale, dq.dtype.element_ty), ROWS, WIDTH, D)
+    store_tile(dq, dq_t, start_m, T, rounded(dq_tile * scale, dq.dtype.element_ty), BLOCK_M, BLOCK_D, D)
 
 
 @triton.jit
-def _key_steps(
-    dk, dv, k, values, q, come, level, delta, rows_in, back_in, stride, stride_back, start, stop, first, T, scale, back,
-    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
-    WHOLE: tl.constexpr, EDGE: tl.constexpr,
+def _add_dk_dv(
+    dk, dv, held, fp8, rows, start, stop, start_n, T, scale, dp_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WHOLE: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Rows start to stop; rows_in and back_in: Q and dO as they came. Scores are transposed, keys by rows.
+    """dk and dv with the share of rows start to stop. rows: Q and dO as they came. Scores are transposed, keys by rows.
 
     EDGE: some rows come before some keys. Rows beyond T have weights of 0, and keys beyond S are not written.
     """
-    keys = first + tl.arange(0, KEYS)
-    for m in tl.range(start, stop, ROWS):
-        m = tl.multiple_of(m, ROWS)
-        rows = m + tl.arange(0, ROWS)
-        scores = fp8_product(k, whole_tile(q, WIDTH, m, ROWS, WIDTH).T)
+    k8, v8 = held
+    q8, do8, lse_2, delta = fp8
+    q, stride_q, do, stride_do = rows
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    for start_m in tl.range(start, stop, BLOCK_M):
+        start_m = tl.multiple_of(start_m, BLOCK_M)
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        qk = dot_fp8(k8, load_whole_tile(q8, BLOCK_D, start_m, BLOCK_M, BLOCK_D).T)
         if EDGE:
-            scores = tl.where(keys[:, None] <= rows[None, :], scores, float("-inf"))
-        weights = exp2(scores * scale - tl.load(level + rows)[None, :], 0)
-        gradient = tile(back_in, stride_back, m, T, ROWS, WIDTH_V, DV, WHOLE)
-        dv = product(rounded(weights, gradient.dtype), gradient, dv)
-        dweights = fp8_product(values, whole_tile(come, WIDTH_V, m, ROWS, WIDTH_V).T)
-        queries = tile(rows_in, stride, m, T, ROWS, WIDTH, D, WHOLE)
-        dscores = rounded(weights * (dweights * back - tl.load(delta + rows)[None, :]), queries.dtype)
-        dk = settled(product(dscores, queries, dk))
+            qk = tl.where(offs_n[:, None] <= offs_m[None, :], qk, float("-inf"))
+        p = exp2(qk * scale - tl.load(lse_2 + offs_m)[None, :])
+        do_tile = load_tile(do, stride_do, start_m, T, BLOCK_M, BLOCK_DV, DV, WHOLE)
+        dv = dot(rounded(p, do_tile.dtype), do_tile, dv)
+        dp = dot_fp8(v8, load_whole_tile(do8, BLOCK_DV, start_m, BLOCK_M, BLOCK_DV).T)
+        q_tile = load_tile(q, stride_q, start_m, T, BLOCK_M, BLOCK_D, D, WHOLE)
+        ds = rounded(p * (dp * dp_scale - tl.load(delta + offs_m)[None, :]), q_tile.dtype)
+        dk = await_product(dot(ds, q_tile, dk))
     return dk, dv
 
 
 @triton.jit
 def fp8_attention_backward_keys_kernel(
-    q, k, values, come, q_inv, k_inv, v_inv, come_inv, rows_in, back_in, level, delta, dk, dv,
-    q_b, q_h, q_t, dout_b, dout_h, dout_t, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
+    q8, k8, v8, do8, q_inv, k_inv, v_inv, do_inv, q, do, lse_2, delta, dk, dv,
+    q_b, q_h, q_t, do_b, do_h, do_t, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
     pairs, H, T, S, group, near, padded_q, padded_k, scale,
-    D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
-    CAUSAL: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of KEYS keys, over GROUP query heads. pairs: sequences times key heads."""
-    order, pair = heavy_first(tl.program_id(0), tl.cdiv(S, KEYS), pairs, near)
-    first = order * KEYS  # of causal keys the first are seen the most
+    """dK and dV of BLOCK_N keys, over GROUP query heads. pairs: sequences times key heads. WHOLE: BLOCK_M divides T."""
+    order, pair = pick_tile(tl.program_id(0), tl.cdiv(S, BLOCK_N), pairs, near)
+    start_n = order * BLOCK_N  # of causal keys the first are seen the most
     b = (pair // (H // GROUP)).to(tl.int64)
     kv_head = (pair % (H // GROUP)).to(tl.int64)
     at = pair.to(tl.int64) * padded_k
-    own = whole_tile(k + at * WIDTH, WIDTH, first, KEYS, WIDTH)
-    block = whole_tile(values + at * WIDTH_V, WIDTH_V, first, KEYS, WIDTH_V)
-    of_keys = tl.load(k_inv + pair) * (scale * LOG2_E)
-    of_values = tl.load(v_inv + pair)
+    k_tile = load_whole_tile(k8 + at * BLOCK_D, BLOCK_D, start_n, BLOCK_N, BLOCK_D)
+    v_tile = load_whole_tile(v8 + at * BLOCK_DV, BLOCK_DV, start_n, BLOCK_N, BLOCK_DV)
+    k_scale = tl.load(k_inv + pair) * (scale * LOG2_E)
+    v_scale = tl.load(v_inv + pair)
     begin = tl.full((), 0, tl.int32)
     inner = begin
     if CAUSAL:
-        begin = tl.minimum(first // ROWS * ROWS, T)
-        inner = tl.maximum(begin, tl.minimum(tl.cdiv(first + KEYS - 1, ROWS) * ROWS, tl.cdiv(T, ROWS) * ROWS))
-        inner = tl.where(first < T, inner, T)  # keys from T on, no row sees
-    dk_tile = tl.zeros((KEYS, WIDTH), tl.float32)
-    dv_tile = tl.zeros((KEYS, WIDTH_V), tl.float32)
+        begin = tl.minimum(start_n // BLOCK_M * BLOCK_M, T)
+        last = tl.minimum(tl.cdiv(start_n + BLOCK_N - 1, BLOCK_M) * BLOCK_M, tl.cdiv(T, BLOCK_M) * BLOCK_M)
+        inner = tl.maximum(begin, last)
+        inner = tl.where(start_n < T, inner, T)  # keys from T on, no row sees
+    dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv_tile = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    bounds = begin, inner, T
     for g in range(GROUP):
         h = kv_head * GROUP + g
         head = b * H + h
-        of_scores = positive(of_keys * tl.load(q_inv + head))
-        of_weights = of_values * tl.load(come_inv + head)
-        q_head, come_head = q + head * padded_q * WIDTH, come + head * padded_q * WIDTH_V
-        rows_head, back_head = rows_in + b * q_b + h * q_h, back_in + b * dout_b + h * dout_h
-        if CAUSAL:
-            dk_tile, dv_tile = _key_steps(
-                dk_tile, dv_tile, own, block, q_head, come_head, level + head * padded_q, delta + head * padded_q,
-                rows_head, back_head, q_t, dout_t, begin, inner, first, T, of_scores, of_weights,
-                D, DV, ROWS, KEYS, WIDTH, WIDTH_V, WHOLE, True,
+        qk_scale = keep_positive(k_scale * tl.load(q_inv + head))
+        dp_scale = v_scale * tl.load(do_inv + head)
+        q8_head, do8_head = q8 + head * padded_q * BLOCK_D, do8 + head * padded_q * BLOCK_DV
+        q_head, do_head = q + b * q_b + h * q_h, do + b * do_b + h * do_h
+        for PART in tl.static_range(0 if CAUSAL else 1, 2):
+            dk_tile, dv_tile = _add_dk_dv(
+                dk_tile, dv_tile, (k_tile, v_tile), (q8_head, do8_head, lse_2 + head * padded_q, delta + head * padded_q),
+                (q_head, q_t, do_head, do_t), bounds[PART], bounds[PART + 1], start_n, T, qk_scale, dp_scale,
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WHOLE, PART == 0,
             )  # fmt: skip
-        dk_tile, dv_tile = _key_steps(
-            dk_tile, dv_tile, own, block, q_head, come_head, level + head * padded_q, delta + head * padded_q,
-            rows_head, back_head, q_t, dout_t, inner, T, first, T, of_scores, of_weights,
-            D, DV, ROWS, KEYS, WIDTH, WIDTH_V, WHOLE, False,
-        )  # fmt: skip
     dk_tile = rounded(dk_tile * scale, dk.dtype.element_ty)
-    put(dk + b * dk_b + kv_head * dk_h, dk_s, first, S, dk_tile, KEYS, WIDTH, D)
-    put(dv + b * dv_b + kv_head * dv_h, dv_s, first, S, rounded(dv_tile, dv.dtype.element_ty), KEYS, WIDTH_V, DV)
+    store_tile(dk + b * dk_b + kv_head * dk_h, dk_s, start_n, S, dk_tile, BLOCK_N, BLOCK_D, D)
+    DTYPE: tl.constexpr = dv.dtype.element_ty
+    store_tile(dv + b * dv_b + kv_head * dv_h, dv_s, start_n, S, rounded(dv_tile, DTYPE), BLOCK_N, BLOCK_DV, DV)
 
 
-def arriving(dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Heads, Tensor]:
+def quantize_dout(dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Heads, Tensor]:
     """dO in FP8 by rows; and (2, B, H, padded T) float32, the rows' levels and deltas. (B, H, T, D), last strides 1."""
     batch, heads, rows, features = dout.shape
     length, wide = padded(rows), width(features)
     info = dout.new_empty(2, batch, heads, length, dtype=torch.float32)
-    come = dout.new_empty(batch, heads, length, wide, dtype=E4M3)
+    do8 = dout.new_empty(batch, heads, length, wide, dtype=E4M3)
     inverse = dout.new_empty(batch, heads, dtype=torch.float32)
     integers = (*row_strides(dout, out), heads, rows, length)
-    constants = {"DV": features, "WIDTH": wide, "ROWS": DELTA_ROWS, "num_warps": 4}
-    tensors = (dout, out, lse, amax_bits(dout), come, inverse, *info.unbind())
+    constants = {"DV": features, "BLOCK_D": wide, "BLOCK_M": DELTA_ROWS, "num_warps": 4}
+    tensors = (dout, out, lse, amax_bits(dout), do8, inverse, *info.unbind())
     key = *traits(*tensors), *integers, *constants.values()
     grid = length // DELTA_ROWS * batch * heads
     launch(fp8_attention_delta_kernel, grid, key, dout.get_device(), (*tensors, *integers), constants)
-    return Heads(come, None, inverse), info
+    return Heads(do8, None, inverse), info
 
 
 def backward(
@@ -246,33 +255,33 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), k.new_empty(*k.shape[:3], features)
     if features == d:
         dv = torch.empty_like(k)
-    come, info = arriving(dout, out, lse)
-    assert come.data is not None
-    level, delta = info.unbind()
+    do8, info = quantize_dout(dout, out, lse)
+    assert do8.data is not None
+    fp8 = (q8.data, k8.data, v8.data, do8.data, q8.scale_inv, k8.scale_inv, v8.scale_inv, do8.scale_inv)
+    common = {"D": d, "BLOCK_D": wide, "BLOCK_DV": wide_v, "CAUSAL": causal}
 
-    fp8 = (q8.data, k8.data, v8.data, come.data, q8.scale_inv, k8.scale_inv, v8.scale_inv, come.scale_inv)
-    device = q.get_device()
-    size = of_rows or OF_ROWS[max(wide, wide_v)]
-    near = max(1, L2_BYTES // (padded_k * (wide + wide_v + d * k.element_size()))) * group
-    tensors: tuple[Tensor, ...] = (*fp8, k, level, delta, dq)
-    integers: tuple[int, ...] = (*row_strides(k, dq), batch * count, count, rows, keys, group, near, padded_q, padded_k)
-    constants: dict[str, Any] = {
-        "D": d, "ROWS": size.rows, "KEYS": size.keys, "WIDTH": wide, "WIDTH_V": wide_v, "CAUSAL": causal,
-        "EVEN": keys % size.keys == 0, "num_warps": size.warps, "num_stages": size.stages,
-    }  # fmt: skip
-    key = *traits(*tensors), *integers, *constants.values()
-    grid = triton.cdiv(rows, size.rows) * batch * count
-    launch(fp8_attention_backward_rows_kernel, grid, key, device, (*tensors, *integers, float(scale)), constants)
+    def run(
+        kernel: Any, grid: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...], pairs: int, near: int, tile: Tile,
+        own: dict[str, Any],
+    ) -> None:  # fmt: skip
+        tensors = *fp8, *tensors
+        integers = *strides, pairs, count, rows, keys, group, near, padded_q, padded_k
+        constants = common | tile.constants() | own
+        key = *traits(*tensors), *integers, *constants.values()
+        launch(kernel, grid, key, q.get_device(), (*tensors, *integers, float(scale)), constants)
 
-    size = of_keys or OF_KEYS[max(wide, wide_v)]
-    near = max(1, L2_BYTES // (padded_q * group * (wide + wide_v + (d + features) * q.element_size())))
-    tensors = (*fp8, q, dout, level, delta, dk, dv)
-    integers = (*row_strides(q, dout, dk, dv), batch * kv_count, count, rows, keys, group, near, padded_q, padded_k)
-    constants = {
-        "D": d, "DV": features, "ROWS": size.rows, "KEYS": size.keys, "WIDTH": wide, "WIDTH_V": wide_v, "CAUSAL": causal,
-        "WHOLE": rows % size.rows == 0, "GROUP": group, "num_warps": size.warps, "num_stages": size.stages,
-    }  # fmt: skip
-    key = *traits(*tensors), *integers, *constants.values()
-    grid = triton.cdiv(keys, size.keys) * batch * kv_count
-    launch(fp8_attention_backward_keys_kernel, grid, key, device, (*tensors, *integers, float(scale)), constants)
+    tile = of_rows or OF_ROWS[max(wide, wide_v)]
+    run(
+        fp8_attention_backward_rows_kernel, triton.cdiv(rows, tile.rows) * batch * count,
+        (k, *info.unbind(), dq), row_strides(k, dq), batch * count,
+        max(1, L2_BYTES // (padded_k * (wide + wide_v + d * k.element_size()))) * group, tile,
+        {"EVEN": keys % tile.keys == 0},
+    )  # fmt: skip
+    tile = of_keys or OF_KEYS[max(wide, wide_v)]
+    run(
+        fp8_attention_backward_keys_kernel, triton.cdiv(keys, tile.keys) * batch * kv_count,
+        (q, dout, *info.unbind(), dk, dv), row_strides(q, dout, dk, dv), batch * kv_count,
+        max(1, L2_BYTES // (padded_q * group * (wide + wide_v + (d + features) * q.element_size()))), tile,
+        {"DV": features, "WHOLE": rows % tile.rows == 0, "GROUP": group},
+    )  # fmt: skip
     return dq, dk, dv

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The forward kernel of FP8 attention, and its launcher: `_kernels`' order with both products in E4M3.
+"""The forward kernel of FP8 attention, and its launcher: `forward`'s order with both products in E4M3.
 
 What `manual_fp8` says, block of keys by block: 2^8 P of the maximum so far is rounded to E4M3. Each block's product with the
 values is added to the others in float32: the FP8 tensor core's own sums have 14 bits, and over 16384 keys that shows.
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_bench.kernels.attention.fp8_quantize import BLOCK, PADDED_ROWS, Heads, padded, positive
+from te_bench.kernels.attention.fp8_quantize import BLOCK, PADDED_ROWS, Heads, keep_positive, padded
 from te_bench.kernels.attention.portable.forward import L2_BYTES, row_strides
-from te_bench.kernels.attention.portable.scores import LN_2, LOG2_E, exp2, heavy_first, largest, put
+from te_bench.kernels.attention.portable.scores import LN_2, LOG2_E, exp2, pick_tile, row_maxima, store_tile
 from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.tile import INTERPRETED, rounded, to_fp8
 
@@ -43,7 +43,7 @@ FORWARD: Mapping[int, Plan] = {
 
 
 @triton.jit
-def fp8_product(a, b):
+def dot_fp8(a, b):
     """a b in float32 of FP8 operands; by itself, not added to what there is."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -52,107 +52,110 @@ def fp8_product(a, b):
 
 
 @triton.jit
-def whole_tile(base, stride, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def load_whole_tile(base, stride, start_m, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows first to first + ROWS of what is padded to whole tiles."""
-    rows = tl.arange(0, ROWS)
+    rows = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, COLUMNS)
-    return tl.load(base + first.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :])
+    return tl.load(base + start_m.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :])
 
 
 @triton.jit
-def slotted(weights, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Columns in the order of `in_slots`, in which the values come."""
-    apart = tl.reshape(weights, (ROWS, KEYS // 16, 2, 4, 2))
-    return tl.reshape(tl.permute(apart, (0, 1, 3, 2, 4)), (ROWS, KEYS))
+def permute_to_slots(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Columns in the order of `order_slots`, in which the values come."""
+    apart = tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(apart, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
-def until(last, KEYS: tl.constexpr):
+def not_after(last, BLOCK_N: tl.constexpr):
     """Which of KEYS keys are no later than last, a number for each row or for all.
 
     In eights of keys: the numbers that differ by thread are then few, and keep few registers.
     """
     left = last[:, None] - tl.arange(0, 8)[None, :]
-    see = (8 * tl.arange(0, KEYS // 8))[None, :, None] <= left[:, None, :]
-    return tl.reshape(see, (last.shape[0], KEYS))
+    visible = (8 * tl.arange(0, BLOCK_N // 8))[None, :, None] <= left[:, None, :]
+    return tl.reshape(visible, (last.shape[0], BLOCK_N))
 
 
 @triton.jit
-def _steps(
-    acc, other, total, top, q, k, values, start, stop, last, scale, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, HALVES: tl.constexpr, EDGE: tl.constexpr,
+def _attend_blocks(
+    acc, acc_high, l_i, m_i, q, k, v, start, stop, last, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HALVES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Keys start to stop, of which all are seen by all rows, or where EDGE each row's first to last; values are transposed.
 
     other: the second half of the features' acc, where HALVES is 2.
     """
-    features = tl.arange(0, WIDTH_V // HALVES)
-    keys = tl.arange(0, KEYS)
-    for n in tl.range(start, stop, KEYS):
-        n = tl.multiple_of(n, KEYS)
-        scores = fp8_product(q, whole_tile(k, WIDTH, n, KEYS, WIDTH).T)
+    features = tl.arange(0, BLOCK_DV // HALVES)
+    offs_n = tl.arange(0, BLOCK_N)
+    for start_n in tl.range(start, stop, BLOCK_N):
+        start_n = tl.multiple_of(start_n, BLOCK_N)
+        qk = dot_fp8(q, load_whole_tile(k, BLOCK_D, start_n, BLOCK_N, BLOCK_D).T)
         if EDGE:
-            scores = tl.where(until(last - n, KEYS), scores, float("-inf"))
-        higher = tl.maximum(top, largest(scores) * scale, propagate_nan=tl.PropagateNan.ALL)
-        weights = exp2(scores * scale - (higher - OFFSET)[:, None], 0)
-        shrink = exp2(top - higher, 0)
-        total = total * shrink + tl.sum(weights, 1)
-        operand = to_fp8(slotted(weights, ROWS, KEYS), tl.float8e4nv)
-        if KEYS == BLOCK:
-            at = values + n.to(tl.int64) * WIDTH_V
+            qk = tl.where(not_after(last - start_n, BLOCK_N), qk, float("-inf"))
+        m_new = tl.maximum(m_i, row_maxima(qk) * scale, propagate_nan=tl.PropagateNan.ALL)
+        p = exp2(qk * scale - (m_new - OFFSET)[:, None])
+        alpha = exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        p_fp8 = to_fp8(permute_to_slots(p, BLOCK_M, BLOCK_N), tl.float8e4nv)
+        if BLOCK_N == BLOCK:
+            at = v + start_n.to(tl.int64) * BLOCK_DV
         else:
-            at = values + tl.multiple_of((n // BLOCK).to(tl.int64) * (BLOCK * WIDTH_V) + n % BLOCK, KEYS)
-        block = tl.load(at + features[:, None] * BLOCK + keys[None, :])
-        acc = acc * shrink[:, None] + fp8_product(operand, block.T)
+            offset = (start_n // BLOCK).to(tl.int64) * (BLOCK * BLOCK_DV) + start_n % BLOCK
+            at = v + tl.multiple_of(offset, BLOCK_N)
+        v_tile = tl.load(at + features[:, None] * BLOCK + offs_n[None, :])
+        acc = acc * alpha[:, None] + dot_fp8(p_fp8, v_tile.T)
         if HALVES == 2:
-            block = tl.load(at + (WIDTH_V // 2 + features)[:, None] * BLOCK + keys[None, :])
-            other = other * shrink[:, None] + fp8_product(operand, block.T)
-        top = higher
-    return acc, other, total, top
+            v_tile = tl.load(at + (BLOCK_DV // 2 + features)[:, None] * BLOCK + offs_n[None, :])
+            acc_high = acc_high * alpha[:, None] + dot_fp8(p_fp8, v_tile.T)
+        m_i = m_new
+    return acc, acc_high, l_i, m_i
 
 
 @triton.jit(do_not_specialize=PADDED_ROWS)
 def fp8_attention_forward_kernel(
-    q, k, values, q_inv, k_inv, v_inv, out, lse, out_b, out_h, out_t, pairs, H, T, S, group, near, padded_q, padded_k, scale,
-    DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+    q, k, v, q_inv, k_inv, v_inv, out, lse, out_b, out_h, out_t, pairs, H, T, S, group, near, padded_q, padded_k, scale,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of ROWS rows. q (B, H, padded_q, WIDTH), k and the values (B, Hkv, ...) in E4M3. EVEN: S % KEYS is 0."""
-    tl.static_assert(BLOCK % KEYS == 0)
-    blocks = tl.cdiv(T, ROWS)
-    order, pair = heavy_first(tl.program_id(0), blocks, pairs, near)
-    first = (blocks - 1 - order) * ROWS  # of causal rows the last see the most
+    """out and lse of BLOCK_M rows. q (B, H, padded_q, BLOCK_D), k, v (B, Hkv, ...) in E4M3. EVEN: BLOCK_N divides S."""
+    tl.static_assert(BLOCK % BLOCK_N == 0)
+    blocks = tl.cdiv(T, BLOCK_M)
+    order, pair = pick_tile(tl.program_id(0), blocks, pairs, near)
+    start_m = (blocks - 1 - order) * BLOCK_M  # of causal rows the last see the most
     kv = pair // H * (H // group) + pair % H // group
-    k += kv.to(tl.int64) * padded_k * WIDTH
-    values += kv.to(tl.int64) * padded_k * WIDTH_V
-    own = whole_tile(q + pair.to(tl.int64) * padded_q * WIDTH, WIDTH, first, ROWS, WIDTH)
-    scale = positive(tl.load(q_inv + pair) * (scale * LOG2_E) * tl.load(k_inv + kv))
-    rows = first + tl.arange(0, ROWS)
+    k += kv.to(tl.int64) * padded_k * BLOCK_D
+    v += kv.to(tl.int64) * padded_k * BLOCK_DV
+    q_tile = load_whole_tile(q + pair.to(tl.int64) * padded_q * BLOCK_D, BLOCK_D, start_m, BLOCK_M, BLOCK_D)
+    scale = keep_positive(tl.load(q_inv + pair) * (scale * LOG2_E) * tl.load(k_inv + kv))
+    offs_m = start_m + tl.arange(0, BLOCK_M)
     end = S
-    inner = S // KEYS * KEYS
+    inner = S // BLOCK_N * BLOCK_N
     last = tl.full((1,), S - 1, tl.int32)
     if CAUSAL:
-        end = tl.minimum(S, first + ROWS)
-        inner = tl.minimum(S, first + 1) // KEYS * KEYS
-        last = tl.minimum(rows, S - 1)
-    acc = tl.zeros((ROWS, WIDTH_V // HALVES), tl.float32)
-    other = acc
-    total = tl.zeros((ROWS,), tl.float32)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    acc, other, total, top = _steps(
-        acc, other, total, top, own, k, values, 0, inner, last, scale, ROWS, KEYS, WIDTH, WIDTH_V, HALVES, False
-    )  # fmt: skip
-    if CAUSAL or not EVEN:
-        acc, other, total, top = _steps(
-            acc, other, total, top, own, k, values, inner, end, last, scale, ROWS, KEYS, WIDTH, WIDTH_V, HALVES, True
-        )  # fmt: skip
-    tl.store(lse + pair.to(tl.int64) * T + rows, (top - OFFSET + tl.log2(total)) * LN_2, mask=rows < T)
+        end = tl.minimum(S, start_m + BLOCK_M)
+        inner = tl.minimum(S, start_m + 1) // BLOCK_N * BLOCK_N
+        last = tl.minimum(offs_m, S - 1)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV // HALVES), tl.float32)
+    acc_high = acc
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    bounds = 0, inner, end
+    for EDGE in tl.static_range(2):
+        if not EDGE or CAUSAL or not EVEN:
+            acc, acc_high, l_i, m_i = _attend_blocks(
+                acc, acc_high, l_i, m_i, q_tile, k, v, bounds[EDGE], bounds[EDGE + 1], last, scale,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HALVES, EDGE == 1,
+            )  # fmt: skip
+    tl.store(lse + pair.to(tl.int64) * T + offs_m, (m_i - OFFSET + tl.log2(l_i)) * LN_2, mask=offs_m < T)
     out += (pair // H).to(tl.int64) * out_b + (pair % H).to(tl.int64) * out_h
-    by = (tl.load(v_inv + kv) / total)[:, None]
-    HALF: tl.constexpr = WIDTH_V // HALVES
-    put(out, out_t, first, T, rounded(acc * by, out.dtype.element_ty), ROWS, HALF, DV if DV < HALF else HALF)
+    by = (tl.load(v_inv + kv) / l_i)[:, None]
+    HALF: tl.constexpr = BLOCK_DV // HALVES
+    low = rounded(acc * by, out.dtype.element_ty)
+    store_tile(out, out_t, start_m, T, low, BLOCK_M, HALF, DV if DV < HALF else HALF)
     if HALVES == 2 and DV > HALF:
-        put(out + HALF, out_t, first, T, rounded(other * by, out.dtype.element_ty), ROWS, HALF, DV - HALF)
+        high = rounded(acc_high * by, out.dtype.element_ty)
+        store_tile(out + HALF, out_t, start_m, T, high, BLOCK_M, HALF, DV - HALF)
 
 
 def forward(
@@ -175,7 +178,7 @@ def forward(
     near = max(1, L2_BYTES // (padded_k * (wide + wide_v))) * group
     integers = *row_strides(out), batch * heads, heads, rows, keys, group, near, padded_q, padded_k
     constants: dict[str, Any] = {
-        "DV": features, "ROWS": size.rows, "KEYS": size.keys, "WIDTH": wide, "WIDTH_V": wide_v, "CAUSAL": causal,
+        "DV": features, "BLOCK_M": size.rows, "BLOCK_N": size.keys, "BLOCK_D": wide, "BLOCK_DV": wide_v, "CAUSAL": causal,
         "EVEN": keys % size.keys == 0, "HALVES": size.halves, "num_warps": size.warps, "num_stages": size.stages,
         "maxnreg": size.registers,
     }  # fmt: skip

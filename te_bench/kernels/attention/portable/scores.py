@@ -24,36 +24,12 @@ ROUNDS = tl.constexpr(
     7
 )  # of Philox 4x32, the fewest that pass BigCrush (Salmon et al., "Parallel Random Numbers", 2011)
 
-# 2^x of one element in four, or in two, on the units of multiplication: an SM has 16 exponentials a clock and 128
-# multiplications. 2^x = 2^floor(x) (1 + c1 f + c2 f^2 + c3 f^3) with the fraction f, off by at most 8.6e-5 of itself, where
-# bf16 rounds off 2e-3. Idea: FlashAttention-4 (Dao-AILab/flash-attention); coefficients fitted here, minimax over [0, 1].
-_POLYNOMIAL = (
-    "max.ftz.f32 x, {x}, 0fC2FE0000; add.rm.ftz.f32 n, x, 0f4B400000; sub.ftz.f32 f, n, 0f4B400000; sub.ftz.f32 f, x, f; "
-    "fma.rn.ftz.f32 p, f, 0f3D9DD56E, 0f3E691BC4; fma.rn.ftz.f32 p, p, f, 0f3F31F32A; fma.rn.ftz.f32 p, p, f, 0f3F800000; "
-    "mov.b32 i, n; shl.b32 i, i, 23; mov.b32 j, p; add.s32 i, i, j; mov.b32 {y}, i; "
-)  # -127 from below; 1.5 x 2^23, rounded down, leaves floor(x) in the last bits
-_EXP2 = "ex2.approx.ftz.f32 {y}, {x}; "
-_REGISTERS = "{ .reg .f32 x, n, f, p; .reg .b32 i, j; "
-
-
-def _by_fours(kinds: str) -> str:
-    steps = ((_POLYNOMIAL if kind == "p" else _EXP2).format(x=f"${4 + i}", y=f"${i}") for i, kind in enumerate(kinds))
-    return _REGISTERS + "".join(steps) + "}"
-
-
-QUARTER = tl.constexpr(_by_fours("eeep"))
-HALF = tl.constexpr(_by_fours("epep"))
-
 
 @triton.jit
-def exp2(x, EMULATED: tl.constexpr):
-    """2^x of float32, 0 below its normal numbers; EMULATED in 0, 1 and 2 quarters of the elements by multiplications."""
+def exp2(x):
+    """2^x of float32, 0 below its normal numbers."""
     if INTERPRETED:
         return tl.exp2(x)
-    elif EMULATED == 1:
-        return tl.inline_asm_elementwise(QUARTER, "=f,=f,=f,=f,f,f,f,f", [x], dtype=tl.float32, is_pure=True, pack=4)
-    elif EMULATED == 2:
-        return tl.inline_asm_elementwise(HALF, "=f,=f,=f,=f,f,f,f,f", [x], dtype=tl.float32, is_pure=True, pack=4)
     else:  # exp2's own takes three instructions more, for denormals (Triton 3.7)
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -61,7 +37,7 @@ def exp2(x, EMULATED: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, acc):
+def dot(a, b, acc):
     """acc + a b in float32; float32 operands are multiplied as such."""
     if INTERPRETED:  # its products are of bf16's bits (Triton 3.7)
         a = a.to(tl.float32)
@@ -70,7 +46,7 @@ def product(a, b, acc):
 
 
 @triton.jit
-def settled(x):
+def await_product(x):
     """x, float32, whose product is awaited here and not where it is next added to."""
     if INTERPRETED:
         return x
@@ -79,17 +55,17 @@ def settled(x):
 
 
 @triton.jit
-def greater(a, b):
+def larger_or_nan(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def largest(x):
+def row_maxima(x):
     """The maximum of each row; NaN if any is."""
     if INTERPRETED:  # where a reduction of one's own goes element by element
         return tl.max(x, 1)
     else:
-        return tl.reduce(x, 1, greater)
+        return tl.reduce(x, 1, larger_or_nan)
 
 
 def within_reach(x: Tensor) -> Tensor:
@@ -103,7 +79,7 @@ def within_reach(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def tile(
+def load_tile(
     base, stride, first, limit, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
 ):
     """Rows first to first + ROWS of (limit, WIDTH), 0 beyond; WHOLE: none of them is."""
@@ -123,7 +99,7 @@ def tile(
 
 
 @triton.jit
-def put(base, stride, first, limit, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+def store_tile(base, stride, first, limit, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
     """x into rows first to first + ROWS of (limit, WIDTH), but for what is beyond."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
@@ -134,29 +110,38 @@ def put(base, stride, first, limit, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 
 
 @triton.jit
-def seen(
-    rows, keys, T, S, left, right, mask, mask_t, mask_s,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, WHOLE: tl.constexpr,
+def is_visible(
+    rows, keys, limits, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Whether row i sees key j; rows and keys are a column and a row of indices, or a row and a column."""
+    """Whether row i sees key j; rows and keys are a column and a row of indices, or a row and a column.
+
+    limits: T, S, left, right, and the head's mask with its strides.
+    """
+    T, S, left, right, mask, mask_t, mask_s = limits
     if HAS_RIGHT:
-        see = keys <= rows + right
+        visible = keys <= rows + right
         if not WHOLE:
-            see = see & (keys < S)
+            visible = visible & (keys < S)
     else:
-        see = keys < S
+        visible = keys < S
     if HAS_LEFT:
-        see = see & (keys >= rows - left)
+        visible = visible & (keys >= rows - left)
     if MASK == OF_KEYS:
-        see = see & (tl.load(mask + keys.to(tl.int64) * mask_s, mask=keys < S, other=1) == 0)
+        visible = visible & (tl.load(mask + keys.to(tl.int64) * mask_s, mask=keys < S, other=1) == 0)
     if MASK == OF_SCORES:
         at = mask + rows.to(tl.int64) * mask_t + keys.to(tl.int64) * mask_s
-        see = see & (tl.load(at, mask=(rows < T) & (keys < S), other=1) == 0)
-    return see
+        visible = visible & (tl.load(at, mask=(rows < T) & (keys < S), other=1) == 0)
+    return visible
+
+
+@triton.constexpr_function
+def has_part(part: int, has_left: bool, has_right: bool, mask: int, whole: bool) -> bool:
+    """Whether there may be blocks of keys before, among, or after (part 0, 1, 2) those that every row of a tile sees."""
+    return (has_left, mask == NO_MASK, has_right or mask != NO_MASK or not whole)[part]
 
 
 @triton.jit
-def kept(seed, head, row, key, dropout, ROWS: tl.constexpr, KEYS: tl.constexpr, ACROSS: tl.constexpr):
+def dropout_factors(seed, head, row, key, dropout, ROWS: tl.constexpr, KEYS: tl.constexpr, ACROSS: tl.constexpr):
     """1 / (1 - dropout) where the weight of row i and key j stays, else 0: the same wherever and however it is tiled.
 
     Of rows from `row` and keys from `key`, (ROWS, KEYS), or (KEYS, ROWS) where ACROSS. One count of Philox is for four keys.
@@ -179,23 +164,23 @@ def kept(seed, head, row, key, dropout, ROWS: tl.constexpr, KEYS: tl.constexpr, 
 
 
 @triton.jit
-def sequence(starts, b):
+def find_sequence(starts, b):
     """(where sequence b begins among those packed one after the other, how long it is)."""
     begin = tl.load(starts + b).to(tl.int32)
     return begin, tl.load(starts + b + 1).to(tl.int32) - begin
 
 
 @triton.jit
-def heavy_first(pid, blocks, heads, together):
+def pick_tile(pid, blocks, heads, heads_in_l2):
     """(which of a head's blocks, in order; which head): block 0 of `together` heads, then block 1 of them, and so on.
 
     What is heavy comes first if block 0 is, so that the last programs are short. `together` heads' keys and values fit in
     the L2.
     """
-    section = pid // (blocks * together)
-    first = section * together
-    count = tl.minimum(heads - first, together)
-    inside = pid - section * blocks * together
+    section = pid // (blocks * heads_in_l2)
+    first = section * heads_in_l2
+    count = tl.minimum(heads - first, heads_in_l2)
+    inside = pid - section * blocks * heads_in_l2
     return inside // count, first + inside % count
 
 
