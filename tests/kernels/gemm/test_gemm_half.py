@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from te_bench.kernels.gemm.half_measured import GPU, ROWS, Row
 from torch import Tensor
 
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.activation.backends import reference
 from te_bench.kernels.gemm import ACTIVATIONS, half, half_measured
 from te_bench.kernels.gemm.half import ACTIVATED, GRADIENT, PRODUCT, choose
-from te_bench.kernels.gemm.half_measured import GPU, ROWS, Row
 from te_bench.kernels.gemm.hopper.plans import Plan
 
 BF16 = torch.bfloat16

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from gemm_checks import FAST, check, integers, product, quantised
+from te_bench.kernels.gemm.measured import GPU, ROWS, Row
 
 from te_bench.kernels import gemm
 from te_bench.kernels.gemm import PAIRS, Product, measured, policy
 from te_bench.kernels.gemm.backends import gluon, scaled_mm
-from te_bench.kernels.gemm.measured import GPU, ROWS, Row
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 

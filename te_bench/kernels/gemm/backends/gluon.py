@@ -10,11 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
-from te_bench.kernels import gluon
+from te_bench.kernels import architecture, gluon
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import Backend, Epilogue, Problem, Product, granularities
 from te_bench.kernels.gemm.backends.reference import DTYPES
-from te_bench.kernels.gemm.backends.triton import GROUP_M, _processors
+from te_bench.kernels.gemm.backends.triton import GROUP_M
 from te_bench.kernels.gemm.hopper.plans import Plan, plan, programs, sums
 from te_bench.kernels.gemm.operators import misaligned, operators
 from te_bench.kernels.quantize import BLOCK, Quantized
@@ -110,7 +110,7 @@ def run(
     part, block = p.width // p.parts, BLOCK // a.dtype.itemsize
     staged = out is not None or data_t is not None
     with torch.cuda.device_of(a):
-        gluon_gemm_kernel[(programs(p, m, n, _processors(a.device)),)](
+        gluon_gemm_kernel[(programs(p, m, n, architecture.processors(a.device)),)](
             _descriptor(a, p.height, block),
             _descriptor(b, block, p.width) if across else _descriptor(b, p.width, block),
             *(None if x is None else _descriptor(x, p.height, part) for x in (out, pre, residual, data)),
@@ -154,7 +154,7 @@ def _add(
 ) -> None:
     """out += the product, none of M, N and K being 0; whole: no tile is shared by several programs."""
     kind = _kind(a, b, a_scale_inv, b_scale_inv)
-    (m, k), n, processors = a.shape, b.shape[0], _processors(a.device)
+    (m, k), n, processors = a.shape, b.shape[0], architecture.processors(a.device)
     p, whole = (chosen, whole) if chosen else sums(m, n, promote=not fast_accum, whole=whole, processors=processors)
     height, width = p.tile()
     steps = triton.cdiv(m, height) * triton.cdiv(n, width) * triton.cdiv(k, BLOCK)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
+from te_bench.kernels import architecture
 from te_bench.kernels.gemm import PAIRS, Backend, Problem, granularities
 from te_bench.kernels.quantize import BLOCK
 
@@ -26,7 +27,7 @@ def unsupported(p: Problem) -> str | None:
         return "torch's _scaled_mm adds a bias and nothing else: no epilogue, no accumulation into D"
     if p.device != "cuda":
         return "needs an NVIDIA GPU"
-    if p.capability is not None and p.capability < (8, 9):
+    if p.capability is not None and p.capability < architecture.FP8_SINCE:
         return f"compute capability {p.capability[0]}.{p.capability[1]} < 8.9"
     if p.a_dtype == p.b_dtype == "e5m2":
         return "E5M2 x E5M2: cuBLASLt has no such kernel"

@@ -4,7 +4,6 @@ Source: te-bench's own measurements on an H200 (2026-11-21): tiles of 128 x 256 
 epilogue in two halves reach cuBLASLt's speed within a few per cent at K >= 4096. Epilogues and split K: not timed yet.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import (
     PAIRS,
@@ -31,6 +31,7 @@ from te_bench.kernels.tile import FLOATS, FP8
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
+INTERPRETED_PROCESSORS = 3  # fewer than a test has tiles, so that the persistent loop turns
 GROUP_M = 8  # tiles of M that share the tiles of b in L2, Triton's usual
 
 
@@ -43,7 +44,7 @@ def unsupported(p: Problem) -> str | None:
         return None
     if p.device != "cuda":
         return "needs an NVIDIA GPU (or TRITON_INTERPRET=1, set before Triton is imported)"
-    if p.capability is not None and p.capability < (9, 0):
+    if p.capability is not None and p.capability < architecture.TMA_SINCE:
         return f"compute capability {p.capability[0]}.{p.capability[1]} < 9.0: no TMA"
     return None
 
@@ -52,12 +53,6 @@ def _along_n(scale_inv: Tensor, block_n: int) -> Tensor:
     """(N, K blocks) -> (K blocks, N up to a multiple of block_n), contiguous along N."""
     missing = -scale_inv.shape[0] % block_n
     return (F.pad(scale_inv, (0, 0, 0, missing)) if missing else scale_inv).t().contiguous()
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    # Three in the interpreter: fewer than a test has tiles, so that the persistent loop turns.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _operands(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, b_kind: str, t: Tile) -> tuple[Any, ...]:
@@ -73,7 +68,7 @@ def _constants(t: Tile, kinds: tuple[str, str], fast_accum: bool, tiles: int, de
     return {
         "A_KIND": kinds[0], "B_KIND": kinds[1], "PROMOTE": not fast_accum,
         "BLOCK_M": t.m, "BLOCK_N": t.n, "BLOCK_K": BLOCK, "GROUP_M": GROUP_M,
-        "PROGRAMS": min(_processors(device) * t.programs, tiles), "PARTS": t.parts,
+        "PROGRAMS": min(architecture.processors(device, INTERPRETED_PROCESSORS) * t.programs, tiles), "PARTS": t.parts,
         "num_warps": t.warps, "num_stages": t.stages,
     }  # fmt: skip
 
@@ -97,7 +92,7 @@ def _launch(
     target = None if epilogue.target is None else DTYPES[epilogue.target]
     t = tile(
         m, n, out_dtype, promote=not fast_accum, kind=kinds[0], epilogue=epilogue,
-        processors=_processors(device),
+        processors=architecture.processors(device, INTERPRETED_PROCESSORS),
     )  # fmt: skip
     out = a.new_empty((m, n), dtype=out_dtype) if epilogue.out else None
     pre = a.new_empty((m, n), dtype=out_dtype) if epilogue.keep else None
@@ -129,7 +124,7 @@ def _add(
 ) -> None:
     """out += the product, none of M, N and K being 0; whole: K is not split."""
     kinds = granularities(a, b, a_scale_inv, b_scale_inv)
-    (m, k), n, processors = a.shape, b.shape[0], _processors(a.device)
+    (m, k), n, processors = a.shape, b.shape[0], architecture.processors(a.device, INTERPRETED_PROCESSORS)
     promote = kinds[0] in ("block", "tile") or not fast_accum
     if whole:
         t, shares = tile(m, n, out.dtype, promote=promote, processors=processors), 1
