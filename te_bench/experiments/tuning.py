@@ -21,7 +21,7 @@ EPILOGUE = re.compile(rf"(\d+),(\d+),(\d+),({table.ACTIVATED}|{table.GRADIENT})"
 HEAD = re.compile(r"(\d+),(\d+),(\d+)(?:/(\d+))?")
 #: (N, D, vocabulary, its rows): GPT-2 124M, 355M and 1.5B.
 GPU_HEADS = [(12288, 768, 50257, 50304), (12288, 1024, 50257, 50304), (8192, 1600, 50257, 50304)]
-CPU_HEADS = [(256, 64, 1000, 1024)]
+CPU_HEADS = [(128, 64, 500, 512)]
 CPU_GEMMS = [
     GemmShape(m=256, n=512, k=128, dtype="bf16"),
     GemmShape(m=256, n=512, k=128, dtype="e4m3", scales="tensor", fast_accum=True),

@@ -84,7 +84,7 @@ def _held_to_float64(
         limit = 2 * (yardstick.double() - truth).abs().max().item() + floor
         quantities.append(Quantity(quantity, (value.double() - truth).abs().max().item(), limit))
         if value.dim():
-            quantities.append(_errors.quantities(quantity, value, truth, yardstick, precision)[0])
+            quantities += _errors.quantities(quantity, value, truth, yardstick, precision)
     return judge("reference, fp64", quantities)
 
 
