@@ -12,6 +12,7 @@ from te_bench.kernels.gemm import (
     Product,
     check_epilogue,
     check_sum,
+    empty_product,
     granularities,
 )
 from te_bench.kernels.gemm.backends.reference import DTYPES
@@ -70,9 +71,9 @@ def _forward(name: str, launch: Callable[..., Product]) -> Callable[..., Tensor]
         b: Tensor,
         a_scale_inv: Tensor,
         b_scale_inv: Tensor,
-        bias: Tensor | None,
         out_dtype: torch.dtype,
         fast_accum: bool,
+        bias: Tensor | None,
     ) -> Tensor:
         granularities(a, b, a_scale_inv, b_scale_inv, bias)
         (m, k), n = a.shape, b.shape[0]
@@ -84,17 +85,7 @@ def _forward(name: str, launch: Callable[..., Product]) -> Callable[..., Tensor]
         assert isinstance(out, Tensor)
         return out
 
-    @operator.register_fake
-    def _(
-        a: Tensor,
-        b: Tensor,
-        a_scale_inv: Tensor,
-        b_scale_inv: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-        fast_accum: bool,
-    ) -> Tensor:
-        return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    operator.register_fake(empty_product)
 
     def forward(
         a: Tensor,
@@ -111,7 +102,7 @@ def _forward(name: str, launch: Callable[..., Product]) -> Callable[..., Tensor]
         fast_accum keeps Hopper's 14-bit accumulator for the whole of K; without it, and always with block scales, every 128
         of K are added up in float32. Raises ValueError for operands that cannot be multiplied.
         """
-        return operator(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum)
+        return operator(a, b, a_scale_inv, b_scale_inv, out_dtype, fast_accum, bias)
 
     return forward
 
@@ -234,11 +225,7 @@ def _accumulate(name: str, add: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         add(a, b, a_scale_inv, b_scale_inv, out, fast_accum, whole)
 
-    @operator.register_fake
-    def _(
-        a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, fast_accum: bool, whole: bool
-    ) -> None:
-        return None
+    operator.register_fake(lambda *_: None)
 
     def accumulate(
         a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, *, out: Tensor, fast_accum: bool = False

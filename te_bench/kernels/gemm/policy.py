@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels import architecture
-from te_bench.kernels.gemm import Epilogue, Problem, Product, granularities, table
+from te_bench.kernels.gemm import Epilogue, Problem, Product, empty_product, granularities, table
 from te_bench.kernels.gemm.backends import gluon, scaled_mm, triton
 
 USUAL = "scaled_mm"
@@ -61,17 +61,7 @@ def _operator(
     return forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
 
 
-@_operator.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    bias: Tensor | None,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+_operator.register_fake(empty_product)
 
 
 @functools.lru_cache(maxsize=4096)  # sequences of many lengths would fill it for ever
