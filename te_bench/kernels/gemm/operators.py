@@ -22,6 +22,38 @@ K_ALIGNMENT, N_ALIGNMENT = 16, 8  # elements: TMA wants rows at multiples of 16 
 FP8_ALIGNMENT = 16  # of the rows of a D in FP8
 
 
+INTERPRETED_PROCESSORS = 3  # of the interpreter: fewer than a test has tiles, so that a persistent loop turns
+GROUP_M = 8  # tiles of M that share the tiles of b in L2, Triton's usual
+
+
+class Outputs(NamedTuple):
+    """What a kernel with an epilogue writes; None for what was not asked for."""
+
+    out: Tensor | None  # (M, N)
+    pre: Tensor | None  # (M, N)
+    data: Tensor | None  # (M, N), FP8
+    data_t: Tensor | None  # (N, M), FP8
+    scale_inv: Tensor | None  # ()
+
+    def product(self) -> Product:
+        if self.scale_inv is None:
+            return Product(self.out, self.pre, None)
+        there, back = (None if x is None else self.scale_inv for x in (self.data, self.data_t))
+        return Product(self.out, self.pre, Quantized(self.data, there, self.data_t, back))
+
+
+def allocate(a: Tensor, n: int, out_dtype: torch.dtype, epilogue: Epilogue) -> Outputs:
+    """Uninitialised, of a product of a (M, K) and b (N, K)."""
+    m, target = a.shape[0], None if epilogue.target is None else DTYPES[epilogue.target]
+    return Outputs(
+        out=a.new_empty((m, n), dtype=out_dtype) if epilogue.out else None,
+        pre=a.new_empty((m, n), dtype=out_dtype) if epilogue.keep else None,
+        data=a.new_empty((m, n), dtype=target) if target is not None and epilogue.rowwise else None,
+        data_t=a.new_empty((n, m), dtype=target) if target is not None and epilogue.columnwise else None,
+        scale_inv=None if target is None else torch.empty((), dtype=torch.float32, device=a.device),
+    )
+
+
 class Operators(NamedTuple):
     """As gemm.Backend has them."""
 

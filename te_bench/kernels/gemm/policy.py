@@ -17,7 +17,7 @@ from te_bench.kernels.gemm.backends import gluon, scaled_mm, triton
 
 USUAL = "scaled_mm"
 PLAIN = Epilogue()
-LAUNCHES: dict[str, Callable[..., Product]] = {"gluon": gluon._launch, "triton": triton._launch}
+LAUNCHES: dict[str, Callable[..., Product]] = {"gluon": gluon.launch, "triton": triton.launch}
 
 
 def forward(
