@@ -1,6 +1,5 @@
 """What the sweeps beside it share: candidates by turns, ten calls a captured graph; pieces that are killed if they hang."""
 
-import datetime
 import json
 import os
 import signal
@@ -8,12 +7,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import triton
 
 from te_bench.experiments import timing
 
@@ -111,19 +109,6 @@ def told(title: str, flop: float, medians: Mapping[str, float]) -> dict[str, flo
     for name, seconds in sorted(medians.items(), key=lambda item: item[1]):
         print(f"  {flop / seconds / 1e12:6.1f}  {1e3 * seconds:7.3f} ms  {name}", flush=True)
     return {name: flop / seconds / 1e12 for name, seconds in medians.items()}
-
-
-def measured_table(module: Any, lines: Sequence[str], gpu: str, versions: str) -> str:
-    """The source of a module of measured ROWS with these lines for them, all above its GPU as it is."""
-    head = Path(module.__file__).read_text(encoding="utf-8").split("\nGPU = ")[0]
-    told = [f'GPU = "{gpu}"', f'MEASURED = "{versions}"', "# fmt: off", "ROWS = (", *lines, ")", "# fmt: on", ""]
-    return head + "\n" + "\n".join(told)
-
-
-def here() -> tuple[str, str]:
-    """The GPU's name, and when and with what it is measured."""
-    today = datetime.datetime.now(datetime.UTC).date()
-    return torch.cuda.get_device_name(), f"{today}, torch {torch.__version__}, Triton {triton.__version__}"
 
 
 def keep(table: object, file: Path | None) -> None:

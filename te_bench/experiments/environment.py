@@ -19,7 +19,7 @@ from typing import Any
 
 from te_bench.experiments import host
 from te_bench.experiments.spec import digest
-from te_bench.kernels.attention.table import machine, user_table
+from te_bench.kernels import measured
 
 PACKAGES = (
     "torch",
@@ -36,9 +36,12 @@ PACKAGES = (
 MEASURING = ("kernels", "models", "training", "experiments")
 
 
-def capture(device: str, gpus: Sequence[dict[str, Any]] = (), *, auto: bool = False) -> dict[str, Any]:
+def capture(
+    device: str, gpus: Sequence[dict[str, Any]] = (), *, auto: bool = False, tuning: bool = False
+) -> dict[str, Any]:
     """{"id", "identity", "details"} of this machine for trials on `device`: "cpu", or "cuda" with the chosen `gpus`.
 
+    auto: some ask for the attention backend `auto`; tuning: none chooses a kernel by measured times.
     Raises ValueError for GPUs of different models: their results would share one id.
     """
     models = sorted({gpu["name"] for gpu in gpus})
@@ -46,22 +49,23 @@ def capture(device: str, gpus: Sequence[dict[str, Any]] = (), *, auto: bool = Fa
         raise ValueError(f"--gpus: one run is on GPUs of one model, these are {', '.join(models)}; name those of one")
     cuda = device == "cuda"
     torch = _torch_build()
+    gpu = gpus[0]["name"] if cuda and gpus else None
     identity = {
         "device": device,
-        "gpu": gpus[0]["name"] if cuda and gpus else None,
+        "gpu": gpu,
         "driver": gpus[0]["driver"] if cuda and gpus else None,
         "cuda": torch.get("cuda") if cuda else None,
         "cudnn": _version("nvidia-cudnn-cu13") or _version("nvidia-cudnn-cu12") if cuda else None,
         "torch": torch.get("version"),
         "triton": _version("triton"),
         "python": platform.python_version(),
-        "cpu": machine("cpu"),
+        "cpu": measured.machine_name("cpu"),
         "cores": host.cores(),
         "threads": None if cuda else _threads(),
         "code": code_hash(),
     }
-    if auto and (own := _attention_table()) is not None:
-        identity["attention_table"] = own
+    if not tuning and (own := _users_times(device, gpu, auto)) is not None:
+        identity["measured_times"] = own
     details = {
         "os": _os_name(),
         "kernel": platform.release(),
@@ -219,13 +223,11 @@ def code_hash(package: Path | None = None) -> str:
     return total.hexdigest()[:16]
 
 
-def _attention_table() -> str | None:
-    """Hash of the user's table that the attention backend `auto` goes by; None without one."""
-    path = user_table()
-    try:
-        return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError:  # there is none, or `auto` will say what is wrong with it
-        return None
+def _users_times(device: str, gpu: str | None, auto: bool) -> str | None:
+    """Hash of the user's measured times that trials here choose kernels by: GEMMs on a GPU, attention with `auto`."""
+    operators = (["gemm"] if device == "cuda" else []) + (["attention"] if auto else [])
+    rows = measured.users_text(operators, measured.machine_name(device, gpu))
+    return None if rows is None else hashlib.sha256(rows.encode()).hexdigest()[:16]
 
 
 def _torch_build() -> dict[str, str | None]:

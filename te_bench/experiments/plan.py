@@ -22,7 +22,7 @@ from te_bench.models.torchao_linears import NAMES as LINEARS
 
 #: Settings of a problem that name a plug-in, and where those are.
 PLUGINS = {"head": "te_bench.kernels.linear_cross_entropy.backends", "optimizer": "te_bench.kernels.adamw.backends"}
-WITHOUT_ATTENTION = ("ceilings", "layer")  # workloads that can do without
+WITHOUT_ATTENTION = ("ceilings", "layer", "gemm", "linear_cross_entropy")  # workloads that can do without
 MOST_SEEDS = 1000  # far beyond any study, and planned in seconds
 RECIPES, FAULTS = "te_bench.models.recipe", "te_bench.models.faults"
 

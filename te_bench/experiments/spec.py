@@ -97,6 +97,13 @@ _LABELS = {
     "blocks": "blocks-",
     "linears": "",
     "edge": "n",
+    "m": "m",
+    "n": "n",
+    "k": "k",
+    "d": "d",
+    "scales": "",
+    "epilogue": "",
+    "backend": "",
 }
 
 

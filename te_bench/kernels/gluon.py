@@ -2,8 +2,9 @@
 
 import triton
 
+from te_bench.kernels.architecture import HOPPER
+
 ABSENT = f"Triton {triton.__version__} has no Gluon for Hopper: pip install 'triton>=3.6'"
-CAPABILITY = 9, 0
 
 
 def unsupported(device: str, capability: tuple[int, int] | None, missing: str | None, interpreted: bool) -> str | None:
@@ -14,6 +15,6 @@ def unsupported(device: str, capability: tuple[int, int] | None, missing: str | 
         return "Gluon has no interpreter (Triton 3.7): needs an NVIDIA GPU, and no TRITON_INTERPRET"
     if device != "cuda":
         return "needs an NVIDIA GPU"
-    if capability is not None and capability != CAPABILITY:
+    if capability is not None and capability != HOPPER:
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0: no products of warpgroups"
     return None

@@ -1,18 +1,18 @@
-"""te-bench tune attention: measured, checked, and written where `auto` looks."""
+"""te-bench tune: measured, checked, and written where the code that chooses looks."""
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from in_process import Command
 
-from te_bench.cli import tune
 from te_bench.experiments.spec import Record, Trial, digest
 from te_bench.experiments.store import Plan, Store
-from te_bench.kernels.attention import table
-from te_bench.kernels.attention.table import Cell
+from te_bench.kernels import measured
+from te_bench.kernels.gemm.table import GemmShape
+from te_bench.kernels.linear_cross_entropy.table import HeadShape
+from te_bench.kernels.measured import Timing
 
 SPEED = Path(__file__).resolve().parents[2] / "results" / "h200" / "speed"
 
@@ -23,40 +23,16 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def own_table() -> tuple[Cell, ...]:
-    path = table.user_table()
+def own_table() -> tuple[Timing, ...]:
+    path = measured.user_table()
     assert path is not None
-    return table.read(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "settings"),
-    [
-        ("12,12,1024,64,causal", {"batch": 12, "heads": 12, "length": 1024, "head_dim": 64, "causal": True}),
-        (
-            "2,32/8,64,128,full",
-            {"batch": 2, "heads": 32, "kv_heads": 8, "length": 64, "head_dim": 128, "causal": False},
-        ),
-        (
-            "1,2,64,16,window=255:0",
-            {"batch": 1, "heads": 2, "length": 64, "head_dim": 16, "causal": False}
-            | {"window_left": 255, "window_right": 0},
-        ),
-        (
-            "1,2,64,16,window=:7",
-            {"batch": 1, "heads": 2, "length": 64, "head_dim": 16, "causal": False}
-            | {"window_left": -1, "window_right": 7},
-        ),
-    ],
-)
-def test_a_shape(text: str, settings: dict[str, Any]) -> None:
-    assert tune.problem(text) == settings
+    return measured.read(path)
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["mlp"], "unknown kind 'mlp'. Known: attention."),
+        (["mlp"], "unknown kind 'mlp'. Known: attention, gemm, epilogue, head."),
         (["attention", "--shape", "12,12,1024,64"], "--shape 12,12,1024,64: give B,H,T,D,MASK such as"),
         (["attention", "--shape", "12,12,1024,64,casual"], "give B,H,T,D,MASK"),
         (["attention", "--shape", "0,12,1024,64,causal"], "every size must be at least 1"),
@@ -71,6 +47,17 @@ def test_a_shape(text: str, settings: dict[str, Any]) -> None:
         (["attention", "--device", "tpu"], "unknown device 'tpu'"),
         (["attention", "--timeout", "0"], "--timeout 0"),
         (["attention", "--from", "nowhere"], "nowhere"),
+        (["gemm", "--shape", "64,64"], "--shape 64,64: give M,N,K such as"),
+        (["gemm", "--shape", "64,64,64,row"], "give M,N,K such as"),
+        (["gemm", "--shape", "64,0,64"], "every size must be at least 1"),
+        (["gemm", "--dtype", "bf16"], "--dtype bf16: of gemm the shape says it"),
+        (["gemm", "--rivals", "flash"], "unknown rival 'flash'"),
+        (["gemm", "--shape", "8,8,8", "--rivals", "triton"], "unknown rival 'triton'. Known: torch, gluon"),
+        (["epilogue", "--shape", "64,64,64"], "give M,N,K,activated or M,N,K,gradient"),
+        (["head", "--shape", "64,64"], "give N,D,VOCAB or N,D,VOCAB/PADDED"),
+        (["head", "--shape", "64,64,50/40"], "40 rows are fewer than 50 classes"),
+        (["head", "--dtype", "fp8"], "unknown dtype 'fp8'"),
+        (["head", "--from", SPEED], "holds no timings of head: measure some with te-bench tune head"),
         (["attention", "--from", SPEED, "--rivals", "flash"], "--rivals with --from, which measures nothing"),
     ],
 )
@@ -80,19 +67,7 @@ def test_what_is_wrong_is_named(command: Command, arguments: list[object], reaso
     )
     assert done.code == 2
     assert reason in done.err
-    assert not Path("runs/tune-attention/journal.jsonl").exists()
-
-
-def test_the_rivals_take_turns_and_auto_is_none_of_them_nor_what_it_never_takes() -> None:
-    from te_bench.kernels import attention
-
-    names = [name for name in attention.names() if name != "auto" and not attention.load(name).fp8]
-    experiment = tune._experiment("cuda", ["1,2,64,16,causal", "1,2,64,16,full"], None, None, 2)
-    ran = [(t.problem["causal"], t.attention) for t in experiment.trials]
-    once = [(causal, name) for causal in (True, False) for name in names]
-    assert ran == [*once, *reversed(once)]
-    assert {t.precision for t in experiment.trials} == {"bf16"}
-    assert len(tune._experiment("cuda", [], None, "flash,cudnn", 1).trials) == 2 * 8  # the suite's shapes
+    assert not list(Path().glob("runs/*/journal.jsonl"))
 
 
 def test_a_table_of_what_was_recorded(command: Command) -> None:
@@ -103,7 +78,7 @@ def test_a_table_of_what_was_recorded(command: Command) -> None:
     assert cell.fastest() == ["gluon", "cudnn", "triton"]
     assert cell.source.endswith("derived from GPT steps that differ in their attention alone")
     assert command("tune", "attention", "--from", SPEED, "--table", "mine.json").code == 0
-    assert table.read(Path("mine.json")) == (cell,)
+    assert measured.read(Path("mine.json")) == (cell,)
 
 
 def recorded(directory: Path, latencies: dict[tuple[str, int], tuple[float, float]], code: str, **failed: str) -> None:
@@ -165,7 +140,7 @@ def test_nothing_of_attention_is_no_table(command: Command, tmp_path: Path) -> N
 
 def test_a_table_that_cannot_be_read_is_not_overwritten(command: Command, tmp_path: Path) -> None:
     """The user's own is set aside, and made anew; another file was not meant."""
-    path, notes = table.user_table(), tmp_path / "notes.txt"
+    path, notes = measured.user_table(), tmp_path / "notes.txt"
     assert path is not None
     path.parent.mkdir(parents=True)
     for file in (path, notes):
@@ -177,16 +152,17 @@ def test_a_table_that_cannot_be_read_is_not_overwritten(command: Command, tmp_pa
     assert len(own_table()) == 1
     done = command("tune", "attention", "--from", SPEED, "--table", notes)
     assert done.code == 2
-    assert "is no table of measured attention" in done.err
+    assert "is no table of measured times" in done.err
     assert notes.read_text() == "my notes"
 
 
 def test_backends_that_a_shape_no_longer_has_are_named(command: Command) -> None:
-    path = table.user_table()
+    path = measured.user_table()
     assert path is not None
     path.parent.mkdir(parents=True)
-    cell = next(cell for cell in table.read(table.SHIPPED) if cell.problem.length == 1024 and cell.problem.causal)
-    path.write_text(table.text([dataclasses.replace(cell, seconds={**cell.seconds, "flash": 1e-3, "math": 1.0})]))
+    attention = [row for row in measured.read(measured.SHIPPED) if row.operator == "attention"]
+    row = next(row for row in attention if row.problem.length == 1024 and row.problem.causal)
+    path.write_text(measured.text([dataclasses.replace(row, seconds={**row.seconds, "flash": 1e-3, "math": 1.0})]))
     done = command("tune", "attention", "--from", SPEED)
     assert done.code == 0
     assert "no longer in the table: flash, math" in done.out
@@ -207,7 +183,7 @@ def test_a_cpu_is_measured_and_a_second_time_goes_on(command: Command, tmp_path:
     assert "unsupported: attention/" in done.out
     [cell] = own_table()
     assert set(cell.seconds) == {"math", "manual"}
-    assert cell.machine == table.machine("cpu")
+    assert cell.machine == measured.machine_name("cpu")
     assert cell.problem.window == (9, 0)
     assert "window 9:0" in done.out
     journal = tmp_path / "runs" / "tune-attention" / "journal.jsonl"
@@ -219,3 +195,42 @@ def test_a_cpu_is_measured_and_a_second_time_goes_on(command: Command, tmp_path:
     assert after[:6] == records
     assert len(after) == 7
     assert len(own_table()) == 2
+
+
+def test_a_table_of_attention_alone_is_kept_below_the_new_one(command: Command) -> None:
+    path = measured.user_table()
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    shipped = json.loads(measured.text(measured.read(measured.SHIPPED)[:2]))["rows"]
+    cells = [
+        {name: value for name, value in {**row, "machine": "mine"}.items() if name != "operator"} for row in shipped
+    ]
+    older = path.with_name("attention.json")
+    older.write_text(json.dumps({"schema": 1, "cells": cells}))
+    assert command("tune", "attention", "--from", SPEED).code == 0
+    assert [row.machine for row in own_table()] == ["NVIDIA H200", "mine", "mine"]
+    older.write_text("my notes")
+    path.unlink()
+    done = command("tune", "attention", "--from", SPEED)
+    assert done.code == 0
+    assert f"set aside as {older.with_suffix('.bad')}" in done.out
+    assert len(own_table()) == 1
+
+
+@pytest.mark.slow
+def test_a_cpus_gemms_epilogues_and_heads_are_measured_into_one_table(command: Command) -> None:
+    done = command("tune", "gemm", "--device", "cpu", "--rounds", "1", "--rivals", "torch,gluon,reference,scaled_mm",
+        "--shape", "64,48,32", "--shape", "64,48,32,fp8,row")  # fmt: skip
+    assert done.code == 0, done.err
+    assert "scaled_mm: needs an NVIDIA GPU" in done.out
+    for what, shape in (("epilogue", "64,48,32,gradient"), ("head", "32,16,50/64")):
+        rivals = ["--rivals", "reference"] if what == "head" else []
+        done = command("tune", what, "--device", "cpu", "--rounds", "1", "--shape", shape, *rivals)
+        assert done.code == 0, done.err
+    assert {row.problem: set(row.seconds) for row in own_table()} == {
+        HeadShape(n=32, d=16, vocab=50, padded=64, dtype="fp32"): {"reference"},
+        GemmShape(m=64, n=48, k=32, dtype="bf16", epilogue="gradient"): {"separate"},
+        GemmShape(m=64, n=48, k=32, dtype="bf16"): {"torch"},
+        GemmShape(m=64, n=48, k=32, dtype="e4m3", scales="row", fast_accum=True): {"reference"},
+    }
+    assert {row.machine for row in own_table()} == {measured.machine_name("cpu")}

@@ -1,5 +1,6 @@
 """What is part of the environment's id and what is only recorded; nothing here needs a GPU or torch."""
 
+import dataclasses
 import json
 import os
 import re
@@ -191,12 +192,18 @@ def test_without_a_driver_there_are_no_gpus_and_no_state() -> None:
 def test_the_users_attention_table_counts_where_auto_goes_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from te_bench.kernels import measured
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plain = environment.capture("cpu", auto=True)["id"]
-    table = tmp_path / "te-bench" / "attention.json"
+    table = tmp_path / "te-bench" / "measured.json"
     table.parent.mkdir()
-    table.write_text("anything")
+    elsewhere = next(row for row in measured.read(measured.SHIPPED) if row.operator == "attention")
+    table.write_text(measured.text([elsewhere]))
+    assert environment.capture("cpu", auto=True)["id"] == plain  # of another machine
+    table.write_text(measured.text([dataclasses.replace(elsewhere, machine=measured.machine_name("cpu"))]))
     assert environment.capture("cpu")["id"] == plain
+    assert environment.capture("cpu", auto=True, tuning=True)["id"] == plain
     assert environment.capture("cpu", auto=True)["id"] != plain
     table.unlink()
     table.mkdir()  # no file: no other command should mind

@@ -18,6 +18,7 @@ from compiled import Compiled, faults
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.activation import kernels as activation
 from te_bench.kernels.activation import recomputed
 from te_bench.kernels.adamw import Parameter
@@ -59,7 +60,7 @@ def on_an_h200(call: Call) -> Call:
     """The call with the H200's number of processors, of which launchers make constants."""
 
     def there() -> None:
-        gemm._processors = gluon._processors = norm._multiprocessors = lambda device: PROCESSORS  # type: ignore[assignment]
+        architecture.processors = lambda device, interpreted=1: PROCESSORS  # type: ignore[assignment]
         _kernels._shares = lambda device: triton.next_power_of_2(3 * PROCESSORS)  # type: ignore[assignment]
         call()
 
@@ -381,7 +382,7 @@ FAMILIES: dict[str, dict[str, Call]] = {
     "gemm, fused by blocks": FUSED_BY_BLOCKS,
     "gemm, in Gluon": IN_GLUON,
     "halves": {
-        "product, biased": lambda: half._product(matrix(M, D), matrix(F, D), matrix(1, F)[0], None),
+        "product, biased": lambda: half.product(matrix(M, D), matrix(F, D), matrix(1, F)[0], None),
         **{kind: lambda f=kind: half.activated(matrix(M, D), matrix(F, D), None, f) for kind in IN_AN_MLP},
         **{
             f"{kind}, slope": lambda f=kind: half.gradient(matrix(M, D), matrix(D, F), matrix(M, F), f)

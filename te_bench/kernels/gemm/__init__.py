@@ -129,6 +129,11 @@ def granularities(a: Any, b: Any, a_scale_inv: Any, b_scale_inv: Any, bias: Any 
     return pair
 
 
+def empty_product(a: Any, b: Any, a_scale_inv: Any, b_scale_inv: Any, out_dtype: Any, *rest: Any) -> Any:
+    """What an operator of `forward` returns where shapes alone are asked for: (M, N) in out_dtype."""
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
 def check_epilogue(a: Any, b: Any, out_dtype: Any, epilogue: Epilogue, residual: Any, scale: Any, amax: Any) -> None:
     """Raises ValueError for a residual, a scale or an amax that the epilogue does not take, or lacks."""
     shape = (a.shape[0], b.shape[0])

@@ -2,9 +2,9 @@
 
     x @ w.T + bias          h = x @ up.T + bias, y = f(h)          dh = (g @ down) * f'(h)
 
-By the kernel of the Gluon GEMM where it was measured to be faster than cuBLASLt (_half_measured.py): its epilogues run under
-other tiles' products, which counts where K is short. h is not read again, and the gradient of y never leaves a processor.
-Rounded where a GEMM and a kernel after it would round.
+By the kernel of the Gluon GEMM where it was measured to be faster than cuBLASLt (te_bench.kernels.measured): its epilogues
+run under other tiles' products, which counts where K is short. h is not read again, and the gradient of y never leaves a
+processor. Rounded where a GEMM and a kernel after it would round.
 """
 
 import functools
@@ -13,46 +13,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels import gluon as _gluon
 from te_bench.kernels.activation import KINDS
-from te_bench.kernels.gemm import Epilogue, policy
+from te_bench.kernels.gemm import Epilogue, table
 from te_bench.kernels.gemm.backends import gluon
-from te_bench.kernels.gemm.half_measured import GPU, ROWS
 from te_bench.kernels.gemm.hopper.plans import TURNS, Plan, plan
 
+ALIGNMENT = 8  # elements, of a row's length
 TWO_OUT = TURNS._replace(parts=4, slots=2)  # of both h and y: halves of 128 x 128 would not fit in the registers
-PRODUCT, ACTIVATED, GRADIENT = "product", "activated", "gradient"
+ACTIVATED, GRADIENT = table.ACTIVATED, table.GRADIENT
 
 
-def wins(role: str, a: Tensor, b: Tensor, kind: str | None = None) -> bool:
-    """Whether the kernel takes a (M, K) and b, (N, K) or of a GRADIENT (K, N), and was measured to be the faster one.
+def is_faster(epilogue: str | None, a: Tensor, b: Tensor, kind: str | None = None) -> bool:
+    """Whether the kernel takes a (M, K) and b, (N, K) or for a GRADIENT (K, N), and was measured to be the faster one.
 
-    role: PRODUCT, ACTIVATED or GRADIENT; kind: of the activation.
+    epilogue: None, ACTIVATED or GRADIENT; kind: of the activation.
     """
     if torch.compiler.is_compiling() or not a.is_cuda or (kind is not None and KINDS[kind][1]):
         return False
     half = a.dtype.itemsize == 2 and a.dtype is b.dtype and a.dim() == b.dim() == 2
-    legal = half and all(x.is_contiguous() and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0 for x in (a, b))
+    legal = half and all(x.is_contiguous() and x.shape[1] % ALIGNMENT == 0 and x.data_ptr() % 16 == 0 for x in (a, b))
     if not legal:
         return False
-    n, k = b.shape[::-1] if role == GRADIENT else b.shape
-    return k == a.shape[1] and n % 8 == 0 and _chosen(role, a.shape[0], n, k, a.get_device())
+    n, k = b.shape[::-1] if epilogue == GRADIENT else b.shape
+    return k == a.shape[1] and n % ALIGNMENT == 0 and _is_chosen(epilogue, a.shape[0], n, k, a.get_device())
 
 
 @functools.lru_cache(maxsize=4096)  # sequences of many lengths would fill it for ever
-def _chosen(role: str, m: int, n: int, k: int, device: int) -> bool:
-    if not choose(role, m, n, k, gpu=torch.cuda.get_device_name(device)):
+def _is_chosen(epilogue: str | None, m: int, n: int, k: int, device: int) -> bool:
+    processors = architecture.processors(torch.device("cuda", device))
+    if not choose(epilogue, m, n, k, gpu=torch.cuda.get_device_name(device), processors=processors):
         return False
-    return (
-        _gluon.unsupported("cuda", torch.cuda.get_device_capability(device), gluon.MISSING, gluon.INTERPRETED) is None
-    )
+    return unsupported(n, k, "cuda", torch.cuda.get_device_capability(device)) is None
 
 
-def choose(role: str, m: int, n: int, k: int, *, gpu: str) -> bool:
-    """Whether the kernel is measurably faster there than cuBLASLt, and the activation's kernel, on that GPU."""
-    asked = [row for row in ROWS if (row.role, row.n, row.k) == (role, n, k)] if gpu == GPU else []
-    row = policy.nearest(asked, m)
-    return row is not None and row.apart >= policy.LEAST * row.gluon
+def choose(epilogue: str | None, m: int, n: int, k: int, *, gpu: str, processors: int) -> bool:
+    """Whether the kernel is measurably faster there than cuBLASLt, and the activation's kernel, on that GPU.
+
+    As bf16 was measured: float16 takes as long.
+    """
+    row = table.nearest(gpu, processors, m, n=n, k=k, dtype="bf16", epilogue=epilogue)
+    usual = table.TORCH if epilogue is None else table.SEPARATE
+    return row is not None and row.choose(usual, (table.GLUON,), table.LEAST_GAIN) == table.GLUON
+
+
+def unsupported(n: int, k: int, device: str, capability: architecture.Capability) -> str | None:
+    """Why the kernel cannot multiply (M, K) by (K, N) there, or None."""
+    if n % ALIGNMENT or k % ALIGNMENT:
+        return f"N {n} and K {k} must be multiples of {ALIGNMENT}: TMA rows start at 16-byte addresses"
+    return _gluon.unsupported(device, capability, gluon.MISSING, gluon.INTERPRETED)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -60,8 +70,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tens
 
     For what PyTorch refuses it raises as PyTorch does. Of the kernel's product autograd knows nothing.
     """
-    if wins(PRODUCT, x, weight) and _fits(x, weight, bias, out):
-        return _product(x, weight, bias, out)
+    if is_faster(None, x, weight) and _fits(x, weight, bias, out):
+        return product(x, weight, bias, out)
     if out is None:
         return F.linear(x, weight, bias)
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
@@ -77,7 +87,10 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) ->
     )
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, chosen: Plan | None = None) -> Tensor:
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, chosen: Plan | None = None
+) -> Tensor:
+    """x @ weight.T + bias by the kernel, where it is supported: x (M, K), weight (N, K), bias (N,) -> (M, N)."""
     out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
     _launch(x, weight, bias, Epilogue(), out, chosen=chosen)
     return out
@@ -86,14 +99,14 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None,
 def activated(
     x: Tensor, up: Tensor, bias: Tensor | None, kind: str, chosen: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """h = x @ up.T + bias and f(h), where the kernel `wins`: x (M, K), up (N, K), bias (N,) -> (M, N) x2."""
+    """h = x @ up.T + bias and f(h), where the kernel is supported: x (M, K), up (N, K), bias (N,) -> (M, N) x2."""
     h, y = (x.new_empty((x.shape[0], up.shape[0])) for _ in range(2))
     _launch(x, up, bias, Epilogue(activation=kind, keep=True), y, pre=h, chosen=chosen)
     return h, y
 
 
 def gradient(g: Tensor, down: Tensor, h: Tensor, kind: str, chosen: Plan | None = None) -> Tensor:
-    """dh = (g @ down) * f'(h), where the kernel `wins`: g (M, K), down (K, N), h (M, N) -> (M, N)."""
+    """dh = (g @ down) * f'(h), where the kernel is supported: g (M, K), down (K, N), h (M, N) -> (M, N)."""
     dh = torch.empty_like(h)
     made = Epilogue(activation=kind, residual=True)  # h comes in as a residual does, and takes its shared memory
     _launch(g, down, None, made, dh, residual=h, chosen=chosen)

@@ -12,6 +12,7 @@ from te_bench.kernels.gemm import (
     Product,
     check_epilogue,
     check_sum,
+    empty_product,
     granularities,
 )
 from te_bench.kernels.gemm.backends.reference import DTYPES
@@ -19,6 +20,38 @@ from te_bench.kernels.quantize import Quantized
 
 K_ALIGNMENT, N_ALIGNMENT = 16, 8  # elements: TMA wants rows at multiples of 16 bytes, of FP8 and of a 2-byte D
 FP8_ALIGNMENT = 16  # of the rows of a D in FP8
+
+
+INTERPRETED_PROCESSORS = 3  # of the interpreter: fewer than a test has tiles, so that a persistent loop turns
+GROUP_M = 8  # tiles of M that share the tiles of b in L2, Triton's usual
+
+
+class Outputs(NamedTuple):
+    """What a kernel with an epilogue writes; None for what was not asked for."""
+
+    out: Tensor | None  # (M, N)
+    pre: Tensor | None  # (M, N)
+    data: Tensor | None  # (M, N), FP8
+    data_t: Tensor | None  # (N, M), FP8
+    scale_inv: Tensor | None  # ()
+
+    def product(self) -> Product:
+        if self.scale_inv is None:
+            return Product(self.out, self.pre, None)
+        there, back = (None if x is None else self.scale_inv for x in (self.data, self.data_t))
+        return Product(self.out, self.pre, Quantized(self.data, there, self.data_t, back))
+
+
+def allocate(a: Tensor, n: int, out_dtype: torch.dtype, epilogue: Epilogue) -> Outputs:
+    """Uninitialised, of a product of a (M, K) and b (N, K)."""
+    m, target = a.shape[0], None if epilogue.target is None else DTYPES[epilogue.target]
+    return Outputs(
+        out=a.new_empty((m, n), dtype=out_dtype) if epilogue.out else None,
+        pre=a.new_empty((m, n), dtype=out_dtype) if epilogue.keep else None,
+        data=a.new_empty((m, n), dtype=target) if target is not None and epilogue.rowwise else None,
+        data_t=a.new_empty((n, m), dtype=target) if target is not None and epilogue.columnwise else None,
+        scale_inv=None if target is None else torch.empty((), dtype=torch.float32, device=a.device),
+    )
 
 
 class Operators(NamedTuple):
@@ -70,9 +103,9 @@ def _forward(name: str, launch: Callable[..., Product]) -> Callable[..., Tensor]
         b: Tensor,
         a_scale_inv: Tensor,
         b_scale_inv: Tensor,
-        bias: Tensor | None,
         out_dtype: torch.dtype,
         fast_accum: bool,
+        bias: Tensor | None,
     ) -> Tensor:
         granularities(a, b, a_scale_inv, b_scale_inv, bias)
         (m, k), n = a.shape, b.shape[0]
@@ -84,17 +117,7 @@ def _forward(name: str, launch: Callable[..., Product]) -> Callable[..., Tensor]
         assert isinstance(out, Tensor)
         return out
 
-    @operator.register_fake
-    def _(
-        a: Tensor,
-        b: Tensor,
-        a_scale_inv: Tensor,
-        b_scale_inv: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-        fast_accum: bool,
-    ) -> Tensor:
-        return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    operator.register_fake(empty_product)
 
     def forward(
         a: Tensor,
@@ -111,7 +134,7 @@ def _forward(name: str, launch: Callable[..., Product]) -> Callable[..., Tensor]
         fast_accum keeps Hopper's 14-bit accumulator for the whole of K; without it, and always with block scales, every 128
         of K are added up in float32. Raises ValueError for operands that cannot be multiplied.
         """
-        return operator(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum)
+        return operator(a, b, a_scale_inv, b_scale_inv, out_dtype, fast_accum, bias)
 
     return forward
 
@@ -234,11 +257,7 @@ def _accumulate(name: str, add: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         add(a, b, a_scale_inv, b_scale_inv, out, fast_accum, whole)
 
-    @operator.register_fake
-    def _(
-        a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, fast_accum: bool, whole: bool
-    ) -> None:
-        return None
+    operator.register_fake(lambda *_: None)
 
     def accumulate(
         a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, *, out: Tensor, fast_accum: bool = False

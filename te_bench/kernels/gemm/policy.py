@@ -6,37 +6,18 @@ and on nothing else: a trial's record names the kernels that ran.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from te_bench.kernels.gemm import Epilogue, Problem, Product, granularities
+from te_bench.kernels import architecture
+from te_bench.kernels.gemm import Epilogue, Problem, Product, empty_product, granularities, table
 from te_bench.kernels.gemm.backends import gluon, scaled_mm, triton
-from te_bench.kernels.gemm.measured import GPU, ROWS
 
 USUAL = "scaled_mm"
-#: Below it the choice is noise. Captured, a launch costs the GPU nothing; in eager mode Gluon's costs the host some 50 us
-#: for cuBLASLt's 10, which may be more than it saves where the host is what is waited for.
-LEAST = 1.05
-#: A measured row stands for such heights as its own, and for all from this many tiles on: 8 waves of an H200's processors,
-#: of which the last, ragged one is too little to count.
-NEAR, TILE, MANY = 1.25, 128, 8 * 132
 PLAIN = Epilogue()
-LAUNCHES: dict[str, Callable[..., Product]] = {"gluon": gluon._launch, "triton": triton._launch}
-
-
-class Shape(Protocol):
-    """Of a measured row, here and in _half_measured.py."""
-
-    @property
-    def m(self) -> int: ...
-    @property
-    def n(self) -> int: ...
-
-
-Measured = TypeVar("Measured", bound=Shape)
+LAUNCHES: dict[str, Callable[..., Product]] = {"gluon": gluon.launch, "triton": triton.launch}
 
 
 def forward(
@@ -57,7 +38,7 @@ def forward(
         return _operator(a, b, a_scale_inv, b_scale_inv, out_dtype, fast_accum, bias)
     if a.dim() != 2 or b.dim() != 2:
         granularities(a, b, a_scale_inv, b_scale_inv, bias)  # which raises
-    launch = _launch(
+    launch = _launcher(
         *(*a.shape, *b.shape, a.dtype, b.dtype, a_scale_inv.dim(), b_scale_inv.dim()),
         *(out_dtype, fast_accum, a.get_device()),
     )
@@ -80,21 +61,11 @@ def _operator(
     return forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
 
 
-@_operator.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    bias: Tensor | None,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+_operator.register_fake(empty_product)
 
 
 @functools.lru_cache(maxsize=4096)  # sequences of many lengths would fill it for ever
-def _launch(
+def _launcher(
     m: int,
     k: int,
     n: int,
@@ -114,7 +85,9 @@ def _launch(
     if not legal or device < 0 or out_dtype.itemsize != 2 or torch.float8_e5m2 in (a_dtype, b_dtype):
         return None
     granularity = ("tensor", "row")[a_scales]
-    name = choose(m, n, k, granularity=granularity, fast=fast, gpu=torch.cuda.get_device_name(device))
+    processors = architecture.processors(torch.device("cuda", device))
+    gpu = torch.cuda.get_device_name(device)
+    name = choose(m, n, k, granularity=granularity, fast=fast, gpu=gpu, processors=processors)
     if name == USUAL:
         return None
     problem = Problem(
@@ -125,25 +98,8 @@ def _launch(
     return LAUNCHES[name] if backend.unsupported(problem) is None else None
 
 
-def choose(m: int, n: int, k: int, *, granularity: str, fast: bool, gpu: str) -> str:
+def choose(m: int, n: int, k: int, *, granularity: str, fast: bool, gpu: str, processors: int) -> str:
     """The backend's name, of E4M3 operands (M, K) and (N, K) with scales per "tensor" or "row"."""
-    shape = (n, k, granularity, fast)
-    asked = [row for row in ROWS if (row.n, row.k, row.granularity, row.fast) == shape] if gpu == GPU else []
-    row = nearest(asked, m)
-    if row is None:
-        return USUAL
-    best = max(row.tflops, key=lambda name: row.tflops[name])
-    return best if row.tflops[best] >= LEAST * row.tflops[USUAL] else USUAL
-
-
-def nearest(rows: Sequence[Measured], m: int) -> Measured | None:
-    """Of rows of one (N, K) that stand for a height of m the one whose own is the nearest."""
-    found = [row for row in rows if _stands_for(row, m)]
-    return min(found, key=lambda row: max(m, row.m) / min(m, row.m), default=None)
-
-
-def _stands_for(row: Shape, m: int) -> bool:
-    if not m:
-        return False
-    tiles = min(-(-height // TILE) * -(-row.n // TILE) for height in (m, row.m))
-    return max(m, row.m) <= NEAR * min(m, row.m) or tiles >= MANY
+    shape = {"n": n, "k": k, "dtype": "e4m3", "scales": granularity, "fast_accum": fast, "epilogue": None}
+    row = table.nearest(gpu, processors, m, **shape)
+    return USUAL if row is None else row.choose(USUAL, LAUNCHES, table.LEAST_GAIN)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.launch import launch, rows_contiguous, traits
 from te_bench.kernels.tile import FLOATS, rounded
 
@@ -128,12 +129,6 @@ def _whole_rows(n: int, per_warp: int) -> tuple[int, int, int]:
     return rows, columns, max(4, rows * columns // per_warp)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    """SMs; 1 on a CPU, so that the interpreter runs the backward's loop over rows too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -169,7 +164,7 @@ def backward(
     dx = torch.empty((m, n), dtype=x.dtype, device=x.device)
     rows, columns, warps = _whole_rows(n, per_warp=512)  # half the forward's: the two sums are in registers as well
     # 8 warps of some 110 registers a thread: two programs fill an SM's registers, of 16 warps one.
-    programs = min(max(1, -(-m // rows)), _multiprocessors(x.device) * (2 if warps <= 8 else 1))
+    programs = min(max(1, -(-m // rows)), architecture.processors(x.device) * (2 if warps <= 8 else 1))
     partials = torch.empty((1 if mean is None else 2, programs, n), dtype=torch.float32, device=x.device)
     dy_stride, stride, residual_stride = dy.stride(0), x.stride(0), 0 if residual is None else residual.stride(0)
     key = (

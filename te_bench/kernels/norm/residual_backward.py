@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.launch import launch, rows_contiguous, traits
-from te_bench.kernels.norm import kernels
 from te_bench.kernels.norm.kernels import UNALIGNED
 from te_bench.kernels.norm.residual_forward import _float32, _rows
 from te_bench.kernels.tile import FLOATS, magnitude, publish, rounded
@@ -130,7 +130,7 @@ def backward_rounded(
     rows, columns = _rows(n, ELEMENTS)
     warps = min(32, max(4, rows * columns // PER_WARP))
     most = WARPS[biased or column_sum is not None or branch is not None]
-    resident = max(1, most // warps) * kernels._multiprocessors(x.device)
+    resident = max(1, most // warps) * architecture.processors(x.device)
     programs = max(1, min(-(-m // rows), resident))
     own = 1 + biased
     partials = _float32(x, own + (column_sum is not None), programs, n)

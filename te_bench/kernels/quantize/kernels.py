@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.launch import allocator, launch, rows_contiguous
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.tile import (
@@ -287,7 +288,7 @@ def _shares(device: torch.device) -> int:
     """Programs of _amax_kernel, a power of two: about 4 an SM; 4 on a CPU, so that the interpreter tries the loop."""
     if device.type != "cuda":
         return 4
-    return int(triton.next_power_of_2(3 * torch.cuda.get_device_properties(device).multi_processor_count))
+    return int(triton.next_power_of_2(3 * architecture.processors(device)))
 
 
 def float32(x: Tensor, *shape: int) -> Tensor:

@@ -225,7 +225,7 @@ def _up(n: Quantized, weight: Tensor, bias: Tensor | None, plan: Plan) -> tuple[
     fc, out = plan.fc, plan.out
     assert fc is not None
     assert out is not None
-    if fc.gemms is None and half.wins(half.ACTIVATED, n.data, weight, plan.activation):
+    if fc.gemms is None and half.is_faster(half.ACTIVATED, n.data, weight, plan.activation):
         h, a = half.activated(n.data, weight, bias, plan.activation)
         return h, out.operand(a, "input", plan.training)
     h = fc.forward(n, weight, bias, plan.dtype)
@@ -241,7 +241,7 @@ def _up_backward(
     fc, out = plan.fc, plan.out
     assert fc is not None
     assert out is not None
-    if out.gemms is None and half.wins(half.GRADIENT, g.data, kept[2], plan.activation):
+    if out.gemms is None and half.is_faster(half.GRADIENT, g.data, kept[2], plan.activation):
         dh = half.gradient(g.data, kept[2], h, plan.activation)
         return fc.operand(dh, "grad_output", True, total), kept
     da = out.dgrad(g, kept, plan.dtype)

@@ -1,9 +1,10 @@
-"""auto: the nearest measured cell by its stated rule, the fastest there that can; else the first preferred that can."""
+"""auto: the nearest measured row by its stated rule, the fastest there that can; else the first preferred that can."""
 
 import dataclasses
 import functools
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,18 +13,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_contract import GPT2, a_problem, draw, run
 
-from te_bench.kernels import attention
+from te_bench.kernels import attention, measured
 from te_bench.kernels.attention import Problem, table
 from te_bench.kernels.attention.backends import auto
-from te_bench.kernels.attention.table import Cell
+from te_bench.kernels.measured import Timing
 
 H200 = dataclasses.replace(a_problem(GPT2), capability=(9, 0))
-HERE = "NVIDIA H200"
+HERE = "NVIDIA H300"  # of which nothing ships
+SHIPPED_GPU = "NVIDIA H200"
 SECONDS = {"triton": 3e-4, "cudnn": 2e-4, "flash": 4e-4}
 
 
-def a_cell(problem: Problem = H200, machine: str = HERE, **seconds: float) -> Cell:
-    return Cell(machine=machine, problem=table.whole(problem), seconds=seconds or SECONDS, source="a test")
+def a_row(problem: Problem = H200, machine: str = HERE, **seconds: float) -> Timing:
+    seconds = seconds or SECONDS
+    return Timing(operator="attention", machine=machine, problem=table.whole(problem), seconds=seconds, source="a test")
+
+
+def know(rows: Iterable[Timing]) -> None:
+    """Make these the user's own table, and read it."""
+    path = measured.user_table()
+    assert path is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(measured.text(rows))
+    auto.forget()
+
+
+def nearest(rows: Iterable[Timing], problem: Problem, machine: str = HERE) -> tuple[Timing, float] | None:
+    know(rows)
+    return table.nearest(machine, problem)
 
 
 @pytest.fixture(autouse=True)
@@ -35,29 +52,16 @@ def _anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     auto.forget()
 
 
-class _Cells:
-    """Stands for _table.cells."""
-
-    def __init__(self, cells: list[Cell]):
-        self.cells = cells
-
-    def __call__(self) -> tuple[Cell, ...]:
-        return tuple(self.cells)
-
-    def cache_clear(self) -> None:
-        """Nothing is kept."""
-
-
-# Which cell
+# Which row
 
 
 def test_the_same_problem_is_no_doubling_away() -> None:
-    cell = a_cell()
-    assert table.nearest([cell], HERE, H200) == (cell, 0.0)
+    row = a_row()
+    assert nearest([row], H200) == (row, 0.0)
     told = dataclasses.replace(H200, kv_heads=12, kv_length=1024, v_head_dim=64, capability=None)
-    assert table.nearest([cell], HERE, told) == (cell, 0.0)
-    assert table.nearest([cell], "NVIDIA H100", H200) is None
-    assert table.nearest([], HERE, H200) is None
+    assert nearest([row], told) == (row, 0.0)
+    assert nearest([row], H200, "NVIDIA H100") is None
+    assert nearest([], H200) is None
 
 
 @pytest.mark.parametrize(
@@ -85,43 +89,43 @@ def test_the_same_problem_is_no_doubling_away() -> None:
     ids=str,
 )
 def test_how_far_a_problem_is(changes: dict[str, object], doublings: float | None) -> None:
-    found = table.nearest([a_cell()], HERE, dataclasses.replace(H200, **changes))  # type: ignore[arg-type]
+    found = nearest([a_row()], dataclasses.replace(H200, **changes))  # type: ignore[arg-type]
     assert (None if found is None else found[1]) == doublings
 
 
 def test_the_nearest_of_several_and_the_first_of_equals() -> None:
-    near, twice, half = (a_cell(dataclasses.replace(H200, batch=n)) for n in (12, 24, 6))
+    near, twice, half = (a_row(dataclasses.replace(H200, batch=n)) for n in (12, 24, 6))
     wanted = dataclasses.replace(H200, batch=12)
-    assert table.nearest([twice, near, half], HERE, wanted) == (near, 0.0)
-    assert table.nearest([twice, half], HERE, wanted) == (twice, 1.0)
-    assert table.nearest([half, twice], HERE, wanted) == (half, 1.0)
+    assert nearest([twice, near, half], wanted) == (near, 0.0)
+    assert nearest([twice, half], wanted) == (twice, 1.0)
+    assert nearest([half, twice], wanted) == (half, 1.0)
 
 
 def test_windows_are_near_by_their_widths() -> None:
-    cell = a_cell(dataclasses.replace(H200, window=(255, 0), causal=False))
-    assert cell.problem.causal
+    row = a_row(dataclasses.replace(H200, window=(255, 0), causal=False))
+    assert row.problem.causal
     for window, doublings in (((255, 0), 0), ((511, 0), 1), ((127, 0), 1), ((2**20, 0), 2)):
         for causal in (False, True):
             asked = dataclasses.replace(H200, causal=causal, window=window)
-            assert table.nearest([cell], HERE, asked) == (cell, doublings)
+            assert nearest([row], asked) == (row, doublings)
     for window in ((255, 255), (-1, 255)):
-        assert table.nearest([cell], HERE, dataclasses.replace(H200, causal=False, window=window)) is None
+        assert nearest([row], dataclasses.replace(H200, causal=False, window=window)) is None
     for window in (None, (-1, 0), (-1, 9)):  # all of them the causal mask alone
-        assert table.nearest([a_cell()], HERE, dataclasses.replace(H200, window=window)) == (a_cell(), 0.0)
+        assert nearest([a_row()], dataclasses.replace(H200, window=window)) == (a_row(), 0.0)
 
 
 # Which backend
 
 
 def test_the_fastest_there_that_can() -> None:
-    cells = [a_cell()]
-    assert choice(cells, H200).name == "cudnn"
-    assert choice(cells, H200).why.startswith(
-        "measured: B12 H12 T1024 D64 bf16 causal on NVIDIA H200, us: cudnn 200, triton"
+    rows = [a_row()]
+    assert choice(rows, H200).name == "cudnn"
+    assert choice(rows, H200).why.startswith(
+        "measured: B12 H12 T1024 D64 bf16 causal on NVIDIA H300, us: cudnn 200, triton"
     )
-    assert choice(cells, dataclasses.replace(H200, batch=24)).why.startswith("nearest measured, 1.0 doublings away")
+    assert choice(rows, dataclasses.replace(H200, batch=24)).why.startswith("nearest measured, 1.0 doublings away")
     uneven = dataclasses.replace(H200, kv_length=2048)  # of which cuDNN and flash take no causal mask
-    assert choice(cells, uneven).name == "triton"
+    assert choice(rows, uneven).name == "triton"
 
 
 @pytest.mark.parametrize(
@@ -140,31 +144,30 @@ def test_the_fastest_there_that_can() -> None:
     ids=str,
 )
 def test_the_first_of_the_preference_where_nothing_near_was_measured(changes: dict[str, object], name: str) -> None:
-    for cells in ([], [a_cell(dataclasses.replace(H200, head_dim=128))], [a_cell(machine="another")]):
-        found = choice(cells, dataclasses.replace(H200, **changes))  # type: ignore[arg-type]
+    for rows in ([], [a_row(dataclasses.replace(H200, head_dim=128))], [a_row(machine="another")]):
+        found = choice(rows, dataclasses.replace(H200, **changes))  # type: ignore[arg-type]
         assert found.name == name
         assert "nothing near was measured" in found.why
 
 
-def choice(cells: list[Cell], problem: Problem) -> auto.Choice:
+def choice(rows: Iterable[Timing], problem: Problem) -> auto.Choice:
+    know(rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table, "cells", _Cells(cells))
         patch.setattr("triton.knobs.runtime.interpret", False)
         return auto.choose(problem, HERE)
 
 
-def test_a_choice_is_carried_out_remembered_and_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_carried_out_remembered_and_proved() -> None:
     from te_bench.experiments.workloads._check import kernels_seen
 
     problem = a_problem((1, 2, 32, 16), "fp32", "cpu")
-    here = table.machine("cpu")
+    here = measured.machine_name("cpu")
     assert (
         attention.wrong_kernel("auto", "cpu", [], eager=True)
         == "asked for auto, which chose no backend in this process"
     )
     for name, other in (("math", "flash"), ("flash", "math")):
-        auto.forget()
-        monkeypatch.setattr(table, "cells", _Cells([a_cell(problem, here, **{name: 1e-6, other: 2e-6})]))
+        know([a_row(problem, here, **{name: 1e-6, other: 2e-6})])
         assert attention.rival("auto", problem) == name
         assert auto.chosen() == ()  # to ask is not to run
         seen = kernels_seen(lambda: run(attention.load("auto"), problem, draw(problem)), "cpu").names
@@ -206,56 +209,74 @@ def test_it_compiles_without_breaks(dynamic: bool) -> None:
 # Tables
 
 
-def test_the_users_own_cells_take_the_place_of_the_shipped_ones() -> None:
-    shipped = table.read(table.SHIPPED)
-    assert shipped == table.cells()
-    own = table.user_table()
+def test_the_users_own_rows_take_the_place_of_the_shipped_ones() -> None:
+    shipped = measured.read(measured.SHIPPED)
+    assert shipped == measured.timings()
+    mine = [a_row(machine=SHIPPED_GPU, flash=1e-4), a_row(dataclasses.replace(H200, head_dim=128), flash=1e-4)]
+    know(mine)
+    assert measured.timings() == (*mine, *(row for row in shipped if row.key != mine[0].key))
+    assert auto.choose(H200, SHIPPED_GPU).name == "flash"
+
+
+def test_a_table_of_attention_alone_still_counts_below_the_users_own() -> None:
+    """As te-bench wrote it before other operators had one: attention.json, schema 1."""
+    path = measured.user_table()
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    problem = {name: v for name, v in dataclasses.asdict(table.whole(H200)).items() if name != "capability"}
+    cell = {"machine": HERE, "problem": problem, "seconds": {"math": 1e-4, "flash": 1e-3}, "source": "before"}
+    path.with_name("attention.json").write_text(json.dumps({"schema": 1, "cells": [cell]}, indent=1))
+    auto.forget()
+    assert auto.choose(H200, HERE).name == "math"
+    assert "(before)" in auto.choose(H200, HERE).why
+    know([a_row(dataclasses.replace(H200, batch=24), flash=1e-4)])
+    assert auto.choose(H200, HERE).name == "math"
+    know([a_row(flash=1e-4)])
+    assert auto.choose(H200, HERE).name == "flash"
+
+
+@pytest.mark.parametrize("name", ["measured.json", "attention.json"])
+def test_a_table_that_is_none_is_named(name: str) -> None:
+    own = measured.user_table()
     assert own is not None
     own.parent.mkdir(parents=True)
-    mine = [a_cell(flash=1e-4), a_cell(dataclasses.replace(H200, head_dim=128), flash=1e-4)]
-    own.write_text(table.text(mine))
-    auto.forget()
-    assert table.cells() == (*mine, *(cell for cell in shipped if cell.key != mine[0].key))
-    assert auto.choose(H200, HERE).name == "flash"
     for broken in (
         "",
         "[]",
-        '{"schema": 2, "cells": []}',
+        '{"schema": 3, "rows": []}',
         '{"schema": 1, "cells": [{}]}',
-        table.text([a_cell(flash=0.0)]),
-        table.text([a_cell(dataclasses.replace(H200, batch=-1), flash=1.0)]),
-        table.text([a_cell(flash=1.0)]).replace('"window": null', '"window": [3]'),
+        '{"schema": 2, "rows": [{}]}',
+        measured.text([a_row(flash=1.0)]).replace('"operator": "attention"', '"operator": "norm"'),
+        measured.text([a_row(flash=0.0)]),
+        measured.text([a_row(dataclasses.replace(H200, batch=-1), flash=1.0)]),
+        measured.text([a_row(flash=1.0)]).replace('"window": null', '"window": [3]'),
     ):
-        own.write_text(broken)
+        own.with_name(name).write_text(broken)
         auto.forget()
-        with pytest.raises(
-            ValueError, match=r"attention\.json is no table of measured attention .* te-bench tune attention"
-        ):
+        kind = "attention" if name == "attention.json" else "times"
+        with pytest.raises(ValueError, match=rf"{name} is no table of measured {kind} .* te-bench tune attention"):
             auto.choose(H200, HERE)
 
 
 def test_the_shipped_table_is_what_the_published_records_say() -> None:
-    from te_bench.reports.analysis import attention_times
+    from te_bench.reports.analysis import measured_times
 
     results = Path(__file__).resolve().parents[3] / "results" / "h200"
-    made = attention_times.of_results([path.parent for path in sorted(results.glob("*/journal.jsonl"))])
-    assert set(map(cell_text, made)) == set(map(cell_text, table.read(table.SHIPPED))), (
-        "te-bench tune attention --from results/h200/... --table te_bench/kernels/attention/measured.json"
+    made = measured_times.of_results("attention", [path.parent for path in sorted(results.glob("*/journal.jsonl"))])
+    shipped = [row for row in measured.read(measured.SHIPPED) if row.operator == "attention"]
+    assert set(map(row_text, made)) == set(map(row_text, shipped)), (
+        "te-bench tune attention --from results/h200/... --table te_bench/kernels/measured.json"
     )
-    assert auto.choose(H200, HERE).why.startswith("measured")
+    assert auto.choose(H200, SHIPPED_GPU).why.startswith("measured")
 
 
 def test_what_has_gone_since_it_was_measured_is_passed_over() -> None:
-    own = table.user_table()
-    assert own is not None
-    own.parent.mkdir(parents=True)
-    own.write_text(table.text([a_cell(gone=1e-9, auto=1e-8, flash=1e-4, math=1e-3)]))
-    auto.forget()
+    know([a_row(gone=1e-9, auto=1e-8, flash=1e-4, math=1e-3)])
     assert auto.choose(H200, HERE).name == "flash"
 
 
-def cell_text(cell: Cell) -> str:
-    return table.text([cell])
+def row_text(row: Timing) -> str:
+    return measured.text([row])
 
 
 sizes = st.integers(1, 2**20)
@@ -271,22 +292,22 @@ windows = st.none() | st.tuples(st.integers(-1, 4096), st.integers(-1, 4096))
     st.dictionaries(st.text(min_size=1), st.floats(1e-9, 1e3), min_size=1),
 )  # fmt: skip
 def test_a_table_is_read_as_it_was_written(problem: Problem, seconds: dict[str, float]) -> None:
-    cell = dataclasses.replace(a_cell(problem, flash=1.0), seconds=seconds)
-    [again] = map(table._cell, json.loads(table.text([cell]))["cells"])
-    assert again == cell
-    assert table.distance(cell.problem, cell.problem) == 0
-    assert table.whole(cell.problem) == cell.problem
-    assert math.isinf(table.distance(cell.problem, dataclasses.replace(cell.problem, mask=not cell.problem.mask)))
+    row = dataclasses.replace(a_row(problem, flash=1.0), seconds=seconds)
+    know([row])
+    assert measured.timings()[0] == row
+    assert table.distance(row.problem, row.problem) == 0
+    assert table.whole(row.problem) == row.problem
+    assert math.isinf(table.distance(row.problem, dataclasses.replace(row.problem, mask=not row.problem.mask)))
 
 
 @pytest.mark.gpu
 def test_on_an_h200_the_table_decides_and_its_kernels_run() -> None:
     from te_bench.experiments.workloads._check import kernels_seen
 
-    if torch.cuda.get_device_name() != HERE:
+    if torch.cuda.get_device_name() != SHIPPED_GPU:
         pytest.skip("the shipped table is an H200's")
     problem = a_problem(GPT2)
-    [cell] = [cell for cell in table.cells() if cell.key == a_cell(problem).key]
+    [row] = [row for row in measured.timings() if row.key == a_row(problem, SHIPPED_GPU).key]
     seen = kernels_seen(lambda: run(attention.load("auto"), problem, draw(problem)), "cuda").names
-    assert auto.chosen() == (cell.fastest()[0],)
+    assert auto.chosen() == (row.fastest()[0],)
     assert attention.wrong_kernel("auto", "cuda", seen, eager=True) is None

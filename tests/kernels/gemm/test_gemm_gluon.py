@@ -121,7 +121,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, program: int, programs: int, loads
     copies = types.SimpleNamespace(
         async_copy_global_to_shared=lambda desc, at, *_: loads.append((desc.name, at)), store_wait=lambda _: None
     )
-    for name in ("_tile_origin", "_span", "_stretch", "_next"):
+    for name in ("_tile_origin", "_steps_of_program", "_steps_in_tile", "_next_position"):
         monkeypatch.setattr(k, name, getattr(getattr(k, name), "fn", getattr(k, name)))
     monkeypatch.setattr(k, "gl", language)
     monkeypatch.setattr(k, "tma", copies)
@@ -156,7 +156,7 @@ def made(
     places: list[tuple[int, int]] = []
     monkeypatch.setattr(k, "_product", lambda *args: steps.append((args[6], args[7])))
     monkeypatch.setattr(k, "add_by_parts", lambda *args: places.append((args[5], args[6])))
-    monkeypatch.setattr(k, "leave_by_parts", lambda *args: places.append((args[9], args[10])))
+    monkeypatch.setattr(k, "store_by_parts", lambda *args: places.append((args[9], args[10])))
     tile = "tensor", False, p.height, p.width, 128, p.parts, p.slots, p.turns, 4, 8
     operand = types.SimpleNamespace(dtype=types.SimpleNamespace(primitive_bitwidth=8))
     if adds:
@@ -230,7 +230,7 @@ def test_every_plan_is_exact_where_sums_are(name: str, shape: tuple[int, int, in
     p = PLANS.get(name) or plans.PROMOTED._replace(turns=name != "promoted")
     operands = integers(shape, pair, "cuda")
     bias = torch.arange(-2.0, shape[1] - 2, device="cuda") % 7
-    out = gluon._launch(*operands, bias, BF16, name in PLANS, Epilogue(), None, None, None, chosen=p).out
+    out = gluon.launch(*operands, bias, BF16, name in PLANS, Epilogue(), None, None, None, chosen=p).out
     assert out is not None
     assert torch.equal(out, product(operands, bias).to(BF16))
 
@@ -246,7 +246,7 @@ def test_every_plan_s_epilogues(name: str, kind: str, shape: tuple[int, int, int
     if p.stages(BF16, g.epilogue, g.residual) < 2:
         pytest.skip("no room")
     amax = None if g.scale is None else torch.zeros((), device="cuda")
-    made = gluon._launch(
+    made = gluon.launch(
         *g.operands, g.bias, BF16, name in PLANS, g.epilogue, g.residual, g.scale, amax, chosen=p
     )  # fmt: skip
     check_product(made, g, floor=FAST if name in PLANS else PROMOTED, amax=amax)
@@ -259,5 +259,5 @@ def test_every_plan_s_epilogues(name: str, kind: str, shape: tuple[int, int, int
 def test_every_plan_s_sums(p: Plan, whole: bool, shape: tuple[int, int, int]) -> None:
     operands, out = integers(shape, PAIRS[0], "cuda"), torch.ones(shape[:2], device="cuda")
     for times in (1, 2):
-        gluon._add(*operands, out, True, whole, chosen=p)
+        gluon.launch_accumulate(*operands, out, True, whole, chosen=p)
         assert torch.equal(out.double(), 1 + times * product(operands))

@@ -1,8 +1,9 @@
 """GEMMs in half precision with an MLP's activation in their epilogue: the numbers, and when they run."""
 
 import contextlib
-import importlib
+import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,84 +13,87 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_bench.kernels import architecture, measured
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.activation.backends import reference
-from te_bench.kernels.gemm import ACTIVATIONS, half, half_measured
-from te_bench.kernels.gemm.half import ACTIVATED, GRADIENT, PRODUCT, choose
-from te_bench.kernels.gemm.half_measured import GPU, ROWS, Row
+from te_bench.kernels.gemm import ACTIVATIONS, half
+from te_bench.kernels.gemm.half import ACTIVATED, GRADIENT, choose
 from te_bench.kernels.gemm.hopper.plans import Plan
 
 BF16 = torch.bfloat16
+GPU, PROCESSORS = "NVIDIA H200", 132
+#: What was chosen at these heights when FP8 and bf16 had a table each, of the same measurements.
+BEFORE = json.loads(Path(__file__).with_name("h200_choices.json").read_text())
 
 
 # Which one runs
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row[:4])))
-def test_a_measured_shape_gets_what_was_faster_there(row: Row) -> None:
-    assert choose(*row[:4], gpu=GPU) == (row.apart >= 1.05 * row.gluon)
-    assert not choose(*row[:4], gpu="NVIDIA H100 80GB HBM3")
+def chosen(epilogue: str | None, m: int, n: int, k: int, gpu: str = GPU) -> bool:
+    return choose(epilogue, m, n, k, gpu=gpu, processors=PROCESSORS)
+
+
+@pytest.fixture(autouse=True)
+def _no_own_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured.forget()
+    yield
+    measured.forget()
+
+
+@pytest.mark.parametrize("shape", BEFORE["half"])
+def test_an_h200_chooses_as_it_did_when_half_precision_had_its_own_table(shape: str) -> None:
+    n, k, role = shape.split(",")
+    epilogue = None if role == "product" else role
+    assert [chosen(epilogue, m, int(n), int(k)) for m in BEFORE["heights"]] == BEFORE["half"][shape]
+    assert not chosen(epilogue, 12288, int(n), int(k), gpu="NVIDIA H100 80GB HBM3")
 
 
 def test_gpt2s_mlp_and_its_logits_and_nothing_that_was_not_measured() -> None:
     for m in (12288, 65536, 15000):
-        assert choose(ACTIVATED, m, 3072, 768, gpu=GPU)
-        assert choose(GRADIENT, m, 3072, 768, gpu=GPU)
-    assert choose(PRODUCT, 6144, 50304, 768, gpu=GPU)
-    assert not choose(PRODUCT, 12288, 768, 3072, gpu=GPU)
-    assert not choose(ACTIVATED, 1024, 3072, 768, gpu=GPU)
-    assert not choose(ACTIVATED, 12288, 3072, 776, gpu=GPU)
-    assert not choose(ACTIVATED, 0, 3072, 768, gpu=GPU)
+        assert chosen(ACTIVATED, m, 3072, 768)
+        assert chosen(GRADIENT, m, 3072, 768)
+    assert chosen(None, 6144, 50304, 768)
+    assert not chosen(None, 12288, 768, 3072)
+    assert not chosen(ACTIVATED, 1024, 3072, 768)
+    assert not chosen(ACTIVATED, 12288, 3072, 776)
+    assert not chosen(ACTIVATED, 0, 3072, 768)
 
 
-def test_every_shape_was_measured_once_and_the_table_is_as_its_benchmark_writes_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert len({row[:4] for row in ROWS}) == len(ROWS)
-    assert {row.role for row in ROWS} == {PRODUCT, ACTIVATED, GRADIENT}
-    assert all(row.apart > 0 < row.gluon for row in ROWS)
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    script = importlib.import_module("gemm_half")
-    written = Path(half_measured.__file__).read_text(encoding="utf-8")
-    assert script.source(list(ROWS), GPU, half_measured.MEASURED) == written
-
-
-def test_the_nearest_height_counts_and_a_gpu_without_the_kernel_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Row(PRODUCT, m, 4096, 64, apart, 1.0) for m, apart in ((8192, 2.0), (65536, 1.0))]
-    monkeypatch.setattr(half, "ROWS", rows)
-    assert [choose(PRODUCT, m, 4096, 64, gpu=GPU) for m in (10000, 50000)] == [True, False]
+def test_a_gpu_without_the_kernel_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    monkeypatch.setattr(architecture, "processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(half.gluon, "INTERPRETED", False)
     for capability in ((9, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, there=capability: there)
-        monkeypatch.setattr(half.gluon, "INTERPRETED", False)
-        half._chosen.cache_clear()
-        assert half._chosen(PRODUCT, 8192, 4096, 64, 0) == (capability == (9, 0))
-    half._chosen.cache_clear()
+        half._is_chosen.cache_clear()
+        assert half._is_chosen(ACTIVATED, 12288, 3072, 768, 0) == (capability == (9, 0))
+    half._is_chosen.cache_clear()
 
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is the faster one on any device."""
-    monkeypatch.setattr(half, "_chosen", lambda *_: True)
+    monkeypatch.setattr(half, "_is_chosen", lambda *_: True)
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
 
 
 def test_what_the_kernel_cannot_read_is_not_its(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = torch.zeros(16, 32, dtype=BF16), torch.zeros(24, 32, dtype=BF16)
-    assert half.wins(PRODUCT, a, b)
-    assert half.wins(ACTIVATED, a.half(), b.half(), "gelu")
-    assert half.wins(GRADIENT, a, torch.zeros(32, 24, dtype=BF16), "gelu")
+    assert half.is_faster(None, a, b)
+    assert half.is_faster(ACTIVATED, a.half(), b.half(), "gelu")
+    assert half.is_faster(GRADIENT, a, torch.zeros(32, 24, dtype=BF16), "gelu")
     shifted = torch.zeros(24 * 32 + 1, dtype=BF16)[1:].view(24, 32)
     for one, other in (
         (a.float(), b.float()), (a, b.half()), (a.t(), b), (a[:, :24], b[:, :24].contiguous()), (a, shifted),
         (torch.zeros(16, 20, dtype=BF16), torch.zeros(24, 20, dtype=BF16)), (a, b[:20]),
         (a, torch.zeros(24, 40, dtype=BF16)), (a.view(2, 8, 32), b), (a[0], b), (a, b[0]),
     ):  # fmt: skip
-        assert not half.wins(PRODUCT, one, other)
-    assert not half.wins(ACTIVATED, a, b, "geglu")
-    assert not half.wins(GRADIENT, a, b, "gelu")
+        assert not half.is_faster(None, one, other)
+    assert not half.is_faster(ACTIVATED, a, b, "geglu")
+    assert not half.is_faster(GRADIENT, a, b, "gelu")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not half.wins(PRODUCT, a, b)
+    assert not half.is_faster(None, a, b)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -101,17 +105,17 @@ def test_a_product_is_torchs_where_the_kernel_is_not_faster_and_else_the_kernels
     bias = torch.randn(8, dtype=BF16) if biased else None
     launched: list[Any] = []
     monkeypatch.setattr(half, "_launch", lambda *args, **_: launched.append(args))
-    for wins in (False, True):
-        monkeypatch.setattr(half, "wins", lambda *_, wins=wins: wins)
+    for faster in (False, True):
+        monkeypatch.setattr(half, "is_faster", lambda *_, faster=faster: faster)
         out = torch.empty(6, 8, dtype=BF16) if given else None
         made = half.multiply(x, weight, bias, out=out)
         assert out is None or made is out
-        assert len(launched) == wins
-        if not wins:
+        assert len(launched) == faster
+        if not faster:
             torch.testing.assert_close(made, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
     assert launched[0][:3] == (x, weight, bias)
     assert launched[0][4] is made
-    monkeypatch.setattr(half, "wins", lambda *_: True)
+    monkeypatch.setattr(half, "is_faster", lambda *_: True)
     half.multiply(x, weight, bias, out=torch.empty(8, 6, dtype=BF16).t())
     assert len(launched) == 1  # it writes contiguous matrices
 
@@ -155,8 +159,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, call: Any) -> SimpleNamespace:
     kernel = Launched()
     described = lambda x, rows, columns: (x, rows, columns)  # noqa: E731
     stand_in = {"_descriptor": described, "_layout": described, "_in_gluon": str, "_constants": Plan._asdict}
-    for name, value in {**stand_in, "gluon_gemm_kernel": kernel, "_processors": lambda device: 132}.items():
+    for name, value in {**stand_in, "gluon_gemm_kernel": kernel}.items():
         monkeypatch.setattr(half.gluon, name, value, raising=False)
+    monkeypatch.setattr(architecture, "processors", lambda device: PROCESSORS)
     call()
     found: SimpleNamespace = kernel.call  # type: ignore[attr-defined]
     return found
@@ -166,7 +171,7 @@ def test_what_the_kernel_is_told_of_each(monkeypatch: pytest.MonkeyPatch) -> Non
     """The right-hand side's block lies as it does; what leaves, by parts; the residual's place is the gradient's."""
     x, up, down = (torch.zeros(shape, dtype=BF16) for shape in ((512, 192), (256, 192), (192, 256)))
     h, bias = torch.zeros(512, 256, dtype=BF16), torch.zeros(256, dtype=BF16)
-    made = launched(monkeypatch, lambda: half._product(x, up, bias, None))
+    made = launched(monkeypatch, lambda: half.product(x, up, bias, None))
     assert made.grid == (8,)
     assert made.args[0] == (x, 128, 64)
     assert made.args[1] == (up, 128, 64)
@@ -238,7 +243,7 @@ def test_shapes_that_tiles_do_not_divide(shape: tuple[int, int, int], biased: bo
     limit = LIMIT[BF16] * (2 if shape[0] == 1 else 1)  # of eight numbers one error is not near the mean
     assert error(h, true) < limit
     assert error(y, F.gelu(h.double())) < limit
-    assert torch.equal(half._product(d.x, d.up, bias, None), h)
+    assert torch.equal(half.product(d.x, d.up, bias, None), h)
     dh = half.gradient(d.g, d.down, d.h, "gelu_erf")
     slope = torch.autograd.functional.vjp(F.gelu, d.h.double(), torch.ones_like(d.h, dtype=torch.float64))[1]
     assert error(dh, (d.g.double() @ d.down.double()) * slope) < 1.5 * limit

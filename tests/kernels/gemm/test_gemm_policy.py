@@ -1,6 +1,7 @@
 """Which GEMM runs: the fastest measured of the shape, cuBLASLt where nothing was measured or little is to be won."""
 
-import importlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,41 +9,61 @@ import pytest
 import torch
 from gemm_checks import FAST, check, integers, product, quantised
 
-from te_bench.kernels import gemm
-from te_bench.kernels.gemm import PAIRS, Product, measured, policy
+from te_bench.kernels import architecture, gemm, measured
+from te_bench.kernels.gemm import PAIRS, Product, policy, table
 from te_bench.kernels.gemm.backends import gluon, scaled_mm
-from te_bench.kernels.gemm.measured import GPU, ROWS, Row
+from te_bench.kernels.gemm.table import GemmShape
+from te_bench.kernels.measured import Timing
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+GPU, PROCESSORS = "NVIDIA H200", 132
+SHIPPED = [row for row in measured.read(measured.SHIPPED) if row.operator == "gemm" and row.problem.dtype == "e4m3"]
+#: What was chosen at these heights when FP8 and bf16 had a table each, of the same measurements.
+BEFORE = json.loads(Path(__file__).with_name("h200_choices.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def _own_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No table of the user's own, nor any left for other tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured.forget()
+    yield
+    measured.forget()
+
+
+def know(*rows: Timing) -> None:
+    """Make these the user's own table, and read it."""
+    path = measured.user_table()
+    assert path is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(measured.text(rows))
+    measured.forget()
+
+
+def a_row(m: int, n: int, k: int, machine: str = GPU, **seconds: float) -> Timing:
+    shape = GemmShape(m=m, n=n, k=k, dtype="e4m3", scales="tensor", fast_accum=True)
+    return Timing(operator="gemm", machine=machine, problem=shape, seconds=seconds, source="a test")
 
 
 def chosen(m: int, n: int, k: int, granularity: str = "tensor", fast: bool = True, gpu: str = GPU) -> str:
-    return policy.choose(m, n, k, granularity=granularity, fast=fast, gpu=gpu)
+    return policy.choose(m, n, k, granularity=granularity, fast=fast, gpu=gpu, processors=PROCESSORS)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row[:5])))
-def test_a_measured_shape_gets_what_was_fastest_there(row: Row) -> None:
-    name = chosen(*row[:5])
-    usual = row.tflops["scaled_mm"]
-    assert row.tflops[name] >= usual
-    others = [name for name, speed in row.tflops.items() if speed >= 1.05 * usual]
-    assert (name == "scaled_mm") == (not others)
-    assert row.tflops[name] == max(row.tflops.values()) or max(row.tflops.values()) < 1.05 * usual
+@pytest.mark.parametrize("shape", BEFORE["fp8"])
+def test_an_h200_chooses_as_it_did_when_fp8_had_its_own_table(shape: str) -> None:
+    n, k, *words = shape.split(",")
+    options = {"granularity": "row" if "row" in words else "tensor", "fast": "promoted" not in words}
+    found = [chosen(m, int(n), int(k), **options) for m in BEFORE["heights"]]
+    assert found == BEFORE["fp8"][shape]
 
 
-def test_every_shape_was_measured_once_with_rivals_of_the_registry() -> None:
-    assert len({row[:5] for row in ROWS}) == len(ROWS)
-    for row in ROWS:
-        assert set(row.tflops) <= set(gemm.names())
-        assert row.granularity in ("tensor", "row")
-    assert "cu" in measured.MEASURED
-
-
-def test_the_table_is_as_its_benchmark_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    script = importlib.import_module("gemm_policy")
-    written = Path(measured.__file__).read_text(encoding="utf-8")
-    assert script.source(list(ROWS), GPU, measured.MEASURED) == written
+@pytest.mark.parametrize("row", SHIPPED, ids=lambda row: str(row.problem))
+def test_a_measured_shape_gets_what_was_fastest_there(row: Timing) -> None:
+    p = row.problem
+    name = chosen(p.m, p.n, p.k, p.scales, p.fast_accum)
+    usual, best = row.seconds["scaled_mm"], min(row.seconds.values())
+    assert row.seconds[name] == (best if usual >= 1.05 * best else usual)
+    assert set(row.seconds) <= set(gemm.names())
 
 
 def test_gpt2s_products() -> None:
@@ -69,10 +90,30 @@ def test_what_was_not_measured_is_cublaslts() -> None:
     assert chosen(12288, 3072, 768, "block") == "scaled_mm"
 
 
-def test_the_nearest_height_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Row(m, 4096, 64, "tensor", True, {"scaled_mm": 100, name: 200}) for m, name in ((8192, "a"), (65536, "b"))]
-    monkeypatch.setattr(policy, "ROWS", rows)
-    assert (chosen(10000, 4096, 64), chosen(50000, 4096, 64)) == ("a", "b")
+def test_the_nearest_height_counts_and_how_many_tiles_are_many_is_the_gpus() -> None:
+    there = "NVIDIA H300"
+    know(
+        a_row(8192, 4096, 64, there, scaled_mm=2.0, triton=1.0), a_row(65536, 4096, 64, there, scaled_mm=2.0, gluon=1.0)
+    )
+    assert [chosen(m, 4096, 64, gpu=there) for m in (10000, 50000)] == ["triton", "gluon"]
+    options = {"granularity": "tensor", "fast": True, "gpu": there}
+    # 8 waves are 2048 tiles of 256 processors: 8192 x 4096. 12000 x 4096 are 3008.
+    for processors, name in ((256, "triton"), (257, "gluon"), (400, "scaled_mm")):
+        assert policy.choose(12000, 4096, 64, processors=processors, **options) == name
+
+
+def test_a_backend_that_is_not_the_policys_or_has_no_rival_is_not_chosen() -> None:
+    there = "NVIDIA H300"
+    know(a_row(8192, 4096, 64, there, scaled_mm=2.0, reference=1.0, gone=0.5), a_row(8192, 64, 64, there, gluon=1.0))
+    assert chosen(8192, 4096, 64, gpu=there) == chosen(8192, 64, 64, gpu=there) == "scaled_mm"
+
+
+def test_a_shape_that_is_none() -> None:
+    for wrong in ({"m": 0}, {"dtype": "e5m2"}, {"scales": None}, {"scales": "block"}, {"epilogue": "gradient"}):
+        with pytest.raises(ValueError, match=r"at least 1|no GEMM in|FP8 has scales|in half precision"):
+            table.read_problem({"m": 8, "n": 8, "k": 8, "dtype": "e4m3", "scales": "row", **wrong})
+    with pytest.raises(ValueError, match="FP8 has scales"):
+        table.read_problem({"m": 8, "n": 8, "k": 8, "dtype": "bf16", "fast_accum": True})
 
 
 # What is launched, with a GPU's name in place of the GPU
@@ -86,9 +127,10 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: GPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(gluon, "INTERPRETED", False)
-    monkeypatch.setattr(policy, "ROWS", [Row(64, 48, 32, "tensor", True, {"scaled_mm": 100, "gluon": 106})])
-    original = policy._launch.__wrapped__
-    monkeypatch.setattr(policy, "_launch", lambda *key: original(*key[:-1], 0))
+    monkeypatch.setattr(architecture, "processors", lambda _: PROCESSORS)
+    know(a_row(64, 48, 32, scaled_mm=1.06, gluon=1.0))
+    original = policy._launcher.__wrapped__
+    monkeypatch.setattr(policy, "_launcher", lambda *key: original(*key[:-1], 0))
 
     def launch(a: Any, b: Any, a_inv: Any, b_inv: Any, bias: Any, out_dtype: Any, fast: bool, *_: Any) -> Product:
         called.append("gluon")

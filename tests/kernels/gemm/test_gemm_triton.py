@@ -86,7 +86,7 @@ def test_the_operator_is_well_formed() -> None:
         operands = integers((18, 40, 48), pair)
         for bias in (None, torch.ones(40)):
             torch.library.opcheck(
-                torch.ops.te_bench.triton_gemm, (*operands, bias, torch.float32, True), test_utils=CHECKS
+                torch.ops.te_bench.triton_gemm, (*operands, torch.float32, True, bias), test_utils=CHECKS
             )
 
 

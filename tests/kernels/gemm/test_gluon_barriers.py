@@ -83,8 +83,8 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, programs: int) -
     """The module of the kernels, its functions Python's."""
     k = kernels
     for name in (
-        "_tile_origin", "_span", "_stretch", "_next", "_await_turn", "_one_each", "_ring", "_block", "_product",
-        "_promoted_product",
+        "_tile_origin", "_steps_of_program", "_steps_in_tile", "_next_position", "_await_turn", "_allocate_barriers",
+        "_allocate_ring", "_block_of_b", "_product", "_promoted_product",
     ):  # fmt: skip
         monkeypatch.setattr(k, name, getattr(k, name).fn)
     same = lambda x, *_, **__: x  # noqa: E731
@@ -118,7 +118,7 @@ def run(
         assert not x.under_way
         machine.do(lambda: left.append((row, column, x.over)))
 
-    monkeypatch.setattr(k, "leave_by_parts", lambda *args: leave(args[0], args[9], args[10]))
+    monkeypatch.setattr(k, "store_by_parts", lambda *args: leave(args[0], args[9], args[10]))
     monkeypatch.setattr(k, "add_by_parts", lambda *args: leave(args[0], args[5], args[6]))
     a, b = (
         types.SimpleNamespace(
@@ -126,8 +126,8 @@ def run(
         )
         for box in ([p.height, 128], [128, p.width] if across else [p.width, 128])
     )
-    a_shared, b_shared, full, empty = ring = k._ring(a, b, 1 if p.turns else 2, stages)
-    turn = k._one_each()
+    a_shared, b_shared, full, empty = ring = k._allocate_ring(a, b, 1 if p.turns else 2, stages)
+    turn = k._allocate_barriers()
     tile = p.height, p.width, 128, p.parts, p.slots, p.turns, stages, 8
     nothing = (None,) * 5
 

@@ -56,7 +56,7 @@ def test_logits_are_made_by_the_faster_gemm(monkeypatch: pytest.MonkeyPatch) -> 
         made.append(len(x))
         out.copy_(x @ weight.t())
 
-    monkeypatch.setattr(half, "wins", lambda role, *_: role == half.PRODUCT)
+    monkeypatch.setattr(half, "is_faster", lambda epilogue, *_: epilogue is None)
     monkeypatch.setattr(half, "_launch", launch)
     assert all(map(torch.equal, run(CHUNKED, case, rows=40, strip=32), wanted))
     assert made == [32, 8, 30]

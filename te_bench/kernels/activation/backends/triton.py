@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.activation import Backend, Problem, kernels, width
 from te_bench.kernels.activation.backends import reference
 from te_bench.kernels.quantize import Quantized, check_layouts
@@ -19,9 +20,7 @@ from te_bench.kernels.quantize.backends import triton as quantizer
 def unsupported(p: Problem) -> str | None:
     if p.device != "cuda" and not triton.knobs.runtime.interpret:
         return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
-    if p.quantized and p.capability is not None and p.capability < (8, 9):
-        return f"FP8 needs compute capability 8.9, this GPU has {p.capability[0]}.{p.capability[1]}"
-    return None
+    return architecture.lacks_fp8(p.capability) if p.quantized else None
 
 
 def forward(x: Tensor, kind: str) -> Tensor:

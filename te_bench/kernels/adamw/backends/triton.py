@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.adamw import Backend, Parameter, Problem, Table, kernels
 from te_bench.kernels.adamw.backends import reference
 from te_bench.kernels.adamw.kernels import COLUMNS, PIECE, ROWS, SUMS, WARPS
@@ -28,9 +29,7 @@ SMALLEST = -1e5  # in place of log2(0): 2 to it is 0 too
 def unsupported(p: Problem) -> str | None:
     if p.device != "cuda" and not triton.knobs.runtime.interpret:
         return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
-    if p.fp8 and p.capability is not None and p.capability < (8, 9):
-        return f"FP8 needs compute capability 8.9, this GPU has {p.capability[0]}.{p.capability[1]}"
-    return None
+    return architecture.lacks_fp8(p.capability) if p.fp8 else None
 
 
 def table(parameters: Sequence[Parameter]) -> Table:

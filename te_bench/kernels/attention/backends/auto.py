@@ -1,8 +1,8 @@
 """The backend that was measured to be the fastest for the problem on this machine, whatever the mask.
 
-By the nearest cell of a table (`table`: the user's own, made by `te-bench tune attention`, before the shipped one), the
-fastest there that can do the problem, forward and backward together; where no cell is near, by `preference`, the first
-that can. The same problem goes to the same backend for as long as the process lasts, with gradients or without.
+By the nearest row of the table of measured times (the user's own, made by `te-bench tune attention`, before the shipped
+one), the fastest there that can do the problem, forward and backward together; where no row is near, by `preference`, the
+first that can. The same problem goes to the same backend for as long as the process lasts, with gradients or without.
 """
 
 import operator
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_bench.kernels import measured
 from te_bench.kernels.attention import (
     AUTO,
     Backend,
@@ -24,8 +25,9 @@ from te_bench.kernels.attention import (
     table,
 )
 from te_bench.kernels.attention.packed import attend_packed
+from te_bench.kernels.measured import Timing
 
-#: Where nothing near was measured. Hopper: an H200, 2026-11-20: cuDNN 1.5 to 1.9 times as fast as FlashAttention-2 forward.
+#: Where nothing near was measured.
 HOPPER = ("cudnn", "flash", "mem_efficient", "math")
 #: Elsewhere cuDNN is not the faster one for certain, and it is PyTorch's own order.
 OTHER_GPU = ("flash", "mem_efficient", "math")
@@ -58,35 +60,35 @@ def choose(problem: Problem, here: str | None = None) -> Choice:
 
     Raises ValueError where the user's table cannot be read.
     """
-    found = table.nearest(table.cells(), here or _here(problem.device), problem)
+    found = table.nearest(here or _machine_name(problem.device), problem)
     if found is not None:
-        cell, doublings = found
-        for name in (name for name in cell.fastest() if name in RIVALS):  # others have gone since
-            if _able(name, problem):
+        row, doublings = found
+        for name in (name for name in row.fastest() if name in RIVALS):  # others have gone since
+            if _is_supported(name, problem):
                 where = "measured" if doublings == 0 else f"nearest measured, {doublings:.1f} doublings away"
-                return Choice(name=name, why=f"{where}: {_label(cell)} ({cell.source})")
+                return Choice(name=name, why=f"{where}: {_label(row)} ({row.source})")
     for name in preference(problem):
-        if _able(name, problem):
+        if _is_supported(name, problem):
             return Choice(name=name, why="nothing near was measured: the first of the preference that can")
     raise AssertionError("math does everything")
 
 
-def _able(name: str, problem: Problem) -> bool:
+def _is_supported(name: str, problem: Problem) -> bool:
     backend = load(name)
     return backend.unsupported(posed(backend, problem)) is None
 
 
-def _here(device: str) -> str:
-    """The name of the machine that cells are of; of a GPU that is not here, the bare word."""
+def _machine_name(device: str) -> str:
+    """The name of the machine that rows are of; of a GPU that is not here, the bare word."""
     gpu = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None
-    return table.machine(device, gpu)
+    return measured.machine_name(device, gpu)
 
 
-def _label(cell: table.Cell) -> str:
-    p = cell.problem
+def _label(row: Timing) -> str:
+    p = row.problem
     mask = "causal" if p.causal else "full"
-    times = ", ".join(f"{name} {cell.seconds[name] * 1e6:.0f}" for name in cell.fastest())
-    return f"B{p.batch} H{p.heads} T{p.length} D{p.head_dim} {p.dtype} {mask} on {cell.machine}, us: {times}"
+    times = ", ".join(f"{name} {row.seconds[name] * 1e6:.0f}" for name in row.fastest())
+    return f"B{p.batch} H{p.heads} T{p.length} D{p.head_dim} {p.dtype} {mask} on {row.machine}, us: {times}"
 
 
 def unsupported(p: Problem) -> str | None:
@@ -111,7 +113,7 @@ def choices() -> tuple[Choice, ...]:
 def forget() -> None:
     """Choose anew from now on, from the tables as they are then; compiled code keeps what it has."""
     _choices.clear()
-    table.cells.cache_clear()
+    measured.forget()
 
 
 def _decide(
@@ -141,7 +143,7 @@ def _decide(
             window=None if (left, right) == (-1, -1) else (left, right),
             packed=packed,
         )
-        found = choose(problem, table.machine(device, torch.cuda.get_device_name(index) if cuda else None))
+        found = choose(problem, measured.machine_name(device, torch.cuda.get_device_name(index) if cuda else None))
         _backends[found.name] = load(found.name)
         _choices[key] = found
     return found.name

@@ -10,14 +10,12 @@ import torch
 import triton
 from torch import Tensor
 
-from te_bench.kernels import gluon
+from te_bench.kernels import architecture, gluon
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import Backend, Epilogue, Problem, Product, granularities
-from te_bench.kernels.gemm.backends.reference import DTYPES
-from te_bench.kernels.gemm.backends.triton import GROUP_M, _processors
 from te_bench.kernels.gemm.hopper.plans import Plan, plan, programs, sums
-from te_bench.kernels.gemm.operators import misaligned, operators
-from te_bench.kernels.quantize import BLOCK, Quantized
+from te_bench.kernels.gemm.operators import GROUP_M, allocate, misaligned, operators
+from te_bench.kernels.quantize import BLOCK
 
 try:
     from triton.experimental.gluon import language as gl
@@ -53,7 +51,7 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> "TensorDescriptor":
     return TensorDescriptor.from_tensor(x, [rows, columns], _layout(rows, columns, x.dtype))
 
 
-def _launch(
+def launch(
     a: Tensor,
     b: Tensor,
     a_scale_inv: Tensor,
@@ -69,20 +67,12 @@ def _launch(
 ) -> Product:
     """D and what its epilogue leaves, none of M, N and K being 0."""
     kind = _kind(a, b, a_scale_inv, b_scale_inv, bias)
-    m, n, device = a.shape[0], b.shape[0], a.device
-    target = None if epilogue.target is None else DTYPES[epilogue.target]
     p = chosen or plan(out_dtype, promote=not fast_accum, epilogue=epilogue, residual=residual)
-    out = a.new_empty((m, n), dtype=out_dtype) if epilogue.out else None
-    pre = a.new_empty((m, n), dtype=out_dtype) if epilogue.keep else None
-    data = a.new_empty((m, n), dtype=target) if target is not None and epilogue.rowwise else None
-    data_t = a.new_empty((n, m), dtype=target) if target is not None and epilogue.columnwise else None
-    scale_inv = None if target is None else torch.empty((), dtype=torch.float32, device=device)
-    left, numbers = (out, pre, residual, data, data_t), (a_scale_inv, b_scale_inv, bias, scale, scale_inv, amax)
+    made = allocate(a, b.shape[0], out_dtype, epilogue)
+    left = made.out, made.pre, residual, made.data, made.data_t
+    numbers = a_scale_inv, b_scale_inv, bias, scale, made.scale_inv, amax
     run(p, a, b, left, numbers, epilogue, out_dtype, kind=kind, promote=not fast_accum)
-    if target is None:
-        return Product(out, pre, None)
-    there, back = (None if x is None else scale_inv for x in (data, data_t))
-    return Product(out, pre, Quantized(data, there, data_t, back))
+    return made.product()
 
 
 def run(
@@ -110,7 +100,7 @@ def run(
     part, block = p.width // p.parts, BLOCK // a.dtype.itemsize
     staged = out is not None or data_t is not None
     with torch.cuda.device_of(a):
-        gluon_gemm_kernel[(programs(p, m, n, _processors(a.device)),)](
+        gluon_gemm_kernel[(programs(p, m, n, architecture.processors(a.device)),)](
             _descriptor(a, p.height, block),
             _descriptor(b, block, p.width) if across else _descriptor(b, p.width, block),
             *(None if x is None else _descriptor(x, p.height, part) for x in (out, pre, residual, data)),
@@ -142,7 +132,7 @@ def _constants(p: Plan) -> dict[str, int | bool]:
     return {"PARTS": p.parts, "SLOTS": p.slots, "TURNS": p.turns, "GROUP_M": GROUP_M, "num_warps": 4}
 
 
-def _add(
+def launch_accumulate(
     a: Tensor,
     b: Tensor,
     a_scale_inv: Tensor,
@@ -154,7 +144,7 @@ def _add(
 ) -> None:
     """out += the product, none of M, N and K being 0; whole: no tile is shared by several programs."""
     kind = _kind(a, b, a_scale_inv, b_scale_inv)
-    (m, k), n, processors = a.shape, b.shape[0], _processors(a.device)
+    (m, k), n, processors = a.shape, b.shape[0], architecture.processors(a.device)
     p, whole = (chosen, whole) if chosen else sums(m, n, promote=not fast_accum, whole=whole, processors=processors)
     height, width = p.tile()
     steps = triton.cdiv(m, height) * triton.cdiv(n, width) * triton.cdiv(k, BLOCK)
@@ -170,6 +160,6 @@ def _add(
         )
 
 
-forward, fused, accumulate = operators("gluon", _launch, _add)
+forward, fused, accumulate = operators("gluon", launch, launch_accumulate)
 
 BACKEND = Backend(forward=forward, unsupported=unsupported, fused=fused, accumulate=accumulate)

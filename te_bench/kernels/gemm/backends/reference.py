@@ -15,6 +15,7 @@ from te_bench.kernels.gemm import (
     Product,
     check_epilogue,
     check_sum,
+    empty_product,
     granularities,
 )
 from te_bench.kernels.quantize import BLOCK
@@ -62,11 +63,7 @@ def _operator(
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
-@_operator.register_fake
-def _(
-    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+_operator.register_fake(empty_product)
 
 
 def fused(

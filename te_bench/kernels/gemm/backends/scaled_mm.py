@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
-from te_bench.kernels.gemm import PAIRS, Backend, Problem, granularities
+from te_bench.kernels import architecture
+from te_bench.kernels.gemm import PAIRS, Backend, Problem, empty_product, granularities
 from te_bench.kernels.quantize import BLOCK
 
 ALIGNMENT = 16  # of N and K, in elements: 16 bytes of FP8
@@ -26,7 +27,7 @@ def unsupported(p: Problem) -> str | None:
         return "torch's _scaled_mm adds a bias and nothing else: no epilogue, no accumulation into D"
     if p.device != "cuda":
         return "needs an NVIDIA GPU"
-    if p.capability is not None and p.capability < (8, 9):
+    if p.capability is not None and p.capability < architecture.FP8_SINCE:
         return f"compute capability {p.capability[0]}.{p.capability[1]} < 8.9"
     if p.a_dtype == p.b_dtype == "e5m2":
         return "E5M2 x E5M2: cuBLASLt has no such kernel"
@@ -138,17 +139,7 @@ def _forward_op(
     return forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
 
 
-@_forward_op.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    bias: Tensor | None,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+_forward_op.register_fake(empty_product)
 
 
 def _layout(scale_inv: Tensor, rows: int, kind: str) -> Tensor:

@@ -1,10 +1,8 @@
 """FP8 GEMM by our own persistent TMA kernels in Triton for Hopper, with epilogues and accumulation into float32.
 
-Source: te-bench's own measurements on an H200 (2026-11-21): tiles of 128 x 256 x 128 with 8 warps, four stages and an
-epilogue in two halves reach cuBLASLt's speed within a few per cent at K >= 4096. Epilogues and split K: not timed yet.
+Source: te-bench's own: tiles of 128 x 256 x 128 with 8 warps, four stages and an epilogue in two halves.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import (
     PAIRS,
@@ -23,15 +22,13 @@ from te_bench.kernels.gemm import (
     granularities,
 )
 from te_bench.kernels.gemm.backends.reference import DTYPES
-from te_bench.kernels.gemm.operators import misaligned, operators
+from te_bench.kernels.gemm.operators import GROUP_M, INTERPRETED_PROCESSORS, allocate, misaligned, operators
 from te_bench.kernels.gemm.portable.kernels import gemm_accumulate_kernel, scaled_kernel
 from te_bench.kernels.gemm.portable.tiles import Tile, split, tile
-from te_bench.kernels.quantize import BLOCK, Quantized
+from te_bench.kernels.quantize import BLOCK
 from te_bench.kernels.tile import FLOATS, FP8
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-
-GROUP_M = 8  # tiles of M that share the tiles of b in L2, Triton's usual
 
 
 def unsupported(p: Problem) -> str | None:
@@ -43,7 +40,7 @@ def unsupported(p: Problem) -> str | None:
         return None
     if p.device != "cuda":
         return "needs an NVIDIA GPU (or TRITON_INTERPRET=1, set before Triton is imported)"
-    if p.capability is not None and p.capability < (9, 0):
+    if p.capability is not None and p.capability < architecture.TMA_SINCE:
         return f"compute capability {p.capability[0]}.{p.capability[1]} < 9.0: no TMA"
     return None
 
@@ -52,12 +49,6 @@ def _along_n(scale_inv: Tensor, block_n: int) -> Tensor:
     """(N, K blocks) -> (K blocks, N up to a multiple of block_n), contiguous along N."""
     missing = -scale_inv.shape[0] % block_n
     return (F.pad(scale_inv, (0, 0, 0, missing)) if missing else scale_inv).t().contiguous()
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    # Three in the interpreter: fewer than a test has tiles, so that the persistent loop turns.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _operands(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, b_kind: str, t: Tile) -> tuple[Any, ...]:
@@ -73,12 +64,12 @@ def _constants(t: Tile, kinds: tuple[str, str], fast_accum: bool, tiles: int, de
     return {
         "A_KIND": kinds[0], "B_KIND": kinds[1], "PROMOTE": not fast_accum,
         "BLOCK_M": t.m, "BLOCK_N": t.n, "BLOCK_K": BLOCK, "GROUP_M": GROUP_M,
-        "PROGRAMS": min(_processors(device) * t.programs, tiles), "PARTS": t.parts,
+        "PROGRAMS": min(architecture.processors(device, INTERPRETED_PROCESSORS) * t.programs, tiles), "PARTS": t.parts,
         "num_warps": t.warps, "num_stages": t.stages,
     }  # fmt: skip
 
 
-def _launch(
+def launch(
     a: Tensor,
     b: Tensor,
     a_scale_inv: Tensor,
@@ -97,39 +88,33 @@ def _launch(
     target = None if epilogue.target is None else DTYPES[epilogue.target]
     t = tile(
         m, n, out_dtype, promote=not fast_accum, kind=kinds[0], epilogue=epilogue,
-        processors=_processors(device),
+        processors=architecture.processors(device, INTERPRETED_PROCESSORS),
     )  # fmt: skip
-    out = a.new_empty((m, n), dtype=out_dtype) if epilogue.out else None
-    pre = a.new_empty((m, n), dtype=out_dtype) if epilogue.keep else None
-    data = a.new_empty((m, n), dtype=target) if target is not None and epilogue.rowwise else None
-    data_t = a.new_empty((n, m), dtype=target) if target is not None and epilogue.columnwise else None
-    scale_inv = None if target is None else torch.empty((), dtype=torch.float32, device=device)
+    made = allocate(a, n, out_dtype, epilogue)
     part = [t.m, t.n // t.parts]
-    left = [None if x is None else TensorDescriptor.from_tensor(x, part) for x in (out, pre, residual, data)]
-    data_t_desc = None if data_t is None else TensorDescriptor.from_tensor(data_t, part[::-1])
+    outputs = made.out, made.pre, residual, made.data
+    left = [None if x is None else TensorDescriptor.from_tensor(x, part) for x in outputs]
+    data_t_desc = None if made.data_t is None else TensorDescriptor.from_tensor(made.data_t, part[::-1])
     a_desc, b_desc, a_scale_inv, b_scale_inv = _operands(a, b, a_scale_inv, b_scale_inv, kinds[1], t)
     constants = _constants(t, kinds, fast_accum, triton.cdiv(m, t.m) * triton.cdiv(n, t.n), device)
     with torch.cuda.device_of(a):
         scaled_kernel[(constants["PROGRAMS"],)](
             *(a_desc, b_desc, *left, data_t_desc, a_scale_inv, b_scale_inv),
-            *(None if bias is None else bias.contiguous(), scale, scale_inv, amax, m, n, k),
+            *(None if bias is None else bias.contiguous(), scale, made.scale_inv, amax, m, n, k),
             ACTIVATION=None if epilogue.activation is None else KINDS[epilogue.activation][0],
             DTYPE=FLOATS[out_dtype],
             TARGET=None if target is None else FP8[target],
             **constants,
         )
-    if target is None:
-        return Product(out, pre, None)
-    there, back = (None if x is None else scale_inv for x in (data, data_t))
-    return Product(out, pre, Quantized(data, there, data_t, back))
+    return made.product()
 
 
-def _add(
+def launch_accumulate(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, fast_accum: bool, whole: bool
 ) -> None:
     """out += the product, none of M, N and K being 0; whole: K is not split."""
     kinds = granularities(a, b, a_scale_inv, b_scale_inv)
-    (m, k), n, processors = a.shape, b.shape[0], _processors(a.device)
+    (m, k), n, processors = a.shape, b.shape[0], architecture.processors(a.device, INTERPRETED_PROCESSORS)
     promote = kinds[0] in ("block", "tile") or not fast_accum
     if whole:
         t, shares = tile(m, n, out.dtype, promote=promote, processors=processors), 1
@@ -144,6 +129,6 @@ def _add(
         )
 
 
-forward, fused, accumulate = operators("triton", _launch, _add)
+forward, fused, accumulate = operators("triton", launch, launch_accumulate)
 
 BACKEND = Backend(forward=forward, unsupported=unsupported, fused=fused, accumulate=accumulate)

@@ -1,7 +1,7 @@
 """What a warpgroup of the Gluon GEMM does with its tile: gemm.Epilogue in registers, then out through shared memory by TMA.
 
-Counted in instructions, for they are what an epilogue takes: on an H200 Triton's, for GELU into FP8, takes as long as 59 for
-an element, longer than the 6 blocks of K of GPT-2's products (2026-11-21); this one has about 17 (Triton 3.7, sm_90a).
+An epilogue's time is that of its instructions: for GELU into FP8 this one has about 17 an element, Triton's own 59, which
+takes longer than the 6 blocks of K of GPT-2's products.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -136,7 +136,7 @@ def _widened(x):
 
 
 @gluon.jit
-def _halves(x):
+def _split_columns(x):
     """The left and the right half of x."""
     HEIGHT: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
@@ -160,12 +160,12 @@ def _largest(x):
     elif x.shape[1] == 8:
         return x
     else:
-        left, right = _halves(x)
+        left, right = _split_columns(x)
         return _largest(_larger(left, right))
 
 
 @gluon.jit
-def _put(desc, shared, row, column):
+def _store_tile(desc, shared, row, column):
     """shared, written by all threads, to desc's tensor."""
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [row, column], shared)
@@ -190,11 +190,11 @@ def _cast(desc, shared, x, row, column):
             "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [left, right], dtype=gl.int16, is_pure=True, pack=1
         )
     shared._reinterpret(gl.int16, [HEIGHT, WIDTH // 2], PAIRS).store(pairs)
-    _put(desc, shared, row, column)
+    _store_tile(desc, shared, row, column)
 
 
 @gluon.jit
-def scaled(x, vectors, row, column, M, N, A_KIND: gl.constexpr):
+def scale_and_add_bias(x, vectors, row, column, M, N, A_KIND: gl.constexpr):
     """x times both operands' scales, plus the bias; vectors: a_scale_inv, b_scale_inv, bias."""
     a_scale_inv, b_scale_inv, bias = vectors
     LAYOUT: gl.constexpr = x.type.layout
@@ -211,26 +211,26 @@ def scaled(x, vectors, row, column, M, N, A_KIND: gl.constexpr):
 
 
 @gluon.jit
-def _leave(
-    x, left, staging, out_slot, residual_slot, slot, loaded, parity, vectors, scale, most, row, column, M, N,
+def _finish_part(
+    x, left, staging, out_slot, residual_slot, slot, loaded, parity, vectors, scale, amax_bits, row, column, M, N,
     A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr, DTYPE: gl.constexpr, AMAX: gl.constexpr,
     PENDING: gl.constexpr, IN_PLACE: gl.constexpr,
 ):  # fmt: skip
     """The epilogue of gemm.Epilogue on x, a float32 part of the product; TMA drops what lies outside of D.
 
-    Returns most, the bits of the largest |out| so far, of each of the warpgroup's rows and every 8th column. PENDING: stores
-    that may still be reading when the next to the same slot is due. IN_PLACE: out takes the residual's place.
+    Returns amax_bits, those of the largest |out| so far, of each of the warpgroup's rows and every 8th column. PENDING:
+    stores that may still be reading when the next to the same slot is due. IN_PLACE: out takes the residual's place.
     """
     HEIGHT: gl.constexpr = x.shape[0]
     d_desc, pre_desc, residual_desc, data_desc, data_t_desc = left
     out_shared, residual_shared, pre_shared, data_shared, data_t_shared = staging
-    x = scaled(x, vectors, row, column, M, N, A_KIND)
+    x = scale_and_add_bias(x, vectors, row, column, M, N, A_KIND)
     if ACTIVATION is not None and not GRADIENT:
         pre = _rounded(x, DTYPE)
         if pre_desc is not None:
             tma.store_wait(PENDING)
             pre_shared.index(slot).store(pre)
-            _put(pre_desc, pre_shared.index(slot), row, column)
+            _store_tile(pre_desc, pre_shared.index(slot), row, column)
         x = _activated(_widened(pre), ACTIVATION)
     if residual_desc is not None:
         mbarrier.wait(loaded, parity)
@@ -245,7 +245,7 @@ def _leave(
             tma.store_wait(PENDING)
         out_shared.index(out_slot).store(y)
     if d_desc is not None:
-        _put(d_desc, out_shared.index(out_slot), row, column)
+        _store_tile(d_desc, out_shared.index(out_slot), row, column)
     if data_desc is not None:
         tma.store_wait(PENDING)
         _cast(data_desc, data_shared.index(slot), _widened(y) * gl.load(scale), row, column)
@@ -256,36 +256,37 @@ def _leave(
         tma.store_wait(PENDING)
         _cast(data_t_desc, data_t_shared.index(slot), _widened(turned) * gl.load(scale), column, row)
     if AMAX:
-        rows = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, most.type.layout))
-        bits = gl.convert_layout(_largest(y), most.type.layout, assert_trivial=True)
-        most = _larger(most, gl.where((rows < M)[:, None], bits, gl.zeros_like(bits)))  # beyond them there is f(bias)
-    return most
+        rows = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, amax_bits.type.layout))
+        bits = gl.convert_layout(_largest(y), amax_bits.type.layout, assert_trivial=True)
+        bits = gl.where((rows < M)[:, None], bits, gl.zeros_like(bits))  # beyond M there is f(bias)
+        amax_bits = _larger(amax_bits, bits)
+    return amax_bits
 
 
 @gluon.jit
-def leave_by_parts(
-    x, left, staging, who, loaded, parity, vectors, scale, most, row, column, M, N,
+def store_by_parts(
+    x, left, staging, who, loaded, parity, vectors, scale, amax_bits, row, column, M, N,
     A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr, DTYPE: gl.constexpr, AMAX: gl.constexpr,
     PENDING: gl.constexpr, IN_PLACE: gl.constexpr, SLOTS: gl.constexpr, ALL: gl.constexpr, PARTS: gl.constexpr,
     PART: gl.constexpr,
 ):  # fmt: skip
-    """_leave from left to right in ALL parts, x being PARTS of them from PART on: one at a time is in registers twice."""
+    """_finish_part, left to right, of ALL parts, x being PARTS of them from PART on: one at a time is in registers twice."""
     WIDTH: gl.constexpr = x.shape[1]
     if PARTS == 1:
         whole, slot = who * ALL + PART, who * SLOTS + PART % SLOTS
-        return _leave(
-            x, left, staging, whole if IN_PLACE else slot, whole, slot, loaded, parity, vectors, scale, most,
+        return _finish_part(
+            x, left, staging, whole if IN_PLACE else slot, whole, slot, loaded, parity, vectors, scale, amax_bits,
             row, column, M, N, A_KIND, ACTIVATION, GRADIENT, DTYPE, AMAX, PENDING, IN_PLACE,
         )  # fmt: skip
     else:
         HALF: gl.constexpr = PARTS // 2
-        x_left, x_right = _halves(x)
-        most = leave_by_parts(
-            x_left, left, staging, who, loaded, parity, vectors, scale, most, row, column, M, N,
+        x_left, x_right = _split_columns(x)
+        amax_bits = store_by_parts(
+            x_left, left, staging, who, loaded, parity, vectors, scale, amax_bits, row, column, M, N,
             A_KIND, ACTIVATION, GRADIENT, DTYPE, AMAX, PENDING, IN_PLACE, SLOTS, ALL, HALF, PART,
         )  # fmt: skip
-        return leave_by_parts(
-            x_right, left, staging, who, loaded, parity, vectors, scale, most, row, column + WIDTH // 2, M, N,
+        return store_by_parts(
+            x_right, left, staging, who, loaded, parity, vectors, scale, amax_bits, row, column + WIDTH // 2, M, N,
             A_KIND, ACTIVATION, GRADIENT, DTYPE, AMAX, PENDING, IN_PLACE, SLOTS, ALL, HALF, PART + HALF,
         )  # fmt: skip
 
@@ -299,14 +300,14 @@ def add_by_parts(
     WIDTH: gl.constexpr = x.shape[1]
     if PARTS == 1:
         place = shared.index(who * SLOTS + PART % SLOTS)
-        x = scaled(x, vectors, row, column, M, N, A_KIND)
+        x = scale_and_add_bias(x, vectors, row, column, M, N, A_KIND)
         tma.store_wait(SLOTS - 1)
         place.store(x)
         fence_async_shared()
         _add_to_global(d_desc, [row, column], place)
     else:
         HALF: gl.constexpr = PARTS // 2
-        left, right = _halves(x)
+        left, right = _split_columns(x)
         add_by_parts(left, d_desc, shared, who, vectors, row, column, M, N, A_KIND, SLOTS, HALF, PART)
         add_by_parts(
             right, d_desc, shared, who, vectors, row, column + WIDTH // 2, M, N, A_KIND, SLOTS, HALF, PART + HALF

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from te_bench.kernels.gemm.hopper.epilogue import add_by_parts, leave_by_parts
+from te_bench.kernels.gemm.hopper.epilogue import add_by_parts, store_by_parts
 
 WARPGROUPS = gl.constexpr(2)
 REGISTERS = gl.constexpr(240)  # of a multiplying thread; a fetching one has 24, and a processor 65536
@@ -34,9 +34,7 @@ UNALIGNED = ["scale", "amax", "scale_inv"]
 
 
 @gluon.jit
-def _tile_origin(
-    index, tiles_m, tiles_n, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, GROUP_M: gl.constexpr
-):  # fmt: skip
+def _tile_origin(index, tiles_m, tiles_n, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, GROUP_M: gl.constexpr):
     """The first row and column of a tile: GROUP_M tiles down, then one to the right."""
     group = index // (GROUP_M * tiles_n)
     first = group * GROUP_M
@@ -46,7 +44,7 @@ def _tile_origin(
 
 
 @gluon.jit
-def _span(M, N, K, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr):
+def _steps_of_program(M, N, K, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr):
     """tiles_m, tiles_n, blocks of K, and the program's share of the steps, tile after tile and block after block.
 
     STREAM: all shares are alike, and may begin and end within a tile. Else they are of whole tiles, and of every
@@ -66,13 +64,13 @@ def _span(M, N, K, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.conste
 
 
 @gluon.jit
-def _stretch(position, end, blocks):
+def _steps_in_tile(position, end, blocks):
     """How many steps from there on are of the same tile, none of them beyond the end."""
     return max(min(blocks - position % blocks, end - position), 0)
 
 
 @gluon.jit
-def _next(position, length, blocks, STREAM: gl.constexpr):
+def _next_position(position, length, blocks, STREAM: gl.constexpr):
     """Where the step after a stretch of `length` is."""
     if STREAM:
         return position + length
@@ -93,11 +91,11 @@ def _fetch(
     BOX: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
     WIDTH: gl.constexpr = b_desc.block_type.shape[1 if ACROSS else 0]
-    tiles_m, tiles_n, blocks, position, end = _span(M, N, K, BOX * BOXES, WIDTH, BLOCK_K, STREAM)
+    tiles_m, tiles_n, blocks, position, end = _steps_of_program(M, N, K, BOX * BOXES, WIDTH, BLOCK_K, STREAM)
     step = 0
     while position < end:
         row, column = _tile_origin(position // blocks, tiles_m, tiles_n, BOX * BOXES, WIDTH, GROUP_M)
-        first, length = position % blocks, _stretch(position, end, blocks)
+        first, length = position % blocks, _steps_in_tile(position, end, blocks)
         for k in range(first, first + length):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
@@ -109,14 +107,14 @@ def _fetch(
             at = [k * BLOCK_K, column] if ACROSS else [column, k * BLOCK_K]
             tma.async_copy_global_to_shared(b_desc, at, ready, b_shared.index(stage))
             step += 1
-        position = _next(position, length, blocks, STREAM)
+        position = _next_position(position, length, blocks, STREAM)
 
 
 # Multiply
 
 
 @gluon.jit
-def _block(b_shared, stage, ACROSS: gl.constexpr):
+def _block_of_b(b_shared, stage, ACROSS: gl.constexpr):
     """Block `stage` of b as (K, N): so it lies ACROSS, else as (N, K)."""
     if ACROSS:
         return b_shared.index(stage)
@@ -141,7 +139,7 @@ def _product(
     for k in range(length):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        a, b = a_shared.index(stage * BOXES + box), _block(b_shared, stage, ACROSS)
+        a, b = a_shared.index(stage * BOXES + box), _block_of_b(b_shared, stage, ACROSS)
         acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         # One block's products are under way; the block before it has been read.
@@ -172,7 +170,7 @@ def _promoted_product(
     for _ in range(length):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        a, b = a_shared.index(stage * BOXES + box), _block(b_shared, stage, ACROSS)
+        a, b = a_shared.index(stage * BOXES + box), _block_of_b(b_shared, stage, ACROSS)
         part = warpgroup_mma(a.slice(0, HALF, 0), b, part, use_acc=False, is_async=True)
         part = warpgroup_mma_wait(0, deps=(part,))
         upper += part
@@ -201,14 +199,14 @@ def _multiply(
         [3, 0], [4, 1], [16, WIDTH, 256 // a_shared.dtype.primitive_bitwidth]
     )
     residual_desc, residual_shared = left[2], staging[1]
-    tiles_m, tiles_n, blocks, position, end = _span(M, N, K, HEIGHT * BOXES, WIDTH, BLOCK_K, False)
+    tiles_m, tiles_n, blocks, position, end = _steps_of_program(M, N, K, HEIGHT * BOXES, WIDTH, BLOCK_K, False)
     stride = gl.num_programs(0) * blocks
     step, skipped, box = 0, 0, who
     if TURNS:
         step, skipped, box = who * blocks, blocks, 0
         position += who * stride
         stride *= WARPGROUPS
-    most, parity = gl.zeros((HEIGHT, 8), gl.int16, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])), 0
+    amax_bits, parity = gl.zeros((HEIGHT, 8), gl.int16, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])), 0
     while position < end:
         row, column = _tile_origin(position // blocks, tiles_m, tiles_n, HEIGHT * BOXES, WIDTH, GROUP_M)
         row += box * HEIGHT
@@ -224,8 +222,8 @@ def _multiply(
         x = product(
             a_shared, b_shared, full, empty, turn, who, step, blocks, box, ACROSS, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH
         )  # fmt: skip
-        most = leave_by_parts(
-            x, left, staging, who, None if loaded is None else loaded.index(who), parity, vectors, scale, most,
+        amax_bits = store_by_parts(
+            x, left, staging, who, None if loaded is None else loaded.index(who), parity, vectors, scale, amax_bits,
             row, column, M, N, A_KIND, ACTIVATION, GRADIENT, DTYPE, amax is not None, STORES * SLOTS - 1, IN_PLACE,
             SLOTS, PARTS, PARTS, 0,
         )  # fmt: skip
@@ -234,7 +232,7 @@ def _multiply(
         position += stride
     tma.store_wait(0)
     if amax is not None:
-        largest = gl.max(most.to(DTYPE, bitcast=True).to(gl.float32).to(gl.int32, bitcast=True))
+        largest = gl.max(amax_bits.to(DTYPE, bitcast=True).to(gl.float32).to(gl.int32, bitcast=True))
         gl.atomic_max(amax.to(gl.pointer_type(gl.int32), bitcast=True), largest, sem="relaxed")
 
 
@@ -250,17 +248,17 @@ def _multiply_and_add(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, WIDTH, 256 // a_shared.dtype.primitive_bitwidth]
     )
-    tiles_m, tiles_n, blocks, position, end = _span(M, N, K, HEIGHT * BOXES, WIDTH, BLOCK_K, STREAM)
+    tiles_m, tiles_n, blocks, position, end = _steps_of_program(M, N, K, HEIGHT * BOXES, WIDTH, BLOCK_K, STREAM)
     step, parity, box = 0, 0, who
     if TURNS:
         box = 0
         if who > 0:
-            step = _stretch(position, end, blocks)
-            position = _next(position, step, blocks, STREAM)
+            step = _steps_in_tile(position, end, blocks)
+            position = _next_position(position, step, blocks, STREAM)
     while position < end:
         row, column = _tile_origin(position // blocks, tiles_m, tiles_n, HEIGHT * BOXES, WIDTH, GROUP_M)
         row += box * HEIGHT
-        length = _stretch(position, end, blocks)
+        length = _steps_in_tile(position, end, blocks)
         product: gl.constexpr = _promoted_product if PROMOTE else _product
         if TURNS:
             _await_turn(turn, who, parity)
@@ -270,11 +268,11 @@ def _multiply_and_add(
         add_by_parts(x, d_desc, shared, who, vectors, row, column, M, N, A_KIND, SLOTS, PARTS, 0)
         parity ^= 1
         step += length
-        position = _next(position, length, blocks, STREAM)
+        position = _next_position(position, length, blocks, STREAM)
         if TURNS:
-            skipped = _stretch(position, end, blocks)
+            skipped = _steps_in_tile(position, end, blocks)
             step += skipped
-            position = _next(position, skipped, blocks, STREAM)
+            position = _next_position(position, skipped, blocks, STREAM)
     tma.store_wait(0)
 
 
@@ -282,7 +280,7 @@ def _multiply_and_add(
 
 
 @gluon.jit
-def _ring(a_desc, b_desc, BOXES: gl.constexpr, STAGES: gl.constexpr):
+def _allocate_ring(a_desc, b_desc, BOXES: gl.constexpr, STAGES: gl.constexpr):
     """Room for STAGES blocks of K of a and b, and for each two barriers: it is full, all BOXES have been read."""
     a_shape: gl.constexpr = a_desc.block_type.shape
     b_shape: gl.constexpr = b_desc.block_type.shape
@@ -297,7 +295,7 @@ def _ring(a_desc, b_desc, BOXES: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _one_each():
+def _allocate_barriers():
     """A barrier for each warpgroup, at which one arrives."""
     barriers = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     for who in gl.static_range(WARPGROUPS):
@@ -306,7 +304,7 @@ def _one_each():
 
 
 @gluon.jit
-def _room(desc, SLOTS: gl.constexpr):
+def _allocate_parts(desc, SLOTS: gl.constexpr):
     """Shared memory for SLOTS of each warpgroup's parts of desc's tensor."""
     shape: gl.constexpr = desc.block_type.shape
     return gl.allocate_shared_memory(desc.dtype, [WARPGROUPS * SLOTS, shape[0], shape[1]], desc.layout)
@@ -338,23 +336,23 @@ def gluon_gemm_kernel(
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
     if scale_inv is not None and gl.program_id(0) == 0:
         gl.store(scale_inv, gl.div_rn(1.0, gl.load(scale)))
-    a_shared, b_shared, full, empty = _ring(a_desc, b_desc, BOXES, STAGES)
-    turn = _one_each()
+    a_shared, b_shared, full, empty = _allocate_ring(a_desc, b_desc, BOXES, STAGES)
+    turn = _allocate_barriers()
     residual_shared, out_shared, loaded = None, None, None
     if residual_desc is not None:
-        residual_shared = _room(residual_desc, PARTS)
-        loaded = _one_each()
+        residual_shared = _allocate_parts(residual_desc, PARTS)
+        loaded = _allocate_barriers()
     if IN_PLACE:
         out_shared = residual_shared
     elif d_desc is not None or data_t_desc is not None:
         out_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS * SLOTS, HEIGHT, WIDTH // PARTS], OUT_LAYOUT)
     pre_shared, data_shared, data_t_shared = None, None, None
     if pre_desc is not None:
-        pre_shared = _room(pre_desc, SLOTS)
+        pre_shared = _allocate_parts(pre_desc, SLOTS)
     if data_desc is not None:
-        data_shared = _room(data_desc, SLOTS)
+        data_shared = _allocate_parts(data_desc, SLOTS)
     if data_t_desc is not None:
-        data_t_shared = _room(data_t_desc, SLOTS)
+        data_t_shared = _allocate_parts(data_t_desc, SLOTS)
     fence_async_shared()
     left = (d_desc, pre_desc, residual_desc, data_desc, data_t_desc)
     staging = (out_shared, residual_shared, pre_shared, data_shared, data_t_shared)
@@ -391,9 +389,9 @@ def gluon_gemm_accumulate_kernel(
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
     WIDTH: gl.constexpr = b_desc.block_type.shape[0]
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
-    a_shared, b_shared, full, empty = _ring(a_desc, b_desc, BOXES, STAGES)
-    turn = _one_each()
-    shared = _room(d_desc, SLOTS)
+    a_shared, b_shared, full, empty = _allocate_ring(a_desc, b_desc, BOXES, STAGES)
+    turn = _allocate_barriers()
+    shared = _allocate_parts(d_desc, SLOTS)
     fence_async_shared()
     vectors = (a_scale_inv, b_scale_inv, None)
     gl.warp_specialize(

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 import triton
 
+from te_bench.kernels.architecture import HOPPER_SHARED_MEMORY
 from te_bench.kernels.gemm import Epilogue
 from te_bench.kernels.quantize import BLOCK
 
-SHARED = 227 * 1024  # bytes of a program on sm_90
 BARRIERS = 1024  # bytes: of them, more than all barriers take, and of Triton's reductions
 WARPGROUPS = 2
 MOST_STAGES = 6
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
             slots += self.parts * residual.dtype.itemsize + (0 if residual.dtype is out_dtype else self.slots * out)
         staging = WARPGROUPS * self.height * (self.width // self.parts) * slots
         height, width = self.tile()
-        return min(MOST_STAGES, (SHARED - BARRIERS - staging) // ((height + width) * BLOCK))
+        return min(MOST_STAGES, (HOPPER_SHARED_MEMORY - BARRIERS - staging) // ((height + width) * BLOCK))
 
 
 TURNS = Plan(128, 128, True, 2)

@@ -12,7 +12,7 @@ Source: Micikevicius et al. 2022 (FP8 formats for deep learning) for E4M3 forwar
 import torch
 from torch import Tensor
 
-from te_bench.kernels import quantize
+from te_bench.kernels import architecture, quantize
 from te_bench.kernels.gemm import policy
 from te_bench.kernels.gemm.backends import reference as gemm_reference
 from te_bench.kernels.gemm.backends import scaled_mm
@@ -32,9 +32,7 @@ CHUNK_BYTES = 600 * 2**20
 
 
 def unsupported(p: Problem) -> str | None:
-    if p.capability is not None and p.capability < (8, 9):
-        return f"FP8 needs compute capability 8.9, this GPU has {p.capability[0]}.{p.capability[1]}"
-    return None
+    return architecture.lacks_fp8(p.capability)
 
 
 def forward(

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.norm import Backend, Problem, check, kernels
 from te_bench.kernels.norm import residual as _residual
 from te_bench.kernels.norm.backends import reference
@@ -20,8 +21,8 @@ LARGEST_N = 16384  # a row of the backward fills the registers of 32 warps (and 
 def unsupported(p: Problem) -> str | None:
     if p.device != "cuda" and not triton.knobs.runtime.interpret:
         return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
-    if p.quantized and p.capability is not None and p.capability < (8, 9):
-        return f"FP8 needs compute capability 8.9, this GPU has {p.capability[0]}.{p.capability[1]}"
+    if p.quantized and (reason := architecture.lacks_fp8(p.capability)):
+        return reason
     if p.n > LARGEST_N:
         return f"hidden size {p.n} > {LARGEST_N}"
     return None

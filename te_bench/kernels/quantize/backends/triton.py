@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.quantize import BLOCK, Backend, Problem, Quantized, fine_kernels, kernels
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.backends.reference import check
@@ -21,9 +22,7 @@ HALVES = (torch.bfloat16, torch.float16)
 def unsupported(p: Problem) -> str | None:
     if p.device != "cuda" and not triton.knobs.runtime.interpret:
         return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
-    if p.capability is not None and p.capability < (8, 9):
-        return f"FP8 needs compute capability 8.9, this GPU has {p.capability[0]}.{p.capability[1]}"
-    return None
+    return architecture.lacks_fp8(p.capability)
 
 
 def scaled(

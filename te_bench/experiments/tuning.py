@@ -1,0 +1,259 @@
+"""What `te-bench tune` measures: of each kind its shapes as the user writes them, its backends and its trials."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from te_bench import plugins
+from te_bench.experiments import environment, plan
+from te_bench.experiments.spec import DEVICES, NO_ATTENTION, Experiment, Options, Scalar, Trial
+from te_bench.experiments.suites import attention as suite
+from te_bench.kernels import attention, linear_cross_entropy, measured
+from te_bench.kernels.gemm import table
+from te_bench.kernels.gemm.table import GemmShape
+
+ATTENTION = re.compile(r"(\d+),(\d+)(?:/(\d+))?,(\d+),(\d+),(causal|full|window=(\d*):(\d*))")
+GEMM = re.compile(r"(\d+),(\d+),(\d+)(?:,(fp8)(,row)?(,promoted)?)?")
+EPILOGUE = re.compile(rf"(\d+),(\d+),(\d+),({table.ACTIVATED}|{table.GRADIENT})")
+HEAD = re.compile(r"(\d+),(\d+),(\d+)(?:/(\d+))?")
+#: (N, D, vocabulary, its rows): GPT-2 124M, 355M and 1.5B.
+GPU_HEADS = [(12288, 768, 50257, 50304), (12288, 1024, 50257, 50304), (8192, 1600, 50257, 50304)]
+CPU_HEADS = [(128, 64, 500, 512)]
+CPU_GEMMS = [
+    GemmShape(m=256, n=512, k=128, dtype="bf16"),
+    GemmShape(m=256, n=512, k=128, dtype="e4m3", scales="tensor", fast_accum=True),
+]
+
+Settings = dict[str, Scalar]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """Something that can be tuned: which operator's rows it fills, what is asked for by default, and by whom it is done."""
+
+    operator: str
+    title: str
+    parse: Callable[[str], Settings]  # of a --shape. Raises ValueError for what is none
+    defaults: Callable[[bool], list[Settings]]  # on a GPU, or on a CPU
+    backends: Callable[[Settings], list[str]]
+    trials: Callable[[Options, Sequence[Settings], Sequence[str], str, Iterable[int]], list[Trial]]
+    has_dtype: bool = True  # else its shapes say it
+
+
+def experiment(
+    kind: str, device: str | None, shapes: Sequence[str], dtype: str | None, rivals: str | None, rounds: int
+) -> Experiment:
+    """The trials, in running order. Raises ValueError for what is not known."""
+    if rounds < 1:
+        raise ValueError(f"--rounds {rounds}: give 1 or more")
+    tuned = KINDS[kind]
+    options = Options(device=device or environment.default_device())
+    plugins.check("device", options.device, list(DEVICES))
+    cuda = options.device == "cuda"
+    if dtype is not None and not tuned.has_dtype:
+        raise ValueError(f"--dtype {dtype}: of {kind} the shape says it; leave it out")
+    precision = dtype or ("bf16" if cuda or not tuned.has_dtype else "fp32")
+    plugins.check("dtype", precision, ["fp32", "bf16", "fp16"])
+    problems = list({json.dumps(p): p for p in map(tuned.parse, shapes)}.values()) or tuned.defaults(cuda)
+    known = list(dict.fromkeys(name for problem in problems for name in tuned.backends(problem)))
+    names = known if rivals is None else list(dict.fromkeys(n.strip() for n in rivals.split(",") if n.strip()))
+    if not names:
+        raise ValueError(f"--rivals names none; known: {', '.join(known)}")
+    for name in names:
+        plugins.check("rival", name, known)
+    trials = tuned.trials(options, problems, names, precision, range(rounds))
+    for trial in trials:
+        plan.check(trial)
+    return Experiment(suite=kind, title=tuned.title, trials=plan.interleave(trials))
+
+
+# Attention
+
+
+def attention_shape(text: str) -> Settings:
+    """The settings of B,H[/Hkv],T,D,MASK."""
+    found = ATTENTION.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(
+            f"--shape {text}: give B,H,T,D,MASK such as 12,12,1024,64,causal or 2,32/8,4096,128,window=255:0"
+        )
+    batch, heads, kv_heads, length, head_dim, mask, left, right = found.groups()
+    settings: Settings = {
+        "batch": int(batch),
+        "heads": int(heads),
+        "length": int(length),
+        "head_dim": int(head_dim),
+        "causal": mask == "causal",
+    }
+    if not all(settings[name] for name in ("batch", "heads", "length", "head_dim")):
+        raise ValueError(f"--shape {text}: every size must be at least 1")
+    if kv_heads is not None:
+        if not int(kv_heads) or int(heads) % int(kv_heads):
+            raise ValueError(f"--shape {text}: {kv_heads} key heads must divide the {heads} query heads")
+        settings["kv_heads"] = int(kv_heads)
+    if mask.startswith("window"):
+        if not left and not right:
+            raise ValueError(f"--shape {text}: a window without an end is full: write full")
+        settings |= {"window_left": int(left or -1), "window_right": int(right or -1)}
+    return settings
+
+
+def _attention_defaults(cuda: bool) -> list[Settings]:
+    return [suite.problem(*sizes) for sizes in (suite.GPU_SHAPES if cuda else suite.CPU_SHAPES)]
+
+
+def _attention_backends(_: Settings) -> list[str]:
+    return [name for name in attention.names() if name != attention.AUTO and not attention.in_fp8(name)]
+
+
+# GEMMs, with an epilogue or without
+
+
+def gemm_shape(text: str) -> Settings:
+    """The settings of M,N,K in bf16, or M,N,K,fp8[,row][,promoted]."""
+    found = GEMM.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"--shape {text}: give M,N,K such as 12288,3072,768 or 12288,3072,768,fp8,row,promoted")
+    m, n, k, fp8, row, promoted = found.groups()
+    sizes: dict[str, Any] = _sizes(text, m=m, n=n, k=k)
+    if not fp8:
+        return _settings(GemmShape(**sizes, dtype="bf16"))
+    scales = "row" if row else "tensor"
+    return _settings(GemmShape(**sizes, dtype="e4m3", scales=scales, fast_accum=not promoted))
+
+
+def epilogue_shape(text: str) -> Settings:
+    """The settings of M,N,K,activated or M,N,K,gradient."""
+    found = EPILOGUE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"--shape {text}: give M,N,K,{table.ACTIVATED} or M,N,K,{table.GRADIENT}")
+    m, n, k, epilogue = found.groups()
+    sizes: dict[str, Any] = _sizes(text, m=m, n=n, k=k)
+    return _settings(GemmShape(**sizes, dtype="bf16", epilogue=epilogue))
+
+
+def _sizes(text: str, **sizes: str) -> dict[str, int]:
+    if not all(map(int, sizes.values())):
+        raise ValueError(f"--shape {text}: every size must be at least 1")
+    return {name: int(size) for name, size in sizes.items()}
+
+
+def _settings(shape: GemmShape) -> Settings:
+    """What of a shape is set."""
+    fp8 = shape.scales is not None
+    return {name: v for name, v in dataclasses.asdict(shape).items() if v is not None and (fp8 or name != "fast_accum")}
+
+
+def _gemm_defaults(cuda: bool) -> list[Settings]:
+    return [_settings(shape) for shape in (_shipped() if cuda else CPU_GEMMS) if shape.epilogue is None]
+
+
+def _epilogue_defaults(cuda: bool) -> list[Settings]:
+    on_cpu = [dataclasses.replace(CPU_GEMMS[0], epilogue=name) for name in (table.ACTIVATED, table.GRADIENT)]
+    return [_settings(shape) for shape in (_shipped() if cuda else on_cpu) if shape.epilogue is not None]
+
+
+def _shipped() -> list[GemmShape]:
+    """The shapes of the table that ships."""
+    return list(dict.fromkeys(row.problem for row in measured.read(measured.SHIPPED) if row.operator == "gemm"))
+
+
+def _gemm_backends(settings: Settings) -> list[str]:
+    return table.rivals(table.read_problem(settings))
+
+
+def _gemm_trials(
+    options: Options, problems: Sequence[Settings], names: Sequence[str], precision: str, seeds: Iterable[int]
+) -> list[Trial]:
+    return [
+        _trial(options, "gemm", {**problem, "backend": name}, precision, seed)
+        for seed in seeds
+        for problem in problems
+        for name in names
+        if name in _gemm_backends(problem)
+    ]
+
+
+# Heads
+
+
+def head_shape(text: str) -> Settings:
+    """The settings of N,D,VOCAB[/PADDED]."""
+    found = HEAD.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"--shape {text}: give N,D,VOCAB or N,D,VOCAB/PADDED such as 12288,768,50257/50304")
+    n, d, vocab, padded = found.groups()
+    sizes = _sizes(text, n=n, d=d, vocab=vocab, padded=padded or vocab)
+    if sizes["padded"] < sizes["vocab"]:
+        raise ValueError(f"--shape {text}: {padded} rows are fewer than {vocab} classes")
+    return dict(sizes)
+
+
+def _head_defaults(cuda: bool) -> list[Settings]:
+    return [
+        dict(zip(("n", "d", "vocab", "padded"), sizes, strict=True)) for sizes in (GPU_HEADS if cuda else CPU_HEADS)
+    ]
+
+
+def _head_trials(
+    options: Options, problems: Sequence[Settings], names: Sequence[str], precision: str, seeds: Iterable[int]
+) -> list[Trial]:
+    return [
+        _trial(options, "linear_cross_entropy", {**problem, "head": name}, precision, seed)
+        for seed in seeds
+        for problem in problems
+        for name in names
+    ]
+
+
+def _trial(options: Options, workload: str, problem: Mapping[str, Scalar], precision: str, seed: int) -> Trial:
+    return Trial(
+        workload=workload,
+        device=options.device,
+        problem=problem,
+        attention=NO_ATTENTION,
+        precision=precision,
+        protocol="kernel",
+        seed=seed,
+    )
+
+
+KINDS = {
+    "attention": Kind(
+        operator="attention",
+        title="Attention, tuned",
+        parse=attention_shape,
+        defaults=_attention_defaults,
+        backends=_attention_backends,
+        trials=suite.rivals,
+    ),
+    "gemm": Kind(
+        operator="gemm",
+        title="GEMMs, tuned",
+        parse=gemm_shape,
+        defaults=_gemm_defaults,
+        backends=_gemm_backends,
+        trials=_gemm_trials,
+        has_dtype=False,
+    ),
+    "epilogue": Kind(
+        operator="gemm",
+        title="GEMMs with an activation, tuned",
+        parse=epilogue_shape,
+        defaults=_epilogue_defaults,
+        backends=_gemm_backends,
+        trials=_gemm_trials,
+        has_dtype=False,
+    ),
+    "head": Kind(
+        operator="linear_cross_entropy",
+        title="Heads, tuned",
+        parse=head_shape,
+        defaults=_head_defaults,
+        backends=lambda _: linear_cross_entropy.names(),
+        trials=_head_trials,
+    ),
+}

@@ -1,0 +1,175 @@
+"""One GEMM that is chosen by measured times: in FP8, in half precision, or an MLP's with its activation in the epilogue.
+
+problem: what kernels.gemm.table.GemmShape has, and backend, one of its rivals; precision is the dtype of D.
+samples: kernel_s of single calls. work: flop = 2 M N K. check: the largest error of all that leaves, in rows that fit into
+memory, against float64 of the same operands: at most twice that of plain PyTorch, rounded as the rival rounds, and a floor.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_bench.experiments import timing
+from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import _check, _model
+from te_bench.experiments.workloads._check import Quantity, judge
+from te_bench.kernels import activation, gemm
+from te_bench.kernels.activation.backends import reference
+from te_bench.kernels.gemm import half, table
+from te_bench.kernels.gemm.table import GemmShape
+
+ACTIVATION = "gelu_erf"
+CHECKED_TOGETHER = 2**24  # elements of D that float64 computes at a time
+#: Of the largest element, beside twice the yardstick's error: float32's sums in another order; FP8's on a tensor core, of
+#: 14 bits for 128 products or for all of K.
+FLOAT32_FLOOR, PROMOTED_FLOOR, FAST_FLOOR = 1e-6, 5e-4, 2e-3
+
+Call = Callable[[], tuple[Tensor, ...]]
+OfRows = Callable[[slice], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is timed, and for some rows what leaves it: in float64, and rounded by plain PyTorch."""
+
+    call: Call
+    exact: OfRows
+    yardstick: OfRows
+    floor: float
+
+
+def run(trial: Trial, context: Context) -> Measurement:
+    if trial.device == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("torch sees no NVIDIA GPU")
+    settings = dict(trial.problem)
+    name = str(settings.pop("backend"))
+    shape = table.read_problem(settings)
+    torch.manual_seed(trial.seed)
+    build = _fp8 if shape.dtype == "e4m3" else _product if shape.epilogue is None else _with_activation
+    case = build(shape, name, trial.device)
+    check = _held_to_float64(shape, case) if context.check else _check.CHECKED_BEFORE
+    samples = {"kernel_s": timing.kernel(case.call, trial.device)}
+    names = _check.kernels_seen(case.call, trial.device).names if context.check else []
+    work: dict[str, Any] = {"flop": 2 * shape.m * shape.n * shape.k}
+    return Measurement(check=check, work=work, samples=samples, kernels=names)
+
+
+def _fp8(shape: GemmShape, name: str, device: str) -> Case:
+    rival = gemm.load(name)
+    scales = str(shape.scales)
+    problem = gemm.Problem(
+        m=shape.m,
+        n=shape.n,
+        k=shape.k,
+        a_dtype="e4m3",
+        b_dtype="e4m3",
+        device=device,
+        capability=_model.capability(device),
+        a_granularity=scales,
+        b_granularity=scales,
+    )
+    _require(name, rival.unsupported(problem))
+    (a, a_inv), (b, b_inv) = (_quantized(rows, shape.k, scales, device) for rows in (shape.m, shape.n))
+    options: dict[str, Any] = {"out_dtype": torch.bfloat16, "fast_accum": shape.fast_accum}
+    plain = gemm.load("reference").forward
+    of = (lambda rows: a_inv[rows]) if scales == "row" else lambda _: a_inv
+    column = (lambda inv: inv.double()[:, None]) if scales == "row" else lambda inv: inv.double()
+    on_tensor_cores = device == "cuda" and name != "reference"
+    return Case(
+        call=lambda: (rival.forward(a, b, a_inv, b_inv, **options),),
+        exact=lambda rows: ((a[rows].double() * column(of(rows))) @ (b.double() * column(b_inv)).t(),),
+        yardstick=lambda rows: (plain(a[rows], b, of(rows), b_inv, **options),),
+        floor=(FAST_FLOOR if shape.fast_accum else PROMOTED_FLOOR) if on_tensor_cores else FLOAT32_FLOOR,
+    )
+
+
+def _quantized(rows: int, k: int, scales: str, device: str) -> tuple[Tensor, Tensor]:
+    """Normal data in E4M3, for a tensor core's power and clock depend on them, and scale_inv."""
+    x = torch.randn(rows, k, device=device)
+    if scales == "row":
+        scale_inv = x.abs().amax(1) / 448
+        return (x / scale_inv[:, None]).to(torch.float8_e4m3fn), scale_inv
+    scale_inv = x.abs().amax() / 448
+    return (x / scale_inv).to(torch.float8_e4m3fn), scale_inv
+
+
+def _product(shape: GemmShape, name: str, device: str) -> Case:
+    a, b = _drawn(shape.m, shape.k, device), _drawn(shape.n, shape.k, device) / shape.k**0.5
+    _require_half(shape, name, device)
+    call: Call = (lambda: (half.product(a, b, None),)) if name == table.GLUON else lambda: (a @ b.t(),)
+    return Case(
+        call=call,
+        exact=lambda rows: (a[rows].double() @ b.double().t(),),
+        yardstick=lambda rows: (a[rows] @ b.t(),),
+        floor=FLOAT32_FLOOR,
+    )
+
+
+def _with_activation(shape: GemmShape, name: str, device: str) -> Case:
+    """h = a @ b.T and f(h); or of a GRADIENT (a @ b) * f'(h)."""
+    _require_half(shape, name, device)
+    f = activation.load("triton" if device == "cuda" else "reference")
+    a = _drawn(shape.m, shape.k, device)
+    if shape.epilogue == table.ACTIVATED:
+        up = _drawn(shape.n, shape.k, device) / shape.k**0.5
+
+        def forward(x: Tensor, function: Any = reference) -> tuple[Tensor, ...]:
+            h = x @ up.to(x.dtype).t()
+            return h, function.forward(h, ACTIVATION)
+
+        in_one: Call = lambda: half.activated(a, up, None, ACTIVATION)  # noqa: E731
+        call: Call = in_one if name == table.GLUON else lambda: forward(a, f)
+        return Case(call, lambda rows: forward(a[rows].double()), lambda rows: forward(a[rows]), FLOAT32_FLOOR)
+    down, h = _drawn(shape.k, shape.n, device) / shape.k**0.5, _drawn(shape.m, shape.n, device)
+
+    def backward(g: Tensor, x: Tensor, function: Any = reference) -> tuple[Tensor, ...]:
+        return (function.backward(g @ down.to(g.dtype), x, ACTIVATION),)
+
+    in_one = lambda: (half.gradient(a, down, h, ACTIVATION),)  # noqa: E731
+    return Case(
+        call=in_one if name == table.GLUON else lambda: backward(a, h, f),
+        exact=lambda rows: backward(a[rows].double(), h[rows].double()),
+        yardstick=lambda rows: backward(a[rows], h[rows]),
+        floor=FLOAT32_FLOOR,
+    )
+
+
+def _drawn(rows: int, columns: int, device: str) -> Tensor:
+    return torch.randn(rows, columns, device=device).bfloat16()
+
+
+def _require_half(shape: GemmShape, name: str, device: str) -> None:
+    if name == table.GLUON:
+        _require(name, half.unsupported(shape.n, shape.k, device, _model.capability(device)))
+
+
+def _require(name: str, reason: str | None) -> None:
+    if reason:
+        raise Unsupported(f"{name}: {reason}")
+
+
+def _held_to_float64(shape: GemmShape, case: Case) -> dict[str, Any]:
+    """Raises CheckFailed where something that leaves is further from the truth than it may be."""
+    outs = case.call()
+    ours, theirs, sizes = ([0.0] * len(outs) for _ in range(3))
+    each = max(1, CHECKED_TOGETHER // shape.n)
+    for start in range(0, shape.m, each):
+        rows = slice(start, start + each)
+        for i, (out, exact, known) in enumerate(zip(outs, case.exact(rows), case.yardstick(rows), strict=True)):
+            ours[i] = _larger(ours[i], out[rows].double() - exact)
+            theirs[i] = _larger(theirs[i], known.double() - exact)
+            sizes[i] = _larger(sizes[i], exact)
+    names = ("D", "f(D)")
+    quantities = [
+        Quantity(names[i], ours[i], 2 * theirs[i] + case.floor * sizes[i]) for i in range(len(outs))
+    ]  # fmt: skip
+    return judge("fp64 of the same operands", quantities)
+
+
+def _larger(known: float, x: Tensor) -> float:
+    """The larger of known and max |x|; NaN if there is one."""
+    return torch.maximum(x.abs().max(), x.new_tensor(known)).item()

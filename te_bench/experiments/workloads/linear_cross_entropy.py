@@ -1,0 +1,113 @@
+"""A head's loss with both gradients: mean_i CE(x_i W^T, t_i) over a padded vocabulary.
+
+problem: n, d, vocab and padded, as kernels.linear_cross_entropy.table.HeadShape has them, and head, the backend; precision
+is the dtype of x and W. samples: kernel_s of single calls, forward and backward. work: flop = 6 N D padded.
+check: the loss and both gradients against float64, by the rule of attention's; of the head `fp8`, whose operands and
+gradient are in FP8, by the error of an emulation.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_bench.experiments import timing
+from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import _check, _errors, _model
+from te_bench.experiments.workloads._check import Quantity, judge
+from te_bench.kernels import linear_cross_entropy, quantize
+from te_bench.kernels.linear_cross_entropy import Problem
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CHECKED_TOGETHER = 2**24  # logits that float64 holds at a time
+NAMES = ("loss", "dx", "dW")
+FP8 = "fp8"  # the head
+
+Result = tuple[Tensor, Tensor, Tensor]
+
+
+def run(trial: Trial, context: Context) -> Measurement:
+    if trial.device == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("torch sees no NVIDIA GPU")
+    n, d, vocab, padded = (trial.number(name) for name in ("n", "d", "vocab", "padded"))
+    name = str(trial.problem["head"])
+    backend = linear_cross_entropy.load(name)
+    problem = Problem(
+        d=d,
+        vocab=vocab,
+        padded=padded,
+        dtype=trial.precision,
+        device=trial.device,
+        capability=_model.capability(trial.device),
+    )
+    if reason := backend.unsupported(problem):
+        raise Unsupported(f"{name}: {reason}")
+    generator = torch.Generator(trial.device).manual_seed(trial.seed)
+    draw = functools.partial(torch.randn, generator=generator, device=trial.device)
+    x = draw(n, d).to(DTYPES[trial.precision]).requires_grad_()
+    weight = (draw(padded, d) / d**0.5).to(x.dtype).requires_grad_()
+    targets = torch.randint(vocab, (n,), generator=generator, device=trial.device)
+    call = functools.partial(_result, backend.forward, x, weight, targets, vocab)
+    check = _held_to_float64(call(), x, weight, targets, vocab, name) if context.check else _check.CHECKED_BEFORE
+    samples = {"kernel_s": timing.kernel(call, trial.device)}
+    names = _check.kernels_seen(call, trial.device).names if context.check else []
+    return Measurement(check=check, work={"flop": 6 * n * d * padded}, samples=samples, kernels=names)
+
+
+def _result(forward: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Result:
+    """The loss, dx and dW."""
+    loss = forward(x, weight, targets, vocab=vocab)
+    dx, dw = torch.autograd.grad(loss, (x, weight))
+    return loss.detach(), dx, dw
+
+
+def _held_to_float64(
+    found: Result, x: Tensor, weight: Tensor, targets: Tensor, vocab: int, name: str
+) -> dict[str, Any]:
+    """FlashAttention's rule, max error <= 2 x the yardstick's + floor, and the scale and rows of each gradient."""
+    exact = _in_float64(x.detach().double(), weight.detach().double(), targets, vocab)
+    if name == FP8:
+        precision, unit = "fp8", _model.EPSILON["bf16"]
+        known = _in_float64(_dequantized(x), _dequantized(weight), targets, vocab, as_fp8=True)
+    else:
+        precision = next(key for key, dtype in DTYPES.items() if dtype is x.dtype)
+        unit = _model.EPSILON[precision]
+        known = _result(linear_cross_entropy.load("reference").forward, x, weight, targets, vocab)
+    # Of the loss, a mean over rows: four standard deviations of what rounding its logits, of about 1, does to it.
+    floors = [4 * unit * len(x) ** -0.5 + 16 * 2.0**-23 * exact[0].item()]
+    floors += [2 * unit * truth.abs().max().item() for truth in exact[1:]]
+    quantities = []
+    for quantity, value, truth, yardstick, floor in zip(NAMES, found, exact, known, floors, strict=True):
+        limit = 2 * (yardstick.double() - truth).abs().max().item() + floor
+        quantities.append(Quantity(quantity, (value.double() - truth).abs().max().item(), limit))
+        if value.dim():
+            quantities += _errors.quantities(quantity, value, truth, yardstick, precision)
+    return judge("reference, fp64", quantities)
+
+
+def _in_float64(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, *, as_fp8: bool = False) -> Result:
+    """The loss, dx and dW of float64 operands, some rows at a time; as_fp8: bf16 logits and their gradient in E5M2."""
+    each = max(1, CHECKED_TOGETHER // len(weight))
+    loss, dx, dw = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
+    for start in range(0, len(x), each):
+        rows = slice(start, start + each)
+        logits = x[rows] @ weight[:vocab].t()
+        logits = logits.bfloat16().double() if as_fp8 else logits
+        log_p = logits.log_softmax(1)
+        index = targets[rows, None]
+        loss -= log_p.gather(1, index).sum()
+        g = log_p.exp().scatter_add_(1, index, torch.full_like(log_p[:, :1], -1.0))
+        if as_fp8:
+            g = (g.float() * _model.HEAD_SCALE).to(torch.float8_e5m2).double() / _model.HEAD_SCALE
+        dx[rows] = g @ weight[:vocab]
+        dw[:vocab] += g.t() @ x[rows]
+    return loss / len(x), dx / len(x), dw / len(x)
+
+
+def _dequantized(x: Tensor) -> Tensor:
+    cast = quantize.load("reference").tensor
+    packed = cast(x.detach().bfloat16(), torch.float8_e4m3fn, rowwise=True, columnwise=False)
+    return packed.data.double() * packed.scale_inv.double()

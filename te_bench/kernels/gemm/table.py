@@ -1,0 +1,83 @@
+"""GEMMs in the table of measured times: their shapes, and which of them one row speaks for. Imports no torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_bench.kernels import measured
+from te_bench.kernels.gemm import names
+from te_bench.kernels.measured import Timing
+
+#: Below it a choice is noise. Captured, a launch costs the GPU nothing; in eager mode Gluon's costs the host more than
+#: cuBLASLt's, which may be more than it saves where the host is what is waited for.
+LEAST_GAIN = 1.05
+#: A row stands for such heights as its own, and for all that are this many waves of tiles on the GPU's processors: of so
+#: many the last, ragged one is too little to count.
+NEAR_HEIGHT, TILE, MANY_WAVES = 1.25, 128, 8
+DTYPES = ("e4m3", "bf16")
+SCALES = ("tensor", "row")
+ACTIVATED, GRADIENT = "activated", "gradient"
+#: Rivals in half precision: a product by torch; one with the activation's kernel after it; the Gluon GEMM, all in one.
+TORCH, SEPARATE, GLUON = "torch", "separate", "gluon"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmShape:
+    """D (M, N) = a (M, K) b (N, K)^T. FP8 has scales per tensor or row, and may keep the tensor core's 14-bit sums.
+
+    epilogue: "activated", D and f(D); "gradient", D f'(h), b lying as (K, N). Measured with GELU.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str  # of the operands; D is in half precision
+    scales: str | None = None
+    fast_accum: bool = False
+    epilogue: str | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.m, self.n, self.k) < 1:
+            raise ValueError(f"sizes must be at least 1: {self.m}, {self.n}, {self.k}")
+        if self.dtype not in DTYPES or self.epilogue not in (None, ACTIVATED, GRADIENT):
+            raise ValueError(
+                f"no GEMM in {self.dtype!r} with the epilogue {self.epilogue!r} is chosen by measured times"
+            )
+        fp8 = self.dtype == "e4m3"
+        if fp8 != (self.scales in SCALES) or (not fp8 and (self.scales is not None or self.fast_accum)):
+            raise ValueError(f"scales {self.scales!r}, fast_accum {self.fast_accum}: FP8 has scales, nothing else has")
+        if fp8 and self.epilogue is not None:
+            raise ValueError(f"epilogue {self.epilogue!r} in FP8: it is that of a GEMM in half precision")
+
+
+def rivals(shape: GemmShape) -> list[str]:
+    """The names of what can be asked to compute a shape, here or on another machine."""
+    if shape.dtype == "e4m3":
+        return names()
+    return [TORCH if shape.epilogue is None else SEPARATE, GLUON]
+
+
+def read_problem(body: Mapping[str, Any]) -> GemmShape:
+    """The shape of a row's JSON. Raises ValueError or TypeError for what is none."""
+    return GemmShape(**body)
+
+
+def nearest(machine: str, processors: int, m: int, **shape: Any) -> Timing | None:
+    """The machine's row of this shape but for the height, of those that stand for m the one whose own is the nearest."""
+
+    def times_as_high(known: GemmShape) -> float:
+        same = all(getattr(known, name) == value for name, value in shape.items())
+        if not same or not _stands_for(known, m, processors):
+            return math.inf
+        return max(m, known.m) / min(m, known.m)
+
+    found = measured.nearest("gemm", machine, times_as_high)
+    return None if found is None else found[0]
+
+
+def _stands_for(known: GemmShape, m: int, processors: int) -> bool:
+    if not m:
+        return False
+    tiles = min(-(-height // TILE) * -(-known.n // TILE) for height in (m, known.m))
+    return max(m, known.m) <= NEAR_HEIGHT * min(m, known.m) or tiles >= MANY_WAVES * processors

@@ -1,0 +1,168 @@
+"""From records to the table of measured times: seconds of one call, forward and backward together, by backend.
+
+Kernels measured alone count first. Where there is no attention alone, GPT steps that differ in nothing but their attention
+tell it of the backends that they ran: the seconds of their attention kernels, over their layers.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from te_bench.experiments.spec import Trial
+from te_bench.kernels.attention import AUTO, Problem, in_fp8
+from te_bench.kernels.attention.table import whole
+from te_bench.kernels.gemm.table import GemmShape
+from te_bench.kernels.linear_cross_entropy.table import HeadShape
+from te_bench.kernels.measured import Timing
+from te_bench.models import cost
+from te_bench.models.configs import CONFIGS
+from te_bench.reports.analysis import measures, rows
+from te_bench.reports.analysis.floor import kind
+from te_bench.reports.analysis.layers import kernels
+from te_bench.reports.analysis.rows import Cell, Group, Results
+
+NOTE = "derived from GPT steps that differ in their attention alone"
+#: The samples of a call, by operator, which is the name of the workload too.
+SAMPLES = {"attention": measures.PASSES, "gemm": ("kernel_s",), "linear_cross_entropy": ("kernel_s",)}
+
+
+class Found(NamedTuple):
+    """A row, and what decides between two of one problem: measured alone, more backends, later."""
+
+    alone: bool
+    backends: int
+    started_at: str
+    timing: Timing
+
+
+def of_results(operator: str, directories: Sequence[Path], environment: str | None = None) -> tuple[Timing, ...]:
+    """The operator's rows that the runs' records hold, each from one environment, or all from this one.
+
+    Raises ValueError where they hold none.
+    """
+    results = rows.load_results(directories)
+    best: dict[tuple[str, str, Any], Found] = {}
+    for group in results.groups:
+        if environment not in (None, group.environment):
+            continue
+        of_steps = _of_steps(results, group) if operator == "attention" else ()
+        for found in (*_alone(operator, results, group), *of_steps):
+            known = best.get(found.timing.key)
+            if known is None or found[:3] > known[:3]:
+                best[found.timing.key] = found
+    if not best:
+        what = "head" if operator == "linear_cross_entropy" else operator
+        where = ", ".join(map(str, directories))
+        raise ValueError(f"{where} holds no timings of {what}: measure some with te-bench tune {what}")
+    return tuple(found.timing for found in best.values())
+
+
+def _alone(operator: str, results: Results, group: Group) -> Iterator[Found]:
+    """Of trials of the operator's workload."""
+    seconds: dict[Any, dict[str, float]] = {}
+    dates: dict[Any, list[str]] = {}
+    for cell in group.of(operator):
+        total = _seconds(cell, SAMPLES[operator])
+        backend = backend_of(cell.trial)
+        if total is None or cell.trial.mode != "eager" or backend == AUTO or in_fp8(backend):
+            continue
+        problem = problem_of(cell.trial)
+        seconds.setdefault(problem, {})[backend] = total
+        dates.setdefault(problem, []).extend(record.started_at for record in cell.ok)
+    for problem, by_name in seconds.items():
+        yield _found(operator, results, group, problem, by_name, dates[problem], alone=True)
+
+
+def _seconds(cell: Cell, samples: Iterable[str]) -> float | None:
+    """The samples' medians together; None where one is missing."""
+    found = [measures.typical(cell.ok, sample) for sample in samples]
+    known = [value for value in found if value is not None]
+    return sum(known) if len(known) == len(found) else None
+
+
+def _of_steps(results: Results, group: Group) -> Iterator[Found]:
+    """Of trials of the workload `train_step`, where attention is all that tells some of them apart."""
+    compared: dict[str, dict[str, float]] = {}
+    problems: dict[str, tuple[Problem, list[str]]] = {}
+    for cell in group.of("train_step"):
+        trial = cell.trial
+        config = CONFIGS.get(str(trial.problem.get("model")))
+        total = sum(value for name, value in kernels(cell).items() if kind(name) == cost.ATTENTION)
+        if config is None or not total or trial.device != "cuda" or trial.problem.get("accumulate", 1) != 1:
+            continue
+        if in_fp8(trial.attention):
+            continue
+        asked = {**trial.problem, "heads": config.n_head, "length": trial.problem["block"], "causal": True}
+        asked["head_dim"] = config.n_embd // config.n_head
+        dtype = "bf16" if trial.precision == "fp8" else trial.precision
+        others = json.dumps({**trial.to_json(), "attention": None, "seed": None}, sort_keys=True)
+        compared.setdefault(others, {})[trial.attention] = total / config.n_layer
+        _, dates = problems.setdefault(others, (whole(attention_problem(asked, dtype, "cuda")), []))
+        dates += [record.started_at for record in cell.ok]
+    for problem in dict.fromkeys(problem for problem, _ in problems.values()):
+        here = [key for key, (of, _) in problems.items() if of == problem and len(compared[key]) > 1]
+        if not here:
+            continue
+        names = compared[max(here, key=lambda key: len(compared[key]))].keys()
+        here = [key for key in here if compared[key].keys() == names]
+        medians = {name: measures.median([compared[key][name] for key in here]) for name in names}
+        by_name = {name: value for name, value in medians.items() if value is not None}
+        dates = [date for key in here for date in problems[key][1]]
+        yield _found("attention", results, group, problem, by_name, dates, alone=False)
+
+
+def backend_of(trial: Trial) -> str:
+    """The backend that a trial of one of the operators measures."""
+    setting = {"gemm": "backend", "linear_cross_entropy": "head"}.get(trial.workload)
+    return trial.attention if setting is None else str(trial.problem[setting])
+
+
+def problem_of(trial: Trial) -> Any:
+    """The problem that a trial of one of the operators measures, as its table has it."""
+    settings: dict[str, Any] = dict(trial.problem)
+    if trial.workload == "gemm":
+        del settings["backend"]
+        return GemmShape(**settings)
+    if trial.workload == "linear_cross_entropy":
+        del settings["head"]
+        return HeadShape(**settings, dtype=trial.precision)
+    return whole(attention_problem(settings, trial.precision, trial.device))
+
+
+def attention_problem(settings: Mapping[str, Any], dtype: str, device: str) -> Problem:
+    """The attention problem of a trial's settings, as workloads/attention.py reads them."""
+    window = (settings["window_left"], settings["window_right"]) if "window_left" in settings else None
+    return Problem(
+        batch=settings["batch"],
+        heads=settings["heads"],
+        length=settings["length"],
+        head_dim=settings["head_dim"],
+        dtype=dtype,
+        causal=bool(settings["causal"]),
+        dropout=float(settings.get("dropout") or 0.0),
+        device=device,
+        capability=None,
+        kv_heads=settings.get("kv_heads"),
+        window=window,
+    )
+
+
+def _found(
+    operator: str,
+    results: Results,
+    group: Group,
+    problem: Any,
+    seconds: Mapping[str, float],
+    dates: Iterable[str],
+    *,
+    alone: bool,
+) -> Found:
+    known = rows.identity(results.environments[group.environment])
+    machine = str(known.get("gpu") or known.get("cpu"))
+    latest = max(dates)
+    versions = [f"{name} {known[name]}" for name in ("torch", "triton", "cudnn") if known.get(name)]
+    source = ", ".join([f"suite {group.suite}", latest[:10], *versions, *([] if alone else [NOTE])])
+    rounded = {name: float(f"{value:.4g}") for name, value in seconds.items()}
+    timing = Timing(operator=operator, machine=machine, problem=problem, seconds=rounded, source=source)
+    return Found(alone=alone, backends=len(seconds), started_at=latest, timing=timing)

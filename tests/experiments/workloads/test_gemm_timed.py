@@ -1,0 +1,105 @@
+"""A GEMM of the workload `gemm`: checked, then timed, and no wrong one passes."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_bench.experiments import timing
+from te_bench.experiments.measurement import CheckFailed, Context, Measurement, Unsupported
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import gemm as workload
+from te_bench.kernels import gemm
+from te_bench.kernels.activation.backends import reference as activation
+from te_bench.kernels.gemm import half
+
+SIZES = {"m": 48, "n": 32, "k": 64}
+FP8 = {**SIZES, "dtype": "e4m3", "scales": "tensor", "fast_accum": True, "backend": "reference"}
+HALF = {**SIZES, "dtype": "bf16", "backend": "torch"}
+ACTIVATED = {**SIZES, "dtype": "bf16", "epilogue": "activated", "backend": "separate"}
+GRADIENT = {**ACTIVATED, "epilogue": "gradient"}
+
+
+@pytest.fixture(autouse=True)
+def _once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "kernel", lambda call, device: [1.0] if call() is not None else [])
+    monkeypatch.setattr(workload, "CHECKED_TOGETHER", 20 * 32)  # rows in three parts, the last of 8
+
+
+def run(problem: dict[str, object], device: str = "cpu") -> Measurement:
+    trial = Trial(workload="gemm", device=device, problem=problem, attention="none", protocol="kernel")  # type: ignore[arg-type]
+    return workload.run(trial, Context())
+
+
+@pytest.mark.parametrize("problem", [FP8, {**FP8, "scales": "row"}, HALF, ACTIVATED, GRADIENT], ids=str)
+def test_is_checked_and_timed(problem: dict[str, object]) -> None:
+    found = run(problem)
+    assert found.samples == {"kernel_s": [1.0]}
+    assert found.work == {"flop": 2 * 48 * 32 * 64}
+    names = ["D", "f(D)"] if problem.get("epilogue") == "activated" else ["D"]
+    assert [q["name"] for q in found.check["quantities"]] == names
+    assert all(q["error"] <= q["limit"] for q in found.check["quantities"])
+
+
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "zero": torch.zeros_like,
+    "sign": torch.neg,
+    "double": lambda x: 2 * x,
+    "one element": lambda x: torch.where(x.abs() == x.abs().max(), 0, x),
+    "not a number": lambda x: torch.where(torch.arange(x.numel()).view(x.shape) == 7, torch.nan, x),
+    "2 % too large": lambda x: 1.02 * x,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("problem", [FP8, {**FP8, "scales": "row"}], ids=["tensor", "row"])
+def test_a_wrong_fp8_product_fails(problem: dict[str, object], wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gemm.load("reference")
+    spoilt = dataclasses.replace(right, forward=lambda *args, **options: WRONG[wrong](right.forward(*args, **options)))
+    monkeypatch.setattr(gemm, "load", lambda name: spoilt if name == "triton" else right)
+    with pytest.raises(CheckFailed, match="D: error"):
+        run({**problem, "backend": "triton"})
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_wrong_epilogue_fails(which: int, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def activated(x: Tensor, up: Tensor, bias: None, kind: str) -> tuple[Tensor, ...]:
+        h = x @ up.t()
+        return tuple(WRONG[wrong](t) if i == which else t for i, t in enumerate((h, activation.forward(h, kind))))
+
+    monkeypatch.setattr(half, "activated", activated)
+    monkeypatch.setattr(half, "unsupported", lambda *_: None)
+    with pytest.raises(CheckFailed, match=r"^D: error" if which == 0 else r"^f\(D\): error"):
+        run({**ACTIVATED, "backend": "gluon"})
+
+
+def test_what_cannot_run_here_says_why() -> None:
+    for problem in ({**FP8, "backend": "scaled_mm"}, *({**p, "backend": "gluon"} for p in (FP8, HALF, GRADIENT))):
+        with pytest.raises(Unsupported, match=f"{problem['backend']}: "):
+            run(problem)
+    with pytest.raises(Unsupported, match="multiples of 8"):
+        run({**HALF, "n": 30, "backend": "gluon"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "problem",
+    [
+        {**FP8, "backend": "scaled_mm"},
+        {**FP8, "backend": "triton"},
+        {**FP8, "backend": "gluon"},
+        HALF,
+        ACTIVATED,
+        GRADIENT,
+    ]
+    + [{**p, "backend": "gluon"} for p in (HALF, ACTIVATED, GRADIENT)],
+    ids=str,
+)
+def test_on_a_gpu(problem: dict[str, object]) -> None:
+    if problem["backend"] == "gluon" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    found = run({**problem, "m": 1000, "n": 512, "k": 768}, "cuda")
+    assert found.kernels
