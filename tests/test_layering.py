@@ -30,7 +30,10 @@ TORCH_FREE = (
     "te_bench.training.tokenizer",
     *(
         f"te_bench.experiments.{name}"
-        for name in ("doctor", "environment", "lifeline", "measurement", "plan", "progress", "runner", "spec", "store")
+        for name in (
+            *("doctor", "environment", "lifeline", "measurement", "plan", "presets", "problems", "progress"),
+            *("run_options", "runner", "spec", "store", "suite_trials"),
+        )
     ),
 )
 TORCH_FREE_PACKAGES = ("te_bench.cli", "te_bench.gate", "te_bench.reports", "te_bench.experiments.suites")

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from te_bench.experiments import suite_trials
 from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
-from te_bench.experiments.suites import _rungs
 from te_bench.kernels import attention
 
 #: (batch, heads, length, head_dim, causal): the shapes of GPT-2, of a 7B model, and long contexts.
@@ -26,10 +26,10 @@ def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
     dtype = "bf16" if cuda else "fp32"
     shapes = [problem(*shape) for shape in (GPU_SHAPES if cuda else CPU_SHAPES)]
-    trials = rivals(options, shapes, attention.names(), dtype, _rungs.seeds(options, 1))
+    trials = rivals(options, shapes, attention.names(), dtype, suite_trials.seeds(options, 1))
     numerics = [
         _trial(options, "attention_numerics", shapes[0], name, precision, "once", seed)
-        for seed in _rungs.seeds(options, 1)
+        for seed in suite_trials.seeds(options, 1)
         for precision in (("bf16", "fp16", "fp32") if cuda else ("bf16", "fp32"))
         for name in ("math", "flash")
     ]

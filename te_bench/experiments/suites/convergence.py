@@ -1,7 +1,7 @@
 """Does FP8 train like BF16? Pairs of the same weights and batches: bf16 twice, each recipe, and a planted fault."""
 
+from te_bench.experiments import presets, suite_trials
 from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
-from te_bench.experiments.suites import _convergence, _rungs
 
 ALPHA = 0.05
 #: Nats. gpt2: 0.1 % of 3.28, and 1.5 times the sd between seeds of nanoGPT speedruns (0.0019). The tiny GPT of preset cpu
@@ -28,9 +28,9 @@ HEEDS = frozenset({"model", "recipes", "steps", "tokens", "margin", "alpha", "pr
 
 
 def experiment(options: Options) -> Experiment:
-    preset = _convergence.preset_of(options)
-    problem = _convergence.problem_of(options)
-    seeds = _rungs.seeds(options, SEEDS[preset])
+    preset = presets.preset_of(options)
+    problem = presets.problem_of(options)
+    seeds = suite_trials.seeds(options, SEEDS[preset])
     trials = [trial for seed in seeds for trial in _arms(options, problem, seed)]
     return Experiment(
         suite="convergence",
@@ -69,7 +69,7 @@ def _arms(options: Options, problem: dict[str, Scalar], seed: int) -> list[Trial
     asked: list[tuple[str | None, dict[str, Scalar]]] = [
         (None, {"arm": "control"}),
         (None, {"arm": "aa", "perturb_ulp": 1}),
-        *((recipe, {"arm": "recipe", **way}) for recipe in _convergence.recipes_of(options) for way in ways),
+        *((recipe, {"arm": "recipe", **way}) for recipe in presets.recipes_of(options) for way in ways),
         (FAULTY, {"arm": "broken", "fault": FAULT}),
     ]
-    return [_convergence.arm(options, {**problem, **more}, recipe, seed) for recipe, more in asked]
+    return [presets.arm(options, {**problem, **more}, recipe, seed) for recipe, more in asked]

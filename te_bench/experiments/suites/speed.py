@@ -5,9 +5,9 @@ GPT-2 124M, 12 x 1024 tokens, or --model and --batch; what everybody begins with
 
 import dataclasses
 
+from te_bench.experiments import suite_trials
 from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Scalar, Trial
-from te_bench.experiments.suites import _rungs
-from te_bench.experiments.suites._rungs import VP, V
+from te_bench.experiments.suite_trials import VP, V
 from te_bench.models.configs import CONFIGS
 
 SEEDS = 3
@@ -30,7 +30,7 @@ def experiment(options: Options) -> Experiment:
         problem["block"] = CONFIGS[options.model].block_size
     if CONFIGS[str(problem["model"])].dropout:
         raise ValueError(f"--model {options.model}: it trains with dropout, which no fused kernel has; choose another")
-    seeds = _rungs.seeds(options, SEEDS if cuda else 1)
+    seeds = suite_trials.seeds(options, SEEDS if cuda else 1)
     begun = cuda and problem == usual
     repetitions = [[*_trials(options, problem, seed, begun), _ceilings(options.device, seed)] for seed in seeds]
     what = {"gpt2": "GPT-2 124M", "tiny": "tiny GPT"}.get(str(problem["model"]), str(problem["model"]))
@@ -53,12 +53,12 @@ def _ceilings(device: str, seed: int) -> Trial:
 
 def beginning(options: Options, problem: dict[str, Scalar], seed: int) -> Trial:
     """What everybody begins with: attention written out, the vocabulary as it is, eager bf16."""
-    return _rungs.step(options, problem, "manual", V, "bf16", "eager", seed)
+    return suite_trials.step(options, problem, "manual", V, "bf16", "eager", seed)
 
 
 def compiled(options: Options, problem: dict[str, Scalar], seed: int, attention: str = "cudnn") -> Trial:
     """bf16 as torch.compile makes it at its best."""
-    return _rungs.step(options, problem, attention, VP, "bf16", "compile-reduce-overhead", seed)
+    return suite_trials.step(options, problem, attention, VP, "bf16", "compile-reduce-overhead", seed)
 
 
 def fused(
@@ -66,7 +66,7 @@ def fused(
 ) -> Trial:
     """te-bench's own step on a GPU: blocks, head and optimizer fused in one CUDA graph; in fp8 the head too is in FP8."""
     ours: dict[str, Scalar] = {**problem, "optimizer": "triton", "head": HEADS[precision][-1], "blocks": "fused"}
-    return _rungs.step(options, ours, attention, VP, precision, "cudagraph", seed, recipe=recipe)
+    return suite_trials.step(options, ours, attention, VP, precision, "cudagraph", seed, recipe=recipe)
 
 
 def _trials(options: Options, problem: dict[str, Scalar], seed: int, begun: bool) -> list[Trial]:
@@ -78,18 +78,20 @@ def _trials(options: Options, problem: dict[str, Scalar], seed: int, begun: bool
     attention, modes = ("cudnn", ("compile-reduce-overhead", "cudagraph")) if cuda else ("flash", ("eager",))
     precisions = [("bf16", ""), *(("fp8", recipe) for recipe in RECIPES)]
     trials = [
-        _rungs.step(options, problem, attention, VP, precision, mode, seed, recipe=recipe)
+        suite_trials.step(options, problem, attention, VP, precision, mode, seed, recipe=recipe)
         for mode in modes
         for precision, recipe in precisions
     ]
     if cuda:  # the peer that trains in FP8 under torch.compile
         peer: dict[str, Scalar] = {**problem, "linears": "torchao_tensorwise"}
-        trials.append(_rungs.step(options, peer, attention, VP, "fp8", "compile", seed))
+        trials.append(suite_trials.step(options, peer, attention, VP, "fp8", "compile", seed))
     if begun:
         trials.append(beginning(options, problem, seed))
     fast: dict[str, Scalar] = {**problem, "optimizer": "triton" if cuda else "reference"}
     trials += [
-        _rungs.step(options, {**fast, "head": head, **blocks}, kernel, VP, precision, modes[-1], seed, recipe=recipe)
+        suite_trials.step(
+            options, {**fast, "head": head, **blocks}, kernel, VP, precision, modes[-1], seed, recipe=recipe
+        )
         for precision, recipe in precisions
         for head in HEADS[precision]
         for blocks in BLOCKS

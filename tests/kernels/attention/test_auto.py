@@ -154,7 +154,7 @@ def choice(cells: list[Cell], problem: Problem) -> auto.Choice:
 
 
 def test_a_choice_is_carried_out_remembered_and_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    from te_bench.experiments.workloads._check import kernels_seen
+    from te_bench.experiments.instruments.profiling import kernels_seen
 
     problem = a_problem((1, 2, 32, 16), "fp32", "cpu")
     here = table.machine("cpu")
@@ -281,7 +281,7 @@ def test_a_table_is_read_as_it_was_written(problem: Problem, seconds: dict[str, 
 
 @pytest.mark.gpu
 def test_on_an_h200_the_table_decides_and_its_kernels_run() -> None:
-    from te_bench.experiments.workloads._check import kernels_seen
+    from te_bench.experiments.instruments.profiling import kernels_seen
 
     if torch.cuda.get_device_name() != HERE:
         pytest.skip("the shipped table is an H200's")

@@ -187,7 +187,7 @@ def test_contract(name: str, shape: tuple[int, ...], dtype: str, causal: bool, d
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", attention.names())
 def test_contract_at_gpt2s_shape_by_its_own_kernels(name: str) -> None:
-    from te_bench.experiments.workloads._check import kernels_seen
+    from te_bench.experiments.instruments.profiling import kernels_seen
 
     problem = a_problem((2, 12, 1024, 64))
     backend = supported(name, problem)
@@ -583,7 +583,7 @@ def test_a_kernel_of_another_backend_beside_its_own_is_noticed() -> None:
 
 @pytest.mark.parametrize("asked", ["flash", "math", "manual"])
 def test_on_a_cpu(asked: str) -> None:
-    from te_bench.experiments.workloads._check import kernels_seen
+    from te_bench.experiments.instruments.profiling import kernels_seen
 
     problem = a_problem((1, 2, 32, 16), "fp32", "cpu")
     seen = kernels_seen(lambda: run(attention.load(asked), problem, draw(problem)), "cpu").names

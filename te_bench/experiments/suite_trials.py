@@ -1,4 +1,4 @@
-"""What the suites share: the problems of nanoGPT's benchmark and of its training runs, and prepared corpora."""
+"""The trials that suites are made of: nanoGPT's benchmark, training runs, and their data."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def step(
     *,
     recipe: str = FP8_RECIPE,
 ) -> Trial:
-    """One rung of a ladder: a train_step trial at this padded vocabulary; the recipe is heeded in fp8 alone."""
+    """A train_step trial at this padded vocabulary; the recipe is heeded in fp8 alone."""
     return Trial(
         workload="train_step",
         device=options.device,

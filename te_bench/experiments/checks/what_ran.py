@@ -16,9 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from te_bench.experiments import trial_model
+from te_bench.experiments.instruments.profiling import Seen
 from te_bench.experiments.measurement import CheckFailed, Measurement
+from te_bench.experiments.problems import Step
 from te_bench.experiments.spec import NO_ATTENTION, Trial
-from te_bench.experiments.workloads import _check, _model
 from te_bench.kernels import adamw, attention, linear_cross_entropy
 
 Range = tuple[int, int | None]  # the least and the most that is right; None: however many
@@ -88,7 +90,7 @@ def _product_of(operator: str, half: bool) -> str | None:
 
 
 def parts(counts: Mapping[str, int], device: str, *, half: bool = True) -> dict[str, int]:
-    """{part: how often it ran} of what a profiler counted (_check.Seen.counts); every part is there, 0 where nothing ran.
+    """{part: how often it ran} of what a profiler counted (Seen.counts); every part is there, 0 where nothing ran.
 
     half: whether a CPU's products are in half precision where no dtype says so.
     """
@@ -117,20 +119,21 @@ def _told(device: str) -> dict[str, str]:
 
 def of_step(trial: Trial, rows: int) -> Asked:
     """What a training step of the trial is made of, `rows` being the tokens of a micro-batch."""
-    accumulate, layers = _model.optim_of(trial).accumulate, _model.config_of(trial).n_layer
+    p = Step.of(trial)
+    accumulate, layers = trial_model.optim_of(trial).accumulate, trial_model.config_of(trial).n_layer
     asked = _gemms(trial, LINEARS * layers * accumulate)
-    chosen = {f"{family}_{trial.problem.get(family) or 'torch'}" for family in FAMILIES}
+    chosen = {f"{family}_{getattr(p, family) or 'torch'}" for family in FAMILIES}
     for part in (*_told(trial.device), "optimizer_torch"):
         least = accumulate if part.startswith("head") else 1
         asked[part] = (least, None) if part in chosen else NONE
-    head = linear_cross_entropy.load(str(trial.problem.get("head") or "reference"))
+    head = linear_cross_entropy.load(p.head or "reference")
     if trial.device != "cpu" or "cpu" not in head.kernels:  # which there is one operator, and shows no GEMM
         half = 2 if _plain(trial) == "gemm_half" else 4
-        in_fp8, others = head.gemms(rows, trial.number("padded_vocab"), half)
+        in_fp8, others = head.gemms(rows, p.padded_vocab, half)
         asked = _more(_more(asked, "gemm_fp8", accumulate * in_fp8), _plain(trial), accumulate * others)
     # A GPU's kernel that adds and norms runs before the first attention and twice between two; a CPU's Function once.
     times = accumulate * (2 * layers + 1 if trial.device == "cuda" else layers)
-    fused = "blocks" in trial.problem
+    fused = p.blocks is not None
     asked["fused_blocks"] = (times, times) if fused else NONE
     return asked | _mode(trial, as_it_is=fused)
 
@@ -162,7 +165,7 @@ def _more(asked: Asked, part: str, times: int) -> Asked:
 def _gemms(trial: Trial, linears: int) -> Asked:
     """The GEMMs of so many Linears; on a GPU attention made of ordinary operators has some more of the same names."""
     ordinary = trial.device == "cuda" and trial.attention != NO_ATTENTION
-    ordinary = ordinary and _check.attention_of(trial) in _without_kernels()
+    ordinary = ordinary and trial_model.attention_of(trial) in _without_kernels()
     asked: Asked = {part: (0, None if ordinary and part != "gemm_fp8" else 0) for part in GEMMS}
     return _more(asked, "gemm_fp8" if trial.precision == "fp8" else _plain(trial), PASSES * linears)
 
@@ -190,7 +193,7 @@ def _mode(trial: Trial, *, as_it_is: bool, theirs: bool = False) -> Asked:
 
 
 def _attention_compiled(trial: Trial) -> bool:
-    return trial.attention != NO_ATTENTION and attention.load(_check.attention_of(trial)).compiled
+    return trial.attention != NO_ATTENTION and attention.load(trial_model.attention_of(trial)).compiled
 
 
 def wrong(asked: Asked, ran: Mapping[str, int]) -> str | None:
@@ -204,11 +207,30 @@ def wrong(asked: Asked, ran: Mapping[str, int]) -> str | None:
     return "; ".join(reasons) or None
 
 
-def require(trial: Trial, seen: _check.Seen, measurement: Measurement, asked: Asked) -> Measurement:
+def require(trial: Trial, seen: Seen, measurement: Measurement, asked: Asked) -> Measurement:
     """The measurement with its kernels, launches and, in work["ran"], the parts. Raises CheckFailed, without timings."""
-    measurement = _check.require_kernels(trial, seen, measurement)
+    measurement = require_attention(trial, seen, measurement)
     ran = parts(seen.counts, trial.device, half=trial.precision != "fp32")
     measurement = dataclasses.replace(measurement, work={**measurement.work, "ran": ran})
     if reason := wrong(asked, ran):
         raise CheckFailed(reason, dataclasses.replace(measurement, samples={}))
     return measurement
+
+
+def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:
+    """The measurement with its kernels, and in its work how many were launched where that was counted, and `auto`'s choice.
+
+    Raises CheckFailed, without timings, when another attention ran.
+    """
+    more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
+    if trial.attention == NO_ATTENTION:
+        return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})
+    reason = attention.wrong_kernel(
+        trial_model.attention_of(trial), trial.device, seen.names, eager=trial.mode == "eager"
+    )
+    if reason:
+        raise CheckFailed(reason, dataclasses.replace(measurement, samples={}, kernels=seen.names))
+    chosen = attention.load(trial.attention).chosen
+    if chosen is not None:
+        more = {"chosen": ", ".join(chosen()), **more}
+    return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})

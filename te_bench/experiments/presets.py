@@ -1,10 +1,36 @@
 """What the suites on convergence share: named settings of a training run, and the user's words over them."""
 
 from te_bench import plugins
+from te_bench.experiments import suite_trials
 from te_bench.experiments.spec import Options, Scalar, Trial
-from te_bench.experiments.suites import _rungs
-from te_bench.experiments.suites.curves import CHAR, TINY
 from te_bench.models.configs import CONFIGS
+
+#: nanoGPT's config/train_shakespeare_char.py.
+CHAR: dict[str, Scalar] = {
+    "model": "char",
+    "batch": 64,
+    "block": 256,
+    "steps": 5000,
+    "eval_every": 250,
+    "eval_tokens": None,
+    "learning_rate": 1e-3,
+    "min_learning_rate": 1e-4,
+    "warmup": 100,
+    "beta2": 0.99,
+}
+#: The same idea at a size that a CPU trains in half a minute.
+TINY: dict[str, Scalar] = {
+    **CHAR,
+    "model": "tiny",
+    "batch": 16,
+    "block": 64,
+    "steps": 400,
+    "eval_every": 50,
+    "eval_tokens": 32768,
+    "learning_rate": 3e-3,
+    "min_learning_rate": 3e-4,
+    "warmup": 20,
+}
 
 #: Learning rates that decay to 0: before that, losses measure the rate more than the precision.
 _DECAYED: dict[str, Scalar] = {"min_learning_rate": 0.0, "evaluate": "both", "probes": 10}
@@ -81,7 +107,7 @@ def preset_of(options: Options) -> str:
 
 
 def recipes_of(options: Options) -> tuple[str, ...]:
-    return options.recipes or tuple(_rungs.recipes())
+    return options.recipes or tuple(suite_trials.recipes())
 
 
 def problem_of(options: Options) -> dict[str, Scalar]:
@@ -97,7 +123,7 @@ def problem_of(options: Options) -> dict[str, Scalar]:
     every = max(1, steps * int(problem["eval_every"] or 1) // int(problem["steps"] or 1))
     warmup = min(int(problem["warmup"] or 0), steps // 5)
     return {
-        **_rungs.corpus_problem(options, data, tokenizer, block),
+        **suite_trials.corpus_problem(options, data, tokenizer, block),
         **problem,
         "steps": steps,
         "eval_every": every,
@@ -130,4 +156,6 @@ def arm(options: Options, problem: dict[str, Scalar], recipe: str | None, seed: 
     precision = "bf16" if recipe is None else "fp8"
     dropout = CONFIGS[str(problem["model"])].dropout
     attention = "math" if dropout and options.device == "cpu" else "flash"  # the CPU's flash kernel has no dropout
-    return _rungs.training(options, problem, attention, precision, mode, seed, recipe=recipe or _rungs.FP8_RECIPE)
+    return suite_trials.training(
+        options, problem, attention, precision, mode, seed, recipe=recipe or suite_trials.FP8_RECIPE
+    )
