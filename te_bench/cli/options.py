@@ -94,7 +94,7 @@ def find_gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:
         raise ValueError(
             f"CUDA_VISIBLE_DEVICES={listed!r} leaves no GPU; unset it, or choose with --gpus or --device cpu"
         )
-    wanted = [index.strip() for index in gpus.split(",")]
-    if set(wanted) - set(here) or len(set(wanted)) < len(wanted):
+    indices = [index.strip() for index in gpus.split(",")]
+    if set(indices) - set(here) or len(set(indices)) < len(indices):
         raise ValueError(f"--gpus {gpus}: the GPUs here are {', '.join(here)}; write all, or each index once")
-    return [here[index] for index in wanted]
+    return [here[index] for index in indices]

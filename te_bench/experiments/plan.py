@@ -6,7 +6,7 @@ from itertools import groupby
 
 from te_bench import plugins
 from te_bench.experiments import run_options, suites, workloads
-from te_bench.experiments.problems import PROBLEMS, Problem, Step, Training
+from te_bench.experiments.problems import PROBLEMS, StepProblem, TrainingProblem, TrialProblem
 from te_bench.experiments.spec import (
     DEVICES,
     MODES,
@@ -48,7 +48,7 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
 
 def _check_options(experiment: Experiment, options: Options) -> None:
     """Raise ValueError for an option that no trial of the suite would heed."""
-    trainings = [Training.of(trial) for trial in experiment.trials if trial.workload == "training"]
+    trainings = [TrainingProblem.of(trial) for trial in experiment.trials if trial.workload == "training"]
     trained = sorted({training.model for training in trainings})
     if options.data and not trained:
         raise ValueError(f"--data: the suite {experiment.suite} trains on no data set; leave it out")
@@ -75,11 +75,11 @@ def check(trial: Trial) -> None:
         raise ValueError(f"{trial.name}: fp8 needs a recipe. Known: {', '.join(recipes)}.")
     if trial.precision != "fp8" and trial.recipe is not None:
         raise ValueError(f"{trial.name}: the recipe {trial.recipe} is for fp8; leave it out or choose precision fp8")
-    if trial.workload in PROBLEMS and isinstance(problem := Problem.of(trial), Step):
+    if trial.workload in PROBLEMS and isinstance(problem := TrialProblem.of(trial), StepProblem):
         _check_step(trial, problem)
 
 
-def _check_step(trial: Trial, p: Step) -> None:
+def _check_step(trial: Trial, p: StepProblem) -> None:
     """Raise ValueError for a part of a training step that is not known, or does not go with the trial's recipe."""
     plugins.check("model", p.model, list(CONFIGS))
     for setting, package in PLUGINS.items():

@@ -2,11 +2,12 @@
 
 from te_bench import plugins
 from te_bench.experiments import suite_trials
-from te_bench.experiments.spec import Options, Scalar, Trial
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Options, Trial
 from te_bench.models.configs import CONFIGS
 
 #: nanoGPT's config/train_shakespeare_char.py.
-CHAR: dict[str, Scalar] = {
+CHAR: Settings = {
     "model": "char",
     "batch": 64,
     "block": 256,
@@ -19,7 +20,7 @@ CHAR: dict[str, Scalar] = {
     "beta2": 0.99,
 }
 #: The same idea at a size that a CPU trains in half a minute.
-TINY: dict[str, Scalar] = {
+TINY: Settings = {
     **CHAR,
     "model": "tiny",
     "batch": 16,
@@ -33,9 +34,9 @@ TINY: dict[str, Scalar] = {
 }
 
 #: Learning rates that decay to 0: before that, losses measure the rate more than the precision.
-_DECAYED: dict[str, Scalar] = {"min_learning_rate": 0.0, "evaluate": "both", "probes": 10}
+_DECAYED: Settings = {"min_learning_rate": 0.0, "evaluate": "both", "probes": 10}
 
-_GPT2: dict[str, Scalar] = {
+_GPT2: Settings = {
     **_DECAYED,
     "model": "gpt2",
     "batch": 12,
@@ -53,7 +54,7 @@ _GPT2: dict[str, Scalar] = {
 
 #: Problems but for their data. eval_tokens: at least 10 M where the text has them; None is the whole validation part.
 #: early_eval_tokens: before the last quarter of the steps, for points that are looked at and enter no verdict.
-PRESETS: dict[str, dict[str, Scalar]] = {
+PRESETS: dict[str, Settings] = {
     "cpu": {  # a rate at which two runs that differ by one ulp stay together: at twice that they end 0.02 nats apart
         **TINY,
         **_DECAYED,
@@ -93,7 +94,7 @@ _TOKENIZERS = {
 
 #: Of a CPU a tiny GPT has matrices for one thread: a second makes a bf16 step no faster (16 ms) and an FP8 one by 6 %, and
 #: beside other work, for which it waits, takes eight times as long for a trial (two vCPUs, AMD EPYC, 2026-11-22).
-_ONE_THREAD: dict[str, Scalar] = {"threads": 1}
+_ONE_THREAD: Settings = {"threads": 1}
 
 
 def preset_of(options: Options) -> str:
@@ -110,18 +111,18 @@ def recipes_of(options: Options) -> tuple[str, ...]:
     return options.recipes or tuple(suite_trials.recipes())
 
 
-def problem_of(options: Options) -> dict[str, Scalar]:
+def problem_of(options: Options) -> Settings:
     """The problem that all arms share: the preset's, with the model, the data and the length that the user asks for."""
     preset = preset_of(options)
     problem = dict(PRESETS[preset])
     if options.model is not None:
         problem["model"] = options.model
-    model, block = str(problem["model"]), int(problem["block"] or 0)
+    model, block = problem["model"], problem["block"]
     data = options.data_for(model, "stdlib")
     tokenizer = "bytes" if data == "stdlib" and preset == "char" else _TOKENIZERS[preset]
     steps = _steps(options, problem)
-    every = max(1, steps * int(problem["eval_every"] or 1) // int(problem["steps"] or 1))
-    warmup = min(int(problem["warmup"] or 0), steps // 5)
+    every = max(1, steps * problem["eval_every"] // problem["steps"])
+    warmup = min(problem["warmup"], steps // 5)
     return {
         **suite_trials.corpus_problem(options, data, tokenizer, block),
         **problem,
@@ -133,7 +134,7 @@ def problem_of(options: Options) -> dict[str, Scalar]:
     }
 
 
-def _sharing(options: Options) -> dict[str, Scalar]:
+def _sharing(options: Options) -> Settings:
     """How many trials a GPU has at a time, where it has several: their step times are not one trial's."""
     if options.share is not None and options.device == "cpu":
         raise ValueError(
@@ -142,19 +143,19 @@ def _sharing(options: Options) -> dict[str, Scalar]:
     return {"share": options.share} if options.share and options.share > 1 else {}
 
 
-def _steps(options: Options, problem: dict[str, Scalar]) -> int:
+def _steps(options: Options, problem: Settings) -> int:
     """The steps that were asked for, or as many as the tokens need."""
     if options.tokens is None:
-        return options.steps or int(problem["steps"] or 0)
-    a_step = int(problem["batch"] or 0) * int(problem["block"] or 0) * int(problem.get("accumulate") or 1)
+        return options.steps or problem["steps"]
+    a_step = problem["batch"] * problem["block"] * problem.get("accumulate", 1)
     return -(-options.tokens // a_step)
 
 
-def arm(options: Options, problem: dict[str, Scalar], recipe: str | None, seed: int) -> Trial:
+def arm(options: Options, problem: Settings, recipe: str | None, seed: int) -> Trial:
     """bf16, or FP8 by a recipe, in the one mode that all arms share: as one CUDA graph, on a CPU eager."""
     mode = "cudagraph" if options.device == "cuda" else "eager"
     precision = "bf16" if recipe is None else "fp8"
-    dropout = CONFIGS[str(problem["model"])].dropout
+    dropout = CONFIGS[problem["model"]].dropout
     attention = "math" if dropout and options.device == "cpu" else "flash"  # the CPU's flash kernel has no dropout
     return suite_trials.training(
         options, problem, attention, precision, mode, seed, recipe=recipe or suite_trials.FP8_RECIPE

@@ -1,6 +1,6 @@
 """The problems of the workloads: each setting that a trial may have, with its type, its unit and its default.
 
-`Trial.problem` holds the settings as the JSON that the trial's id hashes; `Problem.of(trial)` reads them, and `to_json`
+`Trial.problem` holds the settings as the JSON that the trial's id hashes; `TrialProblem.of(trial)` reads them, and `to_json`
 writes them back. A setting at its default need not be in the JSON: a new one leaves the ids of earlier trials as they are.
 """
 
@@ -15,6 +15,9 @@ from te_bench import plugins
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Trial
+
+#: Settings by name, as JSON holds them: a plan checks them by their workload's dataclass.
+Settings = dict[str, Any]
 
 #: How a trial's name shows a setting, in this order; of what is not here the id alone tells.
 _SHOWN = {
@@ -40,7 +43,7 @@ _TYPES = {int: "a whole number", float: "a number", str: "a name", bool: "true o
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class TrialProblem:
     """The settings of one trial; `said` are those that its JSON has."""
 
     said: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
@@ -71,7 +74,7 @@ class Problem:
         return kept | (getattr(self, self.others) if self.others else {})
 
 
-def _fields(kind: type[Problem]) -> list[dataclasses.Field[Any]]:
+def _fields(kind: type[TrialProblem]) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(kind) if f.name not in ("said", kind.others)]
 
 
@@ -103,7 +106,7 @@ def _words(hint: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step(Problem):
+class StepProblem(TrialProblem):
     """A GPT's training step; what is None is as the model, torch or training.step.Optim has it."""
 
     model: str  # a name of models.configs
@@ -142,14 +145,14 @@ OPTIM = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainStep(Step):
+class TrainStepProblem(StepProblem):
     """One training step at a fixed batch."""
 
     batch: int  # sequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MaxBatch(Step):
+class MaxBatchProblem(StepProblem):
     """The largest batch that fits."""
 
     memory_limit_gib: float | None = None  # None: all of the GPU
@@ -157,7 +160,7 @@ class MaxBatch(Step):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training(Step):
+class TrainingProblem(StepProblem):
     """A training to a curve, of so many steps or seconds."""
 
     batch: int | Literal["max"]  # sequences of a step; "max": the largest that fits
@@ -181,7 +184,7 @@ class Training(Step):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attention(Problem):
+class AttentionProblem(TrialProblem):
     """One attention call on (batch, heads, length, head_dim)."""
 
     batch: int
@@ -201,7 +204,7 @@ class Attention(Problem):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layer(Problem):
+class LayerProblem(TrialProblem):
     """A transformer layer on (sequence, batch, hidden)."""
 
     layer: str  # a name of models.quickstart
@@ -218,7 +221,7 @@ class Layer(Problem):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ceilings(Problem):
+class CeilingsProblem(TrialProblem):
     """What is copied and multiplied to see what the device reaches."""
 
     copy_bytes: int
@@ -226,14 +229,14 @@ class Ceilings(Problem):
 
 
 #: {workload: its problem}.
-PROBLEMS: dict[str, type[Problem]] = {
-    "train_step": TrainStep,
-    "max_batch": MaxBatch,
-    "training": Training,
-    "attention": Attention,
-    "attention_numerics": Attention,
-    "layer": Layer,
-    "ceilings": Ceilings,
+PROBLEMS: dict[str, type[TrialProblem]] = {
+    "train_step": TrainStepProblem,
+    "max_batch": MaxBatchProblem,
+    "training": TrainingProblem,
+    "attention": AttentionProblem,
+    "attention_numerics": AttentionProblem,
+    "layer": LayerProblem,
+    "ceilings": CeilingsProblem,
 }
 
 

@@ -1,9 +1,8 @@
 """The trials that suites are made of: nanoGPT's benchmark, training runs, and their data."""
 
-from typing import Any
-
 from te_bench import plugins
-from te_bench.experiments.spec import Options, Scalar, Trial
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Options, Trial
 from te_bench.training import corpus as corpora
 
 V, VP = 50257, 50304  # GPT-2's vocabulary, and the same padded to a multiple of 64
@@ -12,7 +11,7 @@ FP8_RECIPE = "float8_current_scaling"
 ON_REQUEST = frozenset({"float8_current_scaling_dpa"})
 
 #: nanoGPT's bench.py: no clipping, no accumulation, weight decay 1e-2, learning rate 1e-4.
-BENCH_PY: dict[str, Scalar] = {
+BENCH_PY: Settings = {
     "grad_clip": 0.0,
     "weight_decay": 1e-2,
     "learning_rate": 1e-4,
@@ -31,7 +30,7 @@ def seeds(options: Options, default: int) -> range:
 
 def step(
     options: Options,
-    problem: dict[str, Scalar],
+    problem: Settings,
     attention: str,
     padded: int,
     precision: str,
@@ -53,7 +52,7 @@ def step(
     )
 
 
-def corpus_problem(options: Options, data: str, tokenizer: str, block: int) -> dict[str, Scalar]:
+def corpus_problem(options: Options, data: str, tokenizer: str, block: int) -> Settings:
     """The data part of a training problem, by content: the corpus is read, tokenised into the cache and hashed.
 
     A text file goes by its name, not its folder: the hash says which text it was. Raises ValueError for bad data.
@@ -77,7 +76,7 @@ def corpus_problem(options: Options, data: str, tokenizer: str, block: int) -> d
 
 def training(
     options: Options,
-    problem: dict[str, Any],
+    problem: Settings,
     attention: str,
     precision: str,
     mode: str,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from te_bench.experiments.measurement import Unsupported
-from te_bench.experiments.problems import Step
+from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
 from te_bench.models import faults, torchao_linears
@@ -69,7 +69,7 @@ def require_supported(trial: Trial) -> None:
 def _require_fast(trial: Trial, config: GPTConfig) -> None:
     """Raise Unsupported when this machine cannot run the trial's head, optimizer or blocks."""
     machine: dict[str, Any] = {"device": trial.device, "capability": capability(trial.device)}
-    p = Step.of(trial)
+    p = StepProblem.of(trial)
     reasons: dict[str, str | None] = {}
     if p.linears is not None:
         reasons[f"linears {p.linears}"] = torchao_linears.unsupported(**machine)
@@ -111,24 +111,24 @@ def _no_blocks(trial: Trial, config: GPTConfig, machine: dict[str, Any]) -> str 
 
 
 def config_of(trial: Trial) -> GPTConfig:
-    p = Step.of(trial)
+    p = StepProblem.of(trial)
     config = dataclasses.replace(CONFIGS[p.model], block_size=p.block, vocab_size=p.vocab)
     return config if p.dropout is None else dataclasses.replace(config, dropout=float(p.dropout))
 
 
 def optim_of(trial: Trial) -> Optim:
-    return Optim(**Step.of(trial).optim)
+    return Optim(**StepProblem.of(trial).optim)
 
 
 def sizes_of(trial: Trial) -> dict[str, int]:
     """What training.data asks for: block, batch and vocab, the true one."""
-    p = Step.of(trial)
+    p = StepProblem.of(trial)
     return {"block": p.block, "batch": trial.number("batch"), "vocab": p.vocab}
 
 
 def build(trial: Trial) -> GPT:
     """The trial's model on its device; the seed decides the weights."""
-    p = Step.of(trial)
+    p = StepProblem.of(trial)
     recipe = recipes.load(trial.recipe) if trial.recipe else None
     if recipe is not None and p.fault is not None:
         recipe = faults.load(p.fault)(recipe)
@@ -152,7 +152,7 @@ def build(trial: Trial) -> GPT:
 
 def step_of(trial: Trial) -> TrainStep:
     """One training step of the trial's model, in its precision and mode, by its optimizer."""
-    optimizer = Step.of(trial).optimizer
+    optimizer = StepProblem.of(trial).optimizer
     return TrainStep(build(trial), optim_of(trial), precision=trial.precision, mode=trial.mode, optimizer=optimizer)
 
 

@@ -8,7 +8,15 @@ import pytest
 
 from te_bench import plugins
 from te_bench.experiments import plan, workloads
-from te_bench.experiments.problems import OPTIM, PROBLEMS, Layer, Problem, Step, Training, TrainStep
+from te_bench.experiments.problems import (
+    OPTIM,
+    PROBLEMS,
+    LayerProblem,
+    StepProblem,
+    TrainingProblem,
+    TrainStepProblem,
+    TrialProblem,
+)
 from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.store import load, written
 
@@ -19,7 +27,7 @@ TRIAL = Trial(workload="train_step", device="cpu", problem=STEP, attention="manu
 
 
 def there_and_back(trial: Trial) -> Trial:
-    return dataclasses.replace(trial, problem=Problem.of(trial).to_json())
+    return dataclasses.replace(trial, problem=TrialProblem.of(trial).to_json())
 
 
 def test_every_workload_has_its_problem() -> None:
@@ -47,7 +55,7 @@ def test_the_trials_of_suites_keep_theirs(suite: str, device: str, tmp_path: Pat
 
 
 def test_a_setting_that_was_not_said_has_its_default_and_stays_out_of_the_json() -> None:
-    problem = TrainStep.of(TRIAL)
+    problem = TrainStepProblem.of(TRIAL)
     assert (problem.head, problem.data, problem.optim) == (None, "random", {})
     assert problem.to_json() == STEP
     assert dataclasses.replace(problem, head="fp8").to_json() == {**STEP, "head": "fp8"}
@@ -55,13 +63,13 @@ def test_a_setting_that_was_not_said_has_its_default_and_stays_out_of_the_json()
 
 def test_one_that_was_said_stays_in_it_though_it_is_the_default() -> None:
     said = {**STEP, "data": "random", "head": None}
-    assert TrainStep.of(dataclasses.replace(TRIAL, problem=said)).to_json() == said
+    assert TrainStepProblem.of(dataclasses.replace(TRIAL, problem=said)).to_json() == said
 
 
 def test_a_layer_s_other_settings_are_its_recipe_s() -> None:
     sizes = {"hidden": 32, "ffn": 64, "heads": 4, "sequence": 16, "batch": 2}
     said = {"layer": "plain", "variant": "fair", "dropout": 0.0, "mask": "full", **sizes, "amax_history_len": 16}
-    problem = Layer.of(dataclasses.replace(TRIAL, workload="layer", problem=said))
+    problem = LayerProblem.of(dataclasses.replace(TRIAL, workload="layer", problem=said))
     assert problem.recipe_settings == {"amax_history_len": 16}
     assert problem.to_json() == said
 
@@ -70,7 +78,7 @@ def test_the_optimizer_s_settings_are_the_fields_of_its_dataclass() -> None:
     from te_bench.training.step import Optim
 
     assert [field.name for field in dataclasses.fields(Optim)] == list(OPTIM)
-    assert {field.name for field in dataclasses.fields(Step)} > set(OPTIM)
+    assert {field.name for field in dataclasses.fields(StepProblem)} > set(OPTIM)
 
 
 @pytest.mark.parametrize(
@@ -94,17 +102,17 @@ def test_the_optimizer_s_settings_are_the_fields_of_its_dataclass() -> None:
 )
 def test_what_is_wrong_is_said(workload: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        Problem.of(dataclasses.replace(TRIAL, workload=workload, problem={**STEP, **settings}))
+        TrialProblem.of(dataclasses.replace(TRIAL, workload=workload, problem={**STEP, **settings}))
     assert str(caught.value).startswith(message)
 
 
 def test_null_is_a_value_where_it_says_everything() -> None:
     settings = {**STEP, "batch": "max", "data": "stdlib", "budget_s": 60.0, "memory_limit_gib": None}
-    problem = Training.of(dataclasses.replace(TRIAL, workload="training", problem=settings))
+    problem = TrainingProblem.of(dataclasses.replace(TRIAL, workload="training", problem=settings))
     assert problem.memory_limit_gib is None
     assert problem.to_json() == settings
 
 
 def test_a_problem_of_another_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="train_step poses no problem of the kind Layer"):
-        Layer.of(TRIAL)
+    with pytest.raises(ValueError, match="train_step poses no problem of the kind LayerProblem"):
+        LayerProblem.of(TRIAL)

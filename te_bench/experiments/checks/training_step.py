@@ -12,7 +12,7 @@ from te_bench.experiments.checks import attention_rows, rounding
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import Quantity, geometric_mean, judge, relative_error
 from te_bench.experiments.checks.tolerances import EPSILON, FACTOR, FP8_LEAST, FP8_OVERALL, LOSS_FLOOR
-from te_bench.experiments.problems import Step
+from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import attention
 from te_bench.models import recipe as recipes
@@ -51,16 +51,16 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     for _ in range(SETTLE if trial.recipe else 0):
         step.gradients(tokens, targets)
     loss, ours = step.gradients(tokens, targets)
-    p = Step.of(trial)
+    p = StepProblem.of(trial)
     unpadded = {name: value for name, value in trial.problem.items() if name not in FAST} | {"padded_vocab": p.vocab}
     exact = dataclasses.replace(trial, attention="manual", precision="fp64", recipe=None, problem=unpadded)
     definition = attention.yardstick(trial_model.attention_of(trial))
     library = dataclasses.replace(trial, attention=definition, recipe=None, problem=unpadded)
-    true_loss, truth = _in_rows(exact, step.optim, tokens, targets)
+    true_loss, truth = reference(exact, step.optim, tokens, targets)
     recipe = recipes.load(trial.recipe) if trial.recipe else None
     fp8_head = p.head == "fp8"
     as_fused = definition == "manual" and trial.attention not in UNFUSED
-    library_loss, yardstick = _in_rows(library, step.optim, tokens, targets, recipe, fp8_head, as_fused)
+    library_loss, yardstick = reference(library, step.optim, tokens, targets, recipe, fp8_head, as_fused)
     trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
     padding = ours["transformer.wte.weight"][p.vocab :]
     ours["transformer.wte.weight"] = ours["transformer.wte.weight"][: p.vocab]
@@ -107,7 +107,7 @@ def _check_attention(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainS
     return attention_rows.check(step, tokens[:rows], targets[:rows], name, precision)
 
 
-def _in_rows(
+def reference(
     trial: Trial,
     optim: Optim,
     tokens: Tensor,

@@ -8,7 +8,7 @@ The counters are Dynamo's in torch 2.11 and 2.13 alike, and PyTorch's own benchm
 benchmarks/dynamo/common.py, get_dynamo_stats).
 """
 
-from te_bench.experiments.problems import Layer, Problem, Step
+from te_bench.experiments.problems import LayerProblem, StepProblem, TrialProblem
 from te_bench.experiments.spec import Trial
 
 #: Where Dynamo notes what it could not trace. "graph_break" alone lacks a branch on data, a frame left to Python whole
@@ -32,8 +32,8 @@ def begin(trial: Trial) -> None:
 
 def _compiles(trial: Trial) -> bool:
     """Fused blocks and layers are captured as they are."""
-    p = Problem.of(trial)
-    as_it_is = isinstance(p, Layer) or (isinstance(p, Step) and p.blocks is not None)
+    p = TrialProblem.of(trial)
+    as_it_is = isinstance(p, LayerProblem) or (isinstance(p, StepProblem) and p.blocks is not None)
     return trial.mode != "eager" and not (trial.mode == "cudagraph" and as_it_is)
 
 

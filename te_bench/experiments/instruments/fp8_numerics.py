@@ -30,7 +30,7 @@ def of_a_pass(trial: Trial, model: Any, tokens: Tensor, targets: Tensor) -> dict
     return {"numerics": fp8.numerics(model)}
 
 
-def look(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float | None]:
+def probe(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float | None]:
     """{"amax:MODULE.TENSOR": max |x|, "saturated:...", "underflowed:...": fractions of its elements}, of one micro-batch.
 
     tokens and targets (B, T). An amax that is not finite is None. Weights, gradients, FP8 state and random numbers are

@@ -46,17 +46,17 @@ def kernels_seen(call: Callable[[], object], device: str) -> Seen:
 
     Whoever wants to count launches has called it before.
     """
-    first = _seen(call, device)
+    first = seen_once(call, device)
     if device != "cuda":
         return first
-    second = _seen(call, device)
+    second = seen_once(call, device)
     if not (first.launches and second.launches):
         return Seen(first.names, None, second.counts)
     fewer = first if first.launches < second.launches else second
     return Seen(first.names, fewer.launches, fewer.counts)
 
 
-def _seen(call: Callable[[], object], device: str) -> Seen:
+def seen_once(call: Callable[[], object], device: str) -> Seen:
     if device == "cuda":
         torch.cuda.synchronize()  # what was queued before is not the call's
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])

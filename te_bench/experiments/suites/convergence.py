@@ -1,7 +1,8 @@
 """Does FP8 train like BF16? Pairs of the same weights and batches: bf16 twice, each recipe, and a planted fault."""
 
 from te_bench.experiments import presets, suite_trials
-from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Experiment, Options, Trial
 
 ALPHA = 0.05
 #: Nats. gpt2: 0.1 % of 3.28, and 1.5 times the sd between seeds of nanoGPT speedruns (0.0019). The tiny GPT of preset cpu
@@ -48,7 +49,7 @@ def experiment(options: Options) -> Experiment:
     )
 
 
-def _looks(options: Options, seeds: int) -> dict[str, Scalar]:
+def _looks(options: Options, seeds: int) -> Settings:
     """The first look of a plan that may stop early. Raises ValueError where no seed would be left to spare after it."""
     if not options.stop_early:
         return {}
@@ -60,13 +61,13 @@ def _looks(options: Options, seeds: int) -> dict[str, Scalar]:
     return {"first_look": FIRST_LOOK}
 
 
-def _arms(options: Options, problem: dict[str, Scalar], seed: int) -> list[Trial]:
+def _arms(options: Options, problem: Settings, seed: int) -> list[Trial]:
     """The arms of one pair: what differs between them is in "arm", "perturb_ulp" and "fault", precision and recipe."""
-    ways: list[dict[str, Scalar]] = [{}]
+    ways: list[Settings] = [{}]
     if options.fused:
         fast = {"blocks": "fused", "optimizer": "triton" if options.device == "cuda" else "reference"}
         ways += [{**fast, "head": head} for head in FUSED_HEADS]
-    asked: list[tuple[str | None, dict[str, Scalar]]] = [
+    asked: list[tuple[str | None, Settings]] = [
         (None, {"arm": "control"}),
         (None, {"arm": "aa", "perturb_ulp": 1}),
         *((recipe, {"arm": "recipe", **way}) for recipe in presets.recipes_of(options) for way in ways),

@@ -2,7 +2,8 @@
 
 from te_bench.experiments import suite_trials
 from te_bench.experiments.presets import CHAR, TINY
-from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Experiment, Options, Trial
 
 SEEDS = 3  # of the step-by-step curves: the spread between them is the bf16 arm's band
 BUDGET_S = 60.0
@@ -19,7 +20,7 @@ def _budget(options: Options) -> list[Trial]:
     model, tokenizer, block = ("gpt2", "bpe:50257", 1024) if cuda else ("tiny", "bytes", 64)
     data = suite_trials.corpus_problem(options, options.data_for(model, "stdlib"), tokenizer, block)
     budget = options.budget_s or BUDGET_S
-    problem: dict[str, Scalar] = {
+    problem: Settings = {
         **data,
         "model": model,
         "batch": "max" if cuda else 16,
@@ -41,7 +42,7 @@ def _budget(options: Options) -> list[Trial]:
 def _steps(options: Options) -> list[Trial]:
     """Loss against step in bf16 and fp8 from the same weights on the same batches, once for each seed."""
     base = CHAR if options.device == "cuda" else TINY
-    model, block = str(base["model"]), int(base["block"] or 0)
+    model, block = base["model"], base["block"]
     name = options.data_for(model, "stdlib")
     data = suite_trials.corpus_problem(options, name, "bytes" if name == "stdlib" else "chars", block)
     mode = "compile" if options.device == "cuda" else "eager"

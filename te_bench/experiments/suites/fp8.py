@@ -1,7 +1,8 @@
 """GPT-2 124M training step in every FP8 recipe beside BF16, in eager mode, compiled and as one CUDA graph."""
 
 from te_bench.experiments import suite_trials
-from te_bench.experiments.spec import Experiment, Options, Scalar
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Experiment, Options
 from te_bench.experiments.suite_trials import VP
 
 SEEDS = 3
@@ -10,7 +11,7 @@ MODES = ("eager", "compile", "cudagraph")
 
 def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
-    problem: dict[str, Scalar] = {"model": "gpt2", "batch": 12, "block": 1024}
+    problem: Settings = {"model": "gpt2", "batch": 12, "block": 1024}
     if not cuda:
         problem = {"model": "tiny", "batch": 2, "block": 64}
     attention, modes = ("cudnn", MODES) if cuda else ("flash", ("eager",))

@@ -6,14 +6,15 @@ alone, te.LayerNormMLP beside the plain one.
 """
 
 from te_bench.experiments import suite_trials
-from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Scalar, Trial
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Trial
 
 SEEDS = 3
-GPU: dict[str, Scalar] = {"hidden": 4096, "ffn": 16384, "heads": 32, "sequence": 2048, "batch": 4}
-CPU: dict[str, Scalar] = {"hidden": 128, "ffn": 512, "heads": 4, "sequence": 64, "batch": 2}
-FAITHFUL: dict[str, Scalar] = {"variant": "faithful", "dropout": 0.1, "mask": "full"}
-FAIR: dict[str, Scalar] = {"variant": "fair", "dropout": 0.0, "mask": "causal"}
-MLP: dict[str, Scalar] = {**FAIR, "variant": "mlp"}
+GPU: Settings = {"hidden": 4096, "ffn": 16384, "heads": 32, "sequence": 2048, "batch": 4}
+CPU: Settings = {"hidden": 128, "ffn": 512, "heads": 4, "sequence": 64, "batch": 2}
+FAITHFUL: Settings = {"variant": "faithful", "dropout": 0.1, "mask": "full"}
+FAIR: Settings = {"variant": "fair", "dropout": 0.0, "mask": "causal"}
+MLP: Settings = {**FAIR, "variant": "mlp"}
 HISTORY = 16  # the quickstart's amax_history_len
 
 DELAYED, CURRENT, ROWWISE = "delayed_scaling", "float8_current_scaling", "rowwise_scaling"
@@ -80,7 +81,7 @@ def _fair_cpu() -> list[Configuration]:
     return found + [("te_layer", "flash", recipe, "eager") for recipe in suite_trials.recipes()]
 
 
-def _trial(options: Options, problem: dict[str, Scalar], configuration: Configuration, seed: int) -> Trial:
+def _trial(options: Options, problem: Settings, configuration: Configuration, seed: int) -> Trial:
     layer, attention, recipe, mode = configuration
     if problem["variant"] == "faithful" and layer in ("te_layer", "transformer_engine"):
         problem = {**problem, "mask": "causal"}

@@ -1,14 +1,15 @@
 """The largest batch that fits: manual, flash and cuDNN attention, padded vocabulary or not; on a GPU the fastest steps."""
 
 from te_bench.experiments import suite_trials
-from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suite_trials import VP, V
 
 CPU_LIMIT_GIB = 2.0  # of the trial's own data: a demonstration of the bisection, not a property of the machine
 #: What a configuration has of its own, attention, vocabulary, precision, mode.
-Configuration = tuple[dict[str, Scalar], str, int, str, str]
+Configuration = tuple[Settings, str, int, str, str]
 
-_OURS: dict[str, Scalar] = {"optimizer": "triton", "blocks": "fused", "head": "chunked"}
+_OURS: Settings = {"optimizer": "triton", "blocks": "fused", "head": "chunked"}
 #: Steps of the suite `speed`.
 FAST: tuple[Configuration, ...] = (
     ({}, "cudnn", VP, "bf16", "compile-reduce-overhead"),
@@ -20,7 +21,7 @@ FAST: tuple[Configuration, ...] = (
 
 def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
-    problem: dict[str, Scalar] = {"model": "gpt2", "block": 1024} if cuda else {"model": "tiny", "block": 64}
+    problem: Settings = {"model": "gpt2", "block": 1024} if cuda else {"model": "tiny", "block": 64}
     problem |= {**suite_trials.BENCH_PY, "vocab": V, "memory_limit_gib": None if cuda else CPU_LIMIT_GIB}
     rivals = (("manual", V), ("flash", V), ("flash", VP), ("cudnn", VP))
     configurations: list[Configuration] = [({}, *rival, "bf16" if cuda else "fp32", "eager") for rival in rivals]

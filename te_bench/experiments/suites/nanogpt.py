@@ -1,7 +1,8 @@
 """GPT-2 124M, 12 x 1024 tokens: PyTorch's ladder for nanoGPT, on to torch.compile, CUDA graphs and FP8."""
 
 from te_bench.experiments import suite_trials
-from te_bench.experiments.spec import Experiment, Options, Scalar
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Experiment, Options
 from te_bench.experiments.suite_trials import VP, V
 
 SEEDS = 3
@@ -28,7 +29,7 @@ CONFIGURATIONS = [
 
 
 def experiment(options: Options) -> Experiment:
-    problem: dict[str, Scalar] = {"model": "gpt2", "batch": 12, "block": 1024}
+    problem: Settings = {"model": "gpt2", "batch": 12, "block": 1024}
     trials = [
         suite_trials.step(options, problem, *configuration, seed)
         for seed in suite_trials.seeds(options, SEEDS)

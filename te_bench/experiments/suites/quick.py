@@ -4,7 +4,8 @@ A tiny GPT would say nothing of a GPU, whose time it leaves to the host. Larger 
 """
 
 from te_bench.experiments import environment, suite_trials
-from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suite_trials import VP, V
 from te_bench.experiments.suites import speed
 
@@ -29,7 +30,7 @@ def _on_a_gpu(options: Options) -> Experiment:
     cudnn, own = ("cudnn", "gluon") if tuple(capability) == HOPPER else ("flash", "flash")
     precision = "fp8" if tuple(capability) >= FP8_FROM else "bf16"
     batch = SMALL_BATCH if gpu.get("memory_bytes", SMALL_GPU) < SMALL_GPU else speed.GPT2["batch"]
-    problem: dict[str, Scalar] = {**speed.GPT2, "batch": batch}
+    problem: Settings = {**speed.GPT2, "batch": batch}
     rounds = [
         (
             speed.beginning(options, problem, seed),
@@ -50,7 +51,7 @@ def _on_a_cpu(options: Options) -> Experiment:
     """The kernels are compared in fp32, for a CPU computes bf16 slowly."""
     configurations = [(name, V, "fp32") for name in ("manual", "math", "flash")]
     configurations += [("flash", VP, "fp32"), ("flash", VP, "bf16"), ("flash", VP, "fp8")]
-    problem: dict[str, Scalar] = {"model": "tiny", "batch": 2, "block": BLOCK}
+    problem: Settings = {"model": "tiny", "batch": 2, "block": BLOCK}
     ladder = [
         suite_trials.step(options, problem, attention, padded, precision, "eager", seed)
         for seed in suite_trials.seeds(options, SEEDS["cpu"])
@@ -67,7 +68,7 @@ def _on_a_cpu(options: Options) -> Experiment:
 def _curves(options: Options) -> list[Trial]:
     """The same short training in bf16 and in fp8: one pair of loss curves."""
     data = suite_trials.corpus_problem(options, options.data_for("tiny", "stdlib"), "bytes", BLOCK)
-    problem: dict[str, Scalar] = {
+    problem: Settings = {
         **data,
         "model": "tiny",
         "batch": 16,

@@ -9,7 +9,7 @@ HEEDS = frozenset({"model", "recipes", "steps", "tokens", "preset"})
 
 def experiment(options: Options) -> Experiment:
     problem = presets.problem_of(options)
-    rate = float(problem["learning_rate"] or 0)
+    rate = problem["learning_rate"]
     arms = (None, *presets.recipes_of(options))
     trials = [
         presets.arm(options, {**problem, "learning_rate": rate * factor, "lr_factor": factor}, recipe, seed)

@@ -21,7 +21,7 @@ from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.checks.tolerances import ACCUMULATED, FACTOR
 from te_bench.experiments.instruments import compilation, memory, profiling
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
-from te_bench.experiments.problems import Attention
+from te_bench.experiments.problems import AttentionProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import attention
 
@@ -72,7 +72,7 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 
 def problem_of(trial: Trial) -> attention.Problem:
-    p = Attention.of(trial)
+    p = AttentionProblem.of(trial)
     if trial.device == "cuda" and not torch.cuda.is_available():
         raise Unsupported("torch sees no NVIDIA GPU")
     return attention.Problem(
@@ -101,7 +101,7 @@ def seen_pairs(p: attention.Problem) -> int:
 
 def inputs(trial: Trial, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, dout: standard normal, (batch, heads, T, D) in the trial's dtype; k and v of their share of the heads."""
-    p = Attention.of(trial)
+    p = AttentionProblem.of(trial)
     generator = torch.Generator(trial.device).manual_seed(trial.seed)
     shared = p.heads // p.kv_heads if p.kv_heads else 1
     size = p.length, p.head_dim
@@ -119,7 +119,7 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
     math, 1.3 x the rule). And for the scale of each, which one large element does not decide over (checks.rounding). Raises
     CheckFailed.
     """
-    p = Attention.of(trial)
+    p = AttentionProblem.of(trial)
     whole = p.length**2 * p.batch * p.heads <= CHECK_SCORES
     batch, heads = (p.batch, p.heads) if whole else (1, 1)
     exact_inputs = [t.detach().double().requires_grad_() for t in inputs(trial, batch, heads)]
@@ -139,7 +139,7 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
 
 def _bind(trial: Trial, backend: attention.Backend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The backend with the trial's masks and the usual scale, 1 / sqrt(D)."""
-    p = Attention.of(trial)
+    p = AttentionProblem.of(trial)
     causal, window, scale = p.causal, p.window, 1 / math.sqrt(p.head_dim)
     if window is None:
         return lambda q, k, v: backend.forward(q, k, v, causal=causal, scale=scale)

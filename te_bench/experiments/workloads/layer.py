@@ -25,19 +25,18 @@ from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geome
 from te_bench.experiments.checks.tolerances import EPSILON, FACTOR, FP8_LEAST, FP8_OVERALL
 from te_bench.experiments.instruments import compilation, memory, profiling
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
-from te_bench.experiments.problems import Layer
+from te_bench.experiments.problems import LayerProblem
 from te_bench.experiments.spec import NO_ATTENTION, Trial
 from te_bench.kernels import attention
 from te_bench.models import quickstart as layers
 from te_bench.models import recipe as recipes
-from te_bench.models.quickstart import Layer as Rival
-from te_bench.models.quickstart import LayerConfig
+from te_bench.models.quickstart import Layer, LayerConfig
 
 WARM_UP = 3  # passes before one is captured
 
 
 def run(trial: Trial, context: Context) -> Measurement:
-    rival, p = layers.load(Layer.of(trial).layer), config_of(trial)
+    rival, p = layers.load(LayerProblem.of(trial).layer), config_of(trial)
     require_supported(trial, rival, p)
     compilation.begin(trial)
     iteration = Iteration(rival, p, trial.seed, mode=trial.mode)
@@ -54,7 +53,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     seen = profiling.kernels_seen(iteration, trial.device)
     named = dataclasses.replace(trial, mode="compile") if rival.own_attention else trial
     linears = 2 if p.part == "mlp" else what_ran.LINEARS
-    asked = what_ran.of_layer(
+    asked = what_ran.expected_of_layer(
         trial, linears=linears, theirs=rival.own_attention, emulated=bool(p.settings.get("emulate"))
     )
     measurement = what_ran.require(named, seen, measurement, asked)
@@ -66,7 +65,7 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 def config_of(trial: Trial) -> LayerConfig:
     """Raises ValueError for settings that are missing, wrong, or do not go together."""
-    p = Layer.of(trial)
+    p = LayerProblem.of(trial)
     if p.hidden % p.heads:
         raise ValueError(f"hidden {p.hidden} is not a multiple of {p.heads} heads")
     return LayerConfig(
@@ -86,7 +85,7 @@ def config_of(trial: Trial) -> LayerConfig:
     )
 
 
-def require_supported(trial: Trial, rival: Rival, p: LayerConfig) -> None:
+def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
     """Raise Unsupported, with the reason, when this machine or this rival cannot run the trial."""
     if trial.device == "cuda" and not torch.cuda.is_available():
         raise Unsupported("torch sees no NVIDIA GPU")
@@ -97,7 +96,9 @@ def require_supported(trial: Trial, rival: Rival, p: LayerConfig) -> None:
     if trial.device == "cpu" and trial.precision == "fp16":
         raise Unsupported("fp16: half-precision training is for GPUs; use bf16 on a CPU")
     if p.part not in rival.parts:
-        raise Unsupported(f"variant mlp: {Layer.of(trial).layer} has no MLP of its own; choose a variant of the layer")
+        raise Unsupported(
+            f"variant mlp: {LayerProblem.of(trial).layer} has no MLP of its own; choose a variant of the layer"
+        )
     if (p.part == "mlp") != (trial.attention == NO_ATTENTION):
         raise Unsupported(f"attention {trial.attention}: the variant mlp computes none, the others compute one")
     reason = rival.unsupported(p)
@@ -138,7 +139,7 @@ class Iteration:
     wide computes in float64 what p says, from the same weights and data. Mode cudagraph replays both.
     """
 
-    def __init__(self, rival: Rival, p: LayerConfig, seed: int, *, mode: str = "eager", wide: bool = False):
+    def __init__(self, rival: Layer, p: LayerConfig, seed: int, *, mode: str = "eager", wide: bool = False):
         self.rival, self.heads, self.part = rival, p.heads, p.part
         self.captures = mode == "cudagraph"
         self.graph: Any = None
@@ -226,7 +227,7 @@ class Iteration:
         return te.numerics(self.module)
 
 
-def check_layer(trial: Trial, rival: Rival, p: LayerConfig, iteration: Iteration) -> dict[str, Any]:
+def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration) -> dict[str, Any]:
     """Hold output, dx and every gradient to the plain layer in float64 with the same weights and mask, without dropout.
 
     The yardstick is the plain layer at the trial's own precision, eager, and FP8 emulated: FACTOR times its error plus a
@@ -277,7 +278,7 @@ def _error(x: Tensor | None, truth: Tensor | None) -> float:
 
 
 def _fp8_quantities(
-    rival: Rival, truth: dict[str, Tensor | None], found: list[Quantity], errors: dict[str, float]
+    rival: Layer, truth: dict[str, Tensor | None], found: list[Quantity], errors: dict[str, float]
 ) -> list[Quantity]:
     """The geometric mean over the weights of error / emulation's error: a wrong format is within FACTOR in any one tensor.
 

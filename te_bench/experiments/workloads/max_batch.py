@@ -22,7 +22,7 @@ from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.host import oom_kills
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported
-from te_bench.experiments.problems import MaxBatch, Problem, Training
+from te_bench.experiments.problems import MaxBatchProblem, TrainingProblem, TrialProblem
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 
@@ -170,7 +170,7 @@ def _verify(trial: Trial) -> Try:
     try:
         measurement = Measurement(check=training_step.check_step(trial, *batch, step))
         seen = profiling.kernels_seen(lambda: step(*batch), trial.device)
-        asked = what_ran.of_step(trial, batch[0].numel() // step.optim.accumulate)
+        asked = what_ran.expected_of_step(trial, batch[0].numel() // step.optim.accumulate)
         measurement, wrong = what_ran.require(trial, seen, measurement, asked), None
     except CheckFailed as error:
         measurement, wrong = error.measurement, str(error)
@@ -189,8 +189,8 @@ def _limit_memory(trial: Trial) -> int:
 
 
 def _limit_gib(trial: Trial) -> float | None:
-    p = Problem.of(trial)
-    assert isinstance(p, MaxBatch | Training), "only these ask for the largest batch"
+    p = TrialProblem.of(trial)
+    assert isinstance(p, MaxBatchProblem | TrainingProblem), "only these ask for the largest batch"
     return p.memory_limit_gib
 
 

@@ -22,7 +22,7 @@ from te_bench.experiments import trial_model
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
-from te_bench.experiments.problems import Training
+from te_bench.experiments.problems import TrainingProblem
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
 from te_bench.models.zoo.gpt import GPT
@@ -37,7 +37,7 @@ COMPILING = 2  # first steps, whose time is not training time
 
 
 def run(trial: Trial, context: Context) -> Measurement:
-    p = Training.of(trial)
+    p = TrainingProblem.of(trial)
     if p.threads is not None:
         torch.set_num_threads(p.threads)
     work: dict[str, object] = {}
@@ -78,19 +78,21 @@ def run(trial: Trial, context: Context) -> Measurement:
     few = _few(stream.at(0), optim.accumulate, trial) if trial.mode == "eager" else stream.at(0)
     memory.reset(trial.device)
     seen = profiling.kernels_seen(lambda: step(*few), trial.device)
-    return what_ran.require(trial, seen, measurement, what_ran.of_step(trial, few[0].numel() // optim.accumulate))
+    return what_ran.require(
+        trial, seen, measurement, what_ran.expected_of_step(trial, few[0].numel() // optim.accumulate)
+    )
 
 
 def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: Path) -> None:
     """Write the trained model to TRIAL-ID.pt, for `te-bench evaluate`. A planted fault is no recipe to run it in."""
     assert isinstance(step.model, GPT)
-    recipe = None if Training.of(trial).fault else trial.recipe
+    recipe = None if TrainingProblem.of(trial).fault else trial.recipe
     checkpoints.save(step.model, folder / f"{trial.id}.pt", recipe=recipe, corpus=corpus, about=trial.to_json())
 
 
 def _checked(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> dict[str, Any]:
     """The check of the step. A planted fault would rightly fail it, and is what that trial is to measure."""
-    if Training.of(trial).fault:
+    if TrainingProblem.of(trial).fault:
         return {"skipped": "planted fault"}
     return training_step.check_step(trial, tokens, targets, step)
 
@@ -114,7 +116,7 @@ class _Curve:
 
     def __init__(self, trial: Trial, step: TrainStep, corpus: corpora.Corpus | None, probe: tuple[Tensor, Tensor]):
         self.trial, self.step, self.corpus, self.probe = trial, step, corpus, probe
-        self.problem = p = Training.of(trial)
+        self.problem = p = TrainingProblem.of(trial)
         self.steps = p.steps
         self.windows = data.windows(corpus, p.block, max_tokens=p.eval_tokens)
         early = (p.early_eval_tokens or 0) // p.block
@@ -217,7 +219,7 @@ class _Curve:
         self.evaluations += 1
         if self.probe_every and self.evaluations % self.probe_every == 0:
             self._more("probe_step", self.number + 1)
-            for name, figure in fp8_numerics.look(self.step, *self.probe).items():
+            for name, figure in fp8_numerics.probe(self.step, *self.probe).items():
                 self._more(name, figure)
         self.last_eval_s = self.elapsed
         self.mark = time.perf_counter()

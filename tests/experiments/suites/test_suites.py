@@ -46,7 +46,7 @@ def test_more_seeds_repeat_the_cells_and_add_none(suite: str, device: str, tmp_p
     assert {t.id for t in one.trials} < {t.id for t in three.trials}
 
 
-def test_nanogpt_s_ladder_has_the_rungs_of_the_post_and_more(tmp_path: Path) -> None:
+def test_nanogpt_s_ladder_has_the_configurations_of_the_post_and_more(tmp_path: Path) -> None:
     trials = resolve("nanogpt", "cuda", tmp_path).trials
     configurations = {(t.attention, t.problem["padded_vocab"], t.precision, t.mode) for t in trials}
     wanted = {(name, V, "bf16", "eager") for name in ("manual", "math", "mem_efficient", "flash")}

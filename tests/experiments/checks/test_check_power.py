@@ -49,7 +49,7 @@ def references() -> dict[tuple[object, ...], Any]:
 @pytest.fixture(autouse=True)
 def references_once(references: dict[tuple[object, ...], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The references of a seed's weights and batch, and its right gradients, worked out once."""
-    right = training_step._in_rows
+    right = training_step.reference
 
     def in_rows(trial: Trial, optim: Any, tokens: Tensor, targets: Tensor, *fp8: Any) -> Any:
         key = (trial.id, *(repr(x) for x in fp8))
@@ -57,7 +57,7 @@ def references_once(references: dict[tuple[object, ...], Any], monkeypatch: pyte
             references[key] = right(trial, optim, tokens, targets, *fp8)
         return references[key]
 
-    monkeypatch.setattr(training_step, "_in_rows", in_rows)
+    monkeypatch.setattr(training_step, "reference", in_rows)
 
 
 def with_gradients(

@@ -62,7 +62,7 @@ def observed(trial: Trial, change: Callable[[TrainStep], None] = lambda step: No
     batch = train_step.random_batches(trial)[0]
     for _ in range(3 if trial.device == "cuda" or trial.mode != "eager" else 1):
         step(*batch)
-    asked = what_ran.of_step(trial, batch[0].numel() // step.optim.accumulate)
+    asked = what_ran.expected_of_step(trial, batch[0].numel() // step.optim.accumulate)
     seen = profiling.kernels_seen(lambda: step(*batch), trial.device)
     found = what_ran.require(trial, seen, Measurement(samples={"latency_s": [1.0]}), asked)
     ran: dict[str, int] = found.work["ran"]
@@ -124,7 +124,7 @@ def test_a_bf16_step_with_linears_in_fp8_fails() -> None:
     step, batch = trial_model.step_of(asked), train_step.random_batches(asked)[0]
     seen = profiling.kernels_seen(lambda: step(*batch), "cpu")
     with pytest.raises(CheckFailed, match="GEMMs in FP8: 0 expected, 24 ran"):
-        what_ran.require(a_trial(), seen, Measurement(), what_ran.of_step(a_trial(), 32))
+        what_ran.require(a_trial(), seen, Measurement(), what_ran.expected_of_step(a_trial(), 32))
 
 
 def another_head(step: TrainStep, name: str | None) -> None:
@@ -251,7 +251,7 @@ def test_a_look_at_the_numerics_of_fused_blocks_goes_by_their_modules_and_does_n
     step, batch = trial_model.step_of(trial), train_step.random_batches(trial)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error", fused_blocks.NotFused)
-        assert len(fp8_numerics.look(step, *batch)) > 8
+        assert len(fp8_numerics.probe(step, *batch)) > 8
     listen(step)
     with pytest.warns(fused_blocks.NotFused):
         step(*batch)
@@ -296,7 +296,7 @@ def iterated(recipe: str | None, change: Callable[[nn.Module], None] = lambda la
     change(iteration.module)
     iteration()
     seen = profiling.kernels_seen(iteration, "cpu")
-    return what_ran.require(trial, seen, Measurement(), what_ran.of_layer(trial)).work["ran"]
+    return what_ran.require(trial, seen, Measurement(), what_ran.expected_of_layer(trial)).work["ran"]
 
 
 @pytest.mark.parametrize("name", ["te_basic", "te_fused", "te_layer"])
@@ -334,10 +334,10 @@ def published() -> list[Record]:
     return list(found.values())
 
 
-def asked_of(trial: Trial) -> what_ran.Asked:
+def asked_of(trial: Trial) -> what_ran.Expected:
     if trial.workload == "layer":
-        return what_ran.of_layer(trial, linears=2 if trial.problem["variant"] == "mlp" else 4)
-    return what_ran.of_step(trial, 12 * 1024)
+        return what_ran.expected_of_layer(trial, linears=2 if trial.problem["variant"] == "mlp" else 4)
+    return what_ran.expected_of_step(trial, 12 * 1024)
 
 
 #: Until 2026-11-23 the Gluon GEMM's name did not say of which precision it was; a profiler of those days had no host events.
@@ -373,7 +373,7 @@ def gpu_counts(record: Record, **replaced: int) -> dict[str, int]:
 
 
 def verdict(record: Record, counts: dict[str, int]) -> str | None:
-    return what_ran.wrong(asked_of(record.trial), what_ran.parts(counts, "cuda"))
+    return what_ran.disagreement(asked_of(record.trial), what_ran.parts(counts, "cuda"))
 
 
 def test_honest_counts_of_every_published_configuration_pass() -> None:
@@ -538,5 +538,5 @@ def test_a_gpu_s_layer_is_twelve_gemms(recipe: str | None, mode: str) -> None:
     for _ in range(3):
         iteration()
     seen = profiling.kernels_seen(iteration, "cuda")
-    ran = what_ran.require(trial, seen, Measurement(), what_ran.of_layer(trial)).work["ran"]
+    ran = what_ran.require(trial, seen, Measurement(), what_ran.expected_of_layer(trial)).work["ran"]
     assert ran["gemm_half" if recipe is None else "gemm_fp8"] == 12, ran

@@ -59,7 +59,7 @@ def references() -> dict[tuple[object, ...], Any]:
 @pytest.fixture
 def references_once(references: dict[tuple[object, ...], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The references of a seed's weights and batch, worked out once: for tests that change the trial's own step alone."""
-    right = training_step._in_rows
+    right = training_step.reference
 
     def in_rows(trial: Trial, optim: Any, tokens: Tensor, targets: Tensor, *fp8: Any) -> Any:
         key = (trial.id, optim, tuple(tokens.flatten().tolist()), *(repr(x) for x in fp8))
@@ -67,7 +67,7 @@ def references_once(references: dict[tuple[object, ...], Any], monkeypatch: pyte
             references[key] = right(trial, optim, tokens, targets, *fp8)
         return references[key]
 
-    monkeypatch.setattr(training_step, "_in_rows", in_rows)
+    monkeypatch.setattr(training_step, "reference", in_rows)
 
 
 @pytest.mark.usefixtures("references_once")
@@ -497,7 +497,7 @@ def test_launches_are_the_fewer_of_two_looks(
     counts: list[int | None], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = iter(counts)
-    monkeypatch.setattr(profiling, "_seen", lambda call, device: profiling.Seen(["gemm"], next(looks)))
+    monkeypatch.setattr(profiling, "seen_once", lambda call, device: profiling.Seen(["gemm"], next(looks)))
     assert profiling.kernels_seen(lambda: None, "cuda") == profiling.Seen(["gemm"], expected)
 
 
