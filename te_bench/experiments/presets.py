@@ -45,8 +45,7 @@ _GPT2: Settings = {
     "steps": 2035,
     "eval_every": 200,
     "eval_tokens": 10 * 2**20,
-    # 7 of 11 evaluations. With all 3.6 M tokens in each, an FP8 trial took 103 to 146 s beside its 200 to 244 s of
-    # steps; a bf16 trial, which evaluates once and not twice, 52 to 73 s (H200, 2026-11-21).
+    # 7 of 11 evaluations: with all 3.6 M tokens in each, an FP8 trial evaluates for half as long as it trains (H200).
     "early_eval_tokens": 2**18,
     "learning_rate": 6e-4,
     "warmup": 100,
@@ -69,9 +68,7 @@ PRESETS: dict[str, Settings] = {
     # nanoGPT's 5,000 steps overfit: the validation loss is least at 1,750 and ends 0.17 above it, which voids a verdict.
     "char": {**CHAR, **_DECAYED, "steps": 1200, "eval_every": 60},
     "gpt2": _GPT2,
-    # At 6e-4 bf16 ends 0.005 (sd) from itself an ulp away, at a margin of 0.003 (H200, 5 pairs). On the tiny GPT such gaps
-    # go with the rate: sd over 5 pairs of A/A, of FP8 0.0001, 0.0007 at 5e-4; 0.0002, 0.0015 at 1e-3; 0.012, 0.006 at 2e-3,
-    # and there 0.002, 0.005 after three times the warm-up (150 steps, 2026-11-22). Not measured on GPT-2 yet.
+    # At 6e-4 bf16 ends farther from itself an ulp away than the margin; such gaps go with the rate (docs/convergence.md).
     "gpt2-low-rate": {**_GPT2, "learning_rate": 3e-4, "warmup": 400},
     "gpt2-short": {  # 3.7 M tokens: does a way of computing lose anything that 300 steps show?
         **_GPT2,
@@ -92,8 +89,8 @@ _TOKENIZERS = {
 }
 
 
-#: Of a CPU a tiny GPT has matrices for one thread: a second makes a bf16 step no faster (16 ms) and an FP8 one by 6 %, and
-#: beside other work, for which it waits, takes eight times as long for a trial (two vCPUs, AMD EPYC, 2026-11-22).
+#: Of a CPU a tiny GPT has matrices for one thread: a second makes its steps hardly faster, and beside other work, for which
+#: it waits, a trial eight times as long (two vCPUs, AMD EPYC).
 _ONE_THREAD: Settings = {"threads": 1}
 
 

@@ -1,10 +1,12 @@
 """The options of a run: one declaration each, from what is said to what a suite is asked."""
 
 import dataclasses
+import re
 
 import pytest
 
 from te_bench.experiments import run_options
+from te_bench.experiments.presets import PRESETS
 from te_bench.experiments.run_options import OPTIONS, Options
 
 
@@ -13,6 +15,11 @@ def test_every_field_declares_how_it_is_said() -> None:
     flags = [option.flag for option in OPTIONS.values()]
     assert len(set(flags)) == len(flags)
     assert all(flag.startswith("--") and "_" not in flag for flag in flags)
+
+
+def test_the_help_names_every_preset() -> None:
+    for preset in PRESETS:
+        assert re.search(rf" {preset}[,.]", OPTIONS["preset"].help)
 
 
 def test_what_was_not_said_is_left_to_the_suite() -> None:

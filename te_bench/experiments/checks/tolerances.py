@@ -5,8 +5,9 @@ The rule is FlashAttention's: as far as FACTOR times what a yardstick errs at th
 
 # Each tensor as a whole.
 FACTOR = 2.0
-#: Unit round-off of the compute format: the floor is a few of it.
+#: Unit round-off of the compute format, and the floor.
 EPSILON = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}
+FLOOR = {precision: 4 * unit for precision, unit in EPSILON.items()}
 #: Of an output's largest element: units of float32's accumulation.
 ACCUMULATED = 16 * 2.0**-23
 #: Of the loss, a mean over so many tokens that rounding cancels: half of ln(50304) / ln(50257) - 1, what padding in the

@@ -11,7 +11,7 @@ from te_bench.experiments import trial_model
 from te_bench.experiments.checks import attention_rows, rounding
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import Quantity, geometric_mean, judge, relative_error
-from te_bench.experiments.checks.tolerances import EPSILON, FACTOR, FP8_LEAST, FP8_OVERALL, LOSS_FLOOR
+from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL, LOSS_FLOOR
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import attention
@@ -66,16 +66,15 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     ours["transformer.wte.weight"] = ours["transformer.wte.weight"][: p.vocab]
     truth, yardstick, ours = _parts(truth), _parts(yardstick), _parts(ours)
 
-    floor = 4 * EPSILON[trial.precision]
     # Half-precision log-probabilities are rounded one by one (autocast on a GPU): four sigma of their mean's rounding.
-    rounded_mean = 4 * EPSILON[trial.precision] / math.sqrt(12 * targets.numel())
+    rounded_mean = FLOOR[trial.precision] / math.sqrt(12 * targets.numel())
     loss_floor = LOSS_FLOOR["fp8" if fp8_head else trial.precision]
     loss_limit = FACTOR * abs(library_loss - true_loss) + (loss_floor + rounded_mean) * abs(true_loss)
     quantities = [Quantity("loss", abs(loss - true_loss), loss_limit)]
     errors = {name: relative_error(yardstick[name], gradient) for name, gradient in truth.items()}
     typical = statistics.median(errors.values())  # a tensor where the library happened to round well is no yardstick
     for name, gradient in truth.items():
-        limit = FACTOR * max(errors[name], typical) + floor
+        limit = FACTOR * max(errors[name], typical) + FLOOR[trial.precision]
         quantities.append(Quantity(f"grad {name}", relative_error(ours.get(name), gradient), limit))
     slack = FACTOR if p.linears is not None else 1.0  # a peer may round more coarsely than the recipe says
     rounded = {"typical": typical, "slack": slack}

@@ -4,9 +4,9 @@ The parts are GEMMs by precision, fused blocks, head, optimizer and execution mo
 from within a captured graph too, a CPU's operators by theirs: each GEMM emulated in FP8 is one operator. What a trial asks
 for is counted from its model, not from the modules that were built: a Linear is three GEMMs, fprop, dgrad and wgrad.
 
-    expected = expected_of_step(trial, rows) or expected_of_layer(trial)      {part: (least, most)}
-    parts(seen.counts, device)                            {part: how often it ran}
-    require(trial, seen, measurement, expected)              CheckFailed where they disagree; else work["ran"] has the counts
+    expected = expected_of_step(trial, rows) or expected_of_layer(trial)    {part: (least, most)}
+    parts(seen.counts, device)                     {part: how often it ran}
+    require(trial, seen, measurement, expected)    CheckFailed where they disagree; else work["ran"] has the counts
 """
 
 import dataclasses

@@ -11,16 +11,13 @@ ALPHA = 0.05
 MARGINS = {"cpu": 0.01, "char": 0.01, "gpt2": 0.003, "gpt2-low-rate": 0.003, "gpt2-short": 0.02}
 SEEDS = {"cpu": 6, "char": 8, "gpt2": 5, "gpt2-low-rate": 5, "gpt2-short": 14}
 
-#: The broken arm: a fault and the recipe that it is planted into. Gaps to bf16 under preset cpu: flushed_gradients 0.12 to
-#: 0.27 (5 seeds), transposed_wgrad 0.11 (1), doubled_scale 0.004 to 0.06 (3), frozen_scale and e5m2_forward below 0.004
-#: (2): the last three need a higher learning rate, a longer training or an easier text to be seen for certain.
+#: The broken arm: a fault that is seen for certain (docs/convergence.md), and the recipe that it is planted into.
 FAULT, FAULTY = "flushed_gradients", "float8_current_scaling"
 
-#: Seeds before the first look of a plan that may stop early. With 12 seeds, a gap that varies by a third of the margin and
-#: alpha / 4, arms end after 9.6 seeds on average; with a first look at 3 after 9.5, at 5 after 9.6, at 6 after 9.3 (300
-#: simulations each, 2026-11-23). An earlier look sees sooner what is broken.
+#: Seeds before the first look of a plan that may stop early: 3 to 6 save as many on average, and an earlier look sees sooner
+#: what is broken.
 FIRST_LOOK = 4
-WORTH_LOOKING = 12  # seeds from which stopping early saves a fifth of them, by the same simulations; of 8 a fifteenth
+WORTH_LOOKING = 12  # seeds from which stopping early saves a fifth of them; of 8 a fifteenth (docs/convergence.md)
 
 #: Heads of the fused step: the FP8 one is an option of its own, with a verdict of its own.
 FUSED_HEADS = ("chunked", "fp8")

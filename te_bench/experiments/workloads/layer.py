@@ -22,7 +22,7 @@ from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import rounding, training_step, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
-from te_bench.experiments.checks.tolerances import EPSILON, FACTOR, FP8_LEAST, FP8_OVERALL
+from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
 from te_bench.experiments.instruments import compilation, memory, profiling
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.problems import LayerProblem
@@ -251,12 +251,11 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     yardstick = library.results()
     trial_model.allow_tf32(p.precision)  # the references set it for theirs
 
-    floor = 4 * EPSILON[p.precision]
     errors = {name: _error(yardstick[name], value) for name, value in truth.items()}
     typical = statistics.median(errors.values())  # where the library happened to round well is no yardstick
     quantities = []
     for name, value in truth.items():
-        limit = FACTOR * max(errors[name], typical) + floor
+        limit = FACTOR * max(errors[name], typical) + FLOOR[p.precision]
         quantities.append(Quantity(name, _error(ours[name], value), limit))
     # Others may round more coarsely than the recipe says, and fused attention rounds out before it makes dS.
     alike = (rival.numerics or not p.recipe) and trial.attention in (*training_step.UNFUSED, NO_ATTENTION)
