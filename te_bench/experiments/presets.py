@@ -80,14 +80,6 @@ PRESETS: dict[str, Settings] = {
         "warmup": 60,
     },
 }
-_TOKENIZERS = {
-    "cpu": "bytes",
-    "char": "chars",
-    "gpt2": "bpe:50257",
-    "gpt2-low-rate": "bpe:50257",
-    "gpt2-short": "bpe:50257",
-}
-
 
 #: Of a CPU a tiny GPT has matrices for one thread: a second makes its steps hardly faster, and beside other work, for which
 #: it waits, a trial eight times as long (two vCPUs, AMD EPYC).
@@ -116,12 +108,12 @@ def problem_of(options: Options) -> Settings:
         problem["model"] = options.model
     model, block = problem["model"], problem["block"]
     data = options.data_for(model, "stdlib")
-    tokenizer = "bytes" if data == "stdlib" and preset == "char" else _TOKENIZERS[preset]
+    plain = {"cpu": "bytes", "char": "bytes" if data == "stdlib" else "chars"}
     steps = _steps(options, problem)
     every = max(1, steps * problem["eval_every"] // problem["steps"])
     warmup = min(problem["warmup"], steps // 5)
     return {
-        **suite_trials.corpus_problem(options, data, tokenizer, block),
+        **suite_trials.corpus_problem(options, data, plain.get(preset, "bpe:50257"), block),
         **problem,
         "steps": steps,
         "eval_every": every,

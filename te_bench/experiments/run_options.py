@@ -100,7 +100,7 @@ class Option:
 
     help: str
     flag: str = ""  # by default the option's name
-    type: Any = int  # of what is said; bool: a flag that is said or not
+    type: Any  # of what is said; bool: a flag that is said or not
     metavar: str | None = None
     range: tuple[int, int] | None = None  # inclusive
     read: Callable[[Any], Any] | None = None  # from what is said to the value
@@ -108,126 +108,95 @@ class Option:
     unheeded: str | None = None  # why a suite does not obey it; None: the plan asks the trials, or every suite obeys
 
 
-def _said(help: str, **more: Any) -> dict[str, Option]:
-    return {"option": Option(help=help, **more)}
+def _said(help: str, type: Any = int, **more: Any) -> dict[str, Option]:
+    return {"option": Option(help=help, type=type, **more)}
+
+
+def _option(help: str, type: Any = int, **more: Any) -> Any:
+    """A field that is None where the option is not said."""
+    return field(default=None, metadata=_said(help, type, **more))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """What the user may say about any suite. `data` maps a model's name, or "" for all, to a data set's name."""
 
-    device: str = field(metadata=_said("cpu or cuda. Default: cuda where there is a GPU.", type=str))
-    seeds: int | None = field(
-        default=None, metadata=_said("Repetitions of every trial. Default: the suite's own number.", check=_seeds)
-    )
+    device: str = field(metadata=_said("cpu or cuda. Default: cuda where there is a GPU.", str))
+    seeds: int | None = _option("Repetitions of every trial. Default: the suite's own number.", check=_seeds)
     data: Mapping[str, str] = field(
         default_factory=dict,
         metadata=_said(
             "Data set to train on: stdlib, text:PATH, hf:NAME[:CONFIG][:COLUMN], random.",
-            type=list[str],
+            list[str],
             metavar="[MODEL=]SPEC",
             read=data_sets,
         ),
     )
-    budget_s: float | None = field(
-        default=None,
-        metadata=_said(
-            "90s, 30m or 2h: of each time-budget trial; of a whole convergence run, whose seeds it decides.",
-            flag="--budget",
-            type=str,
-            metavar="TIME",
-            read=seconds,
-        ),
+    budget_s: float | None = _option(
+        "90s, 30m or 2h: of each time-budget trial; of a whole convergence run, whose seeds it decides.",
+        str,
+        flag="--budget",
+        metavar="TIME",
+        read=seconds,
     )
-    cache: Path | None = field(default=None, metadata=_said("Where token files are cached.", type=Path, metavar="DIR"))
-    model: str | None = field(
-        default=None,
-        metadata=_said(
-            "Model to train, where the suite lets you; `te-bench list models`.",
-            type=str,
-            check=_a_model,
-            unheeded="chooses its models itself",
-        ),
+    cache: Path | None = field(default=None, metadata=_said("Where token files are cached.", Path, metavar="DIR"))
+    model: str | None = _option(
+        "Model to train, where the suite lets you; `te-bench list models`.",
+        str,
+        check=_a_model,
+        unheeded="chooses its models itself",
     )
-    batch: int | None = field(
-        default=None,
-        metadata=_said(
-            "Sequences of a training step, where the suite lets you.",
-            check=_one_or_more,
-            unheeded="chooses its batches itself",
-        ),
+    batch: int | None = _option(
+        "Sequences of a training step, where the suite lets you.",
+        check=_one_or_more,
+        unheeded="chooses its batches itself",
     )
-    recipes: tuple[str, ...] | None = field(
-        default=None,
-        metadata=_said(
-            "FP8 recipes to judge; `te-bench list recipes`.",
-            type=str,
-            metavar="A,B",
-            read=_names,
-            check=_some_recipes,
-            unheeded="chooses its recipes itself",
-        ),
+    recipes: tuple[str, ...] | None = _option(
+        "FP8 recipes to judge; `te-bench list recipes`.",
+        str,
+        metavar="A,B",
+        read=_names,
+        check=_some_recipes,
+        unheeded="chooses its recipes itself",
     )
-    preset: str | None = field(
-        default=None,
-        metadata=_said(
-            "A suite's named settings: cpu, char, gpt2, gpt2-low-rate, gpt2-short.", type=str, unheeded="has no presets"
-        ),
+    preset: str | None = _option(
+        "A suite's named settings: cpu, char, gpt2, gpt2-low-rate, gpt2-short.", str, unheeded="has no presets"
     )
-    steps: int | None = field(
-        default=None,
-        metadata=_said("Training steps of each run.", check=_one_or_more, unheeded="chooses itself how long it trains"),
+    steps: int | None = _option(
+        "Training steps of each run.", check=_one_or_more, unheeded="chooses itself how long it trains"
     )
-    tokens: int | None = field(
-        default=None,
-        metadata=_said(
-            "Training tokens of each run, in place of --steps.",
-            check=_one_or_more,
-            unheeded="chooses itself how long it trains",
-        ),
+    tokens: int | None = _option(
+        "Training tokens of each run, in place of --steps.",
+        check=_one_or_more,
+        unheeded="chooses itself how long it trains",
     )
-    margin: float | None = field(
-        default=None,
-        metadata=_said(
-            "Largest gap in final loss that counts as none.",
-            type=float,
-            metavar="NATS",
-            check=_nats,
-            unheeded="gives no verdict on convergence",
-        ),
+    margin: float | None = _option(
+        "Largest gap in final loss that counts as none.",
+        float,
+        metavar="NATS",
+        check=_nats,
+        unheeded="gives no verdict on convergence",
     )
-    alpha: float | None = field(
-        default=None,
-        metadata=_said(
-            "Error rate of the verdict's tests. Default: 0.05.",
-            type=float,
-            check=_probability,
-            unheeded="gives no verdict on convergence",
-        ),
+    alpha: float | None = _option(
+        "Error rate of the verdict's tests. Default: 0.05.",
+        float,
+        check=_probability,
+        unheeded="gives no verdict on convergence",
     )
-    stop_early: bool | None = field(
-        default=None,
-        metadata=_said(
-            "Spare configurations the seeds that a sequential test no longer needs.",
-            type=bool,
-            unheeded="gives no verdict that could come early",
-        ),
+    stop_early: bool | None = _option(
+        "Spare configurations the seeds that a sequential test no longer needs.",
+        bool,
+        unheeded="gives no verdict that could come early",
     )
-    fused: bool | None = field(
-        default=None,
-        metadata=_said(
-            "Judge each recipe's fused step too, with a bf16 and with an FP8 head.",
-            type=bool,
-            unheeded="chooses its kernels itself",
-        ),
+    fused: bool | None = _option(
+        "Judge each recipe's fused step too, with a bf16 and with an FP8 head.",
+        bool,
+        unheeded="chooses its kernels itself",
     )
-    share: int | None = field(
-        default=None,
-        metadata=_said(
-            "Trials at a time on each GPU, where losses are judged and no times.",
-            range=(1, 16),
-            unheeded="measures times, which trials beside others would falsify",
-        ),
+    share: int | None = _option(
+        "Trials at a time on each GPU, where losses are judged and no times.",
+        range=(1, 16),
+        unheeded="measures times, which trials beside others would falsify",
     )
 
     def data_for(self, model: str, default: str) -> str:

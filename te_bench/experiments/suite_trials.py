@@ -29,25 +29,40 @@ def seeds(options: Options, default: int) -> range:
 
 
 def step(
+    options: Options, problem: Settings, attention: str, padded: int, precision: str, mode: str, seed: int, **more: str
+) -> Trial:
+    """A train_step trial at this padded vocabulary; `recipe` is heeded in fp8 alone."""
+    problem = {**problem, **BENCH_PY, "vocab": V, "padded_vocab": padded, "data": "random"}
+    return _trial("train_step", "bench_py", options, problem, attention, precision, mode, seed, **more)
+
+
+def training(
+    options: Options, problem: Settings, attention: str, precision: str, mode: str, seed: int, **more: str
+) -> Trial:
+    """A training to a curve; `recipe` is heeded in fp8 alone."""
+    return _trial("training", "curve", options, problem, attention, precision, mode, seed, **more)
+
+
+def _trial(
+    workload: str,
+    protocol: str,
     options: Options,
     problem: Settings,
     attention: str,
-    padded: int,
     precision: str,
     mode: str,
     seed: int,
-    *,
     recipe: str = FP8_RECIPE,
 ) -> Trial:
-    """A train_step trial at this padded vocabulary; the recipe is heeded in fp8 alone."""
     return Trial(
-        workload="train_step",
+        workload=workload,
         device=options.device,
-        problem={**problem, **BENCH_PY, "vocab": V, "padded_vocab": padded, "data": "random"},
+        problem=problem,
         attention=attention,
         precision=precision,
         recipe=recipe if precision == "fp8" else None,
         mode=mode,
+        protocol=protocol,
         seed=seed,
     )
 
@@ -72,27 +87,3 @@ def corpus_problem(options: Options, data: str, tokenizer: str, block: int) -> S
         "vocab": corpus.vocab,
         "padded_vocab": padded,
     }
-
-
-def training(
-    options: Options,
-    problem: Settings,
-    attention: str,
-    precision: str,
-    mode: str,
-    seed: int,
-    *,
-    recipe: str = FP8_RECIPE,
-) -> Trial:
-    """A training to a curve; the recipe is heeded in fp8 alone."""
-    return Trial(
-        workload="training",
-        device=options.device,
-        problem=problem,
-        attention=attention,
-        precision=precision,
-        recipe=recipe if precision == "fp8" else None,
-        mode=mode,
-        protocol="curve",
-        seed=seed,
-    )

@@ -69,11 +69,7 @@ def config_of(trial: Trial) -> LayerConfig:
     if p.hidden % p.heads:
         raise ValueError(f"hidden {p.hidden} is not a multiple of {p.heads} heads")
     return LayerConfig(
-        hidden=p.hidden,
-        ffn=p.ffn,
-        heads=p.heads,
-        sequence=p.sequence,
-        batch=p.batch,
+        **{name: getattr(p, name) for name in ("hidden", "ffn", "heads", "sequence", "batch")},
         dropout=float(p.dropout),
         mask=p.mask,
         attention=trial.attention,

@@ -122,7 +122,7 @@ def test_a_try_that_the_kernel_killed_for_memory_does_not_fit(monkeypatch: pytes
     assert not max_batch.attempt(trial(), 1)["fits"]
 
 
-def test_the_rung_is_checked_before_its_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_is_checked_before_its_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(max_batch, "attempt", memory(3, 10, 10, reports=False))
     flash = dataclasses.replace(trial(), attention="flash")
     found = max_batch.run(flash, Context())
