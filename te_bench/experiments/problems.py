@@ -215,7 +215,7 @@ class LayerProblem(TrialProblem):
     sequence: int
     batch: int
     dropout: float
-    mask: Literal["full", "causal"]
+    mask: str  # "full" or "causal"
     recipe_settings: Mapping[str, Any] = field(default_factory=dict)
     others: ClassVar[str | None] = "recipe_settings"
 

@@ -68,6 +68,8 @@ def config_of(trial: Trial) -> LayerConfig:
     p = LayerProblem.of(trial)
     if p.hidden % p.heads:
         raise ValueError(f"hidden {p.hidden} is not a multiple of {p.heads} heads")
+    if p.mask not in ("full", "causal"):
+        raise ValueError(f"mask {p.mask!r}: full or causal")
     return LayerConfig(
         **{name: getattr(p, name) for name in ("hidden", "ffn", "heads", "sequence", "batch")},
         dropout=float(p.dropout),
