@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_bench.experiments.checks.quantity import Quantity
+from te_bench.experiments.checks.quantity import Quantity, judge
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
@@ -130,8 +130,6 @@ def test_the_configuration_is_checked_before_its_memory_is_measured(monkeypatch:
     assert any("flash_attention" in kernel for kernel in found.kernels)
     assert found.check["quantities"][0]["name"] == "loss"
 
-    monkeypatch.setattr(
-        max_batch.trial_model, "check_step", lambda *a: max_batch._check.judge("x", [Quantity("loss", 2, 1)])
-    )
+    monkeypatch.setattr(max_batch.training_step, "check_step", lambda *a: judge("x", [Quantity("loss", 2, 1)]))
     with pytest.raises(CheckFailed, match="loss: error 2 > 1"):
         max_batch.run(flash, Context())
