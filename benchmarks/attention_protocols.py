@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import environment, timing
-from te_bench.experiments.workloads import _check
+from te_bench.experiments.instruments import profiling
 from te_bench.kernels import attention
 from te_bench.kernels.attention.hopper import fp8_launch
 
@@ -196,7 +196,7 @@ def _turns(rivals: list[Rival], rounds: int, deadline: float) -> Iterator[tuple[
 
 def kernels(rival: Rival) -> None:
     """us of each kernel of one backward pass."""
-    seconds = _check.kernel_seconds(rival.calls("apart")[1], "cuda")
+    seconds = profiling.kernel_seconds(rival.calls("apart")[1], "cuda")
     print(f"\n{rival.name}, kernels of one backward pass, us (sum {1e6 * sum(seconds.values()):.0f})")
     for name, value in seconds.items():
         print(f"  {1e6 * value:8.1f}  {name[:100]}")

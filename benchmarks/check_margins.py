@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
+from te_bench.experiments import trial_model
+from te_bench.experiments.checks import training_step
 from te_bench.experiments.measurement import CheckFailed, Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _model, train_step
+from te_bench.experiments.workloads import train_step
 from te_bench.models import recipe as recipes
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -73,8 +75,8 @@ def shares(trial: Trial) -> tuple[dict[str, float], str | None]:
     reason = None
     torch._dynamo.reset()
     try:
-        _model.require_supported(trial)
-        check = _model.check_step(trial, *train_step.random_batches(trial)[0], _model.step_of(trial))
+        trial_model.require_supported(trial)
+        check = training_step.check_step(trial, *train_step.random_batches(trial)[0], trial_model.step_of(trial))
     except CheckFailed as failed:
         reason, check = str(failed), failed.measurement.check
     found: dict[str, float] = {}

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from te_bench.experiments import suite_trials
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Options
-from te_bench.experiments.suites import _rungs
 from te_bench.experiments.workloads import train_step
 from te_bench.models.zoo.gpt import CONFIGS, GPT
 from te_bench.training.data import Batches
@@ -48,7 +48,7 @@ def barriers() -> Iterator[None]:
 
 
 def padded(vocab: int) -> int:
-    """To a multiple of 64, as the suites' rungs."""
+    """To a multiple of 64, as the suites' configurations."""
     return -(-vocab // 64) * 64
 
 
@@ -70,7 +70,7 @@ def timed(model: str, batch: int, device: str) -> float:
     config = CONFIGS[model]
     problem = {"model": model, "batch": batch, "block": config.block_size}
     attention, mode = ("cudnn", "compile-reduce-overhead") if device == "cuda" else ("math", "compile")
-    trial = _rungs.step(Options(device=device), problem, attention, padded(config.vocab_size), "bf16", mode, 0)
+    trial = suite_trials.step(Options(device=device), problem, attention, padded(config.vocab_size), "bf16", mode, 0)
     trial = dataclasses.replace(trial, problem={**trial.problem, "vocab": config.vocab_size})
     with barriers():
         found = train_step.run(trial, Context())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import te_bench
 
-OWN = ("experiments/spec.py", "experiments/measurement.py")
+OWN = tuple(f"experiments/{name}.py" for name in ("spec", "problems", "run_options", "measurement"))
 FILES = {
     "plugins.py": "def load(*names): pass\n",
     "experiments/workloads/__init__.py": "",

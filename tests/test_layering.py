@@ -31,16 +31,17 @@ TORCH_FREE = (
     *(
         f"te_bench.experiments.{name}"
         for name in (
-            "doctor",
-            "environment",
-            "fork_server_preload",
-            "measurement",
-            "plan",
-            "processes",
-            "progress",
-            "runner",
-            "spec",
-            "store",
+            *(
+                "doctor",
+                "environment",
+                "fork_server_preload",
+                "measurement",
+                "plan",
+                "presets",
+                "problems",
+                "processes",
+            ),
+            *("progress", "run_options", "runner", "spec", "store", "suite_trials"),
         )
     ),
 )

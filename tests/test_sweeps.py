@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from te_bench.experiments import suite_trials
 from te_bench.experiments.measurement import Context, Measurement
 from te_bench.experiments.spec import Options, Trial
-from te_bench.experiments.suites import _rungs
 from te_bench.kernels.activation import kernels as activation
 from te_bench.kernels.activation import recomputed
 from te_bench.kernels.norm import residual_forward
@@ -282,5 +282,5 @@ def test_the_step_with_barriers_is_checked_and_timed_as_the_suites(
     (trial,) = ran
     problem = {"model": "gpt2-large", "batch": 12, "block": 1024}
     mode = "compile-reduce-overhead"
-    asked = _rungs.step(Options(device="cuda"), problem, "cudnn", _rungs.VP, "bf16", mode, 0)
+    asked = suite_trials.step(Options(device="cuda"), problem, "cudnn", suite_trials.VP, "bf16", mode, 0)
     assert trial == asked

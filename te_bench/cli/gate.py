@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from te_bench.cli.options import Alpha, Cache, Data, Device, Only, data_sets, find_gpus, seconds
+from te_bench.cli.options import Alpha, Cache, Data, Device, Only, find_gpus
+from te_bench.experiments.run_options import data_sets, seconds
 
 if TYPE_CHECKING:
     from te_bench.gate.question import Question

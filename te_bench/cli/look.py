@@ -2,35 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from te_bench.cli import budget as planned
-from te_bench.cli.options import (
-    Alpha,
-    Batch,
-    Budget,
-    Cache,
-    Data,
-    Device,
-    Fused,
-    Gpus,
-    Json,
-    Margin,
-    Model,
-    Only,
-    Preset,
-    Recipes,
-    Seeds,
-    Share,
-    Steps,
-    StopEarly,
-    Suite,
-    Timings,
-    Tokens,
-    options,
-)
+from te_bench.cli.options import Gpus, Json, Only, Suite, Timings, with_options
+
+if TYPE_CHECKING:
+    from te_bench.experiments.spec import Options
 
 KINDS = ("suites", "attention", "recipes", "layers", "datasets", "models")
 
@@ -75,39 +55,24 @@ def _listing(kind: str) -> list[dict[str, str]]:
     return [{"name": name, "about": plugins.about(package, name)} for name in plugins.names(package)]
 
 
+@with_options
 def plan(
     suite: Suite,
-    device: Device = None,
+    asked: "Options",
     only: Only = None,
-    seeds: Seeds = None,
-    data: Data = None,
-    budget: Budget = None,
-    cache: Cache = None,
-    model: Model = None,
-    batch: Batch = None,
-    recipes: Recipes = None,
-    preset: Preset = None,
-    steps: Steps = None,
-    tokens: Tokens = None,
-    margin: Margin = None,
-    alpha: Alpha = None,
-    stop_early: StopEarly = False,
-    fused: Fused = False,
-    share: Share = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's own results, as of `run`.")] = None,
     timings: Timings = None,
     gpus: Gpus = None,
     as_json: Json = False,
 ) -> None:
     """Show the trials that `run` would do, in order, without doing them."""
-    wanted = options(locals())
     directory = out or Path("runs") / suite
-    experiment, earlier = planned.resolved(suite, only, wanted, out=directory, timings=timings, gpus=gpus)
+    experiment, earlier = planned.resolved(suite, only, asked, out=directory, timings=timings, gpus=gpus)
     forecast = None if earlier is None else planned.forecast(experiment, earlier)
     if as_json:
         trials = [{"id": t.id, "name": t.name, **t.to_json()} for t in experiment.trials]
-        told = {} if forecast is None else {"judgement": dict(experiment.judgement), **forecast.to_json()}
-        print(json.dumps({"suite": suite, "baseline": experiment.baseline, "trials": trials, **told}, indent=2))
+        more = {} if forecast is None else {"judgement": dict(experiment.judgement), **forecast.to_json()}
+        print(json.dumps({"suite": suite, "baseline": experiment.baseline, "trials": trials, **more}, indent=2))
         return
     for trial in experiment.trials:
         print(trial.id, trial.name)

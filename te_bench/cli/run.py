@@ -11,30 +11,7 @@ import typer
 
 from te_bench.cli import budget as planned
 from te_bench.cli import stopping
-from te_bench.cli.options import (
-    Alpha,
-    Batch,
-    Budget,
-    Cache,
-    Data,
-    Device,
-    Fused,
-    Gpus,
-    Margin,
-    Model,
-    Only,
-    Preset,
-    Recipes,
-    Seeds,
-    Share,
-    Steps,
-    StopEarly,
-    Suite,
-    Timings,
-    Tokens,
-    find_gpus,
-    options,
-)
+from te_bench.cli.options import Gpus, Only, Suite, Timings, find_gpus, with_options
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options, Record
@@ -42,26 +19,12 @@ if TYPE_CHECKING:
 INCOMPLETE = 4
 
 
+@with_options
 def run(
     suite: Suite,
+    asked: "Options",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where results go. Default: runs/SUITE.")] = None,
-    device: Device = None,
     only: Only = None,
-    seeds: Seeds = None,
-    data: Data = None,
-    budget: Budget = None,
-    cache: Cache = None,
-    model: Model = None,
-    batch: Batch = None,
-    recipes: Recipes = None,
-    preset: Preset = None,
-    steps: Steps = None,
-    tokens: Tokens = None,
-    margin: Margin = None,
-    alpha: Alpha = None,
-    stop_early: StopEarly = False,
-    fused: Fused = False,
-    share: Share = None,
     timings: Timings = None,
     underpowered: Annotated[
         bool, typer.Option("--underpowered", help="Run a plan whose verdict would probably be INCONCLUSIVE.")
@@ -80,13 +43,12 @@ def run(
 
     if not timeout > 0:  # nor is NaN
         raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
-    wanted = options(locals())
-    chosen = find_gpus(wanted.device, gpus)
+    chosen = find_gpus(asked.device, gpus)
     directory = out or Path("runs") / suite
     own(directory / "report")
-    experiment = _experiment(suite, only, wanted, directory, timings, gpus, fresh, underpowered)
+    experiment = _experiment(suite, only, asked, directory, timings, gpus, fresh, underpowered)
     auto = any(trial.attention == AUTO for trial in experiment.trials)
-    machine = environment.capture(wanted.device, chosen, auto=auto)
+    machine = environment.capture(asked.device, chosen, auto=auto)
     with Store(directory, fresh=fresh) as store:
         if store.journal.torn:
             print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")
@@ -98,7 +60,7 @@ def run(
         if done:
             print(f"{done} of {total} trials are already in {directory}")
         try:
-            slots = [gpu["uuid"] for gpu in chosen] * (share or 1) or [None] * planned.at_once(
+            slots = [gpu["uuid"] for gpu in chosen] * (asked.share or 1) or [None] * planned.at_once(
                 experiment, machine["identity"]["cores"]
             )
             with _progress(total, done, len(slots)) as progress:
@@ -108,7 +70,7 @@ def run(
                     machine["id"],
                     gpus=slots,
                     timeout_s=timeout,
-                    context=Context(cache=cache, checkpoints=checkpoints),
+                    context=Context(cache=asked.cache, checkpoints=checkpoints),
                     progress=progress,
                     retry=retry,
                     needless=stopping.rule(suite, store.journal, machine["id"]),
@@ -125,7 +87,7 @@ def run(
 def _experiment(
     suite: str,
     only: str | None,
-    wanted: "Options",
+    asked: "Options",
     directory: Path,
     timings: Path | None,
     gpus: str | None,
@@ -136,7 +98,7 @@ def _experiment(
 
     Raises ValueError for a plan with less than 80 % power, unless it was asked for or has begun.
     """
-    experiment, earlier = planned.resolved(suite, only, wanted, out=directory, timings=timings, gpus=gpus, fresh=fresh)
+    experiment, earlier = planned.resolved(suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh)
     if earlier is not None:
         forecast = planned.forecast(experiment, earlier)
         print("\n".join(forecast.lines()))

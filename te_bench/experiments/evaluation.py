@@ -31,11 +31,11 @@ NONE = "none"  # as a recipe: bf16 alone
 SPLITS = ("val", "train", "all")
 REBUILT = ("chars", "bpe")  # tokenisers that are made from the text they are asked to encode
 MISSING = "—"
-HEADINGS = ("arm", "nats/token", "gap to bf16", "perplexity", "bits/byte", "last word", "word perplexity")
+HEADINGS = ("configuration", "nats/token", "gap to bf16", "perplexity", "bits/byte", "last word", "word perplexity")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arm:
+class Evaluated:
     """One way to compute the same model. scales: where delayed scaling's came from; None for recipes that keep none."""
 
     precision: str  # "bf16" or "fp8"
@@ -47,7 +47,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """The arms, bf16 first, and everything that they depend on; sha256 of the texts in UTF-8."""
+    """What was evaluated, bf16 first, and everything that they depend on; sha256 of the texts in UTF-8."""
 
     checkpoint: str
     device: str
@@ -62,7 +62,7 @@ class Evaluation:
     seen: bool | None  # whether this very text was trained on; None where the checkpoint does not say
     passages: str | None
     passages_sha256: str | None
-    arms: tuple[Arm, ...]
+    arms: tuple[Evaluated, ...]
 
 
 def evaluate(
@@ -120,7 +120,7 @@ def evaluate(
 
 
 def rows(found: Evaluation) -> list[tuple[str, ...]]:
-    """HEADINGS and a row for each arm, as a reader wants them; a dash for what was not evaluated."""
+    """HEADINGS and a row for each configuration, as a reader wants them; a dash for what was not evaluated."""
     reference = found.arms[0].perplexity
     table: list[tuple[str, ...]] = [HEADINGS]
     for arm in found.arms:
@@ -218,14 +218,14 @@ def _check(
             raise ValueError("data set 'random' has no text to evaluate on; give text:PATH or hf:NAME")
 
 
-def _arm(model: GPT, precision: str, given: _Given, *, block: int, stride: int, batch: int) -> Arm:
+def _arm(model: GPT, precision: str, given: _Given, *, block: int, stride: int, batch: int) -> Evaluated:
     sizes: dict[str, Any] = {"block": block, "batch": batch, "precision": precision}
     text = words = None
     if given.tokens is not None:
         text = perplexity(model, given.tokens, stride=stride, text_bytes=given.text_bytes, **sizes)
     if given.passages is not None:
         words = last_word(model, given.tokenizer, given.passages, **sizes)
-    return Arm(precision=precision, perplexity=text, last_word=words)
+    return Evaluated(precision=precision, perplexity=text, last_word=words)
 
 
 def _model(found: Checkpoint, recipe: str | None, device: str, attention: str) -> GPT:

@@ -5,8 +5,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from te_bench.experiments import problems
+from te_bench.experiments.run_options import Options as Options  # where a gate asks both revisions for it
 
 SCHEMA = 1
 
@@ -35,9 +37,9 @@ def digest(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One cell of a sweep, fully resolved: everything that can change the result, and nothing else.
+    """One run of one configuration, fully resolved: everything that can change the result, and nothing else.
 
-    `problem` holds the workload's own settings as JSON scalars (model, batch, block, vocab, data, ...).
+    `problem` holds the workload's own settings as JSON scalars, which `problems` declares and reads.
     """
 
     workload: str
@@ -62,7 +64,7 @@ class Trial:
     @property
     def name(self) -> str:
         """A readable name that `--only` matches against, e.g. train_step/gpt2-b12-t1024-V50304/flash/bf16/eager/s0."""
-        parts = [self.workload, _problem_label(self.problem), self.attention, self.precision]
+        parts = [self.workload, problems.label(self.problem), self.attention, self.precision]
         return "/".join([*parts, *([self.recipe] if self.recipe else []), self.mode, f"s{self.seed}"])
 
     def number(self, setting: str) -> int:
@@ -80,81 +82,19 @@ class Trial:
         return cls(**value)
 
 
-_LABELS = {
-    "batch": "b",
-    "sequence": "s",
-    "block": "t",
-    "padded_vocab": "V",
-    "heads": "h",
-    "kv_heads": "g",
-    "window_left": "w",
-    "window_right": "w",
-    "length": "t",
-    "head_dim": "d",
-    "lr_factor": "lr",
-    "head": "head-",
-    "optimizer": "adamw-",
-    "blocks": "blocks-",
-    "linears": "",
-    "edge": "n",
-    "m": "m",
-    "n": "n",
-    "k": "k",
-    "d": "d",
-    "scales": "",
-    "epilogue": "",
-    "backend": "",
-}
-
-
-def _problem_label(problem: Mapping[str, Scalar]) -> str:
-    """The settings that tell one problem from another at a glance; the id holds them all."""
-    words = [str(problem[key]) for key in ("model", "arm", "fault", "layer", "variant", "dtype") if key in problem]
-    words += [f"{letter}{problem[key]}" for key, letter in _LABELS.items() if key in problem]
-    if "causal" in problem:
-        words.append("causal" if problem["causal"] else "full")
-    return "-".join(words)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What the user may say about any suite. `data` maps a model's name, or "" for all, to a data set's name."""
-
-    device: str
-    seeds: int | None = None  # None: the suite's own number
-    data: Mapping[str, str] = field(default_factory=dict)
-    budget_s: float | None = None
-    cache: Path | None = None
-    model: str | None = None
-    batch: int | None = None  # sequences of a training step
-    recipes: tuple[str, ...] | None = None
-    steps: int | None = None
-    tokens: int | None = None  # of training, in place of steps
-    margin: float | None = None  # nats: the largest gap in the final loss that counts as none
-    alpha: float | None = None  # of the tests
-    preset: str | None = None  # a suite's named settings
-    stop_early: bool | None = None  # spare an arm the seeds that a sequential test no longer needs
-    fused: bool | None = None  # besides each recipe's step module by module, its fused one
-    share: int | None = None  # trials at a time on each GPU
-
-    def data_for(self, model: str, default: str) -> str:
-        return self.data.get(model, self.data.get("", default))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
-    """What a suite asks for: its trials in any order, and the cell that speed-ups are quoted against.
+    """What a suite asks for: its trials in any order, and the configuration that speed-ups are quoted against.
 
     judgement: what a verdict will be judged by, fixed before the first step: margin, alpha, seeds, steps, and first_look
-    where arms may stop early.
-    heeds: which of Options.model, batch, recipes, steps, tokens, margin, alpha, preset, stop_early,
-        fused and share the suite obeys.
+    where configurations may stop early.
+    heeds: the names in run_options.OPTIONS that the suite obeys, besides those that every suite does.
     """
 
     suite: str
     title: str
     trials: tuple[Trial, ...]
-    baseline: str | None = None  # Trial.cell of the rung that is 1.00x
+    baseline: str | None = None  # Trial.cell of the configuration that is 1.00x
     judgement: Mapping[str, Scalar] = field(default_factory=dict)
     heeds: frozenset[str] = frozenset()
 

@@ -8,7 +8,8 @@ import pytest
 from in_process import Command, gpus
 
 from te_bench.cli import options
-from te_bench.experiments import runner
+from te_bench.experiments import environment, runner
+from te_bench.experiments.run_options import OPTIONS
 from te_bench.experiments.store import Store
 
 USAGE = [
@@ -83,7 +84,7 @@ def test_cuda_with_a_torch_that_has_none_says_what_to_install(
     done = command("run", "quick", "--device", "cuda")
     assert done.code == 2
     assert "--device cuda: torch 2.13.0 is built without CUDA; install one that is not: https://pytorch.org" in done.err
-    assert options.options({}).device == "cpu"
+    assert environment.default_device() == "cpu"
 
 
 @pytest.mark.parametrize("wanted", ["2", "0,2", "0,0", "0, 0", "one", "0,", ""])
@@ -184,40 +185,22 @@ def test_a_file_that_cannot_be_read_exits_2_without_a_traceback(command: Command
     assert (done.code, done.err) == (2, f"te-bench: {tmp_path}/journal.jsonl: Is a directory\n")
 
 
-def test_data_belongs_to_a_model_or_to_all() -> None:
-    assert options.data_sets(["char=text:a=b", "hf:x:y", "tiny=random"]) == {
-        "char": "text:a=b",
-        "": "hf:x:y",
-        "tiny": "random",
-    }
-    assert options.data_sets(["text:a=b"]) == {"": "text:a=b"}
+@pytest.mark.parametrize("verb", ["run", "plan"])
+def test_a_verb_takes_every_option_of_a_run_as_it_is_declared(command: Command, verb: str) -> None:
+    done = command(verb, "--help")
+    said = " ".join(done.out.split())
+    assert done.code == 0
+    for option in OPTIONS.values():
+        assert re.search(rf"(?<!\S){option.flag}(?![-\w])", said), option.flag
+        assert option.help.partition(" ")[0] in said
 
 
-@pytest.mark.parametrize(
-    ("specs", "message"),
-    [
-        (["stdlib", "random"], "--data random: every model has the data set stdlib already; give each model one"),
-        (["a=stdlib", "a=stdlib"], "--data a=stdlib: the model a has the data set stdlib already"),
-    ],
-)
-def test_two_data_sets_for_one_model_are_refused(specs: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        options.data_sets(specs)
-
-
-@pytest.mark.parametrize(
-    ("said", "seconds"),
-    [("90", 90), ("90s", 90), ("0.5", 0.5), ("30m", 1800), ("1.5h", 5400), (" 2H ", 7200), ("2 h", 7200)],
-)
-def test_a_budget_is_seconds_unless_it_says_minutes_or_hours(said: str, seconds: float) -> None:
-    assert options.seconds(said) == options.options({"budget": said}).budget_s == seconds
-
-
-def test_the_options_of_a_suite_are_those_of_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"seeds": 3, "model": "tiny", "recipes": "a, b", "stop_early": True, "suite": "quick", "retry": True}
-    found = options.options({"device": "cpu", **given})
-    assert (found.seeds, found.model, found.recipes, found.stop_early) == (3, "tiny", ("a", "b"), True)
-    assert options.options({"device": "cpu", "stop_early": False}).stop_early is None  # not asked for
+def test_an_option_that_is_said_reaches_the_plan(command: Command) -> None:
+    said = ["--device", "cpu", "--seeds", 2, "--model", "tiny", "--batch", 3, "--only", "*/flash/bf16/*"]
+    done = command("plan", "speed", *said)
+    assert done.code == 0, done.err
+    assert "train_step/tiny-b3-t" in done.out
+    assert {line.rpartition("/")[2] for line in done.out.splitlines()[:-1]} == {"s0", "s1"}
 
 
 def test_what_nobody_foresaw_is_no_verdict(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

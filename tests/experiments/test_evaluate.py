@@ -200,7 +200,7 @@ def test_the_summary_lines_up_and_warns_of_text_that_was_seen(checkpoint: Path, 
     lines = summary(found).split("\n")
     assert len(lines) == 3
     assert len({len(line) for line in lines}) == 1
-    assert [line.split()[0] for line in lines] == ["arm", "bf16", "fp8"]
+    assert [line.split()[0] for line in lines] == ["configuration", "bf16", "fp8"]
     seen = summary(evaluate(checkpoint, text, attention="manual", split="train", recipe="none"))
     assert "was trained on this text: --split train" in seen.split("\n")[2]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Options, Trial
 
-TRIAL = Trial(workload="train_step", device="cpu", problem={}, attention="manual")
+STEP: dict[str, Any] = {"model": "tiny", "batch": 2, "block": 64, "vocab": 250, "padded_vocab": 256}
+TRIAL = Trial(workload="train_step", device="cpu", problem=STEP, attention="manual")
 RIVALS = ("manual", "math", "flash", "cudnn")
 
 
@@ -75,7 +77,7 @@ def test_a_trial_with_an_unknown_name_is_refused_with_the_near_matches(field: st
     ],
 )
 def test_a_head_and_an_optimizer_are_checked_where_a_problem_has_them(setting: str, value: str, message: str) -> None:
-    known = {"head": "fp8", "optimizer": "reference"}
+    known = {**STEP, "head": "fp8", "optimizer": "reference"}
     plan.check(dataclasses.replace(TRIAL, problem=known))
     with pytest.raises(ValueError) as caught:
         plan.check(dataclasses.replace(TRIAL, problem={**known, setting: value}))
@@ -83,7 +85,7 @@ def test_a_head_and_an_optimizer_are_checked_where_a_problem_has_them(setting: s
 
 
 def test_a_peers_linears_and_their_recipe_go_together() -> None:
-    problem = {"linears": "torchao_tensorwise"}
+    problem = {**STEP, "linears": "torchao_tensorwise"}
     peer = dataclasses.replace(TRIAL, precision="fp8", recipe="float8_current_scaling", problem=problem)
     plan.check(peer)
     with pytest.raises(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import te_bench.models as te
+from te_bench.experiments import trial_model
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check
 from te_bench.kernels import attention
 from te_bench.kernels.attention.backends import manual_fp8
 from te_bench.models import recipe
@@ -144,11 +144,11 @@ def test_the_kernels_of_a_trial_are_the_fp8_ones() -> None:
         workload="training", device="cuda", problem={}, attention="cudnn", precision="fp8", recipe="delayed_scaling"
     )
     asked = dataclasses.replace(trial, recipe="float8_current_scaling_dpa")
-    assert _check.attention_of(trial) == "cudnn"
-    assert _check.attention_of(asked) == "triton_fp8"
-    assert _check.attention_of(dataclasses.replace(asked, device="cpu")) == "manual_fp8"
-    assert _check.attention_of(dataclasses.replace(asked, attention="manual_fp8")) == "manual_fp8"
-    assert _check.attention_of(dataclasses.replace(trial, precision="bf16", recipe=None)) == "cudnn"
+    assert trial_model.attention_of(trial) == "cudnn"
+    assert trial_model.attention_of(asked) == "triton_fp8"
+    assert trial_model.attention_of(dataclasses.replace(asked, device="cpu")) == "manual_fp8"
+    assert trial_model.attention_of(dataclasses.replace(asked, attention="manual_fp8")) == "manual_fp8"
+    assert trial_model.attention_of(dataclasses.replace(trial, precision="bf16", recipe=None)) == "cudnn"
     seen = ["fp8_attention_cast_kernel", "fp8_attention_forward_kernel"]
     assert attention.wrong_kernel("triton_fp8", "cuda", seen, eager=True) is None
     assert "asked for cudnn" in str(attention.wrong_kernel("cudnn", "cuda", seen, eager=True))

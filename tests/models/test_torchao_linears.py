@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from te_bench.experiments import trial_model
 from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.suites._rungs import BENCH_PY
-from te_bench.experiments.workloads import _model
+from te_bench.experiments.suite_trials import BENCH_PY
 from te_bench.models import recipe as recipes
 from te_bench.models import torchao_linears
 
@@ -58,7 +58,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("name", torchao_linears.NAMES)
 def test_every_linear_but_the_head_is_the_peers_and_no_recipe_of_ours_runs(name: str, stand_in: list[str]) -> None:
-    model = _model.build(a_trial(name))
+    model = trial_model.build(a_trial(name))
     kinds = {path: type(module) for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert kinds.pop("lm_head") is nn.Linear
     assert len(kinds) == 4 * model.config.n_layer
@@ -82,4 +82,4 @@ def test_where_it_cannot_run_it_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
         missing.setattr("importlib.util.find_spec", lambda package: None)
         assert "pip install torchao==" in str(torchao_linears.unsupported("cuda", (9, 0)))
     with pytest.raises(Unsupported, match="linears torchao_rowwise: needs"):
-        _model.require_supported(a_trial("torchao_rowwise"))
+        trial_model.require_supported(a_trial("torchao_rowwise"))

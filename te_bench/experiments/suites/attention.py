@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
-from te_bench.experiments.suites import _rungs
+from te_bench.experiments import suite_trials
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.kernels import attention
 
 #: (batch, heads, length, head_dim, causal): the shapes of GPT-2, of a 7B model, and long contexts.
@@ -26,10 +27,10 @@ def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
     dtype = "bf16" if cuda else "fp32"
     shapes = [problem(*shape) for shape in (GPU_SHAPES if cuda else CPU_SHAPES)]
-    trials = rivals(options, shapes, attention.names(), dtype, _rungs.seeds(options, 1))
+    trials = rivals(options, shapes, attention.names(), dtype, suite_trials.seeds(options, 1))
     numerics = [
         _trial(options, "attention_numerics", shapes[0], name, precision, "once", seed)
-        for seed in _rungs.seeds(options, 1)
+        for seed in suite_trials.seeds(options, 1)
         for precision in (("bf16", "fp16", "fp32") if cuda else ("bf16", "fp32"))
         for name in ("math", "flash")
     ]
@@ -37,7 +38,7 @@ def experiment(options: Options) -> Experiment:
 
 
 def rivals(
-    options: Options, shapes: Sequence[dict[str, Scalar]], names: Iterable[str], dtype: str, seeds: Iterable[int]
+    options: Options, shapes: Sequence[Settings], names: Iterable[str], dtype: str, seeds: Iterable[int]
 ) -> list[Trial]:
     """A trial for each backend, shape and seed, but for backends that would hold too many scores."""
     names = list(names)
@@ -50,16 +51,16 @@ def rivals(
     ]
 
 
-def problem(batch: int, heads: int, length: int, head_dim: int, causal: bool) -> dict[str, Scalar]:
+def problem(batch: int, heads: int, length: int, head_dim: int, causal: bool) -> Settings:
     return {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim, "causal": causal}
 
 
-def _scores_bytes(problem: dict[str, Scalar]) -> int:
-    return 2 * int(problem["batch"] or 0) * int(problem["heads"] or 0) * int(problem["length"] or 0) ** 2
+def _scores_bytes(problem: Settings) -> int:
+    return 2 * problem["batch"] * problem["heads"] * problem["length"] ** 2
 
 
 def _trial(
-    options: Options, workload: str, problem: dict[str, Scalar], name: str, dtype: str, protocol: str, seed: int
+    options: Options, workload: str, problem: Settings, name: str, dtype: str, protocol: str, seed: int
 ) -> Trial:
     return Trial(
         workload=workload,

@@ -1,7 +1,8 @@
 """Does FP8 train like BF16? Pairs of the same weights and batches: bf16 twice, each recipe, and a planted fault."""
 
-from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
-from te_bench.experiments.suites import _convergence, _rungs
+from te_bench.experiments import presets, suite_trials
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Experiment, Options, Trial
 
 ALPHA = 0.05
 #: Nats. gpt2: 0.1 % of 3.28, and 1.5 times the sd between seeds of nanoGPT speedruns (0.0019). The tiny GPT of preset cpu
@@ -10,16 +11,13 @@ ALPHA = 0.05
 MARGINS = {"cpu": 0.01, "char": 0.01, "gpt2": 0.003, "gpt2-low-rate": 0.003, "gpt2-short": 0.02}
 SEEDS = {"cpu": 6, "char": 8, "gpt2": 5, "gpt2-low-rate": 5, "gpt2-short": 14}
 
-#: The broken arm: a fault and the recipe that it is planted into. Gaps to bf16 under preset cpu: flushed_gradients 0.12 to
-#: 0.27 (5 seeds), transposed_wgrad 0.11 (1), doubled_scale 0.004 to 0.06 (3), frozen_scale and e5m2_forward below 0.004
-#: (2): the last three need a higher learning rate, a longer training or an easier text to be seen for certain.
+#: The broken arm: a fault that is seen for certain (docs/convergence.md), and the recipe that it is planted into.
 FAULT, FAULTY = "flushed_gradients", "float8_current_scaling"
 
-#: Seeds before the first look of a plan that may stop early. With 12 seeds, a gap that varies by a third of the margin and
-#: alpha / 4, arms end after 9.6 seeds on average; with a first look at 3 after 9.5, at 5 after 9.6, at 6 after 9.3 (300
-#: simulations each, 2026-11-23). An earlier look sees sooner what is broken.
+#: Seeds before the first look of a plan that may stop early: 3 to 6 save as many on average, and an earlier look sees sooner
+#: what is broken.
 FIRST_LOOK = 4
-WORTH_LOOKING = 12  # seeds from which stopping early saves a fifth of them, by the same simulations; of 8 a fifteenth
+WORTH_LOOKING = 12  # seeds from which stopping early saves a fifth of them; of 8 a fifteenth (docs/convergence.md)
 
 #: Heads of the fused step: the FP8 one is an option of its own, with a verdict of its own.
 FUSED_HEADS = ("chunked", "fp8")
@@ -28,9 +26,9 @@ HEEDS = frozenset({"model", "recipes", "steps", "tokens", "margin", "alpha", "pr
 
 
 def experiment(options: Options) -> Experiment:
-    preset = _convergence.preset_of(options)
-    problem = _convergence.problem_of(options)
-    seeds = _rungs.seeds(options, SEEDS[preset])
+    preset = presets.preset_of(options)
+    problem = presets.problem_of(options)
+    seeds = suite_trials.seeds(options, SEEDS[preset])
     trials = [trial for seed in seeds for trial in _arms(options, problem, seed)]
     return Experiment(
         suite="convergence",
@@ -48,7 +46,7 @@ def experiment(options: Options) -> Experiment:
     )
 
 
-def _looks(options: Options, seeds: int) -> dict[str, Scalar]:
+def _looks(options: Options, seeds: int) -> Settings:
     """The first look of a plan that may stop early. Raises ValueError where no seed would be left to spare after it."""
     if not options.stop_early:
         return {}
@@ -60,16 +58,16 @@ def _looks(options: Options, seeds: int) -> dict[str, Scalar]:
     return {"first_look": FIRST_LOOK}
 
 
-def _arms(options: Options, problem: dict[str, Scalar], seed: int) -> list[Trial]:
+def _arms(options: Options, problem: Settings, seed: int) -> list[Trial]:
     """The arms of one pair: what differs between them is in "arm", "perturb_ulp" and "fault", precision and recipe."""
-    ways: list[dict[str, Scalar]] = [{}]
+    ways: list[Settings] = [{}]
     if options.fused:
         fast = {"blocks": "fused", "optimizer": "triton" if options.device == "cuda" else "reference"}
         ways += [{**fast, "head": head} for head in FUSED_HEADS]
-    asked: list[tuple[str | None, dict[str, Scalar]]] = [
+    asked: list[tuple[str | None, Settings]] = [
         (None, {"arm": "control"}),
         (None, {"arm": "aa", "perturb_ulp": 1}),
-        *((recipe, {"arm": "recipe", **way}) for recipe in _convergence.recipes_of(options) for way in ways),
+        *((recipe, {"arm": "recipe", **way}) for recipe in presets.recipes_of(options) for way in ways),
         (FAULTY, {"arm": "broken", "fault": FAULT}),
     ]
-    return [_convergence.arm(options, {**problem, **more}, recipe, seed) for recipe, more in asked]
+    return [presets.arm(options, {**problem, **more}, recipe, seed) for recipe, more in asked]

@@ -1,37 +1,12 @@
 """Loss curves: the best validation loss in a time budget, at each backend's largest batch; bf16 beside fp8 by step."""
 
-from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
-from te_bench.experiments.suites import _rungs
+from te_bench.experiments import suite_trials
+from te_bench.experiments.presets import CHAR, TINY
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Experiment, Options, Trial
 
 SEEDS = 3  # of the step-by-step curves: the spread between them is the bf16 arm's band
 BUDGET_S = 60.0
-
-#: nanoGPT's config/train_shakespeare_char.py.
-CHAR: dict[str, Scalar] = {
-    "model": "char",
-    "batch": 64,
-    "block": 256,
-    "steps": 5000,
-    "eval_every": 250,
-    "eval_tokens": None,
-    "learning_rate": 1e-3,
-    "min_learning_rate": 1e-4,
-    "warmup": 100,
-    "beta2": 0.99,
-}
-#: The same idea at a size that a CPU trains in half a minute.
-TINY: dict[str, Scalar] = {
-    **CHAR,
-    "model": "tiny",
-    "batch": 16,
-    "block": 64,
-    "steps": 400,
-    "eval_every": 50,
-    "eval_tokens": 32768,
-    "learning_rate": 3e-3,
-    "min_learning_rate": 3e-4,
-    "warmup": 20,
-}
 
 
 def experiment(options: Options) -> Experiment:
@@ -43,9 +18,9 @@ def _budget(options: Options) -> list[Trial]:
     """What a user gets out of the same minutes: GPT-2 on a GPU, the tiny model at a fixed batch on a CPU."""
     cuda = options.device == "cuda"
     model, tokenizer, block = ("gpt2", "bpe:50257", 1024) if cuda else ("tiny", "bytes", 64)
-    data = _rungs.corpus_problem(options, options.data_for(model, "stdlib"), tokenizer, block)
+    data = suite_trials.corpus_problem(options, options.data_for(model, "stdlib"), tokenizer, block)
     budget = options.budget_s or BUDGET_S
-    problem: dict[str, Scalar] = {
+    problem: Settings = {
         **data,
         "model": model,
         "batch": "max" if cuda else 16,
@@ -58,8 +33,8 @@ def _budget(options: Options) -> list[Trial]:
     }
     rivals = ["manual", "flash", "cudnn"] if cuda else ["manual", "flash"]
     return [
-        _rungs.training(options, problem, name, "bf16" if cuda else "fp32", "eager", seed)
-        for seed in _rungs.seeds(options, 1)
+        suite_trials.training(options, problem, name, "bf16" if cuda else "fp32", "eager", seed)
+        for seed in suite_trials.seeds(options, 1)
         for name in rivals
     ]
 
@@ -67,12 +42,12 @@ def _budget(options: Options) -> list[Trial]:
 def _steps(options: Options) -> list[Trial]:
     """Loss against step in bf16 and fp8 from the same weights on the same batches, once for each seed."""
     base = CHAR if options.device == "cuda" else TINY
-    model, block = str(base["model"]), int(base["block"] or 0)
+    model, block = base["model"], base["block"]
     name = options.data_for(model, "stdlib")
-    data = _rungs.corpus_problem(options, name, "bytes" if name == "stdlib" else "chars", block)
+    data = suite_trials.corpus_problem(options, name, "bytes" if name == "stdlib" else "chars", block)
     mode = "compile" if options.device == "cuda" else "eager"
     return [
-        _rungs.training(options, {**data, **base}, "flash", precision, mode, seed)
-        for seed in _rungs.seeds(options, SEEDS)
+        suite_trials.training(options, {**data, **base}, "flash", precision, mode, seed)
+        for seed in suite_trials.seeds(options, SEEDS)
         for precision in ("bf16", "fp8")
     ]

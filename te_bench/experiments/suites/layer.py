@@ -1,28 +1,29 @@
-"""Transformer Engine's quickstart layer: as it was shown, and with the same function on every rung.
+"""Transformer Engine's quickstart layer: as it was shown, and with the same function on every configuration.
 
 "faithful": dropout 0.1, and the masks of the original: full for the plain layer, causal inside TransformerLayer, which so
 computes another function with half of the attention work. "fair": no dropout, causal everywhere. "mlp": its norm and MLP
 alone, te.LayerNormMLP beside the plain one.
 """
 
-from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Scalar, Trial
-from te_bench.experiments.suites import _rungs
+from te_bench.experiments import suite_trials
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Trial
 
 SEEDS = 3
-GPU: dict[str, Scalar] = {"hidden": 4096, "ffn": 16384, "heads": 32, "sequence": 2048, "batch": 4}
-CPU: dict[str, Scalar] = {"hidden": 128, "ffn": 512, "heads": 4, "sequence": 64, "batch": 2}
-FAITHFUL: dict[str, Scalar] = {"variant": "faithful", "dropout": 0.1, "mask": "full"}
-FAIR: dict[str, Scalar] = {"variant": "fair", "dropout": 0.0, "mask": "causal"}
-MLP: dict[str, Scalar] = {**FAIR, "variant": "mlp"}
+GPU: Settings = {"hidden": 4096, "ffn": 16384, "heads": 32, "sequence": 2048, "batch": 4}
+CPU: Settings = {"hidden": 128, "ffn": 512, "heads": 4, "sequence": 64, "batch": 2}
+FAITHFUL: Settings = {"variant": "faithful", "dropout": 0.1, "mask": "full"}
+FAIR: Settings = {"variant": "fair", "dropout": 0.0, "mask": "causal"}
+MLP: Settings = {**FAIR, "variant": "mlp"}
 HISTORY = 16  # the quickstart's amax_history_len
 
 DELAYED, CURRENT, ROWWISE = "delayed_scaling", "float8_current_scaling", "rowwise_scaling"
 THEIRS = (DELAYED, CURRENT, "float8_block_scaling")  # what Transformer Engine has on Hopper
 
-#: Attention and mode of te_layer's rungs besides cuDNN's in eager mode: ours, and both captured.
+#: Attention and mode of te_layer's configurations besides cuDNN's in eager mode: ours, and both captured.
 OURS = (("gluon", "eager"), ("cudnn", "cudagraph"), ("gluon", "cudagraph"))
 
-Rung = tuple[str, str, str | None, str]  # layer, attention, recipe (None: no FP8), mode
+Configuration = tuple[str, str, str | None, str]  # layer, attention, recipe (None: no FP8), mode
 
 
 def experiment(options: Options) -> Experiment:
@@ -31,52 +32,57 @@ def experiment(options: Options) -> Experiment:
     faithful = _faithful("cudnn" if cuda else "math", theirs=cuda)  # a CPU's flash has no dropout
     fair = _fair_gpu() if cuda else _fair_cpu()
     trials = []
-    for seed in _rungs.seeds(options, SEEDS if cuda else 1):
-        trials += [_trial(options, sizes | FAITHFUL, rung, seed) for rung in faithful]
-        trials += [_trial(options, sizes | FAIR, rung, seed) for rung in fair]
-        trials += [_trial(options, sizes | MLP, rung, seed) for rung in _mlp(cuda)]
+    for seed in suite_trials.seeds(options, SEEDS if cuda else 1):
+        trials += [_trial(options, sizes | FAITHFUL, configuration, seed) for configuration in faithful]
+        trials += [_trial(options, sizes | FAIR, configuration, seed) for configuration in fair]
+        trials += [_trial(options, sizes | MLP, configuration, seed) for configuration in _mlp(cuda)]
     s, b, h = (sizes[key] for key in ("sequence", "batch", "hidden"))
     title = f"Transformer Engine's quickstart layer: sequence {s}, batch {b}, hidden {h}"
     return Experiment(suite="layer", title=title, trials=tuple(trials), baseline=trials[0].cell)
 
 
-def _faithful(kernel: str, *, theirs: bool) -> list[Rung]:
+def _faithful(kernel: str, *, theirs: bool) -> list[Configuration]:
     """The five steps of the quickstart; those before TransformerLayer write attention out."""
-    rungs: list[Rung] = [("plain", "manual", None, "eager"), ("plain_sdpa", kernel, None, "eager")]
-    rungs += [("te_basic", "manual", None, "eager"), ("te_fused", "manual", None, "eager")]
+    found: list[Configuration] = [("plain", "manual", None, "eager"), ("plain_sdpa", kernel, None, "eager")]
+    found += [("te_basic", "manual", None, "eager"), ("te_fused", "manual", None, "eager")]
     whole = ("te_layer", "transformer_engine") if theirs else ("te_layer",)
-    return rungs + [(layer, kernel, recipe, "eager") for layer in whole for recipe in (None, DELAYED)]
+    return found + [(layer, kernel, recipe, "eager") for layer in whole for recipe in (None, DELAYED)]
 
 
-def _fair_gpu() -> list[Rung]:
+def _fair_gpu() -> list[Configuration]:
     both = ("eager", "compile")
-    rungs: list[Rung] = [("plain", "manual", None, "eager")]
-    rungs += [("plain_sdpa", kernel, None, mode) for kernel in ("flash", "cudnn") for mode in both]
-    rungs += [(layer, "cudnn", None, mode) for layer in ("te_basic", "te_fused", "te_layer") for mode in both]
-    for recipe in _rungs.recipes():
+    found: list[Configuration] = [("plain", "manual", None, "eager")]
+    found += [("plain_sdpa", kernel, None, mode) for kernel in ("flash", "cudnn") for mode in both]
+    found += [(layer, "cudnn", None, mode) for layer in ("te_basic", "te_fused", "te_layer") for mode in both]
+    for recipe in suite_trials.recipes():
         modes = both if recipe in (DELAYED, CURRENT) else ("eager",)
-        rungs += [("te_layer", "cudnn", recipe, mode) for mode in modes]
-    rungs += [("te_layer", kernel, recipe, mode) for recipe in (None, *_rungs.recipes()) for kernel, mode in OURS]
-    rungs += [("torchao_tensorwise", "cudnn", CURRENT, "compile"), ("torchao_rowwise", "cudnn", ROWWISE, "compile")]
-    return rungs + [("transformer_engine", "cudnn", recipe, "eager") for recipe in (None, *THEIRS)]
+        found += [("te_layer", "cudnn", recipe, mode) for mode in modes]
+    found += [("te_layer", kernel, recipe, mode) for recipe in (None, *suite_trials.recipes()) for kernel, mode in OURS]
+    found += [
+        ("torchao_tensorwise", "cudnn", CURRENT, "compile"),
+        ("torchao_rowwise", "cudnn", ROWWISE, "compile"),
+    ]
+    return found + [("transformer_engine", "cudnn", recipe, "eager") for recipe in (None, *THEIRS)]
 
 
-def _mlp(cuda: bool) -> list[Rung]:
+def _mlp(cuda: bool) -> list[Configuration]:
     modes = ("eager", "cudagraph") if cuda else ("eager",)
-    rungs: list[Rung] = [("plain", NO_ATTENTION, None, mode) for mode in (("eager", "compile") if cuda else modes)]
-    recipes = (None, *_rungs.recipes())
-    rungs += [("te_layer", NO_ATTENTION, recipe, mode) for recipe in recipes for mode in modes]
-    return rungs + [("transformer_engine", NO_ATTENTION, recipe, "eager") for recipe in (None, *THEIRS) if cuda]
+    found: list[Configuration] = [
+        ("plain", NO_ATTENTION, None, mode) for mode in (("eager", "compile") if cuda else modes)
+    ]
+    recipes = (None, *suite_trials.recipes())
+    found += [("te_layer", NO_ATTENTION, recipe, mode) for recipe in recipes for mode in modes]
+    return found + [("transformer_engine", NO_ATTENTION, recipe, "eager") for recipe in (None, *THEIRS) if cuda]
 
 
-def _fair_cpu() -> list[Rung]:
-    rungs: list[Rung] = [("plain", "manual", None, "eager")]
-    rungs += [(layer, "flash", None, "eager") for layer in ("plain_sdpa", "te_basic", "te_fused", "te_layer")]
-    return rungs + [("te_layer", "flash", recipe, "eager") for recipe in _rungs.recipes()]
+def _fair_cpu() -> list[Configuration]:
+    found: list[Configuration] = [("plain", "manual", None, "eager")]
+    found += [(layer, "flash", None, "eager") for layer in ("plain_sdpa", "te_basic", "te_fused", "te_layer")]
+    return found + [("te_layer", "flash", recipe, "eager") for recipe in suite_trials.recipes()]
 
 
-def _trial(options: Options, problem: dict[str, Scalar], rung: Rung, seed: int) -> Trial:
-    layer, attention, recipe, mode = rung
+def _trial(options: Options, problem: Settings, configuration: Configuration, seed: int) -> Trial:
+    layer, attention, recipe, mode = configuration
     if problem["variant"] == "faithful" and layer in ("te_layer", "transformer_engine"):
         problem = {**problem, "mask": "causal"}
     if recipe == DELAYED:

@@ -1,13 +1,14 @@
 """GPT-2 124M, 12 x 1024 tokens: PyTorch's ladder for nanoGPT, on to torch.compile, CUDA graphs and FP8."""
 
-from te_bench.experiments.spec import Experiment, Options, Scalar
-from te_bench.experiments.suites import _rungs
-from te_bench.experiments.suites._rungs import VP, V
+from te_bench.experiments import suite_trials
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Experiment, Options
+from te_bench.experiments.suite_trials import VP, V
 
 SEEDS = 3
 
 #: (attention, padded vocabulary, precision, mode), the baseline first.
-RUNGS = [
+CONFIGURATIONS = [
     ("manual", V, "bf16", "eager"),
     ("math", V, "bf16", "eager"),
     ("mem_efficient", V, "bf16", "eager"),
@@ -28,8 +29,12 @@ RUNGS = [
 
 
 def experiment(options: Options) -> Experiment:
-    problem: dict[str, Scalar] = {"model": "gpt2", "batch": 12, "block": 1024}
-    trials = [_rungs.step(options, problem, *rung, seed) for seed in _rungs.seeds(options, SEEDS) for rung in RUNGS]
+    problem: Settings = {"model": "gpt2", "batch": 12, "block": 1024}
+    trials = [
+        suite_trials.step(options, problem, *configuration, seed)
+        for seed in suite_trials.seeds(options, SEEDS)
+        for configuration in CONFIGURATIONS
+    ]
     return Experiment(
         suite="nanogpt",
         title="GPT-2 124M training step, 12 x 1024 tokens",

@@ -3,10 +3,11 @@
 A tiny GPT would say nothing of a GPU, whose time it leaves to the host. Larger sweeps are the suite `speed`'s.
 """
 
-from te_bench.experiments import environment
-from te_bench.experiments.spec import Experiment, Options, Scalar, Trial
-from te_bench.experiments.suites import _rungs, speed
-from te_bench.experiments.suites._rungs import VP, V
+from te_bench.experiments import environment, suite_trials
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Experiment, Options, Trial
+from te_bench.experiments.suite_trials import VP, V
+from te_bench.experiments.suites import speed
 
 SEEDS = {"cuda": 2, "cpu": 3}  # a third round of GPT-2's took 36 s on an H200, where two take 111 (2026-11-23)
 BLOCK = 64
@@ -29,14 +30,14 @@ def _on_a_gpu(options: Options) -> Experiment:
     cudnn, own = ("cudnn", "gluon") if tuple(capability) == HOPPER else ("flash", "flash")
     precision = "fp8" if tuple(capability) >= FP8_FROM else "bf16"
     batch = SMALL_BATCH if gpu.get("memory_bytes", SMALL_GPU) < SMALL_GPU else speed.GPT2["batch"]
-    problem: dict[str, Scalar] = {**speed.GPT2, "batch": batch}
+    problem: Settings = {**speed.GPT2, "batch": batch}
     rounds = [
         (
             speed.beginning(options, problem, seed),
             speed.compiled(options, problem, seed, cudnn),
             speed.fused(options, problem, seed, own, precision),
         )
-        for seed in _rungs.seeds(options, SEEDS["cuda"])
+        for seed in suite_trials.seeds(options, SEEDS["cuda"])
     ]
     return Experiment(
         suite="quick",
@@ -50,10 +51,10 @@ def _on_a_cpu(options: Options) -> Experiment:
     """The kernels are compared in fp32, for a CPU computes bf16 slowly."""
     configurations = [(name, V, "fp32") for name in ("manual", "math", "flash")]
     configurations += [("flash", VP, "fp32"), ("flash", VP, "bf16"), ("flash", VP, "fp8")]
-    problem: dict[str, Scalar] = {"model": "tiny", "batch": 2, "block": BLOCK}
+    problem: Settings = {"model": "tiny", "batch": 2, "block": BLOCK}
     ladder = [
-        _rungs.step(options, problem, attention, padded, precision, "eager", seed)
-        for seed in _rungs.seeds(options, SEEDS["cpu"])
+        suite_trials.step(options, problem, attention, padded, precision, "eager", seed)
+        for seed in suite_trials.seeds(options, SEEDS["cpu"])
         for attention, padded, precision in configurations
     ]
     return Experiment(
@@ -66,8 +67,8 @@ def _on_a_cpu(options: Options) -> Experiment:
 
 def _curves(options: Options) -> list[Trial]:
     """The same short training in bf16 and in fp8: one pair of loss curves."""
-    data = _rungs.corpus_problem(options, options.data_for("tiny", "stdlib"), "bytes", BLOCK)
-    problem: dict[str, Scalar] = {
+    data = suite_trials.corpus_problem(options, options.data_for("tiny", "stdlib"), "bytes", BLOCK)
+    problem: Settings = {
         **data,
         "model": "tiny",
         "batch": 16,
@@ -80,8 +81,8 @@ def _curves(options: Options) -> list[Trial]:
         "warmup": 20,
     }
     return [
-        _rungs.training(options, problem, "flash", precision, "eager", seed)
-        for seed in _rungs.seeds(options, 1)
+        suite_trials.training(options, problem, "flash", precision, "eager", seed)
+        for seed in suite_trials.seeds(options, 1)
         for precision in ("bf16", "fp8")
     ]
 
@@ -97,5 +98,5 @@ def _numerics(options: Options) -> list[Trial]:
             protocol="once",
             seed=seed,
         )
-        for seed in _rungs.seeds(options, 1)
+        for seed in suite_trials.seeds(options, 1)
     ]

@@ -5,35 +5,36 @@ GPT-2 124M, 12 x 1024 tokens, or --model and --batch; what everybody begins with
 
 import dataclasses
 
-from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Scalar, Trial
-from te_bench.experiments.suites import _rungs
-from te_bench.experiments.suites._rungs import VP, V
+from te_bench.experiments import suite_trials
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Trial
+from te_bench.experiments.suite_trials import VP, V
 from te_bench.models.configs import CONFIGS
 
 SEEDS = 3
-GPT2: dict[str, Scalar] = {"model": "gpt2", "batch": 12, "block": 1024}
+GPT2: Settings = {"model": "gpt2", "batch": 12, "block": 1024}
 RECIPES = ("delayed_scaling", "float8_current_scaling")
 
 #: Heads of the fast step in bf16 and in fp8; the FP8 head is an option of its own.
 HEADS = {"bf16": ("chunked",), "fp8": ("chunked", "fp8")}
 
 #: Blocks of one module after the other, and fused ones; the latter on a GPU with our own attentions, too.
-BLOCKS: tuple[dict[str, Scalar], ...] = ({}, {"blocks": "fused"})
+BLOCKS: tuple[Settings, ...] = ({}, {"blocks": "fused"})
 OWN = ("triton", "gluon")
 
 
 def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
-    usual: dict[str, Scalar] = GPT2 if cuda else {"model": "tiny", "batch": 4, "block": 64}
+    usual: Settings = GPT2 if cuda else {"model": "tiny", "batch": 4, "block": 64}
     problem = usual | {name: value for name in ("model", "batch") if (value := getattr(options, name)) is not None}
     if options.model is not None:
         problem["block"] = CONFIGS[options.model].block_size
-    if CONFIGS[str(problem["model"])].dropout:
+    if CONFIGS[problem["model"]].dropout:
         raise ValueError(f"--model {options.model}: it trains with dropout, which no fused kernel has; choose another")
-    seeds = _rungs.seeds(options, SEEDS if cuda else 1)
+    seeds = suite_trials.seeds(options, SEEDS if cuda else 1)
     begun = cuda and problem == usual
     repetitions = [[*_trials(options, problem, seed, begun), _ceilings(options.device, seed)] for seed in seeds]
-    what = {"gpt2": "GPT-2 124M", "tiny": "tiny GPT"}.get(str(problem["model"]), str(problem["model"]))
+    what = {"gpt2": "GPT-2 124M", "tiny": "tiny GPT"}.get(problem["model"], problem["model"])
     return Experiment(
         suite="speed",
         title=f"Fastest step: {what}, {problem['batch']} x {problem['block']} tokens",
@@ -45,31 +46,29 @@ def experiment(options: Options) -> Experiment:
 
 def _ceilings(device: str, seed: int) -> Trial:
     """What the floors are made of; a GPU's copy far beyond its L2, a CPU's only to show that the workload runs."""
-    roof: dict[str, Scalar] = (
-        {"copy_bytes": 2**31, "edge": 8192} if device == "cuda" else {"copy_bytes": 2**24, "edge": 256}
-    )
+    roof: Settings = {"copy_bytes": 2**31, "edge": 8192} if device == "cuda" else {"copy_bytes": 2**24, "edge": 256}
     return Trial(workload="ceilings", device=device, problem=roof, attention=NO_ATTENTION, protocol="kernel", seed=seed)
 
 
-def beginning(options: Options, problem: dict[str, Scalar], seed: int) -> Trial:
+def beginning(options: Options, problem: Settings, seed: int) -> Trial:
     """What everybody begins with: attention written out, the vocabulary as it is, eager bf16."""
-    return _rungs.step(options, problem, "manual", V, "bf16", "eager", seed)
+    return suite_trials.step(options, problem, "manual", V, "bf16", "eager", seed)
 
 
-def compiled(options: Options, problem: dict[str, Scalar], seed: int, attention: str = "cudnn") -> Trial:
+def compiled(options: Options, problem: Settings, seed: int, attention: str = "cudnn") -> Trial:
     """bf16 as torch.compile makes it at its best."""
-    return _rungs.step(options, problem, attention, VP, "bf16", "compile-reduce-overhead", seed)
+    return suite_trials.step(options, problem, attention, VP, "bf16", "compile-reduce-overhead", seed)
 
 
 def fused(
-    options: Options, problem: dict[str, Scalar], seed: int, attention: str, precision: str, recipe: str = RECIPES[0]
+    options: Options, problem: Settings, seed: int, attention: str, precision: str, recipe: str = RECIPES[0]
 ) -> Trial:
     """te-bench's own step on a GPU: blocks, head and optimizer fused in one CUDA graph; in fp8 the head too is in FP8."""
-    ours: dict[str, Scalar] = {**problem, "optimizer": "triton", "head": HEADS[precision][-1], "blocks": "fused"}
-    return _rungs.step(options, ours, attention, VP, precision, "cudagraph", seed, recipe=recipe)
+    ours: Settings = {**problem, "optimizer": "triton", "head": HEADS[precision][-1], "blocks": "fused"}
+    return suite_trials.step(options, ours, attention, VP, precision, "cudagraph", seed, recipe=recipe)
 
 
-def _trials(options: Options, problem: dict[str, Scalar], seed: int, begun: bool) -> list[Trial]:
+def _trials(options: Options, problem: Settings, seed: int, begun: bool) -> list[Trial]:
     """torch.compile in bf16 first. A CPU has neither CUDA graphs nor Triton: all is eager there, and in plain PyTorch.
 
     begun: with what everybody begins with.
@@ -78,23 +77,25 @@ def _trials(options: Options, problem: dict[str, Scalar], seed: int, begun: bool
     attention, modes = ("cudnn", ("compile-reduce-overhead", "cudagraph")) if cuda else ("flash", ("eager",))
     precisions = [("bf16", ""), *(("fp8", recipe) for recipe in RECIPES)]
     trials = [
-        _rungs.step(options, problem, attention, VP, precision, mode, seed, recipe=recipe)
+        suite_trials.step(options, problem, attention, VP, precision, mode, seed, recipe=recipe)
         for mode in modes
         for precision, recipe in precisions
     ]
     if cuda:  # the peer that trains in FP8 under torch.compile
-        peer: dict[str, Scalar] = {**problem, "linears": "torchao_tensorwise"}
-        trials.append(_rungs.step(options, peer, attention, VP, "fp8", "compile", seed))
+        peer: Settings = {**problem, "linears": "torchao_tensorwise"}
+        trials.append(suite_trials.step(options, peer, attention, VP, "fp8", "compile", seed))
     if begun:
         trials.append(beginning(options, problem, seed))
-    fast: dict[str, Scalar] = {**problem, "optimizer": "triton" if cuda else "reference"}
+    fast: Settings = {**problem, "optimizer": "triton" if cuda else "reference"}
     trials += [
-        _rungs.step(options, {**fast, "head": head, **blocks}, kernel, VP, precision, modes[-1], seed, recipe=recipe)
+        suite_trials.step(
+            options, {**fast, "head": head, **blocks}, kernel, VP, precision, modes[-1], seed, recipe=recipe
+        )
         for precision, recipe in precisions
         for head in HEADS[precision]
         for blocks in BLOCKS
         for kernel in (attention, *(OWN if cuda and blocks else ()))
     ]
     # The reference optimizer takes float64's time: a vocabulary that a CPU can update.
-    small: dict[str, Scalar] = {} if cuda else {"vocab": 250, "padded_vocab": 256}
+    small: Settings = {} if cuda else {"vocab": 250, "padded_vocab": 256}
     return [dataclasses.replace(trial, problem={**trial.problem, **small}) for trial in trials]

@@ -1,19 +1,19 @@
 """Where each precision breaks: the learning rate times 1, 2, 4 and 8, in bf16 and every FP8 recipe."""
 
+from te_bench.experiments import presets, suite_trials
 from te_bench.experiments.spec import Experiment, Options
-from te_bench.experiments.suites import _convergence, _rungs
 
 FACTORS = (1, 2, 4, 8)
 HEEDS = frozenset({"model", "recipes", "steps", "tokens", "preset"})
 
 
 def experiment(options: Options) -> Experiment:
-    problem = _convergence.problem_of(options)
-    rate = float(problem["learning_rate"] or 0)
-    arms = (None, *_convergence.recipes_of(options))
+    problem = presets.problem_of(options)
+    rate = problem["learning_rate"]
+    arms = (None, *presets.recipes_of(options))
     trials = [
-        _convergence.arm(options, {**problem, "learning_rate": rate * factor, "lr_factor": factor}, recipe, seed)
-        for seed in _rungs.seeds(options, 1)
+        presets.arm(options, {**problem, "learning_rate": rate * factor, "lr_factor": factor}, recipe, seed)
+        for seed in suite_trials.seeds(options, 1)
         for factor in FACTORS
         for recipe in arms
     ]

@@ -1,12 +1,11 @@
 """One attention call, forward and backward apart, after its output and gradients were held to float64.
 
-problem: batch, heads, length, head_dim, causal; kv_heads where keys and values are shared, window_left and window_right
-where a row i sees keys i - left to i + right alone, -1 for no end. precision is the dtype of q, k and v.
+precision is the dtype of q, k and v.
 samples: forward_s, backward_s; peak_*_bytes of both, with the buffer that overwrites the L2.
 work: forward_flop = 4 B H T^2 D, halved when causal, and for a window 4 B H D for each key that a row sees; backward_flop =
 2.5 times that; on a GPU launches, the kernels of a forward and a backward pass; of `auto` chosen, the backend that it chose,
-which is the one that was checked and whose kernels had to run; in a mode that compiles graph_breaks and recompiles
-(_compilation), one of them the check's where that had to be smaller.
+which is the one that was checked and whose kernels had to run; in a mode that compiles graph_breaks and recompiles,
+one of them the check's where that had to be smaller.
 """
 
 import math
@@ -16,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.experiments import timing
+from te_bench.experiments import timing, trial_model
+from te_bench.experiments.checks import rounding, what_ran
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks.tolerances import ACCUMULATED, FACTOR
+from te_bench.experiments.instruments import compilation, memory, profiling
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.problems import AttentionProblem
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _compilation, _errors, _model
-from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.kernels import attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,14 +35,14 @@ def run(trial: Trial, context: Context) -> Measurement:
     reason = backend.unsupported(attention.posed(backend, p))
     if reason:
         raise Unsupported(f"{trial.attention}: {reason}")
-    _compilation.begin(trial)
+    compilation.begin(trial)
     forward = _bind(trial, backend)
     # At the check's size, where that is smaller, `auto` might choose another.
     checked = forward if chosen == trial.attention else _bind(trial, attention.load(chosen))
     if trial.mode == "compile":
         forward = torch.compile(forward, dynamic=False)
         checked = forward if chosen == trial.attention else torch.compile(checked, dynamic=False)
-    check = check_attention(trial, checked) if context.check else _check.CHECKED_BEFORE
+    check = check_attention(trial, checked) if context.check else CHECKED_BEFORE
     q, k, v, dout = inputs(trial, p.batch, p.heads)
     out = forward(q, k, v)
     flop = 4 * p.batch * p.heads * p.head_dim * seen_pairs(p)
@@ -51,13 +53,13 @@ def run(trial: Trial, context: Context) -> Measurement:
     def backward() -> None:
         torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
-    _model.reset_memory(trial.device)
+    memory.reset(trial.device)
     samples = {
         "forward_s": timing.kernel(lambda: forward(q, k, v), trial.device),
         "backward_s": timing.kernel(backward, trial.device),
     }
-    samples |= _model.peak_memory(trial.device)
-    work |= _compilation.counts(trial)
+    samples |= memory.peak(trial.device)
+    work |= compilation.counts(trial)
 
     measurement = Measurement(check=check, work=work, samples=samples)
     if not context.check:  # a gate's later rounds need times and memory alone
@@ -66,25 +68,25 @@ def run(trial: Trial, context: Context) -> Measurement:
     def both() -> None:
         torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
 
-    return _check.require_kernels(trial, _check.kernels_seen(both, trial.device), measurement)
+    return what_ran.require_attention(trial, profiling.kernels_seen(both, trial.device), measurement)
 
 
 def problem_of(trial: Trial) -> attention.Problem:
-    p: dict[str, Any] = dict(trial.problem)
+    p = AttentionProblem.of(trial)
     if trial.device == "cuda" and not torch.cuda.is_available():
         raise Unsupported("torch sees no NVIDIA GPU")
     return attention.Problem(
-        batch=p["batch"],
-        heads=p["heads"],
-        length=p["length"],
-        head_dim=p["head_dim"],
+        batch=p.batch,
+        heads=p.heads,
+        length=p.length,
+        head_dim=p.head_dim,
         dtype=trial.precision,
-        causal=p["causal"],
+        causal=p.causal,
         dropout=0.0,
         device=trial.device,
-        capability=_model.capability(trial.device),
-        kv_heads=p.get("kv_heads"),
-        window=(p["window_left"], p["window_right"]) if "window_left" in p else None,
+        capability=trial_model.capability(trial.device),
+        kv_heads=p.kv_heads,
+        window=p.window,
     )
 
 
@@ -99,9 +101,10 @@ def seen_pairs(p: attention.Problem) -> int:
 
 def inputs(trial: Trial, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, dout: standard normal, (batch, heads, T, D) in the trial's dtype; k and v of their share of the heads."""
+    p = AttentionProblem.of(trial)
     generator = torch.Generator(trial.device).manual_seed(trial.seed)
-    shared = trial.number("heads") // trial.number("kv_heads") if "kv_heads" in trial.problem else 1
-    size = trial.number("length"), trial.number("head_dim")
+    shared = p.heads // p.kv_heads if p.kv_heads else 1
+    size = p.length, p.head_dim
     dtype = DTYPES[trial.precision]
     counts = heads, max(1, heads // shared), max(1, heads // shared), heads
     draw = [torch.randn((batch, n, *size), generator=generator, device=trial.device).to(dtype) for n in counts]
@@ -113,12 +116,12 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
 
     Of a backend that computes in FP8, manual_fp8's. The floor is twice what rounding the exact result to the dtype costs,
     and 16 units of float32's accumulation: in fp32 manual's own error is by chance as small as 0.7 of that (CPU flash and
-    math, 1.3 x the rule). And for the scale of each, which one large element does not decide over (_errors). Raises
+    math, 1.3 x the rule). And for the scale of each, which one large element does not decide over (checks.rounding). Raises
     CheckFailed.
     """
-    length = trial.number("length")
-    whole = length * length * trial.number("batch") * trial.number("heads") <= CHECK_SCORES
-    batch, heads = (trial.number("batch"), trial.number("heads")) if whole else (1, 1)
+    p = AttentionProblem.of(trial)
+    whole = p.length**2 * p.batch * p.heads <= CHECK_SCORES
+    batch, heads = (p.batch, p.heads) if whole else (1, 1)
     exact_inputs = [t.detach().double().requires_grad_() for t in inputs(trial, batch, heads)]
     manual = _bind(trial, attention.load("manual"))
     truth = _gradients(manual, exact_inputs)
@@ -128,17 +131,16 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
     precision = "fp8" if attention.in_fp8(trial.attention) else trial.precision
     quantities, scales = [], []
     for name, exact, yardstick, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=True):
-        floor = 2 * _max_error(exact.to(value.dtype), exact) + 16 * 2.0**-23 * exact.abs().max().item()
-        quantities.append(Quantity(name, _max_error(value, exact), 2 * _max_error(yardstick, exact) + floor))
-        scales.append(_errors.quantities(name, value, exact, yardstick, precision)[0])
+        floor = FACTOR * _max_error(exact.to(value.dtype), exact) + ACCUMULATED * exact.abs().max().item()
+        quantities.append(Quantity(name, _max_error(value, exact), FACTOR * _max_error(yardstick, exact) + floor))
+        scales.append(rounding.quantities(name, value, exact, yardstick, precision)[0])
     return judge("manual attention, fp64", quantities + scales)
 
 
 def _bind(trial: Trial, backend: attention.Backend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The backend with the trial's masks and the usual scale, 1 / sqrt(D)."""
-    p: dict[str, Any] = dict(trial.problem)
-    window = (p["window_left"], p["window_right"]) if "window_left" in p else None
-    causal, scale = bool(p["causal"]), 1 / math.sqrt(trial.number("head_dim"))
+    p = AttentionProblem.of(trial)
+    causal, window, scale = p.causal, p.window, 1 / math.sqrt(p.head_dim)
     if window is None:
         return lambda q, k, v: backend.forward(q, k, v, causal=causal, scale=scale)
     return lambda q, k, v: attention.attend(backend, q, k, v, causal=causal, scale=scale, window=window)

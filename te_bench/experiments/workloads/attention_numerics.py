@@ -2,7 +2,7 @@
 
 Scaling q before QK^T against scaling the scores after it, and against SDPA, all at the trial's dtype, each by its largest
 error against float64, relative to the largest output; and the post's own test, torch.allclose between SDPA and manual.
-problem: batch, heads, length, head_dim, causal. samples: error_scale_before, error_scale_after, error_sdpa (one a draw).
+samples: error_scale_before, error_scale_after, error_sdpa (one a draw).
 """
 
 import dataclasses
@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_bench.experiments.checks import what_ran
+from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, attention
+from te_bench.experiments.workloads import attention
 from te_bench.kernels import attention as kernels
 
 DRAWS = 8
@@ -40,8 +42,8 @@ def run(trial: Trial, context: Context) -> Measurement:
         samples["error_sdpa"].append(_error(sdpa, exact))
         close += torch.allclose(sdpa, after)
     check = {"allclose": close == DRAWS, "allclose_draws": close, "draws": DRAWS}
-    seen = _check.kernels_seen(lambda: backend.forward(q, k, v, causal=p.causal, scale=scale), trial.device)
-    return _check.require_kernels(trial, seen, Measurement(check=check, samples=samples))
+    seen = profiling.kernels_seen(lambda: backend.forward(q, k, v, causal=p.causal, scale=scale), trial.device)
+    return what_ran.require_attention(trial, seen, Measurement(check=check, samples=samples))
 
 
 def _scaled_before(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:

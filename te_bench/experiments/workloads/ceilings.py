@@ -1,6 +1,5 @@
 """What this device reaches when nothing but the roof limits it: a copy's bandwidth and the rate of a large square GEMM.
 
-problem: copy_bytes, the size of what is copied, and edge, the GEMM's M = N = K.
 samples: copy_s, gemm_bf16_s and, where the device has it, gemm_fp8_s (E4M3 x E4M3, one scale a tensor, fast accumulation)
 of single calls. work: copy_bytes, read and written together, and gemm_flop. A floor is a kernel's bytes and FLOP at these.
 """
@@ -11,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.experiments import timing
+from te_bench.experiments import timing, trial_model
+from te_bench.experiments.checks import tolerances
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.problems import CeilingsProblem
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _model
-from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.kernels.gemm import Problem
 from te_bench.kernels.gemm.backends import scaled_mm
 
@@ -26,7 +26,8 @@ E4M3 = torch.float8_e4m3fn
 def run(trial: Trial, context: Context) -> Measurement:
     if trial.device == "cuda" and not torch.cuda.is_available():
         raise Unsupported("torch sees no NVIDIA GPU")
-    size, edge = trial.number("copy_bytes"), trial.number("edge")
+    p = CeilingsProblem.of(trial)
+    size, edge = p.copy_bytes, p.edge
     if size < 2 or size % 2 or edge < 16 or edge % 16:  # or cuBLASLt's time would have that of padding in it
         raise ValueError(f"ceilings: copy_bytes {size} must be even and edge {edge} a multiple of 16, both positive")
     torch.manual_seed(trial.seed)
@@ -40,7 +41,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     del a, b, found
     samples["copy_s"] = _copy(size, trial.device)
     work: dict[str, Any] = {"copy_bytes": 2 * size, "gemm_flop": 2 * edge**3}
-    return Measurement(check=check if context.check else _check.CHECKED_BEFORE, work=work, samples=samples)
+    return Measurement(check=check if context.check else CHECKED_BEFORE, work=work, samples=samples)
 
 
 Product = tuple[Callable[[], Tensor], Tensor, Tensor]
@@ -62,7 +63,7 @@ def _fp8_problem(trial: Trial, edge: int) -> Problem:
         a_granularity="tensor",
         b_granularity="tensor",
         device=trial.device,
-        capability=_model.capability(trial.device),
+        capability=trial_model.capability(trial.device),
     )
 
 
@@ -79,7 +80,7 @@ def _quantity(name: str, call: Callable[[], Tensor], a: Tensor, b: Tensor) -> Qu
     """Relative to the largest: bf16 rounds the result once, and 14 bits of accumulator lose less than that."""
     truth = a[:CHECKED].double() @ b[:, :CHECKED].double()
     error = (call()[:CHECKED, :CHECKED].double() - truth).abs().max() / truth.abs().max()
-    return Quantity(f"{name} GEMM", error.item(), 2 * _model.EPSILON["bf16"])
+    return Quantity(f"{name} GEMM", error.item(), 2 * tolerances.EPSILON["bf16"])
 
 
 def _copy(size: int, device: str) -> list[float]:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.experiments import timing
+from te_bench.experiments import timing, trial_model
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _model
-from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.kernels import activation, gemm
 from te_bench.kernels.activation.backends import reference
 from te_bench.kernels.gemm import half, table
@@ -51,9 +51,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     torch.manual_seed(trial.seed)
     build = _fp8 if shape.dtype == "e4m3" else _product if shape.epilogue is None else _with_activation
     case = build(shape, name, trial.device)
-    check = _held_to_float64(shape, case) if context.check else _check.CHECKED_BEFORE
+    check = _held_to_float64(shape, case) if context.check else CHECKED_BEFORE
     samples = {"kernel_s": timing.kernel(case.call, trial.device)}
-    names = _check.kernels_seen(case.call, trial.device).names if context.check else []
+    names = profiling.kernels_seen(case.call, trial.device).names if context.check else []
     work: dict[str, Any] = {"flop": 2 * shape.m * shape.n * shape.k}
     return Measurement(check=check, work=work, samples=samples, kernels=names)
 
@@ -68,7 +68,7 @@ def _fp8(shape: GemmShape, name: str, device: str) -> Case:
         a_dtype="e4m3",
         b_dtype="e4m3",
         device=device,
-        capability=_model.capability(device),
+        capability=trial_model.capability(device),
         a_granularity=scales,
         b_granularity=scales,
     )
@@ -144,7 +144,7 @@ def _drawn(rows: int, columns: int, device: str) -> Tensor:
 
 def _require_half(shape: GemmShape, name: str, device: str) -> None:
     if name == table.GLUON:
-        _require(name, half.unsupported(shape.n, shape.k, device, _model.capability(device)))
+        _require(name, half.unsupported(shape.n, shape.k, device, trial_model.capability(device)))
 
 
 def _require(name: str, reason: str | None) -> None:

@@ -1,13 +1,12 @@
 """Forward and backward pass of one transformer layer by Transformer Engine's quickstart, after it was held to float64.
 
-problem: layer (a name of te_bench.models.quickstart), variant, hidden, ffn, heads, sequence, batch, dropout, mask ("full",
-"causal"), and any setting of the recipe. The variant "mlp" is the norm and MLP alone, with attention "none". x and dy
-are uniform on [0, 1), (sequence, batch, hidden); x needs no gradient, no optimiser steps and gradients accumulate, as there.
-samples: latency_s (50), peak_*_bytes (1). work: tokens, FLOP and the GEMMs' FLOP of an iteration, ran (_ran);
-kernel_s, {kernel: seconds an iteration}, on a CPU the own time of each operator; numerics of te_bench's layers in FP8; on a
-GPU launches, the kernels of one iteration; in a mode that compiles graph_breaks and recompiles (_compilation), one of them
-the check's, whose x needs a gradient. Mode cudagraph: both passes, with the recipe's step for its scales, captured as they
-are.
+The variant "mlp" is the norm and MLP alone, with attention "none". x and dy are uniform on [0, 1), (sequence, batch,
+hidden); x needs no gradient, no optimiser steps and gradients accumulate, as there. Mode cudagraph: both passes, with the
+recipe's step for its scales, captured as they are.
+samples: latency_s (50), peak_*_bytes (1).
+work: tokens, FLOP and the GEMMs' FLOP of an iteration; ran (checks.what_ran); kernel_s, {kernel: seconds an iteration}, on a
+CPU the own time of each operator; numerics of te_bench's layers in FP8; on a GPU launches, the kernels of one iteration; in
+a mode that compiles graph_breaks and recompiles, one of them the check's, whose x needs a gradient.
 """
 
 import dataclasses
@@ -19,67 +18,68 @@ import torch
 from torch import Tensor
 
 import te_bench.models as te
-from te_bench.experiments import timing
+from te_bench.experiments import timing, trial_model
+from te_bench.experiments.checks import rounding, training_step, what_ran
+from te_bench.experiments.checks.fp8_emulation import emulate
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
+from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
+from te_bench.experiments.instruments import compilation, memory, profiling
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.problems import LayerProblem
 from te_bench.experiments.spec import NO_ATTENTION, Trial
-from te_bench.experiments.workloads import _check, _compilation, _errors, _model, _ran
-from te_bench.experiments.workloads._check import Quantity, judge
-from te_bench.experiments.workloads._emulation import emulate
 from te_bench.kernels import attention
 from te_bench.models import quickstart as layers
 from te_bench.models import recipe as recipes
 from te_bench.models.quickstart import Layer, LayerConfig
 
-#: What a layer trial's problem names besides the settings of its recipe.
-SIZES = ("hidden", "ffn", "heads", "sequence", "batch")
-NAMED = ("layer", "variant", "dropout", "mask", *SIZES)
 WARM_UP = 3  # passes before one is captured
 
 
 def run(trial: Trial, context: Context) -> Measurement:
-    rival, p = layers.load(str(trial.problem["layer"])), config_of(trial)
+    rival, p = layers.load(LayerProblem.of(trial).layer), config_of(trial)
     require_supported(trial, rival, p)
-    _compilation.begin(trial)
+    compilation.begin(trial)
     iteration = Iteration(rival, p, trial.seed, mode=trial.mode)
-    check = check_layer(trial, rival, p, iteration) if context.check else _check.CHECKED_BEFORE
+    check = check_layer(trial, rival, p, iteration) if context.check else CHECKED_BEFORE
     torch.manual_seed(trial.seed)  # dropout draws the same masks whatever the check drew
-    _model.reset_memory(trial.device)
+    memory.reset(trial.device)
     latency = timing.quickstart(iteration, trial.device)
-    samples = {"latency_s": latency, **_model.peak_memory(trial.device)}
+    samples = {"latency_s": latency, **memory.peak(trial.device)}
     work: dict[str, Any] = {"tokens": p.sequence * p.batch, "flop": flop(p), "gemm_flop": gemm_flop(p)}
-    work |= _compilation.counts(trial)
+    work |= compilation.counts(trial)
     measurement = Measurement(check=check, work=work, samples=samples)
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
-    seen = _check.kernels_seen(iteration, trial.device)
+    seen = profiling.kernels_seen(iteration, trial.device)
     named = dataclasses.replace(trial, mode="compile") if rival.own_attention else trial
-    linears = 2 if p.part == "mlp" else _ran.LINEARS
-    asked = _ran.of_layer(trial, linears=linears, theirs=rival.own_attention, emulated=bool(p.settings.get("emulate")))
-    measurement = _ran.require(named, seen, measurement, asked)
-    more: dict[str, Any] = {"kernel_s": _check.kernel_seconds(iteration, trial.device)}
+    linears = 2 if p.part == "mlp" else what_ran.LINEARS
+    asked = what_ran.expected_of_layer(
+        trial, linears=linears, theirs=rival.own_attention, emulated=bool(p.settings.get("emulate"))
+    )
+    measurement = what_ran.require(named, seen, measurement, asked)
+    more: dict[str, Any] = {"kernel_s": profiling.kernel_seconds(iteration, trial.device)}
     if rival.numerics and trial.recipe:
         more["numerics"] = iteration.numerics()
     return dataclasses.replace(measurement, work={**measurement.work, **more})
 
 
 def config_of(trial: Trial) -> LayerConfig:
-    """Raises ValueError for a mask that is none, and for sizes that are missing or do not go together."""
-    problem = trial.problem
-    sizes = {name: trial.number(name) for name in SIZES}
-    if sizes["hidden"] % sizes["heads"]:
-        raise ValueError(f"hidden {sizes['hidden']} is not a multiple of {sizes['heads']} heads")
-    if problem["mask"] not in ("full", "causal"):
-        raise ValueError(f"mask {problem['mask']!r}: full or causal")
+    """Raises ValueError for settings that are missing, wrong, or do not go together."""
+    p = LayerProblem.of(trial)
+    if p.hidden % p.heads:
+        raise ValueError(f"hidden {p.hidden} is not a multiple of {p.heads} heads")
+    if p.mask not in ("full", "causal"):
+        raise ValueError(f"mask {p.mask!r}: full or causal")
     return LayerConfig(
-        **sizes,
-        dropout=float(problem["dropout"] or 0.0),
-        mask=str(problem["mask"]),
+        **{name: getattr(p, name) for name in ("hidden", "ffn", "heads", "sequence", "batch")},
+        dropout=float(p.dropout),
+        mask=p.mask,
         attention=trial.attention,
         precision=trial.precision,
         device=trial.device,
         recipe=trial.recipe,
-        settings={name: value for name, value in problem.items() if name not in NAMED},
-        part="mlp" if problem["variant"] == "mlp" else "layer",
+        settings=dict(p.recipe_settings),
+        part="mlp" if p.variant == "mlp" else "layer",
     )
 
 
@@ -94,7 +94,9 @@ def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
     if trial.device == "cpu" and trial.precision == "fp16":
         raise Unsupported("fp16: half-precision training is for GPUs; use bf16 on a CPU")
     if p.part not in rival.parts:
-        raise Unsupported(f"variant mlp: {trial.problem['layer']} has no MLP of its own; choose a variant of the layer")
+        raise Unsupported(
+            f"variant mlp: {LayerProblem.of(trial).layer} has no MLP of its own; choose a variant of the layer"
+        )
     if (p.part == "mlp") != (trial.attention == NO_ATTENTION):
         raise Unsupported(f"attention {trial.attention}: the variant mlp computes none, the others compute one")
     reason = rival.unsupported(p)
@@ -144,7 +146,7 @@ class Iteration:
         if wide:
             p = dataclasses.replace(p, precision="fp64")
             self.x, self.dy = self.x.double(), self.dy.double()
-        _model.allow_tf32(p.precision)
+        trial_model.allow_tf32(p.precision)
         with torch.device(p.device):
             self.module = rival.build(p)
         layers.load_weights(rival, self.module, weights)
@@ -227,13 +229,14 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     """Hold output, dx and every gradient to the plain layer in float64 with the same weights and mask, without dropout.
 
     The yardstick is the plain layer at the trial's own precision, eager, and FP8 emulated: FACTOR times its error plus a
-    floor is allowed, as for training steps, and scale and rows have limits of their own (_errors). Raises CheckFailed. With
-    dropout another layer, eager, is checked in place of the timed one: random masks cannot be compared.
+    floor is allowed, as for training steps, and scale and rows have limits of their own (checks.rounding).
+    With dropout another layer, eager, is checked in place of the timed one: random masks cannot be compared. Raises
+    CheckFailed.
     """
     if p.dropout:
         p = dataclasses.replace(p, dropout=0.0)
         iteration = Iteration(rival, p, trial.seed)
-    for _ in range(_model.SETTLE if p.recipe else 0):
+    for _ in range(training_step.SETTLE if p.recipe else 0):
         iteration()
     ours = iteration.results()
     plain = layers.load("plain")
@@ -244,24 +247,23 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     if p.recipe:
         emulate(library.module, recipes.load(p.recipe))
     yardstick = library.results()
-    _model.allow_tf32(p.precision)  # the references set it for theirs
+    trial_model.allow_tf32(p.precision)  # the references set it for theirs
 
-    floor = 4 * _model.EPSILON[p.precision]
     errors = {name: _error(yardstick[name], value) for name, value in truth.items()}
     typical = statistics.median(errors.values())  # where the library happened to round well is no yardstick
     quantities = []
     for name, value in truth.items():
-        limit = _model.FACTOR * max(errors[name], typical) + floor
+        limit = FACTOR * max(errors[name], typical) + FLOOR[p.precision]
         quantities.append(Quantity(name, _error(ours[name], value), limit))
     # Others may round more coarsely than the recipe says, and fused attention rounds out before it makes dS.
-    alike = (rival.numerics or not p.recipe) and trial.attention in (*_model.UNFUSED, NO_ATTENTION)
-    rounded: dict[str, float] = {"typical": typical, "slack": 1.0 if alike else _model.FACTOR}
+    alike = (rival.numerics or not p.recipe) and trial.attention in (*training_step.UNFUSED, NO_ATTENTION)
+    rounded: dict[str, float] = {"typical": typical, "slack": 1.0 if alike else FACTOR}
     more: list[Quantity] = []
     for name, value in truth.items():
         known = yardstick[name]
         assert value is not None
         assert known is not None
-        more += _errors.quantities(name, ours[name], value, known, "fp8" if p.recipe else p.precision, **rounded)
+        more += rounding.quantities(name, ours[name], value, known, "fp8" if p.recipe else p.precision, **rounded)
     if p.recipe:
         quantities += _fp8_quantities(rival, truth, quantities, errors)
     return judge("the plain layer, fp64, same weights, mask and data", quantities + more)
@@ -269,7 +271,7 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
 
 def _error(x: Tensor | None, truth: Tensor | None) -> float:
     assert truth is not None, "the reference has every gradient"
-    return _model.relative_error(x, truth)
+    return relative_error(x, truth)
 
 
 def _fp8_quantities(
@@ -283,6 +285,6 @@ def _fp8_quantities(
     weights = [
         q for q in found if (value := truth[q.name]) is not None and q.name.startswith("grad") and value.dim() == 2
     ]
-    overall = _model.geometric_mean([q.error / max(errors[q.name], 1e-30) for q in weights])
-    above = [Quantity("grad, ratio to FP8 emulation", overall, _model.FP8_OVERALL)] if rival.numerics else []
-    return [*above, Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / _model.FP8_LEAST)]
+    overall = geometric_mean([q.error / max(errors[q.name], 1e-30) for q in weights])
+    above = [Quantity("grad, ratio to FP8 emulation", overall, FP8_OVERALL)] if rival.numerics else []
+    return [*above, Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST)]

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.experiments import timing
+from te_bench.experiments import timing, trial_model
+from te_bench.experiments.checks import rounding
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks.tolerances import EPSILON
+from te_bench.experiments.checks.training_step import HEAD_SCALE
+from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _errors, _model
-from te_bench.experiments.workloads._check import Quantity, judge
 from te_bench.kernels import linear_cross_entropy, quantize
 from te_bench.kernels.linear_cross_entropy import Problem
 
@@ -41,7 +44,7 @@ def run(trial: Trial, context: Context) -> Measurement:
         padded=padded,
         dtype=trial.precision,
         device=trial.device,
-        capability=_model.capability(trial.device),
+        capability=trial_model.capability(trial.device),
     )
     if reason := backend.unsupported(problem):
         raise Unsupported(f"{name}: {reason}")
@@ -51,9 +54,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     weight = (draw(padded, d) / d**0.5).to(x.dtype).requires_grad_()
     targets = torch.randint(vocab, (n,), generator=generator, device=trial.device)
     call = functools.partial(_result, backend.forward, x, weight, targets, vocab)
-    check = _held_to_float64(call(), x, weight, targets, vocab, name) if context.check else _check.CHECKED_BEFORE
+    check = _held_to_float64(call(), x, weight, targets, vocab, name) if context.check else CHECKED_BEFORE
     samples = {"kernel_s": timing.kernel(call, trial.device)}
-    names = _check.kernels_seen(call, trial.device).names if context.check else []
+    names = profiling.kernels_seen(call, trial.device).names if context.check else []
     return Measurement(check=check, work={"flop": 6 * n * d * padded}, samples=samples, kernels=names)
 
 
@@ -70,11 +73,11 @@ def _held_to_float64(
     """FlashAttention's rule, max error <= 2 x the yardstick's + floor, and the scale and rows of each gradient."""
     exact = _in_float64(x.detach().double(), weight.detach().double(), targets, vocab)
     if name == FP8:
-        precision, unit = "fp8", _model.EPSILON["bf16"]
+        precision, unit = "fp8", EPSILON["bf16"]
         known = _in_float64(_dequantized(x), _dequantized(weight), targets, vocab, as_fp8=True)
     else:
         precision = next(key for key, dtype in DTYPES.items() if dtype is x.dtype)
-        unit = _model.EPSILON[precision]
+        unit = EPSILON[precision]
         known = _result(linear_cross_entropy.load("reference").forward, x, weight, targets, vocab)
     # Of the loss, a mean over rows: four standard deviations of what rounding its logits, of about 1, does to it.
     floors = [4 * unit * len(x) ** -0.5 + 16 * 2.0**-23 * exact[0].item()]
@@ -84,7 +87,7 @@ def _held_to_float64(
         limit = 2 * (yardstick.double() - truth).abs().max().item() + floor
         quantities.append(Quantity(quantity, (value.double() - truth).abs().max().item(), limit))
         if value.dim():
-            quantities += _errors.quantities(quantity, value, truth, yardstick, precision)
+            quantities += rounding.quantities(quantity, value, truth, yardstick, precision)
     return judge("reference, fp64", quantities)
 
 
@@ -101,7 +104,7 @@ def _in_float64(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, *, as_fp
         loss -= log_p.gather(1, index).sum()
         g = log_p.exp().scatter_add_(1, index, torch.full_like(log_p[:, :1], -1.0))
         if as_fp8:
-            g = (g.float() * _model.HEAD_SCALE).to(torch.float8_e5m2).double() / _model.HEAD_SCALE
+            g = (g.float() * HEAD_SCALE).to(torch.float8_e5m2).double() / HEAD_SCALE
         dx[rows] = g @ weight[:vocab]
         dw[:vocab] += g.t() @ x[rows]
     return loss / len(x), dx / len(x), dw / len(x)

@@ -1,7 +1,7 @@
 """The largest batch whose training step fits in memory, by bisection, each try in a fresh process.
 
-problem: model, block, vocab, padded_vocab, memory_limit_gib (None: all of the GPU). samples: max_batch (1).
-work.ran: of the check's step at batch 1 (_ran).
+samples: max_batch (1).
+work.ran: of the check's step at batch 1 (checks.what_ran).
 work.tries: [{batch, fits, peak_allocated_bytes, peak_reserved_bytes, total_bytes}] in the order they were made.
 """
 
@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
-from te_bench.experiments import processes
+from te_bench.experiments import processes, trial_model
+from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.host import oom_kills
+from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported
+from te_bench.experiments.problems import MaxBatchProblem, TrainingProblem, TrialProblem
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _model, _ran, train_step
+from te_bench.experiments.workloads import train_step
 
 STEPS = 3  # AdamW's moments exist after the first; a captured or compiled step has settled after the second
 LIMIT = 1 << 16  # no try beyond this batch
@@ -59,7 +62,7 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
 
 
 def _require_limit(trial: Trial) -> None:
-    if trial.device == "cpu" and trial.problem.get("memory_limit_gib") is None:
+    if trial.device == "cpu" and _limit_gib(trial) is None:
         raise Unsupported("the largest batch on a CPU needs memory_limit_gib: a host without memory kills at random")
 
 
@@ -90,7 +93,7 @@ def attempt(trial: Trial, batch: int) -> Try:
 
 
 def verify(trial: Trial) -> Measurement:
-    """Check and kernels of one step at batch 1, in a fresh process: a trial is right before its memory is measured."""
+    """Check and kernels of one step at batch 1, in a fresh process, before anything of its memory is measured."""
     reply = _forked(_verify, dataclasses.replace(trial, problem={**trial.problem, "batch": 1}))
     if "fits" in reply:
         raise MemoryError("not even a batch of 1 fits")
@@ -118,7 +121,7 @@ def _forked(work: Callable[[Trial], Try], trial: Trial) -> Try:
 def _or_out_of_memory(work: Callable[[Trial], Try], trial: Trial) -> Try:
     """In the fork: what `work` answers, or that memory ran out. Raises RuntimeError for any other that it raises."""
     try:
-        _model.require_supported(trial)
+        trial_model.require_supported(trial)
         return work(trial)
     except (RuntimeError, MemoryError) as error:
         memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
@@ -134,7 +137,7 @@ def _outcome(*, fits: bool, allocated: int | None = None, reserved: int | None =
 def _steps(trial: Trial) -> Try:
     total = _limit_memory(trial)
     batches = train_step.random_batches(trial)
-    step = _model.step_of(trial)
+    step = trial_model.step_of(trial)
     for number in range(STEPS):
         step(*batches[number])
     if trial.device != "cuda":
@@ -146,12 +149,12 @@ def _steps(trial: Trial) -> Try:
 
 def _verify(trial: Trial) -> Try:
     batch = train_step.random_batches(trial)[0]
-    step = _model.step_of(trial)
+    step = trial_model.step_of(trial)
     try:
-        measurement = Measurement(check=_model.check_step(trial, *batch, step))
-        seen = _check.kernels_seen(lambda: step(*batch), trial.device)
-        asked = _ran.of_step(trial, batch[0].numel() // step.optim.accumulate)
-        measurement, wrong = _ran.require(trial, seen, measurement, asked), None
+        measurement = Measurement(check=training_step.check_step(trial, *batch, step))
+        seen = profiling.kernels_seen(lambda: step(*batch), trial.device)
+        asked = what_ran.expected_of_step(trial, batch[0].numel() // step.optim.accumulate)
+        measurement, wrong = what_ran.require(trial, seen, measurement, asked), None
     except CheckFailed as error:
         measurement, wrong = error.measurement, str(error)
     return {"measurement": measurement, "wrong": wrong}
@@ -167,9 +170,15 @@ def _limit_memory(trial: Trial) -> int:
     return limit
 
 
+def _limit_gib(trial: Trial) -> float | None:
+    p = TrialProblem.of(trial)
+    assert isinstance(p, MaxBatchProblem | TrainingProblem), "only these ask for the largest batch"
+    return p.memory_limit_gib
+
+
 def _total_bytes(trial: Trial) -> int:
-    gib = trial.problem.get("memory_limit_gib")
+    gib = _limit_gib(trial)
     if trial.device == "cuda":
         total = torch.cuda.get_device_properties().total_memory
-        return total if gib is None else min(int(float(gib) * 2**30), total)
-    return int(float(gib or 0) * 2**30)
+        return total if gib is None else min(int(gib * 2**30), total)
+    return int((gib or 0) * 2**30)

@@ -1,9 +1,8 @@
 """Seconds and bytes of one training step at a fixed batch, on random tokens, after its gradients were checked.
 
-problem: model, batch, block, vocab, padded_vocab, head, optimizer and blocks (_model), and any field of models.train.Optim.
-samples: latency_s (20), loss (30), peak_*_bytes (1). work: tokens and FLOP of one step, ran, how often each part of it did
-(_ran), FP8 numerics; on a GPU launches, the kernels of one step, and kernel_s, {kernel: seconds a step}; in a mode that
-compiles graph_breaks and recompiles (_compilation).
+samples: latency_s (20), loss (30), peak_*_bytes (1).
+work: tokens and FLOP of one step; ran, how often each part of it did (checks.what_ran); FP8 numerics; on a GPU launches, the
+kernels of one step, and kernel_s, {kernel: seconds a step}; in a mode that compiles graph_breaks and recompiles.
 """
 
 import dataclasses
@@ -11,10 +10,12 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from te_bench.experiments import timing
+from te_bench.experiments import timing, trial_model
+from te_bench.experiments.checks import training_step, what_ran
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE
+from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _compilation, _model, _ran
 from te_bench.training.data import Batches
 from te_bench.training.step import TrainStep
 
@@ -22,40 +23,40 @@ BATCHES = 4  # different batches, in turn: data loading is not what this workloa
 
 
 def run(trial: Trial, context: Context) -> Measurement:
-    _model.require_supported(trial)
-    _compilation.begin(trial)
+    trial_model.require_supported(trial)
+    compilation.begin(trial)
     batches = random_batches(trial)
-    step = _model.step_of(trial)
-    check = _model.check_step(trial, *batches[0], step) if context.check else _check.CHECKED_BEFORE
+    step = trial_model.step_of(trial)
+    check = training_step.check_step(trial, *batches[0], step) if context.check else CHECKED_BEFORE
     losses: list[Tensor] = []
 
     def next_step() -> None:
         losses.append(step(*batches[len(losses) % BATCHES]))
 
-    _model.reset_memory(trial.device)
+    memory.reset(trial.device)
     latency = timing.bench_py(next_step, trial.device)
-    memory = _model.peak_memory(trial.device, step)
+    peaks = memory.peak(trial.device, step)
     loss = torch.stack(losses).tolist()
     work = {"tokens": batches[0][0].numel(), "flop": batches[0][0].numel() * _flop_per_token(step, trial)}
-    work |= _compilation.counts(trial)
-    measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **memory})
+    work |= compilation.counts(trial)
+    measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **peaks})
     if not all(abs(x) < float("inf") for x in loss):
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
-    asked = _ran.of_step(trial, batches[0][0].numel() // step.optim.accumulate)
-    measurement = _ran.require(trial, _check.kernels_seen(next_step, trial.device), measurement, asked)
+    asked = what_ran.expected_of_step(trial, batches[0][0].numel() // step.optim.accumulate)
+    measurement = what_ran.require(trial, profiling.kernels_seen(next_step, trial.device), measurement, asked)
     # A CPU's operators are no kernels that a floor could be given for.
-    profile = {"kernel_s": _check.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
-    numerics = _model.numerics_of(trial, step.model, *batches[0])
+    profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
+    numerics = fp8_numerics.of_a_pass(trial, step.model, *batches[0])
     return dataclasses.replace(measurement, work={**measurement.work, **profile, **numerics})
 
 
 def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:
     """(tokens, targets) on the device, uniform over the true vocabulary."""
-    stream = Batches(None, **_model.sizes_of(trial), seed=trial.seed, device=trial.device)
+    stream = Batches(None, **trial_model.sizes_of(trial), seed=trial.seed, device=trial.device)
     return [stream.at(step) for step in range(BATCHES)]
 
 
 def _flop_per_token(step: TrainStep, trial: Trial) -> int:
-    return int(step.model.flop_per_token(trial.problem["block"]))  # type: ignore[operator]
+    return int(step.model.flop_per_token(trial.number("block")))  # type: ignore[operator]

@@ -1,18 +1,12 @@
 """A loss curve on real data, by steps or by a budget of seconds, with a fixed validation stream beside it.
 
-problem: model, batch (a number, or "max" for the largest that fits), block, vocab, padded_vocab, data, tokenizer, corpus
-(the cache key, which holds the content hash), steps or budget_s, eval_every (steps) or eval_every_s, eval_tokens, of
-which evaluations before the last quarter of the steps take early_eval_tokens, evenly spread, where it is given, head
-and optimizer (_model), threads (those of a CPU's torch; by default as it has them), and any field of
-models.train.Optim. Of a convergence trial besides: perturb_ulp and fault, which make the model (_model.build); evaluate
-"both": val_loss is in bf16 whatever the trial trains in, val_loss_native as it trains; probes: about how many looks at
-the FP8 numerics there are, at evaluations that are evenly spaced.
+The clock counts training only: not evaluation, not the looks at FP8's numerics, not the check, not the first two steps, in
+which a compiled model is compiled.
 samples: step, loss, time_s, and grad_norm where gradients are clipped; val_step, val_loss, val_time_s, val_loss_native;
 probe_step, and of each Linear's tensors amax:MODULE.TENSOR, saturated:... and underflowed:..., the latter two fractions
-of the elements. The clock counts training only: not evaluation, not the probes, not the check, not the first two steps,
-in which a compiled model is compiled.
-work: batch, tokens and windows; ran (_ran); tries of batch "max"; on a GPU launches, the kernels of one step (eager: of a
-step on four rows at most of each micro-batch); in a mode that compiles graph_breaks and recompiles (_compilation).
+of the elements.
+work: batch, tokens and windows; ran (checks.what_ran); tries of batch "max"; on a GPU launches, the kernels of one step
+(eager: of a step on four rows at most of each micro-batch); in a mode that compiles graph_breaks and recompiles.
 """
 
 import dataclasses
@@ -24,40 +18,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_bench.experiments import trial_model
+from te_bench.experiments.checks import training_step, what_ran
+from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
+from te_bench.experiments.problems import TrainingProblem
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _compilation, _model, _probe, _ran, max_batch
+from te_bench.experiments.workloads import max_batch
 from te_bench.models.zoo.gpt import GPT
 from te_bench.training import checkpoints, data
 from te_bench.training import corpus as corpora
 from te_bench.training.step import TrainStep, evaluate, train
 
 LOG_EVERY = 10  # steps between reads of the loss: each read waits for the device
-LATE = (
-    0.75  # of the steps: from here on slopes and bands are read from the curve, so all its points see the same tokens
-)
+#: Of the steps: from here on slopes and bands are read from the curve, so all its points see the same tokens.
+LATE = 0.75
 COMPILING = 2  # first steps, whose time is not training time
 
 
 def run(trial: Trial, context: Context) -> Measurement:
-    if "threads" in trial.problem:
-        torch.set_num_threads(trial.number("threads"))
+    p = TrainingProblem.of(trial)
+    if p.threads is not None:
+        torch.set_num_threads(p.threads)
     work: dict[str, object] = {}
-    if trial.problem["batch"] == "max":
-        tries = max_batch.largest(trial)
-        work = {"batch": tries[0], "tries": tries[1]}
-        trial = dataclasses.replace(trial, problem={**trial.problem, "batch": tries[0]})
-    _model.require_supported(trial)  # touches CUDA, after which the tries could not have forked
-    _compilation.begin(trial)
-    p = trial.problem
-    corpus = None if p["data"] == "random" else corpora.load(str(p["corpus"]), cache=context.cache)
-    sizes = _model.sizes_of(trial)
-    optim = _model.optim_of(trial)
+    if p.batch == "max":
+        batch, tries = max_batch.largest(trial)
+        work = {"batch": batch, "tries": tries}
+        trial = dataclasses.replace(trial, problem={**trial.problem, "batch": batch})
+    trial_model.require_supported(trial)  # touches CUDA, after which the tries could not have forked
+    compilation.begin(trial)
+    corpus = None if p.data == corpora.RANDOM else corpora.load(str(p.corpus), cache=context.cache)
+    sizes = trial_model.sizes_of(trial)
+    optim = trial_model.optim_of(trial)
     rows = {**sizes, "batch": sizes["batch"] * optim.accumulate}
     stream = data.Batches(corpus, **rows, seed=trial.seed, device=trial.device)
-    step = _model.step_of(trial)
+    step = trial_model.step_of(trial)
     check = _checked(trial, *_few(stream.at(0), optim.accumulate, trial), step)
-    _model.reset_memory(trial.device)
+    memory.reset(trial.device)
     torch.manual_seed(trial.seed)  # dropout draws the same masks whatever the check drew
 
     curve = _Curve(trial, step, corpus, probe=_micro(stream.at(0), optim.accumulate))
@@ -69,33 +66,35 @@ def run(trial: Trial, context: Context) -> Measurement:
             break
     if reason is None:
         reason = curve.finish()
-    samples = {**curve.samples(), **_model.peak_memory(trial.device, step)}
+    samples = {**curve.samples(), **memory.peak(trial.device, step)}
     measurement = Measurement(check=check, work=work, samples=samples)
     if reason:
         raise Diverged(reason, measurement)
     if context.checkpoints is not None:
         _save(step, trial, corpus, context.checkpoints)
-    measurement = dataclasses.replace(measurement, work={**work, **_compilation.counts(trial)})
+    measurement = dataclasses.replace(measurement, work={**work, **compilation.counts(trial)})
     # At the largest batch the profiler would have no memory left; a captured step takes no other batch than its own, and a
     # compiled one would be compiled again for it.
     few = _few(stream.at(0), optim.accumulate, trial) if trial.mode == "eager" else stream.at(0)
-    _model.reset_memory(trial.device)
-    seen = _check.kernels_seen(lambda: step(*few), trial.device)
-    return _ran.require(trial, seen, measurement, _ran.of_step(trial, few[0].numel() // optim.accumulate))
+    memory.reset(trial.device)
+    seen = profiling.kernels_seen(lambda: step(*few), trial.device)
+    return what_ran.require(
+        trial, seen, measurement, what_ran.expected_of_step(trial, few[0].numel() // optim.accumulate)
+    )
 
 
 def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: Path) -> None:
     """Write the trained model to TRIAL-ID.pt, for `te-bench evaluate`. A planted fault is no recipe to run it in."""
     assert isinstance(step.model, GPT)
-    recipe = None if "fault" in trial.problem else trial.recipe
+    recipe = None if TrainingProblem.of(trial).fault else trial.recipe
     checkpoints.save(step.model, folder / f"{trial.id}.pt", recipe=recipe, corpus=corpus, about=trial.to_json())
 
 
 def _checked(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> dict[str, Any]:
     """The check of the step. A planted fault would rightly fail it, and is what that trial is to measure."""
-    if "fault" in trial.problem:
+    if TrainingProblem.of(trial).fault:
         return {"skipped": "planted fault"}
-    return _model.check_step(trial, tokens, targets, step)
+    return training_step.check_step(trial, tokens, targets, step)
 
 
 def _micro(batch: tuple[Tensor, Tensor], accumulate: int) -> tuple[Tensor, Tensor]:
@@ -106,7 +105,7 @@ def _micro(batch: tuple[Tensor, Tensor], accumulate: int) -> tuple[Tensor, Tenso
 
 def _few(batch: tuple[Tensor, Tensor], accumulate: int, trial: Trial) -> tuple[Tensor, Tensor]:
     """A batch for the check: whole where the step was compiled for its shape, else its first rows."""
-    if trial.mode != "eager" and not _model.config_of(trial).dropout:
+    if trial.mode != "eager" and not trial_model.config_of(trial).dropout:
         return batch
     rows = max(accumulate, min(len(batch[0]), 4 * accumulate))
     return batch[0][:rows], batch[1][:rows]
@@ -117,12 +116,10 @@ class _Curve:
 
     def __init__(self, trial: Trial, step: TrainStep, corpus: corpora.Corpus | None, probe: tuple[Tensor, Tensor]):
         self.trial, self.step, self.corpus, self.probe = trial, step, corpus, probe
-        p = trial.problem
-        self.steps, self.budget_s = p.get("steps"), p.get("budget_s")
-        self.eval_every, self.eval_every_s = p.get("eval_every"), p.get("eval_every_s")
-        self.tokens = {"max_tokens": p.get("eval_tokens")}
-        self.windows = data.windows(corpus, trial.number("block"), **self.tokens)  # type: ignore[arg-type]
-        early = int(p.get("early_eval_tokens") or 0) // trial.number("block")
+        self.problem = p = TrainingProblem.of(trial)
+        self.steps = p.steps
+        self.windows = data.windows(corpus, p.block, max_tokens=p.eval_tokens)
+        early = (p.early_eval_tokens or 0) // p.block
         self.early_every = max(1, self.windows // early) if early else 1
         self.elapsed, self.mark = 0.0, time.perf_counter()
         self.pending: list[tuple[int, Tensor, Tensor]] = []  # step, loss, norm of the gradients
@@ -131,16 +128,16 @@ class _Curve:
         self.val_step, self.val_loss, self.val_time_s = [], [], []  # type: ignore[var-annotated]
         self.more: dict[str, list[float | None]] = {}  # what only some trials sample
         self.evaluations = 0
-        probes = int(p.get("probes") or 0) if trial.recipe else 0
-        evaluations = int(self.steps or 0) // max(int(self.eval_every or 1), 1)
+        probes = (p.probes or 0) if trial.recipe else 0
+        evaluations = (p.steps or 0) // max(p.eval_every or 1, 1)
         self.probe_every = max(1, round(evaluations / probes)) if probes else 0
         self.number = 0
 
     def progress(self, number: int) -> float | None:
         """Where step `number` stands between 0 and 1, or None when training is over."""
         if self.steps is not None:
-            return number / int(self.steps) if number < int(self.steps) else None
-        at = self.elapsed / float(self.budget_s or 0)
+            return number / self.steps if number < self.steps else None
+        at = self.elapsed / (self.problem.budget_s or 0)
         return at if at < 1 else None
 
     def add(self, number: int, loss: Tensor) -> str | None:
@@ -151,11 +148,12 @@ class _Curve:
         if number == COMPILING - 1:
             self._wait()
             self.mark = time.perf_counter()
-        due = bool(self.eval_every and (number + 1) % int(self.eval_every) == 0)
-        if self.budget_s is None and (number + 1) % LOG_EVERY and not due:
+        every, every_s = self.problem.eval_every, self.problem.eval_every_s
+        due = bool(every and (number + 1) % every == 0)
+        if self.problem.budget_s is None and (number + 1) % LOG_EVERY and not due:
             return None  # under a budget every step is read: it must end on time, and slow steps make a read cheap
         reason = self._read()
-        due = due or bool(self.eval_every_s and self.elapsed - self.last_eval_s >= float(self.eval_every_s))
+        due = due or bool(every_s and self.elapsed - self.last_eval_s >= every_s)
         return self._evaluate() if reason is None and due else reason
 
     def finish(self) -> str | None:
@@ -207,7 +205,7 @@ class _Curve:
     def _evaluate(self) -> str | None:
         """Note the validation loss; one that is not finite is a reason to end training."""
         model, precision = self.step.model, self.trial.precision
-        both = self.trial.problem.get("evaluate") == "both"
+        both = self.problem.evaluate == "both"
         native = evaluate(model, self._validation(), precision)
         alike = not both or precision == "bf16"
         loss = native if alike else evaluate(model, self._validation(), "bf16", quantized=False)
@@ -221,13 +219,18 @@ class _Curve:
         self.evaluations += 1
         if self.probe_every and self.evaluations % self.probe_every == 0:
             self._more("probe_step", self.number + 1)
-            for name, figure in _probe.look(self.step, *self.probe).items():
+            for name, figure in fp8_numerics.probe(self.step, *self.probe).items():
                 self._more(name, figure)
         self.last_eval_s = self.elapsed
         self.mark = time.perf_counter()
         return None
 
     def _validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        sizes: dict[str, Any] = _model.sizes_of(self.trial) | self.tokens
-        early = self.steps is not None and self.number + 1 < LATE * int(self.steps)
-        return data.validation(self.corpus, **sizes, every=self.early_every if early else 1, device=self.trial.device)
+        early = self.steps is not None and self.number + 1 < LATE * self.steps
+        return data.validation(
+            self.corpus,
+            **trial_model.sizes_of(self.trial),
+            max_tokens=self.problem.eval_tokens,
+            every=self.early_every if early else 1,
+            device=self.trial.device,
+        )

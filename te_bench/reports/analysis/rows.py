@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from te_bench.experiments import run_options
 from te_bench.experiments.spec import OUTCOMES, Record, Trial
 from te_bench.experiments.store import Journal, Plan, load, understood
 
@@ -19,7 +20,7 @@ _SHAPE = ("batch", "heads", "length", "head_dim", "causal", "dropout")
 _COURSE = ("model", "block", "data", "data_sha256", "corpus", "tokenizer", "steps", "budget_s")
 _SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a shape rather than a model
 _LAYER = ("layer", "variant")
-_ARM = ("arm", "perturb_ulp", "fault", "blocks", "head", "optimizer")  # what arm_name says
+_ARM = ("arm", "perturb_ulp", "fault", *run_options.FUSED)  # what arm_name says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,9 +322,7 @@ def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
 def arm_name(trial: Trial) -> str:
     """What an arm of a convergence run is called: bf16, bf16 A/A, a recipe, its fused step, or one broken on purpose."""
     kind = trial.problem.get("arm")
-    name = trial.recipe or trial.precision
-    if trial.problem.get("blocks"):
-        name += f", {trial.problem['blocks']}{', FP8 head' if trial.problem.get('head') == 'fp8' else ''}"
+    name = f"{trial.recipe or trial.precision}{run_options.shown(trial.problem)}"
     fault = f", broken on purpose: {trial.problem.get('fault')}" if kind == "broken" else ""
     return f"{name}{', A/A' if kind == 'aa' else ''}{fault}"
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from te_bench import plugins
-from te_bench.experiments import plan
+from te_bench.experiments import plan, presets
 from te_bench.experiments.spec import Experiment, Options, Trial
-from te_bench.experiments.suites import _convergence, convergence
+from te_bench.experiments.suites import convergence
 from te_bench.reports.analysis.rows import arm_name
 
 RECIPES = [name for name in plugins.names("te_bench.models.recipe") if not name.endswith("_dpa")]
@@ -26,7 +26,7 @@ def shared(trial: Trial) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("preset", _convergence.PRESETS)
+@pytest.mark.parametrize("preset", presets.PRESETS)
 def test_the_arms_of_a_seed_differ_in_their_arm_alone(device: str, preset: str) -> None:
     experiment = resolve(device=device, preset=preset)
     first = experiment.trials[0]

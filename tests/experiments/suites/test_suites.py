@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from te_bench import plugins
-from te_bench.experiments import environment, plan, suites
+from te_bench.experiments import environment, plan, suite_trials, suites, trial_model
 from te_bench.experiments.spec import Experiment, Options, Trial
-from te_bench.experiments.suites import _rungs
-from te_bench.experiments.suites._rungs import VP, V, corpus_problem
-from te_bench.experiments.workloads import _model
+from te_bench.experiments.suite_trials import VP, V, corpus_problem
 from te_bench.kernels.attention.backends import gluon
 from te_bench.models import recipe
 
@@ -48,14 +46,14 @@ def test_more_seeds_repeat_the_cells_and_add_none(suite: str, device: str, tmp_p
     assert {t.id for t in one.trials} < {t.id for t in three.trials}
 
 
-def test_nanogpt_s_ladder_has_the_rungs_of_the_post_and_more(tmp_path: Path) -> None:
+def test_nanogpt_s_ladder_has_the_configurations_of_the_post_and_more(tmp_path: Path) -> None:
     trials = resolve("nanogpt", "cuda", tmp_path).trials
-    rungs = {(t.attention, t.problem["padded_vocab"], t.precision, t.mode) for t in trials}
+    configurations = {(t.attention, t.problem["padded_vocab"], t.precision, t.mode) for t in trials}
     wanted = {(name, V, "bf16", "eager") for name in ("manual", "math", "mem_efficient", "flash")}
     wanted |= {(name, VP, "bf16", "eager") for name in ("flash", "cudnn")}
-    assert wanted <= rungs
-    assert {mode for *_, mode in rungs} == {"eager", "compile", "compile-reduce-overhead", "cudagraph"}
-    assert "fp8" in {precision for _, _, precision, _ in rungs}
+    assert wanted <= configurations
+    assert {mode for *_, mode in configurations} == {"eager", "compile", "compile-reduce-overhead", "cudagraph"}
+    assert "fp8" in {precision for _, _, precision, _ in configurations}
     assert {(t.problem["model"], t.problem["batch"], t.problem["block"]) for t in trials} == {("gpt2", 12, 1024)}
     assert (trials[0].attention, trials[0].mode) == ("manual", "eager")
 
@@ -102,11 +100,11 @@ def test_quick_asks_a_gpu_for_what_it_can_and_for_fp8_where_there_is_any(
 ) -> None:
     monkeypatch.setattr(environment, "visible_gpus", lambda: [gpu(*capability, 80)])
     trials = resolve("quick", "cuda", tmp_path, seeds=1).trials
-    monkeypatch.setattr(_model, "capability", lambda device: capability)
-    monkeypatch.setattr(_model.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(trial_model, "capability", lambda device: capability)
+    monkeypatch.setattr(trial_model.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gluon, "INTERPRETED", False)
     for trial in trials:
-        _model.require_supported(trial)  # raises Unsupported
+        trial_model.require_supported(trial)  # raises Unsupported
     fp8 = recipe.load("delayed_scaling").unsupported("cuda", capability) is None
     assert [t.precision for t in trials] == ["bf16", "bf16", "fp8" if fp8 else "bf16"]
     assert {t.problem["batch"] for t in trials} == {12}
@@ -155,7 +153,7 @@ def test_speed_has_the_rivals_and_ours_in_bf16_and_in_both_fp8_recipes(tmp_path:
 
 
 def test_speed_of_another_model_and_batch(tmp_path: Path) -> None:
-    """The same rungs, but for manual attention: at GPT-2 XL's size it is no beginning any more."""
+    """The same configurations, but for manual attention: at GPT-2 XL's size it is no beginning any more."""
 
     def steps(device: str = "cuda", **options: Any) -> list[Trial]:
         found = plan.resolve("speed", Options(device=device, seeds=1, cache=tmp_path, **options))
@@ -198,7 +196,7 @@ def test_layer_replays_the_quickstart_and_makes_it_fair(tmp_path: Path) -> None:
         "faithful",
     )
     assert {t.problem["layer"] for t in fair} == set(plugins.names("te_bench.models.quickstart"))
-    recipes = _rungs.recipes()
+    recipes = suite_trials.recipes()
     every = (None, *recipes)
     captured = {(t.recipe, t.attention, t.mode) for t in fair if t.problem["layer"] == "te_layer"}
     assert {

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from te_bench.experiments.checks import what_ran
+from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _ran, training
+from te_bench.experiments.workloads import training
 from te_bench.training import corpus as corpora
 
 pytestmark = pytest.mark.slow
@@ -66,8 +68,8 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:  # what test_training.py has, and a fifth of the time goes to
         patch.setattr(training, "_checked", lambda *_: {})
-        patch.setattr(_check, "kernels_seen", lambda *_: None)
-        patch.setattr(_ran, "require", lambda trial, seen, measurement, asked: measurement)
+        patch.setattr(profiling, "kernels_seen", lambda *_: None)
+        patch.setattr(what_ran, "require", lambda trial, seen, measurement, asked: measurement)
         yield trained
 
 

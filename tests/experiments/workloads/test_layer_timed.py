@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from te_bench.experiments import timing
+from te_bench.experiments import suite_trials, timing
+from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.suites import _rungs
 from te_bench.experiments.suites.layer import GPU
-from te_bench.experiments.workloads import _check
 from te_bench.experiments.workloads import layer as workload
 from te_bench.models import quickstart as layers
 from te_bench.models import recipe as recipes
@@ -35,7 +34,7 @@ TRIAL = Trial(
     workload="layer", device="cpu", problem=PROBLEM, attention="flash", precision="fp32", protocol="quickstart"
 )
 FP8: dict[str, Any] = {"precision": "fp8", "recipe": "float8_current_scaling"}
-RECIPES = _rungs.recipes()
+RECIPES = suite_trials.recipes()
 
 
 def changed(*, attention: str = "flash", precision: str = "fp32", recipe: str | None = None, **problem: Any) -> Trial:
@@ -73,9 +72,9 @@ def test_a_record_has_every_iteration_the_check_and_where_the_time_went() -> Non
 
 
 def test_a_long_tail_of_kernels_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_check, "KERNELS", 2)
+    monkeypatch.setattr(profiling, "KERNELS", 2)
     rival, p = layers.load("te_layer"), workload.config_of(TRIAL)
-    seconds = _check.kernel_seconds(workload.Iteration(rival, p, 0), "cpu")
+    seconds = profiling.kernel_seconds(workload.Iteration(rival, p, 0), "cpu")
     assert len(seconds) == 3
     assert list(seconds)[-1].endswith("others)")
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from te_bench.experiments.checks.quantity import Quantity, judge
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
-from te_bench.experiments.workloads._check import Quantity
 
 TINY = {"model": "tiny", "block": 8, "vocab": 64, "padded_vocab": 64, "memory_limit_gib": 2.0}
 
@@ -97,7 +97,7 @@ def test_a_try_that_fails_otherwise_is_not_taken_for_a_full_memory(monkeypatch: 
     def wrong(*arguments: object, **named: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(max_batch._model, "build", wrong)
+    monkeypatch.setattr(max_batch.trial_model, "build", wrong)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         max_batch.attempt(trial(), 1)
 
@@ -106,7 +106,7 @@ def test_a_try_killed_from_outside_is_no_full_memory_but_an_interrupted_trial(mo
     def killed(*arguments: object, **named: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(max_batch._model, "build", killed)
+    monkeypatch.setattr(max_batch.trial_model, "build", killed)
     monkeypatch.setattr(max_batch, "oom_kills", lambda: 3)
     with pytest.raises(Interrupted, match="rerun"):
         max_batch.attempt(trial(), 1)
@@ -116,13 +116,13 @@ def test_a_try_that_the_kernel_killed_for_memory_does_not_fit(monkeypatch: pytes
     def killed(*arguments: object, **named: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(max_batch._model, "build", killed)
+    monkeypatch.setattr(max_batch.trial_model, "build", killed)
     kills = iter([3, 4])
     monkeypatch.setattr(max_batch, "oom_kills", lambda: next(kills))
     assert not max_batch.attempt(trial(), 1)["fits"]
 
 
-def test_a_trial_is_checked_before_its_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_is_checked_before_its_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(max_batch, "attempt", memory(3, 10, 10, reports=False))
     flash = dataclasses.replace(trial(), attention="flash")
     found = max_batch.run(flash, Context())
@@ -130,8 +130,6 @@ def test_a_trial_is_checked_before_its_memory_is_measured(monkeypatch: pytest.Mo
     assert any("flash_attention" in kernel for kernel in found.kernels)
     assert found.check["quantities"][0]["name"] == "loss"
 
-    monkeypatch.setattr(
-        max_batch._model, "check_step", lambda *a: max_batch._check.judge("x", [Quantity("loss", 2, 1)])
-    )
+    monkeypatch.setattr(max_batch.training_step, "check_step", lambda *a: judge("x", [Quantity("loss", 2, 1)]))
     with pytest.raises(CheckFailed, match="loss: error 2 > 1"):
         max_batch.run(flash, Context())

@@ -61,7 +61,7 @@ def test_a_loss_that_is_not_finite_is_diverged_and_has_no_timings() -> None:
     assert caught.value.measurement.check["quantities"]
 
 
-def test_a_rung_that_ran_another_kernel_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_that_ran_another_kernel_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_attention, "load", lambda name: attention.load("math" if name == "flash" else name))
     with pytest.raises(CheckFailed, match="asked for flash, but") as caught:
         train_step.run(TRIAL, Context())

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from te_bench.experiments import trial_model
+from te_bench.experiments.checks import training_step, what_ran
+from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
 from te_bench.experiments.spec import Trial, canonical_json
-from te_bench.experiments.workloads import _check, _model, _ran, training
+from te_bench.experiments.workloads import training
 from te_bench.models import recipe as recipes
 from te_bench.models.zoo.gpt import GPT
 from te_bench.reports.convergence import band, speedup
@@ -53,8 +56,8 @@ def context(tmp_path: Path) -> Context:
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings without their checks, which are most of the time of so short ones."""
     monkeypatch.setattr(training, "_checked", lambda *_: {})
-    monkeypatch.setattr(_check, "kernels_seen", lambda *_: None)
-    monkeypatch.setattr(_ran, "require", lambda trial, seen, measurement, asked: measurement)
+    monkeypatch.setattr(profiling, "kernels_seen", lambda *_: None)
+    monkeypatch.setattr(what_ran, "require", lambda trial, seen, measurement, asked: measurement)
 
 
 def test_a_curve_by_steps_has_every_step_and_the_validation_it_was_asked_for(trial: Any, context: Context) -> None:
@@ -298,7 +301,7 @@ def test_no_trial_but_a_broken_one_goes_unchecked(
     def fails(*_: Any) -> None:
         raise CheckFailed("it is wrong", Measurement())
 
-    monkeypatch.setattr(_model, "check_step", fails)
+    monkeypatch.setattr(training_step, "check_step", fails)
     for unbroken in (
         trial("bf16", steps=2, arm="aa", perturb_ulp=1),
         trial("fp8", "delayed_scaling", steps=2, arm="broken"),
@@ -313,12 +316,12 @@ def test_no_trial_but_a_broken_one_goes_unchecked(
 
 def test_the_arms_of_a_seed_begin_with_the_same_weights_but_for_one_ulp(trial: Any) -> None:
     models = {
-        "control": _model.build(trial("bf16", seed=3)),
-        "fp8": _model.build(trial("fp8", "delayed_scaling", seed=3)),
-        "broken": _model.build(trial("fp8", "rowwise_scaling", seed=3, fault="doubled_scale")),
-        "aa": _model.build(trial("bf16", seed=3, perturb_ulp=1)),
-        "other": _model.build(trial("bf16", seed=4)),
-        "aa, other": _model.build(trial("bf16", seed=4, perturb_ulp=1)),
+        "control": trial_model.build(trial("bf16", seed=3)),
+        "fp8": trial_model.build(trial("fp8", "delayed_scaling", seed=3)),
+        "broken": trial_model.build(trial("fp8", "rowwise_scaling", seed=3, fault="doubled_scale")),
+        "aa": trial_model.build(trial("bf16", seed=3, perturb_ulp=1)),
+        "other": trial_model.build(trial("bf16", seed=4)),
+        "aa, other": trial_model.build(trial("bf16", seed=4, perturb_ulp=1)),
     }
     weights = {arm: dict(model.named_parameters()) for arm, model in models.items()}
     for name, w in weights["control"].items():
@@ -335,12 +338,13 @@ def test_the_arms_of_a_seed_begin_with_the_same_weights_but_for_one_ulp(trial: A
 
 def test_a_perturbation_does_not_depend_on_the_padding_and_leaves_it_0(trial: Any) -> None:
     plain, padded = (
-        dict(_model.build(trial("bf16", perturb_ulp=1, padded_vocab=width)).named_parameters()) for width in (256, 320)
+        dict(trial_model.build(trial("bf16", perturb_ulp=1, padded_vocab=width)).named_parameters())
+        for width in (256, 320)
     )
     for name, w in plain.items():
         assert torch.equal(w, padded[name][: len(w)])
     assert (padded["transformer.wte.weight"][256:] == 0).all()
-    twice = _model.build(trial("bf16", perturb_ulp=2)).transformer.wte.weight
+    twice = trial_model.build(trial("bf16", perturb_ulp=2)).transformer.wte.weight
     assert not torch.equal(twice, plain["transformer.wte.weight"])
 
 
@@ -357,9 +361,9 @@ def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(
         return right(self, tokens, targets)
 
     monkeypatch.setattr(GPT, "forward", forward)
-    monkeypatch.setattr(_model, "check_step", lambda *_: calls[-1].clear() or {})
-    monkeypatch.setattr(_check, "kernels_seen", lambda *_: calls[-1].append(None) or [])
-    monkeypatch.setattr(_ran, "require", lambda trial, seen, measurement, asked: measurement)
+    monkeypatch.setattr(training_step, "check_step", lambda *_: calls[-1].clear() or {})
+    monkeypatch.setattr(profiling, "kernels_seen", lambda *_: calls[-1].append(None) or [])
+    monkeypatch.setattr(what_ran, "require", lambda trial, seen, measurement, asked: measurement)
     arms = [
         {},
         {"perturb_ulp": 1},

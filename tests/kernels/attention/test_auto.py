@@ -158,7 +158,7 @@ def choice(rows: Iterable[Timing], problem: Problem) -> auto.Choice:
 
 
 def test_a_choice_is_carried_out_remembered_and_proved() -> None:
-    from te_bench.experiments.workloads._check import kernels_seen
+    from te_bench.experiments.instruments.profiling import kernels_seen
 
     problem = a_problem((1, 2, 32, 16), "fp32", "cpu")
     here = measured.machine_name("cpu")
@@ -302,7 +302,7 @@ def test_a_table_is_read_as_it_was_written(problem: Problem, seconds: dict[str, 
 
 @pytest.mark.gpu
 def test_on_an_h200_the_table_decides_and_its_kernels_run() -> None:
-    from te_bench.experiments.workloads._check import kernels_seen
+    from te_bench.experiments.instruments.profiling import kernels_seen
 
     if torch.cuda.get_device_name() != SHIPPED_GPU:
         pytest.skip("the shipped table is an H200's")

@@ -186,7 +186,7 @@ def test_contract(name: str, shape: tuple[int, ...], dtype: str, causal: bool, d
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", attention.names())
 def test_contract_at_gpt2s_shape_by_its_own_kernels(name: str) -> None:
-    from te_bench.experiments.workloads._check import kernels_seen
+    from te_bench.experiments.instruments.profiling import kernels_seen
 
     problem = a_problem((2, 12, 1024, 64))
     backend = supported(name, problem)

@@ -175,7 +175,7 @@ def test_it_is_te_attention_kernel_whatever_was_imported_first() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [None, "cudnn", "flash", "mem_efficient", "math", "manual"])
 def test_the_kernels_that_ran_are_the_ones_asked_for(name: str | None) -> None:
-    from te_bench.experiments.workloads._check import kernels_seen
+    from te_bench.experiments.instruments.profiling import kernels_seen
 
     layer = DotProductAttention(4, 64)
     q, k, v = (torch.randn(128, 2, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))

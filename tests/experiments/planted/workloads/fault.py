@@ -78,9 +78,10 @@ def missing_submodule(trial: Trial, cache: Path) -> Measurement:
 
 
 def wrong_kernel(trial: Trial, cache: Path) -> Measurement:
-    from te_bench.experiments.workloads._check import Seen, require_kernels  # 3 s, in every child that imports it
+    from te_bench.experiments.checks.what_ran import require_attention  # 3 s, in every child that imports it
+    from te_bench.experiments.instruments.profiling import Seen
 
-    return require_kernels(trial, Seen(["aten::_scaled_dot_product_flash_attention_for_cpu"]), TIMED)
+    return require_attention(trial, Seen(["aten::_scaled_dot_product_flash_attention_for_cpu"]), TIMED)
 
 
 def killed_once(trial: Trial, cache: Path) -> Measurement:

@@ -8,6 +8,7 @@ The counters are Dynamo's in torch 2.11 and 2.13 alike, and PyTorch's own benchm
 benchmarks/dynamo/common.py, get_dynamo_stats).
 """
 
+from te_bench.experiments.problems import LayerProblem, StepProblem, TrialProblem
 from te_bench.experiments.spec import Trial
 
 #: Where Dynamo notes what it could not trace. "graph_break" alone lacks a branch on data, a frame left to Python whole
@@ -31,7 +32,8 @@ def begin(trial: Trial) -> None:
 
 def _compiles(trial: Trial) -> bool:
     """Fused blocks and layers are captured as they are."""
-    as_it_is = "blocks" in trial.problem or trial.workload == "layer"
+    p = TrialProblem.of(trial)
+    as_it_is = isinstance(p, LayerProblem) or (isinstance(p, StepProblem) and p.blocks is not None)
     return trial.mode != "eager" and not (trial.mode == "cudagraph" and as_it_is)
 
 

@@ -9,9 +9,11 @@ import torch
 from planting import FAULTS_OF_ATTENTION, attention_of
 from torch import Tensor
 
+from te_bench.experiments import trial_model
+from te_bench.experiments.checks import attention_rows, rounding, training_step
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _errors, _model, _operator, train_step
+from te_bench.experiments.workloads import train_step
 from te_bench.models import recipe as recipes
 from te_bench.training.step import TrainStep
 
@@ -36,7 +38,7 @@ def a_trial(precision: str, recipe: str | None, seed: int = 0, **problem: Any) -
 
 
 def checked(trial: Trial, step: TrainStep) -> dict[str, Any]:
-    return _model.check_step(trial, *train_step.random_batches(trial)[0], step)
+    return training_step.check_step(trial, *train_step.random_batches(trial)[0], step)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def references() -> dict[tuple[object, ...], Any]:
 @pytest.fixture(autouse=True)
 def references_once(references: dict[tuple[object, ...], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The references of a seed's weights and batch, and its right gradients, worked out once."""
-    right = _model._in_rows
+    right = training_step.reference
 
     def in_rows(trial: Trial, optim: Any, tokens: Tensor, targets: Tensor, *fp8: Any) -> Any:
         key = (trial.id, *(repr(x) for x in fp8))
@@ -55,17 +57,17 @@ def references_once(references: dict[tuple[object, ...], Any], monkeypatch: pyte
             references[key] = right(trial, optim, tokens, targets, *fp8)
         return references[key]
 
-    monkeypatch.setattr(_model, "_in_rows", in_rows)
+    monkeypatch.setattr(training_step, "reference", in_rows)
 
 
 def with_gradients(
     trial: Trial, references: dict[Any, Any], change: Callable[[dict[str, Tensor]], None] = lambda found: None
 ) -> TrainStep:
     """A step whose gradients are the right ones but for `change`."""
-    step = _model.step_of(trial)
+    step = trial_model.step_of(trial)
     if ("ours", trial.id) not in references:
         batch = train_step.random_batches(trial)[0]
-        for _ in range(_model.SETTLE if trial.recipe else 0):
+        for _ in range(training_step.SETTLE if trial.recipe else 0):
             step.gradients(*batch)
         references["ours", trial.id] = step.gradients(*batch)
 
@@ -121,7 +123,7 @@ def test_attention_that_is_a_little_wrong_fails(precision: str, recipe: str | No
     if recipe is not None and recipe.endswith("dpa") and "1 %" in fault:
         return  # attention's own FP8 is louder than that
     trial = a_trial(precision, recipe)
-    step = _model.step_of(trial)
+    step = trial_model.step_of(trial)
     attention_of(step, FAULTS_OF_ATTENTION[fault])
     with pytest.raises(CheckFailed) as failed:
         checked(trial, step)
@@ -132,7 +134,7 @@ def test_attention_that_is_a_little_wrong_fails(precision: str, recipe: str | No
 @pytest.mark.parametrize("fault", FAULTS_OF_ATTENTION)
 def test_attention_of_fused_blocks_is_held_apart_too(fault: str) -> None:
     trial = a_trial("bf16", None, blocks="fused")
-    step = _model.step_of(trial)
+    step = trial_model.step_of(trial)
     attention_of(step, FAULTS_OF_ATTENTION[fault])
     with pytest.raises(CheckFailed, match="attention"):
         checked(trial, step)
@@ -141,7 +143,7 @@ def test_attention_of_fused_blocks_is_held_apart_too(fault: str) -> None:
 @pytest.mark.parametrize("layer", [0, 1])
 def test_what_is_not_a_number_in_one_layer_is_not_hidden_by_another(layer: int) -> None:
     trial = a_trial("bf16", None)
-    step = _model.step_of(trial)
+    step = trial_model.step_of(trial)
     model: Any = step.model
     block = model.transformer.h[layer].attn
     right = block.attention
@@ -152,14 +154,14 @@ def test_what_is_not_a_number_in_one_layer_is_not_hidden_by_another(layer: int) 
 
     block.attention = wrong
     tokens, targets = train_step.random_batches(trial)[0]
-    found = {q.name.partition("'s ")[2]: q for q in _operator.check(step, tokens, targets, "flash", "bf16")}
+    found = {q.name.partition("'s ")[2]: q for q in attention_rows.check(step, tokens, targets, "flash", "bf16")}
     assert found["dq, scale"].wrong
     assert found["dq, worst row"].wrong
 
 
 def test_a_layer_whose_attention_is_not_called_fails() -> None:
     trial = a_trial("bf16", None)
-    step = _model.step_of(trial)
+    step = trial_model.step_of(trial)
     step.model.transformer.h[1].attn.forward = lambda x: 0 * x  # type: ignore[index,union-attr]
     with pytest.raises(CheckFailed) as failed:
         checked(trial, step)
@@ -169,7 +171,7 @@ def test_a_layer_whose_attention_is_not_called_fails() -> None:
 
 def test_the_check_leaves_gradients_and_attention_as_they_were() -> None:
     trial = a_trial("bf16", None)
-    step = _model.step_of(trial)
+    step = trial_model.step_of(trial)
     weight = step.model.transformer.wte.weight  # type: ignore[union-attr]
     weight.grad = gradient = torch.ones_like(weight)  # type: ignore[arg-type,assignment]
     before = [block.attn.attention for block in step.model.transformer.h]  # type: ignore[union-attr]
@@ -189,12 +191,12 @@ def test_a_scale_is_known_far_better_than_an_element() -> None:
     for _ in range(50):
         truth = torch.randn(64, 64, generator=generator).double()
         known = noisy(truth)
-        right, row = _errors.quantities("x", noisy(truth), truth, known, "fp8")
-        wrong, _ = _errors.quantities("x", 1.04 * noisy(truth), truth, known, "fp8")
+        right, row = rounding.quantities("x", noisy(truth), truth, known, "fp8")
+        wrong, _ = rounding.quantities("x", 1.04 * noisy(truth), truth, known, "fp8")
         assert right.error < right.limit < 0.03
         assert wrong.wrong
         assert row.error < 0.6
-        assert math.isnan(_errors.quantities("x", None, truth, known, "fp8")[0].error)
+        assert math.isnan(rounding.quantities("x", None, truth, known, "fp8")[0].error)
 
 
 def test_a_row_that_is_gone_is_seen_among_thousands() -> None:
@@ -203,6 +205,6 @@ def test_a_row_that_is_gone_is_seen_among_thousands() -> None:
     for shape in (truth.shape, truth.T.shape, (64, 64, 64)):
         x, y, t = ((v.T if shape[0] == 64 and len(shape) == 2 else v).reshape(shape) for v in (noise, more, truth))
         found = t + 0.1 * x
-        assert not any(q.wrong for q in _errors.quantities("x", found, t, t + 0.1 * y, "fp8"))
+        assert not any(q.wrong for q in rounding.quantities("x", found, t, t + 0.1 * y, "fp8"))
         found.flatten(0, -2)[17].zero_()
-        assert _errors.quantities("x", found, t, t + 0.1 * y, "fp8")[1].wrong
+        assert rounding.quantities("x", found, t, t + 0.1 * y, "fp8")[1].wrong

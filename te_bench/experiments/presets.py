@@ -1,15 +1,42 @@
 """What the suites on convergence share: named settings of a training run, and the user's words over them."""
 
 from te_bench import plugins
-from te_bench.experiments.spec import Options, Scalar, Trial
-from te_bench.experiments.suites import _rungs
-from te_bench.experiments.suites.curves import CHAR, TINY
+from te_bench.experiments import suite_trials
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Options, Trial
 from te_bench.models.configs import CONFIGS
 
-#: Learning rates that decay to 0: before that, losses measure the rate more than the precision.
-_DECAYED: dict[str, Scalar] = {"min_learning_rate": 0.0, "evaluate": "both", "probes": 10}
+#: nanoGPT's config/train_shakespeare_char.py.
+CHAR: Settings = {
+    "model": "char",
+    "batch": 64,
+    "block": 256,
+    "steps": 5000,
+    "eval_every": 250,
+    "eval_tokens": None,
+    "learning_rate": 1e-3,
+    "min_learning_rate": 1e-4,
+    "warmup": 100,
+    "beta2": 0.99,
+}
+#: The same idea at a size that a CPU trains in half a minute.
+TINY: Settings = {
+    **CHAR,
+    "model": "tiny",
+    "batch": 16,
+    "block": 64,
+    "steps": 400,
+    "eval_every": 50,
+    "eval_tokens": 32768,
+    "learning_rate": 3e-3,
+    "min_learning_rate": 3e-4,
+    "warmup": 20,
+}
 
-_GPT2: dict[str, Scalar] = {
+#: Learning rates that decay to 0: before that, losses measure the rate more than the precision.
+_DECAYED: Settings = {"min_learning_rate": 0.0, "evaluate": "both", "probes": 10}
+
+_GPT2: Settings = {
     **_DECAYED,
     "model": "gpt2",
     "batch": 12,
@@ -18,8 +45,7 @@ _GPT2: dict[str, Scalar] = {
     "steps": 2035,
     "eval_every": 200,
     "eval_tokens": 10 * 2**20,
-    # 7 of 11 evaluations. With all 3.6 M tokens in each, an FP8 trial took 103 to 146 s beside its 200 to 244 s of
-    # steps; a bf16 trial, which evaluates once and not twice, 52 to 73 s (H200, 2026-11-21).
+    # 7 of 11 evaluations: with all 3.6 M tokens in each, an FP8 trial evaluates for half as long as it trains (H200).
     "early_eval_tokens": 2**18,
     "learning_rate": 6e-4,
     "warmup": 100,
@@ -27,7 +53,7 @@ _GPT2: dict[str, Scalar] = {
 
 #: Problems but for their data. eval_tokens: at least 10 M where the text has them; None is the whole validation part.
 #: early_eval_tokens: before the last quarter of the steps, for points that are looked at and enter no verdict.
-PRESETS: dict[str, dict[str, Scalar]] = {
+PRESETS: dict[str, Settings] = {
     "cpu": {  # a rate at which two runs that differ by one ulp stay together: at twice that they end 0.02 nats apart
         **TINY,
         **_DECAYED,
@@ -42,9 +68,7 @@ PRESETS: dict[str, dict[str, Scalar]] = {
     # nanoGPT's 5,000 steps overfit: the validation loss is least at 1,750 and ends 0.17 above it, which voids a verdict.
     "char": {**CHAR, **_DECAYED, "steps": 1200, "eval_every": 60},
     "gpt2": _GPT2,
-    # At 6e-4 bf16 ends 0.005 (sd) from itself an ulp away, at a margin of 0.003 (H200, 5 pairs). On the tiny GPT such gaps
-    # go with the rate: sd over 5 pairs of A/A, of FP8 0.0001, 0.0007 at 5e-4; 0.0002, 0.0015 at 1e-3; 0.012, 0.006 at 2e-3,
-    # and there 0.002, 0.005 after three times the warm-up (150 steps, 2026-11-22). Not measured on GPT-2 yet.
+    # At 6e-4 bf16 ends farther from itself an ulp away than the margin; such gaps go with the rate (docs/convergence.md).
     "gpt2-low-rate": {**_GPT2, "learning_rate": 3e-4, "warmup": 400},
     "gpt2-short": {  # 3.7 M tokens: does a way of computing lose anything that 300 steps show?
         **_GPT2,
@@ -56,18 +80,10 @@ PRESETS: dict[str, dict[str, Scalar]] = {
         "warmup": 60,
     },
 }
-_TOKENIZERS = {
-    "cpu": "bytes",
-    "char": "chars",
-    "gpt2": "bpe:50257",
-    "gpt2-low-rate": "bpe:50257",
-    "gpt2-short": "bpe:50257",
-}
 
-
-#: Of a CPU a tiny GPT has matrices for one thread: a second makes a bf16 step no faster (16 ms) and an FP8 one by 6 %, and
-#: beside other work, for which it waits, takes eight times as long for a trial (two vCPUs, AMD EPYC, 2026-11-22).
-_ONE_THREAD: dict[str, Scalar] = {"threads": 1}
+#: Of a CPU a tiny GPT has matrices for one thread: a second makes its steps hardly faster, and beside other work, for which
+#: it waits, a trial eight times as long (two vCPUs, AMD EPYC).
+_ONE_THREAD: Settings = {"threads": 1}
 
 
 def preset_of(options: Options) -> str:
@@ -81,23 +97,23 @@ def preset_of(options: Options) -> str:
 
 
 def recipes_of(options: Options) -> tuple[str, ...]:
-    return options.recipes or tuple(_rungs.recipes())
+    return options.recipes or tuple(suite_trials.recipes())
 
 
-def problem_of(options: Options) -> dict[str, Scalar]:
+def problem_of(options: Options) -> Settings:
     """The problem that all arms share: the preset's, with the model, the data and the length that the user asks for."""
     preset = preset_of(options)
     problem = dict(PRESETS[preset])
     if options.model is not None:
         problem["model"] = options.model
-    model, block = str(problem["model"]), int(problem["block"] or 0)
+    model, block = problem["model"], problem["block"]
     data = options.data_for(model, "stdlib")
-    tokenizer = "bytes" if data == "stdlib" and preset == "char" else _TOKENIZERS[preset]
+    plain = {"cpu": "bytes", "char": "bytes" if data == "stdlib" else "chars"}
     steps = _steps(options, problem)
-    every = max(1, steps * int(problem["eval_every"] or 1) // int(problem["steps"] or 1))
-    warmup = min(int(problem["warmup"] or 0), steps // 5)
+    every = max(1, steps * problem["eval_every"] // problem["steps"])
+    warmup = min(problem["warmup"], steps // 5)
     return {
-        **_rungs.corpus_problem(options, data, tokenizer, block),
+        **suite_trials.corpus_problem(options, data, plain.get(preset, "bpe:50257"), block),
         **problem,
         "steps": steps,
         "eval_every": every,
@@ -107,7 +123,7 @@ def problem_of(options: Options) -> dict[str, Scalar]:
     }
 
 
-def _sharing(options: Options) -> dict[str, Scalar]:
+def _sharing(options: Options) -> Settings:
     """How many trials a GPU has at a time, where it has several: their step times are not one trial's."""
     if options.share is not None and options.device == "cpu":
         raise ValueError(
@@ -116,18 +132,20 @@ def _sharing(options: Options) -> dict[str, Scalar]:
     return {"share": options.share} if options.share and options.share > 1 else {}
 
 
-def _steps(options: Options, problem: dict[str, Scalar]) -> int:
+def _steps(options: Options, problem: Settings) -> int:
     """The steps that were asked for, or as many as the tokens need."""
     if options.tokens is None:
-        return options.steps or int(problem["steps"] or 0)
-    a_step = int(problem["batch"] or 0) * int(problem["block"] or 0) * int(problem.get("accumulate") or 1)
+        return options.steps or problem["steps"]
+    a_step = problem["batch"] * problem["block"] * problem.get("accumulate", 1)
     return -(-options.tokens // a_step)
 
 
-def arm(options: Options, problem: dict[str, Scalar], recipe: str | None, seed: int) -> Trial:
+def arm(options: Options, problem: Settings, recipe: str | None, seed: int) -> Trial:
     """bf16, or FP8 by a recipe, in the one mode that all arms share: as one CUDA graph, on a CPU eager."""
     mode = "cudagraph" if options.device == "cuda" else "eager"
     precision = "bf16" if recipe is None else "fp8"
-    dropout = CONFIGS[str(problem["model"])].dropout
+    dropout = CONFIGS[problem["model"]].dropout
     attention = "math" if dropout and options.device == "cpu" else "flash"  # the CPU's flash kernel has no dropout
-    return _rungs.training(options, problem, attention, precision, mode, seed, recipe=recipe or _rungs.FP8_RECIPE)
+    return suite_trials.training(
+        options, problem, attention, precision, mode, seed, recipe=recipe or suite_trials.FP8_RECIPE
+    )

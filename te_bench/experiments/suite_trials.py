@@ -1,9 +1,8 @@
-"""What the suites share: the problems of nanoGPT's benchmark and of its training runs, and prepared corpora."""
-
-from typing import Any
+"""The trials that suites are made of: nanoGPT's benchmark, training runs, and their data."""
 
 from te_bench import plugins
-from te_bench.experiments.spec import Options, Scalar, Trial
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import Options, Trial
 from te_bench.training import corpus as corpora
 
 V, VP = 50257, 50304  # GPT-2's vocabulary, and the same padded to a multiple of 64
@@ -12,7 +11,7 @@ FP8_RECIPE = "float8_current_scaling"
 ON_REQUEST = frozenset({"float8_current_scaling_dpa"})
 
 #: nanoGPT's bench.py: no clipping, no accumulation, weight decay 1e-2, learning rate 1e-4.
-BENCH_PY: dict[str, Scalar] = {
+BENCH_PY: Settings = {
     "grad_clip": 0.0,
     "weight_decay": 1e-2,
     "learning_rate": 1e-4,
@@ -30,30 +29,45 @@ def seeds(options: Options, default: int) -> range:
 
 
 def step(
+    options: Options, problem: Settings, attention: str, padded: int, precision: str, mode: str, seed: int, **more: str
+) -> Trial:
+    """A train_step trial at this padded vocabulary; `recipe` is heeded in fp8 alone."""
+    problem = {**problem, **BENCH_PY, "vocab": V, "padded_vocab": padded, "data": "random"}
+    return _trial("train_step", "bench_py", options, problem, attention, precision, mode, seed, **more)
+
+
+def training(
+    options: Options, problem: Settings, attention: str, precision: str, mode: str, seed: int, **more: str
+) -> Trial:
+    """A training to a curve; `recipe` is heeded in fp8 alone."""
+    return _trial("training", "curve", options, problem, attention, precision, mode, seed, **more)
+
+
+def _trial(
+    workload: str,
+    protocol: str,
     options: Options,
-    problem: dict[str, Scalar],
+    problem: Settings,
     attention: str,
-    padded: int,
     precision: str,
     mode: str,
     seed: int,
-    *,
     recipe: str = FP8_RECIPE,
 ) -> Trial:
-    """One rung of a ladder: a train_step trial at this padded vocabulary; the recipe is heeded in fp8 alone."""
     return Trial(
-        workload="train_step",
+        workload=workload,
         device=options.device,
-        problem={**problem, **BENCH_PY, "vocab": V, "padded_vocab": padded, "data": "random"},
+        problem=problem,
         attention=attention,
         precision=precision,
         recipe=recipe if precision == "fp8" else None,
         mode=mode,
+        protocol=protocol,
         seed=seed,
     )
 
 
-def corpus_problem(options: Options, data: str, tokenizer: str, block: int) -> dict[str, Scalar]:
+def corpus_problem(options: Options, data: str, tokenizer: str, block: int) -> Settings:
     """The data part of a training problem, by content: the corpus is read, tokenised into the cache and hashed.
 
     A text file goes by its name, not its folder: the hash says which text it was. Raises ValueError for bad data.
@@ -73,27 +87,3 @@ def corpus_problem(options: Options, data: str, tokenizer: str, block: int) -> d
         "vocab": corpus.vocab,
         "padded_vocab": padded,
     }
-
-
-def training(
-    options: Options,
-    problem: dict[str, Any],
-    attention: str,
-    precision: str,
-    mode: str,
-    seed: int,
-    *,
-    recipe: str = FP8_RECIPE,
-) -> Trial:
-    """A training to a curve; the recipe is heeded in fp8 alone."""
-    return Trial(
-        workload="training",
-        device=options.device,
-        problem=problem,
-        attention=attention,
-        precision=precision,
-        recipe=recipe if precision == "fp8" else None,
-        mode=mode,
-        protocol="curve",
-        seed=seed,
-    )

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from te_bench.experiments import store
+from te_bench.experiments import store, trial_model
+from te_bench.experiments.checks import training_step, what_ran
+from te_bench.experiments.instruments import fp8_numerics, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement
 from te_bench.experiments.spec import Record, Trial
-from te_bench.experiments.workloads import _check, _model, _probe, _ran, layer, max_batch, train_step, training
+from te_bench.experiments.workloads import layer, max_batch, train_step, training
 from te_bench.kernels import linear_cross_entropy
 from te_bench.kernels.linear_cross_entropy.backends import chunked
 from te_bench.kernels.linear_cross_entropy.backends import fp8 as fp8_head
@@ -55,14 +57,14 @@ def in_bf16(model: Any, count: int) -> None:
 
 def observed(trial: Trial, change: Callable[[TrainStep], None] = lambda step: None) -> dict[str, Any]:
     """The parts of the trial's step, as `change` leaves it. Raises CheckFailed where they are not what was asked for."""
-    step = _model.step_of(trial)
+    step = trial_model.step_of(trial)
     change(step)
     batch = train_step.random_batches(trial)[0]
     for _ in range(3 if trial.device == "cuda" or trial.mode != "eager" else 1):
         step(*batch)
-    asked = _ran.of_step(trial, batch[0].numel() // step.optim.accumulate)
-    seen = _check.kernels_seen(lambda: step(*batch), trial.device)
-    found = _ran.require(trial, seen, Measurement(samples={"latency_s": [1.0]}), asked)
+    asked = what_ran.expected_of_step(trial, batch[0].numel() // step.optim.accumulate)
+    seen = profiling.kernels_seen(lambda: step(*batch), trial.device)
+    found = what_ran.require(trial, seen, Measurement(samples={"latency_s": [1.0]}), asked)
     ran: dict[str, int] = found.work["ran"]
     return ran
 
@@ -114,15 +116,15 @@ def test_every_part_of_an_honest_step_is_counted(
     trial = a_trial("delayed_scaling" if precision == "fp8" else None, **problem)
     ran = observed(dataclasses.replace(trial, precision=precision))
     assert {part: ran[part] for part in expected} == expected
-    assert sum(ran[part] for part in _ran.GEMMS) == sum(expected.get(part, 0) for part in _ran.GEMMS)
+    assert sum(ran[part] for part in what_ran.GEMMS) == sum(expected.get(part, 0) for part in what_ran.GEMMS)
 
 
 def test_a_bf16_step_with_linears_in_fp8_fails() -> None:
     asked = a_trial("float8_current_scaling")
-    step, batch = _model.step_of(asked), train_step.random_batches(asked)[0]
-    seen = _check.kernels_seen(lambda: step(*batch), "cpu")
+    step, batch = trial_model.step_of(asked), train_step.random_batches(asked)[0]
+    seen = profiling.kernels_seen(lambda: step(*batch), "cpu")
     with pytest.raises(CheckFailed, match="GEMMs in FP8: 0 expected, 24 ran"):
-        _ran.require(a_trial(), seen, Measurement(), _ran.of_step(a_trial(), 32))
+        what_ran.require(a_trial(), seen, Measurement(), what_ran.expected_of_step(a_trial(), 32))
 
 
 def another_head(step: TrainStep, name: str | None) -> None:
@@ -148,7 +150,7 @@ def test_another_head_fails(asked: str | None, ran: str | None, reason: str) -> 
 @pytest.mark.parametrize(("asked", "ran"), [("reference", None), (None, "reference")])
 def test_another_optimizer_fails(asked: str | None, ran: str | None) -> None:
     trial = a_trial(**({} if asked is None else {"optimizer": asked}))
-    made = _model.step_of(dataclasses.replace(trial, problem=TINY | ({} if ran is None else {"optimizer": ran})))
+    made = trial_model.step_of(dataclasses.replace(trial, problem=TINY | ({} if ran is None else {"optimizer": ran})))
 
     def swap(step: TrainStep) -> None:
         step.__dict__.update(made.__dict__)
@@ -184,8 +186,8 @@ def test_a_compiled_fp8_step_shows_every_emulated_gemm() -> None:
 
 
 def test_fused_blocks_that_are_compiled_for_a_cpu_are_unsupported() -> None:
-    with pytest.raises(_model.Unsupported, match="blocks fused: compiled for a CPU nothing shows"):
-        _model.require_supported(a_trial(mode="compile", blocks="fused"))
+    with pytest.raises(trial_model.Unsupported, match="blocks fused: compiled for a CPU nothing shows"):
+        trial_model.require_supported(a_trial(mode="compile", blocks="fused"))
 
 
 def listen(step: TrainStep) -> None:
@@ -222,9 +224,9 @@ def test_a_whole_trial_with_a_linear_in_bf16_is_a_failed_check_without_times(
     workload: Any, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of max_batch the first try alone."""
-    monkeypatch.setattr(_model, "check_step", lambda *_: {})  # it would see some of them by their numbers
+    monkeypatch.setattr(training_step, "check_step", lambda *_: {})  # it would see some of them by their numbers
     monkeypatch.setattr(max_batch, "largest", lambda _: (1, []))
-    made = _model.step_of
+    made = trial_model.step_of
 
     def half(trial: Trial) -> TrainStep:
         step = made(trial)
@@ -232,7 +234,7 @@ def test_a_whole_trial_with_a_linear_in_bf16_is_a_failed_check_without_times(
         return step
 
     trial = a_trial("float8_current_scaling", **more)
-    monkeypatch.setattr(_model, "step_of", half)
+    monkeypatch.setattr(trial_model, "step_of", half)
     with pytest.raises(CheckFailed, match="GEMMs in FP8: 24 expected, 21 ran") as caught:
         workload.run(trial, Context())
     assert caught.value.measurement.samples == {}
@@ -246,10 +248,10 @@ def test_the_record_of_a_largest_batch_has_what_ran_beside_its_tries(monkeypatch
 
 def test_a_look_at_the_numerics_of_fused_blocks_goes_by_their_modules_and_does_not_warn() -> None:
     trial = a_trial("float8_current_scaling", blocks="fused")
-    step, batch = _model.step_of(trial), train_step.random_batches(trial)[0]
+    step, batch = trial_model.step_of(trial), train_step.random_batches(trial)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error", fused_blocks.NotFused)
-        assert len(_probe.look(step, *batch)) > 8
+        assert len(fp8_numerics.probe(step, *batch)) > 8
     listen(step)
     with pytest.warns(fused_blocks.NotFused):
         step(*batch)
@@ -257,7 +259,7 @@ def test_a_look_at_the_numerics_of_fused_blocks_goes_by_their_modules_and_does_n
 
 def test_a_model_says_once_for_each_reason_that_it_is_not_fused() -> None:
     trial = a_trial(blocks="fused")
-    step, batch = _model.step_of(trial), train_step.random_batches(trial)[0]
+    step, batch = trial_model.step_of(trial), train_step.random_batches(trial)[0]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step(*batch)
@@ -293,8 +295,8 @@ def iterated(recipe: str | None, change: Callable[[nn.Module], None] = lambda la
     iteration = layer.Iteration(layer.layers.load(str(trial.problem["layer"])), p, 0)
     change(iteration.module)
     iteration()
-    seen = _check.kernels_seen(iteration, "cpu")
-    return _ran.require(trial, seen, Measurement(), _ran.of_layer(trial)).work["ran"]
+    seen = profiling.kernels_seen(iteration, "cpu")
+    return what_ran.require(trial, seen, Measurement(), what_ran.expected_of_layer(trial)).work["ran"]
 
 
 @pytest.mark.parametrize("name", ["te_basic", "te_fused", "te_layer"])
@@ -332,10 +334,10 @@ def published() -> list[Record]:
     return list(found.values())
 
 
-def asked_of(trial: Trial) -> _ran.Asked:
+def asked_of(trial: Trial) -> what_ran.Expected:
     if trial.workload == "layer":
-        return _ran.of_layer(trial, linears=2 if trial.problem["variant"] == "mlp" else 4)
-    return _ran.of_step(trial, 12 * 1024)
+        return what_ran.expected_of_layer(trial, linears=2 if trial.problem["variant"] == "mlp" else 4)
+    return what_ran.expected_of_step(trial, 12 * 1024)
 
 
 #: Until 2026-11-23 the Gluon GEMM's name did not say of which precision it was; a profiler of those days had no host events.
@@ -347,7 +349,7 @@ def test_the_published_records_are_of_what_they_were_asked_for() -> None:
     """Which parts ran; how often is in no record of those days."""
     assert len(published()) > 80
     for record in published():
-        ran = _ran.parts({name: 1 for name in record.kernels if name not in UNTOLD}, "cuda")
+        ran = what_ran.parts({name: 1 for name in record.kernels if name not in UNTOLD}, "cuda")
         for part, (least, most) in asked_of(record.trial).items():
             if part not in UNSEEN:
                 assert (ran[part] > 0) == (least > 0) or (least == 0 and most is None), (record.trial.name, part, ran)
@@ -357,21 +359,21 @@ def gpu_counts(record: Record, **replaced: int) -> dict[str, int]:
     """Counts that the record's kernels could have had: of each part what was asked for, shared out over its names."""
     counts: dict[str, int] = {}
     asked = asked_of(record.trial)
-    kinds = {name: _ran.gemm_of(name) for name in record.kernels if name not in UNTOLD}
-    for kind in _ran.GEMMS:
+    kinds = {name: what_ran.gemm_of(name) for name in record.kernels if name not in UNTOLD}
+    for kind in what_ran.GEMMS:
         names = [name for name, of in kinds.items() if of == kind]
         total = replaced.get(kind, asked[kind][0])
         for name, more in zip(names, itertools.chain([total - len(names) + 1], itertools.repeat(1)), strict=False):
             counts[name] = more
     blocks = asked.get("fused_blocks", (0, 0))[0]
     counts |= {name: 1 for name in record.kernels if kinds.get(name) is None and name not in UNTOLD}
-    fused = [name for name in counts if re.match(_ran.FUSED["cuda"], name)]
+    fused = [name for name in counts if re.match(what_ran.FUSED["cuda"], name)]
     counts |= {name: blocks - len(fused) + 1 if name == fused[0] else 1 for name in fused}
     return counts | ({"cudaGraphLaunch": 1} if asked["graphs"][0] else {})
 
 
 def verdict(record: Record, counts: dict[str, int]) -> str | None:
-    return _ran.wrong(asked_of(record.trial), _ran.parts(counts, "cuda"))
+    return what_ran.disagreement(asked_of(record.trial), what_ran.parts(counts, "cuda"))
 
 
 def test_honest_counts_of_every_published_configuration_pass() -> None:
@@ -384,7 +386,7 @@ def test_linears_in_bf16_fail_in_every_published_fp8_configuration() -> None:
     assert len(in_fp8) > 30
     for record, linears in itertools.product(in_fp8, (1, 2)):
         counts = gpu_counts(record)
-        kernel = max((n for n in counts if _ran.gemm_of(n) == "gemm_fp8"), key=lambda n: counts[n])
+        kernel = max((n for n in counts if what_ran.gemm_of(n) == "gemm_fp8"), key=lambda n: counts[n])
         counts[kernel] -= 3 * linears
         assert "GEMMs in FP8" in str(verdict(record, counts)), record.trial.name
         counts["nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNN"] = 3 * linears
@@ -430,14 +432,14 @@ def test_a_graph_that_was_not_replayed_fails() -> None:
     ],
 )
 def test_a_kernel_s_name_tells_its_precision(kernel: str, kind: str | None) -> None:
-    assert _ran.gemm_of(kernel) == kind
+    assert what_ran.gemm_of(kernel) == kind
 
 
 def test_a_product_whose_dtype_no_profiler_tells_is_of_the_trial_s_precision() -> None:
     untold = {"aten::mm": 27, "te_bench::reference_gemm": 3}
-    ran = [_ran.parts(untold, "cpu", half=half) for half in (True, False)]
+    ran = [what_ran.parts(untold, "cpu", half=half) for half in (True, False)]
     assert [(parts["gemm_fp8"], parts["gemm_half"], parts["gemm_float"]) for parts in ran] == [(3, 27, 0), (3, 0, 27)]
-    told = _ran.parts({"aten::mm float": 1, "aten::addmm c10::BFloat16": 2}, "cpu")
+    told = what_ran.parts({"aten::mm float": 1, "aten::addmm c10::BFloat16": 2}, "cpu")
     assert (told["gemm_half"], told["gemm_float"]) == (2, 1)
 
 
@@ -517,7 +519,7 @@ def test_a_gpu_s_torchao_step_passes_and_fails_without_a_conversion(name: str) -
 @pytest.mark.gpu
 def test_a_gpu_s_step_that_is_not_captured_or_not_compiled_fails() -> None:
     def as_eager(step: TrainStep) -> None:
-        step.__dict__.update(_model.step_of(a_trial(None, "eager", "cuda", **STEP)).__dict__)
+        step.__dict__.update(trial_model.step_of(a_trial(None, "eager", "cuda", **STEP)).__dict__)
 
     for mode, part in (("cudagraph", "replays"), ("compile", "what torch.compile made")):
         with pytest.raises(CheckFailed, match=part):
@@ -535,6 +537,6 @@ def test_a_gpu_s_layer_is_twelve_gemms(recipe: str | None, mode: str) -> None:
     iteration = layer.Iteration(layer.layers.load("te_layer"), p, 0, mode=mode)
     for _ in range(3):
         iteration()
-    seen = _check.kernels_seen(iteration, "cuda")
-    ran = _ran.require(trial, seen, Measurement(), _ran.of_layer(trial)).work["ran"]
+    seen = profiling.kernels_seen(iteration, "cuda")
+    ran = what_ran.require(trial, seen, Measurement(), what_ran.expected_of_layer(trial)).work["ran"]
     assert ran["gemm_half" if recipe is None else "gemm_fp8"] == 12, ran

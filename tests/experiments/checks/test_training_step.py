@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from planting import no_clip_factor
 from torch import Tensor, nn
 
+from te_bench.experiments import trial_model
+from te_bench.experiments.checks import training_step
+from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _model, train_step
+from te_bench.experiments.workloads import train_step
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize.backends.reference import dequantize
 from te_bench.models import recipe as recipes
@@ -43,9 +46,9 @@ def a_trial(precision: str, seed: int = 0, recipe: str = CURRENT, **problem: Any
 
 
 def checked(trial: Trial, mutate: Callable[[TrainStep], None] = lambda step: None) -> dict[str, Any]:
-    step = TrainStep(_model.build(trial), _model.optim_of(trial), precision=trial.precision, mode="eager")
+    step = TrainStep(trial_model.build(trial), trial_model.optim_of(trial), precision=trial.precision, mode="eager")
     mutate(step)
-    return _model.check_step(trial, *train_step.random_batches(trial)[0], step)
+    return training_step.check_step(trial, *train_step.random_batches(trial)[0], step)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def references() -> dict[tuple[object, ...], Any]:
 @pytest.fixture
 def references_once(references: dict[tuple[object, ...], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The references of a seed's weights and batch, worked out once: for tests that change the trial's own step alone."""
-    right = _model._in_rows
+    right = training_step.reference
 
     def in_rows(trial: Trial, optim: Any, tokens: Tensor, targets: Tensor, *fp8: Any) -> Any:
         key = (trial.id, optim, tuple(tokens.flatten().tolist()), *(repr(x) for x in fp8))
@@ -64,7 +67,7 @@ def references_once(references: dict[tuple[object, ...], Any], monkeypatch: pyte
             references[key] = right(trial, optim, tokens, targets, *fp8)
         return references[key]
 
-    monkeypatch.setattr(_model, "_in_rows", in_rows)
+    monkeypatch.setattr(training_step, "reference", in_rows)
 
 
 @pytest.mark.usefixtures("references_once")
@@ -77,7 +80,7 @@ def test_true_steps_pass_on_every_seed(precision: str, recipe: str, seed: int) -
     names = [q["name"] for q in check["quantities"]]
     assert "loss" in names
     assert "grad padding rows" in names
-    assert len(names) >= 2 + len(list(_model.build(a_trial(precision)).parameters()))
+    assert len(names) >= 2 + len(list(trial_model.build(a_trial(precision)).parameters()))
     assert all(0 <= q["error"] <= q["limit"] for q in check["quantities"])
 
 
@@ -114,9 +117,9 @@ def test_true_fast_steps_pass(precision: str, recipe: str, problem: dict[str, An
         return  # its yardstick is bf16's
     for seed in range(2):
         trial = a_trial(precision, seed, recipe, **problem)
-        step = _model.step_of(trial)
+        step = trial_model.step_of(trial)
         assert step.table is not None
-        _model.check_step(trial, *train_step.random_batches(trial)[0], step)
+        training_step.check_step(trial, *train_step.random_batches(trial)[0], step)
 
 
 def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +169,7 @@ def test_a_wrong_fast_step_fails(
     trial = a_trial(precision, 0, recipe, **FAST, grad_clip=0.1)
     mutation(monkeypatch)
     with pytest.raises(CheckFailed):
-        _model.check_step(trial, *train_step.random_batches(trial)[0], _model.step_of(trial))
+        training_step.check_step(trial, *train_step.random_batches(trial)[0], trial_model.step_of(trial))
 
 
 # Mutations of the trial's own model.
@@ -295,7 +298,7 @@ def test_checking_leaves_tf32_as_the_trial_needs_it() -> None:
 def test_what_a_trial_allows_ends_with_its_test(turn: int) -> None:
     """Else every later test of float32 on a GPU is one of TF32, and fails by the order of files."""
     assert not torch.backends.cuda.matmul.allow_tf32
-    _model.allow_tf32("bf16")
+    trial_model.allow_tf32("bf16")
 
 
 @pytest.mark.usefixtures("references_once")
@@ -494,14 +497,14 @@ def test_launches_are_the_fewer_of_two_looks(
     counts: list[int | None], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = iter(counts)
-    monkeypatch.setattr(_check, "_seen", lambda call, device: _check.Seen(["gemm"], next(looks)))
-    assert _check.kernels_seen(lambda: None, "cuda") == _check.Seen(["gemm"], expected)
+    monkeypatch.setattr(profiling, "seen_once", lambda call, device: profiling.Seen(["gemm"], next(looks)))
+    assert profiling.kernels_seen(lambda: None, "cuda") == profiling.Seen(["gemm"], expected)
 
 
 def test_on_a_cpu_where_nothing_is_launched_one_look_is_enough() -> None:
     calls: list[Tensor] = []
     x = torch.ones(1, 1, 8, 8)
-    seen = _check.kernels_seen(lambda: calls.append(F.scaled_dot_product_attention(x, x, x)), "cpu")
+    seen = profiling.kernels_seen(lambda: calls.append(F.scaled_dot_product_attention(x, x, x)), "cpu")
     assert len(calls) == 1
     assert seen.launches is None
     assert any("attention" in name for name in seen.names)

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd import DeviceType
 
+from te_bench.experiments.checks import what_ran
+from te_bench.experiments.instruments import compilation, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.workloads import _check, _compilation, attention, layer, train_step, training
+from te_bench.experiments.workloads import attention, layer, train_step, training
 from te_bench.models.zoo import gpt
 
 STEP = {"model": "tiny", "batch": 2, "block": 8, "vocab": 60, "padded_vocab": 64}
@@ -27,15 +29,15 @@ def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """torch.compile as Dynamo alone: its graphs run as they were traced, which no count depends on."""
     compiled = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", compiled)
-    _compilation.begin(COMPILED)
+    compilation.begin(COMPILED)
     yield functools.partial(compiled, dynamic=False)
-    _compilation.begin(COMPILED)
+    compilation.begin(COMPILED)
 
 
 def counts(compiled: Any, *shapes: int) -> dict[str, int]:
     for length in shapes:
         compiled(torch.ones(length))
-    return _compilation.counts(COMPILED)
+    return compilation.counts(COMPILED)
 
 
 def counted(work: Mapping[str, Any]) -> dict[str, int]:
@@ -91,9 +93,9 @@ def test_another_shape_is_a_recompilation_and_other_code_is_none(dynamo: Any) ->
 
 def test_a_trial_begins_with_nothing_compiled_and_eager_modes_count_nothing(dynamo: Any) -> None:
     counts(dynamo(broken_twice), 2, 3)
-    assert _compilation.counts(EAGER) == {}
-    _compilation.begin(COMPILED)
-    assert _compilation.counts(COMPILED) == NONE
+    assert compilation.counts(EAGER) == {}
+    compilation.begin(COMPILED)
+    assert compilation.counts(COMPILED) == NONE
     assert counts(dynamo(whole), 2) == NONE
 
 
@@ -138,14 +140,14 @@ def test_a_training_is_compiled_once_and_profiled_at_the_shape_it_trained_at(
 ) -> None:
     """Of eight rows an eager step's check and profile take four."""
     profiled: list[dict[str, int]] = []
-    right = _check.kernels_seen
+    right = profiling.kernels_seen
 
-    def watched(call: Any, device: str) -> _check.Seen:
+    def watched(call: Any, device: str) -> profiling.Seen:
         seen = right(call, device)
-        profiled.append(_compilation.counts(COMPILED))
+        profiled.append(compilation.counts(COMPILED))
         return seen
 
-    monkeypatch.setattr(_check, "kernels_seen", watched)
+    monkeypatch.setattr(profiling, "kernels_seen", watched)
     problem = {**STEP, "batch": 8, "data": "random", "steps": 3, "eval_every": 3, "eval_tokens": 16, "dropout": dropout}
     trial = dataclasses.replace(COMPILED, workload="training", attention="math", problem=problem)
     found = training.run(trial, Context()).work
@@ -180,7 +182,7 @@ OTHERS = [
 def profiled(monkeypatch: pytest.MonkeyPatch) -> Any:
     """seen = profiled(events, device): what kernels_seen makes of a profiler's events; "log" is the order of calls."""
 
-    def with_events(events: list[Any], device: str = "cuda") -> tuple[_check.Seen, list[str]]:
+    def with_events(events: list[Any], device: str = "cuda") -> tuple[profiling.Seen, list[str]]:
         log: list[str] = []
 
         class Profile:
@@ -197,9 +199,9 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> Any:
             def events(self) -> list[Any]:
                 return events
 
-        monkeypatch.setattr(_check, "profile", Profile)
+        monkeypatch.setattr(profiling, "profile", Profile)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
-        return _check.kernels_seen(lambda: log.append("call"), device), log
+        return profiling.kernels_seen(lambda: log.append("call"), device), log
 
     return with_events
 
@@ -219,23 +221,23 @@ def test_launches_are_the_kernels_that_ran_each_time_and_nothing_else(profiled: 
 def test_launches_that_were_not_counted_are_not_0(profiled: Any) -> None:
     assert profiled(OTHERS)[0].launches is None
     assert profiled(OTHERS[-1:], "cpu")[0].launches is None
-    assert _check.kernels_seen(lambda: torch.ones(2) + 1, "cpu").launches is None
+    assert profiling.kernels_seen(lambda: torch.ones(2) + 1, "cpu").launches is None
 
 
 def test_the_record_s_work_has_the_launches_beside_what_it_had() -> None:
     timed = Measurement(work={"tokens": 16}, samples={"latency_s": [1.0]})
-    seen = _check.Seen(["aten::_scaled_dot_product_flash_attention_for_cpu"], 7)
-    found = _check.require_kernels(EAGER, seen, timed)
+    seen = profiling.Seen(["aten::_scaled_dot_product_flash_attention_for_cpu"], 7)
+    found = what_ran.require_attention(EAGER, seen, timed)
     assert (found.work, found.kernels, found.samples) == ({"tokens": 16, "launches": 7}, seen.names, timed.samples)
-    assert _check.require_kernels(EAGER, _check.Seen(seen.names), timed).work == {"tokens": 16}
+    assert what_ran.require_attention(EAGER, profiling.Seen(seen.names), timed).work == {"tokens": 16}
     with pytest.raises(CheckFailed) as caught:
-        _check.require_kernels(EAGER, _check.Seen(["aten::_scaled_dot_product_attention_math"], 7), timed)
+        what_ran.require_attention(EAGER, profiling.Seen(["aten::_scaled_dot_product_attention_math"], 7), timed)
     assert caught.value.measurement.samples == {}
 
 
 def test_every_workload_s_record_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = _check.kernels_seen
-    monkeypatch.setattr(_check, "kernels_seen", lambda *call: dataclasses.replace(right(*call), launches=7))
+    right = profiling.kernels_seen
+    monkeypatch.setattr(profiling, "kernels_seen", lambda *call: dataclasses.replace(right(*call), launches=7))
     monkeypatch.setattr(attention.timing, "KERNEL_SECONDS", 0.0)
     shape = {"batch": 2, "heads": 2, "length": 16, "head_dim": 8, "causal": True}
     sizes = {"layer": "te_layer", "variant": "fair", "hidden": 64, "ffn": 128, "heads": 4, "sequence": 16, "batch": 2}
@@ -246,7 +248,8 @@ def test_every_workload_s_record_has_them(monkeypatch: pytest.MonkeyPatch) -> No
         (layer, {**sizes, "dropout": 0.0, "mask": "causal"}),
     ]
     for workload, problem in runs:
-        found = workload.run(dataclasses.replace(EAGER, problem=problem), Context())
+        trial = dataclasses.replace(EAGER, workload=workload.__name__.rpartition(".")[2], problem=problem)
+        found = workload.run(trial, Context())
         assert found.work["launches"] == 7, workload
         assert len(found.work) > 1
 

@@ -1,4 +1,4 @@
-"""A look at the FP8 numerics in the middle of a training: one eager pass that leaves no trace in it."""
+"""FP8 numerics: of one more pass at the end of a trial, and in the middle of a training without a trace in it."""
 
 import contextlib
 import warnings
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_bench.experiments.spec import Trial
 from te_bench.models import fp8
 from te_bench.models.fused import blocks
 from te_bench.models.modules.linear import Linear
@@ -17,7 +18,19 @@ COUNTED = ("saturated", "underflowed")
 SEED = 0x70726F62  # of the probe's dropout masks, the same at each look: ASCII "prob"
 
 
-def look(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float | None]:
+def of_a_pass(trial: Trial, model: Any, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
+    """{"numerics": te.numerics} of one more forward and backward pass, in eager mode and off the clock; {} without FP8."""
+    if trial.recipe is None:
+        return {}
+    with fp8.record_numerics():
+        with autocast(tokens.device, trial.precision), model.autocast():
+            loss = model(tokens, targets)
+        loss.backward()
+    model.zero_grad(set_to_none=True)
+    return {"numerics": fp8.numerics(model)}
+
+
+def probe(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float | None]:
     """{"amax:MODULE.TENSOR": max |x|, "saturated:...", "underflowed:...": fractions of its elements}, of one micro-batch.
 
     tokens and targets (B, T). An amax that is not finite is None. Weights, gradients, FP8 state and random numbers are

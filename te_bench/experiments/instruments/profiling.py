@@ -1,21 +1,13 @@
-"""Check, then time: errors against their limits, and the kernels that ran against those that were asked for."""
+"""What a profiler sees of a call: the operators and kernels that ran, how often, and their seconds."""
 
 import dataclasses
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
-
-from te_bench.experiments.measurement import CheckFailed, Measurement
-from te_bench.experiments.spec import NO_ATTENTION, Trial
-from te_bench.kernels import attention
-from te_bench.models import recipe as recipes
-from te_bench.models.modules import attention_kernel
 
 #: How Kineto names the GPU's copies and fills; and the driver the kernels of its own by which a captured graph does some of
 #: them, "memcpy32_post" and "memset32" (H200, CUDA 13.0).
@@ -30,39 +22,6 @@ HOST = re.compile(
     r"cudaGraphLaunch|cu(da)?LaunchKernel"
 )
 WHOLE = re.compile(r"aten::(mm|addmm|_scaled_mm(_v2)?|_fused_adamw_)$|te_bench::")
-
-#: The check of a record whose trial an earlier round of the same gate has checked.
-CHECKED_BEFORE = {"skipped": "checked in the first round"}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Quantity:
-    """One thing that was compared: its error against the reference and what it may be."""
-
-    name: str
-    error: float
-    limit: float
-
-    @property
-    def wrong(self) -> bool:
-        return not self.error <= self.limit  # NaN is not <=
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON has no NaN: what is not a finite number is null."""
-        error, limit = (x if math.isfinite(x) else None for x in (self.error, self.limit))
-        return {"name": self.name, "error": error, "limit": limit}
-
-
-def judge(reference: str, quantities: list[Quantity]) -> dict[str, Any]:
-    """The check of a record; raises CheckFailed, naming the worst quantity, when one exceeds its limit."""
-    check = {"reference": reference, "quantities": [q.to_json() for q in quantities]}
-    wrong = [q for q in quantities if q.wrong]
-    if wrong:
-        worst = max(wrong, key=lambda q: q.error / (q.limit or 1e-30) if math.isfinite(q.error) else math.inf)
-        reason = f"{worst.name}: error {worst.error:.3g} > {worst.limit:.3g}"
-        others = f" ({len(wrong)} of {len(quantities)} quantities are wrong)"
-        raise CheckFailed(reason + others, Measurement(check=check))
-    return check
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,17 +46,17 @@ def kernels_seen(call: Callable[[], object], device: str) -> Seen:
 
     Whoever wants to count launches has called it before.
     """
-    first = _seen(call, device)
+    first = seen_once(call, device)
     if device != "cuda":
         return first
-    second = _seen(call, device)
+    second = seen_once(call, device)
     if not (first.launches and second.launches):
         return Seen(first.names, None, second.counts)
     fewer = first if first.launches < second.launches else second
     return Seen(first.names, fewer.launches, fewer.counts)
 
 
-def _seen(call: Callable[[], object], device: str) -> Seen:
+def seen_once(call: Callable[[], object], device: str) -> Seen:
     if device == "cuda":
         torch.cuda.synchronize()  # what was queued before is not the call's
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
@@ -159,28 +118,3 @@ def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:
 def spans_kernels(event: FunctionEvent) -> bool:
     """Whether a GPU's event is an annotation, that of a compiled graph say, which spans the kernels that it names."""
     return bool(event.is_user_annotation) or event.name.startswith(("## ", "Torch-Compiled"))
-
-
-def attention_of(trial: Trial) -> str:
-    """The backend whose attention a training pass of the trial runs: its own, or under a recipe with fp8_dpa the FP8 one."""
-    recipe = None if trial.recipe is None else recipes.load(trial.recipe)
-    if recipe is None or not recipe.fp8_dpa or attention.in_fp8(trial.attention):
-        return trial.attention
-    return attention_kernel.in_fp8(trial.device, recipe.emulate)
-
-
-def require_kernels(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:
-    """The measurement with its kernels, and in its work how many were launched where that was counted, and `auto`'s choice.
-
-    Raises CheckFailed, without timings, when another attention ran.
-    """
-    more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
-    if trial.attention == NO_ATTENTION:
-        return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})
-    reason = attention.wrong_kernel(attention_of(trial), trial.device, seen.names, eager=trial.mode == "eager")
-    if reason:
-        raise CheckFailed(reason, dataclasses.replace(measurement, samples={}, kernels=seen.names))
-    chosen = attention.load(trial.attention).chosen
-    if chosen is not None:
-        more = {"chosen": ", ".join(chosen()), **more}
-    return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})

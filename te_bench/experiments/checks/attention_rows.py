@@ -16,18 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_bench.experiments.workloads import _errors
-from te_bench.experiments.workloads._check import Quantity
+from te_bench.experiments.checks import rounding
+from te_bench.experiments.checks.quantity import Quantity
+from te_bench.experiments.checks.tolerances import ACCUMULATED, ATTENTION_ROWS
 from te_bench.kernels import attention
 from te_bench.training.step import TrainStep, autocast, fp8_autocast
 
 NAMES = ("out", "dq", "dk", "dv")
-#: A row may err so many times as much as the yardstick's: what errs by chance is 5 times the mean at most, and what sees the
-#: wrong keys a hundred times.
-ROWS = 8.0
 NEAR = 4  # rows before and after
-#: Of the largest row, beside: units of float32's accumulation, as in the workload `attention`.
-ACCUMULATED = 16 * 2.0**-23
 
 Attend = Callable[..., Tensor]
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -127,7 +123,7 @@ def _quantities(where: str, call: Call, definition: str, precision: str) -> list
     found = []
     for i, name in enumerate(NAMES):
         x, exact, known = call.found[name], truth[i], [yardstick[i] for yardstick in yardsticks]
-        scale, _ = _errors.quantities(f"{where}'s {name}", x, exact, known[-1], precision)
+        scale, _ = rounding.quantities(f"{where}'s {name}", x, exact, known[-1], precision)
         found += [scale, Quantity(f"{where}'s {name}, worst row", _worst_row(x, exact, known), 1.0)]
     return found
 
@@ -182,13 +178,13 @@ def as_fused(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dro
 
 
 def _worst_row(x: Tensor, truth: Tensor, yardsticks: list[Tensor]) -> float:
-    """Over rows (sequence, head, t): the error's norm over ROWS times the yardsticks' own, or their mean NEAR t.
+    """Over rows (sequence, head, t): the error's norm over ATTENTION_ROWS times the yardsticks' own, or their mean NEAR t.
 
     Of the first rows' dq next to nothing is there but rounding, some heads' a tenth of others': few rows are no measure.
     """
     noise = torch.stack([torch.linalg.vector_norm(y.double() - truth, dim=3) for y in yardsticks]).amax(0)
     usual = noise.square().mean((0, 1))[None]
     noise = noise.maximum(F.avg_pool1d(usual, 2 * NEAR + 1, 1, NEAR, count_include_pad=False).sqrt())
-    limit = ROWS * noise + ACCUMULATED * torch.linalg.vector_norm(truth, dim=3).max()
+    limit = ATTENTION_ROWS * noise + ACCUMULATED * torch.linalg.vector_norm(truth, dim=3).max()
     error = torch.linalg.vector_norm(x.double() - truth, dim=3)
     return (error / limit.clamp(min=1e-300)).max().item()

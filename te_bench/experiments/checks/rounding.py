@@ -10,20 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from te_bench.experiments.workloads._check import Quantity
-
-#: A scale may differ from the yardstick's by so many standard errors of the yardstick's own, as `_scale` estimates it. That
-#: is four to five of their difference: each has its own rounding, and rows and columns do not err quite apart.
-SCALE_SIGMAS = 8.0
-#: And by so much: what kernels may shrink without being wrong. FP8's products may be summed up in 14 bits, cut off.
-SCALE_FLOOR = {"fp32": 2.0**-21, "bf16": 2e-3, "fp16": 2e-3, "fp8": 1e-2}
-#: Of a row of w elements whose error is normal, the norm exceeds 1 + TAIL / sqrt(2 w) times its mean once in 10^10 rows.
-TAIL = 6.5
-#: A row may err as much as the yardstick's, and so much again.
-FACTOR = 2.0
-#: Of a row's own norm, beside: one large element decides over it, and rounding moves that one by half a step. FP8's step is
-#: E5M2's, a gradient's; the others' is four units of round-off.
-ROW_FLOOR = {"fp32": 2.0**-21, "bf16": 2.0**-6, "fp16": 2.0**-9, "fp8": 2.0**-3}
+from te_bench.experiments.checks.quantity import Quantity
+from te_bench.experiments.checks.tolerances import ROW_FACTOR, ROW_FLOOR, SCALE_FLOOR, SCALE_SIGMAS, TAIL
 
 
 def quantities(
@@ -73,7 +61,9 @@ def _scale(error: Tensor, truth: Tensor) -> tuple[float, float]:
 
 
 def _worst_row(error: Tensor, known: Tensor, truth: Tensor, precision: str, typical: float) -> float:
-    """Over rows and columns: the error's norm over FACTOR (1 + TAIL / sqrt(2 w)) noise + floor; of a vector, over elements.
+    """Over rows and columns: the error's norm over what it may be, ROW_FACTOR (1 + TAIL / sqrt(2 w)) noise + floor.
+
+    Of a vector over elements.
 
     A row's noise is the yardstick's own error in it, or the mean of all rows' where that is larger. w: in how many
     directions the yardstick's errors lie, at most a row's elements; where one token decides over v's gradient they are few.
@@ -87,7 +77,7 @@ def _worst_row(error: Tensor, known: Tensor, truth: Tensor, precision: str, typi
     for side in (1, 0) if truth.shape[1] > 1 else (1,):
         rows, width = truth.shape[1 - side], min(truth.shape[side], directions)
         noise = torch.linalg.vector_norm(known, dim=side).clamp(min=overall / math.sqrt(rows))
-        limit = FACTOR * (1 + TAIL / math.sqrt(2 * width)) * noise
+        limit = ROW_FACTOR * (1 + TAIL / math.sqrt(2 * width)) * noise
         limit += ROW_FLOOR[precision] * torch.linalg.vector_norm(truth, dim=side)
         shares.append((torch.linalg.vector_norm(error, dim=side) / limit.clamp(min=1e-300)).max())
     return torch.stack(shares).max().item()

@@ -4,9 +4,9 @@ The parts are GEMMs by precision, fused blocks, head, optimizer and execution mo
 from within a captured graph too, a CPU's operators by theirs: each GEMM emulated in FP8 is one operator. What a trial asks
 for is counted from its model, not from the modules that were built: a Linear is three GEMMs, fprop, dgrad and wgrad.
 
-    asked = of_step(trial, rows) or of_layer(trial)      {part: (least, most)}
-    parts(seen.counts, device)                            {part: how often it ran}
-    require(trial, seen, measurement, asked)              CheckFailed where they disagree; else work["ran"] has the counts
+    expected = expected_of_step(trial, rows) or expected_of_layer(trial)    {part: (least, most)}
+    parts(seen.counts, device)                     {part: how often it ran}
+    require(trial, seen, measurement, expected)    CheckFailed where they disagree; else work["ran"] has the counts
 """
 
 import dataclasses
@@ -16,13 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from te_bench.experiments import trial_model
+from te_bench.experiments.instruments.profiling import Seen
 from te_bench.experiments.measurement import CheckFailed, Measurement
+from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import NO_ATTENTION, Trial
-from te_bench.experiments.workloads import _check, _model
 from te_bench.kernels import adamw, attention, linear_cross_entropy
 
 Range = tuple[int, int | None]  # the least and the most that is right; None: however many
-Asked = dict[str, Range]
+Expected = dict[str, Range]
 
 LINEARS = 4  # of a block: query, key and value together, the projection, and the MLP's two
 PASSES = 3  # GEMMs of a Linear: fprop, dgrad, wgrad
@@ -88,13 +90,13 @@ def _product_of(operator: str, half: bool) -> str | None:
 
 
 def parts(counts: Mapping[str, int], device: str, *, half: bool = True) -> dict[str, int]:
-    """{part: how often it ran} of what a profiler counted (_check.Seen.counts); every part is there, 0 where nothing ran.
+    """{part: how often it ran} of what a profiler counted (Seen.counts); every part is there, 0 where nothing ran.
 
     half: whether a CPU's products are in half precision where no dtype says so.
     """
     gemm: Callable[[str], str | None] = gemm_of if device == "cuda" else lambda name: _product_of(name, half)
     patterns = {"fused_blocks": FUSED[device], "optimizer_torch": TORCH_ADAMW[device], "compiled": COMPILED}
-    patterns |= _told(device)
+    patterns |= _kernels_of(device)
     if device == "cuda":
         patterns |= {"graphs": r"^cudaGraphLaunch", "host_launches": r"^cu(da)?LaunchKernel"}
     found = Counter(dict.fromkeys((*GEMMS, *patterns), 0))
@@ -109,44 +111,47 @@ def parts(counts: Mapping[str, int], device: str, *, half: bool = True) -> dict[
 
 
 @functools.cache
-def _told(device: str) -> dict[str, str]:
+def _kernels_of(device: str) -> dict[str, str]:
     """{"head_NAME", "optimizer_NAME": what proves it} of those that can be told on that device."""
     found = {f"{family}_{name}": of.load(name).kernels for family, of in FAMILIES.items() for name in of.names()}
     return {part: kernels[device] for part, kernels in found.items() if device in kernels}
 
 
-def of_step(trial: Trial, rows: int) -> Asked:
+def expected_of_step(trial: Trial, rows: int) -> Expected:
     """What a training step of the trial is made of, `rows` being the tokens of a micro-batch."""
-    accumulate, layers = _model.optim_of(trial).accumulate, _model.config_of(trial).n_layer
-    asked = _gemms(trial, LINEARS * layers * accumulate)
-    chosen = {f"{family}_{trial.problem.get(family) or 'torch'}" for family in FAMILIES}
-    for part in (*_told(trial.device), "optimizer_torch"):
+    p = StepProblem.of(trial)
+    accumulate, layers = trial_model.optim_of(trial).accumulate, trial_model.config_of(trial).n_layer
+    expected = _gemms(trial, LINEARS * layers * accumulate)
+    chosen = {f"{family}_{getattr(p, family) or 'torch'}" for family in FAMILIES}
+    for part in (*_kernels_of(trial.device), "optimizer_torch"):
         least = accumulate if part.startswith("head") else 1
-        asked[part] = (least, None) if part in chosen else NONE
-    head = linear_cross_entropy.load(str(trial.problem.get("head") or "reference"))
+        expected[part] = (least, None) if part in chosen else NONE
+    head = linear_cross_entropy.load(p.head or "reference")
     if trial.device != "cpu" or "cpu" not in head.kernels:  # which there is one operator, and shows no GEMM
         half = 2 if _plain(trial) == "gemm_half" else 4
-        in_fp8, others = head.gemms(rows, trial.number("padded_vocab"), half)
-        asked = _more(_more(asked, "gemm_fp8", accumulate * in_fp8), _plain(trial), accumulate * others)
+        in_fp8, others = head.gemms(rows, p.padded_vocab, half)
+        expected = _plus(_plus(expected, "gemm_fp8", accumulate * in_fp8), _plain(trial), accumulate * others)
     # A GPU's kernel that adds and norms runs before the first attention and twice between two; a CPU's Function once.
     times = accumulate * (2 * layers + 1 if trial.device == "cuda" else layers)
-    fused = "blocks" in trial.problem
-    asked["fused_blocks"] = (times, times) if fused else NONE
-    return asked | _mode(trial, as_it_is=fused)
+    fused = p.blocks is not None
+    expected["fused_blocks"] = (times, times) if fused else NONE
+    return expected | _mode(trial, as_it_is=fused)
 
 
-def of_layer(trial: Trial, *, linears: int = LINEARS, theirs: bool = False, emulated: bool = False) -> Asked:
+def expected_of_layer(
+    trial: Trial, *, linears: int = LINEARS, theirs: bool = False, emulated: bool = False
+) -> Expected:
     """What an iteration of a layer, or of its MLP alone with two `linears`, is made of.
 
     theirs: it is of a library that compiles parts of itself in any mode. emulated: in FP8 without FP8's GEMMs, which in
     a captured graph shows none of its products.
     """
-    asked = _gemms(trial, linears)
+    expected = _gemms(trial, linears)
     if emulated:
-        asked["gemm_float"] = (0, None)
+        expected["gemm_float"] = (0, None)
         if trial.mode == "cudagraph":
-            del asked["gemm_fp8"]
-    return asked | _mode(trial, as_it_is=True, theirs=theirs)
+            del expected["gemm_fp8"]
+    return expected | _mode(trial, as_it_is=True, theirs=theirs)
 
 
 def _plain(trial: Trial) -> str:
@@ -154,17 +159,17 @@ def _plain(trial: Trial) -> str:
     return "gemm_float" if trial.precision == "fp32" else "gemm_half"
 
 
-def _more(asked: Asked, part: str, times: int) -> Asked:
-    least, most = asked[part]
-    return {**asked, part: (least + times, None if most is None else most + times)}
+def _plus(expected: Expected, part: str, times: int) -> Expected:
+    least, most = expected[part]
+    return {**expected, part: (least + times, None if most is None else most + times)}
 
 
-def _gemms(trial: Trial, linears: int) -> Asked:
+def _gemms(trial: Trial, linears: int) -> Expected:
     """The GEMMs of so many Linears; on a GPU attention made of ordinary operators has some more of the same names."""
     ordinary = trial.device == "cuda" and trial.attention != NO_ATTENTION
-    ordinary = ordinary and _check.attention_of(trial) in _without_kernels()
-    asked: Asked = {part: (0, None if ordinary and part != "gemm_fp8" else 0) for part in GEMMS}
-    return _more(asked, "gemm_fp8" if trial.precision == "fp8" else _plain(trial), PASSES * linears)
+    ordinary = ordinary and trial_model.attention_of(trial) in _without_kernels()
+    expected: Expected = {part: (0, None if ordinary and part != "gemm_fp8" else 0) for part in GEMMS}
+    return _plus(expected, "gemm_fp8" if trial.precision == "fp8" else _plain(trial), PASSES * linears)
 
 
 @functools.cache
@@ -174,41 +179,60 @@ def _without_kernels() -> list[str]:
     return [name for name, backend in backends.items() if "cuda" not in backend.kernels and backend.choose is None]
 
 
-def _mode(trial: Trial, *, as_it_is: bool, theirs: bool = False) -> Asked:
+def _mode(trial: Trial, *, as_it_is: bool, theirs: bool = False) -> Expected:
     """as_it_is: mode cudagraph compiles nothing. A step that is captured whole leaves the host few kernels to launch."""
     compiles = trial.mode.startswith("compile") or (trial.mode == "cudagraph" and not as_it_is)
-    asked: Asked = {}
+    expected: Expected = {}
     if compiles:
-        asked["compiled"] = SOME
+        expected["compiled"] = SOME
     elif trial.mode == "eager" and not theirs and not _attention_compiled(trial):
-        asked["compiled"] = NONE
+        expected["compiled"] = NONE
     if trial.device == "cuda":
-        asked["graphs"] = SOME if trial.mode in ("compile-reduce-overhead", "cudagraph") else NONE
+        expected["graphs"] = SOME if trial.mode in ("compile-reduce-overhead", "cudagraph") else NONE
     if trial.mode == "cudagraph":
-        asked["host_launches"] = (0, PASSES * LINEARS - 1)  # fewer than a block has GEMMs
-    return asked
+        expected["host_launches"] = (0, PASSES * LINEARS - 1)  # fewer than a block has GEMMs
+    return expected
 
 
 def _attention_compiled(trial: Trial) -> bool:
-    return trial.attention != NO_ATTENTION and attention.load(_check.attention_of(trial)).compiled
+    return trial.attention != NO_ATTENTION and attention.load(trial_model.attention_of(trial)).compiled
 
 
-def wrong(asked: Asked, ran: Mapping[str, int]) -> str | None:
+def disagreement(expected: Expected, ran: Mapping[str, int]) -> str | None:
     """Which parts did not run as they were asked for, with both numbers, or None."""
     reasons = []
-    for part, (least, most) in asked.items():
+    for part, (least, most) in expected.items():
         if least <= ran[part] and (most is None or ran[part] <= most):
             continue
-        wanted = str(least) if most == least else f"{least} or more" if most is None else f"{most} at most"
-        reasons.append(f"{WORDS.get(part, part.replace('_', ' '))}: {wanted} expected, {ran[part]} ran")
+        right = str(least) if most == least else f"{least} or more" if most is None else f"{most} at most"
+        reasons.append(f"{WORDS.get(part, part.replace('_', ' '))}: {right} expected, {ran[part]} ran")
     return "; ".join(reasons) or None
 
 
-def require(trial: Trial, seen: _check.Seen, measurement: Measurement, asked: Asked) -> Measurement:
+def require(trial: Trial, seen: Seen, measurement: Measurement, expected: Expected) -> Measurement:
     """The measurement with its kernels, launches and, in work["ran"], the parts. Raises CheckFailed, without timings."""
-    measurement = _check.require_kernels(trial, seen, measurement)
+    measurement = require_attention(trial, seen, measurement)
     ran = parts(seen.counts, trial.device, half=trial.precision != "fp32")
     measurement = dataclasses.replace(measurement, work={**measurement.work, "ran": ran})
-    if reason := wrong(asked, ran):
+    if reason := disagreement(expected, ran):
         raise CheckFailed(reason, dataclasses.replace(measurement, samples={}))
     return measurement
+
+
+def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:
+    """The measurement with its kernels, and in its work how many were launched where that was counted, and `auto`'s choice.
+
+    Raises CheckFailed, without timings, when another attention ran.
+    """
+    more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
+    if trial.attention == NO_ATTENTION:
+        return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})
+    reason = attention.wrong_kernel(
+        trial_model.attention_of(trial), trial.device, seen.names, eager=trial.mode == "eager"
+    )
+    if reason:
+        raise CheckFailed(reason, dataclasses.replace(measurement, samples={}, kernels=seen.names))
+    chosen = attention.load(trial.attention).chosen
+    if chosen is not None:
+        more = {"chosen": ", ".join(chosen()), **more}
+    return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})

@@ -1,0 +1,56 @@
+"""A check: errors beside what they may be; one that is wrong ends the trial before anything is timed."""
+
+import dataclasses
+import math
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_bench.experiments.measurement import CheckFailed, Measurement
+
+#: The check of a record whose trial an earlier round of the same gate has checked.
+CHECKED_BEFORE = {"skipped": "checked in the first round"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Quantity:
+    """One thing that was compared: its error against the reference and what it may be."""
+
+    name: str
+    error: float
+    limit: float
+
+    @property
+    def wrong(self) -> bool:
+        return not self.error <= self.limit  # NaN is not <=
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON has no NaN: what is not a finite number is null."""
+        error, limit = (x if math.isfinite(x) else None for x in (self.error, self.limit))
+        return {"name": self.name, "error": error, "limit": limit}
+
+
+def judge(reference: str, quantities: list[Quantity]) -> dict[str, Any]:
+    """The check of a record; raises CheckFailed, naming the worst quantity, when one exceeds its limit."""
+    check = {"reference": reference, "quantities": [q.to_json() for q in quantities]}
+    wrong = [q for q in quantities if q.wrong]
+    if wrong:
+        worst = max(wrong, key=lambda q: q.error / (q.limit or 1e-30) if math.isfinite(q.error) else math.inf)
+        reason = f"{worst.name}: error {worst.error:.3g} > {worst.limit:.3g}"
+        others = f" ({len(wrong)} of {len(quantities)} quantities are wrong)"
+        raise CheckFailed(reason + others, Measurement(check=check))
+    return check
+
+
+def relative_error(x: Tensor | None, truth: Tensor) -> float:
+    """||x - truth|| / ||truth|| in float64 accumulation; NaN for a gradient that is missing."""
+    if x is None:
+        return math.nan
+    difference = torch.linalg.vector_norm((x - truth).double())
+    return (difference / torch.linalg.vector_norm(truth.double()).clamp(min=1e-30)).item()
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    return math.exp(statistics.fmean(math.log(max(ratio, 1e-30)) for ratio in ratios))

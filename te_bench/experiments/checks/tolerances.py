@@ -1,0 +1,42 @@
+"""Every tolerance of the checks: how far from the reference in float64 a right result may be.
+
+The rule is FlashAttention's: as far as FACTOR times what a yardstick errs at the same precision, and a floor.
+"""
+
+# Each tensor as a whole.
+FACTOR = 2.0
+#: Unit round-off of the compute format, and the floor.
+EPSILON = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}
+FLOOR = {precision: 4 * unit for precision, unit in EPSILON.items()}
+#: Of an output's largest element: units of float32's accumulation.
+ACCUMULATED = 16 * 2.0**-23
+#: Of the loss, a mean over so many tokens that rounding cancels: half of ln(50304) / ln(50257) - 1, what padding in the
+#: softmax would add, and for FP8 (one rounding of a weight touches every token) what the emulation was seen to stray.
+LOSS_FLOOR = {"fp32": 4e-7, "bf16": 4e-5, "fp16": 4e-5, "fp8": 1e-3}
+
+# All tensors together, in FP8: it rounds so coarsely that a wrong format hides below FACTOR in any one of them.
+#: The geometric mean of all tensors' error ratios to the emulation. Right steps: 0.96 to 1.06 (tiny GPT, three shapes, 10
+#: seeds each, single tensors up to 1.46). E5M2 for inputs alone 1.15 or more, for weights 1.20, for both 1.35; no scale
+#: 1.24; a doubled scale 1.48.
+FP8_OVERALL = 1.12
+#: Where it is less, the step was not computed in FP8: bf16 0.07; E4M3 gradients, which is legal, 0.70.
+FP8_LEAST = 0.5
+
+# The scale of each tensor.
+#: It may differ from the yardstick's by so many standard errors of the yardstick's own, as checks.rounding estimates it.
+#: That is four to five of their difference: each has its own rounding, and rows and columns do not err quite apart.
+SCALE_SIGMAS = 8.0
+#: And by so much: what kernels may shrink without being wrong. FP8's products may be summed up in 14 bits, cut off.
+SCALE_FLOOR = {"fp32": 2.0**-21, "bf16": 2e-3, "fp16": 2e-3, "fp8": 1e-2}
+
+# Each row and each column.
+#: It may err as much as the yardstick's, and so much again.
+ROW_FACTOR = 2.0
+#: Of a row of w elements whose error is normal, the norm exceeds 1 + TAIL / sqrt(2 w) times its mean once in 10^10 rows.
+TAIL = 6.5
+#: Of a row's own norm, beside: one large element decides over it, and rounding moves that one by half a step. FP8's step is
+#: E5M2's, a gradient's; the others' is four units of round-off.
+ROW_FLOOR = {"fp32": 2.0**-21, "bf16": 2.0**-6, "fp16": 2.0**-9, "fp8": 2.0**-3}
+#: A row of attention may err so many times as much as the yardstick's: what errs by chance is 5 times the mean at most, and
+#: what sees the wrong keys a hundred times.
+ATTENTION_ROWS = 8.0

@@ -1,0 +1,155 @@
+"""The check of a training step: loss and every gradient against the same model in float64."""
+
+import dataclasses
+import math
+import statistics
+from typing import Any
+
+from torch import Tensor
+
+from te_bench.experiments import trial_model
+from te_bench.experiments.checks import attention_rows, rounding
+from te_bench.experiments.checks.fp8_emulation import emulate
+from te_bench.experiments.checks.quantity import Quantity, geometric_mean, judge, relative_error
+from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL, LOSS_FLOOR
+from te_bench.experiments.problems import StepProblem
+from te_bench.experiments.spec import Trial
+from te_bench.kernels import attention
+from te_bench.models import recipe as recipes
+from te_bench.models.recipe import Float8CurrentScaling
+from te_bench.training.step import Optim, TrainStep
+
+#: What makes a step fast and nothing else: the references are without.
+FAST = ("head", "optimizer", "blocks", "linears")
+
+#: Passes before the check of an FP8 step. Delayed scaling begins with scale 1, at which small gradients vanish, and with
+#: them all that flows through their GEMM: each pass brings the next one down to its scale.
+SETTLE = 4
+
+#: Backends that keep the scores, and make dS of no rounded output.
+UNFUSED = ("manual", "math")
+
+#: Scores of a layer that the references hold at once: 128 MiB in float64, or those of one sequence.
+TOGETHER = 2**24
+
+#: What the head `fp8` multiplies softmax - onehot by, which is at most 1: a loss's mean over the targets comes after it.
+HEAD_SCALE = 2.0**15
+
+
+def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> dict[str, Any]:
+    """Hold loss and every gradient of one step to the same model in float64 with manual attention and no padding.
+
+    The yardstick is the same model at the trial's own precision, eager, with manual attention, rounded as fused kernels do
+    where the trial's is one, and FP8 emulated, attention's by manual_fp8 where the trial's is in FP8. The trial may err
+    FACTOR times as much, tensor by tensor, plus a floor. Raises CheckFailed, naming the worst tensor.
+    So may its scale, and each row of it (rounding); and attention is held apart (attention_rows).
+    Models with dropout are compared without it, eagerly: random masks cannot be.
+    """
+    if trial_model.config_of(trial).dropout:
+        trial = dataclasses.replace(trial, mode="eager", problem={**trial.problem, "dropout": 0.0})
+        step = trial_model.step_of(trial)
+    for _ in range(SETTLE if trial.recipe else 0):
+        step.gradients(tokens, targets)
+    loss, ours = step.gradients(tokens, targets)
+    p = StepProblem.of(trial)
+    unpadded = {name: value for name, value in trial.problem.items() if name not in FAST} | {"padded_vocab": p.vocab}
+    exact = dataclasses.replace(trial, attention="manual", precision="fp64", recipe=None, problem=unpadded)
+    definition = attention.yardstick(trial_model.attention_of(trial))
+    library = dataclasses.replace(trial, attention=definition, recipe=None, problem=unpadded)
+    true_loss, truth = reference(exact, step.optim, tokens, targets)
+    recipe = recipes.load(trial.recipe) if trial.recipe else None
+    fp8_head = p.head == "fp8"
+    as_fused = definition == "manual" and trial.attention not in UNFUSED
+    library_loss, yardstick = reference(library, step.optim, tokens, targets, recipe, fp8_head, as_fused)
+    trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
+    padding = ours["transformer.wte.weight"][p.vocab :]
+    ours["transformer.wte.weight"] = ours["transformer.wte.weight"][: p.vocab]
+    truth, yardstick, ours = _parts(truth), _parts(yardstick), _parts(ours)
+
+    # Half-precision log-probabilities are rounded one by one (autocast on a GPU): four sigma of their mean's rounding.
+    rounded_mean = FLOOR[trial.precision] / math.sqrt(12 * targets.numel())
+    loss_floor = LOSS_FLOOR["fp8" if fp8_head else trial.precision]
+    loss_limit = FACTOR * abs(library_loss - true_loss) + (loss_floor + rounded_mean) * abs(true_loss)
+    quantities = [Quantity("loss", abs(loss - true_loss), loss_limit)]
+    errors = {name: relative_error(yardstick[name], gradient) for name, gradient in truth.items()}
+    typical = statistics.median(errors.values())  # a tensor where the library happened to round well is no yardstick
+    for name, gradient in truth.items():
+        limit = FACTOR * max(errors[name], typical) + FLOOR[trial.precision]
+        quantities.append(Quantity(f"grad {name}", relative_error(ours.get(name), gradient), limit))
+    slack = FACTOR if p.linears is not None else 1.0  # a peer may round more coarsely than the recipe says
+    rounded = {"typical": typical, "slack": slack}
+    for name, gradient in truth.items():
+        quantities += rounding.quantities(
+            f"grad {name}", ours.get(name), gradient, yardstick[name], trial.precision, **rounded
+        )
+    if trial.precision == "fp8":
+        ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth, quantities[1:], strict=False)]
+        overall = geometric_mean(ratios)
+        if p.linears is None:
+            quantities.append(Quantity("grad, ratio to FP8 emulation", overall, FP8_OVERALL))
+        quantities.append(Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
+    quantities.append(Quantity("grad padding rows", _largest(padding), 0.0))
+    quantities += _check_attention(trial, tokens, targets, step)
+    return judge("manual attention, fp64, unpadded, same weights", quantities)
+
+
+def _check_attention(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> list[Quantity]:
+    """Attention, row by row, in an eager pass: of a micro-batch, or of a few of its rows where memory may be short.
+
+    `auto` gets the whole, for which it has chosen.
+    """
+    rows = len(tokens) // step.optim.accumulate
+    if trial.mode != "eager" and attention.load(trial.attention).chosen is None:
+        rows = min(rows, 4)
+    name = trial_model.attention_of(trial)
+    precision = "fp8" if attention.in_fp8(name) else trial_model.kernel_dtype(trial)
+    return attention_rows.check(step, tokens[:rows], targets[:rows], name, precision)
+
+
+def reference(
+    trial: Trial,
+    optim: Optim,
+    tokens: Tensor,
+    targets: Tensor,
+    recipe: recipes.Recipe | None = None,
+    fp8_head: bool = False,
+    as_fused: bool = False,
+) -> tuple[float, dict[str, Tensor]]:
+    """loss, gradients of the eager model a few sequences at a time: the reference fits wherever the trial does.
+
+    Small problems go by micro-batches as the trial's do, so that FP8's scales are of the same tensors as there.
+    With a recipe, its FP8 is emulated; with fp8_head, that of the head `fp8`, one scale a tensor, its gradient's
+    fixed; as_fused: attention is rounded as fused kernels do.
+    """
+    rows = len(tokens) // optim.accumulate
+    together = max(1, TOGETHER // (trial_model.config_of(trial).n_head * tokens.shape[1] ** 2))
+    together = max(count for count in range(1, rows + 1) if rows % count == 0 and count <= together)
+    optim = dataclasses.replace(optim, accumulate=len(tokens) // together)
+    model = trial_model.build(trial)
+    if trial.precision == "fp64":  # after the initialisation, so that the weights are the trial's own float32 ones
+        model.double()
+    if recipe is not None:
+        emulate(model, recipe, leave=("lm_head",))
+    if fp8_head:
+        emulate(model.lm_head, Float8CurrentScaling(), gradient_scale=HEAD_SCALE * targets.numel())
+    if as_fused:
+        block: Any
+        for block in model.transformer.h:
+            block.attn.attention = attention_rows.as_fused
+    step = TrainStep(model, optim, precision=trial.precision, mode="eager")
+    return step.gradients(tokens, targets)
+
+
+def _parts(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients with q's, k's and v's apart: v's is so much larger at first that a wrong scale of q k^T drowns in it."""
+    parts: dict[str, Tensor] = {}
+    for name, gradient in gradients.items():
+        if name.endswith("c_attn.weight"):
+            parts |= {f"{name} {part}": rows for part, rows in zip("qkv", gradient.chunk(3), strict=True)}
+        else:
+            parts[name] = gradient
+    return parts
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0

@@ -1,0 +1,280 @@
+"""The problems of the workloads: each setting that a trial may have, with its type, its unit and its default.
+
+`Trial.problem` holds the settings as the JSON that the trial's id hashes; `TrialProblem.of(trial)` reads them, and `to_json`
+writes them back. A setting at its default need not be in the JSON: a new one leaves the ids of earlier trials as they are.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+
+from te_bench import plugins
+
+if TYPE_CHECKING:
+    from te_bench.experiments.spec import Trial
+
+#: Settings by name, as JSON holds them: a plan checks them by their workload's dataclass.
+Settings = dict[str, Any]
+
+#: How a trial's name shows a setting, in this order; of what is not here the id alone tells.
+_SHOWN = {
+    **dict.fromkeys(("model", "arm", "fault", "layer", "variant", "dtype"), ""),
+    "batch": "b",
+    "sequence": "s",
+    "block": "t",
+    "padded_vocab": "V",
+    "heads": "h",
+    "kv_heads": "g",
+    "window_left": "w",
+    "window_right": "w",
+    "length": "t",
+    "head_dim": "d",
+    "lr_factor": "lr",
+    "head": "head-",
+    "optimizer": "adamw-",
+    "blocks": "blocks-",
+    "linears": "",
+    "edge": "n",
+    "m": "m",
+    "n": "n",
+    "k": "k",
+    "d": "d",
+    **dict.fromkeys(("scales", "epilogue", "backend"), ""),
+}
+_TYPES = {int: "a whole number", float: "a number", str: "a name", bool: "true or false", NoneType: "null"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialProblem:
+    """The settings of one trial; `said` are those that its JSON has."""
+
+    said: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    others: ClassVar[str | None] = None  # the field that takes settings of any other name, where there is one
+
+    @classmethod
+    def of(cls, trial: "Trial") -> Self:
+        """The trial's settings. Raises ValueError for one that is missing, not known, or of another type."""
+        kind, settings = PROBLEMS[trial.workload], _settings(trial.workload)
+        if not issubclass(kind, cls):
+            raise ValueError(f"{trial.workload} poses no problem of the kind {cls.__name__}")
+        others = {name: value for name, value in trial.problem.items() if name not in settings}
+        if others and kind.others is None:
+            plugins.check(f"setting of {trial.workload}", next(iter(others)), list(settings))
+        for name, (hint, default) in settings.items():
+            value = trial.problem.get(name)
+            if isinstance(value, str) and all(kind is NoneType or get_origin(kind) is Literal for kind in _kinds(hint)):
+                plugins.check(name, value, [choice for kind in _kinds(hint) for choice in get_args(kind)])
+            if not _is(value, hint) and (name in trial.problem or default is MISSING):
+                raise ValueError(f"{trial.workload} needs {_words(hint)} for {name!r}, got {value!r}")
+        given = {name: trial.problem[name] for name in settings if name in trial.problem}
+        return kind(**given, **({kind.others: others} if kind.others else {}), said=frozenset(given))
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings that the trial's JSON has, and any other that is not at its default."""
+        values = {f.name: (getattr(self, f.name), f.default) for f in _fields(type(self))}
+        kept = {name: value for name, (value, usual) in values.items() if name in self.said or value != usual}
+        return kept | (getattr(self, self.others) if self.others else {})
+
+
+def _fields(kind: type[TrialProblem]) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(kind) if f.name not in ("said", kind.others)]
+
+
+@functools.cache
+def _settings(workload: str) -> dict[str, tuple[Any, Any]]:
+    """{setting: (type, default or MISSING)}."""
+    hints = get_type_hints(PROBLEMS[workload])
+    return {f.name: (hints[f.name], f.default) for f in _fields(PROBLEMS[workload])}
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) not in (None, Literal) else (hint,)
+
+
+def _is(value: object, hint: Any) -> bool:
+    return any(
+        value in get_args(kind)
+        if get_origin(kind) is Literal
+        else isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+        for kind in _kinds(hint)
+    )
+
+
+def _words(hint: Any) -> str:
+    names = [
+        " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else _TYPES[kind] for kind in _kinds(hint)
+    ]
+    return " or ".join(names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepProblem(TrialProblem):
+    """A GPT's training step; what is None is as the model, torch or training.step.Optim has it."""
+
+    model: str  # a name of models.configs
+    block: int  # tokens of a sequence
+    vocab: int
+    padded_vocab: int
+    dropout: float | None = None
+    head: str | None = None  # of kernels.linear_cross_entropy; None: all logits at once
+    optimizer: str | None = None  # of kernels.adamw; None: torch's fused AdamW
+    blocks: Literal["fused"] | None = None  # None: one module after the other
+    linears: str | None = None  # a peer's in place of te.Linear, of models.torchao_linears
+    learning_rate: float | None = None
+    min_learning_rate: float | None = None
+    warmup: int | None = None  # steps
+    weight_decay: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    grad_clip: float | None = None  # the gradients' largest norm; 0: any
+    accumulate: int | None = None  # micro-batches of a step
+    data: str = "random"
+    perturb_ulp: int | None = None  # units in the last place by which the initial weights are moved
+    fault: str | None = None  # of models.faults, planted into the recipe
+
+    @property
+    def optim(self) -> dict[str, Any]:
+        """What it says of training.step.Optim's fields."""
+        values = {name: getattr(self, name) for name in OPTIM}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+#: Settings that are fields of training.step.Optim.
+OPTIM = (
+    *("learning_rate", "min_learning_rate", "warmup", "weight_decay"),
+    *("beta1", "beta2", "grad_clip", "accumulate"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainStepProblem(StepProblem):
+    """One training step at a fixed batch."""
+
+    batch: int  # sequences
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaxBatchProblem(StepProblem):
+    """The largest batch that fits."""
+
+    memory_limit_gib: float | None = None  # None: all of the GPU
+    batch: int | None = None  # of one try
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingProblem(StepProblem):
+    """A training to a curve, of so many steps or seconds."""
+
+    batch: int | Literal["max"]  # sequences of a step; "max": the largest that fits
+    data: str  # a data set; a text file goes by its name
+    tokenizer: str | None = None
+    corpus: str | None = None  # key of the token cache
+    data_sha256: str | None = None
+    steps: int | None = None
+    budget_s: float | None = None  # in place of steps
+    eval_every: int | None = None  # steps
+    eval_every_s: float | None = None
+    eval_tokens: int | None = None  # None: the whole validation part
+    early_eval_tokens: int | None = None  # of evaluations before the last quarter of the steps
+    evaluate: Literal["both"] | None = None  # val_loss in bf16 whatever the trial trains in, and as it trains
+    probes: int | None = None  # about how many looks at the FP8 numerics, at evaluations that are evenly spaced
+    memory_limit_gib: float | None = None
+    threads: int | None = None  # of a CPU's torch
+    share: int | None = None  # trials at a time on the GPU, where there are several
+    arm: Literal["control", "aa", "recipe", "broken"] | None = None  # what it is in a study of convergence
+    lr_factor: float | None = None  # what learning_rate was multiplied by
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionProblem(TrialProblem):
+    """One attention call on (batch, heads, length, head_dim)."""
+
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    causal: bool
+    kv_heads: int | None = None  # where keys and values are shared
+    window_left: int | None = None  # row i sees keys i - left to i + right alone; -1: no end
+    window_right: int | None = None
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        if self.window_left is None or self.window_right is None:
+            return None
+        return self.window_left, self.window_right
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerProblem(TrialProblem):
+    """A transformer layer on (sequence, batch, hidden)."""
+
+    layer: str  # a name of models.quickstart
+    variant: str  # "mlp" is the norm and MLP alone
+    hidden: int
+    ffn: int
+    heads: int
+    sequence: int
+    batch: int
+    dropout: float
+    mask: str  # "full" or "causal"
+    recipe_settings: Mapping[str, Any] = field(default_factory=dict)
+    others: ClassVar[str | None] = "recipe_settings"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CeilingsProblem(TrialProblem):
+    """What is copied and multiplied to see what the device reaches."""
+
+    copy_bytes: int
+    edge: int  # the GEMM's M = N = K
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmProblem(TrialProblem):
+    """One GEMM, as kernels.gemm.table.GemmShape says it, by one of its rivals."""
+
+    m: int
+    n: int
+    k: int
+    dtype: Literal["e4m3", "bf16"]  # of the operands
+    backend: str
+    scales: Literal["tensor", "row"] | None = None
+    fast_accum: bool = False
+    epilogue: Literal["activated", "gradient"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadProblem(TrialProblem):
+    """Loss and gradients of a head over n rows of d features, as kernels.linear_cross_entropy.table.HeadShape says it."""
+
+    n: int
+    d: int
+    vocab: int
+    padded: int
+    head: str  # of kernels.linear_cross_entropy
+
+
+#: {workload: its problem}.
+PROBLEMS: dict[str, type[TrialProblem]] = {
+    "train_step": TrainStepProblem,
+    "max_batch": MaxBatchProblem,
+    "training": TrainingProblem,
+    "attention": AttentionProblem,
+    "attention_numerics": AttentionProblem,
+    "layer": LayerProblem,
+    "ceilings": CeilingsProblem,
+    "gemm": GemmProblem,
+    "linear_cross_entropy": HeadProblem,
+}
+
+
+def label(settings: Mapping[str, Any]) -> str:
+    """The settings that tell one problem from another at a glance, as a trial's name shows them."""
+    words = [f"{letter}{settings[name]}" for name, letter in _SHOWN.items() if name in settings]
+    if "causal" in settings:
+        words.append("causal" if settings["causal"] else "full")
+    return "-".join(words)

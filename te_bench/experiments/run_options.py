@@ -1,0 +1,245 @@
+"""The options of a run, each declared once: the command line, the checks, the plan and the reports go by this table.
+
+A suite names in Experiment.heeds those that it obeys, and sets the settings of its problems by them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from te_bench import plugins
+
+MOST_SEEDS = 1000  # far beyond any study, and planned in seconds
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+#: Settings that the option `fused` gives a trial.
+FUSED = ("blocks", "optimizer", "head")
+
+# Raise ValueError, naming the flag, for a value that no suite could obey.
+
+
+def _one_or_more(flag: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{flag} {value}: give 1 or more")
+
+
+def _seeds(flag: str, value: int) -> None:
+    _one_or_more(flag, value)
+    if value > MOST_SEEDS:
+        raise ValueError(f"{flag} {value}: give at most {MOST_SEEDS}")
+
+
+def _nats(flag: str, value: float) -> None:
+    if not 0 < value < math.inf:  # nor is NaN
+        raise ValueError(f"{flag} {value:g}: give nats greater than 0; no two losses are ever equal")
+
+
+def _probability(flag: str, value: float) -> None:
+    if not 0 < value < 0.5:
+        raise ValueError(f"{flag} {value:g}: give a probability between 0 and 0.5, such as 0.05")
+
+
+def _a_model(flag: str, value: str) -> None:
+    from te_bench.models.configs import CONFIGS
+
+    plugins.check("model", value, list(CONFIGS))
+
+
+def _some_recipes(flag: str, value: tuple[str, ...]) -> None:
+    known = plugins.names("te_bench.models.recipe")
+    if not value:
+        raise ValueError(f"{flag} names none; known: {', '.join(known)}")
+    for name in value:
+        plugins.check("recipe", name, known)
+        if value.count(name) > 1:
+            raise ValueError(f"{flag}: {name} is named twice; name each once")
+
+
+# From what is said on the command line to an option's value.
+
+
+def seconds(budget: str) -> float:
+    """Seconds of a --budget: 90, 90s, 30m or 2h. Raises ValueError for anything else, and for no time at all."""
+    text = budget.strip()
+    unit = _UNITS.get(text[-1:].lower())
+    try:
+        value = float(text[:-1] if unit else text) * (unit or 1.0)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:  # nor is NaN
+        raise ValueError(f"--budget {budget}: give a time greater than 0: 90 or 90s, 30m, 2h")
+    return value
+
+
+def data_sets(specs: list[str]) -> dict[str, str]:
+    """{model or "": data set} of the --data options; MODEL= is recognised by the sign before any colon.
+
+    Raises ValueError for a model that is given two.
+    """
+    chosen: dict[str, str] = {}
+    for spec in specs:
+        head = spec.split(":", 1)[0]
+        model, _, name = spec.partition("=") if "=" in head else ("", "", spec)
+        if model in chosen:
+            whose = f"the model {model}" if model else "every model"
+            raise ValueError(f"--data {spec}: {whose} has the data set {chosen[model]} already; give each model one")
+        chosen[model] = name
+    return chosen
+
+
+def _names(said: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in said.split(",") if name.strip())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """How one option is said, and what it may be."""
+
+    help: str
+    flag: str = ""  # by default the option's name
+    type: Any  # of what is said; bool: a flag that is said or not
+    metavar: str | None = None
+    range: tuple[int, int] | None = None  # inclusive
+    read: Callable[[Any], Any] | None = None  # from what is said to the value
+    check: Callable[[str, Any], None] | None = None
+    unheeded: str | None = None  # why a suite does not obey it; None: the plan asks the trials, or every suite obeys
+
+
+def _said(help: str, type: Any = int, **more: Any) -> dict[str, Option]:
+    return {"option": Option(help=help, type=type, **more)}
+
+
+def _option(help: str, type: Any = int, **more: Any) -> Any:
+    """A field that is None where the option is not said."""
+    return field(default=None, metadata=_said(help, type, **more))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What the user may say about any suite. `data` maps a model's name, or "" for all, to a data set's name."""
+
+    device: str = field(metadata=_said("cpu or cuda. Default: cuda where there is a GPU.", str))
+    seeds: int | None = _option("Repetitions of every trial. Default: the suite's own number.", check=_seeds)
+    data: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata=_said(
+            "Data set to train on: stdlib, text:PATH, hf:NAME[:CONFIG][:COLUMN], random.",
+            list[str],
+            metavar="[MODEL=]SPEC",
+            read=data_sets,
+        ),
+    )
+    budget_s: float | None = _option(
+        "90s, 30m or 2h: of each time-budget trial; of a whole convergence run, whose seeds it decides.",
+        str,
+        flag="--budget",
+        metavar="TIME",
+        read=seconds,
+    )
+    cache: Path | None = field(default=None, metadata=_said("Where token files are cached.", Path, metavar="DIR"))
+    model: str | None = _option(
+        "Model to train, where the suite lets you; `te-bench list models`.",
+        str,
+        check=_a_model,
+        unheeded="chooses its models itself",
+    )
+    batch: int | None = _option(
+        "Sequences of a training step, where the suite lets you.",
+        check=_one_or_more,
+        unheeded="chooses its batches itself",
+    )
+    recipes: tuple[str, ...] | None = _option(
+        "FP8 recipes to judge; `te-bench list recipes`.",
+        str,
+        metavar="A,B",
+        read=_names,
+        check=_some_recipes,
+        unheeded="chooses its recipes itself",
+    )
+    preset: str | None = _option(
+        "A suite's named settings: cpu, char, gpt2, gpt2-low-rate, gpt2-short.", str, unheeded="has no presets"
+    )
+    steps: int | None = _option(
+        "Training steps of each run.", check=_one_or_more, unheeded="chooses itself how long it trains"
+    )
+    tokens: int | None = _option(
+        "Training tokens of each run, in place of --steps.",
+        check=_one_or_more,
+        unheeded="chooses itself how long it trains",
+    )
+    margin: float | None = _option(
+        "Largest gap in final loss that counts as none.",
+        float,
+        metavar="NATS",
+        check=_nats,
+        unheeded="gives no verdict on convergence",
+    )
+    alpha: float | None = _option(
+        "Error rate of the verdict's tests. Default: 0.05.",
+        float,
+        check=_probability,
+        unheeded="gives no verdict on convergence",
+    )
+    stop_early: bool | None = _option(
+        "Spare configurations the seeds that a sequential test no longer needs.",
+        bool,
+        unheeded="gives no verdict that could come early",
+    )
+    fused: bool | None = _option(
+        "Judge each recipe's fused step too, with a bf16 and with an FP8 head.",
+        bool,
+        unheeded="chooses its kernels itself",
+    )
+    share: int | None = _option(
+        "Trials at a time on each GPU, where losses are judged and no times.",
+        range=(1, 16),
+        unheeded="measures times, which trials beside others would falsify",
+    )
+
+    def data_for(self, model: str, default: str) -> str:
+        return self.data.get(model, self.data.get("", default))
+
+
+#: {option: how it is said}, in the order of the command line's help.
+OPTIONS: Mapping[str, Option] = {
+    f.name: dataclasses.replace(option, flag=option.flag or f"--{f.name.replace('_', '-')}")
+    for f in dataclasses.fields(Options)
+    if (option := f.metadata["option"])
+}
+
+
+def check(options: Options) -> None:
+    """Raise ValueError for a value that no suite could obey."""
+    for name, option in OPTIONS.items():
+        value = getattr(options, name)
+        if option.check is not None and value is not None:
+            option.check(option.flag, value)
+    if options.steps is not None and options.tokens is not None:
+        raise ValueError(f"--steps {options.steps} and --tokens {options.tokens} both say how long to train: give one")
+
+
+def check_heeded(options: Options, suite: str, heeds: frozenset[str]) -> None:
+    """Raise ValueError for an option that the suite does not obey."""
+    for name, option in OPTIONS.items():
+        if option.unheeded and getattr(options, name) is not None and name not in heeds:
+            raise ValueError(f"{option.flag}: the suite {suite} {option.unheeded}; leave it out")
+
+
+def read(said: Mapping[str, Any], device: str) -> Options:
+    """The options by what the command line was given for them; None and False: not said. device: the default one."""
+    values: dict[str, Any] = {"device": device}
+    for name, option in OPTIONS.items():
+        value = said.get(name)
+        if value is not None and value is not False:
+            values[name] = option.read(value) if option.read else value
+    return Options(**values)
+
+
+def shown(settings: Mapping[str, Any]) -> str:
+    """What a report adds to a recipe's name for an option's settings: ", fused, FP8 head"."""
+    if not settings.get("blocks"):
+        return ""
+    return f", {settings['blocks']}{', FP8 head' if settings.get('head') == 'fp8' else ''}"

@@ -1,0 +1,161 @@
+"""The model and the training step that a trial asks for, and whether this machine can run them."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from te_bench.experiments.measurement import Unsupported
+from te_bench.experiments.problems import StepProblem
+from te_bench.experiments.spec import Trial
+from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
+from te_bench.models import faults, torchao_linears
+from te_bench.models import recipe as recipes
+from te_bench.models.modules import attention_kernel
+from te_bench.models.zoo.gpt import CONFIGS, GPT, GPTConfig
+from te_bench.training.step import Optim, TrainStep
+
+
+def capability(device: str) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if device == "cuda" else None
+
+
+def kernel_dtype(trial: Trial) -> str:
+    """Of what kernels that do not multiply in FP8 read: bf16 in an fp8 trial, its precision in all others."""
+    return {"fp8": "bf16"}.get(trial.precision, trial.precision)
+
+
+def attention_of(trial: Trial) -> str:
+    """The backend whose attention a training pass of the trial runs: its own, or under a recipe with fp8_dpa the FP8 one."""
+    recipe = None if trial.recipe is None else recipes.load(trial.recipe)
+    if recipe is None or not recipe.fp8_dpa or attention.in_fp8(trial.attention):
+        return trial.attention
+    return attention_kernel.in_fp8(trial.device, recipe.emulate)
+
+
+def require_supported(trial: Trial) -> None:
+    """Raise Unsupported, with the reason, when this machine cannot run the trial."""
+    if trial.device == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("torch sees no NVIDIA GPU")
+    config = config_of(trial)
+    problem = attention.Problem(
+        batch=1,
+        heads=config.n_head,
+        length=config.block_size,
+        head_dim=config.n_embd // config.n_head,
+        dtype=kernel_dtype(trial),
+        causal=True,
+        dropout=config.dropout,
+        device=trial.device,
+        capability=capability(trial.device),
+    )
+    for name in dict.fromkeys((trial.attention, attention_of(trial))):  # an evaluation in bf16 takes the former
+        reason = attention.load(name).unsupported(problem)
+        if reason:
+            raise Unsupported(f"{name}: {reason}")
+    if trial.device == "cpu" and trial.precision == "fp16":
+        raise Unsupported("fp16: its gradient scaler and half-precision training are for GPUs; use bf16 on a CPU")
+    if trial.device == "cpu" and trial.mode in ("compile-reduce-overhead", "cudagraph"):
+        raise Unsupported(f"{trial.mode}: CUDA graphs need an NVIDIA GPU")
+    if trial.mode == "cudagraph" and trial.precision == "fp16":
+        raise Unsupported("cudagraph with fp16: the gradient scaler decides on the host whether to step")
+    _require_fast(trial, config)
+    if trial.recipe:
+        reason = recipes.load(trial.recipe).unsupported(trial.device, capability(trial.device))
+        if reason:
+            raise Unsupported(f"{trial.recipe}: {reason}")
+
+
+def _require_fast(trial: Trial, config: GPTConfig) -> None:
+    """Raise Unsupported when this machine cannot run the trial's head, optimizer or blocks."""
+    machine: dict[str, Any] = {"device": trial.device, "capability": capability(trial.device)}
+    p = StepProblem.of(trial)
+    reasons: dict[str, str | None] = {}
+    if p.linears is not None:
+        reasons[f"linears {p.linears}"] = torchao_linears.unsupported(**machine)
+    if p.blocks is not None:
+        reasons[f"blocks {p.blocks}"] = _no_blocks(trial, config, machine)
+    if p.head is not None:
+        problem = linear_cross_entropy.Problem(
+            d=config.n_embd,
+            vocab=config.vocab_size,
+            padded=p.padded_vocab,
+            dtype=kernel_dtype(trial),
+            **machine,
+        )
+        reasons[f"head {p.head}"] = linear_cross_entropy.load(p.head).unsupported(problem)
+    if p.optimizer is not None:
+        backend, cast = adamw.load(p.optimizer), trial.precision == "fp8"
+        reason = backend.unsupported(adamw.Problem(fp8=cast, **machine))
+        if trial.mode == "cudagraph" and backend.move is None:
+            reason = reason or "no captured graph can follow its table; choose triton"
+        if trial.precision == "fp16":
+            reason = reason or "fp16: it has no gradient scaler"
+        reasons[f"optimizer {p.optimizer}"] = reason
+    for name, reason in reasons.items():
+        if reason:
+            raise Unsupported(f"{name}: {reason}")
+
+
+def _no_blocks(trial: Trial, config: GPTConfig, machine: dict[str, Any]) -> str | None:
+    """Why the trial's blocks cannot be fused, or None."""
+    if config.dropout:
+        return f"dropout {config.dropout}: no fused kernel has it"
+    if trial.device == "cpu":  # in plain PyTorch
+        compiled = trial.mode.startswith("compile")
+        return "compiled for a CPU nothing shows that they were fused; choose mode eager" if compiled else None
+    cast = trial.precision == "fp8"
+    norms = norm.Problem(n=config.n_embd, dtype=kernel_dtype(trial), kind="layernorm", quantized=cast, **machine)
+    activations = activation.Problem(quantized=cast, **machine)
+    return norm.load("triton").unsupported(norms) or activation.load("triton").unsupported(activations)
+
+
+def config_of(trial: Trial) -> GPTConfig:
+    p = StepProblem.of(trial)
+    config = dataclasses.replace(CONFIGS[p.model], block_size=p.block, vocab_size=p.vocab)
+    return config if p.dropout is None else dataclasses.replace(config, dropout=float(p.dropout))
+
+
+def optim_of(trial: Trial) -> Optim:
+    return Optim(**StepProblem.of(trial).optim)
+
+
+def sizes_of(trial: Trial) -> dict[str, int]:
+    """What training.data asks for: block, batch and vocab, the true one."""
+    p = StepProblem.of(trial)
+    return {"block": p.block, "batch": trial.number("batch"), "vocab": p.vocab}
+
+
+def build(trial: Trial) -> GPT:
+    """The trial's model on its device; the seed decides the weights."""
+    p = StepProblem.of(trial)
+    recipe = recipes.load(trial.recipe) if trial.recipe else None
+    if recipe is not None and p.fault is not None:
+        recipe = faults.load(p.fault)(recipe)
+    allow_tf32(trial.precision)
+    torch.manual_seed(trial.seed)
+    with torch.device(trial.device):
+        model = GPT(
+            config_of(trial),
+            attention=trial.attention,
+            padded_vocab_size=p.padded_vocab,
+            recipe=None if p.linears is not None else recipe,
+            head=p.head,
+            blocks=p.blocks,
+        )
+    if p.linears is not None:
+        torchao_linears.convert(model, p.linears, leave=("lm_head",))
+    if p.perturb_ulp is not None:
+        model.perturb(trial.seed, p.perturb_ulp)
+    return model
+
+
+def step_of(trial: Trial) -> TrainStep:
+    """One training step of the trial's model, in its precision and mode, by its optimizer."""
+    optimizer = StepProblem.of(trial).optimizer
+    return TrainStep(build(trial), optim_of(trial), precision=trial.precision, mode=trial.mode, optimizer=optimizer)
+
+
+def allow_tf32(precision: str) -> None:
+    """As nanoGPT sets it: under autocast only SDPA's math kernel multiplies in float32; "fp32" means IEEE float32."""
+    torch.backends.cuda.matmul.allow_tf32 = precision in ("bf16", "fp16", "fp8")
