@@ -26,7 +26,7 @@ _HOMES = {
     "te_bench.models.modules.layernorm_mlp": ("LayerNormMLP",),
     "te_bench.models.modules.attention": ("DotProductAttention", "MultiheadAttention"),
     "te_bench.models.modules.rotary": ("RotaryPositionEmbedding", "apply_rotary_pos_emb"),
-    "te_bench.models.modules.attention_kernel": ("attention_kernel",),
+    "te_bench.models.kernel_choice": ("attention_kernel",),
     "te_bench.models.conversion": ("convert",),
     "te_bench.models.modules.transformer_layer": ("TransformerLayer",),
 }

@@ -21,7 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from te_bench.models.modules import attention_kernel
+from te_bench.models import kernel_choice
 from te_bench.models.recipe import DelayedScaling, Recipe
 
 
@@ -259,20 +259,20 @@ class _Within:
 
     def __init__(self, region: Region, recomputing: bool, tracked: "_Tracked"):
         self.region, self.recomputing, self.tracked = region, recomputing, tracked
-        self.kernel = attention_kernel.current  # the same attention again, wherever the backward pass is called
+        self.kernel = kernel_choice.current  # the same attention again, wherever the backward pass is called
         self.outer: list[tuple[Region, str | None]] = []
 
     def __enter__(self) -> None:
         global current
-        self.outer.append((current, attention_kernel.current))
-        current, attention_kernel.current = self.region, self.kernel
+        self.outer.append((current, kernel_choice.current))
+        current, kernel_choice.current = self.region, self.kernel
         assert current.scales is not None
         current.scales.recomputing, current.scales.next = self.recomputing, 0
         self.tracked.enter(self.recomputing)
 
     def __exit__(self, *error: object) -> None:
         global current
-        current, attention_kernel.current = self.outer.pop()
+        current, kernel_choice.current = self.outer.pop()
         self.tracked.leave(self.recomputing)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from te_bench.kernels import adamw
 from te_bench.kernels.adamw import Parameter, Table
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.models import fp8
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe, Slot
@@ -90,7 +90,8 @@ def _fp8_copy(module: Linear, master: Tensor) -> Fp8Copy | None:
     inverse = torch.ones((), dtype=torch.float32, device=master.device)
     data = torch.empty_like(master, dtype=cast.dtype)
     data_t = torch.empty_like(master.t(), dtype=cast.dtype, memory_format=torch.contiguous_format)
-    return Fp8Copy(module, recipe, Slot(cast.scale, cast.amax), Quantized(data, inverse, data_t, inverse))
+    layout = Layout(cast.dtype, TENSOR, torch.float32)
+    return Fp8Copy(module, recipe, Slot(cast.scale, cast.amax), Quantized(data, inverse, data_t, inverse, layout))
 
 
 class TableAdamW:
@@ -162,7 +163,7 @@ class TableAdamW:
             if copy.half:
                 copy.leaf.copy_(other.leaf)
             if copy.fp8 is not None and other.fp8 is not None:
-                for ours, left in zip(copy.fp8.kept, other.fp8.kept, strict=True):
+                for ours, left in zip(copy.fp8.kept[:4], other.fp8.kept[:4], strict=True):
                     ours.copy_(left)
         self._fresh, self._versions = old._fresh and old._versions == old._seen(), self._seen()
 

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from te_bench.experiments.measurement import CheckFailed, Measurement
 from te_bench.experiments.spec import NO_ATTENTION, Trial
 from te_bench.kernels import attention
+from te_bench.models import kernel_choice
 from te_bench.models import recipe as recipes
-from te_bench.models.modules import attention_kernel
 
 #: How Kineto names the GPU's copies and fills; and the driver the kernels of its own by which a captured graph does some of
 #: them, "memcpy32_post" and "memset32" (H200, CUDA 13.0).
@@ -166,7 +166,7 @@ def attention_of(trial: Trial) -> str:
     recipe = None if trial.recipe is None else recipes.load(trial.recipe)
     if recipe is None or not recipe.fp8_dpa or attention.in_fp8(trial.attention):
         return trial.attention
-    return attention_kernel.in_fp8(trial.device, recipe.emulate)
+    return kernel_choice.in_fp8(trial.device, recipe.emulate)
 
 
 def require_kernels(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:

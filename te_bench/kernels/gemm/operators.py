@@ -15,7 +15,7 @@ from te_bench.kernels.gemm import (
     granularities,
 )
 from te_bench.kernels.gemm.backends.reference import DTYPES
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 
 K_ALIGNMENT, N_ALIGNMENT = 16, 8  # elements: TMA wants rows at multiples of 16 bytes, of FP8 and of a 2-byte D
 FP8_ALIGNMENT = 16  # of the rows of a D in FP8
@@ -156,7 +156,8 @@ def _fused(name: str, launch: Callable[..., Product]) -> Callable[..., Product]:
         quantized = None
         if e.target is not None:
             there, back = (scale_inv if wanted else None for wanted in (e.rowwise, e.columnwise))
-            quantized = Quantized(data if e.rowwise else None, there, data_t if e.columnwise else None, back)
+            layout = Layout(DTYPES[e.target], TENSOR, torch.float32)
+            quantized = Quantized(data if e.rowwise else None, there, data_t if e.columnwise else None, back, layout)
         return Product(out if e.out else None, pre if e.keep else None, quantized)
 
     return fused
@@ -189,8 +190,8 @@ def _fused_operator(name: str, launch: Callable[..., Product]) -> Callable[..., 
             rowwise=rowwise, columnwise=columnwise,
         )  # fmt: skip
         made = launch(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum, epilogue, residual, scale, amax)
-        q = made.quantized or Quantized(None, None, None, None)
         fp8 = DTYPES[target or "e4m3"]
+        q = made.quantized or Quantized(None, None, None, None, Layout(fp8, TENSOR, torch.float32))
         found = (made.out, made.pre, q.data, q.data_t, q.scale_inv if q.scale_inv is not None else q.scale_inv_t)
         dtypes = (out_dtype, out_dtype, fp8, fp8, torch.float32)
         of_each = [a.new_empty(0, dtype=d) if x is None else x for x, d in zip(found, dtypes, strict=True)]

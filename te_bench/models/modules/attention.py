@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_bench.models.fused.stretch import unwatched
 from te_bench.models.modules import _arguments, attention_mask
 from te_bench.models.modules._absent import OneRank, reject
 from te_bench.models.modules._module import Tracker
@@ -18,6 +17,7 @@ from te_bench.models.modules.dot_product_attention import DotProductAttention, c
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.layernorm_linear import LayerNormLinear
 from te_bench.models.modules.linear import Linear
+from te_bench.models.modules.plain import are_plain
 from te_bench.models.modules.rotary import (
     Rotation,
     angles_of,
@@ -338,7 +338,7 @@ class MultiheadAttention(OneRank, nn.Module):
             rotation = self.rotation(mixed.shape[:2], rotary) if fusable(mixed) else None
             if rotation is not None:
                 # Its memory becomes theirs where nobody can have kept it, as a module of another kind might, or a hook.
-                own = type(first) in (Linear, LayerNormLinear) and unwatched((first,))
+                own = type(first) in (Linear, LayerNormLinear) and are_plain((first,))
                 return *split_rotated(mixed, rotation, own), normed, None
             q, k, v = self._split(mixed, self.num_attention_heads // self.num_gqa_groups)
             return q, k, v, normed, rotary

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from te_bench.kernels.attention import Backend, Problem, attend
 from te_bench.kernels.attention.backends.auto import DTYPES
 from te_bench.kernels.attention.packed import attend_packed
-from te_bench.models import fp8
-from te_bench.models.modules import _arguments, attention_kernel, attention_mask
+from te_bench.models import fp8, kernel_choice
+from te_bench.models.kernel_choice import Report
+from te_bench.models.modules import _arguments, attention_mask
 from te_bench.models.modules._absent import OneRank, reject
 from te_bench.models.modules._module import Tracker, compute_dtype, drawn_by
-from te_bench.models.modules.attention_kernel import Report
 from te_bench.models.modules.attention_mask import Extent, MaskTensor, Sequences, Sizes, Window, pack
 
 
@@ -190,7 +190,7 @@ class DotProductAttention(OneRank, nn.Module):
         if q.numel() == 0 or k.shape[2] == 0:  # kernels refuse it; 0 x inputs keeps the graph of an empty batch
             out = (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(*q.shape[:3], v.shape[-1])
         else:
-            backend = attention_kernel.backend(attention_kernel.choose(problem, _emulate()))
+            backend = kernel_choice.backend(kernel_choice.choose(problem, _emulate()))
             run = partial(_attend, backend, extent, self.softmax_scale, problem.dropout)
             out = self._computed(run, (q, k, v), problem.dropout, checkpoint_core_attention)
         context = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.transpose(1, 2)
@@ -222,7 +222,7 @@ class DotProductAttention(OneRank, nn.Module):
         if q.numel() == 0 or k.shape[2] == 0:
             return (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(q.shape[2], q.shape[1] * v.shape[3])
         problem = self._packed_problem(q, k, v, sequences)
-        backend = attention_kernel.backend(attention_kernel.choose(problem, _emulate()))
+        backend = kernel_choice.backend(kernel_choice.choose(problem, _emulate()))
         run = partial(_attend_packed, backend, sequences, self.softmax_scale, problem.dropout)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         return self._computed(run, (q, k, v), problem.dropout, again).flatten(1)
@@ -247,12 +247,12 @@ class DotProductAttention(OneRank, nn.Module):
         if layout == "thd":
             q, k, v = self._rows(query_layer, key_layer, value_layer)
             problem = self._packed_problem(q, k, v, self._sequences(q, k, lengths, options))
-            return attention_kernel.report(problem, _emulate())
+            return kernel_choice.report(problem, _emulate())
         q, k, v = self._inputs(query_layer, key_layer, value_layer, layout)
         names = ("attn_mask_type", "window_size", "bottom_right_diagonal")
         asked = [options.get(name) for name in names]
         extent = self._extent(q, k, options.get("attention_mask"), lengths, *asked)
-        return attention_kernel.report(self._problem(q, k, v, extent), _emulate())
+        return kernel_choice.report(self._problem(q, k, v, extent), _emulate())
 
     def _layout(self, qkv_format: str | None) -> str:
         return self.qkv_format if qkv_format is None else check_format("DotProductAttention.forward", qkv_format)

@@ -13,6 +13,7 @@ from te_bench.models import fp8
 from te_bench.models.modules import _arguments
 from te_bench.models.modules._absent import reject
 from te_bench.models.modules._module import (
+    NOT_NEEDED,
     Fp8Module,
     Gemms,
     Tracker,
@@ -22,6 +23,8 @@ from te_bench.models.modules._module import (
     factory,
     flatten,
     materialise,
+    restore,
+    save_for_backward,
 )
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
 from te_bench.models.modules.linear import Parts, linear_backward
@@ -32,7 +35,11 @@ class Norm(NamedTuple):
 
     eps: float
     zero_centered_gamma: bool
-    kind: str
+    kind: str  # of kernels.norm
+
+    def of_backward(self) -> dict[str, Any]:
+        """What a norm's backward kernel is told."""
+        return {"zero_centered_gamma": self.zero_centered_gamma, "kind": self.kind}
 
 
 def norm_quantize(
@@ -45,15 +52,8 @@ def norm_quantize(
         y, mean, rstd = kernels.forward(x, gamma, beta, **norm._asdict())
         q = gemms.quantize(y, "input", rowwise=True, columnwise=columnwise)
         return q, y if keep else None, mean, rstd
-    q, mean, rstd = kernels.forward_quantized(
-        x,
-        gamma,
-        beta,
-        **norm._asdict(),
-        **cast._asdict(),
-        rowwise=True,
-        columnwise=columnwise,
-    )
+    options = {**norm._asdict(), **cast._asdict(), "rowwise": True, "columnwise": columnwise}
+    q, mean, rstd = kernels.forward_quantized(x, gamma, beta, **options)
     return q, None, mean, rstd
 
 
@@ -75,8 +75,8 @@ class _LayerNormLinear(torch.autograd.Function):
     ) -> Any:
         need_norm, need_dw = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         q, kept, mean, rstd = norm_quantize(gemms, x, gamma, beta, norm, columnwise=need_dw, keep=keep)
-        kept_w = (w.data_t, w.scale_inv_t) if need_norm else (None, None)
-        ctx.save_for_backward(x, gamma, mean, rstd, q.data_t, q.scale_inv_t, *kept_w)
+        w_t = w.by_columns() if need_norm else NOT_NEEDED
+        save_for_backward(ctx, (x, gamma, mean, rstd), (q.by_columns(), w_t))
         ctx.gemms, ctx.norm = gemms, norm
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         y = gemms.fprop(q, w, x.dtype, bias)
@@ -85,15 +85,14 @@ class _LayerNormLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dkept: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, gamma, mean, rstd, x_t, x_inv, w_t, w_inv = ctx.saved_tensors
-        gemms, norm, (w_dtype, b_dtype) = ctx.gemms, ctx.norm, ctx.dtypes
-        need_norm, need_dw, need_db = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3], ctx.needs_input_grad[4]
-        dn, dw, db = linear_backward(gemms, dy, x_t, x_inv, w_t, w_inv, (need_norm, need_dw, need_db), x.dtype, w_dtype)
+        (x, gamma, mean, rstd), (x_t, w_t) = restore(ctx)
+        norm, (w_dtype, b_dtype) = ctx.norm, ctx.dtypes
+        needed = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3], ctx.needs_input_grad[4]
+        dn, dw, db = linear_backward(ctx.gemms, dy, x_t, w_t, needed, x.dtype, w_dtype)
         dx = dgamma = dbeta = None
         if dn is not None:
             dn = dn if dkept is None else dn + dkept
-            settings = {"zero_centered_gamma": norm.zero_centered_gamma, "kind": norm.kind}
-            dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **settings)
+            dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **norm.of_backward())
         return dx, dgamma, dbeta, dw, None if db is None else db.to(b_dtype), None, None, None, None
 
 

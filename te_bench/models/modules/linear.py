@@ -1,6 +1,6 @@
 """y = x W^T + b with the three GEMMs of training in FP8 under te.autocast."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import _arguments
 from te_bench.models.modules._absent import reject
 from te_bench.models.modules._module import (
+    NOT_NEEDED,
     Fp8Module,
     Gemms,
     Tracker,
@@ -22,6 +23,8 @@ from te_bench.models.modules._module import (
     factory,
     flatten,
     materialise,
+    restore,
+    save_for_backward,
 )
 
 
@@ -46,20 +49,16 @@ class _Linear(torch.autograd.Function):
             q, w = recipe.quantize_pair(x, x_slot, weight, w_slot, x_columnwise=need_dw, w_columnwise=need_dx)
         else:
             q = gemms.quantize(x, "input", rowwise=True, columnwise=need_dw)
-        if need_dx:
-            ctx.save_for_backward(q.data_t, q.scale_inv_t, w.data_t, w.scale_inv_t)
-        else:
-            ctx.save_for_backward(q.data_t, q.scale_inv_t, None, None)
+        save_for_backward(ctx, (), (q.by_columns(), w.by_columns() if need_dx else NOT_NEEDED))
         ctx.gemms, ctx.dtypes = gemms, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return gemms.fprop(q, w, x.dtype, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_t, x_inv, w_t, w_inv = ctx.saved_tensors
-        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        gemms, (x_dtype, w_dtype, b_dtype) = ctx.gemms, ctx.dtypes
-        dx, dw, db = linear_backward(gemms, dy, x_t, x_inv, w_t, w_inv, (need_dx, need_dw, need_db), x_dtype, w_dtype)
+        _, (x_t, w_t) = restore(ctx)
+        x_dtype, w_dtype, b_dtype = ctx.dtypes
+        dx, dw, db = linear_backward(ctx.gemms, dy, x_t, w_t, ctx.needs_input_grad[:3], x_dtype, w_dtype)
         return dx, dw, None if db is None else db.to(b_dtype), None, None, None
 
 
@@ -78,11 +77,9 @@ def _apply() -> Callable[..., Tensor]:
 def linear_backward(
     gemms: Gemms,
     dy: Tensor,
-    x_t: Tensor | None,
-    x_inv: Tensor | None,
-    w_t: Tensor | None,
-    w_inv: Tensor | None,
-    needed: tuple[bool, bool, bool],
+    x_t: Operand,
+    w_t: Operand,
+    needed: Sequence[bool],
     x_dtype: torch.dtype,
     w_dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -92,16 +89,9 @@ def linear_backward(
     db = dy.new_zeros(dy.shape[1], dtype=torch.float32) if need_db else None
     if not (need_dx or need_dw):
         return None, None, None if db is None else dy.sum(0, dtype=torch.float32)
-    g = gemms.quantize(dy, "grad_output", rowwise=need_dx, columnwise=need_dw, total=db)
-    dx = dw = None
-    if need_dx:
-        assert w_t is not None
-        assert w_inv is not None
-        dx = gemms.dgrad(g, w_t, w_inv, x_dtype)
-    if need_dw:
-        assert x_t is not None
-        assert x_inv is not None
-        dw = gemms.wgrad(g, x_t, x_inv, w_dtype)
+    g = gemms.quantize(dy, "grad_output", rowwise=need_dx, columnwise=need_dw, column_sum=db)
+    dx = gemms.dgrad(g, w_t, x_dtype) if need_dx else None
+    dw = gemms.wgrad(g, x_t, w_dtype) if need_dw else None
     return dx, dw, db
 
 

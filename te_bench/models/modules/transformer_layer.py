@@ -160,7 +160,7 @@ class TransformerLayer(OneRank, nn.Module):
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_kv": max_seqlen_kv,
         }
-        if layer.able(self, x):
+        if layer.can_fuse(self, x):
             return layer.run(self, x, is_first_microbatch, rotary_pos_emb, self.self_attention.asked(**core))
         attended = self.self_attention(
             x, is_first_microbatch=is_first_microbatch, rotary_pos_emb=rotary_pos_emb, **core

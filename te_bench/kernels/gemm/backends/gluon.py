@@ -17,7 +17,7 @@ from te_bench.kernels.gemm.backends.reference import DTYPES
 from te_bench.kernels.gemm.backends.triton import GROUP_M, _processors
 from te_bench.kernels.gemm.hopper.plans import Plan, plan, programs, sums
 from te_bench.kernels.gemm.operators import misaligned, operators
-from te_bench.kernels.quantize import BLOCK, Quantized
+from te_bench.kernels.quantize import BLOCK, TENSOR, Layout, Quantized
 
 try:
     from triton.experimental.gluon import language as gl
@@ -82,7 +82,7 @@ def _launch(
     if target is None:
         return Product(out, pre, None)
     there, back = (None if x is None else scale_inv for x in (data, data_t))
-    return Product(out, pre, Quantized(data, there, data_t, back))
+    return Product(out, pre, Quantized(data, there, data_t, back, Layout(target, TENSOR, torch.float32)))
 
 
 def run(

@@ -17,8 +17,8 @@ from te_bench.kernels.gemm import (
     check_sum,
     granularities,
 )
-from te_bench.kernels.quantize import BLOCK
-from te_bench.kernels.quantize.backends.reference import widened
+from te_bench.kernels.quantize import BLOCK, Operand
+from te_bench.kernels.quantize.backends.reference import dequantize, widened
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -67,6 +67,13 @@ def _(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def dequantized(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """D = dequantise(a) @ dequantise(b).T + bias in float32, for any layouts; (M, K), (N, K) -> (M, N) out_dtype."""
+    with torch.autocast(a.data.device.type, enabled=False):
+        out = dequantize(a) @ dequantize(b).t()
+        return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
 def fused(

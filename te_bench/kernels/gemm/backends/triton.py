@@ -26,7 +26,7 @@ from te_bench.kernels.gemm.backends.reference import DTYPES
 from te_bench.kernels.gemm.operators import misaligned, operators
 from te_bench.kernels.gemm.portable.kernels import gemm_accumulate_kernel, scaled_kernel
 from te_bench.kernels.gemm.portable.tiles import Tile, split, tile
-from te_bench.kernels.quantize import BLOCK, Quantized
+from te_bench.kernels.quantize import BLOCK, TENSOR, Layout, Quantized
 from te_bench.kernels.tile import FLOATS, FP8
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -121,7 +121,7 @@ def _launch(
     if target is None:
         return Product(out, pre, None)
     there, back = (None if x is None else scale_inv for x in (data, data_t))
-    return Product(out, pre, Quantized(data, there, data_t, back))
+    return Product(out, pre, Quantized(data, there, data_t, back, Layout(target, TENSOR, torch.float32)))
 
 
 def _add(

@@ -9,9 +9,9 @@ import torch
 
 from te_bench.kernels import attention
 from te_bench.kernels.attention import Backend, Problem
-from te_bench.models.modules import attention_kernel as module
+from te_bench.models import kernel_choice as module
+from te_bench.models.kernel_choice import attention_kernel, choose, preference, report
 from te_bench.models.modules.attention import DotProductAttention
-from te_bench.models.modules.attention_kernel import attention_kernel, choose, preference, report
 
 H200 = Problem(
     batch=2,
