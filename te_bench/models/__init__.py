@@ -1,7 +1,7 @@
-"""Models, their data and their training. `import te_bench.models as te` reads like Transformer Engine.
+"""Modules, models and FP8 recipes. `import te_bench.models as te` reads like Transformer Engine.
 
-gpt.GPT is the model, train.TrainStep trains it, weights.load and weights.save exchange weights with Hugging Face.
-Nothing here imports torch before it is asked for: planning and reporting use te_bench.training.corpus without it.
+zoo.gpt.GPT is the model; te_bench.training trains it and exchanges its weights with Hugging Face. torch is imported with the
+first name that is asked for: planning and reporting use models.configs and models.cost without it.
 """
 
 import importlib

@@ -61,10 +61,10 @@ class Scales:
         """Whether what runs has run before."""
         return self.recomputing or (self.outer is not None and self.outer.replaying)
 
-    def through(self, scale: Tensor) -> Tensor:
+    def recall(self, scale: Tensor) -> Tensor:
         """The first time: keep a copy and use it. In a recomputation: the copy that was kept then."""
         if not self.recomputing:
-            self.kept.append(scale.clone() if self.outer is None else self.outer.through(scale))
+            self.kept.append(scale.clone() if self.outer is None else self.outer.recall(scale))
             return self.kept[-1]
         self.next += 1
         return self.kept[self.next - 1]
@@ -86,7 +86,7 @@ class TracedScales(Scales):
 
     traced = True
 
-    def through(self, scale: Tensor) -> Tensor:
+    def recall(self, scale: Tensor) -> Tensor:
         return _kept(scale)
 
 
@@ -135,12 +135,12 @@ class autocast(contextlib.ContextDecorator):
             used = {id(state.recipe) for state in (reference() for reference in _states) if state is not None}
             for known in [known for known in _interned if id(known) not in used and known is not current.recipe]:
                 del _interned[known]
-        self._wanted = (bool(enabled), bool(calibrating), _interned.setdefault(recipe, recipe), amax_reduction_group)
+        self._asked = (bool(enabled), bool(calibrating), _interned.setdefault(recipe, recipe), amax_reduction_group)
         self._outer: list[tuple[Region, int]] = []
 
     def __enter__(self) -> None:
         global current, _depth
-        enabled, calibrating, recipe, group = self._wanted
+        enabled, calibrating, recipe, group = self._asked
         self._outer.append((current, _left))
         current = replace(current, enabled=enabled, calibrating=calibrating, recipe=recipe, group=group)
         _depth += 1

@@ -189,8 +189,7 @@ class TableAdamW:
                 copy.leaf.copy_(master)
             if copy.fp8 is not None:
                 slot, kept = copy.fp8.slot, copy.fp8.kept
-                if slot.amax is not None:
-                    slot.amax.zero_()  # of the weight that an update made before this one took its place
+                slot.forget()  # the weight that an update made before this one took its place
                 made = copy.fp8.recipe.quantize(
                     master.to(torch.bfloat16), "weight", slot, rowwise=True, columnwise=True
                 )
@@ -235,7 +234,7 @@ class TableAdamW:
                 master.grad.add_(arrived)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Gradients to zero where the table knows them to be; set_to_none lets go of them, for those of a graph to come."""
+        """Gradients to zero where the table knows them to be; set_to_none drops them, for those of a graph to come."""
         if set_to_none:
             for holder in (*self.masters, *(copy.leaf for copy in self.copies.values())):
                 holder.grad = None
@@ -250,7 +249,7 @@ class TableAdamW:
         """Note where weights, gradients, moments and copies are; not while a graph is captured."""
         self._table = self._backend.table(self._parameters())
 
-    def let_go(self) -> None:
+    def release_gradients(self) -> None:
         """Before the capture of a step: of the gradients so far the table keeps only what they look like, until `move`."""
         assert self._table is not None
         self.zero_grad(set_to_none=True)

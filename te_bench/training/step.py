@@ -233,7 +233,7 @@ class TrainStep:
         with torch.cuda.device(self.device):  # streams and graphs are made on the current one
             self._warm_up(*self._inputs)
             if self.table is not None:
-                self.table.let_go()  # the graph is to have its own
+                self.table.release_gradients()  # the graph is to have its own
             torch.cuda.reset_peak_memory_stats()
             self._graph = torch.cuda.CUDAGraph()
             try:

@@ -97,7 +97,7 @@ def test_it_decorates_functions() -> None:
 
 def test_an_unknown_name_names_its_neighbours() -> None:
     with (
-        pytest.raises(ValueError, match=r"unknown attention 'cuddn'\. Did you mean cudnn\?"),
+        pytest.raises(ValueError, match=r"unknown attention backend 'cuddn'\. Did you mean cudnn\?"),
         attention_kernel("cuddn"),
     ):
         pass

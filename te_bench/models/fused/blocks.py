@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from te_bench.kernels.attention.gradients import read_at_once
 from te_bench.models import fp8
 from te_bench.models.fused.projection import Projection
-from te_bench.models.fused.segment import Between, Enter, Heads, Segment
+from te_bench.models.fused.segment import Between, Enter, HeadColumns, Segment
 from te_bench.models.modules._module import FLOATS, Fp8Module, compute_dtype
 from te_bench.models.modules.layernorm_linear import Norm
 from te_bench.models.modules.plain import are_plain, why_not_plain
@@ -99,7 +99,7 @@ def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend,
     stream = x.reshape(B * T, C)
     first = layers[0]
     after, w, b = _linear(first.attn.c_attn, dtype, training)
-    columns = Heads(C, C, C)
+    columns = HeadColumns(C, C, C)
     segment = Segment(None, None, None, after, (None, _norm(first.ln_1)), columns, GELU[gelu], dtype, training)
     stream, *qkv = Enter.apply(stream, first.ln_1.weight, first.ln_1.bias, w, b, segment)
     for block, following, scale in zip(layers, [*layers[1:], None], _scales(layers, training), strict=True):

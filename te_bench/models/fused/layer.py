@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_bench.models import fp8
 from te_bench.models.fused.projection import Projection
-from te_bench.models.fused.segment import Between, Enter, Heads, Segment
+from te_bench.models.fused.segment import Between, Enter, HeadColumns, Segment
 from te_bench.models.modules._module import FLOATS, compute_dtype, flatten
 from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.layernorm_linear import LayerNormLinear
@@ -47,7 +47,7 @@ def run(layer: Any, x: Tensor, is_first_microbatch: bool | None, rotary: Any, co
     stream = flatten(x, x.dtype)
     heads, groups, d = attention.num_attention_heads, attention.num_gqa_groups, attention.channels
     turns = groups if attention.interleaved else 1
-    columns = Heads(heads * d // turns, groups * d // turns, groups * d // turns)
+    columns = HeadColumns(heads * d // turns, groups * d // turns, groups * d // turns)
     after = Projection.of(first, weight, 0, is_first_microbatch, training)
     rotation = attention.rotation(x.shape[:2], rotary)
     norms, kind = (None, first.norm), mlp.activation

@@ -20,14 +20,14 @@ from te_bench.kernels.activation import recomputed
 from te_bench.kernels.gemm import half
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized, joined
 from te_bench.models.fused.projection import Projection, Saved
-from te_bench.models.modules._module import restore, save_for_backward
+from te_bench.models.modules.gemms import restore, save_for_backward
 from te_bench.models.modules.layernorm import backend
 from te_bench.models.modules.layernorm_linear import Norm
 from te_bench.models.modules.layernorm_mlp import activate_quantize, activation_backend, activation_grad_quantize
 from te_bench.models.modules.rotary import Rotation
 
 
-class Heads(NamedTuple):
+class HeadColumns(NamedTuple):
     """How a projection's columns are dealt out: so many to q, k and v in turn, until all are."""
 
     q: int
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
     out: Projection | None
     after: Projection | None
     norms: tuple[Norm | None, Norm | None]  # before the MLP and at the end
-    heads: Heads | None  # of `after`
+    heads: HeadColumns | None  # of `after`
     activation: str  # one of kernels.activation's kinds
     dtype: torch.dtype  # of what the GEMMs make
     training: bool  # whether gradients are recorded

@@ -3,15 +3,16 @@
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from te_bench.kernels.quantize import Operand, Quantized
+from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules._absent import OneRank
+from te_bench.models.modules.gemms import Gemms
 from te_bench.models.recipe import Cast, Recipe, Slot, State, saved_names
 
 Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe it was cast by
@@ -61,48 +62,6 @@ def default_init(weight: Tensor) -> Tensor:
     return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-class Gemms(NamedTuple):
-    """The three GEMMs of one weight (N, K) under a recipe, for x (M, K): fprop x W^T, dgrad dy W, wgrad dy^T x."""
-
-    recipe: Recipe
-    input: Slot
-    weight: Slot
-    grad_output: Slot
-
-    def quantize(
-        self, x: Tensor, role: str, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
-    ) -> Quantized:
-        slot = getattr(self, role)
-        return self.recipe.quantize(x, role, slot, rowwise=rowwise, columnwise=columnwise, column_sum=column_sum)
-
-    def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        return self.recipe.gemm(x.by_rows(), w.by_rows(), "fprop", dtype, bias)
-
-    def dgrad(self, g: Quantized, w_t: Operand, dtype: torch.dtype) -> Tensor:
-        return self.recipe.gemm(g.by_rows(), w_t, "dgrad", dtype)
-
-    def wgrad(self, g: Quantized, x_t: Operand, dtype: torch.dtype) -> Tensor:
-        return self.recipe.gemm(g.by_columns(), x_t, "wgrad", dtype)
-
-
-NOT_NEEDED = Operand(None, None, None)  # type: ignore[arg-type]  # in a backward pass
-
-
-def save_for_backward(ctx: Any, tensors: Sequence[Tensor | None], operands: Sequence[Operand]) -> None:
-    """Keep tensors and operands in an autograd.Function's context; NOT_NEEDED takes the place of one that is not."""
-    ctx.save_for_backward(*tensors, *[part for operand in operands for part in operand[:2]])
-    ctx.layouts = [operand.layout for operand in operands]
-
-
-def restore(ctx: Any) -> tuple[list[Any], list[Operand]]:
-    """What `save_for_backward` kept."""
-    found, layouts = list(ctx.saved_tensors), ctx.layouts
-    start = len(found) - 2 * len(layouts)
-    parts = found[start:]
-    operands = [Operand(parts[2 * i], parts[2 * i + 1], layout) for i, layout in enumerate(layouts)]
-    return found[:start], operands
-
-
 class Fp8Module(OneRank, nn.Module):
     """A module with GEMMs of its own. Its FP8 state is plain float32 tensors under `fp8_*` in the state dict."""
 
@@ -117,6 +76,17 @@ class Fp8Module(OneRank, nn.Module):
         #: What gemms() answers while the state is the same, None for no such answer. Empty: the last call was without FP8.
         self._usual: dict[tuple[int, bool], tuple[Any, Gemms] | None] = {}
         _alive[next(_numbers)] = self
+
+    @torch.no_grad()
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
+        if not defer_init:
+            materialise(self)
+            self._initialise()
+
+    def _initialise(self) -> None:
+        """Give the parameters their first values."""
+        raise NotImplementedError
 
     def gemms(self, gemm: int = 0) -> Gemms:
         """The GEMMs of weight number `gemm` under the present autocast."""
@@ -219,7 +189,7 @@ class Fp8Module(OneRank, nn.Module):
         if role == "grad_output":
             return slot
         if region.scales is not None:
-            slot = slot.checkpointed(region.scales.through, region.scales.traced)
+            slot = slot.checkpointed(region.scales.recall, region.scales.traced)
         # An evaluation leaves no trace in the training's scales; a recomputation none twice.
         traceless = replaying or not (torch.is_grad_enabled() or region.calibrating)
         return slot.unrecorded() if traceless else slot

@@ -248,8 +248,8 @@ def check_form(name: str, starts: Any, batch: int | None, device: torch.device) 
         got = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
         raise ValueError(f"{name} must be a tensor of torch.int32 or torch.int64, got {got}")
     if starts.dim() != 1 or len(starts) < 2 or batch not in (None, len(starts) - 1):
-        wanted = "(sequences + 1,)" if batch is None else (batch + 1,)
-        raise ValueError(f"{name} must be {wanted}, got {tuple(starts.shape)}")
+        expected = "(sequences + 1,)" if batch is None else (batch + 1,)
+        raise ValueError(f"{name} must be {expected}, got {tuple(starts.shape)}")
     if starts.device != device:
         raise ValueError(f"{name} is on {starts.device}, the query on {device}: move it")
 

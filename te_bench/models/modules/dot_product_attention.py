@@ -264,10 +264,10 @@ class DotProductAttention(OneRank, nn.Module):
             "key": (self.num_gqa_groups, self.head_dim_qk),
             "value": (self.num_gqa_groups, self.head_dim_v),
         }
-        for (name, wanted), x in zip(heads.items(), (query, key, value), strict=True):
-            if x.dim() != 4 or tuple(x.shape[2:]) != wanted:
+        for (name, expected), x in zip(heads.items(), (query, key, value), strict=True):
+            if x.dim() != 4 or tuple(x.shape[2:]) != expected:
                 raise ValueError(
-                    f"DotProductAttention: {name}_layer must be {layout} with {wanted[0]} heads of {wanted[1]}, "
+                    f"DotProductAttention: {name}_layer must be {layout} with {expected[0]} heads of {expected[1]}, "
                     f"got {tuple(x.shape)}"
                 )
             if x.dtype != query.dtype or x.device != query.device or x.dtype not in DTYPES:
@@ -311,9 +311,9 @@ class DotProductAttention(OneRank, nn.Module):
 
     def _asked(self, window_size: Window | None, bottom_right_diagonal: bool | None) -> dict[str, Any]:
         """These arguments of forward, or the constructor's where they are None."""
-        told = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         window = self.window_size if window_size is None else window_size
-        return {"window_size": window, "bottom_right_diagonal": told}
+        return {"window_size": window, "bottom_right_diagonal": bottom_right}
 
     def _problem(self, q: Tensor, k: Tensor, v: Tensor, extent: Extent) -> Problem:
         batch, heads, length, head_dim = q.shape

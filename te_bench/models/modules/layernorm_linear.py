@@ -12,20 +12,8 @@ from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import _arguments
 from te_bench.models.modules._absent import reject
-from te_bench.models.modules._module import (
-    NOT_NEEDED,
-    Fp8Module,
-    Gemms,
-    Tracker,
-    compute_dtype,
-    default_init,
-    drawn_by,
-    factory,
-    flatten,
-    materialise,
-    restore,
-    save_for_backward,
-)
+from te_bench.models.modules._module import Fp8Module, Tracker, compute_dtype, default_init, drawn_by, factory, flatten
+from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
 from te_bench.models.modules.linear import Parts, linear_backward
 
@@ -140,12 +128,7 @@ class LayerNormLinear(Fp8Module):
         self.parts.register(self, in_features, bias, options)
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
-    @torch.no_grad()
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
-        if defer_init:
-            return
-        materialise(self)
+    def _initialise(self) -> None:
         reset_norm(self, self.norm)
         with drawn_by(self.tracker):
             self.parts.reset(self, self.init_method)

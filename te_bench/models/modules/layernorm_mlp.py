@@ -18,20 +18,16 @@ from te_bench.models.modules import _arguments
 from te_bench.models.modules._absent import reject
 from te_bench.models.modules._module import (
     FLOATS,
-    NOT_NEEDED,
     Fp8Module,
-    Gemms,
     Tracker,
     compute_dtype,
     default_init,
     drawn_by,
     factory,
     flatten,
-    materialise,
     recorded,
-    restore,
-    save_for_backward,
 )
+from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
 from te_bench.models.modules.layernorm_linear import Norm, norm_quantize, register_norm, reset_norm
 from te_bench.models.modules.linear import linear_backward
@@ -198,12 +194,7 @@ class LayerNormMLP(Fp8Module):
         self.fc2_bias = nn.Parameter(torch.empty(hidden_size, **options)) if bias else None
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
-    @torch.no_grad()
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
-        if defer_init:
-            return
-        materialise(self)
+    def _initialise(self) -> None:
         reset_norm(self, self.norm)
         with drawn_by(self.tracker):
             self.init_methods[0](self.fc1_weight)

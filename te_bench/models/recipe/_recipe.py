@@ -51,6 +51,11 @@ class Slot(NamedTuple):
         """The same inside an activation checkpoint, whose recomputation casts by the copy."""
         return self if self.scale is None else self._replace(scale=copy(self.scale), again=again)
 
+    def forget(self) -> None:
+        """Drop what this step has gathered."""
+        if self.amax is not None:
+            self.amax.zero_()
+
     def unrecorded(self) -> "Slot":
         """The same, leaving no trace in the recipe's state."""
         return self._replace(amax=None)

@@ -132,7 +132,7 @@ class DelayedScaling(Recipe):
                 nonfinite=[table.written[2] for table in tables],
             )
 
-    def _custom_update(self, table: "Table") -> None:
+    def _custom_update(self, table: "ScaleTable") -> None:
         """The same with the user's own functions; what they answer for slots that gathered nothing is not used."""
         history, scale, nonfinite = table.written
         staged = history[0].clone()
@@ -156,7 +156,7 @@ class DelayedScaling(Recipe):
 
 
 @dataclass
-class Table:
+class ScaleTable:
     """One direction of a module: history (L, n), scale (n,), limit (n,), float32; nonfinite (n,) int64."""
 
     history: Tensor
@@ -204,7 +204,7 @@ class DelayedState(State):
     def _index(self) -> None:
         self.slots = {(role, gemm): self._view(role, gemm) for role in self.ROLES for gemm in range(self.gemms)}
 
-    def _at(self, role: str, gemm: int) -> tuple["Table", int]:
+    def _at(self, role: str, gemm: int) -> tuple["ScaleTable", int]:
         """The table of a tensor, and its column there."""
         direction, stride, place = self.ROLES[role]
         return self.forward if direction == "forward" else self.backward, stride * gemm + place
@@ -281,8 +281,8 @@ class DelayedState(State):
         self._index()
 
 
-def _fresh(recipe: DelayedScaling, n: int, role: str, device: torch.device) -> Table:
-    return Table(
+def _fresh(recipe: DelayedScaling, n: int, role: str, device: torch.device) -> ScaleTable:
+    return ScaleTable(
         history=torch.zeros(recipe.amax_history_len, n, dtype=torch.float32, device=device),
         scale=torch.ones(n, dtype=torch.float32, device=device),
         limit=torch.full((n,), torch.finfo(recipe.dtype(role)).max, dtype=torch.float32, device=device),
