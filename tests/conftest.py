@@ -82,6 +82,6 @@ def no_torch(no_package: Callable[[str], dict[str, str]]) -> dict[str, str]:
 def plain_heads() -> Iterator[None]:
     """Linear cross-entropy and the tied gradient by a CPU's own formulas: the interpreter takes a second for each."""
     with pytest.MonkeyPatch.context() as patch:  # its own, which a test's undo leaves alone
-        for kernels in ("_kernels", "_tied"):
+        for kernels in ("kernels", "tied"):
             patch.setattr(f"te_bench.kernels.linear_cross_entropy.{kernels}.INTERPRETED", False)
         yield

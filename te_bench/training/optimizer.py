@@ -3,8 +3,8 @@
 The model's parameters stay what they are: float32, in its state dict, for evaluations and checkpoints. While a training
 pass runs, a bf16 leaf takes the place of every Linear's weight, the copy that the last update left: autocast finds nothing
 to cast, and the gradient of the weight arrives at the leaf as its GEMM rounded it, as it does under autocast, whose
-backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8, too, and Linear, which is
-told to reuse what is kept, quantizes no weight. A GPT reads such a weight nowhere else: of its leaf only the gradient is
+backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8, too, and Linear reuses
+what is kept and quantizes no weight. A GPT reads such a weight nowhere else: of its leaf only the gradient is
 real, its numbers are one NaN.
 """
 

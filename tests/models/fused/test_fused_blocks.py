@@ -51,9 +51,15 @@ def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_step(
-    blocks: str | None, precision: str, recipe: str | None = None, *, optimizer: str | None = None,
-    mode: str = "eager", optim: Optim = OPTIM, **config: Any,
-) -> TrainStep:  # fmt: skip
+    blocks: str | None,
+    precision: str,
+    recipe: str | None = None,
+    *,
+    optimizer: str | None = None,
+    mode: str = "eager",
+    optim: Optim = OPTIM,
+    **config: Any,
+) -> TrainStep:
     torch.manual_seed(0)
     found = recipes.load(recipe) if recipe else None
     shape = dataclasses.replace(SMALL, **config)
