@@ -22,8 +22,8 @@ from torch.nn.utils import parametrize
 
 from te_bench.models import fp8
 from te_bench.models.conversion_report import Conversion, ConvertedLayer, KeptLayer, OtherWeight, TeLayer
-from te_bench.models.modules import _arguments
-from te_bench.models.modules._module import FLOATS, Fp8Module
+from te_bench.models.modules import argument_values
+from te_bench.models.modules.fp8_module import FLOATS, Fp8Module
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe
@@ -274,7 +274,7 @@ def _norm_reason(layer: nn.Module, weight: Tensor) -> str | None:
         return "it normalises over nothing"
     if _eps(layer) is None:
         return "eps=None takes the input's dtype's: set its eps to a number"
-    legal, words = _arguments.LEGAL["eps"]
+    legal, words = argument_values.LEGAL["eps"]
     return None if legal(_eps(layer)) else f"its eps is {_eps(layer)}: te's must be {words}"
 
 

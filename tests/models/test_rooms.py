@@ -1,4 +1,4 @@
-"""Who may know whom in te_bench.models: recipes and te.autocast lie below the modules, and recipes alone know their state."""
+"""Who may know whom in te_bench.models: recipes and te.autocast lie below modules, and recipes alone know their state."""
 
 from pathlib import Path
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from te_bench.models import fp8
 from te_bench.models.fused.projection import Projection
 from te_bench.models.fused.segment import Between, Enter, HeadColumns, Segment
-from te_bench.models.modules._module import FLOATS, compute_dtype, flatten
 from te_bench.models.modules.attention import MultiheadAttention
+from te_bench.models.modules.fp8_module import FLOATS, compute_dtype, flatten
 from te_bench.models.modules.layernorm_linear import LayerNormLinear
 from te_bench.models.modules.layernorm_mlp import LayerNormMLP
 from te_bench.models.modules.linear import Linear

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from te_bench.kernels.gemm import half
 from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
-from te_bench.models.modules._module import Fp8Module
+from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.modules.gemms import Gemms
 
 Saved = tuple[Operand, Operand]  # the input and the weight, as the backward pass reads them

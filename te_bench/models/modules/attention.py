@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_bench.models.modules import _arguments, attention_mask
-from te_bench.models.modules._absent import OneRank, reject
-from te_bench.models.modules._module import Tracker
+from te_bench.models.modules import argument_values, attention_mask
+from te_bench.models.modules.absent_arguments import OneRank, reject
 from te_bench.models.modules.attention_mask import MaskTensor, Window, longest_of
 from te_bench.models.modules.dot_product_attention import DotProductAttention, check_format, check_heads
+from te_bench.models.modules.fp8_module import Tracker
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.layernorm_linear import LayerNormLinear
 from te_bench.models.modules.linear import Linear
@@ -105,8 +105,8 @@ class MultiheadAttention(OneRank, nn.Module):
         super().__init__()
         where = "MultiheadAttention"
         reject(where, others)
-        _arguments.check(where, hidden_size=hidden_size, params_dtype=params_dtype)
-        _arguments.check(where, layernorm_epsilon=layernorm_epsilon, qk_norm_eps=qk_norm_eps)
+        argument_values.check(where, hidden_size=hidden_size, params_dtype=params_dtype)
+        argument_values.check(where, layernorm_epsilon=layernorm_epsilon, qk_norm_eps=qk_norm_eps)
         groups = check_heads(where, num_attention_heads, num_gqa_groups, attention_type, attention_dropout)
         self._set_heads(hidden_size, num_attention_heads, groups, kv_channels)
         self.qkv_format = check_format(where, qkv_format)
@@ -130,7 +130,7 @@ class MultiheadAttention(OneRank, nn.Module):
     def _set_heads(self, hidden: int, heads: int, groups: int, kv_channels: int | None) -> None:
         """How many heads and groups there are, and their features."""
         if kv_channels is not None:
-            _arguments.check("MultiheadAttention", kv_channels=kv_channels)
+            argument_values.check("MultiheadAttention", kv_channels=kv_channels)
         elif hidden % heads:
             raise ValueError(f"MultiheadAttention: hidden_size={hidden} is not a multiple of {heads} heads")
         self.num_attention_heads, self.num_gqa_groups = heads, groups

@@ -19,10 +19,10 @@ from te_bench.kernels.attention.backends.auto import DTYPES
 from te_bench.kernels.attention.packed import attend_packed
 from te_bench.models import fp8, kernel_choice
 from te_bench.models.kernel_choice import Report
-from te_bench.models.modules import _arguments, attention_mask
-from te_bench.models.modules._absent import OneRank, reject
-from te_bench.models.modules._module import Tracker, compute_dtype, drawn_by
-from te_bench.models.modules.attention_mask import Extent, MaskTensor, Sequences, Sizes, Window, pack
+from te_bench.models.modules import argument_values, attention_mask
+from te_bench.models.modules.absent_arguments import OneRank, reject
+from te_bench.models.modules.attention_mask import MaskTensor, Sequences, Sizes, Visible, Window, pack
+from te_bench.models.modules.fp8_module import Tracker, compute_dtype, drawn_by
 
 
 def _read_capability(index: int | None) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def check_format(where: str, qkv_format: str) -> str:
 def check_heads(where: str, heads: int, groups: int | None, attention_type: str, dropout: float) -> int:
     """The number of groups. Raises ValueError for what no attention can be."""
     groups = heads if groups is None else groups
-    _arguments.check(where, num_attention_heads=heads, num_gqa_groups=groups, attention_dropout=dropout)
+    argument_values.check(where, num_attention_heads=heads, num_gqa_groups=groups, attention_dropout=dropout)
     if heads % groups:
         raise ValueError(f"{where}: num_attention_heads={heads} must be a multiple of num_gqa_groups={groups}")
     if attention_type not in ("self", "cross"):
@@ -55,11 +55,11 @@ def _channels(where: str, kv_channels: int | tuple[int, int]) -> tuple[int, int]
     if len(pair) != 2:
         raise ValueError(f"{where}: kv_channels={kv_channels!r} is not possible: one number, or (key's, value's)")
     for channels in pair:
-        _arguments.check(where, kv_channels=channels)
+        argument_values.check(where, kv_channels=channels)
     return pair[0], pair[1]
 
 
-def _attend(backend: Backend, extent: Extent, scale: float, dropout: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(backend: Backend, extent: Visible, scale: float, dropout: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     causal, window, mask, empty = extent
     out = attend(backend, q, k, v, causal=causal, scale=scale, dropout=dropout, mask=mask, window=window)
     return out if empty is None else out.masked_fill(empty, 0.0)
@@ -236,7 +236,7 @@ class DotProductAttention(OneRank, nn.Module):
         return checkpoint(run, *inputs, use_reentrant=False) if again else run(*inputs)
 
     def _packed_problem(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Problem:
-        whole = self._problem(q, k, v, Extent(sequences.causal, sequences.window))
+        whole = self._problem(q, k, v, Visible(sequences.causal, sequences.window))
         (rows, keys), batch = sequences.longest, len(sequences.starts[0]) - 1
         return replace(whole, batch=batch, length=rows, kv_length=keys, packed=True)
 
@@ -299,7 +299,7 @@ class DotProductAttention(OneRank, nn.Module):
         attn_mask_type: str | None,
         window_size: Window | None,
         bottom_right_diagonal: bool | None,
-    ) -> Extent:
+    ) -> Visible:
         return attention_mask.build(
             self.attn_mask_type if attn_mask_type is None else attn_mask_type,
             Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2]),
@@ -315,7 +315,7 @@ class DotProductAttention(OneRank, nn.Module):
         window = self.window_size if window_size is None else window_size
         return {"window_size": window, "bottom_right_diagonal": bottom_right}
 
-    def _problem(self, q: Tensor, k: Tensor, v: Tensor, extent: Extent) -> Problem:
+    def _problem(self, q: Tensor, k: Tensor, v: Tensor, extent: Visible) -> Problem:
         batch, heads, length, head_dim = q.shape
         return Problem(
             batch=batch,

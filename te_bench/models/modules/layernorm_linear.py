@@ -10,9 +10,17 @@ from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.modules import _arguments
-from te_bench.models.modules._absent import reject
-from te_bench.models.modules._module import Fp8Module, Tracker, compute_dtype, default_init, drawn_by, factory, flatten
+from te_bench.models.modules import argument_values
+from te_bench.models.modules.absent_arguments import reject
+from te_bench.models.modules.fp8_module import (
+    Fp8Module,
+    Tracker,
+    compute_dtype,
+    default_init,
+    drawn_by,
+    factory,
+    flatten,
+)
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
 from te_bench.models.modules.linear import Parts, linear_backward
@@ -115,8 +123,8 @@ class LayerNormLinear(Fp8Module):
     ):
         super().__init__(gemms=1)
         reject("LayerNormLinear", others)
-        _arguments.check("LayerNormLinear", in_features=in_features, out_features=out_features)
-        _arguments.check("LayerNormLinear", eps=eps, params_dtype=params_dtype)
+        argument_values.check("LayerNormLinear", in_features=in_features, out_features=out_features)
+        argument_values.check("LayerNormLinear", eps=eps, params_dtype=params_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.return_layernorm_output = return_layernorm_output

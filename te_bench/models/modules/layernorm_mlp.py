@@ -14,9 +14,9 @@ from te_bench.kernels.activation.backends import reference as activation_referen
 from te_bench.kernels.activation.backends import triton as activation_triton
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.modules import _arguments
-from te_bench.models.modules._absent import reject
-from te_bench.models.modules._module import (
+from te_bench.models.modules import argument_values
+from te_bench.models.modules.absent_arguments import reject
+from te_bench.models.modules.fp8_module import (
     FLOATS,
     Fp8Module,
     Tracker,
@@ -176,8 +176,8 @@ class LayerNormMLP(Fp8Module):
         super().__init__(gemms=2)
         where = "LayerNormMLP"
         reject(where, others)
-        _arguments.check(where, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        _arguments.check(where, eps=eps, params_dtype=params_dtype)
+        argument_values.check(where, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        argument_values.check(where, eps=eps, params_dtype=params_dtype)
         plugins.check("activation", activation, list(KINDS))
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.use_bias, self.return_bias, self.name = bias, return_bias, name

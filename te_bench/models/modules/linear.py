@@ -10,9 +10,17 @@ from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.models import fp8
-from te_bench.models.modules import _arguments
-from te_bench.models.modules._absent import reject
-from te_bench.models.modules._module import Fp8Module, Tracker, compute_dtype, default_init, drawn_by, factory, flatten
+from te_bench.models.modules import argument_values
+from te_bench.models.modules.absent_arguments import reject
+from te_bench.models.modules.fp8_module import (
+    Fp8Module,
+    Tracker,
+    compute_dtype,
+    default_init,
+    drawn_by,
+    factory,
+    flatten,
+)
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 
 
@@ -103,7 +111,7 @@ class Parts:
         if sum(sizes.values()) != features:
             raise ValueError(f"parameters_split: the parts {sizes} do not add up to {features} output features")
         for size in sizes.values():
-            _arguments.check("parameters_split", out_features=size)
+            argument_values.check("parameters_split", out_features=size)
         self.sizes = sizes
         self.weights = [f"{name}weight" for name in sizes]
         self.biases = [f"{name}bias" for name in sizes]
@@ -169,7 +177,7 @@ class Linear(Fp8Module):
     ):
         super().__init__(gemms=1)
         reject("Linear", others)
-        _arguments.check("Linear", in_features=in_features, out_features=out_features, params_dtype=params_dtype)
+        argument_values.check("Linear", in_features=in_features, out_features=out_features, params_dtype=params_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.init_method = init_method or default_init

@@ -15,8 +15,8 @@ from te_bench.kernels.launch import rows_contiguous
 from te_bench.kernels.rotary import Backend, Part
 from te_bench.kernels.rotary.backends import reference as rotary_reference
 from te_bench.kernels.rotary.backends import triton as rotary_triton
-from te_bench.models.modules import _arguments, attention_mask
-from te_bench.models.modules._module import FLOATS, factory, recorded
+from te_bench.models.modules import argument_values, attention_mask
+from te_bench.models.modules.fp8_module import FLOATS, factory, recorded
 
 Angles = Tensor | tuple[Tensor, Tensor]  # of queries and keys, or of each
 
@@ -43,7 +43,7 @@ class RotaryPositionEmbedding(nn.Module):
     ):
         super().__init__()
         where = "RotaryPositionEmbedding"
-        _arguments.check(where, dim=dim, rotary_base=rotary_base, rotary_percent=rotary_percent)
+        argument_values.check(where, dim=dim, rotary_base=rotary_base, rotary_percent=rotary_percent)
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if dim < 2 or dim % 2:
             raise ValueError(f"{where}: dim * rotary_percent must be even and positive, got {dim}")

@@ -70,7 +70,8 @@ class Steps(State):
         return {"microscaling_steps": self.steps}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        self.steps.copy_(saved["microscaling_steps"])
+        if "microscaling_steps" in saved:
+            self.steps.copy_(saved["microscaling_steps"])
 
     def to(self, device: torch.device) -> None:
         self.steps = self.steps.to(device)

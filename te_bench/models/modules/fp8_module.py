@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.modules._absent import OneRank
+from te_bench.models.modules.absent_arguments import OneRank
 from te_bench.models.modules.gemms import Gemms
 from te_bench.models.recipe import Cast, Recipe, Slot, State, saved_names
 
