@@ -95,7 +95,7 @@ _TRACED = TracedScales()
 
 current = Region()
 _depth = 0
-_left = 0  # how often leave() was called
+_left = 0  # how often reset() was called
 #: The recipes that take a step when the outermost autocast ends, those that were used in it, each with its process group.
 _due: dict[Recipe, Any] = {}
 #: States in the order of their making, the same on all ranks of a process group. They live as long as their modules.
@@ -151,7 +151,7 @@ class autocast(contextlib.ContextDecorator):
         global current, _depth, _due
         outer, left = self._outer.pop()
         if left != _left:
-            return  # leave() has ended it
+            return  # reset() has ended it
         ended, current = current, outer
         _depth -= 1
         again = ended.scales is not None and ended.scales.replaying
@@ -175,7 +175,7 @@ def fp8_autocast(
     return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group)
 
 
-def leave() -> None:
+def reset() -> None:
     """As if no autocast had been entered: those still open end without a step of their recipes."""
     global current, _depth, _due, _left
     current, _depth, _due, _left = Region(), 0, {}, _left + 1

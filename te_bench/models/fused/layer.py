@@ -56,7 +56,7 @@ def run(layer: Any, x: Tensor, is_first_microbatch: bool | None, rotary: Any, co
     q, k, v = (part.reshape(*x.shape[:2], -1, d) for part in qkv)
     y = attention.attend(q, k, v, None if rotation is not None else rotary, core)
 
-    proj_w, proj_b = last.parts.both(last)
+    proj_w, proj_b = last.parts.weight_and_bias(last)
     proj = Projection.of(last, proj_w, 0, is_first_microbatch, training)
     fc = Projection.of(mlp, mlp.fc1_weight, 0, is_first_microbatch, training)
     out = Projection.of(mlp, mlp.fc2_weight, 1, is_first_microbatch, training)

@@ -115,7 +115,7 @@ def _add_norm_backward(
     return dx, projection.operand(copy, "grad_output", True), dgamma, dbeta
 
 
-def _up(n: Quantized, weight: Tensor, bias: Tensor | None, segment: Segment) -> tuple[Tensor, Quantized]:
+def _fc_and_activation(n: Quantized, weight: Tensor, bias: Tensor | None, segment: Segment) -> tuple[Tensor, Quantized]:
     """What fc makes, and the activation of it as an operand of out."""
     fc, out = segment.fc, segment.out
     assert fc is not None
@@ -131,7 +131,7 @@ def _up(n: Quantized, weight: Tensor, bias: Tensor | None, segment: Segment) -> 
     return h, out.operand(activation_backend(h).forward(h, segment.activation), "input", segment.training)
 
 
-def _up_backward(
+def _activation_backward(
     g: Quantized, h: Tensor, total: Tensor | None, segment: Segment, kept: Saved
 ) -> tuple[Quantized, Saved]:
     """The gradient of h as an operand of fc, from that of what out makes; what was kept of the activation, or that again."""
@@ -161,7 +161,7 @@ def _up_backward(
     return made, (kept[0]._replace(data=a_t), kept[1])
 
 
-def _no_sums(bias: torch.dtype | None, like: Tensor, features: int) -> Tensor | None:
+def _bias_sums(bias: torch.dtype | None, like: Tensor, features: int) -> Tensor | None:
     """Where a bias gradient is to be gathered."""
     return None if bias is None else like.new_zeros(features, dtype=torch.float32)
 
@@ -202,7 +202,7 @@ class Enter(torch.autograd.Function):
         return dx, dgamma, dbeta if ctx.dtypes[2] else None, dw, db, None
 
 
-def _whole(parts: list[Tensor]) -> Tensor | None:
+def _joined_view(parts: list[Tensor]) -> Tensor | None:
     """torch.cat(parts, 1) without a copy, where attention left (M, C) parts side by side in one (M, 3C); else None."""
     first, (m, width) = parts[0], parts[0].shape
     strides = (len(parts) * width, 1)
@@ -225,16 +225,16 @@ def _after_backward(
     assert heads is not None
     turns = [part.to(segment.dtype) for part in dqkv]
     m, deals, _ = turns[0].shape
-    total = _no_sums(dtypes[1], turns[0], deals * sum(heads))
+    total = _bias_sums(dtypes[1], turns[0], deals * sum(heads))
     cast = projection.cast("grad_output")
     if segment.rotation is not None:
-        g = projection.operand(segment.rotation.back(turns).view(m, -1), "grad_output", True, total)
+        g = projection.operand(segment.rotation.gradient(turns).view(m, -1), "grad_output", True, total)
     else:
         parts = [part.reshape(m, -1) for part in turns]
         if cast is not None and cast.pop("counts") is None and joined.fits(parts, heads.q):
             g = joined.joined(parts, heads.q, **cast, column_sum=total)  # 31.5 us for 35 of a whole one
         else:
-            whole = _whole(parts) if deals == 1 else None
+            whole = _joined_view(parts) if deals == 1 else None
             whole = torch.cat(turns, 2).view(m, -1) if whole is None else whole
             g = projection.operand(whole, "grad_output", True, total)
     dn, dw = projection.backward(g, kept, (segment.dtype, dtypes[0]))
@@ -263,7 +263,7 @@ class Between(torch.autograd.Function):
         attended = proj.operand(y, "input", segment.training)
         branch = proj.forward(attended, proj_w, proj_b, segment.dtype)
         middle, n, mean, rstd = _add_norm(fc, x, branch, (gamma, beta), segment.norms[0], segment)
-        h, a = _up(n, fc_w, fc_b, segment)
+        h, a = _fc_and_activation(n, fc_w, fc_b, segment)
         made = out.forward(a, out_w, out_b, segment.dtype)
         halved = branch.dtype.itemsize < x.dtype.itemsize
         kept = [*((x, branch) if halved else (middle, None)), gamma, mean, rstd, h]
@@ -293,7 +293,7 @@ class Between(torch.autograd.Function):
         dw = db = dgamma_end = dbeta_end = None
         width = norm[0].shape[1]
         totals = [
-            _no_sums(types[1], h, n) for types, n in ((proj_types, width), (fc_types, h.shape[1]), (out_types, width))
+            _bias_sums(types[1], h, n) for types, n in ((proj_types, width), (fc_types, h.shape[1]), (out_types, width))
         ]
         if segment.norms[1] is None:
             dx = gradients[0].contiguous()
@@ -308,7 +308,7 @@ class Between(torch.autograd.Function):
             dx, g, dgamma_end, dbeta_end = _add_norm_backward(
                 segment.out, dn, ended, segment.norms[1], residual, biased, totals[2], segment
             )
-        g_h, out_kept = _up_backward(g, h, totals[1], segment, out_kept)
+        g_h, out_kept = _activation_backward(g, h, totals[1], segment, out_kept)
         d_out = segment.out.wgrad(g, out_kept, out_types[0])
         g = g_h
         del g_h, out_kept, operands  # the activation, if it was made again

@@ -22,7 +22,7 @@ from te_bench.models.kernel_choice import Report
 from te_bench.models.modules import argument_values, attention_mask
 from te_bench.models.modules.absent_arguments import OneRank, reject
 from te_bench.models.modules.attention_mask import MaskTensor, Sequences, Sizes, Visible, Window, pack
-from te_bench.models.modules.fp8_module import Tracker, compute_dtype, drawn_by
+from te_bench.models.modules.fp8_module import Tracker, compute_dtype, fork_rng
 
 
 def _read_capability(index: int | None) -> tuple[int, int]:
@@ -231,7 +231,7 @@ class DotProductAttention(OneRank, nn.Module):
         """run(*inputs), computed again in the backward pass or not, with dropout by the tracker's generator."""
         if self.tracker is not None and dropout:
             # Around the checkpoint, which draws again by what it finds here.
-            with drawn_by(self.tracker):
+            with fork_rng(self.tracker):
                 return checkpoint(run, *inputs, use_reentrant=False) if again else run(*inputs)
         return checkpoint(run, *inputs, use_reentrant=False) if again else run(*inputs)
 

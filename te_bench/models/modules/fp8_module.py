@@ -44,7 +44,7 @@ def materialise(module: nn.Module) -> None:
 Tracker = Callable[[], Any] | None
 
 
-def drawn_by(tracker: Tracker, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
+def fork_rng(tracker: Tracker, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
     """Where a tracker's generator draws, as Megatron-LM's do, that of a name or the tracker's own; None: torch's."""
     if tracker is None:
         return contextlib.nullcontext()
@@ -52,7 +52,7 @@ def drawn_by(tracker: Tracker, name: str | None = None) -> contextlib.AbstractCo
     return fork
 
 
-def recorded() -> bool:
+def is_recorded() -> bool:
     """Whether what runs is recorded, by torch.compile or torch.jit.trace, which want plain operators."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
@@ -93,7 +93,7 @@ class Fp8Module(OneRank, nn.Module):
         region = fp8.current
         recipe = region.recipe
         assert recipe is not None
-        if recorded() and not torch.compiler.is_compiling():
+        if is_recorded() and not torch.compiler.is_compiling():
             raise ValueError(
                 "torch.jit.trace records no FP8: trace the model outside of te.autocast, or use torch.compile"
             )

@@ -17,9 +17,9 @@ from te_bench.models.modules.fp8_module import (
     Tracker,
     compute_dtype,
     default_init,
-    drawn_by,
     factory,
     flatten,
+    fork_rng,
 )
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
@@ -138,7 +138,7 @@ class LayerNormLinear(Fp8Module):
 
     def _initialise(self) -> None:
         reset_norm(self, self.norm)
-        with drawn_by(self.tracker):
+        with fork_rng(self.tracker):
             self.parts.reset(self, self.init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:

@@ -22,10 +22,10 @@ from te_bench.models.modules.fp8_module import (
     Tracker,
     compute_dtype,
     default_init,
-    drawn_by,
     factory,
     flatten,
-    recorded,
+    fork_rng,
+    is_recorded,
 )
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
@@ -78,7 +78,7 @@ class _Activation(torch.autograd.Function):
 def activate(h: Tensor, kind: str) -> Tensor:
     """act(h) in h's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses."""
     flat = flatten(h, h.dtype)
-    fused = h.is_cuda and not recorded() and h.dtype in FLOATS
+    fused = h.is_cuda and not is_recorded() and h.dtype in FLOATS
     a = _Activation.apply(flat, kind) if fused else activation_reference.BACKEND.forward(flat, kind)
     return a.view(*h.shape[:-1], a.shape[1])
 
@@ -196,7 +196,7 @@ class LayerNormMLP(Fp8Module):
 
     def _initialise(self) -> None:
         reset_norm(self, self.norm)
-        with drawn_by(self.tracker):
+        with fork_rng(self.tracker):
             self.init_methods[0](self.fc1_weight)
             self.init_methods[1](self.fc2_weight)
         for bias in (self.fc1_bias, self.fc2_bias):

@@ -17,9 +17,9 @@ from te_bench.models.modules.fp8_module import (
     Tracker,
     compute_dtype,
     default_init,
-    drawn_by,
     factory,
     flatten,
+    fork_rng,
 )
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 
@@ -128,7 +128,7 @@ class Parts:
             if getattr(module, bias) is not None:
                 nn.init.zeros_(getattr(module, bias))
 
-    def both(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    def weight_and_bias(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
         own = module._parameters
         if "weight" in own and "bias" in own:
             return own["weight"], own["bias"]  # type: ignore[return-value]
@@ -188,7 +188,7 @@ class Linear(Fp8Module):
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def _initialise(self) -> None:
-        with drawn_by(*self.tracker):
+        with fork_rng(*self.tracker):
             self.parts.reset(self, self.init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
@@ -196,7 +196,7 @@ class Linear(Fp8Module):
         if others:
             reject("Linear.forward", others)
         x = inp
-        weight, bias = self.parts.both(self)
+        weight, bias = self.parts.weight_and_bias(self)
         self.check_input(x, self.in_features, weight)
         dtype = compute_dtype(x)
         added = None if self.return_bias or bias is None else bias

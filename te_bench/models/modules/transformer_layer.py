@@ -161,7 +161,7 @@ class TransformerLayer(OneRank, nn.Module):
             "max_seqlen_kv": max_seqlen_kv,
         }
         if layer.can_fuse(self, x):
-            return layer.run(self, x, is_first_microbatch, rotary_pos_emb, self.self_attention.asked(**core))
+            return layer.run(self, x, is_first_microbatch, rotary_pos_emb, self.self_attention.with_defaults(**core))
         attended = self.self_attention(
             x, is_first_microbatch=is_first_microbatch, rotary_pos_emb=rotary_pos_emb, **core
         )

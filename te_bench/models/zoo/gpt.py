@@ -100,12 +100,12 @@ class Transformer(nn.Module):
             heads, gelu = self.config.n_head, self.config.gelu
             return fused_blocks.run(self.h, self.ln_f, x, attend=self.attention, heads=heads, gelu=gelu)
         if self.fused:
-            self._tell(fused_blocks.why_not(self.h, self.ln_f))
+            self._warn(fused_blocks.why_not(self.h, self.ln_f))
         for block in self.h:
             x = block(x)
         return self.ln_f(x)
 
-    def _tell(self, why: str) -> None:
+    def _warn(self, why: str) -> None:
         if why not in self.told:
             self.told.add(why)
             message = (

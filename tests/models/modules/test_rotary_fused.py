@@ -42,7 +42,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "cpu":
         monkeypatch.setattr(rotary, "backend", lambda x: rotary_triton.BACKEND)
         for module in (rotary, attention):
-            monkeypatch.setattr(module, "fusable", lambda x, *freqs: rotary.constant(*freqs))
+            monkeypatch.setattr(module, "can_rotate_fused", lambda x, *freqs: rotary.are_constant(*freqs))
     return request.param
 
 
