@@ -9,19 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from te_bench.kernels.quantize import (
-    BLOCK,
-    ROW,
-    SQUARE,
-    STRIP,
-    TENSOR,
-    Backend,
-    Layout,
-    Operand,
-    Problem,
-    Quantized,
-    check_layouts,
-)
+from te_bench.kernels.quantize import BLOCK, ROW, TENSOR, Backend, Layout, Operand, Problem, Quantized, check_layouts
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 LARGEST = torch.finfo(torch.float32).max
@@ -172,7 +160,7 @@ def block(
         each = _repeated(scale, rows, BLOCK, m, n)
         return _cast(a * each, dtype), scale.reciprocal(), each
 
-    layout = Layout(dtype, STRIP if rows == 1 else SQUARE, torch.float32)
+    layout = Layout(dtype, (rows, BLOCK), torch.float32)
     return _both(v, blocks, rowwise, columnwise, counts, layout)
 
 

@@ -11,19 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from te_bench.kernels.quantize import (
-    BLOCK,
-    ROW,
-    SQUARE,
-    STRIP,
-    TENSOR,
-    Backend,
-    Layout,
-    Problem,
-    Quantized,
-    fine_kernels,
-    kernels,
-)
+from te_bench.kernels.quantize import BLOCK, ROW, TENSOR, Backend, Layout, Problem, Quantized, fine_kernels, kernels
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.backends.reference import check
 
@@ -169,7 +157,7 @@ def block(
         made = fine_kernels.per_block(_aligned(x), dtype, rows, rowwise, columnwise, power_of_two, counts)
     else:
         return reference.block(x, dtype, rows=rows, rowwise=rowwise, columnwise=columnwise)
-    return wrap(rowwise, columnwise, *made, layout=Layout(dtype, STRIP if rows == 1 else SQUARE, torch.float32))
+    return wrap(rowwise, columnwise, *made, layout=Layout(dtype, (rows, BLOCK), torch.float32))
 
 
 def miscompiled(x: Tensor) -> bool:
