@@ -9,9 +9,8 @@ from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
-from te_bench.models import faults, torchao_linears
+from te_bench.models import faults, kernel_choice, torchao_linears
 from te_bench.models import recipe as recipes
-from te_bench.models.modules import attention_kernel
 from te_bench.models.zoo.gpt import CONFIGS, GPT, GPTConfig
 from te_bench.training.step import Optim, TrainStep
 
@@ -30,7 +29,7 @@ def attention_of(trial: Trial) -> str:
     recipe = None if trial.recipe is None else recipes.load(trial.recipe)
     if recipe is None or not recipe.fp8_dpa or attention.in_fp8(trial.attention):
         return trial.attention
-    return attention_kernel.in_fp8(trial.device, recipe.emulate)
+    return kernel_choice.in_fp8(trial.device, recipe.emulate)
 
 
 def require_supported(trial: Trial) -> None:

@@ -1,7 +1,7 @@
-"""Models, their data and their training. `import te_bench.models as te` reads like Transformer Engine.
+"""Modules, models and FP8 recipes. `import te_bench.models as te` reads like Transformer Engine.
 
-gpt.GPT is the model, train.TrainStep trains it, weights.load and weights.save exchange weights with Hugging Face.
-Nothing here imports torch before it is asked for: planning and reporting use te_bench.training.corpus without it.
+zoo.gpt.GPT is the model; te_bench.training trains it and exchanges its weights with Hugging Face. torch is imported with the
+first name that is asked for: planning and reporting use models.configs and models.cost without it.
 """
 
 import importlib
@@ -26,7 +26,7 @@ _HOMES = {
     "te_bench.models.modules.layernorm_mlp": ("LayerNormMLP",),
     "te_bench.models.modules.attention": ("DotProductAttention", "MultiheadAttention"),
     "te_bench.models.modules.rotary": ("RotaryPositionEmbedding", "apply_rotary_pos_emb"),
-    "te_bench.models.modules.attention_kernel": ("attention_kernel",),
+    "te_bench.models.kernel_choice": ("attention_kernel",),
     "te_bench.models.conversion": ("convert",),
     "te_bench.models.modules.transformer_layer": ("TransformerLayer",),
 }

@@ -11,9 +11,7 @@ import contextlib
 import copyreg
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +21,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from te_bench.models import fp8
-from te_bench.models.modules import _arguments
-from te_bench.models.modules._module import FLOATS, Fp8Module
+from te_bench.models.conversion_report import Conversion, ConvertedLayer, KeptLayer, OtherWeight, TeLayer
+from te_bench.models.modules import argument_values
+from te_bench.models.modules.fp8_module import FLOATS, Fp8Module
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe
@@ -58,94 +57,6 @@ STATE_HOOKS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """A layer that was swapped. parameters: elements of its weight, which FP8 GEMMs read; 0 for a norm."""
-
-    name: str
-    before: str
-    after: str
-    parameters: int
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A layer that stayed, and why. parameters: elements that it keeps out of FP8 GEMMs; 0 for a norm."""
-
-    name: str
-    kind: str
-    reason: str
-    parameters: int
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A layer that was te's already. parameters: elements of its weights, which FP8 GEMMs read; 0 for a norm."""
-
-    name: str
-    kind: str
-    parameters: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """A weight that is in none of these layers, and why it stays. kind: the module whose own it is.
-
-    multiplied: how many of its elements a token is multiplied by; None where that is not known.
-    """
-
-    name: str
-    kind: str
-    reason: str
-    parameters: int
-    multiplied: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """What `convert` did, and what it found done; str() is a table of it. parameters: all of the model's."""
-
-    converted: tuple[Converted, ...]
-    kept: tuple[Kept, ...]
-    parameters: int
-    found: tuple[Found, ...] = ()
-    outside: tuple[Outside, ...] = ()
-
-    @property
-    def gemm_parameters(self) -> int:
-        """How many of the parameters FP8 GEMMs read."""
-        return sum(c.parameters for c in self.converted) + sum(f.parameters for f in self.found)
-
-    @property
-    def flop_share(self) -> float:
-        """Which share of a token's FLOP in GEMMs with weights is in FP8, those left out whose FLOP is not known."""
-        stays = sum(k.parameters for k in self.kept) + sum(o.multiplied or 0 for o in self.outside)
-        return self.gemm_parameters / max(self.gemm_parameters + stays, 1)
-
-    def __str__(self) -> str:
-        rows = [(c.name, c.before, ", ".join(filter(None, (f"te.{c.after}", c.note)))) for c in self.converted]
-        rows += [(f.name, f"te.{f.kind}", "te's already") for f in self.found]
-        rows += [(k.name, k.kind, f"kept: {k.reason}") for k in self.kept]
-        rows += [(o.name, o.kind, f"kept: {o.reason}") for o in self.outside]
-        # The layers of a stack differ in their number only: they are one row.
-        alike = Counter((_without_numbers(name), was, _without_numbers(now)) for name, was, now in rows)
-        table = [("layers", "", "was", "is"), *((where, f"{n} x", was, now) for (where, was, now), n in alike.items())]
-        widths = [max(len(row[i]) for row in table) for i in range(3)]
-        lines = ["  ".join((*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])) for row in table]
-        share = self.gemm_parameters / max(self.parameters, 1)
-        total = len(self.converted) + len(self.kept) + len(self.found)
-        already = f", {len(self.found)} te's already" if self.found else ""
-        already += f", {len(self.outside)} weights outside of layers" if self.outside else ""
-        unknown = sum(o.parameters for o in self.outside if o.multiplied is None)
-        but = f", not counting {unknown:,} parameters whose use is not known" if unknown else ""
-        lines.append(
-            f"{len(self.converted)} of {total} layers converted{already}; FP8 GEMMs read {self.gemm_parameters:,} of "
-            f"{self.parameters:,} parameters ({share:.1%}) and do {self.flop_share:.1%} of a token's FLOP with weights{but}"
-        )
-        return "\n".join(lines)
-
-
 def convert(
     model: nn.Module, recipe: Recipe | None = None, *, filter: Filter | None = None, pad: bool = False
 ) -> Conversion:
@@ -161,24 +72,24 @@ def convert(
     for a recipe that the model's device cannot run, and for one on a model whose class no other can be made of.
     """
     _check(model, recipe)
-    found = tuple(_found(model))
+    found = tuple(_te_layers(model))
     owners = _owners(model)
-    converted: dict[int, tuple[nn.Module, Converted]] = {}
-    kept: dict[int, Kept] = {}
+    converted: dict[int, tuple[nn.Module, ConvertedLayer]] = {}
+    kept: dict[int, KeptLayer] = {}
     places = list(_places(model))
     for name, _, _, layer in places:
         kind = _kind(layer)
         if kind is None or id(layer) in converted or id(layer) in kept:
             continue
         allowed = filter is None or filter(name, layer)
-        reason = _why_not(layer, kind, name, owners, pad) if allowed else "filtered out"
+        reason = _reason_to_keep(layer, kind, name, owners, pad) if allowed else "filtered out"
         if reason is None:
-            converted[id(layer)] = _made(layer, kind, name)
+            converted[id(layer)] = _replacement(layer, kind, name)
         else:
-            kept[id(layer)] = Kept(name, type(layer).__name__, reason, _in_gemm(layer, kind))
+            kept[id(layer)] = KeptLayer(name, type(layer).__name__, reason, _in_gemm(layer, kind))
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
-    told = [layer for _, _, _, layer in places if id(layer) in converted or id(layer) in kept]
-    outside = tuple(_outside(model, told))
+    seen = [layer for _, _, _, layer in places if id(layer) in converted or id(layer) in kept]
+    outside = tuple(_other_weights(model, seen))
     with contextlib.ExitStack() as undo:
         for _, parent, attribute, layer in places:
             if id(layer) in converted:
@@ -202,7 +113,7 @@ def _swap(parent: nn.Module, attribute: str, new: nn.Module, undo: contextlib.Ex
 def _checkpoint_in_fp8(module: Any, undo: contextlib.ExitStack) -> None:
     """Let gradient checkpointing of transformers, now or when it is enabled, go by te.checkpoint in place of torch's."""
     if "_gradient_checkpointing_func" in vars(module):
-        function = _known(module._gradient_checkpointing_func)
+        function = _by_te(module._gradient_checkpointing_func)
         _assign(module, "_gradient_checkpointing_func", function, undo)
     setter = getattr(type(module), "_set_gradient_checkpointing", None)
     # Code from before transformers 4.35 has (module, value), and calls torch's checkpoint by its own name.
@@ -211,7 +122,7 @@ def _checkpoint_in_fp8(module: Any, undo: contextlib.ExitStack) -> None:
 
 
 class _Checkpointing:
-    """A model's own _set_gradient_checkpointing, told of te.checkpoint where it would be told of torch's."""
+    """A model's own _set_gradient_checkpointing, which gets te.checkpoint in place of torch's."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -219,11 +130,11 @@ class _Checkpointing:
     def __call__(
         self, enable: bool = True, gradient_checkpointing_func: Any = torch.utils.checkpoint.checkpoint, **options: Any
     ) -> None:
-        type(self.model)._set_gradient_checkpointing(self.model, enable, _known(gradient_checkpointing_func), **options)
+        type(self.model)._set_gradient_checkpointing(self.model, enable, _by_te(gradient_checkpointing_func), **options)
 
 
-def _known(function: Any) -> Any:
-    """te.checkpoint with a function's options where that is torch's checkpoint, else the function."""
+def _by_te(function: Any) -> Any:
+    """te.checkpoint, with the same options, in place of torch's; any other function as it is."""
     called, options = function, {}
     if isinstance(function, functools.partial) and not function.args:
         called, options = function.func, function.keywords
@@ -274,21 +185,21 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _found(model: nn.Module) -> Iterator[Found]:
+def _te_layers(model: nn.Module) -> Iterator[TeLayer]:
     """The layers of te's own, whoever put them there."""
     counted: set[int] = set()
     for name, layer in model.named_modules():
         if isinstance(layer, Fp8Module):
             weights = [p for p in layer.parameters(recurse=False) if p.dim() == 2 and id(p) not in counted]
             counted.update(map(id, weights))
-            yield Found(name, type(layer).__name__, sum(p.numel() for p in weights))
+            yield TeLayer(name, type(layer).__name__, sum(p.numel() for p in weights))
         elif isinstance(layer, LayerNorm | RMSNorm):
-            yield Found(name, type(layer).__name__, 0)
+            yield TeLayer(name, type(layer).__name__, 0)
 
 
-def _outside(model: nn.Module, told: list[nn.Module]) -> Iterator[Outside]:
-    """The weights, of two dimensions or more, of neither the layers that were told of nor te's own."""
-    layers = [*told, *(module for module in model.modules() if isinstance(module, Fp8Module))]
+def _other_weights(model: nn.Module, seen: list[nn.Module]) -> Iterator[OtherWeight]:
+    """The weights, of two dimensions or more, of neither the layers seen nor te's own."""
+    layers = [*seen, *(module for module in model.modules() if isinstance(module, Fp8Module))]
     known = {id(p) for layer in layers for p in layer.parameters()}
     for name, module in model.named_modules():
         for attribute, p in module._parameters.items():
@@ -297,7 +208,7 @@ def _outside(model: nn.Module, told: list[nn.Module]) -> Iterator[Outside]:
             known.add(id(p))
             reason, multiplied = _use(model, module, p)
             where = f"{name}.{attribute}" if name else attribute
-            yield Outside(where, type(module).__name__, reason, p.numel(), multiplied)
+            yield OtherWeight(where, type(module).__name__, reason, p.numel(), multiplied)
 
 
 def _use(model: nn.Module, module: nn.Module, p: Tensor) -> tuple[str, int | None]:
@@ -325,7 +236,7 @@ def _kind(layer: nn.Module) -> str | None:
     return next((kind for base, kind in kinds.items() if isinstance(layer, base)), None)
 
 
-def _why_not(layer: nn.Module, kind: str, name: str, owners: dict[int, list[str]], pad: bool) -> str | None:
+def _reason_to_keep(layer: nn.Module, kind: str, name: str, owners: dict[int, list[str]], pad: bool) -> str | None:
     """Why a layer must stay, or None."""
     cls = type(layer)
     if parametrize.is_parametrized(layer):
@@ -363,7 +274,7 @@ def _norm_reason(layer: nn.Module, weight: Tensor) -> str | None:
         return "it normalises over nothing"
     if _eps(layer) is None:
         return "eps=None takes the input's dtype's: set its eps to a number"
-    legal, words = _arguments.LEGAL["eps"]
+    legal, words = argument_values.LEGAL["eps"]
     return None if legal(_eps(layer)) else f"its eps is {_eps(layer)}: te's must be {words}"
 
 
@@ -385,7 +296,7 @@ def _in_gemm(layer: nn.Module, kind: str) -> int:
     return 0 if kind.endswith("Norm") or weight is None or is_lazy(weight) else weight.numel()
 
 
-def _made(layer: Any, kind: str, name: str) -> tuple[nn.Module, Converted]:
+def _replacement(layer: Any, kind: str, name: str) -> tuple[nn.Module, ConvertedLayer]:
     """The te layer that takes the place of another, around the same Parameters."""
     weight, bias, note = layer.weight, getattr(layer, "bias", None), ""
     options: dict[str, Any] = {"params_dtype": weight.dtype, "device": "meta"}  # replaced below: no memory, no seed
@@ -402,7 +313,7 @@ def _made(layer: Any, kind: str, name: str) -> tuple[nn.Module, Converted]:
         if attribute in HOOKS or attribute not in vars(new):  # what users hang on a layer goes with it
             vars(new)[attribute] = value
     new.train(layer.training)
-    entry = Converted(name, type(layer).__name__, type(new).__name__, _in_gemm(layer, kind), note)
+    entry = ConvertedLayer(name, type(layer).__name__, type(new).__name__, _in_gemm(layer, kind), note)
     return new, entry
 
 
@@ -454,7 +365,3 @@ def _enter_by_itself(model: Any, recipe: Recipe, undo: contextlib.ExitStack) -> 
                 "convert without a recipe, and call the model under te.autocast(recipe=...)"
             ) from error
     _assign(model, "_te_recipe", recipe, undo)
-
-
-def _without_numbers(text: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in text.split("."))

@@ -1,4 +1,4 @@
-"""What one training step of models.gpt, and a pass of the quickstart's layer, must at least compute and move. No torch.
+"""What one training step of models.zoo.gpt, and a pass of the quickstart's layer, must at least compute and move. No torch.
 
 Each fused pass over a tensor reads its inputs and writes its outputs once; parameters, optimizer states and the residual
 stream are float32, as under autocast, all else bf16 or, where a GEMM of a recipe reads it, FP8 in two layouts (two bytes an

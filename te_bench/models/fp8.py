@@ -21,7 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from te_bench.models.modules import attention_kernel
+from te_bench.models import kernel_choice
 from te_bench.models.recipe import DelayedScaling, Recipe
 
 
@@ -61,10 +61,10 @@ class Scales:
         """Whether what runs has run before."""
         return self.recomputing or (self.outer is not None and self.outer.replaying)
 
-    def through(self, scale: Tensor) -> Tensor:
+    def recall(self, scale: Tensor) -> Tensor:
         """The first time: keep a copy and use it. In a recomputation: the copy that was kept then."""
         if not self.recomputing:
-            self.kept.append(scale.clone() if self.outer is None else self.outer.through(scale))
+            self.kept.append(scale.clone() if self.outer is None else self.outer.recall(scale))
             return self.kept[-1]
         self.next += 1
         return self.kept[self.next - 1]
@@ -86,7 +86,7 @@ class TracedScales(Scales):
 
     traced = True
 
-    def through(self, scale: Tensor) -> Tensor:
+    def recall(self, scale: Tensor) -> Tensor:
         return _kept(scale)
 
 
@@ -95,7 +95,7 @@ _TRACED = TracedScales()
 
 current = Region()
 _depth = 0
-_left = 0  # how often leave() was called
+_left = 0  # how often reset() was called
 #: The recipes that take a step when the outermost autocast ends, those that were used in it, each with its process group.
 _due: dict[Recipe, Any] = {}
 #: States in the order of their making, the same on all ranks of a process group. They live as long as their modules.
@@ -135,12 +135,12 @@ class autocast(contextlib.ContextDecorator):
             used = {id(state.recipe) for state in (reference() for reference in _states) if state is not None}
             for known in [known for known in _interned if id(known) not in used and known is not current.recipe]:
                 del _interned[known]
-        self._wanted = (bool(enabled), bool(calibrating), _interned.setdefault(recipe, recipe), amax_reduction_group)
+        self._asked = (bool(enabled), bool(calibrating), _interned.setdefault(recipe, recipe), amax_reduction_group)
         self._outer: list[tuple[Region, int]] = []
 
     def __enter__(self) -> None:
         global current, _depth
-        enabled, calibrating, recipe, group = self._wanted
+        enabled, calibrating, recipe, group = self._asked
         self._outer.append((current, _left))
         current = replace(current, enabled=enabled, calibrating=calibrating, recipe=recipe, group=group)
         _depth += 1
@@ -151,7 +151,7 @@ class autocast(contextlib.ContextDecorator):
         global current, _depth, _due
         outer, left = self._outer.pop()
         if left != _left:
-            return  # leave() has ended it
+            return  # reset() has ended it
         ended, current = current, outer
         _depth -= 1
         again = ended.scales is not None and ended.scales.replaying
@@ -175,7 +175,7 @@ def fp8_autocast(
     return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group)
 
 
-def leave() -> None:
+def reset() -> None:
     """As if no autocast had been entered: those still open end without a step of their recipes."""
     global current, _depth, _due, _left
     current, _depth, _due, _left = Region(), 0, {}, _left + 1
@@ -259,20 +259,20 @@ class _Within:
 
     def __init__(self, region: Region, recomputing: bool, tracked: "_Tracked"):
         self.region, self.recomputing, self.tracked = region, recomputing, tracked
-        self.kernel = attention_kernel.current  # the same attention again, wherever the backward pass is called
+        self.kernel = kernel_choice.current  # the same attention again, wherever the backward pass is called
         self.outer: list[tuple[Region, str | None]] = []
 
     def __enter__(self) -> None:
         global current
-        self.outer.append((current, attention_kernel.current))
-        current, attention_kernel.current = self.region, self.kernel
+        self.outer.append((current, kernel_choice.current))
+        current, kernel_choice.current = self.region, self.kernel
         assert current.scales is not None
         current.scales.recomputing, current.scales.next = self.recomputing, 0
         self.tracked.enter(self.recomputing)
 
     def __exit__(self, *error: object) -> None:
         global current
-        current, attention_kernel.current = self.outer.pop()
+        current, kernel_choice.current = self.outer.pop()
         self.tracked.leave(self.recomputing)
 
 

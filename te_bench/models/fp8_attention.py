@@ -5,12 +5,11 @@ from typing import Any
 from torch import Tensor
 
 from te_bench.kernels.attention import load
-from te_bench.models import fp8
-from te_bench.models.modules import attention_kernel
+from te_bench.models import fp8, kernel_choice
 
 
 class ByRecipe:
-    """The forward of backend `name`; under a recipe with fp8_dpa that of attention_kernel.in_fp8, if `name` has no FP8.
+    """The forward of backend `name`; under a recipe with fp8_dpa that of kernel_choice.in_fp8, if `name` has no FP8.
 
     A copy or a pickle of it is the name alone. Raises ValueError for an unknown one and, called, for what FP8 attention has
     not: dropout.
@@ -18,12 +17,12 @@ class ByRecipe:
 
     def __init__(self, name: str) -> None:
         self.name, self.own = name, load(name)
-        self.in_fp8 = {other: load(other) for other in attention_kernel.FP8}  # torch.compile can't trace an import
+        self.in_fp8 = {other: load(other) for other in kernel_choice.FP8}  # torch.compile can't trace an import
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float = 0.0) -> Tensor:
         recipe, backend = fp8.recipe_of_attention(), self.own
         if recipe is not None and not backend.fp8:
-            backend = self.in_fp8[attention_kernel.in_fp8(q.device.type, recipe.emulate)]
+            backend = self.in_fp8[kernel_choice.in_fp8(q.device.type, recipe.emulate)]
         out: Tensor = backend.forward(q, k, v, causal=causal, scale=scale, dropout=dropout)
         return out
 

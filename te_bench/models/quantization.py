@@ -57,8 +57,8 @@ def is_nvfp4_available(return_reason: bool = False) -> Answer:
 
 def is_bf16_available(return_reason: bool = False) -> Answer:
     """Whether the GPU has bf16 tensor cores; a CPU computes in bf16 anyway."""
-    able = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
-    return _answer(None if able else "bf16 needs a GPU of compute capability 8.0", return_reason)
+    has_bf16 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+    return _answer(None if has_bf16 else "bf16 needs a GPU of compute capability 8.0", return_reason)
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
@@ -122,4 +122,4 @@ class FP8GlobalStateManager:
     @classmethod
     def reset(cls) -> None:
         """As if no autocast had been entered: for a test that left one open. Modules keep their scales."""
-        fp8.leave()
+        fp8.reset()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.models.modules._module import PREFIX
+from te_bench.models.modules.fp8_module import PREFIX
 from te_bench.models.recipe import Recipe
 from te_bench.models.zoo.gpt import GPT, GPTConfig
 from te_bench.training import tokenizer as tokenizers

@@ -198,14 +198,14 @@ def _score(model: GPT, x: NDArray[np.int64], y: NDArray[np.int64], precision: st
     x and y (B, T). A likeliest token among logits that are not finite is none.
     """
     device = next(model.parameters()).device
-    inputs, wanted = (torch.from_numpy(part).to(device) for part in (x, y))
+    inputs, labels = (torch.from_numpy(part).to(device) for part in (x, y))
     with autocast(device, precision), model.autocast(precision == "fp8"):
         hidden = model.hidden(inputs)
-    scored = wanted != IGNORED
+    scored = labels != IGNORED
     head = model.lm_head.weight[: model.config.vocab_size]
     head = head.to(torch.promote_types(head.dtype, torch.float32))
     nats, likeliest = [], []
-    for rows, targets in zip(hidden[scored].split(HEAD_ROWS), wanted[scored].split(HEAD_ROWS), strict=True):
+    for rows, targets in zip(hidden[scored].split(HEAD_ROWS), labels[scored].split(HEAD_ROWS), strict=True):
         logits = F.linear(rows.to(head.dtype), head)
         loss = F.cross_entropy(logits, targets, reduction="none")
         nats.append(loss.double())

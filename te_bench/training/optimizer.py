@@ -3,8 +3,8 @@
 The model's parameters stay what they are: float32, in its state dict, for evaluations and checkpoints. While a training
 pass runs, a bf16 leaf takes the place of every Linear's weight, the copy that the last update left: autocast finds nothing
 to cast, and the gradient of the weight arrives at the leaf as its GEMM rounded it, as it does under autocast, whose
-backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8, too, and Linear, which is
-told to reuse what is kept, quantizes no weight. A GPT reads such a weight nowhere else: of its leaf only the gradient is
+backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8, too, and Linear reuses
+what is kept and quantizes no weight. A GPT reads such a weight nowhere else: of its leaf only the gradient is
 real, its numbers are one NaN.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from te_bench.kernels import adamw
 from te_bench.kernels.adamw import Parameter, Table
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.models import fp8
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe, Slot
@@ -90,7 +90,8 @@ def _fp8_copy(module: Linear, master: Tensor) -> Fp8Copy | None:
     inverse = torch.ones((), dtype=torch.float32, device=master.device)
     data = torch.empty_like(master, dtype=cast.dtype)
     data_t = torch.empty_like(master.t(), dtype=cast.dtype, memory_format=torch.contiguous_format)
-    return Fp8Copy(module, recipe, Slot(cast.scale, cast.amax), Quantized(data, inverse, data_t, inverse))
+    layout = Layout(cast.dtype, TENSOR, torch.float32)
+    return Fp8Copy(module, recipe, Slot(cast.scale, cast.amax), Quantized(data, inverse, data_t, inverse, layout))
 
 
 class TableAdamW:
@@ -162,7 +163,7 @@ class TableAdamW:
             if copy.half:
                 copy.leaf.copy_(other.leaf)
             if copy.fp8 is not None and other.fp8 is not None:
-                for ours, left in zip(copy.fp8.kept, other.fp8.kept, strict=True):
+                for ours, left in zip(copy.fp8.kept[:4], other.fp8.kept[:4], strict=True):
                     ours.copy_(left)
         self._fresh, self._versions = old._fresh and old._versions == old._seen(), self._seen()
 
@@ -188,8 +189,7 @@ class TableAdamW:
                 copy.leaf.copy_(master)
             if copy.fp8 is not None:
                 slot, kept = copy.fp8.slot, copy.fp8.kept
-                if slot.amax is not None:
-                    slot.amax.zero_()  # of the weight that an update made before this one took its place
+                slot.forget()  # the weight that an update made before this one took its place
                 made = copy.fp8.recipe.quantize(
                     master.to(torch.bfloat16), "weight", slot, rowwise=True, columnwise=True
                 )
@@ -234,7 +234,7 @@ class TableAdamW:
                 master.grad.add_(arrived)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Gradients to zero where the table knows them to be; set_to_none lets go of them, for those of a graph to come."""
+        """Gradients to zero where the table knows them to be; set_to_none drops them, for those of a graph to come."""
         if set_to_none:
             for holder in (*self.masters, *(copy.leaf for copy in self.copies.values())):
                 holder.grad = None
@@ -249,7 +249,7 @@ class TableAdamW:
         """Note where weights, gradients, moments and copies are; not while a graph is captured."""
         self._table = self._backend.table(self._parameters())
 
-    def let_go(self) -> None:
+    def release_gradients(self) -> None:
         """Before the capture of a step: of the gradients so far the table keeps only what they look like, until `move`."""
         assert self._table is not None
         self.zero_grad(set_to_none=True)

@@ -75,7 +75,7 @@ class TrainStep:
     captured as it is, for it leaves a compiler next to nothing to fuse).
     `grad_norm`, a () tensor, is what clipping found the norm of the last step's gradients to be; None where none clips.
     optimizer: a name of te_bench.kernels.adamw, which updates all parameters in one go, clips in passing and, in bf16 and
-    fp8, leaves the copies that the next pass computes with (models.table_adamw); None is torch's fused AdamW.
+    fp8, leaves the copies that the next pass computes with (training.optimizer); None is torch's fused AdamW.
     Raises ValueError for what is not known or cannot be.
     """
 
@@ -233,7 +233,7 @@ class TrainStep:
         with torch.cuda.device(self.device):  # streams and graphs are made on the current one
             self._warm_up(*self._inputs)
             if self.table is not None:
-                self.table.let_go()  # the graph is to have its own
+                self.table.release_gradients()  # the graph is to have its own
             torch.cuda.reset_peak_memory_stats()
             self._graph = torch.cuda.CUDAGraph()
             try:

@@ -219,15 +219,15 @@ def read(path: str) -> str:
     return content
 
 
-def read_utf8(path: str, wanted: str) -> str:
-    """The text of a file, byte for byte. Raises ValueError, asking for what is `wanted`, if it is not to be had."""
+def read_utf8(path: str, expected: str) -> str:
+    """The text of a file, byte for byte. Raises ValueError, asking for what is `expected`, if it is not to be had."""
     try:
         return Path(path).expanduser().read_bytes().decode()
     except UnicodeDecodeError as error:
         what = f"{path} is not UTF-8: {error.reason} at byte offset {error.start}"
         raise ValueError(f"{what}; convert it, for example with iconv") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder for ~
-        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', error)}; give {wanted}") from error
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', error)}; give {expected}") from error
 
 
 def _library() -> Any:

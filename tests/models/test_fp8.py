@@ -51,7 +51,7 @@ def test_leaving_ends_all_that_are_open_and_none_takes_a_step() -> None:
     with outer:
         with inner:
             layer(x)
-            fp8.leave()
+            fp8.reset()
             with te.autocast(enabled=False):
                 pass
         assert not te.is_fp8_enabled()

@@ -103,15 +103,15 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainStep], TrainStep
     def make(step: TrainStep) -> TrainStep:
         graph.step, step.captured = step, True
         table = step.table = step.optimizer = step._table_adamw("triton")
-        let_go = table.let_go
+        release_gradients = table.release_gradients
 
-        def let_go_but_leave() -> None:
+        def release_but_leave() -> None:
             """What is recorded runs here, so what it looks up must be there; nobody else may have it."""
             graph.warm = [p.grad for p in table._table.parameters]  # type: ignore[union-attr]
-            let_go()
+            release_gradients()
             assert all(p.grad.is_meta for p in table._table.parameters)  # type: ignore[union-attr]
 
-        monkeypatch.setattr(table, "let_go", let_go_but_leave)
+        monkeypatch.setattr(table, "release_gradients", release_but_leave)
         return step
 
     return make

@@ -99,8 +99,8 @@ def _untouched(model: nn.Module, modules: list[Linear]) -> Iterator[None]:
     """Put gradients and FP8 state back, the latter in place: a captured graph owns the one and reads the other."""
     gradients = [(p, p.grad) for p in model.parameters()]
     states = [m._state for m in modules if m._state is not None]
-    tables = [t for s in states for table in (s.forward, s.backward) for t in table.written]
-    saved = [t.clone() for t in tables]
+    buffers = [t for state in states for t in state.buffers()]
+    saved = [t.clone() for t in buffers]
     for p, _ in gradients:
         p.grad = None
     try:
@@ -108,5 +108,5 @@ def _untouched(model: nn.Module, modules: list[Linear]) -> Iterator[None]:
     finally:
         for p, gradient in gradients:
             p.grad = gradient
-        for t, value in zip(tables, saved, strict=True):
+        for t, value in zip(buffers, saved, strict=True):
             t.copy_(value)

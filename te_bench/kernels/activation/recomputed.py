@@ -15,7 +15,7 @@ from torch import Tensor
 from te_bench.kernels.activation import KINDS, Backend, width
 from te_bench.kernels.activation.kernels import QUANTIZED, UNALIGNED, _constants, _store_pairs, _value_and_slope
 from te_bench.kernels.launch import launch, rows_contiguous, traits
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.backends import triton as quantizer
 from te_bench.kernels.quantize.kernels import add_sums, cast, float32, load_pairs, store_t
@@ -123,4 +123,4 @@ def kernel(
     launch(_recomputing_cast_kernel, bands * -(-n // QUANTIZED["COLUMNS"]), key, x.get_device(), args, constants)
     if column_sum is not None and sums is not None:
         add_sums(sums, column_sum)
-    return Quantized(data, scale_inv, data_t, scale_inv), value_t
+    return Quantized(data, scale_inv, data_t, scale_inv, Layout(dtype, TENSOR, torch.float32)), value_t

@@ -16,7 +16,7 @@ from te_bench.kernels.gemm import (
     granularities,
 )
 from te_bench.kernels.gemm.backends.reference import DTYPES
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 
 K_ALIGNMENT, N_ALIGNMENT = 16, 8  # elements: TMA wants rows at multiples of 16 bytes, of FP8 and of a 2-byte D
 FP8_ALIGNMENT = 16  # of the rows of a D in FP8
@@ -39,7 +39,8 @@ class Outputs(NamedTuple):
         if self.scale_inv is None:
             return Product(self.out, self.pre, None)
         there, back = (None if x is None else self.scale_inv for x in (self.data, self.data_t))
-        return Product(self.out, self.pre, Quantized(self.data, there, self.data_t, back))
+        layout = Layout((self.data if self.data_t is None else self.data_t).dtype, TENSOR, torch.float32)
+        return Product(self.out, self.pre, Quantized(self.data, there, self.data_t, back, layout))
 
 
 def allocate(a: Tensor, n: int, out_dtype: torch.dtype, epilogue: Epilogue) -> Outputs:
@@ -179,7 +180,8 @@ def _fused(name: str, launch: Callable[..., Product]) -> Callable[..., Product]:
         quantized = None
         if e.target is not None:
             there, back = (scale_inv if wanted else None for wanted in (e.rowwise, e.columnwise))
-            quantized = Quantized(data if e.rowwise else None, there, data_t if e.columnwise else None, back)
+            layout = Layout(DTYPES[e.target], TENSOR, torch.float32)
+            quantized = Quantized(data if e.rowwise else None, there, data_t if e.columnwise else None, back, layout)
         return Product(out if e.out else None, pre if e.keep else None, quantized)
 
     return fused
@@ -212,8 +214,8 @@ def _fused_operator(name: str, launch: Callable[..., Product]) -> Callable[..., 
             rowwise=rowwise, columnwise=columnwise,
         )  # fmt: skip
         made = launch(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum, epilogue, residual, scale, amax)
-        q = made.quantized or Quantized(None, None, None, None)
         fp8 = DTYPES[target or "e4m3"]
+        q = made.quantized or Quantized(None, None, None, None, Layout(fp8, TENSOR, torch.float32))
         found = (made.out, made.pre, q.data, q.data_t, q.scale_inv if q.scale_inv is not None else q.scale_inv_t)
         dtypes = (out_dtype, out_dtype, fp8, fp8, torch.float32)
         of_each = [a.new_empty(0, dtype=d) if x is None else x for x, d in zip(found, dtypes, strict=True)]

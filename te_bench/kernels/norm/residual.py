@@ -18,7 +18,7 @@ from te_bench.kernels.norm import (
     residual_forward,
 )
 from te_bench.kernels.norm.backends import reference
-from te_bench.kernels.quantize import Quantized, check_layouts
+from te_bench.kernels.quantize import TENSOR, Layout, Quantized, check_layouts
 from te_bench.kernels.quantize.backends import triton as quantizer
 
 
@@ -82,7 +82,9 @@ def add_forward_quantized(
     total, _, data, data_t, inverse, mean, rstd = run(
         x, branch, weight, bias, *settings, scale, dtype, rowwise, columnwise, amax, counts
     )
-    packed = quantizer.wrap(rowwise, columnwise, data, data_t, inverse, inverse)
+    packed = quantizer.wrap(
+        rowwise, columnwise, data, data_t, inverse, inverse, layout=Layout(dtype, TENSOR, torch.float32)
+    )
     return x if branch is None else total, packed, mean if kind == "layernorm" else None, rstd
 
 

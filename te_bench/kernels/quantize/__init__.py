@@ -1,7 +1,7 @@
 """FP8 quantiser rivals, one file each. `scale` multiplies towards FP8, `scale_inv` back: x is about data * scale_inv.
 
-A quantised (M, N) matrix carries the layouts its GEMMs need, for FP8 tensor cores read K-major operands only: `data`
-(M, N) for the GEMM that contracts N and `data_t` (N, M), its transpose in memory, for the one that contracts M.
+A quantised (M, N) matrix is held in the orientations that its GEMMs read, for FP8 tensor cores read K-major operands only:
+`data` (M, N) for the GEMM that contracts N and `data_t` (N, M), its transpose in memory, for the one that contracts M.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,54 @@ BLOCK = 128  # of the block scales: 1 x 128 for activations and gradients, 128 x
 SATURATED, UNDERFLOWED, NONFINITE = range(3)
 
 
-class Quantized(NamedTuple):
-    """x (M, N) in FP8. A layout that was not asked for is None, together with its scale_inv.
+#: What shares one scale of a matrix (rows, K), as (rows, columns) of a block; None is all of them.
+Block = tuple[int | None, int | None]
+TENSOR: Block = (None, None)
+ROW: Block = (1, None)
+STRIP: Block = (1, BLOCK)
+SQUARE: Block = (BLOCK, BLOCK)
 
-    scale_inv, float32, is () per tensor; (M,) per row; (M, ceil(N / 128)) per 1 x 128 block; (ceil(M / 128),
-    ceil(N / 128)) per 128 x 128 block. scale_inv_t is the same for data_t, seen as an (N, M) matrix: (), (N,),
-    (N, ceil(M / 128)) and (ceil(N / 128), ceil(M / 128)).
+
+class Layout(NamedTuple):
+    """How a matrix (rows, K) is stored: x = data * scale_inv, one scale for each block of it.
+
+    format and scales are torch's dtypes of data and of scale_inv; scales is None where there are none. scale_inv is () for
+    TENSOR, (rows,) for ROW, else (ceil(rows / height), ceil(K / width)) of a block of height x width.
+    """
+
+    format: Any
+    block: Block
+    scales: Any
+    order: str = "row-major"  # of scale_inv in memory; hardware may ask for another
+
+
+class Operand(NamedTuple):
+    """One side of a GEMM: data (rows, K), its scale_inv and its layout."""
+
+    data: Any
+    scale_inv: Any
+    layout: Layout
+
+
+class Quantized(NamedTuple):
+    """x (M, N) in both orientations, of one layout. What was not asked for is None, together with its scale_inv.
+
+    data (M, N) is laid out as (rows, K) = (M, N), data_t (N, M) as (rows, K) = (N, M).
     """
 
     data: Any
     scale_inv: Any
     data_t: Any
     scale_inv_t: Any
+    layout: Layout
+
+    def by_rows(self) -> Operand:
+        """x (M, N), for a GEMM that contracts N."""
+        return Operand(self.data, self.scale_inv, self.layout)
+
+    def by_columns(self) -> Operand:
+        """x's transpose (N, M), for a GEMM that contracts M."""
+        return Operand(self.data_t, self.scale_inv_t, self.layout)
 
 
 def check_layouts(rowwise: bool, columnwise: bool) -> None:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels.launch import launch, traits
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.kernels import GATHERING, TILE, UNALIGNED, add_sums, cast, float32, store, store_t
 from te_bench.kernels.tile import FP8, empty_pair, larger, magnitude, publish, seen
@@ -101,7 +101,7 @@ def joined(
     else:
         whole = dealt(parts, turn)
         return reference.scaled(whole, scale, dtype, rowwise=True, columnwise=True, amax=amax, column_sum=column_sum)
-    return Quantized(data, scale_inv, data_t, scale_inv)
+    return Quantized(data, scale_inv, data_t, scale_inv, Layout(dtype, TENSOR, torch.float32))
 
 
 def kernel(

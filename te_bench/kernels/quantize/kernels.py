@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_bench.kernels import architecture
 from te_bench.kernels.launch import allocator, launch, rows_contiguous
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.kernels.tile import (
     FLOATS,
     FP8,
@@ -394,7 +394,8 @@ def pair(
     rows, columns = GATHERING["ROWS"], GATHERING["COLUMNS"]
     grid = (-(-m // rows) + -(-n // rows)) * -(-k // columns)
     launch(_pair_kernel, grid, key, device, args, PAIR[dtype])
+    layout = Layout(dtype, TENSOR, torch.float32)
     return (
-        Quantized(data, scale_inv, data_t, scale_inv if columnwise else None),
-        Quantized(w_data, w_scale_inv, w_data_t, w_scale_inv if w_columnwise else None),
+        Quantized(data, scale_inv, data_t, scale_inv if columnwise else None, layout),
+        Quantized(w_data, w_scale_inv, w_data_t, w_scale_inv if w_columnwise else None, layout),
     )

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from te_bench.kernels.quantize import Quantized
-from te_bench.kernels.quantize.backends.reference import dequantize
+from te_bench.kernels.quantize import Operand, Quantized
+from te_bench.kernels.quantize.backends.reference import spread
 from te_bench.models.faults._planted import planted
 from te_bench.models.recipe import Recipe, Slot
 
@@ -17,27 +17,24 @@ class DoubledScale(Recipe):
         right = super().quantize(
             x, role, slot._replace(counts=None), rowwise=rowwise, columnwise=columnwise, column_sum=column_sum
         )
-        dtype = self.dtype(role)
-        row = _doubled(x, right.scale_inv, dtype, slot.counts)
-        column = _doubled(x.t(), right.scale_inv_t, dtype, None if rowwise else slot.counts)
-        return Quantized(*row, *column)
+        row = _doubled(x, right.by_rows(), slot.counts)
+        column = _doubled(x.t(), right.by_columns(), None if rowwise else slot.counts)
+        return Quantized(*row, *column, right.layout)
 
 
-def _doubled(
-    x: Tensor, scale_inv: Tensor | None, dtype: torch.dtype, counts: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """x by 2 / scale_inv in FP8, and half of scale_inv; nothing of a layout that was not asked for."""
-    if scale_inv is None:
+def _doubled(x: Tensor, right: Operand, counts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """x by 2 / scale_inv in FP8, and half of scale_inv; nothing of an orientation that was not asked for."""
+    if right.data is None:
         return None, None
-    limit = torch.finfo(dtype).max
+    limit = torch.finfo(right.layout.format).max
     v = x.detach().float().contiguous()
-    scaled = 2 * (v / dequantize(torch.ones_like(v), scale_inv))
-    data = scaled.clamp(-limit, limit).to(dtype)
+    scaled = 2 * (v / spread(right))
+    data = scaled.clamp(-limit, limit).to(right.layout.format)
     if counts is not None:
         finite = torch.isfinite(v)
         saturated, underflowed = finite & (scaled.abs() > limit), (v != 0) & (data.float() == 0)
         counts.add_(torch.stack([saturated.sum(), underflowed.sum(), (~finite).sum()]))
-    return data, scale_inv / 2
+    return data, right.scale_inv / 2
 
 
 def FAULT(recipe: Recipe) -> Recipe:

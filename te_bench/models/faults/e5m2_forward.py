@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels.gemm.backends import reference
+from te_bench.kernels.quantize import Operand
 from te_bench.models.faults._planted import planted
 from te_bench.models.recipe import Recipe
 
@@ -16,17 +17,8 @@ class E5M2Forward(Recipe):
     def dtype(self, role: str) -> torch.dtype:
         return super().dtype(role) if role == "grad_output" else torch.float8_e5m2
 
-    def gemm(
-        self,
-        a: Tensor,
-        a_scale_inv: Tensor,
-        b: Tensor,
-        b_scale_inv: Tensor,
-        gemm: str,
-        out_dtype: torch.dtype,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        return reference.forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, bias=bias)
+    def gemm(self, a: Operand, b: Operand, gemm: str, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        return reference.forward(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype=out_dtype, bias=bias)
 
 
 def FAULT(recipe: Recipe) -> Recipe:

@@ -1,5 +1,7 @@
 """Gradients below a threshold flushed to zero: what a format whose range is too short does to the output's gradients."""
 
+from typing import Any
+
 from torch import Tensor
 
 from te_bench.kernels.quantize import UNDERFLOWED, Quantized
@@ -10,16 +12,14 @@ THRESHOLD = 2.0**-4  # of the tensor's largest gradient
 
 
 class FlushedGradients(Recipe):
-    def quantize(
-        self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
-    ) -> Quantized:
+    def quantize(self, x: Tensor, role: str, slot: Slot, **asked: Any) -> Quantized:
         if role == "grad_output" and x.numel():
             size = x.detach().abs()
             small = size < THRESHOLD * size.amax()
             if slot.counts is not None:
                 slot.counts[UNDERFLOWED] += (small & (size > 0)).sum()
             x = x.masked_fill(small, 0)
-        return super().quantize(x, role, slot, rowwise=rowwise, columnwise=columnwise, column_sum=column_sum)
+        return super().quantize(x, role, slot, **asked)
 
 
 def FAULT(recipe: Recipe) -> Recipe:

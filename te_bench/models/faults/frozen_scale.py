@@ -14,7 +14,7 @@ class FrozenScale(DelayedScaling):
     @torch.no_grad()
     def update(self, states: Sequence[DelayedState], group: Any = None) -> None:
         """The right update, undone where a scale is no longer the 1 that it began with."""
-        scales = [table.written[1] for state in states for table in (state.forward, state.backward)]
+        scales = [scale for state in states for scale in state.scales()]
         before = [scale.clone() for scale in scales]
         super().update(states, group)
         for scale, frozen in zip(scales, before, strict=True):

@@ -1,8 +1,8 @@
-"""GPT-2's blocks from one attention to the next, by the stretches of models.modules._stretch.
+"""GPT-2's blocks from one attention to the next, by the segments of models.fused.segment.
 
     attention -> c_proj -> x + -> ln_2 -> c_fc -> GELU -> c_proj -> x + -> the next block's ln_1 -> c_attn -> attention
 
-The modules are those of models.gpt, with their parameters, recipes and weights that an optimizer left in FP8; what is
+The modules are those of models.zoo.gpt, with their parameters, recipes and weights that an optimizer left in FP8; what is
 computed is what they compute one by one, rounded where they round.
 
 From pass to pass a block keeps one float32 stream and what the attention added to it, in bf16: their sum is added up again.
@@ -20,26 +20,28 @@ from torch import Tensor, nn
 
 from te_bench.kernels.attention.gradients import read_at_once
 from te_bench.models import fp8
-from te_bench.models.fused.stretch import Between, Enter, Heads, Plan, Product, unwatched, watched
-from te_bench.models.modules._module import FLOATS, Fp8Module, compute_dtype
+from te_bench.models.fused.projection import Projection
+from te_bench.models.fused.segment import Between, Enter, HeadColumns, Segment
+from te_bench.models.modules.fp8_module import FLOATS, Fp8Module, compute_dtype
 from te_bench.models.modules.layernorm_linear import Norm
+from te_bench.models.modules.plain import are_plain, why_not_plain
 
 GELU = {"none": "gelu_erf", "tanh": "gelu"}  # torch's `approximate` -> a kind of kernels.activation
 
 Attend = Callable[..., Tensor]
 
 
-def _linear(module: Any, dtype: torch.dtype, training: bool) -> tuple[Product, Tensor, Tensor | None]:
+def _linear(module: Any, dtype: torch.dtype, training: bool) -> tuple[Projection, Tensor, Tensor | None]:
     """The GEMMs of an nn.Linear or a te Linear, its weight and its bias."""
     weight, bias = module.weight, module.bias
     if not fp8.current.enabled:
-        return Product(None, None), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return Projection(None, None), weight.to(dtype), None if bias is None else bias.to(dtype)
     if not isinstance(module, Fp8Module):
         raise ValueError(
             f"blocks fused under te.autocast need te.Linear, and this model has {type(module).__name__}: "
             "build it with a recipe"
         )
-    return Product.of(module, weight, 0, None, training), weight, bias
+    return Projection.of(module, weight, 0, None, training), weight, bias
 
 
 def _norm(norm: nn.LayerNorm) -> Norm:
@@ -65,22 +67,22 @@ class NotFused(UserWarning):
     """Blocks that were to be fused are computed one module after the other; the message says why."""
 
 
-def able(blocks: nn.ModuleList, last: nn.LayerNorm) -> bool:
-    """Whether this pass is one that stretches compute: nobody looks at the modules' inputs, as calibration does, or listens.
+def can_fuse(blocks: nn.ModuleList, last: nn.LayerNorm) -> bool:
+    """Whether this pass needs no module by itself, as calibration and hooks do.
 
     torch.compile cannot trace the question: what it compiles is fused.
     """
     if fp8.current.calibrating:
         return False
-    return torch.compiler.is_compiling() or unwatched((*blocks.modules(), last))
+    return torch.compiler.is_compiling() or are_plain((*blocks.modules(), last))
 
 
 def why_not(blocks: nn.ModuleList, last: nn.LayerNorm) -> str:
-    """What this pass, which stretches are not `able` to compute, needs the modules for."""
+    """What a pass that cannot be fused needs the modules for."""
     if fp8.current.calibrating:
         return "calibration looks at the modules' inputs"
     named = ((f"h.{name}" if name else "h", module) for name, module in blocks.named_modules())
-    return watched((*named, ("ln_f", last)))
+    return why_not_plain((*named, ("ln_f", last)))
 
 
 def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend, heads: int, gelu: str) -> Tensor:
@@ -97,9 +99,9 @@ def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend,
     stream = x.reshape(B * T, C)
     first = layers[0]
     after, w, b = _linear(first.attn.c_attn, dtype, training)
-    columns = Heads(C, C, C)
-    plan = Plan(None, None, None, after, (None, _norm(first.ln_1)), columns, GELU[gelu], dtype, training)
-    stream, *qkv = Enter.apply(stream, first.ln_1.weight, first.ln_1.bias, w, b, plan)
+    columns = HeadColumns(C, C, C)
+    segment = Segment(None, None, None, after, (None, _norm(first.ln_1)), columns, GELU[gelu], dtype, training)
+    stream, *qkv = Enter.apply(stream, first.ln_1.weight, first.ln_1.bias, w, b, segment)
     for block, following, scale in zip(layers, [*layers[1:], None], _scales(layers, training), strict=True):
         q, k, v = (t.view(B, T, heads, -1).transpose(1, 2) for t in qkv)
         with nullcontext() if torch.compiler.is_compiling() else read_at_once():
@@ -110,9 +112,9 @@ def run(blocks: Iterable[Any], last: nn.LayerNorm, x: Tensor, *, attend: Attend,
         end: Any = (None, None, None) if following is None else _linear(following.attn.c_attn, dtype, training)
         (proj, proj_w, proj_b), (fc, fc_w, fc_b), (out, out_w, out_b) = linears
         norms = _norm(block.ln_2), _norm(norm)
-        plan = Plan(proj, fc, out, end[0], norms, columns, GELU[gelu], dtype, training, scale)
+        segment = Segment(proj, fc, out, end[0], norms, columns, GELU[gelu], dtype, training, scale)
         weights = (proj_w, proj_b, block.ln_2.weight, block.ln_2.bias, fc_w, fc_b, out_w, out_b)
-        made = Between.apply(stream, y.to(dtype), plan, *weights, norm.weight, norm.bias, *end[1:])
+        made = Between.apply(stream, y.to(dtype), segment, *weights, norm.weight, norm.bias, *end[1:])
         if following is not None:
             stream, *qkv = made
     return made.view(B, T, C)

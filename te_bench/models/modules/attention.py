@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_bench.models.fused.stretch import unwatched
-from te_bench.models.modules import _arguments, attention_mask
-from te_bench.models.modules._absent import OneRank, reject
-from te_bench.models.modules._module import Tracker
+from te_bench.models.modules import argument_values, attention_mask
+from te_bench.models.modules.absent_arguments import OneRank, reject
 from te_bench.models.modules.attention_mask import MaskTensor, Window, longest_of
 from te_bench.models.modules.dot_product_attention import DotProductAttention, check_format, check_heads
+from te_bench.models.modules.fp8_module import Tracker
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.layernorm_linear import LayerNormLinear
 from te_bench.models.modules.linear import Linear
+from te_bench.models.modules.plain import are_plain
 from te_bench.models.modules.rotary import (
     Rotation,
     angles_of,
     apply_rotary_pos_emb,
+    are_constant,
+    can_rotate_fused,
     check_angles,
-    constant,
-    fusable,
     packed_angles,
     split_rotated,
 )
@@ -105,8 +105,8 @@ class MultiheadAttention(OneRank, nn.Module):
         super().__init__()
         where = "MultiheadAttention"
         reject(where, others)
-        _arguments.check(where, hidden_size=hidden_size, params_dtype=params_dtype)
-        _arguments.check(where, layernorm_epsilon=layernorm_epsilon, qk_norm_eps=qk_norm_eps)
+        argument_values.check(where, hidden_size=hidden_size, params_dtype=params_dtype)
+        argument_values.check(where, layernorm_epsilon=layernorm_epsilon, qk_norm_eps=qk_norm_eps)
         groups = check_heads(where, num_attention_heads, num_gqa_groups, attention_type, attention_dropout)
         self._set_heads(hidden_size, num_attention_heads, groups, kv_channels)
         self.qkv_format = check_format(where, qkv_format)
@@ -130,7 +130,7 @@ class MultiheadAttention(OneRank, nn.Module):
     def _set_heads(self, hidden: int, heads: int, groups: int, kv_channels: int | None) -> None:
         """How many heads and groups there are, and their features."""
         if kv_channels is not None:
-            _arguments.check("MultiheadAttention", kv_channels=kv_channels)
+            argument_values.check("MultiheadAttention", kv_channels=kv_channels)
         elif hidden % heads:
             raise ValueError(f"MultiheadAttention: hidden_size={hidden} is not a multiple of {heads} heads")
         self.num_attention_heads, self.num_gqa_groups = heads, groups
@@ -206,7 +206,7 @@ class MultiheadAttention(OneRank, nn.Module):
         """
         if others:
             reject("MultiheadAttention.forward", others)
-        core = self.asked(
+        core = self.with_defaults(
             attention_mask=attention_mask,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
@@ -222,7 +222,7 @@ class MultiheadAttention(OneRank, nn.Module):
         q, k, v, normed, rotary = self._project(hidden_states, encoder_output, is_first_microbatch, rotary_pos_emb)
         return self._finish(self.attend(q, k, v, rotary, core), normed, is_first_microbatch)
 
-    def asked(self, **given: Any) -> dict[str, Any]:
+    def with_defaults(self, **given: Any) -> dict[str, Any]:
         """What core_attention takes of forward's arguments; None is what the constructor was given."""
         own = {
             "attn_mask_type": self.attn_mask_type,
@@ -240,11 +240,11 @@ class MultiheadAttention(OneRank, nn.Module):
         core: dict[str, Any],
     ) -> Tensor:
         """The context of projected q, k and v, in the layout of hidden_states; core: what core_attention takes."""
-        q, k = self._turned(q, k, rotary_pos_emb)
+        q, k = self._normalize_and_rotate(q, k, rotary_pos_emb)
         context: Tensor = self.core_attention(q, k, v, **core)
         return context
 
-    def _turned(self, q: Tensor, k: Tensor, rotary_pos_emb: Rotary) -> tuple[Tensor, Tensor]:
+    def _normalize_and_rotate(self, q: Tensor, k: Tensor, rotary_pos_emb: Rotary) -> tuple[Tensor, Tensor]:
         """q and k (s, b, h, d), or (b, s, h, d), normalised and turned, where they are to be, in their order."""
         if self.q_norm is not None and self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -266,7 +266,7 @@ class MultiheadAttention(OneRank, nn.Module):
         if rotary_pos_emb is None or (self.q_norm is not None and self.qk_norm_before_rope):
             return None
         pair, batch_first = _pair(rotary_pos_emb), self.qkv_format == "bshd"
-        if not constant(*pair):
+        if not are_constant(*pair):
             return None
         for freqs in pair:
             check_angles((*outer, self.num_attention_heads, self.channels), freqs, batch_first)
@@ -290,7 +290,7 @@ class MultiheadAttention(OneRank, nn.Module):
         if rotary is not None:
             rotary = self._packed_angles(_pair(rotary), x, x if encoder_output is None else encoder_output, core)
         q, k, v, normed, rotary = self._project(x[:, None], encoded, is_first_microbatch, rotary)
-        q, k = self._turned(q, k, rotary)
+        q, k = self._normalize_and_rotate(q, k, rotary)
         context = self.core_attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), **core)
         return self._finish(context, None if normed is None else normed.squeeze(1), is_first_microbatch)
 
@@ -335,10 +335,10 @@ class MultiheadAttention(OneRank, nn.Module):
         projected = first(x, is_first_microbatch=is_first_microbatch)
         mixed, normed = projected if self.return_layernorm_output else (projected, None)
         if not crossed:
-            rotation = self.rotation(mixed.shape[:2], rotary) if fusable(mixed) else None
+            rotation = self.rotation(mixed.shape[:2], rotary) if can_rotate_fused(mixed) else None
             if rotation is not None:
                 # Its memory becomes theirs where nobody can have kept it, as a module of another kind might, or a hook.
-                own = type(first) in (Linear, LayerNormLinear) and unwatched((first,))
+                own = type(first) in (Linear, LayerNormLinear) and are_plain((first,))
                 return *split_rotated(mixed, rotation, own), normed, None
             q, k, v = self._split(mixed, self.num_attention_heads // self.num_gqa_groups)
             return q, k, v, normed, rotary

@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     keys: int
 
 
-class Extent(NamedTuple):
+class Visible(NamedTuple):
     """What a row sees: keys inside of the window, none after it where causal, that the mask does not hide.
 
     mask: bool, broadcasts to (B, H, T, S). empty: bool (B, 1, T, 1), rows that see nothing whatever the rest says: padded
@@ -85,7 +85,7 @@ def build(
     cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None),
     window_size: Window | None = None,
     bottom_right_diagonal: bool | None = None,
-) -> Extent:
+) -> Visible:
     """What each row sees. A mask of T x S is made only where an alignment at the bottom right moves a window's ends.
 
     attention_mask: (B, 1, 1, T) for padding, a pair (B, 1, 1, T), (B, 1, 1, S) where queries and keys differ, anything that
@@ -107,13 +107,13 @@ def build(
     elif kind == "arbitrary":
         mask = _arbitrary(attention_mask, sizes, device)
     if window == (-1, -1):
-        return Extent(mask=mask, empty=empty)
+        return Visible(mask=mask, empty=empty)
     moved = _moved(window, offset)
     if moved is not None:
         causal = moved[1] == 0
-        return Extent(causal, None if moved[0] < 0 and causal else moved, mask, empty)
+        return Visible(causal, None if moved[0] < 0 and causal else moved, mask, empty)
     band = _band(sizes, window, offset, device)
-    return Extent(mask=band if mask is None else mask | band, empty=empty)
+    return Visible(mask=band if mask is None else mask | band, empty=empty)
 
 
 def _moved(window: Window, offset: int | Tensor) -> Window | None:
@@ -248,8 +248,8 @@ def check_form(name: str, starts: Any, batch: int | None, device: torch.device) 
         got = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
         raise ValueError(f"{name} must be a tensor of torch.int32 or torch.int64, got {got}")
     if starts.dim() != 1 or len(starts) < 2 or batch not in (None, len(starts) - 1):
-        wanted = "(sequences + 1,)" if batch is None else (batch + 1,)
-        raise ValueError(f"{name} must be {wanted}, got {tuple(starts.shape)}")
+        expected = "(sequences + 1,)" if batch is None else (batch + 1,)
+        raise ValueError(f"{name} must be {expected}, got {tuple(starts.shape)}")
     if starts.device != device:
         raise ValueError(f"{name} is on {starts.device}, the query on {device}: move it")
 

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from te_bench.kernels.attention import Backend, Problem, attend
 from te_bench.kernels.attention.backends.auto import DTYPES
 from te_bench.kernels.attention.packed import attend_packed
-from te_bench.models import fp8
-from te_bench.models.modules import _arguments, attention_kernel, attention_mask
-from te_bench.models.modules._absent import OneRank, reject
-from te_bench.models.modules._module import Tracker, compute_dtype, drawn_by
-from te_bench.models.modules.attention_kernel import Report
-from te_bench.models.modules.attention_mask import Extent, MaskTensor, Sequences, Sizes, Window, pack
+from te_bench.models import fp8, kernel_choice
+from te_bench.models.kernel_choice import Report
+from te_bench.models.modules import argument_values, attention_mask
+from te_bench.models.modules.absent_arguments import OneRank, reject
+from te_bench.models.modules.attention_mask import MaskTensor, Sequences, Sizes, Visible, Window, pack
+from te_bench.models.modules.fp8_module import Tracker, compute_dtype, fork_rng
 
 
 def _read_capability(index: int | None) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def check_format(where: str, qkv_format: str) -> str:
 def check_heads(where: str, heads: int, groups: int | None, attention_type: str, dropout: float) -> int:
     """The number of groups. Raises ValueError for what no attention can be."""
     groups = heads if groups is None else groups
-    _arguments.check(where, num_attention_heads=heads, num_gqa_groups=groups, attention_dropout=dropout)
+    argument_values.check(where, num_attention_heads=heads, num_gqa_groups=groups, attention_dropout=dropout)
     if heads % groups:
         raise ValueError(f"{where}: num_attention_heads={heads} must be a multiple of num_gqa_groups={groups}")
     if attention_type not in ("self", "cross"):
@@ -55,11 +55,11 @@ def _channels(where: str, kv_channels: int | tuple[int, int]) -> tuple[int, int]
     if len(pair) != 2:
         raise ValueError(f"{where}: kv_channels={kv_channels!r} is not possible: one number, or (key's, value's)")
     for channels in pair:
-        _arguments.check(where, kv_channels=channels)
+        argument_values.check(where, kv_channels=channels)
     return pair[0], pair[1]
 
 
-def _attend(backend: Backend, extent: Extent, scale: float, dropout: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(backend: Backend, extent: Visible, scale: float, dropout: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     causal, window, mask, empty = extent
     out = attend(backend, q, k, v, causal=causal, scale=scale, dropout=dropout, mask=mask, window=window)
     return out if empty is None else out.masked_fill(empty, 0.0)
@@ -190,7 +190,7 @@ class DotProductAttention(OneRank, nn.Module):
         if q.numel() == 0 or k.shape[2] == 0:  # kernels refuse it; 0 x inputs keeps the graph of an empty batch
             out = (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(*q.shape[:3], v.shape[-1])
         else:
-            backend = attention_kernel.backend(attention_kernel.choose(problem, _emulate()))
+            backend = kernel_choice.backend(kernel_choice.choose(problem, _emulate()))
             run = partial(_attend, backend, extent, self.softmax_scale, problem.dropout)
             out = self._computed(run, (q, k, v), problem.dropout, checkpoint_core_attention)
         context = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.transpose(1, 2)
@@ -222,7 +222,7 @@ class DotProductAttention(OneRank, nn.Module):
         if q.numel() == 0 or k.shape[2] == 0:
             return (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(q.shape[2], q.shape[1] * v.shape[3])
         problem = self._packed_problem(q, k, v, sequences)
-        backend = attention_kernel.backend(attention_kernel.choose(problem, _emulate()))
+        backend = kernel_choice.backend(kernel_choice.choose(problem, _emulate()))
         run = partial(_attend_packed, backend, sequences, self.softmax_scale, problem.dropout)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         return self._computed(run, (q, k, v), problem.dropout, again).flatten(1)
@@ -231,12 +231,12 @@ class DotProductAttention(OneRank, nn.Module):
         """run(*inputs), computed again in the backward pass or not, with dropout by the tracker's generator."""
         if self.tracker is not None and dropout:
             # Around the checkpoint, which draws again by what it finds here.
-            with drawn_by(self.tracker):
+            with fork_rng(self.tracker):
                 return checkpoint(run, *inputs, use_reentrant=False) if again else run(*inputs)
         return checkpoint(run, *inputs, use_reentrant=False) if again else run(*inputs)
 
     def _packed_problem(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Problem:
-        whole = self._problem(q, k, v, Extent(sequences.causal, sequences.window))
+        whole = self._problem(q, k, v, Visible(sequences.causal, sequences.window))
         (rows, keys), batch = sequences.longest, len(sequences.starts[0]) - 1
         return replace(whole, batch=batch, length=rows, kv_length=keys, packed=True)
 
@@ -247,12 +247,12 @@ class DotProductAttention(OneRank, nn.Module):
         if layout == "thd":
             q, k, v = self._rows(query_layer, key_layer, value_layer)
             problem = self._packed_problem(q, k, v, self._sequences(q, k, lengths, options))
-            return attention_kernel.report(problem, _emulate())
+            return kernel_choice.report(problem, _emulate())
         q, k, v = self._inputs(query_layer, key_layer, value_layer, layout)
         names = ("attn_mask_type", "window_size", "bottom_right_diagonal")
         asked = [options.get(name) for name in names]
         extent = self._extent(q, k, options.get("attention_mask"), lengths, *asked)
-        return attention_kernel.report(self._problem(q, k, v, extent), _emulate())
+        return kernel_choice.report(self._problem(q, k, v, extent), _emulate())
 
     def _layout(self, qkv_format: str | None) -> str:
         return self.qkv_format if qkv_format is None else check_format("DotProductAttention.forward", qkv_format)
@@ -264,10 +264,10 @@ class DotProductAttention(OneRank, nn.Module):
             "key": (self.num_gqa_groups, self.head_dim_qk),
             "value": (self.num_gqa_groups, self.head_dim_v),
         }
-        for (name, wanted), x in zip(heads.items(), (query, key, value), strict=True):
-            if x.dim() != 4 or tuple(x.shape[2:]) != wanted:
+        for (name, expected), x in zip(heads.items(), (query, key, value), strict=True):
+            if x.dim() != 4 or tuple(x.shape[2:]) != expected:
                 raise ValueError(
-                    f"DotProductAttention: {name}_layer must be {layout} with {wanted[0]} heads of {wanted[1]}, "
+                    f"DotProductAttention: {name}_layer must be {layout} with {expected[0]} heads of {expected[1]}, "
                     f"got {tuple(x.shape)}"
                 )
             if x.dtype != query.dtype or x.device != query.device or x.dtype not in DTYPES:
@@ -299,7 +299,7 @@ class DotProductAttention(OneRank, nn.Module):
         attn_mask_type: str | None,
         window_size: Window | None,
         bottom_right_diagonal: bool | None,
-    ) -> Extent:
+    ) -> Visible:
         return attention_mask.build(
             self.attn_mask_type if attn_mask_type is None else attn_mask_type,
             Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2]),
@@ -311,11 +311,11 @@ class DotProductAttention(OneRank, nn.Module):
 
     def _asked(self, window_size: Window | None, bottom_right_diagonal: bool | None) -> dict[str, Any]:
         """These arguments of forward, or the constructor's where they are None."""
-        told = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         window = self.window_size if window_size is None else window_size
-        return {"window_size": window, "bottom_right_diagonal": told}
+        return {"window_size": window, "bottom_right_diagonal": bottom_right}
 
-    def _problem(self, q: Tensor, k: Tensor, v: Tensor, extent: Extent) -> Problem:
+    def _problem(self, q: Tensor, k: Tensor, v: Tensor, extent: Visible) -> Problem:
         batch, heads, length, head_dim = q.shape
         return Problem(
             batch=batch,

@@ -10,9 +10,9 @@ from torch.autograd.function import once_differentiable
 from te_bench.kernels.norm import Backend
 from te_bench.kernels.norm.backends import reference as norm_reference
 from te_bench.kernels.norm.backends import triton as norm_triton
-from te_bench.models.modules import _arguments
-from te_bench.models.modules._absent import reject
-from te_bench.models.modules._module import compute_dtype, factory, flatten, materialise, recorded
+from te_bench.models.modules import argument_values
+from te_bench.models.modules.absent_arguments import reject
+from te_bench.models.modules.fp8_module import compute_dtype, factory, flatten, is_recorded, materialise
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
@@ -58,7 +58,7 @@ def normalize(
 
     Computed in float32 at least, 1 + weight and sums over rows too: on a CPU F.layer_norm sums rows of bf16 in bf16.
     """
-    if x.is_cuda and not recorded() and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+    if x.is_cuda and not is_recorded() and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
         y = _Norm.apply(flatten(x, x.dtype), weight, bias, eps, zero_centered_gamma, kind)
         return y.view(x.shape)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -104,7 +104,7 @@ class _NormModule(nn.Module):
         size = _size(where, _either(where, normalized_shape=normalized_shape, hidden_size=hidden_size))
         params_dtype = _either(where, dtype=dtype, params_dtype=params_dtype)
         reject(where, others)
-        _arguments.check(where, normalized_shape=size, eps=eps, params_dtype=params_dtype)
+        argument_values.check(where, normalized_shape=size, eps=eps, params_dtype=params_dtype)
         self.normalized_shape, self.eps, self.zero_centered_gamma = (size,), eps, zero_centered_gamma
         options = factory(device, params_dtype)
         self.weight = nn.Parameter(torch.empty(size, **options))

@@ -10,19 +10,18 @@ from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.modules import _arguments
-from te_bench.models.modules._absent import reject
-from te_bench.models.modules._module import (
+from te_bench.models.modules import argument_values
+from te_bench.models.modules.absent_arguments import reject
+from te_bench.models.modules.fp8_module import (
     Fp8Module,
-    Gemms,
     Tracker,
     compute_dtype,
     default_init,
-    drawn_by,
     factory,
     flatten,
-    materialise,
+    fork_rng,
 )
+from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
 from te_bench.models.modules.linear import Parts, linear_backward
 
@@ -32,7 +31,11 @@ class Norm(NamedTuple):
 
     eps: float
     zero_centered_gamma: bool
-    kind: str
+    kind: str  # of kernels.norm
+
+    def of_backward(self) -> dict[str, Any]:
+        """What a norm's backward kernel is told."""
+        return {"zero_centered_gamma": self.zero_centered_gamma, "kind": self.kind}
 
 
 def norm_quantize(
@@ -45,15 +48,8 @@ def norm_quantize(
         y, mean, rstd = kernels.forward(x, gamma, beta, **norm._asdict())
         q = gemms.quantize(y, "input", rowwise=True, columnwise=columnwise)
         return q, y if keep else None, mean, rstd
-    q, mean, rstd = kernels.forward_quantized(
-        x,
-        gamma,
-        beta,
-        **norm._asdict(),
-        **cast._asdict(),
-        rowwise=True,
-        columnwise=columnwise,
-    )
+    options = {**norm._asdict(), **cast._asdict(), "rowwise": True, "columnwise": columnwise}
+    q, mean, rstd = kernels.forward_quantized(x, gamma, beta, **options)
     return q, None, mean, rstd
 
 
@@ -75,8 +71,8 @@ class _LayerNormLinear(torch.autograd.Function):
     ) -> Any:
         need_norm, need_dw = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         q, kept, mean, rstd = norm_quantize(gemms, x, gamma, beta, norm, columnwise=need_dw, keep=keep)
-        kept_w = (w.data_t, w.scale_inv_t) if need_norm else (None, None)
-        ctx.save_for_backward(x, gamma, mean, rstd, q.data_t, q.scale_inv_t, *kept_w)
+        w_t = w.by_columns() if need_norm else NOT_NEEDED
+        save_for_backward(ctx, (x, gamma, mean, rstd), (q.by_columns(), w_t))
         ctx.gemms, ctx.norm = gemms, norm
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         y = gemms.fprop(q, w, x.dtype, bias)
@@ -85,15 +81,14 @@ class _LayerNormLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dkept: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, gamma, mean, rstd, x_t, x_inv, w_t, w_inv = ctx.saved_tensors
-        gemms, norm, (w_dtype, b_dtype) = ctx.gemms, ctx.norm, ctx.dtypes
-        need_norm, need_dw, need_db = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3], ctx.needs_input_grad[4]
-        dn, dw, db = linear_backward(gemms, dy, x_t, x_inv, w_t, w_inv, (need_norm, need_dw, need_db), x.dtype, w_dtype)
+        (x, gamma, mean, rstd), (x_t, w_t) = restore(ctx)
+        norm, (w_dtype, b_dtype) = ctx.norm, ctx.dtypes
+        needed = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3], ctx.needs_input_grad[4]
+        dn, dw, db = linear_backward(ctx.gemms, dy, x_t, w_t, needed, x.dtype, w_dtype)
         dx = dgamma = dbeta = None
         if dn is not None:
             dn = dn if dkept is None else dn + dkept
-            settings = {"zero_centered_gamma": norm.zero_centered_gamma, "kind": norm.kind}
-            dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **settings)
+            dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **norm.of_backward())
         return dx, dgamma, dbeta, dw, None if db is None else db.to(b_dtype), None, None, None, None
 
 
@@ -128,8 +123,8 @@ class LayerNormLinear(Fp8Module):
     ):
         super().__init__(gemms=1)
         reject("LayerNormLinear", others)
-        _arguments.check("LayerNormLinear", in_features=in_features, out_features=out_features)
-        _arguments.check("LayerNormLinear", eps=eps, params_dtype=params_dtype)
+        argument_values.check("LayerNormLinear", in_features=in_features, out_features=out_features)
+        argument_values.check("LayerNormLinear", eps=eps, params_dtype=params_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.return_layernorm_output = return_layernorm_output
@@ -141,14 +136,9 @@ class LayerNormLinear(Fp8Module):
         self.parts.register(self, in_features, bias, options)
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
-    @torch.no_grad()
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
-        if defer_init:
-            return
-        materialise(self)
+    def _initialise(self) -> None:
         reset_norm(self, self.norm)
-        with drawn_by(self.tracker):
+        with fork_rng(self.tracker):
             self.parts.reset(self, self.init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:

@@ -14,21 +14,20 @@ from te_bench.kernels.activation.backends import reference as activation_referen
 from te_bench.kernels.activation.backends import triton as activation_triton
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.modules import _arguments
-from te_bench.models.modules._absent import reject
-from te_bench.models.modules._module import (
+from te_bench.models.modules import argument_values
+from te_bench.models.modules.absent_arguments import reject
+from te_bench.models.modules.fp8_module import (
     FLOATS,
     Fp8Module,
-    Gemms,
     Tracker,
     compute_dtype,
     default_init,
-    drawn_by,
     factory,
     flatten,
-    materialise,
-    recorded,
+    fork_rng,
+    is_recorded,
 )
+from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
 from te_bench.models.modules.layernorm_linear import Norm, norm_quantize, register_norm, reset_norm
 from te_bench.models.modules.linear import linear_backward
@@ -44,13 +43,7 @@ def activate_quantize(gemms: Gemms, h: Tensor, kind: str, *, columnwise: bool) -
     cast = gemms.recipe.epilogue("input", gemms.input)
     if cast is None:
         return gemms.quantize(kernels.forward(h, kind), "input", rowwise=True, columnwise=columnwise)
-    return kernels.forward_quantized(
-        h,
-        kind,
-        **cast._asdict(),
-        rowwise=True,
-        columnwise=columnwise,
-    )
+    return kernels.forward_quantized(h, kind, **cast._asdict(), rowwise=True, columnwise=columnwise)
 
 
 def activation_grad_quantize(
@@ -61,16 +54,9 @@ def activation_grad_quantize(
     cast = gemms.recipe.epilogue("grad_output", gemms.grad_output)
     if cast is None:
         dh = kernels.backward(da, h, kind)
-        return gemms.quantize(dh, "grad_output", rowwise=rowwise, columnwise=columnwise, total=total)
-    return kernels.backward_quantized(
-        da,
-        h,
-        kind,
-        **cast._asdict(),
-        rowwise=rowwise,
-        columnwise=columnwise,
-        column_sum=total,
-    )
+        return gemms.quantize(dh, "grad_output", rowwise=rowwise, columnwise=columnwise, column_sum=total)
+    options = {**cast._asdict(), "rowwise": rowwise, "columnwise": columnwise, "column_sum": total}
+    return kernels.backward_quantized(da, h, kind, **options)
 
 
 class _Activation(torch.autograd.Function):
@@ -92,7 +78,7 @@ class _Activation(torch.autograd.Function):
 def activate(h: Tensor, kind: str) -> Tensor:
     """act(h) in h's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses."""
     flat = flatten(h, h.dtype)
-    fused = h.is_cuda and not recorded() and h.dtype in FLOATS
+    fused = h.is_cuda and not is_recorded() and h.dtype in FLOATS
     a = _Activation.apply(flat, kind) if fused else activation_reference.BACKEND.forward(flat, kind)
     return a.view(*h.shape[:-1], a.shape[1])
 
@@ -124,9 +110,8 @@ class _LayerNormMLP(torch.autograd.Function):
         h = fc1.fprop(n, q1, x.dtype, b1)
         a = activate_quantize(fc2, h, kind, columnwise=need_dw2)
         y = fc2.fprop(a, q2, x.dtype, b2)
-        kept_w1 = (q1.data_t, q1.scale_inv_t) if need_norm else (None, None)
-        inputs = (n.data_t, n.scale_inv_t, a.data_t, a.scale_inv_t)
-        ctx.save_for_backward(x, gamma, mean, rstd, h, *inputs, *kept_w1, q2.data_t, q2.scale_inv_t)
+        w1_t = q1.by_columns() if need_norm else NOT_NEEDED
+        save_for_backward(ctx, (x, gamma, mean, rstd, h), (n.by_columns(), a.by_columns(), w1_t, q2.by_columns()))
         ctx.gemms, ctx.norm, ctx.kind = gemms, norm, kind
         ctx.dtypes = [None if t is None else t.dtype for t in (w1, b1, w2, b2)]
         return (y, kept) if keep else y
@@ -134,15 +119,13 @@ class _LayerNormMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dkept: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, gamma, mean, rstd, h, n_t, n_inv, a_t, a_inv, w1_t, w1_inv, w2_t, w2_inv = ctx.saved_tensors
+        (x, gamma, mean, rstd, h), (n_t, a_t, w1_t, w2_t) = restore(ctx)
         (fc1, fc2), norm = ctx.gemms, ctx.norm
         w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
         need_norm = any(ctx.needs_input_grad[:3])
         need_dw1, need_db1, need_dw2, need_db2 = ctx.needs_input_grad[3:7]
         below = need_norm or need_dw1 or need_db1
-        da, dw2, db2 = linear_backward(
-            fc2, dy, a_t, a_inv, w2_t, w2_inv, (below, need_dw2, need_db2), x.dtype, w2_dtype
-        )
+        da, dw2, db2 = linear_backward(fc2, dy, a_t, w2_t, (below, need_dw2, need_db2), x.dtype, w2_dtype)
         dx = dgamma = dbeta = dw1 = db1 = None
         if da is not None:
             db1 = da.new_zeros(h.shape[1], dtype=torch.float32) if need_db1 else None
@@ -151,12 +134,11 @@ class _LayerNormMLP(torch.autograd.Function):
             )
             del da  # as large as the activation's input: at the quickstart's size 0.25 GiB of the peak
             if need_dw1:
-                dw1 = fc1.wgrad(g, n_t, n_inv, w1_dtype)
+                dw1 = fc1.wgrad(g, n_t, w1_dtype)
             if need_norm:
-                dn = fc1.dgrad(g, w1_t, w1_inv, x.dtype)
+                dn = fc1.dgrad(g, w1_t, x.dtype)
                 dn = dn if dkept is None else dn + dkept
-                options = {"zero_centered_gamma": norm.zero_centered_gamma, "kind": norm.kind}
-                dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **options)
+                dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **norm.of_backward())
         biases = [None if b is None else b.to(t) for b, t in ((db1, b1_dtype), (db2, b2_dtype))]
         return dx, dgamma, dbeta, dw1, biases[0], dw2, biases[1], None, None, None
 
@@ -194,8 +176,8 @@ class LayerNormMLP(Fp8Module):
         super().__init__(gemms=2)
         where = "LayerNormMLP"
         reject(where, others)
-        _arguments.check(where, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        _arguments.check(where, eps=eps, params_dtype=params_dtype)
+        argument_values.check(where, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        argument_values.check(where, eps=eps, params_dtype=params_dtype)
         plugins.check("activation", activation, list(KINDS))
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
@@ -212,14 +194,9 @@ class LayerNormMLP(Fp8Module):
         self.fc2_bias = nn.Parameter(torch.empty(hidden_size, **options)) if bias else None
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
-    @torch.no_grad()
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
-        if defer_init:
-            return
-        materialise(self)
+    def _initialise(self) -> None:
         reset_norm(self, self.norm)
-        with drawn_by(self.tracker):
+        with fork_rng(self.tracker):
             self.init_methods[0](self.fc1_weight)
             self.init_methods[1](self.fc2_weight)
         for bias in (self.fc1_bias, self.fc2_bias):

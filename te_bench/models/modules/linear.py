@@ -1,6 +1,6 @@
 """y = x W^T + b with the three GEMMs of training in FP8 under te.autocast."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,21 +8,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.models import fp8
-from te_bench.models.modules import _arguments
-from te_bench.models.modules._absent import reject
-from te_bench.models.modules._module import (
+from te_bench.models.modules import argument_values
+from te_bench.models.modules.absent_arguments import reject
+from te_bench.models.modules.fp8_module import (
     Fp8Module,
-    Gemms,
     Tracker,
     compute_dtype,
     default_init,
-    drawn_by,
     factory,
     flatten,
-    materialise,
+    fork_rng,
 )
+from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 
 
 class _Linear(torch.autograd.Function):
@@ -46,20 +45,16 @@ class _Linear(torch.autograd.Function):
             q, w = recipe.quantize_pair(x, x_slot, weight, w_slot, x_columnwise=need_dw, w_columnwise=need_dx)
         else:
             q = gemms.quantize(x, "input", rowwise=True, columnwise=need_dw)
-        if need_dx:
-            ctx.save_for_backward(q.data_t, q.scale_inv_t, w.data_t, w.scale_inv_t)
-        else:
-            ctx.save_for_backward(q.data_t, q.scale_inv_t, None, None)
+        save_for_backward(ctx, (), (q.by_columns(), w.by_columns() if need_dx else NOT_NEEDED))
         ctx.gemms, ctx.dtypes = gemms, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return gemms.fprop(q, w, x.dtype, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_t, x_inv, w_t, w_inv = ctx.saved_tensors
-        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        gemms, (x_dtype, w_dtype, b_dtype) = ctx.gemms, ctx.dtypes
-        dx, dw, db = linear_backward(gemms, dy, x_t, x_inv, w_t, w_inv, (need_dx, need_dw, need_db), x_dtype, w_dtype)
+        _, (x_t, w_t) = restore(ctx)
+        x_dtype, w_dtype, b_dtype = ctx.dtypes
+        dx, dw, db = linear_backward(ctx.gemms, dy, x_t, w_t, ctx.needs_input_grad[:3], x_dtype, w_dtype)
         return dx, dw, None if db is None else db.to(b_dtype), None, None, None
 
 
@@ -78,11 +73,9 @@ def _apply() -> Callable[..., Tensor]:
 def linear_backward(
     gemms: Gemms,
     dy: Tensor,
-    x_t: Tensor | None,
-    x_inv: Tensor | None,
-    w_t: Tensor | None,
-    w_inv: Tensor | None,
-    needed: tuple[bool, bool, bool],
+    x_t: Operand,
+    w_t: Operand,
+    needed: Sequence[bool],
     x_dtype: torch.dtype,
     w_dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -92,16 +85,9 @@ def linear_backward(
     db = dy.new_zeros(dy.shape[1], dtype=torch.float32) if need_db else None
     if not (need_dx or need_dw):
         return None, None, None if db is None else dy.sum(0, dtype=torch.float32)
-    g = gemms.quantize(dy, "grad_output", rowwise=need_dx, columnwise=need_dw, total=db)
-    dx = dw = None
-    if need_dx:
-        assert w_t is not None
-        assert w_inv is not None
-        dx = gemms.dgrad(g, w_t, w_inv, x_dtype)
-    if need_dw:
-        assert x_t is not None
-        assert x_inv is not None
-        dw = gemms.wgrad(g, x_t, x_inv, w_dtype)
+    g = gemms.quantize(dy, "grad_output", rowwise=need_dx, columnwise=need_dw, column_sum=db)
+    dx = gemms.dgrad(g, w_t, x_dtype) if need_dx else None
+    dw = gemms.wgrad(g, x_t, w_dtype) if need_dw else None
     return dx, dw, db
 
 
@@ -125,7 +111,7 @@ class Parts:
         if sum(sizes.values()) != features:
             raise ValueError(f"parameters_split: the parts {sizes} do not add up to {features} output features")
         for size in sizes.values():
-            _arguments.check("parameters_split", out_features=size)
+            argument_values.check("parameters_split", out_features=size)
         self.sizes = sizes
         self.weights = [f"{name}weight" for name in sizes]
         self.biases = [f"{name}bias" for name in sizes]
@@ -142,7 +128,7 @@ class Parts:
             if getattr(module, bias) is not None:
                 nn.init.zeros_(getattr(module, bias))
 
-    def both(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    def weight_and_bias(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
         own = module._parameters
         if "weight" in own and "bias" in own:
             return own["weight"], own["bias"]  # type: ignore[return-value]
@@ -191,7 +177,7 @@ class Linear(Fp8Module):
     ):
         super().__init__(gemms=1)
         reject("Linear", others)
-        _arguments.check("Linear", in_features=in_features, out_features=out_features, params_dtype=params_dtype)
+        argument_values.check("Linear", in_features=in_features, out_features=out_features, params_dtype=params_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.init_method = init_method or default_init
@@ -201,13 +187,8 @@ class Linear(Fp8Module):
         self.parts.register(self, in_features, bias, options)
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
-    @torch.no_grad()
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
-        if defer_init:
-            return
-        materialise(self)
-        with drawn_by(*self.tracker):
+    def _initialise(self) -> None:
+        with fork_rng(*self.tracker):
             self.parts.reset(self, self.init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
@@ -215,7 +196,7 @@ class Linear(Fp8Module):
         if others:
             reject("Linear.forward", others)
         x = inp
-        weight, bias = self.parts.both(self)
+        weight, bias = self.parts.weight_and_bias(self)
         self.check_input(x, self.in_features, weight)
         dtype = compute_dtype(x)
         added = None if self.return_bias or bias is None else bias

@@ -15,8 +15,8 @@ from te_bench.kernels.launch import rows_contiguous
 from te_bench.kernels.rotary import Backend, Part
 from te_bench.kernels.rotary.backends import reference as rotary_reference
 from te_bench.kernels.rotary.backends import triton as rotary_triton
-from te_bench.models.modules import _arguments, attention_mask
-from te_bench.models.modules._module import FLOATS, factory, recorded
+from te_bench.models.modules import argument_values, attention_mask
+from te_bench.models.modules.fp8_module import FLOATS, factory, is_recorded
 
 Angles = Tensor | tuple[Tensor, Tensor]  # of queries and keys, or of each
 
@@ -43,7 +43,7 @@ class RotaryPositionEmbedding(nn.Module):
     ):
         super().__init__()
         where = "RotaryPositionEmbedding"
-        _arguments.check(where, dim=dim, rotary_base=rotary_base, rotary_percent=rotary_percent)
+        argument_values.check(where, dim=dim, rotary_base=rotary_base, rotary_percent=rotary_percent)
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if dim < 2 or dim % 2:
             raise ValueError(f"{where}: dim * rotary_percent must be even and positive, got {dim}")
@@ -99,7 +99,7 @@ def apply_rotary_pos_emb(
         raise ValueError(f"apply_rotary_pos_emb: cu_seqlens is for tensor_format='thd', not {tensor_format!r}")
     batch_first = tensor_format == "bshd"
     check_angles(t.shape, freqs, batch_first)
-    if fusable(t, freqs):
+    if can_rotate_fused(t, freqs):
         out: Tensor = _Rotated.apply(t, angles_of(t.shape, freqs, batch_first), batch_first, interleaved)
         return out
     angles = freqs[: t.shape[1]].transpose(0, 1) if batch_first else freqs[: t.shape[0]]
@@ -173,12 +173,12 @@ def backend(x: Tensor) -> Backend:
     return rotary_triton.BACKEND if x.is_cuda else rotary_reference.BACKEND
 
 
-def fusable(x: Tensor, *freqs: Tensor) -> bool:
+def can_rotate_fused(x: Tensor, *freqs: Tensor) -> bool:
     """Whether x is turned by the fused kernel: in eager mode on a GPU, else by plain operators, or what Inductor fuses."""
-    return x.is_cuda and not recorded() and x.dtype in FLOATS and constant(*freqs)
+    return x.is_cuda and not is_recorded() and x.dtype in FLOATS and are_constant(*freqs)
 
 
-def constant(*freqs: Tensor) -> bool:
+def are_constant(*freqs: Tensor) -> bool:
     """Whether all are as RotaryPositionEmbedding gives them: (S, 1, 1, d2) in float32, and not learned."""
     return all(f.dtype is torch.float32 and f.shape[1:3] == (1, 1) and not f.requires_grad for f in freqs)
 
@@ -222,7 +222,7 @@ class Rotation(NamedTuple):
     batch_first: bool
     interleaved: bool
 
-    def dealt(self, mixed: Tensor) -> list[Tensor]:
+    def by_head(self, mixed: Tensor) -> list[Tensor]:
         """q, k and v of mixed, views (*outer, turns, heads a turn, d)."""
         turns = mixed.view(*self.outer, self.turns, sum(self.columns))
         return [part.unflatten(-1, (part.shape[-1] // self.d, self.d)) for part in turns.split(self.columns, -1)]
@@ -240,15 +240,15 @@ class Rotation(NamedTuple):
 
         Several heads a turn, with others' between the turns, are no dimension of one stride: they leave it.
         """
-        q, k, v = self.dealt(mixed)
+        q, k, v = self.by_head(mixed)
         turned = [x if own and 1 in x.shape[2:4] else x.new_empty(x.shape) for x in (q, k)]
         self.rotate((q, k), turned)
         return [*turned, v]
 
-    def back(self, gradients: Sequence[Tensor]) -> Tensor:
+    def gradient(self, gradients: Sequence[Tensor]) -> Tensor:
         """The gradient of the projection, (*outer, F), from those of q, k and v, (*outer, h, d) or (M, turns, columns)."""
         made = gradients[0].new_empty(*self.outer, self.turns * sum(self.columns))
-        to = self.dealt(made)
+        to = self.by_head(made)
         self.rotate([rows_contiguous(g).view(t.shape) for g, t in zip(gradients, to, strict=True)], to, transposed=True)
         return made
 
@@ -269,7 +269,7 @@ class _Split(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k = ctx.saved_tensors  # autograd says so where they have changed
-        return ctx.rotation._replace(q=q, k=k).back(gradients), None, None
+        return ctx.rotation._replace(q=q, k=k).gradient(gradients), None, None
 
 
 def split_rotated(mixed: Tensor, rotation: Rotation, own: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_bench.models.fused import layer
-from te_bench.models.modules import _arguments
-from te_bench.models.modules._absent import OneRank, reject
-from te_bench.models.modules._module import Tracker, compute_dtype
+from te_bench.models.modules import argument_values
+from te_bench.models.modules.absent_arguments import OneRank, reject
 from te_bench.models.modules.attention import MultiheadAttention
+from te_bench.models.modules.fp8_module import Tracker, compute_dtype
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm, check_normalization
 from te_bench.models.modules.layernorm_mlp import LayerNormMLP
 
@@ -72,9 +72,9 @@ class TransformerLayer(OneRank, nn.Module):
         super().__init__()
         own: _Options = {name: others.pop(name) for name in ATTENTION if name in others}
         reject("TransformerLayer", others)
-        _arguments.check("TransformerLayer", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        _arguments.check("TransformerLayer", layernorm_epsilon=layernorm_epsilon, params_dtype=params_dtype)
-        _arguments.check("TransformerLayer", hidden_dropout=hidden_dropout)
+        argument_values.check("TransformerLayer", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        argument_values.check("TransformerLayer", layernorm_epsilon=layernorm_epsilon, params_dtype=params_dtype)
+        argument_values.check("TransformerLayer", hidden_dropout=hidden_dropout)
         _check_kind(layer_type, parallel_attention_mlp)
         check_normalization(normalization)
         self.layer_type, self.hidden_dropout, self.name = layer_type, hidden_dropout, name
@@ -147,7 +147,7 @@ class TransformerLayer(OneRank, nn.Module):
         if self.layer_type == "decoder" and encoder_output is None:
             raise ValueError("a decoder layer needs encoder_output")
         x = hidden_states
-        if x.dtype in _arguments.PARAMETERS:
+        if x.dtype in argument_values.PARAMETERS:
             x = x.to(compute_dtype(x))  # the stream, too, is in torch.autocast's dtype, as Transformer Engine has it
         core: _Options = {
             "attention_mask": attention_mask,
@@ -160,8 +160,8 @@ class TransformerLayer(OneRank, nn.Module):
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_kv": max_seqlen_kv,
         }
-        if layer.able(self, x):
-            return layer.run(self, x, is_first_microbatch, rotary_pos_emb, self.self_attention.asked(**core))
+        if layer.can_fuse(self, x):
+            return layer.run(self, x, is_first_microbatch, rotary_pos_emb, self.self_attention.with_defaults(**core))
         attended = self.self_attention(
             x, is_first_microbatch=is_first_microbatch, rotary_pos_emb=rotary_pos_emb, **core
         )

@@ -105,9 +105,9 @@ names, load = _family.names, _family.load
 def load_weights(layer: Layer, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy the plain layer's weights into a rival's parameters, every one of which they must name."""
     own = dict(module.named_parameters())
-    wanted = {layer.names.get(name, name): value for name, value in weights.items()}
-    assert own.keys() == wanted.keys(), f"parameters without a name in plain.py: {sorted(own.keys() ^ wanted.keys())}"
-    for name, value in wanted.items():
+    renamed = {layer.names.get(name, name): value for name, value in weights.items()}
+    assert own.keys() == renamed.keys(), f"parameters without a name in plain.py: {sorted(own.keys() ^ renamed.keys())}"
+    for name, value in renamed.items():
         own[name].copy_(value)
 
 

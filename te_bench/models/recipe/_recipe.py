@@ -4,7 +4,7 @@ Roles are "input", "weight" and "grad_output"; GEMMs are "fprop", "dgrad" and "w
 and never for its name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_bench.kernels.gemm import policy
 from te_bench.kernels.gemm.backends import reference as gemm_reference
-from te_bench.kernels.quantize import Backend, Quantized
+from te_bench.kernels.quantize import Backend, Operand, Quantized
 from te_bench.kernels.quantize.backends import reference as quantize_reference
 from te_bench.kernels.quantize.backends import triton as quantize_triton
 
@@ -47,6 +47,19 @@ class Slot(NamedTuple):
     counts: Tensor | None = None  # (3,) int64, see kernels.quantize
     again: bool = False  # torch.compile will compute the cast again, in the backward pass of an activation checkpoint
 
+    def checkpointed(self, copy: Callable[[Tensor], Tensor], again: bool) -> "Slot":
+        """The same inside an activation checkpoint, whose recomputation casts by the copy."""
+        return self if self.scale is None else self._replace(scale=copy(self.scale), again=again)
+
+    def forget(self) -> None:
+        """Drop what this step has gathered."""
+        if self.amax is not None:
+            self.amax.zero_()
+
+    def unrecorded(self) -> "Slot":
+        """The same, leaving no trace in the recipe's state."""
+        return self._replace(amax=None)
+
 
 class Cast(NamedTuple):
     """A cast that the kernel which makes a tensor can do in passing, for its scale is known beforehand."""
@@ -55,6 +68,63 @@ class Cast(NamedTuple):
     dtype: torch.dtype
     amax: Tensor | None
     counts: Tensor | None
+
+
+class State:
+    """What a recipe keeps of one module from step to step; a module speaks of it by these names alone.
+
+    saved: the names of `tensors()`, which a state dict holds as fp8_NAME.
+    """
+
+    saved: ClassVar[tuple[str, ...]] = ()
+
+    recipe: "Recipe"
+    slots: Mapping[tuple[str, int], Slot]  # of (role, number of the GEMM); another object once tensors have moved
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        saved_names.update(dict.fromkeys(cls.saved))
+
+    @property
+    def real(self) -> bool:
+        """Whether it holds numbers: a pass on the meta device or under FakeTensorMode makes none."""
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        raise NotImplementedError
+
+    def slot(self, role: str, gemm: int) -> Slot:
+        """What the cast of a tensor takes and leaves."""
+        return self.slots[role, gemm]
+
+    def figures(self, role: str, gemm: int) -> dict[str, float]:
+        """What te.numerics tells of a tensor."""
+        return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a state dict holds, by the names in `saved`; not copies."""
+        raise NotImplementedError
+
+    def buffers(self) -> list[Tensor]:
+        """The tensors that training writes to."""
+        raise NotImplementedError
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Copy what there is of `tensors()`. Raises ValueError, with nothing copied, where it does not fit."""
+        raise NotImplementedError
+
+    def carry(self, old: Any) -> None:
+        """Go on from a state of the same class under another recipe."""
+
+    def to(self, device: torch.device) -> None:
+        """Move all tensors to a device; their dtypes stay."""
+        raise NotImplementedError
+
+
+#: What states of any recipe save, in the order of their definition.
+saved_names: dict[str, None] = {}
 
 
 @dataclass(frozen=True)
@@ -134,7 +204,10 @@ class Recipe:
             self.quantize(w, "weight", w_slot, rowwise=True, columnwise=w_columnwise),
         )
 
-    def make_state(self, gemms: int, device: torch.device) -> Any:
+    def observe(self, x: Tensor, role: str, slot: Slot) -> None:
+        """Note what the cast of x would, where a module calibrates: it computes in high precision."""
+
+    def make_state(self, gemms: int, device: torch.device) -> State | None:
         """What a module with so many GEMMs keeps between steps; None for a recipe that keeps nothing."""
         return None
 
@@ -145,22 +218,14 @@ class Recipe:
         """The cast that a producing kernel may do, or None where the scale depends on the finished tensor."""
         return None
 
-    def gemm(
-        self,
-        a: Tensor,
-        a_scale_inv: Tensor,
-        b: Tensor,
-        b_scale_inv: Tensor,
-        gemm: str,
-        out_dtype: torch.dtype,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """D = a @ b.T + bias of K-major operands, (M, K) and (N, K) -> (M, N); only fprop accumulates fast.
+    def gemm(self, a: Operand, b: Operand, gemm: str, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """D = a @ b.T + bias, (M, K) and (N, K) -> (M, N); only fprop accumulates fast.
 
-        By cuBLASLt, or by what was measured to be faster at this shape on this GPU (kernels/gemm/_measured.py).
+        By cuBLASLt, or by what was measured to be faster at this shape on this GPU (kernels/gemm/measured.py).
         """
-        multiply = gemm_reference.forward if self._emulated(a) else policy.forward
-        return multiply(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=gemm == "fprop", bias=bias)
+        multiply = gemm_reference.forward if self._emulated(a.data) else policy.forward
+        fast = gemm == "fprop"
+        return multiply(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype=out_dtype, fast_accum=fast, bias=bias)
 
     def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:
         """Why this device cannot run the recipe, or None."""

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.kernels.quantize import history as _history
 from te_bench.kernels.quantize.backends import reference as quantize_reference
 from te_bench.kernels.quantize.backends import triton as quantize_triton
-from te_bench.models.recipe._recipe import AmaxAlgorithm, Cast, Format, Recipe, ScaleAlgorithm, Slot
+from te_bench.models.recipe._recipe import AmaxAlgorithm, Cast, Format, Recipe, ScaleAlgorithm, Slot, State
 
 ALGORITHMS = ("max", "most_recent")
 
@@ -101,6 +101,10 @@ class DelayedScaling(Recipe):
             return None  # see _emulated
         return Cast(slot.scale, self.dtype(role), slot.amax, slot.counts)
 
+    def observe(self, x: Tensor, role: str, slot: Slot) -> None:
+        if slot.amax is not None and x.numel():
+            slot.amax.copy_(torch.maximum(slot.amax, x.detach().abs().amax().float()))
+
     def make_state(self, gemms: int, device: torch.device) -> "DelayedState":
         return DelayedState(self, gemms, device)
 
@@ -128,7 +132,7 @@ class DelayedScaling(Recipe):
                 nonfinite=[table.written[2] for table in tables],
             )
 
-    def _custom_update(self, table: "Table") -> None:
+    def _custom_update(self, table: "ScaleTable") -> None:
         """The same with the user's own functions; what they answer for slots that gathered nothing is not used."""
         history, scale, nonfinite = table.written
         staged = history[0].clone()
@@ -152,7 +156,7 @@ class DelayedScaling(Recipe):
 
 
 @dataclass
-class Table:
+class ScaleTable:
     """One direction of a module: history (L, n), scale (n,), limit (n,), float32; nonfinite (n,) int64."""
 
     history: Tensor
@@ -168,12 +172,14 @@ class Table:
         self.real = not (self.scale.is_meta or isinstance(self.scale, FakeTensor))
 
 
-class DelayedState:
+class DelayedState(State):
     """Scales and amax histories of one module, in Transformer Engine's layout.
 
     forward: n = 3 x gemms, for input, weight and output of each GEMM; backward: n = 2 x gemms, for grad_output and
     grad_input. Row 0 of a history gathers the present step. Outputs and input gradients are not quantised: unused.
     """
+
+    saved = ("scale_fwd", "amax_history_fwd", "limit_fwd", "scale_bwd", "amax_history_bwd", "limit_bwd")
 
     ROLES: ClassVar[dict[str, tuple[str, int, int]]] = {  # role -> direction, slots a GEMM, place among them
         "input": ("forward", 3, 0),
@@ -189,43 +195,46 @@ class DelayedState:
 
     @property
     def real(self) -> bool:
-        """Whether it holds numbers; see Table."""
         return self.forward.real
 
+    @property
+    def device(self) -> torch.device:
+        return self.forward.scale.device
+
     def _index(self) -> None:
-        self.views: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-        for role in self.ROLES:
-            for gemm in range(self.gemms):
-                self.views[role, gemm] = self._view(role, gemm)
+        self.slots = {(role, gemm): self._view(role, gemm) for role in self.ROLES for gemm in range(self.gemms)}
 
-    def _view(self, role: str, gemm: int) -> tuple[Tensor, Tensor]:
+    def _at(self, role: str, gemm: int) -> tuple["ScaleTable", int]:
+        """The table of a tensor, and its column there."""
         direction, stride, place = self.ROLES[role]
-        table = self.forward if direction == "forward" else self.backward
-        return table.scale[stride * gemm + place], table.history[0, stride * gemm + place]
+        return self.forward if direction == "forward" else self.backward, stride * gemm + place
 
-    def slot(self, role: str, gemm: int) -> tuple[Tensor, Tensor]:
-        """(scale, amax), () views of the tables."""
+    def _view(self, role: str, gemm: int) -> Slot:
+        table, i = self._at(role, gemm)
+        return Slot(table.scale[i], table.history[0, i])
+
+    def slot(self, role: str, gemm: int) -> Slot:
+        """scale and amax are () views of the tables."""
         if torch.compiler.is_compiling():  # there, inputs of a graph that share memory and are written to cost clones
             return self._view(role, gemm)
-        return self.views[role, gemm]
+        return self.slots[role, gemm]
 
     def figures(self, role: str, gemm: int) -> dict[str, float]:
         """scale, amax and nonfinite_amax of a tensor, for te.numerics."""
-        direction, stride, place = self.ROLES[role]
-        table, i = self.forward if direction == "forward" else self.backward, stride * gemm + place
+        table, i = self._at(role, gemm)
         amax = table.history[:, i].amax()
         return {"scale": table.scale[i].item(), "amax": amax.item(), "nonfinite_amax": table.nonfinite[i].item()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a state dict holds."""
-        return {
-            "scale_fwd": self.forward.scale,
-            "amax_history_fwd": self.forward.history,
-            "limit_fwd": self.forward.limit,
-            "scale_bwd": self.backward.scale,
-            "amax_history_bwd": self.backward.history,
-            "limit_bwd": self.backward.limit,
-        }
+        found = [t for table in (self.forward, self.backward) for t in (table.scale, table.history, table.limit)]
+        return dict(zip(self.saved, found, strict=True))
+
+    def buffers(self) -> list[Tensor]:
+        return [t for table in (self.forward, self.backward) for t in table.written]
+
+    def scales(self) -> list[Tensor]:
+        """The scales of either direction, (n,) float32, as `update` writes to them."""
+        return [table.written[1] for table in (self.forward, self.backward)]
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
@@ -250,7 +259,7 @@ class DelayedState:
 
     @torch.no_grad()
     def carry(self, old: "DelayedState") -> None:
-        """Go on from a state of another recipe: its newest steps, and its scales in this recipe's formats."""
+        """Go on from a state of another DelayedScaling: its newest steps, and its scales in this recipe's formats."""
         for mine, theirs in ((self.forward, old.forward), (self.backward, old.backward)):
             kept = min(len(mine.history), len(theirs.history)) - 1
             mine.history[0] = theirs.history[0]
@@ -264,7 +273,7 @@ class DelayedState:
         return next((len(value) for name, value in saved.items() if name.startswith("amax_history")), 0)
 
     def to(self, device: torch.device) -> None:
-        """Move to a device; never to another dtype: scales are float32 whatever the module's parameters become."""
+        """Move to a device, never to another dtype: scales are float32 whatever the module's parameters become."""
         for table in (self.forward, self.backward):
             for name in ("history", "scale", "limit", "nonfinite"):
                 setattr(table, name, getattr(table, name).to(device))
@@ -272,8 +281,8 @@ class DelayedState:
         self._index()
 
 
-def _fresh(recipe: DelayedScaling, n: int, role: str, device: torch.device) -> Table:
-    return Table(
+def _fresh(recipe: DelayedScaling, n: int, role: str, device: torch.device) -> ScaleTable:
+    return ScaleTable(
         history=torch.zeros(recipe.amax_history_len, n, dtype=torch.float32, device=device),
         scale=torch.ones(n, dtype=torch.float32, device=device),
         limit=torch.full((n,), torch.finfo(recipe.dtype(role)).max, dtype=torch.float32, device=device),
@@ -299,7 +308,7 @@ def _cast(
         x, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts, column_sum=column_sum
     )
     # Outputs of an operator are neither None nor the same memory.
-    data, inverse, data_t, inverse_t = (x.new_empty(0) if part is None else part for part in made)
+    data, inverse, data_t, inverse_t = (x.new_empty(0) if part is None else part for part in made[:4])
     return data, inverse, data_t, inverse_t.clone()
 
 
@@ -336,8 +345,9 @@ def _emulated(
 ) -> Quantized:
     """The reference quantiser's `scaled`, for torch.compile."""
     data, inverse, data_t, inverse_t = _cast(x, scale, dtype, rowwise, columnwise, amax, counts, column_sum)
-    row = (data, inverse) if rowwise else (None, None)
-    return Quantized(*row, *((data_t, inverse_t) if columnwise else (None, None)))
+    return quantize_triton.wrap(
+        rowwise, columnwise, data, data_t, inverse, inverse_t, layout=Layout(dtype, TENSOR, torch.float32)
+    )
 
 
 def _reduce(rows: list[Tensor], group: Any) -> None:

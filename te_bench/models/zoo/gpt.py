@@ -26,8 +26,8 @@ from te_bench.models import fp8, fp8_attention
 from te_bench.models.configs import CONFIGS as CONFIGS  # part of this module's interface
 from te_bench.models.configs import GPTConfig as GPTConfig
 from te_bench.models.fused import blocks as fused_blocks
-from te_bench.models.fused.stretch import unwatched
 from te_bench.models.modules.linear import Linear
+from te_bench.models.modules.plain import are_plain
 from te_bench.models.recipe import Recipe
 
 
@@ -96,16 +96,16 @@ class Transformer(nn.Module):
         if embedded is None:
             embedded = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         x = self.drop(embedded)
-        if self.fused and fused_blocks.able(self.h, self.ln_f):
+        if self.fused and fused_blocks.can_fuse(self.h, self.ln_f):
             heads, gelu = self.config.n_head, self.config.gelu
             return fused_blocks.run(self.h, self.ln_f, x, attend=self.attention, heads=heads, gelu=gelu)
         if self.fused:
-            self._tell(fused_blocks.why_not(self.h, self.ln_f))
+            self._warn(fused_blocks.why_not(self.h, self.ln_f))
         for block in self.h:
             x = block(x)
         return self.ln_f(x)
 
-    def _tell(self, why: str) -> None:
+    def _warn(self, why: str) -> None:
         if why not in self.told:
             self.told.add(why)
             message = (
@@ -123,7 +123,7 @@ class GPT(nn.Module):
     head: a name of te_bench.kernels.linear_cross_entropy, by which a training pass computes the loss from the last hidden
     states, without all the logits; None computes them. An evaluation, model.eval(), takes `chunked` in place of any head:
     it keeps no logits either, and its loss is of the weights, not of the rounding that they are trained with.
-    blocks: "fused" computes from one attention to the next by fused kernels (models.fused_blocks), None one module after
+    blocks: "fused" computes from one attention to the next by fused kernels (models.fused.blocks), None one module after
     the other, as every pass goes that somebody watches (hooks on a block's modules, calibration), or that has frozen
     weights in it or a Linear of another class: of a model that was to be fused the first such pass warns,
     fused_blocks.NotFused, and says why. What torch.compile compiles is fused whatever watches it. Parameters and their
@@ -228,7 +228,7 @@ class GPT(nn.Module):
         table: Tensor = tables[0].weight
         copy = weight if getattr(weight, "copy_of", None) is table else None  # an optimizer's, in the table's place
         shared = (weight is table or copy is not None) and head.copied and not torch.compiler.is_compiling()
-        if not shared or not unwatched(tables):
+        if not shared or not are_plain(tables):
             x = self.hidden(tokens).flatten(0, 1)
             loss: Tensor = head.forward(x, weight, targets, vocab=self.config.vocab_size)
             return loss

@@ -17,8 +17,8 @@ from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
-from te_bench.kernels.quantize import Quantized
-from te_bench.kernels.quantize.backends.reference import dequantize
+from te_bench.kernels.quantize import Operand, Quantized
+from te_bench.kernels.quantize.backends.reference import spread
 from te_bench.models import recipe as recipes
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Float8CurrentScaling, Format, Recipe, Slot
@@ -337,70 +337,65 @@ def test_a_wrong_gradient_fails(precision: str, factor: float, name: str) -> Non
 # Mutations of FP8, in the code that the trial uses everywhere: the yardstick must not share them.
 
 Rule = Callable[
-    [Recipe, Tensor, Tensor, str], tuple[Tensor, Tensor]
-]  # right recipe, x, right scale_inv, role -> layout
+    [Recipe, Tensor, Operand, str], tuple[Tensor, Tensor]
+]  # right recipe, x, what it made of it, role -> data, scale_inv
 Mutation = Callable[[type[Recipe]], type[Recipe]]
 
 
 def quantised_by(rule: Rule) -> Mutation:
-    """Each layout by `rule`, which is told the scale_inv that the right recipe chose for it."""
+    """Each orientation by `rule`, which is told what the right recipe made of it."""
 
     def mutation(right: type[Recipe]) -> type[Recipe]:
         class Wrong(right):  # type: ignore[misc,valid-type]
             def quantize(self, x: Tensor, role: str, slot: Slot, **asked: Any) -> Quantized:
                 q = super().quantize(x, role, slot, **asked)
-                row = (None, None) if q.data is None else rule(self, x, q.scale_inv, role)
-                column = (None, None) if q.data_t is None else rule(self, x.t().contiguous(), q.scale_inv_t, role)
-                return Quantized(*row, *column)
+                row = (None, None) if q.data is None else rule(self, x, q.by_rows(), role)
+                column = (None, None) if q.data_t is None else rule(self, x.t().contiguous(), q.by_columns(), role)
+                return Quantized(*row, *column, q.layout)
 
         return Wrong
 
     return mutation
 
 
-def scaled(x: Tensor, scale_inv: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+def scaled(x: Tensor, right: Operand, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Quantised with `factor` times the right scale, saturating, undone by the matching scale_inv."""
     limit = torch.finfo(dtype).max
-    scale_inv = scale_inv / factor
-    return (x.float() / spread(scale_inv, x)).clamp(-limit, limit).to(dtype), scale_inv
-
-
-def spread(scale_inv: Tensor, x: Tensor) -> Tensor:
-    """scale_inv for each element of x."""
-    return dequantize(torch.ones_like(x, dtype=torch.float32), scale_inv)
+    scale_inv = right.scale_inv / factor
+    return (x.float() / spread(right._replace(scale_inv=scale_inv))).clamp(-limit, limit).to(dtype), scale_inv
 
 
 def scaled_by(factor: float, *roles: str) -> Mutation:
     """The scales of these roles times `factor`."""
     return quantised_by(
-        lambda recipe, x, inverse, role: scaled(x, inverse, recipe.dtype(role), factor if role in roles else 1.0)
+        lambda recipe, x, right, role: scaled(x, right, recipe.dtype(role), factor if role in roles else 1.0)
     )
 
 
-def of_one(recipe: Recipe, x: Tensor, scale_inv: Tensor, role: str) -> tuple[Tensor, Tensor]:
-    return x.float().clamp(-448, 448).to(recipe.dtype(role)), torch.ones_like(scale_inv)
+def of_one(recipe: Recipe, x: Tensor, right: Operand, role: str) -> tuple[Tensor, Tensor]:
+    return x.float().clamp(-448, 448).to(recipe.dtype(role)), torch.ones_like(right.scale_inv)
 
 
-def doubled_scale_inv(recipe: Recipe, x: Tensor, scale_inv: Tensor, role: str) -> tuple[Tensor, Tensor]:
-    data, inverse = scaled(x, scale_inv, recipe.dtype(role))
+def doubled_scale_inv(recipe: Recipe, x: Tensor, right: Operand, role: str) -> tuple[Tensor, Tensor]:
+    data, inverse = scaled(x, right, recipe.dtype(role))
     return data, inverse * (2 if role == "weight" else 1)
 
 
-def truncated(recipe: Recipe, x: Tensor, scale_inv: Tensor, role: str) -> tuple[Tensor, Tensor]:
+def truncated(recipe: Recipe, x: Tensor, right: Operand, role: str) -> tuple[Tensor, Tensor]:
     """Rounded towards zero in place of to the nearest."""
     dtype = recipe.dtype(role)
-    data, inverse = scaled(x, scale_inv, dtype)
-    up = data.float().abs() > (x.float() / spread(inverse, x)).abs()
+    data, inverse = scaled(x, right, dtype)
+    up = data.float().abs() > (x.float() / spread(right)).abs()
     return torch.where(up, (data.view(torch.uint8) - 1).view(dtype).float(), data.float()).to(dtype), inverse
 
 
 def e5m2_for(*roles: str) -> Mutation:
     """These roles in E5M2, with the scale that fits its range."""
 
-    def rule(recipe: Recipe, x: Tensor, scale_inv: Tensor, role: str) -> tuple[Tensor, Tensor]:
-        right = recipe.dtype(role)
-        wrong = torch.float8_e5m2 if role in roles else right
-        return scaled(x, scale_inv, wrong, torch.finfo(wrong).max / torch.finfo(right).max)
+    def rule(recipe: Recipe, x: Tensor, right: Operand, role: str) -> tuple[Tensor, Tensor]:
+        dtype = recipe.dtype(role)
+        wrong = torch.float8_e5m2 if role in roles else dtype
+        return scaled(x, right, wrong, torch.finfo(wrong).max / torch.finfo(dtype).max)
 
     return quantised_by(rule)
 
@@ -410,8 +405,10 @@ def multiplied_by(operands: Callable[[Tensor, Tensor, Tensor, Tensor, str], tupl
 
     def mutation(right: type[Recipe]) -> type[Recipe]:
         class Wrong(right):  # type: ignore[misc,valid-type]
-            def gemm(self, a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, gemm: str, *others: Any) -> Tensor:
-                return super().gemm(*operands(a, a_inv, b, b_inv, gemm), gemm, *others)  # type: ignore[no-any-return]
+            def gemm(self, a: Operand, b: Operand, gemm: str, *others: Any) -> Tensor:
+                found = operands(*a[:2], *b[:2], gemm)
+                wrong = (Operand(*found[:2], a.layout), Operand(*found[2:], b.layout))
+                return super().gemm(*wrong, gemm, *others)  # type: ignore[no-any-return]
 
         return Wrong
 

@@ -159,7 +159,7 @@ def test_a_layout_not_asked_for_is_none(name: str, kind: str, device: str) -> No
     backend, (x, dy) = supported(name, device, quantized=True), draw((33, 100), kind, device=device)
     for layouts in ({"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
         packed = observe(backend, x, dy, kind, FP8[0], True, **layouts)[0]
-        assert [t is None for t in packed] == [not layouts["rowwise"]] * 2 + [not layouts["columnwise"]] * 2
+        assert [t is None for t in packed[:4]] == [not layouts["rowwise"]] * 2 + [not layouts["columnwise"]] * 2
         assert_quantizes_right(backend, x, dy, kind, FP8[0], **layouts)
 
 

@@ -43,7 +43,7 @@ def assert_as_apart(
     both = {"rowwise": True, "columnwise": True}
     apart: Quantized = backend.backward_quantized(dy, x, kind, scale=scale, dtype=dtype, **both, **theirs)
     value = backend.forward_quantized(x, kind, scale=by, dtype=E4M3, **both)
-    for mine, wanted in zip((*packed[::2], value_t), (*apart[::2], value.data_t), strict=True):
+    for mine, wanted in zip((*packed[:4:2], value_t), (*apart[:4:2], value.data_t), strict=True):
         assert torch.equal(code(mine), code(wanted))
     assert packed.scale_inv.item() == packed.scale_inv_t.item() == apart.scale_inv.item()
     for name, wanted in theirs.items():

@@ -170,7 +170,7 @@ def test_a_layout_not_asked_for_is_none(name: str, device: str) -> None:
     backend, case = supported(name, 100, device, quantized=True), draw((33, 100), device=device)
     for layouts in ({"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
         packed, _, _ = observe(backend, case, FP8[0], **layouts)
-        assert [t is None for t in packed] == [not layouts["rowwise"]] * 2 + [not layouts["columnwise"]] * 2
+        assert [t is None for t in packed[:4]] == [not layouts["rowwise"]] * 2 + [not layouts["columnwise"]] * 2
         assert_quantizes_right(backend, case, FP8[0], **layouts)
 
 

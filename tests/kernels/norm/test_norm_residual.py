@@ -201,7 +201,7 @@ def test_a_stream_in_bf16_and_one_layout_alone(name: str, device: str) -> None:
         case = draw((height, 140), device=device, stream=BF16)
         made = run(ours, case, E4M3, **layouts)
         for q in (made["y"], made["g"]):
-            assert [t is None for t in q] == [not rowwise] * 2 + [rowwise] * 2
+            assert [t is None for t in q[:4]] == [not rowwise] * 2 + [rowwise] * 2
         assert_alike(made, run(REFERENCE, case, E4M3, **layouts), case)
 
 
@@ -241,7 +241,7 @@ def test_a_total_that_was_not_kept_is_added_up_again(name: str, stream: torch.dt
         again = run(case.dy, case.x, case.weight, mean, rstd, branch=case.branch, **more)
         other = run(case.dy, case.x, case.weight, mean, rstd, **more)
         for one, two in zip(kept, again, strict=True):
-            for a, b in zip(*((t if isinstance(t, Quantized) else (t,)) for t in (one, two)), strict=True):
+            for a, b in zip(*((t[:4] if isinstance(t, Quantized) else (t,)) for t in (one, two)), strict=True):
                 a, b = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (a, b))
                 assert torch.equal(a, b)
         assert not torch.equal(other[0], again[0])

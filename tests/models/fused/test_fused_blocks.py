@@ -20,7 +20,7 @@ from te_bench.kernels.quantize import joined as _joined
 from te_bench.models import fp8
 from te_bench.models import recipe as recipes
 from te_bench.models.fused import blocks as fused_blocks
-from te_bench.models.fused import stretch
+from te_bench.models.fused import segment
 from te_bench.models.modules import layernorm_mlp
 from te_bench.models.zoo.gpt import CONFIGS, GPT
 from te_bench.training.data import Batches
@@ -45,15 +45,21 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of a GPU, interpreted, or, under torch.compile, their operators."""
-    monkeypatch.setattr(stretch, "backend", lambda x: norm_triton.BACKEND)
-    for module in (stretch, layernorm_mlp):
+    monkeypatch.setattr(segment, "backend", lambda x: norm_triton.BACKEND)
+    for module in (segment, layernorm_mlp):
         monkeypatch.setattr(module, "activation_backend", lambda x: activation_triton.BACKEND)
 
 
 def a_step(
-    blocks: str | None, precision: str, recipe: str | None = None, *, optimizer: str | None = None,
-    mode: str = "eager", optim: Optim = OPTIM, **config: Any,
-) -> TrainStep:  # fmt: skip
+    blocks: str | None,
+    precision: str,
+    recipe: str | None = None,
+    *,
+    optimizer: str | None = None,
+    mode: str = "eager",
+    optim: Optim = OPTIM,
+    **config: Any,
+) -> TrainStep:
     torch.manual_seed(0)
     found = recipes.load(recipe) if recipe else None
     shape = dataclasses.replace(SMALL, **config)
@@ -300,7 +306,7 @@ def test_compiled_by_the_kernels_operators_it_is_one_graph(precision: str, recip
 def test_the_first_norms_gradient_is_added_to_the_streams_by_its_own_kernel(
     precision: str, recipe: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, seen, backend = a_step("fused", precision, recipe), list[Tensor | None](), stretch.backend
+    step, seen, backend = a_step("fused", precision, recipe), list[Tensor | None](), segment.backend
 
     def spied(x: Tensor) -> Any:
         found = backend(x)
@@ -311,7 +317,7 @@ def test_the_first_norms_gradient_is_added_to_the_streams_by_its_own_kernel(
 
         return dataclasses.replace(found, backward=backward)
 
-    monkeypatch.setattr(stretch, "backend", spied)
+    monkeypatch.setattr(segment, "backend", spied)
     step.gradients(*a_batch())
     [stream] = seen  # the other norms' gradients are rounded or cast in passing
     assert stream is not None
@@ -319,7 +325,7 @@ def test_the_first_norms_gradient_is_added_to_the_streams_by_its_own_kernel(
 
 
 def test_a_stream_that_needs_no_gradient_is_not_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, seen, backend = a_step("fused", "bf16"), list[Any](), stretch.backend
+    step, seen, backend = a_step("fused", "bf16"), list[Any](), segment.backend
     entering = fused_blocks.Enter.apply
 
     def enter(x: Tensor, *rest: Any) -> Any:
@@ -332,7 +338,7 @@ def test_a_stream_that_needs_no_gradient_is_not_added_to(monkeypatch: pytest.Mon
         )
 
     monkeypatch.setattr(fused_blocks.Enter, "apply", enter)
-    monkeypatch.setattr(stretch, "backend", spied)
+    monkeypatch.setattr(segment, "backend", spied)
     step.gradients(*a_batch())
     assert seen == [None]
 

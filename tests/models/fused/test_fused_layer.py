@@ -1,4 +1,4 @@
-"""A TransformerLayer by stretches is the one of modules one by one, by the kernels meant for it; else its modules run."""
+"""A TransformerLayer by segments is the one of modules one by one, by the kernels meant for it; else its modules run."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 import te_bench.models as te
 from te_bench.kernels.activation.backends import triton as activation_triton
 from te_bench.kernels.norm.backends import triton as norm_triton
+from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.kernels.quantize import joined as _joined
 from te_bench.kernels.quantize.backends import triton as quantize_triton
 from te_bench.kernels.rotary.backends import reference as rotary_reference
 from te_bench.models.fused import layer as _fused_layer
-from te_bench.models.fused import stretch
+from te_bench.models.fused import segment
 from te_bench.models.modules import layernorm, layernorm_mlp
 from te_bench.models.recipe import DelayedScaling, Recipe, _recipe
 
@@ -83,11 +84,11 @@ def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 @pytest.fixture
-def stretches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The stretches that ran."""
+def segments(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The segments that ran."""
     ran: list[str] = []
     for name in ("Enter", "Between"):
-        function = getattr(stretch, name)
+        function = getattr(segment, name)
 
         class Seen:
             @staticmethod
@@ -101,13 +102,13 @@ def stretches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_it_is_the_layer_of_modules(options: str, name: str, stretches: list[str]) -> None:
+def test_it_is_the_layer_of_modules(options: str, name: str, segments: list[str]) -> None:
     """Bit for bit down to the stream's gradient, which is rounded once where the modules' sum of two is rounded twice."""
     recipe = RECIPES[name][0]
     found = passes(a_layer(**OPTIONS[options]), recipe)
-    assert stretches == ["Enter", "Between"] * 4
+    assert segments == ["Enter", "Between"] * 4
     wanted = passes(one_by_one(a_layer(**OPTIONS[options])), recipe)
-    assert len(stretches) == 8
+    assert len(segments) == 8
     for number, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         if name != "delayed" or number == 0:  # whose scales follow the gradients' last bits
             assert all(torch.equal(mine[key], theirs[key]) for key in theirs if key == "y" or "mlp" in key)
@@ -116,7 +117,7 @@ def test_it_is_the_layer_of_modules(options: str, name: str, stretches: list[str
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_queries_and_keys_turn_in_the_projection(
-    options: str, stretches: list[str], monkeypatch: pytest.MonkeyPatch
+    options: str, segments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: list[bool] = []
     rotate = rotary_reference.BACKEND.rotate
@@ -129,10 +130,10 @@ def test_queries_and_keys_turn_in_the_projection(
     angles = te.RotaryPositionEmbedding(HIDDEN // HEADS, 0.5).cpu()(20)
     asked, recipe = {**OPTIONS[options], "rotary_pos_interleaved": options == "apart"}, RECIPES["current"][0]
     found = passes(a_layer(**asked), recipe, rotary_pos_emb=angles)
-    assert stretches == ["Enter", "Between"] * 4
+    assert segments == ["Enter", "Between"] * 4
     assert turns == [False, True] * 4
     wanted = passes(one_by_one(a_layer(**asked)), recipe, rotary_pos_emb=angles)
-    assert len(turns) == len(stretches) == 8
+    assert len(turns) == len(segments) == 8
     for mine, theirs in zip(found, wanted, strict=True):
         assert torch.equal(mine["y"], theirs["y"])
         assert furthest(mine, theirs) < NOISE
@@ -166,17 +167,17 @@ def test_turned_queries_of_groups_are_copied_by_nobody_else(monkeypatch: pytest.
     assert furthest(*found, *passes(one_by_one(layer), recipe, count=1, rotary_pos_emb=angles)) < NOISE
 
 
-def test_angles_that_changed_before_the_backward_pass_are_told(stretches: list[str]) -> None:
+def test_angles_that_changed_before_the_backward_pass_are_told(segments: list[str]) -> None:
     layer, angles = a_layer(), te.RotaryPositionEmbedding(HIDDEN // HEADS).cpu()(16)
     with te.autocast(recipe=RECIPES["current"][0]):
         y = layer(torch.randn(16, 2, HIDDEN).bfloat16(), rotary_pos_emb=angles)
     angles.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    assert stretches == ["Enter", "Between"]
+    assert segments == ["Enter", "Between"]
 
 
-def test_float32_and_torchs_autocast(stretches: list[str]) -> None:
+def test_float32_and_torchs_autocast(segments: list[str]) -> None:
     recipe = RECIPES["current"][0]
     for within in (False, True):
         found = []
@@ -191,10 +192,10 @@ def test_float32_and_torchs_autocast(stretches: list[str]) -> None:
             grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
             found.append({"y": y.detach(), "dx": x.grad, **grads})
         assert furthest(*found) < (NOISE if within else 1e-3)
-    assert stretches == ["Enter", "Between"] * 2
+    assert segments == ["Enter", "Between"] * 2
 
 
-def test_states_and_numerics_are_the_modules_own(stretches: list[str]) -> None:
+def test_states_and_numerics_are_the_modules_own(segments: list[str]) -> None:
     states, numerics = [], []
     for how in (lambda layer: layer, one_by_one):  # an autocast that ends takes a step for every living module's scales
         layer = how(a_layer(**FUSED))
@@ -203,7 +204,7 @@ def test_states_and_numerics_are_the_modules_own(stretches: list[str]) -> None:
         states.append(layer.state_dict())
         numerics.append(te.numerics(layer))
         del layer
-    assert len(stretches) == 8
+    assert len(segments) == 8
     mine, theirs = states
     assert list(mine) == list(theirs)
     for name in (name for name in mine if "fp8_" in name):
@@ -218,16 +219,16 @@ def test_states_and_numerics_are_the_modules_own(stretches: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
-def test_a_checkpoint_changes_no_bit(name: str, stretches: list[str]) -> None:
+def test_a_checkpoint_changes_no_bit(name: str, segments: list[str]) -> None:
     wanted = passes(a_layer(**FUSED), RECIPES[name][0])
     kept = a_layer(**FUSED)
     found = passes(kept, RECIPES[name][0], lambda x: te.checkpoint(kept, x))
-    assert stretches == ["Enter", "Between"] * 12
+    assert segments == ["Enter", "Between"] * 12
     for mine, theirs in zip(found, wanted, strict=True):
         assert all(torch.equal(mine[key], value) for key, value in theirs.items())
 
 
-def test_kept_weights_are_used_again(stretches: list[str]) -> None:
+def test_kept_weights_are_used_again(segments: list[str]) -> None:
     recipe = RECIPES["current"][0]
     layer = a_layer(**FUSED)
     wanted = passes(layer, recipe, count=1)[0]
@@ -237,18 +238,18 @@ def test_kept_weights_are_used_again(stretches: list[str]) -> None:
             if p.dim() == 2:
                 p.zero_()
     again = passes(layer, recipe, count=1, is_first_microbatch=False)[0]
-    assert len(stretches) == 6
+    assert len(segments) == 6
     for found in (first, again):
         assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
-def test_without_gradients_it_is_the_same(stretches: list[str]) -> None:
+def test_without_gradients_it_is_the_same(segments: list[str]) -> None:
     layer, recipe = a_layer(**FUSED), RECIPES["current"][0]
     wanted = passes(layer, recipe, count=1)[0]["y"]
     x = torch.randn(16, 2, HIDDEN, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     with torch.no_grad(), te.autocast(recipe=recipe):
         assert torch.equal(layer(x), wanted)
-    assert stretches == ["Enter", "Between"] * 2
+    assert segments == ["Enter", "Between"] * 2
 
 
 class Wrapped(te.Linear):
@@ -276,20 +277,20 @@ MADE = {
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_where_somebody_needs_the_modules_they_are_called(reason: str, stretches: list[str]) -> None:
+def test_where_somebody_needs_the_modules_they_are_called(reason: str, segments: list[str]) -> None:
     layer = a_layer(**FUSED, **MADE.get(reason, {}))
     REASONS[reason](layer)
     passes(layer, RECIPES["current"][0], count=1)
-    assert not stretches
+    assert not segments
 
 
-def test_without_fp8_nothing_changes(stretches: list[str]) -> None:
+def test_without_fp8_nothing_changes(segments: list[str]) -> None:
     layer = a_layer(**FUSED)
     x = torch.randn(8, 2, HIDDEN).to(torch.bfloat16)
     layer(x)
     with te.autocast(enabled=False, calibrating=True, recipe=DelayedScaling()):
         layer(x)
-    assert not stretches
+    assert not segments
 
 
 def test_what_the_modules_refuse_is_refused() -> None:
@@ -324,18 +325,18 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names = ("forward_quantized", "backward_quantized")
     activations = watched(activation_triton.BACKEND, "forward", "backward", *names)
     casts = watched(quantize_triton.BACKEND, "scaled", "tensor")
-    for module in (stretch, layernorm):
+    for module in (segment, layernorm):
         monkeypatch.setattr(module, "backend", lambda x: norm)
-    for module in (stretch, layernorm_mlp):
+    for module in (segment, layernorm_mlp):
         monkeypatch.setattr(module, "activation_backend", lambda x: activations)
     monkeypatch.setattr(_recipe.Recipe, "_quantizer", lambda self, x: casts)
 
     def joined(parts: Any, turn: int, scale: Tensor, dtype: torch.dtype, **looks: Any) -> Any:
         ran.append("joined")
         data, data_t, inverse = _joined.kernel(parts, turn, scale, dtype, looks.get("amax"), looks.get("column_sum"))
-        return _joined.Quantized(data, inverse, data_t, inverse)
+        return Quantized(data, inverse, data_t, inverse, Layout(dtype, TENSOR, torch.float32))
 
-    monkeypatch.setattr(stretch._joined, "joined", joined)
+    monkeypatch.setattr(segment.joined, "joined", joined)
     return ran
 
 
@@ -373,13 +374,13 @@ def test_the_fused_kernels_are_what_runs(
 @pytest.mark.parametrize("turning", [False, True], ids=["", "rotary"])
 @pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
 @pytest.mark.parametrize("options", ["dealt by heads", "groups", "RMSNorm, SwiGLU"])
-def test_on_a_gpu_it_is_the_layer_of_modules(options: str, name: str, turning: bool, stretches: list[str]) -> None:
+def test_on_a_gpu_it_is_the_layer_of_modules(options: str, name: str, turning: bool, segments: list[str]) -> None:
     recipe = RECIPES[name][0]
     given = {"rotary_pos_emb": te.RotaryPositionEmbedding(HIDDEN // HEADS)(16)} if turning else {}
     found, wanted = (
         passes(how(a_layer("cuda", **OPTIONS[options])), recipe, **given) for how in (lambda layer: layer, one_by_one)
     )
-    assert len(stretches) == 8
+    assert len(segments) == 8
     for mine, theirs in zip(found, wanted, strict=True):
         assert furthest(mine, theirs) < NOISE
 

@@ -9,7 +9,7 @@ from padded import LENGTHS, README
 from torch import Tensor
 
 from te_bench.models.modules import attention_mask
-from te_bench.models.modules.attention_mask import Extent, Sizes
+from te_bench.models.modules.attention_mask import Sizes, Visible
 
 CPU = torch.device("cpu")
 
@@ -88,23 +88,23 @@ def test_cumulative_lengths_stand_in_for_a_mask(kind: str) -> None:
 def test_plain_types_build_no_mask() -> None:
     long = Sizes(1, 3, 1 << 20, 1 << 20)  # a mask of it would be a tebibyte
     build = attention_mask.build
-    assert build("no_mask", long, CPU) == Extent()
-    assert build("causal", long, CPU) == Extent(causal=True)
-    assert build("causal", long, CPU, window_size=(-1, 0)) == Extent(causal=True)
-    assert build("causal_bottom_right", long, CPU) == Extent(causal=True)
-    assert build("causal", Sizes(1, 3, 5, 1 << 40), CPU) == Extent(causal=True)
-    assert build("causal", long, CPU, attention_mask=README) == Extent(causal=True)  # ignored
+    assert build("no_mask", long, CPU) == Visible()
+    assert build("causal", long, CPU) == Visible(causal=True)
+    assert build("causal", long, CPU, window_size=(-1, 0)) == Visible(causal=True)
+    assert build("causal_bottom_right", long, CPU) == Visible(causal=True)
+    assert build("causal", Sizes(1, 3, 5, 1 << 40), CPU) == Visible(causal=True)
+    assert build("causal", long, CPU, attention_mask=README) == Visible(causal=True)  # ignored
 
 
 def test_windows_and_padding_build_no_mask_of_queries_and_keys() -> None:
     long = Sizes(1, 3, 1 << 20, 1 << 20)
     build = attention_mask.build
-    assert build("causal", long, CPU, window_size=(255, 0)) == Extent(causal=True, window=(255, 0))
-    assert build("no_mask", long, CPU, window_size=(3, 5)) == Extent(window=(3, 5))
-    assert build("no_mask", long, CPU, window_size=(3, 0)) == Extent(causal=True, window=(3, 0))
+    assert build("causal", long, CPU, window_size=(255, 0)) == Visible(causal=True, window=(255, 0))
+    assert build("no_mask", long, CPU, window_size=(3, 5)) == Visible(window=(3, 5))
+    assert build("no_mask", long, CPU, window_size=(3, 0)) == Visible(causal=True, window=(3, 0))
     more = Sizes(1, 3, 1 << 20, (1 << 20) + 4)  # the last row stands at the last key
-    assert build("causal_bottom_right", more, CPU) == Extent(window=(-1, 4))
-    assert build("causal_bottom_right", more, CPU, window_size=(9, 0)) == Extent(window=(5, 4))
+    assert build("causal_bottom_right", more, CPU) == Visible(window=(-1, 4))
+    assert build("causal_bottom_right", more, CPU, window_size=(9, 0)) == Visible(window=(5, 4))
     padding = torch.zeros(1, 1, 1, 1 << 20, dtype=torch.bool)
     starts = torch.tensor([0, 5])
     given: list[dict[str, object]] = [{"attention_mask": padding}, {"cu_seqlens": (starts, starts)}]

@@ -11,7 +11,7 @@ from padded import LENGTHS, README
 from torch import Tensor
 
 from te_bench.kernels import attention
-from te_bench.models.modules import attention_kernel as kernels
+from te_bench.models import kernel_choice as kernels
 from te_bench.models.modules.attention import DotProductAttention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 import te_bench.models as te
 from te_bench.kernels.gemm.backends import reference
+from te_bench.kernels.quantize import Operand
 from te_bench.kernels.quantize.backends import triton as quantize_triton
 from te_bench.models import recipe
 from te_bench.models.recipe import Recipe
@@ -29,9 +30,10 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         taken.append(made is not None)
         return made
 
-    def gemm(_: Recipe, a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, gemm: str, *more: Any) -> Tensor:
-        out_dtype, bias = (*more, None)[:2]
-        return reference.forward(a, b, a_inv, b_inv, out_dtype=out_dtype, fast_accum=gemm == "fprop", bias=bias)
+    def gemm(
+        _: Recipe, a: Operand, b: Operand, gemm: str, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        return reference.forward(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype=out_dtype, bias=bias)
 
     monkeypatch.setattr(Recipe, "_emulated", lambda *_: False)
     monkeypatch.setattr(Recipe, "gemm", gemm)

@@ -192,8 +192,8 @@ class _Zeroed(recipe.Float8CurrentScaling):
 
 
 class _Flipped(recipe.Float8CurrentScaling):
-    def gemm(self, a, a_inv, b, b_inv, gemm, *more):  # type: ignore[no-untyped-def]
-        return super().gemm(a, a_inv, b, b_inv, gemm, *more) * (-1 if gemm == "dgrad" else 1)
+    def gemm(self, a, b, gemm, *more):  # type: ignore[no-untyped-def]
+        return super().gemm(a, b, gemm, *more) * (-1 if gemm == "dgrad" else 1)
 
 
 class _DoubledScale(recipe.Float8CurrentScaling):
@@ -213,9 +213,9 @@ class _WrongFormatForward(recipe.Float8CurrentScaling):
 
 
 class _DroppedTile(recipe.Float8CurrentScaling):
-    def gemm(self, a, a_inv, b, b_inv, gemm, *more):  # type: ignore[no-untyped-def]
-        k = a.shape[1] - 16 if gemm == "wgrad" else a.shape[1]
-        return super().gemm(a[:, :k].contiguous(), a_inv, b[:, :k].contiguous(), b_inv, gemm, *more)
+    def gemm(self, a, b, gemm, *more):  # type: ignore[no-untyped-def]
+        k = a.data.shape[1] - 16 if gemm == "wgrad" else a.data.shape[1]
+        return super().gemm(*(x._replace(data=x.data[:, :k].contiguous()) for x in (a, b)), gemm, *more)
 
 
 class _StaleScale(recipe.Float8CurrentScaling):
@@ -229,8 +229,8 @@ class _StaleScale(recipe.Float8CurrentScaling):
 
 
 class _TransposedWeight(recipe.Float8CurrentScaling):
-    def gemm(self, a, a_inv, b, b_inv, gemm, *more):  # type: ignore[no-untyped-def]
-        return super().gemm(a, a_inv, b.t().contiguous() if gemm == "fprop" else b, b_inv, gemm, *more)
+    def gemm(self, a, b, gemm, *more):  # type: ignore[no-untyped-def]
+        return super().gemm(a, b._replace(data=b.data.t().contiguous()) if gemm == "fprop" else b, gemm, *more)
 
 
 class _NoBiasGradient(recipe.Float8CurrentScaling):
@@ -245,10 +245,10 @@ class _HighPrecisionWgrad(recipe.Float8CurrentScaling):
             return q
         return q._replace(data_t=x.t().contiguous(), scale_inv_t=torch.ones(()))
 
-    def gemm(self, a, a_inv, b, b_inv, gemm, out_dtype, bias=None):  # type: ignore[no-untyped-def]
+    def gemm(self, a, b, gemm, out_dtype, bias=None):  # type: ignore[no-untyped-def]
         if gemm == "wgrad":
-            return (a.float() @ b.float().t()).to(out_dtype)
-        return super().gemm(a, a_inv, b, b_inv, gemm, out_dtype, bias)
+            return (a.data.float() @ b.data.float().t()).to(out_dtype)
+        return super().gemm(a, b, gemm, out_dtype, bias)
 
 
 MUTANTS = (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import te_bench.models as te
 from te_bench.kernels import attention
-from te_bench.models.modules import attention_kernel as kernels
+from te_bench.models import kernel_choice as kernels
 from te_bench.models.modules import attention_mask
 from te_bench.models.modules.attention import DotProductAttention, MultiheadAttention
 from te_bench.models.modules.rotary import RotaryPositionEmbedding

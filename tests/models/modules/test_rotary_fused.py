@@ -12,7 +12,7 @@ from test_packed_sequences import PACKED, starts_of
 from torch import Tensor, nn
 
 from te_bench.kernels.rotary.backends import triton as rotary_triton
-from te_bench.models.fused.stretch import Between, Plan
+from te_bench.models.fused.segment import Between, Segment
 from te_bench.models.modules import attention, rotary
 from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.rotary import (
@@ -42,7 +42,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "cpu":
         monkeypatch.setattr(rotary, "backend", lambda x: rotary_triton.BACKEND)
         for module in (rotary, attention):
-            monkeypatch.setattr(module, "fusable", lambda x, *freqs: rotary.constant(*freqs))
+            monkeypatch.setattr(module, "can_rotate_fused", lambda x, *freqs: rotary.are_constant(*freqs))
     return request.param
 
 
@@ -347,8 +347,8 @@ class _Attended(torch.autograd.Function):
         return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in ctx.like)
 
 
-def test_a_stretch_between_two_layers_refuses_the_rotation_that_only_its_backward_pass_has() -> None:
+def test_a_segment_between_two_layers_refuses_the_rotation_that_only_its_backward_pass_has() -> None:
     turned = a_rotation(torch.zeros(4, 1, 1, 8))
-    plan = Plan(None, None, None, None, (None, None), None, "gelu", torch.float32, True, rotation=turned)
+    segment = Segment(None, None, None, None, (None, None), None, "gelu", torch.float32, True, rotation=turned)
     with pytest.raises(ValueError, match="Between has no rotation"):
-        Between.apply(torch.zeros(4, 8), torch.zeros(4, 8), plan, *[None] * 12)
+        Between.apply(torch.zeros(4, 8), torch.zeros(4, 8), segment, *[None] * 12)

@@ -44,9 +44,9 @@ def test_quantising_and_multiplying_is_nearly_multiplying(name: str) -> None:
         second = b if gemm == "fprop" else b.t().contiguous()
         qa = asked.quantize(first, left, slot(a, asked, left), rowwise=True, columnwise=True)
         qb = asked.quantize(second, right, slot(b, asked, right), rowwise=True, columnwise=True)
-        ours_a = qa[:2] if gemm != "wgrad" else qa[2:]
-        ours_b = qb[:2] if gemm == "fprop" else qb[2:]
-        out = asked.gemm(*ours_a, *ours_b, gemm, torch.float32)
+        ours_a = qa.by_rows() if gemm != "wgrad" else qa.by_columns()
+        ours_b = qb.by_rows() if gemm == "fprop" else qb.by_columns()
+        out = asked.gemm(ours_a, ours_b, gemm, torch.float32)
         noise = 20 * torch.log10(exact.norm() / (out - exact).norm()).item()
         theory = 24.6 if E5M2 in (asked.dtype(left), asked.dtype(right)) else 28.5
         assert noise == pytest.approx(theory, abs=1.0), gemm
@@ -69,6 +69,7 @@ def test_formats_by_role(asked: Recipe, formats: list[torch.dtype]) -> None:
     made = [asked.quantize(x, role, slot(x, asked, role), rowwise=True, columnwise=True) for role in ROLES]
     assert [q.data.dtype for q in made] == formats
     assert [q.data_t.dtype for q in made] == formats
+    assert [q.layout.format for q in made] == formats
 
 
 @pytest.mark.parametrize("name", recipe.names())
@@ -102,7 +103,7 @@ def test_fast_accumulation_is_for_fprop_alone(name: str, monkeypatch: pytest.Mon
     asked, x = recipe.load(name), torch.ones(16, 16)
     q = asked.quantize(x, "input", slot(x, asked, "input"), rowwise=True, columnwise=False)
     for gemm in GEMMS:
-        asked.gemm(q.data, q.scale_inv, q.data, q.scale_inv, gemm, torch.float32)
+        asked.gemm(q.by_rows(), q.by_rows(), gemm, torch.float32)
     assert list(seen.values()) == [True, False, False]
 
 

@@ -377,7 +377,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         a_model(49)
     with pytest.raises(ValueError, match="n_embd 32 is no multiple of n_head 5"):
         a_model(n_head=5)
-    with pytest.raises(ValueError, match="unknown attention 'flesh'"):
+    with pytest.raises(ValueError, match="unknown attention backend 'flesh'"):
         a_model(attention="flesh")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from te_bench.kernels import architecture
 from te_bench.kernels.activation import Backend, Problem, kernels, width
 from te_bench.kernels.activation.backends import reference
-from te_bench.kernels.quantize import Quantized, check_layouts
+from te_bench.kernels.quantize import TENSOR, Layout, Quantized, check_layouts
 from te_bench.kernels.quantize.backends import triton as quantizer
 
 
@@ -53,7 +53,7 @@ def forward_quantized(
         y = forward(x, kind)
         return quantizer.scaled(y, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
     run = _forward_quantized_op if torch.compiler.is_compiling() else kernels.forward_quantized
-    return _quantized(run(x, kind, scale, dtype, rowwise, columnwise, amax, counts), rowwise, columnwise)
+    return _quantized(run(x, kind, scale, dtype, rowwise, columnwise, amax, counts), dtype, rowwise, columnwise)
 
 
 def backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
@@ -86,7 +86,7 @@ def backward_quantized(
         return cast(backward(dy, x, kind), scale, dtype, rowwise=rowwise, columnwise=columnwise)
     run = _backward_quantized_op if torch.compiler.is_compiling() else kernels.backward_quantized
     return _quantized(
-        run(dy, x, kind, scale, dtype, rowwise, columnwise, amax, counts, column_sum), rowwise, columnwise
+        run(dy, x, kind, scale, dtype, rowwise, columnwise, amax, counts, column_sum), dtype, rowwise, columnwise
     )
 
 
@@ -95,8 +95,10 @@ def _in_two_steps(x: Tensor, columnwise: bool) -> bool:
     return x.dtype is torch.float32 or (columnwise and x.shape[0] % 2 == 1)
 
 
-def _quantized(parts: tuple[Tensor | None, Tensor | None, Tensor], rowwise: bool, columnwise: bool) -> Quantized:
-    return quantizer.wrap(rowwise, columnwise, *parts, parts[2])
+def _quantized(
+    parts: tuple[Tensor | None, Tensor | None, Tensor], dtype: torch.dtype, rowwise: bool, columnwise: bool
+) -> Quantized:
+    return quantizer.wrap(rowwise, columnwise, *parts, parts[2], layout=Layout(dtype, TENSOR, torch.float32))
 
 
 @torch.library.custom_op("te_bench::activation_forward", mutates_args=())
@@ -123,7 +125,7 @@ def _forward_quantized_op(
     if x.is_cuda:
         data, data_t, scale_inv = kernels.forward_quantized(x, kind, scale, dtype, rowwise, columnwise, amax, counts)
     else:
-        data, _, data_t, _ = reference.forward_quantized(
+        data, _, data_t, *_ = reference.forward_quantized(
             x, kind, scale=scale, dtype=dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts
         )
         scale_inv = scale.reciprocal()
@@ -172,7 +174,7 @@ def _backward_quantized_op(
             dy, x, kind, scale, dtype, rowwise, columnwise, amax, counts, column_sum
         )
     else:
-        data, _, data_t, _ = reference.backward_quantized(
+        data, _, data_t, *_ = reference.backward_quantized(
             dy,
             x,
             kind,

@@ -18,8 +18,8 @@ from te_bench.kernels.gemm import (
     empty_product,
     granularities,
 )
-from te_bench.kernels.quantize import BLOCK
-from te_bench.kernels.quantize.backends.reference import widened
+from te_bench.kernels.quantize import BLOCK, Operand
+from te_bench.kernels.quantize.backends.reference import dequantize, widened
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -64,6 +64,13 @@ def _operator(
 
 
 _operator.register_fake(empty_product)
+
+
+def dequantized(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """D = dequantise(a) @ dequantise(b).T + bias in float32, for any layouts; (M, K), (N, K) -> (M, N) out_dtype."""
+    with torch.autocast(a.data.device.type, enabled=False):
+        out = dequantize(a) @ dequantize(b).t()
+        return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
 def fused(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from te_bench.kernels.quantize import BLOCK, Backend, Problem, Quantized, check_layouts
+from te_bench.kernels.quantize import BLOCK, ROW, TENSOR, Backend, Layout, Operand, Problem, Quantized, check_layouts
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 LARGEST = torch.finfo(torch.float32).max
@@ -52,25 +52,27 @@ def widened(data: Tensor) -> Tensor:
     return bits.view(torch.float16).float().mul_(2.0**8)  # exponents are biased by 7, float16's by 15
 
 
-def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x = data * scale_inv, computed in float32, returned in `dtype`; the shape of scale_inv tells what shares a scale.
+def dequantize(x: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
+    """data * scale_inv, computed in float32, returned in `dtype`; data (M, N), or of any shape with one scale.
 
-    data any shape with scale_inv (); or data (M, N) with scale_inv (M,), (M, ceil(N / 128)) or (ceil(M / 128),
-    ceil(N / 128)). data_t with its scale_inv_t gives x's transpose. Raises ValueError for any other shape.
+    Raises ValueError where the scales are not of the shape that the layout says.
     """
-    if scale_inv.dim() == 0:
-        return (widened(data) * scale_inv).to(dtype)
-    if data.dim() == 2:
-        m, n = data.shape
-        blocks = (_blocks(m), _blocks(n))
-        if scale_inv.shape == (m,):
-            return (widened(data) * scale_inv[:, None]).to(dtype)
-        if scale_inv.shape in ((m, blocks[1]), blocks):
-            rows = 1 if scale_inv.shape[0] == m else BLOCK
-            return (widened(data) * _spread(scale_inv, rows, m, n)).to(dtype)
+    return (widened(x.data) * spread(x)).to(dtype)
+
+
+def spread(x: Operand) -> Tensor:
+    """The float32 scale_inv of each element of data, in a shape that multiplies it. Raises ValueError as dequantize."""
+    scale_inv, (height, width) = x.scale_inv.float(), x.layout.block
+    if height is None and width is None and not scale_inv.dim():
+        return scale_inv
+    if x.data.dim() == 2 and height is not None:
+        m, n = x.data.shape
+        if width is None and scale_inv.shape == (-(-m // height),):
+            return _repeated(scale_inv[:, None], height, n, m, n)
+        if width is not None and scale_inv.shape == (-(-m // height), -(-n // width)):
+            return _repeated(scale_inv, height, width, m, n)
     raise ValueError(
-        f"scale_inv {tuple(scale_inv.shape)} with data {tuple(data.shape)}: it must be (), (M,), (M, ceil(N / {BLOCK})) or "
-        f"(ceil(M / {BLOCK}), ceil(N / {BLOCK}))"
+        f"scale_inv {tuple(x.scale_inv.shape)} with data {tuple(x.data.shape)}: blocks of {height} x {width}, None for all"
     )
 
 
@@ -131,7 +133,7 @@ def row(
         scale = scale_from_amax(a.abs().amax(1) if a.numel() else a.new_zeros(a.shape[0]), dtype, power_of_two)
         return _cast(a * scale[:, None], dtype), scale.reciprocal(), scale[:, None]
 
-    return _both(v, lines, rowwise, columnwise, counts)
+    return _both(v, lines, rowwise, columnwise, counts, Layout(dtype, ROW, torch.float32))
 
 
 def block(
@@ -155,10 +157,11 @@ def block(
         m, n = a.shape
         amax = _amax_of_each(_amax_of_each(a.abs(), 1, BLOCK), 0, rows)
         scale = scale_from_amax(amax, dtype, power_of_two)
-        spread = _spread(scale, rows, m, n)
-        return _cast(a * spread, dtype), scale.reciprocal(), spread
+        each = _repeated(scale, rows, BLOCK, m, n)
+        return _cast(a * each, dtype), scale.reciprocal(), each
 
-    return _both(v, blocks, rowwise, columnwise, counts)
+    layout = Layout(dtype, (rows, BLOCK), torch.float32)
+    return _both(v, blocks, rowwise, columnwise, counts, layout)
 
 
 def check(
@@ -202,10 +205,6 @@ def _float32(x: Tensor) -> Tensor:
     return x.detach().float().contiguous()
 
 
-def _blocks(length: int) -> int:
-    return -(-length // BLOCK)
-
-
 def _amax_of_each(a: Tensor, dim: int, length: int) -> Tensor:
     """The largest of each `length` elements along a dimension, and of the rest at its end."""
     if length == 1 or not a.numel():
@@ -216,11 +215,11 @@ def _amax_of_each(a: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat(largest + [part.amax(dim, keepdim=True) for part in ragged], dim)
 
 
-def _spread(scale: Tensor, rows: int, m: int, n: int) -> Tensor:
-    """A scale for each element of an (M, N) matrix; a view where one block holds all of a dimension."""
-    if rows > 1:
-        scale = scale[:, None].expand(-1, rows, -1).flatten(0, 1)[:m]
-    return scale[:, :, None].expand(-1, -1, BLOCK).flatten(1)[:, :n]
+def _repeated(scale: Tensor, height: int, width: int, m: int, n: int) -> Tensor:
+    """A scale for each element of an (M, N) matrix of blocks; a view where one block holds all of a dimension."""
+    if height > 1:
+        scale = scale[:, None].expand(-1, height, -1).flatten(0, 1)[:m]
+    return scale[:, :, None].expand(-1, -1, width).flatten(1)[:, :n]
 
 
 def _cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
@@ -256,6 +255,7 @@ def _tensor(
         scale_inv if rowwise else None,
         data.t().contiguous() if columnwise else None,
         scale_inv if columnwise else None,
+        Layout(dtype, TENSOR, torch.float32),
     )
 
 
@@ -265,6 +265,7 @@ def _both(
     rowwise: bool,
     columnwise: bool,
     counts: Tensor | None,
+    layout: Layout,
 ) -> Quantized:
     """Each layout asked for by itself; the counts are of data where that is one of them."""
     data = scale_inv = data_t = scale_inv_t = None
@@ -277,7 +278,7 @@ def _both(
         data_t, scale_inv_t, scale = quantise(v.t().contiguous())
         if counts is not None and not rowwise:
             _count(counts, v.t(), scale, data_t)
-    return Quantized(data, scale_inv, data_t, scale_inv_t)
+    return Quantized(data, scale_inv, data_t, scale_inv_t, layout)
 
 
 BACKEND = Backend(scaled=scaled, tensor=tensor, row=row, block=block, unsupported=unsupported)

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from te_bench.kernels import architecture
-from te_bench.kernels.quantize import BLOCK, Backend, Problem, Quantized, fine_kernels, kernels
+from te_bench.kernels.quantize import BLOCK, ROW, TENSOR, Backend, Layout, Problem, Quantized, fine_kernels, kernels
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.backends.reference import check
 
@@ -50,7 +50,7 @@ def scaled(
     else:
         return reference.scaled(x, scale, dtype, rowwise=rowwise, columnwise=columnwise)
     data, data_t, scale_inv = made
-    return wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv)
+    return wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv, layout=Layout(dtype, TENSOR, torch.float32))
 
 
 def scaled_pair(
@@ -101,7 +101,7 @@ def tensor(
     else:
         return reference.tensor(x, dtype, rowwise=rowwise, columnwise=columnwise)
     data, data_t, scale_inv = made
-    return wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv)
+    return wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv, layout=Layout(dtype, TENSOR, torch.float32))
 
 
 def row(
@@ -128,7 +128,7 @@ def row(
         made = fine_kernels.per_row(_aligned(x), dtype, rowwise, columnwise, power_of_two, counts)
     else:
         return reference.row(x, dtype, rowwise=rowwise, columnwise=columnwise)
-    return wrap(rowwise, columnwise, *made)
+    return wrap(rowwise, columnwise, *made, layout=Layout(dtype, ROW, torch.float32))
 
 
 def block(
@@ -156,7 +156,7 @@ def block(
         made = fine_kernels.per_block(_aligned(x), dtype, rows, rowwise, columnwise, power_of_two, counts)
     else:
         return reference.block(x, dtype, rows=rows, rowwise=rowwise, columnwise=columnwise)
-    return wrap(rowwise, columnwise, *made)
+    return wrap(rowwise, columnwise, *made, layout=Layout(dtype, (rows, BLOCK), torch.float32))
 
 
 def miscompiled(x: Tensor) -> bool:
@@ -182,13 +182,13 @@ def _one_way_at_a_time(
 ) -> Quantized:
     """data_t, whose bytes no kernel writes by twos where M is odd, from a transposed copy, and data as ever."""
     more = {} if column_sum is None else {"column_sum": column_sum}
-    there = Quantized(None, None, None, None)
+    data = scale_inv = None
     if rowwise:
-        there = cast(x.contiguous(), rowwise=True, columnwise=False, counts=counts, **more)
+        data, scale_inv, *_ = cast(x.contiguous(), rowwise=True, columnwise=False, counts=counts, **more)
     back = cast(x.t().contiguous(), rowwise=True, columnwise=False, counts=None if rowwise else counts)
     if column_sum is not None and not rowwise:
         column_sum += (x if via is None else x.to(via)).sum(0, dtype=torch.float32)
-    return Quantized(there.data, there.scale_inv, back.data, back.scale_inv)
+    return Quantized(data, scale_inv, back.data, back.scale_inv, back.layout)
 
 
 def _check_float(x: Tensor) -> None:
@@ -203,6 +203,8 @@ def wrap(
     data_t: Tensor | None,
     scale_inv: Tensor | None,
     scale_inv_t: Tensor | None,
+    *,
+    layout: Layout,
 ) -> Quantized:
     """Quantized with None for a layout that was not asked for, for which an operator returns an empty tensor."""
     return Quantized(
@@ -210,6 +212,7 @@ def wrap(
         scale_inv if rowwise else None,
         data_t if columnwise else None,
         scale_inv_t if columnwise else None,
+        layout,
     )
 
 

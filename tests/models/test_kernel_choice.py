@@ -9,9 +9,9 @@ import torch
 
 from te_bench.kernels import attention
 from te_bench.kernels.attention import Backend, Problem
-from te_bench.models.modules import attention_kernel as module
+from te_bench.models import kernel_choice as module
+from te_bench.models.kernel_choice import attention_kernel, choose, preference, report
 from te_bench.models.modules.attention import DotProductAttention
-from te_bench.models.modules.attention_kernel import attention_kernel, choose, preference, report
 
 H200 = Problem(
     batch=2,
@@ -97,7 +97,7 @@ def test_it_decorates_functions() -> None:
 
 def test_an_unknown_name_names_its_neighbours() -> None:
     with (
-        pytest.raises(ValueError, match=r"unknown attention 'cuddn'\. Did you mean cudnn\?"),
+        pytest.raises(ValueError, match=r"unknown attention backend 'cuddn'\. Did you mean cudnn\?"),
         attention_kernel("cuddn"),
     ):
         pass

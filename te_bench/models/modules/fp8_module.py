@@ -4,20 +4,20 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.modules._absent import OneRank
-from te_bench.models.recipe import Cast, Recipe, Slot
+from te_bench.models.modules.absent_arguments import OneRank
+from te_bench.models.modules.gemms import Gemms
+from te_bench.models.recipe import Cast, Recipe, Slot, State, saved_names
 
 Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe it was cast by
 NOT_KEPT: Kept = (None, None)
 PREFIX = "fp8_"  # of recipe state in a state dict
-SAVED = ("scale_fwd", "amax_history_fwd", "limit_fwd", "scale_bwd", "amax_history_bwd", "limit_bwd")
 ROLES = ("input", "weight", "grad_output")
 COUNTS = ("saturated", "underflowed", "nonfinite")  # in the order of kernels.quantize
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,7 +44,7 @@ def materialise(module: nn.Module) -> None:
 Tracker = Callable[[], Any] | None
 
 
-def drawn_by(tracker: Tracker, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
+def fork_rng(tracker: Tracker, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
     """Where a tracker's generator draws, as Megatron-LM's do, that of a name or the tracker's own; None: torch's."""
     if tracker is None:
         return contextlib.nullcontext()
@@ -52,7 +52,7 @@ def drawn_by(tracker: Tracker, name: str | None = None) -> contextlib.AbstractCo
     return fork
 
 
-def recorded() -> bool:
+def is_recorded() -> bool:
     """Whether what runs is recorded, by torch.compile or torch.jit.trace, which want plain operators."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
@@ -62,37 +62,13 @@ def default_init(weight: Tensor) -> Tensor:
     return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-class Gemms(NamedTuple):
-    """The three GEMMs of one weight (N, K) under a recipe, for x (M, K): fprop x W^T, dgrad dy W, wgrad dy^T x."""
-
-    recipe: Recipe
-    input: Slot
-    weight: Slot
-    grad_output: Slot
-
-    def quantize(
-        self, x: Tensor, role: str, *, rowwise: bool, columnwise: bool, total: Tensor | None = None
-    ) -> Quantized:
-        slot = getattr(self, role)
-        return self.recipe.quantize(x, role, slot, rowwise=rowwise, columnwise=columnwise, column_sum=total)
-
-    def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        return self.recipe.gemm(x.data, x.scale_inv, w.data, w.scale_inv, "fprop", dtype, bias)
-
-    def dgrad(self, g: Quantized, w_t: Tensor, w_scale_inv_t: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.recipe.gemm(g.data, g.scale_inv, w_t, w_scale_inv_t, "dgrad", dtype)
-
-    def wgrad(self, g: Quantized, x_t: Tensor, x_scale_inv_t: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.recipe.gemm(g.data_t, g.scale_inv_t, x_t, x_scale_inv_t, "wgrad", dtype)
-
-
 class Fp8Module(OneRank, nn.Module):
     """A module with GEMMs of its own. Its FP8 state is plain float32 tensors under `fp8_*` in the state dict."""
 
     def __init__(self, gemms: int) -> None:
         super().__init__()
         self._n_gemms = gemms
-        self._state: Any = None
+        self._state: State | None = None
         self._loaded: dict[str, Tensor] = {}  # from a state dict, until the recipe is known
         self._counts: dict[tuple[str, int], Tensor] = {}
         self._cached: list[Kept] = [NOT_KEPT] * gemms
@@ -101,24 +77,35 @@ class Fp8Module(OneRank, nn.Module):
         self._usual: dict[tuple[int, bool], tuple[Any, Gemms] | None] = {}
         _alive[next(_numbers)] = self
 
+    @torch.no_grad()
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
+        if not defer_init:
+            materialise(self)
+            self._initialise()
+
+    def _initialise(self) -> None:
+        """Give the parameters their first values."""
+        raise NotImplementedError
+
     def gemms(self, gemm: int = 0) -> Gemms:
         """The GEMMs of weight number `gemm` under the present autocast."""
         region = fp8.current
         recipe = region.recipe
         assert recipe is not None
-        if recorded() and not torch.compiler.is_compiling():
+        if is_recorded() and not torch.compiler.is_compiling():
             raise ValueError(
                 "torch.jit.trace records no FP8: trace the model outside of te.autocast, or use torch.compile"
             )
         if not region.unusual and not torch.compiler.is_compiling():
             key, state = (gemm, torch.is_grad_enabled()), self._state
             known = self._usual.get(key)
-            if known is not None and known[1].recipe is recipe and (state is None or state.views is known[0]):
+            if known is not None and known[1].recipe is recipe and (state is None or state.slots is known[0]):
                 return known[1]
             self._prepare()
             usual = Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
             state = self._state
-            self._usual[key] = (state and state.views, usual) if state is None or state.real else None
+            self._usual[key] = (state and state.slots, usual) if state is None or state.real else None
             return usual
         self._prepare(traced=torch.compiler.is_compiling())
         if not torch.compiler.is_compiling():
@@ -181,12 +168,13 @@ class Fp8Module(OneRank, nn.Module):
             state = recipe.make_state(self._n_gemms, device)
         if state is None:
             return
-        if old is not None:
+        if type(old) is type(state):
             state.carry(old)
         if self._loaded and state.real:
             state.load(self._loaded)
             self._loaded = {}
         self._state = state
+        _expose()
         fp8.register(state)
 
     def _slot(self, role: str, gemm: int) -> Slot:
@@ -195,14 +183,16 @@ class Fp8Module(OneRank, nn.Module):
         counts = self._counts[role, gemm] if region.numerics and not replaying else None
         if self._state is None or self._state.recipe is not region.recipe:
             return Slot(counts=counts)
-        again = False
-        scale, amax = self._state.slot(role, gemm)
-        if role != "grad_output":
-            if region.scales is not None:
-                scale, again = region.scales.through(scale), region.scales.traced
-            if replaying or not (torch.is_grad_enabled() or region.calibrating):
-                amax = None  # an evaluation leaves no trace in the training's scales; a recomputation none twice
-        return Slot(scale, amax, counts, again)
+        slot = self._state.slot(role, gemm)
+        if counts is not None:
+            slot = slot._replace(counts=counts)
+        if role == "grad_output":
+            return slot
+        if region.scales is not None:
+            slot = slot.checkpointed(region.scales.recall, region.scales.traced)
+        # An evaluation leaves no trace in the training's scales; a recomputation none twice.
+        traceless = replaying or not (torch.is_grad_enabled() or region.calibrating)
+        return slot.unrecorded() if traceless else slot
 
     def quantized_weight(
         self, gemms: Gemms, weight: Tensor, gemm: int, is_first_microbatch: bool | None, *, columnwise: bool
@@ -229,7 +219,7 @@ class Fp8Module(OneRank, nn.Module):
         region = fp8.current
         if not region.enabled or region.recipe is None or self._state is None:
             return None
-        cast = region.recipe.epilogue("weight", Slot(*self._state.slot("weight", 0)))
+        cast = region.recipe.epilogue("weight", self._state.slot("weight", 0))
         return None if cast is None else (region.recipe, cast)
 
     def reuse(self, recipe: Recipe | None, weight: Quantized | None) -> None:
@@ -237,11 +227,10 @@ class Fp8Module(OneRank, nn.Module):
         self._cached[0], self._reuse = (recipe, weight), weight is not None
 
     def calibrate(self, gemm: int, x: Tensor, weight: Tensor) -> None:
-        """Gather amaxes for a recipe that keeps state, while the module computes in high precision."""
-        gemms = self.gemms(gemm)
-        for slot, tensor in ((gemms.input, x), (gemms.weight, weight)):
-            if slot.amax is not None and tensor.numel():
-                slot.amax.copy_(torch.maximum(slot.amax, tensor.detach().abs().amax().float()))
+        """Let the recipe see what it would cast, while the module computes in high precision."""
+        recipe, x_slot, w_slot, _ = self.gemms(gemm)
+        recipe.observe(x, "input", x_slot)
+        recipe.observe(weight, "weight", w_slot)
 
     def fp8_numerics(self) -> dict[str, dict[str, float]]:
         """{tensor: figures} for te.numerics; tensors are "input", "weight", "grad_output", "fc1.input" and so on."""
@@ -271,9 +260,9 @@ class Fp8Module(OneRank, nn.Module):
     # ---- state dict: plain tensors, loadable with weights_only=True
 
     def recipe_state(self) -> dict[str, Tensor]:
-        """{name in SAVED: tensor}, what there is of them: not copies."""
-        real = self._state is not None and self._state.real
-        found: dict[str, Tensor] = self._state.tensors() if real else self._loaded
+        """{name: tensor} of what the recipe keeps, or of what was loaded for it: not copies."""
+        state = self._state
+        found = state.tensors() if state is not None and state.real else self._loaded
         return {name: tensor.detach() for name, tensor in found.items()}
 
     def named_buffers(
@@ -297,7 +286,7 @@ class Fp8Module(OneRank, nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Transformer Engine's pickled recipe state: nothing is unpickled, scales begin afresh.
         state_dict.pop(f"{prefix}_extra_state", None)
-        found = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in SAVED}
+        found = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in saved_names}
         wrong = [name for name, value in found.items() if value is not None and not isinstance(value, Tensor)]
         if wrong:
             raise ValueError(
@@ -308,6 +297,7 @@ class Fp8Module(OneRank, nn.Module):
         self._cached = [NOT_KEPT] * self._n_gemms
         if not saved:
             return
+        _expose()
         if self._state is None or not self._state.real:
             self._state, self._loaded = None, saved
         else:
@@ -319,7 +309,7 @@ class Fp8Module(OneRank, nn.Module):
         if self._state is not None and not self._state.real:
             self._state = None
         if self._state is not None:
-            self._state.to(fn(torch.empty(0, device=self._state.forward.scale.device)).device)
+            self._state.to(fn(torch.empty(0, device=self._state.device)).device)
         self._counts = {
             key: count.to(fn(torch.empty(0, device=count.device)).device) for key, count in self._counts.items()
         }
@@ -340,7 +330,7 @@ _alive: "weakref.WeakValueDictionary[int, Fp8Module]" = weakref.WeakValueDiction
 _numbers = itertools.count()
 
 
-def _saved(name: str) -> property:
+def _attribute(name: str) -> property:
     """A tensor of the recipe state by its key in the state dict: torch.distributed.checkpoint looks each key up so."""
 
     def tensor(self: Fp8Module) -> Tensor:
@@ -352,8 +342,14 @@ def _saved(name: str) -> property:
     return property(tensor)
 
 
-for _name in SAVED:
-    setattr(Fp8Module, f"{PREFIX}{_name}", _saved(_name))
+def _expose() -> None:
+    """Give Fp8Module an attribute for whatever a recipe saves."""
+    for name in saved_names:
+        if not hasattr(Fp8Module, f"{PREFIX}{name}"):
+            setattr(Fp8Module, f"{PREFIX}{name}", _attribute(name))
+
+
+_expose()
 
 _NOTHING = Slot()
 

@@ -70,13 +70,13 @@ def choose(problem: Problem, emulate: bool | None = None) -> str:
     if emulate is not None:
         return _choose_fp8(problem, emulate)
     if current is not None:
-        reason = _unable(_backends[current], problem)
+        reason = _reason_against(_backends[current], problem)
         if reason is not None:
-            able = [name for name in attention.names() if _unable(attention.load(name), problem) is None]
-            raise ValueError(f"attention_kernel({current!r}) can't do this: {reason}. Able: {', '.join(able)}.")
+            capable = [name for name in attention.names() if _reason_against(attention.load(name), problem) is None]
+            raise ValueError(f"attention_kernel({current!r}) can't do this: {reason}. Able: {', '.join(capable)}.")
         return current
     for name in preference(problem):
-        if _unable(_backends[name], problem) is None:
+        if _reason_against(_backends[name], problem) is None:
             return name
     raise AssertionError("math does everything")
 
@@ -93,7 +93,7 @@ def _choose_fp8(problem: Problem, emulate: bool) -> str:
             f"attention_kernel({name!r}) has no FP8, which the recipe's fp8_dpa=True asks for: leave one of them out, or "
             f"take {' or '.join(FP8)}"
         )
-    reason = _unable(_backends[name], problem)
+    reason = _reason_against(_backends[name], problem)
     if reason is not None:
         raise ValueError(
             f"fp8_dpa=True, but {name} can't do this: {reason}. Compute it under a recipe without fp8_dpa."
@@ -101,7 +101,7 @@ def _choose_fp8(problem: Problem, emulate: bool) -> str:
     return name
 
 
-def _unable(backend: Backend, problem: Problem) -> str | None:
+def _reason_against(backend: Backend, problem: Problem) -> str | None:
     """Why the backend can't do the problem as `attend` would put it, or None."""
     return backend.unsupported(posed(backend, problem))
 
@@ -113,7 +113,7 @@ def backend(name: str) -> Backend:
 
 def report(problem: Problem, emulate: bool | None = None) -> Report:
     """What `choose` gives for a problem, and every backend's reason against it."""
-    said = {name: _unable(attention.load(name), problem) for name in attention.names()}
+    said = {name: _reason_against(attention.load(name), problem) for name in attention.names()}
     if emulate is not None:
         said |= {name: "no FP8, which fp8_dpa=True asks for" for name in said if not attention.in_fp8(name)}
     reasons = {name: reason for name, reason in said.items() if reason is not None}

@@ -1,0 +1,96 @@
+"""What `convert` did to a model's layers, and what a table says of it."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedLayer:
+    """A layer that was swapped. parameters: elements of its weight, which FP8 GEMMs read; 0 for a norm."""
+
+    name: str
+    before: str
+    after: str
+    parameters: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLayer:
+    """A layer that stayed, and why. parameters: elements that it keeps out of FP8 GEMMs; 0 for a norm."""
+
+    name: str
+    kind: str
+    reason: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class TeLayer:
+    """A layer that was te's already. parameters: elements of its weights, which FP8 GEMMs read; 0 for a norm."""
+
+    name: str
+    kind: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWeight:
+    """A weight that is in none of these layers, and why it stays. kind: the module whose own it is.
+
+    multiplied: how many of its elements a token is multiplied by; None where that is not known.
+    """
+
+    name: str
+    kind: str
+    reason: str
+    parameters: int
+    multiplied: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What `convert` did, and what it found done; str() is a table of it. parameters: all of the model's."""
+
+    converted: tuple[ConvertedLayer, ...]
+    kept: tuple[KeptLayer, ...]
+    parameters: int
+    found: tuple[TeLayer, ...] = ()
+    outside: tuple[OtherWeight, ...] = ()
+
+    @property
+    def gemm_parameters(self) -> int:
+        """How many of the parameters FP8 GEMMs read."""
+        return sum(c.parameters for c in self.converted) + sum(f.parameters for f in self.found)
+
+    @property
+    def flop_share(self) -> float:
+        """Which share of a token's FLOP in GEMMs with weights is in FP8, those left out whose FLOP is not known."""
+        stays = sum(k.parameters for k in self.kept) + sum(o.multiplied or 0 for o in self.outside)
+        return self.gemm_parameters / max(self.gemm_parameters + stays, 1)
+
+    def __str__(self) -> str:
+        rows = [(c.name, c.before, ", ".join(filter(None, (f"te.{c.after}", c.note)))) for c in self.converted]
+        rows += [(f.name, f"te.{f.kind}", "te's already") for f in self.found]
+        rows += [(k.name, k.kind, f"kept: {k.reason}") for k in self.kept]
+        rows += [(o.name, o.kind, f"kept: {o.reason}") for o in self.outside]
+        # The layers of a stack differ in their number only: they are one row.
+        alike = Counter((_without_numbers(name), was, _without_numbers(now)) for name, was, now in rows)
+        table = [("layers", "", "was", "is"), *((where, f"{n} x", was, now) for (where, was, now), n in alike.items())]
+        widths = [max(len(row[i]) for row in table) for i in range(3)]
+        lines = ["  ".join((*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])) for row in table]
+        share = self.gemm_parameters / max(self.parameters, 1)
+        total = len(self.converted) + len(self.kept) + len(self.found)
+        already = f", {len(self.found)} te's already" if self.found else ""
+        already += f", {len(self.outside)} weights outside of layers" if self.outside else ""
+        unknown = sum(o.parameters for o in self.outside if o.multiplied is None)
+        but = f", not counting {unknown:,} parameters whose use is not known" if unknown else ""
+        lines.append(
+            f"{len(self.converted)} of {total} layers converted{already}; FP8 GEMMs read {self.gemm_parameters:,} of "
+            f"{self.parameters:,} parameters ({share:.1%}) and do {self.flop_share:.1%} of a token's FLOP with weights{but}"
+        )
+        return "\n".join(lines)
+
+
+def _without_numbers(text: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in text.split("."))

@@ -1,0 +1,71 @@
+"""A Linear's GEMMs between fused kernels, in FP8 or in the activations' precision."""
+
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.gemm import half
+from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
+from te_bench.models.modules.fp8_module import Fp8Module
+from te_bench.models.modules.gemms import Gemms
+
+Saved = tuple[Operand, Operand]  # the input and the weight, as the backward pass reads them
+
+
+class Projection(NamedTuple):
+    """A Linear's three GEMMs: in FP8 with `w`, the weight in FP8, or, with gemms None, in the activations' precision.
+
+    An operand is Quantized; in the activations' precision data and data_t are one and the same matrix.
+    """
+
+    gemms: Gemms | None
+    w: Quantized | None
+
+    @classmethod
+    def of(cls, module: Fp8Module, weight: Tensor, gemm: int, is_first_microbatch: bool | None, training: bool) -> Self:
+        """The GEMMs of a module's weight number `gemm` under the present autocast; is_first_microbatch as in te.Linear."""
+        gemms = module.gemms(gemm)
+        kept = False if is_first_microbatch is None and module._reuse else is_first_microbatch
+        return cls(gemms, module.quantized_weight(gemms, weight, gemm, kept, columnwise=training))
+
+    def operand(self, y: Tensor, role: str, columnwise: bool, column_sum: Tensor | None = None) -> Quantized:
+        """y (M, K) for the GEMMs; the sum over its rows is added to column_sum, (K,) float32."""
+        if self.gemms is not None:
+            return self.gemms.quantize(y, role, rowwise=True, columnwise=columnwise, column_sum=column_sum)
+        if column_sum is not None:
+            column_sum.add_(y.sum(0, dtype=torch.float32))
+        return Quantized(y, None, y, None, Layout(y.dtype, TENSOR, None))
+
+    def cast(self, role: str) -> Any:
+        """What whoever makes an operand may cast it by, as keyword arguments; None where it may not."""
+        if self.gemms is None:
+            return None
+        cast = self.gemms.recipe.epilogue(role, getattr(self.gemms, role))
+        return None if cast is None else cast._asdict()
+
+    def forward(self, x: Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """x W^T + b, (M, K) -> (M, N)."""
+        if self.gemms is None:
+            return half.multiply(x.data, weight, bias)
+        assert self.w is not None
+        return self.gemms.fprop(x, self.w, dtype, bias)
+
+    def saved(self, x: Quantized, weight: Tensor) -> Saved:
+        """What the backward pass takes of a forward pass."""
+        if self.gemms is None:
+            return x.by_rows(), Operand(weight, None, x.layout)
+        assert self.w is not None
+        # Both orientations are of one scale, where one of them is not made yet.
+        x_t = x.by_rows()._replace(data=None) if x.data_t is None else x.by_columns()
+        return x_t, self.w.by_columns()
+
+    def dgrad(self, g: Quantized, saved: Saved, dtype: torch.dtype) -> Tensor:
+        return g.data @ saved[1].data if self.gemms is None else self.gemms.dgrad(g, saved[1], dtype)
+
+    def wgrad(self, g: Quantized, saved: Saved, dtype: torch.dtype) -> Tensor:
+        return g.data.t() @ saved[0].data if self.gemms is None else self.gemms.wgrad(g, saved[0], dtype)
+
+    def backward(self, g: Quantized, saved: Saved, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
+        """dx and dw, of these dtypes."""
+        return self.dgrad(g, saved, dtypes[0]), self.wgrad(g, saved, dtypes[1])

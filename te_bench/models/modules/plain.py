@@ -1,0 +1,53 @@
+"""Whether modules may be passed by: fused kernels compute what they would, and nobody would notice."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+
+def are_plain(modules: Iterable[nn.Module]) -> bool:
+    """Whether the modules compute as torch's and te's do, without hooks, and all that each has is trained, or nothing is."""
+    return not _has_any_global_hook() and all(map(_is_plain, modules))
+
+
+def why_not_plain(modules: Iterable[tuple[str, nn.Module]]) -> str:
+    """Why the named modules are not plain."""
+    if _has_any_global_hook():
+        return "a hook listens to every module (torch.nn.modules.module.register_module_*_hook)"
+    for name, module in modules:
+        if _is_plain(module):
+            continue
+        frozen = [own for own, p in module.named_parameters(recurse=False) if not p.requires_grad]
+        if "forward" in module.__dict__:
+            return f"{name}.forward was replaced"
+        if not _computes_as_torch_or_te(module):
+            return f"{name} is a {type(module).__qualname__}, whose forward is its own"
+        return f"{name}.{frozen[0]} is frozen" if frozen and not _has_hooks(module) else f"{name} has a hook"
+    raise AssertionError("these modules are plain")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    own = module.__dict__
+    return any(own[f"_{which}_hooks"] for which in ("forward", "forward_pre", "backward", "backward_pre"))
+
+
+def _computes_as_torch_or_te(module: nn.Module) -> bool:
+    """Whether its forward is torch's or te's own, not a subclass's or a wrapper's."""
+    home: str = type(module).forward.__module__
+    return home.startswith(("torch.nn.", "te_bench."))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    own = module.__dict__  # of 145 modules in every eager pass of a fused GPT-2
+    if not _computes_as_torch_or_te(module):
+        return False
+    if "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return False
+    if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return False
+    parameters = own["_parameters"]
+    if not parameters or not torch.is_grad_enabled():
+        return True
+    return all(p is None or p.requires_grad for p in parameters.values())
