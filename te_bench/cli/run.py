@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_bench.cli import budget as planned
-from te_bench.cli import stopping
 from te_bench.cli.options import (
     Alpha,
     Batch,
@@ -77,6 +76,7 @@ def run(
     from te_bench.experiments.measurement import Context
     from te_bench.experiments.store import Plan, Store, own
     from te_bench.kernels.attention import AUTO
+    from te_bench.reports.convergence import stopping
 
     if not timeout > 0:  # nor is NaN
         raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
@@ -91,7 +91,7 @@ def run(
         if store.journal.torn:
             print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")
         store.add_environment(machine)
-        stopping.check(experiment, store.journal, machine["id"])
+        stopping.check_stop_early(experiment, store.journal, machine["id"])
         store.add_plan(Plan.of(experiment, machine["id"]))
         left = runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry)
         total, done = len(experiment.trials), len(experiment.trials) - len(left)
@@ -111,7 +111,7 @@ def run(
                     context=Context(cache=cache, checkpoints=checkpoints),
                     progress=progress,
                     retry=retry,
-                    needless=stopping.rule(suite, store.journal, machine["id"]),
+                    needless=stopping.stopping_rule(suite, store.journal, machine["id"]),
                 )
         except KeyboardInterrupt:
             left = runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry)

@@ -225,7 +225,7 @@ def _of_this_run(directory: Path, records: "Sequence[Record]") -> "tuple[Cell, .
 
 def _write(path: Path, cells: "Sequence[Cell]") -> None:
     from te_bench.kernels.attention import table as times
-    from te_bench.reports.page.files import write_atomically
+    from te_bench.reports.files import write_atomically
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -49,13 +49,14 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
     from te_bench.reports.analysis.rows import load_results
     from te_bench.reports.convergence.skewed import ASSUMPTION
     from te_bench.reports.convergence.study import studies
-    from te_bench.reports.convergence.verdict import INCOMPLETE, noise, verdicts
+    from te_bench.reports.convergence.study_verdict import INCOMPLETE
+    from te_bench.reports.convergence.verdict import judge_noise, judge_study
     from te_bench.reports.page import tables, verdict_tables
 
     groups = load_results(directories).groups
     known = [(group, study) for group in groups for study in studies(group)]
     whole = [(group, study) for group, study in known if study.whole]
-    pilots = [(study, found) for _, study in known if (found := noise(study, margin=margin, alpha=alpha))]
+    pilots = [(study, found) for _, study in known if (found := judge_noise(study, margin=margin, alpha=alpha))]
     if not whole and pilots:  # bf16 and A/A, run first to see whether the recipes are worth their time
         for study, found in pilots:
             said = f"No verdict: {study.title} has no recipe yet. bf16 against itself: {found.verdict}, {found.reason}."
@@ -67,7 +68,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
     for group, study in known:
         if not study.whole:
             print(f"Note: left out, for it has no control and recipes together: {study.title}, {group.where}.")
-    judged = [verdicts(study, margin=margin, alpha=alpha) for _, study in whole]
+    judged = [judge_study(study, margin=margin, alpha=alpha) for _, study in whole]
     for (group, study), one in zip(whole, judged, strict=True):
         if len(whole) > 1:
             print(f"== {study.title}, {group.where}")

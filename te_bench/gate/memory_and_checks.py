@@ -14,7 +14,8 @@ from te_bench.reports.analysis.measures import highest, numbers, seconds_of
 from te_bench.reports.analysis.rows import TIMED, Cell, Group, Row, printable
 from te_bench.reports.convergence.equivalence import Verdict
 from te_bench.reports.convergence.study import Study, studies
-from te_bench.reports.convergence.verdict import CAUGHT, GOOD, Verdicts, verdicts
+from te_bench.reports.convergence.study_verdict import CAUGHT, GOOD, StudyVerdict
+from te_bench.reports.convergence.verdict import judge_study
 from te_bench.reports.page.text import shortened
 
 MIB = 2**20
@@ -226,7 +227,7 @@ def of_studies(baseline: Iterable[Group], candidate: Iterable[Group]) -> list[Fi
     for group in candidate:
         for study in _judged(group):
             if study.title in old:
-                found += _compared(verdicts(old[study.title]), verdicts(study))
+                found += _compared(judge_study(old[study.title]), judge_study(study))
     return found
 
 
@@ -234,7 +235,7 @@ def _judged(group: Group) -> list[Study]:
     return [study for study in studies(group) if study.whole]
 
 
-def _compared(old: Verdicts, new: Verdicts) -> list[Finding]:
+def _compared(old: StudyVerdict, new: StudyVerdict) -> list[Finding]:
     title = f"verdict/{new.study.title}"
     if new.void:
         said = f"no verdict{', nor in the baseline' if old.void else ''}: {new.void}"

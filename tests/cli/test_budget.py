@@ -333,7 +333,7 @@ def test_a_run_takes_the_seeds_of_its_budget_and_writes_down_its_looks(
     assert len(asked["trials"]) == 6 * 4
     assert load(out).plans[0].judgement == {"margin": 0.01, "alpha": 0.05, "seeds": 6, "steps": 150, "first_look": 4}
     assert asked["needless"](asked["trials"][0]) is None
-    assert callable(stopping.rule("convergence", load(out), "nowhere"))
+    assert callable(stopping.stopping_rule("convergence", load(out), "nowhere"))
 
 
 def test_a_run_says_what_its_seeds_can_conclude_before_it_begins(

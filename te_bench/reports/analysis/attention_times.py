@@ -13,15 +13,17 @@ from te_bench.kernels.attention import AUTO, Problem, in_fp8, table
 from te_bench.kernels.attention.table import Cell
 from te_bench.models import cost
 from te_bench.models.configs import CONFIGS
-from te_bench.reports.analysis import measures, rows
-from te_bench.reports.analysis.floor import kind
-from te_bench.reports.analysis.layers import kernels
+from te_bench.reports.analysis import rows
+from te_bench.reports.analysis.attention import PASSES
+from te_bench.reports.analysis.floor import kind_of
+from te_bench.reports.analysis.layers import kernel_seconds
+from te_bench.reports.analysis.measures import median, typical
 from te_bench.reports.analysis.rows import Group, Results
 
 NOTE = "derived from GPT steps that differ in their attention alone"
 
 
-class Found(NamedTuple):
+class Candidate(NamedTuple):
     """A cell, and what decides between two of one problem: attention alone, more rivals, later."""
 
     alone: bool
@@ -36,7 +38,7 @@ def of_results(directories: Sequence[Path], environment: str | None = None) -> t
     Raises ValueError where they hold none.
     """
     results = rows.load_results(directories)
-    best: dict[tuple[str, Problem], Found] = {}
+    best: dict[tuple[str, Problem], Candidate] = {}
     for group in results.groups:
         if environment not in (None, group.environment):
             continue
@@ -51,13 +53,13 @@ def of_results(directories: Sequence[Path], environment: str | None = None) -> t
     return tuple(found.cell for found in best.values())
 
 
-def _alone(results: Results, group: Group) -> Iterator[Found]:
+def _alone(results: Results, group: Group) -> Iterator[Candidate]:
     """Of trials of the workload `attention`."""
     seconds: dict[Problem, dict[str, float]] = {}
     dates: dict[Problem, list[str]] = {}
     for cell in group.of("attention"):
         trial = cell.trial
-        forward, backward = (measures.typical(cell.ok, sample) for sample in measures.PASSES)
+        forward, backward = (typical(cell.ok, sample) for sample in PASSES)
         if forward is None or backward is None or trial.mode != "eager":
             continue
         if trial.attention == AUTO or in_fp8(trial.attention):
@@ -66,17 +68,17 @@ def _alone(results: Results, group: Group) -> Iterator[Found]:
         seconds.setdefault(problem, {})[trial.attention] = forward + backward
         dates.setdefault(problem, []).extend(record.started_at for record in cell.ok)
     for problem, by_name in seconds.items():
-        yield _found(results, group, problem, by_name, dates[problem], alone=True)
+        yield _candidate(results, group, problem, by_name, dates[problem], alone=True)
 
 
-def _of_steps(results: Results, group: Group) -> Iterator[Found]:
+def _of_steps(results: Results, group: Group) -> Iterator[Candidate]:
     """Of trials of the workload `train_step`, where attention is all that tells some of them apart."""
     compared: dict[str, dict[str, float]] = {}
     problems: dict[str, tuple[Problem, list[str]]] = {}
     for cell in group.of("train_step"):
         trial = cell.trial
         config = CONFIGS.get(str(trial.problem.get("model")))
-        total = sum(value for name, value in kernels(cell).items() if kind(name) == cost.ATTENTION)
+        total = sum(value for name, value in kernel_seconds(cell).items() if kind_of(name) == cost.ATTENTION)
         if config is None or not total or trial.device != "cuda" or trial.problem.get("accumulate", 1) != 1:
             continue
         if in_fp8(trial.attention):
@@ -94,10 +96,10 @@ def _of_steps(results: Results, group: Group) -> Iterator[Found]:
             continue
         names = compared[max(here, key=lambda key: len(compared[key]))].keys()
         here = [key for key in here if compared[key].keys() == names]
-        medians = {name: measures.median([compared[key][name] for key in here]) for name in names}
+        medians = {name: median([compared[key][name] for key in here]) for name in names}
         by_name = {name: value for name, value in medians.items() if value is not None}
         dates = [date for key in here for date in problems[key][1]]
-        yield _found(results, group, problem, by_name, dates, alone=False)
+        yield _candidate(results, group, problem, by_name, dates, alone=False)
 
 
 def problem_of(settings: Mapping[str, Any], dtype: str, device: str) -> Problem:
@@ -118,9 +120,9 @@ def problem_of(settings: Mapping[str, Any], dtype: str, device: str) -> Problem:
     )
 
 
-def _found(
+def _candidate(
     results: Results, group: Group, problem: Problem, seconds: Mapping[str, float], dates: Iterable[str], *, alone: bool
-) -> Found:
+) -> Candidate:
     known = rows.identity(results.environments[group.environment])
     machine = str(known.get("gpu") or known.get("cpu"))
     latest = max(dates)
@@ -128,4 +130,4 @@ def _found(
     words = [f"suite {group.suite}", latest[:10], *versions, *([] if alone else [NOTE])]
     rounded = {name: float(f"{value:.4g}") for name, value in seconds.items()}
     cell = Cell(machine=machine, problem=problem, seconds=rounded, source=", ".join(words))
-    return Found(alone=alone, rivals=len(seconds), started_at=latest, cell=cell)
+    return Candidate(alone=alone, rivals=len(seconds), started_at=latest, cell=cell)

@@ -91,9 +91,6 @@ class Group:
     cells: tuple[Cell, ...]
     judged: tuple[Plan, ...] = ()  # the plans that fixed what a verdict is judged by, the oldest first
 
-    def __hash__(self) -> int:  # not of the records: what is worked out for a group once is kept for its other readers
-        return hash((self.suite, self.environment))
-
     def of(self, workload: str) -> tuple[Cell, ...]:
         return tuple(cell for cell in self.cells if cell.trial.workload == workload)
 

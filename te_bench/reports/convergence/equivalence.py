@@ -52,7 +52,7 @@ class Claims:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class LossComparison:
     """One candidate against its control. None is what gaps that do not vary, or too few, cannot tell."""
 
     n: int  # pairs; unpaired, runs of the candidate
@@ -79,13 +79,13 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement:
+class CandidateVerdict:
     """One candidate among a family of them: p-values after Holm; nothing but the reason for one that diverged."""
 
     verdict: Verdict
     reason: str
     family: int  # candidates judged together
-    comparison: Comparison | None = None
+    comparison: LossComparison | None = None
     p_equivalence: float | None = None
     p_non_inferior: float | None = None
     p_inferior: float | None = None
@@ -99,7 +99,7 @@ def compare(
     margin: float,
     alpha: float = 0.05,
     paired: bool = True,
-) -> Comparison:
+) -> LossComparison:
     """EQUIVALENT when the tests of gap < margin and of gap > -margin reject at alpha: TOST; n losses an arm.
 
     Paired, run i of both arms shares its seed (initial weights, data order): the test of the differences. Unpaired,
@@ -126,7 +126,7 @@ def compare(
     at_gap = _needed(gap, sd, margin, alpha, paired) if mean else None
     cautious = _needed(gap, at_most(sd, mean.df), margin, alpha, paired) if mean else None
     verdict = claims.verdict(alpha)
-    return Comparison(
+    return LossComparison(
         n=arms[0].size,
         n_control=arms[1].size,
         paired=paired,
@@ -158,7 +158,7 @@ def judge(
     alpha: float = 0.05,
     paired: bool = True,
     diverged: Mapping[str, str] | None = None,
-) -> dict[str, Judgement]:
+) -> dict[str, CandidateVerdict]:
     """Verdicts over a family of candidates {name: (candidate, control)} from p-values after Holm, a claim at a time.
 
     Holm is applied three times, over the candidates' p-values of each claim: equivalent, non-inferior, inferior. What
@@ -185,14 +185,14 @@ def judge(
     judged = {}
     for name, equivalent, non_inferior, inferior in zip(names, *adjusted, strict=True):
         if name in broken:
-            judged[name] = Judgement(verdict=Verdict.DIVERGED, reason=broken[name], family=len(names))
+            judged[name] = CandidateVerdict(verdict=Verdict.DIVERGED, reason=broken[name], family=len(names))
         else:
             claims = Claims(equivalent=equivalent, non_inferior=non_inferior, inferior=inferior)
             judged[name] = _judged(compared[name], claims, len(names))
     return judged
 
 
-def _judged(c: Comparison, claims: Claims, family: int) -> Judgement:
+def _judged(c: LossComparison, claims: Claims, family: int) -> CandidateVerdict:
     verdict, reason, needed = claims.verdict(c.alpha), c.reason, None
     if c.interval is not None:
         # Holm's hardest step, so enough whichever rank the candidate takes
@@ -201,7 +201,7 @@ def _judged(c: Comparison, claims: Claims, family: int) -> Judgement:
         reason = _reason(verdict, c.gap, c.interval, c.margin, c.alpha, (needed, cautious))
     if verdict is not c.verdict:
         reason = f"{c.verdict} on its own, not after Holm over {family} candidates: {reason}"
-    return Judgement(
+    return CandidateVerdict(
         verdict=verdict,
         reason=reason,
         family=family,
@@ -286,7 +286,7 @@ def _arm(losses: Sequence[float], arm: str) -> Array:
 
 def _named(
     name: str, arms: tuple[Sequence[float], Sequence[float]], margin: float, alpha: float, paired: bool
-) -> Comparison:
+) -> LossComparison:
     try:
         return compare(*arms, margin=margin, alpha=alpha, paired=paired)
     except ValueError as error:

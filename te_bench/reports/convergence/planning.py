@@ -13,7 +13,7 @@ import numpy as np
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports.analysis.measures import numbers, step_seconds
 from te_bench.reports.convergence import power
-from te_bench.reports.convergence.study import Arm, Study
+from te_bench.reports.convergence.study import Study, StudyArm
 
 FEWEST_PAIRS = 3  # of 2 the standard deviation is wrong by a factor of 2 or more in two cases of five
 FEWEST_SEEDS = 3  # two pairs carry no claim, for they do not show how skewed gaps are
@@ -164,7 +164,7 @@ def _assumed(control: Trial) -> Spread | None:
     return next((known for of, known in ASSUMED if all(held.get(key) == of[key] for key in of)), None)
 
 
-def _spread(control: Arm, recipes: Sequence[Arm]) -> Spread | None:
+def _spread(control: StudyArm, recipes: Sequence[StudyArm]) -> Spread | None:
     """None for fewer than FEWEST_PAIRS, and for gaps that do not vary, which carry no standard error."""
     losses, gaps, freedom, pairs = 0.0, 0.0, 0, 0
     base = control.finals

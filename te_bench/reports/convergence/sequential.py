@@ -31,7 +31,7 @@ _REACH = 9.0  # standard deviations; beyond them the normal density is below 1e-
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class StoppingDecision:
     """Where to stop: the verdict after n seeds, alpha that may be used up by then, and a plain sentence."""
 
     verdict: Verdict
@@ -140,7 +140,9 @@ def _cut(mass: Array, edges: Array, budget: float) -> tuple[float, Array]:
     return bound, mass * kept
 
 
-def decide(gaps: Sequence[float], *, looks: Sequence[int], margin: float, alpha: float = 0.05) -> Decision | None:
+def decide(
+    gaps: Sequence[float], *, looks: Sequence[int], margin: float, alpha: float = 0.05
+) -> StoppingDecision | None:
     """The verdict at the first look that reached one, on paired gaps in the order of their seeds; None: go on.
 
     gap < margin, gap > -margin and gap > margin are each tested as `skewed` does, at critical values that spend alpha over
@@ -177,7 +179,7 @@ def decide(gaps: Sequence[float], *, looks: Sequence[int], margin: float, alpha:
             verdict = Verdict.INCONCLUSIVE
         if verdict:
             reason = _reason(verdict, look, n, looks[-1], margin, budget)
-            return Decision(verdict=verdict, n=n, spent=budget, reason=reason)
+            return StoppingDecision(verdict=verdict, n=n, spent=budget, reason=reason)
     return None
 
 

@@ -89,7 +89,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Arm:
+class StudyArm:
     """One arm: its runs by seed, in the order of the seeds."""
 
     kind: str
@@ -122,25 +122,21 @@ class Arm:
         """The seeds with a result: a final loss, or a divergence."""
         return set(self.finals) | set(self.diverged)
 
-    @property
-    def step_s(self) -> list[float]:
-        return [run.step_s for run in self.runs.values() if run.step_s is not None]
-
 
 @dataclass(frozen=True)
 class Study:
     """The arms of one convergence run that share data, schedule and seeds, and what the plan fixed beforehand."""
 
     title: str
-    control: Arm | None
-    aa: Arm | None
-    recipes: tuple[Arm, ...]
-    broken: Arm | None
+    control: StudyArm | None
+    aa: StudyArm | None
+    recipes: tuple[StudyArm, ...]
+    broken: StudyArm | None
     judgement: Mapping[str, Scalar]
     notes: tuple[str, ...]
 
     @property
-    def arms(self) -> tuple[Arm, ...]:
+    def arms(self) -> tuple[StudyArm, ...]:
         return tuple(arm for arm in (self.control, self.aa, *self.recipes, self.broken) if arm is not None)
 
     @property
@@ -218,7 +214,7 @@ def _judgement(group: Group, cells: Sequence[Cell]) -> tuple[Mapping[str, Scalar
     return first, list(changed.values())
 
 
-def _arm(cell: Cell, notes: list[str], seeds: float | None) -> Arm:
+def _arm(cell: Cell, notes: list[str], seeds: float | None) -> StudyArm:
     """The runs of the planned seeds. Of a seed that was run twice a divergence counts, whatever the other run ended on."""
     name, runs = printable(arm_name(cell.trial)), {}
     ranks = {"diverged": 0, "ok": 1}
@@ -232,4 +228,4 @@ def _arm(cell: Cell, notes: list[str], seeds: float | None) -> Arm:
             runs[seed] = Run(row)
         elif row.record is not None and runs[seed].record is not None:
             notes.append(f"{name}, seed {seed} was run twice: one run counts, a diverged one first")
-    return Arm(kind=str(cell.trial.problem["arm"]), name=name, cell=cell, runs=runs)
+    return StudyArm(kind=str(cell.trial.problem["arm"]), name=name, cell=cell, runs=runs)

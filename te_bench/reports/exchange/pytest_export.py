@@ -20,7 +20,7 @@ from te_bench.experiments.store import Journal, Plan, load
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, identity, trial_of
 from te_bench.reports.exchange.pytest_stats import summary
-from te_bench.reports.page.files import write_atomically
+from te_bench.reports.files import write_atomically
 
 FORMAT = "5.3.1"  # the pytest-benchmark whose JSON this is
 SCHEMA = 1  # of what is under "te_bench"

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.files import write_atomically
+from te_bench.reports.group_result import load_report
 from te_bench.reports.page import tables
-from te_bench.reports.page.files import write_atomically
 from te_bench.reports.page.table import Table
 
 _START = re.compile(r"^<!-- te-bench:table (?P<directory>\S+) (?P<name>\S+) -->[ \t]*$", re.MULTILINE)
@@ -61,12 +61,12 @@ def embed(page: Path, *, check: bool, more: Mapping[str, Callable[[Path], Table]
 
 def _headline(page: Path, directory: str, pictures: dict[Path, bytes]) -> str:
     """The answer of a run in a sentence and a picture, which is added to `pictures` by its path."""
-    from te_bench.reports.page import headline
+    from te_bench.reports.page import readme_headline
 
-    [group] = load_results([page.parent / directory]).groups
-    picture = headline.figure(group)
+    [result] = load_report([page.parent / directory]).groups
+    picture = readme_headline.figure(result)
     pictures[page.parent / directory / "headline.svg"] = picture.svg
-    return f"{headline.sentence(group)}\n\n![{tables.escape(picture.alt)}]({directory}/headline.svg)\n"
+    return f"{readme_headline.sentence(result)}\n\n![{tables.escape(picture.alt)}]({directory}/headline.svg)\n"
 
 
 def _tables(directory: Path, name: str, more: Mapping[str, Callable[[Path], Table]]) -> str:
@@ -81,8 +81,8 @@ def _tables(directory: Path, name: str, more: Mapping[str, Callable[[Path], Tabl
         raise ValueError(
             f"unknown table {name!r}. Known: {', '.join([*tables.TABLES, *more, CAPABILITIES, HEADLINE])}."
         )
-    groups = load_results([directory]).groups
-    found = [(group, table) for group in groups for table in tables.of_group(group, name)]
+    results = load_report([directory]).groups
+    found = [(result.group, table) for result in results for table in tables.tables_of(result, name)]
     if not found:
         raise ValueError(f"{directory} holds nothing for a table {name!r}")
     if len(found) == 1:

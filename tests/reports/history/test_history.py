@@ -8,14 +8,14 @@ from typing import Any
 
 import journals
 import pytest
+from te_bench.reports.page.drawing import Drawing
 
 from te_bench.experiments.spec import Record
 from te_bench.experiments.store import Journal, load
 from te_bench.reports.exchange import pytest_export, pytest_import
-from te_bench.reports.history import page as history_page
-from te_bench.reports.history.figures import PANELS, of_history, percent_change
 from te_bench.reports.history.series import History, from_journals, load_history
-from te_bench.reports.page.figures import Drawing
+from te_bench.reports.page import history_page
+from te_bench.reports.page.history_figures import PANELS, of_history, percent_change
 
 
 def environment(number: int, gpu: str | None = journals.H200, **details: Any) -> dict[str, Any]:
