@@ -39,7 +39,7 @@ Tokens = Annotated[int | None, typer.Option(help="Training tokens of each run, i
 Margin = Annotated[float | None, typer.Option(metavar="NATS", help="Largest gap in final loss that counts as none.")]
 Alpha = Annotated[float | None, typer.Option(help="Error rate of the verdict's tests. Default: 0.05.")]
 StopEarly = Annotated[
-    bool, typer.Option("--stop-early", help="Spare arms the seeds that a sequential test no longer needs.")
+    bool, typer.Option("--stop-early", help="Spare configurations the seeds that a sequential test no longer needs.")
 ]
 Fused = Annotated[
     bool, typer.Option("--fused", help="Judge each recipe's fused step too, with a bf16 and with an FP8 head.")

@@ -98,7 +98,7 @@ def run(
         if done:
             print(f"{done} of {total} trials are already in {directory}")
         try:
-            slots = [gpu["uuid"] for gpu in chosen] * (share or 1) or [None] * planned.at_once(
+            slots = [gpu["uuid"] for gpu in chosen] * (share or 1) or [None] * planned.trials_at_once(
                 experiment, machine["identity"]["cores"]
             )
             with _progress(total, done, len(slots)) as progress:
@@ -136,12 +136,14 @@ def _experiment(
 
     Raises ValueError for a plan with less than 80 % power, unless it was asked for or has begun.
     """
-    experiment, earlier = planned.resolved(suite, only, wanted, out=directory, timings=timings, gpus=gpus, fresh=fresh)
+    experiment, earlier = planned.resolve_with_seeds(
+        suite, only, wanted, out=directory, timings=timings, gpus=gpus, fresh=fresh
+    )
     if earlier is not None:
-        forecast = planned.forecast(experiment, earlier)
-        print("\n".join(forecast.lines()))
-        if forecast.refused and not underpowered and not planned.begun(experiment, earlier.out):
-            raise ValueError(forecast.refused)
+        forecast, refused = planned.conclusions(experiment, earlier)
+        print("\n".join(planned.lines(forecast)))
+        if refused and not underpowered:
+            raise ValueError(refused)
     return experiment
 
 

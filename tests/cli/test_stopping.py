@@ -57,7 +57,7 @@ def test_a_run_stops_what_is_decided_and_the_verdict_agrees(tmp_path: Path) -> N
         told, "/delayed_scaling/"
     )
     assert "INFERIOR more than 0.003 above the control after 4 of 8 seeds" in _line(told, "/rowwise_scaling/")
-    assert "every arm has been decided" in _line(told, "-control-")
+    assert "every configuration has been decided" in _line(told, "-control-")
 
     judged = simulated("verdict", tmp_path)
     assert judged.returncode == 1, judged.stdout + judged.stderr
@@ -152,7 +152,7 @@ def test_recipes_stop_alone_and_what_they_are_judged_beside_goes_on(tmp_path: Pa
 
 def test_everything_stops_once_every_arm_is_decided(tmp_path: Path) -> None:
     found = by_name(study(tmp_path))
-    assert found.pop("bf16") == "every arm has been decided"
+    assert found.pop("bf16") == "every configuration has been decided"
     assert all(found.values())
 
 

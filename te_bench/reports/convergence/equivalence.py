@@ -108,7 +108,7 @@ def compare(
     `skewed.ASSUMPTION` says.
 
     Too little to say how sure it is, and so INCONCLUSIVE: 2 runs; gaps that do not vary; an arm that counts one run
-    several times. But where every pair ended on the very same loss though the seeds differ, both arms computed the same:
+    several times. But where every pair ended on the very same loss though the seeds differ, both computed the same:
     EQUIVALENT.
 
     Raises ValueError for a margin that is not positive, alpha outside (0, 0.5), fewer than 2 runs, unequal lengths
@@ -175,7 +175,7 @@ def judge(
     broken = dict(diverged or {})
     names = list(dict.fromkeys([*arms, *broken]))
     if not names:
-        raise ValueError("no candidate to judge: give at least one arm besides the control")
+        raise ValueError("no candidate to judge: give at least one configuration besides the control")
     check_test(margin, alpha)
     compared = {name: _named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
     adjusted = [
@@ -262,7 +262,7 @@ def _arms(candidate: Sequence[float], control: Sequence[float], paired: bool) ->
     arms = _arm(candidate, "candidate"), _arm(control, "control")
     if paired and arms[0].size != arms[1].size:
         raise ValueError(
-            f"{arms[0].size} candidate and {arms[1].size} control runs cannot be paired: give both arms the same seeds, "
+            f"{arms[0].size} candidate and {arms[1].size} control runs cannot be paired: give both the same seeds, "
             "or compare them unpaired"
         )
     return arms
@@ -332,8 +332,8 @@ def _untold(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> t
     one = next((arm for arm in arms if np.ptp(arm) == 0), None)
     if one is not None:
         return (
-            f"all {one.size} runs of an arm ended on the very same loss, so nothing says how far seeds move it: check that "
-            "they differ in their seeds"
+            f"all {one.size} runs of a configuration ended on the very same loss, so nothing says how far seeds move it: "
+            "check that they differ in their seeds"
         ), False
     for arm, name in zip(arms, ("candidate", "control"), strict=True):
         if pair := copies(arm):
@@ -343,7 +343,7 @@ def _untold(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> t
                 "rounded give more decimals"
             ), False
     if paired and np.all(arms[0] == arms[1]):
-        return f"all {arms[0].size} pairs ended on the very same loss: both arms computed the same", True
+        return f"all {arms[0].size} pairs ended on the very same loss: both computed the same", True
     if sd <= SAME * max(float(np.abs(arm).max()) for arm in arms):
         return (
             f"all {arms[0].size} gaps are {gap:.3g}: they do not vary, so nothing says how sure that is. Check that "
@@ -384,6 +384,6 @@ def _reason(
     few, many = needed
     if few is not None:
         to = f" to {many}" if many is not None else " or more"
-        more = f"{few}{to} seeds an arm would show it {claim} in 80 % of cases if that is its true gap"
+        more = f"{few}{to} seeds each would show it {claim} in 80 % of cases if that is its true gap"
     what = f"tell whether the gap is more than {margin:g}" if interval[0] > 0 else f"tell {margin:g} from nothing"
     return f"too few seeds to {what}: {measured}; {more}"

@@ -34,11 +34,11 @@ def matched(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
     arms = baseline, candidate
     if baseline.digests & candidate.digests:
         both = baseline.source if baseline.source == candidate.source else f"{baseline.source} and {candidate.source}"
-        raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each arm its own")
+        raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each its own")
     if broke := broken(baseline):
         raise ValueError(
             f"{baseline.source}: the baseline itself broke, {_told(baseline, broke)}. Nothing can be concluded from a "
-            "control that does not train: mend it, and run both arms again"
+            "control that does not train: mend it, and run both again"
         )
     ends = [sorted({arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))}) for arm in arms]
     if all(ends) and ends[0] != ends[1]:
@@ -62,12 +62,12 @@ def matched(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
         if only and not baseline.seeded:
             raise ValueError(
                 f"{len(one.final)} losses in {one.source} and {len(other.final)} in {other.source} cannot be paired: give "
-                "both arms the same seeds, or compare unpaired"
+                "both the same seeds, or compare unpaired"
             )
         if only:
             seeds = f"seed {only[0]} is" if len(only) == 1 else f"seeds {', '.join(only)} are"
             raise ValueError(
-                f"{seeds} only in {one.source}: pairs need every seed in both arms; run what is missing, leave it out of "
+                f"{seeds} only in {one.source}: pairs need every seed in both; run what is missing, leave it out of "
                 "both, or compare unpaired"
             )
     return Matched(
@@ -84,15 +84,15 @@ def diverged(candidate: Losses) -> str | None:
 
 
 def outlying(arm: Losses) -> str | None:
-    """What to note of a run that ends RISE or more above its arm's median: had it diverged, a mean would hide it."""
+    """What to note of a run that ends RISE or more above the median of its runs: had it diverged, a mean would hide it."""
     middle = float(np.median(list(arm.final.values())))
     far = {seed: final for seed, final in arm.final.items() if final > middle + RISE}
     if not far:
         return None
     what, seed = "seed" if arm.seeded else "row", next(iter(far))
     return (
-        f"{arm.source}: {what} {seed} ends {far[seed] - middle:.3g} above its arm's median; write nan if it diverged: such "
-        "an arm is DIVERGED, whatever its mean"
+        f"{arm.source}: {what} {seed} ends {far[seed] - middle:.3g} above the median of its runs; write nan if it diverged: "
+        "such a configuration is DIVERGED, whatever its mean"
     )
 
 
@@ -104,7 +104,7 @@ def moving(baseline: Losses, candidate: Losses, margin: float) -> str | None:
     """
     curves = [*baseline.curves.values(), *candidate.curves.values()]
     if not (baseline.curves and candidate.curves):
-        return "no curves of both arms: whether the gap had settled cannot be told from final losses"
+        return "no curves of both configurations: whether the gap had settled cannot be told from final losses"
     if (fewest := min(len(curve.step) for curve in curves)) < FEWEST_POINTS:
         return f"{fewest} points a curve: too few to tell whether the gap had settled; log {FEWEST_POINTS} at least"
     at = _late(curves)

@@ -49,7 +49,12 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
     ),
     (
         {"model": "gpt2", "steps": 300, "batch": 12, "accumulate": 1, "learning_rate": 6e-4, "warmup": 60},
-        Spread(sd=0.0193, correlation=0.86, pairs=8, assumed="four arms of results/h200/convergence-short and -dpa"),
+        Spread(
+            sd=0.0193,
+            correlation=0.86,
+            pairs=8,
+            assumed="four configurations of results/h200/convergence-short and -dpa",
+        ),
     ),
     (
         {"model": "tiny", "steps": 150, "batch": 8, "learning_rate": 1e-3},
@@ -250,10 +255,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{math.ceil(seconds)} s"
     return f"{math.ceil(seconds / 60)} min" if seconds < 7200 else f"{math.ceil(seconds / 360) / 10:g} h"
-
-
-def on(device: str, number: int, share: int = 1) -> str:
-    """Where trials run at once: on so many GPUs, `share` on each, or cores."""
-    if share > 1:
-        return f" on {number} GPU{'s' * (number > 1)}, {share} at a time on each"
-    return f" on {number} {'GPUs' if device == 'cuda' else 'cores'}" if number > 1 else ""

@@ -38,7 +38,7 @@ def why_needless(study: Study, trial: Trial) -> str | None:
     """Why this trial of the study need not be run, or None.
 
     A recipe is spared the seeds after the look that decided it, each recipe tested at its share of alpha. Control, A/A
-    and the broken recipe are what the others are judged beside: they go on until every arm has been decided.
+    and the broken recipe are what the others are judged beside: they go on until every configuration has been decided.
     """
     arm = next((arm for arm in study.arms if arm.trial.cell == trial.cell), None)
     if arm is None or not study.recipes:
@@ -46,7 +46,7 @@ def why_needless(study: Study, trial: Trial) -> str | None:
     if arm.kind == "recipe":
         return why_decided(study, arm)
     others = [other for other in study.arms if other.kind != "control"]
-    return "every arm has been decided" if all(why_decided(study, other) for other in others) else None
+    return "every configuration has been decided" if all(why_decided(study, other) for other in others) else None
 
 
 def why_decided(study: Study, arm: StudyArm) -> str | None:

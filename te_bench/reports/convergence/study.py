@@ -182,7 +182,9 @@ def _study(group: Group, cells: Sequence[Cell]) -> Study:
     arms = [_arm(cell, notes, seeds) for cell in cells]
     found = {kind: [arm for arm in arms if arm.kind == kind] for kind in KINDS}
     if len(found["control"]) > 1:
-        raise ValueError(f"{title}: {len(found['control'])} bf16 control arms; judge runs of other settings apart")
+        raise ValueError(
+            f"{title}: {len(found['control'])} bf16 control configurations; judge runs of other settings apart"
+        )
     unable = [
         arm for arm in found["recipe"] if arm.runs and {r.row.outcome for r in arm.runs.values()} == {"unsupported"}
     ]

@@ -223,13 +223,15 @@ def _why_void(control: StudyArm, aa: ArmVerdict | None, broken: ArmVerdict | Non
         return too_long
     for finding, name in ((aa, "A/A"), (broken, "broken")):
         if finding is None:
-            return f"the {name} arm is missing, without which nothing shows that a difference would be seen"
+            return f"the {name} configuration is missing, without which nothing shows that a difference would be seen"
     assert aa is not None
     assert broken is not None
     if aa.seeds and all(aa.arm.finals[seed] == control.finals[seed] for seed in aa.seeds):
-        return "the A/A arm ended on the control's very losses: its perturbation was lost, and it shows no noise"
+        return (
+            "the A/A configuration ended on the control's very losses: its perturbation was lost, and it shows no noise"
+        )
     if aa.verdict is not Verdict.EQUIVALENT:
-        return f"the A/A arm, bf16 against itself, is not EQUIVALENT: {aa.judgement.reason}"
+        return f"the A/A configuration, bf16 against itself, is not EQUIVALENT: {aa.judgement.reason}"
     if broken.verdict not in CAUGHT:
         return f"{broken.arm.name} was not caught: {broken.judgement.reason}"
     return None

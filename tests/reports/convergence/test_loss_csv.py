@@ -221,7 +221,7 @@ def arm(name, final, *, seeded=True, end=None):
 def test_a_run_that_ends_far_above_its_arm_is_told():
     assert outlying(arm("A", {"0": 3.1, "1": 3.2, "2": 3.3})) is None
     worse = arm("A", {"0": 3.1, "1": 12.0, "2": 3.3}, seeded=False)
-    assert outlying(worse).startswith("A: row 1 ends 8.7 above its arm's median; write nan if it diverged")
+    assert outlying(worse).startswith("A: row 1 ends 8.7 above the median of its runs; write nan if it diverged")
 
 
 def test_arms_that_do_not_pair_are_told():
@@ -288,7 +288,7 @@ def test_the_gap_is_of_the_arms_means_whatever_their_seeds_and_steps():
 
 def test_curves_that_tell_nothing():
     a, none = curves("A", (DENSE, cosine), (DENSE, cosine)), arm("B", {"1": 3.0, "2": 3.1})
-    assert moving(a, none, 0.003).startswith("no curves of both arms")
+    assert moving(a, none, 0.003).startswith("no curves of both configurations")
     assert falling(none, 0.003) is None
     assert "2 points a curve" in moving(a, curves("B", ((0.0, 1000.0), cosine)), 0.003)
 

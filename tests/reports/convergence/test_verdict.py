@@ -80,7 +80,7 @@ def test_an_experiment_that_could_not_have_told_is_void(tmp_path: Path) -> None:
     assert blind.sentence.startswith("No verdict: ")
     noisy = judged(tmp_path / "noisy", truth={**TRUTH, "aa": 0.01})
     assert noisy.exit_code == 4
-    assert "A/A arm, bf16 against itself, is not EQUIVALENT" in str(noisy.void)
+    assert "A/A configuration, bf16 against itself, is not EQUIVALENT" in str(noisy.void)
     for arm, word in (("aa", "A/A"), ("broken", "broken")):
         without = judged(tmp_path / arm, truth={name: gap for name, gap in TRUTH.items() if name != arm})
         assert without.exit_code == 4
@@ -96,7 +96,7 @@ def test_an_aa_arm_that_does_not_tell_voids_the_verdict(tmp_path: Path) -> None:
     found = judge_study(study_of(tmp_path / "run", records))
     assert found.aa is not None
     assert found.aa.verdict is Verdict.INCONCLUSIVE
-    assert "A/A arm, bf16 against itself, is not EQUIVALENT" in str(found.void)
+    assert "A/A configuration, bf16 against itself, is not EQUIVALENT" in str(found.void)
     assert found.exit_code == 4
 
 

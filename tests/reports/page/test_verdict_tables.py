@@ -245,7 +245,7 @@ def test_one_run_far_off_is_told_and_sizes_beyond_reason_are_readable(tmp_path: 
     b.write_text("3.280\n3.281\n1e30\n3.282\n")
     done = verdict("--baseline", a, "--candidate", b, "--margin", "0.003", "--paired")
     assert done.returncode == 3, done.stderr
-    assert "row 3 ends 1e+30 above its arm's median; write nan if it diverged" in done.stdout
+    assert "row 3 ends 1e+30 above the median of its runs; write nan if it diverged" in done.stdout
     assert "+2.5e+29" in done.stdout
     assert max(map(len, done.stdout.splitlines()[2:16])) < 100
     assert done.stderr == ""
@@ -257,7 +257,7 @@ def test_final_losses_alone_say_what_they_cannot_tell(tmp_path: Path) -> None:
     curves(b, lambda step, seed: 3.28 + seed / 1e4)  # one arm's curves are none of the gap
     done = verdict("--baseline", a, "--candidate", b, "--margin", "0.05")
     assert done.returncode == 0, done.stderr
-    assert "Note: no curves of both arms" in done.stdout
+    assert "Note: no curves of both configurations" in done.stdout
 
 
 @pytest.mark.parametrize(
