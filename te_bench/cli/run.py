@@ -80,13 +80,13 @@ def run(
 
     if not timeout > 0:  # nor is NaN
         raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
-    wanted = options(locals())
-    chosen = find_gpus(wanted.device, gpus)
+    asked = options(locals())
+    chosen = find_gpus(asked.device, gpus)
     directory = out or Path("runs") / suite
     own(directory / "report")
-    experiment = _experiment(suite, only, wanted, directory, timings, gpus, fresh, underpowered)
+    experiment = _experiment(suite, only, asked, directory, timings, gpus, fresh, underpowered)
     auto = any(trial.attention == AUTO for trial in experiment.trials)
-    machine = environment.capture(wanted.device, chosen, auto=auto)
+    machine = environment.capture(asked.device, chosen, auto=auto)
     with Store(directory, fresh=fresh) as store:
         if store.journal.torn:
             print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")
@@ -125,7 +125,7 @@ def run(
 def _experiment(
     suite: str,
     only: str | None,
-    wanted: "Options",
+    asked: "Options",
     directory: Path,
     timings: Path | None,
     gpus: str | None,
@@ -137,7 +137,7 @@ def _experiment(
     Raises ValueError for a plan with less than 80 % power, unless it was asked for or has begun.
     """
     experiment, earlier = planned.resolve_with_seeds(
-        suite, only, wanted, out=directory, timings=timings, gpus=gpus, fresh=fresh
+        suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh
     )
     if earlier is not None:
         forecast, refused = planned.conclusions(experiment, earlier)

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import highest, numbers, seconds_of
-from te_bench.reports.analysis.rows import TIMED, Cell, Group, Row, printable
+from te_bench.reports.analysis.rows import TIMED, Configuration, Group, Row, printable
 from te_bench.reports.convergence.equivalence import Verdict
 from te_bench.reports.convergence.study import Study, studies
 from te_bench.reports.convergence.study_verdict import CAUGHT, GOOD, StudyVerdict
@@ -59,8 +59,8 @@ class Match:
     """The cell of one trial on both sides; None where a side did not plan it."""
 
     name: str
-    baseline: Cell | None
-    candidate: Cell | None
+    baseline: Configuration | None
+    candidate: Configuration | None
 
     @property
     def pairs(self) -> dict[int, tuple[Record, Record]]:
@@ -70,7 +70,7 @@ class Match:
         return {seed: (b, c) for seed, (b, c) in found.items() if b and c and b.outcome == "ok" and c.outcome == "ok"}
 
 
-def by_seed(cell: Cell | None) -> dict[int, Row]:
+def by_seed(cell: Configuration | None) -> dict[int, Row]:
     return {row.trial.seed: row for row in cell.rows} if cell else {}
 
 

@@ -18,27 +18,27 @@ from te_bench.reports.analysis.measures import (
     seconds_by_seed,
 )
 from te_bench.reports.analysis.ranking import logarithms, rank
-from te_bench.reports.analysis.rows import Cell, Group
+from te_bench.reports.analysis.rows import Configuration, Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionTime:
-    """A cell of attention: seconds and FLOP/s of the forward and the backward pass alone."""
+    """A configuration of attention: seconds and FLOP/s of the forward and the backward pass alone."""
 
-    cell: Cell
+    cell: Configuration
     forward_s: float | None = None
     backward_s: float | None = None
     forward_flop_per_s: float | None = None
     backward_flop_per_s: float | None = None
     #: How many times as fast as the peer: forward, backward, both.
-    over: Mapping[str, Ratio] = field(default_factory=dict)
+    speedups: Mapping[str, Ratio] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingErrors:
     """Largest relative error against fp64 of each draw, q scaled before or after QK^T, and of SDPA; and their medians."""
 
-    cell: Cell
+    cell: Configuration
     before: tuple[float, ...] = ()
     after: tuple[float, ...] = ()
     sdpa: tuple[float, ...] = ()
@@ -77,20 +77,20 @@ PEERS = ("cudnn", "flash", "math")
 
 
 def attention_peer(group: Group) -> str | None:
-    """The backend that a group's attention is compared with: the one of PEERS with most cells, the first of several."""
+    """What a group's attention is compared with: the one of PEERS with most configurations, the first of several."""
     there = [cell.trial.attention for cell in group.of("attention") if cell.ok]
     return max((name for name in PEERS if name in there), key=there.count, default=None)
 
 
 def attention_times(group: Group) -> AttentionTimes:
-    """The attention cells, together by shape, in the plan's order."""
+    """The attention configurations, together by shape, in the plan's order."""
     cells, peer = _by_shape(group.of("attention")), attention_peer(group)
     times = tuple(_time(cell, cells, peer) for cell in cells)
     shapes = _fastest_first(times)
     return AttentionTimes(times=times, peer=peer, fastest=_count_fastest([shape for shape in shapes if len(shape) > 1]))
 
 
-def _time(cell: Cell, cells: Sequence[Cell], peer: str | None) -> AttentionTime:
+def _time(cell: Configuration, cells: Sequence[Configuration], peer: str | None) -> AttentionTime:
     forward, backward = (of_processes(cell.ok, sample) for sample in PASSES)
     work: Mapping[str, Any] = cell.ok[0].work if cell.ok else {}
     same = dataclasses.replace(cell.trial, attention=peer or "", seed=0)
@@ -101,12 +101,12 @@ def _time(cell: Cell, cells: Sequence[Cell], peer: str | None) -> AttentionTime:
         backward_s=backward,
         forward_flop_per_s=_rate(work.get("forward_flop"), forward),
         backward_flop_per_s=_rate(work.get("backward_flop"), backward),
-        over=_over(next(peers, None), cell),
+        speedups=_speedups(next(peers, None), cell),
     )
 
 
-def _over(peer: Cell | None, cell: Cell) -> dict[str, Ratio]:
-    """The peer's seconds over the cell's, paired by run and seed: forward, backward and both. Nothing of the peer itself."""
+def _speedups(peer: Configuration | None, cell: Configuration) -> dict[str, Ratio]:
+    """The peer's seconds over these, paired by run and seed: forward, backward and both. Nothing of the peer itself."""
     if peer is None or peer.id == cell.id:
         return {}
     passes = {"forward": PASSES[:1], "backward": PASSES[1:], "both": PASSES}
@@ -114,12 +114,12 @@ def _over(peer: Cell | None, cell: Cell) -> dict[str, Ratio]:
     return {way: ratio for way, ratio in ratios.items() if ratio is not None}
 
 
-def _fastest_first(times: Sequence[AttentionTime]) -> list[list[Cell]]:
+def _fastest_first(times: Sequence[AttentionTime]) -> list[list[Configuration]]:
     """The kernels that were timed in both passes, together where all else is the same, the fastest first.
 
     Attention in FP8 stands apart from attention that is not: it computes with other numbers.
     """
-    together: dict[tuple[str, bool], list[tuple[float, Cell]]] = {}
+    together: dict[tuple[str, bool], list[tuple[float, Configuration]]] = {}
     for cell in (time.cell for time in times):
         if total := geometric_mean(list(seconds_by_seed(cell, *PASSES).values())):
             alike = dataclasses.replace(cell.trial, attention="", seed=0).id, in_fp8(cell.trial.attention)
@@ -127,7 +127,7 @@ def _fastest_first(times: Sequence[AttentionTime]) -> list[list[Cell]]:
     return [[cell for _, cell in sorted(found, key=lambda item: item[0])] for found in together.values()]
 
 
-def _count_fastest(shapes: Sequence[Sequence[Cell]]) -> FastestAttention:
+def _count_fastest(shapes: Sequence[Sequence[Configuration]]) -> FastestAttention:
     clear, tied, once = Counter[str](), Counter[str](), Counter[str]()
     for cells in shapes:
         best = rank([logarithms(cell, *PASSES) for cell in cells]).best
@@ -143,17 +143,17 @@ def _rate(flop: object, seconds: float | None) -> float | None:
     return amount / seconds if amount and seconds else None
 
 
-def _by_shape(cells: Sequence[Cell]) -> list[Cell]:
+def _by_shape(cells: Sequence[Configuration]) -> list[Configuration]:
     shapes = list(dict.fromkeys(cell.shape for cell in cells))
     return sorted(cells, key=lambda cell: shapes.index(cell.shape))
 
 
 def scaling_errors(group: Group) -> tuple[ScalingErrors, ...]:
-    """The attention_numerics cells, the draws of all their repetitions together."""
+    """The attention_numerics configurations, the draws of all their repetitions together."""
     return tuple(map(_scaling_errors, _by_shape(group.of("attention_numerics"))))
 
 
-def _scaling_errors(cell: Cell) -> ScalingErrors:
+def _scaling_errors(cell: Configuration) -> ScalingErrors:
     before, after, sdpa = (_draws(cell, f"error_{name}") for name in ("scale_before", "scale_after", "sdpa"))
     return ScalingErrors(
         cell=cell,
@@ -167,7 +167,7 @@ def _scaling_errors(cell: Cell) -> ScalingErrors:
     )
 
 
-def _draws(cell: Cell, sample: str) -> tuple[float, ...]:
+def _draws(cell: Configuration, sample: str) -> tuple[float, ...]:
     return tuple(value for record in cell.ok for value in numbers(record.samples.get(sample)))
 
 

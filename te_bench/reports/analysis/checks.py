@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_bench.reports.analysis.measures import finite
-from te_bench.reports.analysis.rows import Cell, Group
+from te_bench.reports.analysis.rows import Configuration, Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorstError:
-    """The quantity of a cell that came closest to its limit, or went furthest over it, among all its repetitions."""
+    """What of a configuration came closest to its limit, or went furthest over it, among all its repetitions."""
 
-    cell: Cell
+    cell: Configuration
     quantity: str | None = None
     error: float | None = None
     limit: float | None = None
@@ -22,19 +22,19 @@ class WorstError:
 
 
 def worst_errors(group: Group) -> tuple[WorstError, ...]:
-    """Every cell that was checked, the one nearest to its limit first. Failed checks count too."""
+    """Every configuration that was checked, the one nearest to its limit first. Failed checks count too."""
     found = [_worst(cell) for cell in group.cells]
     known = [error for error in found if error is not None]
     return tuple(sorted(known, key=lambda error: -math.inf if error.ratio is None else -error.ratio))
 
 
-def _worst(cell: Cell) -> WorstError | None:
+def _worst(cell: Configuration) -> WorstError | None:
     records = [row.record for row in cell.rows if row.record and row.record.check]
     found = [worst_quantity(cell, record.check) for record in records]
     return max((e for e in found if e), key=lambda e: math.inf if e.ratio is None else e.ratio, default=None)
 
 
-def worst_quantity(cell: Cell, check: Mapping[str, Any]) -> WorstError | None:
+def worst_quantity(cell: Configuration, check: Mapping[str, Any]) -> WorstError | None:
     """The quantity of one check with the largest error / limit; one whose error is unknown is worse than any."""
     found = []
     for quantity in check.get("quantities") or []:

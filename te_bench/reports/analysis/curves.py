@@ -9,7 +9,7 @@ from pathlib import PurePath
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import finite, median, numbers
 from te_bench.reports.analysis.ranking import rank
-from te_bench.reports.analysis.rows import Cell, Group, printable
+from te_bench.reports.analysis.rows import Configuration, Group, printable
 
 _Logged = tuple[float, float, float]  # step, seconds since training began, loss
 
@@ -28,9 +28,9 @@ class LossPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """One cell of `training`: its losses by step, mean over seeds, and the best validation loss it reached."""
+    """One configuration of `training`: its losses by step, mean over seeds, and the best validation loss it reached."""
 
-    cell: Cell
+    cell: Configuration
     train: tuple[LossPoint, ...]
     validation: tuple[LossPoint, ...]
     best: float | None  # lowest validation loss of each seed, mean over the seeds that ended ok
@@ -68,14 +68,14 @@ class TrainingComparison:
 
 
 def comparisons(group: Group) -> tuple[TrainingComparison, ...]:
-    """The training cells of a group, together where their curves may be compared; trainings in the plan's order."""
-    together: dict[tuple[object, ...], list[Cell]] = {}
+    """The training configurations of a group, together where their curves may be compared; trainings in the plan's order."""
+    together: dict[tuple[object, ...], list[Configuration]] = {}
     for cell in group.of("training"):
         together.setdefault(cell.course, []).append(cell)
     return tuple(_comparison(cells, group.baseline) for cells in together.values())
 
 
-def _comparison(cells: Sequence[Cell], baseline: str | None) -> TrainingComparison:
+def _comparison(cells: Sequence[Configuration], baseline: str | None) -> TrainingComparison:
     trainings = tuple(_training(cell) for cell in cells)
     bf16 = [training for training in trainings if training.cell.trial.precision == "bf16" and training.validation]
     # the training that says most about seeds; the suite's baseline among equals, then the first planned
@@ -92,7 +92,7 @@ def _comparison(cells: Sequence[Cell], baseline: str | None) -> TrainingComparis
     )
 
 
-def _training(cell: Cell) -> Training:
+def _training(cell: Configuration) -> Training:
     diverged = [row.record for row in cell.rows if row.record and row.outcome == "diverged"]
     drawn = cell.ok or diverged  # a seed that diverged would cut the others' curves short; the tables count it
     best = list(lowest_losses(cell).values())
@@ -116,7 +116,7 @@ def _training(cell: Cell) -> Training:
     )
 
 
-def lowest_losses(cell: Cell) -> dict[tuple[str, int], float]:
+def lowest_losses(cell: Configuration) -> dict[tuple[str, int], float]:
     """{(run, seed): the lowest validation loss}, of the seeds that ended ok and have one."""
     done = [(row.run, row.trial.seed, row.record) for row in cell.rows if row.record and row.outcome == "ok"]
     losses = {(run, seed): numbers(record.samples.get("val_loss")) for run, seed, record in done}

@@ -10,7 +10,7 @@ from te_bench.models.configs import CONFIGS
 from te_bench.models.cost import Cost
 from te_bench.reports.analysis.layers import kernel_seconds
 from te_bench.reports.analysis.measures import finite, numbers
-from te_bench.reports.analysis.rows import Cell, Group
+from te_bench.reports.analysis.rows import Configuration, Group
 from te_bench.reports.analysis.steps import MeasuredStep
 
 #: Kinds by the names of kernels; the first that matches counts, and what has no pattern is elementwise: Inductor's fused
@@ -118,7 +118,7 @@ def _breakdown(step: MeasuredStep, at: Ceilings) -> Breakdown | None:
     return Breakdown(step=step, kinds=kinds, kernels=kernels)
 
 
-def _costs(cell: Cell) -> tuple[Cost, ...]:
+def _costs(cell: Configuration) -> tuple[Cost, ...]:
     """What the trial's step must do; nothing for a model that is no GPT of ours or a precision without a formula."""
     problem = cell.trial.problem
     config, precision = CONFIGS.get(str(problem.get("model"))), cell.trial.precision

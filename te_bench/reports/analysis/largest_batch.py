@@ -4,14 +4,14 @@ import math
 from dataclasses import dataclass
 
 from te_bench.reports.analysis.measures import finite, highest, numbers
-from te_bench.reports.analysis.rows import Cell, Group
+from te_bench.reports.analysis.rows import Configuration, Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestBatch:
-    """A cell of max_batch: the largest batch that fits, its peak memory in bytes, and the smallest that did not fit."""
+    """The largest batch that fits a configuration, its peak memory in bytes, and the smallest that did not fit."""
 
-    cell: Cell
+    cell: Configuration
     max_batch: float | None = None
     peak_allocated: float | None = None
     first_failed: float | None = None
@@ -20,12 +20,12 @@ class LargestBatch:
 
 
 def largest_batches(group: Group) -> tuple[LargestBatch, ...]:
-    """The max_batch cells, largest batch first; the smallest of a cell's repetitions counts, for it is what fits."""
+    """Largest first; the smallest of a configuration's repetitions counts, for it is what fits."""
     found = [_largest(cell) for cell in group.of("max_batch")]
     return tuple(sorted(found, key=lambda m: math.inf if m.max_batch is None else -m.max_batch))
 
 
-def _largest(cell: Cell) -> LargestBatch:
+def _largest(cell: Configuration) -> LargestBatch:
     batches = [value for record in cell.ok for value in numbers(record.samples.get("max_batch"))]
     largest = min(batches, default=None)
     tries = [attempt for record in cell.ok for attempt in record.work.get("tries") or []]

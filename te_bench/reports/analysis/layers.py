@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from te_bench.experiments.spec import NO_ATTENTION
 from te_bench.reports.analysis.measures import finite
 from te_bench.reports.analysis.ranking import StepRanking, rank_steps
-from te_bench.reports.analysis.rows import Cell, Group
+from te_bench.reports.analysis.rows import Configuration, Group
 from te_bench.reports.analysis.steps import MeasuredStep, measured_steps
 
 #: Kinds of kernels by their names on a GPU and of operators on a CPU; the first that matches counts.
@@ -85,7 +85,7 @@ def layer_variants(group: Group) -> tuple[LayerVariant, ...]:
     return tuple(found)
 
 
-def _measured(step: MeasuredStep, baseline: Cell | None) -> MeasuredLayer:
+def _measured(step: MeasuredStep, baseline: Configuration | None) -> MeasuredLayer:
     cell, kernels = step.cell, kernel_seconds(step.cell)
     kinds = [*(name for name, _ in KINDS), OTHER] if kernels else []
     by_kind = {name: sum(s for kernel, s in kernels.items() if kind_of(kernel) == name) for name in kinds}
@@ -99,19 +99,19 @@ def _measured(step: MeasuredStep, baseline: Cell | None) -> MeasuredLayer:
     )
 
 
-def _rival(cell: Cell) -> tuple[object, ...]:
+def _rival(cell: Configuration) -> tuple[object, ...]:
     trial = cell.trial
     return trial.problem.get("layer"), trial.attention, trial.precision, trial.recipe, trial.mode
 
 
-def _is(cell: Cell, rival: tuple[object, ...]) -> bool:
-    """Whether a cell is that rival; the MLP alone is whatever its attention."""
+def _is(cell: Configuration, rival: tuple[object, ...]) -> bool:
+    """Whether a configuration is that rival; the MLP alone is whatever its attention."""
     layer, attention, *rest = _rival(cell)
     return (layer, *rest) == (rival[0], *rival[2:]) and attention in (rival[1], NO_ATTENTION)
 
 
-def kernel_seconds(cell: Cell) -> dict[str, float]:
-    """{kernel: seconds an iteration}, the mean over a cell's processes, the longest first; empty if none was profiled."""
+def kernel_seconds(cell: Configuration) -> dict[str, float]:
+    """{kernel: seconds an iteration}, the mean over processes, the longest first; empty if none was profiled."""
     profiles = [found for record in cell.ok if isinstance(found := record.work.get("kernel_s"), Mapping)]
     total: dict[str, float] = {}
     for profile in profiles:

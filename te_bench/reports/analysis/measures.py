@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scipy.special import stdtrit
 
 from te_bench.experiments.spec import Record
-from te_bench.reports.analysis.rows import Cell
+from te_bench.reports.analysis.rows import Configuration
 
 CONFIDENCE = 0.95
 LONGEST = 1e9  # seconds: 30 years; a time beyond is no measurement
@@ -103,8 +103,8 @@ def of_process(record: Record, sample: str) -> float | None:
     return median(seconds_of(record, sample))
 
 
-def speedup(baseline: Cell, cell: Cell) -> Ratio | None:
-    """Baseline's median latency over the cell's, paired by run and seed; None when they do not do the same work.
+def speedup(baseline: Configuration, cell: Configuration) -> Ratio | None:
+    """Baseline's median latency over the configuration's, paired by run and seed; None when they do not do the same work.
 
     The baseline is 1 by definition and has no interval.
     """
@@ -115,18 +115,18 @@ def speedup(baseline: Cell, cell: Cell) -> Ratio | None:
     return paired_ratio(baseline, cell, "latency_s")
 
 
-def paired_ratio(over: Cell, under: Cell, *samples: str) -> Ratio | None:
-    """Seconds of the one over those of the other, paired by run and seed; each the sum of a process's medians."""
-    ours, theirs = (seconds_by_seed(each, *samples) for each in (under, over))
+def paired_ratio(slower: Configuration, faster: Configuration, *samples: str) -> Ratio | None:
+    """Seconds of the first over those of the second, paired by run and seed; each the sum of a process's medians."""
+    ours, theirs = (seconds_by_seed(each, *samples) for each in (faster, slower))
     return geometric_mean([theirs[pair] / ours[pair] for pair in ours if pair in theirs])
 
 
-def same_work(one: Cell, other: Cell) -> bool:
-    """Whether two cells' steps process as many tokens."""
+def same_work(one: Configuration, other: Configuration) -> bool:
+    """Whether two configurations' steps process as many tokens."""
     return len({record.work.get("tokens") for cell in (one, other) for record in cell.ok}) < 2
 
 
-def seconds_by_seed(cell: Cell, *samples: str) -> dict[tuple[str, int], float]:
+def seconds_by_seed(cell: Configuration, *samples: str) -> dict[tuple[str, int], float]:
     """{(run, seed): the sum of a process's medians of these samples}, of the processes that have all of them."""
     found = {}
     for row in cell.rows:

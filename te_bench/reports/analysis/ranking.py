@@ -16,7 +16,7 @@ from scipy.special import stdtrit
 
 from te_bench.experiments import host
 from te_bench.reports.analysis.measures import CONFIDENCE, same_work, seconds_by_seed
-from te_bench.reports.analysis.rows import Cell
+from te_bench.reports.analysis.rows import Configuration
 from te_bench.reports.analysis.steps import MeasuredStep
 
 Values = Mapping[tuple[str, int], float]  # of processes, by run and seed
@@ -85,12 +85,12 @@ def rank_steps(steps: Sequence[MeasuredStep]) -> StepRanking:
     return StepRanking(steps=tuple(steps), fastest=fastest, slower=slower, alone=alone, reason=reason)
 
 
-def logarithms(cell: Cell, *samples: str) -> dict[tuple[str, int], float]:
+def logarithms(cell: Configuration, *samples: str) -> dict[tuple[str, int], float]:
     """`seconds_by_seed`, whose logarithms are what is compared: differences of them are ratios."""
     return {pair: math.log(seconds) for pair, seconds in seconds_by_seed(cell, *samples).items()}
 
 
-def why_tied(cells: Sequence[Cell]) -> str:
+def why_tied(cells: Sequence[Configuration]) -> str:
     """Why these are not told apart: how few processes there were, and who disturbed them, where the records say so."""
     n = min(len(cell.ok) for cell in cells)
     reasons = [f"{'only ' if n <= FEW else ''}{n} runs of each"]

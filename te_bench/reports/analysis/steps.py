@@ -15,7 +15,7 @@ from te_bench.reports.analysis.measures import (
     seconds_of,
     speedup,
 )
-from te_bench.reports.analysis.rows import Cell
+from te_bench.reports.analysis.rows import Configuration
 
 OWN_GRAPHS = "compile-reduce-overhead"
 
@@ -24,7 +24,7 @@ OWN_GRAPHS = "compile-reduce-overhead"
 class MeasuredStep:
     """A configuration's training step, or iteration of a layer: throughput in 1/s, memory in bytes."""
 
-    cell: Cell
+    cell: Configuration
     is_baseline: bool
     #: The baseline's over the speed-up; without one, geometric mean of the processes' medians.
     latency_s: float | None = None
@@ -40,13 +40,15 @@ class MeasuredStep:
     peak_rss: float | None = None
 
 
-def measured_steps(cells: Iterable[Cell], baseline: Cell | None, gpu: str | None) -> tuple[MeasuredStep, ...]:
-    """The cells with their figures, fastest first, then those that were not measured in the order given."""
+def measured_steps(
+    cells: Iterable[Configuration], baseline: Configuration | None, gpu: str | None
+) -> tuple[MeasuredStep, ...]:
+    """The configurations with their figures, fastest first, then those that were not measured in the order given."""
     found = [_measured(cell, baseline, gpu) for cell in cells]
     return tuple(sorted(found, key=lambda step: math.inf if step.latency_s is None else step.latency_s))
 
 
-def _measured(cell: Cell, baseline: Cell | None, gpu: str | None) -> MeasuredStep:
+def _measured(cell: Configuration, baseline: Configuration | None, gpu: str | None) -> MeasuredStep:
     is_baseline = baseline is not None and cell.id == baseline.id
     latency, ratio = of_processes(cell.ok, "latency_s"), speedup(baseline, cell) if baseline else None
     if not latency:
@@ -76,7 +78,7 @@ def _measured(cell: Cell, baseline: Cell | None, gpu: str | None) -> MeasuredSte
     )
 
 
-def peak_precision(cell: Cell) -> str:
+def peak_precision(cell: Configuration) -> str:
     """The precision whose peak an MFU is quoted against.
 
     An FP8 step does part of its work in BF16, so its ideal time is not that of either peak alone: quoted against BF16.
@@ -88,5 +90,5 @@ def peak_precision(cell: Cell) -> str:
     return "tf32" if trial.precision == "fp32" and trial.problem.get("tf32") else trial.precision
 
 
-def _peak(cell: Cell, sample: str) -> float | None:
+def _peak(cell: Configuration, sample: str) -> float | None:
     return highest(value for record in cell.ok for value in numbers(record.samples.get(sample)))

@@ -35,6 +35,15 @@ class Verdict(StrEnum):
     INCONCLUSIVE = "INCONCLUSIVE"
 
 
+#: What a verdict says of the candidate's final loss, `margin` filled in.
+CLAIMS = {
+    Verdict.EQUIVALENT: "within {margin:g} of the control",
+    Verdict.NON_INFERIOR: "less than {margin:g} above the control",
+    Verdict.INFERIOR: "more than {margin:g} above the control",
+    Verdict.INCONCLUSIVE: "not told from the margin {margin:g}",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claims:
     """p-values: of -margin < gap < margin (the larger of its two one-sided), gap < margin, and gap > margin."""
@@ -373,12 +382,9 @@ def _reason(
     """`needed`: seeds by the spread as measured, and by its upper bound."""
     assert interval is not None
     measured = f"gap {gap:+.2g}, {100 * (1 - 2 * alpha):.3g} % interval [{interval[0]:+.2g}, {interval[1]:+.2g}]"
-    if verdict is Verdict.EQUIVALENT:
-        return f"ends within {margin:g} of the control: {measured}"
-    if verdict is Verdict.NON_INFERIOR:
-        return f"ends less than {margin:g} above the control, and perhaps further than that below it: {measured}"
-    if verdict is Verdict.INFERIOR:
-        return f"ends more than {margin:g} above the control: {measured}"
+    if verdict is not Verdict.INCONCLUSIVE:
+        further = ", and perhaps further than that below it" if verdict is Verdict.NON_INFERIOR else ""
+        return f"ends {CLAIMS[verdict].format(margin=margin)}{further}: {measured}"
     claim = Verdict.EQUIVALENT if abs(gap) < margin else Verdict.INFERIOR if gap > 0 else Verdict.NON_INFERIOR
     more = f"no number of seeds would show it {claim} if that is its true gap"
     few, many = needed

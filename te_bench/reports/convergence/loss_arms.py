@@ -37,13 +37,13 @@ def matched(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
         raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each its own")
     if broke := broken(baseline):
         raise ValueError(
-            f"{baseline.source}: the baseline itself broke, {_told(baseline, broke)}. Nothing can be concluded from a "
+            f"{baseline.source}: the baseline itself broke, {_named(baseline, broke)}. Nothing can be concluded from a "
             "control that does not train: mend it, and run both again"
         )
     ends = [sorted({arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))}) for arm in arms]
     if all(ends) and ends[0] != ends[1]:
-        told = " and ".join(f"at step {end[-1]:g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
-        raise ValueError(f"the curves end {told}: compare runs of one length")
+        ended = " and ".join(f"at step {end[-1]:g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
+        raise ValueError(f"the curves end {ended}: compare runs of one length")
     if not paired:
         return Matched(seeds=(), baseline=tuple(baseline.final.values()), candidate=tuple(candidate.final.values()))
     for arm in arms:
@@ -80,7 +80,7 @@ def matched(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
 def diverged(candidate: Losses) -> str | None:
     """How many of the candidate's runs broke, which, and why the first did; None where all ended on a loss."""
     broke = broken(candidate)
-    return f"{len(broke)} of {len(candidate.final)} runs, {_told(candidate, broke)}" if broke else None
+    return f"{len(broke)} of {len(candidate.final)} runs, {_named(candidate, broke)}" if broke else None
 
 
 def outlying(arm: Losses) -> str | None:
@@ -169,6 +169,6 @@ def _move(at: Array, values: Array) -> float:
     return float(off @ values / (off @ off) * (at[-1] - at[0]))
 
 
-def _told(arm: Losses, broke: Mapping[str, str]) -> str:
+def _named(arm: Losses, broke: Mapping[str, str]) -> str:
     what = "seed" if arm.seeded else "row"
     return f"{what}{'s' if len(broke) > 1 else ''} {', '.join(broke)}: {next(iter(broke.values()))}"

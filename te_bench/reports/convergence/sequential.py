@@ -16,7 +16,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
 from te_bench.reports.convergence import skewed
-from te_bench.reports.convergence.equivalence import Verdict, check_test
+from te_bench.reports.convergence.equivalence import CLAIMS, Verdict, check_test
 
 Array = NDArray[np.float64]
 
@@ -227,10 +227,4 @@ def _reason(verdict: Verdict, look: _Look, n: int, planned: int, margin: float, 
     after = f"after {n} of {planned} seeds: mean gap {look.gap:+.2g}, alpha spent so far {budget:.2g}"
     if verdict is Verdict.INCONCLUSIVE and n < planned:
         return f"{after}; the other {planned - n} seeds would hardly tell it from the margin {margin:g}"
-    told = {
-        Verdict.EQUIVALENT: f"within {margin:g} of the control",
-        Verdict.NON_INFERIOR: f"less than {margin:g} above the control",
-        Verdict.INFERIOR: f"more than {margin:g} above the control",
-        Verdict.INCONCLUSIVE: f"not told from the margin {margin:g}",
-    }
-    return f"{told[verdict]} {after}"
+    return f"{CLAIMS[verdict].format(margin=margin)} {after}"

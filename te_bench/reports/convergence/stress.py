@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from te_bench.reports.analysis.rows import Cell, Group
+from te_bench.reports.analysis.rows import Configuration, Group
 from te_bench.reports.convergence.study import Run
 
 
@@ -28,14 +28,14 @@ class StressLadder:
 
 def stress_ladders(group: Group) -> tuple[StressLadder, ...]:
     """A ladder for each model and length."""
-    together: dict[tuple[object, ...], list[Cell]] = {}
+    together: dict[tuple[object, ...], list[Configuration]] = {}
     for cell in group.of("training"):
         if "lr_factor" in cell.trial.problem:
             together.setdefault(cell.course, []).append(cell)
     return tuple(map(_ladder, together.values()))
 
 
-def _ladder(cells: list[Cell]) -> StressLadder:
+def _ladder(cells: list[Configuration]) -> StressLadder:
     results: dict[str, dict[float, StressResult]] = {}
     for cell in cells:
         factor = float(str(cell.trial.problem["lr_factor"]))
@@ -48,7 +48,7 @@ def _ladder(cells: list[Cell]) -> StressLadder:
     )
 
 
-def _result(cell: Cell) -> StressResult:
+def _result(cell: Configuration) -> StressResult:
     runs = [Run(row) for row in cell.rows]
     finals = [run.final for run in runs if run.final is not None]
     return StressResult(

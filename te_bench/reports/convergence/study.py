@@ -6,7 +6,7 @@ from functools import cached_property
 
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports.analysis.measures import finite, step_seconds
-from te_bench.reports.analysis.rows import Cell, Group, Row, arm_name, printable, trial_of
+from te_bench.reports.analysis.rows import Configuration, Group, Row, arm_name, printable, trial_of
 from te_bench.reports.convergence.sequential import looks
 from te_bench.reports.convergence.stability import Stability, stability
 
@@ -94,7 +94,7 @@ class StudyArm:
 
     kind: str
     name: str
-    cell: Cell
+    cell: Configuration
     runs: Mapping[int, Run]
 
     @property
@@ -165,7 +165,7 @@ def studies(group: Group) -> tuple[Study, ...]:
 
     Raises ValueError for two control arms where one is wanted.
     """
-    together: dict[tuple[object, ...], list[Cell]] = {}
+    together: dict[tuple[object, ...], list[Configuration]] = {}
     for cell in group.of("training"):
         problem = cell.trial.problem
         if problem.get("arm") in KINDS and "lr_factor" not in problem:  # a rung of the stress ladder is no arm
@@ -174,7 +174,7 @@ def studies(group: Group) -> tuple[Study, ...]:
     return tuple(_study(group, cells) for cells in together.values())
 
 
-def _study(group: Group, cells: Sequence[Cell]) -> Study:
+def _study(group: Group, cells: Sequence[Configuration]) -> Study:
     problem = cells[0].trial.problem
     title = printable(f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps")
     judgement, notes = _judgement(group, cells)
@@ -200,7 +200,7 @@ def _study(group: Group, cells: Sequence[Cell]) -> Study:
     )
 
 
-def _judgement(group: Group, cells: Sequence[Cell]) -> tuple[Mapping[str, Scalar], list[str]]:
+def _judgement(group: Group, cells: Sequence[Configuration]) -> tuple[Mapping[str, Scalar], list[str]]:
     """What the first plan with a trial of these cells fixed, and how later ones differ from it."""
     own = {row.trial.id for cell in cells for row in cell.rows}
     plans = [plan for plan in group.judged if any(trial_of(value).id in own for value in plan.trials)]
@@ -216,7 +216,7 @@ def _judgement(group: Group, cells: Sequence[Cell]) -> tuple[Mapping[str, Scalar
     return first, list(changed.values())
 
 
-def _arm(cell: Cell, notes: list[str], seeds: float | None) -> StudyArm:
+def _arm(cell: Configuration, notes: list[str], seeds: float | None) -> StudyArm:
     """The runs of the planned seeds. Of a seed that was run twice a divergence counts, whatever the other run ended on."""
     name, runs = printable(arm_name(cell.trial)), {}
     ranks = {"diverged": 0, "ok": 1}

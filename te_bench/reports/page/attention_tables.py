@@ -25,17 +25,17 @@ def times(result: GroupResult) -> Table | None:
 
 def ratios(result: GroupResult) -> Table | None:
     """How many times as fast as its peer each attention is."""
-    found = [time for time in result.attention.times if time.over]
+    found = [time for time in result.attention.times if time.speedups]
     shown = [
         (
             word(time.cell.shape),
             label(time.cell),
-            *(speedup(time.over.get(way)) for way in ("forward", "backward", "both")),
+            *(speedup(time.speedups.get(way)) for way in ("forward", "backward", "both")),
         )
         for time in found
     ]
     columns = ("Shape", "Kernel", "Forward", "Backward", "Both")
-    note = interval_note([ratio.n for time in found for ratio in time.over.values()]) if found else ""
+    note = interval_note([ratio.n for time in found for ratio in time.speedups.values()]) if found else ""
     caption = f"How many times as fast as {result.attention.peer}"
     return table_of("attention_ratios", caption, columns, shown, note, text_columns=2)
 

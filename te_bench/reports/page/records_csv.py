@@ -7,7 +7,7 @@ from typing import Any
 
 from te_bench.reports.analysis.checks import worst_quantity
 from te_bench.reports.analysis.measures import finite, median, numbers
-from te_bench.reports.analysis.rows import Cell, Group, Results, Row
+from te_bench.reports.analysis.rows import Configuration, Group, Results, Row
 
 _MEDIANS = (
     "latency_s",
@@ -36,7 +36,7 @@ def records_csv(results: Results) -> str:
     return stream.getvalue()
 
 
-def _line(group: Group, cell: Cell, row: Row, problem: Sequence[str]) -> dict[str, Any]:
+def _line(group: Group, cell: Configuration, row: Row, problem: Sequence[str]) -> dict[str, Any]:
     trial, record = row.trial, row.record
     samples: Mapping[str, Any] = record.samples if record else {}
     work: Mapping[str, Any] = record.work if record else {}

@@ -9,7 +9,7 @@ from te_bench.models import cost
 from te_bench.reports.analysis import layers
 from te_bench.reports.analysis.floor import Breakdown
 from te_bench.reports.analysis.layers import MeasuredLayer
-from te_bench.reports.analysis.rows import Cell
+from te_bench.reports.analysis.rows import Configuration
 from te_bench.reports.analysis.steps import MeasuredStep
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import text
@@ -23,7 +23,7 @@ LAYER_KINDS = (*(name for name, _ in layers.KINDS), layers.OTHER)
 
 
 def _bar(
-    cell: Cell,
+    cell: Configuration,
     value: float | None,
     remark: str,
     *,
@@ -38,7 +38,7 @@ def _bar(
     )
 
 
-def _legend(cells: Sequence[Cell]) -> list[Patch]:
+def _legend(cells: Sequence[Configuration]) -> list[Patch]:
     """Colours of the precisions and hatches of the modes that occur, where there is more than one to tell apart."""
     precisions = [p for p in PRECISION if any(cell.trial.precision == p for cell in cells)]
     modes = [m for m in HATCH if any(cell.trial.mode == m for cell in cells)]

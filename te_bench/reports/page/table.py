@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from te_bench.reports.analysis import ranking
 from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.analysis.ranking import StepRanking
-from te_bench.reports.analysis.rows import Cell, printable
+from te_bench.reports.analysis.rows import Configuration, printable
 from te_bench.reports.analysis.steps import MeasuredStep
 from te_bench.reports.page import text
 
@@ -66,12 +66,12 @@ def rank(found: StepRanking, step: MeasuredStep) -> Value:
     return Value(text=said or text.MISSING, sort=place)
 
 
-def repetitions(cell: Cell) -> Value:
+def repetitions(cell: Configuration) -> Value:
     """n_ok/n_planned of a cell."""
     return Value(text=f"{len(cell.ok)}/{len(cell.rows)}", sort=len(cell.ok))
 
 
-def label(cell: Cell, *, baseline: bool = False) -> Value:
+def label(cell: Configuration, *, baseline: bool = False) -> Value:
     """The cell's name with the attention that `auto` chose, and what became of it where no repetition ended ok."""
     chosen = sorted({str(record.work["chosen"]) for record in cell.ok if "chosen" in record.work})
     remarks = [*(["baseline"] if baseline else []), *(f"chose {name}" for name in chosen)]
@@ -98,7 +98,7 @@ def interval_note(pairs: Sequence[int]) -> str:
 
 
 def kernel_rows(
-    cell: Cell, kernels: Mapping[str, float], kind_of: Callable[[str], str], most: int
+    cell: Configuration, kernels: Mapping[str, float], kind_of: Callable[[str], str], most: int
 ) -> list[tuple[Value, ...]]:
     """The longest kernels of a configuration: its name, their kinds, names and milliseconds."""
     return [

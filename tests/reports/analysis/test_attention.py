@@ -32,14 +32,14 @@ def test_attention_is_compared_with_a_peer_seed_by_seed(tmp_path):
         (r.cell.trial.attention, r.cell.trial.problem["length"]): r
         for r in result_of(tmp_path, records).attention.times
     }
-    ours = found["gluon", 1024].over
+    ours = found["gluon", 1024].speedups
     assert ours["forward"].value == pytest.approx(math.sqrt(2.0 * 2.2))
     assert ours["backward"].value == 1.0
     assert ours["both"].value == pytest.approx(math.sqrt(6.0 / 5.0 * 6.2 / 5.0))
     assert ours["both"].low < ours["both"].value < ours["both"].high
-    assert found["flash", 1024].over["both"].value == pytest.approx(math.sqrt(6.0 / 12.0 * 6.2 / 12.4))
+    assert found["flash", 1024].speedups["both"].value == pytest.approx(math.sqrt(6.0 / 12.0 * 6.2 / 12.4))
     nothing = found["gluon", 4096], found["manual", 1024], found["cudnn", 1024]
-    assert [step.over for step in nothing] == [{}, {}, {}], "no peer, no seconds, itself"
+    assert [step.speedups for step in nothing] == [{}, {}, {}], "no peer, no seconds, itself"
 
 
 def test_attentions_peer_is_the_one_with_most_shapes(tmp_path):
