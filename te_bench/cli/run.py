@@ -194,7 +194,7 @@ def _may_diverge(record: "Record") -> bool:
 
 
 def _stopped(records: "list[Record]") -> list[str]:
-    """A line for each arm whose last seeds were spared."""
+    """A line for each configuration whose last seeds were spared."""
     arms: dict[str, list[Record]] = {}
     for record in records:
         arms.setdefault(record.trial.cell, []).append(record)

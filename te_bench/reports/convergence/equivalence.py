@@ -124,16 +124,16 @@ def compare(
     when paired, and a loss that is not finite or above 1e60.
     """
     check_test(margin, alpha)
-    arms = _arms(candidate, control, paired)
+    arms = _checked_arms(candidate, control, paired)
     gaps = arms[0] - arms[1] if paired else None
     gap = float(arms[0].mean() - arms[1].mean() if gaps is None else gaps.mean())
     sd = math.hypot(*(arm.std(ddof=1) for arm in arms)) if gaps is None else float(gaps.std(ddof=1))
-    untold, same = _untold(arms, gap, sd, paired)
+    untold, same = _why_untested(arms, gap, sd, paired)
     mean = None if untold else _welch(*arms) if gaps is None else mean_of(gaps)
     claims = claims_of(mean, margin) if mean else _no_claims(same)
     interval = mean.interval(alpha) if mean else None
-    at_gap = _needed(gap, sd, margin, alpha, paired) if mean else None
-    cautious = _needed(gap, at_most(sd, mean.df), margin, alpha, paired) if mean else None
+    at_gap = _seeds_to_show(gap, sd, margin, alpha, paired) if mean else None
+    cautious = _seeds_to_show(gap, at_most(sd, mean.df), margin, alpha, paired) if mean else None
     verdict = claims.verdict(alpha)
     return LossComparison(
         n=arms[0].size,
@@ -186,7 +186,7 @@ def judge(
     if not names:
         raise ValueError("no candidate to judge: give at least one configuration besides the control")
     check_test(margin, alpha)
-    compared = {name: _named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
+    compared = {name: _compare_named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
     adjusted = [
         _holm([getattr(compared[name], claim) if name in compared else 1.0 for name in names])
         for claim in ("p_equivalence", "p_non_inferior", "p_inferior")
@@ -205,8 +205,8 @@ def _judged(c: LossComparison, claims: Claims, family: int) -> CandidateVerdict:
     verdict, reason, needed = claims.verdict(c.alpha), c.reason, None
     if c.interval is not None:
         # Holm's hardest step, so enough whichever rank the candidate takes
-        needed = _needed(c.gap, c.sd, c.margin, c.alpha / family, c.paired)
-        cautious = _needed(c.gap, at_most(c.sd, c.df), c.margin, c.alpha / family, c.paired)
+        needed = _seeds_to_show(c.gap, c.sd, c.margin, c.alpha / family, c.paired)
+        cautious = _seeds_to_show(c.gap, at_most(c.sd, c.df), c.margin, c.alpha / family, c.paired)
         reason = _reason(verdict, c.gap, c.interval, c.margin, c.alpha, (needed, cautious))
     if verdict is not c.verdict:
         reason = f"{c.verdict} on its own, not after Holm over {family} candidates: {reason}"
@@ -267,7 +267,7 @@ def copies(losses: Sequence[float] | Array) -> tuple[int, int] | None:
     return next(iter(whole or (met if 2 * len(seen) <= len(losses) else ())), None)
 
 
-def _arms(candidate: Sequence[float], control: Sequence[float], paired: bool) -> tuple[Array, Array]:
+def _checked_arms(candidate: Sequence[float], control: Sequence[float], paired: bool) -> tuple[Array, Array]:
     arms = _arm(candidate, "candidate"), _arm(control, "control")
     if paired and arms[0].size != arms[1].size:
         raise ValueError(
@@ -293,7 +293,7 @@ def _arm(losses: Sequence[float], arm: str) -> Array:
     return values
 
 
-def _named(
+def _compare_named(
     name: str, arms: tuple[Sequence[float], Sequence[float]], margin: float, alpha: float, paired: bool
 ) -> LossComparison:
     try:
@@ -336,7 +336,7 @@ def _correlation(candidate: Array, control: Array) -> float | None:
     return float(np.corrcoef(candidate, control)[0, 1])
 
 
-def _untold(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> tuple[str | None, bool]:
+def _why_untested(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> tuple[str | None, bool]:
     """Why no test can be made, or None; and whether both arms ended on the very same losses, over seeds that differ."""
     one = next((arm for arm in arms if np.ptp(arm) == 0), None)
     if one is not None:
@@ -363,7 +363,7 @@ def _untold(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> t
     return None, False
 
 
-def _needed(gap: float, sd: float, margin: float, alpha: float, paired: bool) -> int | None:
+def _seeds_to_show(gap: float, sd: float, margin: float, alpha: float, paired: bool) -> int | None:
     """Seeds to show EQUIVALENT with 80 % power if that is the true gap; beyond the margin INFERIOR, or NON_INFERIOR."""
     if abs(gap) < margin:
         return seeds_needed(sd, margin, gap=gap, alpha=alpha, paired=paired)

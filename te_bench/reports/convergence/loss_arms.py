@@ -24,7 +24,7 @@ class Matched:
     candidate: tuple[float, ...]
 
 
-def matched(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
+def match_runs(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
     """The two arms' final losses, paired by seed, or by row where neither source names its seeds.
 
     Raises ValueError for a file that is in both arms, a baseline that broke, seeds that only one arm has, names that
@@ -77,13 +77,13 @@ def matched(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
     )
 
 
-def diverged(candidate: Losses) -> str | None:
+def why_diverged(candidate: Losses) -> str | None:
     """How many of the candidate's runs broke, which, and why the first did; None where all ended on a loss."""
     broke = broken(candidate)
     return f"{len(broke)} of {len(candidate.final)} runs, {_named(candidate, broke)}" if broke else None
 
 
-def outlying(arm: Losses) -> str | None:
+def note_outlying(arm: Losses) -> str | None:
     """What to note of a run that ends RISE or more above the median of its runs: had it diverged, a mean would hide it."""
     middle = float(np.median(list(arm.final.values())))
     far = {seed: final for seed, final in arm.final.items() if final > middle + RISE}
@@ -96,7 +96,7 @@ def outlying(arm: Losses) -> str | None:
     )
 
 
-def moving(baseline: Losses, candidate: Losses, margin: float) -> str | None:
+def why_moving(baseline: Losses, candidate: Losses, margin: float) -> str | None:
     """None when the gap has settled, else why not: over the last tenth of training it moved by `margin` or more.
 
     The gap is that of the arms' mean curves, which for pairs is their mean gap; its move is that of a line through the
@@ -117,7 +117,7 @@ def moving(baseline: Losses, candidate: Losses, margin: float) -> str | None:
     )
 
 
-def overfitted(baseline: Losses, margin: float) -> str | None:
+def why_overfitted(baseline: Losses, margin: float) -> str | None:
     """Why final losses prove nothing, where the baseline's mean curve ends above its least by more than `margin`."""
     if min((len(curve.step) for curve in baseline.curves.values()), default=0) < FEWEST_POINTS:
         return None
@@ -132,7 +132,7 @@ def overfitted(baseline: Losses, margin: float) -> str | None:
     )
 
 
-def far(arms: Matched, place: int) -> str:
+def note_far(arms: Matched, place: int) -> str:
     """What to note of a pair whose gap lies far from the others'."""
     gap = arms.candidate[place] - arms.baseline[place]
     return (
@@ -141,8 +141,8 @@ def far(arms: Matched, place: int) -> str:
     )
 
 
-def falling(arm: Losses, margin: float) -> str | None:
-    """What to note of an arm whose mean loss fell by `margin` or more over the stretch that `moving` looks at."""
+def note_falling(arm: Losses, margin: float) -> str | None:
+    """What to note of an arm whose mean loss fell by `margin` or more over the stretch that `why_moving` looks at."""
     if min((len(curve.step) for curve in arm.curves.values()), default=0) < FEWEST_POINTS:
         return None
     at = _late(list(arm.curves.values()))
