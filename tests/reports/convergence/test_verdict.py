@@ -84,7 +84,7 @@ def test_an_experiment_that_could_not_have_told_is_void(tmp_path: Path) -> None:
     for arm, word in (("aa", "A/A"), ("broken", "broken")):
         without = judged(tmp_path / arm, truth={name: gap for name, gap in TRUTH.items() if name != arm})
         assert without.exit_code == 4
-        assert f"the {word} arm is missing" in str(without.void)
+        assert f"the {word} configuration is missing" in str(without.void)
 
 
 def test_an_aa_arm_that_does_not_tell_voids_the_verdict(tmp_path: Path) -> None:
