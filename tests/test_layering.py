@@ -19,6 +19,9 @@ LAYERS = (
     "cli",
 )  # each imports earlier ones only
 
+#: Within reports: numbers first, then the result of a group, pages last; exchange reads and writes other tools' files.
+REPORT_LAYERS = ("files", "analysis", "convergence", "group_result", "exchange", "history", "page")
+
 #: These never import torch at module level, nor anything of te_bench that does.
 TORCH_FREE = (
     "te_bench",
@@ -114,7 +117,20 @@ def test_imports_go_one_way(module: str) -> None:
     assert not upwards, f"{module} imports {', '.join(sorted(upwards))}"
 
 
+def report_layer(module: str) -> int:
+    parts = module.split(".")
+    return REPORT_LAYERS.index(parts[2]) if len(parts) > 2 else -1
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("te_bench.reports.")])
+def test_reports_compute_first_and_present_last(module: str) -> None:
+    inside = {name for name in imports(module, deferred=True) if name.startswith("te_bench.reports.")}
+    upwards = {name for name in inside if report_layer(name) > report_layer(module)}
+    assert not upwards, f"{module} imports {', '.join(sorted(upwards))}"
+
+
 def test_every_folder_has_its_layer() -> None:
+    assert {name.split(".")[2] for name in MODULES if name.startswith("te_bench.reports.")} == set(REPORT_LAYERS)
     assert {module.split(".")[1] for module in MODULES if "." in module} == set(LAYERS)
 
 

@@ -1,4 +1,4 @@
-"""te-bench history: the times of cells over commits, and where their level changed."""
+"""te-bench history: the times of configurations over commits, and where their level changed."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,9 +18,9 @@ def history(
     ] = None,
     alpha: Annotated[float, typer.Option(help="False alarms that a series of mere noise may give.")] = 0.01,
 ) -> None:
-    """Show each cell's times over commits and where their level changed; to judge is the gate's task."""
-    from te_bench.reports.history import page
+    """Show each configuration's times over commits and where their level changed; to judge is the gate's task."""
     from te_bench.reports.history import series as records
+    from te_bench.reports.page import history_page as page
 
     found = records.load_history(directories, only=only, alpha=alpha)
     print(page.terminal(found), end="")

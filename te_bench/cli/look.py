@@ -67,8 +67,8 @@ def plan(
 ) -> None:
     """Show the trials that `run` would do, in order, without doing them."""
     directory = out or Path("runs") / suite
-    experiment, earlier = planned.resolved(suite, only, asked, out=directory, timings=timings, gpus=gpus)
-    forecast = None if earlier is None else planned.forecast(experiment, earlier)
+    experiment, earlier = planned.resolve_with_seeds(suite, only, asked, out=directory, timings=timings, gpus=gpus)
+    forecast, refused = (None, None) if earlier is None else planned.conclusions(experiment, earlier)
     if as_json:
         trials = [{"id": t.id, "name": t.name, **t.to_json()} for t in experiment.trials]
         more = {} if forecast is None else {"judgement": dict(experiment.judgement), **forecast.to_json()}
@@ -77,10 +77,10 @@ def plan(
     for trial in experiment.trials:
         print(trial.id, trial.name)
     print(f"{len(experiment.trials)} trials: {experiment.title}")
-    for line in forecast.lines() if forecast else ():
+    for line in planned.lines(forecast) if forecast else ():
         print(line)
-    if forecast and earlier and forecast.refused and not planned.begun(experiment, earlier.out):
-        print(f"`te-bench run` refuses this plan: {forecast.refused}.")
+    if refused:
+        print(f"`te-bench run` refuses this plan: {refused}.")
 
 
 def doctor(as_json: Json = False) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_bench.cli import budget as planned
-from te_bench.cli import stopping
 from te_bench.cli.options import Gpus, Only, Suite, Timings, find_gpus, with_options
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ def run(
     from te_bench.experiments.measurement import Context
     from te_bench.experiments.store import Plan, Store, own
     from te_bench.kernels.attention import AUTO
+    from te_bench.reports.convergence import stopping
 
     if not timeout > 0:  # nor is NaN
         raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
@@ -53,14 +53,14 @@ def run(
         if store.journal.torn:
             print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")
         store.add_environment(machine)
-        stopping.check(experiment, store.journal, machine["id"])
+        stopping.check_stop_early(experiment, store.journal, machine["id"])
         store.add_plan(Plan.of(experiment, machine["id"]))
         left = runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry)
         total, done = len(experiment.trials), len(experiment.trials) - len(left)
         if done:
             print(f"{done} of {total} trials are already in {directory}")
         try:
-            slots = [gpu["uuid"] for gpu in chosen] * (asked.share or 1) or [None] * planned.at_once(
+            slots = [gpu["uuid"] for gpu in chosen] * (asked.share or 1) or [None] * planned.trials_at_once(
                 experiment, machine["identity"]["cores"]
             )
             with _progress(total, done, len(slots)) as progress:
@@ -73,7 +73,7 @@ def run(
                     context=Context(cache=asked.cache, checkpoints=checkpoints),
                     progress=progress,
                     retry=retry,
-                    needless=stopping.rule(suite, store.journal, machine["id"]),
+                    needless=stopping.stopping_rule(suite, store.journal, machine["id"]),
                 )
         except KeyboardInterrupt:
             left = runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry)
@@ -98,12 +98,14 @@ def _experiment(
 
     Raises ValueError for a plan with less than 80 % power, unless it was asked for or has begun.
     """
-    experiment, earlier = planned.resolved(suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh)
+    experiment, earlier = planned.resolve_with_seeds(
+        suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh
+    )
     if earlier is not None:
-        forecast = planned.forecast(experiment, earlier)
-        print("\n".join(forecast.lines()))
-        if forecast.refused and not underpowered and not planned.begun(experiment, earlier.out):
-            raise ValueError(forecast.refused)
+        forecast, refused = planned.conclusions(experiment, earlier)
+        print("\n".join(planned.lines(forecast)))
+        if refused and not underpowered:
+            raise ValueError(refused)
     return experiment
 
 
@@ -154,7 +156,7 @@ def _may_diverge(record: "Record") -> bool:
 
 
 def _stopped(records: "list[Record]") -> list[str]:
-    """A line for each arm whose last seeds were spared."""
+    """A line for each configuration whose last seeds were spared."""
     arms: dict[str, list[Record]] = {}
     for record in records:
         arms.setdefault(record.trial.cell, []).append(record)

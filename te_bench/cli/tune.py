@@ -170,7 +170,7 @@ def _of_this_run(operator: str, directory: Path, records: "Sequence[Record]") ->
 
 def _write(path: Path, rows: "Sequence[Timing]") -> None:
     from te_bench.kernels import measured
-    from te_bench.reports.page.files import write_atomically
+    from te_bench.reports.files import write_atomically
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

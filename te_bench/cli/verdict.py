@@ -49,13 +49,14 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
     from te_bench.reports.analysis.rows import load_results
     from te_bench.reports.convergence.skewed import ASSUMPTION
     from te_bench.reports.convergence.study import studies
-    from te_bench.reports.convergence.verdict import INCOMPLETE, noise, verdicts
+    from te_bench.reports.convergence.study_verdict import INCOMPLETE
+    from te_bench.reports.convergence.verdict import judge_noise, judge_study
     from te_bench.reports.page import tables, verdict_tables
 
     groups = load_results(directories).groups
     known = [(group, study) for group in groups for study in studies(group)]
     whole = [(group, study) for group, study in known if study.whole]
-    pilots = [(study, found) for _, study in known if (found := noise(study, margin=margin, alpha=alpha))]
+    pilots = [(study, found) for _, study in known if (found := judge_noise(study, margin=margin, alpha=alpha))]
     if not whole and pilots:  # bf16 and A/A, run first to see whether the recipes are worth their time
         for study, found in pilots:
             said = f"No verdict: {study.title} has no recipe yet. bf16 against itself: {found.verdict}, {found.reason}."
@@ -67,7 +68,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
     for group, study in known:
         if not study.whole:
             print(f"Note: left out, for it has no control and recipes together: {study.title}, {group.where}.")
-    judged = [verdicts(study, margin=margin, alpha=alpha) for _, study in whole]
+    judged = [judge_study(study, margin=margin, alpha=alpha) for _, study in whole]
     for (group, study), one in zip(whole, judged, strict=True):
         if len(whole) > 1:
             print(f"== {study.title}, {group.where}")
@@ -92,25 +93,25 @@ def _of_losses(baseline: list[Path], candidate: list[Path], paired: bool, margin
     from te_bench.reports.page import tables, verdict_tables
 
     arms = [loss_csv.read(paths[0] if len(paths) == 1 else paths) for paths in (baseline, candidate)]
-    matched = loss_arms.matched(*arms, paired=paired)
+    matched = loss_arms.match_runs(*arms, paired=paired)
     notes = [note for arm in arms for note in arm.notes]
-    if why := loss_arms.diverged(arms[1]):  # whatever the others end on: the runs that survived are a biased choice
+    if why := loss_arms.why_diverged(arms[1]):  # whatever the others end on: the runs that survived are a biased choice
         check_test(margin, alpha)
         verdict = Verdict.DIVERGED
         print(f"{verdict}: {why}")
     else:
         found = compare(matched.candidate, matched.baseline, margin=margin, alpha=alpha, paired=paired)
-        moving = loss_arms.moving(arms[0], arms[1], margin)
+        moving = loss_arms.why_moving(arms[0], arms[1], margin)
         known = all(arm.curves for arm in arms)
-        why_not = loss_arms.overfitted(arms[0], margin) or (moving if known else None)
+        why_not = loss_arms.why_overfitted(arms[0], margin) or (moving if known else None)
         verdict = Verdict.INCONCLUSIVE if why_not else found.verdict
         print(f"{verdict}: {why_not or found.reason}\n")
         print("\n".join(tables.terminal(verdict_tables.losses(found, verdict))))
         notes += [moving] if moving and not known else []
-        notes += [loss_arms.far(matched, place) for place in found.outliers]
+        notes += [loss_arms.note_far(matched, place) for place in found.outliers]
         notes += [ASSUMPTION]
-        notes += [far for arm in arms if (far := loss_arms.outlying(arm))]
-        notes += [fall for arm in arms if (fall := loss_arms.falling(arm, margin))]
+        notes += [far for arm in arms if (far := loss_arms.note_outlying(arm))]
+        notes += [fall for arm in arms if (fall := loss_arms.note_falling(arm, margin))]
     for note in notes:
         print(f"Note: {note}.")
     return {Verdict.EQUIVALENT: 0, Verdict.NON_INFERIOR: 0, Verdict.INFERIOR: 1, Verdict.DIVERGED: 1}.get(verdict, 3)

@@ -11,10 +11,11 @@ from enum import StrEnum
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import highest, numbers, seconds_of
-from te_bench.reports.analysis.rows import TIMED, Cell, Group, Row, printable
+from te_bench.reports.analysis.rows import TIMED, Configuration, Group, Row, printable
 from te_bench.reports.convergence.equivalence import Verdict
 from te_bench.reports.convergence.study import studies
-from te_bench.reports.convergence.verdict import CAUGHT, GOOD, Verdicts, verdicts
+from te_bench.reports.convergence.study_verdict import CAUGHT, GOOD, StudyVerdict
+from te_bench.reports.convergence.verdict import judge_study
 from te_bench.reports.page.text import shortened
 
 MIB = 2**20
@@ -56,8 +57,8 @@ class Match:
     """One configuration in both runs; None where a run did not plan it."""
 
     name: str
-    baseline: Cell | None
-    candidate: Cell | None
+    baseline: Configuration | None
+    candidate: Configuration | None
 
     @property
     def pairs(self) -> dict[int, tuple[Record, Record]]:
@@ -67,7 +68,7 @@ class Match:
         return {seed: (b, c) for seed, (b, c) in found.items() if b and c and b.outcome == "ok" and c.outcome == "ok"}
 
 
-def by_seed(cell: Cell | None) -> dict[int, Row]:
+def by_seed(cell: Configuration | None) -> dict[int, Row]:
     return {row.trial.seed: row for row in cell.rows} if cell else {}
 
 
@@ -244,10 +245,12 @@ def compare_studies(baseline: Iterable[Group], candidate: Iterable[Group]) -> li
     """
     old, new = ({s.title: s for group in groups for s in studies(group) if s.whole} for groups in (baseline, candidate))
     both = [title for title in new if title in old]
-    return [finding for title in both for finding in _compare_verdicts(verdicts(old[title]), verdicts(new[title]))]
+    return [
+        finding for title in both for finding in _compare_verdicts(judge_study(old[title]), judge_study(new[title]))
+    ]
 
 
-def _compare_verdicts(old: Verdicts, new: Verdicts) -> list[GateFinding]:
+def _compare_verdicts(old: StudyVerdict, new: StudyVerdict) -> list[GateFinding]:
     title = f"verdict/{new.study.title}"
     if new.void:
         said = f"no verdict{', nor in the baseline' if old.void else ''}: {new.void}"

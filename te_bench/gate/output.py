@@ -13,8 +13,8 @@ from te_bench.gate.decision import FAMILY, MEAN_MARGINS, GateJudgement, GateVerd
 from te_bench.gate.looks import MeasuredRatio
 from te_bench.gate.memory_and_checks import GateFinding
 from te_bench.gate.stored_runs import REGRESSED, Gate
+from te_bench.reports.files import write_atomically
 from te_bench.reports.page import tables, text
-from te_bench.reports.page.files import write_atomically
 from te_bench.reports.page.table import Table, Value, number, table_of, word
 
 SCHEMA = 2  # of the JSON; 2: the mean of all calls is judged too

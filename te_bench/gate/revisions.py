@@ -26,7 +26,7 @@ from te_bench.gate.paired_trial import Unrunnable
 from te_bench.gate.question import Question
 from te_bench.gate.stored_runs import INCOMPLETE, Gate, compare, judge_at_end
 from te_bench.reports.analysis.rows import TIMED, printable
-from te_bench.reports.page.files import write_atomically
+from te_bench.reports.files import write_atomically
 
 SIDES = ("base", "head")
 QUESTION, ANSWER, LOG = "question.json", "gate.json", "trials.log"

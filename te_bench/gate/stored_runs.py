@@ -25,7 +25,16 @@ from te_bench.experiments.spec import Record
 from te_bench.gate.decision import FEWEST, GateDecision, GateVerdict, check_test, decide
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_all, compare_studies
 from te_bench.reports.analysis.measures import median, seconds_of
-from te_bench.reports.analysis.rows import TIMED, Cell, Group, Results, differences, identity, load_results, printable
+from te_bench.reports.analysis.rows import (
+    TIMED,
+    Configuration,
+    Group,
+    Results,
+    differences,
+    identity,
+    load_results,
+    printable,
+)
 from te_bench.reports.exchange.compare_fail import STATS, Limit, judge
 from te_bench.reports.exchange.pytest_stats import summary
 
@@ -156,7 +165,7 @@ def _choose_newest(results: Results, only: str | None) -> list[Group]:
     return [group for group in chosen if group.cells]
 
 
-def _filter(cells: Sequence[Cell], only: str | None) -> tuple[Cell, ...]:
+def _filter(cells: Sequence[Configuration], only: str | None) -> tuple[Configuration, ...]:
     if only is None:
         return tuple(cells)
     kept = [

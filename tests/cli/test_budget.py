@@ -13,10 +13,10 @@ import journals
 import pytest
 from in_process import Command, gpus
 
-from te_bench.cli import stopping
 from te_bench.experiments import environment, plan, runner
 from te_bench.experiments.spec import Options, Record, Trial
 from te_bench.experiments.store import JOURNAL, PACKED, Store, load
+from te_bench.reports.convergence import stopping
 
 STEPS, BESIDE_S = 40, 4.0
 STEP_S = {None: 0.1, "delayed_scaling": 0.2, "float8_current_scaling": 0.3}
@@ -138,7 +138,7 @@ def test_records_of_another_chip_say_nothing(command: Command, tmp_path: Path) -
     other = write(tmp_path / "pilot", [ended(trial) for trial in trials()], chip="another CPU")
     done = command("plan", *CONVERGENCE, "--budget", "1h", "--timings", other)
     assert done.code == 2
-    assert "no record says how long a seed takes on this machine (4 of 4 arms" in done.err
+    assert "no record says how long a seed takes on this machine (4 of 4 configurations" in done.err
 
 
 def test_two_kinds_of_gpu_and_none_here_are_not_guessed_between(
@@ -158,7 +158,7 @@ def test_two_kinds_of_gpu_and_none_here_are_not_guessed_between(
 
 def test_fused_steps_are_timed_by_fused_steps_alone(command: Command, pilot: Path, tmp_path: Path) -> None:
     done = command("plan", *CONVERGENCE, "--fused", "--budget", "1h", "--timings", pilot)
-    assert (done.code, "(2 of 6 arms" in done.err) == (2, True)
+    assert (done.code, "(2 of 6 configurations" in done.err) == (2, True)
     fused = write(tmp_path / "fused", [ended(trial) for trial in trials(fused=True)])
     assert planned(command, "--fused", "--budget", "1h", "--timings", fused)["estimate"]["device_s"]
 
@@ -216,7 +216,10 @@ def _fields(trial: dict[str, Any]) -> dict[str, Any]:
 def test_an_arm_that_no_record_times_is_named(command: Command, tmp_path: Path) -> None:
     some = write(tmp_path / "pilot", [ended(trial) for trial in trials() if trial.problem["arm"] != "recipe"])
     done = command("plan", *CONVERGENCE, "--budget", "1h", "--timings", some)
-    assert "(1 of 4 arms, such as training/tiny-recipe-b8-t64-V50304/flash/fp8/delayed_scaling/eager/s0)" in done.err
+    assert (
+        "(1 of 4 configurations, such as training/tiny-recipe-b8-t64-V50304/flash/fp8/delayed_scaling/eager/s0)"
+        in done.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -333,7 +336,7 @@ def test_a_run_takes_the_seeds_of_its_budget_and_writes_down_its_looks(
     assert len(asked["trials"]) == 6 * 4
     assert load(out).plans[0].judgement == {"margin": 0.01, "alpha": 0.05, "seeds": 6, "steps": 150, "first_look": 4}
     assert asked["needless"](asked["trials"][0]) is None
-    assert callable(stopping.rule("convergence", load(out), "nowhere"))
+    assert callable(stopping.stopping_rule("convergence", load(out), "nowhere"))
 
 
 def test_a_run_says_what_its_seeds_can_conclude_before_it_begins(

@@ -12,13 +12,13 @@ from driving import PLANTED, rows, te_bench
 from in_process import Command
 from journals import STARTED, environment, record
 
-from te_bench.cli import stopping
 from te_bench.experiments import runner
 from te_bench.experiments.spec import Experiment, Record
 from te_bench.experiments.store import Plan, Store, load
 from te_bench.reports.analysis.rows import load_results
-from te_bench.reports.convergence.study import Arm, Study, studies
-from te_bench.reports.convergence.verdict import verdicts
+from te_bench.reports.convergence import stopping
+from te_bench.reports.convergence.study import Study, StudyArm, studies
+from te_bench.reports.convergence.verdict import judge_study
 
 SIMULATED = PLANTED.with_name("te_bench_simulated.py")
 SEQUENTIAL = {**JUDGEMENT, "seeds": 12, "first_look": 4}
@@ -57,7 +57,7 @@ def test_a_run_stops_what_is_decided_and_the_verdict_agrees(tmp_path: Path) -> N
         told, "/delayed_scaling/"
     )
     assert "INFERIOR more than 0.003 above the control after 4 of 8 seeds" in _line(told, "/rowwise_scaling/")
-    assert "every arm has been decided" in _line(told, "-control-")
+    assert "every configuration has been decided" in _line(told, "-control-")
 
     judged = simulated("verdict", tmp_path)
     assert judged.returncode == 1, judged.stdout + judged.stderr
@@ -85,7 +85,7 @@ def test_what_stopped_is_what_the_verdict_says(tmp_path: Path, draw: int, gpus: 
     truth = {**TRUTH, "float8_block_scaling": 0.0, "rowwise_scaling": float(rng.normal(0, 0.002)), "aa": aa}
     records = study_records(truth, seeds=range(8), sd=0.00005, outcomes={("float8_block_scaling", 2): "diverged"})
     store = begun(tmp_path, records)
-    needless = stopping.rule("convergence", store.journal, "env-h200")
+    needless = stopping.stopping_rule("convergence", store.journal, "env-h200")
     waiting, under_way = deque(records), deque[Record]()
     while waiting or under_way:
         while waiting and len(under_way) < gpus:
@@ -97,14 +97,14 @@ def test_what_stopped_is_what_the_verdict_says(tmp_path: Path, draw: int, gpus: 
         if under_way:
             store.add(under_way.popleft())
     store.close()
-    found = verdicts(read(tmp_path))
+    found = judge_study(read(tmp_path))
     for finding in found.recipes:
         reasons = {run.row.reason for run in finding.arm.runs.values() if run.row.outcome == "stopped"}
         assert len(reasons) <= 1
         assert all(str(reason).upper().startswith(finding.verdict) for reason in reasons)
     spared = [run for arm in (found.study.control, found.study.aa) if arm for run in arm.runs.values()]
     if any(run.row.outcome == "stopped" for run in spared):
-        aa, broken = (stopping._decided(found.study, arm) for arm in (found.study.aa, found.study.broken) if arm)
+        aa, broken = (stopping.why_decided(found.study, arm) for arm in (found.study.aa, found.study.broken) if arm)
         shown = str(aa).startswith("EQUIVALENT") and str(broken).startswith("INFERIOR")
         assert (found.void is None) == shown
     else:
@@ -130,8 +130,8 @@ def read(directory: Path) -> Study:
 # ---- the rule
 
 
-def decided(study: Study, arm: Arm) -> str | None:
-    return stopping.reason(study, arm.trial)
+def decided(study: Study, arm: StudyArm) -> str | None:
+    return stopping.why_needless(study, arm.trial)
 
 
 def by_name(study: Study) -> dict[str, str | None]:
@@ -152,7 +152,7 @@ def test_recipes_stop_alone_and_what_they_are_judged_beside_goes_on(tmp_path: Pa
 
 def test_everything_stops_once_every_arm_is_decided(tmp_path: Path) -> None:
     found = by_name(study(tmp_path))
-    assert found.pop("bf16") == "every arm has been decided"
+    assert found.pop("bf16") == "every configuration has been decided"
     assert all(found.values())
 
 
@@ -204,7 +204,7 @@ def test_a_recipe_that_diverged_waits_for_its_control(tmp_path: Path) -> None:
 def test_a_plan_without_looks_never_stops(tmp_path: Path) -> None:
     directory = write_study(tmp_path, study_records(seeds=range(6), sd=0.0001))
     journal = load(directory)
-    rule = stopping.rule("convergence", journal, journal.plans[0].environment)
+    rule = stopping.stopping_rule("convergence", journal, journal.plans[0].environment)
     assert {rule(record.trial) for record in journal.records.values()} == {None}
 
 
@@ -212,9 +212,9 @@ def test_the_rule_reads_the_journal_as_it_stands(tmp_path: Path) -> None:
     directory = write_study(tmp_path, study_records(seeds=range(6), sd=0.0001), SEQUENTIAL)
     journal = load(directory)
     trials = [record.trial for record in journal.records.values()]
-    assert all(map(stopping.rule("convergence", journal, journal.plans[0].environment), trials))
-    assert not any(map(stopping.rule("convergence", journal, "another environment"), trials))
-    assert not any(map(stopping.rule("stress", journal, journal.plans[0].environment), trials))
+    assert all(map(stopping.stopping_rule("convergence", journal, journal.plans[0].environment), trials))
+    assert not any(map(stopping.stopping_rule("convergence", journal, "another environment"), trials))
+    assert not any(map(stopping.stopping_rule("stress", journal, journal.plans[0].environment), trials))
 
 
 def test_a_run_that_began_without_looks_cannot_get_them_later(
@@ -253,6 +253,6 @@ def test_trials_that_a_look_may_spare_go_one_after_the_other(
 def test_another_machine_s_plan_does_not_forbid_looks(tmp_path: Path) -> None:
     journal = load(write_study(tmp_path, study_records(seeds=range(2))))
     looking = Experiment(suite="convergence", title="", trials=(), judgement=SEQUENTIAL)
-    stopping.check(looking, journal, "another environment")
+    stopping.check_stop_early(looking, journal, "another environment")
     with pytest.raises(ValueError, match="--stop-early: this run was planned without"):
-        stopping.check(looking, journal, "env-h200")
+        stopping.check_stop_early(looking, journal, "env-h200")

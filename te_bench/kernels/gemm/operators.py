@@ -39,7 +39,8 @@ class Outputs(NamedTuple):
         if self.scale_inv is None:
             return Product(self.out, self.pre, None)
         there, back = (None if x is None else self.scale_inv for x in (self.data, self.data_t))
-        layout = Layout((self.data if self.data_t is None else self.data_t).dtype, TENSOR, torch.float32)
+        [dtype, *_] = [x.dtype for x in (self.data, self.data_t) if x is not None]
+        layout = Layout(dtype, TENSOR, torch.float32)
         return Product(self.out, self.pre, Quantized(self.data, there, self.data_t, back, layout))
 
 

@@ -1,4 +1,4 @@
-"""Loss curves: what each arm of a training comparison reached, and how far seeds alone move the BF16 arm."""
+"""Loss curves: what each training of a comparison reached, and how far seeds alone move the BF16 one."""
 
 import bisect
 import statistics
@@ -8,13 +8,14 @@ from pathlib import PurePath
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import finite, median, numbers
-from te_bench.reports.analysis.rows import Cell, Group, printable
+from te_bench.reports.analysis.ranking import rank
+from te_bench.reports.analysis.rows import Configuration, Group, printable
 
 _Logged = tuple[float, float, float]  # step, seconds since training began, loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class LossPoint:
     """A loss at a step, `time_s` after training began, over the seeds that logged it."""
 
     step: float
@@ -26,12 +27,12 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arm:
-    """One cell of `training`: its losses by step, mean over seeds, and the best validation loss it reached."""
+class Training:
+    """One configuration of `training`: its losses by step, mean over seeds, and the best validation loss it reached."""
 
-    cell: Cell
-    train: tuple[Point, ...]
-    validation: tuple[Point, ...]
+    cell: Configuration
+    train: tuple[LossPoint, ...]
+    validation: tuple[LossPoint, ...]
     best: float | None  # lowest validation loss of each seed, mean over the seeds that ended ok
     deviation: float | None  # sample standard deviation of that over seeds
     n: int  # seeds behind best
@@ -46,57 +47,62 @@ class Arm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """Arms trained on the same data under the same budget; `reference` is the BF16 arm, None when there is none."""
+class TrainingComparison:
+    """Trainings on the same data under the same budget; `reference` is the BF16 one, None when there is none."""
 
     title: str
-    arms: tuple[Arm, ...]
-    reference: Arm | None
+    trainings: tuple[Training, ...]
+    reference: Training | None
+    lowest: tuple[Training, ...]  # of the lowest validation loss, and what paired seeds do not tell from it
 
     @property
     def timed(self) -> bool:
         """Whether its clocks are of one training at a time: not of those that shared a GPU."""
-        return not any("share" in arm.cell.trial.problem for arm in self.arms)
+        return not any("share" in training.cell.trial.problem for training in self.trainings)
 
-    def behind(self, arm: Arm) -> float | None:
-        """Best validation loss less the BF16 arm's: above 0 is worse."""
-        if self.reference is None or arm.best is None or self.reference.best is None or arm is self.reference:
+    def behind(self, training: Training) -> float | None:
+        """Best validation loss less the BF16 one's: above 0 is worse."""
+        if self.reference is None or training.best is None or self.reference.best is None or training is self.reference:
             return None
-        return arm.best - self.reference.best
+        return training.best - self.reference.best
 
 
-def comparisons(group: Group) -> tuple[Comparison, ...]:
-    """The training cells of a group, together where their curves may be compared; arms in the plan's order."""
-    together: dict[tuple[object, ...], list[Cell]] = {}
+def comparisons(group: Group) -> tuple[TrainingComparison, ...]:
+    """The training configurations of a group, together where their curves may be compared; trainings in the plan's order."""
+    together: dict[tuple[object, ...], list[Configuration]] = {}
     for cell in group.of("training"):
         together.setdefault(cell.course, []).append(cell)
     return tuple(_comparison(cells, group.baseline) for cells in together.values())
 
 
-def _comparison(cells: Sequence[Cell], baseline: str | None) -> Comparison:
-    arms = tuple(_arm(cell) for cell in cells)
-    bf16 = [arm for arm in arms if arm.cell.trial.precision == "bf16" and arm.validation]
-    # the arm that says most about seeds; the suite's baseline among equals, then the first planned
-    reference = max(bf16, key=lambda arm: (arm.n, arm.cell.id == baseline), default=None)
+def _comparison(cells: Sequence[Configuration], baseline: str | None) -> TrainingComparison:
+    trainings = tuple(_training(cell) for cell in cells)
+    bf16 = [training for training in trainings if training.cell.trial.precision == "bf16" and training.validation]
+    # the training that says most about seeds; the suite's baseline among equals, then the first planned
+    reference = max(bf16, key=lambda training: (training.n, training.cell.id == baseline), default=None)
     problem = cells[0].trial.problem
     length = f"{problem['steps']} steps" if problem.get("steps") else f"{problem.get('budget_s')} s"
     kind, colon, name = str(problem.get("data") or "").partition(":")
     data = f"{kind}{colon}{PurePath(name).name if kind == 'text' else name}"  # of a file, the name says enough
     title = ", ".join(str(word) for word in (problem.get("model"), data, length) if word)
-    return Comparison(title=printable(title), arms=arms, reference=reference)
+    ended = sorted((training for training in trainings if training.best is not None), key=lambda t: t.best or 0.0)
+    best = rank([lowest_losses(training.cell) for training in ended]).best
+    return TrainingComparison(
+        title=printable(title), trainings=trainings, reference=reference, lowest=tuple(ended[place] for place in best)
+    )
 
 
-def _arm(cell: Cell) -> Arm:
+def _training(cell: Configuration) -> Training:
     diverged = [row.record for row in cell.rows if row.record and row.outcome == "diverged"]
     drawn = cell.ok or diverged  # a seed that diverged would cut the others' curves short; the tables count it
-    best = list(lowest(cell).values())
+    best = list(lowest_losses(cell).values())
     work = drawn[0].work if drawn else {}
     steps = [max(found) + 1 for record in drawn if (found := numbers(record.samples.get("step")))]  # from step 0 on
     times = [max(found) for record in drawn if (found := numbers(record.samples.get("time_s")))]
     last, time, per_step = median(steps), median(times), finite(work.get("tokens"))
     tokens = last * per_step if last is not None and per_step is not None else None
     timed = time if "share" not in cell.trial.problem else None
-    return Arm(
+    return Training(
         cell=cell,
         train=points(drawn, "step", "time_s", "loss"),
         validation=points(drawn, "val_step", "val_time_s", "val_loss"),
@@ -110,14 +116,14 @@ def _arm(cell: Cell) -> Arm:
     )
 
 
-def lowest(cell: Cell) -> dict[tuple[str, int], float]:
+def lowest_losses(cell: Configuration) -> dict[tuple[str, int], float]:
     """{(run, seed): the lowest validation loss}, of the seeds that ended ok and have one."""
     done = [(row.run, row.trial.seed, row.record) for row in cell.rows if row.record and row.outcome == "ok"]
     losses = {(run, seed): numbers(record.samples.get("val_loss")) for run, seed, record in done}
     return {pair: min(found) for pair, found in losses.items() if found}
 
 
-def points(records: Sequence[Record], step: str, time: str, loss: str) -> tuple[Point, ...]:
+def points(records: Sequence[Record], step: str, time: str, loss: str) -> tuple[LossPoint, ...]:
     """Mean and spread over records at the first one's steps, as far as all of them go, interpolated between theirs.
 
     Under a budget of time every seed logs at steps of its own. A record without the curve does not count.
@@ -145,9 +151,9 @@ def _at(curve: Sequence[_Logged], step: float) -> _Logged:
     return step, t0 + part * (t1 - t0), x0 + part * (x1 - x0)
 
 
-def _point(seen: Sequence[_Logged]) -> Point:
+def _point(seen: Sequence[_Logged]) -> LossPoint:
     losses = [loss for _, _, loss in seen]
-    return Point(
+    return LossPoint(
         step=seen[0][0],
         time_s=statistics.fmean(time for _, time, _ in seen),
         mean=statistics.fmean(losses),

@@ -2,15 +2,16 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from te_bench.models import cost
 from te_bench.models.configs import CONFIGS
 from te_bench.models.cost import Cost
-from te_bench.reports.analysis import measures
-from te_bench.reports.analysis.layers import kernels as kernels  # part of this module's interface
-from te_bench.reports.analysis.measures import Rung
-from te_bench.reports.analysis.rows import Cell, Group
+from te_bench.reports.analysis.layers import kernel_seconds
+from te_bench.reports.analysis.measures import finite, numbers
+from te_bench.reports.analysis.rows import Configuration, Group
+from te_bench.reports.analysis.steps import MeasuredStep
 
 #: Kinds by the names of kernels; the first that matches counts, and what has no pattern is elementwise: Inductor's fused
 #: kernels, norms, activations, casts, embeddings, and the driver's copies and fills.
@@ -35,7 +36,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class KindTime:
     """The kernels of one kind: what they must compute and move, seconds that this takes at the ceilings, seconds it took."""
 
     cost: Cost
@@ -45,18 +46,35 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Breakdown:
-    """A rung's step in parts; gaps are what its latency has beside kernels, when no profiler looks."""
+    """A step by kind of kernel, and its kernels with their seconds, the longest first; gaps between them are left out."""
 
-    rung: Rung
-    parts: tuple[Part, ...]
+    step: MeasuredStep
+    kinds: tuple[KindTime, ...]
+    kernels: Mapping[str, float]
 
     @property
     def floor_s(self) -> float:
-        return sum(part.floor_s for part in self.parts)
+        return sum(kind.floor_s for kind in self.kinds)
 
     @property
     def measured_s(self) -> float:
-        return sum(part.measured_s for part in self.parts)
+        return sum(kind.measured_s for kind in self.kinds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Floor:
+    """Every measured GPT step whose kernels were timed, fastest first; none without ceilings."""
+
+    ceilings: Ceilings | None
+    breakdowns: tuple[Breakdown, ...] = ()
+
+    @property
+    def compared(self) -> list[Breakdown]:
+        """Those worth seeing side by side: the baseline and the fastest step of each precision."""
+        fastest: dict[str, Breakdown] = {}
+        for found in self.breakdowns:
+            fastest.setdefault(found.step.cell.trial.precision, found)
+        return [b for b in self.breakdowns if b.step.is_baseline or b in fastest.values()]
 
 
 def ceilings(group: Group) -> Ceilings | None:
@@ -70,8 +88,7 @@ def ceilings(group: Group) -> Ceilings | None:
             amount / min(seconds)
             for cell in group.of("ceilings")
             for record in cell.ok
-            if (seconds := measures.numbers(record.samples.get(sample)))
-            and (amount := measures.finite(record.work.get(work)))
+            if (seconds := numbers(record.samples.get(sample))) and (amount := finite(record.work.get(work)))
         ]
         return max(found) if found else None
 
@@ -81,38 +98,27 @@ def ceilings(group: Group) -> Ceilings | None:
     return Ceilings(bytes_per_s=copy, bf16_flop_per_s=bf16, fp8_flop_per_s=rate("gemm_fp8_s", "gemm_flop"))
 
 
-def breakdowns(group: Group) -> tuple[Breakdown, ...]:
-    """Of every measured GPT step whose kernels were timed, fastest first; none without ceilings."""
-    found = ceilings(group)
-    if found is None:
-        return ()
-    rungs = [rung for rung in measures.ladder(group) if rung.latency_s is not None]
-    return tuple(b for rung in rungs if (b := _breakdown(rung, found)) is not None)
+def floor_of(group: Group, steps: Sequence[MeasuredStep]) -> Floor:
+    """The floor of a group's steps, which come fastest first."""
+    at = ceilings(group)
+    if at is None:
+        return Floor(ceilings=None)
+    found = [_breakdown(step, at) for step in steps if step.latency_s is not None]
+    return Floor(ceilings=at, breakdowns=tuple(breakdown for breakdown in found if breakdown is not None))
 
 
-def compared(group: Group) -> list[Breakdown]:
-    """Those worth seeing side by side: the baseline and the fastest step of each precision."""
-    found = breakdowns(group)
-    fastest: dict[str, Breakdown] = {}
-    for breakdown in found:
-        fastest.setdefault(breakdown.rung.cell.trial.precision, breakdown)
-    return [b for b in found if b.rung.is_baseline or b in fastest.values()]
-
-
-def _breakdown(rung: Rung, at: Ceilings) -> Breakdown | None:
-    measured, costs = kernels(rung.cell), _costs(rung.cell)
-    if not measured or not costs or (at.fp8_flop_per_s is None and any(c.fp8_flop for c in costs)):
+def _breakdown(step: MeasuredStep, at: Ceilings) -> Breakdown | None:
+    kernels, costs = kernel_seconds(step.cell), _costs(step.cell)
+    if not kernels or not costs or (at.fp8_flop_per_s is None and any(c.fp8_flop for c in costs)):
         return None
     seconds = dict.fromkeys((c.kind for c in costs), 0.0)
-    for kernel, value in measured.items():
-        seconds[kind(kernel)] += value
-    return Breakdown(
-        rung=rung,
-        parts=tuple(Part(cost=c, floor_s=_floor(c, at), measured_s=seconds[c.kind]) for c in costs),
-    )
+    for kernel, value in kernels.items():
+        seconds[kind_of(kernel)] += value
+    kinds = tuple(KindTime(cost=c, floor_s=_floor(c, at), measured_s=seconds[c.kind]) for c in costs)
+    return Breakdown(step=step, kinds=kinds, kernels=kernels)
 
 
-def _costs(cell: Cell) -> tuple[Cost, ...]:
+def _costs(cell: Configuration) -> tuple[Cost, ...]:
     """What the trial's step must do; nothing for a model that is no GPT of ours or a precision without a formula."""
     problem = cell.trial.problem
     config, precision = CONFIGS.get(str(problem.get("model"))), cell.trial.precision
@@ -130,6 +136,6 @@ def _floor(c: Cost, at: Ceilings) -> float:
     return c.bf16_flop / at.bf16_flop_per_s + c.fp8_flop / (at.fp8_flop_per_s or 1.0) + c.bytes / at.bytes_per_s
 
 
-def kind(kernel: str) -> str:
+def kind_of(kernel: str) -> str:
     """The kind that a kernel's name tells."""
     return next((name for name, pattern in KINDS if re.search(pattern, kernel, re.IGNORECASE)), cost.ELEMENTWISE)

@@ -1,13 +1,14 @@
-"""The layer benchmark: its variants, each with rungs of its own, and where an iteration's time goes, kernel by kernel."""
+"""The layer benchmark: the layers of its variants, and where an iteration's time goes, kernel by kernel."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from te_bench.experiments.spec import NO_ATTENTION
-from te_bench.reports.analysis import measures
-from te_bench.reports.analysis.measures import Rung
-from te_bench.reports.analysis.rows import Cell, Group
+from te_bench.reports.analysis.measures import finite
+from te_bench.reports.analysis.ranking import StepRanking, rank_steps
+from te_bench.reports.analysis.rows import Configuration, Group
+from te_bench.reports.analysis.steps import MeasuredStep, measured_steps
 
 #: Kinds of kernels by their names on a GPU and of operators on a CPU; the first that matches counts.
 KINDS: tuple[tuple[str, str], ...] = (
@@ -22,88 +23,103 @@ KINDS: tuple[tuple[str, str], ...] = (
     ),
 )
 OTHER = "other"
+FAMILIES = ("te_", "torchao_", "transformer_engine")  # beginnings of layers' names: ours, and the peers'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """The rungs of one variant, fastest first. Those whose mask is not the baseline's compute another function."""
+class MeasuredLayer:
+    """A layer's time, and what it is made of: {kernel: seconds an iteration}, the longest first, and by kind.
+
+    comparable: its mask is the baseline's; another one computes another function. gemm_flop_per_s: what its Linears reach
+    in their kernels; None where attention is made of GEMMs too.
+    """
+
+    step: MeasuredStep
+    comparable: bool
+    kernels: Mapping[str, float]
+    by_kind: Mapping[str, float]
+    gemm_flop_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerVariant:
+    """The layers of one variant, fastest first, and the ranking of those that are comparable."""
 
     name: str
-    rungs: tuple[Rung, ...]
-    baseline: Cell | None
+    layers: tuple[MeasuredLayer, ...]
+    ranking: StepRanking
 
-    def comparable(self, rung: Rung) -> bool:
-        return self.baseline is None or rung.cell.trial.problem.get("mask") == self.baseline.trial.problem.get("mask")
+    @property
+    def comparable(self) -> bool:
+        """Whether all of them are."""
+        return all(layer.comparable for layer in self.layers)
+
+    @property
+    def compared(self) -> list[MeasuredLayer]:
+        """Those whose kernels are worth seeing side by side: the fastest of ours in FP8 and without, and of each peer."""
+        fastest: dict[tuple[str, bool], MeasuredLayer] = {}
+        for layer in self.layers:
+            trial = layer.step.cell.trial
+            family = next((name for name in FAMILIES if str(trial.problem.get("layer")).startswith(name)), None)
+            if family and layer.kernels:
+                fastest.setdefault((family, trial.precision == "fp8"), layer)
+        return list(fastest.values())
 
 
-def variants(group: Group) -> tuple[Variant, ...]:
+def layer_variants(group: Group) -> tuple[LayerVariant, ...]:
     """The variants in the plan's order; each one's baseline is the group's, in that variant.
 
     Where a run left the group's baseline out (--only), a plain layer stands in for it.
     """
     cells = group.of("layer")
-    names = dict.fromkeys(cell.shape for cell in cells)
     candidates = [cell for cell in cells if cell.id == group.baseline]
     candidates += [cell for cell in cells if cell.trial.problem.get("layer") == "plain"]
     chosen = _rival(candidates[0]) if candidates else None
     found = []
-    for name in names:
+    for name in dict.fromkeys(cell.shape for cell in cells):
         ours = [cell for cell in cells if cell.shape == name]
         baseline = next((cell for cell in ours if chosen is not None and _is(cell, chosen)), None)
-        found.append(Variant(name=name, rungs=measures.rungs(ours, baseline, group.gpu), baseline=baseline))
+        layers = tuple(_measured(step, baseline) for step in measured_steps(ours, baseline, group.gpu))
+        ranking = rank_steps([layer.step for layer in layers if layer.comparable])
+        found.append(LayerVariant(name=name, layers=layers, ranking=ranking))
     return tuple(found)
 
 
-def _rival(cell: Cell) -> tuple[object, ...]:
+def _measured(step: MeasuredStep, baseline: Configuration | None) -> MeasuredLayer:
+    cell, kernels = step.cell, kernel_seconds(step.cell)
+    kinds = [*(name for name, _ in KINDS), OTHER] if kernels else []
+    by_kind = {name: sum(s for kernel, s in kernels.items() if kind_of(kernel) == name) for name in kinds}
+    gemm, flop = by_kind.get("GEMM"), finite(cell.ok[0].work.get("gemm_flop")) if cell.ok else None
+    return MeasuredLayer(
+        step=step,
+        comparable=baseline is None or cell.trial.problem.get("mask") == baseline.trial.problem.get("mask"),
+        kernels=kernels,
+        by_kind=by_kind,
+        gemm_flop_per_s=flop / gemm if flop and gemm and cell.trial.attention not in ("manual", "math") else None,
+    )
+
+
+def _rival(cell: Configuration) -> tuple[object, ...]:
     trial = cell.trial
     return trial.problem.get("layer"), trial.attention, trial.precision, trial.recipe, trial.mode
 
 
-def _is(cell: Cell, rival: tuple[object, ...]) -> bool:
-    """Whether a cell is that rival; the MLP alone is whatever its attention."""
+def _is(cell: Configuration, rival: tuple[object, ...]) -> bool:
+    """Whether a configuration is that rival; the MLP alone is whatever its attention."""
     layer, attention, *rest = _rival(cell)
     return (layer, *rest) == (rival[0], *rival[2:]) and attention in (rival[1], NO_ATTENTION)
 
 
-def kernels(cell: Cell) -> dict[str, float]:
-    """{kernel: seconds an iteration}, the mean over a cell's processes, the longest first; empty if none was profiled."""
+def kernel_seconds(cell: Configuration) -> dict[str, float]:
+    """{kernel: seconds an iteration}, the mean over processes, the longest first; empty if none was profiled."""
     profiles = [found for record in cell.ok if isinstance(found := record.work.get("kernel_s"), Mapping)]
     total: dict[str, float] = {}
     for profile in profiles:
         for name, value in profile.items():
-            total[name] = total.get(name, 0.0) + (measures.finite(value) or 0.0) / len(profiles)
+            total[name] = total.get(name, 0.0) + (finite(value) or 0.0) / len(profiles)
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
-def kind(kernel: str) -> str:
+def kind_of(kernel: str) -> str:
     """The kind that a kernel's name tells, "other" for copies, sums and what has no pattern."""
     return next((name for name, pattern in KINDS if re.search(pattern, kernel, re.IGNORECASE)), OTHER)
-
-
-def by_kind(cell: Cell) -> dict[str, float]:
-    """{kind: seconds an iteration} for every kind, empty if no kernel was profiled."""
-    found = kernels(cell)
-    names = [*(name for name, _ in KINDS), OTHER]
-    return {name: sum(s for kernel, s in found.items() if kind(kernel) == name) for name in names} if found else {}
-
-
-def gemm_flop_per_s(cell: Cell) -> float | None:
-    """What the layer's Linears reach in their kernels; None where attention is made of GEMMs too."""
-    seconds = by_kind(cell).get("GEMM")
-    amount = measures.finite(cell.ok[0].work.get("gemm_flop")) if cell.ok else None
-    return amount / seconds if amount and seconds and cell.trial.attention not in ("manual", "math") else None
-
-
-def compared(variant: Variant) -> list[Rung]:
-    """The rungs whose kernels are worth seeing side by side: the fastest of ours in FP8 and without, and of each peer."""
-
-    def group_of(rung: Rung) -> tuple[str, bool]:
-        family = str(rung.cell.trial.problem.get("layer"))
-        family = next((name for name in ("te_", "torchao_", "transformer_engine") if family.startswith(name)), "")
-        return family, rung.cell.trial.precision == "fp8"
-
-    fastest: dict[tuple[str, bool], Rung] = {}
-    for rung in variant.rungs:
-        if group_of(rung)[0] and kernels(rung.cell):
-            fastest.setdefault(group_of(rung), rung)
-    return list(fastest.values())

@@ -17,17 +17,19 @@ from te_bench.kernels.linear_cross_entropy.table import HeadShape
 from te_bench.kernels.measured import Timing
 from te_bench.models import cost
 from te_bench.models.configs import CONFIGS
-from te_bench.reports.analysis import measures, rows
-from te_bench.reports.analysis.floor import kind
-from te_bench.reports.analysis.layers import kernels
-from te_bench.reports.analysis.rows import Cell, Group, Results
+from te_bench.reports.analysis import rows
+from te_bench.reports.analysis.attention import PASSES
+from te_bench.reports.analysis.floor import kind_of
+from te_bench.reports.analysis.layers import kernel_seconds
+from te_bench.reports.analysis.measures import median, typical
+from te_bench.reports.analysis.rows import Configuration, Group, Results
 
 NOTE = "derived from GPT steps that differ in their attention alone"
 #: The samples of a call, by operator, which is the name of the workload too.
-SAMPLES = {"attention": measures.PASSES, "gemm": ("kernel_s",), "linear_cross_entropy": ("kernel_s",)}
+SAMPLES = {"attention": PASSES, "gemm": ("kernel_s",), "linear_cross_entropy": ("kernel_s",)}
 
 
-class Found(NamedTuple):
+class Candidate(NamedTuple):
     """A row, and what decides between two of one problem: measured alone, more backends, later."""
 
     alone: bool
@@ -42,7 +44,7 @@ def of_results(operator: str, directories: Sequence[Path], environment: str | No
     Raises ValueError where they hold none.
     """
     results = rows.load_results(directories)
-    best: dict[tuple[str, str, Any], Found] = {}
+    best: dict[tuple[str, str, Any], Candidate] = {}
     for group in results.groups:
         if environment not in (None, group.environment):
             continue
@@ -58,7 +60,7 @@ def of_results(operator: str, directories: Sequence[Path], environment: str | No
     return tuple(found.timing for found in best.values())
 
 
-def _alone(operator: str, results: Results, group: Group) -> Iterator[Found]:
+def _alone(operator: str, results: Results, group: Group) -> Iterator[Candidate]:
     """Of trials of the operator's workload."""
     seconds: dict[Any, dict[str, float]] = {}
     dates: dict[Any, list[str]] = {}
@@ -74,21 +76,21 @@ def _alone(operator: str, results: Results, group: Group) -> Iterator[Found]:
         yield _found(operator, results, group, problem, by_name, dates[problem], alone=True)
 
 
-def _seconds(cell: Cell, samples: Iterable[str]) -> float | None:
+def _seconds(cell: Configuration, samples: Iterable[str]) -> float | None:
     """The samples' medians together; None where one is missing."""
-    found = [measures.typical(cell.ok, sample) for sample in samples]
+    found = [typical(cell.ok, sample) for sample in samples]
     known = [value for value in found if value is not None]
     return sum(known) if len(known) == len(found) else None
 
 
-def _of_steps(results: Results, group: Group) -> Iterator[Found]:
+def _of_steps(results: Results, group: Group) -> Iterator[Candidate]:
     """Of trials of the workload `train_step`, where attention is all that tells some of them apart."""
     compared: dict[str, dict[str, float]] = {}
     problems: dict[str, tuple[Problem, list[str]]] = {}
     for cell in group.of("train_step"):
         trial = cell.trial
         config = CONFIGS.get(str(trial.problem.get("model")))
-        total = sum(value for name, value in kernels(cell).items() if kind(name) == cost.ATTENTION)
+        total = sum(value for name, value in kernel_seconds(cell).items() if kind_of(name) == cost.ATTENTION)
         if config is None or not total or trial.device != "cuda" or trial.problem.get("accumulate", 1) != 1:
             continue
         if in_fp8(trial.attention):
@@ -106,7 +108,7 @@ def _of_steps(results: Results, group: Group) -> Iterator[Found]:
             continue
         names = compared[max(here, key=lambda key: len(compared[key]))].keys()
         here = [key for key in here if compared[key].keys() == names]
-        medians = {name: measures.median([compared[key][name] for key in here]) for name in names}
+        medians = {name: median([compared[key][name] for key in here]) for name in names}
         by_name = {name: value for name, value in medians.items() if value is not None}
         dates = [date for key in here for date in problems[key][1]]
         yield _found("attention", results, group, problem, by_name, dates, alone=False)
@@ -157,7 +159,7 @@ def _found(
     dates: Iterable[str],
     *,
     alone: bool,
-) -> Found:
+) -> Candidate:
     known = rows.identity(results.environments[group.environment])
     machine = str(known.get("gpu") or known.get("cpu"))
     latest = max(dates)
@@ -165,4 +167,4 @@ def _found(
     source = ", ".join([f"suite {group.suite}", latest[:10], *versions, *([] if alone else [NOTE])])
     rounded = {name: float(f"{value:.4g}") for name, value in seconds.items()}
     timing = Timing(operator=operator, machine=machine, problem=problem, seconds=rounded, source=source)
-    return Found(alone=alone, backends=len(seconds), started_at=latest, timing=timing)
+    return Candidate(alone=alone, backends=len(seconds), started_at=latest, timing=timing)

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from scipy.special import stdtrit
 
 from te_bench.experiments import host
-from te_bench.reports.analysis.measures import CONFIDENCE, Rung, same_work, seconds_by_seed
-from te_bench.reports.analysis.rows import Cell
-from te_bench.reports.page.table import Value
-from te_bench.reports.page.text import MISSING
+from te_bench.reports.analysis.measures import CONFIDENCE, same_work, seconds_by_seed
+from te_bench.reports.analysis.rows import Configuration
+from te_bench.reports.analysis.steps import MeasuredStep
 
 Values = Mapping[tuple[str, int], float]  # of processes, by run and seed
 
 FASTEST, TIED, SLOWER, ALONE = WORDS = "fastest", "not distinguished", "slower", "one run"
-COLUMN = "Ranking"
 FEW = 5  # processes: up to so many are "only"
 
 
@@ -61,51 +59,38 @@ def _above_0(differences: Sequence[float], comparisons: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """The measured rungs that do the same work, by what intervals say of them; see Ranking."""
+class StepRanking:
+    """Steps, the fastest first, and what intervals say of those that were measured and do the same work; see Ranking."""
 
-    fastest: tuple[Rung, ...]
-    slower: tuple[Rung, ...]
-    alone: tuple[Rung, ...]
+    steps: tuple[MeasuredStep, ...]
+    fastest: tuple[MeasuredStep, ...] = ()
+    slower: tuple[MeasuredStep, ...] = ()
+    alone: tuple[MeasuredStep, ...] = ()
+    reason: str = ""  # why the fastest are not told apart
 
-    def word(self, rung: Rung) -> str | None:
-        """What the table says of a rung; None of one that was not ranked."""
-        if rung in self.fastest:
+    def word(self, step: MeasuredStep) -> str | None:
+        """What is said of a step; None of one that was not ranked."""
+        if step in self.fastest:
             return FASTEST if len(self.fastest) == 1 else TIED
-        return SLOWER if rung in self.slower else ALONE if rung in self.alone else None
-
-    def notes(self) -> list[str]:
-        """How the words are to be read."""
-        said = []
-        if len(self.fastest) > 1:
-            reason = why([rung.cell for rung in self.fastest])
-            said.append(f"Not distinguished: paired runs do not tell these from the fastest ({reason}).")
-        if self.slower:
-            said.append("Slower: than the fastest, by paired t-tests at 5 % over all comparisons.")
-        return said
+        return SLOWER if step in self.slower else ALONE if step in self.alone else None
 
 
-def ranked(standing: Standing, rung: Rung) -> Value:
-    """The word in a table, sorted from the fastest on; a dash where nothing was ranked, for all then ran once."""
-    said = standing.word(rung) if standing.fastest else None
-    return Value(text=said or MISSING, sort=WORDS.index(said) if said and said != ALONE else None)
+def rank_steps(steps: Sequence[MeasuredStep]) -> StepRanking:
+    """Of steps in the order of `measured_steps`, the fastest first."""
+    measured = [step for step in steps if step.latency_s is not None]
+    measured = [step for step in measured if same_work(measured[0].cell, step.cell)]
+    ranking = rank([logarithms(step.cell, "latency_s") for step in measured])
+    fastest, slower, alone = (tuple(measured[p] for p in each) for each in (ranking.best, ranking.worse, ranking.alone))
+    reason = why_tied([step.cell for step in fastest]) if len(fastest) > 1 else ""
+    return StepRanking(steps=tuple(steps), fastest=fastest, slower=slower, alone=alone, reason=reason)
 
 
-def standing(rungs: Sequence[Rung]) -> Standing:
-    """Of rungs in the order of `analysis.rungs`, the fastest first."""
-    ranked = [rung for rung in rungs if rung.latency_s is not None]
-    ranked = [rung for rung in ranked if same_work(ranked[0].cell, rung.cell)]
-    ranking = rank([logarithms(rung.cell, "latency_s") for rung in ranked])
-    fastest, slower, alone = (tuple(ranked[p] for p in each) for each in (ranking.best, ranking.worse, ranking.alone))
-    return Standing(fastest=fastest, slower=slower, alone=alone)
-
-
-def logarithms(cell: Cell, *samples: str) -> dict[tuple[str, int], float]:
-    """`analysis.seconds_by_seed`, whose logarithms are what is compared: differences of them are ratios."""
+def logarithms(cell: Configuration, *samples: str) -> dict[tuple[str, int], float]:
+    """`seconds_by_seed`, whose logarithms are what is compared: differences of them are ratios."""
     return {pair: math.log(seconds) for pair, seconds in seconds_by_seed(cell, *samples).items()}
 
 
-def why(cells: Sequence[Cell]) -> str:
+def why_tied(cells: Sequence[Configuration]) -> str:
     """Why these are not told apart: how few processes there were, and who disturbed them, where the records say so."""
     n = min(len(cell.ok) for cell in cells)
     reasons = [f"{'only ' if n <= FEW else ''}{n} runs of each"]

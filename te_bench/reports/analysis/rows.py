@@ -1,4 +1,4 @@
-"""Journals to rows (one per planned trial), cells (repetitions together) and groups (one suite in one environment)."""
+"""Journals to rows (a planned trial each), configurations (their repetitions) and groups (one suite in one environment)."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,8 +43,8 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """Repetitions of one trial, which differ in seed and run; `label` tells it from the other cells of its group."""
+class Configuration:
+    """Repetitions of one trial, which differ in seed and run; `label` tells it from the others of its group."""
 
     rows: tuple[Row, ...]
     label: str
@@ -68,7 +68,7 @@ class Cell:
 
     @property
     def course(self) -> tuple[object, ...]:
-        """The data and the budget that a training cell shares with those it may be compared with."""
+        """The data and the budget that a training configuration shares with those it may be compared with."""
         return tuple(self.trial.problem.get(key) for key in _COURSE)
 
     @property
@@ -81,7 +81,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The cells of one suite in one environment: what may be compared with each other."""
+    """The configurations of one suite in one environment: what may be compared with each other."""
 
     suite: str
     title: str
@@ -89,13 +89,10 @@ class Group:
     where: str  # readable name of the environment
     gpu: str | None
     baseline: str | None  # the cell that is 1.00x
-    cells: tuple[Cell, ...]
+    cells: tuple[Configuration, ...]
     judged: tuple[Plan, ...] = ()  # the plans that fixed what a verdict is judged by, the oldest first
 
-    def __hash__(self) -> int:  # not of the records: what is worked out for a group once is kept for its other readers
-        return hash((self.suite, self.environment))
-
-    def of(self, workload: str) -> tuple[Cell, ...]:
+    def of(self, workload: str) -> tuple[Configuration, ...]:
         return tuple(cell for cell in self.cells if cell.trial.workload == workload)
 
 
@@ -276,7 +273,7 @@ def _measurement(row: Row) -> tuple[str, str | None]:
     return row.trial.id, row.record.started_at if row.record else None
 
 
-def _cells(rows: Iterable[Row]) -> tuple[Cell, ...]:
+def _cells(rows: Iterable[Row]) -> tuple[Configuration, ...]:
     by_cell: dict[str, list[Row]] = {}
     for row in rows:
         by_cell.setdefault(row.trial.cell, []).append(row)
@@ -287,11 +284,11 @@ def _cells(rows: Iterable[Row]) -> tuple[Cell, ...]:
         course = [trial.problem.get(key) for key in together]
         comparable.setdefault((trial.workload, *course), {})[cell] = trial
     labels = {cell: label for trials in comparable.values() for cell, label in _labels(trials).items()}
-    return tuple(Cell(rows=tuple(found), label=labels[cell]) for cell, found in by_cell.items())
+    return tuple(Configuration(rows=tuple(found), label=labels[cell]) for cell, found in by_cell.items())
 
 
 def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
-    """What each cell is called among those it is compared with: rival, vocabulary, precision, mode, other settings."""
+    """What each is called among those it is compared with: rival, vocabulary, precision, mode, other settings."""
     workload = next(iter(trials.values())).workload
     shaped = workload in _SHAPED
     named = _SHAPE if shaped else _LAYER if workload == "layer" else _VOCABULARY

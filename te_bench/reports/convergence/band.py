@@ -41,8 +41,7 @@ def band(
 
     candidate and control: (n, steps) losses, row i of both with the same seed. c comes from flipping the signs of whole
     centred difference curves, each t studentised anew, so neighbouring steps stay as correlated as they are; never more
-    than Bonferroni's, which alone serves 3 and 4 pairs. 95 % bands of 5 to 13 pairs over 3 to 40 steps, correlated by 0 to
-    0.99 from step to step, held the whole normal curve in 91 to 97 % of 800 simulations each.
+    than Bonferroni's, which alone serves 3 and 4 pairs.
 
     Raises ValueError for curves of another shape than (n, steps), values that are not finite, steps that do not
     rise, and a confidence outside (0, 1).

@@ -35,6 +35,15 @@ class Verdict(StrEnum):
     INCONCLUSIVE = "INCONCLUSIVE"
 
 
+#: What a verdict says of the candidate's final loss, `margin` filled in.
+CLAIMS = {
+    Verdict.EQUIVALENT: "within {margin:g} of the control",
+    Verdict.NON_INFERIOR: "less than {margin:g} above the control",
+    Verdict.INFERIOR: "more than {margin:g} above the control",
+    Verdict.INCONCLUSIVE: "not told from the margin {margin:g}",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claims:
     """p-values: of -margin < gap < margin (the larger of its two one-sided), gap < margin, and gap > margin."""
@@ -52,7 +61,7 @@ class Claims:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class LossComparison:
     """One candidate against its control. None is what gaps that do not vary, or too few, cannot tell."""
 
     n: int  # pairs; unpaired, runs of the candidate
@@ -79,13 +88,13 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement:
+class CandidateVerdict:
     """One candidate among a family of them: p-values after Holm; nothing but the reason for one that diverged."""
 
     verdict: Verdict
     reason: str
     family: int  # candidates judged together
-    comparison: Comparison | None = None
+    comparison: LossComparison | None = None
     p_equivalence: float | None = None
     p_non_inferior: float | None = None
     p_inferior: float | None = None
@@ -99,7 +108,7 @@ def compare(
     margin: float,
     alpha: float = 0.05,
     paired: bool = True,
-) -> Comparison:
+) -> LossComparison:
     """EQUIVALENT when the tests of gap < margin and of gap > -margin reject at alpha: TOST; n losses an arm.
 
     Paired, run i of both arms shares its seed (initial weights, data order): the test of the differences. Unpaired,
@@ -108,25 +117,25 @@ def compare(
     `skewed.ASSUMPTION` says.
 
     Too little to say how sure it is, and so INCONCLUSIVE: 2 runs; gaps that do not vary; an arm that counts one run
-    several times. But where every pair ended on the very same loss though the seeds differ, both arms computed the same:
+    several times. But where every pair ended on the very same loss though the seeds differ, both computed the same:
     EQUIVALENT.
 
     Raises ValueError for a margin that is not positive, alpha outside (0, 0.5), fewer than 2 runs, unequal lengths
     when paired, and a loss that is not finite or above 1e60.
     """
     check_test(margin, alpha)
-    arms = _arms(candidate, control, paired)
+    arms = _checked_arms(candidate, control, paired)
     gaps = arms[0] - arms[1] if paired else None
     gap = float(arms[0].mean() - arms[1].mean() if gaps is None else gaps.mean())
     sd = math.hypot(*(arm.std(ddof=1) for arm in arms)) if gaps is None else float(gaps.std(ddof=1))
-    untold, same = _untold(arms, gap, sd, paired)
+    untold, same = _why_untested(arms, gap, sd, paired)
     mean = None if untold else _welch(*arms) if gaps is None else mean_of(gaps)
     claims = claims_of(mean, margin) if mean else _no_claims(same)
     interval = mean.interval(alpha) if mean else None
-    at_gap = _needed(gap, sd, margin, alpha, paired) if mean else None
-    cautious = _needed(gap, at_most(sd, mean.df), margin, alpha, paired) if mean else None
+    at_gap = _seeds_to_show(gap, sd, margin, alpha, paired) if mean else None
+    cautious = _seeds_to_show(gap, at_most(sd, mean.df), margin, alpha, paired) if mean else None
     verdict = claims.verdict(alpha)
-    return Comparison(
+    return LossComparison(
         n=arms[0].size,
         n_control=arms[1].size,
         paired=paired,
@@ -158,7 +167,7 @@ def judge(
     alpha: float = 0.05,
     paired: bool = True,
     diverged: Mapping[str, str] | None = None,
-) -> dict[str, Judgement]:
+) -> dict[str, CandidateVerdict]:
     """Verdicts over a family of candidates {name: (candidate, control)} from p-values after Holm, a claim at a time.
 
     Holm is applied three times, over the candidates' p-values of each claim: equivalent, non-inferior, inferior. What
@@ -175,9 +184,9 @@ def judge(
     broken = dict(diverged or {})
     names = list(dict.fromkeys([*arms, *broken]))
     if not names:
-        raise ValueError("no candidate to judge: give at least one arm besides the control")
+        raise ValueError("no candidate to judge: give at least one configuration besides the control")
     check_test(margin, alpha)
-    compared = {name: _named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
+    compared = {name: _compare_named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
     adjusted = [
         _holm([getattr(compared[name], claim) if name in compared else 1.0 for name in names])
         for claim in ("p_equivalence", "p_non_inferior", "p_inferior")
@@ -185,23 +194,23 @@ def judge(
     judged = {}
     for name, equivalent, non_inferior, inferior in zip(names, *adjusted, strict=True):
         if name in broken:
-            judged[name] = Judgement(verdict=Verdict.DIVERGED, reason=broken[name], family=len(names))
+            judged[name] = CandidateVerdict(verdict=Verdict.DIVERGED, reason=broken[name], family=len(names))
         else:
             claims = Claims(equivalent=equivalent, non_inferior=non_inferior, inferior=inferior)
             judged[name] = _judged(compared[name], claims, len(names))
     return judged
 
 
-def _judged(c: Comparison, claims: Claims, family: int) -> Judgement:
+def _judged(c: LossComparison, claims: Claims, family: int) -> CandidateVerdict:
     verdict, reason, needed = claims.verdict(c.alpha), c.reason, None
     if c.interval is not None:
         # Holm's hardest step, so enough whichever rank the candidate takes
-        needed = _needed(c.gap, c.sd, c.margin, c.alpha / family, c.paired)
-        cautious = _needed(c.gap, at_most(c.sd, c.df), c.margin, c.alpha / family, c.paired)
+        needed = _seeds_to_show(c.gap, c.sd, c.margin, c.alpha / family, c.paired)
+        cautious = _seeds_to_show(c.gap, at_most(c.sd, c.df), c.margin, c.alpha / family, c.paired)
         reason = _reason(verdict, c.gap, c.interval, c.margin, c.alpha, (needed, cautious))
     if verdict is not c.verdict:
         reason = f"{c.verdict} on its own, not after Holm over {family} candidates: {reason}"
-    return Judgement(
+    return CandidateVerdict(
         verdict=verdict,
         reason=reason,
         family=family,
@@ -258,11 +267,11 @@ def copies(losses: Sequence[float] | Array) -> tuple[int, int] | None:
     return next(iter(whole or (met if 2 * len(seen) <= len(losses) else ())), None)
 
 
-def _arms(candidate: Sequence[float], control: Sequence[float], paired: bool) -> tuple[Array, Array]:
+def _checked_arms(candidate: Sequence[float], control: Sequence[float], paired: bool) -> tuple[Array, Array]:
     arms = _arm(candidate, "candidate"), _arm(control, "control")
     if paired and arms[0].size != arms[1].size:
         raise ValueError(
-            f"{arms[0].size} candidate and {arms[1].size} control runs cannot be paired: give both arms the same seeds, "
+            f"{arms[0].size} candidate and {arms[1].size} control runs cannot be paired: give both the same seeds, "
             "or compare them unpaired"
         )
     return arms
@@ -284,9 +293,9 @@ def _arm(losses: Sequence[float], arm: str) -> Array:
     return values
 
 
-def _named(
+def _compare_named(
     name: str, arms: tuple[Sequence[float], Sequence[float]], margin: float, alpha: float, paired: bool
-) -> Comparison:
+) -> LossComparison:
     try:
         return compare(*arms, margin=margin, alpha=alpha, paired=paired)
     except ValueError as error:
@@ -327,13 +336,13 @@ def _correlation(candidate: Array, control: Array) -> float | None:
     return float(np.corrcoef(candidate, control)[0, 1])
 
 
-def _untold(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> tuple[str | None, bool]:
+def _why_untested(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> tuple[str | None, bool]:
     """Why no test can be made, or None; and whether both arms ended on the very same losses, over seeds that differ."""
     one = next((arm for arm in arms if np.ptp(arm) == 0), None)
     if one is not None:
         return (
-            f"all {one.size} runs of an arm ended on the very same loss, so nothing says how far seeds move it: check that "
-            "they differ in their seeds"
+            f"all {one.size} runs of a configuration ended on the very same loss, so nothing says how far seeds move it: "
+            "check that they differ in their seeds"
         ), False
     for arm, name in zip(arms, ("candidate", "control"), strict=True):
         if pair := copies(arm):
@@ -343,7 +352,7 @@ def _untold(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> t
                 "rounded give more decimals"
             ), False
     if paired and np.all(arms[0] == arms[1]):
-        return f"all {arms[0].size} pairs ended on the very same loss: both arms computed the same", True
+        return f"all {arms[0].size} pairs ended on the very same loss: both computed the same", True
     if sd <= SAME * max(float(np.abs(arm).max()) for arm in arms):
         return (
             f"all {arms[0].size} gaps are {gap:.3g}: they do not vary, so nothing says how sure that is. Check that "
@@ -354,7 +363,7 @@ def _untold(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> t
     return None, False
 
 
-def _needed(gap: float, sd: float, margin: float, alpha: float, paired: bool) -> int | None:
+def _seeds_to_show(gap: float, sd: float, margin: float, alpha: float, paired: bool) -> int | None:
     """Seeds to show EQUIVALENT with 80 % power if that is the true gap; beyond the margin INFERIOR, or NON_INFERIOR."""
     if abs(gap) < margin:
         return seeds_needed(sd, margin, gap=gap, alpha=alpha, paired=paired)
@@ -373,17 +382,14 @@ def _reason(
     """`needed`: seeds by the spread as measured, and by its upper bound."""
     assert interval is not None
     measured = f"gap {gap:+.2g}, {100 * (1 - 2 * alpha):.3g} % interval [{interval[0]:+.2g}, {interval[1]:+.2g}]"
-    if verdict is Verdict.EQUIVALENT:
-        return f"ends within {margin:g} of the control: {measured}"
-    if verdict is Verdict.NON_INFERIOR:
-        return f"ends less than {margin:g} above the control, and perhaps further than that below it: {measured}"
-    if verdict is Verdict.INFERIOR:
-        return f"ends more than {margin:g} above the control: {measured}"
+    if verdict is not Verdict.INCONCLUSIVE:
+        further = ", and perhaps further than that below it" if verdict is Verdict.NON_INFERIOR else ""
+        return f"ends {CLAIMS[verdict].format(margin=margin)}{further}: {measured}"
     claim = Verdict.EQUIVALENT if abs(gap) < margin else Verdict.INFERIOR if gap > 0 else Verdict.NON_INFERIOR
     more = f"no number of seeds would show it {claim} if that is its true gap"
     few, many = needed
     if few is not None:
         to = f" to {many}" if many is not None else " or more"
-        more = f"{few}{to} seeds an arm would show it {claim} in 80 % of cases if that is its true gap"
+        more = f"{few}{to} seeds each would show it {claim} in 80 % of cases if that is its true gap"
     what = f"tell whether the gap is more than {margin:g}" if interval[0] > 0 else f"tell {margin:g} from nothing"
     return f"too few seeds to {what}: {measured}; {more}"

@@ -24,7 +24,7 @@ class Matched:
     candidate: tuple[float, ...]
 
 
-def matched(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
+def match_runs(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
     """The two arms' final losses, paired by seed, or by row where neither source names its seeds.
 
     Raises ValueError for a file that is in both arms, a baseline that broke, seeds that only one arm has, names that
@@ -34,16 +34,16 @@ def matched(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
     arms = baseline, candidate
     if baseline.digests & candidate.digests:
         both = baseline.source if baseline.source == candidate.source else f"{baseline.source} and {candidate.source}"
-        raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each arm its own")
+        raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each its own")
     if broke := broken(baseline):
         raise ValueError(
-            f"{baseline.source}: the baseline itself broke, {_told(baseline, broke)}. Nothing can be concluded from a "
-            "control that does not train: mend it, and run both arms again"
+            f"{baseline.source}: the baseline itself broke, {_named(baseline, broke)}. Nothing can be concluded from a "
+            "control that does not train: mend it, and run both again"
         )
     ends = [sorted({arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))}) for arm in arms]
     if all(ends) and ends[0] != ends[1]:
-        told = " and ".join(f"at step {end[-1]:g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
-        raise ValueError(f"the curves end {told}: compare runs of one length")
+        ended = " and ".join(f"at step {end[-1]:g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
+        raise ValueError(f"the curves end {ended}: compare runs of one length")
     if not paired:
         return Matched(seeds=(), baseline=tuple(baseline.final.values()), candidate=tuple(candidate.final.values()))
     for arm in arms:
@@ -62,12 +62,12 @@ def matched(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
         if only and not baseline.seeded:
             raise ValueError(
                 f"{len(one.final)} losses in {one.source} and {len(other.final)} in {other.source} cannot be paired: give "
-                "both arms the same seeds, or compare unpaired"
+                "both the same seeds, or compare unpaired"
             )
         if only:
             seeds = f"seed {only[0]} is" if len(only) == 1 else f"seeds {', '.join(only)} are"
             raise ValueError(
-                f"{seeds} only in {one.source}: pairs need every seed in both arms; run what is missing, leave it out of "
+                f"{seeds} only in {one.source}: pairs need every seed in both; run what is missing, leave it out of "
                 "both, or compare unpaired"
             )
     return Matched(
@@ -77,26 +77,26 @@ def matched(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
     )
 
 
-def diverged(candidate: Losses) -> str | None:
+def why_diverged(candidate: Losses) -> str | None:
     """How many of the candidate's runs broke, which, and why the first did; None where all ended on a loss."""
     broke = broken(candidate)
-    return f"{len(broke)} of {len(candidate.final)} runs, {_told(candidate, broke)}" if broke else None
+    return f"{len(broke)} of {len(candidate.final)} runs, {_named(candidate, broke)}" if broke else None
 
 
-def outlying(arm: Losses) -> str | None:
-    """What to note of a run that ends RISE or more above its arm's median: had it diverged, a mean would hide it."""
+def note_outlying(arm: Losses) -> str | None:
+    """What to note of a run that ends RISE or more above the median of its runs: had it diverged, a mean would hide it."""
     middle = float(np.median(list(arm.final.values())))
     far = {seed: final for seed, final in arm.final.items() if final > middle + RISE}
     if not far:
         return None
     what, seed = "seed" if arm.seeded else "row", next(iter(far))
     return (
-        f"{arm.source}: {what} {seed} ends {far[seed] - middle:.3g} above its arm's median; write nan if it diverged: such "
-        "an arm is DIVERGED, whatever its mean"
+        f"{arm.source}: {what} {seed} ends {far[seed] - middle:.3g} above the median of its runs; write nan if it diverged: "
+        "such a configuration is DIVERGED, whatever its mean"
     )
 
 
-def moving(baseline: Losses, candidate: Losses, margin: float) -> str | None:
+def why_moving(baseline: Losses, candidate: Losses, margin: float) -> str | None:
     """None when the gap has settled, else why not: over the last tenth of training it moved by `margin` or more.
 
     The gap is that of the arms' mean curves, which for pairs is their mean gap; its move is that of a line through the
@@ -104,7 +104,7 @@ def moving(baseline: Losses, candidate: Losses, margin: float) -> str | None:
     """
     curves = [*baseline.curves.values(), *candidate.curves.values()]
     if not (baseline.curves and candidate.curves):
-        return "no curves of both arms: whether the gap had settled cannot be told from final losses"
+        return "no curves of both configurations: whether the gap had settled cannot be told from final losses"
     if (fewest := min(len(curve.step) for curve in curves)) < FEWEST_POINTS:
         return f"{fewest} points a curve: too few to tell whether the gap had settled; log {FEWEST_POINTS} at least"
     at = _late(curves)
@@ -117,7 +117,7 @@ def moving(baseline: Losses, candidate: Losses, margin: float) -> str | None:
     )
 
 
-def overfitted(baseline: Losses, margin: float) -> str | None:
+def why_overfitted(baseline: Losses, margin: float) -> str | None:
     """Why final losses prove nothing, where the baseline's mean curve ends above its least by more than `margin`."""
     if min((len(curve.step) for curve in baseline.curves.values()), default=0) < FEWEST_POINTS:
         return None
@@ -132,7 +132,7 @@ def overfitted(baseline: Losses, margin: float) -> str | None:
     )
 
 
-def far(arms: Matched, place: int) -> str:
+def note_far(arms: Matched, place: int) -> str:
     """What to note of a pair whose gap lies far from the others'."""
     gap = arms.candidate[place] - arms.baseline[place]
     return (
@@ -141,8 +141,8 @@ def far(arms: Matched, place: int) -> str:
     )
 
 
-def falling(arm: Losses, margin: float) -> str | None:
-    """What to note of an arm whose mean loss fell by `margin` or more over the stretch that `moving` looks at."""
+def note_falling(arm: Losses, margin: float) -> str | None:
+    """What to note of an arm whose mean loss fell by `margin` or more over the stretch that `why_moving` looks at."""
     if min((len(curve.step) for curve in arm.curves.values()), default=0) < FEWEST_POINTS:
         return None
     at = _late(list(arm.curves.values()))
@@ -169,6 +169,6 @@ def _move(at: Array, values: Array) -> float:
     return float(off @ values / (off @ off) * (at[-1] - at[0]))
 
 
-def _told(arm: Losses, broke: Mapping[str, str]) -> str:
+def _named(arm: Losses, broke: Mapping[str, str]) -> str:
     what = "seed" if arm.seeded else "row"
     return f"{what}{'s' if len(broke) > 1 else ''} {', '.join(broke)}: {next(iter(broke.values()))}"

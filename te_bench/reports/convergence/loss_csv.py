@@ -251,7 +251,7 @@ def _finals(source: str, table: _Table) -> Losses:
         labels |= {name: row[texts[0]]} if texts else {}
     kinds = list(dict.fromkeys(labels.values()))
     if 1 < len(kinds) < len(final):
-        notes.append(f"{table.path} mixes {len(kinds)} labels ({', '.join(kinds[:3])}), taken as one arm")
+        notes.append(f"{table.path} mixes {len(kinds)} labels ({', '.join(kinds[:3])}), taken as one configuration")
     _two(table.path, len(final))
     return Losses(source=source, final=final, curves={}, labels=labels, seeded=seed is not None, notes=tuple(notes))
 

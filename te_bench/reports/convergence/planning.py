@@ -13,7 +13,7 @@ import numpy as np
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports.analysis.measures import numbers, step_seconds
 from te_bench.reports.convergence import power
-from te_bench.reports.convergence.study import Arm, Study
+from te_bench.reports.convergence.study import Study, StudyArm
 
 FEWEST_PAIRS = 3  # of 2 the standard deviation is wrong by a factor of 2 or more in two cases of five
 FEWEST_SEEDS = 3  # two pairs carry no claim, for they do not show how skewed gaps are
@@ -49,7 +49,12 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
     ),
     (
         {"model": "gpt2", "steps": 300, "batch": 12, "accumulate": 1, "learning_rate": 6e-4, "warmup": 60},
-        Spread(sd=0.0193, correlation=0.86, pairs=8, assumed="four arms of results/h200/convergence-short and -dpa"),
+        Spread(
+            sd=0.0193,
+            correlation=0.86,
+            pairs=8,
+            assumed="four configurations of results/h200/convergence-short and -dpa",
+        ),
     ),
     (
         {"model": "tiny", "steps": 150, "batch": 8, "learning_rate": 1e-3},
@@ -164,7 +169,7 @@ def _assumed(control: Trial) -> Spread | None:
     return next((known for of, known in ASSUMED if all(held.get(key) == of[key] for key in of)), None)
 
 
-def _spread(control: Arm, recipes: Sequence[Arm]) -> Spread | None:
+def _spread(control: StudyArm, recipes: Sequence[StudyArm]) -> Spread | None:
     """None for fewer than FEWEST_PAIRS, and for gaps that do not vary, which carry no standard error."""
     losses, gaps, freedom, pairs = 0.0, 0.0, 0, 0
     base = control.finals
@@ -250,10 +255,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{math.ceil(seconds)} s"
     return f"{math.ceil(seconds / 60)} min" if seconds < 7200 else f"{math.ceil(seconds / 360) / 10:g} h"
-
-
-def on(device: str, number: int, share: int = 1) -> str:
-    """Where trials run at once: on so many GPUs, `share` on each, or cores."""
-    if share > 1:
-        return f" on {number} GPU{'s' * (number > 1)}, {share} at a time on each"
-    return f" on {number} {'GPUs' if device == 'cuda' else 'cores'}" if number > 1 else ""

@@ -16,7 +16,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
 from te_bench.reports.convergence import skewed
-from te_bench.reports.convergence.equivalence import Verdict, check_test
+from te_bench.reports.convergence.equivalence import CLAIMS, Verdict, check_test
 
 Array = NDArray[np.float64]
 
@@ -31,7 +31,7 @@ _REACH = 9.0  # standard deviations; beyond them the normal density is below 1e-
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class StoppingDecision:
     """Where to stop: the verdict after n seeds, alpha that may be used up by then, and a plain sentence."""
 
     verdict: Verdict
@@ -140,7 +140,9 @@ def _cut(mass: Array, edges: Array, budget: float) -> tuple[float, Array]:
     return bound, mass * kept
 
 
-def decide(gaps: Sequence[float], *, looks: Sequence[int], margin: float, alpha: float = 0.05) -> Decision | None:
+def decide(
+    gaps: Sequence[float], *, looks: Sequence[int], margin: float, alpha: float = 0.05
+) -> StoppingDecision | None:
     """The verdict at the first look that reached one, on paired gaps in the order of their seeds; None: go on.
 
     gap < margin, gap > -margin and gap > margin are each tested as `skewed` does, at critical values that spend alpha over
@@ -177,7 +179,7 @@ def decide(gaps: Sequence[float], *, looks: Sequence[int], margin: float, alpha:
             verdict = Verdict.INCONCLUSIVE
         if verdict:
             reason = _reason(verdict, look, n, looks[-1], margin, budget)
-            return Decision(verdict=verdict, n=n, spent=budget, reason=reason)
+            return StoppingDecision(verdict=verdict, n=n, spent=budget, reason=reason)
     return None
 
 
@@ -225,10 +227,4 @@ def _reason(verdict: Verdict, look: _Look, n: int, planned: int, margin: float, 
     after = f"after {n} of {planned} seeds: mean gap {look.gap:+.2g}, alpha spent so far {budget:.2g}"
     if verdict is Verdict.INCONCLUSIVE and n < planned:
         return f"{after}; the other {planned - n} seeds would hardly tell it from the margin {margin:g}"
-    told = {
-        Verdict.EQUIVALENT: f"within {margin:g} of the control",
-        Verdict.NON_INFERIOR: f"less than {margin:g} above the control",
-        Verdict.INFERIOR: f"more than {margin:g} above the control",
-        Verdict.INCONCLUSIVE: f"not told from the margin {margin:g}",
-    }
-    return f"{told[verdict]} {after}"
+    return f"{CLAIMS[verdict].format(margin=margin)} {after}"

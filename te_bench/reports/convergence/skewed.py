@@ -5,9 +5,6 @@ Student's t calls 13 to 16 % of exponential gaps that end at the margin good, at
 the sample, mean and spread are both too small. Here t is divided by 1 + g / 4 where the sample's skewness g is above 0. As
 few gaps hardly show theirs, critical values come from simulated gaps of the SHAPES in place of a normal distribution:
 `skewed.json` holds them, and `python -m te_bench.reports.convergence.skewed` writes it.
-
-Johnson's (1978) and Hall's (1992) corrections of t were tried at critical values found in the same way: 3 to 13 normal gaps
-needed a margin as large (Johnson's) or up to twice as large (Hall's, whose curve has a flat stretch) for the same power.
 """
 
 import functools
@@ -40,19 +37,7 @@ TABLE = Path(__file__).with_name("skewed.json")
 _NUMBERS = (*range(3, 21), 24, 30, 40, 60, MOST)
 _LEVELS = (
     *(10 ** (k / 5 - 5) for k in range(19)),
-    0.05,
-    0.1,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.6,
-    0.7,
-    0.8,
-    0.9,
-    0.97,
-    0.99,
-    0.999,
+    *(0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 0.99, 0.999),
 )
 _TABLED = 400_000
 _DRAWS = 100_000  # for looks, which no table can hold: 5 % within 0.15 points

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports.analysis.measures import finite, step_seconds
-from te_bench.reports.analysis.rows import Cell, Group, Row, arm_name, printable, trial_of
+from te_bench.reports.analysis.rows import Configuration, Group, Row, arm_name, printable, trial_of
 from te_bench.reports.convergence.sequential import looks
 from te_bench.reports.convergence.stability import Stability, stability
 
@@ -89,12 +89,12 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Arm:
+class StudyArm:
     """One arm: its runs by seed, in the order of the seeds."""
 
     kind: str
     name: str
-    cell: Cell
+    cell: Configuration
     runs: Mapping[int, Run]
 
     @property
@@ -122,25 +122,21 @@ class Arm:
         """The seeds with a result: a final loss, or a divergence."""
         return set(self.finals) | set(self.diverged)
 
-    @property
-    def step_s(self) -> list[float]:
-        return [run.step_s for run in self.runs.values() if run.step_s is not None]
-
 
 @dataclass(frozen=True)
 class Study:
     """The arms of one convergence run that share data, schedule and seeds, and what the plan fixed beforehand."""
 
     title: str
-    control: Arm | None
-    aa: Arm | None
-    recipes: tuple[Arm, ...]
-    broken: Arm | None
+    control: StudyArm | None
+    aa: StudyArm | None
+    recipes: tuple[StudyArm, ...]
+    broken: StudyArm | None
     judgement: Mapping[str, Scalar]
     notes: tuple[str, ...]
 
     @property
-    def arms(self) -> tuple[Arm, ...]:
+    def arms(self) -> tuple[StudyArm, ...]:
         return tuple(arm for arm in (self.control, self.aa, *self.recipes, self.broken) if arm is not None)
 
     @property
@@ -169,7 +165,7 @@ def studies(group: Group) -> tuple[Study, ...]:
 
     Raises ValueError for two control arms where one is wanted.
     """
-    together: dict[tuple[object, ...], list[Cell]] = {}
+    together: dict[tuple[object, ...], list[Configuration]] = {}
     for cell in group.of("training"):
         problem = cell.trial.problem
         if problem.get("arm") in KINDS and "lr_factor" not in problem:  # a rung of the stress ladder is no arm
@@ -178,7 +174,7 @@ def studies(group: Group) -> tuple[Study, ...]:
     return tuple(_study(group, cells) for cells in together.values())
 
 
-def _study(group: Group, cells: Sequence[Cell]) -> Study:
+def _study(group: Group, cells: Sequence[Configuration]) -> Study:
     problem = cells[0].trial.problem
     title = printable(f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps")
     judgement, notes = _judgement(group, cells)
@@ -186,7 +182,9 @@ def _study(group: Group, cells: Sequence[Cell]) -> Study:
     arms = [_arm(cell, notes, seeds) for cell in cells]
     found = {kind: [arm for arm in arms if arm.kind == kind] for kind in KINDS}
     if len(found["control"]) > 1:
-        raise ValueError(f"{title}: {len(found['control'])} bf16 control arms; judge runs of other settings apart")
+        raise ValueError(
+            f"{title}: {len(found['control'])} bf16 control configurations; judge runs of other settings apart"
+        )
     unable = [
         arm for arm in found["recipe"] if arm.runs and {r.row.outcome for r in arm.runs.values()} == {"unsupported"}
     ]
@@ -202,7 +200,7 @@ def _study(group: Group, cells: Sequence[Cell]) -> Study:
     )
 
 
-def _judgement(group: Group, cells: Sequence[Cell]) -> tuple[Mapping[str, Scalar], list[str]]:
+def _judgement(group: Group, cells: Sequence[Configuration]) -> tuple[Mapping[str, Scalar], list[str]]:
     """What the first plan with a trial of these cells fixed, and how later ones differ from it."""
     own = {row.trial.id for cell in cells for row in cell.rows}
     plans = [plan for plan in group.judged if any(trial_of(value).id in own for value in plan.trials)]
@@ -218,7 +216,7 @@ def _judgement(group: Group, cells: Sequence[Cell]) -> tuple[Mapping[str, Scalar
     return first, list(changed.values())
 
 
-def _arm(cell: Cell, notes: list[str], seeds: float | None) -> Arm:
+def _arm(cell: Configuration, notes: list[str], seeds: float | None) -> StudyArm:
     """The runs of the planned seeds. Of a seed that was run twice a divergence counts, whatever the other run ended on."""
     name, runs = printable(arm_name(cell.trial)), {}
     ranks = {"diverged": 0, "ok": 1}
@@ -232,4 +230,4 @@ def _arm(cell: Cell, notes: list[str], seeds: float | None) -> Arm:
             runs[seed] = Run(row)
         elif row.record is not None and runs[seed].record is not None:
             notes.append(f"{name}, seed {seed} was run twice: one run counts, a diverged one first")
-    return Arm(kind=str(cell.trial.problem["arm"]), name=name, cell=cell, runs=runs)
+    return StudyArm(kind=str(cell.trial.problem["arm"]), name=name, cell=cell, runs=runs)

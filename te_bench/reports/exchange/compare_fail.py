@@ -42,7 +42,7 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class LimitComparison:
     """What became of a baseline's benchmarks; `added` are those that it does not have."""
 
     judged: tuple[str, ...]
@@ -65,7 +65,7 @@ def parse(expression: str) -> Limit:
     return Limit(stat=found["stat"], limit=float(found["limit"]), percent=bool(found["percent"]))
 
 
-def judge(limits: Sequence[Limit], baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> Comparison:
+def judge(limits: Sequence[Limit], baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> LimitComparison:
     """Every benchmark of the baseline held to every limit; both are values of pytest-benchmark's JSON.
 
     A benchmark that the candidate lacks fails once; a statistic that either does not have as a finite number fails its
@@ -83,7 +83,7 @@ def judge(limits: Sequence[Limit], baseline: Mapping[str, Any], candidate: Mappi
             continue
         failures += [found for limit in limits if (found := _failure(name, limit, stats, after[name]))]
     added = tuple(name for name in after if name not in before)
-    return Comparison(judged=tuple(before), added=added, failures=tuple(failures))
+    return LimitComparison(judged=tuple(before), added=added, failures=tuple(failures))
 
 
 def _by_name(value: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -62,21 +62,21 @@ def merge(directories: Sequence[Path], out: Path, *, allow_environment_change: b
                 f"{first.name} is of {_suites(first)} and {run.name} of {_suites(run)}: a merged run is of one sweep. "
                 f"te-bench report {first.name} {run.name} shows both."
             )
-    mismatch = tuple(dict.fromkeys(said for run in others for said in _environments(first, run)))
+    mismatch = tuple(dict.fromkeys(said for run in others for said in _environment_differences(first, run)))
     if mismatch and not allow_environment_change:
         return Merged(mismatch=mismatch)
-    chosen = _chosen(runs)
+    chosen = _choose_runs(runs)
     with Store(out) as store:
-        store.copy(_joined(runs, chosen))
+        store.copy(_join_lines(runs, chosen))
         merged = store.journal
     notes = [
         f"{run.name}: the journal ends in the middle of a line, which is left out" for run in runs if run.journal.torn
     ]
-    notes += [said for run in others for said in _plans(first, run)]
+    notes += [said for run in others for said in _note_plan_differences(first, run)]
     planned = {(trial_of(value).id, plan.environment) for plan in merged.plans for value in plan.trials}
     return Merged(
         mismatch=mismatch,
-        notes=(*notes, *_twice(runs)),
+        notes=(*notes, *_note_repeats(runs)),
         records=sum(map(merged.done, planned)),
         planned=len(planned),
     )
@@ -88,7 +88,7 @@ def _suites(run: _Run) -> str:
     return printable(f"the suite{'s' if len(names) > 1 else ''} {', '.join(names)}")
 
 
-def _environments(first: _Run, run: _Run) -> tuple[str, ...]:
+def _environment_differences(first: _Run, run: _Run) -> tuple[str, ...]:
     """How the environments differ in which two runs would go on."""
     if run.environment == first.environment:
         return ()
@@ -96,7 +96,7 @@ def _environments(first: _Run, run: _Run) -> tuple[str, ...]:
     return differences(before, after)
 
 
-def _chosen(runs: Sequence[_Run]) -> dict[Key, _Run]:
+def _choose_runs(runs: Sequence[_Run]) -> dict[Key, _Run]:
     """The run that each trial is taken from."""
 
     def rank(run: _Run, key: Key) -> int:
@@ -108,7 +108,7 @@ def _chosen(runs: Sequence[_Run]) -> dict[Key, _Run]:
     return {key: min((run for run in runs if key in run.tries), key=lambda r: rank(r, key)) for key in keys}
 
 
-def _joined(runs: Iterable[_Run], chosen: dict[Key, _Run]) -> list[Line]:
+def _join_lines(runs: Iterable[_Run], chosen: dict[Key, _Run]) -> list[Line]:
     """The runs' lines in turn: of a trial those of the run that it is taken from, of others each once."""
     found: dict[bytes, Line] = {}
     for run in runs:
@@ -116,11 +116,13 @@ def _joined(runs: Iterable[_Run], chosen: dict[Key, _Run]) -> list[Line]:
     return list(found.values())
 
 
-def _plans(first: _Run, run: _Run) -> list[str]:
+def _note_plan_differences(first: _Run, run: _Run) -> list[str]:
     """How what two runs set out to do differs."""
     said = []
     for what in ("title", "baseline", "judgement"):
-        before, after = ({plan.suite: _said(each, plan, what) for plan in each.journal.plans} for each in (first, run))
+        before, after = (
+            {plan.suite: _plan_field(each, plan, what) for plan in each.journal.plans} for each in (first, run)
+        )
         said += [
             printable(f"{what} of {suite}: {before[suite]} in {first.name}, {after[suite]} in {run.name}")
             for suite in before
@@ -133,11 +135,11 @@ def _plans(first: _Run, run: _Run) -> list[str]:
     for (mine, its), (a, b) in zip((names, names[::-1]), ((first, run), (run, first)), strict=True):
         if more := [name for key, name in its.items() if key not in mine]:
             shown = f"{more[0]}{f' and {len(more) - 1} more' if len(more) > 1 else ''}"
-            said.append(printable(f"{b.name} plans {_trials(len(more))} that {a.name} does not: {shown}"))
+            said.append(printable(f"{b.name} plans {_count_trials(len(more))} that {a.name} does not: {shown}"))
     return said
 
 
-def _said(run: _Run, plan: Plan, what: str) -> str:
+def _plan_field(run: _Run, plan: Plan, what: str) -> str:
     """A field of a plan; of its baseline, which is a hash, a trial that some plan of the run has."""
     if what != "baseline":
         return str(getattr(plan, what))
@@ -145,7 +147,7 @@ def _said(run: _Run, plan: Plan, what: str) -> str:
     return next((trial.name for trial in trials if trial.cell == plan.baseline), str(plan.baseline))
 
 
-def _twice(runs: Sequence[_Run]) -> list[str]:
+def _note_repeats(runs: Sequence[_Run]) -> list[str]:
     """How many trials ended in several runs, each differently: one of them counts."""
     measured: dict[Key, set[tuple[bytes, ...]]] = {}
     for run in runs:
@@ -153,8 +155,10 @@ def _twice(runs: Sequence[_Run]) -> list[str]:
             measured.setdefault(key, set()).add(tuple(run.tries[key]))
     if not (number := sum(len(different) > 1 for different in measured.values())):
         return []
-    return [f"{_trials(number)} ended in several runs: what the run named first says counts, a divergence before all"]
+    return [
+        f"{_count_trials(number)} ended in several runs: what the run named first says counts, a divergence before all"
+    ]
 
 
-def _trials(number: int) -> str:
+def _count_trials(number: int) -> str:
     return f"{number} trial{'' if number == 1 else 's'}"

@@ -20,7 +20,7 @@ from te_bench.experiments.store import Journal, Plan, load
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, identity, trial_of
 from te_bench.reports.exchange.pytest_stats import summary
-from te_bench.reports.page.files import write_atomically
+from te_bench.reports.files import write_atomically
 
 FORMAT = "5.3.1"  # the pytest-benchmark whose JSON this is
 SCHEMA = 1  # of what is under "te_bench"
@@ -109,18 +109,16 @@ def commit_info(body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _environment(journal: Journal, wanted: str | None) -> str:
+def _environment(journal: Journal, asked: str | None) -> str:
     """The id of the environment to export."""
     known = list(dict.fromkeys([*(plan.environment for plan in journal.plans), *(key[1] for key in journal.records)]))
     if not known:
         raise ValueError("the journal holds no plan and no record: there is nothing to export")
-    if wanted is None:
+    if asked is None:
         return journal.plans[-1].environment if journal.plans else known[-1]
-    found = [key for key in known if wanted and key.startswith(wanted)]
+    found = [key for key in known if asked and key.startswith(asked)]
     if len(found) != 1:
-        raise ValueError(
-            f"--environment {wanted}: {'several' if found else 'none'} begin so; known: {', '.join(known)}"
-        )
+        raise ValueError(f"--environment {asked}: {'several' if found else 'none'} begin so; known: {', '.join(known)}")
     return found[0]
 
 

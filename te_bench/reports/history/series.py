@@ -24,7 +24,7 @@ _MACHINE = ("device", "gpu", "cpu", "cores", "threads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class HistoryPoint:
     """What one run measured of a series in one environment. Times are UTC, ISO 8601.
 
     at: what it is ordered by: the commit's time where all points of the series have one, else the measurement's.
@@ -49,13 +49,13 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Series:
+class TimeSeries:
     """A cell's times in order, and their segments."""
 
     name: str
     family: str  # what it is drawn with: the workload and its problem
     where: str  # the machine
-    points: tuple[Point, ...]
+    points: tuple[HistoryPoint, ...]
     found: Segmentation
 
     @property
@@ -74,13 +74,13 @@ class Series:
 class History:
     """Every series of several runs, those of a family beside each other; `alpha` is the false-alarm rate of each."""
 
-    series: tuple[Series, ...]
+    series: tuple[TimeSeries, ...]
     runs: tuple[str, ...]
     alpha: float
 
-    def families(self) -> dict[tuple[str, str], list[Series]]:
+    def families(self) -> dict[tuple[str, str], list[TimeSeries]]:
         """{(family, machine): series}, in order."""
-        found: dict[tuple[str, str], list[Series]] = {}
+        found: dict[tuple[str, str], list[TimeSeries]] = {}
         for one in self.series:
             found.setdefault((one.family, one.where), []).append(one)
         return found
@@ -139,7 +139,7 @@ def from_journals(journals: Mapping[str, Journal], *, only: str | None = None, a
     for (cell, quantity, machine), found in chosen.items():
         points = _points(found, bodies, quantity)
         series.append(
-            Series(
+            TimeSeries(
                 name=names[cell] + TIMED[quantity],
                 family=_family(trials[cell]) + TIMED[quantity],
                 where=_where(machine),
@@ -154,7 +154,7 @@ def _points(
     found: Mapping[tuple[str, str], Sequence[Record]],
     bodies: Mapping[tuple[str, str], Mapping[str, Any]],
     quantity: str,
-) -> tuple[Point, ...]:
+) -> tuple[HistoryPoint, ...]:
     """The points of one series in order of their commits' times, or of the measurements' where one has no such time."""
     times = {place: (bodies[place].get("details") or {}).get("git_commit_time") for place in found}
     dated = all(times.values())
@@ -165,7 +165,7 @@ def _points(
             continue
         measured_at = _utc(min(record.started_at for record in records))
         points.append(
-            Point(
+            HistoryPoint(
                 run=place[0],
                 environment=place[1],
                 at=_utc(times[place]) if dated else measured_at,

@@ -76,8 +76,8 @@ def _gpus(can: Callable[[Problem], bool]) -> str:
     """The least compute capability that will do, of some."""
     asked = [replace(H200, dtype=dtype) for dtype in ("bf16", "fp32")]
     named = {"any": (7, 5), "8.0": (8, 0), "9.0": (9, 0), "more": (10, 0)}
-    able = [name for name, capability in named.items() if any(can(replace(p, capability=capability)) for p in asked)]
-    return "no" if not able else able[0] if able[-1] == "more" else f"{able[0]} only"
+    enough = [name for name, capability in named.items() if any(can(replace(p, capability=capability)) for p in asked)]
+    return "no" if not enough else enough[0] if enough[-1] == "more" else f"{enough[0]} only"
 
 
 def _instead(backend: Backend, can: Callable[[Problem], bool], problem: Problem, otherwise: str) -> str:

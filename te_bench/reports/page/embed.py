@@ -6,14 +6,15 @@
 The table "headline" is a sentence and a picture, which is written beside the journal.
 """
 
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.files import write_atomically
+from te_bench.reports.group_result import GroupResult, load_report
 from te_bench.reports.page import tables
-from te_bench.reports.page.files import write_atomically
 from te_bench.reports.page.table import Table
 
 _START = re.compile(r"^<!-- te-bench:table (?P<directory>\S+) (?P<name>\S+) -->[ \t]*$", re.MULTILINE)
@@ -35,6 +36,7 @@ def embed(page: Path, *, check: bool, more: Mapping[str, Callable[[Path], Table]
         raise ValueError(f"cannot read {page}: {error}") from error
     after, position = "", 0
     pictures: dict[Path, bytes] = {}
+    load = functools.cache(lambda directory: load_report([directory]).groups)  # several tables are of one run
     for marker in _START.finditer(before):
         if marker.start() < position:
             raise ValueError(f"{page}: a te-bench:table begins inside another one: add {_END} between them")
@@ -42,9 +44,8 @@ def embed(page: Path, *, check: bool, more: Mapping[str, Callable[[Path], Table]
         if end < 0:
             raise ValueError(f"{page}: {marker.group()} has no end: add a line {_END}")
         directory, name = marker["directory"], marker["name"]
-        found = (
-            _headline(page, directory, pictures) if name == HEADLINE else _tables(page.parent / directory, name, more)
-        )
+        run = page.parent / directory
+        found = _headline(load(run), run, directory, pictures) if name == HEADLINE else _tables(load, run, name, more)
         after += f"{before[position : marker.end()]}\n\n{found}\n"
         position = end
     if position == 0:
@@ -59,17 +60,22 @@ def embed(page: Path, *, check: bool, more: Mapping[str, Callable[[Path], Table]
     return True
 
 
-def _headline(page: Path, directory: str, pictures: dict[Path, bytes]) -> str:
+def _headline(results: Sequence[GroupResult], run: Path, directory: str, pictures: dict[Path, bytes]) -> str:
     """The answer of a run in a sentence and a picture, which is added to `pictures` by its path."""
-    from te_bench.reports.page import headline
+    from te_bench.reports.page import readme_headline
 
-    [group] = load_results([page.parent / directory]).groups
-    picture = headline.figure(group)
-    pictures[page.parent / directory / "headline.svg"] = picture.svg
-    return f"{headline.sentence(group)}\n\n![{tables.escape(picture.alt)}]({directory}/headline.svg)\n"
+    [result] = results
+    picture = readme_headline.figure(result)
+    pictures[run / "headline.svg"] = picture.svg
+    return f"{readme_headline.sentence(result)}\n\n![{tables.escape(picture.alt)}]({directory}/headline.svg)\n"
 
 
-def _tables(directory: Path, name: str, more: Mapping[str, Callable[[Path], Table]]) -> str:
+def _tables(
+    load: Callable[[Path], Sequence[GroupResult]],
+    directory: Path,
+    name: str,
+    more: Mapping[str, Callable[[Path], Table]],
+) -> str:
     """All tables of one name of a run, each under its group's title when there are several."""
     if name in more:
         return tables.markdown(more[name](directory))
@@ -81,8 +87,7 @@ def _tables(directory: Path, name: str, more: Mapping[str, Callable[[Path], Tabl
         raise ValueError(
             f"unknown table {name!r}. Known: {', '.join([*tables.TABLES, *more, CAPABILITIES, HEADLINE])}."
         )
-    groups = load_results([directory]).groups
-    found = [(group, table) for group in groups for table in tables.of_group(group, name)]
+    found = [(result.group, table) for result in load(directory) for table in tables.tables_of(result, name)]
     if not found:
         raise ValueError(f"{directory} holds nothing for a table {name!r}")
     if len(found) == 1:

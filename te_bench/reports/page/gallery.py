@@ -1,62 +1,72 @@
-"""Every figure of a group of records, in the order of the report."""
+"""Every figure of a group, in the order of the report."""
 
 from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from te_bench.reports.analysis import curves
-from te_bench.reports.analysis.rows import Group, printable
-from te_bench.reports.page import (
-    figures,
-    floor_figures,
-    layer_figures,
-    loss_figures,
-    text,
-    verdict_figures,
-    verdict_tables,
-)
+from te_bench.reports.analysis.rows import printable
+from te_bench.reports.group_result import GroupResult
+from te_bench.reports.page import attention_figures, loss_figures, step_figures, text, verdict_figures
+from te_bench.reports.page.drawing import Drawing, draw
+
+Builder = tuple[str, str, Callable[[], Figure] | None]  # name, caption, and what draws it
 
 
-def of_group(group: Group, suffix: str) -> list[figures.Drawing]:
+def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
     """Every figure of a group; names end in `suffix`, which sets groups apart."""
-    where = f"{group.title} on {group.where}"
-    builders: list[tuple[str, str, Callable[[], Figure] | None]] = [
-        ("ladder", "Time per training step", figures.ladder(group)),
-        ("memory", "Peak memory of a training step", figures.memory(group)),
-        ("floor_kinds", "The step and its floor by kind of kernel", floor_figures.against_floor(group)),
-        ("max_batch", "Largest batch that fits", figures.max_batch(group)),
-        ("attention_forward", "Attention forward", figures.attention(group, "forward")),
-        ("attention_backward", "Attention backward", figures.attention(group, "backward")),
-        ("numerics", "Error of attention by where q is scaled", figures.numerics(group)),
+    where = f"{result.group.title} on {result.group.where}"
+    builders: list[Builder] = [
+        ("ladder", "Time per training step", step_figures.ladder(result)),
+        ("memory", "Peak memory of a training step", step_figures.memory(result)),
+        ("floor_kinds", "The step and its floor by kind of kernel", step_figures.against_floor(result)),
+        ("max_batch", "Largest batch that fits", step_figures.largest_batch(result)),
+        ("attention_forward", "Attention forward", attention_figures.times(result, "forward")),
+        ("attention_backward", "Attention backward", attention_figures.times(result, "backward")),
+        ("numerics", "Error of attention by where q is scaled", attention_figures.scaling_errors(result)),
+        *_losses(result),
+        *_layers(result),
+        *_verdicts(result),
     ]
-    for number, comparison in enumerate(curves.comparisons(group), start=1):
-        place = "" if number == 1 else f"-{number}"
-        builders.append(
-            (f"loss_step{place}", f"Loss against step: {comparison.title}", loss_figures.losses(comparison, "step"))
-        )
-        if comparison.timed:
-            by_time = loss_figures.losses(comparison, "time_s")
-            builders.append((f"loss_time{place}", f"Loss against time: {comparison.title}", by_time))
-    for number, (variant, build) in enumerate(layer_figures.breakdowns(group), start=1):
-        place = "" if number == 1 else f"-{number}"
-        builders.append((f"layer_time{place}", f"Time of a transformer layer by kind of kernel, {variant}", build))
-    builders += _verdicts(group)
     return [
-        figures.draw(kind + suffix, kind.split("-")[0], printable(caption), printable(where), build)
+        draw(kind + suffix, kind.split("-")[0], printable(caption), printable(where), build)
         for kind, caption, build in builders
         if build
     ]
 
 
-def _verdicts(group: Group) -> list[tuple[str, str, Callable[[], Figure] | None]]:
-    """The figures of each convergence study, and the numerics of each of its FP8 arms."""
-    found: list[tuple[str, str, Callable[[], Figure] | None]] = []
-    for number, study in enumerate(verdict_tables.of_group(group), start=1):
-        place, title = "" if number == 1 else f"-{number}", study.study.title
-        found.append((f"verdict_forest{place}", f"Final gaps against bf16: {title}", verdict_figures.forest(study)))
-        found.append((f"verdict_gap{place}", f"Gap against bf16 by step: {title}", verdict_figures.gap_curves(study)))
-        found.append((f"verdict_spikes{place}", f"Spikes and divergences: {title}", verdict_figures.spikes(study)))
-        for arm in study.study.recipes:
+def _losses(result: GroupResult) -> list[Builder]:
+    found: list[Builder] = []
+    for number, comparison in enumerate(result.trainings, start=1):
+        place, title = _place(number), comparison.title
+        found.append((f"loss_step{place}", f"Loss against step: {title}", loss_figures.losses(comparison, "step")))
+        if comparison.timed:
+            by_time = loss_figures.losses(comparison, "time_s")
+            found.append((f"loss_time{place}", f"Loss against time: {title}", by_time))
+    return found
+
+
+def _layers(result: GroupResult) -> list[Builder]:
+    drawn = [(variant.name, build) for variant in result.layers if (build := step_figures.layer_times(variant.layers))]
+    return [
+        (f"layer_time{_place(number)}", f"Time of a transformer layer by kind of kernel, {name}", build)
+        for number, (name, build) in enumerate(drawn, start=1)
+    ]
+
+
+def _verdicts(result: GroupResult) -> list[Builder]:
+    """The figures of each convergence study, and the numerics of each of its FP8 configurations."""
+    found: list[Builder] = []
+    for number, verdict in enumerate((study.verdict for study in result.studies), start=1):
+        place, title = _place(number), verdict.study.title
+        found.append((f"verdict_forest{place}", f"Final gaps against bf16: {title}", verdict_figures.forest(verdict)))
+        found.append((f"verdict_gap{place}", f"Gap against bf16 by step: {title}", verdict_figures.gap_curves(verdict)))
+        found.append((f"verdict_spikes{place}", f"Spikes and divergences: {title}", verdict_figures.spikes(verdict)))
+        for arm in verdict.study.recipes:
             caption = f"FP8 numerics over the training, {arm.name}: {title}"
             found.append((f"verdict_numerics-{text.slug(arm.name)}{place}", caption, verdict_figures.numerics(arm)))
     return found
+
+
+def _place(number: int) -> str:
+    """What sets the figures of a kind apart, but for the first."""
+    return "" if number == 1 else f"-{number}"

@@ -10,28 +10,29 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from te_bench.reports.analysis import curves, measures
+from te_bench.reports.analysis.curves import LossPoint, Training, TrainingComparison
+from te_bench.reports.analysis.measures import quantile
 from te_bench.reports.page import text
-from te_bench.reports.page.figures import COLOURS, FAINT, MARKERS, NAME, blank
+from te_bench.reports.page.drawing import COLOURS, FAINT, MARKERS, NAME, blank, legend_below
 
 DASHES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
 SMOOTH = 60  # points of a training loss that are drawn: means over as many steps as make so few
 
 
-def losses(comparison: curves.Comparison, axis: str) -> Callable[[], Figure] | None:
+def losses(comparison: TrainingComparison, axis: str) -> Callable[[], Figure] | None:
     """Loss against "step" or "time_s": validation, with the BF16 seeds' band beneath, and below it training."""
-    if not any(arm.validation or arm.train for arm in comparison.arms):
+    if not any(training.validation or training.train for training in comparison.trainings):
         return None
     return lambda: _losses(comparison, axis)
 
 
-def _losses(comparison: curves.Comparison, axis: str) -> Figure:
-    series: dict[str, list[Sequence[curves.Point]]] = {
-        "validation loss": [arm.validation for arm in comparison.arms],
-        "training loss": [_smoothed(arm.train) for arm in comparison.arms],
+def _losses(comparison: TrainingComparison, axis: str) -> Figure:
+    series: dict[str, list[Sequence[LossPoint]]] = {
+        "validation loss": [training.validation for training in comparison.trainings],
+        "training loss": [_smoothed(training.train) for training in comparison.trainings],
     }
     shown = {what: found for what, found in series.items() if any(found)}
-    names = ["\n".join(text.folded(_legend_name(arm), NAME)) for arm in comparison.arms]
+    names = ["\n".join(text.folded(_legend_name(training), NAME)) for training in comparison.trainings]
     figure = blank(0.8 + 2.1 * len(shown) + 0.19 * (4 + sum(name.count("\n") + 1 for name in names)))
     panels = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
     handles: list[Line2D | Patch] = []
@@ -55,24 +56,24 @@ def _losses(comparison: curves.Comparison, axis: str) -> Figure:
         if any(found[place] for found in shown.values()):
             where = ", above the frame" if place in above else ""
             handles.append(Line2D([], [], label=f"{name}{where}", **_line(place, 1)))
-    if any(len(arm.train) > SMOOTH for arm in comparison.arms):
+    if any(len(training.train) > SMOOTH for training in comparison.trainings):
         notes.append(f"training loss: means over 1/{SMOOTH} of the training each")
     handles += [Line2D([], [], linestyle="", label=note) for note in notes]
-    figure.legend(handles=handles, loc="outside lower left", ncols=1, frameon=False, fontsize=8.5)
+    legend_below(figure, handles, 1, left=True)
     return figure
 
 
-def _smoothed(points: Sequence[curves.Point]) -> list[curves.Point]:
+def _smoothed(points: Sequence[LossPoint]) -> list[LossPoint]:
     """SMOOTH points at most, each the mean of as many neighbours: single steps are a fence that hides the curve."""
     each = math.ceil(len(points) / SMOOTH) or 1
     return [_mean_point(points[i : i + each]) for i in range(0, len(points), each)]
 
 
-def _mean_point(points: Sequence[curves.Point]) -> curves.Point:
+def _mean_point(points: Sequence[LossPoint]) -> LossPoint:
     step, time_s, mean, low, high = (
         statistics.fmean(getattr(p, name) for p in points) for name in ("step", "time_s", "mean", "low", "high")
     )
-    return curves.Point(step=step, time_s=time_s, mean=mean, low=low, high=high, deviation=None)
+    return LossPoint(step=step, time_s=time_s, mean=mean, low=low, high=high, deviation=None)
 
 
 def _focus(axes: Axes, series: Sequence[Sequence[float]]) -> float:
@@ -81,7 +82,7 @@ def _focus(axes: Axes, series: Sequence[Sequence[float]]) -> float:
     A curve that has come into the frame stays in it, whether it rises again or not; one that is above all others may not.
     """
     means = [mean for each in series for mean in each]
-    lowest, upper = min(means), measures.quantile(means, 0.75) or 0.0
+    lowest, upper = min(means), quantile(means, 0.75) or 0.0
     entered = [(each, next((i for i, mean in enumerate(each) if mean <= upper), len(each))) for each in series]
     upper = max([upper, *(mean for each, start in entered for mean in each[start:])])
     if not max(means) - upper > upper - lowest > 0:
@@ -91,13 +92,13 @@ def _focus(axes: Axes, series: Sequence[Sequence[float]]) -> float:
     return upper + room
 
 
-def _x(points: Sequence[curves.Point], axis: str) -> list[float]:
+def _x(points: Sequence[LossPoint], axis: str) -> list[float]:
     return [point.step if axis == "step" else point.time_s for point in points]
 
 
-def _band(axes: Axes, arm: curves.Arm, axis: str) -> list[Patch]:
-    """Smallest to largest and mean +- deviation over the reference arm's seeds; nothing below two seeds."""
-    points = [p for p in arm.validation if p.deviation is not None]
+def _band(axes: Axes, training: Training, axis: str) -> list[Patch]:
+    """Smallest to largest and mean +- deviation over the reference's seeds; nothing below two seeds."""
+    points = [p for p in training.validation if p.deviation is not None]
     if not points:
         return []
     x = _x(points, axis)
@@ -107,13 +108,13 @@ def _band(axes: Axes, arm: curves.Arm, axis: str) -> list[Patch]:
     below = [p.mean - d for p, d in zip(points, deviations, strict=True)]
     axes.fill_between(x, below, above, color=COLOURS[0], alpha=0.25, linewidth=0)
     return [
-        Patch(facecolor=COLOURS[0], alpha=0.15, linewidth=0, label=f"BF16 arm, {arm.n} seeds: smallest to largest"),
-        Patch(facecolor=COLOURS[0], alpha=0.4, linewidth=0, label="BF16 arm: mean ± standard deviation"),
+        Patch(facecolor=COLOURS[0], alpha=0.15, linewidth=0, label=f"BF16, {training.n} seeds: smallest to largest"),
+        Patch(facecolor=COLOURS[0], alpha=0.4, linewidth=0, label="BF16: mean ± standard deviation"),
     ]
 
 
 def _line(place: int, points: int) -> dict[str, Any]:
-    """How the curve of an arm is drawn."""
+    """How a curve is drawn."""
     return {
         "color": COLOURS[place % len(COLOURS)],
         "marker": MARKERS[place % len(MARKERS)],
@@ -124,6 +125,8 @@ def _line(place: int, points: int) -> dict[str, Any]:
     }
 
 
-def _legend_name(arm: curves.Arm) -> str:
-    seeds = len(arm.cell.ok)
-    return f"{arm.cell.label}{f' (mean of {seeds})' if seeds > 1 else ''}{' (diverged)' if arm.diverged else ''}"
+def _legend_name(training: Training) -> str:
+    seeds = len(training.cell.ok)
+    return (
+        f"{training.cell.label}{f' (mean of {seeds})' if seeds > 1 else ''}{' (diverged)' if training.diverged else ''}"
+    )

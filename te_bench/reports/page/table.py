@@ -1,9 +1,13 @@
 """What a table of the report is made of: values that know how they sort, columns, rows."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from te_bench.reports.analysis.rows import Cell, printable
+from te_bench.reports.analysis import ranking
+from te_bench.reports.analysis.measures import Ratio
+from te_bench.reports.analysis.ranking import StepRanking
+from te_bench.reports.analysis.rows import Configuration, printable
+from te_bench.reports.analysis.steps import MeasuredStep
 from te_bench.reports.page import text
 
 
@@ -33,6 +37,12 @@ class Table:
     rows: tuple[tuple[Value, ...], ...]
     note: str = ""
 
+    def only(self, titles: Collection[str]) -> "Table":
+        """The table with the columns of these titles alone."""
+        kept = [i for i, column in enumerate(self.columns) if column.title in titles]
+        columns = tuple(self.columns[i] for i in kept)
+        return replace(self, columns=columns, rows=tuple(tuple(row[i] for i in kept) for row in self.rows))
+
 
 def word(content: object) -> Value:
     """A text value on one line; a dash for None and for nothing."""
@@ -44,12 +54,24 @@ def number(value: float | None, show: Callable[[float | None], str] = text.plain
     return Value(text=show(value), sort=value)
 
 
-def repetitions(cell: Cell) -> Value:
+def speedup(ratio: Ratio | None, remark: str = "") -> Value:
+    """A ratio with its interval, and a remark behind it; a dash for None."""
+    return Value(text=text.speedup(ratio) + remark, sort=ratio.value) if ratio else word(None)
+
+
+def rank(found: StepRanking, step: MeasuredStep) -> Value:
+    """The ranking's word for a step, sorted from the fastest on; a dash where nothing was ranked, for all then ran once."""
+    said = found.word(step) if found.fastest else None
+    place = ranking.WORDS.index(said) if said and said != ranking.ALONE else None
+    return Value(text=said or text.MISSING, sort=place)
+
+
+def repetitions(cell: Configuration) -> Value:
     """n_ok/n_planned of a cell."""
     return Value(text=f"{len(cell.ok)}/{len(cell.rows)}", sort=len(cell.ok))
 
 
-def label(cell: Cell, *, baseline: bool = False) -> Value:
+def label(cell: Configuration, *, baseline: bool = False) -> Value:
     """The cell's name with the attention that `auto` chose, and what became of it where no repetition ended ok."""
     chosen = sorted({str(record.work["chosen"]) for record in cell.ok if "chosen" in record.work})
     remarks = [*(["baseline"] if baseline else []), *(f"chose {name}" for name in chosen)]
@@ -57,11 +79,32 @@ def label(cell: Cell, *, baseline: bool = False) -> Value:
     return word(cell.label + (f" ({', '.join(remarks)})" if remarks else ""))
 
 
+def ranking_notes(found: StepRanking, steps: Sequence[MeasuredStep]) -> list[str]:
+    """How the speed-ups of these steps, and the words of their ranking, are to be read."""
+    pairs = [step.speedup.n for step in steps if step.speedup and not step.is_baseline]
+    notes = [interval_note(pairs)] if pairs else []
+    if found.reason:
+        notes.append(f"Not distinguished: paired runs do not tell these from the fastest ({found.reason}).")
+    if found.slower:
+        notes.append("Slower: than the fastest, by paired t-tests at 5 % over all comparisons.")
+    return notes
+
+
 def interval_note(pairs: Sequence[int]) -> str:
     """How speed-ups over so many pairs each are to be read."""
     if max(pairs) < 2:
         return "n = 1: one run of each, so speed-ups have no interval."
     return "Speed-ups are geometric means over paired seeds with 95 % t-intervals."
+
+
+def kernel_rows(
+    cell: Configuration, kernels: Mapping[str, float], kind_of: Callable[[str], str], most: int
+) -> list[tuple[Value, ...]]:
+    """The longest kernels of a configuration: its name, their kinds, names and milliseconds."""
+    return [
+        (word(cell.label), word(kind_of(name)), word(text.shortened(name, 80)), number(seconds, text.milliseconds))
+        for name, seconds in list(kernels.items())[:most]
+    ]
 
 
 def table_of(

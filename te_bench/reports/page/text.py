@@ -55,6 +55,15 @@ def loss(value: float | None, deviation: float | None = None) -> str:
     return f"{value:.4f}" if deviation is None else f"{value:.4f} ± {deviation:.4f}"
 
 
+def signed(value: float | None) -> str:
+    """A gap in nat: +0.0012."""
+    return MISSING if value is None else f"{value:+.4f}" if abs(value) < 1e4 else f"{value:+.3g}"
+
+
+def probability(value: float | None) -> str:
+    return MISSING if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+
+
 def percent(value: float | None) -> str:
     return MISSING if value is None else f"{100 * value:.1f} %"
 

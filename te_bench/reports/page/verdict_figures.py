@@ -1,7 +1,6 @@
 """The figures of a convergence verdict: final gaps against the margin, the gap by step, spikes, FP8 numerics over time."""
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +10,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from te_bench.reports.convergence.equivalence import Verdict
-from te_bench.reports.convergence.study import Arm, Run
-from te_bench.reports.convergence.verdict import Finding, Verdicts, common_steps, losses_at
+from te_bench.reports.convergence.study import Run, StudyArm
+from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.page import text
-from te_bench.reports.page.figures import COLOURS, FAINT, INK, MARKERS, NAME, blank
+from te_bench.reports.page.drawing import COLOURS, FAINT, INK, MARKERS, NAME, blank, legend_below, without_y
 
 VERDICT_COLOURS = {
     Verdict.EQUIVALENT: COLOURS[2],
@@ -31,23 +30,19 @@ FAR = 3.0  # times what a gap's later half and its band take of a frame: so much
 RAREST = 1e-7  # fractions below it are shown as none
 
 
-def forest(found: Verdicts) -> Callable[[], Figure] | None:
-    """Each arm's mean gap with its interval, over the margin's zone."""
+def forest(found: StudyVerdict) -> Callable[[], Figure] | None:
+    """Each configuration's mean gap with its interval, over the margin's zone."""
     return (lambda: _forest(found, found.findings)) if found.findings else None
 
 
-def _forest(found: Verdicts, findings: Sequence[Finding]) -> Figure:
-    names = [text.folded(f"{finding.arm.name}: {finding.verdict}", NAME) for finding in findings]
-    lines = max(map(len, names))
-    figure = blank(1.0 + (0.5 + LINE_HEIGHT * (lines - 1)) * len(findings))
-    axes = figure.subplots()
+def _forest(found: StudyVerdict, findings: Sequence[ArmVerdict]) -> Figure:
+    figure, axes = _named_rows([f"{finding.arm.name}: {finding.verdict}" for finding in findings], 1.0, 0.5)
     inside = [c for f in findings if (c := f.judgement.comparison) and c.interval and f is not found.broken]
     widest = max([found.margin, *(abs(end) for c in inside for end in c.interval or ())]) * 1.3
     axes.axvspan(-found.margin, found.margin, color=COLOURS[2], alpha=0.12, linewidth=0)
     axes.axvline(0, color=FAINT, linewidth=0.8)
     for row, finding in enumerate(findings):
         comparison, colour = finding.judgement.comparison, VERDICT_COLOURS[finding.verdict]
-        _name(axes, row - 0.18, names[row])
         if comparison is None:
             continue
         low, high = comparison.interval or (comparison.gap, comparison.gap)
@@ -62,35 +57,38 @@ def _forest(found: Verdicts, findings: Sequence[Finding]) -> Figure:
         axes.plot([low, high], [row, row], color=colour, linewidth=2.2, solid_capstyle="butt")
         axes.plot([comparison.gap], [row], "o", color=colour, markersize=6)
     axes.set_xlim(-widest, widest)
-    axes.set_ylim(len(findings) - 0.5, -0.75)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
     level = f"{100 * (1 - 2 * found.alpha):.3g} %"
     axes.set_xlabel(f"final loss less bf16's, nat, with {level} (shaded: within the margin {found.margin:g})")
     return figure
 
 
-def _name(axes: Axes, y: float, lines: Sequence[str]) -> None:
-    """An arm's name, upwards from y."""
-    axes.text(0.0, y, "\n".join(lines), va="bottom", fontsize=8.8, transform=axes.get_yaxis_transform())
+def _named_rows(names: Sequence[str], height: float, row_height: float) -> tuple[Figure, Axes]:
+    """A figure with a row a name, which stands above it: `height` and `row_height` in inches, of names of one line."""
+    folded = [text.folded(name, NAME) for name in names]
+    figure = blank(height + (row_height + LINE_HEIGHT * (max(map(len, folded)) - 1)) * len(names))
+    axes = figure.subplots()
+    for row, lines in enumerate(folded):
+        where = axes.get_yaxis_transform()
+        axes.text(0.0, row - 0.18, "\n".join(lines), va="bottom", fontsize=8.8, transform=where)
+    axes.set_ylim(len(names) - 0.5, -0.75)
+    without_y(axes)
+    return figure, axes
 
 
-def gap_curves(found: Verdicts) -> Callable[[], Figure] | None:
+def gap_curves(found: StudyVerdict) -> Callable[[], Figure] | None:
     """Mean gap by step of A/A and every recipe, with a band over the last quarter that holds all of it at once."""
     drawn = [f for f in (found.aa, *found.recipes) if f is not None and f.band is not None]
     return (lambda: _gap_curves(found, drawn)) if drawn else None
 
 
-def _gap_curves(found: Verdicts, drawn: Sequence[Finding]) -> Figure:
-    control = found.study.control
-    assert control is not None
+def _gap_curves(found: StudyVerdict, drawn: Sequence[ArmVerdict]) -> Figure:
     figure = blank(0.7 + 0.95 * len(drawn))
     panels = figure.subplots(len(drawn), sharex=True, sharey=True, squeeze=False)[:, 0]
     reach, curves = [found.margin], []
     for axes, finding in zip(panels, drawn, strict=True):
         band = finding.band
         assert band is not None
-        steps, means = _mean_gap(finding, control)
+        steps, means = finding.gap_curve
         axes.axhspan(-found.margin, found.margin, color=COLOURS[2], alpha=0.12, linewidth=0)
         axes.axhline(0, color=FAINT, linewidth=0.8)
         axes.plot(steps, means, color=COLOURS[0], linewidth=1.4)
@@ -107,7 +105,7 @@ def _gap_curves(found: Verdicts, drawn: Sequence[Finding]) -> Figure:
         Patch(facecolor=COLOURS[2], alpha=0.3, label=f"within the margin {found.margin:g}"),
         Patch(facecolor=COLOURS[0], alpha=0.3, label=f"simultaneous {100 * confidence:g} % band"),
     ]
-    figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=8.5)
+    legend_below(figure, handles, 2, left=True)
     return figure
 
 
@@ -128,25 +126,15 @@ def _frame(curves: Sequence[tuple[Axes, Sequence[float], Sequence[float]]], reac
             axes.annotate(f"{mean:+.3f}", (step, math.copysign(0.85 * limit, mean)), **where)
 
 
-def _mean_gap(finding: Finding, control: Arm) -> tuple[list[float], list[float]]:
-    """Steps that every pair was evaluated at, and the mean gap there."""
-    steps = common_steps(control, finding.arm, finding.seeds)
-    pairs = [(losses_at(finding.arm, s, steps), losses_at(control, s, steps)) for s in finding.seeds]
-    return steps, [statistics.fmean(ours[i] - theirs[i] for ours, theirs in pairs) for i in range(len(steps))]
-
-
-def spikes(found: Verdicts) -> Callable[[], Figure] | None:
-    """Where losses and gradient norms spiked, arm by arm, and where runs diverged."""
+def spikes(found: StudyVerdict) -> Callable[[], Figure] | None:
+    """Where losses and gradient norms spiked, configuration by configuration, and where runs diverged."""
     arms = [arm for arm in found.study.arms if any(run.stability for run in arm.runs.values())]
     return (lambda: _spikes(arms)) if arms else None
 
 
-def _spikes(arms: Sequence[Arm]) -> Figure:
-    names = [text.folded(arm.name, NAME) for arm in arms]
-    figure = blank(1.1 + (0.45 + LINE_HEIGHT * (max(map(len, names)) - 1)) * len(arms))
-    axes = figure.subplots()
+def _spikes(arms: Sequence[StudyArm]) -> Figure:
+    figure, axes = _named_rows([arm.name for arm in arms], 1.1, 0.45)
     for row, arm in enumerate(arms):
-        _name(axes, row - 0.18, names[row])
         for run in arm.runs.values():
             seen = run.stability
             if seen is None:
@@ -161,21 +149,18 @@ def _spikes(arms: Sequence[Arm]) -> Figure:
                 axes.plot([last], [row + 0.05], "x", color=INK, markersize=7, mew=1.6)
     steps = [s for arm in arms for run in arm.runs.values() if run.record for s in run.record.samples.get("step") or []]
     axes.set_xlim(0, max(steps, default=1.0) or 1.0)
-    axes.set_ylim(len(arms) - 0.5, -0.75)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
     axes.set_xlabel("step")
     handles = [
         Line2D([], [], color=COLOURS[1], marker=MARKERS[0], linestyle="", label="loss"),
         Line2D([], [], color=COLOURS[0], marker=MARKERS[2], linestyle="", label="gradient norm"),
         Line2D([], [], color=INK, marker="x", linestyle="", label="diverged"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+    legend_below(figure, handles, 3)
     return figure
 
 
-def numerics(arm: Arm) -> Callable[[], Figure] | None:
-    """amax, saturation and underflow of every tensor of every layer over the training, of the arm's first probed seed."""
+def numerics(arm: StudyArm) -> Callable[[], Figure] | None:
+    """amax, saturation and underflow of every tensor of every layer over the training, of the first probed seed."""
     run = next((r for r in arm.runs.values() if r.record and r.record.samples.get("probe_step")), None)
     return (lambda: _numerics(run)) if run is not None else None
 

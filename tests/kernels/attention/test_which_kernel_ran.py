@@ -95,7 +95,7 @@ def test_a_kernel_of_another_backend_beside_its_own_is_noticed() -> None:
 
 @pytest.mark.parametrize("asked", ["flash", "math", "manual"])
 def test_on_a_cpu(asked: str) -> None:
-    from te_bench.experiments.workloads._check import kernels_seen
+    from te_bench.experiments.instruments.profiling import kernels_seen
 
     problem = a_problem((1, 2, 32, 16), "fp32", "cpu")
     seen = kernels_seen(lambda: run(attention.load(asked), problem, draw(problem)), "cpu").names

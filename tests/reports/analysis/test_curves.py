@@ -45,7 +45,7 @@ def test_best_is_the_mean_over_seeds_and_fp8_is_held_to_bf16(tmp_path):
     records = [curve(s, [0.0, 10.0, 20.0], [4.0, best, 1.9]) for s, best in enumerate((1.0, 1.2))]
     records += [curve(s, [0.0, 10.0], [4.0, best], precision="fp8") for s, best in enumerate((1.3, 1.5))]
     [comparison] = compared(tmp_path, records)
-    bf16, fp8 = comparison.arms
+    bf16, fp8 = comparison.trainings
     assert (bf16.best, bf16.n) == (pytest.approx(1.1), 2)
     assert bf16.deviation == pytest.approx(statistics.stdev([1.0, 1.2]))
     assert comparison.reference is bf16
@@ -69,7 +69,7 @@ def test_other_data_or_budget_is_another_comparison(tmp_path):
         "char, stdlib, 500 steps",
         "char, text:play.txt, 60.0 s",
     ]
-    assert [len(comparison.arms) for comparison in found] == [2, 1, 1]
+    assert [len(comparison.trainings) for comparison in found] == [2, 1, 1]
 
 
 def test_title_does_not_tell_where_a_file_lay(tmp_path):
@@ -79,7 +79,7 @@ def test_title_does_not_tell_where_a_file_lay(tmp_path):
 
 def test_divergence_gives_a_curve_but_no_best(tmp_path):
     [comparison] = compared(tmp_path, curves())
-    diverged = comparison.arms[-1]
+    diverged = comparison.trainings[-1]
     assert diverged.diverged
     assert (diverged.best, diverged.steps_done) == (None, 201)
     assert diverged.validation
@@ -88,12 +88,12 @@ def test_divergence_gives_a_curve_but_no_best(tmp_path):
 def test_one_diverged_seed_does_not_cut_the_others_short(tmp_path):
     bad = curve_record(trial("training", seed=1), outcome="diverged", stop=100)
     [comparison] = compared(tmp_path, [curve_record(trial("training")), bad])
-    [arm] = comparison.arms
-    assert (arm.validation[-1].step, arm.n, arm.diverged) == (500, 1, True)
+    [training] = comparison.trainings
+    assert (training.validation[-1].step, training.n, training.diverged) == (500, 1, True)
 
 
 def test_tokens_and_their_rate(tmp_path):
     [comparison] = compared(tmp_path, [curve_record(trial("training"))])
-    [arm] = comparison.arms
-    assert (arm.tokens, arm.batch) == (501 * 16384, 64)  # steps 0 to 500
-    assert arm.tokens_per_s == pytest.approx(501 * 16384 / 10.0)
+    [training] = comparison.trainings
+    assert (training.tokens, training.batch) == (501 * 16384, 64)  # steps 0 to 500
+    assert training.tokens_per_s == pytest.approx(501 * 16384 / 10.0)

@@ -8,9 +8,9 @@ from journals import STEP_KERNELS, ceilings_record, step_record, trial, write
 
 from te_bench.models import cost
 from te_bench.reports.analysis import floor
-from te_bench.reports.analysis.rows import load_results
-from te_bench.reports.page import floor_figures
-from te_bench.reports.page.tables import of_group
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page import step_figures
+from te_bench.reports.page.tables import tables_of
 
 PUBLISHED = Path(__file__).parents[3] / "results" / "h200" / "speed"
 BF16 = trial(attention="cudnn", mode="cudagraph")
@@ -24,9 +24,9 @@ def steps():
     return made
 
 
-def group_of(tmp_path, records):
-    [group] = load_results([write(tmp_path / "run", records, suite="speed", baseline=BF16.cell)]).groups
-    return group
+def result_of(tmp_path, records):
+    [result] = load_report([write(tmp_path / "run", records, suite="speed", baseline=BF16.cell)]).groups
+    return result
 
 
 def test_a_kernels_name_tells_its_kind():
@@ -37,30 +37,30 @@ def test_a_kernels_name_tells_its_kind():
         *[cost.OPTIMIZER] * 2,
         *[cost.ELEMENTWISE] * 3,
     ]
-    assert [floor.kind(name) for name in STEP_KERNELS] == expected
+    assert [floor.kind_of(name) for name in STEP_KERNELS] == expected
 
 
 def test_the_floor_is_what_the_ceilings_give(tmp_path):
-    group = group_of(tmp_path, [*steps(), ceilings_record()])
-    assert floor.ceilings(group) == floor.Ceilings(
+    result = result_of(tmp_path, [*steps(), ceilings_record()])
+    assert result.floor.ceilings == floor.Ceilings(
         bytes_per_s=4e12, bf16_flop_per_s=2 * 8192**3 / 2e-3, fp8_flop_per_s=2 * 8192**3 / 1e-3
     )
-    fp8, bf16 = floor.breakdowns(group)
-    assert (fp8.rung.cell.trial.precision, bf16.rung.cell.trial.precision) == ("fp8", "bf16")
+    fp8, bf16 = result.floor.breakdowns
+    assert (fp8.step.cell.trial.precision, bf16.step.cell.trial.precision) == ("fp8", "bf16")
     for found in (fp8, bf16):
         assert found.measured_s == pytest.approx(sum(STEP_KERNELS.values()))
-        assert found.floor_s == pytest.approx(sum(part.floor_s for part in found.parts))
-    parts = {part.cost.kind: part for part in bf16.parts}
+        assert found.floor_s == pytest.approx(sum(part.floor_s for part in found.kinds))
+    parts = {part.cost.kind: part for part in bf16.kinds}
     gemm = parts[cost.GEMM]
     assert gemm.floor_s == pytest.approx(gemm.cost.bf16_flop / (2 * 8192**3 / 2e-3))
     assert gemm.measured_s == pytest.approx(4.7e-3)
     assert parts[cost.LOSS].floor_s == pytest.approx(4 * 12288 * 50304 / 4e12)
-    assert {p.cost.kind: p for p in fp8.parts}[cost.GEMM].floor_s == pytest.approx(gemm.floor_s / 2)
+    assert {p.cost.kind: p for p in fp8.kinds}[cost.GEMM].floor_s == pytest.approx(gemm.floor_s / 2)
 
 
 def test_the_tables_show_it(tmp_path):
-    group = group_of(tmp_path, [*steps(), ceilings_record()])
-    [floors], [kinds], [kernels] = (of_group(group, name) for name in ("floor", "floor_kinds", "floor_kernels"))
+    result = result_of(tmp_path, [*steps(), ceilings_record()])
+    [floors], [kinds], [kernels] = (tables_of(result, name) for name in ("floor", "floor_kinds", "floor_kernels"))
     assert [row[0].text for row in floors.rows][1].endswith("(baseline)")
     step, least = (float(floors.rows[0][i].sort) for i in (3, 1))
     assert floors.rows[0][4].sort == pytest.approx(step / least)
@@ -71,22 +71,22 @@ def test_the_tables_show_it(tmp_path):
 
 
 def test_the_figure_s_bars_are_floor_and_step(tmp_path):
-    build = floor_figures.against_floor(group_of(tmp_path, [*steps(), ceilings_record()]))
+    build = step_figures.against_floor(result_of(tmp_path, [*steps(), ceilings_record()]))
     rows = {}
     for patch in build().axes[0].patches:
         rows.setdefault(round(patch.get_y() + patch.get_height() / 2 - 0.45), []).append(patch.get_width())
-    fp8, bf16 = floor.breakdowns(group_of(tmp_path / "2", [*steps(), ceilings_record()]))
+    fp8, bf16 = result_of(tmp_path / "2", [*steps(), ceilings_record()]).floor.breakdowns
     widths = [sum(row) / 1e3 for row in rows.values()]
-    assert widths == pytest.approx([fp8.floor_s, fp8.rung.latency_s, bf16.floor_s, bf16.rung.latency_s])
+    assert widths == pytest.approx([fp8.floor_s, fp8.step.latency_s, bf16.floor_s, bf16.step.latency_s])
 
 
 def test_nothing_published_is_faster_than_its_floor():
-    [group] = load_results([PUBLISHED]).groups
-    found = floor.breakdowns(group)
-    assert len(found) == len(group.of("train_step")) > 10
+    [result] = load_report([PUBLISHED]).groups
+    found = result.floor.breakdowns
+    assert len(found) == len(result.group.of("train_step")) > 10
     for breakdown in found:
-        trial = breakdown.rung.cell.trial
-        for part in breakdown.parts:
+        trial = breakdown.step.cell.trial
+        for part in breakdown.kinds:
             if trial.attention == "manual" and part.cost.kind == cost.ATTENTION:
                 continue  # written out, it is GEMMs and elementwise kernels
             assert part.measured_s >= 0.99 * part.floor_s, (trial.name, part)
@@ -96,7 +96,7 @@ def test_a_ceiling_is_the_fastest_call_of_any_process(tmp_path):
     slow, fast = {"copy_s": [2e-3, 1e-3], "gemm_bf16_s": [4e-3, 3e-3]}, {"copy_s": [4e-3], "gemm_bf16_s": [5e-3, 2e-3]}
     records = [ceilings_record(samples=slow), ceilings_record(samples=fast)]
     records[1] = dataclasses.replace(records[1], trial=dataclasses.replace(records[1].trial, seed=1))
-    found = floor.ceilings(group_of(tmp_path, [*steps(), *records]))
+    found = result_of(tmp_path, [*steps(), *records]).floor.ceilings
     assert found.bytes_per_s == 4e9 / 1e-3
     assert found.bf16_flop_per_s == 2 * 8192**3 / 2e-3
 
@@ -111,12 +111,12 @@ def test_a_ceiling_is_the_fastest_call_of_any_process(tmp_path):
     ],
 )
 def test_nothing_is_made_up(tmp_path, records):
-    group = group_of(tmp_path, records())
-    assert all(of_group(group, name) == [] for name in ("floor", "floor_kinds", "floor_kernels"))
-    assert floor_figures.against_floor(group) is None
+    result = result_of(tmp_path, records())
+    assert all(tables_of(result, name) == [] for name in ("floor", "floor_kinds", "floor_kernels"))
+    assert step_figures.against_floor(result) is None
 
 
 def test_no_fp8_floor_without_an_fp8_ceiling(tmp_path):
     samples = {"copy_s": [1e-3], "gemm_bf16_s": [2e-3]}
-    [only] = floor.breakdowns(group_of(tmp_path, [*steps(), ceilings_record(samples=samples)]))
-    assert only.rung.cell.trial.precision == "bf16"
+    [only] = result_of(tmp_path, [*steps(), ceilings_record(samples=samples)]).floor.breakdowns
+    assert only.step.cell.trial.precision == "bf16"

@@ -8,8 +8,9 @@ import pytest
 from journals import LAYERS, layer_records, layer_trial, record, write
 
 from te_bench.reports.analysis import layers
-from te_bench.reports.analysis.rows import load_results
-from te_bench.reports.page.tables import headlines, of_group, summary
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page.headlines import headlines
+from te_bench.reports.page.tables import summary, tables_of
 
 BASELINE = layer_trial(*LAYERS[0][:4], variant="faithful", mask="full", dropout=0.1)
 
@@ -29,9 +30,13 @@ def both(seeds=1):
     return [*faithful, *layer_records(seeds)]
 
 
-def group_of(tmp_path, records):
-    [group] = load_results([run(tmp_path, records)]).groups
-    return group
+def result_of(tmp_path, records):
+    [result] = load_report([run(tmp_path, records)]).groups
+    return result
+
+
+def baseline(variant):
+    return next((layer.step.cell for layer in variant.layers if layer.step.is_baseline), None)
 
 
 def texts(table):
@@ -39,30 +44,30 @@ def texts(table):
 
 
 def test_each_variant_has_its_own_baseline_and_names(tmp_path):
-    faithful, fair = layers.variants(group_of(tmp_path, both()))
+    faithful, fair = result_of(tmp_path, both()).layers
     assert (faithful.name, fair.name) == ("faithful", "fair")
-    assert faithful.baseline.id == BASELINE.cell != fair.baseline.id
-    assert {rung.cell.shape for rung in fair.rungs} == {"fair"}
-    assert [rung.cell.label for rung in fair.rungs][:2] == [
+    assert baseline(faithful).id == BASELINE.cell != baseline(fair).id
+    assert {layer.step.cell.shape for layer in fair.layers} == {"fair"}
+    assert [layer.step.cell.label for layer in fair.layers][:2] == [
         "transformer_engine, cudnn, fp8, delayed_scaling, eager",
         "te_layer, cudnn, fp8, delayed_scaling, eager",
     ]
-    assert "te_layer, cudnn, bf16, eager, mask=causal" in {rung.cell.label for rung in faithful.rungs}
+    assert "te_layer, cudnn, bf16, eager, mask=causal" in {layer.step.cell.label for layer in faithful.layers}
 
 
 def test_the_mlp_alone_is_held_against_the_plain_one(tmp_path):
     alone = []
     for one in layer_records(variant="mlp"):
         alone.append(dataclasses.replace(one, trial=dataclasses.replace(one.trial, attention="none")))
-    faithful, fair, mlp = layers.variants(group_of(tmp_path, [*both(), *alone]))
+    faithful, fair, mlp = result_of(tmp_path, [*both(), *alone]).layers
     assert mlp.name == "mlp"
-    assert mlp.baseline.label == "plain, none, bf16, eager"
-    assert all(rung.speedup for rung in mlp.rungs)
-    assert (faithful.baseline.trial.attention, fair.baseline.trial.attention) == ("manual", "manual")
+    assert baseline(mlp).label == "plain, none, bf16, eager"
+    assert all(layer.step.speedup for layer in mlp.layers)
+    assert (baseline(faithful).trial.attention, baseline(fair).trial.attention) == ("manual", "manual")
 
 
 def test_a_layer_with_another_mask_is_marked(tmp_path):
-    faithful, fair = of_group(group_of(tmp_path, both(3)), "layer")
+    faithful, fair = tables_of(result_of(tmp_path, both(3)), "layer")
     shown = texts(faithful)
     assert shown["plain, manual, bf16, eager, mask=full (baseline)"][:2] == ["23.4", "1.00×"]
     assert shown["te_layer, cudnn, bf16, eager, mask=causal"][1].endswith("] (another mask)")
@@ -74,22 +79,22 @@ def test_a_layer_with_another_mask_is_marked(tmp_path):
 
 
 def test_a_run_of_one_variant_has_its_baseline_too(tmp_path):
-    [variant] = layers.variants(group_of(tmp_path, layer_records()))  # the group's baseline is of the other one
-    assert variant.baseline.label == "plain, manual, bf16, eager"
-    [variant] = layers.variants(group_of(tmp_path / "2", layer_records()[1:]))
-    assert variant.baseline is None
-    assert all(variant.comparable(rung) for rung in variant.rungs)
+    [variant] = result_of(tmp_path, layer_records()).layers  # the group's baseline is of the other one
+    assert baseline(variant).label == "plain, manual, bf16, eager"
+    [variant] = result_of(tmp_path / "2", layer_records()[1:]).layers
+    assert baseline(variant) is None
+    assert variant.comparable
 
 
 def test_a_layer_that_was_not_measured_stays_in_the_table(tmp_path):
     missing = layer_trial("torchao_rowwise", "cudnn", "rowwise_scaling", "compile")
     reason = "needs torchao: pip install torchao"
-    group = group_of(tmp_path, [*layer_records(), record(missing, outcome="unsupported", reason=reason)])
-    [table] = of_group(group, "layer")
+    result = result_of(tmp_path, [*layer_records(), record(missing, outcome="unsupported", reason=reason)])
+    [table] = tables_of(result, "layer")
     row = texts(table)["torchao_rowwise, cudnn, fp8, rowwise_scaling, compile (unsupported)"]
     assert row[:-1] == ["—"] * (len(table.columns) - 2)
     assert row[-1] == "0/1"
-    assert all("torchao_rowwise" not in name for name in texts(of_group(group, "layer_kinds")[0]))
+    assert all("torchao_rowwise" not in name for name in texts(tables_of(result, "layer_kinds")[0]))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +123,7 @@ def test_a_layer_that_was_not_measured_stays_in_the_table(tmp_path):
     ],
 )
 def test_a_kernel_s_name_tells_its_kind(kernel, kind):
-    assert layers.kind(kernel) == kind
+    assert layers.kind_of(kernel) == kind
 
 
 def test_every_kernel_of_ours_has_a_kind():
@@ -126,15 +131,15 @@ def test_every_kernel_of_ours_has_a_kind():
     sources = [path.read_text() for path in (Path(layers.__file__).parents[2] / "kernels").rglob("*.py")]
     names = {name for source in sources for name in re.findall(r"@triton\.jit.*\ndef (\w*_kernel)\(", source)}
     assert {"_pair_kernel", "_cast_kernel", "scaled_kernel"} <= names
-    assert {name for name in names if layers.kind(name) == layers.OTHER} == set()
+    assert {name for name in names if layers.kind_of(name) == layers.OTHER} == set()
 
 
 def test_kernels_by_kind_are_means_over_processes(tmp_path):
     records = layer_records(2)
     slower = {name: 3 * value for name, value in records[0].work["kernel_s"].items()}
     records[0] = dataclasses.replace(records[0], work={**records[0].work, "kernel_s": slower})
-    group = group_of(tmp_path, records)
-    [table] = of_group(group, "layer_kinds")
+    result = result_of(tmp_path, records)
+    [table] = tables_of(result, "layer_kinds")
     titles = [column.title for column in table.columns]
     assert titles[1:7] == ["attention", "GEMM", "norms, casts", "other", "Sum", "Measured"]
     row = texts(table)["plain, manual, bf16, eager"]
@@ -145,7 +150,7 @@ def test_kernels_by_kind_are_means_over_processes(tmp_path):
 
 
 def test_the_longest_kernels_are_those_of_the_fastest_layer_of_each_family(tmp_path):
-    [table] = of_group(group_of(tmp_path, layer_records()), "layer_kernels")
+    [table] = tables_of(result_of(tmp_path, layer_records()), "layer_kernels")
     assert list(texts(table)) == [
         "transformer_engine, cudnn, fp8, delayed_scaling, eager",
         "te_layer, cudnn, fp8, delayed_scaling, eager",
@@ -158,7 +163,7 @@ def test_the_longest_kernels_are_those_of_the_fastest_layer_of_each_family(tmp_p
 
 def test_the_headline_is_of_the_fair_variant_alone(tmp_path):
     directory = run(tmp_path, both(3))
-    [sentence] = headlines(load_results([directory]))
+    [sentence] = headlines(load_report([directory]))
     assert sentence.startswith(
         "Fastest layer, fair: transformer_engine, cudnn, fp8, delayed_scaling, eager: 11.9 ms/batch"
     )

@@ -7,24 +7,23 @@ import numpy as np
 import pytest
 from journals import record, step_record, trial, write
 
-from te_bench.reports.analysis import measures, ranking
-from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.analysis import ranking
+from te_bench.reports.group_result import load_report
 
 
 def ladder(tmp_path, milliseconds, **changes):
-    """Rungs of {attention: ms of each seed}."""
+    """The ranking of {attention: ms of each seed}."""
     records = [
         step_record(trial(attention=name, seed=seed), ms, **changes)
         for name, times in milliseconds.items()
         for seed, ms in enumerate(times)
     ]
-    [group] = load_results([write(tmp_path / "run", records)]).groups
-    return measures.ladder(group)
+    [result] = load_report([write(tmp_path / "run", records)]).groups
+    return result.steps
 
 
-def words(rungs):
-    found = ranking.standing(rungs)
-    return {rung.cell.trial.attention: found.word(rung) for rung in rungs}
+def words(found):
+    return {step.cell.trial.attention: found.word(step) for step in found.steps}
 
 
 def test_the_fastest_is_one_where_every_pair_says_so(tmp_path):
@@ -34,10 +33,10 @@ def test_the_fastest_is_one_where_every_pair_says_so(tmp_path):
 
 def test_what_pairs_do_not_tell_apart_is_not_distinguished(tmp_path):
     times = {"flash": (10.0, 10.4, 10.2), "cudnn": (10.3, 10.3, 10.4), "math": (20.0, 20.4, 20.2)}
-    found = ranking.standing(ladder(tmp_path, times))
-    assert [rung.cell.trial.attention for rung in found.fastest] == ["flash", "cudnn"]
-    assert [rung.cell.trial.attention for rung in found.slower] == ["math"]
-    assert found.notes()[0].endswith("(only 3 runs of each).")
+    found = ladder(tmp_path, times)
+    assert [step.cell.trial.attention for step in found.fastest] == ["flash", "cudnn"]
+    assert [step.cell.trial.attention for step in found.slower] == ["math"]
+    assert found.reason == "only 3 runs of each"
 
 
 def test_pairs_are_compared_and_not_what_all_seeds_have_in_common(tmp_path):
@@ -56,10 +55,10 @@ def test_runs_of_other_work_are_not_ranked(tmp_path):
     records = [step_record(trial(attention="flash", seed=s), 10.0 + s) for s in range(3)]
     half = [step_record(trial(attention="math", batch=6, seed=s), 6.0 + s) for s in range(3)]
     records += [dataclasses.replace(one, work={"tokens": 6144}) for one in half]
-    [group] = load_results([write(tmp_path / "run", records)]).groups
-    found = ranking.standing(measures.ladder(group))
+    [result] = load_report([write(tmp_path / "run", records)]).groups
+    found = result.steps
     assert (found.fastest, found.slower) == ((), ())
-    assert [rung.cell.trial.attention for rung in found.alone] == ["math"]
+    assert [step.cell.trial.attention for step in found.alone] == ["math"]
 
 
 def test_copies_show_nothing(tmp_path):
@@ -78,8 +77,8 @@ def test_the_reason_says_who_disturbed_what_was_timed(tmp_path):
         ([quiet] * 3, "only 3 runs of each"),
     ):  # fmt: skip
         told = [dataclasses.replace(one, device_state=state) for one, state in zip(records, states, strict=True)]
-        [group] = load_results([write(tmp_path / str(len(said)) / str(len(states[0])), told)]).groups
-        assert ranking.why(group.cells) == said
+        [result] = load_report([write(tmp_path / str(len(said)) / str(len(states[0])), told)]).groups
+        assert ranking.why_tied(result.group.cells) == said
 
 
 def noises(kind, random, shape):

@@ -168,7 +168,7 @@ def test_an_arm_of_one_run_counted_several_times_carries_no_verdict(paired):
     for candidate, control in ((copies, varied), (varied, copies)):
         found = compare(candidate, control, margin=MARGIN, paired=paired)
         assert (found.verdict, found.interval, found.p_equivalence) == (Verdict.INCONCLUSIVE, None, 1.0)
-        assert "all 5 runs of an arm ended on the very same loss" in found.reason
+        assert "all 5 runs of a configuration ended on the very same loss" in found.reason
 
 
 def test_a_gap_beyond_the_margin_says_how_many_seeds_would_show_that():
@@ -177,13 +177,13 @@ def test_a_gap_beyond_the_margin_says_how_many_seeds_would_show_that():
     assert worse.verdict is Verdict.INCONCLUSIVE
     assert worse.seeds_needed_at_gap == power.seeds_beyond(worse.sd, worse.gap - MARGIN)
     assert "too few seeds to tell whether the gap is more than 0.003" in worse.reason
-    assert re.search(rf"{worse.seeds_needed_at_gap} to \d+ seeds an arm would show it INFERIOR", worse.reason)
+    assert re.search(rf"{worse.seeds_needed_at_gap} to \d+ seeds each would show it INFERIOR", worse.reason)
     [judged] = judge({"x": shifted(noise + 0.004)}, margin=MARGIN).values()
     assert judged.seeds_needed == worse.seeds_needed_at_gap
     better = compare(*shifted(10 * noise - 0.004), margin=MARGIN)
     assert better.verdict is Verdict.INCONCLUSIVE
     assert better.seeds_needed_at_gap == power.seeds_beyond(better.sd, MARGIN - better.gap)
-    assert re.search(rf"{better.seeds_needed_at_gap} to \d+ seeds an arm would show it NON_INFERIOR", better.reason)
+    assert re.search(rf"{better.seeds_needed_at_gap} to \d+ seeds each would show it NON_INFERIOR", better.reason)
 
 
 def test_identical_runs_are_equivalent_only_over_seeds_that_differ():

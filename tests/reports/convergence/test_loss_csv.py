@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from te_bench.reports.convergence.loss_arms import diverged, falling, matched, moving, outlying
+from te_bench.reports.convergence.loss_arms import match_runs, note_falling, note_outlying, why_diverged, why_moving
 from te_bench.reports.convergence.loss_csv import Curve, Losses, broken, read
 
 LONG = "step,loss,seed\n0,4.0,1\n10,3.0,1\n0,4.1,2\n10,3.2,2\n"
@@ -37,7 +37,7 @@ def test_a_seed_column_pairs(tmp_path):
     a = read(written(tmp_path, "seed,val_loss\n7,3.1\n3,3.2\n"))
     b = read(written(tmp_path, "seed;final_loss\n3;3.21\n7;3.11\n", "b.csv"))
     assert a.seeded
-    pairs = matched(a, b, paired=True)
+    pairs = match_runs(a, b, paired=True)
     assert (pairs.seeds, pairs.baseline, pairs.candidate) == (("7", "3"), (3.1, 3.2), (3.11, 3.21))
 
 
@@ -148,9 +148,9 @@ def test_runs_of_one_display_name_are_all_kept_and_make_no_pairs(tmp_path):
     assert found.final == {"fp8 (1)": 3.0, "fp8 (2)": 3.2, "other": 3.1}
     assert "2 runs are called fp8, numbered" in found.notes[0]
     other = read(written(tmp_path, f"{head}\n0,4,4,4\n10,3.1,3.2,3.3\n", "b.csv"))
-    assert matched(found, other, paired=False).baseline == (3.0, 3.2, 3.1)
+    assert match_runs(found, other, paired=False).baseline == (3.0, 3.2, 3.1)
     with pytest.raises(ValueError, match="several runs are called fp8, so pairs cannot be told"):
-        matched(found, other, paired=True)
+        match_runs(found, other, paired=True)
 
 
 def test_a_tensorboard_run_counts_once(tmp_path):
@@ -163,19 +163,19 @@ def test_one_file_is_not_both_arms(tmp_path):
     a, b = read(written(tmp_path, "3.1\n3.2\n")), read(written(tmp_path, "3.1\n3.2\n", "b.csv"))
     for other in (a, b):
         with pytest.raises(ValueError, match="hold the same file"):
-            matched(a, other, paired=False)
-    matched(a, read(written(tmp_path, "3.1\n3.20\n", "c.csv")), paired=True)  # the same losses may be
+            match_runs(a, other, paired=False)
+    match_runs(a, read(written(tmp_path, "3.1\n3.20\n", "c.csv")), paired=True)  # the same losses may be
 
 
 def test_runs_that_broke_are_told_and_no_control_may_be_among_them(tmp_path):
     good = read(written(tmp_path, "seed,loss\n3,3.1\n4,3.2\n5,3.3\n"))
     bad = read(written(tmp_path, "seed,loss\n3,3.1\n4,NaN\n5,inf\n", "b.csv"))
     assert broken(good) == {}
-    assert diverged(good) is None
-    assert diverged(bad) == "2 of 3 runs, seeds 4, 5: the final loss is nan"
-    matched(good, bad, paired=True)
+    assert why_diverged(good) is None
+    assert why_diverged(bad) == "2 of 3 runs, seeds 4, 5: the final loss is nan"
+    match_runs(good, bad, paired=True)
     with pytest.raises(ValueError, match=r"b\.csv: the baseline itself broke, seeds 4, 5: .* Nothing can be concluded"):
-        matched(bad, good, paired=True)
+        match_runs(bad, good, paired=True)
 
 
 def test_curves_that_broke(tmp_path):
@@ -219,27 +219,27 @@ def arm(name, final, *, seeded=True, end=None):
 
 
 def test_a_run_that_ends_far_above_its_arm_is_told():
-    assert outlying(arm("A", {"0": 3.1, "1": 3.2, "2": 3.3})) is None
+    assert note_outlying(arm("A", {"0": 3.1, "1": 3.2, "2": 3.3})) is None
     worse = arm("A", {"0": 3.1, "1": 12.0, "2": 3.3}, seeded=False)
-    assert outlying(worse).startswith("A: row 1 ends 8.7 above its arm's median; write nan if it diverged")
+    assert note_outlying(worse).startswith("A: row 1 ends 8.7 above the median of its runs; write nan if it diverged")
 
 
 def test_arms_that_do_not_pair_are_told():
     a, b = arm("A", {"1": 1.0, "2": 2.0, "3": 3.0}), arm("B", {"1": 1.0, "2": 2.0})
     for pair in ((a, b), (b, a)):
         with pytest.raises(ValueError, match="seed 3 is only in A"):
-            matched(*pair, paired=True)
-    unpaired = matched(a, b, paired=False)
+            match_runs(*pair, paired=True)
+    unpaired = match_runs(a, b, paired=False)
     assert (unpaired.baseline, unpaired.candidate) == ((1, 2, 3), (1, 2))
     rows = [arm(name, {str(i): 1.0 for i in range(n)}, seeded=False) for name, n in (("A", 3), ("B", 2))]
     with pytest.raises(ValueError, match="3 losses in A and 2 in B cannot be paired"):
-        matched(*rows, paired=True)
+        match_runs(*rows, paired=True)
     with pytest.raises(ValueError, match="A names its seeds and B does not"):
-        matched(a, rows[1], paired=True)
+        match_runs(a, rows[1], paired=True)
     lengths = [arm(name, {"1": 1.0, "2": 2.0}, end=end) for name, end in (("A", 100), ("B", 90))]
     for paired in (True, False):
         with pytest.raises(ValueError, match="curves end at step 100 in A and at step 90 in B"):
-            matched(*lengths, paired=paired)
+            match_runs(*lengths, paired=paired)
 
 
 def curves(name, *losses):
@@ -262,10 +262,10 @@ def cosine(s):
 def test_a_gap_that_stays_has_settled_though_the_loss_falls(steps):
     a = curves("A", (steps, cosine), (steps, lambda s: cosine(s) + 0.1))
     b = curves("B", (steps, lambda s: cosine(s) + 0.002), (steps, lambda s: cosine(s) + 0.1 + 0.001 * s / 1000))
-    assert moving(a, b, 0.003) is None
-    assert "A: the loss still falls, by 0." in falling(a, 0.003)
-    assert falling(a, 0.5) is None
-    assert falling(curves("A", (steps, lambda s: 3 + s)), 0.003) is None  # a rise is no fall
+    assert why_moving(a, b, 0.003) is None
+    assert "A: the loss still falls, by 0." in note_falling(a, 0.003)
+    assert note_falling(a, 0.5) is None
+    assert note_falling(curves("A", (steps, lambda s: 3 + s)), 0.003) is None  # a rise is no fall
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -274,23 +274,23 @@ def test_a_gap_that_opens_or_closes_by_the_margin_has_not_settled(steps, told, s
     a = curves("A", (steps, cosine), (steps, cosine))
     b = curves("B", *[(steps, lambda s: cosine(s) + sign * 0.004 * np.maximum(s - 800, 0) / told)] * 2)
     move = sign * 0.004
-    assert moving(a, b, 0.0041) is None
-    reason = moving(a, b, 0.0039)
+    assert why_moving(a, b, 0.0041) is None
+    reason = why_moving(a, b, 0.0039)
     assert reason.startswith(f"the gap still moves: by {move:+.2g} over the last {told} steps")
 
 
 def test_the_gap_is_of_the_arms_means_whatever_their_seeds_and_steps():
     a = curves("A", (DENSE, cosine), (DENSE, lambda s: cosine(s) + 1), (DENSE, lambda s: cosine(s) + 2))
     b = curves("B", (DENSE, lambda s: cosine(s) + 5e-4 * s), (DENSE[::2], cosine))  # 0.025 a tenth in the mean
-    assert moving(a, b, 0.02).startswith("the gap still moves: by +0.025")
-    assert moving(a, b, 0.03) is None
+    assert why_moving(a, b, 0.02).startswith("the gap still moves: by +0.025")
+    assert why_moving(a, b, 0.03) is None
 
 
 def test_curves_that_tell_nothing():
     a, none = curves("A", (DENSE, cosine), (DENSE, cosine)), arm("B", {"1": 3.0, "2": 3.1})
-    assert moving(a, none, 0.003).startswith("no curves of both arms")
-    assert falling(none, 0.003) is None
-    assert "2 points a curve" in moving(a, curves("B", ((0.0, 1000.0), cosine)), 0.003)
+    assert why_moving(a, none, 0.003).startswith("no curves of both configurations")
+    assert note_falling(none, 0.003) is None
+    assert "2 points a curve" in why_moving(a, curves("B", ((0.0, 1000.0), cosine)), 0.003)
 
 
 @pytest.mark.parametrize("between", ["", "  ", "# 3.28"])

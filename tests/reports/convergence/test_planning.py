@@ -177,7 +177,7 @@ def test_a_budget_too_small_for_three_seeds_says_how_long_they_take() -> None:
     with pytest.raises(ValueError, match=r"^--budget 10 min: a verdict needs 3 seeds, which take about 30 min$"):
         planning.seeds_within(600, slots=1, seed_s=600)
     with pytest.raises(ValueError, match="which take about 15 min on 2 GPUs"):
-        planning.seeds_within(300, slots=2, seed_s=600, where=planning.on("cuda", 2))
+        planning.seeds_within(300, slots=2, seed_s=600, where=" on 2 GPUs")
 
 
 @pytest.mark.parametrize("preset", ["cpu", "char", "gpt2"])

@@ -10,9 +10,12 @@ from convergence_runs import JUDGEMENT, STEPS, TRUTH, run_record, study_of, stud
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis import curves
 from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.convergence.arm_stability import arm_stabilities
 from te_bench.reports.convergence.equivalence import Verdict
+from te_bench.reports.convergence.stopping import why_stopped
 from te_bench.reports.convergence.study import studies
-from te_bench.reports.convergence.verdict import Verdicts, stopper, verdicts
+from te_bench.reports.convergence.study_verdict import StudyVerdict
+from te_bench.reports.convergence.verdict import judge_study
 from te_bench.reports.page import render
 
 GAPS = {**TRUTH, "float8_block_scaling": 0.02}
@@ -20,14 +23,14 @@ GAPS = {**TRUTH, "float8_block_scaling": 0.02}
 
 def judged(
     directory: Path, *, judgement: dict[str, Any] | None = None, margin: float | None = None, **options: Any
-) -> Verdicts:
+) -> StudyVerdict:
     """Verdicts of a run that was planned with as many seeds as it has, five at least, unless `judgement` says otherwise."""
     options.setdefault("sd", 0.0002)
     judgement = judgement or {**JUDGEMENT, "seeds": max(5, len(options.get("seeds", range(5))))}
-    return verdicts(study_of(directory / "run", study_records(**options), judgement), margin=margin)
+    return judge_study(study_of(directory / "run", study_records(**options), judgement), margin=margin)
 
 
-def by_name(found: Verdicts) -> dict[str, Verdict]:
+def by_name(found: StudyVerdict) -> dict[str, Verdict]:
     return {finding.arm.name: finding.verdict for finding in found.recipes}
 
 
@@ -62,7 +65,7 @@ def test_pairs_are_of_one_seed(tmp_path: Path) -> None:
             own = 0.0003 * ((seed * 7 + len(arm)) % 5 - 2)
             records.append(run_record(arm, seed, gap, 0.03 * (seed - 2) + own))
     records.reverse()  # whatever the order in the journal
-    found = verdicts(study_of(tmp_path / "run", records))
+    found = judge_study(study_of(tmp_path / "run", records))
     assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
     comparison = found.recipes[0].judgement.comparison
     assert comparison is not None
@@ -77,11 +80,11 @@ def test_an_experiment_that_could_not_have_told_is_void(tmp_path: Path) -> None:
     assert blind.sentence.startswith("No verdict: ")
     noisy = judged(tmp_path / "noisy", truth={**TRUTH, "aa": 0.01})
     assert noisy.exit_code == 4
-    assert "A/A arm, bf16 against itself, is not EQUIVALENT" in str(noisy.void)
+    assert "A/A configuration, bf16 against itself, is not EQUIVALENT" in str(noisy.void)
     for arm, word in (("aa", "A/A"), ("broken", "broken")):
         without = judged(tmp_path / arm, truth={name: gap for name, gap in TRUTH.items() if name != arm})
         assert without.exit_code == 4
-        assert f"the {word} arm is missing" in str(without.void)
+        assert f"the {word} configuration is missing" in str(without.void)
 
 
 def test_an_aa_arm_that_does_not_tell_voids_the_verdict(tmp_path: Path) -> None:
@@ -90,10 +93,10 @@ def test_an_aa_arm_that_does_not_tell_voids_the_verdict(tmp_path: Path) -> None:
     for place, one in enumerate(records):
         if one.trial.problem["arm"] == "aa":
             records[place] = run_record("aa", one.trial.seed, 0.0, 0.004 * (one.trial.seed % 3 - 1))
-    found = verdicts(study_of(tmp_path / "run", records))
+    found = judge_study(study_of(tmp_path / "run", records))
     assert found.aa is not None
     assert found.aa.verdict is Verdict.INCONCLUSIVE
-    assert "A/A arm, bf16 against itself, is not EQUIVALENT" in str(found.void)
+    assert "A/A configuration, bf16 against itself, is not EQUIVALENT" in str(found.void)
     assert found.exit_code == 4
 
 
@@ -114,8 +117,8 @@ def risen(records: list[Record], rise: float) -> list[Record]:
 
 def test_a_control_that_overfits_voids_the_verdict(tmp_path: Path) -> None:
     records = study_records(sd=0.0002)
-    assert verdicts(study_of(tmp_path / "fits", records)).void is None
-    found = verdicts(study_of(tmp_path / "overfits", risen(records, 0.2)))
+    assert judge_study(study_of(tmp_path / "fits", records)).void is None
+    found = judge_study(study_of(tmp_path / "overfits", risen(records, 0.2)))
     assert "bf16 overfits: its validation loss ends" in str(found.void)
     assert found.exit_code == 4
 
@@ -127,7 +130,7 @@ def test_the_gap_in_training_stands_beside_and_decides_nothing(tmp_path: Path) -
         else r
         for r in study_records(sd=0.0002)
     ]
-    found = verdicts(study_of(tmp_path / "run", records))
+    found = judge_study(study_of(tmp_path / "run", records))
     assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
     assert found.recipes[0].trained is not None
     assert found.recipes[0].trained.gap == pytest.approx(0.2, abs=0.03)
@@ -140,7 +143,7 @@ def test_two_seeds_that_are_one_run_carry_no_verdict(tmp_path: Path) -> None:
         dataclasses.replace(r, samples=first.samples) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3) else r
         for r in records
     ]
-    found = verdicts(study_of(tmp_path / "run", records))
+    found = judge_study(study_of(tmp_path / "run", records))
     assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.INCONCLUSIVE}
     assert "seeds 0, 3 ended on the very same loss" in found.recipes[1].judgement.reason
 
@@ -151,7 +154,7 @@ def test_a_gap_far_from_the_others_is_noted(tmp_path: Path) -> None:
         run_record("rowwise_scaling", 3, 0.0, 0.05) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3) else r
         for r in records
     ]
-    found = verdicts(study_of(tmp_path / "run", far, {**JUDGEMENT, "seeds": 8}))
+    found = judge_study(study_of(tmp_path / "run", far, {**JUDGEMENT, "seeds": 8}))
     assert any(
         note.startswith("rowwise_scaling, seed 3: its gap +0.0") and "lies far from the others" in note
         for note in found.notes
@@ -162,7 +165,7 @@ def test_a_divergence_that_another_record_of_its_trial_follows_still_counts(tmp_
     broke = study_records(sd=0.0002, outcomes={("rowwise_scaling", 3): "diverged"})
     ended = [r for r in study_records(sd=0.0002) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3)]
     for records in ([*broke, *ended], [*ended, *broke]):
-        found = verdicts(study_of(tmp_path / str(len(list(tmp_path.iterdir()))), records))
+        found = judge_study(study_of(tmp_path / str(len(list(tmp_path.iterdir()))), records))
         assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
 
 
@@ -178,8 +181,9 @@ def test_one_diverged_run_is_diverged_whatever_the_others_end_on(tmp_path: Path)
     assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.DIVERGED}
     assert found.exit_code == 1
     diverged = found.recipes[1]
-    assert diverged.divergences == (1, 8)
-    assert diverged.divergence_bound == pytest.approx(0.471, abs=0.001)  # Clopper and Pearson, 1 of 8
+    stability = arm_stabilities(found)[found.study.arms.index(diverged.arm)]
+    assert (stability.diverged, stability.ended) == (1, 8)
+    assert stability.rate_below == pytest.approx(0.471, abs=0.001)  # Clopper and Pearson, 1 of 8
     assert diverged.speedup is None  # survivors are a biased choice
 
 
@@ -190,7 +194,7 @@ def test_a_loss_that_rose_and_stayed_is_diverged_though_the_run_ended(tmp_path: 
             half = len(one.samples["loss"]) // 2
             risen = [x + (2.0 if i > half else 0.0) for i, x in enumerate(one.samples["loss"])]
             records[place] = dataclasses.replace(one, samples={**one.samples, "loss": risen})
-    found = verdicts(study_of(tmp_path / "run", records))
+    found = judge_study(study_of(tmp_path / "run", records))
     assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
     assert "did not come back" in found.recipes[1].judgement.reason
 
@@ -214,7 +218,7 @@ def test_a_divergence_counts_whichever_other_run_of_the_seed_ended(tmp_path: Pat
     for directories in ([ended, broke], [broke, ended], [broke, again], [again, broke]):
         [group] = load_results(directories).groups
         [study] = studies(group)
-        found = verdicts(study)
+        found = judge_study(study)
         if again in directories:
             assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
             assert any("rowwise_scaling, seed 3 was run twice" in note for note in found.notes)
@@ -226,7 +230,7 @@ def test_each_study_of_a_directory_has_the_margin_of_its_own_plan(tmp_path: Path
     directory = write_study(tmp_path / "run", wide, {**JUDGEMENT, "margin": 0.05})
     write_study(directory, narrow, JUDGEMENT)
     [group] = load_results([directory]).groups
-    verdict_of = {study.title.split(",")[0]: by_name(verdicts(study)) for study in studies(group)}
+    verdict_of = {study.title.split(",")[0]: by_name(judge_study(study)) for study in studies(group)}
     assert verdict_of["char"]["float8_block_scaling"] is Verdict.EQUIVALENT
     assert verdict_of["gpt2"]["float8_block_scaling"] is Verdict.INFERIOR
 
@@ -245,7 +249,7 @@ def test_seeds_added_after_the_first_plan_are_not_judged(tmp_path: Path) -> None
     )
     [group] = load_results([directory]).groups
     [study] = studies(group)
-    found = verdicts(study)
+    found = judge_study(study)
     assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
     assert found.recipes[0].seeds == (0, 1, 2, 3, 4)
     assert any("seeds from 5 on were added after the first plan" in note for note in found.notes)
@@ -279,7 +283,7 @@ def test_an_aa_arm_that_is_the_control_itself_shows_nothing(tmp_path: Path) -> N
     records = [
         dataclasses.replace(r, samples=control[r.trial.seed]) if r.trial.problem["arm"] == "aa" else r for r in records
     ]
-    found = verdicts(study_of(tmp_path / "run", records))
+    found = judge_study(study_of(tmp_path / "run", records))
     assert "its perturbation was lost" in str(found.void)
 
 
@@ -296,10 +300,10 @@ def test_arms_of_unlike_seeds_are_not_paired(tmp_path: Path) -> None:
     records = [
         r for r in study_records(seeds=range(8), sd=0.0002) if (r.trial.recipe, r.trial.seed) != ("rowwise_scaling", 6)
     ]
-    found = verdicts(study_of(tmp_path / "run", records, {**JUDGEMENT, "seeds": 8}))
+    found = judge_study(study_of(tmp_path / "run", records, {**JUDGEMENT, "seeds": 8}))
     assert by_name(found)["rowwise_scaling"] is Verdict.INCONCLUSIVE
     assert found.recipes[1].judgement.reason == "rowwise_scaling has 7 of the 8 seeds of the plan"
-    unplanned = verdicts(study_of(tmp_path / "unplanned", records, {}))
+    unplanned = judge_study(study_of(tmp_path / "unplanned", records, {}))
     assert "seed 6 was run in one of rowwise_scaling and bf16 only" in unplanned.recipes[1].judgement.reason
 
 
@@ -326,7 +330,7 @@ def test_a_run_cut_short_is_no_result(tmp_path: Path) -> None:
                 "val_loss": one.samples["val_loss"][:-1],
             }
             records[place] = dataclasses.replace(one, samples=samples)
-    found = verdicts(study_of(tmp_path / "run", records))
+    found = judge_study(study_of(tmp_path / "run", records))
     assert "no result for seed 1" in found.recipes[0].judgement.reason
 
 
@@ -351,7 +355,7 @@ def test_native_losses_stand_beside_and_decide_nothing(tmp_path: Path) -> None:
         else r
         for r in records
     ]
-    found = verdicts(study_of(tmp_path / "run", shifted))
+    found = judge_study(study_of(tmp_path / "run", shifted))
     assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
     assert found.recipes[0].native is not None
     assert found.recipes[0].native.gap == pytest.approx(1.0, abs=0.01)
@@ -377,11 +381,11 @@ def test_trials_that_shared_a_gpu_say_nothing_of_time(tmp_path: Path) -> None:
     assert found.recipes[0].speedup is None
     [comparison] = curves.comparisons(load_results([tmp_path / "run"]).groups[0])
     assert not comparison.timed
-    assert not any(arm.tokens_per_s for arm in comparison.arms)
+    assert not any(arm.tokens_per_s for arm in comparison.trainings)
     written = render.write_report([tmp_path / "run"], tmp_path / "report").parent
     assert {"loss_step.svg"} <= {path.name for path in written.rglob("*.svg")}
     assert not list(written.rglob("loss_time*"))
-    assert not any(arm.step_s for arm in found.study.arms)
+    assert not any(run.step_s for arm in found.study.arms for run in arm.runs.values())
 
 
 # ---- early stopping
@@ -395,7 +399,7 @@ def test_a_clear_gap_and_a_clear_equality_stop_early_and_doubt_goes_on(tmp_path:
     assert study.looks == (4, 6, 8, 10, 12)
     control = study.control
     assert control is not None
-    said = {arm.name: stopper(arm, control, looks=study.looks, margin=0.003, alpha=0.0125) for arm in study.recipes}
+    said = {arm.name: why_stopped(arm, control, looks=study.looks, margin=0.003, alpha=0.0125) for arm in study.recipes}
     assert str(said["float8_block_scaling"]).startswith("INFERIOR")
     assert str(said["delayed_scaling"]).startswith("EQUIVALENT")
     assert said["float8_current_scaling"] is None
@@ -405,7 +409,7 @@ def test_stopped_seeds_are_spared_not_missing(tmp_path: Path) -> None:
     outcomes = {("float8_block_scaling", seed): "stopped" for seed in range(6, 12)}
     truth = {**TRUTH, "float8_block_scaling": 0.02}
     records = study_records(truth, seeds=range(12), sd=0.00005, outcomes=outcomes)
-    found = verdicts(study_of(tmp_path / "run", records, SEQUENTIAL))
+    found = judge_study(study_of(tmp_path / "run", records, SEQUENTIAL))
     assert by_name(found)["float8_block_scaling"] is Verdict.INFERIOR
     assert found.exit_code == 1
     assert found.recipes[2].missing is None
@@ -416,4 +420,4 @@ def test_a_gap_is_looked_at_in_the_order_of_its_seeds(tmp_path: Path) -> None:
     records = study_records(seeds=range(6), sd=0.00005, outcomes={("delayed_scaling", 1): "interrupted"})
     study = study_of(tmp_path / "run", records, SEQUENTIAL)
     assert study.control is not None
-    assert stopper(study.recipes[0], study.control, looks=study.looks, margin=0.003, alpha=0.0125) is None
+    assert why_stopped(study.recipes[0], study.control, looks=study.looks, margin=0.003, alpha=0.0125) is None

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest_benchmark.utils import parse_compare_fail
 
-from te_bench.reports.exchange.compare_fail import STATS, Comparison, Limit, judge, parse
+from te_bench.reports.exchange.compare_fail import STATS, Limit, LimitComparison, judge, parse
 from te_bench.reports.exchange.pytest_stats import summary
 
 
@@ -16,7 +16,7 @@ def export(**rounds: list[float]) -> dict[str, Any]:
     return {"benchmarks": [{"fullname": name, "stats": summary(values)} for name, values in rounds.items()]}
 
 
-def judged(limit: str, before: float, after: float) -> Comparison:
+def judged(limit: str, before: float, after: float) -> LimitComparison:
     return judge([parse(limit)], export(a=[before]), export(a=[after]))
 
 

@@ -12,10 +12,10 @@ import pytest
 from te_bench.experiments.spec import Record
 from te_bench.experiments.store import Journal, load
 from te_bench.reports.exchange import pytest_export, pytest_import
-from te_bench.reports.history import page as history_page
-from te_bench.reports.history.figures import PANELS, of_history, percent_change
 from te_bench.reports.history.series import History, from_journals, load_history
-from te_bench.reports.page.figures import Drawing
+from te_bench.reports.page import history_page
+from te_bench.reports.page.drawing import Drawing
+from te_bench.reports.page.history_figures import PANELS, of_history, percent_change
 
 
 def environment(number: int, gpu: str | None = journals.H200, **details: Any) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def test_the_page_holds_its_figures_and_fetches_nothing(page: Path) -> None:
 def test_the_markdown_holds_both_tables_and_the_figure(page: Path) -> None:
     text = (page.parent / "history.md").read_text()
     assert "](figures/history-1.svg)" in text
-    assert "## Changes of level\n\n| Cell | Machine |" in text
+    assert "## Changes of level\n\n| Configuration | Machine |" in text
     assert "| flash" not in text  # names are whole
     assert "|\n\nFound by" in text  # a note is no row
 

@@ -12,13 +12,13 @@ from journals import (
     write,
 )
 
-from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.group_result import load_report
 from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.tables import summary
 
 
 def sentences(tmp_path, records, **settings):
-    return headlines(load_results([write(tmp_path / "run", records, **settings)]))
+    return headlines(load_report([write(tmp_path / "run", records, **settings)]))
 
 
 def test_a_winner_that_every_pair_confirms_is_named_with_its_speedup(tmp_path):
@@ -45,7 +45,7 @@ def test_noise_names_no_winner_and_says_why(tmp_path):
         for s, ms in enumerate(each)
     ]
     directory = write(tmp_path / "run", records, baseline=trial(attention="manual", device="cpu").cell)
-    [headline] = headlines(load_results([directory]))
+    [headline] = headlines(load_report([directory]))
     assert headline.startswith(
         "Not distinguished, any may be the fastest: flash, Vp=50304, bf16, eager (131.6 ms/batch), manual"
     )

@@ -211,6 +211,6 @@ def test_directory_without_a_journal_is_a_clear_error(tmp_path):
 
 
 def test_reports_never_import_torch():
-    modules = ["convergence.verdict", "history.page", "exchange.pytest_export", "page.embed", "page.render"]
+    modules = ["convergence.verdict", "page.history_page", "exchange.pytest_export", "page.embed", "page.render"]
     code = f"import sys, {', '.join(f'te_bench.reports.{name}' for name in modules)}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

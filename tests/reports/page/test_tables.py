@@ -11,17 +11,18 @@ from journals import (
     write,
 )
 
-from te_bench.reports.analysis.rows import load_results
-from te_bench.reports.page.tables import TABLES, markdown, of_group, summary, word
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page.table import word
+from te_bench.reports.page.tables import TABLES, markdown, summary, tables_of
 
 
-def group_of(tmp_path, records, **settings):
-    [group] = load_results([write(tmp_path / "run", records, **settings)]).groups
-    return group
+def result_of(tmp_path, records, **settings):
+    [result] = load_report([write(tmp_path / "run", records, **settings)]).groups
+    return result
 
 
 def table_of(tmp_path, name, records, **settings):
-    [table] = of_group(group_of(tmp_path, records, **settings), name)
+    [table] = tables_of(result_of(tmp_path, records, **settings), name)
     return table
 
 
@@ -60,8 +61,8 @@ def test_attention_names_the_peer_it_is_compared_with(tmp_path):
     assert {kernel for _, kernel in rows} == {"flash, bf16", "mem_efficient, bf16"}
     assert table.note == "n = 1: one run of each, so speed-ups have no interval."
     for of in ({"mem_efficient", "manual"}, {"cudnn"}):
-        alone = group_of(tmp_path / min(of), [x for x in attention_records() if x.trial.attention in of])
-        assert of_group(alone, "attention_ratios") == []
+        alone = result_of(tmp_path / min(of), [x for x in attention_records() if x.trial.attention in of])
+        assert tables_of(alone, "attention_ratios") == []
 
 
 def test_what_was_not_measured_is_a_dash_and_sorts_last(tmp_path):
@@ -95,8 +96,8 @@ VERDICT = {"verdict", "verdict_reasons", "stability", "stress"}  # of convergenc
 
 @pytest.mark.parametrize("name", sorted(set(TABLES) - VERDICT))
 def test_every_table_of_a_full_run(tmp_path, name):
-    [group] = load_results([everything(tmp_path / "run")]).groups
-    [table] = of_group(group, name)
+    [result] = load_report([everything(tmp_path / "run")]).groups
+    [table] = tables_of(result, name)
     assert table.name == name
     assert table.rows
     assert all(len(row) == len(table.columns) for row in table.rows)
@@ -106,7 +107,7 @@ def test_every_table_of_a_full_run(tmp_path, name):
 
 @pytest.mark.parametrize("name", sorted(TABLES))
 def test_no_table_of_an_empty_plan(tmp_path, name):
-    assert of_group(group_of(tmp_path, []), name) == []
+    assert tables_of(result_of(tmp_path, []), name) == []
 
 
 def test_markdown_keeps_hostile_text_as_text(tmp_path):

@@ -11,17 +11,11 @@ from convergence_runs import JUDGEMENT, TRUTH, arm_trial, run_record, study_reco
 from driving import te_bench
 from journals import record, write
 
-from te_bench.reports.analysis.curves import comparisons
-from te_bench.reports.analysis.rows import load_results
-from te_bench.reports.page import (
-    figures,
-    gallery,
-    loss_figures,
-    render,
-    tables,
-    verdict_figures,
-    verdict_tables,
-)
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page import gallery, loss_figures, render, tables, verdict_figures
+from te_bench.reports.page.drawing import Drawing, draw
+from te_bench.reports.page.headlines import headlines
+from te_bench.reports.page.table import Table
 
 TRUTHS = {**TRUTH, "float8_block_scaling": 0.02, "float8_current_scaling": 0.0028}
 OUTCOMES = {("rowwise_scaling", 2): "diverged"}
@@ -37,9 +31,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drawings(run: Path) -> dict[str, figures.Drawing]:
-    [group] = load_results([run]).groups
-    return {drawing.name: drawing for drawing in gallery.of_group(group, "")}
+def drawings(run: Path) -> dict[str, Drawing]:
+    [result] = load_report([run]).groups
+    return {drawing.name: drawing for drawing in gallery.figures_of(result, "")}
 
 
 @pytest.mark.parametrize("early", [0.008, -0.5])
@@ -49,9 +43,9 @@ def test_no_gap_leaves_its_frame_unseen(tmp_path: Path, early: float) -> None:
     for one in records:
         if one.trial.recipe == "rowwise_scaling":
             one.samples["val_loss"][2] += early
-    [group] = load_results([write_study(tmp_path / "run", records, JUDGEMENT)]).groups
-    [study] = verdict_tables.of_group(group)
-    build = verdict_figures.gap_curves(study)
+    [result] = load_report([write_study(tmp_path / "run", records, JUDGEMENT)]).groups
+    [study] = result.studies
+    build = verdict_figures.gap_curves(study.verdict)
     assert build is not None
     panels = build().axes
     marked = [text.get_text() for axes in panels for text in axes.texts]
@@ -63,14 +57,14 @@ def test_no_gap_leaves_its_frame_unseen(tmp_path: Path, early: float) -> None:
     assert all(float(text) == pytest.approx(y, abs=1e-3) for text, y in zip(marked, outside, strict=True))
 
 
-def texts(table: tables.Table) -> dict[str, dict[str, str]]:
+def texts(table: Table) -> dict[str, dict[str, str]]:
     titles = [column.title for column in table.columns]
     return {row[0].text: dict(zip(titles, (value.text for value in row), strict=True)) for row in table.rows}
 
 
 def test_gaps_reasons_and_stability_of_every_arm(run: Path) -> None:
-    [group] = load_results([run]).groups
-    [gaps], [reasons], [stability] = (tables.of_group(group, n) for n in ("verdict", "verdict_reasons", "stability"))
+    [result] = load_report([run]).groups
+    [gaps], [reasons], [stability] = (tables.tables_of(result, n) for n in ("verdict", "verdict_reasons", "stability"))
     by_arm = texts(gaps)
     assert {name: row["Verdict"] for name, row in by_arm.items()} == {
         "delayed_scaling": "EQUIVALENT",
@@ -92,10 +86,10 @@ def test_gaps_reasons_and_stability_of_every_arm(run: Path) -> None:
 
 def test_a_void_run_says_so_beside_every_verdict(tmp_path: Path) -> None:
     directory = write_study(tmp_path / "run", study_records({**TRUTH, "broken": 0.0}, sd=0.0002))
-    [group] = load_results([directory]).groups
-    [gaps] = tables.of_group(group, "verdict")
+    [result] = load_report([directory]).groups
+    [gaps] = tables.tables_of(result, "verdict")
     assert texts(gaps)["delayed_scaling"]["Verdict"] == "EQUIVALENT (void)"
-    assert tables.headlines(load_results([directory]))[0].startswith("No verdict: ")
+    assert headlines(load_report([directory]))[0].startswith("No verdict: ")
 
 
 def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_path: Path) -> None:
@@ -109,7 +103,7 @@ def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_p
     assert page.index("Does FP8 train like bf16?") < page.index("Loss curves")
 
 
-def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, figures.Drawing]) -> None:
+def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, Drawing]) -> None:
     drawn = drawings["verdict_gap"].inline
     panels = re.findall(r">([^<>]*) \(mean of \d+", drawn)
     assert panels[0] == "bf16, A/A"
@@ -123,15 +117,15 @@ def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, f
 )
 def test_an_arm_above_the_frame_of_the_loss_curves_is_said_to_be(tmp_path: Path, gap: float, off: list[str]) -> None:
     write_study(tmp_path / "run", study_records({**TRUTH, "broken": gap}))
-    [group] = load_results([tmp_path / "run"]).groups
-    [comparison] = comparisons(group)
-    drawn = figures.draw("loss_step", "loss_step", "", "", loss_figures.losses(comparison, "step")).inline
+    [result] = load_report([tmp_path / "run"]).groups
+    [comparison] = result.trainings
+    drawn = draw("loss_step", "loss_step", "", "", loss_figures.losses(comparison, "step")).inline
     assert re.findall(r">([^<>]*), above the frame<", drawn) == off
 
 
-def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path, drawings: dict[str, figures.Drawing]) -> None:
-    [group] = load_results([run]).groups
-    [found] = verdict_tables.of_group(group)
+def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path, drawings: dict[str, Drawing]) -> None:
+    [result] = load_report([run]).groups
+    found = result.studies[0].verdict
     drawing = drawings["verdict_forest"]
     assert found.broken is not None
     comparison = found.broken.judgement.comparison
@@ -147,8 +141,8 @@ def test_a_ladder_of_learning_rates_says_where_each_breaks(tmp_path: Path) -> No
         broken = {"outcome": "diverged"} if factor == 8 else {}
         records.append(run_record("delayed_scaling", 0, 0.01 * factor, 0.0, **broken, lr_factor=factor))
     records = [dataclasses.replace(r) for r in records]
-    [group] = load_results([write(tmp_path / "run", records, suite="stress", title="Stress")]).groups
-    [table] = tables.of_group(group, "stress")
+    [result] = load_report([write(tmp_path / "run", records, suite="stress", title="Stress")]).groups
+    [table] = tables.tables_of(result, "stress")
     assert texts(table)["bf16"] == {
         "Precision": "bf16",
         "1 x": "3.2900",
@@ -157,7 +151,7 @@ def test_a_ladder_of_learning_rates_says_where_each_breaks(tmp_path: Path) -> No
         "8 x": "3.3600",
     }
     assert texts(table)["delayed_scaling"]["8 x"] == "1 of 1 diverged"
-    assert tables.of_group(group, "verdict") == []  # no pairs to judge
+    assert tables.tables_of(result, "verdict") == []  # no pairs to judge
 
 
 # ---- the command line
@@ -254,7 +248,7 @@ def test_one_run_far_off_is_told_and_sizes_beyond_reason_are_readable(tmp_path: 
     b.write_text("3.280\n3.281\n1e30\n3.282\n")
     done = verdict("--baseline", a, "--candidate", b, "--margin", "0.003", "--paired")
     assert done.returncode == 3, done.stderr
-    assert "row 3 ends 1e+30 above its arm's median; write nan if it diverged" in done.stdout
+    assert "row 3 ends 1e+30 above the median of its runs; write nan if it diverged" in done.stdout
     assert "+2.5e+29" in done.stdout
     assert max(map(len, done.stdout.splitlines()[2:16])) < 100
     assert done.stderr == ""
@@ -266,7 +260,7 @@ def test_final_losses_alone_say_what_they_cannot_tell(tmp_path: Path) -> None:
     curves(b, lambda step, seed: 3.28 + seed / 1e4)  # one arm's curves are none of the gap
     done = verdict("--baseline", a, "--candidate", b, "--margin", "0.05")
     assert done.returncode == 0, done.stderr
-    assert "Note: no curves of both arms" in done.stdout
+    assert "Note: no curves of both configurations" in done.stdout
 
 
 @pytest.mark.parametrize(

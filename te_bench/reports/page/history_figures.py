@@ -6,9 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from te_bench.reports.history.series import History, Point, Series
+from te_bench.reports.history.series import History, HistoryPoint, TimeSeries
 from te_bench.reports.page import text
-from te_bench.reports.page.figures import COLOURS, FAINT, INK, NAME, Drawing, blank, draw
+from te_bench.reports.page.drawing import COLOURS, FAINT, INK, NAME, Drawing, blank, draw
 
 PANELS = 8  # of one figure; more go to a further one
 _LABELS = 12  # commits that fit below the axis
@@ -26,12 +26,12 @@ def of_history(history: History) -> list[Drawing]:
     return drawings
 
 
-def figure(series: Sequence[Series]) -> Callable[[], Figure]:
+def figure(series: Sequence[TimeSeries]) -> Callable[[], Figure]:
     """Milliseconds over commits, a panel a series; lines are levels, an arrow with its size marks each change."""
     return lambda: _panels(series)
 
 
-def _panels(series: Sequence[Series]) -> Figure:
+def _panels(series: Sequence[TimeSeries]) -> Figure:
     order = _order(series)
     drawn = blank(0.9 + 1.15 * len(series))
     panels = drawn.subplots(len(series), 1, sharex=True, squeeze=False)[:, 0]
@@ -53,13 +53,13 @@ def _panels(series: Sequence[Series]) -> Figure:
     return drawn
 
 
-def _order(series: Sequence[Series]) -> list[Point]:
+def _order(series: Sequence[TimeSeries]) -> list[HistoryPoint]:
     """The points of all series in order of time, one for each run and environment."""
     points = {point.place: point for one in series for point in one.points}
     return sorted(points.values(), key=lambda point: point.order)
 
 
-def _panel(axes: Axes, one: Series, order: Sequence[Point]) -> None:
+def _panel(axes: Axes, one: TimeSeries, order: Sequence[HistoryPoint]) -> None:
     places = {point.place: place for place, point in enumerate(order)}
     x = [places[point.place] for point in one.points]
     axes.plot(x, [point.seconds * 1e3 for point in one.points], "o", color=COLOURS[0], markersize=3.5)

@@ -2,26 +2,27 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import journals
+import matplotlib as mpl
 import pytest
 from journals import HOSTILE, STEP_KERNELS, ceilings_record, curve_record, record, step_record, trial, write
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from te_bench.reports.analysis import curves
-from te_bench.reports.analysis.rows import load_results
-from te_bench.reports.page import figures, floor_figures, gallery, loss_figures
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page import attention_figures, gallery, loss_figures, step_figures
+from te_bench.reports.page.drawing import INK, STYLE
 
 pytestmark = pytest.mark.xdist_group("figures")  # one worker, which draws them once
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory):
-    [group] = load_results([journals.everything(tmp_path_factory.mktemp("full") / "run")]).groups
-    return group
+def result(tmp_path_factory):
+    [result] = load_report([journals.everything(tmp_path_factory.mktemp("full") / "run")]).groups
+    return result
 
 
 @pytest.fixture(scope="module")
-def drawings(group):
-    return {drawing.name: drawing for drawing in gallery.of_group(group, "")}
+def drawings(result):
+    return {drawing.name: drawing for drawing in gallery.figures_of(result, "")}
 
 
 KINDS = ("ladder", "memory", "floor_kinds", "layer_time", "loss_step", "loss_time", "max_batch")
@@ -45,7 +46,7 @@ def test_svg_is_xml_and_png_a_png(drawings, kind):
 def test_inline_svg_follows_the_page_s_colour(drawings, kind):
     inline = drawings[kind].inline
     assert "currentColor" in inline
-    assert figures.INK not in inline
+    assert INK not in inline
     grounds = [
         re.search(r'id="[^"]*\bpatch_1">.*?style="([^"]*)"', svg, re.DOTALL)[1]
         for svg in (inline, drawings[kind].svg.decode())
@@ -63,8 +64,8 @@ def test_ids_are_unique_over_all_figures_and_every_reference_has_its_target(draw
     assert {first or second for first, second in wanted} <= set(ids)
 
 
-def test_same_records_give_the_same_bytes(group, drawings):
-    again = {drawing.name: drawing for drawing in gallery.of_group(group, "")}
+def test_same_records_give_the_same_bytes(result, drawings):
+    again = {drawing.name: drawing for drawing in gallery.figures_of(result, "")}
     assert again == drawings
 
 
@@ -85,13 +86,14 @@ def texts_of(figure):
     return [text for text in texts if text.get_text()]
 
 
-def test_texts_do_not_overlap_and_stay_inside(group):
+def test_texts_do_not_overlap_and_stay_inside(result):
     """On the canvas's own measure, every pair of texts of every figure."""
-    builders = [figures.ladder(group), figures.memory(group), figures.max_batch(group), figures.numerics(group)]
-    builders += [figures.attention(group, way) for way in ("forward", "backward")]
-    builders += [loss_figures.losses(comparison, "step") for comparison in curves.comparisons(group)]
+    builders = [getattr(step_figures, name)(result) for name in ("ladder", "memory", "largest_batch")]
+    builders.append(attention_figures.scaling_errors(result))
+    builders += [attention_figures.times(result, way) for way in ("forward", "backward")]
+    builders += [loss_figures.losses(comparison, "step") for comparison in result.trainings]
     for build in builders:
-        with figures.mpl.rc_context(figures._STYLE):
+        with mpl.rc_context(STYLE):
             figure = build()
             canvas = FigureCanvasAgg(figure)
             canvas.draw()
@@ -107,7 +109,7 @@ def test_texts_do_not_overlap_and_stay_inside(group):
 
 
 def drawn(build):
-    with figures.mpl.rc_context(figures._STYLE):
+    with mpl.rc_context(STYLE):
         return build()
 
 
@@ -117,28 +119,28 @@ def test_names_that_differ_at_their_end_are_drawn_to_their_end(tmp_path):
     records = [step_record(trial(**long, linears=end), 10) for end in ends]
     for one in records:
         one.work["kernel_s"] = STEP_KERNELS
-    [group] = load_results([write(tmp_path / "run", [*records, ceilings_record()])]).groups
+    [result] = load_report([write(tmp_path / "run", [*records, ceilings_record()])]).groups
     curved = [curve_record(trial("training", **long, linears=end)) for end in ends]
-    [other] = load_results([write(tmp_path / "curves", curved)]).groups
-    [comparison] = curves.comparisons(other)
-    builders = [(figures.ladder(group), ends), (figures.memory(group), ends)]
-    builders += [(loss_figures.losses(comparison, "step"), ends), (floor_figures.against_floor(group), ends[:1])]
+    [other] = load_report([write(tmp_path / "curves", curved)]).groups
+    [comparison] = other.trainings
+    builders = [(step_figures.ladder(result), ends), (step_figures.memory(result), ends)]
+    builders += [(loss_figures.losses(comparison, "step"), ends), (step_figures.against_floor(result), ends[:1])]
     for build, shown in builders:
         said = " ".join(" ".join(text.get_text().split()) for text in texts_of(drawn(build)))
         assert "…" not in said
         assert all(f"linears={end}" in said for end in shown)
 
 
-def test_attention_is_sorted_and_named_shape_by_shape(group):
-    [axes] = drawn(figures.attention(group, "forward")).axes
+def test_attention_is_sorted_and_named_shape_by_shape(result):
+    [axes] = drawn(attention_figures.times(result, "forward")).axes
     said = [text.get_text() for text in axes.texts]
     expected = ["410.0, cudnn, bf16", "240.0, flash, bf16", "120.0, mem_efficient, bf16", "manual, bf16: oom"]
     assert [each for each in said if not each.startswith("B")] == expected * 3
 
 
 def loss_panels(tmp_path, *records):
-    [group] = load_results([write(tmp_path / "run", records)]).groups
-    [comparison] = curves.comparisons(group)
+    [result] = load_report([write(tmp_path / "run", records)]).groups
+    [comparison] = result.trainings
     return drawn(loss_figures.losses(comparison, "step"))
 
 
@@ -169,16 +171,16 @@ def test_a_loss_that_rises_again_stays_in_the_frame(tmp_path):
 def test_band_is_drawn_for_several_seeds_only(tmp_path):
     for seeds, shown in ((1, False), (3, True)):
         write(tmp_path / str(seeds), [curve_record(trial("training", seed=s), 0.1 * s) for s in range(seeds)])
-        [group] = load_results([tmp_path / str(seeds)]).groups
-        drawing = {d.name: d for d in gallery.of_group(group, "")}["loss_step"]
+        [result] = load_report([tmp_path / str(seeds)]).groups
+        drawing = {d.name: d for d in gallery.figures_of(result, "")}["loss_step"]
         assert ("smallest to largest" in drawing.inline) is shown
 
 
 def test_names_are_text_whatever_they_hold(tmp_path):
     name = HOSTILE + r' $\frac{1}{0}$ "quoted" id="x" ' + "\x00" + "n" * 200
     write(tmp_path / "run", [step_record(trial(attention=name), 10)], title=name)
-    [group] = load_results([tmp_path / "run"]).groups
-    for drawing in gallery.of_group(group, ""):
+    [result] = load_report([tmp_path / "run"]).groups
+    for drawing in gallery.figures_of(result, ""):
         assert "<script" not in drawing.inline
         root = ElementTree.fromstring(drawing.inline)
         assert any("$\\frac{1}{0}$" in (element.text or "") for element in root.iter())
@@ -186,12 +188,12 @@ def test_names_are_text_whatever_they_hold(tmp_path):
 
 def test_nothing_measured_draws_nothing(tmp_path):
     write(tmp_path / "run", [record(trial(), outcome="oom"), record(trial("attention"), outcome="oom")])
-    [group] = load_results([tmp_path / "run"]).groups
-    assert gallery.of_group(group, "") == []
+    [result] = load_report([tmp_path / "run"]).groups
+    assert gallery.figures_of(result, "") == []
 
 
 def test_single_step_and_single_point_can_be_drawn(tmp_path):
     one = record(trial("training"), samples={"val_step": [5.0], "val_loss": [2.0], "val_time_s": [0.1]})
     write(tmp_path / "run", [record(trial(), samples={"latency_s": [0.1]}), one])
-    [group] = load_results([tmp_path / "run"]).groups
-    assert {d.name for d in gallery.of_group(group, "")} == {"ladder", "loss_step", "loss_time"}
+    [result] = load_report([tmp_path / "run"]).groups
+    assert {d.name for d in gallery.figures_of(result, "")} == {"ladder", "loss_step", "loss_time"}

@@ -1,12 +1,12 @@
-"""The layer figure: bars that add up to what was measured, in every rung's row."""
+"""The layer figure: bars that add up to what was measured, in every layer's row."""
 
 import dataclasses
 
 import pytest
 from journals import layer_records, write
 
-from te_bench.reports.analysis.rows import load_results
-from te_bench.reports.page import gallery, layer_figures
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page import gallery, step_figures
 
 
 def bars(figure):
@@ -20,19 +20,19 @@ def bars(figure):
 
 
 def figure_of(tmp_path, records):
-    [group] = load_results([write(tmp_path / "run", records, suite="layer", title="The layer")]).groups
-    [(_, build)] = layer_figures.breakdowns(group)
-    return group, build()
+    [result] = load_report([write(tmp_path / "run", records, suite="layer", title="The layer")]).groups
+    [variant] = result.layers
+    return result, step_figures.layer_times(variant.layers)()
 
 
 def test_parts_and_rest_add_up_to_the_time_measured(tmp_path):
-    group, figure = figure_of(tmp_path, layer_records())
-    rungs = [rung for variant in layer_figures.layers.variants(group) for rung in variant.rungs]
+    result, figure = figure_of(tmp_path, layer_records())
+    steps = [layer.step for variant in result.layers for layer in variant.layers]
     rows = bars(figure)
-    assert len(rows) == len(rungs)
-    for row, rung in enumerate(rungs):
+    assert len(rows) == len(steps)
+    for row, step in enumerate(steps):
         lefts, widths = zip(*rows[row], strict=True)
-        assert sum(widths) == pytest.approx(rung.latency_s * 1e3)
+        assert sum(widths) == pytest.approx(step.latency_s * 1e3)
         assert lefts == pytest.approx([sum(widths[:i]) for i in range(len(widths))])  # no overlap, no hole
         assert widths[1] == max(widths)  # GEMM
 
@@ -49,13 +49,12 @@ def test_a_layer_that_was_not_measured_has_no_bar_and_a_page_without_layers_no_f
     failed = dataclasses.replace(records[0], outcome="oom", samples={})
     _, figure = figure_of(tmp_path, [failed, *records[1:]])
     assert len(bars(figure)) == len(records) - 1
-    [group] = load_results([write(tmp_path / "none", [failed], suite="layer", title="The layer")]).groups
-    assert layer_figures.breakdowns(group) == []
-    assert gallery.of_group(group, "") == []
+    [result] = load_report([write(tmp_path / "none", [failed], suite="layer", title="The layer")]).groups
+    assert gallery.figures_of(result, "") == []
 
 
 def test_it_is_in_the_gallery_under_its_section(tmp_path):
-    [group] = load_results([write(tmp_path / "run", layer_records(), suite="layer", title="The layer")]).groups
-    [drawing] = [d for d in gallery.of_group(group, "") if d.kind == "layer_time"]
+    [result] = load_report([write(tmp_path / "run", layer_records(), suite="layer", title="The layer")]).groups
+    [drawing] = [d for d in gallery.figures_of(result, "") if d.kind == "layer_time"]
     assert drawing.png.startswith(b"\x89PNG")
     assert "GEMM" in drawing.inline

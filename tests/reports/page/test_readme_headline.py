@@ -4,8 +4,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from journals import step_record, trial, write
 
-from te_bench.reports.analysis.rows import load_results
-from te_bench.reports.page import headline
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page import readme_headline
 from te_bench.reports.page.embed import embed
 
 BASELINE = trial(attention="cudnn", mode="compile-reduce-overhead")
@@ -28,23 +28,23 @@ def run(folder, ladder, seeds=1):
         for seed in range(seeds)
     ]
     write(folder, steps, baseline=BASELINE.cell)
-    [group] = load_results([folder]).groups
-    return group
+    [result] = load_report([folder]).groups
+    return result
 
 
 def test_the_fastest_of_each_kind_and_the_baseline_for_its_own(tmp_path):
-    found = headline.choices(run(tmp_path / "run", LADDER))
-    assert [(choice.name, round(choice.seconds * 1e3)) for choice in found] == [
-        ("te-bench, fp8", 20),
-        ("te-bench, bf16", 22),
-        ("torch.compile, bf16", 25),
-        ("torchao under torch.compile, fp8", 26),
-        ("PyTorch, eager, manual attention, bf16", 100),
+    found = run(tmp_path / "run", LADDER).fastest
+    assert [(one.kind, one.precision, round(one.seconds * 1e3)) for one in found] == [
+        ("te-bench", "fp8", 20),
+        ("te-bench", "bf16", 22),
+        ("torch.compile", "bf16", 25),
+        ("torchao under torch.compile", "fp8", 26),
+        ("PyTorch, eager", "bf16", 100),
     ]
 
 
 def test_the_sentence_names_the_fastest_then_the_baseline(tmp_path):
-    said = headline.sentence(run(tmp_path / "run", LADDER))
+    said = readme_headline.sentence(run(tmp_path / "run", LADDER))
     assert said.startswith(
         "**te-bench, fp8: 20.0 ms. torch.compile, bf16: 25.0 ms, 1.25× as long.** te-bench, bf16: 22.0 ms"
     )
@@ -52,12 +52,12 @@ def test_the_sentence_names_the_fastest_then_the_baseline(tmp_path):
 
 
 def test_an_interval_stands_where_both_ran_in_several_processes(tmp_path):
-    assert "[1.25, 1.25] as long.**" in headline.sentence(run(tmp_path / "run", LADDER, seeds=3))
+    assert "[1.25, 1.25] as long.**" in readme_headline.sentence(run(tmp_path / "run", LADDER, seeds=3))
 
 
 def test_one_kind_alone_is_no_headline(tmp_path):
     with pytest.raises(ValueError, match="two kinds of training step or more; timed: 1"):
-        headline.sentence(run(tmp_path / "run", [(BASELINE, 25.0)]))
+        readme_headline.sentence(run(tmp_path / "run", [(BASELINE, 25.0)]))
 
 
 def test_a_page_has_the_sentence_and_the_picture_and_sees_when_they_are_stale(tmp_path):

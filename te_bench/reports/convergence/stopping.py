@@ -1,17 +1,18 @@
 """When a convergence run needs no more seeds of an arm: the sequential test that its plan fixed, asked before each trial."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from te_bench.experiments.spec import Experiment, Trial
-    from te_bench.experiments.store import Journal
-    from te_bench.reports.convergence.study import Arm, Run, Study
+from te_bench.experiments.spec import Experiment, Trial
+from te_bench.experiments.store import Journal
+from te_bench.reports.analysis.rows import from_journals
+from te_bench.reports.convergence import sequential
+from te_bench.reports.convergence.study import Run, Study, StudyArm, studies
+from te_bench.reports.convergence.verdict import ALPHA, MARGIN, paired_seeds, why_diverged
 
 
-def check(experiment: "Experiment", journal: "Journal", environment_id: str) -> None:
+def check_stop_early(experiment: Experiment, journal: Journal, environment_id: str) -> None:
     """Raise ValueError for --stop-early on a run that began without: the rule counts where it preceded the first step."""
     first = _first_judgement(experiment.suite, journal, environment_id)
     if "first_look" in experiment.judgement and first and "first_look" not in first:
@@ -21,43 +22,41 @@ def check(experiment: "Experiment", journal: "Journal", environment_id: str) -> 
         )
 
 
-def rule(suite: str, journal: "Journal", environment_id: str) -> "Callable[[Trial], str | None]":
+def stopping_rule(suite: str, journal: Journal, environment_id: str) -> Callable[[Trial], str | None]:
     """needless(trial) for the runner, by the records so far; never a reason where the first plan has no look."""
     if "first_look" not in _first_judgement(suite, journal, environment_id):
         return lambda trial: None
 
-    def needless(trial: "Trial") -> str | None:
+    def needless(trial: Trial) -> str | None:
         study = _study(suite, journal, environment_id, trial)
-        return None if study is None else reason(study, trial)
+        return None if study is None else why_needless(study, trial)
 
     return needless
 
 
-def reason(study: "Study", trial: "Trial") -> str | None:
+def why_needless(study: Study, trial: Trial) -> str | None:
     """Why this trial of the study need not be run, or None.
 
     A recipe is spared the seeds after the look that decided it, each recipe tested at its share of alpha. Control, A/A
-    and the broken recipe are what the others are judged beside: they go on until every arm has been decided.
+    and the broken recipe are what the others are judged beside: they go on until every configuration has been decided.
     """
     arm = next((arm for arm in study.arms if arm.trial.cell == trial.cell), None)
     if arm is None or not study.recipes:
         return None
     if arm.kind == "recipe":
-        return _decided(study, arm)
+        return why_decided(study, arm)
     others = [other for other in study.arms if other.kind != "control"]
-    return "every arm has been decided" if all(_decided(study, other) for other in others) else None
+    return "every configuration has been decided" if all(why_decided(study, other) for other in others) else None
 
 
-def _decided(study: "Study", arm: "Arm") -> str | None:
+def why_decided(study: Study, arm: StudyArm) -> str | None:
     """What the looks at this arm's pairs have shown, or None while they go on."""
-    from te_bench.reports.convergence.verdict import ALPHA, MARGIN, stopper
-
     control = study.control
     if control is None or not study.looks:
         return None
     family = len(study.recipes) if arm.kind == "recipe" else 1
     alpha = study.number("alpha") or ALPHA
-    return stopper(
+    return why_stopped(
         _in_order(arm, control),
         control,
         looks=study.looks,
@@ -66,7 +65,23 @@ def _decided(study: "Study", arm: "Arm") -> str | None:
     )
 
 
-def _in_order(arm: "Arm", control: "Arm") -> "Arm":
+def why_stopped(arm: StudyArm, control: StudyArm, *, looks: Sequence[int], margin: float, alpha: float) -> str | None:
+    """Why no more seeds of this arm are needed, or None: the group-sequential rule over the pairs that have ended.
+
+    alpha is the arm's own share: the family's over the number of recipes.
+    """
+    if reason := why_diverged(arm):
+        return f"diverged: {reason}"
+    seeds = paired_seeds(arm, control)
+    if list(seeds) != [seed for seed in arm.runs if seed <= max(seeds, default=-1)]:
+        return None  # the pairs are looked at in the order of their seeds
+    decision = sequential.decide(
+        [arm.finals[s] - control.finals[s] for s in seeds], looks=looks, margin=margin, alpha=alpha
+    )
+    return None if decision is None else f"{decision.verdict} {decision.reason}"
+
+
+def _in_order(arm: StudyArm, control: StudyArm) -> StudyArm:
     """The arm up to the first seed whose pair has not ended.
 
     Side by side on several GPUs a later seed may end first, and a recipe diverge while its control, which may diverge
@@ -76,15 +91,12 @@ def _in_order(arm: "Arm", control: "Arm") -> "Arm":
     return replace(arm, runs={seed: arm.runs[seed] for seed in ended})
 
 
-def _ended(run: "Run | None") -> bool:
+def _ended(run: Run | None) -> bool:
     return run is not None and run.record is not None and run.row.outcome != "interrupted"
 
 
-def _study(suite: str, journal: "Journal", environment_id: str, trial: "Trial") -> "Study | None":
+def _study(suite: str, journal: Journal, environment_id: str, trial: Trial) -> Study | None:
     """The study that the trial is part of, as te-bench verdict would read it now."""
-    from te_bench.reports.analysis.rows import from_journals
-    from te_bench.reports.convergence.study import studies
-
     groups = from_journals({"": journal}).groups
     here = [group for group in groups if (group.suite, group.environment) == (suite, environment_id)]
     for study in (study for group in here for study in studies(group)):
@@ -93,7 +105,7 @@ def _study(suite: str, journal: "Journal", environment_id: str, trial: "Trial") 
     return None
 
 
-def _first_judgement(suite: str, journal: "Journal", environment_id: str) -> "dict[str, object]":
+def _first_judgement(suite: str, journal: Journal, environment_id: str) -> dict[str, object]:
     """What the first plan of this suite in this environment says that a verdict is judged by; {} before it."""
     plans = [p for p in journal.plans if (p.suite, p.environment) == (suite, environment_id) and p.judgement]
     return dict(min(plans, key=lambda plan: plan.started_at).judgement) if plans else {}

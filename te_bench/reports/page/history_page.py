@@ -1,23 +1,16 @@
 """The history as tables, and as a page: history.html (one file, nothing fetched), history.md and figures/."""
 
-import base64
-import hashlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from markupsafe import Markup
-
-from te_bench.reports.history.figures import of_history, percent_change
-from te_bench.reports.history.series import History, Series
+from te_bench.reports.files import write_folder
+from te_bench.reports.history.series import History, TimeSeries
 from te_bench.reports.page import tables, text
-from te_bench.reports.page.figures import Drawing
-from te_bench.reports.page.files import write_folder
-from te_bench.reports.page.render import template
+from te_bench.reports.page.history_figures import of_history, percent_change
+from te_bench.reports.page.render import figure_files
 from te_bench.reports.page.table import Column, Table, Value, word
+from te_bench.reports.page.template import rendered
 
 _WIDE = ("Machine", "Commits", "First level, ms")  # columns that a terminal has no room for
-_TEMPLATES = Path(__file__).parents[1] / "page" / "templates"
 
 
 def changes(history: History) -> Table:
@@ -34,7 +27,7 @@ def changes(history: History) -> Table:
         )
         for one, change in found
     )
-    titles = ("Cell", "Machine", "Commit (or one of)", "Change of time", "95 % interval")
+    titles = ("Configuration", "Machine", "Commit (or one of)", "Change of time", "95 % interval")
     return Table(
         name="changes",
         caption="Changes of level",
@@ -57,7 +50,7 @@ def _note(history: History) -> str:
 
 def series(history: History) -> Table:
     """Every series: how many commits, its noise, its first and last level, and its changes."""
-    titles = ("Cell", "Machine", "Commits", "Points", "Noise", "First level, ms", "Last level, ms", "Changes")
+    titles = ("Configuration", "Machine", "Commits", "Points", "Noise", "First level, ms", "Last level, ms", "Changes")
     return Table(
         name="series",
         caption="Series",
@@ -67,7 +60,7 @@ def series(history: History) -> Table:
     )
 
 
-def _row(one: Series) -> tuple[Value, ...]:
+def _row(one: TimeSeries) -> tuple[Value, ...]:
     commits = list(dict.fromkeys(point.commit for point in one.points))
     levels = one.found.levels
     return (
@@ -102,13 +95,7 @@ def terminal(history: History) -> str:
     lines = [headline(history)]
     for table in (series(history), changes(history)):
         if table.rows:
-            kept = [i for i, column in enumerate(table.columns) if column.title not in _WIDE]
-            narrow = Table(
-                name=table.name,
-                caption=table.caption,
-                columns=tuple(table.columns[i] for i in kept),
-                rows=tuple(tuple(row[i] for i in kept) for row in table.rows),
-            )
+            narrow = table.only([column.title for column in table.columns if column.title not in _WIDE])
             lines += ["", table.caption, *tables.terminal(narrow)]
     return "\n".join(lines) + "\n"
 
@@ -116,28 +103,16 @@ def terminal(history: History) -> str:
 def write_page(history: History, out: Path) -> Path:
     """Write the page under `out`; the path of its history.html. Raises ValueError when `out` cannot be written."""
     drawings = of_history(history)
-    content = _content(history, drawings)
-    files = {
-        "history.md": template("history.md.j2", autoescape=False).render(content).encode(),
-        **{f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings},
-        **{f"figures/{drawing.name}.png": drawing.png for drawing in drawings},
-        "history.html": template("history.html.j2", autoescape=True).render(content).encode(),
-    }
-    write_folder(out, files, "history")
-    return out / "history.html"
-
-
-def _content(history: History, drawings: Sequence[Drawing]) -> dict[str, Any]:
-    script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
-    return {
+    content = {
         "headline": headline(history),
         "runs": history.runs,
         "drawings": drawings,
         "tables": [table for table in (changes(history), series(history)) if table.rows],
-        "markdown": tables.markdown,
-        "escape_markdown": tables.escape,
-        "style": Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
-        "script": Markup(script),
-        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "inline": Markup,  # for our own SVG only: matplotlib has escaped the text in it
     }
+    files = {
+        "history.md": rendered("history.md.j2", content),
+        **figure_files(drawings),
+        "history.html": rendered("history.html.j2", content),
+    }
+    write_folder(out, files, "history")
+    return out / "history.html"

@@ -1,0 +1,176 @@
+"""Attention alone: seconds of its two passes, which backend is the fastest on each shape, and where to scale q."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from te_bench.kernels.attention import in_fp8
+from te_bench.reports.analysis.measures import (
+    Ratio,
+    finite,
+    geometric_mean,
+    median,
+    numbers,
+    of_processes,
+    paired_ratio,
+    seconds_by_seed,
+)
+from te_bench.reports.analysis.ranking import logarithms, rank
+from te_bench.reports.analysis.rows import Configuration, Group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionTime:
+    """A configuration of attention: seconds and FLOP/s of the forward and the backward pass alone."""
+
+    cell: Configuration
+    forward_s: float | None = None
+    backward_s: float | None = None
+    forward_flop_per_s: float | None = None
+    backward_flop_per_s: float | None = None
+    #: How many times as fast as the peer: forward, backward, both.
+    speedups: Mapping[str, Ratio] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingErrors:
+    """Largest relative error against fp64 of each draw, q scaled before or after QK^T, and of SDPA; and their medians."""
+
+    cell: Configuration
+    before: tuple[float, ...] = ()
+    after: tuple[float, ...] = ()
+    sdpa: tuple[float, ...] = ()
+    before_median: float | None = None
+    after_median: float | None = None
+    sdpa_median: float | None = None
+    allclose: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FastestAttention:
+    """On how many shapes each backend is the fastest, both passes together.
+
+    clear: by paired runs; tied: not distinguished, by the names of all that are not; once: by single runs.
+    """
+
+    shapes: int
+    clear: Mapping[str, int]
+    tied: Mapping[str, int]
+    once: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionTimes:
+    """What a group measured of attention alone; `peer` is the backend that the others are compared with."""
+
+    times: tuple[AttentionTime, ...]
+    peer: str | None
+    fastest: FastestAttention
+
+
+#: What a record of attention was timed in.
+PASSES = ("forward_s", "backward_s")
+#: Attention that others ship, by which the rest is measured.
+PEERS = ("cudnn", "flash", "math")
+
+
+def attention_peer(group: Group) -> str | None:
+    """What a group's attention is compared with: the one of PEERS with most configurations, the first of several."""
+    there = [cell.trial.attention for cell in group.of("attention") if cell.ok]
+    return max((name for name in PEERS if name in there), key=there.count, default=None)
+
+
+def attention_times(group: Group) -> AttentionTimes:
+    """The attention configurations, together by shape, in the plan's order."""
+    cells, peer = _by_shape(group.of("attention")), attention_peer(group)
+    times = tuple(_time(cell, cells, peer) for cell in cells)
+    shapes = _fastest_first(times)
+    return AttentionTimes(times=times, peer=peer, fastest=_count_fastest([shape for shape in shapes if len(shape) > 1]))
+
+
+def _time(cell: Configuration, cells: Sequence[Configuration], peer: str | None) -> AttentionTime:
+    forward, backward = (of_processes(cell.ok, sample) for sample in PASSES)
+    work: Mapping[str, Any] = cell.ok[0].work if cell.ok else {}
+    same = dataclasses.replace(cell.trial, attention=peer or "", seed=0)
+    peers = (other for other in cells if dataclasses.replace(other.trial, seed=0) == same)
+    return AttentionTime(
+        cell=cell,
+        forward_s=forward,
+        backward_s=backward,
+        forward_flop_per_s=_rate(work.get("forward_flop"), forward),
+        backward_flop_per_s=_rate(work.get("backward_flop"), backward),
+        speedups=_speedups(next(peers, None), cell),
+    )
+
+
+def _speedups(peer: Configuration | None, cell: Configuration) -> dict[str, Ratio]:
+    """The peer's seconds over these, paired by run and seed: forward, backward and both. Nothing of the peer itself."""
+    if peer is None or peer.id == cell.id:
+        return {}
+    passes = {"forward": PASSES[:1], "backward": PASSES[1:], "both": PASSES}
+    ratios = {way: paired_ratio(peer, cell, *samples) for way, samples in passes.items()}
+    return {way: ratio for way, ratio in ratios.items() if ratio is not None}
+
+
+def _fastest_first(times: Sequence[AttentionTime]) -> list[list[Configuration]]:
+    """The kernels that were timed in both passes, together where all else is the same, the fastest first.
+
+    Attention in FP8 stands apart from attention that is not: it computes with other numbers.
+    """
+    together: dict[tuple[str, bool], list[tuple[float, Configuration]]] = {}
+    for cell in (time.cell for time in times):
+        if total := geometric_mean(list(seconds_by_seed(cell, *PASSES).values())):
+            alike = dataclasses.replace(cell.trial, attention="", seed=0).id, in_fp8(cell.trial.attention)
+            together.setdefault(alike, []).append((total.value, cell))
+    return [[cell for _, cell in sorted(found, key=lambda item: item[0])] for found in together.values()]
+
+
+def _count_fastest(shapes: Sequence[Sequence[Configuration]]) -> FastestAttention:
+    clear, tied, once = Counter[str](), Counter[str](), Counter[str]()
+    for cells in shapes:
+        best = rank([logarithms(cell, *PASSES) for cell in cells]).best
+        if len(best) > 1:
+            tied[" and ".join(sorted(cells[place].trial.attention for place in best))] += 1
+        else:
+            (clear if best else once)[cells[best[0] if best else 0].trial.attention] += 1
+    return FastestAttention(shapes=len(shapes), clear=clear, tied=tied, once=once)
+
+
+def _rate(flop: object, seconds: float | None) -> float | None:
+    amount = finite(flop)
+    return amount / seconds if amount and seconds else None
+
+
+def _by_shape(cells: Sequence[Configuration]) -> list[Configuration]:
+    shapes = list(dict.fromkeys(cell.shape for cell in cells))
+    return sorted(cells, key=lambda cell: shapes.index(cell.shape))
+
+
+def scaling_errors(group: Group) -> tuple[ScalingErrors, ...]:
+    """The attention_numerics configurations, the draws of all their repetitions together."""
+    return tuple(map(_scaling_errors, _by_shape(group.of("attention_numerics"))))
+
+
+def _scaling_errors(cell: Configuration) -> ScalingErrors:
+    before, after, sdpa = (_draws(cell, f"error_{name}") for name in ("scale_before", "scale_after", "sdpa"))
+    return ScalingErrors(
+        cell=cell,
+        before=before,
+        after=after,
+        sdpa=sdpa,
+        before_median=median(before),
+        after_median=median(after),
+        sdpa_median=median(sdpa),
+        allclose=_all([record.check.get("allclose") for record in cell.ok]),
+    )
+
+
+def _draws(cell: Configuration, sample: str) -> tuple[float, ...]:
+    return tuple(value for record in cell.ok for value in numbers(record.samples.get(sample)))
+
+
+def _all(answers: Sequence[object]) -> bool | None:
+    known = [bool(answer) for answer in answers if answer is not None]
+    return all(known) if known else None

@@ -1,0 +1,58 @@
+"""The fastest training step of each kind: te-bench's own, torch.compile's, eager PyTorch's, a peer's; by precision."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.suites.speed import OWN
+from te_bench.reports.analysis.measures import Ratio, speedup
+from te_bench.reports.analysis.steps import MeasuredStep
+
+#: Settings that only te-bench's own fast step has.
+OWN_PARTS = ("head", "optimizer", "blocks")
+TE_BENCH, EAGER = "te-bench", "PyTorch, eager"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FastestOfKind:
+    """The fastest configuration of one kind and precision, and its seconds over the fastest of all's, in pairs."""
+
+    kind: str
+    precision: str
+    step: MeasuredStep
+    seconds: float
+    times_as_long: Ratio | None
+
+
+def kind_of_step(trial: Trial) -> str:
+    """Whose step a trial times."""
+    if trial.problem.get("linears"):
+        return "torchao under torch.compile"
+    parts = any(trial.problem.get(part) for part in OWN_PARTS)
+    if parts or trial.precision == "fp8" or trial.attention in OWN:
+        return TE_BENCH
+    return EAGER if trial.mode == "eager" else "torch.compile"
+
+
+def fastest_of_each_kind(steps: Sequence[MeasuredStep]) -> tuple[FastestOfKind, ...]:
+    """Of steps that come fastest first: one of each kind and precision, fastest first; of the baseline's kind, the baseline.
+
+    The baseline stands for its kind because the speed-ups are quoted against it.
+    """
+    found: dict[tuple[str, str], tuple[float, MeasuredStep]] = {}
+    for step in steps:
+        trial = step.cell.trial
+        kind = kind_of_step(trial), trial.precision
+        if step.latency_s is not None and (kind not in found or step.is_baseline):
+            found[kind] = step.latency_s, step
+    ordered = sorted(found.items(), key=lambda item: item[1][0])
+    return tuple(
+        FastestOfKind(
+            kind=kind,
+            precision=precision,
+            step=step,
+            seconds=seconds,
+            times_as_long=speedup(step.cell, ordered[0][1][1].cell),
+        )
+        for (kind, precision), (seconds, step) in ordered
+    )

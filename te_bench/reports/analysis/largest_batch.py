@@ -1,0 +1,41 @@
+"""The largest batch that fits a device's memory."""
+
+import math
+from dataclasses import dataclass
+
+from te_bench.reports.analysis.measures import finite, highest, numbers
+from te_bench.reports.analysis.rows import Configuration, Group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LargestBatch:
+    """The largest batch that fits a configuration, its peak memory in bytes, and the smallest that did not fit."""
+
+    cell: Configuration
+    max_batch: float | None = None
+    peak_allocated: float | None = None
+    first_failed: float | None = None
+    limit_gib: float | None = None
+    tries: int = 0
+
+
+def largest_batches(group: Group) -> tuple[LargestBatch, ...]:
+    """Largest first; the smallest of a configuration's repetitions counts, for it is what fits."""
+    found = [_largest(cell) for cell in group.of("max_batch")]
+    return tuple(sorted(found, key=lambda m: math.inf if m.max_batch is None else -m.max_batch))
+
+
+def _largest(cell: Configuration) -> LargestBatch:
+    batches = [value for record in cell.ok for value in numbers(record.samples.get("max_batch"))]
+    largest = min(batches, default=None)
+    tries = [attempt for record in cell.ok for attempt in record.work.get("tries") or []]
+    failed = [attempt.get("batch") for attempt in tries if not attempt.get("fits")]
+    fitted = [a.get("peak_allocated_bytes") for a in tries if a.get("fits") and a.get("batch") == largest]
+    return LargestBatch(
+        cell=cell,
+        max_batch=largest,
+        peak_allocated=highest(numbers(fitted)),
+        first_failed=min(numbers(failed), default=None),
+        limit_gib=finite(cell.trial.problem.get("memory_limit_gib")),
+        tries=len(tries),
+    )

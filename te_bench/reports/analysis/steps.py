@@ -1,0 +1,94 @@
+"""Training steps and layers: seconds, speed-up over the baseline, throughput, MFU and memory of each configuration."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from te_bench.reports.analysis import hardware
+from te_bench.reports.analysis.measures import (
+    Ratio,
+    finite,
+    highest,
+    numbers,
+    of_processes,
+    quantile,
+    seconds_of,
+    speedup,
+)
+from te_bench.reports.analysis.rows import Configuration
+
+OWN_GRAPHS = "compile-reduce-overhead"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredStep:
+    """A configuration's training step, or iteration of a layer: throughput in 1/s, memory in bytes."""
+
+    cell: Configuration
+    is_baseline: bool
+    #: The baseline's over the speed-up; without one, geometric mean of the processes' medians.
+    latency_s: float | None = None
+    low_s: float | None = None  # 5th and 95th percentile of all timed steps
+    high_s: float | None = None
+    speedup: Ratio | None = None
+    tokens_per_s: float | None = None
+    flop_per_s: float | None = None
+    mfu: float | None = None
+    mfu_peak: str | None = None  # the precision whose peak the MFU is a fraction of
+    peak_allocated: float | None = None
+    peak_reserved: float | None = None
+    peak_rss: float | None = None
+
+
+def measured_steps(
+    cells: Iterable[Configuration], baseline: Configuration | None, gpu: str | None
+) -> tuple[MeasuredStep, ...]:
+    """The configurations with their figures, fastest first, then those that were not measured in the order given."""
+    found = [_measured(cell, baseline, gpu) for cell in cells]
+    return tuple(sorted(found, key=lambda step: math.inf if step.latency_s is None else step.latency_s))
+
+
+def _measured(cell: Configuration, baseline: Configuration | None, gpu: str | None) -> MeasuredStep:
+    is_baseline = baseline is not None and cell.id == baseline.id
+    latency, ratio = of_processes(cell.ok, "latency_s"), speedup(baseline, cell) if baseline else None
+    if not latency:
+        return MeasuredStep(cell=cell, is_baseline=is_baseline)
+    if ratio and baseline and not is_baseline:  # one estimate, whichever seeds are missing
+        latency = (of_processes(baseline.ok, "latency_s") or math.nan) / ratio.value
+    steps = [step for record in cell.ok for step in seconds_of(record, "latency_s")]
+    tokens, flop = (finite(cell.ok[0].work.get(key)) for key in ("tokens", "flop"))
+    reached = flop / latency if flop else None
+    of_peak = peak_precision(cell)
+    peak = hardware.peak(gpu, of_peak)
+    return MeasuredStep(
+        cell=cell,
+        is_baseline=is_baseline,
+        latency_s=latency,
+        low_s=quantile(steps, 0.05),
+        high_s=quantile(steps, 0.95),
+        speedup=ratio,
+        tokens_per_s=tokens / latency if tokens else None,
+        flop_per_s=reached,
+        mfu=reached / peak if reached and peak else None,
+        mfu_peak=of_peak if reached and peak else None,
+        # torch's own graphs allocate nothing when they are replayed: what early records have there is no peak.
+        peak_allocated=None if cell.trial.mode == OWN_GRAPHS else _peak(cell, "peak_allocated_bytes"),
+        peak_reserved=_peak(cell, "peak_reserved_bytes"),
+        peak_rss=_peak(cell, "peak_rss_bytes"),
+    )
+
+
+def peak_precision(cell: Configuration) -> str:
+    """The precision whose peak an MFU is quoted against.
+
+    An FP8 step does part of its work in BF16, so its ideal time is not that of either peak alone: quoted against BF16.
+    fp32 is quoted against TF32 when the problem says that TF32 was allowed ("tf32": true).
+    """
+    trial = cell.trial
+    if trial.precision == "fp8":
+        return "bf16"
+    return "tf32" if trial.precision == "fp32" and trial.problem.get("tf32") else trial.precision
+
+
+def _peak(cell: Configuration, sample: str) -> float | None:
+    return highest(value for record in cell.ok for value in numbers(record.samples.get(sample)))

@@ -1,0 +1,59 @@
+"""How many seeds a convergence run has time for, and the pilot to run where no record tells."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from te_bench.experiments.spec import Experiment, Options
+from te_bench.reports.convergence import planning
+from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, seeds_begun_with
+
+
+def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> int:
+    """As many seeds as --budget holds, or those of a run that has begun.
+
+    Raises ValueError for a budget that is too small for a verdict or for the --seeds that were asked for, and for
+    configurations that no record says the time of.
+    """
+    machine = earlier.machine
+    first = seeds_begun_with(one, earlier.journal)
+    if first is not None and asked.seeds is None:
+        return first
+    taken = planning.seconds(one.trials, earlier.records)
+    missing = [name for name, time in taken.items() if time is None]
+    if missing:
+        raise ValueError(_ask_for_pilot(one, asked, machine, out, missing))
+    assert asked.budget_s is not None
+    seed_s = sum(time or 0.0 for time in taken.values())
+    most = planning.seeds_within(asked.budget_s, slots=machine.slots, seed_s=seed_s, where=machine.on)
+    if asked.seeds is not None and asked.seeds > most:
+        needed = planning.duration(asked.seeds * seed_s / machine.slots)
+        raise ValueError(
+            f"--seeds {asked.seeds} take about {needed}{machine.on}, and --budget is "
+            f"{planning.duration(asked.budget_s)}: give --seeds {most}, or a larger budget"
+        )
+    return asked.seeds or most
+
+
+def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path, missing: Sequence[str]) -> str:
+    """What to run first, where nothing says how long a seed takes."""
+    folder = f"{out}-pilot"
+    words = ["te-bench", "run", one.suite, "--device", asked.device]
+    share = None if asked.share is None else str(asked.share)
+    named = ("--gpus", machine.asked), ("--model", asked.model), ("--preset", asked.preset), ("--share", share)
+    for option, value in named:
+        words += [] if value is None else [option, value]
+    words += ["--fused"] if asked.fused else []
+    words += [] if asked.recipes is None else ["--recipes", ",".join(asked.recipes)]
+    for model, data in asked.data.items():
+        words += ["--data", f"{model}={data}" if model else data]
+    words += [] if asked.cache is None else ["--cache", str(asked.cache)]
+    seeds = (
+        1 if asked.share is None else -(-machine.slots // len(one.trials))
+    )  # as many beside each other as in the run
+    words += ["--seeds", str(seeds), "--steps", str(planning.pilot_steps(one.trials[0].problem)), "--out", folder]
+    unknown = f"{len(missing)} of {len(one.trials)} configurations, such as {missing[0]}"
+    return (
+        f"--budget: no record says how long a seed takes on this machine ({unknown}). Run a short pilot\n"
+        f"  {shlex.join(words)}\nand give the same command again with --timings {shlex.quote(folder)}"
+    )

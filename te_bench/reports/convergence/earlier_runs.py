@@ -1,0 +1,90 @@
+"""What earlier runs recorded of a training, on the machine that a run is planned for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from te_bench.experiments.spec import Experiment, Record
+from te_bench.experiments.store import Journal, load, written
+from te_bench.reports.analysis.rows import from_journals, trial_of
+from te_bench.reports.convergence.study import Study, studies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is planned for: `chip` is a GPU's or a CPU's name, None for a GPU that is not here."""
+
+    device: str
+    chip: str | None
+    slots: int  # trials that run side by side: on GPUs, `share` on each, or on their cores
+    asked: str | None = None  # --gpus as it was said
+    share: int = 1
+
+    @property
+    def on(self) -> str:
+        """Said after a time that a run takes."""
+        if self.share > 1:
+            number = self.slots // self.share
+            return f" on {number} GPU{'s' * (number > 1)}, {self.share} at a time on each"
+        return f" on {self.slots} {'GPUs' if self.device == 'cuda' else 'cores'}" if self.slots > 1 else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierRuns:
+    """What earlier runs recorded, and what is planned for."""
+
+    machine: Machine
+    records: tuple[Record, ...]  # on the chip that is planned for
+    studies: tuple[Study, ...]
+    journal: Journal | None  # of the run itself, which may have begun
+    timings: bool = False  # --timings was given
+    other_chips: str | None = None  # what the records are of, where none is of the chip that is planned for
+
+
+def read_earlier_runs(out: Path | None, timings: Path | None, machine: Machine) -> EarlierRuns:
+    """Read DIR of --timings, and --out where a run has begun. Raises ValueError for a DIR that holds no journal."""
+    own = load(out) if out is not None and written(out) else None
+    journals = {"out": own} if own else {}
+    if timings is not None and (own is None or out is None or timings.resolve() != out.resolve()):
+        journals["timings"] = load(timings)
+    chips = {
+        key: chip_of(body.get("identity") or {}) for j in journals.values() for key, body in j.environments.items()
+    }
+    records = [record for journal in journals.values() for record in journal.records.values()]
+    records = [record for record in records if record.trial.device == machine.device]
+    chip = machine.chip or _one_chip([chips.get(record.environment) for record in records])
+    here = tuple(record for record in records if chips.get(record.environment) == chip)
+    others = ", ".join(sorted({str(each) for each in chips.values() if each})) or "no machine"
+    return EarlierRuns(
+        machine=machine,
+        records=here,
+        studies=tuple(study for group in from_journals(journals).groups for study in studies(group)),
+        journal=own,
+        timings=timings is not None,
+        other_chips=None if here else f"its records are of {others}, not {chip}",
+    )
+
+
+def _one_chip(chips: Sequence[str | None]) -> str | None:
+    """The GPU that all records are of. Raises ValueError where there are several and none of them is here."""
+    found = sorted({chip for chip in chips if chip})
+    if len(found) > 1:
+        raise ValueError(
+            f"--timings: its records are of {', '.join(found)}, and no GPU is here to say which is planned for"
+        )
+    return found[0] if found else None
+
+
+def chip_of(identity: Mapping[str, Any]) -> str | None:
+    name = identity.get("gpu" if identity.get("device") == "cuda" else "cpu")
+    return None if name is None else str(name)
+
+
+def seeds_begun_with(one: Experiment, journal: Journal | None) -> int | None:
+    """The seeds that this very experiment was first planned with in --out, or None."""
+    for plan in journal.plans if journal else ():
+        cells = {trial_of(value).cell for value in plan.trials}
+        if plan.suite == one.suite and one.baseline in cells and plan.judgement.get("seeds"):
+            return int(str(plan.judgement["seeds"]))
+    return None

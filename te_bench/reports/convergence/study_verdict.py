@@ -1,0 +1,93 @@
+"""The verdict on a convergence study: what is known of each configuration against bf16, and what it adds up to."""
+
+from dataclasses import dataclass
+
+from te_bench.reports.convergence.band import Band
+from te_bench.reports.convergence.equivalence import CandidateVerdict, LossComparison, Verdict
+from te_bench.reports.convergence.speedup import Speedup
+from te_bench.reports.convergence.study import Study, StudyArm
+
+PASSED, FAILED, UNDECIDED, INCOMPLETE = 0, 1, 3, 4  # exit codes
+GOOD = (Verdict.EQUIVALENT, Verdict.NON_INFERIOR)
+CAUGHT = (Verdict.INFERIOR, Verdict.DIVERGED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmVerdict:
+    """What is known of one arm against the control."""
+
+    arm: StudyArm
+    seeds: tuple[int, ...]  # that ended in both
+    judgement: CandidateVerdict
+    native: LossComparison | None = None  # the arm's losses evaluated as it trains; says nothing of the verdict
+    trained: LossComparison | None = None  # of the training loss over the last tenth of the steps; likewise
+    speedup: Speedup | None = None
+    band: Band | None = None
+    gap_curve: tuple[tuple[float, ...], tuple[float, ...]] = (
+        (),
+        (),
+    )  # steps that every pair was evaluated at, mean gaps
+    missing: str | None = None  # planned seeds without a result
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.judgement.verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyVerdict:
+    """The verdicts on one study's configurations and what they add up to."""
+
+    study: Study
+    margin: float
+    alpha: float
+    recipes: tuple[ArmVerdict, ...]
+    aa: ArmVerdict | None
+    broken: ArmVerdict | None
+    void: str | None  # why none of it counts
+    exploration: bool  # margin or alpha were chosen after the plan
+    notes: tuple[str, ...]
+
+    @property
+    def findings(self) -> tuple[ArmVerdict, ...]:
+        return tuple(found for found in (*self.recipes, self.aa, self.broken) if found is not None)
+
+    @property
+    def exit_code(self) -> int:
+        """4 void or incomplete, 1 a recipe is INFERIOR or DIVERGED, 3 one is INCONCLUSIVE, 0 all are as good as bf16.
+
+        Exploration passes nothing: 3 in place of 0.
+        """
+        if self.void:
+            return INCOMPLETE
+        if any(found.verdict in CAUGHT for found in self.recipes):
+            return FAILED
+        if any(found.missing for found in self.recipes):
+            return INCOMPLETE
+        good = all(found.verdict in GOOD for found in self.recipes)
+        return PASSED if good and not self.exploration else UNDECIDED
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        if self.void:
+            return f"No verdict: {self.void}."
+        said = {
+            Verdict.EQUIVALENT: ("trains", "train", f" like bf16 (final loss within {self.margin:g} nat)"),
+            Verdict.NON_INFERIOR: ("is", "are", f" not worse than bf16 by {self.margin:g} nat"),
+            Verdict.INFERIOR: ("ends", "end", f" more than {self.margin:g} nat above bf16"),
+            Verdict.DIVERGED: ("diverged", "diverged", ""),
+            Verdict.INCONCLUSIVE: ("is", "are", " undecided"),
+        }
+        parts = []
+        for verdict, (one, several, what) in said.items():
+            names = [self._named(f) for f in self.recipes if f.verdict is verdict]
+            if names:
+                parts.append(f"{verdict}: {', '.join(names)} {one if len(names) == 1 else several}{what}")
+        return ("Exploration, no test: " if self.exploration else "") + "; ".join(parts) + "."
+
+    def _named(self, found: ArmVerdict) -> str:
+        needed = found.judgement.seeds_needed
+        if found.verdict is Verdict.INCONCLUSIVE and needed:
+            return f"{found.arm.name} (at least {needed} seeds needed)"
+        return found.arm.name

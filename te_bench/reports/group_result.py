@@ -1,0 +1,83 @@
+"""Every number that a report says, worked out once: journals -> rows -> groups -> results -> tables and figures -> page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from te_bench.reports.analysis.attention import AttentionTimes, ScalingErrors, attention_times, scaling_errors
+from te_bench.reports.analysis.checks import WorstError, worst_errors
+from te_bench.reports.analysis.curves import TrainingComparison, comparisons
+from te_bench.reports.analysis.fastest import FastestOfKind, fastest_of_each_kind
+from te_bench.reports.analysis.floor import Floor, floor_of
+from te_bench.reports.analysis.largest_batch import LargestBatch, largest_batches
+from te_bench.reports.analysis.layers import LayerVariant, layer_variants
+from te_bench.reports.analysis.ranking import StepRanking, rank_steps
+from te_bench.reports.analysis.rows import Group, Results, load_results
+from te_bench.reports.analysis.steps import measured_steps
+from te_bench.reports.convergence.arm_stability import ArmStability, arm_stabilities
+from te_bench.reports.convergence.stress import StressLadder, stress_ladders
+from te_bench.reports.convergence.study import studies
+from te_bench.reports.convergence.study_verdict import StudyVerdict
+from te_bench.reports.convergence.verdict import judge_study
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyResult:
+    """A convergence study: its verdict, and how stable each of its configurations trained."""
+
+    verdict: StudyVerdict
+    stability: tuple[ArmStability, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupResult:
+    """What one suite measured in one environment; empty is what it did not measure."""
+
+    group: Group
+    steps: StepRanking
+    fastest: tuple[FastestOfKind, ...]
+    floor: Floor
+    layers: tuple[LayerVariant, ...]
+    trainings: tuple[TrainingComparison, ...]
+    studies: tuple[StudyResult, ...]
+    stress: tuple[StressLadder, ...]
+    largest_batches: tuple[LargestBatch, ...]
+    attention: AttentionTimes
+    scaling_errors: tuple[ScalingErrors, ...]
+    errors: tuple[WorstError, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportResult:
+    """Everything a report says: the rows of several runs, and the result of each of their groups."""
+
+    results: Results
+    groups: tuple[GroupResult, ...]
+
+
+def load_report(directories: Sequence[Path]) -> ReportResult:
+    """Read the journals of several runs. Raises ValueError as `load_results` does."""
+    results = load_results(directories)
+    return ReportResult(results=results, groups=tuple(map(group_result, results.groups)))
+
+
+def group_result(group: Group) -> GroupResult:
+    """Every number of a group."""
+    cells = group.of("train_step")
+    baseline = next((cell for cell in cells if cell.id == group.baseline), None)
+    steps = measured_steps(cells, baseline, group.gpu)
+    judged = [judge_study(study) for study in studies(group) if study.whole]
+    return GroupResult(
+        group=group,
+        steps=rank_steps(steps),
+        fastest=fastest_of_each_kind(steps),
+        floor=floor_of(group, steps),
+        layers=layer_variants(group),
+        trainings=comparisons(group),
+        studies=tuple(StudyResult(verdict=found, stability=arm_stabilities(found)) for found in judged),
+        stress=stress_ladders(group),
+        largest_batches=largest_batches(group),
+        attention=attention_times(group),
+        scaling_errors=scaling_errors(group),
+        errors=worst_errors(group),
+    )

@@ -1,0 +1,52 @@
+"""The answer of a run in one sentence and one picture, for a README: the fastest configuration of each kind."""
+
+from te_bench.reports.analysis.fastest import EAGER, TE_BENCH, FastestOfKind
+from te_bench.reports.group_result import GroupResult
+from te_bench.reports.page import text
+from te_bench.reports.page.bars import Bar, bars
+from te_bench.reports.page.drawing import COLOURS, FAINT, Drawing, draw
+
+
+def sentence(result: GroupResult) -> str:
+    """What the fastest step takes, then the baseline's kind, then the others; only two kinds or more make a headline."""
+    fastest, *others = _several(result)
+    others.sort(key=lambda other: not other.step.is_baseline)
+    said = []
+    for other in others:
+        longer = f", {text.speedup(other.times_as_long)} as long" if other.times_as_long else ""
+        said.append(f"{_name(other)}: {_time(other)}{longer}.")
+    return f"**{_name(fastest)}: {_time(fastest)}. {said[0]}** {' '.join(said[1:])}".rstrip()
+
+
+def figure(result: GroupResult) -> Drawing:
+    """A bar for each kind, ms a step. Raises ValueError where fewer than two kinds were timed."""
+    found = _several(result)
+    alt = "; ".join(f"{_name(one)} {_time(one)}" for one in found)
+    drawn = [
+        Bar(
+            name=_name(one),
+            value=one.seconds * 1e3,
+            remark=_time(one),
+            colour=COLOURS[0] if one.kind == TE_BENCH else FAINT,
+        )
+        for one in found
+    ]
+    caption = f"{result.group.title}, {result.group.where}"
+    return draw("headline", "headline", caption, alt, lambda: bars(drawn, "ms a step"))
+
+
+def _name(one: FastestOfKind) -> str:
+    attention = f", {one.step.cell.trial.attention} attention" if one.kind == EAGER else ""
+    return f"{one.kind}{attention}, {one.precision}"
+
+
+def _time(one: FastestOfKind) -> str:
+    return f"{text.milliseconds(one.seconds)} ms"
+
+
+def _several(result: GroupResult) -> tuple[FastestOfKind, ...]:
+    found = result.fastest
+    if len(found) < 2:
+        suite = result.group.suite
+        raise ValueError(f"{suite}: a headline compares two kinds of training step or more; timed: {len(found)}")
+    return found

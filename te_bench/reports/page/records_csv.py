@@ -1,0 +1,75 @@
+"""The records as CSV, a line a planned trial: settings, how it ended, medians in SI units; empty where not measured."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from te_bench.reports.analysis.checks import worst_quantity
+from te_bench.reports.analysis.measures import finite, median, numbers
+from te_bench.reports.analysis.rows import Configuration, Group, Results, Row
+
+_MEDIANS = (
+    "latency_s",
+    "forward_s",
+    "backward_s",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "peak_rss_bytes",
+    "max_batch",
+    "error_scale_before",
+    "error_scale_after",
+    "error_sdpa",
+)
+
+
+def records_csv(results: Results) -> str:
+    """One line for each planned trial: its settings, how it ended, medians in SI units; empty where not measured."""
+    cells = [(group, cell, row) for group in results.groups for cell in group.cells for row in cell.rows]
+    problem = sorted({key for _, _, row in cells for key in row.trial.problem})
+    lines = [_line(group, cell, row, problem) for group, cell, row in cells]
+    stream = io.StringIO()
+    names = list(lines[0]) if lines else ["run", "suite", "environment", "trial", "outcome", "reason"]
+    writer = csv.DictWriter(stream, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _safe(value) for name, value in line.items()} for line in lines)
+    return stream.getvalue()
+
+
+def _line(group: Group, cell: Configuration, row: Row, problem: Sequence[str]) -> dict[str, Any]:
+    trial, record = row.trial, row.record
+    samples: Mapping[str, Any] = record.samples if record else {}
+    work: Mapping[str, Any] = record.work if record else {}
+    medians = {name: median(numbers(samples.get(name))) for name in _MEDIANS}
+    worst = worst_quantity(cell, record.check) if record else None
+    return {
+        "run": row.run,
+        "suite": row.suite,
+        "environment": row.environment,
+        "where": group.where,
+        "trial": trial.id,
+        "cell": trial.cell,
+        "baseline": trial.cell == group.baseline,
+        "name": trial.name,
+        **{key: getattr(trial, key) for key in ("workload", "device", "attention", "precision", "recipe", "mode")},
+        "protocol": trial.protocol,
+        "seed": trial.seed,
+        **{f"problem_{key}": trial.problem.get(key) for key in problem},
+        "outcome": row.outcome,
+        "reason": row.reason,
+        "started_at": record.started_at if record else None,
+        "wall_s": record.wall_s if record else None,
+        "work_s": record.work_s if record else None,
+        **{f"{name}_median": value for name, value in medians.items()},
+        "n_steps": len(numbers(samples.get("latency_s"))) or None,
+        "best_val_loss": min(numbers(samples.get("val_loss")), default=None),
+        **{key: finite(work.get(key)) for key in ("tokens", "flop", "forward_flop", "backward_flop", "batch")},
+        "worst_quantity": worst.quantity if worst else None,
+        "worst_error": worst.error if worst else None,
+        "worst_limit": worst.limit if worst else None,
+    }
+
+
+def _safe(value: object) -> object:
+    """Text that a spreadsheet would run as a formula gets an apostrophe in front."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value

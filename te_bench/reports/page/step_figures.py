@@ -1,0 +1,124 @@
+"""The figures of training steps and layers: time, memory, the largest batch, and what a step's time is made of."""
+
+from collections.abc import Callable, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from te_bench.models import cost
+from te_bench.reports.analysis import layers
+from te_bench.reports.analysis.floor import Breakdown
+from te_bench.reports.analysis.layers import MeasuredLayer
+from te_bench.reports.analysis.rows import Configuration
+from te_bench.reports.analysis.steps import MeasuredStep
+from te_bench.reports.group_result import GroupResult
+from te_bench.reports.page import text
+from te_bench.reports.page.bars import Bar, Stack, bars, stacked_bars
+from te_bench.reports.page.drawing import COLOURS, FAINT
+
+PRECISION = {"fp32": "#8a9099", "fp16": "#009e73", "bf16": "#0072b2", "fp8": "#d55e00"}
+HATCH = {"eager": "", "compile": "//", "compile-reduce-overhead": "xx", "cudagraph": "\\\\"}
+FLOOR_KINDS = (cost.GEMM, cost.ATTENTION, cost.ELEMENTWISE, cost.LOSS, cost.OPTIMIZER)
+LAYER_KINDS = (*(name for name, _ in layers.KINDS), layers.OTHER)
+
+
+def _bar(
+    cell: Configuration,
+    value: float | None,
+    remark: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    outline: float | None = None,
+) -> Bar:
+    """A configuration's bar, in the colour of its precision and with the hatch of its mode."""
+    colour, hatch = PRECISION.get(cell.trial.precision, COLOURS[3]), HATCH.get(cell.trial.mode, "++")
+    return Bar(
+        name=cell.label, value=value, remark=remark, low=low, high=high, outline=outline, colour=colour, hatch=hatch
+    )
+
+
+def _legend(cells: Sequence[Configuration]) -> list[Patch]:
+    """Colours of the precisions and hatches of the modes that occur, where there is more than one to tell apart."""
+    precisions = [p for p in PRECISION if any(cell.trial.precision == p for cell in cells)]
+    modes = [m for m in HATCH if any(cell.trial.mode == m for cell in cells)]
+    patches = [Patch(facecolor=PRECISION[p], label=p) for p in precisions] if len(precisions) > 1 else []
+    if len(modes) > 1:
+        patches += [Patch(facecolor=FAINT, edgecolor="white", hatch=HATCH[m], linewidth=0, label=m) for m in modes]
+    return patches
+
+
+def ladder(result: GroupResult) -> Callable[[], Figure] | None:
+    """ms per step with the 5th to 95th percentile of the timed steps, and the speed-up over the baseline."""
+    steps = result.steps.steps
+    if not any(step.latency_s for step in steps):
+        return None
+    drawn = [_step_bar(step) for step in steps]
+    return lambda: bars(drawn, "ms per step", _legend([step.cell for step in steps]))
+
+
+def _step_bar(step: MeasuredStep) -> Bar:
+    low, high, value = (None if v is None else v * 1e3 for v in (step.low_s, step.high_s, step.latency_s))
+    remark = step.cell.outcome
+    if step.latency_s is not None:
+        faster = "baseline" if step.is_baseline else text.speedup(step.speedup) if step.speedup else ""
+        remark = ", ".join(word for word in (f"{text.milliseconds(step.latency_s)} ms", faster) if word)
+    return _bar(step.cell, value, remark, low=low, high=high)
+
+
+def memory(result: GroupResult) -> Callable[[], Figure] | None:
+    """Peak memory of a step, allocated as the bar and reserved as its outline; resident memory on a CPU."""
+    drawn, on_host = [], False
+    for step in result.steps.steps:
+        value, outline = step.peak_allocated, step.peak_reserved
+        if value is None and step.peak_rss is not None:
+            value, outline, on_host = step.peak_rss, None, True
+        if value is not None:
+            inner, outer = (None if v is None else v / text.GIB for v in (value, outline))
+            drawn.append(_bar(step.cell, inner, text.gib(value), outline=outer))
+    if not drawn:
+        return None
+    unit = "peak resident memory, GiB" if on_host else "peak memory, GiB (bar: allocated, outline: reserved)"
+    return lambda: bars(drawn, unit, _legend([step.cell for step in result.steps.steps]))
+
+
+def largest_batch(result: GroupResult) -> Callable[[], Figure] | None:
+    """The largest batch that fits."""
+    found = result.largest_batches
+    if not any(m.max_batch for m in found):
+        return None
+    drawn = [
+        _bar(m.cell, m.max_batch, m.cell.outcome if m.max_batch is None else text.count(m.max_batch)) for m in found
+    ]
+    return lambda: bars(drawn, "largest batch that fits, sequences", _legend([m.cell for m in found]))
+
+
+def against_floor(result: GroupResult) -> Callable[[], Figure] | None:
+    """Two bars, the floor and the step, for the baseline and the fastest step of each precision; None without ceilings."""
+    shown = [stack for found in result.floor.compared for stack in _floor_and_step(found)]
+    return (lambda: stacked_bars(shown, FLOOR_KINDS, "ms a step")) if shown else None
+
+
+def _floor_and_step(found: Breakdown) -> tuple[Stack, Stack]:
+    least = {kind.cost.kind: kind.floor_s * 1e3 for kind in found.kinds}
+    took = {kind.cost.kind: kind.measured_s * 1e3 for kind in found.kinds}
+    floor = Stack(name=found.step.cell.label, parts=least, remark=f"floor, {text.milliseconds(found.floor_s)} ms")
+    return floor, _measured(found.step, took)
+
+
+def _measured(step: MeasuredStep, parts: dict[str, float]) -> Stack:
+    """What is left of the measured time is rest."""
+    remark = f"{text.milliseconds(step.latency_s)} ms" + (", baseline" if step.is_baseline else "")
+    rest = max((step.latency_s or 0.0) * 1e3 - sum(parts.values()), 0.0)
+    return Stack(name=step.cell.label, parts=parts, rest=rest, remark=remark)
+
+
+def layer_times(variant_layers: Sequence[MeasuredLayer]) -> Callable[[], Figure] | None:
+    """Milliseconds by kind of kernel; a layer without a profile is one plain bar."""
+    shown = [_layer(measured) for measured in variant_layers if measured.step.latency_s]
+    return (lambda: stacked_bars(shown, LAYER_KINDS, "ms forward and backward")) if shown else None
+
+
+def _layer(measured: MeasuredLayer) -> Stack:
+    parts = {kind: seconds * 1e3 for kind, seconds in measured.by_kind.items()}
+    return _measured(measured.step, parts or {layers.OTHER: (measured.step.latency_s or 0.0) * 1e3})

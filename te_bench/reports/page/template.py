@@ -1,0 +1,36 @@
+"""The templates of pages, and what every page shows: style, script, tables as Markdown."""
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from te_bench.reports.page import tables
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def rendered(name: str, content: Mapping[str, Any]) -> bytes:
+    """One of the templates with its content and what every page shows; what it names and is not given is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=name.endswith(".html.j2"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
+    shared = {
+        "markdown": tables.markdown,
+        "escape_markdown": tables.escape,
+        "style": Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
+        "script": Markup(script),
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "inline": Markup,  # for our own SVG only: matplotlib has escaped the text in it
+    }
+    return environment.get_template(name).render({**shared, **content}).encode()
