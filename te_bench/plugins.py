@@ -23,8 +23,8 @@ def names(package: str) -> list[str]:
 def _kind(package: str) -> str:
     """What a package holds, in words: an "attention backend" in kernels.attention.backends, a "suite" in suites."""
     above, _, folder = package.rpartition(".")
-    kind = f"{above.rpartition('.')[2]} backend" if folder == "backends" else folder.rstrip("s")
-    return kind.replace("_", " ")
+    operator = above.rpartition(".")[2]
+    return {"backends": f"{operator} backend", "quickstart": "layer"}.get(folder, folder.rstrip("s")).replace("_", " ")
 
 
 def load(package: str, name: str, attribute: str) -> Any:
