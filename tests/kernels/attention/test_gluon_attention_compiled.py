@@ -66,7 +66,6 @@ CALLS["backward 64, long"] = on_an_h200(64, backward, keys=launch.LONG)
 CALLS["backward 64, shared heads"] = on_an_h200(64, backward, groups=1)
 FUSED: dict[str, Call] = {
     "fused 128": on_an_h200(128, fused), "fused 128, full": on_an_h200(128, fused, causal=False, keys=1024),
-    "fused 128, full, tails": on_an_h200(128, fused, causal=False),
     "fused 128, shared heads": on_an_h200(128, fused, groups=1),
 }  # fmt: skip
 BROKEN = {
