@@ -67,10 +67,10 @@ class Compiled:
         )
 
 
-def faults(made: Compiled) -> list[str]:
-    """What no published kernel may have."""
+def faults(made: Compiled, of_a_tile: int = 0) -> list[str]:
+    """What no published kernel may have. of_a_tile: bytes spilled by what its loops, looked at apart, do not touch."""
     found = []
-    if made.spills:
+    if made.spills > of_a_tile:
         found.append(f"{made.spills} bytes spilled")
     found += [warning for warning in made.warnings if re.search(SERIALISED, warning)]
     if made.shared > SHARED:
@@ -78,6 +78,23 @@ def faults(made: Compiled) -> list[str]:
     found += [f"FP8 that changes its thread: {line}" for line in re.findall(EXCHANGED, made.ttgir)]
     found += [f"FP8 packed with what is none: {line}" for line in _mispacked(made.sass)]
     return found
+
+
+def loops(kernel: Compiled) -> list[list[str]]:
+    """The innermost loops with products: from an address to the branch back to it, waits that stand elsewhere included."""
+    lines, found = kernel.sass.splitlines(), list[tuple[int, int]]()
+    place = {int(re.findall(r"/\*([0-9a-f]+)\*/", line)[0], 16): at for at, line in enumerate(lines)}
+    for at, line in enumerate(lines):
+        back = re.search(r"\bBRA\b.*?(0x[0-9a-f]+) ;", line)
+        to = place.get(int(back[1], 16), at + 1) if back else at + 1
+        if to <= at and any("GMMA" in x for x in lines[to:at]):
+            found.append((to, at))
+    inner = [(a, b) for a, b in found if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in found)]
+    return [lines[a : b + 1] for a, b in inner]
+
+
+def count(loop: list[str], instruction: str) -> int:
+    return sum(bool(re.search(instruction, line)) for line in loop)
 
 
 def _mispacked(sass: str) -> list[str]:

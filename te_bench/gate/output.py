@@ -57,7 +57,7 @@ def table(gate: Gate, limit: int | None = None) -> Table | None:
         "calls so slow a change a REGRESSION in 80 % of gates, a less slow one in fewer. Pairs set aside are in parentheses."
         f"{_say_how_rare(gate)}"
     )
-    columns = ("Trial", "Typical call", "All calls", "Finds", "Pairs", "GateVerdict")
+    columns = ("Trial", "Typical call", "All calls", "Finds", "Pairs", "Verdict")
     return table_of("gate", "Seconds", columns, rows, note)
 
 

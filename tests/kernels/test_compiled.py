@@ -259,14 +259,21 @@ def activated(kind: str) -> dict[str, Call]:
 ACTIVATION = activated("gelu") | activated("gelu_erf") | activated("swiglu")
 
 
-def step(copies: bool) -> None:
-    fp8 = {"data": matrix(F, D, E4M3), "data_t": matrix(D, F, E4M3), "scale": one(), "scale_inv": one(), "amax": one()}
-    more = fp8 | {"bf16": matrix(F, D)} if copies else {}
-    state = {name: matrix(F, D, FP32) for name in ("weight", "grad", "exp_avg", "exp_avg_sq")}
-    table = adamw.table([Parameter(**state, **more)])
-    adamw.step(table, rate=one(), step=one(), betas=(0.9, 0.95), eps=1e-8, multiplier=one())
-    if not copies:
-        adamw.norm(table, 1.0)
+def step(bf16: bool, target: torch.dtype | None) -> Call:
+    """With copies; and the norm, where there are none."""
+
+    def call() -> None:
+        more = {"bf16": matrix(F, D)} if bf16 else {}
+        if target is not None:
+            more |= {"data": matrix(F, D, target), "data_t": matrix(D, F, target)}
+            more |= {name: one() for name in ("scale", "scale_inv", "amax")}
+        state = {name: matrix(F, D, FP32) for name in ("weight", "grad", "exp_avg", "exp_avg_sq")}
+        table = adamw.table([Parameter(**state, **more)])
+        adamw.step(table, rate=one(), step=one(), betas=(0.9, 0.95), eps=1e-8, multiplier=one())
+        if not more:
+            adamw.norm(table, 1.0)
+
+    return call
 
 
 def losses(gradient: bool) -> None:
@@ -319,20 +326,17 @@ def attend_packed(head_dim: int, left: int = -1, groups: int = 4) -> Call:
     return call
 
 
-#: Padding alone is any mask with strides of 0; shared heads of 64 columns are those of packed ones, and of 128 packed ones
-#: have shared heads.
+#: What comes on top of another is tried with it, where both fit; padding alone is any mask with strides of 0.
 ATTENTION: dict[str, Call] = {
     "64": attend(64),
-    "64, 1000 rows": attend(64, length=1000),
-    "64, window": attend(64, left=256),
+    "64, 1000 rows, window": attend(64, left=256, length=1000),
     "64, any mask": attend(64, mask=(2, 4, 1024)),
     "64, dropout": attend(64, dropout=0.1),
     "64, packed": attend_packed(64),
     "64, packed, window, shared heads": attend_packed(64, 256, 1),
     "128": attend(128),
     "128, packed, shared heads": attend_packed(128, groups=1),
-    "128, window": attend(128, left=256),
-    "128, dropout": attend(128, dropout=0.1),
+    "128, window, dropout": attend(128, left=256, dropout=0.1),
     "128, shared heads": attend(128, groups=1),
     "256": attend(256),
 }
@@ -393,7 +397,9 @@ FAMILIES: dict[str, dict[str, Call]] = {
     "norm": NORM,
     "activation": ACTIVATION,
     "rotary": ROTARY,
-    "adamw": {"step": lambda: step(False), "step with copies": lambda: step(True)},
+    "adamw": {
+        "step": step(False, None), "bf16": step(True, None), "E5M2": step(False, E5M2), "bf16, E4M3": step(True, E4M3),
+    },
     "linear cross-entropy": {
         "loss": lambda: losses(False), "loss and gradient": lambda: losses(True), "FP8": losses_in_fp8,
         "count": lambda: cross_entropy.count(torch.zeros(M).long()),
@@ -537,6 +543,9 @@ def test_published_kernels_compile_for_hopper_without_faults(family: str, folder
     if family == "rotary":
         for kernel in kernels:
             check_rotary(kernel)
+    if family == "adamw":
+        for kernel in kernels:
+            check_adamw(kernel)
     if family == "linear cross-entropy":
         check_row_kernels({kernel.kernel: kernel for kernel in kernels if not kernel.call.endswith("/loss")})
 
@@ -602,6 +611,28 @@ def check_rotary(kernel: Compiled) -> None:
     assert len(narrow) <= 2 * few, f"{kernel}: {narrow}"
     assert kernel.programs * kernel.warps >= 12, str(kernel)
     assert len(re.findall(r"\bcvt\.rzi\.s32\.f32", kernel.ptx)) == (8 if few else 16), "which quarter of the circle"
+
+
+def check_adamw(kernel: Compiled) -> None:
+    """Three programs of 8 warps; 16-byte accesses; no float32 or FP8 tile transposed."""
+    programs = {"step_kernel": 3, "squares_kernel": 8, "norm_kernel": 4}
+    assert kernel.programs >= programs[kernel.kernel], str(kernel)
+    if kernel.kernel != "step_kernel":
+        return
+    each = adamw.TILE["ROWS"] * adamw.TILE["COLUMNS"] // (32 * kernel.warps * 4)  # 16-byte accesses a thread and tensor
+    loads = len(re.findall(r"ld\.global[\w.:]*\.v4", kernel.ptx))
+    assert loads == 4 * each + each // 2, str(kernel)  # or a bf16 gradient's
+    assert len(re.findall(r"st\.global[\w.:]*\.v4", kernel.ptx)) >= 3 * each, str(kernel)
+    wide = re.findall(r"tt\.load .*32x64x!tt\.ptr<f32>, (#\w+)>", kernel.ttgir)
+    assert len(wide) == 4, str(kernel)
+    assert len(set(wide)) == 1, f"{kernel}: {wide}"
+    assert re.search(re.escape(wide[0]) + r" = .*sizePerThread = \[1, 4\]", kernel.ttgir), "float32 apiece"
+    # The trap: a float32 or an FP8 tile must not change its owner.
+    moved = re.findall(r"(?:convert_layout|tt\.trans) .*: tensor<\w+x(\w+), ", kernel.ttgir)
+    assert set(moved) <= {"bf16", "i1"}, f"{kernel}: {moved}"
+    assert ("tt.trans" in kernel.ttgir) == ("E" in kernel.call), str(kernel)
+    assert "fma.rn.f32" in kernel.ptx, str(kernel)
+    assert "mul.rn.f32" in kernel.ptx, str(kernel)
 
 
 def check_row_kernels(by_name: dict[str, Compiled]) -> None:

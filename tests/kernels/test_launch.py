@@ -471,7 +471,7 @@ def tensors(result: Any) -> list[Tensor]:
     """All there are in a result, as what can be compared."""
     if isinstance(result, Tensor):
         return [result.float()]
-    return [] if result is None else [tensor for part in result for tensor in tensors(part)]
+    return [tensor for part in result for tensor in tensors(part)] if isinstance(result, tuple | list) else []
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,12 +1,8 @@
-"""What only the Triton AdamW has: how it compiles for Hopper, what it launches again, captured graphs, speed."""
+"""What only the Triton AdamW has: what it launches again, captured graphs, speed; test_compiled.py has how it compiles."""
 
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,67 +18,6 @@ from te_bench.kernels.adamw import Parameter
 from te_bench.kernels.adamw.backends import reference, triton
 
 BETAS = (0.9, 0.95)
-
-COMPILE = """
-import re, subprocess, sys
-from pathlib import Path
-import triton as t
-import triton.backends.nvidia
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from te_bench.kernels.adamw import kernels
-
-def compiled(kernel, signature, registers, aligned, **constants):
-    options = {"num_warps": kernels.WARPS, "enable_fp_fusion": False}
-    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants,
-                       {(i,): [["tt.divisibility", 16]] for i in aligned})
-    made = t.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assembly = Path(sys.argv[1]) / "kernel.ptx"
-    assembly.write_text(made.asm["ptx"])
-    ptxas = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
-    log = subprocess.run([ptxas, "-v", "-arch=sm_90a", assembly, "-o", "/dev/null"],
-                         capture_output=True, text=True, check=True)
-    line = f"{kernel.fn.__name__} {constants}: {made.metadata.shared} bytes shared; {log.stderr}"
-    print(line)
-    assert re.findall(r"(\\d+) bytes spill", log.stderr) == ["0", "0"], "spills: " + line
-    assert int(re.search(r"Used (\\d+) registers", log.stderr)[1]) <= registers, "too many registers: " + line
-    return made.asm["ttgir"], made.asm["ptx"]
-
-layouts = {"ROWS": kernels.ROWS, "COLUMNS": kernels.COLUMNS}
-signature = {"table": "*i64", "tiles": "*i32", **dict.fromkeys(("rate", "step", "multiplier"), "*fp32"),
-             **dict.fromkeys(("weight1", "weight2", "beta2", "eps"), "fp32")}
-for half, target in ((False, None), (True, None), (False, tl.float8e5), (True, tl.float8e4nv)):
-    # 80 registers: three programs of 8 warps on an SM.
-    ttgir, ptx = compiled(kernels.step_kernel, signature, 80, (0, 1), LOG_BETA1=-0.15, LOG_BETA2=-0.07,
-                          FROM_GRAD=False, HALF=half, TARGET=target, PIECE=kernels.PIECE, **layouts)
-    each = kernels.ROWS * kernels.COLUMNS // (32 * kernels.WARPS * 4)  # 16-byte accesses a thread for each tensor
-    assert len(re.findall(r"ld\\.global[\\w.:]*\\.v4", ptx)) == 4 * each + each // 2, "loads"  # or a bf16 gradient's
-    assert len(re.findall(r"st\\.global[\\w.:]*\\.v4", ptx)) >= 3 * each, "stores"
-    wide = re.findall(r"tt\\.load .*32x64x!tt\\.ptr<f32>, (#\\w+)>", ttgir)
-    assert len(wide) == 4 and len(set(wide)) == 1, wide
-    shape = re.search(re.escape(wide[0]) + r" = .*sizePerThread = \\[1, (\\d+)\\]", ttgir)[1]
-    assert shape == "4", "float32 apiece: " + shape
-    # The trap: a float32 or an FP8 tile must not change its owner.
-    moved = re.findall(r"(?:convert_layout|tt\\.trans) .*: tensor<\\w+x(\\w+), ", ttgir)
-    assert set(moved) <= {"bf16", "i1"}, moved
-    assert (target is not None) == ("tt.trans" in ttgir)
-    assert "fma.rn.f32" in ptx and "mul.rn.f32" in ptx
-compiled(kernels.squares_kernel, {"table": "*i64", "tiles": "*i32", "partial": "*fp32"}, 32, (0, 1, 2), **layouts)
-compiled(kernels.norm_kernel, {**dict.fromkeys(("partial", "norm", "multiplier"), "*fp32"), "count": "i32",
-         "max_norm": "fp32"}, 64, (0, 1, 2), SUMS=kernels.SUMS)
-"""
-
-
-@pytest.mark.slow
-def test_kernels_compile_for_hopper_without_spills(tmp_path: Path) -> None:
-    """With 16-byte accesses, and no float32 or FP8 tile transposed; needs no GPU, but a Triton that is not interpreting."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
 
 
 def test_what_is_compiled_apart_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import compiled
 import pytest
 import torch
-from compiled import Compiled, faults
-from test_gluon_attention_compiled import count, loops
+from compiled import Compiled, count, faults, loops
 
 from te_bench.kernels.attention import fp8_quantize
 from te_bench.kernels.attention.fp8_quantize import E4M3, Heads
@@ -22,9 +21,9 @@ D = 128
 LONGEST = 460  # instructions for a block of 64 rows and 128 keys
 #: The same of the backward kernel's blocks of 64 rows and 64 keys, and of those that may be partly hidden.
 LONGEST_BACKWARD, LONGEST_MASKED = 450, 520
-#: Bytes spilled at most, by Triton 3.6 or 3.7, all of them a tile's numbers: the loops over blocks take every register and
-#: touch no memory.
-OF_A_TILE = {"full": 16, "full, 1000 keys": 128, "full, shared heads": 272, "causal": 168, "causal, shared heads": 452}
+#: Bytes spilled at most by whichever Triton, of a tile's numbers, and of those of edges and of shared heads: the loops over
+#: blocks take every register, and touch no memory.
+OF_A_TILE, OF_MORE = 64, 512
 #: A block's instructions: what is waited for, told and multiplied when.
 ORDER = (
     "sync see qk+dp:8 wait see dv:4 wait sync tell "  # S and dP, which leave the place of FP8's rows; dV runs on
@@ -125,13 +124,12 @@ def test_it_compiles_without_faults(pytestconfig: pytest.Config, monkeypatch: py
 def complaints(kernel: Compiled) -> list[str]:
     """What a backward kernel may not have."""
     case = kernel.call.removeprefix("backward, ")
-    limit = OF_A_TILE.get(case, OF_A_TILE[case.split(",")[0]])
-    found = [fault for fault in faults(kernel) if "spilled" not in fault or kernel.spills > limit]
+    edge = "causal" in case or "1000 keys" in case
+    found = faults(kernel, OF_MORE if edge or "shared heads" in case else OF_A_TILE)
     inside = [
         x for x in loops(kernel) if (count(x, "QGMMA"), count(x, "HGMMA")) == (8, 16) and len(x) <= LONGEST_MASKED
     ]
     inside.sort(key=len)
-    edge = "causal" in case or "1000 keys" in case
     if len(inside) != (4 if edge else 2) or len(inside[1]) > LONGEST_BACKWARD:
         found.append(f"loops over blocks, a warpgroup's for each: {list(map(len, inside))} instructions")
     for loop in inside:

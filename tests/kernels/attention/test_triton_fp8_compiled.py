@@ -39,7 +39,6 @@ def heads(x: torch.Tensor) -> Heads:
 
 #: Parts of tiles come on top of whole ones, and shared heads on top of an own one's loop.
 CALLS: dict[str, Call] = {
-    "64": attend(64),
     "64, full, 1000 rows": attend(64, causal=False, length=1000),
     "64, 1000 rows, shared heads": attend(64, length=1000, groups=1),
     "80": attend(80),
