@@ -22,9 +22,12 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core already
     os.environ["OMP_NUM_THREADS"] = "1"
 
-# A shell without job control starts what it runs in the background deaf to Ctrl-C, and so would be all that tests start.
+# A shell without job control starts what it runs in the background deaf to Ctrl-C, nohup to a terminal's end, and so would
+# be all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:

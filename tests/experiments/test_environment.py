@@ -143,10 +143,16 @@ def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(
     monkeypatch.setattr(environment, "__file__", str(copy / "experiments" / "environment.py"))
     before = environment.code_hash()
     assert re.fullmatch("[0-9a-f]{16}", before)
-    (copy / "reports" / "text.py").write_text("# changed\n")
+    (copy / "reports" / "page" / "text.py").write_text("# changed\n")
     (copy / "cli" / "run.py").write_text("# changed\n")
+    (copy / "gate" / "paired_trial.py").write_text("# changed\n")
     assert environment.code_hash() == before
-    for folder in ("kernels/attention/flash.py", "models/gpt.py", "experiments/timing.py"):
+    for folder in (
+        "kernels/attention/backends/flash.py",
+        "models/zoo/gpt.py",
+        "training/step.py",
+        "experiments/timing.py",
+    ):
         source = copy / folder
         source.write_text(source.read_text() + "# changed\n")
         assert environment.code_hash() != before

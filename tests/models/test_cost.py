@@ -109,7 +109,7 @@ def test_what_the_blocks_keep_is_what_is_counted(fp8: bool) -> None:
     tokens = torch.randint(0, SMALL.vocab_size, (batch, SMALL.block_size))
     step(tokens, tokens)
     table.prepare()
-    copies = [t for c in table.copies.values() for t in (c.leaf, *(c.fp8.kept if c.fp8 else ()))]
+    copies = [t for c in table.copies.values() for t in (c.leaf, *(c.fp8.kept[:4] if c.fp8 else ()))]
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *copies)}
     kept: dict[int, int] = {}
 

@@ -233,7 +233,8 @@ def test_a_whole_trial_with_a_linear_in_bf16_is_a_failed_check_without_times(
         in_bf16(step.model, 1)
         return step
 
-    trial = a_trial("float8_current_scaling", **more)
+    name = workload.__name__.rpartition(".")[2]
+    trial = dataclasses.replace(a_trial("float8_current_scaling", **more), workload=name)
     monkeypatch.setattr(trial_model, "step_of", half)
     with pytest.raises(CheckFailed, match="GEMMs in FP8: 24 expected, 21 ran") as caught:
         workload.run(trial, Context())
@@ -242,7 +243,8 @@ def test_a_whole_trial_with_a_linear_in_bf16_is_a_failed_check_without_times(
 
 def test_the_record_of_a_largest_batch_has_what_ran_beside_its_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(max_batch, "largest", lambda _: (1, []))
-    work = max_batch.run(a_trial(memory_limit_gib=64), Context()).work
+    trial = dataclasses.replace(a_trial(memory_limit_gib=64), workload="max_batch")
+    work = max_batch.run(trial, Context()).work
     assert (work["ran"]["gemm_half"], work["tries"]) == (27, [])
 
 

@@ -97,5 +97,5 @@ def test_a_pinned_kernel_never_falls_back(name: str) -> None:
 
 
 def test_unknown_backend_names_its_neighbours() -> None:
-    with pytest.raises(ValueError, match=r"unknown attention 'flush'\. Did you mean flash( or flash4)?\?"):
+    with pytest.raises(ValueError, match=r"unknown attention backend 'flush'\. Did you mean flash( or flash4)?\?"):
         attention.load("flush")

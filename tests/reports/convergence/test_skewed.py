@@ -59,7 +59,7 @@ def test_student_s_t_would_not_hold():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_verdicts_on_runs_at_the_margin(shape, n, monkeypatch):
     """The same through `compare`: losses in, a verdict out, in both directions."""
-    monkeypatch.setattr(equivalence, "_needed", lambda *_: None)  # has no part in the verdict
+    monkeypatch.setattr(equivalence, "_seeds_to_show", lambda *_: None)  # has no part in the verdict
     simulations = 400
     draw = np.random.default_rng(n)
     gaps = SHAPES[shape](draw, (simulations, n)) / 10
