@@ -78,7 +78,15 @@ def user_table() -> Path | None:
 def user_tables() -> list[Path]:
     """The user's files that exist, the one that counts more first: below the table one of attention alone."""
     path = user_table()
-    return [] if path is None else [file for file in (path, path.with_name("attention.json")) if file.exists()]
+    return [] if path is None else [file for file in (path, path.with_name("attention.json")) if _exists(file)]
+
+
+def _exists(file: Path) -> bool:
+    """False too where the folder may not be searched: another user's home, as in containers."""
+    try:
+        return file.exists()
+    except OSError:
+        return False
 
 
 @functools.cache
@@ -120,6 +128,8 @@ def text(rows: Iterable[Timing]) -> str:
 
 def users_text(operators: Collection[str], machine: str) -> str | None:
     """The user's rows of these operators on this machine, as `text` has them; None without any, or if unreadable."""
+    if not operators:
+        return None
     try:
         rows = [row for path in user_tables() for row in read(path)]
     except ValueError:  # whoever chooses by them says what is wrong

@@ -4,7 +4,7 @@
         out = layer(x)
 
 Without it each takes the first of `preference` that can do what it is asked; `report` says which, and why not the others.
-"auto" takes what was measured to be the fastest (kernels/attention/auto.py).
+"auto" takes what was measured to be the fastest (kernels/attention/backends/auto.py).
 """
 
 import contextlib

@@ -7,7 +7,15 @@ import pytest
 
 import te_bench.kernels
 
-FILES = sorted(Path(te_bench.kernels.__path__[0]).rglob("_gluon*.py"))
+FILES = [
+    path
+    for path in sorted(Path(te_bench.kernels.__path__[0]).rglob("*.py"))
+    if path.parent.name == "hopper" or "triton.experimental.gluon" in path.read_text()
+]
+
+
+def test_they_are_found() -> None:
+    assert {"forward.py", "kernels.py", "gluon.py"} <= {path.name for path in FILES}
 
 
 def layouts_given(source: str) -> list[str]:

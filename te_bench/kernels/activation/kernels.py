@@ -2,7 +2,7 @@
 """The activations' Triton kernels and their launchers: elementwise, in float32, bound by memory.
 
 At an H200's 4 TB/s an element of a quantised GELU, 4 bytes, has the time of about 30 instructions: hence exponentials and
-reciprocals without subnormal numbers, and the quantisers' one cast for both layouts (kernels/quantize/_kernels.py).
+reciprocals without subnormal numbers, and the quantisers' one cast for both layouts (kernels/quantize/kernels.py).
 """
 
 from typing import Any

@@ -137,7 +137,7 @@ class Recipe:
     # Not annotated: a dataclass would put what it knows as a ClassVar before the fields of its subclasses.
     fp8_format = Format.HYBRID
     power_of_two = False  # whether scales are powers of two
-    fp8_dpa = False  # whether attention computes in FP8, too: kernels/attention/manual_fp8.py says how
+    fp8_dpa = False  # whether attention computes in FP8, too: kernels/attention/backends/manual_fp8.py says how
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Whoever overrides quantize is asked by quantize alone: an inherited short cut would go past it."""
@@ -221,7 +221,7 @@ class Recipe:
     def gemm(self, a: Operand, b: Operand, gemm: str, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """D = a @ b.T + bias, (M, K) and (N, K) -> (M, N); only fprop accumulates fast.
 
-        By cuBLASLt, or by what was measured to be faster at this shape on this GPU (kernels/gemm/measured.py).
+        By cuBLASLt, or by what was measured to be faster at this shape on this GPU (kernels/measured.json).
         """
         multiply = gemm_reference.forward if self._emulated(a.data) else policy.forward
         fast = gemm == "fprop"

@@ -311,3 +311,14 @@ def test_on_an_h200_the_table_decides_and_its_kernels_run() -> None:
     seen = kernels_seen(lambda: run(attention.load("auto"), problem, draw(problem)), "cuda").names
     assert auto.chosen() == (row.fastest()[0],)
     assert attention.wrong_kernel("auto", "cuda", seen, eager=True) is None
+
+
+def test_a_folder_that_may_not_be_searched_holds_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's home, as in containers: root, who may search every folder, is told so here."""
+
+    def refused(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    assert measured.user_tables() == []
+    assert measured.users_text(["attention"], "cpu") is None
