@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.attention.portable.forward import row_strides
 from te_bench.kernels.attention.portable.scores import load_tile
 from te_bench.kernels.launch import launch, traits
@@ -195,7 +196,7 @@ def _shares(device: torch.device, pairs: int) -> int:
     """Programs a head of the amax kernel, four a processor in all."""
     if device.type != "cuda":
         return 2  # so that the interpreter tries the loop and the atomics
-    return max(SHARES, triton.cdiv(4 * torch.cuda.get_device_properties(device).multi_processor_count, pairs))
+    return max(SHARES, triton.cdiv(4 * architecture.processors(device), pairs))
 
 
 def amax_bits(q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_contract import a_problem, assert_as_good_as_manual, by_definition, draw, gradients, largest, run, supported
 
+from te_bench.kernels import architecture
 from te_bench.kernels.attention.backends import gluon
 from te_bench.kernels.attention.hopper import launch
 from te_bench.kernels.attention.hopper import parts as _gluon_parts
@@ -112,7 +113,7 @@ def test_tma_reads_what_it_can_and_a_copy_of_the_rest() -> None:
 
 
 def test_programs_share_a_pair_as_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "processors", lambda _: 132)
+    monkeypatch.setattr(architecture, "processors", lambda _: 132)
     for batch, shared in ((4, 33), (1, 32)):
         q = torch.empty(batch, 32, 2048, 128, dtype=BF16)
         assert launch.deal_tiles(launch.FUSED[128, True], q, q, of_keys=True)[1][6] == shared
@@ -149,7 +150,7 @@ def test_one_kernel_has_delta_and_zeros_of_all_rows_and_masks_where_it_must(
     names = {"gluon_attention_delta_kernel": "delta", "gluon_attention_backward_fused_kernel": "backward_fused"}
     for kernel, name in (names | {"attention_dq_of_sums_kernel": "sums"}).items():
         monkeypatch.setattr(launch, kernel, Kernel(name))
-    monkeypatch.setattr(launch, "processors", lambda _: 132)
+    monkeypatch.setattr(architecture, "processors", lambda _: 132)
     monkeypatch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
     q, k = torch.empty(2, 4, rows, 128, dtype=BF16), torch.empty(2, 4, keys, 128, dtype=BF16)
     launch.backward(q, q, k, k, q, torch.empty(2, 4, rows), causal, 0.125)

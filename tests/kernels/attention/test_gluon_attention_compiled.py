@@ -14,6 +14,7 @@ import pytest
 import torch
 from compiled import Compiled, count, faults, loops
 
+from te_bench.kernels import architecture
 from te_bench.kernels.attention.hopper import launch
 from te_bench.kernels.attention.hopper.launch import Plan
 
@@ -34,7 +35,7 @@ def on_an_h200(
     """What is compiled depends on no length, but for the plan, which goes by the keys."""
 
     def there() -> None:
-        launch.processors = lambda device: 132  # type: ignore[assignment]
+        architecture.processors = lambda device: 132  # type: ignore[assignment]
         q = torch.empty(2, 4, 1000, head_dim, dtype=BF16)
         k = torch.empty(2, groups, keys, head_dim, dtype=BF16)
         call(q, k, causal, *given)

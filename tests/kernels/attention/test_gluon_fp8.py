@@ -19,6 +19,7 @@ from fp8_definition import slots
 from gluon_machine import ROWS, Machine, Number, Place, Room, Shape, Sum
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.attention.backends import triton_fp8
 from te_bench.kernels.attention.fp8_quantize import Heads
 from te_bench.kernels.attention.hopper import fp8_forward as kernel
@@ -193,7 +194,7 @@ def attended(
     heads = [quantized(*x) for x in zip(tensors, inverses, strict=True)]
     unwritten = functools.partial(torch.full, fill_value=math.nan)
     with monkeypatch.context() as patch:
-        patch.setattr(_gluon_launch, "processors", lambda _: 2)
+        patch.setattr(architecture, "processors", lambda _: 2)
         patch.setattr(_gluon_launch, "TensorDescriptor", descriptor)
         patch.setattr(launch, "fp8_attention_forward_gluon_kernel", Kernel())
         patch.setattr(torch, "empty", lambda *sizes, **options: unwritten(sizes, **options))
@@ -272,7 +273,7 @@ def test_where_it_is(changes: dict[str, Any], gluon: bool, monkeypatch: pytest.M
 
 
 def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "processors", lambda _: 132)
+    monkeypatch.setattr(architecture, "processors", lambda _: 132)
     for sizes, pays in (((1, 22, 1024), True), ((1, 21, 1024), False), ((64, 64, 511), False), ((8, 32, 512), True)):
         assert launch.forward_pays(torch.empty(*sizes, 0)) is pays, sizes
     for rows, keys, pays in ((1, 256, True), (4096, 255, False), (2**24 - 64, 256, True), (2**24 - 63, 256, False)):

@@ -18,6 +18,7 @@ from gluon_machine import ROWS, Machine, Number, Place, Room, Shape, Sum
 from test_gluon_fp8 import SHARED, D, run
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.attention.fp8_quantize import Heads
 from te_bench.kernels.attention.hopper import fp8_backward as kernel
 from te_bench.kernels.attention.hopper import fp8_launch as launch
@@ -278,7 +279,7 @@ def differentiated(
     out, lse = arithmetic.by_definition(s, *map(trip, tensors))[:2]
     heads = [quantized(*x) for x in zip((q, k, v), inverses[:3], strict=True)]
     with monkeypatch.context() as patch:
-        patch.setattr(_gluon_launch, "processors", lambda _: 2)
+        patch.setattr(architecture, "processors", lambda _: 2)
         patch.setattr(_gluon_launch, "TensorDescriptor", descriptor)
         patch.setattr(launch, "quantize_dout", arriving)
         patch.setattr(launch, "fp8_attention_backward_gluon_kernel", Kernel())

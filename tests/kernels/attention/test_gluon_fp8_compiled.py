@@ -11,10 +11,10 @@ import pytest
 import torch
 from compiled import Compiled, count, faults, loops
 
+from te_bench.kernels import architecture
 from te_bench.kernels.attention import fp8_quantize
 from te_bench.kernels.attention.fp8_quantize import E4M3, Heads
 from te_bench.kernels.attention.hopper import fp8_launch as launch
-from te_bench.kernels.attention.hopper import launch as _gluon_launch
 from te_bench.kernels.attention.hopper.launch import Plan
 
 D = 128
@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiled-gluon-fp8")]
 
 def attend(*, causal: bool, rows: int = 1024, dtype: torch.dtype = torch.bfloat16, plan: Plan | None = None) -> Call:
     def call() -> None:
-        _gluon_launch.processors = lambda device: 132  # type: ignore[assignment]
+        architecture.processors = lambda device: 132  # type: ignore[assignment]
         q, k = heads(4, rows), heads(2, rows)
         launch.forward(q, k, k, (rows, rows), D, dtype, causal, 0.125, plan)
 
@@ -63,7 +63,7 @@ def gradients(
     """The casts of dO are test_triton_fp8_compiled's."""
 
     def call() -> None:
-        _gluon_launch.processors = lambda device: 132  # type: ignore[assignment]
+        architecture.processors = lambda device: 132  # type: ignore[assignment]
         q8, k8 = heads(4, rows), heads(groups, keys or rows)
         info = torch.empty(2, 2, 4, fp8_quantize.padded(rows))
         launch.quantize_dout = lambda *_: (q8, info)  # type: ignore[assignment]

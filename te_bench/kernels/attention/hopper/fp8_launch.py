@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.attention.fp8_quantize import Heads
 from te_bench.kernels.attention.hopper.backward_sums import attention_dq_of_sums_kernel
 from te_bench.kernels.attention.hopper.fp8_backward import fp8_attention_backward_gluon_kernel
@@ -19,7 +20,6 @@ from te_bench.kernels.attention.hopper.launch import (
     describe,
     describe_info,
     make_readable,
-    processors,
 )
 from te_bench.kernels.attention.portable.forward import row_strides
 from te_bench.kernels.attention.portable.fp8_backward import quantize_dout
@@ -33,7 +33,9 @@ BACKWARD: Mapping[bool, Plan] = {True: Plan(2, 64, 3, 2, 240, sharing=4), False:
 def forward_pays(q: Tensor) -> bool:
     """Whether it is faster than Triton's for q (B, H, T, D): its tiles are large, and should be one for each processor."""
     batch, heads, rows, _ = q.shape
-    return rows >= 512 and batch * heads * triton.cdiv(rows, ROWS * FORWARD.warpgroups) >= processors(q.device)
+    return rows >= 512 and batch * heads * triton.cdiv(rows, ROWS * FORWARD.warpgroups) >= architecture.processors(
+        q.device
+    )
 
 
 def backward_pays(q: Tensor, k: Tensor) -> bool:

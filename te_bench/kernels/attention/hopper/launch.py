@@ -1,6 +1,5 @@
 """Launching Gluon's attention kernels: tiles, registers, TMA's descriptors."""
 
-import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.attention.hopper.backward_fused import gluon_attention_backward_fused_kernel
 from te_bench.kernels.attention.hopper.backward_keys import gluon_attention_backward_keys_kernel
 from te_bench.kernels.attention.hopper.backward_rows import gluon_attention_backward_rows_kernel
@@ -83,11 +83,6 @@ LONGEST = 2**31 // 128 - ROWS  # of a head, whose sums count by 32 bits
 FUSED_FROM = 2048  # keys; of fewer, by which the sums weigh more, it was not measured against two kernels
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def make_readable(x: Tensor) -> Tensor:
     """x, or a copy where TMA cannot read it: strides of 16 bytes, none of them 0, elements of a row one after another."""
     *outer, last = zip(x.shape, x.stride(), strict=True)
@@ -115,10 +110,10 @@ def deal_tiles(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tu
     keys, group = k.shape[2], heads // k.shape[1]
     pairs = batch * (k.shape[1] if of_keys else heads)
     # As many pairs at a time as programs would leave those who are dealt their first tiles 8 to 14 % over the mean.
-    near = min(pairs, max(1, processors(q.device) // p.sharing)) if p.sharing else pairs
+    near = min(pairs, max(1, architecture.processors(q.device) // p.sharing)) if p.sharing else pairs
     blocks = triton.cdiv(keys if of_keys else rows, ROWS * p.warpgroups)
     tiles = blocks * pairs
-    programs = min(tiles, processors(q.device))
+    programs = min(tiles, architecture.processors(q.device))
     return programs, (rows, keys, heads, group, pairs, blocks, near, *divmod(tiles, programs))
 
 
