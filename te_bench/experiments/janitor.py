@@ -1,6 +1,7 @@
 """Temporary folders that are gone whenever this process is, however it ends."""
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,11 @@ for _ in range(100):
 
 @contextlib.contextmanager
 def remove_at_end(folder: Path) -> Iterator[None]:
-    """Remove the folder at the end. A second process does when this one ends before that, be it by SIGKILL."""
+    """Remove the folder at the end. A second process does when this one ends before that, be it by SIGKILL.
+
+    A fork of this process removes nothing, though it frees its copy of this context: multiprocessing's children do at once.
+    """
+    owner = os.getpid()
     janitor = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _JANITOR, str(folder)],
         stdin=subprocess.PIPE,
@@ -34,7 +39,8 @@ def remove_at_end(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        assert janitor.stdin is not None
-        janitor.stdin.close()
-        janitor.wait()
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+            assert janitor.stdin is not None
+            janitor.stdin.close()
+            janitor.wait()

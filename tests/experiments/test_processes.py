@@ -4,9 +4,11 @@ import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
+from te_bench.experiments.janitor import remove_at_end
 from te_bench.experiments.processes import Ended, ProcessCall, run_supervised, wait_for_any
 
 CONTEXTS = ("fork", "forkserver", "spawn")
@@ -59,3 +61,13 @@ def test_who_is_waited_for_in_vain_can_be_killed() -> None:
 def test_a_supervised_fork_says_which_signal_ended_it() -> None:
     assert run_supervised(lambda: None) is None
     assert run_supervised(lambda: os.kill(os.getpid(), signal.SIGTERM)) == "SIGTERM"
+
+
+def test_a_fork_frees_its_copy_of_a_temporary_folder_and_removes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    owner = remove_at_end(folder)
+    with owner:
+        assert run_supervised(lambda: owner.__exit__(None, None, None)) is None
+        assert folder.is_dir()
+    assert not folder.exists()
