@@ -48,7 +48,7 @@ def run(
     own(directory / "report")
     experiment = _experiment(suite, only, asked, directory, timings, gpus, fresh, underpowered)
     auto = any(trial.attention == AUTO for trial in experiment.trials)
-    machine = environment.capture(asked.device, chosen, auto=auto)
+    machine = environment.capture(asked.device, chosen, by_table=("gemm", "attention") if auto else ("gemm",))
     with Store(directory, fresh=fresh) as store:
         if store.journal.torn:
             print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")

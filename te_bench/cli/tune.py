@@ -62,20 +62,21 @@ def tune(
     if path is None:
         raise ValueError("no home folder to keep a table in: name one with --table FILE")
     own = table is None
-    _known(path, own)  # before anything is measured
+    operator = tuning.KINDS[what].operator
+    _known(path, operator, own)  # before anything is measured
     incomplete = False
     if results:
         asked = {"rounds": None if rounds == ROUNDS else rounds, "fresh": fresh or None}
         _refuse(shape=shape, rivals=rivals, dtype=dtype, out=out, device=device, gpus=gpus, **asked)
-        found = measured_times.of_results(tuning.KINDS[what].operator, results)
+        found = measured_times.of_results(operator, results)
     else:
         directory = out or Path(f"runs/tune-{what}")
         experiment = tuning.experiment(what, device, shape or [], dtype, rivals, rounds)
         records = _measure(experiment, directory, gpus=gpus, timeout=timeout, fresh=fresh)
         incomplete = any(record.outcome not in ("ok", "unsupported") for record in records)
-        found = _of_this_run(tuning.KINDS[what].operator, directory, records)
+        found = _of_this_run(operator, directory, records)
     if found:
-        before = _known(path, own)
+        before = _known(path, operator, own)
         _write(path, measured.merged(before, found))
         print("\n".join([*_lines(found), *_lost(before, found), f"table: {path}"]))
     else:
@@ -84,22 +85,34 @@ def tune(
         raise typer.Exit(INCOMPLETE)
 
 
-def _known(path: Path, own: bool) -> "tuple[Timing, ...]":
-    """The rows of the table, () where there is none. The user's own that cannot be read, an older one say, is set aside."""
+def _known(path: Path, operator: str, own: bool) -> "tuple[Timing, ...]":
+    """The rows of the table, () where there is none. Of the user's own files those that cannot be read are set aside."""
     from te_bench.kernels import measured
 
     if not own:
         return measured.read(path) if path.exists() else ()
     rows: tuple[Timing, ...] = ()
-    for file in reversed(measured.user_tables()):
-        try:
-            rows = measured.merged(rows, measured.read(file))
-        except ValueError as error:
-            if not file.is_file():
-                raise
-            aside = file.with_suffix(".bad")
-            file.replace(aside)
-            print(f"set aside as {aside}: {error}")
+    for file in reversed(measured.user_tables(operator)):
+        rows = measured.merged(rows, _good_rows(file))
+    return rows
+
+
+def _good_rows(file: Path) -> "tuple[Timing, ...]":
+    """The rows of a user's file that can be read; what has others, or is no table, an older one say, is set aside too."""
+    from te_bench.kernels import measured
+
+    try:
+        rows, wrong = measured.read_good(file)
+    except ValueError as error:
+        if not file.is_file():
+            raise
+        rows, wrong = (), [str(error)]
+    if wrong:
+        aside = file.with_suffix(".bad")
+        file.replace(aside)
+        print(f"set aside as {aside}: {'; '.join(wrong)}")
+        if rows:
+            _write(file, rows)
     return rows
 
 
@@ -130,9 +143,9 @@ def _measure(
         raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
     device = experiment.trials[0].device
     chosen = find_gpus(device, gpus)
-    by_table = any(trial.workload == "linear_cross_entropy" for trial in experiment.trials)  # whose GEMMs are chosen
-    machine = environment.capture(device, chosen, tuning=not by_table)
     trials = experiment.trials
+    heads = any(trial.workload == "linear_cross_entropy" for trial in trials)
+    machine = environment.capture(device, chosen, by_table=("gemm",) if heads else ())
     with Store(directory, fresh=fresh) as store:
         store.add_environment(machine)
         store.add_plan(Plan.of(experiment, machine["id"]))

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,11 +37,11 @@ MEASURING = ("kernels", "models", "training", "experiments")
 
 
 def capture(
-    device: str, gpus: Sequence[dict[str, Any]] = (), *, auto: bool = False, tuning: bool = False
+    device: str, gpus: Sequence[dict[str, Any]] = (), *, by_table: Collection[str] = ("gemm",)
 ) -> dict[str, Any]:
     """{"id", "identity", "details"} of this machine for trials on `device`: "cpu", or "cuda" with the chosen `gpus`.
 
-    auto: some ask for the attention backend `auto`; tuning: none chooses a kernel by measured times.
+    by_table: the operators whose backends the trials leave to the table of measured times; of GEMMs only a GPU's are.
     Raises ValueError for GPUs of different models: their results would share one id.
     """
     models = sorted({gpu["name"] for gpu in gpus})
@@ -64,8 +64,9 @@ def capture(
         "threads": None if cuda else _threads(),
         "code": code_hash(),
     }
-    if not tuning and (own := _users_times(device, gpu, auto)) is not None:
-        identity["measured_times"] = own
+    operators = [name for name in sorted(by_table) if cuda or name != "gemm"]
+    if own := measured.users_choices(operators, measured.machine_name(device, gpu)):
+        identity["measured_times"] = digest(own)
     details = {
         "os": _os_name(),
         "kernel": platform.release(),
@@ -221,13 +222,6 @@ def code_hash(package: Path | None = None) -> str:
     for path in sorted(p for folder in MEASURING for kind in ("*.py", "*.json") for p in (root / folder).rglob(kind)):
         total.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return total.hexdigest()[:16]
-
-
-def _users_times(device: str, gpu: str | None, auto: bool) -> str | None:
-    """Hash of the user's measured times that trials here choose kernels by: GEMMs on a GPU, attention with `auto`."""
-    operators = (["gemm"] if device == "cuda" else []) + (["attention"] if auto else [])
-    rows = measured.users_text(operators, measured.machine_name(device, gpu))
-    return None if rows is None else hashlib.sha256(rows.encode()).hexdigest()[:16]
 
 
 def _torch_build() -> dict[str, str | None]:

@@ -4,6 +4,7 @@ The rows that ship stand in measured.json beside this file; `te-bench tune` writ
 shipped ones. What a row's problem is, and how near two problems are, is in `te_bench.kernels.OPERATOR.table`.
 """
 
+import contextlib
 import functools
 import importlib
 import json
@@ -18,17 +19,20 @@ from typing import Any
 
 SCHEMA = 2
 ATTENTION_SCHEMA = 1  # of tables that held attention alone, whose rows were called cells
-OPERATORS = ("attention", "gemm", "linear_cross_entropy")
+#: {operator: what `te-bench tune` calls it}.
+OPERATORS = {"attention": "attention", "gemm": "gemm", "linear_cross_entropy": "head"}
 SHIPPED = Path(__file__).with_name("measured.json")
+
+_choices: list[Callable[[], None]] = []  # what `forget` calls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
     """A row: seconds of the backends that passed their check, for one problem on one machine."""
 
-    operator: str  # one of OPERATORS
+    operator: str  # one of OPERATORS, or another version's
     machine: str  # as `machine_name` has it
-    problem: Any  # as the operator's table reads it: frozen, with every size given
+    problem: Any  # as the operator's table reads it: frozen, with every size given; another version's as JSON
     seconds: Mapping[str, float]
     source: str  # where the seconds come from
 
@@ -58,7 +62,7 @@ def machine_name(device: str, gpu: str | None = None) -> str:
 
 def nearest(operator: str, machine: str, distance: Callable[[Any], float]) -> tuple[Timing, float] | None:
     """The machine's row at the least finite distance(row's problem), the first of several, and its distance; or None."""
-    rows = [row for row in timings() if (row.operator, row.machine) == (operator, machine)]
+    rows = [row for row in timings(operator) if row.machine == machine]
     found = [(row, far) for row in rows if (far := distance(row.problem)) < math.inf]
     return min(found, key=lambda pair: pair[1], default=None)
 
@@ -75,10 +79,13 @@ def user_table() -> Path | None:
         return None
 
 
-def user_tables() -> list[Path]:
-    """The user's files that exist, the one that counts more first: below the table one of attention alone."""
+def user_tables(operator: str) -> list[Path]:
+    """The user's files that hold its rows, the one that counts more first: below the table one of attention alone."""
     path = user_table()
-    return [] if path is None else [file for file in (path, path.with_name("attention.json")) if _exists(file)]
+    if path is None:
+        return []
+    files = [path, path.with_name("attention.json")] if operator == "attention" else [path]
+    return list(filter(_exists, files))
 
 
 def _exists(file: Path) -> bool:
@@ -90,17 +97,47 @@ def _exists(file: Path) -> bool:
 
 
 @functools.cache
-def timings() -> tuple[Timing, ...]:
-    """The user's rows, then the shipped ones that they leave; read once a process. Raises ValueError as `read` does."""
-    rows = read(SHIPPED)
-    for path in reversed(user_tables()):
-        rows = merged(rows, read(path))
-    return rows
+def timings(operator: str) -> tuple[Timing, ...]:
+    """The operator's rows: the user's, then the shipped ones that they leave; read once a process.
+
+    Raises ValueError for a file or a row of the user's that cannot be read, with the command that measures it anew.
+    """
+    return merged(read(SHIPPED, operator), _own(operator))
 
 
 def forget() -> None:
-    """Read the files again when they are next needed."""
+    """Read the files, and choose by them, again when that is next needed; compiled code keeps what it has."""
     timings.cache_clear()
+    for clear in _choices:
+        clear()
+
+
+def on_forget(clear: Callable[[], None]) -> None:
+    """Have `forget` call this too: for what remembers choices that were made by the rows."""
+    _choices.append(clear)
+
+
+def users_choices(operators: Iterable[str], machine: str) -> list[str]:
+    """What the user's rows of these operators on this machine say, without their source; [] without any.
+
+    In an order that is not the file's. Rows that cannot be read are left out: whoever chooses by them says what is wrong.
+    """
+    found: list[str] = []
+    for operator in operators:
+        with contextlib.suppress(ValueError):
+            found += [_said(row) for row in _own(operator) if row.machine == machine]
+    return found
+
+
+def _own(operator: str) -> list[Timing]:
+    """The user's rows. Of two that are equally near, which comes first does not depend on the file's order."""
+    rows: tuple[Timing, ...] = ()
+    for path in reversed(user_tables(operator)):
+        try:
+            rows = merged(rows, read(path, operator))
+        except ValueError as error:
+            raise ValueError(f"{error}. To measure it anew: te-bench tune {OPERATORS[operator]}") from error
+    return sorted(rows, key=_said)
 
 
 def merged(old: Iterable[Timing], new: Iterable[Timing]) -> tuple[Timing, ...]:
@@ -110,15 +147,28 @@ def merged(old: Iterable[Timing], new: Iterable[Timing]) -> tuple[Timing, ...]:
     return (*new, *(row for row in old if row.key not in replaced))
 
 
-def read(path: Path) -> tuple[Timing, ...]:
-    """The rows of a file. Raises ValueError for one that is no table."""
+def read(path: Path, operator: str | None = None) -> tuple[Timing, ...]:
+    """The rows of a file, of one operator or of all. Raises ValueError for one that is no table, and for a bad row."""
+    rows, bad = read_good(path, operator)
+    if bad:
+        raise ValueError(bad[0])
+    return rows
+
+
+def read_good(path: Path, operator: str | None = None) -> tuple[tuple[Timing, ...], list[str]]:
+    """The rows of a file that can be read, and what is wrong with each other. Raises ValueError for what is no table."""
     try:
-        return tuple(_timing(row) for row in _bodies(json.loads(path.read_text(encoding="utf-8"))))
+        bodies = list(_bodies(json.loads(path.read_text(encoding="utf-8"))))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        known = "measured attention" if path.stem == "attention" else "measured times"
-        raise ValueError(
-            f"{path} is no table of {known} ({error}): te-bench tune attention begins your own anew"
-        ) from error
+        raise ValueError(f"{path} is no table of measured times ({error})") from error
+    rows, bad = [], []
+    for number, body in enumerate(bodies, 1):
+        try:
+            if operator in (None, body["operator"]):
+                rows.append(_timing(body))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            bad.append(f"{path}: row {number} is no measured time ({error})")
+    return tuple(rows), bad
 
 
 def text(rows: Iterable[Timing]) -> str:
@@ -126,23 +176,22 @@ def text(rows: Iterable[Timing]) -> str:
     return f'{{"schema": {SCHEMA}, "rows": [\n' + ",\n".join(map(_line, rows)) + "\n]}\n"
 
 
-def users_text(operators: Collection[str], machine: str) -> str | None:
-    """The user's rows of these operators on this machine, as `text` has them; None without any, or if unreadable."""
-    if not operators:
-        return None
-    try:
-        rows = [row for path in user_tables() for row in read(path)]
-    except ValueError:  # whoever chooses by them says what is wrong
-        return None
-    rows = [row for row in rows if row.operator in operators and row.machine == machine]
-    return text(rows) if rows else None
-
-
 def _line(row: Timing) -> str:
-    problem = {name: value for name, value in asdict(row.problem).items() if name != "capability"}
+    return json.dumps({**_body(row), "source": row.source}, allow_nan=False)
+
+
+def _said(row: Timing) -> str:
+    """All that a choice may depend on."""
+    return json.dumps(_body(row), allow_nan=False)
+
+
+def _body(row: Timing) -> dict[str, Any]:
+    if row.operator in OPERATORS:
+        problem = {name: value for name, value in asdict(row.problem).items() if name != "capability"}
+    else:
+        problem = json.loads(row.problem)
     seconds = {name: row.seconds[name] for name in row.fastest()}
-    body = {"operator": row.operator, "machine": row.machine, "problem": problem, "seconds": seconds}
-    return json.dumps({**body, "source": row.source}, allow_nan=False)
+    return {"operator": row.operator, "machine": row.machine, "problem": problem, "seconds": seconds}
 
 
 def _bodies(table: Any) -> Iterator[Mapping[str, Any]]:
@@ -154,12 +203,13 @@ def _bodies(table: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _timing(body: Mapping[str, Any]) -> Timing:
-    operator = body["operator"]
-    if operator not in OPERATORS:
-        raise ValueError(f"operator {operator!r}; known are {', '.join(OPERATORS)}")
+    operator, problem = str(body["operator"]), body["problem"]
     seconds = {str(name): float(value) for name, value in body["seconds"].items()}
     if not seconds or not all(0 < value < math.inf for value in seconds.values()):
         raise ValueError(f"seconds {body['seconds']} must be numbers greater than 0")
-    problem = importlib.import_module(f"te_bench.kernels.{operator}.table").read_problem(body["problem"])
+    if operator in OPERATORS:
+        problem = importlib.import_module(f"te_bench.kernels.{operator}.table").read_problem(problem)
+    else:
+        problem = json.dumps(problem)  # another version's: kept, and read by nobody
     machine, source = str(body["machine"]), str(body["source"])
     return Timing(operator=operator, machine=machine, problem=problem, seconds=seconds, source=source)

@@ -156,6 +156,33 @@ def test_a_table_that_cannot_be_read_is_not_overwritten(command: Command, tmp_pa
     assert notes.read_text() == "my notes"
 
 
+def test_a_bad_row_is_set_aside_and_the_good_ones_stay(command: Command) -> None:
+    path = measured.user_table()
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    gemm, attention = (
+        dataclasses.replace(measured.read(measured.SHIPPED, name)[0], machine="mine") for name in ("gemm", "attention")
+    )
+    table = measured.text([gemm, attention]).replace('"dtype": "e4m3"', '"dtype": "e9m9"', 1)
+    path.write_text(table)
+    done = command("tune", "attention", "--from", SPEED)
+    assert done.code == 0, done.err
+    assert f"set aside as {path.with_suffix('.bad')}: {path}: row 1 is no measured time" in done.out
+    assert path.with_suffix(".bad").read_text() == table
+    assert [row.machine for row in own_table()] == ["NVIDIA H200", "mine"]
+
+
+def test_a_table_of_attention_alone_is_no_matter_of_gemms(command: Command) -> None:
+    path = measured.user_table()
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    older = path.with_name("attention.json")
+    older.write_text("my notes")
+    done = command("tune", "gemm", "--from", SPEED)
+    assert "holds no timings of gemm" in done.err
+    assert older.read_text() == "my notes"
+
+
 def test_backends_that_a_shape_no_longer_has_are_named(command: Command) -> None:
     path = measured.user_table()
     assert path is not None

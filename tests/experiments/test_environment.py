@@ -15,6 +15,7 @@ import torch
 
 from te_bench.experiments import environment
 from te_bench.experiments.spec import digest
+from te_bench.kernels import measured
 
 
 def test_the_id_is_the_hash_of_the_identity_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,22 +196,44 @@ def test_without_a_driver_there_are_no_gpus_and_no_state() -> None:
     assert environment.gpu_state("GPU-0") == {}
 
 
-def test_the_users_attention_table_counts_where_auto_goes_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from te_bench.kernels import measured
-
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the user's measured times would be."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    plain = environment.capture("cpu", auto=True)["id"]
-    table = tmp_path / "te-bench" / "measured.json"
-    table.parent.mkdir()
-    elsewhere = next(row for row in measured.read(measured.SHIPPED) if row.operator == "attention")
-    table.write_text(measured.text([elsewhere]))
-    assert environment.capture("cpu", auto=True)["id"] == plain  # of another machine
-    table.write_text(measured.text([dataclasses.replace(elsewhere, machine=measured.machine_name("cpu"))]))
-    assert environment.capture("cpu")["id"] == plain
-    assert environment.capture("cpu", auto=True, tuning=True)["id"] == plain
-    assert environment.capture("cpu", auto=True)["id"] != plain
+    path = tmp_path / "te-bench" / "measured.json"
+    path.parent.mkdir()
+    return path
+
+
+def test_the_users_rows_of_an_operator_count_where_trials_choose_by_them(table: Path) -> None:
+    def identity(*by_table: str, device: str = "cpu") -> object:
+        return environment.capture(device, [gpu()] if device == "cuda" else [], by_table=by_table)["id"]
+
+    cpu, cuda = identity(), identity(device="cuda")
+    shipped = {name: measured.read(measured.SHIPPED, name)[0] for name in ("attention", "gemm")}
+    table.write_text(measured.text(dataclasses.replace(row, machine="another") for row in shipped.values()))
+    assert identity("attention", "gemm") == cpu
+    here = measured.machine_name("cpu")
+    table.write_text(measured.text(dataclasses.replace(row, machine=here) for row in shipped.values()))
+    assert identity() == identity("gemm") == cpu  # whose GEMMs are chosen on a GPU alone
+    assert identity("attention") != cpu
+    table.write_text(measured.text([dataclasses.replace(shipped["gemm"], machine=gpu()["name"])]))
+    assert identity(device="cuda") == identity("attention", device="cuda") == cuda
+    assert environment.capture("cuda", [gpu()])["id"] == identity("gemm", device="cuda") != cuda
     table.unlink()
     table.mkdir()  # no file: no other command should mind
-    assert environment.capture("cpu", auto=True)["id"] == plain
+    assert identity("attention") == cpu
+
+
+def test_of_the_users_rows_neither_order_nor_source_counts_and_all_else_does(table: Path) -> None:
+    def known(*rows: measured.Timing) -> object:
+        table.write_text(measured.text(rows))
+        return environment.capture("cuda", [gpu()])["id"]
+
+    one, other = (
+        dataclasses.replace(row, machine=gpu()["name"]) for row in measured.read(measured.SHIPPED, "gemm")[:2]
+    )
+    first = known(one, other)
+    assert known(dataclasses.replace(other, source="measured again, to the same digits"), one) == first
+    faster = dataclasses.replace(one, seconds={name: value / 2 for name, value in one.seconds.items()})
+    assert len({first, known(one), known(faster, other), known()}) == 4

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_bench.kernels import architecture
+from te_bench.kernels import architecture, measured
 from te_bench.kernels import gluon as _gluon
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import Epilogue, table
@@ -46,6 +46,9 @@ def _is_chosen(epilogue: str | None, m: int, n: int, k: int, device: int) -> boo
     if not choose(epilogue, m, n, k, gpu=torch.cuda.get_device_name(device), processors=processors):
         return False
     return unsupported(n, k, "cuda", torch.cuda.get_device_capability(device)) is None
+
+
+measured.on_forget(_is_chosen.cache_clear)
 
 
 def choose(epilogue: str | None, m: int, n: int, k: int, *, gpu: str, processors: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from te_bench.kernels import architecture
+from te_bench.kernels import architecture, measured
 from te_bench.kernels.gemm import Epilogue, Problem, Product, empty_product, granularities, table
 from te_bench.kernels.gemm.backends import gluon, scaled_mm, triton
 
@@ -96,6 +96,9 @@ def _launcher(
     )  # fmt: skip
     backend = {"gluon": gluon, "triton": triton}[name].BACKEND
     return LAUNCHES[name] if backend.unsupported(problem) is None else None
+
+
+measured.on_forget(_launcher.cache_clear)
 
 
 def choose(m: int, n: int, k: int, *, granularity: str, fast: bool, gpu: str, processors: int) -> str:

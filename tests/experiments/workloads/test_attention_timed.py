@@ -11,6 +11,7 @@ from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import attention, attention_numerics
 from te_bench.kernels import attention as kernels
+from te_bench.kernels import measured
 from te_bench.kernels.attention.backends import auto
 
 SHAPE = {"batch": 2, "heads": 2, "length": 16, "head_dim": 8, "causal": True}
@@ -133,9 +134,9 @@ def test_a_window_that_is_ignored_is_not_timed(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    auto.forget()
+    measured.forget()
     yield
-    auto.forget()
+    measured.forget()
 
 
 @pytest.mark.usefixtures("anew")
@@ -143,14 +144,14 @@ def test_auto_says_what_it_chose_and_that_is_what_is_checked_and_what_ran(monkey
     trial = dataclasses.replace(TRIAL, attention="auto")
     for name in ("math", "flash"):
         monkeypatch.setattr(auto, "preference", lambda problem, name=name: (name,))
-        auto.forget()
+        measured.forget()
         assert attention.run(trial, Context()).work["chosen"] == name
         assert auto.chosen() == (name,)
     assert "chosen" not in attention.run(TRIAL, Context()).work
     # It says flash, and runs math.
     monkeypatch.setattr(auto, "_backends", {"flash": kernels.load("math")})
     monkeypatch.setattr(auto, "load", lambda name: kernels.load("math"))
-    auto.forget()
+    measured.forget()
     with pytest.raises(CheckFailed, match="asked for auto, which chose flash, but"):
         attention.run(trial, Context())
 

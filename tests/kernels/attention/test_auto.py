@@ -35,7 +35,7 @@ def know(rows: Iterable[Timing]) -> None:
     assert path is not None
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(measured.text(rows))
-    auto.forget()
+    measured.forget()
 
 
 def nearest(rows: Iterable[Timing], problem: Problem, machine: str = HERE) -> tuple[Timing, float] | None:
@@ -47,9 +47,9 @@ def nearest(rows: Iterable[Timing], problem: Problem, machine: str = HERE) -> tu
 def _anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No table of the user's own, and no choice made before; nor any left for other tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    auto.forget()
+    measured.forget()
     yield
-    auto.forget()
+    measured.forget()
 
 
 # Which row
@@ -93,12 +93,11 @@ def test_how_far_a_problem_is(changes: dict[str, object], doublings: float | Non
     assert (None if found is None else found[1]) == doublings
 
 
-def test_the_nearest_of_several_and_the_first_of_equals() -> None:
+def test_the_nearest_of_several_and_of_equals_the_same_in_any_order_of_the_file() -> None:
     near, twice, half = (a_row(dataclasses.replace(H200, batch=n)) for n in (12, 24, 6))
     wanted = dataclasses.replace(H200, batch=12)
     assert nearest([twice, near, half], wanted) == (near, 0.0)
-    assert nearest([twice, half], wanted) == (twice, 1.0)
-    assert nearest([half, twice], wanted) == (half, 1.0)
+    assert nearest([twice, half], wanted) == nearest([half, twice], wanted) == (twice, 1.0)
 
 
 def test_windows_are_near_by_their_widths() -> None:
@@ -210,11 +209,11 @@ def test_it_compiles_without_breaks(dynamic: bool) -> None:
 
 
 def test_the_users_own_rows_take_the_place_of_the_shipped_ones() -> None:
-    shipped = measured.read(measured.SHIPPED)
-    assert shipped == measured.timings()
+    shipped = measured.read(measured.SHIPPED, "attention")
+    assert shipped == measured.timings("attention")
     mine = [a_row(machine=SHIPPED_GPU, flash=1e-4), a_row(dataclasses.replace(H200, head_dim=128), flash=1e-4)]
     know(mine)
-    assert measured.timings() == (*mine, *(row for row in shipped if row.key != mine[0].key))
+    assert measured.timings("attention") == (*mine, *(row for row in shipped if row.key != mine[0].key))
     assert auto.choose(H200, SHIPPED_GPU).name == "flash"
 
 
@@ -226,7 +225,7 @@ def test_a_table_of_attention_alone_still_counts_below_the_users_own() -> None:
     problem = {name: v for name, v in dataclasses.asdict(table.whole(H200)).items() if name != "capability"}
     cell = {"machine": HERE, "problem": problem, "seconds": {"math": 1e-4, "flash": 1e-3}, "source": "before"}
     path.with_name("attention.json").write_text(json.dumps({"schema": 1, "cells": [cell]}, indent=1))
-    auto.forget()
+    measured.forget()
     assert auto.choose(H200, HERE).name == "math"
     assert "(before)" in auto.choose(H200, HERE).why
     know([a_row(dataclasses.replace(H200, batch=24), flash=1e-4)])
@@ -246,15 +245,13 @@ def test_a_table_that_is_none_is_named(name: str) -> None:
         '{"schema": 3, "rows": []}',
         '{"schema": 1, "cells": [{}]}',
         '{"schema": 2, "rows": [{}]}',
-        measured.text([a_row(flash=1.0)]).replace('"operator": "attention"', '"operator": "norm"'),
         measured.text([a_row(flash=0.0)]),
         measured.text([a_row(dataclasses.replace(H200, batch=-1), flash=1.0)]),
         measured.text([a_row(flash=1.0)]).replace('"window": null', '"window": [3]'),
     ):
         own.with_name(name).write_text(broken)
-        auto.forget()
-        kind = "attention" if name == "attention.json" else "times"
-        with pytest.raises(ValueError, match=rf"{name} is no table of measured {kind} .* te-bench tune attention"):
+        measured.forget()
+        with pytest.raises(ValueError, match=rf"{name}.* is no .*measured time.* te-bench tune attention"):
             auto.choose(H200, HERE)
 
 
@@ -263,7 +260,7 @@ def test_the_shipped_table_is_what_the_published_records_say() -> None:
 
     results = Path(__file__).resolve().parents[3] / "results" / "h200"
     made = measured_times.of_results("attention", [path.parent for path in sorted(results.glob("*/journal.jsonl"))])
-    shipped = [row for row in measured.read(measured.SHIPPED) if row.operator == "attention"]
+    shipped = measured.read(measured.SHIPPED, "attention")
     assert set(map(row_text, made)) == set(map(row_text, shipped)), (
         "te-bench tune attention --from results/h200/... --table te_bench/kernels/measured.json"
     )
@@ -294,7 +291,7 @@ windows = st.none() | st.tuples(st.integers(-1, 4096), st.integers(-1, 4096))
 def test_a_table_is_read_as_it_was_written(problem: Problem, seconds: dict[str, float]) -> None:
     row = dataclasses.replace(a_row(problem, flash=1.0), seconds=seconds)
     know([row])
-    assert measured.timings()[0] == row
+    assert measured.timings("attention")[0] == row
     assert table.distance(row.problem, row.problem) == 0
     assert table.whole(row.problem) == row.problem
     assert math.isinf(table.distance(row.problem, dataclasses.replace(row.problem, mask=not row.problem.mask)))
@@ -307,7 +304,7 @@ def test_on_an_h200_the_table_decides_and_its_kernels_run() -> None:
     if torch.cuda.get_device_name() != SHIPPED_GPU:
         pytest.skip("the shipped table is an H200's")
     problem = a_problem(GPT2)
-    [row] = [row for row in measured.timings() if row.key == a_row(problem, SHIPPED_GPU).key]
+    [row] = [row for row in measured.timings("attention") if row.key == a_row(problem, SHIPPED_GPU).key]
     seen = kernels_seen(lambda: run(attention.load("auto"), problem, draw(problem)), "cuda").names
     assert auto.chosen() == (row.fastest()[0],)
     assert attention.wrong_kernel("auto", "cuda", seen, eager=True) is None
@@ -320,5 +317,4 @@ def test_a_folder_that_may_not_be_searched_holds_no_table(monkeypatch: pytest.Mo
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "exists", refused)
-    assert measured.user_tables() == []
-    assert measured.users_text(["attention"], "cpu") is None
+    assert measured.user_tables("attention") == measured.users_choices(["attention"], "cpu") == []

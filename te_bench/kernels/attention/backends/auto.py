@@ -98,6 +98,7 @@ def unsupported(p: Problem) -> str | None:
 # By all that the choice depends on. Backends are loaded where they are chosen: torch.compile can't trace an import.
 _choices: dict[tuple[object, ...], Choice] = {}
 _backends: dict[str, Backend] = {}
+measured.on_forget(_choices.clear)
 
 
 def chosen() -> tuple[str, ...]:
@@ -108,12 +109,6 @@ def chosen() -> tuple[str, ...]:
 def choices() -> tuple[Choice, ...]:
     """The same with the reasons."""
     return tuple(dict.fromkeys(_choices.values()))
-
-
-def forget() -> None:
-    """Choose anew from now on, from the tables as they are then; compiled code keeps what it has."""
-    _choices.clear()
-    measured.forget()
 
 
 def _decide(
