@@ -51,7 +51,10 @@ def tune(
     gpus: Gpus = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Set earlier results in DIR aside and start anew.")] = False,
 ) -> None:
-    """Measure backends, each checked against float64 first, and write the table that attention's auto and GEMMs go by."""
+    """Measure backends, each checked against float64 first, and write the table that attention's auto and GEMMs go by.
+
+    No head is chosen by it: of heads it tells which one to name.
+    """
     from te_bench import plugins
     from te_bench.experiments import tuning
     from te_bench.kernels import measured
@@ -68,13 +71,13 @@ def tune(
     if results:
         asked = {"rounds": None if rounds == ROUNDS else rounds, "fresh": fresh or None}
         _refuse(shape=shape, rivals=rivals, dtype=dtype, out=out, device=device, gpus=gpus, **asked)
-        found = measured_times.of_results(operator, results)
+        found = measured_times.of_results(what, results)
     else:
         directory = out or Path(f"runs/tune-{what}")
         experiment = tuning.experiment(what, device, shape or [], dtype, rivals, rounds)
         records = _measure(experiment, directory, gpus=gpus, timeout=timeout, fresh=fresh)
         incomplete = any(record.outcome not in ("ok", "unsupported") for record in records)
-        found = _of_this_run(operator, directory, records)
+        found = _of_this_run(what, directory, records)
     if found:
         before = _known(path, operator, own)
         _write(path, measured.merged(before, found))
@@ -167,7 +170,7 @@ def _measure(
         return [store.journal.records[trial.id, machine["id"]] for trial in trials]
 
 
-def _of_this_run(operator: str, directory: Path, records: "Sequence[Record]") -> "tuple[Timing, ...]":
+def _of_this_run(what: str, directory: Path, records: "Sequence[Record]") -> "tuple[Timing, ...]":
     """The rows of the problems that were asked for, not of what lies in the directory beside them. Prints failures."""
     from te_bench.reports.analysis import measured_times
 
@@ -177,7 +180,7 @@ def _of_this_run(operator: str, directory: Path, records: "Sequence[Record]") ->
     asked = {measured_times.problem_of(record.trial) for record in records}
     if not any(record.outcome == "ok" for record in records):
         return ()
-    found = measured_times.of_results(operator, [directory], records[0].environment)
+    found = measured_times.of_results(what, [directory], records[0].environment)
     return tuple(row for row in found if row.problem in asked)
 
 

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from te_bench import plugins
 from te_bench.experiments import run_options, suites, workloads
-from te_bench.experiments.problems import PROBLEMS, StepProblem, TrainingProblem, TrialProblem
+from te_bench.experiments.problems import PROBLEMS, GemmProblem, StepProblem, TrainingProblem, TrialProblem
 from te_bench.experiments.spec import (
     DEVICES,
     MODES,
@@ -17,6 +17,7 @@ from te_bench.experiments.spec import (
     Options,
     Trial,
 )
+from te_bench.kernels.gemm import table
 from te_bench.models.configs import CONFIGS
 from te_bench.models.torchao_linears import NAMES as LINEARS
 
@@ -75,16 +76,25 @@ def check(trial: Trial) -> None:
         raise ValueError(f"{trial.name}: fp8 needs a recipe. Known: {', '.join(recipes)}.")
     if trial.precision != "fp8" and trial.recipe is not None:
         raise ValueError(f"{trial.name}: the recipe {trial.recipe} is for fp8; leave it out or choose precision fp8")
-    if trial.workload in PROBLEMS and isinstance(problem := TrialProblem.of(trial), StepProblem):
-        _check_step(trial, problem)
+    if trial.workload in PROBLEMS:
+        _check_problem(trial, TrialProblem.of(trial))
+
+
+def _check_problem(trial: Trial, p: TrialProblem) -> None:
+    """Raise ValueError for a name in the trial's settings that is not known."""
+    for setting, package in PLUGINS.items():
+        if (name := getattr(p, setting, None)) is not None:
+            plugins.check(setting, name, plugins.names(package))
+    if isinstance(p, GemmProblem):
+        shape = {name: value for name, value in trial.problem.items() if name != "backend"}
+        plugins.check("backend", p.backend, table.rivals(table.read_problem(shape)))
+    if isinstance(p, StepProblem):
+        _check_step(trial, p)
 
 
 def _check_step(trial: Trial, p: StepProblem) -> None:
-    """Raise ValueError for a part of a training step that is not known, or does not go with the trial's recipe."""
+    """Raise ValueError for a model or Linears that are not known, or a part that does not go with the trial's recipe."""
     plugins.check("model", p.model, list(CONFIGS))
-    for setting, package in PLUGINS.items():
-        if (name := getattr(p, setting)) is not None:
-            plugins.check(setting, name, plugins.names(package))
     if p.linears is not None:
         plugins.check("linears", p.linears, list(LINEARS))
         if trial.recipe != (recipe := LINEARS[p.linears][1]):

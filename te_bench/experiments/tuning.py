@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from te_bench import plugins
 from te_bench.experiments import environment, plan
-from te_bench.experiments.spec import DEVICES, NO_ATTENTION, Experiment, Options, Scalar, Trial
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import DEVICES, NO_ATTENTION, Experiment, Trial
 from te_bench.experiments.suites import attention as suite
 from te_bench.kernels import attention, linear_cross_entropy, measured
 from te_bench.kernels.gemm import table
@@ -27,7 +28,8 @@ CPU_GEMMS = [
     GemmShape(m=256, n=512, k=128, dtype="e4m3", scales="tensor", fast_accum=True),
 ]
 
-Settings = dict[str, Scalar]
+#: {workload: what of its problem names the backend}; of the workload `attention` the trial's attention does.
+SETTINGS = {"gemm": "backend", "linear_cross_entropy": "head"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,7 @@ class Kind:
     parse: Callable[[str], Settings]  # of a --shape. Raises ValueError for what is none
     defaults: Callable[[bool], list[Settings]]  # on a GPU, or on a CPU
     backends: Callable[[Settings], list[str]]
-    trials: Callable[[Options, Sequence[Settings], Sequence[str], str, Iterable[int]], list[Trial]]
+    holds: Callable[[Any], bool] = lambda problem: True  # whether a row of the operator is one of its own
     has_dtype: bool = True  # else its shapes say it
 
 
@@ -50,24 +52,44 @@ def experiment(
     if rounds < 1:
         raise ValueError(f"--rounds {rounds}: give 1 or more")
     tuned = KINDS[kind]
-    options = Options(device=device or environment.default_device())
-    plugins.check("device", options.device, list(DEVICES))
-    cuda = options.device == "cuda"
+    device = device or environment.default_device()
+    plugins.check("device", device, list(DEVICES))
+    cuda = device == "cuda"
     if dtype is not None and not tuned.has_dtype:
         raise ValueError(f"--dtype {dtype}: of {kind} the shape says it; leave it out")
     precision = dtype or ("bf16" if cuda or not tuned.has_dtype else "fp32")
     plugins.check("dtype", precision, ["fp32", "bf16", "fp16"])
     problems = list({json.dumps(p): p for p in map(tuned.parse, shapes)}.values()) or tuned.defaults(cuda)
-    known = list(dict.fromkeys(name for problem in problems for name in tuned.backends(problem)))
+    able = [(problem, tuned.backends(problem)) for problem in problems]
+    known = list(dict.fromkeys(name for _, backends in able for name in backends))
     names = known if rivals is None else list(dict.fromkeys(n.strip() for n in rivals.split(",") if n.strip()))
     if not names:
         raise ValueError(f"--rivals names none; known: {', '.join(known)}")
     for name in names:
         plugins.check("rival", name, known)
-    trials = tuned.trials(options, problems, names, precision, range(rounds))
+    trials = [
+        _trial(tuned.operator, device, problem, name, precision, seed)
+        for seed in range(rounds)
+        for problem, backends in able
+        for name in names
+        if name in backends
+    ]
     for trial in trials:
         plan.check(trial)
     return Experiment(suite=kind, title=tuned.title, trials=plan.interleave(trials))
+
+
+def _trial(workload: str, device: str, problem: Settings, name: str, precision: str, seed: int) -> Trial:
+    setting = SETTINGS.get(workload)
+    return Trial(
+        workload=workload,
+        device=device,
+        problem=problem if setting is None else {**problem, setting: name},
+        attention=name if setting is None else NO_ATTENTION,
+        precision=precision,
+        protocol="kernel",
+        seed=seed,
+    )
 
 
 # Attention
@@ -105,8 +127,9 @@ def _attention_defaults(cuda: bool) -> list[Settings]:
     return [suite.problem(*sizes) for sizes in (suite.GPU_SHAPES if cuda else suite.CPU_SHAPES)]
 
 
-def _attention_backends(_: Settings) -> list[str]:
-    return [name for name in attention.names() if name != attention.AUTO and not attention.in_fp8(name)]
+def _attention_backends(problem: Settings) -> list[str]:
+    rivals = [name for name in attention.names() if name != attention.AUTO and not attention.in_fp8(name)]
+    return [name for name in rivals if suite.can_hold(name, problem)]
 
 
 # GEMMs, with an epilogue or without
@@ -158,23 +181,11 @@ def _epilogue_defaults(cuda: bool) -> list[Settings]:
 
 def _shipped() -> list[GemmShape]:
     """The shapes of the table that ships."""
-    return list(dict.fromkeys(row.problem for row in measured.read(measured.SHIPPED) if row.operator == "gemm"))
+    return list(dict.fromkeys(row.problem for row in measured.read(measured.SHIPPED, "gemm")))
 
 
 def _gemm_backends(settings: Settings) -> list[str]:
     return table.rivals(table.read_problem(settings))
-
-
-def _gemm_trials(
-    options: Options, problems: Sequence[Settings], names: Sequence[str], precision: str, seeds: Iterable[int]
-) -> list[Trial]:
-    return [
-        _trial(options, "gemm", {**problem, "backend": name}, precision, seed)
-        for seed in seeds
-        for problem in problems
-        for name in names
-        if name in _gemm_backends(problem)
-    ]
 
 
 # Heads
@@ -198,29 +209,6 @@ def _head_defaults(cuda: bool) -> list[Settings]:
     ]
 
 
-def _head_trials(
-    options: Options, problems: Sequence[Settings], names: Sequence[str], precision: str, seeds: Iterable[int]
-) -> list[Trial]:
-    return [
-        _trial(options, "linear_cross_entropy", {**problem, "head": name}, precision, seed)
-        for seed in seeds
-        for problem in problems
-        for name in names
-    ]
-
-
-def _trial(options: Options, workload: str, problem: Mapping[str, Scalar], precision: str, seed: int) -> Trial:
-    return Trial(
-        workload=workload,
-        device=options.device,
-        problem=problem,
-        attention=NO_ATTENTION,
-        precision=precision,
-        protocol="kernel",
-        seed=seed,
-    )
-
-
 KINDS = {
     "attention": Kind(
         operator="attention",
@@ -228,7 +216,6 @@ KINDS = {
         parse=attention_shape,
         defaults=_attention_defaults,
         backends=_attention_backends,
-        trials=suite.rivals,
     ),
     "gemm": Kind(
         operator="gemm",
@@ -236,7 +223,7 @@ KINDS = {
         parse=gemm_shape,
         defaults=_gemm_defaults,
         backends=_gemm_backends,
-        trials=_gemm_trials,
+        holds=lambda shape: shape.epilogue is None,
         has_dtype=False,
     ),
     "epilogue": Kind(
@@ -245,7 +232,7 @@ KINDS = {
         parse=epilogue_shape,
         defaults=_epilogue_defaults,
         backends=_gemm_backends,
-        trials=_gemm_trials,
+        holds=lambda shape: shape.epilogue is not None,
         has_dtype=False,
     ),
     "head": Kind(
@@ -254,6 +241,5 @@ KINDS = {
         parse=head_shape,
         defaults=_head_defaults,
         backends=lambda _: linear_cross_entropy.names(),
-        trials=_head_trials,
     ),
 }

@@ -81,49 +81,68 @@ def test_a_table_of_what_was_recorded(command: Command) -> None:
     assert measured.read(Path("mine.json")) == (cell,)
 
 
-def recorded(directory: Path, latencies: dict[tuple[str, int], tuple[float, float]], code: str, **failed: str) -> None:
-    """A journal of attention at one shape: {(rival, seed): forward and backward seconds}; failed: {rival: outcome}."""
-    problem = {"batch": 2, "heads": 3, "length": 64, "head_dim": 16, "causal": True}
+Results = list[tuple[Trial, dict[str, list[float]] | str]]
+
+
+def recorded(directory: Path, code: str, results: Results) -> None:
+    """A journal of trials, each with its samples or an outcome without any."""
     identity = {"gpu": "NVIDIA H300", "torch": "3.0", "code": code}
     machine = {"id": digest(identity), "identity": identity, "details": {}}
-    cells = [*latencies, *((name, 0) for name in failed)]
-    trials = {
-        (name, seed): Trial(
-            workload="attention", device="cuda", problem=problem, attention=name, protocol="kernel", seed=seed
-        )
-        for name, seed in cells
-    }
     with Store(directory) as store:
         store.add_environment(machine)
         store.add_plan(
             Plan(
                 suite="attention", title="", environment=machine["id"], baseline=None, judgement={},
-                trials=tuple(t.to_json() for t in trials.values()), started_at=f"2026-11-2{code}T00:00:00+00:00",
+                trials=tuple(t.to_json() for t, _ in results), started_at=f"2026-11-2{code}T00:00:00+00:00",
             )
         )  # fmt: skip
-        for key, trial in trials.items():
-            forward, backward = latencies.get(key, (0.0, 0.0))
+        for trial, found in results:
+            outcome, samples = (found, {}) if isinstance(found, str) else ("ok", found)
             store.add(
                 Record(
-                    trial=trial, environment=machine["id"], outcome=failed.get(key[0], "ok"), wall_s=1.0,
+                    trial=trial, environment=machine["id"], outcome=outcome, wall_s=1.0, samples=samples,
                     started_at=f"2026-11-2{code}T00:00:01+00:00",
-                    samples={} if key[0] in failed else {"forward_s": [forward] * 3, "backward_s": [backward] * 3},
                 )
             )  # fmt: skip
+
+
+def attention(times: dict[tuple[str, int], tuple[float, float]], **failed: str) -> Results:
+    """At one shape: {(rival, seed): forward and backward seconds}; failed: {rival: outcome}."""
+    problem = {"batch": 2, "heads": 3, "length": 64, "head_dim": 16, "causal": True}
+    asked = Trial(workload="attention", device="cuda", problem=problem, attention="", protocol="kernel")
+    found: Results = [(dataclasses.replace(asked, attention=name), outcome) for name, outcome in failed.items()]
+    for (name, seed), (forward, backward) in times.items():
+        samples = {"forward_s": [forward] * 3, "backward_s": [backward] * 3}
+        found.append((dataclasses.replace(asked, attention=name, seed=seed), samples))
+    return found
+
+
+def test_of_gemms_with_an_epilogue_and_without_each_takes_its_own(command: Command, tmp_path: Path) -> None:
+    problem = {"m": 64, "n": 48, "k": 32, "dtype": "bf16", "backend": "gluon"}
+    plain = Trial(workload="gemm", device="cuda", problem=problem, attention="none", protocol="kernel")
+    recorded(tmp_path / "run", "1", [(plain, {"kernel_s": [1e-3] * 3})])
+    done = command("tune", "epilogue", "--from", tmp_path / "run")
+    assert done.code == 2
+    assert "holds no timings of epilogue: measure some with te-bench tune epilogue" in done.err
+    within = dataclasses.replace(plain, problem={**problem, "epilogue": "activated"})
+    recorded(tmp_path / "run", "2", [(plain, {"kernel_s": [1e-3] * 3}), (within, {"kernel_s": [2e-3] * 3})])
+    for kind, epilogue in (("epilogue", "activated"), ("gemm", None)):
+        assert command("tune", kind, "--from", tmp_path / "run", "--table", f"{kind}.json").code == 0
+        assert [row.problem.epilogue for row in measured.read(Path(f"{kind}.json"))] == [epilogue]
 
 
 def test_the_newest_environment_with_the_most_rivals_counts(command: Command, tmp_path: Path) -> None:
     """Medians over processes, forward and backward together; what failed, auto itself and FP8 count for nothing."""
     times = {("flash", 0): (1e-3, 2e-3), ("flash", 1): (1.2e-3, 2.2e-3), ("triton", 0): (1e-3, 1e-3)}
     never = {("auto", 0): (1e-9, 1e-9), ("triton_fp8", 0): (1e-9, 1e-9)}
-    recorded(tmp_path / "run", times | never, "1", cudnn="failed_check")
-    recorded(tmp_path / "run", {("flash", 0): (9e-3, 1e-3)}, "2")
+    recorded(tmp_path / "run", "1", attention(times | never, cudnn="failed_check"))
+    recorded(tmp_path / "run", "2", attention({("flash", 0): (9e-3, 1e-3)}))
     assert command("tune", "attention", "--from", tmp_path / "run").code == 0
     [cell] = own_table()
     assert cell.seconds == {"triton": pytest.approx(2e-3), "flash": pytest.approx(3.2e-3)}
     assert cell.machine == "NVIDIA H300"
     assert (cell.problem.kv_heads, cell.problem.causal, cell.problem.dtype) == (3, True, "bf16")
-    recorded(tmp_path / "run", {("flash", 0): (9e-3, 1e-3), ("triton", 0): (9e-3, 3e-3)}, "3")
+    recorded(tmp_path / "run", "3", attention({("flash", 0): (9e-3, 1e-3), ("triton", 0): (9e-3, 3e-3)}))
     assert command("tune", "attention", "--from", tmp_path / "run", SPEED).code != 0  # one DIR a --from
     assert command("tune", "attention", "--from", tmp_path / "run", "--from", SPEED).code == 0
     newer = own_table()
@@ -187,8 +206,9 @@ def test_backends_that_a_shape_no_longer_has_are_named(command: Command) -> None
     path = measured.user_table()
     assert path is not None
     path.parent.mkdir(parents=True)
-    attention = [row for row in measured.read(measured.SHIPPED) if row.operator == "attention"]
-    row = next(row for row in attention if row.problem.length == 1024 and row.problem.causal)
+    row = next(
+        row for row in measured.read(measured.SHIPPED, "attention") if row.problem.length == 1024 and row.problem.causal
+    )
     path.write_text(measured.text([dataclasses.replace(row, seconds={**row.seconds, "flash": 1e-3, "math": 1.0})]))
     done = command("tune", "attention", "--from", SPEED)
     assert done.code == 0

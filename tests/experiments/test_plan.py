@@ -84,6 +84,20 @@ def test_a_head_and_an_optimizer_are_checked_where_a_problem_has_them(setting: s
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("workload", "problem", "message"),
+    [
+        ("gemm", {"m": 8, "n": 8, "k": 8, "dtype": "bf16", "backend": "tritn"}, "backend 'tritn'. Known: torch, gluon"),
+        ("gemm", {"m": 8, "n": 8, "k": 8, "dtype": "bf16", "backend": "separate"}, "backend 'separate'. Known: torch"),
+        ("linear_cross_entropy", {"n": 8, "d": 8, "vocab": 8, "padded": 8, "head": "chunkd"}, "head 'chunkd'. Did you"),
+    ],
+)
+def test_who_is_timed_alone_is_checked_too(workload: str, problem: dict[str, Any], message: str) -> None:
+    trial = Trial(workload=workload, device="cpu", problem=problem, attention="none", protocol="kernel")
+    with pytest.raises(ValueError, match=f"unknown {message}"):
+        plan.check(trial)
+
+
 def test_a_peers_linears_and_their_recipe_go_together() -> None:
     problem = {**STEP, "linears": "torchao_tensorwise"}
     peer = dataclasses.replace(TRIAL, precision="fp8", recipe="float8_current_scaling", problem=problem)

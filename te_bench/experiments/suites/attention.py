@@ -1,7 +1,5 @@
 """Attention alone, forward and backward, every backend at eight shapes; and where it should be scaled."""
 
-from collections.abc import Iterable, Sequence
-
 from te_bench.experiments import suite_trials
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
@@ -27,7 +25,13 @@ def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
     dtype = "bf16" if cuda else "fp32"
     shapes = [problem(*shape) for shape in (GPU_SHAPES if cuda else CPU_SHAPES)]
-    trials = rivals(options, shapes, attention.names(), dtype, suite_trials.seeds(options, 1))
+    trials = [
+        _trial(options, "attention", shape, name, dtype, "kernel", seed)
+        for seed in suite_trials.seeds(options, 1)
+        for shape in shapes
+        for name in attention.names()
+        if can_hold(name, shape)
+    ]
     numerics = [
         _trial(options, "attention_numerics", shapes[0], name, precision, "once", seed)
         for seed in suite_trials.seeds(options, 1)
@@ -37,26 +41,14 @@ def experiment(options: Options) -> Experiment:
     return Experiment(suite="attention", title="Attention, forward and backward", trials=(*trials, *numerics))
 
 
-def rivals(
-    options: Options, shapes: Sequence[Settings], names: Iterable[str], dtype: str, seeds: Iterable[int]
-) -> list[Trial]:
-    """A trial for each backend, shape and seed, but for backends that would hold too many scores."""
-    names = list(names)
-    return [
-        _trial(options, "attention", shape, name, dtype, "kernel", seed)
-        for seed in seeds
-        for shape in shapes
-        for name in names
-        if name not in ("manual", "manual_fp8", "math") or _scores_bytes(shape) <= SCORES_LIMIT
-    ]
+def can_hold(name: str, problem: Settings) -> bool:
+    """False for a backend that would hold too many scores."""
+    scores_bytes = 2 * problem["batch"] * problem["heads"] * problem["length"] ** 2
+    return name not in ("manual", "manual_fp8", "math") or scores_bytes <= SCORES_LIMIT
 
 
 def problem(batch: int, heads: int, length: int, head_dim: int, causal: bool) -> Settings:
     return {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim, "causal": causal}
-
-
-def _scores_bytes(problem: Settings) -> int:
-    return 2 * problem["batch"] * problem["heads"] * problem["length"] ** 2
 
 
 def _trial(

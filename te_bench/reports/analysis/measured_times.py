@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from te_bench.experiments.spec import Trial
+from te_bench.experiments.tuning import KINDS, SETTINGS
 from te_bench.kernels.attention import AUTO, Problem, in_fp8
 from te_bench.kernels.attention.table import whole
-from te_bench.kernels.gemm.table import GemmShape
-from te_bench.kernels.linear_cross_entropy.table import HeadShape
+from te_bench.kernels.gemm import table as gemm
+from te_bench.kernels.linear_cross_entropy import table as linear_cross_entropy
 from te_bench.kernels.measured import Timing
 from te_bench.models import cost
 from te_bench.models.configs import CONFIGS
@@ -38,25 +39,25 @@ class Candidate(NamedTuple):
     timing: Timing
 
 
-def of_results(operator: str, directories: Sequence[Path], environment: str | None = None) -> tuple[Timing, ...]:
-    """The operator's rows that the runs' records hold, each from one environment, or all from this one.
+def of_results(kind: str, directories: Sequence[Path], environment: str | None = None) -> tuple[Timing, ...]:
+    """The rows that `te-bench tune KIND` fills and the runs' records hold, each from one environment, or all from this one.
 
     Raises ValueError where they hold none.
     """
     results = rows.load_results(directories)
+    tuned = KINDS[kind]
     best: dict[tuple[str, str, Any], Candidate] = {}
     for group in results.groups:
         if environment not in (None, group.environment):
             continue
-        of_steps = _of_steps(results, group) if operator == "attention" else ()
-        for found in (*_alone(operator, results, group), *of_steps):
+        of_steps = _of_steps(results, group) if kind == "attention" else ()
+        for found in (*_alone(tuned.operator, results, group), *of_steps):
             known = best.get(found.timing.key)
-            if known is None or found[:3] > known[:3]:
+            if tuned.holds(found.timing.problem) and (known is None or found[:3] > known[:3]):
                 best[found.timing.key] = found
     if not best:
-        what = "head" if operator == "linear_cross_entropy" else operator
         where = ", ".join(map(str, directories))
-        raise ValueError(f"{where} holds no timings of {what}: measure some with te-bench tune {what}")
+        raise ValueError(f"{where} holds no timings of {kind}: measure some with te-bench tune {kind}")
     return tuple(found.timing for found in best.values())
 
 
@@ -116,19 +117,17 @@ def _of_steps(results: Results, group: Group) -> Iterator[Candidate]:
 
 def backend_of(trial: Trial) -> str:
     """The backend that a trial of one of the operators measures."""
-    setting = {"gemm": "backend", "linear_cross_entropy": "head"}.get(trial.workload)
+    setting = SETTINGS.get(trial.workload)
     return trial.attention if setting is None else str(trial.problem[setting])
 
 
 def problem_of(trial: Trial) -> Any:
     """The problem that a trial of one of the operators measures, as its table has it."""
-    settings: dict[str, Any] = dict(trial.problem)
+    settings = {name: value for name, value in trial.problem.items() if name != SETTINGS.get(trial.workload)}
     if trial.workload == "gemm":
-        del settings["backend"]
-        return GemmShape(**settings)
+        return gemm.read_problem(settings)
     if trial.workload == "linear_cross_entropy":
-        del settings["head"]
-        return HeadShape(**settings, dtype=trial.precision)
+        return linear_cross_entropy.read_problem({**settings, "dtype": trial.precision})
     return whole(attention_problem(settings, trial.precision, trial.device))
 
 
