@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from te_bench.cli.options import find_gpus, resolve
+from te_bench.cli.options import find_gpus
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options
@@ -28,13 +28,15 @@ def resolve_with_seeds(
     Other suites are resolved as they are asked for. A run that has begun in --out keeps the seeds that it began with.
     Raises ValueError for --timings of another suite, and as `seeds_of_budget` does.
     """
+    from te_bench.experiments.plan import resolve
+
     budget = asked.budget_s is not None
     of_one = dataclasses.replace(asked, budget_s=None, seeds=1, stop_early=None)
-    one = resolve(suite, None, of_one) if budget else resolve(suite, only, asked)
+    one = resolve(suite, of_one) if budget else resolve(suite, asked, only=only)
     if not one.judgement:
         if timings is not None:
             raise ValueError(f"--timings: the suite {suite} gives no verdict to plan for; leave it out")
-        return resolve(suite, only, asked) if budget else one, None
+        return resolve(suite, asked, only=only) if budget else one, None
     from te_bench.reports.convergence.budget import seeds_of_budget
     from te_bench.reports.convergence.earlier_runs import read_earlier_runs
 
@@ -42,7 +44,7 @@ def resolve_with_seeds(
     if not budget:
         return one, earlier
     seeds = seeds_of_budget(one, asked, earlier, out)
-    return resolve(suite, only, dataclasses.replace(asked, budget_s=None, seeds=seeds)), earlier
+    return resolve(suite, dataclasses.replace(asked, budget_s=None, seeds=seeds), only=only), earlier
 
 
 def trials_at_once(experiment: "Experiment", cores: int) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from te_bench.cli.options import Alpha, Cache, Data, Device, Only, find_gpus
+from te_bench.cli.options import Alpha, Cache, Data, Device, Only, Timeout, find_gpus
 from te_bench.experiments.run_options import data_sets, seconds
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ AllowEnvironmentChange = Annotated[
     bool, typer.Option("--allow-environment-change", help="Compare even where GPU, driver or packages differ.")
 ]
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Where the records of both revisions go.")]
-Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")]
 CompareFail = Annotated[
     list[str] | None,
     typer.Option(
@@ -227,8 +226,6 @@ def _question(
     from te_bench.gate.question import Question
 
     cache = None if cache is None else cache.absolute()
-    if not timeout > 0:  # nor is NaN
-        raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
     on = device or environment.default_device()
     gpus = find_gpus(on, None)[:1]
     root = None if base is None else checkouts.repository(Path.cwd())

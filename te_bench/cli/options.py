@@ -4,14 +4,11 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from te_bench.experiments.run_options import OPTIONS, read
-
-if TYPE_CHECKING:
-    from te_bench.experiments.spec import Experiment, Options
 
 
 def _said(name: str) -> Any:
@@ -19,6 +16,12 @@ def _said(name: str) -> Any:
     option = OPTIONS[name]
     least, most = option.range or (None, None)
     return typer.Option(option.flag, help=option.help, metavar=option.metavar, min=least, max=most)
+
+
+def _some_time(seconds: float) -> float:
+    if not seconds > 0:  # nor is NaN
+        raise ValueError(f"--timeout {seconds:g}: give seconds greater than 0")
+    return seconds
 
 
 Suite = Annotated[str, typer.Argument(help="A suite's name; `te-bench list suites` shows them.")]
@@ -36,6 +39,8 @@ Gpus = Annotated[
     str | None,
     typer.Option(help="Indices such as 0,1, as in nvidia-smi, or all: one trial on each at a time, or --share."),
 ]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.", callback=_some_time)]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Set earlier results in DIR aside and start anew.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
@@ -64,12 +69,6 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
     take.__signature__ = own.replace(parameters=[first, *options, *others])  # type: ignore[attr-defined]
     take.__annotations__ = {}
     return take
-
-
-def resolve(suite: str, only: str | None, options: "Options") -> "Experiment":
-    from te_bench.experiments import plan
-
-    return plan.resolve(suite, options, only=only)
 
 
 def find_gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:

@@ -4,15 +4,17 @@ import shlex
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from te_bench.cli import budget as planned
-from te_bench.cli.options import Gpus, Only, Suite, Timings, find_gpus, with_options
+from te_bench.cli.options import Fresh, Gpus, Only, Suite, Timeout, Timings, find_gpus, with_options
 
 if TYPE_CHECKING:
+    from te_bench.experiments.measurement import Context
     from te_bench.experiments.spec import Experiment, Options, Record
 
 INCOMPLETE = 4
@@ -28,60 +30,82 @@ def run(
     underpowered: Annotated[
         bool, typer.Option("--underpowered", help="Run a plan whose verdict would probably be INCONCLUSIVE.")
     ] = False,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")] = 900.0,
+    timeout: Timeout = 900.0,
     gpus: Gpus = None,
     checkpoints: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what training runs trained.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Repeat the trials that did not end ok.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Set earlier results in DIR aside and start anew.")] = False,
+    fresh: Fresh = False,
 ) -> None:
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
-    from te_bench.experiments import environment, runner
+    from te_bench.experiments import environment
     from te_bench.experiments.measurement import Context
-    from te_bench.experiments.store import Plan, Store, own
+    from te_bench.experiments.store import own
     from te_bench.kernels.attention import AUTO
-    from te_bench.reports.convergence import stopping
 
-    if not timeout > 0:  # nor is NaN
-        raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
     chosen = find_gpus(asked.device, gpus)
     directory = out or Path("runs") / suite
     own(directory / "report")
     experiment = _experiment(suite, only, asked, directory, timings, gpus, fresh, underpowered)
     auto = any(trial.attention == AUTO for trial in experiment.trials)
     machine = environment.capture(asked.device, chosen, by_table=("gemm", "attention") if auto else ("gemm",))
+    slots = [gpu["uuid"] for gpu in chosen] * (asked.share or 1) or [None] * planned.trials_at_once(
+        experiment, machine["identity"]["cores"]
+    )
+    context = Context(cache=asked.cache, checkpoints=checkpoints)
+    ended = carry_out(experiment, directory, machine, slots, timeout=timeout, context=context, retry=retry, fresh=fresh)
+    _finish(directory, ended)
+
+
+def carry_out(
+    experiment: "Experiment",
+    directory: Path,
+    machine: dict[str, Any],
+    slots: Sequence[str | None],
+    *,
+    timeout: float,
+    context: "Context",
+    retry: bool = False,
+    fresh: bool = False,
+    unchanged: str = "",
+) -> "list[Record]":
+    """Run the trials that this environment has no record of, on GPUs or None at a time; the records of all of them.
+
+    Ctrl-C ends te-bench with how to go on, and what is `unchanged`.
+    """
+    from te_bench.experiments import runner
+    from te_bench.experiments.progress import Progress
+    from te_bench.experiments.store import Plan, Store
+    from te_bench.reports.convergence import stopping
+
+    trials, here = experiment.trials, machine["id"]
     with Store(directory, fresh=fresh) as store:
         if store.journal.torn:
             print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")
         store.add_environment(machine)
-        stopping.check_stop_early(experiment, store.journal, machine["id"])
-        store.add_plan(Plan.of(experiment, machine["id"]))
-        left = runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry)
-        total, done = len(experiment.trials), len(experiment.trials) - len(left)
+        stopping.check_stop_early(experiment, store.journal, here)
+        store.add_plan(Plan.of(experiment, here))
+        done = len(trials) - len(runner.to_do(trials, store.journal, here, retry=retry))
         if done:
-            print(f"{done} of {total} trials are already in {directory}")
+            print(f"{done} of {len(trials)} trials are already in {directory}")
         try:
-            slots = [gpu["uuid"] for gpu in chosen] * (asked.share or 1) or [None] * planned.trials_at_once(
-                experiment, machine["identity"]["cores"]
-            )
-            with _progress(total, done, len(slots)) as progress:
+            with Progress(len(trials), done, len(slots)) as progress:
                 runner.run(
-                    experiment.trials,
+                    trials,
                     store,
-                    machine["id"],
+                    here,
                     gpus=slots,
                     timeout_s=timeout,
-                    context=Context(cache=asked.cache, checkpoints=checkpoints),
+                    context=context,
                     progress=progress,
                     retry=retry,
-                    needless=stopping.stopping_rule(suite, store.journal, machine["id"]),
+                    needless=stopping.stopping_rule(experiment.suite, store.journal, here),
                 )
         except KeyboardInterrupt:
-            left = runner.to_do(experiment.trials, store.journal, machine["id"], retry=retry)
+            left = len(runner.to_do(trials, store.journal, here, retry=retry))
             again = shlex.join(word for word in sys.argv[1:] if word != "--fresh")
-            print(f"\nStopped with {len(left)} trials to go. To go on: te-bench {again}")
+            print(f"\nStopped with {left} trials to go{unchanged}. To go on: te-bench {again}")
             raise typer.Exit(130) from None
-        records = [store.journal.records[(t.id, machine["id"])] for t in experiment.trials]
-    _finish(directory, records)
+        return [store.journal.records[trial.id, here] for trial in trials]
 
 
 def _experiment(
@@ -165,9 +189,3 @@ def _stopped(records: "list[Record]") -> list[str]:
         more = f" and {len(others)} more" if others else ""
         said.append(f"stopped: {first.trial.name}{more}: {first.reason}")
     return said
-
-
-def _progress(total: int, done: int, slots: int) -> Any:
-    from te_bench.experiments.progress import Progress
-
-    return Progress(total, done, slots)

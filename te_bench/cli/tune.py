@@ -1,20 +1,19 @@
 """te-bench tune: measure what this machine is fastest with, and keep it where the code that chooses looks."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from te_bench.cli.options import Device, Gpus, find_gpus
+from te_bench.cli.options import Device, Fresh, Gpus, Timeout, find_gpus
+from te_bench.cli.run import INCOMPLETE, carry_out
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Record
     from te_bench.kernels.measured import Timing
 
 KINDS = ("attention", "gemm", "epilogue", "head")
-INCOMPLETE = 4
 ROUNDS = 2
 
 
@@ -47,9 +46,9 @@ def tune(
     results: Annotated[
         list[Path] | None, typer.Option("--from", metavar="DIR", help="Take these runs' records and measure nothing.")
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.")] = 300.0,
+    timeout: Timeout = 300.0,
     gpus: Gpus = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Set earlier results in DIR aside and start anew.")] = False,
+    fresh: Fresh = False,
 ) -> None:
     """Measure backends, each checked against float64 first, and write the table that attention's auto and GEMMs go by.
 
@@ -136,38 +135,23 @@ def _refuse(**given: object) -> None:
 def _measure(
     experiment: "Experiment", directory: Path, *, gpus: str | None, timeout: float, fresh: bool
 ) -> "list[Record]":
-    """Run the trials that this environment has no record of, as `te-bench run` does; the records of all of them."""
-    from te_bench.experiments import environment, runner
+    from te_bench.experiments import environment
     from te_bench.experiments.measurement import Context
-    from te_bench.experiments.progress import Progress
-    from te_bench.experiments.store import Plan, Store
 
-    if not timeout > 0 or math.isinf(timeout):
-        raise ValueError(f"--timeout {timeout:g}: give seconds greater than 0")
     device = experiment.trials[0].device
     chosen = find_gpus(device, gpus)
-    trials = experiment.trials
-    heads = any(trial.workload == "linear_cross_entropy" for trial in trials)
+    heads = any(trial.workload == "linear_cross_entropy" for trial in experiment.trials)
     machine = environment.capture(device, chosen, by_table=("gemm",) if heads else ())
-    with Store(directory, fresh=fresh) as store:
-        store.add_environment(machine)
-        store.add_plan(Plan.of(experiment, machine["id"]))
-        left = runner.to_do(trials, store.journal, machine["id"], retry=False)
-        try:
-            with Progress(len(trials), len(trials) - len(left), max(len(chosen), 1)) as progress:
-                runner.run(
-                    trials,
-                    store,
-                    machine["id"],
-                    gpus=[gpu["uuid"] for gpu in chosen] or [None],
-                    timeout_s=timeout,
-                    context=Context(),
-                    progress=progress,
-                )
-        except KeyboardInterrupt:
-            print(f"\nStopped; the table is as it was. The same command goes on in {directory}.")
-            raise typer.Exit(130) from None
-        return [store.journal.records[trial.id, machine["id"]] for trial in trials]
+    return carry_out(
+        experiment,
+        directory,
+        machine,
+        [gpu["uuid"] for gpu in chosen] or [None],
+        timeout=timeout,
+        context=Context(),
+        fresh=fresh,
+        unchanged=", and the table as it was",
+    )
 
 
 def _of_this_run(what: str, directory: Path, records: "Sequence[Record]") -> "tuple[Timing, ...]":
