@@ -247,8 +247,6 @@ def test_what_a_budget_cannot_carry_is_told_and_nothing_written(
     ("suite", "option", "message"),
     [
         ("stress", ["--budget", "1h"], "--budget: the suite stress has no time-budget trial; leave it out"),
-        ("stress", ["--stop-early"], "--stop-early: the suite stress gives no verdict that could come early; leave it"),
-        ("quick", ["--stop-early"], "--stop-early: the suite quick gives no verdict that could come early; leave it"),
         ("quick", ["--timings", "x"], "--timings: the suite quick gives no verdict to plan for; leave it out"),
     ],
 )

@@ -62,7 +62,8 @@ def test_doctor_says_what_can_run_and_why_not(command: Command) -> None:
 
 def test_doctor_says_which_recipe_a_gpu_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rowwise_scaling.RowwiseScaling, "unsupported", lambda self, device, capability: "no rows here")
-    found = doctor._capabilities("cpu")
+    monkeypatch.setattr(environment, "nvidia_gpus", list)
+    found = doctor.examine()
     assert found["FP8 recipes"]["rowwise_scaling"] == "no rows here"
     assert found["FP8 recipes"]["delayed_scaling"].startswith("ok")
     assert found["precisions"]["fp8"] == "see the recipes"

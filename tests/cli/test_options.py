@@ -19,19 +19,13 @@ USAGE = [
         "layer, memory, nanogpt, quick, speed, stress.",
     ),
     (["plan", "nanogtp"], "unknown suite 'nanogtp'. Did you mean nanogpt?"),
-    (["run", "quick", "--device", "cdua"], "unknown device 'cdua'. Did you mean cuda"),
     (["run", "nanogpt", "--only", "*/flush/*"], "--only '*/flush/*' matches no trial of nanogpt."),
-    (["run", "quick", "--seeds", "0"], "--seeds 0: give 1 or more"),
     (["run", "quick", "--timeout", "0"], "--timeout 0: give seconds greater than 0"),
     (["run", "quick", "--timeout", "nan"], "--timeout nan: give seconds greater than 0"),
     *(
         (["run", "curves", "--budget", wrong], f"--budget {wrong}: give a time greater than 0: 90 or 90s, 30m, 2h")
         for wrong in ("0", "0h", "-5", "-2h", "inf", "nan", "1e999h", "", "m", "soon", "2 days", "1h30m", "90sec")
     ),
-    (["run", "quick", "--budget", "5"], "--budget: the suite quick has no time-budget trial"),
-    (["run", "quick", "--data", "stdlb"], "unknown data set 'stdlb'"),
-    (["run", "quick", "--data", "gpt2=stdlib"], "unknown model of --data 'gpt2'. Known: tiny."),
-    (["run", "memory", "--data", "stdlib"], "--data: the suite memory trains on no data set"),
     (["list", "suits"], "unknown kind 'suits'. Did you mean suites? Known: suites, attention, recipes, layers,"),
     (["report", "nowhere"], "nowhere holds no journal.jsonl: it is not the --out directory of a te-bench run"),
 ]

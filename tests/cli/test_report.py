@@ -6,6 +6,8 @@ import journals
 import pytest
 from in_process import Command
 
+from te_bench.experiments import environment, plan
+from te_bench.experiments.spec import Options
 from te_bench.experiments.store import JOURNAL
 
 
@@ -30,6 +32,25 @@ def test_a_journal_cut_short_says_so(command: Command, run: Path) -> None:
     assert command("report", run).err == f"{torn}1 of {missing}"
     (run / JOURNAL).write_bytes(b"".join(lines[:-2]))
     assert command("report", run).err == f"2 of {missing}"
+
+
+@pytest.mark.parametrize(("seeds", "said"), [(1, "1 seed a trial is"), (3, "3 seeds a trial are"), (5, None)])
+def test_a_run_says_where_its_seeds_are_too_few_for_a_gate(
+    command: Command, tmp_path: Path, seeds: int, said: str | None
+) -> None:
+    """Those of what was timed and ended ok."""
+    here = environment.capture("cpu")
+    records = [
+        journals.step_record(trial, 30.0, where=here["id"])
+        if trial.recipe is None
+        else journals.record(trial, here["id"], "unsupported", reason="no FP8 here")
+        for trial in plan.resolve("fp8", Options(device="cpu", seeds=seeds)).trials
+    ]
+    out = journals.write(tmp_path / "out", records, suite="fp8", body=here)
+    done = command("run", "fp8", "--device", "cpu", "--seeds", seeds, "--out", out)
+    told = f"te-bench gate --baseline {out}, {said} too few: it takes 5, better 8. The same command with --seeds 8 adds"
+    assert (done.code, "".join(told.split()) in "".join(done.out.split())) == (0, said is not None)  # wrapped anywhere
+    assert ("too few" in done.out) == (said is not None)
 
 
 def test_a_link_called_report_is_not_written_through(command: Command, run: Path, tmp_path: Path) -> None:

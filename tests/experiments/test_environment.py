@@ -21,8 +21,6 @@ from te_bench.kernels import measured
 def test_the_id_is_the_hash_of_the_identity_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     first = environment.capture("cpu")
     assert first["id"] == digest(first["identity"])
-    monkeypatch.setattr(environment, "_git", lambda: {"git_commit": "other", "git_dirty": True})
-    assert environment.capture("cpu")["id"] == first["id"]
     monkeypatch.setattr(environment, "code_hash", lambda: "other")
     assert environment.capture("cpu")["id"] != first["id"]
     json.dumps(first, allow_nan=False)
@@ -32,7 +30,7 @@ def test_it_reads_torch_s_version_without_importing_it() -> None:
     found = environment.capture("cpu")["identity"]
     assert found["torch"] == torch.__version__
     assert found["cuda"] is None  # a CPU trial does not depend on it
-    assert environment._torch_build()["cuda"] == torch.version.cuda
+    assert environment.capture("cuda", [gpu()])["identity"]["cuda"] == torch.version.cuda
 
 
 def gpu(**changes: Any) -> dict[str, Any]:
@@ -119,19 +117,31 @@ def test_the_threads_of_a_cpu_are_part_of_its_environment(monkeypatch: pytest.Mo
     assert environment.capture("cuda", [gpu()])["identity"]["threads"] is None
 
 
-def test_an_error_that_is_not_the_management_library_s_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault(*arguments: object) -> None:
-        raise TypeError("a mistake of ours")
+def test_what_a_driver_does_not_say_is_none_and_a_mistake_of_ours_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(error: Exception, *names: str) -> None:
+        def call(*arguments: object) -> None:
+            raise error
 
-    def refused(*arguments: object) -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+        for name in names:
+            monkeypatch.setattr(pynvml, name, call)
 
-    monkeypatch.setattr(pynvml, "nvmlInit", refused)
-    assert environment.nvidia_gpus() == []
-    assert environment.gpu_state("GPU-0") == {}
-    assert environment._try(refused) is None
-    monkeypatch.setattr(pynvml, "nvmlInit", fault)
-    for call in (environment.nvidia_gpus, lambda: environment.gpu_state("GPU-0"), lambda: environment._try(fault)):
+    readings = ("ClockInfo", "Temperature", "PowerUsage", "CurrentClocksEventReasons")
+    each = [f"nvmlDeviceGet{reading}" for reading in readings]
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    fail(pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED), *each)
+    said = environment.gpu_state("GPU-0")
+    assert said.pop("uuid") == "GPU-0"
+    assert set(said.values()) == {None}
+    fail(TypeError("a mistake of ours"), *each)
+    with pytest.raises(TypeError):
+        environment.gpu_state("GPU-0")
+    fail(pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND), "nvmlInit")
+    assert (environment.nvidia_gpus(), environment.gpu_state("GPU-0")) == ([], {})
+    fail(TypeError("a mistake of ours"), "nvmlInit")
+    for call in (environment.nvidia_gpus, lambda: environment.gpu_state("GPU-0")):
         with pytest.raises(TypeError):
             call()
 
@@ -175,17 +185,17 @@ def test_the_commit_s_time_is_recorded_in_utc_and_is_no_part_of_the_id(
     source.parent.mkdir(parents=True)
     source.touch()
     monkeypatch.setattr(environment, "__file__", str(source))
-    assert environment._git() == {"git_commit": None, "git_commit_time": None, "git_dirty": None}
+    known = environment.capture("cpu")["details"]
+    assert (known["git_commit"], known["git_commit_time"], known["git_dirty"]) == (None, None, None)
     git("init")
-    assert environment._git()["git_commit_time"] is None  # no commit yet
+    assert environment.capture("cpu")["details"]["git_commit_time"] is None  # no commit yet
     git("add", ".")
     author, committer = "2026-01-01T00:00:00+02:00", "2026-02-01T01:30:00+02:00"
     git("commit", "-m", "one", GIT_AUTHOR_DATE=author, GIT_COMMITTER_DATE=committer)
-    found = environment._git()
+    body = environment.capture("cpu")
+    found = body["details"]
     assert found["git_commit_time"] == "2026-01-31T23:30:00+00:00"
     assert (len(found["git_commit"]), found["git_dirty"]) == (40, False)
-    body = environment.capture("cpu")
-    assert body["details"]["git_commit_time"] == found["git_commit_time"]
     assert not any(key.startswith("git") for key in body["identity"])
 
 

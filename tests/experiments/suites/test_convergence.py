@@ -90,6 +90,7 @@ def test_seeds_are_outermost_so_that_a_run_may_stop_between_them() -> None:
 
 def test_what_a_verdict_is_judged_by_is_in_the_plan() -> None:
     assert resolve(preset="gpt2").judgement == {"margin": 0.003, "alpha": 0.05, "seeds": 5, "steps": 2035}
+    assert resolve(preset="gpt2-short").judgement == {"margin": 0.02, "alpha": 0.05, "seeds": 14, "steps": 300}
     assert resolve(preset="char").judgement["seeds"] == 8
     mine = resolve(margin=0.5, alpha=0.01, seeds=2, steps=7)
     assert mine.judgement == {"margin": 0.5, "alpha": 0.01, "seeds": 2, "steps": 7}
@@ -127,15 +128,6 @@ def test_the_low_rate_is_all_that_its_preset_changes() -> None:
 
 def test_without_a_preset_a_gpu_has_one_that_its_seeds_can_decide() -> None:
     assert resolve(device="cuda") == resolve(device="cuda", preset="gpt2-short")
-
-
-def test_the_short_check_is_300_steps_of_12288_tokens_of_gpt2() -> None:
-    short = resolve(preset="gpt2-short", device="cuda")
-    p = short.trials[0].problem
-    assert (p["model"], p["steps"], p["warmup"]) == ("gpt2", 300, 60)
-    assert int(str(p["batch"])) * int(str(p["block"])) * int(str(p["accumulate"])) == 12288
-    assert int(str(p["eval_tokens"])) % int(str(p["early_eval_tokens"])) == 0
-    assert (short.judgement["margin"], short.judgement["seeds"]) == (0.02, 14)
 
 
 def test_trials_that_share_a_gpu_say_so() -> None:
