@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from te_bench.cli.options import Alpha, Cache, Data, Device, Only, Timeout, find_gpus
+from te_bench.cli.options import Alpha, Cache, Data, Device, Only, Timeout, find_gpus, said
 from te_bench.experiments.run_options import data_sets, seconds
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _GRAMMAR = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+) ?%", re.ASCII)
 _MOST = 100.0  # %
 OUT = Path("runs") / "gate"
+#: What two revisions are measured with; two runs have been.
+MEASURING = ("head", "suite", "budget", "exit_first", "device", "data", "cache", "out", "timeout")
 UNWRITTEN = 2  # the exit code of what passed and could not be written
 
 Run = Annotated[Path | None, typer.Option(metavar="DIR", help="--out of a run.")]
@@ -137,8 +139,8 @@ def gate(
         raise ValueError("--gates, --at-once and --slower are of --self-test: give that too, or leave them out")
     if (baseline is None) is not (candidate is None):
         raise ValueError(f"--{'baseline' if candidate else 'candidate'} DIR is missing: two runs are compared")
-    if baseline is not None:
-        _nothing_measured(context)
+    if baseline is not None and (measuring := said(context, *MEASURING)):
+        raise ValueError(f"{measuring}: of two revisions that are measured, and --baseline reads two runs; leave out")
     output.check_writable(files)
     if base is not None or self_test:
         out = out.absolute()  # as every path here: each revision works in a folder of its own
@@ -195,18 +197,6 @@ def _one_question(base: str | None, runs: bool, self_test: bool, files: bool) ->
         )
     if self_test and files:
         raise ValueError("--self-test has no --markdown, --junit or --json: its answers are in --out; leave them out")
-
-
-#: What two revisions are measured with; two runs have been.
-MEASURING = ("head", "suite", "budget", "exit_first", "device", "data", "cache", "out", "timeout")
-
-
-def _nothing_measured(context: typer.Context) -> None:
-    sources = {name: context.get_parameter_source(name) for name in MEASURING}
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    if given:
-        options = ", ".join(f"--{name.replace('exit_first', 'exitfirst')}" for name in given)
-        raise ValueError(f"{options}: of two revisions that are measured, and --baseline reads two runs; leave out")
 
 
 def _question(

@@ -71,6 +71,13 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
     return take
 
 
+def said(context: typer.Context, *names: str) -> str:
+    """Those of the options that the command line gives, as it gives them: "--head, --exitfirst"; "" without any."""
+    options = {option.name: option.opts[-1] for option in context.command.params}
+    given = [name for name in names if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    return ", ".join(options[name] for name in given)
+
+
 def find_gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:
     """The GPUs to run on, [] on a CPU. Raises ValueError for GPUs that are not here or that torch can't use."""
     from te_bench.experiments import environment

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from te_bench.cli.options import Device, Fresh, Gpus, Timeout, find_gpus
+from te_bench.cli.options import Device, Fresh, Gpus, Timeout, find_gpus, said
 from te_bench.cli.run import INCOMPLETE, carry_out
 
 if TYPE_CHECKING:
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from te_bench.kernels.measured import Timing
 
 KINDS = ("attention", "gemm", "epilogue", "head")
-ROUNDS = 2
+MEASURING = ("device", "shape", "dtype", "rivals", "rounds", "out", "timeout", "gpus", "fresh")
 
 
 def tune(
+    context: typer.Context,
     what: Annotated[str, typer.Argument(help=f"What to tune: {', '.join(KINDS)}.")],
     device: Device = None,
     shape: Annotated[
@@ -35,7 +36,7 @@ def tune(
     rivals: Annotated[
         str | None, typer.Option(metavar="A,B", help="Backends to measure. Default: all that can.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Processes of each backend and shape, the rivals by turns.")] = ROUNDS,
+    rounds: Annotated[int, typer.Option(help="Processes of each backend and shape, the rivals by turns.")] = 2,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where records go. Default: runs/tune-WHAT.")] = None,
     table: Annotated[
         Path | None,
@@ -68,8 +69,8 @@ def tune(
     _known(path, operator, own)  # before anything is measured
     incomplete = False
     if results:
-        asked = {"rounds": None if rounds == ROUNDS else rounds, "fresh": fresh or None}
-        _refuse(shape=shape, rivals=rivals, dtype=dtype, out=out, device=device, gpus=gpus, **asked)
+        if measuring := said(context, *MEASURING):
+            raise ValueError(f"{measuring} with --from, which measures nothing: leave one of them out")
         found = measured_times.of_results(what, results)
     else:
         directory = out or Path(f"runs/tune-{what}")
@@ -123,13 +124,6 @@ def _lost(before: "Sequence[Timing]", found: "Sequence[Timing]") -> list[str]:
     known = {row.key: row.seconds for row in before}
     gone = [(row, sorted(known.get(row.key, {}).keys() - row.seconds.keys())) for row in found]
     return [f"{label(row)}: no longer in the table: {', '.join(names)}" for row, names in gone if names]
-
-
-def _refuse(**given: object) -> None:
-    """Raise ValueError for an option of a measurement where nothing is measured."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"--{name} with --from, which measures nothing: leave one of them out")
 
 
 def _measure(

@@ -215,7 +215,7 @@ def test_backends_that_a_shape_no_longer_has_are_named(command: Command) -> None
     assert "no longer in the table: flash, math" in done.out
 
 
-@pytest.mark.parametrize("option", [("--rounds", "3"), ("--fresh",), ("--shape", "1,1,16,16,full")])
+@pytest.mark.parametrize("option", [("--rounds", "2"), ("--fresh",), ("--timeout", "9"), ("--shape", "1,1,16,16,full")])
 def test_an_option_of_a_measurement_is_refused_where_nothing_is_measured(command: Command, option: tuple[str]) -> None:
     done = command("tune", "attention", "--from", SPEED, *option)
     assert done.code == 2
