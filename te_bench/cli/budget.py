@@ -9,7 +9,7 @@ from te_bench.cli.options import find_gpus
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options
-    from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine
+    from te_bench.reports.convergence.earlier_runs import Machine
     from te_bench.reports.convergence.forecast import Forecast
 
 
@@ -22,11 +22,12 @@ def resolve_with_seeds(
     timings: Path | None,
     gpus: str | None,
     fresh: bool = False,
-) -> "tuple[Experiment, EarlierRuns | None]":
-    """The experiment, its seeds as many as --budget holds, and what earlier runs recorded: for suites that give a verdict.
+) -> "tuple[Experiment, Forecast | None, str | None]":
+    """The experiment, its seeds as many as --budget holds, what it can conclude, and why a run of it is refused.
 
-    Other suites are resolved as they are asked for. A run that has begun in --out keeps the seeds that it began with.
-    Raises ValueError for --timings of another suite, and as `seeds_of_budget` does.
+    Suites that give no verdict are resolved as they are asked for. A run that has begun in --out keeps the seeds that it
+    began with, and is not refused for its little power. Raises ValueError for --timings of another suite, and as
+    `seeds_of_budget` does.
     """
     from te_bench.experiments.plan import resolve
 
@@ -36,15 +37,17 @@ def resolve_with_seeds(
     if not one.judgement:
         if timings is not None:
             raise ValueError(f"--timings: the suite {suite} gives no verdict to plan for; leave it out")
-        return resolve(suite, asked, only=only) if budget else one, None
+        return resolve(suite, asked, only=only) if budget else one, None, None
     from te_bench.reports.convergence.budget import seeds_of_budget
-    from te_bench.reports.convergence.earlier_runs import read_earlier_runs
+    from te_bench.reports.convergence.earlier_runs import read_earlier_runs, seeds_begun_with
+    from te_bench.reports.convergence.forecast import forecast
 
     earlier = read_earlier_runs(None if fresh else out, timings, _machine(one, asked, gpus))
-    if not budget:
-        return one, earlier
-    seeds = seeds_of_budget(one, asked, earlier, out)
-    return resolve(suite, dataclasses.replace(asked, budget_s=None, seeds=seeds), only=only), earlier
+    if budget:
+        seeds = seeds_of_budget(one, asked, earlier, out)
+        one = resolve(suite, dataclasses.replace(asked, budget_s=None, seeds=seeds), only=only)
+    found = forecast(one, earlier)
+    return one, found, None if seeds_begun_with(one, earlier.journal) else found.refused
 
 
 def trials_at_once(experiment: "Experiment", cores: int) -> int:
@@ -67,15 +70,6 @@ def _machine(experiment: "Experiment", asked: "Options", gpus: str | None) -> "M
     here = environment.capture(device, chosen)["identity"]
     slots = len(chosen) * share or (1 if asked.stop_early else trials_at_once(experiment, here["cores"]))
     return Machine(device=device, chip=chip_of(here), slots=slots, asked=gpus, share=share)
-
-
-def conclusions(experiment: "Experiment", earlier: "EarlierRuns") -> "tuple[Forecast, str | None]":
-    """What the experiment can conclude, and why a run of so little power is refused, unless it has begun."""
-    from te_bench.reports.convergence.earlier_runs import seeds_begun_with
-    from te_bench.reports.convergence.forecast import forecast
-
-    found = forecast(experiment, earlier)
-    return found, None if seeds_begun_with(experiment, earlier.journal) else found.refused
 
 
 def lines(forecast: "Forecast") -> list[str]:

@@ -67,8 +67,9 @@ def plan(
 ) -> None:
     """Show the trials that `run` would do, in order, without doing them."""
     directory = out or Path("runs") / suite
-    experiment, earlier = planned.resolve_with_seeds(suite, only, asked, out=directory, timings=timings, gpus=gpus)
-    forecast, refused = (None, None) if earlier is None else planned.conclusions(experiment, earlier)
+    experiment, forecast, refused = planned.resolve_with_seeds(
+        suite, only, asked, out=directory, timings=timings, gpus=gpus
+    )
     if as_json:
         trials = [{"id": t.id, "name": t.name, **t.to_json()} for t in experiment.trials]
         more = {} if forecast is None else {"judgement": dict(experiment.judgement), **forecast.to_json()}

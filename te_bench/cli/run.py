@@ -45,7 +45,13 @@ def run(
     chosen = find_gpus(asked.device, gpus)
     directory = out or Path("runs") / suite
     own(directory / "report")
-    experiment = _experiment(suite, only, asked, directory, timings, gpus, fresh, underpowered)
+    experiment, forecast, refused = planned.resolve_with_seeds(
+        suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh
+    )
+    if forecast is not None:  # what a verdict can conclude, before hours are spent on it
+        print("\n".join(planned.lines(forecast)))
+    if refused and not underpowered:
+        raise ValueError(refused)
     auto = any(trial.attention == AUTO for trial in experiment.trials)
     machine = environment.capture(asked.device, chosen, by_table=("gemm", "attention") if auto else ("gemm",))
     slots = [gpu["uuid"] for gpu in chosen] * (asked.share or 1) or [None] * planned.trials_at_once(
@@ -106,31 +112,6 @@ def carry_out(
             print(f"\nStopped with {left} trials to go{unchanged}. To go on: te-bench {again}")
             raise typer.Exit(130) from None
         return [store.journal.records[trial.id, here] for trial in trials]
-
-
-def _experiment(
-    suite: str,
-    only: str | None,
-    asked: "Options",
-    directory: Path,
-    timings: Path | None,
-    gpus: str | None,
-    fresh: bool,
-    underpowered: bool,
-) -> "Experiment":
-    """What is to be run; where it gives a verdict, what that can conclude is said before hours are spent on it.
-
-    Raises ValueError for a plan with less than 80 % power, unless it was asked for or has begun.
-    """
-    experiment, earlier = planned.resolve_with_seeds(
-        suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh
-    )
-    if earlier is not None:
-        forecast, refused = planned.conclusions(experiment, earlier)
-        print("\n".join(planned.lines(forecast)))
-        if refused and not underpowered:
-            raise ValueError(refused)
-    return experiment
 
 
 def _finish(directory: Path, records: "list[Record]") -> None:

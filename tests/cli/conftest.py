@@ -1,14 +1,17 @@
 """te-bench as a fixture. Tests of the command line simulate convergence runs as those of the reports do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gates import QUICK
-from in_process import Command
+from in_process import Command, Started
 from revisions import Repository
 
+from te_bench.experiments import runner
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.store import Store
 from te_bench.gate import paired_trial, revisions
 
 
@@ -16,6 +19,19 @@ from te_bench.gate import paired_trial, revisions
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     monkeypatch.chdir(tmp_path)
     return Command(monkeypatch, capsys)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """What trials were to be run by: each run ends, as by Ctrl-C, before its first one."""
+    found: list[Started] = []
+
+    def run(trials: Sequence[Trial], store: Store, environment_id: str, **options: Any) -> None:
+        found.append(Started(trials, dict(store.journal.environments[environment_id]), options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", run)
+    return found
 
 
 @pytest.fixture

@@ -1,18 +1,26 @@
 """te-bench in this process, and a machine with the GPUs that a test wants."""
 
 import sys
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 
 from te_bench import cli
 from te_bench.experiments import environment
+from te_bench.experiments.spec import Trial
 
 
 class Done(NamedTuple):
     code: int
     out: str
     err: str
+
+
+class Started(NamedTuple):
+    trials: Sequence[Trial]
+    environment: dict[str, Any]
+    options: dict[str, Any]
 
 
 class Command:

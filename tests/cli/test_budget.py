@@ -11,7 +11,7 @@ from typing import Any
 
 import journals
 import pytest
-from in_process import Command, gpus
+from in_process import Command, Started, gpus
 
 from te_bench.experiments import environment, plan, runner
 from te_bench.experiments.spec import Options, Record, Trial
@@ -173,20 +173,13 @@ def test_a_pilot_fills_the_gpus_that_are_shared(command: Command, monkeypatch: p
 
 
 def test_a_gpu_that_is_shared_has_as_many_trials(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Command, monkeypatch: pytest.MonkeyPatch, started: list[Started], tmp_path: Path
 ) -> None:
-    given: list[list[str]] = []
-
-    def ran(*_: Any, gpus: list[str], **__: Any) -> None:
-        given.append(gpus)
-        raise KeyboardInterrupt
-
     gpus(monkeypatch, 2)
-    monkeypatch.setattr(runner, "run", ran)
     for number, more in enumerate(((), ("--share", "3"))):
         asked = ("--device", "cuda", "--gpus", "0,1", "--underpowered", *more, "--out", tmp_path / str(number))
         assert command("run", *CONVERGENCE, *asked).code == 130
-    alone, shared = given
+    alone, shared = (run.options["gpus"] for run in started)
     assert (len(set(alone)), len(alone), sorted(shared)) == (2, 2, sorted(3 * alone))
 
 
@@ -318,32 +311,21 @@ def test_holm_s_hardest_step_and_the_looks_are_said(command: Command, pilot: Pat
 
 
 def test_a_run_takes_the_seeds_of_its_budget_and_writes_down_its_looks(
-    command: Command, monkeypatch: pytest.MonkeyPatch, pilot: Path, tmp_path: Path
+    command: Command, started: list[Started], pilot: Path, tmp_path: Path
 ) -> None:
-    asked: dict[str, Any] = {}
-
-    def stop(trials: Sequence[Trial], *positional: object, **options: Any) -> None:
-        asked.update(options, trials=trials)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "run", stop)
     out = tmp_path / "out"
     done = command("run", *CONVERGENCE, "--budget", 6.5 * SEED_S, "--stop-early", "--timings", pilot, "--out", out)
     assert done.code == 130
     assert "What 6 seeds can conclude" in done.out
-    assert len(asked["trials"]) == 6 * 4
+    [run] = started
+    assert len(run.trials) == 6 * 4
     assert load(out).plans[0].judgement == {"margin": 0.01, "alpha": 0.05, "seeds": 6, "steps": 150, "first_look": 4}
-    assert asked["needless"](asked["trials"][0]) is None
+    assert run.options["needless"](run.trials[0]) is None
     assert callable(stopping.stopping_rule("convergence", load(out), "nowhere"))
 
 
-def test_a_run_says_what_its_seeds_can_conclude_before_it_begins(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def stop(*_: object, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "run", stop)
+@pytest.mark.usefixtures("started")
+def test_a_run_says_what_its_seeds_can_conclude_before_it_begins(command: Command, tmp_path: Path) -> None:
     asked = ("--seeds", "3", "--margin", "0.003", "--underpowered", "--out", tmp_path / "out")
     done = command("run", *CONVERGENCE, *asked)
     assert done.code == 130
@@ -353,25 +335,9 @@ def test_a_run_says_what_its_seeds_can_conclude_before_it_begins(
     assert "can conclude" not in quick.out
 
 
-def test_a_plan_without_power_is_refused_unless_it_is_asked_for(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def interrupted(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "run", interrupted)
-    asked = (
-        "run",
-        "convergence",
-        "--device",
-        "cpu",
-        "--data",
-        "random",
-        "--margin",
-        "0.003",
-        "--out",
-        tmp_path / "out",
-    )
+@pytest.mark.usefixtures("started")
+def test_a_plan_without_power_is_refused_unless_it_is_asked_for(command: Command, tmp_path: Path) -> None:
+    asked = ("run", *CONVERGENCE[:5], "--margin", "0.003", "--out", tmp_path / "out")
     refused = command(*asked)
     assert refused.code == 2
     said = " ".join(refused.err.split())

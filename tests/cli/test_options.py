@@ -2,15 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from in_process import Command, gpus
+from in_process import Command, Started, gpus
 
 from te_bench.cli import options
-from te_bench.experiments import environment, runner
+from te_bench.experiments import environment
 from te_bench.experiments.run_options import OPTIONS
-from te_bench.experiments.store import Store
 
 USAGE = [
     (
@@ -113,19 +111,13 @@ def test_all_gpus_are_those_that_an_inherited_choice_leaves(monkeypatch: pytest.
 
 
 def test_a_run_gives_each_child_a_uuid_and_describes_the_gpu_that_was_chosen(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Command, monkeypatch: pytest.MonkeyPatch, started: list[Started], tmp_path: Path
 ) -> None:
     gpus(monkeypatch)
-    seen: dict[str, Any] = {}
-
-    def stop(trials: object, store: Store, environment_id: str, **options: Any) -> None:
-        seen.update(options, described=store.journal.environments[environment_id]["details"]["gpus"])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "run", stop)
     assert command("run", "memory", "--device", "cuda", "--gpus", "1", "--out", tmp_path).code == 130
-    assert seen["gpus"] == ["GPU-b"]
-    assert [gpu["uuid"] for gpu in seen["described"]] == ["GPU-b"]
+    [run] = started
+    assert run.options["gpus"] == ["GPU-b"]
+    assert [gpu["uuid"] for gpu in run.environment["details"]["gpus"]] == ["GPU-b"]
 
 
 def bad_text(folder: Path, kind: str) -> Path:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from convergence_runs import JUDGEMENT, TRUTH, study_of, study_records, write_study
 from driving import PLANTED, rows, te_bench
-from in_process import Command
+from in_process import Command, Started
 from journals import STARTED, environment, record
 
-from te_bench.experiments import runner
 from te_bench.experiments.spec import Experiment, Record
 from te_bench.experiments.store import Plan, Store, load
 from te_bench.reports.analysis.rows import load_results
@@ -217,13 +216,8 @@ def test_the_rule_reads_the_journal_as_it_stands(tmp_path: Path) -> None:
     assert not any(map(stopping.stopping_rule("stress", journal, journal.plans[0].environment), trials))
 
 
-def test_a_run_that_began_without_looks_cannot_get_them_later(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def interrupted(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "run", interrupted)
+@pytest.mark.usefixtures("started")
+def test_a_run_that_began_without_looks_cannot_get_them_later(command: Command, tmp_path: Path) -> None:
     asked = ("run", "convergence", "--device", "cpu", "--data", "random", "--out", tmp_path / "out")
     assert command(*asked).code == 130
     done = command(*asked, "--stop-early")
@@ -234,20 +228,13 @@ def test_a_run_that_began_without_looks_cannot_get_them_later(
 
 
 def test_trials_that_a_look_may_spare_go_one_after_the_other(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Command, monkeypatch: pytest.MonkeyPatch, started: list[Started], tmp_path: Path
 ) -> None:
-    slots: list[list[str | None]] = []
-
-    def noted(*arguments: object, gpus: list[str | None], **options: object) -> None:
-        slots.append(gpus)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "run", noted)
     monkeypatch.setattr("te_bench.experiments.host.cores", lambda: 4)
     asked = ("run", "convergence", "--device", "cpu", "--data", "random", "--seeds", 8, "--out")
     for where, more in (("all", ()), ("early", ("--stop-early",)), ("char", ("--model", "char"))):
         assert command(*asked, tmp_path / where, *more).code == 130
-    assert slots == [[None] * 4, [None], [None]]
+    assert [run.options["gpus"] for run in started] == [[None] * 4, [None], [None]]
 
 
 def test_another_machine_s_plan_does_not_forbid_looks(tmp_path: Path) -> None:

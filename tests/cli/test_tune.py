@@ -23,6 +23,15 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+def own_file(text: str, name: str = "measured.json") -> Path:
+    """A file of the user's own that holds this."""
+    path = measured.user_table()
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    path.with_name(name).write_text(text)
+    return path.with_name(name)
+
+
 def own_table() -> tuple[Timing, ...]:
     path = measured.user_table()
     assert path is not None
@@ -159,11 +168,8 @@ def test_nothing_of_attention_is_no_table(command: Command, tmp_path: Path) -> N
 
 def test_a_table_that_cannot_be_read_is_not_overwritten(command: Command, tmp_path: Path) -> None:
     """The user's own is set aside, and made anew; another file was not meant."""
-    path, notes = measured.user_table(), tmp_path / "notes.txt"
-    assert path is not None
-    path.parent.mkdir(parents=True)
-    for file in (path, notes):
-        file.write_text("my notes")
+    path, notes = own_file("my notes"), tmp_path / "notes.txt"
+    notes.write_text("my notes")
     done = command("tune", "attention", "--from", SPEED)
     assert done.code == 0
     assert f"set aside as {path.with_suffix('.bad')}" in done.out
@@ -176,14 +182,11 @@ def test_a_table_that_cannot_be_read_is_not_overwritten(command: Command, tmp_pa
 
 
 def test_a_bad_row_is_set_aside_and_the_good_ones_stay(command: Command) -> None:
-    path = measured.user_table()
-    assert path is not None
-    path.parent.mkdir(parents=True)
     gemm, attention = (
         dataclasses.replace(measured.read(measured.SHIPPED, name)[0], machine="mine") for name in ("gemm", "attention")
     )
     table = measured.text([gemm, attention]).replace('"dtype": "e4m3"', '"dtype": "e9m9"', 1)
-    path.write_text(table)
+    path = own_file(table)
     done = command("tune", "attention", "--from", SPEED)
     assert done.code == 0, done.err
     assert f"set aside as {path.with_suffix('.bad')}: {path}: row 1 is no measured time" in done.out
@@ -192,24 +195,17 @@ def test_a_bad_row_is_set_aside_and_the_good_ones_stay(command: Command) -> None
 
 
 def test_a_table_of_attention_alone_is_no_matter_of_gemms(command: Command) -> None:
-    path = measured.user_table()
-    assert path is not None
-    path.parent.mkdir(parents=True)
-    older = path.with_name("attention.json")
-    older.write_text("my notes")
+    older = own_file("my notes", "attention.json")
     done = command("tune", "gemm", "--from", SPEED)
     assert "holds no timings of gemm" in done.err
     assert older.read_text() == "my notes"
 
 
 def test_backends_that_a_shape_no_longer_has_are_named(command: Command) -> None:
-    path = measured.user_table()
-    assert path is not None
-    path.parent.mkdir(parents=True)
     row = next(
         row for row in measured.read(measured.SHIPPED, "attention") if row.problem.length == 1024 and row.problem.causal
     )
-    path.write_text(measured.text([dataclasses.replace(row, seconds={**row.seconds, "flash": 1e-3, "math": 1.0})]))
+    own_file(measured.text([dataclasses.replace(row, seconds={**row.seconds, "flash": 1e-3, "math": 1.0})]))
     done = command("tune", "attention", "--from", SPEED)
     assert done.code == 0
     assert "no longer in the table: flash, math" in done.out
@@ -245,19 +241,15 @@ def test_a_cpu_is_measured_and_a_second_time_goes_on(command: Command, tmp_path:
 
 
 def test_a_table_of_attention_alone_is_kept_below_the_new_one(command: Command) -> None:
-    path = measured.user_table()
-    assert path is not None
-    path.parent.mkdir(parents=True)
     shipped = json.loads(measured.text(measured.read(measured.SHIPPED)[:2]))["rows"]
     cells = [
         {name: value for name, value in {**row, "machine": "mine"}.items() if name != "operator"} for row in shipped
     ]
-    older = path.with_name("attention.json")
-    older.write_text(json.dumps({"schema": 1, "cells": cells}))
+    older = own_file(json.dumps({"schema": 1, "cells": cells}), "attention.json")
     assert command("tune", "attention", "--from", SPEED).code == 0
     assert [row.machine for row in own_table()] == ["NVIDIA H200", "mine", "mine"]
     older.write_text("my notes")
-    path.unlink()
+    older.with_name("measured.json").unlink()
     done = command("tune", "attention", "--from", SPEED)
     assert done.code == 0
     assert f"set aside as {older.with_suffix('.bad')}" in done.out
