@@ -1,7 +1,6 @@
 """The experiment that `run` and `plan` are asked for: its seeds from --budget, and what they can conclude."""
 
 import dataclasses
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,11 +69,3 @@ def _machine(experiment: "Experiment", asked: "Options", gpus: str | None) -> "M
     here = environment.capture(device, chosen)["identity"]
     slots = len(chosen) * share or (1 if asked.stop_early else trials_at_once(experiment, here["cores"]))
     return Machine(device=device, chip=chip_of(here), slots=slots, asked=gpus, share=share)
-
-
-def lines(forecast: "Forecast") -> list[str]:
-    """A forecast for a terminal."""
-    from te_bench.reports.page.tables import TERMINAL_WIDTH
-
-    wrapped = (textwrap.wrap(line, TERMINAL_WIDTH, subsequent_indent="    ") for line in forecast.sentences())
-    return [line for lines in wrapped for line in lines]

@@ -5,7 +5,6 @@ import math
 import re
 import signal
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from te_bench.cli.options import Alpha, Cache, Data, Device, Only, Timeout, find_gpus, said
+from te_bench.cli.options import Alpha, Cache, Data, Device, Only, Timeout, find_gpus, said, say
 from te_bench.experiments.run_options import data_sets, seconds
 
 if TYPE_CHECKING:
@@ -271,7 +270,8 @@ def _self_test(
     count = 1 if gates is None else gates
     rates = self_test.run(question, out, machine, gates=count, slower=shares, where=where, say=_say)
     shown = self_test.table(rates)
-    print("\n".join([*tables.terminal(shown), *textwrap.wrap(shown.note, tables.TERMINAL_WIDTH)]))
+    print("\n".join(tables.terminal(shown)))
+    say(shown.note)
     raise typer.Exit(0 if self_test.passed(rates, question.alpha) else 1)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from te_bench.cli import budget as planned
-from te_bench.cli.options import Gpus, Json, Only, Suite, Timings, with_options
+from te_bench.cli.options import Gpus, Json, Only, Suite, Timings, say, with_options
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Options
@@ -78,8 +78,8 @@ def plan(
     for trial in experiment.trials:
         print(trial.id, trial.name)
     print(f"{len(experiment.trials)} trials: {experiment.title}")
-    for line in planned.lines(forecast) if forecast else ():
-        print(line)
+    for sentence in forecast.sentences() if forecast else ():
+        say(sentence, indent="    ")
     if refused:
         print(f"`te-bench run` refuses this plan: {refused}.")
 

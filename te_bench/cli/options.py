@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,6 +77,13 @@ def said(context: typer.Context, *names: str) -> str:
     options = {option.name: option.opts[-1] for option in context.command.params}
     given = [name for name in names if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
     return ", ".join(options[name] for name in given)
+
+
+def say(sentence: str, indent: str = "") -> None:
+    """Print it in as many lines of the reports' width as it takes, those after the first indented."""
+    from te_bench.reports.page.tables import TERMINAL_WIDTH
+
+    print("\n".join(textwrap.wrap(sentence, TERMINAL_WIDTH, subsequent_indent=indent)))
 
 
 def find_gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_bench.cli import budget as planned
-from te_bench.cli.options import Fresh, Gpus, Only, Suite, Timeout, Timings, find_gpus, with_options
+from te_bench.cli.options import Fresh, Gpus, Only, Suite, Timeout, Timings, find_gpus, say, with_options
 
 if TYPE_CHECKING:
     from te_bench.experiments.measurement import Context
@@ -48,8 +47,8 @@ def run(
     experiment, forecast, refused = planned.resolve_with_seeds(
         suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh
     )
-    if forecast is not None:  # what a verdict can conclude, before hours are spent on it
-        print("\n".join(planned.lines(forecast)))
+    for sentence in forecast.sentences() if forecast else ():  # before hours are spent on it
+        say(sentence, indent="    ")
     if refused and not underpowered:
         raise ValueError(refused)
     auto = any(trial.attention == AUTO for trial in experiment.trials)
@@ -128,31 +127,26 @@ def _finish(directory: Path, records: "list[Record]") -> None:
     counts = Counter(record.outcome for record in records)
     print(", ".join(f"{number} {outcome}" for outcome, number in counts.most_common()))
     print(f"report: {index}")
-    for line in _too_few_for_a_gate(directory, records):
-        print(line)
+    _say_too_few_for_a_gate(directory, records)
     failed = [record for record in records if record.outcome not in ("ok", "unsupported", "stopped")]
     if any(record.outcome != "diverged" or not _may_diverge(record) for record in failed):
         raise typer.Exit(INCOMPLETE)
 
 
-def _too_few_for_a_gate(directory: Path, records: "list[Record]") -> list[str]:
+def _say_too_few_for_a_gate(directory: Path, records: "list[Record]") -> None:
     """How to have seeds enough for a gate on these records, where a timed trial has too few."""
     from te_bench.gate.decision import FEWEST
     from te_bench.gate.stored_runs import SEEDS
     from te_bench.reports.analysis.rows import TIMED
-    from te_bench.reports.page.tables import TERMINAL_WIDTH
 
     timed = Counter(r.trial.cell for r in records if r.outcome == "ok" and TIMED.keys() & r.samples.keys())
     seeds = min(timed.values(), default=FEWEST)
-    if seeds >= FEWEST:
-        return []
-    many = f"{seeds} seed{'s' * (seeds > 1)} a trial"
-    return textwrap.wrap(
-        f"To compare these times with another run's by te-bench gate --baseline {shlex.quote(str(directory))}, {many} "
-        f"{'are' if seeds > 1 else 'is'} too few: it takes {FEWEST}, better {SEEDS}. The same command with --seeds {SEEDS} "
-        "adds what is missing.",
-        TERMINAL_WIDTH,
-    )
+    if seeds < FEWEST:
+        many = f"{seeds} seeds a trial are" if seeds > 1 else "1 seed a trial is"
+        say(
+            f"To compare these times with another run's by te-bench gate --baseline {shlex.quote(str(directory))}, {many} "
+            f"too few: it takes {FEWEST}, better {SEEDS}. The same command with --seeds {SEEDS} adds what is missing."
+        )
 
 
 def _may_diverge(record: "Record") -> bool:

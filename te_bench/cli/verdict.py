@@ -1,13 +1,12 @@
 """te-bench verdict: does each FP8 recipe train like bf16, by the records of a run or by a user's own losses."""
 
 import sys
-import textwrap
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from te_bench.cli.options import Alpha, Margin
+from te_bench.cli.options import Alpha, Margin, say
 
 Curves = Annotated[
     list[Path] | None,
@@ -60,7 +59,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
     if not whole and pilots:  # bf16 and A/A, run first to see whether the recipes are worth their time
         for study, found in pilots:
             said = f"No verdict: {study.title} has no recipe yet. bf16 against itself: {found.verdict}, {found.reason}."
-            print("\n".join(textwrap.wrap(said, tables.TERMINAL_WIDTH)))
+            say(said)
         return INCOMPLETE
     if not whole:
         why = "no bf16 control and recipe to compare" if known else "no convergence run"
@@ -72,16 +71,17 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
     for (group, study), one in zip(whole, judged, strict=True):
         if len(whole) > 1:
             print(f"== {study.title}, {group.where}")
-        print("\n".join(textwrap.wrap(one.sentence, tables.TERMINAL_WIDTH)), end="\n\n")
+        say(one.sentence)
+        print()
         brief = verdict_tables.brief(one)
         assert brief is not None
         print("\n".join(tables.terminal(brief)), end="\n\n")
         for finding in one.findings:
             why, name = finding.missing or finding.judgement.reason, finding.arm.name
             said = why if why.startswith(name) else f"{name}: {why}"
-            print("\n".join(textwrap.wrap(said, tables.TERMINAL_WIDTH, subsequent_indent="  ")))
+            say(said, indent="  ")
         for note in (*one.notes, ASSUMPTION):
-            print("\n".join(textwrap.wrap(f"Note: {note}.", tables.TERMINAL_WIDTH, subsequent_indent="  ")))
+            say(f"Note: {note}.", indent="  ")
     return max((one.exit_code for one in judged), key=_SEVERITY.index)
 
 

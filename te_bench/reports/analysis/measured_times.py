@@ -135,10 +135,7 @@ def attention_problem(settings: Mapping[str, Any], dtype: str, device: str) -> P
     """The attention problem of a trial's settings, as workloads/attention.py reads them."""
     window = (settings["window_left"], settings["window_right"]) if "window_left" in settings else None
     return Problem(
-        batch=settings["batch"],
-        heads=settings["heads"],
-        length=settings["length"],
-        head_dim=settings["head_dim"],
+        **{name: settings[name] for name in ("batch", "heads", "length", "head_dim")},
         dtype=dtype,
         causal=bool(settings["causal"]),
         dropout=float(settings.get("dropout") or 0.0),
