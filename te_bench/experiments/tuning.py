@@ -20,13 +20,10 @@ ATTENTION = re.compile(r"(\d+),(\d+)(?:/(\d+))?,(\d+),(\d+),(causal|full|window=
 GEMM = re.compile(r"(\d+),(\d+),(\d+)(?:,(fp8)(,row)?(,promoted)?)?")
 EPILOGUE = re.compile(rf"(\d+),(\d+),(\d+),({table.ACTIVATED}|{table.GRADIENT})")
 HEAD = re.compile(r"(\d+),(\d+),(\d+)(?:/(\d+))?")
-#: (N, D, vocabulary, its rows): GPT-2 124M, 355M and 1.5B.
-GPU_HEADS = [(12288, 768, 50257, 50304), (12288, 1024, 50257, 50304), (8192, 1600, 50257, 50304)]
-CPU_HEADS = [(128, 64, 500, 512)]
-CPU_GEMMS = [
-    GemmShape(m=256, n=512, k=128, dtype="bf16"),
-    GemmShape(m=256, n=512, k=128, dtype="e4m3", scales="tensor", fast_accum=True),
-]
+#: GPT-2 124M, 355M and 1.5B.
+GPU_HEADS = ["12288,768,50257/50304", "12288,1024,50257/50304", "8192,1600,50257/50304"]
+CPU_HEADS = ["128,64,500/512"]
+CPU_GEMM = "256,512,128"
 
 #: {workload: what of its problem names the backend}; of the workload `attention` the trial's attention does.
 SETTINGS = {"gemm": "backend", "linear_cross_entropy": "head"}
@@ -171,17 +168,18 @@ def _settings(shape: GemmShape) -> Settings:
 
 
 def _gemm_defaults(cuda: bool) -> list[Settings]:
-    return [_settings(shape) for shape in (_shipped() if cuda else CPU_GEMMS) if shape.epilogue is None]
+    on_cpu = [gemm_shape(CPU_GEMM), gemm_shape(f"{CPU_GEMM},fp8")]
+    return [shape for shape in _shipped() if "epilogue" not in shape] if cuda else on_cpu
 
 
 def _epilogue_defaults(cuda: bool) -> list[Settings]:
-    on_cpu = [dataclasses.replace(CPU_GEMMS[0], epilogue=name) for name in (table.ACTIVATED, table.GRADIENT)]
-    return [_settings(shape) for shape in (_shipped() if cuda else on_cpu) if shape.epilogue is not None]
+    on_cpu = [epilogue_shape(f"{CPU_GEMM},{name}") for name in (table.ACTIVATED, table.GRADIENT)]
+    return [shape for shape in _shipped() if "epilogue" in shape] if cuda else on_cpu
 
 
-def _shipped() -> list[GemmShape]:
+def _shipped() -> list[Settings]:
     """The shapes of the table that ships."""
-    return list(dict.fromkeys(row.problem for row in measured.read(measured.SHIPPED, "gemm")))
+    return [_settings(shape) for shape in dict.fromkeys(row.problem for row in measured.read(measured.SHIPPED, "gemm"))]
 
 
 def _gemm_backends(settings: Settings) -> list[str]:
@@ -204,9 +202,7 @@ def head_shape(text: str) -> Settings:
 
 
 def _head_defaults(cuda: bool) -> list[Settings]:
-    return [
-        dict(zip(("n", "d", "vocab", "padded"), sizes, strict=True)) for sizes in (GPU_HEADS if cuda else CPU_HEADS)
-    ]
+    return list(map(head_shape, GPU_HEADS if cuda else CPU_HEADS))
 
 
 KINDS = {
