@@ -67,6 +67,21 @@ def _trial(
     )
 
 
+def alone(
+    device: str, workload: str, problem: Settings, attention: str, precision: str, protocol: str, seed: int
+) -> Trial:
+    """A trial of an operator alone; attention: the backend, or NO_ATTENTION."""
+    return Trial(
+        workload=workload,
+        device=device,
+        problem=problem,
+        attention=attention,
+        precision=precision,
+        protocol=protocol,
+        seed=seed,
+    )
+
+
 def corpus_problem(options: Options, data: str, tokenizer: str, block: int) -> Settings:
     """The data part of a training problem, by content: the corpus is read, tokenised into the cache and hashed.
 

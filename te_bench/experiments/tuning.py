@@ -11,6 +11,7 @@ from te_bench import plugins
 from te_bench.experiments import environment, plan
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import DEVICES, NO_ATTENTION, Experiment, Trial
+from te_bench.experiments.suite_trials import alone
 from te_bench.experiments.suites import attention as suite
 from te_bench.kernels import attention, linear_cross_entropy, measured
 from te_bench.kernels.gemm import table
@@ -77,16 +78,9 @@ def experiment(
 
 
 def _trial(workload: str, device: str, problem: Settings, name: str, precision: str, seed: int) -> Trial:
-    setting = SETTINGS.get(workload)
-    return Trial(
-        workload=workload,
-        device=device,
-        problem=problem if setting is None else {**problem, setting: name},
-        attention=name if setting is None else NO_ATTENTION,
-        precision=precision,
-        protocol="kernel",
-        seed=seed,
-    )
+    if setting := SETTINGS.get(workload):
+        return alone(device, workload, {**problem, setting: name}, NO_ATTENTION, precision, "kernel", seed)
+    return alone(device, workload, problem, name, precision, "kernel", seed)
 
 
 # Attention

@@ -2,7 +2,8 @@
 
 from te_bench.experiments import suite_trials
 from te_bench.experiments.problems import Settings
-from te_bench.experiments.spec import Experiment, Options, Trial
+from te_bench.experiments.spec import Experiment, Options
+from te_bench.experiments.suite_trials import alone
 from te_bench.kernels import attention
 
 #: (batch, heads, length, head_dim, causal): the shapes of GPT-2, of a 7B model, and long contexts.
@@ -26,14 +27,14 @@ def experiment(options: Options) -> Experiment:
     dtype = "bf16" if cuda else "fp32"
     shapes = [problem(*shape) for shape in (GPU_SHAPES if cuda else CPU_SHAPES)]
     trials = [
-        _trial(options, "attention", shape, name, dtype, "kernel", seed)
+        alone(options.device, "attention", shape, name, dtype, "kernel", seed)
         for seed in suite_trials.seeds(options, 1)
         for shape in shapes
         for name in attention.names()
         if can_hold(name, shape)
     ]
     numerics = [
-        _trial(options, "attention_numerics", shapes[0], name, precision, "once", seed)
+        alone(options.device, "attention_numerics", shapes[0], name, precision, "once", seed)
         for seed in suite_trials.seeds(options, 1)
         for precision in (("bf16", "fp16", "fp32") if cuda else ("bf16", "fp32"))
         for name in ("math", "flash")
@@ -49,17 +50,3 @@ def can_hold(name: str, problem: Settings) -> bool:
 
 def problem(batch: int, heads: int, length: int, head_dim: int, causal: bool) -> Settings:
     return {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim, "causal": causal}
-
-
-def _trial(
-    options: Options, workload: str, problem: Settings, name: str, dtype: str, protocol: str, seed: int
-) -> Trial:
-    return Trial(
-        workload=workload,
-        device=options.device,
-        problem=problem,
-        attention=name,
-        precision=dtype,
-        protocol=protocol,
-        seed=seed,
-    )

@@ -7,7 +7,7 @@ from te_bench.experiments import environment, suite_trials
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suite_trials import VP, V
-from te_bench.experiments.suites import speed
+from te_bench.experiments.suites import attention, speed
 
 SEEDS = {"cuda": 2, "cpu": 3}  # a third round of GPT-2's took 36 s on an H200, where two take 111 (2026-11-23)
 BLOCK = 64
@@ -53,9 +53,9 @@ def _on_a_cpu(options: Options) -> Experiment:
     configurations += [("flash", VP, "fp32"), ("flash", VP, "bf16"), ("flash", VP, "fp8")]
     problem: Settings = {"model": "tiny", "batch": 2, "block": BLOCK}
     ladder = [
-        suite_trials.step(options, problem, attention, padded, precision, "eager", seed)
+        suite_trials.step(options, problem, *configuration, "eager", seed)
         for seed in suite_trials.seeds(options, SEEDS["cpu"])
-        for attention, padded, precision in configurations
+        for configuration in configurations
     ]
     return Experiment(
         suite="quick",
@@ -88,15 +88,8 @@ def _curves(options: Options) -> list[Trial]:
 
 
 def _numerics(options: Options) -> list[Trial]:
+    problem = attention.problem(1, 4, 256, 64, True)
     return [
-        Trial(
-            workload="attention_numerics",
-            device=options.device,
-            problem={"batch": 1, "heads": 4, "length": 256, "head_dim": 64, "causal": True},
-            attention="flash",
-            precision="bf16",
-            protocol="once",
-            seed=seed,
-        )
+        suite_trials.alone(options.device, "attention_numerics", problem, "flash", "bf16", "once", seed)
         for seed in suite_trials.seeds(options, 1)
     ]
