@@ -53,7 +53,9 @@ def test_other_operators_rows_and_an_old_table_of_attention_stop_no_gemm(own: Pa
         measured.timings("attention")
 
 
-@pytest.mark.parametrize(("operator", "kind"), [("attention", "attention"), ("gemm", "gemm")])
+@pytest.mark.parametrize(
+    ("operator", "kind"), [("attention", "attention"), ("gemm", "gemm"), ("linear_cross_entropy", "head")]
+)
 def test_a_bad_row_is_named_with_the_command_that_measures_it_anew(own: Path, operator: str, kind: str) -> None:
     own.write_text(with_row(measured.text([a_row(torch=1.0)]), BAD % operator))
     with pytest.raises(ValueError, match=rf"measured.json: row 1 is no measured time .* te-bench tune {kind}$"):
