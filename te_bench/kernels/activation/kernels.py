@@ -15,7 +15,7 @@ from torch import Tensor
 from te_bench.kernels.activation import KINDS, width
 from te_bench.kernels.activation.backends.reference import GELU, QGELU
 from te_bench.kernels.launch import launch, rows_contiguous, traits
-from te_bench.kernels.quantize.kernels import add_sums, cast, float32, load_pairs, store, store_t
+from te_bench.kernels.quantize.kernels import add_sums, float32, load_pairs, store_pairs
 from te_bench.kernels.tile import (
     FLOATS,
     FP8,
@@ -199,11 +199,7 @@ def _store_pairs(
 
     0 beyond the edges. data has rows `stride` apart.
     """
-    first, second = cast(a, scale, TARGET), cast(b, scale, TARGET)
-    if data is not None:
-        store(first, second, data, stride, rows, cols, M, WIDTH, POLICY)
-    if data_t is not None:
-        store_t(first, second, data_t, index, cols, M, WIDTH, ROWS, COLUMNS, POLICY)
+    store_pairs(a, b, scale, data, data_t, index, rows, cols, stride, M, WIDTH, TARGET, ROWS, COLUMNS, POLICY)
     if sums is not None:
         tl.store(sums + cols, tl.sum(a.to(tl.float32) + b.to(tl.float32), 0), mask=cols < WIDTH)
     bits = magnitude(larger(a, b).to(tl.float32))
@@ -307,8 +303,8 @@ def forward_quantized(
     dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """data, data_t, scale_inv. x is of half precision, M even where columnwise; in backward_quantized, too."""
     x, f, m = rows_contiguous(x), width(x, kind), x.shape[0]
@@ -343,9 +339,9 @@ def backward_quantized(
     dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
-    column_sum: Tensor | None,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+    column_sum: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     dy, x, f, m = rows_contiguous(dy), rows_contiguous(x), width(x, kind), x.shape[0]
     n = x.shape[1]

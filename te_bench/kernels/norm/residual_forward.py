@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_bench.kernels.launch import launch, rows_contiguous, traits
 from te_bench.kernels.norm.kernels import UNALIGNED, _inverse_root, _parameter
-from te_bench.kernels.quantize.kernels import cast, load_pairs, store, store_t
+from te_bench.kernels.quantize.kernels import load_pairs, store_pairs
 from te_bench.kernels.tile import FLOATS, FP8, empty_pair, larger, magnitude, publish, rounded, seen, tally
 
 # Elements and warps of a program: 8 rows of 768 whole, 56 registers a thread, 2 programs a processor.
@@ -164,11 +164,8 @@ def _add_forward_cast_kernel(
         at = total + (wide + 1) * total_stride + cols[None, :]
         b = tl.load(at, mask=below & inside, other=0.0, eviction_policy="evict_first")
         b = _normed(b, below & inside, mu_b, inverse_b, gamma, beta, RMS, DTYPE)
-        first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
-        if data is not None:
-            store(first, second, data, N, rows, cols, M, N, "")
-        if data_t is not None:
-            store_t(first, second, data_t, tl.program_id(0) * TILES, cols, M, N, ROWS, COLUMNS, "")
+        index = tl.program_id(0) * TILES  # of a tile in this band of rows
+        store_pairs(a, b, factor, data, data_t, index, rows, cols, N, M, N, TARGET, ROWS, COLUMNS, "")
         if amax is not None:
             largest = larger(largest, larger(a, b))
         if counts is not None:
@@ -204,11 +201,7 @@ def _normed_cast_kernel(
     there = (cols < N)[None, :]
     a = _normed(a, (rows < M)[:, None] & there, mu_a, inverse_a, gamma, beta, RMS, DTYPE)
     b = _normed(b, (rows + 1 < M)[:, None] & there, mu_b, inverse_b, gamma, beta, RMS, DTYPE)
-    first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
-    if data is not None:
-        store(first, second, data, N, rows, cols, M, N, "")
-    if data_t is not None:
-        store_t(first, second, data_t, index, cols, M, N, ROWS, COLUMNS, "")
+    store_pairs(a, b, factor, data, data_t, index, rows, cols, N, M, N, TARGET, ROWS, COLUMNS, "")
     largest, tallies = magnitude(larger(a, b).to(tl.float32)), None
     if counts is not None:
         tallies = tally(magnitude(a.to(tl.float32)), factor, TARGET)

@@ -139,6 +139,19 @@ def store_t(a, b, data_t, index, cols, M, N, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
+def store_pairs(
+    a, b, scale, data, data_t, index, rows, cols, stride, M, N,
+    TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """Cast the index-th tile, a its rows 2i and b its rows 2i + 1, into data, whose rows are `stride` apart, and data_t."""
+    first, second = cast(a, scale, TARGET), cast(b, scale, TARGET)
+    if data is not None:
+        store(first, second, data, stride, rows, cols, M, N, POLICY)
+    if data_t is not None:
+        store_t(first, second, data_t, index, cols, M, N, ROWS, COLUMNS, POLICY)
+
+
+@triton.jit
 def publish_excesses(
     x, scale, counts, index, stride, M, N,
     TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VIA: tl.constexpr,
@@ -172,39 +185,13 @@ def _amax_kernel(x, amaxes, stride, M, N, ROWS: tl.constexpr, COLUMNS: tl.conste
     tl.store(amaxes + program, tl.max(magnitude(largest.to(tl.float32))))
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
-def _cast_kernel(
-    x,
-    scale,
-    amaxes,
-    data,
-    data_t,
-    scale_inv,
-    amax,
-    counts,
-    sums,
-    stride,
-    M,
-    N,
-    SHARES: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    TARGET: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    POLICY: tl.constexpr,
+@triton.jit
+def _cast_tile(
+    x, scale, data, data_t, scale_inv, amax, counts, sums, index, stride, M, N,
+    TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr,
     VIA: tl.constexpr,
-):
-    """One tile a program, by a scale given or, where that is None, taken from the SHARES amaxes of _amax_kernel.
-
-    VIA, None or a float: x is rounded to it first.
-    """
-    index = tl.program_id(0)
-    if scale is None:
-        index = tl.num_programs(0) - 1 - index
-        factor = scale_of(tl.max(tl.load(amaxes + tl.arange(0, SHARES))), TARGET, POWER_OF_TWO)
-    else:
-        factor = tl.load(scale)
+):  # fmt: skip
+    """Cast the index-th tile of x, rounded first to VIA unless that is None; add to amax, counts and column sums."""
     before = 0
     if amax is not None:
         before = seen(amax)
@@ -212,12 +199,8 @@ def _cast_kernel(
     if VIA is not None:
         a, b = rounded_by_twos(a.to(tl.float32), VIA), rounded_by_twos(b.to(tl.float32), VIA)
     if index == 0:
-        tl.store(scale_inv, tl.div_rn(1.0, factor))
-    first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
-    if data is not None:
-        store(first, second, data, N, rows, cols, M, N, POLICY)
-    if data_t is not None:
-        store_t(first, second, data_t, index, cols, M, N, ROWS, COLUMNS, POLICY)
+        tl.store(scale_inv, tl.div_rn(1.0, scale))
+    store_pairs(a, b, scale, data, data_t, index, rows, cols, N, M, N, TARGET, ROWS, COLUMNS, POLICY)
     if sums is not None:
         to = sums + (index // tl.cdiv(N, COLUMNS)).to(tl.int64) * N + cols
         tl.store(to, tl.sum(a.to(tl.float32) + b.to(tl.float32), 0), mask=cols < N)
@@ -225,30 +208,29 @@ def _cast_kernel(
         bits = magnitude(larger(a, b).to(tl.float32))
         publish(bits, None, amax, None, before)
         if counts is not None:
-            publish_underflows(a, b, factor, counts, TARGET)
-            if not within(bits, factor, TARGET):
-                publish_excesses(x, factor, counts, index, stride, M, N, TARGET, ROWS, COLUMNS, VIA)
+            publish_underflows(a, b, scale, counts, TARGET)
+            if not within(bits, scale, TARGET):
+                publish_excesses(x, scale, counts, index, stride, M, N, TARGET, ROWS, COLUMNS, VIA)
 
 
-@triton.jit
-def _cast_tile(
-    x, scale, data, data_t, scale_inv, amax, index, stride, M, N,
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _cast_kernel(
+    x, scale, amaxes, data, data_t, scale_inv, amax, counts, sums, stride, M, N,
+    SHARES: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr,
+    VIA: tl.constexpr,
 ):  # fmt: skip
-    """The index-th tile of _cast_kernel with a given scale and nothing but an amax to gather."""
-    factor = tl.load(scale)
-    before = 0
-    if amax is not None:
-        before = seen(amax)
-    a, b, rows, cols = load_pairs(x, index, stride, M, N, ROWS, COLUMNS, VECTOR)
-    if index == 0:
-        tl.store(scale_inv, tl.div_rn(1.0, factor))
-    first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
-    store(first, second, data, N, rows, cols, M, N, POLICY)
-    if data_t is not None:
-        store_t(first, second, data_t, index, cols, M, N, ROWS, COLUMNS, POLICY)
-    if amax is not None:
-        publish(magnitude(larger(a, b).to(tl.float32)), None, amax, None, before)
+    """One tile a program, by a scale given or, where that is None, taken from the SHARES amaxes of _amax_kernel."""
+    index = tl.program_id(0)
+    if scale is None:
+        index = tl.num_programs(0) - 1 - index
+        factor = scale_of(tl.max(tl.load(amaxes + tl.arange(0, SHARES))), TARGET, POWER_OF_TWO)
+    else:
+        factor = tl.load(scale)
+    _cast_tile(
+        x, factor, data, data_t, scale_inv, amax, counts, sums, index, stride, M, N,
+        TARGET, ROWS, COLUMNS, VECTOR, POLICY, VIA,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -261,12 +243,15 @@ def _pair_kernel(
     """x (M, K) by the first programs and w (N, K) by the others."""
     index, tiles = tl.program_id(0), tl.cdiv(M, ROWS) * tl.cdiv(K, COLUMNS)
     if index < tiles:
-        _cast_tile(x, scale, data, data_t, scale_inv, amax, index, stride, M, K, TARGET, ROWS, COLUMNS, VECTOR, POLICY)
+        _cast_tile(
+            x, tl.load(scale), data, data_t, scale_inv, amax, None, None, index, stride, M, K,
+            TARGET, ROWS, COLUMNS, VECTOR, POLICY, None,
+        )  # fmt: skip
     else:
         index -= tiles
         _cast_tile(
-            w, w_scale, w_data, w_data_t, w_scale_inv, w_amax, index, w_stride, N, K,
-            TARGET, ROWS, COLUMNS, VECTOR, POLICY,
+            w, tl.load(w_scale), w_data, w_data_t, w_scale_inv, w_amax, None, None, index, w_stride, N, K,
+            TARGET, ROWS, COLUMNS, VECTOR, POLICY, None,
         )  # fmt: skip
 
 

@@ -324,8 +324,7 @@ def test_what_can_not_run_says_why() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["forward", "forward_quantized", "backward", "backward_quantized"])
 def test_operators(name: str, device: str) -> None:
-    from te_bench.kernels.activation.backends import triton
-
+    activation.load("triton")
     x, dy = draw((6, 16), "swiglu", device=device)
     looks = torch.zeros((), device=device), torch.zeros(3, dtype=torch.int64, device=device)
     cast = (torch.tensor(9.0, device=device), FP8[0], True, False, *looks)
@@ -335,7 +334,7 @@ def test_operators(name: str, device: str) -> None:
         "backward": (dy, x, "swiglu"),
         "backward_quantized": (dy, x, "swiglu", *cast, torch.zeros(32, device=device)),
     }
-    operator = getattr(triton, f"_{name}_op")
+    operator = getattr(torch.ops.te_bench, f"activation_{name}").default
     torch.library.opcheck(operator, arguments[name], test_utils=("test_schema", "test_faketensor"))
 
 

@@ -169,13 +169,12 @@ def check(
     dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
-    *,
-    rows: int = 1,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     counts: Tensor | None = None,
     column_sum: Tensor | None = None,
     via: torch.dtype | None = None,
+    rows: int = 1,
 ) -> None:
     """Raise ValueError unless x is a float (M, N), dtype an FP8 format, a layout asked for, and the buffers fit."""
     if x.dim() != 2 or not x.is_floating_point():
