@@ -14,7 +14,8 @@ from torch import Tensor
 from te_bench.kernels import architecture
 from te_bench.kernels.launch import launch, rows_contiguous, traits
 from te_bench.kernels.norm.kernels import UNALIGNED
-from te_bench.kernels.norm.residual_forward import _float32, _rows
+from te_bench.kernels.norm.residual_forward import _rows
+from te_bench.kernels.quantize.kernels import float32
 from te_bench.kernels.tile import FLOATS, magnitude, publish, rounded
 
 # Elements of a program and of one of its warps: 2 rows of 768, 64 registers a thread. A processor's warps: what
@@ -133,7 +134,7 @@ def backward_rounded(
     resident = max(1, most // warps) * architecture.processors(x.device)
     programs = max(1, min(-(-m // rows), resident))
     own = 1 + biased
-    partials = _float32(x, own + (column_sum is not None), programs, n)
+    partials = float32(x, own + (column_sum is not None), programs, n)
     residual_stride, branch_stride = (0 if t is None else t.stride(0) for t in (residual, branch))
     strides = dy.stride(0), x.stride(0), residual_stride, branch_stride
     key = (
@@ -149,7 +150,7 @@ def backward_rounded(
     }  # fmt: skip
     device = x.get_device()
     launch(_backward_kernel, programs, key, device, args, constants)
-    sums = _float32(x, own, n)
+    sums = float32(x, own, n)
     more = {"SUMMED": column_sum is not None, "ROWS": SUM_ROWS, "COLUMNS": SUM_COLUMNS}
     those = (partials, sums, column_sum, programs, n)
     launch(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_bench.kernels.launch import launch, rows_contiguous, traits
 from te_bench.kernels.norm.kernels import UNALIGNED, _inverse_root, _parameter
-from te_bench.kernels.quantize.kernels import load_pairs, store_pairs
+from te_bench.kernels.quantize.kernels import float32, load_pairs, store_pairs
 from te_bench.kernels.tile import FLOATS, FP8, empty_pair, larger, magnitude, publish, rounded, seen, tally
 
 # Elements and warps of a program: 8 rows of 768 whole, 56 registers a thread, 2 programs a processor.
@@ -216,10 +216,6 @@ def _rows(n: int, elements: int) -> tuple[int, int]:
     return max(1, elements // columns), columns
 
 
-def _float32(x: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
 def add_forward(
     x: Tensor,
     branch: Tensor | None,
@@ -229,16 +225,16 @@ def add_forward(
     zero_centered_gamma: bool,
     kind: str,
     out_dtype: torch.dtype,
-    scale: Tensor | None,
-    target: torch.dtype | None,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    rowwise: bool = False,
+    columnwise: bool = False,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """total, y, data, data_t, scale_inv, mean, rstd; of a target, an FP8 format, no y.
+    """total, y, data, data_t, scale_inv, mean, rstd; of a dtype, an FP8 format, no y.
 
-    M is even where columnwise; out_dtype is of half precision where there is a target.
+    M is even where columnwise; out_dtype is of half precision where there is a dtype.
     """
     x = rows_contiguous(x)
     m, n = x.shape
@@ -246,7 +242,7 @@ def add_forward(
     if branch is not None:
         branch = rows_contiguous(branch)
         total, branch_stride = torch.empty((m, n), dtype=x.dtype, device=x.device), branch.stride(0)
-    mean, rstd = _float32(x, m) if kind == "layernorm" else None, _float32(x, m)
+    mean, rstd = float32(x, m) if kind == "layernorm" else None, float32(x, m)
     stride = x.stride(0)
     constants: dict[str, Any] = {
         "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[out_dtype]
@@ -255,23 +251,23 @@ def add_forward(
         *traits(x, branch, weight, bias, amax),
         *(stride, branch_stride, m, n, zero_centered_gamma, kind, out_dtype),
     )
-    if target is None:
+    if dtype is None:
         rows, columns = _rows(n, FORWARD_ELEMENTS)
         y = torch.empty((m, n), dtype=out_dtype, device=x.device)
         args = x, branch, weight, bias, total, y, mean, rstd, amax, stride, branch_stride, m, float(eps)
         constants |= {"ROWS": rows, "COLUMNS": columns, "num_warps": FORWARD_WARPS}
         launch(_add_forward_kernel, max(1, -(-m // rows)), key, x.get_device(), args, constants)
         return total, y, None, None, None, mean, rstd
-    data, data_t = empty_pair(m, n, x, target, rowwise, columnwise)
-    scale_inv = _float32(x)
-    key = (*key, *traits(scale, counts), target, rowwise, columnwise)
+    data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
+    scale_inv = float32(x)
+    key = (*key, *traits(scale, counts), dtype, rowwise, columnwise)
     layouts = data, data_t, scale_inv
     if n < WIDE:
         casting = (
             *(x, branch, weight, bias, total, scale, *layouts, mean, rstd, amax, counts),
             *(stride, branch_stride, total.stride(0), m, float(eps)),
         )
-        constants |= {"TARGET": FP8[target], **CAST}
+        constants |= {"TARGET": FP8[dtype], **CAST}
         launch(_add_forward_cast_kernel, max(1, -(-m // CAST["ROWS"])), key, x.get_device(), casting, constants)
         return total, None, *layouts, mean, rstd
     rows, columns = _rows(n, LOOK_ELEMENTS)
@@ -279,7 +275,7 @@ def add_forward(
     look = {**constants, "ROWS": rows, "COLUMNS": columns, "num_warps": min(16, max(4, columns // LOOK_PER_WARP))}
     launch(_add_forward_kernel, max(1, -(-m // rows)), key, x.get_device(), looking, look)
     normed = total, weight, bias, scale, *layouts, mean, rstd, amax, counts, total.stride(0), m
-    constants |= {"TARGET": FP8[target], **WIDE_CAST}
+    constants |= {"TARGET": FP8[dtype], **WIDE_CAST}
     grid = max(1, -(-m // WIDE_CAST["ROWS"])) * -(-n // WIDE_CAST["COLUMNS"])
     launch(_normed_cast_kernel, grid, key, x.get_device(), normed, constants)
     return total, None, *layouts, mean, rstd

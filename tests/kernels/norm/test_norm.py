@@ -356,23 +356,17 @@ def test_what_can_not_run_says_why() -> None:
         norm.load("liger").forward_quantized()
 
 
-def operators(case: Case) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    from te_bench.kernels.norm.backends import triton
-
-    _, mean, rstd = REFERENCE.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)
-    forward = (case.x, case.weight, case.bias, EPS, True, case.kind)
-    return {
-        "forward": (triton._forward_op, forward),
-        "backward": (triton._backward_op, (case.dy, case.x, case.weight, mean, rstd, True, case.residual)),
-    }
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", norm.KINDS)
-@pytest.mark.parametrize("name", ["forward", "backward"])
-def test_operators(name: str, kind: str, device: str) -> None:
-    operator, arguments = operators(draw((6, 16), kind, device=device))[name]
-    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+def test_operators(kind: str, device: str) -> None:
+    supported("triton", 16, device)
+    case = draw((6, 16), kind, device=device)
+    _, mean, rstd = REFERENCE.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)
+    forward = (case.x, case.weight, case.bias, EPS, True, case.kind)
+    backward = (case.dy, case.x, case.weight, mean, rstd, True, case.residual)
+    made = torch.ops.te_bench
+    for operator, arguments in ((made.norm_forward, forward), (made.norm_backward, backward)):
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from te_bench.kernels import norm
 from te_bench.kernels.norm import Problem, Residual, residual_forward
-from te_bench.kernels.norm import residual as _residual
 from te_bench.kernels.norm.backends import reference
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize.backends import triton as quantizer
@@ -307,6 +306,7 @@ def test_bad_input(name: str) -> None:
 @pytest.mark.parametrize("target", [None, E4M3], ids=str)
 @pytest.mark.parametrize("kind", norm.KINDS)
 def test_operators(kind: str, target: torch.dtype | None, device: str) -> None:
+    residual("triton", device)
     case = draw((6, 16), kind, device=device)
     seen = looks(case)
     total, _, mean, rstd = REFERENCE.add_forward(
@@ -319,8 +319,9 @@ def test_operators(kind: str, target: torch.dtype | None, device: str) -> None:
         *(case.dy, total, case.weight, mean, rstd, True, case.above, case.bias is not None, BF16),
         *(seen["amax"], seen["column_sum"]),
     )
-    for operator, arguments in ((_residual._add_forward_op, forward), (_residual._backward_op, backward)):
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    made = torch.ops.te_bench
+    for operator, arguments in ((made.norm_add_forward, forward), (made.norm_backward_rounded, backward)):
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("device", DEVICES)
