@@ -20,51 +20,59 @@ UNALIGNED = ["scale", "amax", "counts"]
 
 
 @triton.jit
-def _inverse_root(variance, eps):
+def inverse_root(variance, eps):
     return tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
 
 
 @triton.jit
-def _parameter(at, cols, N, CENTRED: tl.constexpr):
+def load_parameter(at, cols, N, CENTRED: tl.constexpr):
     """Columns of a weight or a bias, float32, (1, columns), and 1 more where CENTRED."""
     found = tl.load(at + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     return found + 1.0 if CENTRED else found
 
 
 @triton.jit
-def _forward_kernel(
-    x,
-    weight,
-    bias,
-    y,
-    mean,
-    rstd,
-    stride,
-    M,
-    eps,
-    N: tl.constexpr,
-    RMS: tl.constexpr,
-    CENTRED_GAMMA: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """ROWS whole rows a program, in registers: x is read once."""
+def normalize_rows(
+    x, branch, weight, bias, total, mean, rstd, stride, branch_stride, M, eps,
+    N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """total := x + branch and its mean and rstd, of ROWS whole rows in registers, x itself where branch is None.
+
+    norm(total) in float32, the offsets of its rows, its columns and its mask.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLUMNS)
-    inside = (cols < N)[None, :]
-    mask = (rows < M)[:, None] & inside
-    centred = tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    col_mask = (cols < N)[None, :]
+    row = rows.to(tl.int64)[:, None]
+    mask = (rows < M)[:, None] & col_mask
+    centred = tl.load(x + row * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if branch is not None:
+        centred += tl.load(branch + row * branch_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        stored = rounded(centred, total.dtype.element_ty)
+        tl.store(total + row * N + cols[None, :], stored, mask=mask)
+        centred = stored.to(tl.float32)
     if not RMS:
-        mu = tl.div_rn(tl.sum(centred, 1), float(N))  # a plain / may be two roundings off
-        tl.store(mean + rows, mu, mask=rows < M)
-        centred = tl.where(inside, centred - mu[:, None], 0.0)
-    inverse = _inverse_root(tl.sum(centred * centred, 1) / N, eps)
-    tl.store(rstd + rows, inverse, mask=rows < M)
-    out = centred * inverse[:, None] * _parameter(weight, cols, N, CENTRED_GAMMA)
+        row_mean = tl.div_rn(tl.sum(centred, 1), float(N))  # a plain / may be two roundings off
+        tl.store(mean + rows, row_mean, mask=rows < M)
+        centred = tl.where(col_mask, centred - row_mean[:, None], 0.0)
+    row_rstd = inverse_root(tl.sum(centred * centred, 1) / N, eps)
+    tl.store(rstd + rows, row_rstd, mask=rows < M)
+    y = centred * row_rstd[:, None] * load_parameter(weight, cols, N, CENTRED_GAMMA)
     if bias is not None:
-        out += _parameter(bias, cols, N, False)
-    tl.store(y + rows.to(tl.int64)[:, None] * N + cols[None, :], rounded(out, DTYPE), mask=mask)
+        y += load_parameter(bias, cols, N, False)
+    return y, row, cols, mask
+
+
+@triton.jit
+def _forward_kernel(
+    x, weight, bias, y, mean, rstd, stride, M, eps,
+    N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    out, row, cols, mask = normalize_rows(
+        x, None, weight, bias, None, mean, rstd, stride, 0, M, eps, N, RMS, CENTRED_GAMMA, ROWS, COLUMNS
+    )
+    tl.store(y + row * N + cols[None, :], rounded(out, DTYPE), mask=mask)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels.launch import launch, rows_contiguous, traits
-from te_bench.kernels.norm.kernels import UNALIGNED, _inverse_root, _parameter
+from te_bench.kernels.norm.kernels import UNALIGNED, inverse_root, load_parameter, normalize_rows
 from te_bench.kernels.quantize.kernels import float32, load_pairs, store_pairs
 from te_bench.kernels.tile import FLOATS, FP8, empty_pair, larger, magnitude, publish, rounded, seen, tally
 
@@ -40,69 +40,52 @@ def _add_forward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """total := x + branch; y := norm(total). A branch of None: total is x. A y of None: the statistics alone."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, COLUMNS)
-    inside = (cols < N)[None, :]
-    wide = rows.to(tl.int64)[:, None]
-    mask = (rows < M)[:, None] & inside
-    centred = tl.load(x + wide * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    if branch is not None:
-        centred += tl.load(branch + wide * branch_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        kept = rounded(centred, total.dtype.element_ty)
-        tl.store(total + wide * N + cols[None, :], kept, mask=mask)
-        centred = kept.to(tl.float32)
-    if not RMS:
-        mu = tl.div_rn(tl.sum(centred, 1), float(N))
-        tl.store(mean + rows, mu, mask=rows < M)
-        centred = tl.where(inside, centred - mu[:, None], 0.0)
-    inverse = _inverse_root(tl.sum(centred * centred, 1) / N, eps)
-    tl.store(rstd + rows, inverse, mask=rows < M)
+    out, row, cols, mask = normalize_rows(
+        x, branch, weight, bias, total, mean, rstd, stride, branch_stride, M, eps, N, RMS, CENTRED_GAMMA, ROWS, COLUMNS
+    )
     if y is not None:
-        out = centred * inverse[:, None] * _parameter(weight, cols, N, CENTRED_GAMMA)
-        if bias is not None:
-            out += _parameter(bias, cols, N, False)
         out = rounded(out, DTYPE)
-        tl.store(y + wide * N + cols[None, :], out, mask=mask)
+        tl.store(y + row * N + cols[None, :], out, mask=mask)
         if amax is not None:
             publish(tl.where(mask, magnitude(out.to(tl.float32)), 0), None, amax, None)
 
 
 @triton.jit
-def _summed(x, branch, total, stride, branch_stride, wide, cols, mask, N):
+def _add_tile(x, branch, total, stride, branch_stride, row, cols, mask, N):
     """total := x + branch of a tile of rows `wide`, and what was stored, in float32; x itself without a branch."""
     if branch is None:
-        return tl.load(x + wide * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        return tl.load(x + row * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     else:  # what is not read again makes room for what is
-        v = tl.load(x + wide * stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-        at = branch + wide * branch_stride + cols[None, :]
+        v = tl.load(x + row * stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        at = branch + row * branch_stride + cols[None, :]
         v = v.to(tl.float32) + tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         kept = rounded(v, total.dtype.element_ty)
-        tl.store(total + wide * N + cols[None, :], kept, mask=mask)
+        tl.store(total + row * N + cols[None, :], kept, mask=mask)
         return kept.to(tl.float32)
 
 
 @triton.jit
-def _statistics(v, mu, squares, start, count, inside, RMS: tl.constexpr):
+def _update_statistics(v, row_mean, squares, start, count, col_mask, RMS: tl.constexpr):
     """Mean and sum of squares around it, of `start` columns before, with those of v, `count` columns.
 
     Chan, Golub, LeVeque 1983: tiles' means and squares combine without the cancellation of E[x^2] - E[x]^2.
     """
     if not RMS:
         part = tl.sum(v, 1) / count
-        v = tl.where(inside, v - part[:, None], 0.0)
-        step = part - mu
+        v = tl.where(col_mask, v - part[:, None], 0.0)
+        step = part - row_mean
         share = count / (start + count)
-        mu += step * share
+        row_mean += step * share
         squares += step * step * (start * share)
-    return mu, squares + tl.sum(v * v, 1)
+    return row_mean, squares + tl.sum(v * v, 1)
 
 
 @triton.jit
-def _normed(v, mask, mu, inverse, gamma, beta, RMS: tl.constexpr, DTYPE: tl.constexpr):
+def _normalize(v, mask, row_mean, inverse, gamma, beta, RMS: tl.constexpr, DTYPE: tl.constexpr):
     """norm of a tile v by its rows' statistics, rounded to DTYPE; 0 outside the mask."""
     v = v.to(tl.float32)
     if not RMS:
-        v -= mu[:, None]
+        v -= row_mean[:, None]
     v = v * inverse[:, None] * gamma
     if beta is not None:
         v += beta
@@ -123,27 +106,27 @@ def _add_forward_cast_kernel(
     HALF: tl.constexpr = ROWS // 2
     TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     rows = tl.program_id(0) * ROWS + 2 * tl.arange(0, HALF)
-    wide = rows.to(tl.int64)[:, None]
-    here, below = (rows < M)[:, None], (rows + 1 < M)[:, None]
+    row = rows.to(tl.int64)[:, None]
+    mask_a, mask_b = (rows < M)[:, None], (rows + 1 < M)[:, None]
     before = 0
     if amax is not None:
         before = seen(amax)
-    mu_a, squares_a = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
-    mu_b, squares_b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+    mean_a, squares_a = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+    mean_b, squares_b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     for start in tl.range(0, N, COLUMNS, num_stages=1):
         cols = tl.max_contiguous(start + tl.arange(0, COLUMNS), [4])  # 16 bytes of float32 a thread
-        inside = (cols < N)[None, :]
+        col_mask = (cols < N)[None, :]
         count = tl.minimum(N - start, COLUMNS).to(tl.float32)
-        a = _summed(x, branch, total, stride, branch_stride, wide, cols, here & inside, N)
-        b = _summed(x, branch, total, stride, branch_stride, wide + 1, cols, below & inside, N)
-        mu_a, squares_a = _statistics(a, mu_a, squares_a, start, count, inside, RMS)
-        mu_b, squares_b = _statistics(b, mu_b, squares_b, start, count, inside, RMS)
-    inverse_a, inverse_b = _inverse_root(squares_a / N, eps), _inverse_root(squares_b / N, eps)
-    tl.store(rstd + rows, inverse_a, mask=rows < M)
-    tl.store(rstd + rows + 1, inverse_b, mask=rows + 1 < M)
+        a = _add_tile(x, branch, total, stride, branch_stride, row, cols, mask_a & col_mask, N)
+        b = _add_tile(x, branch, total, stride, branch_stride, row + 1, cols, mask_b & col_mask, N)
+        mean_a, squares_a = _update_statistics(a, mean_a, squares_a, start, count, col_mask, RMS)
+        mean_b, squares_b = _update_statistics(b, mean_b, squares_b, start, count, col_mask, RMS)
+    rstd_a, rstd_b = inverse_root(squares_a / N, eps), inverse_root(squares_b / N, eps)
+    tl.store(rstd + rows, rstd_a, mask=rows < M)
+    tl.store(rstd + rows + 1, rstd_b, mask=rows + 1 < M)
     if not RMS:
-        tl.store(mean + rows, mu_a, mask=rows < M)
-        tl.store(mean + rows + 1, mu_b, mask=rows + 1 < M)
+        tl.store(mean + rows, mean_a, mask=rows < M)
+        tl.store(mean + rows + 1, mean_b, mask=rows + 1 < M)
 
     factor = tl.load(scale)
     if tl.program_id(0) == 0:
@@ -154,16 +137,16 @@ def _add_forward_cast_kernel(
     for i in tl.range(0, TILES, num_stages=1):
         tile = TILES - 1 - i  # backwards: the last written is the likeliest in the L2
         cols = tl.max_contiguous(tile * COLUMNS + tl.arange(0, COLUMNS), [4])
-        inside = (cols < N)[None, :]
-        gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), None
+        col_mask = (cols < N)[None, :]
+        gamma, beta = load_parameter(weight, cols, N, CENTRED_GAMMA), None
         if bias is not None:
-            beta = _parameter(bias, cols, N, False)
-        at = total + wide * total_stride + cols[None, :]
-        a = tl.load(at, mask=here & inside, other=0.0, eviction_policy="evict_first")
-        a = _normed(a, here & inside, mu_a, inverse_a, gamma, beta, RMS, DTYPE)
-        at = total + (wide + 1) * total_stride + cols[None, :]
-        b = tl.load(at, mask=below & inside, other=0.0, eviction_policy="evict_first")
-        b = _normed(b, below & inside, mu_b, inverse_b, gamma, beta, RMS, DTYPE)
+            beta = load_parameter(bias, cols, N, False)
+        at = total + row * total_stride + cols[None, :]
+        a = tl.load(at, mask=mask_a & col_mask, other=0.0, eviction_policy="evict_first")
+        a = _normalize(a, mask_a & col_mask, mean_a, rstd_a, gamma, beta, RMS, DTYPE)
+        at = total + (row + 1) * total_stride + cols[None, :]
+        b = tl.load(at, mask=mask_b & col_mask, other=0.0, eviction_policy="evict_first")
+        b = _normalize(b, mask_b & col_mask, mean_b, rstd_b, gamma, beta, RMS, DTYPE)
         index = tl.program_id(0) * TILES  # of a tile in this band of rows
         store_pairs(a, b, factor, data, data_t, index, rows, cols, N, M, N, TARGET, ROWS, COLUMNS, "")
         if amax is not None:
@@ -189,18 +172,18 @@ def _normed_cast_kernel(
     factor = tl.load(scale)
     if index == 0:
         tl.store(scale_inv, tl.div_rn(1.0, factor))
-    gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), None
+    gamma, beta = load_parameter(weight, cols, N, CENTRED_GAMMA), None
     if bias is not None:
-        beta = _parameter(bias, cols, N, False)
-    mu_a, mu_b = None, None
+        beta = load_parameter(bias, cols, N, False)
+    mean_a, mean_b = None, None
     if not RMS:
-        mu_a = tl.load(mean + rows, mask=rows < M, other=0.0)
-        mu_b = tl.load(mean + rows + 1, mask=rows + 1 < M, other=0.0)
-    inverse_a = tl.load(rstd + rows, mask=rows < M, other=0.0)
-    inverse_b = tl.load(rstd + rows + 1, mask=rows + 1 < M, other=0.0)
-    there = (cols < N)[None, :]
-    a = _normed(a, (rows < M)[:, None] & there, mu_a, inverse_a, gamma, beta, RMS, DTYPE)
-    b = _normed(b, (rows + 1 < M)[:, None] & there, mu_b, inverse_b, gamma, beta, RMS, DTYPE)
+        mean_a = tl.load(mean + rows, mask=rows < M, other=0.0)
+        mean_b = tl.load(mean + rows + 1, mask=rows + 1 < M, other=0.0)
+    rstd_a = tl.load(rstd + rows, mask=rows < M, other=0.0)
+    rstd_b = tl.load(rstd + rows + 1, mask=rows + 1 < M, other=0.0)
+    col_mask = (cols < N)[None, :]
+    a = _normalize(a, (rows < M)[:, None] & col_mask, mean_a, rstd_a, gamma, beta, RMS, DTYPE)
+    b = _normalize(b, (rows + 1 < M)[:, None] & col_mask, mean_b, rstd_b, gamma, beta, RMS, DTYPE)
     store_pairs(a, b, factor, data, data_t, index, rows, cols, N, M, N, TARGET, ROWS, COLUMNS, "")
     largest, tallies = magnitude(larger(a, b).to(tl.float32)), None
     if counts is not None:
