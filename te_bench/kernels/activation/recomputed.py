@@ -19,7 +19,7 @@ from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.backends import triton as quantizer
 from te_bench.kernels.quantize.kernels import add_sums, cast, float32, load_pairs, store_t
-from te_bench.kernels.tile import FP8, empty_pair, rounded_by_twos, seen
+from te_bench.kernels.tile import FP8, empty_pair, read_amax, rounded_by_twos
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _recomputing_cast_kernel(
     factor, by = tl.load(scale), tl.load(value_scale)
     before = 0
     if amax is not None:
-        before = seen(amax)
+        before = read_amax(amax)
     a, b, rows, cols = load_pairs(x, index, stride, M, WIDTH, ROWS, COLUMNS, VECTOR)
     a_dy, b_dy, _, _ = load_pairs(dy, index, dy_stride, M, WIDTH, ROWS, COLUMNS, VECTOR)
     if index == 0:

@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The norms' Triton kernels and their launchers.
 
-Statistics are in float32 and around the mean. With a branch added or a cast to FP8 in the same pass: _residual_kernels.
+Statistics are in float32 and around the mean. With a branch added or a cast to FP8 in the same pass: residual_forward.py.
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -27,8 +28,8 @@ def inverse_root(variance, eps):
 @triton.jit
 def load_parameter(at, cols, N, CENTRED: tl.constexpr):
     """Columns of a weight or a bias, float32, (1, columns), and 1 more where CENTRED."""
-    found = tl.load(at + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    return found + 1.0 if CENTRED else found
+    parameter = tl.load(at + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    return parameter + 1.0 if CENTRED else parameter
 
 
 @triton.jit
@@ -106,23 +107,23 @@ def _backward_kernel(
     dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in tl.range(program * ROWS, M, programs * ROWS, num_stages=2):
         rows = start + tl.arange(0, ROWS)
-        wide = rows.to(tl.int64)[:, None]
+        row = rows.to(tl.int64)[:, None]
         mask = (rows < M)[:, None] & (cols < N)[None, :]
-        inverse = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
-        xhat = tl.load(x + wide * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        d = tl.load(dy + wide * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        row_rstd = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
+        xhat = tl.load(x + row * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dy + row * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if not RMS:
             xhat -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
-        xhat *= inverse  # of no consequence outside the mask, where d is 0
+        xhat *= row_rstd  # of no consequence outside the mask, where d is 0
         g = d * gamma[None, :]
         out = g - xhat * (tl.sum(g * xhat, 1) / N)[:, None]
         if not RMS:
             out -= (tl.sum(g, 1) / N)[:, None]
             dbias += d
-        out *= inverse
+        out *= row_rstd
         if residual is not None:
-            out += tl.load(residual + wide * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx + wide * N + cols[None, :], rounded(out, DTYPE), mask=mask)
+            out += tl.load(residual + row * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + row * N + cols[None, :], rounded(out, DTYPE), mask=mask)
         dweight += d * xhat
     tl.store(partials + program * N + cols, tl.sum(dweight, 0), mask=cols < N)
     if not RMS:
@@ -137,6 +138,11 @@ def _whole_rows(n: int, per_warp: int) -> tuple[int, int, int]:
     return rows, columns, max(4, rows * columns // per_warp)
 
 
+def constants_of(n: int, rms: bool, zero_centered_gamma: bool, dtype: torch.dtype, **more: Any) -> dict[str, Any]:
+    """What every norm's kernel is compiled with; dtype is that of what it rounds."""
+    return {"N": n, "RMS": rms, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[dtype], **more}
+
+
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -149,10 +155,7 @@ def forward(
     stride = x.stride(0)
     key = (*traits(x, weight, bias), stride, m, n, zero_centered_gamma, kind)
     args = (x, weight, bias, y, mean, rstd, stride, m, float(eps))
-    constants = {
-        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[x.dtype],
-        "ROWS": rows, "COLUMNS": columns, "num_warps": warps,
-    }  # fmt: skip
+    constants = constants_of(n, mean is None, zero_centered_gamma, x.dtype, ROWS=rows, COLUMNS=columns, num_warps=warps)
     launch(_forward_kernel, -(-m // rows), key, x.get_device(), args, constants)
     return y, mean, rstd
 
@@ -180,10 +183,7 @@ def backward(
         *(dy_stride, stride, residual_stride, m, n, zero_centered_gamma),
     )
     args = (dy, x, weight, mean, rstd, residual, dx, partials, dy_stride, stride, residual_stride, m)
-    constants = {
-        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[x.dtype],
-        "ROWS": rows, "COLUMNS": columns, "num_warps": warps,
-    }  # fmt: skip
+    constants = constants_of(n, mean is None, zero_centered_gamma, x.dtype, ROWS=rows, COLUMNS=columns, num_warps=warps)
     launch(_backward_kernel, programs, key, x.get_device(), args, constants)
     sums = partials.sum(1).to(weight.dtype)
     return dx, sums[0], None if mean is None else sums[1]

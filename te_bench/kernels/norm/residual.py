@@ -71,11 +71,11 @@ def add_forward_quantized(
         total, y, mean, rstd = add_forward(x, branch, weight, bias, **options)
         return total, quantizer.scaled(y, **cast), mean, rstd
     run = _add_forward_op if torch.compiler.is_compiling() else residual_forward.add_forward
-    total, _, data, data_t, inverse, mean, rstd = run(
+    total, _, data, data_t, scale_inv, mean, rstd = run(
         x, branch, weight, bias, eps, zero_centered_gamma, kind, via, **cast
     )
     layout = Layout(dtype, TENSOR, torch.float32)
-    packed = quantizer.wrap(rowwise, columnwise, data, data_t, inverse, inverse, layout=layout)
+    packed = quantizer.wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv, layout=layout)
     return x if branch is None else total, packed, mean if kind == "layernorm" else None, rstd
 
 

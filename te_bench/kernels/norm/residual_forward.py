@@ -3,10 +3,8 @@
 
 The stream and a branch are added, normalised and rounded while a row is in registers. In FP8 it goes by tiles, once for the
 sum and its statistics, once to normalise and cast: the sum, just written, comes from the L2, and 32 rows make whole sectors
-of the transposed layout. For 12288 x 768 that takes 36 us, whole rows in registers took 47 (H200, 2026-11-21).
-Wide rows go by two kernels, for 32 of them a program are too few programs: 63 us at 8192 x 4096 where the best of 54 tiles
-of one kernel took 72, 81 for 158 where saturations are counted; at 12288 x 768 two take 25 for 22 (bf16 without a branch,
-H200, 2026-11-22).
+of the transposed layout. Wide rows go by two kernels, for 32 of them a program are too few programs. Measured times:
+docs/performance.md.
 """
 
 import functools
@@ -18,18 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels.launch import launch, rows_contiguous, traits
-from te_bench.kernels.norm.kernels import UNALIGNED, inverse_root, load_parameter, normalize_rows
+from te_bench.kernels.norm.kernels import UNALIGNED, constants_of, inverse_root, load_parameter, normalize_rows
 from te_bench.kernels.quantize.kernels import float32, load_pairs, store_pairs
-from te_bench.kernels.tile import FLOATS, FP8, empty_pair, larger, magnitude, publish, rounded, seen, tally
+from te_bench.kernels.tile import FP8, empty_pair, larger, magnitude, publish, read_amax, rounded, tally
 
 # Elements and warps of a program: 8 rows of 768 whole, 56 registers a thread, 2 programs a processor.
 FORWARD_ELEMENTS, FORWARD_WARPS = 8192, 16
-# In FP8: the fastest of 8 tiles swept, by 3 to 22 % (H200, 2026-11-21).
+# In FP8; the fastest of a sweep on an H200.
 CAST = {"ROWS": 32, "COLUMNS": 128, "num_warps": 8}
 # Of so many columns and more: elements of a program of the first kernel, a whole row at least, and of one of its warps; and
-# the second's tile. The fastest of 7, by up to 17 %, and within 1 % of the fastest of the 24 that benchmarks/norm_tiles.py
-# sweeps (8192 x 4096; H200, 2026-11-22).
-WIDE, LOOK_ELEMENTS, LOOK_PER_WARP = 2048, 2048, 1024
+# the second's tile, by benchmarks/norm_tiles.py on an H200.
+WIDE, SUM_ELEMENTS, SUM_PER_WARP = 2048, 2048, 1024
 WIDE_CAST: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "VECTOR": 8, "num_warps": 4}
 
 
@@ -52,16 +49,16 @@ def _add_forward_kernel(
 
 @triton.jit
 def _add_tile(x, branch, total, stride, branch_stride, row, cols, mask, N):
-    """total := x + branch of a tile of rows `wide`, and what was stored, in float32; x itself without a branch."""
+    """total := x + branch of a tile, and what was stored, in float32; x itself without a branch."""
     if branch is None:
         return tl.load(x + row * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     else:  # what is not read again makes room for what is
         v = tl.load(x + row * stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         at = branch + row * branch_stride + cols[None, :]
         v = v.to(tl.float32) + tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        kept = rounded(v, total.dtype.element_ty)
-        tl.store(total + row * N + cols[None, :], kept, mask=mask)
-        return kept.to(tl.float32)
+        stored = rounded(v, total.dtype.element_ty)
+        tl.store(total + row * N + cols[None, :], stored, mask=mask)
+        return stored.to(tl.float32)
 
 
 @triton.jit
@@ -81,12 +78,12 @@ def _update_statistics(v, row_mean, squares, start, count, col_mask, RMS: tl.con
 
 
 @triton.jit
-def _normalize(v, mask, row_mean, inverse, gamma, beta, RMS: tl.constexpr, DTYPE: tl.constexpr):
+def _normalize(v, mask, row_mean, row_rstd, gamma, beta, RMS: tl.constexpr, DTYPE: tl.constexpr):
     """norm of a tile v by its rows' statistics, rounded to DTYPE; 0 outside the mask."""
     v = v.to(tl.float32)
     if not RMS:
         v -= row_mean[:, None]
-    v = v * inverse[:, None] * gamma
+    v = v * row_rstd[:, None] * gamma
     if beta is not None:
         v += beta
     return rounded(tl.where(mask, v, 0.0), DTYPE)
@@ -110,7 +107,7 @@ def _add_forward_cast_kernel(
     mask_a, mask_b = (rows < M)[:, None], (rows + 1 < M)[:, None]
     before = 0
     if amax is not None:
-        before = seen(amax)
+        before = read_amax(amax)
     mean_a, squares_a = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     mean_b, squares_b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     for start in tl.range(0, N, COLUMNS, num_stages=1):
@@ -167,7 +164,7 @@ def _normed_cast_kernel(
     index = tl.program_id(0)
     before = 0
     if amax is not None:
-        before = seen(amax)
+        before = read_amax(amax)
     a, b, rows, cols = load_pairs(total, index, stride, M, N, ROWS, COLUMNS, VECTOR)
     factor = tl.load(scale)
     if index == 0:
@@ -227,9 +224,7 @@ def add_forward(
         total, branch_stride = torch.empty((m, n), dtype=x.dtype, device=x.device), branch.stride(0)
     mean, rstd = float32(x, m) if kind == "layernorm" else None, float32(x, m)
     stride = x.stride(0)
-    constants: dict[str, Any] = {
-        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[out_dtype]
-    }  # fmt: skip
+    constants = constants_of(n, mean is None, zero_centered_gamma, out_dtype)
     key = (
         *traits(x, branch, weight, bias, amax),
         *(stride, branch_stride, m, n, zero_centered_gamma, kind, out_dtype),
@@ -253,9 +248,9 @@ def add_forward(
         constants |= {"TARGET": FP8[dtype], **CAST}
         launch(_add_forward_cast_kernel, max(1, -(-m // CAST["ROWS"])), key, x.get_device(), casting, constants)
         return total, None, *layouts, mean, rstd
-    rows, columns = _rows(n, LOOK_ELEMENTS)
+    rows, columns = _rows(n, SUM_ELEMENTS)
     looking = x, branch, weight, bias, total, None, mean, rstd, None, stride, branch_stride, m, float(eps)
-    look = {**constants, "ROWS": rows, "COLUMNS": columns, "num_warps": min(16, max(4, columns // LOOK_PER_WARP))}
+    look = {**constants, "ROWS": rows, "COLUMNS": columns, "num_warps": min(16, max(4, columns // SUM_PER_WARP))}
     launch(_add_forward_kernel, max(1, -(-m // rows)), key, x.get_device(), looking, look)
     normed = total, weight, bias, scale, *layouts, mean, rstd, amax, counts, total.stride(0), m
     constants |= {"TARGET": FP8[dtype], **WIDE_CAST}

@@ -6,31 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_checks import assert_as_good, assert_quantized_alike, codes, of_copy
+from kernel_checks import DEVICES, assert_as_good, assert_quantized_alike, codes, of_copy, supported
 from torch import Tensor
 
 from te_bench.kernels import norm
-from te_bench.kernels.norm import Problem, Residual, residual_forward
+from te_bench.kernels.norm import Residual, residual_forward
 from te_bench.kernels.norm.backends import reference
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize.backends import triton as quantizer
 
 EPS = 1e-5
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(1, 7), (33, 100), (70, 300)]  # of odd height; whole tiles and parts of them
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 REFERENCE = reference.RESIDUAL
 
 
 def residual(name: str, device: str) -> Residual:
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    problem = Problem(n=768, dtype="bf16", kind="layernorm", quantized=True, device=device, capability=capability)
-    backend = norm.load(name)
-    reason = backend.unsupported(problem)
-    if reason:
-        pytest.skip(reason)
-    assert backend.residual is not None
-    return backend.residual
+    problem = {"n": 768, "dtype": "bf16", "kind": "layernorm", "quantized": True}
+    return supported(norm, name, device, **problem).residual
 
 
 @dataclasses.dataclass

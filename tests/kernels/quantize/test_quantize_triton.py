@@ -5,14 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_checks import captured
+from kernel_checks import DEVICES, captured
 from torch import Tensor
 
 from te_bench.experiments import timing
 from te_bench.kernels.quantize import Problem, Quantized
 from te_bench.kernels.quantize.backends import triton
 
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COPY_SHAPES = ((8192, 4096), (8192, 16384), (12288, 768), (12288, 3072))
 FUNCTIONS = ("scaled", "scaled with all", "tensor", "row", "block1", "block128")

@@ -45,8 +45,8 @@ def table(parameters: Sequence[Parameter]) -> Table:
         height, width = rows[-1][kernels.HEIGHT.value], rows[-1][kernels.WIDTH.value]
         if p.data_t is not None and max(height, width) >= WIDEST:
             raise ValueError(f"data_t of a weight {tuple(p.weight.shape)}: rows and columns must be below {WIDEST}")
-        of_it = torch.arange(-(-height // ROWS) * -(-width // COLUMNS), dtype=torch.int32)
-        tiles.append(torch.stack([torch.full_like(of_it, i), of_it], 1))
+        own_tiles = torch.arange(-(-height // ROWS) * -(-width // COLUMNS), dtype=torch.int32)
+        tiles.append(torch.stack([torch.full_like(own_tiles, i), own_tiles], 1))
     if not rows:
         return checked
     device = checked.parameters[0].weight.device
@@ -79,7 +79,7 @@ def _form(table: Table) -> list[tuple[Any, ...]]:
 
 
 def _row(p: Parameter) -> list[int]:
-    """p's row of the table, in the order of _kernels' fields."""
+    """p's row of the table, in the order of kernels.py's fields."""
     numel = p.weight.numel()
     height, width = p.weight.shape if p.data_t is not None else (-(-numel // COLUMNS), COLUMNS)
     tensors = (
@@ -126,8 +126,8 @@ def step(
     }
     key = (betas, half, table.target, multiplier is None)
     # Rounded here, for Triton's interpreter keeps Python's float64.
-    weight1, *numbers = (ctypes.c_float(x).value for x in (1 - beta1, 1 - beta2, beta2, eps))
-    args = (table.rows, table.tiles, rate, step, multiplier, weight1 - 1 if from_grad else weight1, *numbers)
+    lerp_weight, *numbers = (ctypes.c_float(x).value for x in (1 - beta1, 1 - beta2, beta2, eps))
+    args = (table.rows, table.tiles, rate, step, multiplier, lerp_weight - 1 if from_grad else lerp_weight, *numbers)
     launch(kernels.step_kernel, len(table.tiles), key, rate.get_device(), args, constants)
     # The kernel writes behind autograd's back: a backward that saved an old weight, or its copy, must find out.
     written = [t for p in table.parameters for t in (p.weight, p.bf16) if t is not None]
