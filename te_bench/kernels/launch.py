@@ -43,7 +43,7 @@ def launch(
         compiled = kernel[(grid, grid_y)](*args, **constants)
         if device >= 0 and compiled is not None:
             if len(_compiled) >= KEPT:
-                _compiled.clear()
+                forget()
             named = kernel.arg_names[len(args) :]
             rest = tuple(constants[name] for name in named)
             pointers = tuple(i for i, value in enumerate(args) if type(value) not in _PLAIN)
@@ -57,6 +57,11 @@ def launch(
     for i in pointers:
         values[i] = values[i].data_ptr()
     run(grid, grid_y, 1, stream, function, metadata, None, None, None, *values, *rest)
+
+
+def forget() -> None:
+    """Compile anew what is launched from now on, as after a change of what no key tells."""
+    _compiled.clear()
 
 
 def allocator(device: int) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:

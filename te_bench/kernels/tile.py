@@ -194,6 +194,13 @@ def quantize_tile(y, mask, scale, data, data_t, rows, cols, M, N, dtype: tl.cons
     return bits, tally(bits, scale, dtype)
 
 
+def lacks_triton(device: str) -> str | None:
+    """Why Triton's kernels do not run on a device of this type, or None."""
+    if device == "cuda" or triton.knobs.runtime.interpret:
+        return None
+    return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
+
+
 def empty_pair(
     m: int, n: int, x: torch.Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:

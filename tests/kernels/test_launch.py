@@ -447,7 +447,7 @@ def test_a_launch_by_key_computes_what_tritons_does(name: str) -> None:
     assert kept > 0
     by_key = tensors(second())
     assert len(_launch._compiled) == kept
-    _launch._compiled.clear()
+    _launch.forget()
     by_triton = tensors(second())
     assert by_key
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(by_key, by_triton, strict=True))

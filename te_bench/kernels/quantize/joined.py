@@ -2,6 +2,7 @@
 """Matrices side by side, cast as one: the gradients of q, k and v, which attention leaves apart and GEMMs read together."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -147,14 +148,6 @@ def _joined_op(
 
 
 @_joined_op.register_fake
-def _(
-    parts: list[Tensor],
-    turn: int,
-    scale: Tensor,
-    dtype: torch.dtype,
-    amax: Tensor | None,
-    column_sum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(parts: list[Tensor], turn: int, scale: Tensor, dtype: torch.dtype, *_: Any) -> Any:
     m, width = parts[0].shape
-    data, data_t = empty_pair(m, PARTS * width, parts[0], dtype, rowwise=True, columnwise=True)
-    return data, data_t, parts[0].new_empty((), dtype=torch.float32)  # type: ignore[return-value]
+    return *empty_pair(m, PARTS * width, parts[0], dtype, rowwise=True, columnwise=True), float32(parts[0])

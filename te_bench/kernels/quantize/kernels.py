@@ -270,8 +270,6 @@ def _add_kernel(sums, column_sum, shares, N, ROWS: tl.constexpr, COLUMNS: tl.con
 @functools.cache
 def _shares(device: torch.device) -> int:
     """Programs of _amax_kernel, a power of two: about 4 an SM; 4 on a CPU, so that the interpreter tries the loop."""
-    if device.type != "cuda":
-        return 4
     return int(triton.next_power_of_2(3 * architecture.processors(device)))
 
 

@@ -7,7 +7,6 @@ for a custom operator costs the host about 20 us a call.
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from te_bench.kernels import architecture
@@ -17,13 +16,11 @@ from te_bench.kernels.operators import without_none
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized, check_layouts
 from te_bench.kernels.quantize.backends import triton as quantizer
 from te_bench.kernels.quantize.kernels import float32
-from te_bench.kernels.tile import empty_pair
+from te_bench.kernels.tile import empty_pair, lacks_triton
 
 
 def unsupported(p: Problem) -> str | None:
-    if p.device != "cuda" and not triton.knobs.runtime.interpret:
-        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
-    return architecture.lacks_fp8(p.capability) if p.quantized else None
+    return lacks_triton(p.device) or (architecture.lacks_fp8(p.capability) if p.quantized else None)
 
 
 def forward(x: Tensor, kind: str) -> Tensor:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from te_bench.kernels import architecture
@@ -19,7 +18,7 @@ from te_bench.kernels.adamw import Backend, Parameter, Problem, Table, kernels
 from te_bench.kernels.adamw.backends import reference
 from te_bench.kernels.adamw.kernels import COLUMNS, PIECE, ROWS, SUMS, WARPS
 from te_bench.kernels.launch import launch
-from te_bench.kernels.tile import FP8
+from te_bench.kernels.tile import FP8, lacks_triton
 
 WIDEST = 2**31 // max(ROWS, COLUMNS)  # offsets inside a tile are 32-bit
 TILE = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
@@ -27,9 +26,7 @@ SMALLEST = -1e5  # in place of log2(0): 2 to it is 0 too
 
 
 def unsupported(p: Problem) -> str | None:
-    if p.device != "cuda" and not triton.knobs.runtime.interpret:
-        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
-    return architecture.lacks_fp8(p.capability) if p.fp8 else None
+    return lacks_triton(p.device) or (architecture.lacks_fp8(p.capability) if p.fp8 else None)
 
 
 def table(parameters: Sequence[Parameter]) -> Table:

@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from te_bench.kernels import architecture
@@ -18,14 +17,13 @@ from te_bench.kernels.norm import residual as stream
 from te_bench.kernels.norm.backends import reference
 from te_bench.kernels.operators import without_none
 from te_bench.kernels.quantize.kernels import float32
+from te_bench.kernels.tile import lacks_triton
 
 LARGEST_N = 16384  # a row of the backward fills the registers of 32 warps (and spills 252 bytes a thread)
 
 
 def unsupported(p: Problem) -> str | None:
-    if p.device != "cuda" and not triton.knobs.runtime.interpret:
-        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
-    if p.quantized and (reason := architecture.lacks_fp8(p.capability)):
+    if reason := lacks_triton(p.device) or (architecture.lacks_fp8(p.capability) if p.quantized else None):
         return reason
     if p.n > LARGEST_N:
         return f"hidden size {p.n} > {LARGEST_N}"

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from te_bench.kernels import architecture
@@ -28,15 +27,13 @@ from te_bench.kernels.quantize import (
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.backends.reference import check
 from te_bench.kernels.quantize.kernels import float32
-from te_bench.kernels.tile import FLOATS, empty_pair
+from te_bench.kernels.tile import FLOATS, empty_pair, lacks_triton
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def unsupported(p: Problem) -> str | None:
-    if p.device != "cuda" and not triton.knobs.runtime.interpret:
-        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
-    return architecture.lacks_fp8(p.capability)
+    return lacks_triton(p.device) or architecture.lacks_fp8(p.capability)
 
 
 class _Cast(NamedTuple):
