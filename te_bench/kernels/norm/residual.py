@@ -181,10 +181,9 @@ def _backward_op(
         return residual_backward.backward_rounded(
             dy, x, weight, mean, rstd, zero_centered_gamma, residual, biased, out_dtype, amax, column_sum, branch
         )
-    options: dict[str, Any] = {
-        "zero_centered_gamma": zero_centered_gamma, "kind": "rmsnorm" if mean is None else "layernorm",
-        "residual": residual, "biased": biased, "amax": amax, "column_sum": column_sum, "branch": branch,
-    }  # fmt: skip
+    kind = "rmsnorm" if mean is None else "layernorm"
+    options: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "kind": kind, "residual": residual}
+    options |= {"biased": biased, "amax": amax, "column_sum": column_sum, "branch": branch}
     dx, copy, *sums = reference.backward_rounded(dy, x, weight, mean, rstd, dtype=out_dtype, **options)
     return dx, copy, torch.stack([s.float() for s in sums if s is not None])
 

@@ -115,12 +115,11 @@ def assert_quantizes_right(backend: Backend, case: Case, dtype: torch.dtype, **l
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rich", [False, True], ids=["plain", "residual, 1 + weight"])
 @pytest.mark.parametrize("kind", norm.KINDS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [*((shape, "bf16") for shape in SHAPES), ((33, 100), "fp32"), ((33, 100), "fp16")], ids=str
+)
 @pytest.mark.parametrize("name", norm.names())
 def test_contract(name: str, shape: tuple[int, int], dtype: str, kind: str, rich: bool, device: str) -> None:
-    if (name, device, shape) == ("triton", "cpu", (130, 4096)) and dtype == "fp16":
-        pytest.skip("half a second a case in the interpreter: bf16 and fp32 stand for it")
     assert_right(supported(name, shape[1], device), draw(shape, kind, rich, dtype, device))
 
 
@@ -133,15 +132,12 @@ def test_contract_at_size(name: str, shape: tuple[int, int], kind: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("kind", norm.KINDS)
 @pytest.mark.parametrize("shape", [*SHAPES[:3], (70, 300)], ids=str)
 @pytest.mark.parametrize("name", norm.names())
-def test_quantized_is_the_reference(
-    name: str, shape: tuple[int, int], kind: str, dtype: torch.dtype, device: str
-) -> None:
+def test_quantized_is_the_reference(name: str, shape: tuple[int, int], kind: str, device: str) -> None:
     backend = supported(name, shape[1], device, quantized=True)
-    for source in FLOATS:
+    for source, dtype in zip(FLOATS, (*FP8, FP8[shape[0] % 2]), strict=True):
         assert_quantizes_right(backend, draw(shape, kind, True, source, device), dtype)
 
 

@@ -17,6 +17,7 @@ from te_bench.kernels.quantize.backends import reference as quantizer
 FLOATS = ("weight", "grad", "exp_avg", "exp_avg_sq")
 GRADIENTS = (torch.float32, torch.bfloat16)
 NUMBERS = ("scale", "scale_inv", "amax")
+TENSORS = (*FLOATS, "bf16", "data", "data_t", *NUMBERS)  # of a Parameter, in the order of its dataclass
 RANGE = "te_bench::adamw_reference"  # by which a profiler knows a step, made as it is of ordinary operators
 WRITTEN = ("weight", "exp_avg", "exp_avg_sq", "bf16", "data", "data_t", "scale_inv")
 
@@ -32,7 +33,7 @@ def table(parameters: Sequence[Parameter]) -> Table:
     for i, p in enumerate(parameters):
         _check(p, f"parameter {i}")
         targets |= {t.dtype for t in (p.data, p.data_t) if t is not None}
-        for name in (*FLOATS, *NUMBERS, "bf16", "data", "data_t"):
+        for name in TENSORS:
             tensor = getattr(p, name)
             if tensor is None:
                 continue

@@ -79,9 +79,7 @@ def _row(p: Parameter) -> list[int]:
     """p's row of the table, in the order of kernels.py's fields."""
     numel = p.weight.numel()
     height, width = p.weight.shape if p.data_t is not None else (-(-numel // COLUMNS), COLUMNS)
-    tensors = (
-        p.weight, p.grad, p.exp_avg, p.exp_avg_sq, p.bf16, p.data, p.data_t, p.scale, p.scale_inv, p.amax,
-    )  # fmt: skip
+    tensors = [getattr(p, name) for name in reference.TENSORS]
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
     lengths = (numel, width, height) if p.data_t is not None else (numel,)
     aligned = not any(n % 16 for n in (*addresses[:7], *lengths))
