@@ -132,10 +132,10 @@ def _add_forward_op(
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     given = x, branch, weight, bias
-    made: tuple[Tensor | None, ...]
+    made: Any
     if x.is_cuda:
-        cast: tuple[Any, ...] = scale, dtype, rowwise, columnwise, amax, counts
-        total, *made = residual_forward.add_forward(*given, eps, zero_centered_gamma, kind, out_dtype, *cast)  # type: ignore[assignment]
+        cast: Any = scale, dtype, rowwise, columnwise, amax, counts
+        total, *made = residual_forward.add_forward(*given, eps, zero_centered_gamma, kind, out_dtype, *cast)
     else:
         options: dict[str, Any] = {"eps": eps, "zero_centered_gamma": zero_centered_gamma, "kind": kind, "amax": amax}
         if dtype is None:
