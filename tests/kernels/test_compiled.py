@@ -649,7 +649,7 @@ def check_row_kernels(by_name: dict[str, Compiled]) -> None:
     assert fp8.count("cvt.rn.satfinite.e5m2x2") == ELEMENTS // 2, "each element is cast once, two at a time"
     # Of a token's rows a thread adds its own columns: as many loads as rows and no exchange of sums.
     rows = by_name["add_rows_kernel"]
-    assert len(re.findall(r"ld\.global[\w.]*v4", rows.ptx)) == tied.TOGETHER + 1, str(rows)
+    assert len(re.findall(r"ld\.global[\w.]*v4", rows.ptx)) == tied.ROWS + 1, str(rows)
     assert rows.programs * rows.warps >= 48, str(rows)
     assert rows.shared <= 64, str(rows)
     embed = by_name["embed_kernel"]
