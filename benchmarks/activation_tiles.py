@@ -45,7 +45,7 @@ def measured(
     """us of each; an exception's name in place of what has none."""
     tile = {"ROWS": rows, "COLUMNS": columns, "VECTOR": 8, "POLICY": "", "num_warps": warps}
     kernels.QUANTIZED = recomputed.QUANTIZED = tile | ({"maxnreg": registers} if registers else {})
-    launch._compiled.clear()  # its keys know of one tile only
+    launch.forget()  # its keys know of one tile only
     return {name: alone(call, device) for name, call in calls(m, n, device).items()}
 
 

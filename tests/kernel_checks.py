@@ -1,14 +1,28 @@
 """What the tests of several kernels share: the error rule, FP8 tensors code by code, bandwidth against a copy."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from te_bench.kernels.quantize import Quantized
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def supported(family: Any, name: str, device: str, **problem: Any) -> Any:
+    """A rival of te_bench.kernels.FAMILY; skips the test, with the rival's own reason, where it has one."""
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    backend = family.load(name)
+    if reason := backend.unsupported(family.Problem(device=device, capability=capability, **problem)):
+        pytest.skip(reason)
+    return backend
 
 
 def largest(x: Tensor) -> float:
@@ -54,6 +68,13 @@ def assert_quantized_alike(ours: Quantized, exact: Quantized) -> None:
             assert (apart > 0).sum() <= max(1, wanted.numel() // 1000)
     if ours.data is not None and ours.data_t is not None:
         assert torch.equal(ours.data.view(torch.uint8).t(), ours.data_t.view(torch.uint8))
+
+
+def assert_cast_alike(ours: Sequence[Any], exact: Sequence[Any], x: Tensor) -> None:
+    """Quantized, amax and counts of what was computed from x before, where x's dtype may round it otherwise."""
+    assert_quantized_alike(ours[0], exact[0])
+    torch.testing.assert_close(ours[1], exact[1], rtol=2 * torch.finfo(x.dtype).eps + 1e-6, atol=0)
+    assert ((ours[2] - exact[2]).abs() <= max(1, x.numel() // 1000)).all()
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -43,6 +43,17 @@ def rounded_by_twos(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def exp2(x):
+    """2^x, 0 below float32's normal numbers: there exp2's own takes three instructions more (Triton 3.7)."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def to_fp8(x, dtype: tl.constexpr):
     """x, float32, saturated and to the nearest of dtype; NaN stays NaN."""
     if INTERPRETED:
@@ -62,7 +73,7 @@ def to_fp8(x, dtype: tl.constexpr):
     else:
         # Infinity, too, becomes the largest (PTX ISA, cvt). Four bytes leave as one register: two bytes that are both put
         # with others and used alone (x.to(dtype)), ptxas 12.8 fuses with the former and takes from the stack pointer for
-        # the latter (sm_90a; found 2026-11-21).
+        # the latter (sm_90a).
         CAST: tl.constexpr = "cvt.rn.satfinite." + ("e4m3x2" if dtype == tl.float8e4nv else "e5m2x2") + ".f32 "
         code = tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; " + CAST + "low, $2, $1; " + CAST + "high, $4, $3; mov.b32 $0, {low, high}; }",
@@ -72,7 +83,7 @@ def to_fp8(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def zipped(a, b):
+def zip_bytes(a, b):
     """Of bytes a and b, 16 bits each: a below, b above."""
     if INTERPRETED:
         return a.to(tl.uint16) | (b.to(tl.uint16) << 8)
@@ -116,7 +127,7 @@ def tally(bits, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def seen(amax):
+def read_amax(amax):
     """The bits of amax as they are now, for `publish`: read early, they have come when it is time."""
     return tl.load(amax.to(tl.pointer_type(tl.int32), bitcast=True), cache_modifier=".cg")
 
@@ -159,7 +170,7 @@ def publish_underflows(a, b, scale, counts, dtype: tl.constexpr):
 
 
 @triton.jit
-def within(bits, scale, dtype: tl.constexpr):
+def fits_range(bits, scale, dtype: tl.constexpr):
     """Whether nothing saturates or is infinite or NaN of what has magnitudes up to those in bits, by one scale."""
     LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
     return tl.max(bits).to(tl.float32, bitcast=True) * scale <= LIMIT
@@ -181,6 +192,13 @@ def quantize_tile(y, mask, scale, data, data_t, rows, cols, M, N, dtype: tl.cons
         q_t = to_fp8(tl.trans(y).to(tl.float32) * scale, dtype)
         tl.store(data_t + cols.to(tl.int64)[:, None] * M + rows[None, :], q_t, mask=tl.trans(mask))
     return bits, tally(bits, scale, dtype)
+
+
+def lacks_triton(device: str) -> str | None:
+    """Why Triton's kernels do not run on a device of this type, or None."""
+    if device == "cuda" or triton.knobs.runtime.interpret:
+        return None
+    return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
 
 
 def empty_pair(

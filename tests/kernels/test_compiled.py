@@ -35,7 +35,7 @@ from te_bench.kernels.norm import kernels as norm
 from te_bench.kernels.norm import residual_backward
 from te_bench.kernels.norm import residual_forward as residual
 from te_bench.kernels.quantize import fine_kernels, history, joined
-from te_bench.kernels.quantize import kernels as _kernels
+from te_bench.kernels.quantize import kernels as quantizers
 from te_bench.kernels.rotary import Part
 from te_bench.kernels.rotary import kernels as rotary
 
@@ -61,7 +61,6 @@ def on_an_h200(call: Call) -> Call:
 
     def there() -> None:
         architecture.processors = lambda device, interpreted=1: PROCESSORS  # type: ignore[assignment]
-        _kernels._shares = lambda device: triton.next_power_of_2(3 * PROCESSORS)  # type: ignore[assignment]
         call()
 
     return there
@@ -183,7 +182,7 @@ IN_GLUON: dict[str, Call] = {
 
 
 def of_tensor(scale: Tensor | None, dtype: torch.dtype, x: Tensor, layouts: tuple[bool, bool], *rest: Any) -> Call:
-    return lambda: _kernels.per_tensor(x, scale, dtype, *layouts, False, *rest)
+    return lambda: quantizers.per_tensor(x, scale, dtype, *layouts, False, *rest)
 
 
 QUANTIZE: dict[str, Call] = {
@@ -192,7 +191,7 @@ QUANTIZE: dict[str, Call] = {
     "scaled, float32": of_tensor(one(), E4M3, matrix(M, D, FP32), BOTH, one(), None, torch.zeros(D)),
     "scaled, float32 via bf16": of_tensor(one(), E5M2, matrix(M, D, FP32), BOTH, one(), None, torch.zeros(D), BF16),
     "tensor": of_tensor(None, E4M3, matrix(M, F), BOTH, None, None, None),
-    "pair": lambda: _kernels.pair(matrix(M, D), one(), one(), matrix(F, D), one(), one(), E4M3, *BOTH),
+    "pair": lambda: quantizers.pair(matrix(M, D), one(), one(), matrix(F, D), one(), one(), E4M3, *BOTH),
     "joined": lambda: joined.kernel([matrix(M, D) for _ in range(3)], D, one(), E5M2, one(), None),
     "joined by heads, with sums": lambda: joined.kernel(
         [matrix(M, 4096) for _ in range(3)], 128, one(), E5M2, one(), torch.zeros(3 * 4096)
@@ -650,7 +649,7 @@ def check_row_kernels(by_name: dict[str, Compiled]) -> None:
     assert fp8.count("cvt.rn.satfinite.e5m2x2") == ELEMENTS // 2, "each element is cast once, two at a time"
     # Of a token's rows a thread adds its own columns: as many loads as rows and no exchange of sums.
     rows = by_name["add_rows_kernel"]
-    assert len(re.findall(r"ld\.global[\w.]*v4", rows.ptx)) == tied.TOGETHER + 1, str(rows)
+    assert len(re.findall(r"ld\.global[\w.]*v4", rows.ptx)) == tied.ROWS + 1, str(rows)
     assert rows.programs * rows.warps >= 48, str(rows)
     assert rows.shared <= 64, str(rows)
     embed = by_name["embed_kernel"]

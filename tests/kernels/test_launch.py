@@ -1,7 +1,6 @@
 """A kernel launched again is the one that Triton would have launched: by what launch does, and by every launcher's key."""
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -10,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launch_checks import Recorder
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from te_bench.kernels import launch as _launch
 from te_bench.kernels.activation import kernels as activation
@@ -141,16 +138,6 @@ def test_lengths_that_never_repeat_do_not_fill_the_memory(kernel: Kernel, monkey
     assert len(kernel.compiled) == 10
 
 
-HOPPER = make_backend(GPUTarget("cuda", 90, 32))
-
-
-@functools.cache
-def binder(kernel: Any) -> Any:
-    """What Triton's JIT makes of a kernel's arguments before it looks for a compiled one."""
-    jit = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
-    return create_function_from_signature(jit.signature, jit.params, HOPPER)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_allocator_makes_what_it_is_asked_for(device: str) -> None:
     empty = _launch.allocator(torch.empty(0, device=device).get_device())
@@ -166,29 +153,6 @@ def test_an_allocator_is_of_the_tensor_s_device_not_the_current_one(monkeypatch:
     assert _launch.allocator(1) is torch._C._dynamo.guards._empty_strided_cuda
     _launch.allocator(0)((2, 3), (3, 1), BF16)
     assert asked == [(((2, 3), (3, 1)), {"dtype": BF16, "device": 0})]
-
-
-class Recorder:
-    """In launch's place: asserts that what Triton would compile apart never goes by the same key."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[Any, ...], str] = {}
-        self.call: list[str] = []  # what the launches since the last `of` would compile
-
-    def launch(
-        self, kernel: Any, grid: int, key: tuple[Any, ...], device: int, args: Any, constants: Any, grid_y: int = 1
-    ) -> None:
-        assert grid * grid_y > 0
-        _, specialization, options = binder(kernel)(*args, **constants)
-        compiled = f"{kernel.__name__} {specialization} {options}"
-        assert all(isinstance(value, Tensor) or type(value) in _launch._PLAIN for value in args)
-        assert self.known.setdefault((id(kernel), device, *key), compiled) == compiled
-        self.call.append(compiled)
-
-    def of(self, launcher: Callable[..., Any], options: dict[str, Any]) -> list[str]:
-        self.call = []
-        launcher(**options)
-        return self.call
 
 
 @pytest.fixture(scope="module")
@@ -474,16 +438,16 @@ def tensors(result: Any) -> list[Tensor]:
     return [tensor for part in result for tensor in tensors(part)] if isinstance(result, tuple | list) else []
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", cases(1, "cpu"))
-def test_a_launch_by_key_computes_what_tritons_does(name: str, device: str) -> None:
-    first, second = cases(33, device)[name], cases(33, device)[name]
+def test_a_launch_by_key_computes_what_tritons_does(name: str) -> None:
+    first, second = cases(33, "cuda")[name], cases(33, "cuda")[name]
     first()
     kept = len(_launch._compiled)
-    assert (kept > 0) == (device == "cuda")
+    assert kept > 0
     by_key = tensors(second())
     assert len(_launch._compiled) == kept
-    _launch._compiled.clear()
+    _launch.forget()
     by_triton = tensors(second())
     assert by_key
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(by_key, by_triton, strict=True))

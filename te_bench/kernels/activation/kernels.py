@@ -15,22 +15,23 @@ from torch import Tensor
 from te_bench.kernels.activation import KINDS, width
 from te_bench.kernels.activation.backends.reference import GELU, QGELU
 from te_bench.kernels.launch import launch, rows_contiguous, traits
-from te_bench.kernels.quantize.kernels import add_sums, cast, float32, load_pairs, store, store_t
+from te_bench.kernels.quantize.kernels import add_sums, float32, load_pairs, store_pairs
 from te_bench.kernels.tile import (
     FLOATS,
     FP8,
     INTERPRETED,
     add,
     empty_pair,
+    exp2,
+    fits_range,
     larger,
     magnitude,
     publish,
     publish_underflows,
+    read_amax,
     rounded,
     rounded_by_twos,
-    seen,
     tally,
-    within,
 )
 
 LOG2E = 1.4426950408889634
@@ -50,24 +51,13 @@ NORMAL_EXPONENT = tl.constexpr(-0.5 * LOG2E)
 # Rows, columns and warps of a tile: 256 columns of bf16 are whole 128-byte lines, 32 elements a thread.
 PLAIN = 16, 256, 4
 # Tiles as the quantisers', of half as many rows and warps: of the backward pass a processor has room for five such programs,
-# and for two of 8 warps (H200: 235 us for 281 at 8192 x 16384; benchmarks/activation_tiles.py). A gated backward pass
-# has five tiles at once: 16 elements a thread.
+# and for two of 8 warps (benchmarks/activation_tiles.py). A gated backward pass has five tiles at once: 16 elements a
+# thread.
 QUANTIZED: dict[str, Any] = {"ROWS": 64, "COLUMNS": 64, "VECTOR": 8, "POLICY": "", "num_warps": 4}
 GATED_BACKWARD: dict[str, Any] = {**QUANTIZED, "num_warps": 8}
 
 # A tensor of one number, or a view into a table of them: not worth a compilation for each alignment.
 UNALIGNED = ["scale", "amax", "counts"]
-
-
-@triton.jit
-def _exp2(x):
-    """2^x, 0 below float32's normal numbers: there exp2's own takes three instructions more (Triton 3.7)."""
-    if INTERPRETED:
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
 
 
 @triton.jit
@@ -105,7 +95,7 @@ def _value_and_slope(x, F: tl.constexpr):
         positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return positive * positive, 2.0 * positive
     elif F == "gelu_erf":
-        density = _exp2(x * x * NORMAL_EXPONENT)
+        density = exp2(x * x * NORMAL_EXPONENT)
         tail = _normal_tail(tl.abs(x), density)
         cdf = tl.where(x > 0, 1.0 - tail, tail)
         return x * cdf, cdf + x * density * NORMAL_DENSITY
@@ -121,7 +111,7 @@ def _value_and_slope(x, F: tl.constexpr):
         else:
             argument = NEPER * x
             inner = 1.0
-        s = _reciprocal(1.0 + _exp2(-argument))
+        s = _reciprocal(1.0 + exp2(-argument))
         flat = s - s * s  # one rounding and one instruction, where s (1 - s) takes two
         if F == "sigmoid":
             return s, flat
@@ -199,18 +189,14 @@ def _store_pairs(
 
     0 beyond the edges. data has rows `stride` apart.
     """
-    first, second = cast(a, scale, TARGET), cast(b, scale, TARGET)
-    if data is not None:
-        store(first, second, data, stride, rows, cols, M, WIDTH, POLICY)
-    if data_t is not None:
-        store_t(first, second, data_t, index, cols, M, WIDTH, ROWS, COLUMNS, POLICY)
+    store_pairs(a, b, scale, data, data_t, index, rows, cols, stride, M, WIDTH, TARGET, ROWS, COLUMNS, POLICY)
     if sums is not None:
         tl.store(sums + cols, tl.sum(a.to(tl.float32) + b.to(tl.float32), 0), mask=cols < WIDTH)
     bits = magnitude(larger(a, b).to(tl.float32))
     publish(bits, None, amax, None, before)
     if counts is not None:
         publish_underflows(a, b, scale, counts, TARGET)
-        if not within(bits, scale, TARGET):
+        if not fits_range(bits, scale, TARGET):
             tallies = tally(magnitude(a.to(tl.float32)), scale, TARGET)
             tallies += tally(magnitude(b.to(tl.float32)), scale, TARGET)
             add(counts, tl.sum(tallies & 0x3FF))
@@ -228,7 +214,7 @@ def _forward_cast_kernel(
     factor = tl.load(scale)
     before = 0
     if amax is not None:
-        before = seen(amax)
+        before = read_amax(amax)
     a, b, rows, cols = load_pairs(x, index, stride, M, WIDTH, ROWS, COLUMNS, VECTOR)
     a_gate, b_gate = None, None
     if GATED:
@@ -253,7 +239,7 @@ def _backward_cast_kernel(
     factor = tl.load(scale)
     before = 0
     if amax is not None:
-        before = seen(amax)
+        before = read_amax(amax)
     a, b, rows, cols = load_pairs(x, index, stride, M, WIDTH, ROWS, COLUMNS, VECTOR)
     a_dy, b_dy, _, _ = load_pairs(dy, index, dy_stride, M, WIDTH, ROWS, COLUMNS, VECTOR)
     a_gate, b_gate = None, None
@@ -307,8 +293,8 @@ def forward_quantized(
     dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """data, data_t, scale_inv. x is of half precision, M even where columnwise; in backward_quantized, too."""
     x, f, m = rows_contiguous(x), width(x, kind), x.shape[0]
@@ -343,9 +329,9 @@ def backward_quantized(
     dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
-    column_sum: Tensor | None,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+    column_sum: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     dy, x, f, m = rows_contiguous(dy), rows_contiguous(x), width(x, kind), x.shape[0]
     n = x.shape[1]

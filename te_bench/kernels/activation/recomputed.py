@@ -18,8 +18,8 @@ from te_bench.kernels.launch import launch, rows_contiguous, traits
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.backends import triton as quantizer
-from te_bench.kernels.quantize.kernels import add_sums, cast, float32, load_pairs, store_t
-from te_bench.kernels.tile import FP8, empty_pair, rounded_by_twos, seen
+from te_bench.kernels.quantize.kernels import add_sums, float32, load_pairs, store_pairs
+from te_bench.kernels.tile import FP8, empty_pair, read_amax, rounded_by_twos
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _recomputing_cast_kernel(
     factor, by = tl.load(scale), tl.load(value_scale)
     before = 0
     if amax is not None:
-        before = seen(amax)
+        before = read_amax(amax)
     a, b, rows, cols = load_pairs(x, index, stride, M, WIDTH, ROWS, COLUMNS, VECTOR)
     a_dy, b_dy, _, _ = load_pairs(dy, index, dy_stride, M, WIDTH, ROWS, COLUMNS, VECTOR)
     if index == 0:
@@ -49,8 +49,7 @@ def _recomputing_cast_kernel(
         sums += (index // tl.cdiv(WIDTH, COLUMNS)).to(tl.int64) * WIDTH
     a_value, a_dx = _value_and_gradient(a_dy, a, F, DTYPE)
     b_value, b_dx = _value_and_gradient(b_dy, b, F, DTYPE)
-    first, second = cast(a_value, by, VALUE), cast(b_value, by, VALUE)
-    store_t(first, second, value_t, index, cols, M, WIDTH, ROWS, COLUMNS, POLICY)
+    store_pairs(a_value, b_value, by, None, value_t, index, rows, cols, WIDTH, M, WIDTH, VALUE, ROWS, COLUMNS, POLICY)
     _store_pairs(
         a_dx, b_dx, factor, data, data_t, sums, amax, before, counts, index, rows, cols, WIDTH, M, WIDTH,
         TARGET, ROWS, COLUMNS, POLICY,

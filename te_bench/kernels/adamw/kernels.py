@@ -2,9 +2,8 @@
 """AdamW's Triton kernels: one tile of one parameter a program, looked up in a table of addresses.
 
 Bound by memory: 16 bytes read and 12 written an element, 2 more for the bf16 copy and 1 for each FP8 layout, 2 less for a
-bf16 gradient. A parameter
-whose transpose is wanted is cut into tiles of ROWS x COLUMNS; any other is read as a matrix as wide as a tile, so that
-its tiles are runs of ROWS * COLUMNS elements.
+bf16 gradient. A parameter with a data_t is cut into tiles of ROWS x COLUMNS; any other is read as a matrix as wide as a
+tile, so that its tiles are runs of ROWS * COLUMNS elements.
 """
 
 import triton
@@ -13,8 +12,7 @@ import triton.language as tl
 from te_bench.kernels.tile import INTERPRETED, magnitude, publish, quantize_tile, rounded, to_fp8
 
 # Tile: 64 float32 in a row are 256 bytes, 32 rows a 32-byte sector of the transposed FP8. 8 elements a thread of 8 warps
-# take 71 to 80 registers, three programs on an SM; of 64 x 64 two fit, at 128, and the FP8 spilled (Triton 3.6, sm_90a,
-# ptxas, 2026-11-21; nothing timed yet).
+# take 71 to 80 registers, three programs on an SM; of 64 x 64 two fit, at 128, and the FP8 spilled (Triton 3.6, sm_90a).
 ROWS, COLUMNS, WARPS = 32, 64, 8
 PIECE = 8  # rows that a parameter without the alignment takes at a time
 SUMS = 2048  # partial sums that the second stage of the norm adds at a time
@@ -88,7 +86,7 @@ def _multiply_add(a, b, c):
 
 @triton.jit
 def _update_tile(
-    row, tile, down, rate, factor, root, multiplier, weight1, weight2, beta2, eps,
+    row, tile, down, lr, step_size, bias_correction2_sqrt, grad_scale, lerp_weight, one_minus_beta2, beta2, eps,
     FROM_GRAD: tl.constexpr, HALF: tl.constexpr, TARGET: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -103,11 +101,11 @@ def _update_tile(
     m = tl.load(exp_avg, mask=mask, other=0.0)
     v = tl.load(exp_avg_sq, mask=mask, other=0.0)
     w = tl.load(weight, mask=mask, other=0.0)
-    g *= multiplier
-    m = _multiply_add(weight1, g - m, g if FROM_GRAD else m)
-    v = _multiply_add(weight2 * g, g, v * beta2)
-    decay = (1.0 - rate * tl.load(row + WEIGHT_DECAY).to(tl.float64, bitcast=True)).to(tl.float32)
-    w = w * decay + tl.div_rn(factor * m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+    g *= grad_scale
+    m = _multiply_add(lerp_weight, g - m, g if FROM_GRAD else m)
+    v = _multiply_add(one_minus_beta2 * g, g, v * beta2)
+    decay = (1.0 - lr * tl.load(row + WEIGHT_DECAY).to(tl.float64, bitcast=True)).to(tl.float32)
+    w = w * decay + tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), bias_correction2_sqrt) + eps)
     tl.store(exp_avg, m, mask=mask)
     tl.store(exp_avg_sq, v, mask=mask)
     tl.store(weight, w, mask=mask)
@@ -152,7 +150,7 @@ def _transposed_tile(
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def step_kernel(
-    table, tiles, rate, step, multiplier, weight1, weight2, beta2, eps,
+    table, tiles, rate, step, multiplier, lerp_weight, one_minus_beta2, beta2, eps,
     LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, FROM_GRAD: tl.constexpr,
     HALF: tl.constexpr, TARGET: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
@@ -162,21 +160,21 @@ def step_kernel(
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     count = tl.load(step).to(tl.float64)
     lr = tl.load(rate).to(tl.float64)
-    factor = (lr / (tl.exp2(count * LOG_BETA1) - 1.0)).to(tl.float32)
-    root = tl.sqrt(1.0 - tl.exp2(count * LOG_BETA2)).to(tl.float32)
-    by = 1.0
+    step_size = (lr / (tl.exp2(count * LOG_BETA1) - 1.0)).to(tl.float32)
+    bias_correction2_sqrt = tl.sqrt(1.0 - tl.exp2(count * LOG_BETA2)).to(tl.float32)
+    grad_scale = 1.0
     if multiplier is not None:
-        by = tl.load(multiplier)
+        grad_scale = tl.load(multiplier)
     if tl.load(row + ALIGNED) != 0:
         _update_tile(
-            row, tile, 0, lr, factor, root, by, weight1, weight2, beta2, eps,
+            row, tile, 0, lr, step_size, bias_correction2_sqrt, grad_scale, lerp_weight, one_minus_beta2, beta2, eps,
             FROM_GRAD, HALF, TARGET, True, ROWS, ROWS, COLUMNS,
         )  # fmt: skip
     else:
         # Piece by piece: an address for each element of a whole tile would take the registers of the other branch, too.
         for down in tl.range(0, ROWS, PIECE):
             _update_tile(
-                row, tile, down, lr, factor, root, by, weight1, weight2, beta2, eps,
+                row, tile, down, lr, step_size, bias_correction2_sqrt, grad_scale, lerp_weight, one_minus_beta2, beta2, eps,
                 FROM_GRAD, HALF, TARGET, False, ROWS, PIECE, COLUMNS,
             )  # fmt: skip
 

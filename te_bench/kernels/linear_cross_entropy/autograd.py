@@ -23,7 +23,7 @@ def chunk_rows(n: int, padded: int, itemsize: int, budget: int) -> int:
 
 
 def count(targets: Tensor) -> Tensor:
-    """`_kernels.count`, in plain PyTorch where no kernel runs."""
+    """`kernels.count`, in plain PyTorch where no kernel runs."""
     if targets.is_cuda or kernels.INTERPRETED:
         return kernels.count(targets)
     counted = (targets != IGNORED).sum().float()
@@ -32,7 +32,7 @@ def count(targets: Tensor) -> Tensor:
 
 
 def mean(losses: Tensor, numbers: Tensor) -> Tensor:
-    """`_kernels.mean`, in plain PyTorch where no kernel runs."""
+    """`kernels.mean`, in plain PyTorch where no kernel runs."""
     if losses.is_cuda or kernels.INTERPRETED:
         return kernels.mean(losses, numbers)
     return losses.sum() / numbers[kernels.COUNTED, 0]
@@ -76,8 +76,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _scaled(gradient: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient * dloss in dtype: gradient itself, overwritten, where a kernel can do it and no other backward pass follows.
 
-    dW, 155 MB in float32, is then not read where dloss is 1, as it is but for a scaled or divided loss: 125 of the 5000 us
-    that loss and gradients took (12288 x 50304 x 768 on an H200, 2026-11-21). The GPU decides, for nobody waits for it.
+    dW, 155 MB of GPT-2's in float32, is then not read where dloss is 1, as it is but for a scaled or divided loss. The GPU
+    decides, for nobody waits for it.
     """
     if torch.compiler.is_compiling() or not (gradient.is_cuda or kernels.INTERPRETED):
         return (gradient * dloss).to(dtype)

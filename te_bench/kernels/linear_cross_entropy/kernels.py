@@ -1,10 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The Triton kernels that turn logits into losses and into the logits' gradient, and their launchers.
 
-Bound by memory, as long as an element costs few instructions: 618 million exponentials alone keep an H200's special function
-units busy for 0.17 ms, and 24 instructions an element, which the FP8 kernel once had, all of its 132 processors for 0.5 ms
-(12288 x 50304; it took 0.89 ms where its bytes take 0.6, 2026-11-21). Hence: exp2 without denormals, targets of 32 bits, and
-one cast for both layouts (15 instructions). One program has a row and reads it twice, the second time mostly not from L2.
+Bound by memory, as long as an element costs few instructions. Hence: exp2 without denormals, targets of 32 bits, and one
+cast for both layouts (15 instructions). One program has a row and reads it twice, the second time mostly not from L2.
 Each thread keeps the maximum and the sum of what it saw: no barrier until the row's end. Rows and, the second time, columns
 are taken from last to first: what was written last is still in L2.
 """
@@ -15,25 +13,24 @@ import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels.launch import launch, traits
-from te_bench.kernels.tile import FLOATS, rounded, to_fp8
+from te_bench.kernels.tile import FLOATS, exp2, rounded, to_fp8
 from te_bench.kernels.tile import INTERPRETED as IN_PYTHON
 
 Constants = dict[str, object]
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-# Of blocks of 1024 to 8192 and 4 to 32 warps at 12288 x 50304: the rows in 795 us (840 by 4096 and 16 warps, 945 by 1024
-# and 4), the statistics in 312 (397 by 8192 and 32); a row kept in shared memory for one read, in Gluon, took 846.
+# The fastest of blocks of 1024 to 8192 and 4 to 32 warps, at 12288 x 50304 on an H200 (docs/performance.md).
 ROW: Constants = {"BLOCK": 8192, "num_warps": 16}
 STATISTICS: Constants = {"BLOCK": 4096, "num_warps": 8}
-TOGETHER = tl.constexpr(8)  # columns that a thread loads at once: 16 bytes of bf16
+VECTOR = tl.constexpr(8)  # columns that a thread loads at once: 16 bytes of bf16
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Of a thread that saw nothing: -inf - -inf would be NaN, and times LOG2_E it must not overflow.
+# Of a thread without an element: -inf - -inf would be NaN, and times LOG2_E it must not overflow.
 LOWEST = tl.constexpr(-2e38)
 
 # |softmax - onehot| <= 1, so that 2^15 takes it to at most 32768, in the last of E5M2's binades (its largest is 57344).
 GRADIENT_SCALE = 2.0**15
-# Tile of the FP8 kernel, 657 us: 128 bytes of bf16 read, 128 bytes of the transposed layout written. 64 x 128 took 645 with
-# Triton 3.6, but 3.7 moves it through shared memory byte by byte; 128 x 128: 714.
+# Tile of the FP8 kernel: 128 bytes of bf16 read, 128 bytes of the transposed layout written. 64 x 128, as fast with Triton
+# 3.6, goes through shared memory byte by byte with 3.7.
 ROWS, COLUMNS = 128, 64
 TILE: Constants = {"SCALE": GRADIENT_SCALE, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 8}
 TARGETS = 8192  # that count_kernel and mean_kernel, one program each, take at a time
@@ -45,20 +42,9 @@ COUNTED, INVERSE, SCALED = 0, 1, 2  # targets that count, 1 over them (0 counts 
 
 
 @triton.jit
-def _exp2(x):
-    """2^x, 0 below float32's normal numbers: there exp2's own takes three instructions more (Triton 3.7)."""
-    if IN_PYTHON:
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
 def _columns(start, BLOCK: tl.constexpr):
     """(BLOCK / 8, 8) columns: 8 neighbours in each thread."""
-    return start + tl.arange(0, BLOCK // TOGETHER)[:, None] * TOGETHER + tl.arange(0, TOGETHER)[None, :]
+    return start + tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
 
 
 @triton.jit
@@ -70,34 +56,34 @@ def _load(z, cols, vocab, padded):
 
 
 @triton.jit
-def _seen(v, largest, total):
+def _update_softmax(v, m_i, l_i):
     """Every thread's maximum and sum, v (BLOCK / 8, 8) among them."""
-    above = tl.maximum(largest, tl.max(v, 1))
-    return above, total * _exp2((largest - above) * LOG2_E) + tl.sum(_exp2((v - above[:, None]) * LOG2_E), 1)
+    m_new = tl.maximum(m_i, tl.max(v, 1))
+    return m_new, l_i * exp2((m_i - m_new) * LOG2_E) + tl.sum(exp2((v - m_new[:, None]) * LOG2_E), 1)
 
 
 @triton.jit
-def _statistics(z, vocab, padded, BLOCK: tl.constexpr):
+def _row_statistics(z, vocab, padded, BLOCK: tl.constexpr):
     """max z and sum exp(z - max z) over the first `vocab` of a row."""
-    largest = tl.full((BLOCK // TOGETHER,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK // TOGETHER,), tl.float32)
+    m_i = tl.full((BLOCK // VECTOR,), LOWEST, tl.float32)
+    l_i = tl.zeros((BLOCK // VECTOR,), tl.float32)
     full = vocab // BLOCK * BLOCK
     for start in tl.range(0, full, BLOCK):
         v = tl.load(z + _columns(start, BLOCK)).to(tl.float32)
-        largest, total = _seen(v, largest, total)
+        m_i, l_i = _update_softmax(v, m_i, l_i)
     for start in tl.range(full, vocab, BLOCK):
-        largest, total = _seen(_load(z, _columns(start, BLOCK), vocab, padded), largest, total)
-    row_largest = tl.max(largest)
-    return row_largest, tl.sum(total * _exp2((largest - row_largest) * LOG2_E))
+        m_i, l_i = _update_softmax(_load(z, _columns(start, BLOCK), vocab, padded), m_i, l_i)
+    row_max = tl.max(m_i)
+    return row_max, tl.sum(l_i * exp2((m_i - row_max) * LOG2_E))
 
 
 @triton.jit
-def _loss(z_target, target, largest, total, vocab):
-    """-log softmax at the target, 0 where that is ignored, and 1 / total; both NaN where it is not in the vocabulary."""
-    # (largest - z_target) first: added to largest alone, log(total) would lose its digits.
-    loss = tl.where(target == -1, 0.0, tl.log(total) + (largest - z_target))
+def _loss(z_target, target, m_i, l_i, vocab):
+    """-log softmax at the target, 0 where that is ignored, and 1 / l_i; both NaN where it is not in the vocabulary."""
+    # (m_i - z_target) first: added to m_i alone, log(l_i) would lose its digits.
+    loss = tl.where(target == -1, 0.0, tl.log(l_i) + (m_i - z_target))
     illegal = (target < -1) | (target >= vocab)
-    return tl.where(illegal, float("nan"), loss), tl.where(illegal, float("nan"), tl.div_rn(1.0, total))
+    return tl.where(illegal, float("nan"), loss), tl.where(illegal, float("nan"), tl.div_rn(1.0, l_i))
 
 
 @triton.jit
@@ -106,16 +92,16 @@ def _target_logit(z, target, vocab):
 
 
 @triton.jit
-def _row(logits, targets, losses, vocab, padded, BLOCK: tl.constexpr):
+def _softmax_row(logits, targets, losses, vocab, padded, BLOCK: tl.constexpr):
     """A program's row, the last first, whose loss is stored: which, logits, target, max z and 1 / sum exp(z - max z)."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
     z = logits + row.to(tl.int64) * padded
     target = tl.load(targets + row)
     z_target = _target_logit(z, target, vocab)
-    largest, total = _statistics(z, vocab, padded, BLOCK)
-    loss, inverse = _loss(z_target, target, largest, total, vocab)
+    m_i, l_i = _row_statistics(z, vocab, padded, BLOCK)
+    loss, inv_l = _loss(z_target, target, m_i, l_i, vocab)
     tl.store(losses + row, loss)
-    return row, z, target, largest, inverse
+    return row, z, target, m_i, inv_l
 
 
 @triton.jit
@@ -123,44 +109,44 @@ def rows_kernel(
     logits, targets, losses, factor, vocab, padded, GRADIENT: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """losses[row] = -log p_t; with GRADIENT logits[row] := (p - onehot(t)) * factor, 0 in the padding and for ignored t."""
-    _, z, target, largest, inverse = _row(logits, targets, losses, vocab, padded, BLOCK)
+    _, z, target, m_i, inv_l = _softmax_row(logits, targets, losses, vocab, padded, BLOCK)
     if GRADIENT:
-        one = tl.load(factor)
-        inverse *= one
-        counts, column = target != -1, target.to(tl.int32)  # one that does not fit is NaN by `inverse`
+        scale = tl.load(factor)
+        inv_l *= scale
+        counts, column = target != -1, target.to(tl.int32)  # one that does not fit is NaN by `inv_l`
         full = vocab // BLOCK
         blocks = tl.cdiv(padded, BLOCK)
         for block in tl.range(0, blocks - full):
             cols = _columns((blocks - 1 - block) * BLOCK, BLOCK)
-            g = _exp2((_load(z, cols, vocab, padded) - largest) * LOG2_E) * inverse
-            g = tl.where(cols == column, g - one, g)
+            g = exp2((_load(z, cols, vocab, padded) - m_i) * LOG2_E) * inv_l
+            g = tl.where(cols == column, g - scale, g)
             tl.store(z + cols, rounded(tl.where((cols < vocab) & counts, g, 0.0), DTYPE), mask=cols < padded)
         for block in tl.range(0, full):
             cols = _columns((full - 1 - block) * BLOCK, BLOCK)
-            g = _exp2((tl.load(z + cols).to(tl.float32) - largest) * LOG2_E) * inverse
-            g = tl.where(cols == column, g - one, g)
+            g = exp2((tl.load(z + cols).to(tl.float32) - m_i) * LOG2_E) * inv_l
+            g = tl.where(cols == column, g - scale, g)
             tl.store(z + cols, rounded(tl.where(counts, g, 0.0), DTYPE))
 
 
 @triton.jit
 def statistics_kernel(logits, targets, losses, statistics, vocab, padded, BLOCK: tl.constexpr):
     """losses[row] = -log p_t; statistics[row] = max z, 1 / sum exp(z - max z)."""
-    row, _, _, largest, inverse = _row(logits, targets, losses, vocab, padded, BLOCK)
-    tl.store(statistics + 2 * row, largest)
-    tl.store(statistics + 2 * row + 1, inverse)
+    row, _, _, m_i, inv_l = _softmax_row(logits, targets, losses, vocab, padded, BLOCK)
+    tl.store(statistics + 2 * row, m_i)
+    tl.store(statistics + 2 * row + 1, inv_l)
 
 
 @triton.jit
 def _gradient(logits, targets, statistics, here, cols, rows, vocab, padded, SCALE: tl.constexpr):
     """(p - onehot(t)) * SCALE, float32, at (here, cols), 0 where t is ignored; what the padding holds is the caller's."""
-    there = here < rows
-    target = tl.load(targets + here, mask=there, other=-1)
-    largest = tl.load(statistics + 2 * here, mask=there, other=0.0)
-    inverse = tl.load(statistics + 2 * here + 1, mask=there, other=0.0) * SCALE
-    mask = there[:, None] & (cols < padded)[None, :]
+    row_mask = here < rows
+    target = tl.load(targets + here, mask=row_mask, other=-1)
+    m_i = tl.load(statistics + 2 * here, mask=row_mask, other=0.0)
+    inv_l = tl.load(statistics + 2 * here + 1, mask=row_mask, other=0.0) * SCALE
+    mask = row_mask[:, None] & (cols < padded)[None, :]
     v = tl.load(logits + here.to(tl.int64)[:, None] * padded + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    g = _exp2((v - largest[:, None]) * LOG2_E) * inverse[:, None]
-    # 32 bits are one comparison, 64 two; a target that does not fit is NaN by `inverse`.
+    g = exp2((v - m_i[:, None]) * LOG2_E) * inv_l[:, None]
+    # 32 bits are one comparison, 64 two; a target that does not fit is NaN by `inv_l`.
     g = tl.where(cols[None, :] == target.to(tl.int32)[:, None], g - SCALE, g)
     return tl.where((target != -1)[:, None], g, 0.0), mask
 

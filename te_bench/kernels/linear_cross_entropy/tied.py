@@ -19,9 +19,9 @@ from te_bench.kernels.launch import launch, traits
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 # Rows of a token's that are read at once: one that is there 600 times among 12288 takes 75 turns.
-TOGETHER = 8
-ELEMENTS = 2048  # of a tile, TOGETHER rows by so many columns as that leaves: a thread adds its own
-CONSTANTS: dict[str, Any] = {"TOGETHER": TOGETHER, "COLUMNS": ELEMENTS // TOGETHER, "num_warps": 2}
+ROWS = 8
+ELEMENTS = 2048  # of a tile, ROWS rows by so many columns as that leaves: a thread adds its own
+CONSTANTS: dict[str, Any] = {"ROWS": ROWS, "COLUMNS": ELEMENTS // ROWS, "num_warps": 2}
 LOOKUP: dict[str, Any] = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}  # four times 16 bytes a thread of each table
 
 
@@ -39,16 +39,16 @@ def embed_kernel(table, positions, tokens, out, N, T, V, D, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def _next(tokens, places, i, N, TOGETHER: tl.constexpr):
+def _next(tokens, places, i, N, ROWS: tl.constexpr):
     """The next tokens from i on, -1 beyond the end, their places, and the last of these tokens."""
-    at = i + tl.arange(0, TOGETHER)
-    end = i + TOGETHER - 1
+    at = i + tl.arange(0, ROWS)
+    end = i + ROWS - 1
     near = tl.load(tokens + at, mask=at < N, other=-1)
     return near, tl.load(places + at, mask=at < N, other=0), tl.load(tokens + end, mask=end < N, other=-1)
 
 
 @triton.jit
-def add_rows_kernel(table, rows, tokens, places, N, V, D, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr):
+def add_rows_kernel(table, rows, tokens, places, N, V, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """table[t] += the sum of rows[places[i]] over all i with tokens[i] = t < V; tokens (N,) are sorted.
 
     A program for each i and COLUMNS columns: the first of a token adds for all of them.
@@ -57,7 +57,7 @@ def add_rows_kernel(table, rows, tokens, places, N, V, D, TOGETHER: tl.constexpr
     # Most tokens are there once, and programs wait for memory more than they add: what is needed is asked for at once.
     before = tl.load(tokens + i - 1, mask=i > 0, other=-1)
     token = tl.load(tokens + i)
-    near, place, last = _next(tokens, places, i, N, TOGETHER)
+    near, place, last = _next(tokens, places, i, N, ROWS)
     if (token != before) & (token >= 0) & (token < V):
         cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = cols < D
@@ -68,8 +68,8 @@ def add_rows_kernel(table, rows, tokens, places, N, V, D, TOGETHER: tl.constexpr
         while more < N:
             mask = (near == token)[:, None] & inside[None, :]
             found = tl.load(rows + place.to(tl.int64)[:, None] * D + cols[None, :], mask=mask, other=0.0)
-            more = tl.where(last == token, more + TOGETHER, N)
-            near, place, last = _next(tokens, places, more, N, TOGETHER)
+            more = tl.where(last == token, more + ROWS, N)
+            near, place, last = _next(tokens, places, more, N, ROWS)
             total += tl.sum(found.to(tl.float32), 0)
         tl.store(there, was + total, mask=inside)
 
@@ -105,8 +105,8 @@ def embed(table: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
             f"positions {tuple(positions.shape)} of {length} tokens and a table {tuple(table.shape)}: at least {length} "
             f"rows of {table.shape[1]} columns are added to the tokens'"
         )
-    able = (table.is_cuda or INTERPRETED) and tokens.dtype in (torch.int64, torch.int32)
-    if not able or table.dtype is not positions.dtype or not tokens.numel():
+    can_launch = (table.is_cuda or INTERPRETED) and tokens.dtype in (torch.int64, torch.int32)
+    if not can_launch or table.dtype is not positions.dtype or not tokens.numel():
         return F.embedding(tokens, table) + positions[:length]
     return embed_by_kernel(table.contiguous(), positions.contiguous(), tokens.contiguous())
 

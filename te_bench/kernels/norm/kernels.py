@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The norms' Triton kernels and their launchers.
 
-Statistics are in float32 and around the mean. With a branch added or a cast to FP8 in the same pass: _residual_kernels.
+Statistics are in float32 and around the mean. With a branch added or a cast to FP8 in the same pass: residual_forward.py.
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -20,51 +21,59 @@ UNALIGNED = ["scale", "amax", "counts"]
 
 
 @triton.jit
-def _inverse_root(variance, eps):
+def inverse_root(variance, eps):
     return tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
 
 
 @triton.jit
-def _parameter(at, cols, N, CENTRED: tl.constexpr):
+def load_parameter(at, cols, N, CENTRED: tl.constexpr):
     """Columns of a weight or a bias, float32, (1, columns), and 1 more where CENTRED."""
-    found = tl.load(at + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    return found + 1.0 if CENTRED else found
+    parameter = tl.load(at + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    return parameter + 1.0 if CENTRED else parameter
+
+
+@triton.jit
+def normalize_rows(
+    x, branch, weight, bias, total, mean, rstd, stride, branch_stride, M, eps,
+    N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """total := x + branch and its mean and rstd, of ROWS whole rows in registers, x itself where branch is None.
+
+    norm(total) in float32, the offsets of its rows, its columns and its mask.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLUMNS)
+    col_mask = (cols < N)[None, :]
+    row = rows.to(tl.int64)[:, None]
+    mask = (rows < M)[:, None] & col_mask
+    centred = tl.load(x + row * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if branch is not None:
+        centred += tl.load(branch + row * branch_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        stored = rounded(centred, total.dtype.element_ty)
+        tl.store(total + row * N + cols[None, :], stored, mask=mask)
+        centred = stored.to(tl.float32)
+    if not RMS:
+        row_mean = tl.div_rn(tl.sum(centred, 1), float(N))  # a plain / may be two roundings off
+        tl.store(mean + rows, row_mean, mask=rows < M)
+        centred = tl.where(col_mask, centred - row_mean[:, None], 0.0)
+    row_rstd = inverse_root(tl.sum(centred * centred, 1) / N, eps)
+    tl.store(rstd + rows, row_rstd, mask=rows < M)
+    y = centred * row_rstd[:, None] * load_parameter(weight, cols, N, CENTRED_GAMMA)
+    if bias is not None:
+        y += load_parameter(bias, cols, N, False)
+    return y, row, cols, mask
 
 
 @triton.jit
 def _forward_kernel(
-    x,
-    weight,
-    bias,
-    y,
-    mean,
-    rstd,
-    stride,
-    M,
-    eps,
-    N: tl.constexpr,
-    RMS: tl.constexpr,
-    CENTRED_GAMMA: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """ROWS whole rows a program, in registers: x is read once."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, COLUMNS)
-    inside = (cols < N)[None, :]
-    mask = (rows < M)[:, None] & inside
-    centred = tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    if not RMS:
-        mu = tl.div_rn(tl.sum(centred, 1), float(N))  # a plain / may be two roundings off
-        tl.store(mean + rows, mu, mask=rows < M)
-        centred = tl.where(inside, centred - mu[:, None], 0.0)
-    inverse = _inverse_root(tl.sum(centred * centred, 1) / N, eps)
-    tl.store(rstd + rows, inverse, mask=rows < M)
-    out = centred * inverse[:, None] * _parameter(weight, cols, N, CENTRED_GAMMA)
-    if bias is not None:
-        out += _parameter(bias, cols, N, False)
-    tl.store(y + rows.to(tl.int64)[:, None] * N + cols[None, :], rounded(out, DTYPE), mask=mask)
+    x, weight, bias, y, mean, rstd, stride, M, eps,
+    N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    out, row, cols, mask = normalize_rows(
+        x, None, weight, bias, None, mean, rstd, stride, 0, M, eps, N, RMS, CENTRED_GAMMA, ROWS, COLUMNS
+    )
+    tl.store(y + row * N + cols[None, :], rounded(out, DTYPE), mask=mask)
 
 
 @triton.jit
@@ -98,23 +107,23 @@ def _backward_kernel(
     dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in tl.range(program * ROWS, M, programs * ROWS, num_stages=2):
         rows = start + tl.arange(0, ROWS)
-        wide = rows.to(tl.int64)[:, None]
+        row = rows.to(tl.int64)[:, None]
         mask = (rows < M)[:, None] & (cols < N)[None, :]
-        inverse = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
-        xhat = tl.load(x + wide * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        d = tl.load(dy + wide * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        row_rstd = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
+        xhat = tl.load(x + row * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dy + row * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if not RMS:
             xhat -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
-        xhat *= inverse  # of no consequence outside the mask, where d is 0
+        xhat *= row_rstd  # of no consequence outside the mask, where d is 0
         g = d * gamma[None, :]
         out = g - xhat * (tl.sum(g * xhat, 1) / N)[:, None]
         if not RMS:
             out -= (tl.sum(g, 1) / N)[:, None]
             dbias += d
-        out *= inverse
+        out *= row_rstd
         if residual is not None:
-            out += tl.load(residual + wide * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx + wide * N + cols[None, :], rounded(out, DTYPE), mask=mask)
+            out += tl.load(residual + row * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + row * N + cols[None, :], rounded(out, DTYPE), mask=mask)
         dweight += d * xhat
     tl.store(partials + program * N + cols, tl.sum(dweight, 0), mask=cols < N)
     if not RMS:
@@ -129,6 +138,11 @@ def _whole_rows(n: int, per_warp: int) -> tuple[int, int, int]:
     return rows, columns, max(4, rows * columns // per_warp)
 
 
+def constants_of(n: int, rms: bool, zero_centered_gamma: bool, dtype: torch.dtype, **more: Any) -> dict[str, Any]:
+    """What every norm's kernel is compiled with; dtype is that of what it rounds."""
+    return {"N": n, "RMS": rms, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[dtype], **more}
+
+
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -141,10 +155,7 @@ def forward(
     stride = x.stride(0)
     key = (*traits(x, weight, bias), stride, m, n, zero_centered_gamma, kind)
     args = (x, weight, bias, y, mean, rstd, stride, m, float(eps))
-    constants = {
-        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[x.dtype],
-        "ROWS": rows, "COLUMNS": columns, "num_warps": warps,
-    }  # fmt: skip
+    constants = constants_of(n, mean is None, zero_centered_gamma, x.dtype, ROWS=rows, COLUMNS=columns, num_warps=warps)
     launch(_forward_kernel, -(-m // rows), key, x.get_device(), args, constants)
     return y, mean, rstd
 
@@ -172,10 +183,7 @@ def backward(
         *(dy_stride, stride, residual_stride, m, n, zero_centered_gamma),
     )
     args = (dy, x, weight, mean, rstd, residual, dx, partials, dy_stride, stride, residual_stride, m)
-    constants = {
-        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[x.dtype],
-        "ROWS": rows, "COLUMNS": columns, "num_warps": warps,
-    }  # fmt: skip
+    constants = constants_of(n, mean is None, zero_centered_gamma, x.dtype, ROWS=rows, COLUMNS=columns, num_warps=warps)
     launch(_backward_kernel, programs, key, x.get_device(), args, constants)
     sums = partials.sum(1).to(weight.dtype)
     return dx, sums[0], None if mean is None else sums[1]

@@ -10,16 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.kernels.norm import (
-    Residual,
-    check,
-    check_stream,
-    residual_backward,
-    residual_forward,
-)
+from te_bench.kernels.norm import Residual, check, check_stream, residual_backward, residual_forward
 from te_bench.kernels.norm.backends import reference
+from te_bench.kernels.operators import without_none
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized, check_layouts
 from te_bench.kernels.quantize.backends import triton as quantizer
+from te_bench.kernels.quantize.kernels import float32
+from te_bench.kernels.tile import empty_pair
 
 
 def add_forward(
@@ -42,8 +39,7 @@ def add_forward(
     check(x, weight, bias, kind)
     check_stream(x, branch)
     run = _add_forward_op if torch.compiler.is_compiling() else residual_forward.add_forward
-    settings = (eps, zero_centered_gamma, kind, dtype)
-    total, y, _, _, _, mean, rstd = run(x, branch, weight, bias, *settings, *NO_CAST, amax, None)
+    total, y, _, _, _, mean, rstd = run(x, branch, weight, bias, eps, zero_centered_gamma, kind, dtype, amax=amax)
     assert y is not None
     return x if branch is None else total, y, mean if kind == "layernorm" else None, rstd
 
@@ -56,35 +52,30 @@ def add_forward_quantized(
     *,
     eps: float,
     via: torch.dtype,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
     zero_centered_gamma: bool = False,
     kind: str = "layernorm",
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
+    **cast: Any,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
     """total, fp8(y * scale) in the layouts asked for, mean, rstd, with y of `add_forward` rounded to `via` beforehand.
 
-    amax, () float32, becomes max(amax, max |y|) and counts, (3,) int64, is added to. Raises ValueError as `add_forward`.
+    cast: scale, dtype, rowwise, columnwise, amax, counts; see Residual. Raises ValueError as `add_forward`.
     """
     check(x, weight, bias, kind)
     check_stream(x, branch)
+    rowwise, columnwise, dtype = (cast[name] for name in ("rowwise", "columnwise", "dtype"))
     check_layouts(rowwise, columnwise)
-    settings = (eps, zero_centered_gamma, kind, via)
-    if via is torch.float32 or (columnwise and x.shape[0] % 2 == 1):  # see quantizer.miscompiled; pairs of rows
+    if via is torch.float32 or (
+        columnwise and x.shape[0] % 2 == 1
+    ):  # the kernels go by pairs of rows of half precision
         options: dict[str, Any] = {"eps": eps, "dtype": via, "zero_centered_gamma": zero_centered_gamma, "kind": kind}
         total, y, mean, rstd = add_forward(x, branch, weight, bias, **options)
-        packed = quantizer.scaled(y, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
-        return total, packed, mean, rstd
+        return total, quantizer.scaled(y, **cast), mean, rstd
     run = _add_forward_op if torch.compiler.is_compiling() else residual_forward.add_forward
-    total, _, data, data_t, inverse, mean, rstd = run(
-        x, branch, weight, bias, *settings, scale, dtype, rowwise, columnwise, amax, counts
+    total, _, data, data_t, scale_inv, mean, rstd = run(
+        x, branch, weight, bias, eps, zero_centered_gamma, kind, via, **cast
     )
-    packed = quantizer.wrap(
-        rowwise, columnwise, data, data_t, inverse, inverse, layout=Layout(dtype, TENSOR, torch.float32)
-    )
+    layout = Layout(dtype, TENSOR, torch.float32)
+    packed = quantizer.wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv, layout=layout)
     return x if branch is None else total, packed, mean if kind == "layernorm" else None, rstd
 
 
@@ -116,16 +107,11 @@ def backward_rounded(
     dx, copy, sums = run(
         dy, x, weight, mean, rstd, zero_centered_gamma, residual, both, dtype, amax, column_sum, branch
     )
-    return dx, copy, *_parameters(sums, weight)
+    dweight, *dbias = sums.to(weight.dtype).unbind(0)
+    return dx, copy, dweight, dbias[0] if dbias else None
 
 
 backward_quantized = functools.partial(reference.backward_cast, backward_rounded, quantizer.scaled)
-NO_CAST = (None, None, False, False)
-
-
-def _parameters(sums: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    dweight, *dbias = sums.to(weight.dtype).unbind(0)
-    return dweight, dbias[0] if dbias else None
 
 
 @torch.library.custom_op("te_bench::norm_add_forward", mutates_args=("amax", "counts"))
@@ -138,61 +124,42 @@ def _add_forward_op(
     zero_centered_gamma: bool,
     kind: str,
     out_dtype: torch.dtype,
-    scale: Tensor | None,
-    target: torch.dtype | None,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    rowwise: bool = False,
+    columnwise: bool = False,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    given = x, branch, weight, bias
+    made: Any
     if x.is_cuda:
-        total, *made = residual_forward.add_forward(
-            *(x, branch, weight, bias, eps, zero_centered_gamma, kind, out_dtype),
-            *(scale, target, rowwise, columnwise, amax, counts),
-        )
+        cast: Any = scale, dtype, rowwise, columnwise, amax, counts
+        total, *made = residual_forward.add_forward(*given, eps, zero_centered_gamma, kind, out_dtype, *cast)
     else:
-        shared: dict[str, Any] = {"eps": eps, "zero_centered_gamma": zero_centered_gamma, "kind": kind, "amax": amax}
-        if target is None:
-            total, y, *statistics = reference.add_forward(x, branch, weight, bias, dtype=out_dtype, **shared)
-            made = [y, None, None, None, *statistics]
+        options: dict[str, Any] = {"eps": eps, "zero_centered_gamma": zero_centered_gamma, "kind": kind, "amax": amax}
+        if dtype is None:
+            total, y, mean, rstd = reference.add_forward(*given, dtype=out_dtype, **options)
+            made = y, None, None, None, mean, rstd
         else:
-            cast: dict[str, Any] = {
-                "scale": scale,
-                "dtype": target,
-                "rowwise": rowwise,
-                "columnwise": columnwise,
-                "counts": counts,
-            }
-            total, q, *statistics = reference.add_forward_quantized(
-                x, branch, weight, bias, via=out_dtype, **cast, **shared
-            )
-            made = [None, q.data, q.data_t, q.scale_inv if rowwise else q.scale_inv_t, *statistics]
+            options |= {"scale": scale, "dtype": dtype, "rowwise": rowwise, "columnwise": columnwise, "counts": counts}
+            total, q, mean, rstd = reference.add_forward_quantized(*given, via=out_dtype, **options)
+            made = None, q.data, q.data_t, q.scale_inv if rowwise else q.scale_inv_t, mean, rstd
     # An operator returns no input of its own.
-    return _there(x, None if branch is None else total, *made)  # type: ignore[return-value]
+    return without_none(x, None if branch is None else total, *made)
 
 
 @_add_forward_op.register_fake
 def _(
-    x: Tensor,
-    branch: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered_gamma: bool,
-    kind: str,
-    out_dtype: torch.dtype,
-    scale: Tensor | None,
-    target: torch.dtype | None,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    m = x.shape[0]
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool,
+    kind: str, out_dtype: Any, scale: Any = None, dtype: Any = None, rowwise: bool = False, columnwise: bool = False,
+    *_: Any,
+) -> Any:  # fmt: skip
+    m, n = x.shape
     total = None if branch is None else x.new_empty(x.shape)
-    mean = x.new_empty(m, dtype=torch.float32) if kind == "layernorm" else None
-    made = _fake(x, out_dtype, target, rowwise, columnwise)
-    return _there(x, total, *made, mean, x.new_empty(m, dtype=torch.float32))  # type: ignore[return-value]
+    y, scale_inv = (x.new_empty((m, n), dtype=out_dtype), None) if dtype is None else (None, float32(x))
+    mean = float32(x, m) if kind == "layernorm" else None
+    return without_none(x, total, y, *empty_pair(m, n, x, dtype, rowwise, columnwise), scale_inv, mean, float32(x, m))
 
 
 @torch.library.custom_op("te_bench::norm_backward_rounded", mutates_args=("amax", "column_sum"))
@@ -214,53 +181,19 @@ def _backward_op(
         return residual_backward.backward_rounded(
             dy, x, weight, mean, rstd, zero_centered_gamma, residual, biased, out_dtype, amax, column_sum, branch
         )
-    options: dict[str, Any] = {
-        "zero_centered_gamma": zero_centered_gamma,
-        "kind": "rmsnorm" if mean is None else "layernorm",
-        "residual": residual,
-        "biased": biased,
-        "amax": amax,
-        "column_sum": column_sum,
-        "branch": branch,
-    }
+    kind = "rmsnorm" if mean is None else "layernorm"
+    options: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "kind": kind, "residual": residual}
+    options |= {"biased": biased, "amax": amax, "column_sum": column_sum, "branch": branch}
     dx, copy, *sums = reference.backward_rounded(dy, x, weight, mean, rstd, dtype=out_dtype, **options)
     return dx, copy, torch.stack([s.float() for s in sums if s is not None])
 
 
 @_backward_op.register_fake
 def _(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    zero_centered_gamma: bool,
-    residual: Tensor | None,
-    biased: bool,
-    out_dtype: torch.dtype,
-    amax: Tensor | None,
-    column_sum: Tensor | None,
-    branch: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sums = x.new_empty((1 + biased, x.shape[1]), dtype=torch.float32)
-    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=out_dtype), sums
-
-
-def _fake(
-    x: Tensor, out_dtype: torch.dtype, target: torch.dtype | None, rowwise: bool, columnwise: bool
-) -> tuple[Tensor | None, ...]:
-    """y, data, data_t and scale_inv."""
-    m, n = x.shape
-    if target is None:
-        return x.new_empty((m, n), dtype=out_dtype), None, None, None
-    data = x.new_empty((m, n), dtype=target) if rowwise else None
-    data_t = x.new_empty((n, m), dtype=target) if columnwise else None
-    return None, data, data_t, x.new_empty((), dtype=torch.float32)
-
-
-def _there(like: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The tensors, an empty one in place of None, which an operator can't return."""
-    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Any, rstd: Tensor, zero_centered_gamma: bool, residual: Any,
+    biased: bool, out_dtype: torch.dtype, *_: Any,
+) -> Any:  # fmt: skip
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=out_dtype), float32(x, 1 + biased, x.shape[1])
 
 
 RESIDUAL = Residual(

@@ -2,8 +2,7 @@
 """The backward kernels, in Triton, of a norm in a residual stream, and their launcher.
 
 The norm's gradient is added to the stream's, and leaves in the stream's precision and rounded to the branch's, for the GEMMs
-that made the branch. The cast of that is a kernel of its own: here tiles would be read twice, from memory, and a kernel of
-whole rows that did both took 79 us, where the quantiser takes 16.
+that made the branch. The cast of that is a kernel of its own: one kernel for both was slower (docs/performance.md).
 """
 
 import torch
@@ -13,9 +12,10 @@ from torch import Tensor
 
 from te_bench.kernels import architecture
 from te_bench.kernels.launch import launch, rows_contiguous, traits
-from te_bench.kernels.norm.kernels import UNALIGNED
-from te_bench.kernels.norm.residual_forward import _float32, _rows
-from te_bench.kernels.tile import FLOATS, magnitude, publish, rounded
+from te_bench.kernels.norm.kernels import UNALIGNED, constants_of
+from te_bench.kernels.norm.residual_forward import _rows
+from te_bench.kernels.quantize.kernels import float32
+from te_bench.kernels.tile import magnitude, publish, rounded
 
 # Elements of a program and of one of its warps: 2 rows of 768, 64 registers a thread. A processor's warps: what
 # the registers of 8192 columns and less have room for, without and with the sums for biases.
@@ -38,29 +38,29 @@ def _backward_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     # 4 columns a thread, 16 bytes of float32, for every tensor: more of bf16's would have to change their threads.
     cols = tl.max_contiguous(tl.arange(0, COLUMNS), [4])
-    inside = cols < N
-    gamma = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    col_mask = cols < N
+    gamma = tl.load(weight + cols, mask=col_mask, other=0.0).to(tl.float32)
     if CENTRED_GAMMA:
-        gamma = tl.where(inside, gamma + 1.0, 0.0)
+        gamma = tl.where(col_mask, gamma + 1.0, 0.0)
     dweight = tl.zeros((COLUMNS,), tl.float32)
     dbias = tl.zeros((COLUMNS,), tl.float32)
     total = tl.zeros((COLUMNS,), tl.float32)
     largest = tl.zeros((COLUMNS,), tl.int32)
     for start in tl.range(program * ROWS, M, programs * ROWS):
         rows = start + tl.arange(0, ROWS)
-        wide = rows.to(tl.int64)[:, None]
-        mask = (rows < M)[:, None] & inside[None, :]
-        inverse = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
-        xhat = tl.load(x + wide * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        d = tl.load(dy + wide * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        row = rows.to(tl.int64)[:, None]
+        mask = (rows < M)[:, None] & col_mask[None, :]
+        row_rstd = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
+        xhat = tl.load(x + row * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dy + row * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if branch is not None:
-            xhat += tl.load(branch + wide * branch_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            xhat += tl.load(branch + row * branch_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             xhat = rounded(xhat, x.dtype.element_ty).to(tl.float32)
         if residual is not None:
-            above = tl.load(residual + wide * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            dstream = tl.load(residual + row * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if not RMS:
             xhat -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
-        xhat *= inverse  # of no consequence outside the mask, where d is 0
+        xhat *= row_rstd  # of no consequence outside the mask, where d is 0
         dweight += tl.sum(d * xhat, 0)
         if BIASED:
             dbias += tl.sum(d, 0)
@@ -68,24 +68,24 @@ def _backward_kernel(
         out = g - xhat * (tl.sum(g * xhat, 1) / N)[:, None]
         if not RMS:
             out -= (tl.sum(g, 1) / N)[:, None]
-        out *= inverse
+        out *= row_rstd
         if residual is not None:
-            out += above
+            out += dstream
         out = rounded(out, dx.dtype.element_ty)
-        tl.store(dx + wide * N + cols[None, :], out, mask=mask)
-        half = rounded(out.to(tl.float32), DTYPE)
-        tl.store(copy + wide * N + cols[None, :], half, mask=mask)
+        tl.store(dx + row * N + cols[None, :], out, mask=mask)
+        copied = rounded(out.to(tl.float32), DTYPE)
+        tl.store(copy + row * N + cols[None, :], copied, mask=mask)
         if SUMMED:
-            total += tl.sum(tl.where(mask, half.to(tl.float32), 0.0), 0)
+            total += tl.sum(tl.where(mask, copied.to(tl.float32), 0.0), 0)
         if amax is not None:
-            largest = tl.maximum(largest, tl.max(tl.where(mask, magnitude(half.to(tl.float32)), 0), 0))
+            largest = tl.maximum(largest, tl.max(tl.where(mask, magnitude(copied.to(tl.float32)), 0), 0))
     share = partials + program * N + cols
-    tl.store(share, dweight, mask=inside)
+    tl.store(share, dweight, mask=col_mask)
     if BIASED:
         share += programs * N
-        tl.store(share, dbias, mask=inside)
+        tl.store(share, dbias, mask=col_mask)
     if SUMMED:
-        tl.store(share + programs * N, total, mask=inside)
+        tl.store(share + programs * N, total, mask=col_mask)
     publish(largest, None, amax, None)
 
 
@@ -94,12 +94,12 @@ def _sum_kernel(partials, sums, column_sum, shares, N, SUMMED: tl.constexpr, ROW
     """sums (K, N): of partials (K, shares, N) over shares, in order; the last of them, where SUMMED, onto column_sum."""
     which = tl.program_id(1)
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    found = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in tl.range(0, shares, ROWS, num_stages=3):
         rows = start + tl.arange(0, ROWS)
         mask = (rows < shares)[:, None] & (cols < N)[None, :]
-        found += tl.load(partials + (which * shares + rows)[:, None] * N + cols[None, :], mask=mask, other=0.0)
-    result = tl.sum(found, 0)
+        total += tl.load(partials + (which * shares + rows)[:, None] * N + cols[None, :], mask=mask, other=0.0)
+    result = tl.sum(total, 0)
     if SUMMED and which == tl.num_programs(1) - 1:
         before = tl.load(column_sum + cols, mask=cols < N, other=0.0)
         tl.store(column_sum + cols, before + result, mask=cols < N)
@@ -133,7 +133,7 @@ def backward_rounded(
     resident = max(1, most // warps) * architecture.processors(x.device)
     programs = max(1, min(-(-m // rows), resident))
     own = 1 + biased
-    partials = _float32(x, own + (column_sum is not None), programs, n)
+    partials = float32(x, own + (column_sum is not None), programs, n)
     residual_stride, branch_stride = (0 if t is None else t.stride(0) for t in (residual, branch))
     strides = dy.stride(0), x.stride(0), residual_stride, branch_stride
     key = (
@@ -142,14 +142,12 @@ def backward_rounded(
         *(rows, warps),
     )
     args = (dy, x, weight, mean, rstd, residual, branch, dx, copy, amax, partials, *strides, m)
-    constants = {
-        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "BIASED": biased,
-        "SUMMED": column_sum is not None, "DTYPE": FLOATS[out_dtype], "ROWS": rows, "COLUMNS": columns,
-        "num_warps": warps,
-    }  # fmt: skip
+    sums_of = {"BIASED": biased, "SUMMED": column_sum is not None}
+    tile = {"ROWS": rows, "COLUMNS": columns, "num_warps": warps}
+    constants = constants_of(n, mean is None, zero_centered_gamma, out_dtype, **sums_of, **tile)
     device = x.get_device()
     launch(_backward_kernel, programs, key, device, args, constants)
-    sums = _float32(x, own, n)
+    sums = float32(x, own, n)
     more = {"SUMMED": column_sum is not None, "ROWS": SUM_ROWS, "COLUMNS": SUM_COLUMNS}
     those = (partials, sums, column_sum, programs, n)
     launch(

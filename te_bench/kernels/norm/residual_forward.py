@@ -3,10 +3,8 @@
 
 The stream and a branch are added, normalised and rounded while a row is in registers. In FP8 it goes by tiles, once for the
 sum and its statistics, once to normalise and cast: the sum, just written, comes from the L2, and 32 rows make whole sectors
-of the transposed layout. For 12288 x 768 that takes 36 us, whole rows in registers took 47 (H200, 2026-11-21).
-Wide rows go by two kernels, for 32 of them a program are too few programs: 63 us at 8192 x 4096 where the best of 54 tiles
-of one kernel took 72, 81 for 158 where saturations are counted; at 12288 x 768 two take 25 for 22 (bf16 without a branch,
-H200, 2026-11-22).
+of the transposed layout. Wide rows go by two kernels, for 32 of them a program are too few programs. Measured times:
+docs/performance.md.
 """
 
 import functools
@@ -18,18 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels.launch import launch, rows_contiguous, traits
-from te_bench.kernels.norm.kernels import UNALIGNED, _inverse_root, _parameter
-from te_bench.kernels.quantize.kernels import cast, load_pairs, store, store_t
-from te_bench.kernels.tile import FLOATS, FP8, empty_pair, larger, magnitude, publish, rounded, seen, tally
+from te_bench.kernels.norm.kernels import UNALIGNED, constants_of, inverse_root, load_parameter, normalize_rows
+from te_bench.kernels.quantize.kernels import float32, load_pairs, store_pairs
+from te_bench.kernels.tile import FP8, empty_pair, larger, magnitude, publish, read_amax, rounded, tally
 
 # Elements and warps of a program: 8 rows of 768 whole, 56 registers a thread, 2 programs a processor.
 FORWARD_ELEMENTS, FORWARD_WARPS = 8192, 16
-# In FP8: the fastest of 8 tiles swept, by 3 to 22 % (H200, 2026-11-21).
+# In FP8; the fastest of a sweep on an H200.
 CAST = {"ROWS": 32, "COLUMNS": 128, "num_warps": 8}
 # Of so many columns and more: elements of a program of the first kernel, a whole row at least, and of one of its warps; and
-# the second's tile. The fastest of 7, by up to 17 %, and within 1 % of the fastest of the 24 that benchmarks/norm_tiles.py
-# sweeps (8192 x 4096; H200, 2026-11-22).
-WIDE, LOOK_ELEMENTS, LOOK_PER_WARP = 2048, 2048, 1024
+# the second's tile, by benchmarks/norm_tiles.py on an H200.
+WIDE, SUM_ELEMENTS, SUM_PER_WARP = 2048, 2048, 1024
 WIDE_CAST: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "VECTOR": 8, "num_warps": 4}
 
 
@@ -40,70 +37,53 @@ def _add_forward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """total := x + branch; y := norm(total). A branch of None: total is x. A y of None: the statistics alone."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, COLUMNS)
-    inside = (cols < N)[None, :]
-    wide = rows.to(tl.int64)[:, None]
-    mask = (rows < M)[:, None] & inside
-    centred = tl.load(x + wide * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    if branch is not None:
-        centred += tl.load(branch + wide * branch_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        kept = rounded(centred, total.dtype.element_ty)
-        tl.store(total + wide * N + cols[None, :], kept, mask=mask)
-        centred = kept.to(tl.float32)
-    if not RMS:
-        mu = tl.div_rn(tl.sum(centred, 1), float(N))
-        tl.store(mean + rows, mu, mask=rows < M)
-        centred = tl.where(inside, centred - mu[:, None], 0.0)
-    inverse = _inverse_root(tl.sum(centred * centred, 1) / N, eps)
-    tl.store(rstd + rows, inverse, mask=rows < M)
+    out, row, cols, mask = normalize_rows(
+        x, branch, weight, bias, total, mean, rstd, stride, branch_stride, M, eps, N, RMS, CENTRED_GAMMA, ROWS, COLUMNS
+    )
     if y is not None:
-        out = centred * inverse[:, None] * _parameter(weight, cols, N, CENTRED_GAMMA)
-        if bias is not None:
-            out += _parameter(bias, cols, N, False)
         out = rounded(out, DTYPE)
-        tl.store(y + wide * N + cols[None, :], out, mask=mask)
+        tl.store(y + row * N + cols[None, :], out, mask=mask)
         if amax is not None:
             publish(tl.where(mask, magnitude(out.to(tl.float32)), 0), None, amax, None)
 
 
 @triton.jit
-def _summed(x, branch, total, stride, branch_stride, wide, cols, mask, N):
-    """total := x + branch of a tile of rows `wide`, and what was stored, in float32; x itself without a branch."""
+def _add_tile(x, branch, total, stride, branch_stride, row, cols, mask, N):
+    """total := x + branch of a tile, and what was stored, in float32; x itself without a branch."""
     if branch is None:
-        return tl.load(x + wide * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        return tl.load(x + row * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     else:  # what is not read again makes room for what is
-        v = tl.load(x + wide * stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-        at = branch + wide * branch_stride + cols[None, :]
+        v = tl.load(x + row * stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        at = branch + row * branch_stride + cols[None, :]
         v = v.to(tl.float32) + tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        kept = rounded(v, total.dtype.element_ty)
-        tl.store(total + wide * N + cols[None, :], kept, mask=mask)
-        return kept.to(tl.float32)
+        stored = rounded(v, total.dtype.element_ty)
+        tl.store(total + row * N + cols[None, :], stored, mask=mask)
+        return stored.to(tl.float32)
 
 
 @triton.jit
-def _statistics(v, mu, squares, start, count, inside, RMS: tl.constexpr):
+def _update_statistics(v, row_mean, squares, start, count, col_mask, RMS: tl.constexpr):
     """Mean and sum of squares around it, of `start` columns before, with those of v, `count` columns.
 
     Chan, Golub, LeVeque 1983: tiles' means and squares combine without the cancellation of E[x^2] - E[x]^2.
     """
     if not RMS:
         part = tl.sum(v, 1) / count
-        v = tl.where(inside, v - part[:, None], 0.0)
-        step = part - mu
+        v = tl.where(col_mask, v - part[:, None], 0.0)
+        step = part - row_mean
         share = count / (start + count)
-        mu += step * share
+        row_mean += step * share
         squares += step * step * (start * share)
-    return mu, squares + tl.sum(v * v, 1)
+    return row_mean, squares + tl.sum(v * v, 1)
 
 
 @triton.jit
-def _normed(v, mask, mu, inverse, gamma, beta, RMS: tl.constexpr, DTYPE: tl.constexpr):
+def _normalize(v, mask, row_mean, row_rstd, gamma, beta, RMS: tl.constexpr, DTYPE: tl.constexpr):
     """norm of a tile v by its rows' statistics, rounded to DTYPE; 0 outside the mask."""
     v = v.to(tl.float32)
     if not RMS:
-        v -= mu[:, None]
-    v = v * inverse[:, None] * gamma
+        v -= row_mean[:, None]
+    v = v * row_rstd[:, None] * gamma
     if beta is not None:
         v += beta
     return rounded(tl.where(mask, v, 0.0), DTYPE)
@@ -123,27 +103,27 @@ def _add_forward_cast_kernel(
     HALF: tl.constexpr = ROWS // 2
     TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     rows = tl.program_id(0) * ROWS + 2 * tl.arange(0, HALF)
-    wide = rows.to(tl.int64)[:, None]
-    here, below = (rows < M)[:, None], (rows + 1 < M)[:, None]
+    row = rows.to(tl.int64)[:, None]
+    mask_a, mask_b = (rows < M)[:, None], (rows + 1 < M)[:, None]
     before = 0
     if amax is not None:
-        before = seen(amax)
-    mu_a, squares_a = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
-    mu_b, squares_b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+        before = read_amax(amax)
+    mean_a, squares_a = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+    mean_b, squares_b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     for start in tl.range(0, N, COLUMNS, num_stages=1):
         cols = tl.max_contiguous(start + tl.arange(0, COLUMNS), [4])  # 16 bytes of float32 a thread
-        inside = (cols < N)[None, :]
+        col_mask = (cols < N)[None, :]
         count = tl.minimum(N - start, COLUMNS).to(tl.float32)
-        a = _summed(x, branch, total, stride, branch_stride, wide, cols, here & inside, N)
-        b = _summed(x, branch, total, stride, branch_stride, wide + 1, cols, below & inside, N)
-        mu_a, squares_a = _statistics(a, mu_a, squares_a, start, count, inside, RMS)
-        mu_b, squares_b = _statistics(b, mu_b, squares_b, start, count, inside, RMS)
-    inverse_a, inverse_b = _inverse_root(squares_a / N, eps), _inverse_root(squares_b / N, eps)
-    tl.store(rstd + rows, inverse_a, mask=rows < M)
-    tl.store(rstd + rows + 1, inverse_b, mask=rows + 1 < M)
+        a = _add_tile(x, branch, total, stride, branch_stride, row, cols, mask_a & col_mask, N)
+        b = _add_tile(x, branch, total, stride, branch_stride, row + 1, cols, mask_b & col_mask, N)
+        mean_a, squares_a = _update_statistics(a, mean_a, squares_a, start, count, col_mask, RMS)
+        mean_b, squares_b = _update_statistics(b, mean_b, squares_b, start, count, col_mask, RMS)
+    rstd_a, rstd_b = inverse_root(squares_a / N, eps), inverse_root(squares_b / N, eps)
+    tl.store(rstd + rows, rstd_a, mask=rows < M)
+    tl.store(rstd + rows + 1, rstd_b, mask=rows + 1 < M)
     if not RMS:
-        tl.store(mean + rows, mu_a, mask=rows < M)
-        tl.store(mean + rows + 1, mu_b, mask=rows + 1 < M)
+        tl.store(mean + rows, mean_a, mask=rows < M)
+        tl.store(mean + rows + 1, mean_b, mask=rows + 1 < M)
 
     factor = tl.load(scale)
     if tl.program_id(0) == 0:
@@ -154,21 +134,18 @@ def _add_forward_cast_kernel(
     for i in tl.range(0, TILES, num_stages=1):
         tile = TILES - 1 - i  # backwards: the last written is the likeliest in the L2
         cols = tl.max_contiguous(tile * COLUMNS + tl.arange(0, COLUMNS), [4])
-        inside = (cols < N)[None, :]
-        gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), None
+        col_mask = (cols < N)[None, :]
+        gamma, beta = load_parameter(weight, cols, N, CENTRED_GAMMA), None
         if bias is not None:
-            beta = _parameter(bias, cols, N, False)
-        at = total + wide * total_stride + cols[None, :]
-        a = tl.load(at, mask=here & inside, other=0.0, eviction_policy="evict_first")
-        a = _normed(a, here & inside, mu_a, inverse_a, gamma, beta, RMS, DTYPE)
-        at = total + (wide + 1) * total_stride + cols[None, :]
-        b = tl.load(at, mask=below & inside, other=0.0, eviction_policy="evict_first")
-        b = _normed(b, below & inside, mu_b, inverse_b, gamma, beta, RMS, DTYPE)
-        first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
-        if data is not None:
-            store(first, second, data, N, rows, cols, M, N, "")
-        if data_t is not None:
-            store_t(first, second, data_t, tl.program_id(0) * TILES, cols, M, N, ROWS, COLUMNS, "")
+            beta = load_parameter(bias, cols, N, False)
+        at = total + row * total_stride + cols[None, :]
+        a = tl.load(at, mask=mask_a & col_mask, other=0.0, eviction_policy="evict_first")
+        a = _normalize(a, mask_a & col_mask, mean_a, rstd_a, gamma, beta, RMS, DTYPE)
+        at = total + (row + 1) * total_stride + cols[None, :]
+        b = tl.load(at, mask=mask_b & col_mask, other=0.0, eviction_policy="evict_first")
+        b = _normalize(b, mask_b & col_mask, mean_b, rstd_b, gamma, beta, RMS, DTYPE)
+        index = tl.program_id(0) * TILES  # of a tile in this band of rows
+        store_pairs(a, b, factor, data, data_t, index, rows, cols, N, M, N, TARGET, ROWS, COLUMNS, "")
         if amax is not None:
             largest = larger(largest, larger(a, b))
         if counts is not None:
@@ -187,28 +164,24 @@ def _normed_cast_kernel(
     index = tl.program_id(0)
     before = 0
     if amax is not None:
-        before = seen(amax)
+        before = read_amax(amax)
     a, b, rows, cols = load_pairs(total, index, stride, M, N, ROWS, COLUMNS, VECTOR)
     factor = tl.load(scale)
     if index == 0:
         tl.store(scale_inv, tl.div_rn(1.0, factor))
-    gamma, beta = _parameter(weight, cols, N, CENTRED_GAMMA), None
+    gamma, beta = load_parameter(weight, cols, N, CENTRED_GAMMA), None
     if bias is not None:
-        beta = _parameter(bias, cols, N, False)
-    mu_a, mu_b = None, None
+        beta = load_parameter(bias, cols, N, False)
+    mean_a, mean_b = None, None
     if not RMS:
-        mu_a = tl.load(mean + rows, mask=rows < M, other=0.0)
-        mu_b = tl.load(mean + rows + 1, mask=rows + 1 < M, other=0.0)
-    inverse_a = tl.load(rstd + rows, mask=rows < M, other=0.0)
-    inverse_b = tl.load(rstd + rows + 1, mask=rows + 1 < M, other=0.0)
-    there = (cols < N)[None, :]
-    a = _normed(a, (rows < M)[:, None] & there, mu_a, inverse_a, gamma, beta, RMS, DTYPE)
-    b = _normed(b, (rows + 1 < M)[:, None] & there, mu_b, inverse_b, gamma, beta, RMS, DTYPE)
-    first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
-    if data is not None:
-        store(first, second, data, N, rows, cols, M, N, "")
-    if data_t is not None:
-        store_t(first, second, data_t, index, cols, M, N, ROWS, COLUMNS, "")
+        mean_a = tl.load(mean + rows, mask=rows < M, other=0.0)
+        mean_b = tl.load(mean + rows + 1, mask=rows + 1 < M, other=0.0)
+    rstd_a = tl.load(rstd + rows, mask=rows < M, other=0.0)
+    rstd_b = tl.load(rstd + rows + 1, mask=rows + 1 < M, other=0.0)
+    col_mask = (cols < N)[None, :]
+    a = _normalize(a, (rows < M)[:, None] & col_mask, mean_a, rstd_a, gamma, beta, RMS, DTYPE)
+    b = _normalize(b, (rows + 1 < M)[:, None] & col_mask, mean_b, rstd_b, gamma, beta, RMS, DTYPE)
+    store_pairs(a, b, factor, data, data_t, index, rows, cols, N, M, N, TARGET, ROWS, COLUMNS, "")
     largest, tallies = magnitude(larger(a, b).to(tl.float32)), None
     if counts is not None:
         tallies = tally(magnitude(a.to(tl.float32)), factor, TARGET)
@@ -223,10 +196,6 @@ def _rows(n: int, elements: int) -> tuple[int, int]:
     return max(1, elements // columns), columns
 
 
-def _float32(x: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
 def add_forward(
     x: Tensor,
     branch: Tensor | None,
@@ -236,16 +205,16 @@ def add_forward(
     zero_centered_gamma: bool,
     kind: str,
     out_dtype: torch.dtype,
-    scale: Tensor | None,
-    target: torch.dtype | None,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    rowwise: bool = False,
+    columnwise: bool = False,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """total, y, data, data_t, scale_inv, mean, rstd; of a target, an FP8 format, no y.
+    """total, y, data, data_t, scale_inv, mean, rstd; of a dtype, an FP8 format, no y.
 
-    M is even where columnwise; out_dtype is of half precision where there is a target.
+    M is even where columnwise; out_dtype is of half precision where there is a dtype.
     """
     x = rows_contiguous(x)
     m, n = x.shape
@@ -253,40 +222,38 @@ def add_forward(
     if branch is not None:
         branch = rows_contiguous(branch)
         total, branch_stride = torch.empty((m, n), dtype=x.dtype, device=x.device), branch.stride(0)
-    mean, rstd = _float32(x, m) if kind == "layernorm" else None, _float32(x, m)
+    mean, rstd = float32(x, m) if kind == "layernorm" else None, float32(x, m)
     stride = x.stride(0)
-    constants: dict[str, Any] = {
-        "N": n, "RMS": mean is None, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[out_dtype]
-    }  # fmt: skip
+    constants = constants_of(n, mean is None, zero_centered_gamma, out_dtype)
     key = (
         *traits(x, branch, weight, bias, amax),
         *(stride, branch_stride, m, n, zero_centered_gamma, kind, out_dtype),
     )
-    if target is None:
+    if dtype is None:
         rows, columns = _rows(n, FORWARD_ELEMENTS)
         y = torch.empty((m, n), dtype=out_dtype, device=x.device)
         args = x, branch, weight, bias, total, y, mean, rstd, amax, stride, branch_stride, m, float(eps)
         constants |= {"ROWS": rows, "COLUMNS": columns, "num_warps": FORWARD_WARPS}
         launch(_add_forward_kernel, max(1, -(-m // rows)), key, x.get_device(), args, constants)
         return total, y, None, None, None, mean, rstd
-    data, data_t = empty_pair(m, n, x, target, rowwise, columnwise)
-    scale_inv = _float32(x)
-    key = (*key, *traits(scale, counts), target, rowwise, columnwise)
+    data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
+    scale_inv = float32(x)
+    key = (*key, *traits(scale, counts), dtype, rowwise, columnwise)
     layouts = data, data_t, scale_inv
     if n < WIDE:
         casting = (
             *(x, branch, weight, bias, total, scale, *layouts, mean, rstd, amax, counts),
             *(stride, branch_stride, total.stride(0), m, float(eps)),
         )
-        constants |= {"TARGET": FP8[target], **CAST}
+        constants |= {"TARGET": FP8[dtype], **CAST}
         launch(_add_forward_cast_kernel, max(1, -(-m // CAST["ROWS"])), key, x.get_device(), casting, constants)
         return total, None, *layouts, mean, rstd
-    rows, columns = _rows(n, LOOK_ELEMENTS)
+    rows, columns = _rows(n, SUM_ELEMENTS)
     looking = x, branch, weight, bias, total, None, mean, rstd, None, stride, branch_stride, m, float(eps)
-    look = {**constants, "ROWS": rows, "COLUMNS": columns, "num_warps": min(16, max(4, columns // LOOK_PER_WARP))}
+    look = {**constants, "ROWS": rows, "COLUMNS": columns, "num_warps": min(16, max(4, columns // SUM_PER_WARP))}
     launch(_add_forward_kernel, max(1, -(-m // rows)), key, x.get_device(), looking, look)
     normed = total, weight, bias, scale, *layouts, mean, rstd, amax, counts, total.stride(0), m
-    constants |= {"TARGET": FP8[target], **WIDE_CAST}
+    constants |= {"TARGET": FP8[dtype], **WIDE_CAST}
     grid = max(1, -(-m // WIDE_CAST["ROWS"])) * -(-n // WIDE_CAST["COLUMNS"])
     launch(_normed_cast_kernel, grid, key, x.get_device(), normed, constants)
     return total, None, *layouts, mean, rstd

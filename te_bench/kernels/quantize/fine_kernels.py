@@ -25,18 +25,18 @@ from te_bench.kernels.quantize.kernels import (
 from te_bench.kernels.tile import (
     FP8,
     empty_pair,
+    fits_range,
     larger,
     magnitude,
     publish,
     publish_underflows,
     tally,
-    within,
 )
 
 # Tiles of a cast by rows and of its amaxes' pass; of 128 x 128 with one scale, and with one a row and one a column.
-LINES: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "VECTOR": 8, "POLICY": "evict_first", "num_warps": 8}
-LOOK: dict[str, Any] = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
-LINES_AT_ONCE = 256  # whose scales a program makes of their amaxes
+CAST_TILE: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "VECTOR": 8, "POLICY": "evict_first", "num_warps": 8}
+AMAX_TILE: dict[str, Any] = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
+LINES_A_PROGRAM = 256  # whose scales a program makes of their amaxes
 SQUARE: dict[str, Any] = {"BLOCK": BLOCK, "VECTOR": 8, "POLICY": "", "num_warps": 8, "maxnreg": 64}
 BLOCKS: dict[str, Any] = {"BLOCK": BLOCK, "VECTOR": 16, "POLICY": "", "num_warps": 8}
 
@@ -65,10 +65,10 @@ def _line_amax_kernel(
 @triton.jit
 def _line_scale_kernel(
     amaxes, scale_inv, scale_inv_t, M, N,
-    TARGET: tl.constexpr, POWER_OF_TWO: tl.constexpr, LINES_AT_ONCE: tl.constexpr,
+    TARGET: tl.constexpr, POWER_OF_TWO: tl.constexpr, LINES_A_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """amaxes' bits := their scales, and their inverses: once for each line and not in each tile of the cast."""
-    line = tl.program_id(0) * LINES_AT_ONCE + tl.arange(0, LINES_AT_ONCE)
+    line = tl.program_id(0) * LINES_A_PROGRAM + tl.arange(0, LINES_A_PROGRAM)
     scale = scale_of(tl.load(amaxes + line, mask=line < M + N, other=0), TARGET, POWER_OF_TWO)
     tl.store(amaxes + line, scale.to(tl.int32, bitcast=True), mask=line < M + N)
     inverse = inverse_of(scale, POWER_OF_TWO)
@@ -152,7 +152,7 @@ def _tile_kernel(
         store_t(first, second, data_t, index, cols, M, N, BLOCK, BLOCK, POLICY)
     if counts is not None:
         publish_underflows(a, b, scale, counts, TARGET)
-        if not within(bits, scale, TARGET):
+        if not fits_range(bits, scale, TARGET):
             publish_excesses(x, scale, counts, index, stride, M, N, TARGET, BLOCK, BLOCK, None)
 
 
@@ -214,19 +214,19 @@ def per_row(
     stride, device = x.stride(0), x.get_device()
     amaxes = torch.zeros(m + n, dtype=torch.int32, device=x.device)
     key = (*traits(x), stride, m, n, rowwise, columnwise)
-    constants = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, **LOOK}
-    grid = -(-m // LOOK["ROWS"]) * -(-n // LOOK["COLUMNS"])
+    constants = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, **AMAX_TILE}
+    grid = -(-m // AMAX_TILE["ROWS"]) * -(-n // AMAX_TILE["COLUMNS"])
     launch(_line_amax_kernel, grid, key, device, (x, amaxes, stride, m, n), constants)
     scale_inv = float32(x, m) if rowwise else None
     scale_inv_t = float32(x, n) if columnwise else None
-    constants = {"TARGET": FP8[dtype], "POWER_OF_TWO": power_of_two, "LINES_AT_ONCE": LINES_AT_ONCE}
+    constants = {"TARGET": FP8[dtype], "POWER_OF_TWO": power_of_two, "LINES_A_PROGRAM": LINES_A_PROGRAM}
     key = (*key, dtype, power_of_two)
-    grid = -(-(m + n) // LINES_AT_ONCE)
+    grid = -(-(m + n) // LINES_A_PROGRAM)
     launch(_line_scale_kernel, grid, key, device, (amaxes, scale_inv, scale_inv_t, m, n), constants)
     data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
     args = (x, amaxes.view(torch.float32), data, data_t, counts, stride, m, n)
-    constants = {"TARGET": FP8[dtype], **LINES}
-    grid = -(-m // LINES["ROWS"]) * -(-n // LINES["COLUMNS"])
+    constants = {"TARGET": FP8[dtype], **CAST_TILE}
+    grid = -(-m // CAST_TILE["ROWS"]) * -(-n // CAST_TILE["COLUMNS"])
     launch(_line_cast_kernel, grid, (*key, counts is None), device, args, constants)
     return data, data_t, scale_inv, scale_inv_t
 

@@ -2,6 +2,7 @@
 """Matrices side by side, cast as one: the gradients of q, k and v, which attention leaves apart and GEMMs read together."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -12,7 +13,7 @@ from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.kernels import GATHERING, TILE, UNALIGNED, add_sums, cast, float32, store, store_t
-from te_bench.kernels.tile import FP8, empty_pair, larger, magnitude, publish, seen
+from te_bench.kernels.tile import FP8, empty_pair, larger, magnitude, publish, read_amax
 
 PARTS = 3
 HALVES = (torch.bfloat16, torch.float16)
@@ -46,14 +47,14 @@ def _joined_kernel(
     factor = tl.load(scale)
     before = 0
     if amax is not None:
-        before = seen(amax)
+        before = read_amax(amax)
     column = index % ACROSS * COLUMNS
     part = column % (3 * TURN) // TURN
     x = tl.where(part == 0, first, tl.where(part == 1, second, third))
     rows = index // ACROSS * ROWS + 2 * tl.arange(0, ROWS // 2)
     start = column // (3 * TURN) * TURN + column % TURN
-    within = tl.max_contiguous(tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS), [VECTOR])
-    at = x + rows.to(tl.int64)[:, None] * stride + within[None, :]
+    x_cols = tl.max_contiguous(tl.multiple_of(start, COLUMNS) + tl.arange(0, COLUMNS), [VECTOR])
+    at = x + rows.to(tl.int64)[:, None] * stride + x_cols[None, :]
     a = tl.load(at, mask=(rows < M)[:, None], other=0.0)
     b = tl.load(at + stride, mask=(rows + 1 < M)[:, None], other=0.0)
     if index == 0:
@@ -79,7 +80,7 @@ def fits(parts: Sequence[Tensor], turn: int) -> bool:
     return first.stride(1) == 1 and first.shape[0] % 2 == 0 and turn % TILE["COLUMNS"] == 0
 
 
-def dealt(parts: Sequence[Tensor], turn: int) -> Tensor:
+def interleave(parts: Sequence[Tensor], turn: int) -> Tensor:
     """(M, N) of three (M, N / 3): `turn` columns of each in turn."""
     return torch.cat([p.unflatten(1, (-1, turn)) for p in parts], 2).flatten(1)
 
@@ -92,14 +93,14 @@ def joined(
     amax: Tensor | None = None,
     column_sum: Tensor | None = None,
 ) -> Quantized:
-    """`scaled` of dealt(parts, turn), bit for bit, in both layouts; of three matrices (M, N / 3) that fit."""
+    """`scaled` of interleave(parts, turn), bit for bit, in both layouts; of three matrices (M, N / 3) that fit."""
     assert fits(parts, turn)
     if torch.compiler.is_compiling():
         data, data_t, scale_inv = _joined_op([p.detach() for p in parts], turn, scale, dtype, amax, column_sum)
     elif parts[0].is_cuda:
         data, data_t, scale_inv = kernel(parts, turn, scale, dtype, amax, column_sum)
     else:
-        whole = dealt(parts, turn)
+        whole = interleave(parts, turn)
         return reference.scaled(whole, scale, dtype, rowwise=True, columnwise=True, amax=amax, column_sum=column_sum)
     return Quantized(data, scale_inv, data_t, scale_inv, Layout(dtype, TENSOR, torch.float32))
 
@@ -147,14 +148,6 @@ def _joined_op(
 
 
 @_joined_op.register_fake
-def _(
-    parts: list[Tensor],
-    turn: int,
-    scale: Tensor,
-    dtype: torch.dtype,
-    amax: Tensor | None,
-    column_sum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(parts: list[Tensor], turn: int, scale: Tensor, dtype: torch.dtype, *_: Any) -> Any:
     m, width = parts[0].shape
-    data, data_t = empty_pair(m, PARTS * width, parts[0], dtype, rowwise=True, columnwise=True)
-    return data, data_t, parts[0].new_empty((), dtype=torch.float32)  # type: ignore[return-value]
+    return *empty_pair(m, PARTS * width, parts[0], dtype, rowwise=True, columnwise=True), float32(parts[0])

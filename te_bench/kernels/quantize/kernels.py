@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The quantisers' Triton kernels and their launchers, those with one scale; _fine_kernels has a scale a row or a block.
+"""The quantisers' Triton kernels and their launchers, with one scale; with a scale a row or a block: fine_kernels.py.
 
 Bound by memory: an element of bf16 is 2 bytes read and 2 written; `tensor` and `row` read it twice, the second time
 backwards, for what the first pass read last is still in the L2 (50 MB on an H200). At an H200's 4 TB/s an element has the
@@ -24,30 +24,29 @@ from te_bench.kernels.tile import (
     FP8,
     add,
     empty_pair,
+    fits_range,
     larger,
     magnitude,
     publish,
     publish_underflows,
+    read_amax,
     rounded_by_twos,
-    seen,
     tally,
     to_fp8,
-    within,
-    zipped,
+    zip_bytes,
 )
 
 # Tile of the casts: 64 columns are 128 bytes of bf16 read, 128 rows 128 bytes of the transposed layout written. VECTOR
-# columns of a row are a thread's: 8 are 16 bytes of half precision read at once, 8 bytes written. Each is the best, or
-# within 1 % of it, of those swept at 12288 x 768, 2304 and 3072 and 8192 x 16384 (H200, 2026-11-21).
+# columns of a row are a thread's: 8 are 16 bytes of half precision read at once, 8 bytes written. By sweeps on an H200.
 TILE: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "VECTOR": 8, "POLICY": "", "num_warps": 4}
 # By x's own amax: what is written goes first when the L2 is full, and x, read a moment ago, stays.
-OWN: dict[str, Any] = {**TILE, "POLICY": "evict_first", "maxnreg": 64}
+OWN_SCALE: dict[str, Any] = {**TILE, "POLICY": "evict_first", "maxnreg": 64}
 # With column sums, of float32, or of two matrices: more numbers to keep, for more threads.
 GATHERING: dict[str, Any] = {**TILE, "num_warps": 8}
 COUNTING: dict[str, Any] = {**TILE, "ROWS": 64, "COLUMNS": 128, "num_warps": 8}
 PAIR = {dtype: {"TARGET": target, **GATHERING} for dtype, target in FP8.items()}
 # Tile of an amax's pass, which has nothing else to keep.
-LOOK: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "num_warps": 8}
+AMAX_TILE: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "num_warps": 8}
 SUM_ROWS, SUM_COLUMNS = 64, 32  # tile of the second stage of the column sums
 # What programs share is one number, or a view into a table of them: not worth a compilation for each alignment.
 UNALIGNED = [
@@ -107,10 +106,10 @@ def load_pairs(x, index, stride, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr
     across = tl.cdiv(N, COLUMNS)
     rows = index // across * ROWS + 2 * tl.arange(0, ROWS // 2)
     cols = tl.max_contiguous(index % across * COLUMNS + tl.arange(0, COLUMNS), [VECTOR])  # VECTOR of them a thread
-    there = (cols < N)[None, :]
+    col_mask = (cols < N)[None, :]
     at = x + rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    a = tl.load(at, mask=(rows < M)[:, None] & there, other=0.0)
-    b = tl.load(at + stride, mask=(rows + 1 < M)[:, None] & there, other=0.0)
+    a = tl.load(at, mask=(rows < M)[:, None] & col_mask, other=0.0)
+    b = tl.load(at + stride, mask=(rows + 1 < M)[:, None] & col_mask, other=0.0)
     return a, b, rows, cols
 
 
@@ -123,10 +122,10 @@ def cast(v, scale, TARGET: tl.constexpr):
 @triton.jit
 def store(a, b, data, stride, rows, cols, M, N, POLICY: tl.constexpr):
     """data (M, N), its rows `stride` apart, := the bytes a of rows and b of rows + 1."""
-    there = (cols < N)[None, :]
+    col_mask = (cols < N)[None, :]
     to = data.to(tl.pointer_type(tl.uint8), bitcast=True) + rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    tl.store(to, a, mask=(rows < M)[:, None] & there, eviction_policy=POLICY)
-    tl.store(to + stride, b, mask=(rows + 1 < M)[:, None] & there, eviction_policy=POLICY)
+    tl.store(to, a, mask=(rows < M)[:, None] & col_mask, eviction_policy=POLICY)
+    tl.store(to + stride, b, mask=(rows + 1 < M)[:, None] & col_mask, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -135,7 +134,20 @@ def store_t(a, b, data_t, index, cols, M, N, ROWS: tl.constexpr, COLUMNS: tl.con
     pairs = index // tl.cdiv(N, COLUMNS) * (ROWS // 2) + tl.arange(0, ROWS // 2)
     lines = (data_t + cols.to(tl.int64)[:, None] * M).to(tl.pointer_type(tl.uint16), bitcast=True)
     mask = (cols < N)[:, None] & (pairs < M // 2)[None, :]
-    tl.store(lines + pairs[None, :], tl.trans(zipped(a, b)), mask=mask, eviction_policy=POLICY)
+    tl.store(lines + pairs[None, :], tl.trans(zip_bytes(a, b)), mask=mask, eviction_policy=POLICY)
+
+
+@triton.jit
+def store_pairs(
+    a, b, scale, data, data_t, index, rows, cols, stride, M, N,
+    TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """Cast the index-th tile, a its rows 2i and b its rows 2i + 1, into data, whose rows are `stride` apart, and data_t."""
+    first, second = cast(a, scale, TARGET), cast(b, scale, TARGET)
+    if data is not None:
+        store(first, second, data, stride, rows, cols, M, N, POLICY)
+    if data_t is not None:
+        store_t(first, second, data_t, index, cols, M, N, ROWS, COLUMNS, POLICY)
 
 
 @triton.jit
@@ -172,52 +184,22 @@ def _amax_kernel(x, amaxes, stride, M, N, ROWS: tl.constexpr, COLUMNS: tl.conste
     tl.store(amaxes + program, tl.max(magnitude(largest.to(tl.float32))))
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
-def _cast_kernel(
-    x,
-    scale,
-    amaxes,
-    data,
-    data_t,
-    scale_inv,
-    amax,
-    counts,
-    sums,
-    stride,
-    M,
-    N,
-    SHARES: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    TARGET: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    POLICY: tl.constexpr,
+@triton.jit
+def _cast_tile(
+    x, scale, data, data_t, scale_inv, amax, counts, sums, index, stride, M, N,
+    TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr,
     VIA: tl.constexpr,
-):
-    """One tile a program, by a scale given or, where that is None, taken from the SHARES amaxes of _amax_kernel.
-
-    VIA, None or a float: x is rounded to it first.
-    """
-    index = tl.program_id(0)
-    if scale is None:
-        index = tl.num_programs(0) - 1 - index
-        factor = scale_of(tl.max(tl.load(amaxes + tl.arange(0, SHARES))), TARGET, POWER_OF_TWO)
-    else:
-        factor = tl.load(scale)
+):  # fmt: skip
+    """Cast the index-th tile of x, rounded first to VIA unless that is None; add to amax, counts and column sums."""
     before = 0
     if amax is not None:
-        before = seen(amax)
+        before = read_amax(amax)
     a, b, rows, cols = load_pairs(x, index, stride, M, N, ROWS, COLUMNS, VECTOR)
     if VIA is not None:
         a, b = rounded_by_twos(a.to(tl.float32), VIA), rounded_by_twos(b.to(tl.float32), VIA)
     if index == 0:
-        tl.store(scale_inv, tl.div_rn(1.0, factor))
-    first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
-    if data is not None:
-        store(first, second, data, N, rows, cols, M, N, POLICY)
-    if data_t is not None:
-        store_t(first, second, data_t, index, cols, M, N, ROWS, COLUMNS, POLICY)
+        tl.store(scale_inv, tl.div_rn(1.0, scale))
+    store_pairs(a, b, scale, data, data_t, index, rows, cols, N, M, N, TARGET, ROWS, COLUMNS, POLICY)
     if sums is not None:
         to = sums + (index // tl.cdiv(N, COLUMNS)).to(tl.int64) * N + cols
         tl.store(to, tl.sum(a.to(tl.float32) + b.to(tl.float32), 0), mask=cols < N)
@@ -225,30 +207,29 @@ def _cast_kernel(
         bits = magnitude(larger(a, b).to(tl.float32))
         publish(bits, None, amax, None, before)
         if counts is not None:
-            publish_underflows(a, b, factor, counts, TARGET)
-            if not within(bits, factor, TARGET):
-                publish_excesses(x, factor, counts, index, stride, M, N, TARGET, ROWS, COLUMNS, VIA)
+            publish_underflows(a, b, scale, counts, TARGET)
+            if not fits_range(bits, scale, TARGET):
+                publish_excesses(x, scale, counts, index, stride, M, N, TARGET, ROWS, COLUMNS, VIA)
 
 
-@triton.jit
-def _cast_tile(
-    x, scale, data, data_t, scale_inv, amax, index, stride, M, N,
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _cast_kernel(
+    x, scale, amaxes, data, data_t, scale_inv, amax, counts, sums, stride, M, N,
+    SHARES: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr,
+    VIA: tl.constexpr,
 ):  # fmt: skip
-    """The index-th tile of _cast_kernel with a given scale and nothing but an amax to gather."""
-    factor = tl.load(scale)
-    before = 0
-    if amax is not None:
-        before = seen(amax)
-    a, b, rows, cols = load_pairs(x, index, stride, M, N, ROWS, COLUMNS, VECTOR)
-    if index == 0:
-        tl.store(scale_inv, tl.div_rn(1.0, factor))
-    first, second = cast(a, factor, TARGET), cast(b, factor, TARGET)
-    store(first, second, data, N, rows, cols, M, N, POLICY)
-    if data_t is not None:
-        store_t(first, second, data_t, index, cols, M, N, ROWS, COLUMNS, POLICY)
-    if amax is not None:
-        publish(magnitude(larger(a, b).to(tl.float32)), None, amax, None, before)
+    """One tile a program, by a scale given or, where that is None, taken from the SHARES amaxes of _amax_kernel."""
+    index = tl.program_id(0)
+    if scale is None:
+        index = tl.num_programs(0) - 1 - index
+        factor = scale_of(tl.max(tl.load(amaxes + tl.arange(0, SHARES))), TARGET, POWER_OF_TWO)
+    else:
+        factor = tl.load(scale)
+    _cast_tile(
+        x, factor, data, data_t, scale_inv, amax, counts, sums, index, stride, M, N,
+        TARGET, ROWS, COLUMNS, VECTOR, POLICY, VIA,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -261,12 +242,15 @@ def _pair_kernel(
     """x (M, K) by the first programs and w (N, K) by the others."""
     index, tiles = tl.program_id(0), tl.cdiv(M, ROWS) * tl.cdiv(K, COLUMNS)
     if index < tiles:
-        _cast_tile(x, scale, data, data_t, scale_inv, amax, index, stride, M, K, TARGET, ROWS, COLUMNS, VECTOR, POLICY)
+        _cast_tile(
+            x, tl.load(scale), data, data_t, scale_inv, amax, None, None, index, stride, M, K,
+            TARGET, ROWS, COLUMNS, VECTOR, POLICY, None,
+        )  # fmt: skip
     else:
         index -= tiles
         _cast_tile(
-            w, w_scale, w_data, w_data_t, w_scale_inv, w_amax, index, w_stride, N, K,
-            TARGET, ROWS, COLUMNS, VECTOR, POLICY,
+            w, tl.load(w_scale), w_data, w_data_t, w_scale_inv, w_amax, None, None, index, w_stride, N, K,
+            TARGET, ROWS, COLUMNS, VECTOR, POLICY, None,
         )  # fmt: skip
 
 
@@ -286,8 +270,6 @@ def _add_kernel(sums, column_sum, shares, N, ROWS: tl.constexpr, COLUMNS: tl.con
 @functools.cache
 def _shares(device: torch.device) -> int:
     """Programs of _amax_kernel, a power of two: about 4 an SM; 4 on a CPU, so that the interpreter tries the loop."""
-    if device.type != "cuda":
-        return 4
     return int(triton.next_power_of_2(3 * architecture.processors(device)))
 
 
@@ -310,7 +292,7 @@ def _tile(x: Tensor, own: bool, counts: Tensor | None, column_sum: Tensor | None
         return GATHERING if counts is None else TILE
     if counts is not None:
         return COUNTING
-    return OWN if own else TILE
+    return OWN_SCALE if own else TILE
 
 
 def per_tensor(
@@ -327,7 +309,7 @@ def per_tensor(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """data, data_t, scale_inv of x, (M, N) and not empty, with the scale given or with that of its own amax.
 
-    M is even where columnwise; in `pair` and in _fine_kernels, too.
+    M is even where columnwise; in `pair` and in fine_kernels.py, too.
     """
     x = rows_contiguous(x)
     m, n = x.shape
@@ -339,7 +321,7 @@ def per_tensor(
     if scale is None:
         shares = _shares(x.device)
         amaxes = torch.empty(shares, dtype=torch.int32, device=x.device)
-        launch(_amax_kernel, shares, key, device, (x, amaxes, stride, m, n), LOOK)
+        launch(_amax_kernel, shares, key, device, (x, amaxes, stride, m, n), AMAX_TILE)
     data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
     scale_inv = float32(x)
     sums = None if column_sum is None else float32(x, down, n)

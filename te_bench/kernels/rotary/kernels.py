@@ -25,8 +25,7 @@ S3, S5, S7 = map(tl.constexpr, (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891
 C4, C6, C8 = map(tl.constexpr, (4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5))
 
 #: A program's heads at once, how often, and positions times pairs of features: 8 pairs a thread, 16 bytes of bf16; 16 heads
-#: share the cosines and sines. Of 12 swept the fastest, or within 4 % of it, at 32 heads of 128 features and 12 of 64 (by
-#: benchmarks/bench_rotary.py --tiles, with cos.approx; H200, 2026-11-22).
+#: share the cosines and sines. By benchmarks/bench_rotary.py --tiles on an H200.
 HEADS, EACH, AREA, WARPS = 2, 8, 512, 2
 
 
@@ -138,7 +137,7 @@ def rotate(parts: Sequence[Part], interleaved: bool, transposed: bool) -> None:
     """By the kernel: a launch for each width of angles; parts without go with the first."""
     parts = [part for part in parts if part.x.numel()]
     widths = dict.fromkeys([part.angles.shape[1] for part in parts if part.angles is not None])
-    copied = [part for part in parts if part.angles is None and _apart(part)]
+    copied = [part for part in parts if part.angles is None and _is_moved(part)]
     for width in widths:
         turned = [part for part in parts if part.angles is not None and part.angles.shape[1] == width]
         _launch(turned, copied, width, interleaved, transposed)
@@ -152,7 +151,7 @@ def _launch(turned: list[Part], copied: list[Part], width: int, interleaved: boo
     sizes = [part.x.shape for part in used]
     positions, batch, _, _, d = sizes[0]
     heads = [groups * group for _, _, groups, group, _ in sizes]
-    beyond = d - width if any(map(_apart, used)) else 0
+    beyond = d - width if any(map(_is_moved, used)) else 0
     constants = _constants(d, width, beyond, max(heads), used[0].x.dtype)
     each = constants["HEADS"] * constants["EACH"]
     chunks = [-(-n // each) for n in heads]
@@ -187,6 +186,6 @@ def _constants(d: int, width: int, beyond: int, heads: int, dtype: torch.dtype) 
     }  # fmt: skip
 
 
-def _apart(part: Part) -> bool:
+def _is_moved(part: Part) -> bool:
     """Whether the part goes elsewhere, which what does not turn has to be copied to."""
     return bool(part.x.data_ptr() != part.out.data_ptr())

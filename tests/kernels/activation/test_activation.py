@@ -1,23 +1,24 @@
 """Activations by the rule error <= 2 x torch's at the same dtype + floor against float64; quantised ones code by code."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import kernel_checks
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_checks import FLOATS, assert_as_good, assert_quantized_alike, of_copy
+from kernel_checks import DEVICES, FLOATS, assert_as_good, assert_cast_alike, of_copy
 from torch import Tensor
 
 from te_bench.kernels import activation
 from te_bench.kernels.activation import KINDS, Backend, Problem
 from te_bench.kernels.quantize import Quantized
 
-SHAPES = [(1, 7), (33, 100), (5, 768), (130, 272)]  # of y
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [(33, 100), (1, 7), (5, 768), (130, 272)]  # of y; what f is does not depend on them
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 REFERENCE = activation.load("reference")
 
@@ -42,14 +43,7 @@ LIBRARY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def supported(name: str, device: str, quantized: bool = False) -> Backend:
-    """The backend; skips the test, with the backend's own reason, where it has one."""
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    backend = activation.load(name)
-    reason = backend.unsupported(Problem(quantized=quantized, device=device, capability=capability))
-    if reason:
-        pytest.skip(reason)
-    return backend
+supported = functools.partial(kernel_checks.supported, activation, quantized=False)
 
 
 def draw(
@@ -102,21 +96,21 @@ def assert_quantizes_right(
     backend: Backend, x: Tensor, dy: Tensor, kind: str, dtype: torch.dtype, **layouts: bool
 ) -> None:
     for forward in (True, False):
-        (packed, amax, counts, total), (exact, amax_exact, counts_exact, total_exact) = (
+        (*ours, total), (*exact, total_exact) = (
             observe(b, x, dy, kind, dtype, forward, **layouts) for b in (backend, REFERENCE)
         )
-        assert_quantized_alike(packed, exact)
-        torch.testing.assert_close(amax, amax_exact, rtol=2 * torch.finfo(x.dtype).eps + 1e-6, atol=0)
-        assert ((counts - counts_exact).abs() <= max(1, x.numel() // 1000)).all()
+        assert_cast_alike(ours, exact, x)
         # Sums of M numbers up to amax: float32 rounds each partial sum, and one of x's dtype may be rounded otherwise.
-        slack = (x.shape[0] * 2**-24 + torch.finfo(x.dtype).eps) * amax_exact.item()
+        slack = (x.shape[0] * 2**-24 + torch.finfo(x.dtype).eps) * exact[1].item()
         torch.testing.assert_close(total, total_exact, rtol=1e-6, atol=slack)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kind"),
+    [*itertools.product([SHAPES[0]], FLOATS, KINDS), *itertools.product(SHAPES[1:], ["bf16"], ["gelu", "swiglu"])],
+    ids=str,
+)
 @pytest.mark.parametrize("name", activation.names())
 def test_contract(name: str, shape: tuple[int, int], dtype: str, kind: str, device: str) -> None:
     assert_right(supported(name, device), *draw(shape, kind, dtype, device), kind)
@@ -139,10 +133,7 @@ def test_contract_at_size(shape: tuple[int, int], kind: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("shape", "kind"),
-    [
-        *itertools.product([*SHAPES[:2], (70, 136)], KINDS),
-        *itertools.product([(3, 300)], ["gelu", "swiglu"]),  # two seconds each in the interpreter
-    ],
+    [*itertools.product([(70, 136)], KINDS), *itertools.product([*SHAPES[:2], (3, 300)], ["gelu", "swiglu"])],
     ids=str,
 )
 @pytest.mark.parametrize("name", activation.names())
@@ -165,11 +156,9 @@ def test_a_layout_not_asked_for_is_none(name: str, kind: str, device: str) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "factor"), [("fp32", 1e15), ("fp16", 2e3), ("fp32", 1e-15), ("bf16", 30.0)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*(kind for kind, (_, gated) in KINDS.items() if not gated), "glu"])
 @pytest.mark.parametrize("name", activation.names())
 def test_huge_and_tiny_values(name: str, kind: str, dtype: str, factor: float, device: str) -> None:
-    if dtype == "fp16" and KINDS[kind] != (KINDS[kind][0], False):
-        pytest.skip("the product itself is beyond fp16")
     x, dy = draw((7, 300), kind, dtype, device, factor)
     if KINDS[kind][0] == "srelu" and factor > 1:
         x = x.clamp(max=100)
@@ -324,8 +313,7 @@ def test_what_can_not_run_says_why() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["forward", "forward_quantized", "backward", "backward_quantized"])
 def test_operators(name: str, device: str) -> None:
-    from te_bench.kernels.activation.backends import triton
-
+    activation.load("triton")
     x, dy = draw((6, 16), "swiglu", device=device)
     looks = torch.zeros((), device=device), torch.zeros(3, dtype=torch.int64, device=device)
     cast = (torch.tensor(9.0, device=device), FP8[0], True, False, *looks)
@@ -335,7 +323,7 @@ def test_operators(name: str, device: str) -> None:
         "backward": (dy, x, "swiglu"),
         "backward_quantized": (dy, x, "swiglu", *cast, torch.zeros(32, device=device)),
     }
-    operator = getattr(triton, f"_{name}_op")
+    operator = getattr(torch.ops.te_bench, f"activation_{name}").default
     torch.library.opcheck(operator, arguments[name], test_utils=("test_schema", "test_faketensor"))
 
 

@@ -1,8 +1,10 @@
 """Every AdamW against float64, against torch.optim.AdamW, and against each other bit for bit; the copies that it leaves."""
 
+import functools
 import math
 from typing import Any
 
+import kernel_checks
 import pytest
 import torch
 from adamw_checks import (
@@ -21,7 +23,7 @@ from adamw_checks import (
     rate_of,
     update,
 )
-from kernel_checks import assert_as_good
+from kernel_checks import DEVICES, assert_as_good
 from torch import Tensor
 
 from te_bench.kernels import adamw
@@ -29,17 +31,10 @@ from te_bench.kernels.adamw import Backend, Parameter, Problem, kernels
 from te_bench.kernels.adamw.backends import reference, triton
 from te_bench.kernels.quantize.backends import reference as quantizer
 
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 BETAS = (0.9, 0.95)
 
 
-def backend(name: str, device: str) -> Backend:
-    found = adamw.load(name)
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    reason = found.unsupported(Problem(device=device, capability=capability, fp8=True))
-    if reason:
-        pytest.skip(reason)
-    return found
+backend = functools.partial(kernel_checks.supported, adamw, fp8=True)
 
 
 def run(

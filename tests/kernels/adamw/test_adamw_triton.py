@@ -3,16 +3,13 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from adamw_checks import E4M3, E5M2, assert_same, copy, parameter, parameters, plain
 from kernel_checks import captured, seconds
+from launch_checks import Recorder
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from te_bench.kernels.adamw import Parameter
 from te_bench.kernels.adamw.backends import reference, triton
@@ -21,20 +18,9 @@ BETAS = (0.9, 0.95)
 
 
 def test_what_is_compiled_apart_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_launch.py's rule: one key, one compiled kernel; and what differs in nothing is not compiled twice."""
-    hopper, known, asked = make_backend(GPUTarget("cuda", 90, 32)), {}, []
-
-    def launch(kernel: Any, grid: int, key: tuple[Any, ...], device: int, args: Any, constants: Any) -> None:
-        jit = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
-        _, specialization, options = create_function_from_signature(jit.signature, jit.params, hopper)(
-            *args, **constants
-        )
-        compiled = f"{kernel.__name__} {specialization} {options}"
-        assert known.setdefault((id(kernel), *key), compiled) == compiled
-        assert grid > 0
-        asked.append(compiled)
-
-    monkeypatch.setattr(triton, "launch", launch)
+    """And what differs in nothing is not compiled twice."""
+    recorder = Recorder()
+    monkeypatch.setattr(triton, "launch", recorder.launch)
     numbers = torch.ones(4)  # views of it are not aligned
     for layouts in ("", "b", "rt", "brt"):
         for target in (E4M3, E5M2):
@@ -47,12 +33,11 @@ def test_what_is_compiled_apart_has_another_key(monkeypatch: pytest.MonkeyPatch)
                         triton.step(made, rate=rate, step=numbers[3], betas=betas, eps=eps, multiplier=multiplier)
             triton.norm(made, 1)
             triton.norm(made, 2.0)
-    steps = {compiled for compiled in asked if compiled.startswith("step_kernel")}
-    assert (
-        len(steps) == 3 * 2 * 6
-    )  # betas; with and without a multiplier; no copy, bf16, and FP8 of two formats with or not
+    steps = {compiled for compiled in recorder.call if compiled.startswith("step_kernel")}
+    # Betas; with and without a multiplier; no copy, bf16, and FP8 of two formats with it or not.
+    assert len(steps) == 3 * 2 * 6
     assert all("'enable_fp_fusion': False" in compiled for compiled in steps)
-    norms = set(asked) - steps
+    norms = set(recorder.call) - steps
     assert len(norms) <= 1 + 4  # squares_kernel, and norm_kernel by the number of partial sums
 
 

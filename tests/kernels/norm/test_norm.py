@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import kernel_checks
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_checks import FLOATS, assert_as_good, assert_quantized_alike, of_copy
+from kernel_checks import DEVICES, FLOATS, assert_as_good, assert_cast_alike, of_copy
 from torch import Tensor
 
 from te_bench.kernels import norm
@@ -16,20 +17,12 @@ from te_bench.kernels.quantize import Quantized
 
 EPS = 1e-5
 SHAPES = [(1, 7), (33, 100), (5, 768), (130, 4096)]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 REFERENCE = norm.load("reference")
 
 
 def supported(name: str, n: int, device: str, quantized: bool = False) -> Backend:
-    """The backend; skips the test, with the backend's own reason, where it has one."""
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    backend = norm.load(name)
-    problem = Problem(n=n, dtype="bf16", kind="layernorm", quantized=quantized, device=device, capability=capability)
-    reason = backend.unsupported(problem)
-    if reason:
-        pytest.skip(reason)
-    return backend
+    return kernel_checks.supported(norm, name, device, n=n, dtype="bf16", kind="layernorm", quantized=quantized)
 
 
 @dataclasses.dataclass
@@ -115,23 +108,18 @@ def observe(backend: Backend, case: Case, dtype: torch.dtype, **layouts: bool) -
 
 
 def assert_quantizes_right(backend: Backend, case: Case, dtype: torch.dtype, **layouts: bool) -> None:
-    (packed, amax, counts), (exact, amax_exact, counts_exact) = (
-        observe(b, case, dtype, **layouts) for b in (backend, REFERENCE)
-    )
-    assert_quantized_alike(packed, exact)
-    torch.testing.assert_close(amax, amax_exact, rtol=2 * torch.finfo(case.x.dtype).eps + 1e-6, atol=0)
-    assert ((counts - counts_exact).abs() <= max(1, case.x.numel() // 1000)).all()
+    ours, exact = (observe(b, case, dtype, **layouts) for b in (backend, REFERENCE))
+    assert_cast_alike(ours, exact, case.x)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rich", [False, True], ids=["plain", "residual, 1 + weight"])
 @pytest.mark.parametrize("kind", norm.KINDS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [*((shape, "bf16") for shape in SHAPES), ((33, 100), "fp32"), ((33, 100), "fp16")], ids=str
+)
 @pytest.mark.parametrize("name", norm.names())
 def test_contract(name: str, shape: tuple[int, int], dtype: str, kind: str, rich: bool, device: str) -> None:
-    if (name, device, shape) == ("triton", "cpu", (130, 4096)) and dtype == "fp16":
-        pytest.skip("half a second a case in the interpreter: bf16 and fp32 stand for it")
     assert_right(supported(name, shape[1], device), draw(shape, kind, rich, dtype, device))
 
 
@@ -144,15 +132,12 @@ def test_contract_at_size(name: str, shape: tuple[int, int], kind: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("kind", norm.KINDS)
 @pytest.mark.parametrize("shape", [*SHAPES[:3], (70, 300)], ids=str)
 @pytest.mark.parametrize("name", norm.names())
-def test_quantized_is_the_reference(
-    name: str, shape: tuple[int, int], kind: str, dtype: torch.dtype, device: str
-) -> None:
+def test_quantized_is_the_reference(name: str, shape: tuple[int, int], kind: str, device: str) -> None:
     backend = supported(name, shape[1], device, quantized=True)
-    for source in FLOATS:
+    for source, dtype in zip(FLOATS, (*FP8, FP8[shape[0] % 2]), strict=True):
         assert_quantizes_right(backend, draw(shape, kind, True, source, device), dtype)
 
 
@@ -299,38 +284,6 @@ def test_mutations_fail_the_contract(name: str, dtype: str) -> None:
         assert_right(MUTATIONS[name], case)
 
 
-def packed_with(change: Callable[[Quantized], Quantized], **overridden: Any) -> Backend:
-    def forward_quantized(*args: Any, **options: Any) -> tuple[Any, ...]:
-        packed, mean, rstd = REFERENCE.forward_quantized(*args, **{**options, **overridden})
-        return change(packed), mean, rstd
-
-    return broken(forward_quantized=forward_quantized)
-
-
-def same(packed: Quantized) -> Quantized:
-    return packed
-
-
-QUANTIZED_MUTATIONS = {
-    "zero data": packed_with(lambda q: q._replace(data=torch.zeros_like(q.data))),
-    "minus data": packed_with(lambda q: q._replace(data=(-q.data.float()).to(q.data.dtype))),
-    "doubled scale": packed_with(same, scale=torch.tensor(2 * 448 / 2.9)),
-    "scale_inv for scale": packed_with(lambda q: q._replace(scale_inv=q.scale_inv.reciprocal())),
-    "data_t not transposed": packed_with(lambda q: q._replace(data_t=q.data)),
-    "wrong format": packed_with(same, dtype=torch.float8_e5m2),
-    "no amax": packed_with(same, amax=None),
-    "no counts": packed_with(same, counts=None),
-}
-
-
-@pytest.mark.parametrize("name", QUANTIZED_MUTATIONS)
-def test_mutations_fail_the_quantized_contract(name: str) -> None:
-    case = draw((64, 64))
-    assert_quantizes_right(REFERENCE, case, FP8[0])
-    with pytest.raises(AssertionError):
-        assert_quantizes_right(QUANTIZED_MUTATIONS[name], case, FP8[0])
-
-
 @pytest.mark.parametrize("name", ["reference", "triton"])
 def test_bad_input(name: str) -> None:
     backend, case = norm.load(name), draw((4, 8))
@@ -356,23 +309,17 @@ def test_what_can_not_run_says_why() -> None:
         norm.load("liger").forward_quantized()
 
 
-def operators(case: Case) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    from te_bench.kernels.norm.backends import triton
-
-    _, mean, rstd = REFERENCE.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)
-    forward = (case.x, case.weight, case.bias, EPS, True, case.kind)
-    return {
-        "forward": (triton._forward_op, forward),
-        "backward": (triton._backward_op, (case.dy, case.x, case.weight, mean, rstd, True, case.residual)),
-    }
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", norm.KINDS)
-@pytest.mark.parametrize("name", ["forward", "backward"])
-def test_operators(name: str, kind: str, device: str) -> None:
-    operator, arguments = operators(draw((6, 16), kind, device=device))[name]
-    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+def test_operators(kind: str, device: str) -> None:
+    supported("triton", 16, device)
+    case = draw((6, 16), kind, device=device)
+    _, mean, rstd = REFERENCE.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)
+    forward = (case.x, case.weight, case.bias, EPS, True, case.kind)
+    backward = (case.dy, case.x, case.weight, mean, rstd, True, case.residual)
+    made = torch.ops.te_bench
+    for operator, arguments in ((made.norm_forward, forward), (made.norm_backward, backward)):
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,32 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_checks import assert_as_good, assert_quantized_alike, codes, of_copy
+from kernel_checks import DEVICES, assert_as_good, assert_quantized_alike, codes, of_copy, supported
 from torch import Tensor
 
 from te_bench.kernels import norm
-from te_bench.kernels.norm import Problem, Residual, residual_forward
-from te_bench.kernels.norm import residual as _residual
+from te_bench.kernels.norm import Residual, residual_forward
 from te_bench.kernels.norm.backends import reference
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize.backends import triton as quantizer
 
 EPS = 1e-5
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(1, 7), (33, 100), (70, 300)]  # of odd height; whole tiles and parts of them
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 REFERENCE = reference.RESIDUAL
 
 
 def residual(name: str, device: str) -> Residual:
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    problem = Problem(n=768, dtype="bf16", kind="layernorm", quantized=True, device=device, capability=capability)
-    backend = norm.load(name)
-    reason = backend.unsupported(problem)
-    if reason:
-        pytest.skip(reason)
-    assert backend.residual is not None
-    return backend.residual
+    problem = {"n": 768, "dtype": "bf16", "kind": "layernorm", "quantized": True}
+    return supported(norm, name, device, **problem).residual
 
 
 @dataclasses.dataclass
@@ -307,6 +299,7 @@ def test_bad_input(name: str) -> None:
 @pytest.mark.parametrize("target", [None, E4M3], ids=str)
 @pytest.mark.parametrize("kind", norm.KINDS)
 def test_operators(kind: str, target: torch.dtype | None, device: str) -> None:
+    residual("triton", device)
     case = draw((6, 16), kind, device=device)
     seen = looks(case)
     total, _, mean, rstd = REFERENCE.add_forward(
@@ -319,8 +312,9 @@ def test_operators(kind: str, target: torch.dtype | None, device: str) -> None:
         *(case.dy, total, case.weight, mean, rstd, True, case.above, case.bias is not None, BF16),
         *(seen["amax"], seen["column_sum"]),
     )
-    for operator, arguments in ((_residual._add_forward_op, forward), (_residual._backward_op, backward)):
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    made = torch.ops.te_bench
+    for operator, arguments in ((made.norm_add_forward, forward), (made.norm_backward_rounded, backward)):
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("device", DEVICES)

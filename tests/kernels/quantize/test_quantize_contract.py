@@ -1,34 +1,30 @@
 """Every quantiser, in both layouts and at every granularity, bitwise against tables written out in NumPy."""
 
+import functools
 import math
 from collections.abc import Callable
 
 import fp8_tables as tables
+import kernel_checks
 import numpy as np
 import pytest
 import torch
 from fp8_tables import E4M3, E5M2, FORMATS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_checks import DEVICES
 from torch import Tensor
 
 from te_bench.kernels import quantize
-from te_bench.kernels.quantize import NONFINITE, ROW, SQUARE, STRIP, TENSOR, Backend, Layout, Problem, Quantized
+from te_bench.kernels.quantize import NONFINITE, ROW, SQUARE, STRIP, TENSOR, Backend, Layout, Quantized
 from te_bench.kernels.quantize.backends.reference import dequantize
 
 KINDS = ("scaled", "tensor", "row", "block1", "block128")
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 SHAPES = {(1, 1): torch.float32, (17, 33): torch.bfloat16, (64, 208): torch.float16, (257, 130): torch.bfloat16}
 GIVEN = 2.3  # the scale given to `scaled`
 
 
-def backend(name: str, device: str) -> Backend:
-    found = quantize.load(name)
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    reason = found.unsupported(Problem(device=device, capability=capability))
-    if reason is not None:
-        pytest.skip(reason)
-    return found
+backend = functools.partial(kernel_checks.supported, quantize)
 
 
 def run(

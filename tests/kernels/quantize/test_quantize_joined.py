@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from kernel_checks import DEVICES
 from torch import Tensor
 
 from te_bench.kernels.quantize import joined
 from te_bench.kernels.quantize.backends import reference
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def draw(m: int, width: int, device: str, dtype: torch.dtype = BF16, stride: int | None = None) -> list[Tensor]:

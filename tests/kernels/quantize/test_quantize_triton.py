@@ -5,14 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_checks import captured
+from kernel_checks import DEVICES, captured
 from torch import Tensor
 
 from te_bench.experiments import timing
 from te_bench.kernels.quantize import Problem, Quantized
 from te_bench.kernels.quantize.backends import triton
 
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COPY_SHAPES = ((8192, 4096), (8192, 16384), (12288, 768), (12288, 3072))
 FUNCTIONS = ("scaled", "scaled with all", "tensor", "row", "block1", "block128")
@@ -34,18 +33,19 @@ def test_operators_are_what_they_declare(layouts: tuple[bool, bool], device: str
     x = torch.randn(33, 150, device=device)
     scale, amax = torch.tensor(2.0, device=device), torch.zeros((), device=device)
     counts, sums = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros(150, device=device)
-    for op, arguments in (
-        ("scaled", (x, scale, E5M2, *layouts, amax, counts, sums)),
-        ("scaled", (x, scale, E4M3, *layouts, None, None, None)),
-        ("scaled", (x, scale, E4M3, *layouts, None, None, sums, torch.bfloat16)),
-        ("tensor", (x, E4M3, *layouts, True, counts, sums)),
-        ("row", (x, E4M3, *layouts, False, counts)),
-        ("block", (x, E4M3, 1, *layouts, True, counts)),
-        ("block", (x, E4M3, 128, *layouts, True, None)),
+    for op, dtype, more in (
+        ("scaled", E5M2, {"scale": scale, "amax": amax, "counts": counts, "column_sum": sums}),
+        ("scaled", E4M3, {"scale": scale}),
+        ("scaled", E4M3, {"scale": scale, "column_sum": sums, "via": torch.bfloat16}),
+        ("tensor", E4M3, {"power_of_two": True, "counts": counts, "column_sum": sums}),
+        ("row", E4M3, {"counts": counts}),
+        ("block", E4M3, {"rows": 1, "power_of_two": True, "counts": counts}),
+        ("block", E4M3, {"rows": 128, "power_of_two": True}),
     ):
         torch.library.opcheck(
             getattr(torch.ops.te_bench, f"quantize_{op}").default,
-            arguments,
+            (x, dtype, *layouts),
+            more,
             test_utils=("test_schema", "test_faketensor"),
         )
 

@@ -1,29 +1,23 @@
 """Rotary kernels by the rule error <= 2 x torch's at the same dtype + floor against complex multiplication in float64."""
 
+import functools
 from fractions import Fraction
 
+import kernel_checks
 import pytest
 import torch
-from kernel_checks import FLOATS, assert_as_good, of_copy
+from kernel_checks import DEVICES, FLOATS, assert_as_good, of_copy
 from torch import Tensor
 
 from te_bench.kernels import rotary
-from te_bench.kernels.rotary import Backend, Part, Problem, kernels
+from te_bench.kernels.rotary import Part, kernels
 from te_bench.kernels.rotary.backends import reference
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 #: T, B, G, query heads a group, D, how many of D turn
 SHAPES = [(5, 2, 1, 3, 8, 8), (70, 1, 1, 2, 64, 64), (3, 2, 5, 1, 20, 12), (1, 3, 2, 2, 16, 6), (9, 1, 1, 17, 7, 2)]
 
 
-def supported(name: str, device: str, dtype: str = "fp32") -> Backend:
-    """The backend; skips the test, with the backend's own reason, where it has one."""
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    backend = rotary.load(name)
-    if reason := backend.unsupported(Problem(dtype=dtype, device=device, capability=capability)):
-        pytest.skip(reason)
-    return backend
+supported = functools.partial(kernel_checks.supported, rotary, dtype="fp32")
 
 
 def mixed_parts(
@@ -72,7 +66,7 @@ def test_contract(
     name: str, shape: tuple[int, ...], dtype: str, interleaved: bool, transposed: bool, device: str
 ) -> None:
     """Into another tensor, v copied beside; each of q and k by angles of its own."""
-    backend = supported(name, device, dtype)
+    backend = supported(name, device, dtype=dtype)
     _, (q, k, v) = mixed_parts(shape, FLOATS[dtype], device, batch_first=interleaved)
     angles = draw_angles(shape[0] + 1, shape[5], device), draw_angles(shape[0], shape[5], device, 3.0)
     made = views(torch.full((*shape[:2], q[0, 0].numel() + 2 * k[0, 0].numel()), 9.0).to(q), shape)
@@ -255,7 +249,7 @@ def test_the_kernel_has_no_float64() -> None:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize(("t", "b", "h", "d"), [(2048, 4, 32, 128), (1024, 12, 12, 64)])
 def test_it_is_bound_by_memory(t: int, b: int, h: int, d: int, interleaved: bool) -> None:
-    backend = supported("triton", "cuda", "bf16")
+    backend = supported("triton", "cuda", dtype="bf16")
     mixed, made = torch.randn(2, t, b, 3, h, d, device="cuda").bfloat16().unbind()
     angles = draw_angles(t, d, "cuda")
     (q, k, v), to = mixed.unbind(2), [x[:, :, None] for x in made.unbind(2)]

@@ -5,13 +5,14 @@ arXiv:2109.08668 (srelu).
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_bench.kernels.activation import KINDS, Backend, Problem, width
 from te_bench.kernels.quantize import Quantized
-from te_bench.kernels.quantize.backends import reference
+from te_bench.kernels.quantize.backends import reference as quantizer
 
 GELU = math.sqrt(8 / math.pi), 0.044715  # gelu(x) = x * sigmoid(a * (x + b * x^3))
 QGELU = 1.702
@@ -43,41 +44,14 @@ def backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
     return torch.cat([dy * x[:, f:].float() * slope, dy * value], 1).to(x.dtype)
 
 
-def forward_quantized(
-    x: Tensor,
-    kind: str,
-    *,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
-) -> Quantized:
-    """fp8(y * scale) in the layouts asked for: `forward`, then quantize's `scaled`."""
-    return reference.BACKEND.scaled(
-        forward(x, kind), scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts
-    )
+def forward_quantized(x: Tensor, kind: str, **cast: Any) -> Quantized:
+    """fp8(y * scale): `forward`, then quantize's `scaled`, whose options `cast` are."""
+    return quantizer.scaled(forward(x, kind), **cast)
 
 
-def backward_quantized(
-    dy: Tensor,
-    x: Tensor,
-    kind: str,
-    *,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
-    column_sum: Tensor | None = None,
-) -> Quantized:
-    """fp8(dx * scale) in the layouts asked for: `backward`, then quantize's `scaled`; column_sum += sum_M(dx)."""
-    dx = backward(dy, x, kind)
-    if column_sum is not None:
-        column_sum.add_(dx.float().sum(0))
-    return reference.BACKEND.scaled(dx, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
+def backward_quantized(dy: Tensor, x: Tensor, kind: str, **cast: Any) -> Quantized:
+    """fp8(dx * scale): `backward`, then quantize's `scaled`, whose options `cast` are."""
+    return quantizer.scaled(backward(dy, x, kind), **cast)
 
 
 def _value_and_slope(x: Tensor, name: str) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from te_bench.kernels.quantize.backends import reference as quantizer
 FLOATS = ("weight", "grad", "exp_avg", "exp_avg_sq")
 GRADIENTS = (torch.float32, torch.bfloat16)
 NUMBERS = ("scale", "scale_inv", "amax")
+TENSORS = (*FLOATS, "bf16", "data", "data_t", *NUMBERS)  # of a Parameter, in the order of its dataclass
 RANGE = "te_bench::adamw_reference"  # by which a profiler knows a step, made as it is of ordinary operators
 WRITTEN = ("weight", "exp_avg", "exp_avg_sq", "bf16", "data", "data_t", "scale_inv")
 
@@ -32,7 +33,7 @@ def table(parameters: Sequence[Parameter]) -> Table:
     for i, p in enumerate(parameters):
         _check(p, f"parameter {i}")
         targets |= {t.dtype for t in (p.data, p.data_t) if t is not None}
-        for name in (*FLOATS, *NUMBERS, "bf16", "data", "data_t"):
+        for name in TENSORS:
             tensor = getattr(p, name)
             if tensor is None:
                 continue
@@ -59,11 +60,11 @@ def _check(p: Parameter, where: str) -> None:
     expected |= {name: (torch.Size(()), (torch.float32,)) for name in NUMBERS}
     expected |= {"bf16": (shape, (torch.bfloat16,)), "data": (shape, quantizer.FORMATS)}
     expected |= {"data_t": (transposed, quantizer.FORMATS)}
-    for name, (wanted, dtypes) in expected.items():
+    for name, (legal, dtypes) in expected.items():
         t = getattr(p, name)
-        if t is not None and (t.shape != wanted or t.dtype not in dtypes or not t.is_contiguous()):
+        if t is not None and (t.shape != legal or t.dtype not in dtypes or not t.is_contiguous()):
             raise ValueError(
-                f"{where}: {name} {tuple(t.shape)} of {t.dtype}, strides {t.stride()}: it must be {tuple(wanted)} of "
+                f"{where}: {name} {tuple(t.shape)} of {t.dtype}, strides {t.stride()}: it must be {tuple(legal)} of "
                 f"{' or '.join(map(str, dtypes))}, contiguous"
             )
     cast = p.data is not None or p.data_t is not None
@@ -108,8 +109,8 @@ def step(
     check_step(table, rate, step, betas, eps, multiplier)
     beta1, beta2 = betas
     rate64, step64 = rate.double(), step.double()
-    factor = (rate64 / (beta1**step64 - 1)).float()  # what multiplies m / (...): negative
-    root = (1 - beta2**step64).sqrt().float()
+    step_size = (rate64 / (beta1**step64 - 1)).float()  # what multiplies m / (...): negative
+    bias_correction2_sqrt = (1 - beta2**step64).sqrt().float()
 
     def number(value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float32, device=rate.device)  # a fill: legal in a capture
@@ -120,9 +121,9 @@ def step(
         weight, start = (number(1 - beta1), p.exp_avg) if 1 - beta1 < 0.5 else (number(1 - beta1) - 1, g)
         m = _multiply_add(weight, g - p.exp_avg, start)
         v = _multiply_add(number(1 - beta2) * g, g, p.exp_avg_sq * number(beta2))
-        denominator = _root(v) / root + number(eps)
+        denominator = _root(v) / bias_correction2_sqrt + number(eps)
         decay = (1 - rate64 * p.weight_decay).float()
-        p.weight.copy_(p.weight * decay + factor * m / denominator)
+        p.weight.copy_(p.weight * decay + step_size * m / denominator)
         p.exp_avg.copy_(m)
         p.exp_avg_sq.copy_(v)
         _emit(p)

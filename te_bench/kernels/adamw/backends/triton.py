@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from te_bench.kernels import architecture
@@ -19,7 +18,7 @@ from te_bench.kernels.adamw import Backend, Parameter, Problem, Table, kernels
 from te_bench.kernels.adamw.backends import reference
 from te_bench.kernels.adamw.kernels import COLUMNS, PIECE, ROWS, SUMS, WARPS
 from te_bench.kernels.launch import launch
-from te_bench.kernels.tile import FP8
+from te_bench.kernels.tile import FP8, lacks_triton
 
 WIDEST = 2**31 // max(ROWS, COLUMNS)  # offsets inside a tile are 32-bit
 TILE = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
@@ -27,9 +26,7 @@ SMALLEST = -1e5  # in place of log2(0): 2 to it is 0 too
 
 
 def unsupported(p: Problem) -> str | None:
-    if p.device != "cuda" and not triton.knobs.runtime.interpret:
-        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
-    return architecture.lacks_fp8(p.capability) if p.fp8 else None
+    return lacks_triton(p.device) or (architecture.lacks_fp8(p.capability) if p.fp8 else None)
 
 
 def table(parameters: Sequence[Parameter]) -> Table:
@@ -45,8 +42,8 @@ def table(parameters: Sequence[Parameter]) -> Table:
         height, width = rows[-1][kernels.HEIGHT.value], rows[-1][kernels.WIDTH.value]
         if p.data_t is not None and max(height, width) >= WIDEST:
             raise ValueError(f"data_t of a weight {tuple(p.weight.shape)}: rows and columns must be below {WIDEST}")
-        of_it = torch.arange(-(-height // ROWS) * -(-width // COLUMNS), dtype=torch.int32)
-        tiles.append(torch.stack([torch.full_like(of_it, i), of_it], 1))
+        own_tiles = torch.arange(-(-height // ROWS) * -(-width // COLUMNS), dtype=torch.int32)
+        tiles.append(torch.stack([torch.full_like(own_tiles, i), own_tiles], 1))
     if not rows:
         return checked
     device = checked.parameters[0].weight.device
@@ -79,12 +76,10 @@ def _form(table: Table) -> list[tuple[Any, ...]]:
 
 
 def _row(p: Parameter) -> list[int]:
-    """p's row of the table, in the order of _kernels' fields."""
+    """p's row of the table, in the order of kernels.py's fields."""
     numel = p.weight.numel()
     height, width = p.weight.shape if p.data_t is not None else (-(-numel // COLUMNS), COLUMNS)
-    tensors = (
-        p.weight, p.grad, p.exp_avg, p.exp_avg_sq, p.bf16, p.data, p.data_t, p.scale, p.scale_inv, p.amax,
-    )  # fmt: skip
+    tensors = [getattr(p, name) for name in reference.TENSORS]
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
     lengths = (numel, width, height) if p.data_t is not None else (numel,)
     aligned = not any(n % 16 for n in (*addresses[:7], *lengths))
@@ -126,8 +121,8 @@ def step(
     }
     key = (betas, half, table.target, multiplier is None)
     # Rounded here, for Triton's interpreter keeps Python's float64.
-    weight1, *numbers = (ctypes.c_float(x).value for x in (1 - beta1, 1 - beta2, beta2, eps))
-    args = (table.rows, table.tiles, rate, step, multiplier, weight1 - 1 if from_grad else weight1, *numbers)
+    lerp_weight, *numbers = (ctypes.c_float(x).value for x in (1 - beta1, 1 - beta2, beta2, eps))
+    args = (table.rows, table.tiles, rate, step, multiplier, lerp_weight - 1 if from_grad else lerp_weight, *numbers)
     launch(kernels.step_kernel, len(table.tiles), key, rate.get_device(), args, constants)
     # The kernel writes behind autograd's back: a backward that saved an old weight, or its copy, must find out.
     written = [t for p in table.parameters for t in (p.weight, p.bf16) if t is not None]

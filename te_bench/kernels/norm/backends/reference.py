@@ -12,7 +12,7 @@ from torch import Tensor
 
 from te_bench.kernels.norm import Backend, Problem, Residual, check, check_stream
 from te_bench.kernels.quantize import Quantized, check_layouts
-from te_bench.kernels.quantize.backends import reference
+from te_bench.kernels.quantize.backends import reference as quantizer
 
 
 def unsupported(p: Problem) -> str | None:
@@ -51,29 +51,6 @@ def normalized(
     if bias is not None:
         y = y + bias.float()
     return y, mean, rstd
-
-
-def forward_quantized(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
-) -> tuple[Quantized, Tensor | None, Tensor]:
-    """fp8(y * scale) in the layouts asked for, mean, rstd: `forward`, then quantize's `scaled`."""
-    y, mean, rstd = forward(x, weight, bias, eps=eps, zero_centered_gamma=zero_centered_gamma, kind=kind)
-    quantized = reference.BACKEND.scaled(
-        y, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts
-    )
-    return quantized, mean, rstd
 
 
 def backward(
@@ -135,21 +112,26 @@ def add_forward_quantized(
     *,
     eps: float,
     via: torch.dtype,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
     zero_centered_gamma: bool = False,
     kind: str = "layernorm",
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
+    **cast: Any,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
-    """total, fp8(y * scale), mean, rstd: `add_forward`, then quantize's `scaled`."""
+    """total, fp8(y * scale), mean, rstd: `add_forward` to `via`, then quantize's `scaled`, whose options `cast` are."""
     total, y, mean, rstd = add_forward(
         x, branch, weight, bias, eps=eps, dtype=via, zero_centered_gamma=zero_centered_gamma, kind=kind
     )
-    packed = reference.scaled(y, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
-    return total, packed, mean, rstd
+    return total, quantizer.scaled(y, **cast), mean, rstd
+
+
+def forward_cast(
+    add_forward_quantized: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any
+) -> tuple[Quantized, Tensor | None, Tensor]:
+    """fp8(y * scale) in the layouts asked for, mean, rstd: that function of a stream to which nothing is added.
+
+    y is rounded to x's dtype beforehand. Raises ValueError as `forward`.
+    """
+    _, packed, mean, rstd = add_forward_quantized(x, None, weight, bias, via=x.dtype, **options)
+    return packed, mean, rstd
 
 
 def backward_rounded(
@@ -186,7 +168,7 @@ def backward_rounded(
 
 def backward_cast(
     rounded: Callable[..., Any],
-    cast: Callable[..., Quantized],
+    scaled: Callable[..., Quantized],
     *tensors: Tensor | None,
     via: torch.dtype,
     scale: Tensor,
@@ -203,15 +185,12 @@ def backward_cast(
     """
     check_layouts(rowwise, columnwise)
     dx, copy, dweight, dbias = rounded(*tensors, dtype=via, **options)
-    return (
-        dx,
-        cast(copy, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts),
-        dweight,
-        dbias,
-    )
+    packed = scaled(copy, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
+    return dx, packed, dweight, dbias
 
 
-backward_quantized = functools.partial(backward_cast, backward_rounded, reference.scaled)
+forward_quantized = functools.partial(forward_cast, add_forward_quantized)
+backward_quantized = functools.partial(backward_cast, backward_rounded, quantizer.scaled)
 
 
 def _gather(amax: Tensor | None, y: Tensor) -> None:

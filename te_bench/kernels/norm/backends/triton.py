@@ -1,27 +1,29 @@
 """Fused norms in Triton: forward, forward with the FP8 cast into both layouts in the same pass, backward.
 
-A cast in passing is _residual's of a stream to which nothing is added. torch.compile sees two operators, whose CPU
-implementation is the reference; eager calls go straight to the launchers, for a custom operator costs the host about 20 us
-a call.
+A cast in passing is that of norm/residual.py, of a stream to which nothing is added. torch.compile sees two operators, whose
+CPU implementation is the reference; eager calls go straight to the launchers, for a custom operator costs the host about
+20 us a call.
 """
 
+import functools
+from typing import Any
+
 import torch
-import triton
 from torch import Tensor
 
 from te_bench.kernels import architecture
 from te_bench.kernels.norm import Backend, Problem, check, kernels
-from te_bench.kernels.norm import residual as _residual
+from te_bench.kernels.norm import residual as stream
 from te_bench.kernels.norm.backends import reference
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.operators import without_none
+from te_bench.kernels.quantize.kernels import float32
+from te_bench.kernels.tile import lacks_triton
 
 LARGEST_N = 16384  # a row of the backward fills the registers of 32 warps (and spills 252 bytes a thread)
 
 
 def unsupported(p: Problem) -> str | None:
-    if p.device != "cuda" and not triton.knobs.runtime.interpret:
-        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
-    if p.quantized and (reason := architecture.lacks_fp8(p.capability)):
+    if reason := lacks_triton(p.device) or (architecture.lacks_fp8(p.capability) if p.quantized else None):
         return reason
     if p.n > LARGEST_N:
         return f"hidden size {p.n} > {LARGEST_N}"
@@ -42,48 +44,9 @@ def forward(
     rmsnorm has neither mean nor bias. Raises ValueError for shapes that do not fit and for a bias in rmsnorm.
     """
     check(x, weight, bias, kind)
-    if torch.compiler.is_compiling():
-        y, mean, rstd = _forward_op(x, weight, bias, eps, zero_centered_gamma, kind)
-        return y, mean if kind == "layernorm" else None, rstd
-    return kernels.forward(x, weight, bias, eps, zero_centered_gamma, kind)
-
-
-def forward_quantized(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
-) -> tuple[Quantized, Tensor | None, Tensor]:
-    """fp8(y * scale) in the layouts asked for, mean, rstd, with y of `forward` rounded to x's dtype beforehand.
-
-    amax, () float32, becomes max(amax, max |y|) and counts, (3,) int64, is added to. Raises ValueError as `forward`.
-    """
-    _, packed, mean, rstd = _residual.add_forward_quantized(
-        x,
-        None,
-        weight,
-        bias,
-        eps=eps,
-        via=x.dtype,
-        scale=scale,
-        dtype=dtype,
-        rowwise=rowwise,
-        columnwise=columnwise,
-        zero_centered_gamma=zero_centered_gamma,
-        kind=kind,
-        amax=amax,
-        counts=counts,
-    )
-    return packed, mean, rstd
+    run = _forward_op if torch.compiler.is_compiling() else kernels.forward
+    y, mean, rstd = run(x, weight, bias, eps, zero_centered_gamma, kind)
+    return y, mean if kind == "layernorm" else None, rstd
 
 
 def backward(
@@ -103,10 +66,12 @@ def backward(
     over rows are of one share a program, in order: the same in every run on the same GPU.
     """
     check(x, weight, None, kind)
-    if torch.compiler.is_compiling():
-        dx, dweight, dbias = _backward_op(dy, x, weight, mean, rstd, zero_centered_gamma, residual)
-        return dx, dweight, dbias if kind == "layernorm" else None
-    return kernels.backward(dy, x, weight, mean, rstd, zero_centered_gamma, residual)
+    run = _backward_op if torch.compiler.is_compiling() else kernels.backward
+    dx, dweight, dbias = run(dy, x, weight, mean, rstd, zero_centered_gamma, residual)
+    return dx, dweight, dbias if kind == "layernorm" else None
+
+
+forward_quantized = functools.partial(reference.forward_cast, stream.add_forward_quantized)
 
 
 @torch.library.custom_op("te_bench::norm_forward", mutates_args=())
@@ -114,19 +79,15 @@ def _forward_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.is_cuda:
-        y, mean, rstd = kernels.forward(x, weight, bias, eps, zero_centered_gamma, kind)
-    else:
-        y, mean, rstd = reference.forward(x, weight, bias, eps=eps, zero_centered_gamma=zero_centered_gamma, kind=kind)
-    return y, _or_empty(mean, rstd), rstd
+        return without_none(x, *kernels.forward(x, weight, bias, eps, zero_centered_gamma, kind))
+    options: dict[str, Any] = {"eps": eps, "zero_centered_gamma": zero_centered_gamma, "kind": kind}
+    return without_none(x, *reference.forward(x, weight, bias, **options))
 
 
 @_forward_op.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    m = x.shape[0]
-    mean = x.new_empty(m if kind == "layernorm" else 0, dtype=torch.float32)
-    return x.new_empty(x.shape), mean, x.new_empty(m, dtype=torch.float32)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str) -> Any:
+    mean = float32(x, x.shape[0]) if kind == "layernorm" else None
+    return without_none(x, x.new_empty(x.shape), mean, float32(x, x.shape[0]))
 
 
 @torch.library.custom_op("te_bench::norm_backward", mutates_args=())
@@ -141,31 +102,17 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.is_cuda:
         dx, dweight, dbias = kernels.backward(dy, x, weight, mean, rstd, zero_centered_gamma, residual)
-        dbias = dbias if dbias is None else dbias.clone()  # an operator may not return two views of one tensor
-    else:
-        kind = "rmsnorm" if mean is None else "layernorm"
-        dx, dweight, dbias = reference.backward(
-            dy, x, weight, mean, rstd, zero_centered_gamma=zero_centered_gamma, kind=kind, residual=residual
-        )
-    return dx, dweight, _or_empty(dbias, dweight)
+        # An operator may not return two views of one tensor.
+        return without_none(x, dx, dweight, None if dbias is None else dbias.clone())
+    options: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "residual": residual}
+    kind = "rmsnorm" if mean is None else "layernorm"
+    return without_none(x, *reference.backward(dy, x, weight, mean, rstd, kind=kind, **options))
 
 
 @_backward_op.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    zero_centered_gamma: bool,
-    residual: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if mean is None else weight.shape)
-
-
-def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """The tensor, or an empty one of `like`'s dtype: an operator can't return None."""
-    return like.new_empty(0) if tensor is None else tensor
+def _(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, *_: Any) -> Any:
+    dbias = None if mean is None else weight.new_empty(weight.shape)
+    return without_none(x, x.new_empty(x.shape), weight.new_empty(weight.shape), dbias)
 
 
 BACKEND = Backend(
@@ -173,5 +120,5 @@ BACKEND = Backend(
     forward_quantized=forward_quantized,
     backward=backward,
     unsupported=unsupported,
-    residual=_residual.RESIDUAL,
+    residual=stream.RESIDUAL,
 )

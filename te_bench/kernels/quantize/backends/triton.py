@@ -4,25 +4,52 @@ torch.compile sees four operators, whose CPU implementation is the reference; ea
 a custom operator costs the host about 20 us a call. Every result is the reference's, bit for bit, column sums excepted.
 """
 
-import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from te_bench.kernels import architecture
-from te_bench.kernels.quantize import BLOCK, ROW, TENSOR, Backend, Layout, Problem, Quantized, fine_kernels, kernels
+from te_bench.kernels.operators import without_none
+from te_bench.kernels.quantize import (
+    BLOCK,
+    ROW,
+    TENSOR,
+    Backend,
+    Block,
+    Layout,
+    Problem,
+    Quantized,
+    fine_kernels,
+    kernels,
+)
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.backends.reference import check
+from te_bench.kernels.quantize.kernels import float32
+from te_bench.kernels.tile import FLOATS, empty_pair, lacks_triton
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def unsupported(p: Problem) -> str | None:
-    if p.device != "cuda" and not triton.knobs.runtime.interpret:
-        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
-    return architecture.lacks_fp8(p.capability)
+    return lacks_triton(p.device) or architecture.lacks_fp8(p.capability)
+
+
+class _Cast(NamedTuple):
+    """What is asked of a quantiser; each of the four takes some of it."""
+
+    x: Tensor
+    dtype: torch.dtype
+    rowwise: bool
+    columnwise: bool
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    counts: Tensor | None = None
+    column_sum: Tensor | None = None
+    via: torch.dtype | None = None
+    rows: int = 1
+    power_of_two: bool = False
 
 
 def scaled(
@@ -38,19 +65,7 @@ def scaled(
     via: torch.dtype | None = None,
 ) -> Quantized:
     """fp8(x * scale) of x (M, N) with a given () float32 scale, and x's amax and counts; see Backend. ValueError: check."""
-    check(x, dtype, rowwise, columnwise, scale=scale, amax=amax, counts=counts, column_sum=column_sum, via=via)
-    _check_float(x)
-    if torch.compiler.is_compiling():
-        made = _scaled_op(x.detach(), scale, dtype, rowwise, columnwise, amax, counts, column_sum, via)
-    elif columnwise and x.shape[0] % 2:
-        cast = functools.partial(scaled, scale=scale, dtype=dtype, amax=amax, via=via)
-        return _one_way_at_a_time(cast, x, rowwise, counts, column_sum, via)
-    elif x.numel():
-        made = kernels.per_tensor(_aligned(x), scale, dtype, rowwise, columnwise, False, amax, counts, column_sum, via)
-    else:
-        return reference.scaled(x, scale, dtype, rowwise=rowwise, columnwise=columnwise)
-    data, data_t, scale_inv = made
-    return wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv, layout=Layout(dtype, TENSOR, torch.float32))
+    return _quantize("scaled", _Cast(x, dtype, rowwise, columnwise, scale, amax, counts, column_sum, via))
 
 
 def scaled_pair(
@@ -66,8 +81,8 @@ def scaled_pair(
 ) -> tuple[Quantized, Quantized] | None:
     """`scaled` of x (M, K) and of w (N, K), rowwise always, in one launch.
 
-    None where it takes two, which also say what is wrong: other dtypes (see `miscompiled`) and shapes, empty matrices, and
-    odd heights of what is asked for transposed.
+    None where it takes two, which also say what is wrong: other dtypes and shapes, empty matrices, and odd heights of what
+    is asked for transposed.
     """
     if not (x.dtype in HALVES and w.dtype in HALVES) or torch.compiler.is_compiling():
         return None
@@ -89,19 +104,9 @@ def tensor(
     column_sum: Tensor | None = None,
 ) -> Quantized:
     """fp8(x * scale) of x (M, N) with one scale, from its own amax; see Backend. ValueError: check."""
-    check(x, dtype, rowwise, columnwise, counts=counts, column_sum=column_sum)
-    _check_float(x)
-    if torch.compiler.is_compiling():
-        made = _tensor_op(x.detach(), dtype, rowwise, columnwise, power_of_two, counts, column_sum)
-    elif columnwise and x.shape[0] % 2:
-        cast = functools.partial(tensor, dtype=dtype, power_of_two=power_of_two)
-        return _one_way_at_a_time(cast, x, rowwise, counts, column_sum)
-    elif x.numel():
-        made = kernels.per_tensor(_aligned(x), None, dtype, rowwise, columnwise, power_of_two, None, counts, column_sum)
-    else:
-        return reference.tensor(x, dtype, rowwise=rowwise, columnwise=columnwise)
-    data, data_t, scale_inv = made
-    return wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv, layout=Layout(dtype, TENSOR, torch.float32))
+    return _quantize(
+        "tensor", _Cast(x, dtype, rowwise, columnwise, None, None, counts, column_sum, None, 1, power_of_two)
+    )
 
 
 def row(
@@ -117,18 +122,7 @@ def row(
 
     Raises ValueError: check.
     """
-    check(x, dtype, rowwise, columnwise, counts=counts)
-    _check_float(x)
-    if torch.compiler.is_compiling():
-        made = _row_op(x.detach(), dtype, rowwise, columnwise, power_of_two, counts)
-    elif columnwise and x.shape[0] % 2:
-        cast = functools.partial(row, dtype=dtype, power_of_two=power_of_two)
-        return _one_way_at_a_time(cast, x, rowwise, counts, None)
-    elif x.numel():
-        made = fine_kernels.per_row(_aligned(x), dtype, rowwise, columnwise, power_of_two, counts)
-    else:
-        return reference.row(x, dtype, rowwise=rowwise, columnwise=columnwise)
-    return wrap(rowwise, columnwise, *made, layout=Layout(dtype, ROW, torch.float32))
+    return _quantize("row", _Cast(x, dtype, rowwise, columnwise, None, None, counts, None, None, 1, power_of_two))
 
 
 def block(
@@ -145,55 +139,64 @@ def block(
 
     Blocks at the edges are smaller. Raises ValueError for other rows, and: check.
     """
-    check(x, dtype, rowwise, columnwise, rows=rows, counts=counts)
-    _check_float(x)
+    return _quantize("block", _Cast(x, dtype, rowwise, columnwise, None, None, counts, None, None, rows, power_of_two))
+
+
+def _quantize(function: str, c: _Cast) -> Quantized:
+    """One of the four functions: by its operator, by its kernels or, of no elements, by the reference."""
+    check(*c[:-1])
+    if c.x.dtype not in FLOATS:
+        raise ValueError(f"x of {c.x.dtype}: float32, bfloat16 or float16; the reference backend takes any float")
+    made: tuple[Tensor | None, ...]
     if torch.compiler.is_compiling():
-        made = _block_op(x.detach(), dtype, rows, rowwise, columnwise, power_of_two, counts)
-    elif columnwise and x.shape[0] % 2:
-        cast = functools.partial(block, dtype=dtype, rows=rows, power_of_two=power_of_two)
-        return _one_way_at_a_time(cast, x, rowwise, counts, None)
-    elif x.numel():
-        made = fine_kernels.per_block(_aligned(x), dtype, rows, rowwise, columnwise, power_of_two, counts)
+        made = _OPERATORS[function](c.x.detach(), *c[1:])
+    elif c.columnwise and c.x.shape[0] % 2:
+        return _one_orientation_at_a_time(function, c)
+    elif c.x.numel():
+        made = _launch(function, c)
     else:
-        return reference.block(x, dtype, rows=rows, rowwise=rowwise, columnwise=columnwise)
-    return wrap(rowwise, columnwise, *made, layout=Layout(dtype, (rows, BLOCK), torch.float32))
+        return _by_reference(function, c)
+    data, data_t, scale_inv, scale_inv_t = made
+    layout = Layout(c.dtype, _block_of(function, c), torch.float32)
+    if layout.block == TENSOR:
+        scale_inv_t = scale_inv
+    return wrap(c.rowwise, c.columnwise, data, data_t, scale_inv, scale_inv_t, layout=layout)
 
 
-def miscompiled(x: Tensor) -> bool:
-    """Whether a kernel that casts a tile of x and transposes it whole goes wrong: Triton 3.6 exchanges float32's finished
-    FP8 bytes between threads and gets garbage (H200, 2026-11-21). Half precision is exchanged before the cast, and right;
-    so are the 16 bits of two bytes, as which these quantisers exchange them.
-    """
-    return x.dtype is torch.float32
+def _block_of(function: str, c: _Cast) -> Block:
+    """What shares one scale."""
+    return {"row": ROW, "block": (c.rows, BLOCK)}.get(function, TENSOR)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy where it would be read and written by other threads: see `miscompiled`."""
-    return x.contiguous() if miscompiled(x) else x
+def _launch(function: str, c: _Cast) -> tuple[Tensor | None, ...]:
+    """data, data_t, scale_inv, scale_inv_t of x, not empty and of an even height where columnwise."""
+    # Triton 3.6 exchanges a float32 tile's finished FP8 bytes between threads and gets garbage (sm_90a): what is read along
+    # another dimension than it is written is copied first.
+    x = c.x.contiguous() if c.x.dtype is torch.float32 else c.x
+    if function == "row":
+        return fine_kernels.per_row(x, c.dtype, c.rowwise, c.columnwise, c.power_of_two, c.counts)
+    if function == "block":
+        return fine_kernels.per_block(x, c.dtype, c.rows, c.rowwise, c.columnwise, c.power_of_two, c.counts)
+    given = c.rowwise, c.columnwise, c.power_of_two, c.amax, c.counts, c.column_sum, c.via
+    return *kernels.per_tensor(x, c.scale, c.dtype, *given), None
 
 
-def _one_way_at_a_time(
-    cast: Callable[..., Quantized],
-    x: Tensor,
-    rowwise: bool,
-    counts: Tensor | None,
-    column_sum: Tensor | None,
-    via: torch.dtype | None = None,
-) -> Quantized:
+def _by_reference(function: str, c: _Cast) -> Quantized:
+    names = ("rowwise", "columnwise", *_OPTIONS[function])
+    made: Quantized = getattr(reference, function)(c.x, dtype=c.dtype, **{name: getattr(c, name) for name in names})
+    return made
+
+
+def _one_orientation_at_a_time(function: str, c: _Cast) -> Quantized:
     """data_t, whose bytes no kernel writes by twos where M is odd, from a transposed copy, and data as ever."""
-    more = {} if column_sum is None else {"column_sum": column_sum}
     data = scale_inv = None
-    if rowwise:
-        data, scale_inv, *_ = cast(x.contiguous(), rowwise=True, columnwise=False, counts=counts, **more)
-    back = cast(x.t().contiguous(), rowwise=True, columnwise=False, counts=None if rowwise else counts)
-    if column_sum is not None and not rowwise:
-        column_sum += (x if via is None else x.to(via)).sum(0, dtype=torch.float32)
-    return Quantized(data, scale_inv, back.data, back.scale_inv, back.layout)
-
-
-def _check_float(x: Tensor) -> None:
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"x of {x.dtype}: float32, bfloat16 or float16; the reference backend takes any float")
+    if c.rowwise:
+        data, scale_inv, *_ = _quantize(function, c._replace(x=c.x.contiguous(), columnwise=False))
+    back = c._replace(x=c.x.t().contiguous(), rowwise=True, columnwise=False, column_sum=None)
+    transposed = _quantize(function, back._replace(counts=None if c.rowwise else c.counts))
+    if c.column_sum is not None and not c.rowwise:
+        c.column_sum.add_((c.x if c.via is None else c.x.to(c.via)).sum(0, dtype=torch.float32))
+    return Quantized(data, scale_inv, transposed.data, transposed.scale_inv, transposed.layout)
 
 
 def wrap(
@@ -216,177 +219,56 @@ def wrap(
     )
 
 
-@torch.library.custom_op("te_bench::quantize_scaled", mutates_args=("amax", "counts", "column_sum"))
-def _scaled_op(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
-    column_sum: Tensor | None,
-    via: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    implementation = scaled if x.is_cuda else reference.scaled
-    return _per_tensor(
-        implementation(
-            x,
-            scale,
-            dtype,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            amax=amax,
-            counts=counts,
-            column_sum=column_sum,
-            via=via,
-        ),
-        x,
-    )
+def _operator(function: str) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """te_bench::quantize_FUNCTION(*_Cast) -> data, data_t, scale_inv, scale_inv_t, the last empty where it is scale_inv."""
+
+    @torch.library.custom_op(f"te_bench::quantize_{function}", mutates_args=("amax", "counts", "column_sum"))
+    def operator(
+        x: Tensor,
+        dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+        counts: Tensor | None = None,
+        column_sum: Tensor | None = None,
+        via: torch.dtype | None = None,
+        rows: int = 1,
+        power_of_two: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        c = _Cast(x, dtype, rowwise, columnwise, scale, amax, counts, column_sum, via, rows, power_of_two)
+        q = _quantize(function, c) if x.is_cuda else _by_reference(function, c)
+        scales = [None if s is None else s.contiguous() for s in (q.scale_inv, q.scale_inv_t)]
+        if q.layout.block == TENSOR:
+            scales = [scales[0] if rowwise else scales[1], None]
+        return without_none(x, q.data, q.data_t, *scales)
+
+    @operator.register_fake
+    def _(*given: Any) -> Any:
+        c = _Cast(*given)
+        (m, n), (height, width) = c.x.shape, _block_of(function, c)
+        scales: list[Tensor | None] = [c.x.new_empty((), dtype=torch.float32), None]
+        if height is not None:
+            sides = ((m, n) if c.rowwise else None, (n, m) if c.columnwise else None)
+            scales = [None if side is None else float32(c.x, *_blocks(*side, height, width)) for side in sides]
+        return without_none(c.x, *empty_pair(m, n, c.x, c.dtype, c.rowwise, c.columnwise), *scales)
+
+    return operator
 
 
-@_scaled_op.register_fake
-def _(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
-    column_sum: Tensor | None,
-    via: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return *_fake_pair(x, dtype, rowwise, columnwise), x.new_empty((), dtype=torch.float32)
+def _blocks(m: int, k: int, height: int, width: int | None) -> tuple[int, ...]:
+    """How many blocks of height x width an (m, k) matrix has, along each side that they divide."""
+    down = (m + height - 1) // height
+    return (down,) if width is None else (down, (k + width - 1) // width)
 
 
-@torch.library.custom_op("te_bench::quantize_tensor", mutates_args=("counts", "column_sum"))
-def _tensor_op(
-    x: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    counts: Tensor | None,
-    column_sum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    implementation = tensor if x.is_cuda else reference.tensor
-    return _per_tensor(
-        implementation(
-            x,
-            dtype,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            power_of_two=power_of_two,
-            counts=counts,
-            column_sum=column_sum,
-        ),
-        x,
-    )
-
-
-@_tensor_op.register_fake
-def _(
-    x: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    counts: Tensor | None,
-    column_sum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return *_fake_pair(x, dtype, rowwise, columnwise), x.new_empty((), dtype=torch.float32)
-
-
-@torch.library.custom_op("te_bench::quantize_row", mutates_args=("counts",))
-def _row_op(
-    x: Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool, power_of_two: bool, counts: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    implementation = row if x.is_cuda else reference.row
-    return _all(
-        implementation(x, dtype, rowwise=rowwise, columnwise=columnwise, power_of_two=power_of_two, counts=counts),
-        x,
-    )
-
-
-@_row_op.register_fake
-def _(
-    x: Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool, power_of_two: bool, counts: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, n = x.shape
-    return (
-        *_fake_pair(x, dtype, rowwise, columnwise),
-        x.new_empty(m if rowwise else 0, dtype=torch.float32),
-        x.new_empty(n if columnwise else 0, dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op("te_bench::quantize_block", mutates_args=("counts",))
-def _block_op(
-    x: Tensor,
-    dtype: torch.dtype,
-    rows: int,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    counts: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    implementation = block if x.is_cuda else reference.block
-    return _all(
-        implementation(
-            x,
-            dtype,
-            rows=rows,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            power_of_two=power_of_two,
-            counts=counts,
-        ),
-        x,
-    )
-
-
-@_block_op.register_fake
-def _(
-    x: Tensor,
-    dtype: torch.dtype,
-    rows: int,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool,
-    counts: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, n = x.shape
-    down, across = (m + BLOCK - 1) // BLOCK, (n + BLOCK - 1) // BLOCK
-    return (
-        *_fake_pair(x, dtype, rowwise, columnwise),
-        x.new_empty((m if rows == 1 else down, across) if rowwise else (0,), dtype=torch.float32),
-        x.new_empty((n if rows == 1 else across, down) if columnwise else (0,), dtype=torch.float32),
-    )
-
-
-def _fake_pair(x: Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor]:
-    m, n = x.shape
-    return x.new_empty((m, n) if rowwise else (0,), dtype=dtype), x.new_empty(
-        (n, m) if columnwise else (0,), dtype=dtype
-    )
-
-
-def _per_tensor(q: Quantized, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    data, data_t, scale_inv, scale_inv_t = _all(q, x)
-    return data, data_t, scale_inv if q.scale_inv is not None else scale_inv_t
-
-
-def _all(q: Quantized, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """data, data_t, scale_inv, scale_inv_t, what is absent as an empty tensor: an operator can't return None."""
-    there = q.data if q.data is not None else q.data_t
-    nothing, no_scale = x.new_empty(0, dtype=there.dtype), x.new_empty(0, dtype=torch.float32)
-    return (
-        nothing if q.data is None else q.data,
-        nothing if q.data_t is None else q.data_t,
-        no_scale if q.scale_inv is None else q.scale_inv.contiguous(),  # as its fake implementation says
-        no_scale if q.scale_inv_t is None else q.scale_inv_t.contiguous(),
-    )
-
+#: Of _Cast, what a function takes besides x, dtype and the orientations.
+_OPTIONS = {
+    "scaled": ("scale", "amax", "counts", "column_sum", "via"),
+    "tensor": ("power_of_two", "counts", "column_sum"),
+    "row": ("power_of_two", "counts"),
+    "block": ("rows", "power_of_two", "counts"),
+}
+_OPERATORS = {function: _operator(function) for function in _OPTIONS}
 
 BACKEND = Backend(scaled=scaled, tensor=tensor, row=row, block=block, unsupported=unsupported)

@@ -5,15 +5,13 @@ A program's threads keep the cosines and sines of their positions for all of its
 
 from collections.abc import Sequence
 
-import triton
-
 from te_bench.kernels.rotary import DTYPES, Backend, Part, Problem, check, kernels
-from te_bench.kernels.tile import FLOATS
+from te_bench.kernels.tile import FLOATS, lacks_triton
 
 
 def unsupported(p: Problem) -> str | None:
-    if p.device != "cuda" and not triton.knobs.runtime.interpret:
-        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
+    if reason := lacks_triton(p.device):
+        return reason
     if p.dtype not in DTYPES:
         return f"dtype {p.dtype}: fp32, bf16 and fp16 only"
     return None
