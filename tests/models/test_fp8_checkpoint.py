@@ -1,6 +1,6 @@
 """Activation checkpointing: te.checkpoint changes no bit, and torch's own fails loudly where it would."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -160,15 +160,6 @@ def test_torchs_own_checkpoint_without_fp8_goes_on_after_a_pass_with_it(reentran
 # torch.compile
 
 
-@pytest.fixture
-def once() -> Iterator[None]:
-    """Nothing is compiled a second time."""
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     ("form", "name", "backend"),
     [
@@ -186,7 +177,7 @@ def once() -> Iterator[None]:
         ),
     ],
 )
-@pytest.mark.usefixtures("once")
+@pytest.mark.usefixtures("compiled_once")
 def test_compiled_checkpoints_change_no_bit(form: str, name: str, backend: str) -> None:
     """To rounding, where Inductor's own passes choose what is kept: the same graph without checkpoints is as far off."""
     first = 2 if name in ("row", "block") else 0  # to a checkpoint they are what "current" is: one layer shows them
@@ -202,7 +193,7 @@ def test_compiled_checkpoints_change_no_bit(form: str, name: str, backend: str) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.usefixtures("once")
+@pytest.mark.usefixtures("compiled_once")
 def test_compiled_checkpoints_on_a_gpu(name: str) -> None:
     straight, checkpointed = model("cuda"), model("cuda")
     expected = train(straight, straight, RECIPES[name])
