@@ -45,19 +45,11 @@ def test_what_a_checkpoint_has_not_is_named(options: dict[str, object]) -> None:
             function(torch.sin, torch.ones(2), **options)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_checkpointing_changes_no_bit(name: str, form: str) -> None:
-    straight, checkpointed = model(), model()
-    expected = train(straight, straight, RECIPES[name])
-    assert equal(expected, train(checkpointed, lambda x: FORMS[form](checkpointed, x), RECIPES[name]))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_checkpointing_changes_no_bit_on_a_gpu(name: str, form: str) -> None:
-    straight, checkpointed = model("cuda"), model("cuda")
+def test_checkpointing_changes_no_bit(name: str, form: str, device: str) -> None:
+    straight, checkpointed = model(device), model(device)
     expected = train(straight, straight, RECIPES[name])
     assert equal(expected, train(checkpointed, lambda x: FORMS[form](checkpointed, x), RECIPES[name]))
 
