@@ -408,6 +408,15 @@ def test_passages_that_cannot_be_split_are_named(passages: list[str], said: str)
         last_word(a_model(vocab_size=98), Bytes(), ["a b"], block=16, batch=2, precision="fp32")
 
 
+def test_a_passage_of_one_token_has_none_before_its_last_word() -> None:
+    class Whole(Words):
+        def encode(self, text: str) -> Iterator[NDArray[Any]]:
+            yield np.array([len(text)])
+
+    with pytest.raises(ValueError, match="passage 1: 'a b' has no token before its last word, or none of it"):
+        last_word(a_model(), Whole(), ["a b"], block=16, batch=2, precision="fp32")
+
+
 def test_the_longest_word_that_fits_is_predicted() -> None:
     found = last_word(a_model(), Bytes(), ["xa " + 15 * "b"], block=16, batch=1, precision="fp32")
     assert (found.passages, found.cut) == (1, 1)
