@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 
 from te_bench.models import fp8
 from te_bench.models.conversion_report import Conversion, ConvertedLayer, KeptLayer, OtherWeight, TeLayer
-from te_bench.models.modules import argument_values
+from te_bench.models.modules import arguments
 from te_bench.models.modules.fp8_module import FLOATS, Fp8Module
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.linear import Linear
@@ -72,11 +72,11 @@ def convert(
     for a recipe that the model's device cannot run, and for one on a model whose class no other can be made of.
     """
     _check(model, recipe)
-    found = tuple(_te_layers(model))
-    owners = _owners(model)
+    found = tuple(_find_te_layers(model))
+    owners = _find_owners(model)
     converted: dict[int, tuple[nn.Module, ConvertedLayer]] = {}
     kept: dict[int, KeptLayer] = {}
-    places = list(_places(model))
+    places = list(_find_places(model))
     for name, _, _, layer in places:
         kind = _kind(layer)
         if kind is None or id(layer) in converted or id(layer) in kept:
@@ -84,12 +84,12 @@ def convert(
         allowed = filter is None or filter(name, layer)
         reason = _reason_to_keep(layer, kind, name, owners, pad) if allowed else "filtered out"
         if reason is None:
-            converted[id(layer)] = _replacement(layer, kind, name)
+            converted[id(layer)] = _make_replacement(layer, kind, name)
         else:
-            kept[id(layer)] = KeptLayer(name, type(layer).__name__, reason, _in_gemm(layer, kind))
+            kept[id(layer)] = KeptLayer(name, type(layer).__name__, reason, _count_in_gemm(layer, kind))
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     seen = [layer for _, _, _, layer in places if id(layer) in converted or id(layer) in kept]
-    outside = tuple(_other_weights(model, seen))
+    outside = tuple(_find_other_weights(model, seen))
     with contextlib.ExitStack() as undo:
         for _, parent, attribute, layer in places:
             if id(layer) in converted:
@@ -113,7 +113,7 @@ def _swap(parent: nn.Module, attribute: str, new: nn.Module, undo: contextlib.Ex
 def _checkpoint_in_fp8(module: Any, undo: contextlib.ExitStack) -> None:
     """Let gradient checkpointing of transformers, now or when it is enabled, go by te.checkpoint in place of torch's."""
     if "_gradient_checkpointing_func" in vars(module):
-        function = _by_te(module._gradient_checkpointing_func)
+        function = _put_te_checkpoint(module._gradient_checkpointing_func)
         _assign(module, "_gradient_checkpointing_func", function, undo)
     setter = getattr(type(module), "_set_gradient_checkpointing", None)
     # Code from before transformers 4.35 has (module, value), and calls torch's checkpoint by its own name.
@@ -130,10 +130,12 @@ class _Checkpointing:
     def __call__(
         self, enable: bool = True, gradient_checkpointing_func: Any = torch.utils.checkpoint.checkpoint, **options: Any
     ) -> None:
-        type(self.model)._set_gradient_checkpointing(self.model, enable, _by_te(gradient_checkpointing_func), **options)
+        type(self.model)._set_gradient_checkpointing(
+            self.model, enable, _put_te_checkpoint(gradient_checkpointing_func), **options
+        )
 
 
-def _by_te(function: Any) -> Any:
+def _put_te_checkpoint(function: Any) -> Any:
     """te.checkpoint, with the same options, in place of torch's; any other function as it is."""
     called, options = function, {}
     if isinstance(function, functools.partial) and not function.args:
@@ -158,8 +160,7 @@ def _check(model: nn.Module, recipe: Recipe | None) -> None:
         raise ValueError(f"convert swaps layers inside a model, and a {name} is one: wrap it, nn.Sequential(layer)")
     if recipe is None:
         return
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"{recipe!r} is no recipe: choose one of te_bench.models.recipe, e.g. DelayedScaling()")
+    fp8.check_recipe(recipe)
     for device in {p.device for p in model.parameters()}:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         reason = recipe.unsupported(device.type, capability)
@@ -167,7 +168,7 @@ def _check(model: nn.Module, recipe: Recipe | None) -> None:
             raise ValueError(reason)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+def _find_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
     """(name, parent, attribute, layer) of every place where a module is, also of those that are in several."""
     for name, layer in model.named_modules(remove_duplicate=False):
         if name:
@@ -175,7 +176,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]
             yield name, model.get_submodule(prefix), attribute, layer
 
 
-def _owners(model: nn.Module) -> dict[int, list[str]]:
+def _find_owners(model: nn.Module) -> dict[int, list[str]]:
     """The names under which each parameter is found, by its id."""
     found: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -185,7 +186,7 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _te_layers(model: nn.Module) -> Iterator[TeLayer]:
+def _find_te_layers(model: nn.Module) -> Iterator[TeLayer]:
     """The layers of te's own, whoever put them there."""
     counted: set[int] = set()
     for name, layer in model.named_modules():
@@ -197,7 +198,7 @@ def _te_layers(model: nn.Module) -> Iterator[TeLayer]:
             yield TeLayer(name, type(layer).__name__, 0)
 
 
-def _other_weights(model: nn.Module, seen: list[nn.Module]) -> Iterator[OtherWeight]:
+def _find_other_weights(model: nn.Module, seen: list[nn.Module]) -> Iterator[OtherWeight]:
     """The weights, of two dimensions or more, of neither the layers seen nor te's own."""
     layers = [*seen, *(module for module in model.modules() if isinstance(module, Fp8Module))]
     known = {id(p) for layer in layers for p in layer.parameters()}
@@ -206,12 +207,12 @@ def _other_weights(model: nn.Module, seen: list[nn.Module]) -> Iterator[OtherWei
             if p is None or id(p) in known or is_lazy(p) or p.dim() < 2 or not p.is_floating_point():
                 continue
             known.add(id(p))
-            reason, multiplied = _use(model, module, p)
+            reason, multiplied = _describe_use(model, module, p)
             where = f"{name}.{attribute}" if name else attribute
             yield OtherWeight(where, type(module).__name__, reason, p.numel(), multiplied)
 
 
-def _use(model: nn.Module, module: nn.Module, p: Tensor) -> tuple[str, int | None]:
+def _describe_use(model: nn.Module, module: nn.Module, p: Tensor) -> tuple[str, int | None]:
     """Why a weight stays outside, and how many of its elements a token is multiplied by."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "a table, which is looked up", 0
@@ -241,9 +242,8 @@ def _reason_to_keep(layer: nn.Module, kind: str, name: str, owners: dict[int, li
     cls = type(layer)
     if parametrize.is_parametrized(layer):
         return "its weight is parametrised (torch.nn.utils.parametrize)"
-    if cls in (nn.Linear, nn.LayerNorm, nn.RMSNorm):
-        pass
-    elif isinstance(layer, nn.Linear | nn.LayerNorm | nn.RMSNorm):
+    torchs = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
+    if isinstance(layer, torchs) and cls not in torchs:
         return f"{cls.__name__}, a subclass of {kind}, may do more than that"
     if "forward" in vars(layer) or vars(layer).get("_compiled_call_impl"):
         return "its forward was replaced, or compiled: convert first"
@@ -274,7 +274,7 @@ def _norm_reason(layer: nn.Module, weight: Tensor) -> str | None:
         return "it normalises over nothing"
     if _eps(layer) is None:
         return "eps=None takes the input's dtype's: set its eps to a number"
-    legal, words = argument_values.LEGAL["eps"]
+    legal, words = arguments.LEGAL["eps"]
     return None if legal(_eps(layer)) else f"its eps is {_eps(layer)}: te's must be {words}"
 
 
@@ -291,12 +291,12 @@ def _eps(layer: Any) -> Any:
     return layer.variance_epsilon if hasattr(layer, "variance_epsilon") else layer.eps
 
 
-def _in_gemm(layer: nn.Module, kind: str) -> int:
+def _count_in_gemm(layer: nn.Module, kind: str) -> int:
     weight = getattr(layer, "weight", None)
     return 0 if kind.endswith("Norm") or weight is None or is_lazy(weight) else weight.numel()
 
 
-def _replacement(layer: Any, kind: str, name: str) -> tuple[nn.Module, ConvertedLayer]:
+def _make_replacement(layer: Any, kind: str, name: str) -> tuple[nn.Module, ConvertedLayer]:
     """The te layer that takes the place of another, around the same Parameters."""
     weight, bias, note = layer.weight, getattr(layer, "bias", None), ""
     options: dict[str, Any] = {"params_dtype": weight.dtype, "device": "meta"}  # replaced below: no memory, no seed
@@ -313,7 +313,7 @@ def _replacement(layer: Any, kind: str, name: str) -> tuple[nn.Module, Converted
         if attribute in HOOKS or attribute not in vars(new):  # what users hang on a layer goes with it
             vars(new)[attribute] = value
     new.train(layer.training)
-    entry = ConvertedLayer(name, type(layer).__name__, type(new).__name__, _in_gemm(layer, kind), note)
+    entry = ConvertedLayer(name, type(layer).__name__, type(new).__name__, _count_in_gemm(layer, kind), note)
     return new, entry
 
 

@@ -109,6 +109,12 @@ def register(state: Any) -> None:
     _states.append(weakref.ref(state))
 
 
+def check_recipe(recipe: Any) -> None:
+    """Raise ValueError for what is no recipe."""
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{recipe!r} is no recipe: choose one of te_bench.models.recipe, e.g. DelayedScaling()")
+
+
 class autocast(contextlib.ContextDecorator):
     """FP8 in the te_bench modules of a forward pass.
 
@@ -125,8 +131,7 @@ class autocast(contextlib.ContextDecorator):
         amax_reduction_group: Any = None,
     ):
         recipe = DelayedScaling() if recipe is None else recipe
-        if not isinstance(recipe, Recipe):
-            raise ValueError(f"{recipe!r} is no recipe: choose one of te_bench.models.recipe, e.g. DelayedScaling()")
+        check_recipe(recipe)
         if enabled and torch.cuda.is_available():
             reason = recipe.unsupported("cuda", torch.cuda.get_device_capability())
             if reason:
@@ -314,5 +319,5 @@ def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     finally:
-        if current is not outer:
+        if current is not outer:  # a graph inside of which this is called may set nothing
             current = outer

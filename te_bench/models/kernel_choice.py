@@ -46,15 +46,8 @@ def attention_kernel(name: str) -> Iterator[None]:
 
     A DotProductAttention whose problem the backend can't do raises ValueError with the reason: nothing else steps in.
     """
-    _backends[name] = attention.load(name)
-    with within(name):
-        yield
-
-
-@contextlib.contextmanager
-def within(name: str | None) -> Iterator[None]:
-    """As it was when `current` was `name`, None among them: for what computes again later, activation checkpoints."""
     global current
+    _backends[name] = attention.load(name)
     before, current = current, name
     try:
         yield

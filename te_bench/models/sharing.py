@@ -14,19 +14,13 @@ from torch import Tensor, nn
 
 from te_bench.models.quickstart import te_fused, te_layer
 
-PARAMETERS = [
-    f"{name}.{kind}"
-    for name in ("ln1", "qkv_projection", "projection", "ln2", "mlp.linear1", "mlp.linear2")
-    for kind in ("weight", "bias")
-]
-
 
 def share_parameters_with_basic_te_model(te_model: nn.Module, basic_model: nn.Module) -> None:
     """All parameters of a layer of te.LayerNorm and te.Linear are those of `basic_model`: shared.
 
     Raises ValueError where a parameter is missing or of another shape.
     """
-    for name in PARAMETERS:
+    for name in te_layer.NAMES:
         _share(te_model, name, _parameter(basic_model, name))
 
 
@@ -35,8 +29,8 @@ def share_parameters_with_fused_te_model(te_model: nn.Module, basic_model: nn.Mo
 
     Raises ValueError where a parameter is missing or of another shape.
     """
-    for name in PARAMETERS:
-        _share(te_model, te_fused.NAMES.get(name, name), _parameter(basic_model, name))
+    for name, ours in te_fused.NAMES.items():
+        _share(te_model, ours, _parameter(basic_model, name))
 
 
 def share_parameters_with_transformerlayer_te_model(te_model: nn.Module, basic_model: nn.Module) -> None:
@@ -46,27 +40,27 @@ def share_parameters_with_transformerlayer_te_model(te_model: nn.Module, basic_m
     they are copies. Raises ValueError where a parameter is missing or of another shape.
     """
     attention: Any = te_model.self_attention
-    for name in PARAMETERS:
-        ours, parameter = te_layer.NAMES[name], _parameter(basic_model, name)
+    for name, ours in te_layer.NAMES.items():
+        parameter = _parameter(basic_model, name)
         if not name.startswith("qkv_projection") or attention.interleaved:
             _share(te_model, ours, parameter)
             continue
-        parts, (where, _, kind) = _by_head(parameter, attention.num_attention_heads), ours.rpartition(".")
+        parts, (where, _, kind) = _split_heads(parameter, attention.num_attention_heads), ours.rpartition(".")
         if hasattr(attention.layernorm_qkv, f"query_{kind}"):
             for part, rows in zip(("query", "key", "value"), parts, strict=True):
-                _share(te_model, f"{where}.{part}_{kind}", _copied([rows], parameter))
+                _share(te_model, f"{where}.{part}_{kind}", _copy_rows([rows], parameter))
         else:
-            _share(te_model, ours, _copied(parts, parameter))
+            _share(te_model, ours, _copy_rows(parts, parameter))
 
 
-def _by_head(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+def _split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
     """query, key and value, (heads d, ...) each, out of (heads 3 d, ...)."""
     if qkv.shape[0] % (3 * heads):
         raise ValueError(f"qkv_projection has {qkv.shape[0]} rows, which {heads} heads cannot share among q, k and v")
     return tuple(part.flatten(0, 1) for part in qkv.detach().unflatten(0, (heads, 3, -1)).unbind(1))
 
 
-def _copied(parts: Sequence[Tensor], source: nn.Parameter) -> nn.Parameter:
+def _copy_rows(parts: Sequence[Tensor], source: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.cat(list(parts)), source.requires_grad)
 
 

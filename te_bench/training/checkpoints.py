@@ -51,10 +51,7 @@ class Checkpoint:
 
     def build(self, *, attention: str = "flash", recipe: Recipe | None = None) -> GPT:
         """The model, float32 on the CPU, unpadded; with a recipe its FP8 state too, as far as there is any."""
-        with torch.device("meta"):  # draws no random numbers
-            model = GPT(self.config, attention=attention, recipe=recipe)
-        model.to_empty(device="cpu")
-        model.lm_head.weight = model.transformer.wte.weight  # leaving the meta device unties it
+        model = weights.make_empty(self.config, attention=attention, recipe=recipe)
         tied = {"lm_head.weight": self.parameters["transformer.wte.weight"]}
         model.load_state_dict({**self.parameters, **tied, **(self.scales if recipe is not None else {})})
         return model
@@ -103,7 +100,7 @@ def save(
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    with weights._beside(path) as temporary:
+    with weights.replacing(path) as temporary:
         torch.save(content, temporary)
 
 
@@ -113,8 +110,8 @@ def load(path: Path) -> Checkpoint:
     Raises ValueError for what is not there, not readable, of another layout, or has tensors that do not fit its sizes.
     """
     if path.is_dir():
-        return _folder(path)
-    content = _unpickled(path)
+        return _load_folder(path)
+    content = _unpickle(path)
     missing = [key for key in ("model", "model_args") if not isinstance(content.get(key), dict)]
     if missing:
         there = ", ".join(map(str, list(content)[:6])) or "nothing"
@@ -122,18 +119,18 @@ def load(path: Path) -> Checkpoint:
     own = content.get("te_bench", {"format": FORMAT})
     if not isinstance(own, dict) or own.get("format") != FORMAT:
         raise ValueError(f"{path} was saved by another version of te-bench: this one reads format {FORMAT}")
-    odd = [name for name in ("recipe", "tokenizer", "tokenizer_state", "data_sha256") if not _text(own.get(name))]
+    odd = [name for name in ("recipe", "tokenizer", "tokenizer_state", "data_sha256") if not _is_text(own.get(name))]
     if odd:
         raise ValueError(f"{path} is damaged: its {odd[0]} is {own[odd[0]]!r}, not text")
-    config = _config(path, content["model_args"], own.get("gelu", "none"))
+    config = _read_config(path, content["model_args"], own.get("gelu", "none"))
     tokenizer = own.get("tokenizer")
     if tokenizer is not None and tokenizers.check(tokenizer)[0] != "bytes" and own.get("tokenizer_state") is None:
         raise ValueError(f"{path} is damaged: its tokenizer {tokenizer!r} has no state")
     return Checkpoint(
         path=path,
         config=config,
-        parameters=_parameters(path, config, content["model"]),
-        scales=_scales(path, content.get("fp8", {})),
+        parameters=_match_parameters(path, config, content["model"]),
+        scales=_check_scales(path, content.get("fp8", {})),
         recipe=own.get("recipe"),
         tokenizer=tokenizer,
         tokenizer_state=own.get("tokenizer_state"),
@@ -141,7 +138,7 @@ def load(path: Path) -> Checkpoint:
     )
 
 
-def _folder(path: Path) -> Checkpoint:
+def _load_folder(path: Path) -> Checkpoint:
     """A Hugging Face folder; a tokenizer.json in it is the model's."""
     model = weights.load(path, attention="manual")
     tokenizer = path / "tokenizer.json"
@@ -155,7 +152,7 @@ def _folder(path: Path) -> Checkpoint:
     )
 
 
-def _unpickled(path: Path) -> dict[Any, Any]:
+def _unpickle(path: Path) -> dict[Any, Any]:
     """The dictionary in a file of torch.save. Only tensors and plain values are read; they stay in the file until used."""
     if path.suffix == ".safetensors":
         raise ValueError(f"{path} does not say the model's sizes: give its folder, with a {weights.CONFIG} beside it")
@@ -176,22 +173,18 @@ def _unpickled(path: Path) -> dict[Any, Any]:
     return found
 
 
-def _text(value: object) -> bool:
+def _is_text(value: object) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _config(path: Path, given: Mapping[str, Any], gelu: str) -> GPTConfig:
+def _read_config(path: Path, given: Mapping[str, Any], gelu: str) -> GPTConfig:
     """The shape that model_args tells. Raises ValueError for a model that this GPT cannot be."""
     unknown = sorted(str(name) for name in given if name not in SIZES + OTHERS)
     if unknown:
         raise ValueError(
             f"{path}: model_args has {', '.join(unknown)}, which nanoGPT's GPT does not know: another model"
         )
-    odd = [name for name in SIZES if type(given.get(name)) is not int or given[name] < 1]
-    if odd:
-        raise ValueError(
-            f"{path}: {', '.join(f'{name} is {given.get(name)!r}' for name in odd)}; needs positive integers"
-        )
+    sizes: dict[str, Any] = {name: given.get(name) for name in SIZES}
     bias, dropout = given.get("bias", True), given.get("dropout", 0.0)  # nanoGPT's own defaults
     if not isinstance(bias, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ValueError(
@@ -200,39 +193,23 @@ def _config(path: Path, given: Mapping[str, Any], gelu: str) -> GPTConfig:
     if gelu not in GELU:
         raise ValueError(f"{path}: gelu is {gelu!r}; known: {', '.join(GELU)}")
     try:
-        return GPTConfig(**{name: given[name] for name in SIZES}, bias=bias, dropout=float(dropout), gelu=gelu)
+        return GPTConfig(**sizes, bias=bias, dropout=float(dropout), gelu=gelu)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _parameters(path: Path, config: GPTConfig, state: Mapping[Any, Any]) -> dict[str, Tensor]:
+def _match_parameters(path: Path, config: GPTConfig, state: Mapping[Any, Any]) -> dict[str, Tensor]:
     """The parameters of a state dict by GPT's names. Raises ValueError, naming those that are not of `config`."""
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in GPT(config, attention="manual").named_parameters()}
-    found, wrong = {}, []
-    for key, tensor in state.items():
-        name = WRAPPED.sub("", str(key))
-        shape = shapes.get("transformer.wte.weight" if name == "lm_head.weight" else name)
-        if MASK.search(name) and shape is None:
-            continue
-        if shape is None or name in found:
-            wrong.append(f"{key} is unknown or there twice")
-        elif not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.shape != shape:
-            there = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            wrong.append(f"{key} is {there}, not floating point {list(shape)}")
-        else:
-            found[name] = tensor
-    wrong += [f"{name} is missing" for name in shapes if name not in found]
-    head, embedding = found.pop("lm_head.weight", None), found.get("transformer.wte.weight")
-    if not wrong and head is not None and embedding is not None and not torch.equal(head, embedding):
-        wrong.append("lm_head.weight is not the token embedding, and only a tied head can be loaded")
-    if wrong:
-        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ValueError(f"{path} does not hold the GPT that its model_args describe: {'; '.join(wrong[:5])}{more}")
+    where = f"{path} does not hold the GPT that its model_args describe"
+    named = ((str(key), WRAPPED.sub("", str(key)), tensor) for key, tensor in state.items())
+    found = dict(weights.match_parameters(config, (entry for entry in named if not MASK.search(entry[1])), where))
+    head = found.pop("lm_head.weight", None)
+    if head is not None and not torch.equal(head, found["transformer.wte.weight"]):
+        raise ValueError(f"{where}: lm_head.weight is not the token embedding, and only a tied head can be loaded")
     return found
 
 
-def _scales(path: Path, state: Any) -> dict[str, Tensor]:
+def _check_scales(path: Path, state: Any) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} is damaged: its fp8 part is not a dictionary of tensors")
     return dict(state)

@@ -90,7 +90,7 @@ def check(data: str, tokenizer: str) -> None:
     if name == "text" and not argument:
         raise ValueError(f"data set {data!r} names no file; write text:PATH")
     if name in ("hf", "hf-stream"):
-        _fields(data)
+        _split_name(data)
     tokenizers.check(tokenizer)
 
 
@@ -102,7 +102,7 @@ def prepare(data: str, tokenizer: str, *, cache: Path | None = None, progress: P
     check(data, tokenizer)
     if data == RANDOM:
         raise ValueError("data set 'random' has no text to prepare: its tokens are drawn while training")
-    report = progress or _quiet
+    report = progress or (lambda what, fraction: None)
     kind, argument = tokenizers.check(tokenizer)
     source = tokenizers.read(argument) if kind == "file" else None
     report("reading", 0.0)
@@ -111,28 +111,28 @@ def prepare(data: str, tokenizer: str, *, cache: Path | None = None, progress: P
     report("reading", 1.0)
     identity = [FORMAT, sha256, kind if source else tokenizer, _sha256(source) if source else None]
     folder = (cache or default_cache()) / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-    meta = _valid(folder)
+    meta = _read_meta(folder)
     if meta is None:
         try:
-            with _locked(folder):
-                meta = _valid(folder)  # another process may have written it while we waited
+            with _lock(folder):
+                meta = _read_meta(folder)  # another process may have written it while we waited
                 if meta is None:
                     _write(folder, text, tokenizer, source, report, {"data": data, "sha256": sha256})
-                    meta = _valid(folder)
+                    meta = _read_meta(folder)
         except OSError as error:
             what = f"cannot write the token cache {folder.parent}: {error.strerror or error}"
             raise ValueError(f"{what}. Make room or give a folder that can be written with --cache DIR") from error
     assert meta is not None
-    return _corpus(folder, {**meta, "data": data, "tokenizer": tokenizer})
+    return _make_corpus(folder, {**meta, "data": data, "tokenizer": tokenizer})
 
 
 def load(key: str, *, cache: Path | None = None) -> Corpus:
     """The cached corpus of this key, without reading its text. Raises ValueError if it is not there or not whole."""
     folder = (cache or default_cache()) / key
-    meta = _valid(folder) if key.isalnum() else None
+    meta = _read_meta(folder) if key.isalnum() else None
     if meta is None:
         raise ValueError(f"no corpus {key!r} in the token cache {folder.parent}; prepare it first, or give --cache DIR")
-    return _corpus(folder, meta)
+    return _make_corpus(folder, meta)
 
 
 def check_length(corpus: Corpus, block: int) -> None:
@@ -161,7 +161,7 @@ def read_text(data: str) -> str:
     """The text of a data set. Raises ValueError if it cannot be had or is empty."""
     name, _, argument = data.partition(":")
     if name == "stdlib":
-        text = "".join(_documents(_library_sources(Path(sysconfig.get_path("stdlib")))))
+        text = "".join(_end_in_newlines(_read_library(Path(sysconfig.get_path("stdlib")))))
     elif name == "text":
         text = tokenizers.read_utf8(argument, "a UTF-8 file as text:PATH")
     else:
@@ -171,13 +171,13 @@ def read_text(data: str) -> str:
     return text
 
 
-def _documents(texts: Iterable[str]) -> Iterator[str]:
+def _end_in_newlines(texts: Iterable[str]) -> Iterator[str]:
     """Each document ends in a newline: it is added where it is missing, so that no two of them run together."""
     for text in texts:
         yield text if text.endswith("\n") else text + "\n"
 
 
-def _library_sources(root: Path) -> Iterator[str]:
+def _read_library(root: Path) -> Iterator[str]:
     """The *.py files under `root` by relative path, less installed packages.
 
     The few that are not UTF-8 (Python's own tests of source encodings) are skipped: they would be mojibake, and
@@ -190,7 +190,7 @@ def _library_sources(root: Path) -> Iterator[str]:
                 yield files[relative].read_bytes().decode()
 
 
-def _fields(data: str) -> list[str]:
+def _split_name(data: str) -> list[str]:
     """[NAME], [NAME, CONFIG or COLUMN] or [NAME, CONFIG, COLUMN]; an empty CONFIG or COLUMN is the default."""
     form, *fields = data.split(":")
     if not 1 <= len(fields) <= 3 or not fields[0]:
@@ -208,8 +208,8 @@ def _read_hf(data: str, *, streaming: bool) -> str:
     datasets.disable_progress_bars()
     try:
         rows, column = _open_hf(datasets, data, streaming)
-        texts = _documents(_texts(_cells(rows, data, column), data, column))
-        return "".join(_first(texts, STREAM_CHARACTERS if streaming else None))
+        texts = _end_in_newlines(_require_text(_read_cells(rows, data, column), data, column))
+        return "".join(_take(texts, STREAM_CHARACTERS if streaming else None))
     except (datasets.exceptions.DatasetsError, OSError, RuntimeError) as error:  # RuntimeError: it comes with a script
         # The library's DatasetGenerationError says only that there was an error; its cause says which.
         raise ValueError(f"cannot load data set {data!r}: {error.__cause__ or error}") from error
@@ -224,7 +224,7 @@ def _open_hf(datasets: Any, data: str, streaming: bool) -> tuple[Any, str]:
     Of two fields, the second is a config if the data set has one of that name and a column if not. No code that comes
     with a data set is run: newer versions of the library cannot, older ones are told not to.
     """
-    name, *rest = _fields(data)
+    name, *rest = _split_name(data)
     configs: list[str] = []
     config = column = ""
     if len(rest) == 2:
@@ -244,7 +244,7 @@ def _open_hf(datasets: Any, data: str, streaming: bool) -> tuple[Any, str]:
     return rows, column
 
 
-def _cells(rows: Any, data: str, column: str) -> Iterator[Any]:
+def _read_cells(rows: Any, data: str, column: str) -> Iterator[Any]:
     try:
         for batch in rows.select_columns([column]).iter(batch_size=1000):
             yield from batch[column]
@@ -252,7 +252,7 @@ def _cells(rows: Any, data: str, column: str) -> Iterator[Any]:
         raise ValueError(f"cannot read data set {data!r}: {error}") from error
 
 
-def _texts(cells: Iterable[Any], data: str, column: str) -> Iterator[str]:
+def _require_text(cells: Iterable[Any], data: str, column: str) -> Iterator[str]:
     for cell in cells:
         if isinstance(cell, str):
             yield cell
@@ -260,7 +260,7 @@ def _texts(cells: Iterable[Any], data: str, column: str) -> Iterator[str]:
             raise ValueError(f"data set {data!r}: column {column!r} holds {type(cell).__name__}, not text")
 
 
-def _first(texts: Iterable[str], limit: int | None) -> Iterator[str]:
+def _take(texts: Iterable[str], limit: int | None) -> Iterator[str]:
     """The texts up to `limit` characters in all; nothing is drawn after that."""
     for text in texts:
         if limit is not None and len(text) >= limit:
@@ -280,12 +280,8 @@ def _sha256(text: str) -> str:
     return digest.hexdigest()
 
 
-def _quiet(what: str, fraction: float) -> None:
-    pass
-
-
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Hold the right to write `folder`. The kernel drops the lock with the process, so a kill leaves none behind."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
@@ -293,7 +289,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _valid(folder: Path) -> dict[str, Any] | None:
+def _read_meta(folder: Path) -> dict[str, Any] | None:
     """The meta of a whole cached corpus; None where it is missing, of another format, or a file has another size."""
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
@@ -304,7 +300,7 @@ def _valid(folder: Path) -> dict[str, Any] | None:
     return dict(meta) if whole else None
 
 
-def _corpus(folder: Path, meta: dict[str, Any]) -> Corpus:
+def _make_corpus(folder: Path, meta: dict[str, Any]) -> Corpus:
     kept = ("data", "tokenizer", "sha256", "vocab", "train_tokens", "val_tokens", "dtype")
     return Corpus(train=folder / "train.bin", val=folder / "val.bin", **{name: meta[name] for name in kept})
 
@@ -323,16 +319,18 @@ def _write(folder: Path, text: str, spec: str, source: str | None, report: Progr
         parts = dict(zip(SPLITS, (text[:split], text[split:]), strict=True))
         counts, done = {}, 0
         for name, part in parts.items():
-            with (beside / f"{name}.bin").open("wb") as file:
+            with _open_durably(beside / f"{name}.bin") as file:
                 counts[name] = _write_tokens(file, tokenizer, part, dtype)
             done += len(part)
             report("tokenising", done / len(text))
         if tokenizer.state is not None:
-            _write_durably(beside / "tokenizer", tokenizer.state.encode())
+            with _open_durably(beside / "tokenizer") as file:
+                file.write(tokenizer.state.encode())
         meta = {"format": FORMAT, **known, "tokenizer": spec, "vocab": tokenizer.vocab, "dtype": dtype}
         meta |= {f"{name}_tokens": count for name, count in counts.items()}
         meta["bytes"] = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
-        _write_durably(beside / "meta.json", json.dumps(meta, indent=1).encode())
+        with _open_durably(beside / "meta.json") as file:
+            file.write(json.dumps(meta, indent=1).encode())
         _sync(beside)
         _remove(folder)  # one that is not whole
         beside.rename(folder)
@@ -353,14 +351,14 @@ def _write_tokens(file: IO[bytes], tokenizer: tokenizers.Tokenizer, text: str, d
         assert ids.size == 0 or ids.max() < tokenizer.vocab
         file.write(ids.astype(np.dtype(dtype).newbyteorder("<")).data)
         count += ids.size
-    file.flush()
-    os.fsync(file.fileno())
     return count
 
 
-def _write_durably(path: Path, content: bytes) -> None:
+@contextlib.contextmanager
+def _open_durably(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which a crash after the block does not undo."""
     with path.open("wb") as file:
-        file.write(content)
+        yield file
         file.flush()
         os.fsync(file.fileno())
 

@@ -47,11 +47,11 @@ class Batches:
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """The batch of step 0, 1, ..., in any order and any number of times."""
-        generator = _generator(TRAINING, self.seed, step)
+        generator = _make_generator(TRAINING, self.seed, step)
         if self._tokens is None:
-            return _pair(_uniform(generator, self.batch, self.block, self.vocab), self.device)
+            return _send_pair(_draw(generator, self.batch, self.block, self.vocab), self.device)
         starts = generator.integers(0, len(self._tokens) - self.block, self.batch)
-        return _pair(_windows(self._tokens, starts, self.block), self.device)
+        return _send_pair(_cut_windows(self._tokens, starts, self.block), self.device)
 
 
 def validation(
@@ -73,13 +73,13 @@ def validation(
     _check(corpus, block, batch, vocab)
     count = windows(corpus, block, max_tokens)
     if corpus is None:
-        fixed = _uniform(_generator(VALIDATION, 0, 0), count, block, vocab)[::every]
+        fixed = _draw(_make_generator(VALIDATION, 0, 0), count, block, vocab)[::every]
         rows = (fixed[start : start + batch] for start in range(0, len(fixed), batch))
     else:
         tokens = corpus.tokens("val")
         starts = np.arange(0, count, every) * block
-        rows = (_windows(tokens, starts[start : start + batch], block) for start in range(0, starts.size, batch))
-    return (_pair(window, torch.device(device)) for window in rows)
+        rows = (_cut_windows(tokens, starts[start : start + batch], block) for start in range(0, starts.size, batch))
+    return (_send_pair(window, torch.device(device)) for window in rows)
 
 
 def windows(corpus: Corpus | None, block: int, max_tokens: int | None = None) -> int:
@@ -106,21 +106,21 @@ def _check(corpus: Corpus | None, block: int, batch: int, vocab: int) -> None:
             )
 
 
-def _generator(*words: int) -> np.random.Generator:
+def _make_generator(*words: int) -> np.random.Generator:
     """A generator of its own for each tuple of whole numbers; SeedSequence mixes them into unrelated states."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words)))
 
 
-def _windows(tokens: NDArray[Any], starts: NDArray[np.int64], block: int) -> NDArray[np.int64]:
+def _cut_windows(tokens: NDArray[Any], starts: NDArray[np.int64], block: int) -> NDArray[np.int64]:
     """(len(starts), block + 1) tokens from each start on."""
     return np.stack([tokens[start : start + block + 1] for start in starts]).astype(np.int64)
 
 
-def _uniform(generator: np.random.Generator, rows: int, block: int, vocab: int) -> NDArray[np.int64]:
+def _draw(generator: np.random.Generator, rows: int, block: int, vocab: int) -> NDArray[np.int64]:
     return generator.integers(0, vocab, (rows, block + 1))
 
 
-def _pair(window: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+def _send_pair(window: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
     """(x, y) of (rows, block + 1) tokens, both contiguous, sent in one copy; pinned, so it overlaps with the GPU."""
     both = torch.from_numpy(np.stack([window[:, :-1], window[:, 1:]]))
     if device.type == "cuda":

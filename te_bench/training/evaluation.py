@@ -86,7 +86,7 @@ def perplexity(
     _check_tokens(model, tokens)
     total, count = 0.0, 0
     with _evaluating(model, precision):
-        for x, y in _windows(tokens, block, stride, batch):
+        for x, y in _cut_windows(tokens, block, stride, batch):
             nats, _ = _score(model, x, y, precision)
             total += nats.sum().item()
             count += len(nats)
@@ -109,7 +109,7 @@ def last_word(
     _check_sizes(model, block, batch)
     if not passages:
         raise ValueError("no passages: give one or more")
-    rows = [_encoded(tokenizer, passage, block, number) for number, passage in enumerate(passages, 1)]
+    rows = [_encode(tokenizer, passage, block, number) for number, passage in enumerate(passages, 1)]
     for tokens, _, _ in rows:
         _check_tokens(model, tokens)
     rows.sort(key=lambda row: len(row[0]))  # neighbours of one length need little filling up
@@ -117,7 +117,7 @@ def last_word(
     with _evaluating(model, precision):
         for start in range(0, len(rows), batch):
             some = rows[start : start + batch]
-            nats, likeliest = _score(model, *_padded([(tokens, first) for tokens, first, _ in some]), precision)
+            nats, likeliest = _score(model, *_pad([(tokens, first) for tokens, first, _ in some]), precision)
             nats_of_words += nats.sum().item()
             lengths = [len(tokens) - first for tokens, first, _ in some]
             correct += sum(bool(word.all()) for word in likeliest.split(lengths))
@@ -213,7 +213,7 @@ def _score(model: GPT, x: NDArray[np.int64], y: NDArray[np.int64], precision: st
     return torch.cat(nats), torch.cat(likeliest)
 
 
-def _windows(
+def _cut_windows(
     tokens: NDArray[Any], block: int, stride: int, batch: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """(x, y), each (at most batch, block): whole windows first, the first of them alone in scoring all; then the rest."""
@@ -233,13 +233,13 @@ def _windows(
         yield np.ascontiguousarray(rest[:, :-1]), y
 
 
-def _encoded(tokenizer: Tokenizer, passage: str, block: int, number: int) -> tuple[NDArray[np.int64], int, bool]:
+def _encode(tokenizer: Tokenizer, passage: str, block: int, number: int) -> tuple[NDArray[np.int64], int, bool]:
     """(tokens, at most block + 1; where the last word begins, at least 1; whether the beginning was cut off)."""
     try:
         context, word = split_last_word(passage)
     except ValueError as error:
         raise ValueError(f"passage {number}: {error}") from None
-    whole, before = (_ids(tokenizer, text) for text in (context + word, context))
+    whole, before = (_encode_text(tokenizer, text) for text in (context + word, context))
     length = min(len(whole), len(before))
     same = whole[:length] == before[:length]
     first = length if same.all() else int(same.argmin())
@@ -253,11 +253,11 @@ def _encoded(tokenizer: Tokenizer, passage: str, block: int, number: int) -> tup
     return whole[extra:], first - extra, extra > 0
 
 
-def _ids(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
+def _encode_text(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *tokenizer.encode(text)]).astype(np.int64)
 
 
-def _padded(rows: Sequence[tuple[NDArray[np.int64], int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _pad(rows: Sequence[tuple[NDArray[np.int64], int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(x, y) of (tokens, first scored) pairs; filled up with the row's last token, whose activations are usual ones."""
     width = max(len(tokens) for tokens, _ in rows) - 1
     x, y = np.empty((len(rows), width), np.int64), np.full((len(rows), width), IGNORED)

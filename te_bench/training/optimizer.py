@@ -53,7 +53,7 @@ class Copy:
     fp8: Fp8Copy | None
 
 
-def copies(
+def make_copies(
     model: nn.Module, *, direct: bool, region: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> dict[nn.Parameter, Copy]:
     """{weight of one or more Linear: its copy}; region: the FP8 autocast of `model`; direct: where nobody else uses it."""
@@ -68,20 +68,20 @@ def copies(
             linear = [m for m in modules if isinstance(m, nn.Linear | Linear) and m._parameters.get("weight") is master]
             if linear:
                 alone = len(modules) == 1
-                fp8 = _fp8_copy(linear[0], master) if alone and isinstance(linear[0], Linear) else None
+                fp8 = _make_fp8_copy(linear[0], master) if alone and isinstance(linear[0], Linear) else None
                 half = fp8 is None or not isinstance(model, GPT)
-                leaf: Any = nn.Parameter(master.to(torch.bfloat16) if half else _nothing(master))
+                leaf: Any = nn.Parameter(master.to(torch.bfloat16) if half else _make_placeholder(master))
                 leaf.copy_of = master
                 found[master] = Copy(leaf, tuple(linear), direct and alone, half, fp8)
     return found
 
 
-def _nothing(like: Tensor) -> Tensor:
+def _make_placeholder(like: Tensor) -> Tensor:
     """A tensor of like's shape for a gradient to arrive at: who multiplied by it would find NaN."""
     return torch.full((), math.nan, dtype=torch.bfloat16, device=like.device).expand(like.shape)
 
 
-def _fp8_copy(module: Linear, master: Tensor) -> Fp8Copy | None:
+def _make_fp8_copy(module: Linear, master: Tensor) -> Fp8Copy | None:
     """None where the present autocast's recipe cannot leave the cast to whoever makes the weight."""
     made = module.weight_cast()
     if made is None:
@@ -119,7 +119,7 @@ class TableAdamW:
     ) -> None:
         self.masters = [p for p in model.parameters() if p.requires_grad]
         device = self.masters[0].device
-        self.copies = copies(model, direct=not accumulate, region=region) if bf16 else {}
+        self.copies = make_copies(model, direct=not accumulate, region=region) if bf16 else {}
         self.name, self._backend = name, adamw.load(name)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         cast = any(copy.fp8 for copy in self.copies.values())

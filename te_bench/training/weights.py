@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ def save(model: GPT, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = json.dumps(_describe(model.config), indent=2) + "\n"
     old = folder / CONFIG
-    with _beside(old) as described, _beside(folder / WEIGHTS) as weights:  # the weights are replaced first
-        save_file(dict(_exported(model)), weights, metadata={"format": "pt"})
+    with replacing(old) as described, replacing(folder / WEIGHTS) as weights:  # the weights are replaced first
+        save_file(dict(_export(model)), weights, metadata={"format": "pt"})
         described.write_text(config, encoding="utf-8")
         if old.exists() and old.read_bytes() != config.encode():
             old.unlink()  # so that a crash between the two files leaves no configuration with another model's weights
@@ -61,35 +61,52 @@ def load(
     Raises ValueError for a folder without safetensors, for another kind of model, and for missing, unknown or misshapen
     tensors, naming them.
     """
-    config = _config(folder)
+    config = _read_config(folder)
+    model = make_empty(config, attention=attention, padded_vocab_size=padded_vocab_size, recipe=recipe)
+    parameters = dict(model.named_parameters())
+    where = f"{folder} does not hold the GPT-2 that its {CONFIG} describes"
+    with torch.no_grad():
+        for name, tensor in match_parameters(config, _name_tensors(folder), where, transposed=CONV1D):
+            parameters[name][: len(tensor)].copy_(tensor)
+            parameters[name][len(tensor) :].zero_()
+    return model
+
+
+def make_empty(config: GPTConfig, **options: Any) -> GPT:
+    """The model on the CPU, its memory as it was found; draws no random numbers."""
     with torch.device("meta"):
-        model = GPT(config, attention=attention, padded_vocab_size=padded_vocab_size, recipe=recipe)
+        model = GPT(config, **options)
     model.to_empty(device="cpu")
     model.lm_head.weight = model.transformer.wte.weight  # leaving the meta device unties it
-    missing = dict(model.named_parameters())
-    wrong = []
-    for key, tensor in _tensors(folder):
-        name = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
-        if IGNORED.search(name):
-            continue
-        parameter = missing.pop(name, None)
-        if parameter is None:
+    return model
+
+
+def match_parameters(
+    config: GPTConfig, tensors: Iterable[tuple[str, str, Any]], where: str, transposed: re.Pattern[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of those of GPT(config)'s parameters, and of its head, of (key in the file, name, value).
+
+    transposed: the names of matrices that are (in, out) there. Raises ValueError at the end, naming what does not fit.
+    """
+    with torch.device("meta"):
+        shapes = {name: list(p.shape) for name, p in GPT(config, attention="manual").named_parameters()}
+    missing, wrong = {**shapes, "lm_head.weight": shapes["transformer.wte.weight"]}, []
+    for key, name, tensor in tensors:
+        shape = missing.pop(name, None)
+        if shape is None:
             wrong.append(f"{key} is unknown or there twice")
             continue
-        shape = [config.vocab_size, config.n_embd] if name == "transformer.wte.weight" else list(parameter.shape)
-        there = tensor.t() if CONV1D.search(name) and tensor.dim() == 2 else tensor
-        if list(there.shape) != shape or not tensor.is_floating_point():
-            expected = shape[::-1] if CONV1D.search(name) else shape
-            wrong.append(f"{key} is {tensor.dtype} {list(tensor.shape)}, not floating point {expected}")
-            continue
-        with torch.no_grad():
-            parameter[: len(there)].copy_(there)
-            parameter[len(there) :].zero_()
-    wrong += [f"{name} is missing" for name in missing]
+        turned = transposed is not None and transposed.search(name) is not None
+        expected = shape[::-1] if turned else shape
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or list(tensor.shape) != expected:
+            there = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            wrong.append(f"{key} is {there}, not floating point {expected}")
+        else:
+            yield name, tensor.t() if turned else tensor
+    wrong += [f"{name} is missing" for name in missing if name in shapes]
     if wrong:
         more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ValueError(f"{folder} does not hold the GPT-2 that its {CONFIG} describes: {'; '.join(wrong[:5])}{more}")
-    return model
+        raise ValueError(f"{where}: {'; '.join(wrong[:5])}{more}")
 
 
 def _describe(config: GPTConfig) -> dict[str, Any]:
@@ -108,7 +125,7 @@ def _describe(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _config(folder: Path) -> GPTConfig:
+def _read_config(folder: Path) -> GPTConfig:
     """What config.json says, as far as this GPT can be it. Raises ValueError, naming what it cannot be."""
     path = folder / CONFIG
     try:
@@ -150,7 +167,7 @@ def _config(folder: Path) -> GPTConfig:
     )
 
 
-def _exported(model: GPT) -> Iterator[tuple[str, Tensor]]:
+def _export(model: GPT) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor as transformers writes them: no padding rows, Conv1D transposed, a bias beside every weight."""
     for name, parameter in model.named_parameters():
         tensor = parameter.detach().cpu()
@@ -161,7 +178,15 @@ def _exported(model: GPT) -> Iterator[tuple[str, Tensor]]:
             yield f"{name.removesuffix('weight')}bias", tensor.new_zeros(len(tensor))
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def _name_tensors(folder: Path) -> Iterator[tuple[str, str, Tensor]]:
+    """(key, GPT's name, tensor) of the folder's, but for causal masks and the head."""
+    for key, tensor in _read_tensors(folder):
+        name = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
+        if not IGNORED.search(name):
+            yield key, name, tensor
+
+
+def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the folder's safetensors, one file or several under an index."""
     names = [WEIGHTS]
     if not (folder / WEIGHTS).exists():
@@ -169,7 +194,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
             hint = f"{pickled[0]} is a pickle, which can run code: convert it to safetensors first" if pickled else ""
             raise ValueError(f"{folder} has no {WEIGHTS}" + (f"; {hint}" if hint else ""))
-        names = _shards(folder / INDEX)
+        names = _read_shards(folder / INDEX)
     for name in names:
         try:
             with safe_open(folder / name, framework="pt") as file:
@@ -179,7 +204,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             raise ValueError(f"cannot read {folder / name}: {error}") from error
 
 
-def _shards(index: Path) -> list[str]:
+def _read_shards(index: Path) -> list[str]:
     """The files an index names, all of which lie beside it."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -191,7 +216,7 @@ def _shards(index: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _beside(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A file to write beside `path`, which it replaces when the block ends well; else it goes."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,6 +1,6 @@
 """Activation checkpointing: te.checkpoint changes no bit, and torch's own fails loudly where it would."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -45,19 +45,11 @@ def test_what_a_checkpoint_has_not_is_named(options: dict[str, object]) -> None:
             function(torch.sin, torch.ones(2), **options)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_checkpointing_changes_no_bit(name: str, form: str) -> None:
-    straight, checkpointed = model(), model()
-    expected = train(straight, straight, RECIPES[name])
-    assert equal(expected, train(checkpointed, lambda x: FORMS[form](checkpointed, x), RECIPES[name]))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_checkpointing_changes_no_bit_on_a_gpu(name: str, form: str) -> None:
-    straight, checkpointed = model("cuda"), model("cuda")
+def test_checkpointing_changes_no_bit(name: str, form: str, device: str) -> None:
+    straight, checkpointed = model(device), model(device)
     expected = train(straight, straight, RECIPES[name])
     assert equal(expected, train(checkpointed, lambda x: FORMS[form](checkpointed, x), RECIPES[name]))
 
@@ -160,15 +152,6 @@ def test_torchs_own_checkpoint_without_fp8_goes_on_after_a_pass_with_it(reentran
 # torch.compile
 
 
-@pytest.fixture
-def once() -> Iterator[None]:
-    """Nothing is compiled a second time."""
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     ("form", "name", "backend"),
     [
@@ -186,7 +169,7 @@ def once() -> Iterator[None]:
         ),
     ],
 )
-@pytest.mark.usefixtures("once")
+@pytest.mark.usefixtures("compiled_once")
 def test_compiled_checkpoints_change_no_bit(form: str, name: str, backend: str) -> None:
     """To rounding, where Inductor's own passes choose what is kept: the same graph without checkpoints is as far off."""
     first = 2 if name in ("row", "block") else 0  # to a checkpoint they are what "current" is: one layer shows them
@@ -202,7 +185,7 @@ def test_compiled_checkpoints_change_no_bit(form: str, name: str, backend: str) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.usefixtures("once")
+@pytest.mark.usefixtures("compiled_once")
 def test_compiled_checkpoints_on_a_gpu(name: str) -> None:
     straight, checkpointed = model("cuda"), model("cuda")
     expected = train(straight, straight, RECIPES[name])

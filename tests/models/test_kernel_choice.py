@@ -1,5 +1,6 @@
 """Which backend runs: what is asked for, else the first that can; never another in silence."""
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import te_bench.models as te
 from te_bench.kernels import attention
 from te_bench.kernels.attention import Backend, Problem
 from te_bench.models import kernel_choice as module
@@ -76,15 +78,16 @@ def test_the_innermost_counts_and_the_outer_comes_back() -> None:
     assert choose(ON_CPU) == "flash"
 
 
-def test_an_earlier_choice_comes_back_for_a_recomputation() -> None:
-    with attention_kernel("math"):
-        then = module.current
-    with attention_kernel("manual"):
-        with module.within(then):
-            assert choose(ON_CPU) == "math"
-        with module.within(None):
-            assert choose(ON_CPU) == "flash"
-        assert choose(ON_CPU) == "manual"
+def test_a_recomputation_chooses_as_the_first_time() -> None:
+    seen: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    for outer in (attention_kernel("math"), contextlib.nullcontext()):
+        with outer:
+            y = te.checkpoint(lambda x: seen.append(choose(ON_CPU)) or x.sin(), x)
+        with attention_kernel("manual"):
+            y.sum().backward()
+            assert choose(ON_CPU) == "manual"
+    assert seen == ["math", "math", "flash", "flash"]
 
 
 def test_it_decorates_functions() -> None:

@@ -141,14 +141,6 @@ def test_random_validation_is_fixed_and_is_not_the_training_stream() -> None:
     assert not torch.equal(first, stream.at(0)[0])
 
 
-def test_two_open_streams_do_not_disturb_each_other(make: Make) -> None:
-    corpus = make()
-    one, two = batches(corpus), batches(corpus, batch=2, seed=9)
-    expected = one.at(1)[0]
-    two.at(0)
-    assert torch.equal(one.at(1)[0], expected)
-
-
 def test_a_vocabulary_too_small_for_the_tokens_is_refused(make: Make) -> None:
     corpus = make(vocab=300)
     batches(corpus, vocab=300)

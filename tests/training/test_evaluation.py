@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,15 +17,7 @@ from te_bench.models import fp8
 from te_bench.models import recipe as recipes
 from te_bench.models.zoo.gpt import GPT, GPTConfig
 from te_bench.training import evaluation, weights
-from te_bench.training.evaluation import (
-    IGNORED,
-    LastWord,
-    Perplexity,
-    calibrate,
-    last_word,
-    perplexity,
-    split_last_word,
-)
+from te_bench.training.evaluation import LastWord, Perplexity, calibrate, last_word, perplexity, split_last_word
 from te_bench.training.tokenizer import Bytes, Subwords, train_bpe
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=256)
@@ -217,22 +207,6 @@ def test_the_stride_matters_to_this_model() -> None:
     assert min(abs(found[a] - found[b]) for a, b in [(1, 4), (4, 8), (1, 8)]) > 1e-3
 
 
-@given(count=st.integers(2, 70), block=st.integers(1, 12), batch=st.integers(1, 5), data=st.data())
-def test_each_token_is_scored_once_with_enough_context(count: int, block: int, batch: int, data: Any) -> None:
-    stride = data.draw(st.integers(1, block))
-    scored = []
-    for number, (x, y) in enumerate(evaluation._windows(np.arange(count), block, stride, batch)):
-        assert x.shape == y.shape
-        assert x.shape[0] <= batch
-        for row, column in np.argwhere(y != IGNORED):
-            target = int(y[row, column])
-            scored.append(target)
-            assert x[row, : column + 1].tolist() == list(range(target - column - 1, target))
-            assert column < block
-            assert (number == 0 and row == 0) or column + 1 >= block - stride + 1
-    assert scored == list(range(1, count))
-
-
 def test_a_stride_of_a_block_is_the_mean_loss_of_disjoint_windows() -> None:
     model, tokens = a_model(), some_tokens(4 * 8 + 1)
     whole = torch.from_numpy(tokens.astype(np.int64))
@@ -312,13 +286,19 @@ def test_a_passage_is_split_before_the_last_white_space(passage: str, parts: tup
     assert split_last_word(passage) == parts
 
 
+def nats_of_word(model: GPT, ids: NDArray[Any], first: int) -> float:
+    return sum(nats_of(model, ids[:t], int(ids[t])) for t in range(first, len(ids)))
+
+
 def test_the_words_tokens_are_those_of_the_whole_passage() -> None:
     tokenizer = Subwords(train_bpe(["the question is the question "] * 20, 300))
     passage = "the  question is the question"
-    tokens, first, cut = evaluation._encoded(tokenizer, passage, 64, 1)
-    assert tokens.tolist() == np.concatenate(list(tokenizer.encode(passage))).tolist()
-    assert tokenizer.decode(tokens[first:]) == " question"
-    assert not cut
+    ids = np.concatenate(list(tokenizer.encode(passage)))
+    first = next(i for i in range(len(ids)) if tokenizer.decode(ids[i:]) == " question")
+    model = a_model(vocab_size=tokenizer.vocab)
+    found = last_word(model, tokenizer, [passage], block=16, batch=1, precision="fp32")
+    assert found.nats_per_word == pytest.approx(nats_of_word(model, ids, first), rel=1e-5)
+    assert found.cut == 0
 
 
 def test_a_token_that_begins_before_the_word_is_predicted_with_it() -> None:
@@ -326,8 +306,9 @@ def test_a_token_that_begins_before_the_word_is_predicted_with_it() -> None:
         def encode(self, text: str) -> Iterator[NDArray[Any]]:
             yield np.array([sum(text[i : i + 2].encode()) for i in range(0, len(text), 2)])
 
-    tokens, first, _ = evaluation._encoded(Pairs(), "abc de", 64, 1)  # ab, "c ", de; the context alone is ab, c
-    assert (len(tokens), first) == (3, 1)
+    model, (ids,) = a_model(), Pairs().encode("abc de")  # ab, "c ", de; the context alone is ab, c
+    found = last_word(model, Pairs(), ["abc de"], block=16, batch=1, precision="fp32")
+    assert found.nats_per_word == pytest.approx(nats_of_word(model, ids, 1), rel=1e-5)
 
 
 # What is computed in which precision, and what is left behind.
@@ -425,6 +406,15 @@ def test_passages_that_cannot_be_split_are_named(passages: list[str], said: str)
         last_word(a_model(), Bytes(), passages, block=16, batch=2, precision="fp32")
     with pytest.raises(ValueError, match="token 98"):
         last_word(a_model(vocab_size=98), Bytes(), ["a b"], block=16, batch=2, precision="fp32")
+
+
+def test_a_passage_of_one_token_has_none_before_its_last_word() -> None:
+    class Whole(Words):
+        def encode(self, text: str) -> Iterator[NDArray[Any]]:
+            yield np.array([len(text)])
+
+    with pytest.raises(ValueError, match="passage 1: 'a b' has no token before its last word, or none of it"):
+        last_word(a_model(), Whole(), ["a b"], block=16, batch=2, precision="fp32")
 
 
 def test_the_longest_word_that_fits_is_predicted() -> None:

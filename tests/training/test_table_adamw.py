@@ -119,8 +119,9 @@ def plain_and_spread(precision: str, recipe: str, accumulate: int) -> tuple[list
 @pytest.mark.parametrize(
     ("precision", "recipe", "head", "accumulate"),
     [
-        *itertools.product(("fp32", "bf16", "fp8"), (CURRENT,), (None, "chunked", "fp8"), (1,)),
-        *(("fp8", DELAYED, head, 1) for head in (None, "chunked", "fp8")),
+        # Without a head of their own fp32 and bf16 are the plain steps bit for bit, see above.
+        *itertools.product(("fp32", "bf16"), (CURRENT,), ("chunked", "fp8"), (1,)),
+        *itertools.product(("fp8",), (CURRENT, DELAYED), (None, "chunked", "fp8"), (1,)),
         # Micro-batches, with each kind of copies: of bf16, and of FP8.
         *(("bf16", CURRENT, "chunked", 4), ("fp8", DELAYED, "chunked", 4)),
     ],

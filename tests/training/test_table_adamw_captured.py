@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from table_adamw_cases import CURRENT, DELAYED, a_batch, a_step, losses, weights
+from test_train import MODES, five_steps, gpu_batch
 from torch._dynamo.utils import counters
 
 from te_bench.models import recipe as recipes
 from te_bench.models.modules.linear import Linear
 from te_bench.models.zoo.gpt import CONFIGS, GPT
-from te_bench.training.data import Batches
 from te_bench.training.optimizer import TableAdamW
 from te_bench.training.step import Optim, TrainStep, evaluate
 
@@ -198,17 +198,8 @@ def on_gpu(precision: str, recipe: str, mode: str, optimizer: str | None, head: 
     return TrainStep(model, optim, precision=precision, mode=mode, optimizer=optimizer)
 
 
-def five_steps(step: TrainStep) -> list[float]:
-    """At five rates, which a captured graph must read from memory; after the rate of 0 the loss is the same again."""
-    found = []
-    for rate in (1e-3, 3e-3, 0.0, 2e-3, 1e-3):
-        step.set_rate(rate)
-        found.append(step(*(t.cuda() for t in Batches(None, block=64, batch=8, vocab=250, seed=1).at(0))))
-    return torch.stack(found).tolist()
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["eager", "compile", "compile-reduce-overhead", "cudagraph"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("precision", "recipe", "head"),
     [("fp32", CURRENT, None), ("bf16", CURRENT, None), ("bf16", CURRENT, "chunked")]
@@ -216,7 +207,7 @@ def five_steps(step: TrainStep) -> list[float]:
 )
 def test_every_mode_trains_as_the_plain_eager_step(precision: str, recipe: str, head: str | None, mode: str) -> None:
     step = on_gpu(precision, recipe, mode, "triton", head)
-    batch = [t.cuda() for t in Batches(None, block=64, batch=8, vocab=250, seed=1).at(0)]
+    batch = gpu_batch(0)
     before = weights(step)
     for _ in range(4):  # delayed scaling's way to its scales
         loss, found = step.gradients(*batch)

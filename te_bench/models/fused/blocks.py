@@ -23,7 +23,7 @@ from te_bench.models import fp8
 from te_bench.models.fused.projection import Projection
 from te_bench.models.fused.segment import Between, Enter, HeadColumns, Segment
 from te_bench.models.modules.fp8_module import FLOATS, Fp8Module, compute_dtype
-from te_bench.models.modules.layernorm_linear import Norm
+from te_bench.models.modules.layernorm import Norm
 from te_bench.models.modules.plain import are_plain, why_not_plain
 
 GELU = {"none": "gelu_erf", "tanh": "gelu"}  # torch's `approximate` -> a kind of kernels.activation

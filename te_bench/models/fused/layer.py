@@ -42,7 +42,7 @@ def run(layer: Any, x: Tensor, is_first_microbatch: bool | None, rotary: Any, co
     """
     attention, mlp = layer.self_attention, layer.layernorm_mlp
     first, last, dtype, training = attention.layernorm_qkv, attention.proj, compute_dtype(x), torch.is_grad_enabled()
-    weight, bias = first.parts.weight(first), first.parts.bias(first)
+    weight, bias = first.parts.weight_and_bias(first)
     first.check_input(x, first.in_features, weight)
     stream = flatten(x, x.dtype)
     heads, groups, d = attention.num_attention_heads, attention.num_gqa_groups, attention.channels

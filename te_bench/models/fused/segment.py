@@ -21,8 +21,7 @@ from te_bench.kernels.gemm import half
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized, joined
 from te_bench.models.fused.projection import Projection, Saved
 from te_bench.models.modules.gemms import restore, save_for_backward
-from te_bench.models.modules.layernorm import backend
-from te_bench.models.modules.layernorm_linear import Norm
+from te_bench.models.modules.layernorm import Norm, backend
 from te_bench.models.modules.layernorm_mlp import activate_quantize, activation_backend, activation_grad_quantize
 from te_bench.models.modules.rotary import Rotation
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_bench.models.modules import argument_values, attention_mask
-from te_bench.models.modules.absent_arguments import OneRank, reject
+from te_bench.models.modules import arguments
 from te_bench.models.modules.attention_mask import MaskTensor, Window, longest_of
 from te_bench.models.modules.dot_product_attention import DotProductAttention, check_format, check_heads
 from te_bench.models.modules.fp8_module import Tracker
@@ -57,7 +56,7 @@ def _pair(rotary: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return pair
 
 
-class MultiheadAttention(OneRank, nn.Module):
+class MultiheadAttention(arguments.OneRank, nn.Module):
     """Projections to query, key and value, attention over heads, projection back: (s, b, hidden) -> (s, b, hidden).
 
     With qkv_format "bshd" (b, s, hidden); "thd" (rows, hidden), sequences packed one after the other, by cu_seqlens.
@@ -104,15 +103,11 @@ class MultiheadAttention(OneRank, nn.Module):
     ):
         super().__init__()
         where = "MultiheadAttention"
-        reject(where, others)
-        argument_values.check(where, hidden_size=hidden_size, params_dtype=params_dtype)
-        argument_values.check(where, layernorm_epsilon=layernorm_epsilon, qk_norm_eps=qk_norm_eps)
+        epsilons = {"layernorm_epsilon": layernorm_epsilon, "qk_norm_eps": qk_norm_eps}
+        arguments.check(where, others, hidden_size=hidden_size, params_dtype=params_dtype, **epsilons)
         groups = check_heads(where, num_attention_heads, num_gqa_groups, attention_type, attention_dropout)
         self._set_heads(hidden_size, num_attention_heads, groups, kv_channels)
         self.qkv_format = check_format(where, qkv_format)
-        self.attn_mask_type, self.window_size = attention_mask.check_type(attn_mask_type), window_size
-        self.bottom_right_diagonal = bottom_right_diagonal
-        attention_mask.check_window(self.attn_mask_type, window_size)
         self.attention_type, self.input_layernorm, self.name = attention_type, input_layernorm, name
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output and input_layernorm
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
@@ -123,34 +118,31 @@ class MultiheadAttention(OneRank, nn.Module):
         norm |= {"zero_centered_gamma": zero_centered_gamma, "return_layernorm_output": return_layernorm_output}
         self._make_projections(hidden_size, not fuse_qkv_params, {**common, "init_method": init_method}, norm)
         self.q_norm, self.k_norm = self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
-        self.core_attention = self._make_core(attention_dropout, attn_mask_type, layer_number, get_rng_state_tracker)
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            self.channels,
+            num_gqa_groups=groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            get_rng_state_tracker=get_rng_state_tracker,
+            layer_number=layer_number,
+            attention_type=attention_type,
+        )
         common |= {"init_method": output_layer_init_method, "return_bias": return_bias}
         self.proj = Linear(self.features_q, hidden_size, **common)
 
     def _set_heads(self, hidden: int, heads: int, groups: int, kv_channels: int | None) -> None:
         """How many heads and groups there are, and their features."""
         if kv_channels is not None:
-            argument_values.check("MultiheadAttention", kv_channels=kv_channels)
+            arguments.check("MultiheadAttention", kv_channels=kv_channels)
         elif hidden % heads:
             raise ValueError(f"MultiheadAttention: hidden_size={hidden} is not a multiple of {heads} heads")
         self.num_attention_heads, self.num_gqa_groups = heads, groups
         self.channels = hidden // heads if kv_channels is None else kv_channels
         self.features_q, self.features_kv = self.channels * heads, self.channels * groups
-
-    def _make_core(
-        self, dropout: float, attn_mask_type: str, layer_number: int | None, tracker: Tracker
-    ) -> DotProductAttention:
-        return DotProductAttention(
-            self.num_attention_heads,
-            self.channels,
-            num_gqa_groups=self.num_gqa_groups,
-            attention_dropout=dropout,
-            qkv_format=self.qkv_format,
-            attn_mask_type=attn_mask_type,
-            get_rng_state_tracker=tracker,
-            layer_number=layer_number,
-            attention_type=self.attention_type,
-        )
 
     def _make_projections(self, hidden: int, split: bool, linear: dict[str, Any], norm: dict[str, Any]) -> None:
         """layernorm_qkv or qkv; for cross attention layernorm_query or query_layer, and key_value."""
@@ -205,31 +197,22 @@ class MultiheadAttention(OneRank, nn.Module):
         sequence's positions, as many as max_seqlen_q and max_seqlen_kv, or as the longest has where those are left out.
         """
         if others:
-            reject("MultiheadAttention.forward", others)
-        core = self.with_defaults(
-            attention_mask=attention_mask,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_kv,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            checkpoint_core_attention=checkpoint_core_attention,
-        )
+            arguments.reject("MultiheadAttention.forward", others)
+        core: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+            "attn_mask_type": attn_mask_type,
+            "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal,
+            "checkpoint_core_attention": checkpoint_core_attention,
+        }
         if self.qkv_format == "thd":
             return self._packed(hidden_states, encoder_output, is_first_microbatch, rotary_pos_emb, core)
         q, k, v, normed, rotary = self._project(hidden_states, encoder_output, is_first_microbatch, rotary_pos_emb)
         return self._finish(self.attend(q, k, v, rotary, core), normed, is_first_microbatch)
-
-    def with_defaults(self, **given: Any) -> dict[str, Any]:
-        """What core_attention takes of forward's arguments; None is what the constructor was given."""
-        own = {
-            "attn_mask_type": self.attn_mask_type,
-            "window_size": self.window_size,
-            "bottom_right_diagonal": self.bottom_right_diagonal,
-        }
-        return {name: own.get(name) if value is None else value for name, value in given.items()}
 
     def attend(
         self,

@@ -76,6 +76,16 @@ def check_window(attn_mask_type: str, window_size: Window | None) -> Window:
     return left, right
 
 
+def _is_bottom_right(kind: str, asked: bool | None) -> bool:
+    """Whether a type aligns windows at the bottom right: the causal types say so by their names, others may be asked."""
+    return "bottom_right" in kind or ("causal" not in kind and asked is not False)
+
+
+def _is_unread(starts: Tensor) -> bool:
+    """Whether the host must not look at values: it would break a graph that is compiled, or captured."""
+    return torch.compiler.is_compiling() or (starts.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def build(
     attn_mask_type: str,
     sizes: Sizes,
@@ -95,7 +105,7 @@ def build(
     """
     kind = check_type(attn_mask_type)
     window = check_window(kind, window_size)
-    bottom_right = "bottom_right" in kind or ("causal" not in kind and bottom_right_diagonal is not False)
+    bottom_right = _is_bottom_right(kind, bottom_right_diagonal)
     mask: Tensor | None = None
     empty: Tensor | None = None
     offset: int | Tensor = sizes.keys - sizes.rows if bottom_right else 0
@@ -108,15 +118,15 @@ def build(
         mask = _arbitrary(attention_mask, sizes, device)
     if window == (-1, -1):
         return Visible(mask=mask, empty=empty)
-    moved = _moved(window, offset)
+    moved = _move_window(window, offset)
     if moved is not None:
         causal = moved[1] == 0
         return Visible(causal, None if moved[0] < 0 and causal else moved, mask, empty)
-    band = _band(sizes, window, offset, device)
+    band = _make_band(sizes, window, offset, device)
     return Visible(mask=band if mask is None else mask | band, empty=empty)
 
 
-def _moved(window: Window, offset: int | Tensor) -> Window | None:
+def _move_window(window: Window, offset: int | Tensor) -> Window | None:
     """The window of row i about key i, of one about key i + offset; None where its ends pass i, or are each sequence's own.
 
     A causal window that ends before or after i has another right end; only what ends at i is causal.
@@ -163,7 +173,7 @@ def pack(
     starts_q, starts_kv = cu_seqlens
     if starts_q is None or starts_kv is None:
         raise ValueError("qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv")
-    bottom_right = "bottom_right" in kind or ("causal" not in kind and bottom_right_diagonal is not False)
+    bottom_right = _is_bottom_right(kind, bottom_right_diagonal)
     if bottom_right and (left, right) != (-1, -1) and starts_q is not starts_kv:
         raise ValueError(
             f"{kind} with thd, a window and other lengths of keys: give one tensor as cu_seqlens_q and cu_seqlens_kv, take "
@@ -183,12 +193,11 @@ def longest_of(name: str, starts: Any, total: int, given: int | None, device: to
     """The length of the longest sequence, which is given or read. Raises ValueError for starts that can't be."""
     check_form(name, starts, None, device)
     longest = name.replace("cu_seqlens", "max_seqlen")
-    unread = torch.compiler.is_compiling() or (starts.is_cuda and torch.cuda.is_current_stream_capturing())
-    if unread and given is None:
-        raise ValueError(f"{longest} must be given in compiled code and while a CUDA graph is captured")
     if given is not None and given < 1:
         raise ValueError(f"{longest}={given}: must be at least 1")
-    if unread and given is not None:
+    if _is_unread(starts):
+        if given is None:
+            raise ValueError(f"{longest} must be given in compiled code and while a CUDA graph is captured")
         return given
     _check_starts(name, starts, total if given is None else given, total)
     if given is not None:
@@ -210,10 +219,10 @@ def _padding(
         starts_q, starts_kv = cu_seqlens
         if starts_q is None or starts_kv is None:
             raise ValueError("a padding mask type needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
-        query = _ends("cu_seqlens_q", starts_q, sizes.batch, sizes.rows, device)
+        query = _pad_from_starts("cu_seqlens_q", starts_q, sizes.batch, sizes.rows, device)
         if starts_kv is starts_q and sizes.rows == sizes.keys:
             return query, query
-        return query, _ends("cu_seqlens_kv", starts_kv, sizes.batch, sizes.keys, device)
+        return query, _pad_from_starts("cu_seqlens_kv", starts_kv, sizes.batch, sizes.keys, device)
     if isinstance(given, Tensor):
         if sizes.rows != sizes.keys:
             raise ValueError(
@@ -233,10 +242,10 @@ def _padding(
     return query, key
 
 
-def _ends(name: str, starts: Tensor, batch: int, length: int, device: torch.device) -> Tensor:
+def _pad_from_starts(name: str, starts: Tensor, batch: int, length: int, device: torch.device) -> Tensor:
     """(B, 1, 1, length): True from each sequence's length on. starts (B + 1,): cumulative lengths."""
     check_form(name, starts, batch, device)
-    if not torch.compiler.is_compiling() and not (starts.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not _is_unread(starts):
         _check_starts(name, starts, length)
     lengths = starts[1:] - starts[:-1]
     return torch.arange(length, device=device) >= lengths.view(-1, 1, 1, 1)
@@ -307,7 +316,7 @@ def _lengths(padding: Tensor) -> Tensor:
     return (~padding).sum(-1, keepdim=True)
 
 
-def _band(sizes: Sizes, window: Window, offset: int | Tensor, device: torch.device) -> Tensor:
+def _make_band(sizes: Sizes, window: Window, offset: int | Tensor, device: torch.device) -> Tensor:
     """(T, S), or (B, 1, T, S) for an offset of each sequence: True unless i + offset - left <= j <= i + offset + right."""
     ahead = torch.arange(sizes.keys, device=device) - torch.arange(sizes.rows, device=device)[:, None] - offset  # j - i
     left, right = window

@@ -19,8 +19,7 @@ from te_bench.kernels.attention.backends.auto import DTYPES
 from te_bench.kernels.attention.packed import attend_packed
 from te_bench.models import fp8, kernel_choice
 from te_bench.models.kernel_choice import Report
-from te_bench.models.modules import argument_values, attention_mask
-from te_bench.models.modules.absent_arguments import OneRank, reject
+from te_bench.models.modules import arguments, attention_mask
 from te_bench.models.modules.attention_mask import MaskTensor, Sequences, Sizes, Visible, Window, pack
 from te_bench.models.modules.fp8_module import Tracker, compute_dtype, fork_rng
 
@@ -41,7 +40,7 @@ def check_format(where: str, qkv_format: str) -> str:
 def check_heads(where: str, heads: int, groups: int | None, attention_type: str, dropout: float) -> int:
     """The number of groups. Raises ValueError for what no attention can be."""
     groups = heads if groups is None else groups
-    argument_values.check(where, num_attention_heads=heads, num_gqa_groups=groups, attention_dropout=dropout)
+    arguments.check(where, num_attention_heads=heads, num_gqa_groups=groups, attention_dropout=dropout)
     if heads % groups:
         raise ValueError(f"{where}: num_attention_heads={heads} must be a multiple of num_gqa_groups={groups}")
     if attention_type not in ("self", "cross"):
@@ -55,7 +54,7 @@ def _channels(where: str, kv_channels: int | tuple[int, int]) -> tuple[int, int]
     if len(pair) != 2:
         raise ValueError(f"{where}: kv_channels={kv_channels!r} is not possible: one number, or (key's, value's)")
     for channels in pair:
-        argument_values.check(where, kv_channels=channels)
+        arguments.check(where, kv_channels=channels)
     return pair[0], pair[1]
 
 
@@ -68,9 +67,12 @@ def _attend(backend: Backend, extent: Visible, scale: float, dropout: float, q: 
 def _attend_packed(
     backend: Backend, sequences: Sequences, scale: float, dropout: float, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    options: dict[str, Any] = {"causal": sequences.causal, "window": sequences.window}
-    starts, longest = sequences.starts, sequences.longest
-    return attend_packed(backend, q, k, v, *starts, longest, scale=scale, dropout=dropout, **options)
+    """As `_attend`, on a batch of one."""
+    starts, longest, causal, window = sequences
+    options: dict[str, Any] = {"causal": causal, "window": window}
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    out = attend_packed(backend, q, k, v, *starts, longest, scale=scale, dropout=dropout, **options)
+    return out.transpose(0, 1)[None]
 
 
 def _emulate() -> bool | None:
@@ -93,7 +95,7 @@ def _without_gaps(given: Mapping[str, Any], starts: tuple[Tensor | None, Tensor 
     return {name: value for name, value in given.items() if name not in none}
 
 
-class DotProductAttention(OneRank, nn.Module):
+class DotProductAttention(arguments.OneRank, nn.Module):
     """softmax(scale Q K^T, masked) V for query (s, b, h, d), key (t, b, g, d), value (t, b, g, e) -> (s, b, h e).
 
     "bshd": (b, s, h, d) and so on -> (b, s, h e). "thd": sequences of many lengths one after the other, (rows, h, d) and so
@@ -125,7 +127,7 @@ class DotProductAttention(OneRank, nn.Module):
     ):
         super().__init__()
         where = "DotProductAttention"
-        reject(where, others)
+        arguments.reject(where, others)
         groups = check_heads(where, num_attention_heads, num_gqa_groups, attention_type, attention_dropout)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
         self.head_dim_qk, self.head_dim_v = _channels(where, kv_channels)
@@ -168,33 +170,67 @@ class DotProductAttention(OneRank, nn.Module):
         layout = self._layout(qkv_format)
         if others:
             starts = (cu_seqlens_q, cu_seqlens_kv) if layout == "thd" else None
-            reject("DotProductAttention.forward", _without_gaps(others, starts))
-        if layout == "thd":
-            if attention_mask is not None:
-                raise ValueError("DotProductAttention: thd tells padding by cu_seqlens: leave attention_mask out")
-            q, k, v = self._rows(query_layer, key_layer, value_layer)
-            given: dict[str, Any] = {
-                "max_seqlen_q": max_seqlen_q,
-                "max_seqlen_kv": max_seqlen_kv,
-                "attn_mask_type": attn_mask_type,
-            }
-            given |= {"window_size": window_size, "bottom_right_diagonal": bottom_right_diagonal}
-            sequences = self._sequences(q, k, (cu_seqlens_q, cu_seqlens_kv), given)
-            return self._packed(q, k, v, sequences, checkpoint_core_attention)
-        q, k, v = self._inputs(query_layer, key_layer, value_layer, layout)
-        self._check_lengths(q, k, max_seqlen_q, max_seqlen_kv)
-        extent = self._extent(
-            q, k, attention_mask, (cu_seqlens_q, cu_seqlens_kv), attn_mask_type, window_size, bottom_right_diagonal
+            arguments.reject("DotProductAttention.forward", _without_gaps(others, starts))
+        (q, k, v), seen, problem = self._pose(
+            (query_layer, key_layer, value_layer),
+            layout,
+            attention_mask,
+            (cu_seqlens_q, cu_seqlens_kv),
+            (max_seqlen_q, max_seqlen_kv),
+            attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
         )
-        problem = self._problem(q, k, v, extent)
         if q.numel() == 0 or k.shape[2] == 0:  # kernels refuse it; 0 x inputs keeps the graph of an empty batch
             out = (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(*q.shape[:3], v.shape[-1])
         else:
             backend = kernel_choice.backend(kernel_choice.choose(problem, _emulate()))
-            run = partial(_attend, backend, extent, self.softmax_scale, problem.dropout)
-            out = self._computed(run, (q, k, v), problem.dropout, checkpoint_core_attention)
+            attend: Callable[..., Tensor] = _attend_packed if layout == "thd" else _attend
+            run = partial(attend, backend, seen, self.softmax_scale, problem.dropout)
+            out = self._compute(run, (q, k, v), problem.dropout, checkpoint_core_attention)
         context = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.transpose(1, 2)
-        return context.flatten(2)
+        return context[0].flatten(1) if layout == "thd" else context.flatten(2)
+
+    def _pose(
+        self,
+        given: tuple[Tensor, Tensor, Tensor],
+        layout: str,
+        mask: MaskTensor,
+        cu_seqlens: tuple[Tensor | None, Tensor | None],
+        max_seqlens: tuple[int | None, int | None],
+        attn_mask_type: str | None,
+        window_size: Window | None,
+        bottom_right_diagonal: bool | None,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Visible | Sequences, Problem]:
+        """query, key and value as `_inputs` has them, what each row sees, and the problem that this is for a kernel.
+
+        None is what the constructor was given.
+        """
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        asked: dict[str, Any] = {
+            "window_size": self.window_size if window_size is None else window_size,
+            "bottom_right_diagonal": (
+                self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+            ),
+        }
+        if layout == "thd":
+            if mask is not None:
+                raise ValueError("DotProductAttention: thd tells padding by cu_seqlens: leave attention_mask out")
+            q, k, v = self._rows(*given)
+            totals = q.shape[2], k.shape[2]
+            packed = pack(kind, totals, q.device, cu_seqlens=cu_seqlens, max_seqlens=max_seqlens, **asked)
+            (rows, keys), batch = packed.longest, len(packed.starts[0]) - 1
+            whole = self._problem(q, k, v, Visible(packed.causal, packed.window))
+            return (q, k, v), packed, replace(whole, batch=batch, length=rows, kv_length=keys, packed=True)
+        q, k, v = self._inputs(*given, layout)
+        sizes = Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        for name, said, length in zip(("q", "kv"), max_seqlens, (sizes.rows, sizes.keys), strict=True):
+            if said is not None and said != length:
+                raise ValueError(
+                    f"max_seqlen_{name}={said} must be the tensors' {length}; they are for qkv_format='thd'"
+                )
+        seen = attention_mask.build(kind, sizes, q.device, attention_mask=mask, cu_seqlens=cu_seqlens, **asked)
+        return (q, k, v), seen, self._problem(q, k, v, seen)
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`_inputs` of packed sequences, as a batch of one."""
@@ -205,54 +241,23 @@ class DotProductAttention(OneRank, nn.Module):
                 )
         return self._inputs(query[None], key[None], value[None], "bshd")
 
-    def _sequences(
-        self, q: Tensor, k: Tensor, cu_seqlens: tuple[Tensor | None, Tensor | None], given: Mapping[str, Any]
-    ) -> Sequences:
-        return pack(
-            given.get("attn_mask_type") or self.attn_mask_type,
-            (q.shape[2], k.shape[2]),
-            q.device,
-            cu_seqlens=cu_seqlens,
-            max_seqlens=(given.get("max_seqlen_q"), given.get("max_seqlen_kv")),
-            **self._asked(given.get("window_size"), given.get("bottom_right_diagonal")),
-        )
-
-    def _packed(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, again: bool) -> Tensor:
-        """forward for "thd"; again: computed again in the backward pass."""
-        if q.numel() == 0 or k.shape[2] == 0:
-            return (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(q.shape[2], q.shape[1] * v.shape[3])
-        problem = self._packed_problem(q, k, v, sequences)
-        backend = kernel_choice.backend(kernel_choice.choose(problem, _emulate()))
-        run = partial(_attend_packed, backend, sequences, self.softmax_scale, problem.dropout)
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        return self._computed(run, (q, k, v), problem.dropout, again).flatten(1)
-
-    def _computed(self, run: Callable[..., Tensor], inputs: tuple[Tensor, ...], dropout: float, again: bool) -> Tensor:
+    def _compute(self, run: Callable[..., Tensor], inputs: tuple[Tensor, ...], dropout: float, again: bool) -> Tensor:
         """run(*inputs), computed again in the backward pass or not, with dropout by the tracker's generator."""
-        if self.tracker is not None and dropout:
-            # Around the checkpoint, which draws again by what it finds here.
-            with fork_rng(self.tracker):
-                return checkpoint(run, *inputs, use_reentrant=False) if again else run(*inputs)
-        return checkpoint(run, *inputs, use_reentrant=False) if again else run(*inputs)
-
-    def _packed_problem(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Problem:
-        whole = self._problem(q, k, v, Visible(sequences.causal, sequences.window))
-        (rows, keys), batch = sequences.longest, len(sequences.starts[0]) - 1
-        return replace(whole, batch=batch, length=rows, kv_length=keys, packed=True)
+        # Around the checkpoint, which draws again by what it finds here.
+        with fork_rng(self.tracker if dropout else None):
+            return checkpoint(run, *inputs, use_reentrant=False) if again else run(*inputs)
 
     def backend_report(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **options: Any) -> Report:
         """Which backend forward would run with these arguments, and why the others can't; computes nothing."""
-        layout = self._layout(options.get("qkv_format"))
-        lengths = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
-        if layout == "thd":
-            q, k, v = self._rows(query_layer, key_layer, value_layer)
-            problem = self._packed_problem(q, k, v, self._sequences(q, k, lengths, options))
-            return kernel_choice.report(problem, _emulate())
-        q, k, v = self._inputs(query_layer, key_layer, value_layer, layout)
-        names = ("attn_mask_type", "window_size", "bottom_right_diagonal")
-        asked = [options.get(name) for name in names]
-        extent = self._extent(q, k, options.get("attention_mask"), lengths, *asked)
-        return kernel_choice.report(self._problem(q, k, v, extent), _emulate())
+        _, _, problem = self._pose(
+            (query_layer, key_layer, value_layer),
+            self._layout(options.get("qkv_format")),
+            options.get("attention_mask"),
+            (options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")),
+            (options.get("max_seqlen_q"), options.get("max_seqlen_kv")),
+            *(options.get(name) for name in ("attn_mask_type", "window_size", "bottom_right_diagonal")),
+        )
+        return kernel_choice.report(problem, _emulate())
 
     def _layout(self, qkv_format: str | None) -> str:
         return self.qkv_format if qkv_format is None else check_format("DotProductAttention.forward", qkv_format)
@@ -284,36 +289,6 @@ class DotProductAttention(OneRank, nn.Module):
                 f"{tuple(value.shape)} differ in batch or keys ({layout})"
             )
         return q, k, v
-
-    def _check_lengths(self, q: Tensor, k: Tensor, rows: int | None, keys: int | None) -> None:
-        for name, given, length in (("max_seqlen_q", rows, q.shape[2]), ("max_seqlen_kv", keys, k.shape[2])):
-            if given is not None and given != length:
-                raise ValueError(f"{name}={given} must be the tensors' {length}; they are for qkv_format='thd'")
-
-    def _extent(
-        self,
-        q: Tensor,
-        k: Tensor,
-        given: MaskTensor,
-        cu_seqlens: tuple[Tensor | None, Tensor | None],
-        attn_mask_type: str | None,
-        window_size: Window | None,
-        bottom_right_diagonal: bool | None,
-    ) -> Visible:
-        return attention_mask.build(
-            self.attn_mask_type if attn_mask_type is None else attn_mask_type,
-            Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2]),
-            q.device,
-            attention_mask=given,
-            cu_seqlens=cu_seqlens,
-            **self._asked(window_size, bottom_right_diagonal),
-        )
-
-    def _asked(self, window_size: Window | None, bottom_right_diagonal: bool | None) -> dict[str, Any]:
-        """These arguments of forward, or the constructor's where they are None."""
-        bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
-        window = self.window_size if window_size is None else window_size
-        return {"window_size": window, "bottom_right_diagonal": bottom_right}
 
     def _problem(self, q: Tensor, k: Tensor, v: Tensor, extent: Visible) -> Problem:
         batch, heads, length, head_dim = q.shape

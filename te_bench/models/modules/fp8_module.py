@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.modules.absent_arguments import OneRank
+from te_bench.models.modules.arguments import OneRank
 from te_bench.models.modules.gemms import Gemms
 from te_bench.models.recipe import Cast, Recipe, Slot, State, saved_names
 
@@ -154,11 +154,8 @@ class Fp8Module(OneRank, nn.Module):
         recipe, old = fp8.current.recipe, self._state
         if old is not None and not old.real:
             old = None  # of a pass that made no numbers: nothing to go on with
-        counting = fp8.current.numerics and not self._counts
-        if not counting and (recipe is None or (old is not None and old.recipe is recipe)):
-            return
         device = next(self.parameters()).device
-        if counting:
+        if fp8.current.numerics and not self._counts:
             keys = itertools.product(ROLES, range(self._n_gemms))
             with torch.inference_mode(False):
                 self._counts = {key: torch.zeros(3, dtype=torch.int64, device=device) for key in keys}

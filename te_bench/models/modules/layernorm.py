@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm, alone and as functions that the fused modules share."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +10,8 @@ from torch.autograd.function import once_differentiable
 from te_bench.kernels.norm import Backend
 from te_bench.kernels.norm.backends import reference as norm_reference
 from te_bench.kernels.norm.backends import triton as norm_triton
-from te_bench.models.modules import argument_values
-from te_bench.models.modules.absent_arguments import reject
-from te_bench.models.modules.fp8_module import compute_dtype, factory, flatten, is_recorded, materialise
+from te_bench.models.modules import arguments
+from te_bench.models.modules.fp8_module import FLOATS, compute_dtype, factory, flatten, is_recorded, materialise
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
@@ -28,44 +27,50 @@ def check_normalization(normalization: str) -> str:
     return KINDS[normalization]
 
 
+class Norm(NamedTuple):
+    """The settings of a norm."""
+
+    eps: float
+    zero_centered_gamma: bool
+    kind: str  # of kernels.norm
+
+    def of_backward(self) -> dict[str, Any]:
+        """What a norm's backward kernel takes of them."""
+        return {"zero_centered_gamma": self.zero_centered_gamma, "kind": self.kind}
+
+
 class _Norm(torch.autograd.Function):
     """x (M, N) -> (M, N) by the fused kernels; statistics are kept instead of the output."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, kind: str
-    ) -> Tensor:
-        y, mean, rstd = backend(x).forward(x, weight, bias, eps=eps, zero_centered_gamma=zero_centered, kind=kind)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+        y, mean, rstd = backend(x).forward(x, weight, bias, **norm._asdict())
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.settings = zero_centered, kind
+        ctx.norm = norm
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        zero_centered, kind = ctx.settings
-        dx, dw, db = backend(x).backward(
-            dy.contiguous(), x, weight, mean, rstd, zero_centered_gamma=zero_centered, kind=kind
-        )
-        return dx, dw, db, None, None, None
+        dx, dw, db = backend(x).backward(dy.contiguous(), x, weight, mean, rstd, **ctx.norm.of_backward())
+        return dx, dw, db, None
 
 
-def normalize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_centered_gamma: bool, kind: str
-) -> Tensor:
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
     """The norm over the last dimension, in x's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses.
 
     Computed in float32 at least, 1 + weight and sums over rows too: on a CPU F.layer_norm sums rows of bf16 in bf16.
     """
-    if x.is_cuda and not is_recorded() and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        y = _Norm.apply(flatten(x, x.dtype), weight, bias, eps, zero_centered_gamma, kind)
+    if x.is_cuda and not is_recorded() and x.dtype in FLOATS:
+        y: Tensor = _Norm.apply(flatten(x, x.dtype), weight, bias, norm)
         return y.view(x.shape)
     wide = torch.promote_types(x.dtype, torch.float32)
-    gamma = weight.to(wide) + 1 if zero_centered_gamma else weight.to(wide)
-    if kind == "rmsnorm":
-        return F.rms_norm(x.to(wide), weight.shape, gamma, eps).to(x.dtype)
-    return F.layer_norm(x.to(wide), weight.shape, gamma, None if bias is None else bias.to(wide), eps).to(x.dtype)
+    gamma = weight.to(wide) + 1 if norm.zero_centered_gamma else weight.to(wide)
+    if norm.kind == "rmsnorm":
+        return F.rms_norm(x.to(wide), weight.shape, gamma, norm.eps).to(x.dtype)
+    beta = None if bias is None else bias.to(wide)
+    return F.layer_norm(x.to(wide), weight.shape, gamma, beta, norm.eps).to(x.dtype)
 
 
 def _either(where: str, **given: Any) -> Any:
@@ -103,8 +108,7 @@ class _NormModule(nn.Module):
         where = type(self).__name__
         size = _size(where, _either(where, normalized_shape=normalized_shape, hidden_size=hidden_size))
         params_dtype = _either(where, dtype=dtype, params_dtype=params_dtype)
-        reject(where, others)
-        argument_values.check(where, normalized_shape=size, eps=eps, params_dtype=params_dtype)
+        arguments.check(where, others, normalized_shape=size, eps=eps, params_dtype=params_dtype)
         self.normalized_shape, self.eps, self.zero_centered_gamma = (size,), eps, zero_centered_gamma
         options = factory(device, params_dtype)
         self.weight = nn.Parameter(torch.empty(size, **options))
@@ -142,14 +146,8 @@ class _NormModule(nn.Module):
             raise ValueError(
                 f"{type(self).__name__}: the input is on {x.device}, the parameters on {self.weight.device}: move one"
             )
-        return normalize(
-            x.to(compute_dtype(x)),
-            self.weight,
-            self.bias,
-            eps=self.eps,
-            zero_centered_gamma=self.zero_centered_gamma,
-            kind=self.kind,
-        )
+        norm = Norm(self.eps, self.zero_centered_gamma, self.kind)
+        return normalize(x.to(compute_dtype(x)), self.weight, self.bias, norm)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

@@ -1,7 +1,7 @@
 """y = norm(x) W^T + b: the norm casts to FP8 in the same pass where the recipe knows the scale beforehand."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.modules import argument_values
-from te_bench.models.modules.absent_arguments import reject
+from te_bench.models.modules import arguments
 from te_bench.models.modules.fp8_module import (
     Fp8Module,
     Tracker,
@@ -22,20 +21,8 @@ from te_bench.models.modules.fp8_module import (
     fork_rng,
 )
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
-from te_bench.models.modules.layernorm import backend, check_normalization, normalize
+from te_bench.models.modules.layernorm import Norm, backend, check_normalization, normalize
 from te_bench.models.modules.linear import Parts, linear_backward
-
-
-class Norm(NamedTuple):
-    """The settings of a norm."""
-
-    eps: float
-    zero_centered_gamma: bool
-    kind: str  # of kernels.norm
-
-    def of_backward(self) -> dict[str, Any]:
-        """What a norm's backward kernel is told."""
-        return {"zero_centered_gamma": self.zero_centered_gamma, "kind": self.kind}
 
 
 def norm_quantize(
@@ -92,15 +79,47 @@ class _LayerNormLinear(torch.autograd.Function):
         return dx, dgamma, dbeta, dw, None if db is None else db.to(b_dtype), None, None, None, None
 
 
-class LayerNormLinear(Fp8Module):
+class NormedModule(Fp8Module):
+    """A module whose GEMMs read norm(x): the norm's parameters, and what forward may return beside its output."""
+
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+
+    def __init__(
+        self, gemms: int, features: int, norm: Norm, options: dict[str, Any], return_bias: bool, return_normed: bool
+    ) -> None:
+        super().__init__(gemms)
+        self.norm, self.return_bias, self.return_layernorm_output = norm, return_bias, return_normed
+        self.layer_norm_weight = nn.Parameter(torch.empty(features, **options))
+        bias = nn.Parameter(torch.empty(features, **options)) if norm.kind == "layernorm" else None
+        self.register_parameter("layer_norm_bias", bias)
+
+    def _initialise(self) -> None:
+        nn.init.constant_(self.layer_norm_weight, 0.0 if self.norm.zero_centered_gamma else 1.0)
+        if self.layer_norm_bias is not None:
+            nn.init.zeros_(self.layer_norm_bias)
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        return normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.norm)
+
+    def _shape(self, out: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """y, and norm(x) where it was kept, of what an autograd.Function made of x as a matrix."""
+        y, normed = out if self.return_layernorm_output else (out, None)
+        return y.view(*x.shape[:-1], y.shape[-1]), None if normed is None else normed.view(x.shape)
+
+    def _outputs(self, y: Tensor, bias: Tensor | None, normed: Tensor | None) -> Any:
+        """y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""
+        extras = [bias] if self.return_bias else []
+        extras += [normed] if self.return_layernorm_output else []
+        return (y, *extras) if extras else y
+
+
+class LayerNormLinear(NormedModule):
     """y = norm(x) W^T + b; x (..., in_features) -> (..., out_features) in torch.autocast's dtype, or x's.
 
     Arguments, defaults and parameter names are Transformer Engine's. return_layernorm_output gives (y, norm(x));
     return_bias (y without the bias, bias). Raises ValueError for what te_bench has not.
     """
-
-    layer_norm_weight: nn.Parameter
-    layer_norm_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -121,73 +140,53 @@ class LayerNormLinear(Fp8Module):
         name: str | None = None,
         **others: Any,
     ):
-        super().__init__(gemms=1)
-        reject("LayerNormLinear", others)
-        argument_values.check("LayerNormLinear", in_features=in_features, out_features=out_features)
-        argument_values.check("LayerNormLinear", eps=eps, params_dtype=params_dtype)
+        sizes = {"in_features": in_features, "out_features": out_features}
+        arguments.check("LayerNormLinear", others, **sizes, eps=eps, params_dtype=params_dtype)
+        norm, options = (
+            Norm(eps, zero_centered_gamma, check_normalization(normalization)),
+            factory(device, params_dtype),
+        )
+        super().__init__(1, in_features, norm, options, return_bias, return_layernorm_output)
         self.in_features, self.out_features = in_features, out_features
-        self.use_bias, self.return_bias, self.name = bias, return_bias, name
-        self.return_layernorm_output = return_layernorm_output
+        self.use_bias, self.name = bias, name
         self.init_method, self.tracker = init_method or default_init, get_rng_state_tracker
-        self.norm = Norm(eps, zero_centered_gamma, check_normalization(normalization))
-        options = factory(device, params_dtype)
-        register_norm(self, in_features, self.norm, options)
         self.parts = Parts(parameters_split, out_features)
         self.parts.register(self, in_features, bias, options)
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def _initialise(self) -> None:
-        reset_norm(self, self.norm)
+        super()._initialise()
         with fork_rng(self.tracker):
             self.parts.reset(self, self.init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""
         if others:
-            reject("LayerNormLinear.forward", others)
-        x = inp
-        weight, bias = self.parts.weight(self), self.parts.bias(self)
-        self.check_input(x, self.in_features, weight)
-        dtype = compute_dtype(x)
-        x = x.to(dtype)
+            arguments.reject("LayerNormLinear.forward", others)
+        weight, bias = self.parts.weight_and_bias(self)
+        self.check_input(inp, self.in_features, weight)
+        dtype = compute_dtype(inp)
+        x = inp.to(dtype)
         added = None if self.return_bias or bias is None else bias
         normed: Tensor | None
         if not fp8.current.enabled:
             self.without_fp8()
-            normed = normalize(x, self.layer_norm_weight, self.layer_norm_bias, **self.norm._asdict())
+            normed = self._normalize(x)
             if fp8.current.calibrating:
                 self.calibrate(0, normed, weight)
             y = F.linear(normed, weight.to(dtype), None if added is None else added.to(dtype))
         else:
             y, normed = self._fp8(x, weight, added, is_first_microbatch)
-        extras = [bias] if self.return_bias else []
-        extras += [normed] if self.return_layernorm_output else []
-        return (y, *extras) if extras else y
+        return self._outputs(y, bias, normed)
 
     def _fp8(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
         gemms = self.gemms()
         w = self.quantized_weight(gemms, weight, 0, is_first_microbatch, columnwise=torch.is_grad_enabled())
-        flat, keep = flatten(x, x.dtype), self.return_layernorm_output
-        out = _LayerNormLinear.apply(
-            flat, self.layer_norm_weight, self.layer_norm_bias, weight, bias, self.norm, gemms, w, keep
-        )
-        y, normed = out if keep else (out, None)
-        return y.view(*x.shape[:-1], self.out_features), None if normed is None else normed.view(x.shape)
+        norm = self.layer_norm_weight, self.layer_norm_bias
+        settings = self.norm, gemms, w, self.return_layernorm_output
+        return self._shape(_LayerNormLinear.apply(flatten(x, x.dtype), *norm, weight, bias, *settings), x)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
-
-
-def register_norm(module: nn.Module, features: int, norm: Norm, options: dict[str, Any]) -> None:
-    """layer_norm_weight, and layer_norm_bias for a LayerNorm."""
-    bias = nn.Parameter(torch.empty(features, **options)) if norm.kind == "layernorm" else None
-    module.register_parameter("layer_norm_weight", nn.Parameter(torch.empty(features, **options)))
-    module.register_parameter("layer_norm_bias", bias)
-
-
-def reset_norm(module: Any, norm: Norm) -> None:
-    nn.init.constant_(module.layer_norm_weight, 0.0 if norm.zero_centered_gamma else 1.0)
-    if module.layer_norm_bias is not None:
-        nn.init.zeros_(module.layer_norm_bias)

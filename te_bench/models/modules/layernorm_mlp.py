@@ -14,11 +14,9 @@ from te_bench.kernels.activation.backends import reference as activation_referen
 from te_bench.kernels.activation.backends import triton as activation_triton
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.modules import argument_values
-from te_bench.models.modules.absent_arguments import reject
+from te_bench.models.modules import arguments
 from te_bench.models.modules.fp8_module import (
     FLOATS,
-    Fp8Module,
     Tracker,
     compute_dtype,
     default_init,
@@ -28,8 +26,8 @@ from te_bench.models.modules.fp8_module import (
     is_recorded,
 )
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
-from te_bench.models.modules.layernorm import backend, check_normalization, normalize
-from te_bench.models.modules.layernorm_linear import Norm, norm_quantize, register_norm, reset_norm
+from te_bench.models.modules.layernorm import Norm, backend, check_normalization
+from te_bench.models.modules.layernorm_linear import NormedModule, norm_quantize
 from te_bench.models.modules.linear import linear_backward
 
 
@@ -143,15 +141,12 @@ class _LayerNormMLP(torch.autograd.Function):
         return dx, dgamma, dbeta, dw1, biases[0], dw2, biases[1], None, None, None
 
 
-class LayerNormMLP(Fp8Module):
+class LayerNormMLP(NormedModule):
     """y = act(norm(x) W1^T + b1) W2^T + b2; x (..., hidden_size) -> the same shape, in torch.autocast's dtype or x's.
 
     Gated activations (geglu, swiglu, ...) have 2 x ffn_hidden_size rows in W1, the activated half first. Arguments,
     defaults and parameter names are Transformer Engine's. Raises ValueError for what te_bench has not.
     """
-
-    layer_norm_weight: nn.Parameter
-    layer_norm_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -173,21 +168,19 @@ class LayerNormMLP(Fp8Module):
         name: str | None = None,
         **others: Any,
     ):
-        super().__init__(gemms=2)
-        where = "LayerNormMLP"
-        reject(where, others)
-        argument_values.check(where, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        argument_values.check(where, eps=eps, params_dtype=params_dtype)
+        sizes = {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size}
+        arguments.check("LayerNormMLP", others, **sizes, eps=eps, params_dtype=params_dtype)
         plugins.check("activation", activation, list(KINDS))
+        norm, options = (
+            Norm(eps, zero_centered_gamma, check_normalization(normalization)),
+            factory(device, params_dtype),
+        )
+        super().__init__(2, hidden_size, norm, options, return_bias, return_layernorm_output)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
-        self.use_bias, self.return_bias, self.name = bias, return_bias, name
-        self.return_layernorm_output = return_layernorm_output
+        self.use_bias, self.name = bias, name
         self.init_methods = (init_method or default_init, output_layer_init_method or init_method or default_init)
         self.tracker = get_rng_state_tracker
-        self.norm = Norm(eps, zero_centered_gamma, check_normalization(normalization))
-        options = factory(device, params_dtype)
         width = ffn_hidden_size * (2 if KINDS[activation][1] else 1)
-        register_norm(self, hidden_size, self.norm, options)
         self.fc1_weight = nn.Parameter(torch.empty(width, hidden_size, **options))
         self.fc1_bias = nn.Parameter(torch.empty(width, **options)) if bias else None
         self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **options))
@@ -195,7 +188,7 @@ class LayerNormMLP(Fp8Module):
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def _initialise(self) -> None:
-        reset_norm(self, self.norm)
+        super()._initialise()
         with fork_rng(self.tracker):
             self.init_methods[0](self.fc1_weight)
             self.init_methods[1](self.fc2_weight)
@@ -206,21 +199,19 @@ class LayerNormMLP(Fp8Module):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """y, then fc2's bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""
         if others:
-            reject("LayerNormMLP.forward", others)
+            arguments.reject("LayerNormMLP.forward", others)
         self.check_input(inp, self.hidden_size, self.fc1_weight)
         x = inp.to(compute_dtype(inp))
         b2 = None if self.return_bias else self.fc2_bias
         run = self._fp8 if fp8.current.enabled else self._high_precision
         y, normed = run(x, b2, is_first_microbatch)
-        extras: list[Tensor | None] = [self.fc2_bias] if self.return_bias else []
-        extras += [normed] if self.return_layernorm_output else []
-        return (y, *extras) if extras else y
+        return self._outputs(y, self.fc2_bias, normed)
 
     def _high_precision(
         self, x: Tensor, b2: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
         self.without_fp8()
-        normed = normalize(x, self.layer_norm_weight, self.layer_norm_bias, **self.norm._asdict())
+        normed = self._normalize(x)
         w1, b1, w2 = (None if t is None else t.to(x.dtype) for t in (self.fc1_weight, self.fc1_bias, self.fc2_weight))
         assert w1 is not None
         assert w2 is not None
@@ -237,7 +228,6 @@ class LayerNormMLP(Fp8Module):
             self.quantized_weight(gemms[i], weight, i, is_first_microbatch, columnwise=columnwise)
             for i, weight in enumerate((self.fc1_weight, self.fc2_weight))
         )
-        keep = self.return_layernorm_output
         out = _LayerNormMLP.apply(
             flatten(x, x.dtype),
             self.layer_norm_weight,
@@ -246,12 +236,11 @@ class LayerNormMLP(Fp8Module):
             self.fc1_bias,
             self.fc2_weight,
             b2,
-            (self.norm, self.activation, keep),
+            (self.norm, self.activation, self.return_layernorm_output),
             gemms,
             weights,
         )
-        y, normed = out if keep else (out, None)
-        return y.view(x.shape), None if normed is None else normed.view(x.shape)
+        return self._shape(out, x)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.ffn_hidden_size}, activation={self.activation!r}, bias={self.use_bias}"

@@ -10,8 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.models import fp8
-from te_bench.models.modules import argument_values
-from te_bench.models.modules.absent_arguments import reject
+from te_bench.models.modules import arguments
 from te_bench.models.modules.fp8_module import (
     Fp8Module,
     Tracker,
@@ -111,7 +110,7 @@ class Parts:
         if sum(sizes.values()) != features:
             raise ValueError(f"parameters_split: the parts {sizes} do not add up to {features} output features")
         for size in sizes.values():
-            argument_values.check("parameters_split", out_features=size)
+            arguments.check("parameters_split", out_features=size)
         self.sizes = sizes
         self.weights = [f"{name}weight" for name in sizes]
         self.biases = [f"{name}bias" for name in sizes]
@@ -129,27 +128,14 @@ class Parts:
                 nn.init.zeros_(getattr(module, bias))
 
     def weight_and_bias(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
-        own = module._parameters
+        own = module._parameters  # sooner than getattr
         if "weight" in own and "bias" in own:
             return own["weight"], own["bias"]  # type: ignore[return-value]
-        return self.weight(module), self.bias(module)
-
-    def weight(self, module: nn.Module) -> Tensor:
-        if len(self.weights) == 1:
-            return _parameter(module, self.weights[0])  # type: ignore[return-value]
-        return torch.cat([getattr(module, name) for name in self.weights])
-
-    def bias(self, module: nn.Module) -> Tensor | None:
-        if len(self.biases) == 1:
-            return _parameter(module, self.biases[0])
-        parts = [getattr(module, name) for name in self.biases]
-        return None if parts[0] is None else torch.cat(parts)
-
-
-def _parameter(module: nn.Module, name: str) -> Tensor | None:
-    """getattr(module, name), in a quarter of the time where it is a parameter, and not a parametrisation's property."""
-    own = module._parameters
-    return own[name] if name in own else getattr(module, name)
+        weights = [getattr(module, name) for name in self.weights]
+        biases = [getattr(module, name) for name in self.biases]
+        if len(weights) == 1:
+            return weights[0], biases[0]
+        return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
 
 
 class Linear(Fp8Module):
@@ -176,8 +162,8 @@ class Linear(Fp8Module):
         **others: Any,
     ):
         super().__init__(gemms=1)
-        reject("Linear", others)
-        argument_values.check("Linear", in_features=in_features, out_features=out_features, params_dtype=params_dtype)
+        sizes = {"in_features": in_features, "out_features": out_features}
+        arguments.check("Linear", others, **sizes, params_dtype=params_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.init_method = init_method or default_init
@@ -194,7 +180,7 @@ class Linear(Fp8Module):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """y, or (y, bias) with return_bias. is_first_microbatch: None casts the weight, True keeps it, False reuses it."""
         if others:
-            reject("Linear.forward", others)
+            arguments.reject("Linear.forward", others)
         x = inp
         weight, bias = self.parts.weight_and_bias(self)
         self.check_input(x, self.in_features, weight)

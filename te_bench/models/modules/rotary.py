@@ -15,7 +15,7 @@ from te_bench.kernels.launch import rows_contiguous
 from te_bench.kernels.rotary import Backend, Part
 from te_bench.kernels.rotary.backends import reference as rotary_reference
 from te_bench.kernels.rotary.backends import triton as rotary_triton
-from te_bench.models.modules import argument_values, attention_mask
+from te_bench.models.modules import arguments, attention_mask
 from te_bench.models.modules.fp8_module import FLOATS, factory, is_recorded
 
 Angles = Tensor | tuple[Tensor, Tensor]  # of queries and keys, or of each
@@ -43,7 +43,7 @@ class RotaryPositionEmbedding(nn.Module):
     ):
         super().__init__()
         where = "RotaryPositionEmbedding"
-        argument_values.check(where, dim=dim, rotary_base=rotary_base, rotary_percent=rotary_percent)
+        arguments.check(where, dim=dim, rotary_base=rotary_base, rotary_percent=rotary_percent)
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if dim < 2 or dim % 2:
             raise ValueError(f"{where}: dim * rotary_percent must be even and positive, got {dim}")
@@ -100,7 +100,7 @@ def apply_rotary_pos_emb(
     batch_first = tensor_format == "bshd"
     check_angles(t.shape, freqs, batch_first)
     if can_rotate_fused(t, freqs):
-        out: Tensor = _Rotated.apply(t, angles_of(t.shape, freqs, batch_first), batch_first, interleaved)
+        out: Tensor = _Rotate.apply(t, angles_of(t.shape, freqs, batch_first), batch_first, interleaved)
         return out
     angles = freqs[: t.shape[1]].transpose(0, 1) if batch_first else freqs[: t.shape[0]]
     return rotary_reference.turned(t, angles, interleaved, transposed=False).contiguous()
@@ -183,23 +183,23 @@ def are_constant(*freqs: Tensor) -> bool:
     return all(f.dtype is torch.float32 and f.shape[1:3] == (1, 1) and not f.requires_grad for f in freqs)
 
 
-class _Rotated(torch.autograd.Function):
+class _Rotate(torch.autograd.Function):
     """apply_rotary_pos_emb into a tensor of its own, by the kernel; angles (s, d2)."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, angles: Tensor, batch_first: bool, interleaved: bool) -> Tensor:
         ctx.save_for_backward(angles)
         ctx.settings = batch_first, interleaved
-        return _rotated(t, angles, batch_first, interleaved, transposed=False)
+        return _rotate(t, angles, batch_first, interleaved, transposed=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (angles,), (batch_first, interleaved) = ctx.saved_tensors, ctx.settings
-        return _rotated(dy, angles, batch_first, interleaved, transposed=True), None, None, None
+        return _rotate(dy, angles, batch_first, interleaved, transposed=True), None, None, None
 
 
-def _rotated(t: Tensor, angles: Tensor, batch_first: bool, interleaved: bool, transposed: bool) -> Tensor:
+def _rotate(t: Tensor, angles: Tensor, batch_first: bool, interleaved: bool, transposed: bool) -> Tensor:
     t = rows_contiguous(t)
     out = t.new_empty(t.shape)
     x, y = ((z.transpose(0, 1) if batch_first else z)[:, :, None] for z in (t, out))

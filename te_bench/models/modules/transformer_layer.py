@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_bench.models.fused import layer
-from te_bench.models.modules import argument_values
-from te_bench.models.modules.absent_arguments import OneRank, reject
+from te_bench.models.modules import arguments
 from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.fp8_module import Tracker, compute_dtype
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm, check_normalization
@@ -22,7 +21,7 @@ ATTENTION = ("rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_b
 _Options = dict[str, Any]
 
 
-class TransformerLayer(OneRank, nn.Module):
+class TransformerLayer(arguments.OneRank, nn.Module):
     """h = x + dropout(attention(norm(x))), y = h + dropout(MLP(norm(h))); x (s, b, hidden), or (b, s, hidden) for "bshd".
 
     For "thd" x is (rows, hidden), sequences packed one after the other, where cu_seqlens_q and cu_seqlens_kv say.
@@ -71,10 +70,9 @@ class TransformerLayer(OneRank, nn.Module):
     ):
         super().__init__()
         own: _Options = {name: others.pop(name) for name in ATTENTION if name in others}
-        reject("TransformerLayer", others)
-        argument_values.check("TransformerLayer", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        argument_values.check("TransformerLayer", layernorm_epsilon=layernorm_epsilon, params_dtype=params_dtype)
-        argument_values.check("TransformerLayer", hidden_dropout=hidden_dropout)
+        sizes: _Options = {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size}
+        sizes |= {"layernorm_epsilon": layernorm_epsilon, "hidden_dropout": hidden_dropout}
+        arguments.check("TransformerLayer", others, **sizes, params_dtype=params_dtype)
         _check_kind(layer_type, parallel_attention_mlp)
         check_normalization(normalization)
         self.layer_type, self.hidden_dropout, self.name = layer_type, hidden_dropout, name
@@ -99,7 +97,8 @@ class TransformerLayer(OneRank, nn.Module):
             )
         mlp = partial(LayerNormMLP, hidden_size, ffn_hidden_size, layernorm_epsilon, **common)
         self.layernorm_mlp = mlp(activation=activation, return_layernorm_output=self.residual_after_norm)
-        self.layernorm = _last_norm(normalization, hidden_size, layernorm_epsilon, norm) if output_layernorm else None
+        last = LayerNorm if normalization == "LayerNorm" else RMSNorm
+        self.layernorm = last(hidden_size, layernorm_epsilon, **norm) if output_layernorm else None
 
     def _make_attention(
         self,
@@ -141,13 +140,13 @@ class TransformerLayer(OneRank, nn.Module):
         Masks are bool, True = masked out; see DotProductAttention.
         """
         if others:
-            reject("TransformerLayer.forward", others)
+            arguments.reject("TransformerLayer.forward", others)
         if self.layer_type == "encoder" and encoder_output is not None:
             raise ValueError("encoder_output is for layer_type='decoder'; this layer is an encoder")
         if self.layer_type == "decoder" and encoder_output is None:
             raise ValueError("a decoder layer needs encoder_output")
         x = hidden_states
-        if x.dtype in argument_values.PARAMETERS:
+        if x.dtype in arguments.PARAMETERS:
             x = x.to(compute_dtype(x))  # the stream, too, is in torch.autocast's dtype, as Transformer Engine has it
         core: _Options = {
             "attention_mask": attention_mask,
@@ -161,7 +160,7 @@ class TransformerLayer(OneRank, nn.Module):
             "max_seqlen_kv": max_seqlen_kv,
         }
         if layer.can_fuse(self, x):
-            return layer.run(self, x, is_first_microbatch, rotary_pos_emb, self.self_attention.with_defaults(**core))
+            return layer.run(self, x, is_first_microbatch, rotary_pos_emb, core)
         attended = self.self_attention(
             x, is_first_microbatch=is_first_microbatch, rotary_pos_emb=rotary_pos_emb, **core
         )
@@ -201,11 +200,6 @@ def _check_kind(layer_type: str, parallel: bool) -> None:
         raise ValueError(
             "parallel_attention_mlp is for layer_type='encoder': a decoder's second attention is in between"
         )
-
-
-def _last_norm(normalization: str, hidden: int, eps: float, options: dict[str, Any]) -> nn.Module:
-    kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
-    return kind(hidden, eps, **options)
 
 
 def _split(out: Any, residual: Tensor) -> tuple[Tensor, Tensor]:

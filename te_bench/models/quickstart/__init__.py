@@ -73,10 +73,6 @@ class LayerConfig:
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-def no_context(p: LayerConfig) -> Context:
-    return contextlib.nullcontext
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
     """One rival.
@@ -90,11 +86,17 @@ class Layer:
 
     build: Callable[[LayerConfig], nn.Module]
     unsupported: Callable[[LayerConfig], str | None]
-    context: Callable[[LayerConfig], Context] = no_context
+    context: Callable[[LayerConfig], Context] = lambda p: contextlib.nullcontext
     names: Mapping[str, str] = field(default_factory=dict)
     numerics: bool = False
     own_attention: bool = False
     parts: tuple[str, ...] = ("layer",)
+
+
+def named(beginnings: Mapping[str, str]) -> dict[str, str]:
+    """Layer.names of weights and biases, from what their names begin with in plain.py and in the layer."""
+    kinds = ("weight", "bias")
+    return {f"{plain}.{kind}": f"{own}{kind}" for plain, own in beginnings.items() for kind in kinds}
 
 
 _family = plugins.Family(__name__, "LAYER", Layer)

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 import te_bench.models as te
-from te_bench.models.quickstart import Layer, LayerConfig, _te
+from te_bench.models.quickstart import Layer, LayerConfig, _te, named
 from te_bench.models.quickstart.plain import EPS, attention_of, split_heads
 
 
@@ -25,17 +25,15 @@ class FusedLayer(nn.Module):
         return x + self.ln_mlp(x)
 
 
-NAMES = {
-    "ln1.weight": "ln_qkv.layer_norm_weight",
-    "ln1.bias": "ln_qkv.layer_norm_bias",
-    "qkv_projection.weight": "ln_qkv.weight",
-    "qkv_projection.bias": "ln_qkv.bias",
-    "ln2.weight": "ln_mlp.layer_norm_weight",
-    "ln2.bias": "ln_mlp.layer_norm_bias",
-    "mlp.linear1.weight": "ln_mlp.fc1_weight",
-    "mlp.linear1.bias": "ln_mlp.fc1_bias",
-    "mlp.linear2.weight": "ln_mlp.fc2_weight",
-    "mlp.linear2.bias": "ln_mlp.fc2_bias",
-}
+NAMES = named(
+    {
+        "ln1": "ln_qkv.layer_norm_",
+        "qkv_projection": "ln_qkv.",
+        "projection": "projection.",
+        "ln2": "ln_mlp.layer_norm_",
+        "mlp.linear1": "ln_mlp.fc1_",
+        "mlp.linear2": "ln_mlp.fc2_",
+    }
+)
 
 LAYER = Layer(build=FusedLayer, unsupported=_te.unsupported, context=_te.context, names=NAMES, numerics=True)

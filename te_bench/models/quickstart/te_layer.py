@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import te_bench.models as te
-from te_bench.models.quickstart import PARTS, Layer, LayerConfig, _te
+from te_bench.models.quickstart import PARTS, Layer, LayerConfig, _te, named
 
 
 class Alone(nn.Module):
@@ -20,7 +20,7 @@ class Alone(nn.Module):
         return y
 
 
-def made(library: Any, p: LayerConfig, **options: Any) -> nn.Module:
+def make(library: Any, p: LayerConfig, **options: Any) -> nn.Module:
     """The layer, or its MLP alone, of a library that reads like Transformer Engine."""
     if p.part == "mlp":
         return Alone(library.LayerNormMLP(p.hidden, p.ffn, params_dtype=p.dtype, **options))
@@ -40,23 +40,19 @@ def made(library: Any, p: LayerConfig, **options: Any) -> nn.Module:
 
 
 def build(p: LayerConfig) -> nn.Module:
-    return made(te, p)
+    return make(te, p)
 
 
 #: Transformer Engine's parameter names, which are te_bench's too.
-NAMES = {
-    "ln1.weight": "self_attention.layernorm_qkv.layer_norm_weight",
-    "ln1.bias": "self_attention.layernorm_qkv.layer_norm_bias",
-    "qkv_projection.weight": "self_attention.layernorm_qkv.weight",
-    "qkv_projection.bias": "self_attention.layernorm_qkv.bias",
-    "projection.weight": "self_attention.proj.weight",
-    "projection.bias": "self_attention.proj.bias",
-    "ln2.weight": "layernorm_mlp.layer_norm_weight",
-    "ln2.bias": "layernorm_mlp.layer_norm_bias",
-    "mlp.linear1.weight": "layernorm_mlp.fc1_weight",
-    "mlp.linear1.bias": "layernorm_mlp.fc1_bias",
-    "mlp.linear2.weight": "layernorm_mlp.fc2_weight",
-    "mlp.linear2.bias": "layernorm_mlp.fc2_bias",
-}
+NAMES = named(
+    {
+        "ln1": "self_attention.layernorm_qkv.layer_norm_",
+        "qkv_projection": "self_attention.layernorm_qkv.",
+        "projection": "self_attention.proj.",
+        "ln2": "layernorm_mlp.layer_norm_",
+        "mlp.linear1": "layernorm_mlp.fc1_",
+        "mlp.linear2": "layernorm_mlp.fc2_",
+    }
+)
 
 LAYER = Layer(build=build, unsupported=_te.unsupported, context=_te.context, names=NAMES, numerics=True, parts=PARTS)

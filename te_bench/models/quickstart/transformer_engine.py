@@ -33,7 +33,7 @@ def unsupported(p: LayerConfig) -> str | None:
 def build(p: LayerConfig) -> nn.Module:
     from transformer_engine import pytorch
 
-    return te_layer.made(pytorch, p, device=torch.get_default_device())
+    return te_layer.make(pytorch, p, device=torch.get_default_device())
 
 
 def context(p: LayerConfig) -> Context:

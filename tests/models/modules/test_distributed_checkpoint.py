@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from test_state import train as sgd
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -20,20 +21,7 @@ def make(seed: int = 0) -> nn.Module:
 
 
 def train(model: nn.Module, steps: range) -> list[Tensor]:
-    """Losses of plain SGD."""
-    losses = []
-    for step in steps:
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)) * 2.0**step
-        with te.autocast(recipe=ASKED):
-            loss = model(x).square().mean()
-        model.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                assert p.grad is not None
-                p -= 1e-3 * p.grad
-        losses.append(loss.detach())
-    return losses
+    return sgd(model, ASKED, steps)
 
 
 def look(model: nn.Module) -> nn.Module:

@@ -43,7 +43,7 @@ def check(
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("module", CASES)
-@pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES[1:], ids=str)
 def test_fp8(module: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check(CASES[module], name, shape, dtype)
 
@@ -60,9 +60,11 @@ def test_fp8_with_parameters_in_half_precision(name: str, dtype: torch.dtype) ->
     check(CASES["LayerNormMLP"], name, (16, 48), dtype, params_dtype=dtype)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["current", "row", "block"])
-def test_transformer_layer_in_fp8(name: str) -> None:
-    check(TRANSFORMER, name, (16, 2, 48), torch.float32)
+def test_transformer_layer_in_fp8(name: str, device: str) -> None:
+    # float32: bfloat16's own roundings, attention's among them, decide too many FP8 ones otherwise than the emulation.
+    check(TRANSFORMER, name, (16, 2, 48), torch.float32, device=device)
 
 
 @pytest.mark.gpu
@@ -71,13 +73,6 @@ def test_transformer_layer_in_fp8(name: str) -> None:
 @pytest.mark.parametrize(("shape", "dtype"), [*SHAPES, ((3, 100, 256), torch.bfloat16)], ids=str)
 def test_fp8_on_a_gpu(module: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check(CASES[module], name, shape, dtype, device="cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["current", "row", "block"])
-def test_transformer_layer_in_fp8_on_a_gpu(name: str) -> None:
-    # float32: bfloat16's own roundings, attention's among them, decide too many FP8 ones otherwise than the emulation.
-    check(TRANSFORMER, name, (16, 2, 48), torch.float32, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -147,16 +147,19 @@ def packed_and_padded(x: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, Tens
     return padded, padding[:, None, None]
 
 
+def a_layer(make: Any, kind: str, form: str, **options: Any) -> Any:
+    """MultiheadAttention or a TransformerLayer, whose names for mask and format differ, without dropout."""
+    options |= {"attention_dropout": 0.0}
+    if make is te.TransformerLayer:
+        return make(32, 64, 4, hidden_dropout=0.0, self_attn_mask_type=kind, attn_input_format=form, **options)
+    return make(32, 4, attn_mask_type=kind, qkv_format=form, **options)
+
+
 @pytest.mark.parametrize("make", [MultiheadAttention, te.TransformerLayer])
 def test_a_layer_of_packed_sequences_is_that_of_padded_ones(make: Any) -> None:
     lengths = (5, 7, 1)
     torch.manual_seed(0)
-    sizes = (32, 4) if make is MultiheadAttention else (32, 64, 4)
-    options: dict[str, Any] = {"attention_dropout": 0.0, "window_size": (3, 0)}
-    options |= {"attn_mask_type": "padding_causal"} if make is MultiheadAttention else {"hidden_dropout": 0.0}
-    options |= {} if make is MultiheadAttention else {"self_attn_mask_type": "padding_causal"}
-    format_name = "qkv_format" if make is MultiheadAttention else "attn_input_format"
-    packed, padded = make(*sizes, **options, **{format_name: "thd"}), make(*sizes, **options, **{format_name: "bshd"})
+    packed, padded = (a_layer(make, "padding_causal", form, window_size=(3, 0)) for form in ("thd", "bshd"))
     padded.load_state_dict(packed.state_dict())
     x = torch.randn(13, 32)
     starts = starts_of(lengths)
@@ -193,12 +196,8 @@ def by_angles(positions: int = 7, **options: Any) -> Tensor:
 def test_a_layer_turns_packed_sequences_as_it_does_each_alone(make: Any, options: dict[str, Any], freqs: Any) -> None:
     """Output and gradients; rows of no sequence see nothing and have gradient 0."""
     torch.manual_seed(0)
-    whole = make is te.TransformerLayer
-    kind, form = ("self_attn_mask_type", "attn_input_format") if whole else ("attn_mask_type", "qkv_format")
-    options = {"attention_dropout": 0.0, **options} | ({"hidden_dropout": 0.0} if whole else {})
-    sizes = (32, 64, 4) if whole else (32, 4)
-    packed = sharpened(make(*sizes, **options, **{kind: "padding_causal", form: "thd"}))
-    alone = make(*sizes, **options)
+    packed = sharpened(a_layer(make, "padding_causal", "thd", **options))
+    alone = a_layer(make, "causal", "sbhd", **options)
     alone.load_state_dict(packed.state_dict())
     x, dy, starts = torch.randn(15, 32, requires_grad=True), torch.randn(15, 32), starts_of(PACKED)
     given = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 7, "max_seqlen_kv": 7}
@@ -217,9 +216,9 @@ def test_a_layer_turns_packed_sequences_as_it_does_each_alone(make: Any, options
 def test_crossed_packed_sequences_have_places_of_their_own() -> None:
     """Queries by cu_seqlens_q, keys by cu_seqlens_kv, of other lengths."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"attention_dropout": 0.0, "attention_type": "cross", "num_gqa_groups": 2}
-    packed = sharpened(MultiheadAttention(32, 4, attn_mask_type="padding", qkv_format="thd", **options))
-    alone = MultiheadAttention(32, 4, attn_mask_type="no_mask", **options)
+    options: dict[str, Any] = {"attention_type": "cross", "num_gqa_groups": 2}
+    packed = sharpened(a_layer(MultiheadAttention, "padding", "thd", **options))
+    alone = a_layer(MultiheadAttention, "no_mask", "sbhd", **options)
     alone.load_state_dict(packed.state_dict())
     x, memory = torch.randn(13, 32), torch.randn(19, 32)
     lengths, lengths_kv = (5, 7, 1), (3, 6, 9)
@@ -239,7 +238,7 @@ def test_crossed_packed_sequences_have_places_of_their_own() -> None:
 
 
 def test_packed_angles_reach_for_the_longest_that_is_given_and_compile() -> None:
-    layer = MultiheadAttention(32, 4, attention_dropout=0.0, attn_mask_type="padding_causal", qkv_format="thd")
+    layer = a_layer(MultiheadAttention, "padding_causal", "thd")
     x, starts = torch.randn(13, 32), starts_of(PACKED)
     told = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 9, "max_seqlen_kv": 9}
     for given in ({**told, "max_seqlen_q": 10}, {**told, "cu_seqlens_kv": starts.clone(), "max_seqlen_kv": 10}):
@@ -255,7 +254,7 @@ def test_packed_angles_reach_for_the_longest_that_is_given_and_compile() -> None
 def test_turning_packed_sequences_reads_nothing_more_of_the_device(
     given: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = MultiheadAttention(32, 4, attention_dropout=0.0, attn_mask_type="padding_causal", qkv_format="thd")
+    layer = a_layer(MultiheadAttention, "padding_causal", "thd")
     reads: list[str] = []
     for name in ("tolist", "item", "__int__", "__bool__", "__float__"):
         read = getattr(Tensor, name)

@@ -175,24 +175,11 @@ def test_transformer_engine_is_built_as_ours_and_its_recipe_gets_the_settings(mo
     assert asked == {"enabled": True, "fp8_recipe": recipes.DelayedScaling(amax_history_len=16)}
 
 
-def test_torchao_converts_by_its_recipe_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in of torchao.float8 that converts nothing."""
-    package = types.ModuleType("torchao.float8")
-    config = types.SimpleNamespace(from_recipe_name=lambda name: name)
-    asked: list[str] = []
-
-    def convert(module: torch.nn.Module, *, config: str, module_filter_fn: Any) -> torch.nn.Module:
-        asked.append(config)
-        return module
-
-    monkeypatch.setattr(package, "Float8LinearConfig", config, raising=False)
-    monkeypatch.setattr(package, "convert_to_float8_training", convert, raising=False)
-    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
-    monkeypatch.setitem(sys.modules, "torchao.float8", package)
+def test_torchao_converts_by_its_recipe_s_name(torchao: list[str]) -> None:
     for name in ("torchao_tensorwise", "torchao_rowwise"):
         rival = layers.load(name)
         layers.load_weights(rival, rival.build(P), weights_of(P))
-    assert asked == ["tensorwise", "rowwise"]
+    assert torchao == ["tensorwise", "rowwise"]
 
 
 def test_dtypes_follow_the_precision() -> None:
