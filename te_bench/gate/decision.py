@@ -25,6 +25,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from te_bench.gate.looks import HolmClaim, LogRatios, MeasuredRatio, TrialRatios, divisor, holm
+from te_bench.gate.question import ALPHA, MARGIN
 from te_bench.gate.slowdown import Estimate, likeness
 
 FAMILY = "geometric mean"
@@ -88,8 +89,8 @@ def decide(
     ratios: Ratios,
     *,
     means: Ratios | None = None,
-    margin: float = 0.02,
-    alpha: float = 0.05,
+    margin: float = MARGIN,
+    alpha: float = ALPHA,
     looks: Sequence[int] | None = None,
     ended: bool = False,
     mde: float | None = None,

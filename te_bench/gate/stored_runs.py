@@ -17,13 +17,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from te_bench.experiments.spec import Record
 from te_bench.gate.decision import FEWEST, GateDecision, GateVerdict, check_test, decide
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_all, compare_studies
+from te_bench.gate.question import ALPHA, MARGIN
 from te_bench.reports.analysis.measures import median, seconds_of
 from te_bench.reports.analysis.rows import (
     TIMED,
@@ -35,11 +35,10 @@ from te_bench.reports.analysis.rows import (
     load_results,
     printable,
 )
-from te_bench.reports.exchange.compare_fail import STATS, Limit, judge
+from te_bench.reports.exchange.compare_fail import STATS, Limit, why_exceeded
 from te_bench.reports.exchange.pytest_stats import summary
 
 PASSED, REGRESSED, UNDECIDED, INCOMPLETE, MISMATCHED = 0, 1, 3, 4, 5
-MARGIN, ALPHA = 0.02, 0.05
 #: Of an environment's identity, what is to differ between the two sides of a gate.
 _JUDGED = "code"
 #: nvml.h, nvmlClocksEventReasons*: hardware slowdown, software and hardware thermal slowdown, power brake. Not 0x4, the
@@ -298,24 +297,23 @@ def _find_copies(pairs: Mapping[int, tuple[Record, Record]], sample: str) -> lis
 
 def _find_exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[GateFinding]:
     """Trials whose statistics grew beyond a limit, a finding for each; pairs in which a GPU throttled count here neither."""
-    sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    found = []
     for match in matches if limits else ():
         for sample, suffix in TIMED.items():
             pairs = [pair for pair in match.pairs.values() if _ratio(pair, sample) and not any(map(_throttled, pair))]
-            for benchmarks, records in zip(sides, zip(*pairs, strict=True), strict=False):
-                benchmarks.append({"fullname": match.name + suffix, "stats": _summarize(records, sample)})
-    if not sides[0]:
-        return []
-    judged = judge(limits, *({"benchmarks": benchmarks} for benchmarks in sides))
-    return [
-        GateFinding(
-            name=f.fullname,
-            kind=FindingKind.THRESHOLD,
-            code=REGRESSED,
-            message=f"{f.reason} (a threshold, no statistics)",
-        )
-        for f in judged.failures
-    ]
+            sides = [_summarize(records, sample) for records in zip(*pairs, strict=True)]
+            said = [why_exceeded(limit, *sides) for limit in limits] if sides else []
+            found += [
+                GateFinding(
+                    name=match.name + suffix,
+                    kind=FindingKind.THRESHOLD,
+                    code=REGRESSED,
+                    message=f"{why} (a threshold, no statistics)",
+                )
+                for why in said
+                if why
+            ]
+    return found
 
 
 def _summarize(records: Sequence[Record], sample: str) -> dict[str, float]:
