@@ -47,7 +47,7 @@ def table(gate: Gate, limit: int | None = None) -> Table | None:
     if gate.decision is None:
         return None
     ordered = sorted(gate.decision.trials.items(), key=lambda item: -(item[1].ratio or 0.0))
-    rows = [(*_row(name, one, gate, limit),) for name, one in ordered]
+    rows = [_row(name, one, gate, limit) for name, one in ordered]
     if gate.decision.family:
         rows.append(_row(FAMILY, gate.decision.family, gate, limit))
     bars = f"{_percent(gate.margin)} and {_percent(MEAN_MARGINS * gate.margin)}"
@@ -57,8 +57,7 @@ def table(gate: Gate, limit: int | None = None) -> Table | None:
         "calls so slow a change a REGRESSION in 80 % of gates, a less slow one in fewer. Pairs set aside are in parentheses."
         f"{_say_how_rare(gate)}"
     )
-    columns = ("Trial", "Typical call", "All calls", "Finds", "Pairs", "Verdict")
-    return table_of("gate", "Seconds", columns, rows, note)
+    return table_of("gate", "Seconds", rows, note)
 
 
 def _say_how_rare(gate: Gate) -> str:
@@ -70,16 +69,16 @@ def _say_how_rare(gate: Gate) -> str:
     return f" Of each trial either side made at least {fewest:,} calls: {rare}."
 
 
-def _row(name: str, one: GateJudgement, gate: Gate, limit: int | None) -> tuple[Value, ...]:
+def _row(name: str, one: GateJudgement, gate: Gate, limit: int | None) -> dict[str, Value]:
     aside = gate.throttled.get(name, 0)
-    return (
-        word(name if limit is None else _cut_middle(name, limit)),
-        _ratio(one),
-        _ratio(one.mean or MeasuredRatio()),
-        number(one.detectable, lambda share: text.MISSING if share is None else f">= {_percent(share)}"),
-        Value(text=f"{one.pairs}{f' ({aside})' if aside else ''}", sort=one.pairs),
-        Value(text=one.verdict.value, sort=one.verdict.value),
-    )
+    return {
+        "Trial": word(name if limit is None else _cut_middle(name, limit)),
+        "Typical call": _ratio(one),
+        "All calls": _ratio(one.mean or MeasuredRatio()),
+        "Finds": number(one.detectable, lambda share: text.MISSING if share is None else f">= {_percent(share)}"),
+        "Pairs": Value(text=f"{one.pairs}{f' ({aside})' if aside else ''}", sort=one.pairs),
+        "Verdict": word(one.verdict.value),
+    }
 
 
 def _ratio(one: MeasuredRatio) -> Value:

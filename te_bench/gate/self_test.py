@@ -268,22 +268,21 @@ def passed(rates: Sequence[Rate], alpha: float) -> bool:
 def table(rates: Sequence[Rate]) -> Table:
     """A row a condition."""
     rows = [
-        (
-            word(one.condition.name),
-            Value(text=f"{one.alarms} of {one.gates}", sort=one.alarms),
-            word(f"{100 * one.low:.0f} to {100 * one.high:.0f} %"),
-            number(one.redrawn, lambda share: text.MISSING if share is None else f"{100 * share:.1f} %"),
-            Value(text=f"{one.undecided}", sort=one.undecided),
-            number(one.pairs, lambda pairs: f"{pairs or 0:.1f}"),
-            number(one.longest_s, lambda seconds: f"{seconds or 0:.0f}"),
-        )
+        {
+            "Planted": word(one.condition.name),
+            "Alarms": Value(text=f"{one.alarms} of {one.gates}", sort=one.alarms),
+            "Interval": word(f"{100 * one.low:.0f} to {100 * one.high:.0f} %"),
+            "Redrawn": number(one.redrawn, lambda share: text.MISSING if share is None else f"{100 * share:.1f} %"),
+            "Undecided": Value(text=f"{one.undecided}", sort=one.undecided),
+            "Pairs": number(one.pairs, lambda pairs: f"{pairs or 0:.1f}"),
+            "Longest, s": number(one.longest_s, lambda seconds: f"{seconds or 0:.0f}"),
+        }
         for one in rates
     ]
     note = (
         "Alarms: gates with exit code 1, of a crash 4; of unchanged code they are false. Interval: exact, 95 %. Redrawn: "
         f"of {REDRAWN} gates whose ratios are drawn from all of these. Undecided: exit code 3. Pairs: a trial, on average."
     )
-    columns = ("Planted", "Alarms", "Interval", "Redrawn", "Undecided", "Pairs", "Longest, s")
-    found = table_of("self-test", "Self-test", columns, rows, note)
+    found = table_of("self-test", "Self-test", rows, note)
     assert found is not None  # there are conditions
     return found

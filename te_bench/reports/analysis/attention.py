@@ -11,7 +11,6 @@ from te_bench.reports.analysis.measures import (
     Ratio,
     finite,
     geometric_mean,
-    median,
     numbers,
     of_processes,
     paired_ratio,
@@ -36,16 +35,13 @@ class AttentionTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingErrors:
-    """Largest relative error against fp64 of each draw, q scaled before or after QK^T, and of SDPA; and their medians."""
+    """Largest relative error against fp64 of each draw, q scaled before or after QK^T, and of SDPA."""
 
     cell: Configuration
-    before: tuple[float, ...] = ()
-    after: tuple[float, ...] = ()
-    sdpa: tuple[float, ...] = ()
-    before_median: float | None = None
-    after_median: float | None = None
-    sdpa_median: float | None = None
-    allclose: bool | None = None
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    sdpa: tuple[float, ...]
+    allclose: bool | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,9 +156,6 @@ def _scaling_errors(cell: Configuration) -> ScalingErrors:
         before=before,
         after=after,
         sdpa=sdpa,
-        before_median=median(before),
-        after_median=median(after),
-        sdpa_median=median(sdpa),
         allclose=_all([record.check.get("allclose") for record in cell.ok]),
     )
 

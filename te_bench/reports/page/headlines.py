@@ -15,7 +15,7 @@ def headlines(report: ReportResult) -> list[str]:
     found = []
     for result in report.groups:
         where = result.group.where
-        for verdict in (study.verdict for study in result.studies):
+        for verdict in result.studies:
             found.append((-1, f"{verdict.sentence} ({verdict.study.title}, {where})"))
         found += [(0, sentence) for sentence in _fastest(result.steps, "", where)]
         for variant in result.layers:

@@ -45,7 +45,7 @@ def test_no_gap_leaves_its_frame_unseen(tmp_path: Path, early: float) -> None:
             one.samples["val_loss"][2] += early
     [result] = load_report([write_study(tmp_path / "run", records, JUDGEMENT)]).groups
     [study] = result.studies
-    build = verdict_figures.gap_curves(study.verdict)
+    build = verdict_figures.gap_curves(study)
     assert build is not None
     panels = build().axes
     marked = [text.get_text() for axes in panels for text in axes.texts]
@@ -125,7 +125,7 @@ def test_an_arm_above_the_frame_of_the_loss_curves_is_said_to_be(tmp_path: Path,
 
 def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path, drawings: dict[str, Drawing]) -> None:
     [result] = load_report([run]).groups
-    found = result.studies[0].verdict
+    found = result.studies[0]
     drawing = drawings["verdict_forest"]
     assert found.broken is not None
     comparison = found.broken.judgement.comparison
