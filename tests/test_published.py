@@ -88,11 +88,11 @@ def test_no_two_tables_give_one_configuration_two_figures() -> None:
     printed: dict[tuple[str, str | None, str], dict[str, str]] = defaultdict(dict)
     for folder in sorted(tabled):
         for group in load_results([RESULTS / folder]).groups:
-            for cell in group.cells:
+            for configuration in group.configurations:
                 for sample in TIMED:
-                    if seconds := measures.of_processes(cell.ok, sample):
-                        printed[cell.trial.name.rsplit("/", 1)[0], group.gpu, sample][folder] = text.milliseconds(
-                            seconds
+                    if seconds := measures.of_processes(configuration.ok, sample):
+                        printed[configuration.trial.name.rsplit("/", 1)[0], group.gpu, sample][folder] = (
+                            text.milliseconds(seconds)
                         )
     found = defaultdict(list)
     for (name, _, sample), figures in printed.items():

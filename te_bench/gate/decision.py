@@ -76,8 +76,9 @@ class GateDecision:
     family: GateJudgement | None
 
     @property
-    def judgements(self) -> tuple[GateJudgement, ...]:
-        return (*self.trials.values(), *([self.family] if self.family else []))
+    def judgements(self) -> dict[str, GateJudgement]:
+        """The trials' and the family's, by name."""
+        return {**self.trials, **({FAMILY: self.family} if self.family else {})}
 
     @property
     def more(self) -> dict[str, int]:

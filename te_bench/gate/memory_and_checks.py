@@ -68,8 +68,8 @@ class Match:
         return {seed: (b, c) for seed, (b, c) in found.items() if b and c and b.outcome == "ok" and c.outcome == "ok"}
 
 
-def by_seed(cell: Configuration | None) -> dict[int, Row]:
-    return {row.trial.seed: row for row in cell.rows} if cell else {}
+def by_seed(configuration: Configuration | None) -> dict[int, Row]:
+    return {row.trial.seed: row for row in configuration.rows} if configuration else {}
 
 
 def compare_all(matches: Iterable[Match]) -> list[GateFinding]:

@@ -155,7 +155,6 @@ def _first_timed(question: Question) -> str:
 
 
 def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
-    judged = gate.decision.trials if gate.decision else {}
     return {
         "condition": condition.name,
         "slower": condition.fault.get("slower"),
@@ -166,10 +165,10 @@ def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
                 "verdict": one.verdict,
                 "ratio": one.ratio,
                 "pairs": one.pairs,
-                "ratios": list(gate.ratios[name]),
-                "means": list(gate.means.get(name, [])),
+                "ratios": list(gate.timed.ratios[name]),
+                "means": list(gate.timed.means.get(name, [])),
             }
-            for name, one in judged.items()
+            for name, one in gate.trials.items()
         },
     }
 
@@ -247,7 +246,7 @@ def redraw(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float,
         drawn = {name: generator.choice(pairs, size=most).T.tolist() for name, pairs in known.items()}
         ratios, means = ({name: kinds[i] for name, kinds in drawn.items() if i < len(kinds)} for i in (0, 1))
         decision = decide(ratios, means=means or None, margin=margin, alpha=alpha, looks=looks)
-        found += any(one.verdict is GateVerdict.REGRESSION for one in decision.judgements)
+        found += any(one.verdict is GateVerdict.REGRESSION for one in decision.judgements.values())
     return found / gates
 
 

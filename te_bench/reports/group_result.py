@@ -54,9 +54,9 @@ def load_report(directories: Sequence[Path]) -> ReportResult:
 
 def group_result(group: Group) -> GroupResult:
     """Every number of a group."""
-    cells = group.of("train_step")
-    baseline = next((cell for cell in cells if cell.id == group.baseline), None)
-    steps = measured_steps(cells, baseline, group.gpu)
+    configurations = group.of("train_step")
+    baseline = next((configuration for configuration in configurations if configuration.id == group.baseline), None)
+    steps = measured_steps(configurations, baseline, group.gpu)
     return GroupResult(
         group=group,
         steps=rank_steps(steps),

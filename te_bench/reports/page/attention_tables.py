@@ -10,13 +10,13 @@ def times(result: GroupResult) -> Table | None:
     """Seconds and TFLOP/s, forward and backward."""
     shown = [
         {
-            "Shape": word(time.cell.shape),
-            "Kernel": label(time.cell),
+            "Shape": word(time.configuration.shape),
+            "Kernel": label(time.configuration),
             "Forward, ms": number(time.forward_s, text.milliseconds),
             "Backward, ms": number(time.backward_s, text.milliseconds),
             "Forward, TFLOP/s": number(time.forward_flop_per_s, text.tera),
             "Backward, TFLOP/s": number(time.backward_flop_per_s, text.tera),
-            "ok/planned": repetitions(time.cell),
+            "ok/planned": repetitions(time.configuration),
         }
         for time in result.attention.times
     ]
@@ -28,8 +28,8 @@ def ratios(result: GroupResult) -> Table | None:
     found = [time for time in result.attention.times if time.speedups]
     shown = [
         {
-            "Shape": word(time.cell.shape),
-            "Kernel": label(time.cell),
+            "Shape": word(time.configuration.shape),
+            "Kernel": label(time.configuration),
             **{way.capitalize(): speedup(time.speedups.get(way)) for way in ("forward", "backward", "both")},
         }
         for time in found
@@ -44,8 +44,8 @@ def scaling_errors(result: GroupResult) -> Table | None:
     """Error of attention when q is scaled before or after QK^T."""
     shown = [
         {
-            "Shape": word(found.cell.shape),
-            "Kernel": label(found.cell),
+            "Shape": word(found.configuration.shape),
+            "Kernel": label(found.configuration),
             "Scaled before": number(median(found.before), text.scientific),
             "Scaled after": number(median(found.after), text.scientific),
             "SDPA": number(median(found.sdpa), text.scientific),

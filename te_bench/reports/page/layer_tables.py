@@ -22,14 +22,14 @@ def times(variant: LayerVariant) -> Table | None:
     """Time and memory of the transformer layers of a variant."""
     shown = [
         {
-            "Layer": label(step.cell, baseline=step.is_baseline),
+            "Layer": label(step.configuration, baseline=step.is_baseline),
             "ms": number(step.latency_s, text.milliseconds),
             "Speed-up": speedup(step.speedup, "" if measured.comparable else " (another mask)"),
             "Ranking": rank(variant.ranking, step),
             "TFLOP/s": number(step.flop_per_s, text.tera),
             "Peak, GiB": number(step.peak_allocated or step.peak_rss, text.gib),
             "Peak reserved, GiB": number(step.peak_reserved, text.gib),
-            "ok/planned": repetitions(step.cell),
+            "ok/planned": repetitions(step.configuration),
         }
         for measured in variant.layers
         for step in [measured.step]
@@ -45,7 +45,7 @@ def kinds(variant: LayerVariant) -> Table | None:
     """Where a layer's time goes, by kind of kernel."""
     shown = [
         {
-            "Layer": word(measured.step.cell.label),
+            "Layer": word(measured.step.configuration.label),
             **{kind: number(value, text.milliseconds) for kind, value in measured.by_kind.items()},
             "Sum": number(sum(measured.by_kind.values()), text.milliseconds),
             "Measured": number(measured.step.latency_s, text.milliseconds),
@@ -65,6 +65,6 @@ def kernels(variant: LayerVariant) -> Table | None:
     shown = [
         row
         for measured in variant.compared
-        for row in kernel_rows(measured.step.cell, measured.kernels, kind_of, KERNELS_SHOWN, ("Layer", "ms"))
+        for row in kernel_rows(measured.step.configuration, measured.kernels, kind_of, KERNELS_SHOWN, ("Layer", "ms"))
     ]
     return table_of("layer_kernels", f"The longest kernels, {variant.name}", shown, text_columns=3)

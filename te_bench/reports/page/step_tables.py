@@ -25,14 +25,14 @@ def ladder(result: GroupResult) -> Table | None:
     """Time of a training step, fastest first."""
     shown = [
         {
-            "Configuration": label(step.cell, baseline=step.is_baseline),
+            "Configuration": label(step.configuration, baseline=step.is_baseline),
             "ms/step": number(step.latency_s, text.milliseconds),
             "Speed-up": speedup(step.speedup),
             "Ranking": rank(result.steps, step),
             "tokens/s": number(step.tokens_per_s, text.thousands),
             "TFLOP/s": number(step.flop_per_s, text.tera),
             "MFU": number(step.mfu, text.percent),
-            "ok/planned": repetitions(step.cell),
+            "ok/planned": repetitions(step.configuration),
         }
         for step in result.steps.steps
     ]
@@ -52,7 +52,7 @@ def _ladder_notes(result: GroupResult) -> list[str]:
     if peaks := sorted({step.mfu_peak for step in steps if step.mfu_peak}):
         named = " and ".join(peak.upper() for peak in peaks)
         notes.append(f"MFU is nanoGPT's FLOP count over the GPU's dense {named} peak.")
-    if any(step.mfu and step.cell.trial.precision == "fp8" for step in steps):
+    if any(step.mfu and step.configuration.trial.precision == "fp8" for step in steps):
         notes.append("The MFU of an FP8 configuration is quoted against the BF16 peak.")
     return notes
 
@@ -66,7 +66,7 @@ def memory(result: GroupResult) -> Table | None:
         return None
     shown = []
     for step in steps:
-        row = {"Configuration": label(step.cell)}
+        row = {"Configuration": label(step.configuration)}
         if on_gpu:
             row["Peak allocated, GiB"] = number(step.peak_allocated, text.gib)
             row["Peak reserved, GiB"] = number(step.peak_reserved, text.gib)
@@ -80,7 +80,7 @@ def floors(result: GroupResult) -> Table | None:
     """Every configuration whose kernels were timed: its floor, its kernels, its step."""
     shown = [
         {
-            "Configuration": label(found.step.cell, baseline=found.step.is_baseline),
+            "Configuration": label(found.step.configuration, baseline=found.step.is_baseline),
             "Floor, ms": number(found.floor_s, text.milliseconds),
             "Kernels, ms": number(found.measured_s, text.milliseconds),
             "Step, ms": number(found.step.latency_s, text.milliseconds),
@@ -95,7 +95,7 @@ def floor_kinds(result: GroupResult) -> Table | None:
     """The baseline and the fastest step of each precision, by kind of kernel."""
     shown = [
         {
-            "Configuration": word(found.step.cell.label),
+            "Configuration": word(found.step.configuration.label),
             "Kind": word(kind.cost.kind),
             "TFLOP": number((kind.cost.bf16_flop + kind.cost.fp8_flop) or None, text.tera),
             "GB": number(kind.cost.bytes / 1e9 if kind.cost.bytes else None),
@@ -116,7 +116,7 @@ def floor_kernels(result: GroupResult) -> Table | None:
     shown = [
         row
         for found in result.floor.compared
-        for row in kernel_rows(found.step.cell, found.kernels, floor.kind_of, KERNELS_SHOWN, titles)
+        for row in kernel_rows(found.step.configuration, found.kernels, floor.kind_of, KERNELS_SHOWN, titles)
     ]
     return table_of("floor_kernels", "The longest kernels of a step", shown, text_columns=3)
 
@@ -137,7 +137,7 @@ def largest_batch(result: GroupResult) -> Table | None:
     """The largest batch that fits."""
     shown = [
         {
-            "Configuration": label(found.cell),
+            "Configuration": label(found.configuration),
             "Largest batch": number(found.max_batch, text.count),
             "Peak memory, GiB": number(found.peak_allocated, text.gib),
             "Smallest that failed": number(found.first_failed, text.count),

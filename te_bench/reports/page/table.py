@@ -66,17 +66,17 @@ def rank(found: StepRanking, step: MeasuredStep) -> Value:
     return Value(text=said or text.MISSING, sort=place)
 
 
-def repetitions(cell: Configuration) -> Value:
-    """n_ok/n_planned of a cell."""
-    return Value(text=f"{len(cell.ok)}/{len(cell.rows)}", sort=len(cell.ok))
+def repetitions(configuration: Configuration) -> Value:
+    """n_ok/n_planned of a configuration."""
+    return Value(text=f"{len(configuration.ok)}/{len(configuration.rows)}", sort=len(configuration.ok))
 
 
-def label(cell: Configuration, *, baseline: bool = False) -> Value:
-    """The cell's name with the attention that `auto` chose, and what became of it where no repetition ended ok."""
-    chosen = sorted({str(record.work["chosen"]) for record in cell.ok if "chosen" in record.work})
+def label(configuration: Configuration, *, baseline: bool = False) -> Value:
+    """The configuration's name with the attention that `auto` chose, and what became of it where no repetition ended ok."""
+    chosen = sorted({str(record.work["chosen"]) for record in configuration.ok if "chosen" in record.work})
     remarks = [*(["baseline"] if baseline else []), *(f"chose {name}" for name in chosen)]
-    remarks += [] if cell.outcome == "ok" else [cell.outcome]
-    return word(cell.label + (f" ({', '.join(remarks)})" if remarks else ""))
+    remarks += [] if configuration.outcome == "ok" else [configuration.outcome]
+    return word(configuration.label + (f" ({', '.join(remarks)})" if remarks else ""))
 
 
 def ranking_notes(found: StepRanking, steps: Sequence[MeasuredStep]) -> list[str]:
@@ -98,12 +98,16 @@ def interval_note(pairs: Sequence[int]) -> str:
 
 
 def kernel_rows(
-    cell: Configuration, kernels: Mapping[str, float], kind_of: Callable[[str], str], most: int, titles: tuple[str, str]
+    configuration: Configuration,
+    kernels: Mapping[str, float],
+    kind_of: Callable[[str], str],
+    most: int,
+    titles: tuple[str, str],
 ) -> list[dict[str, Value]]:
     """The longest kernels of a configuration: its name, their kinds, names and milliseconds; titles: of first and last."""
     return [
         {
-            titles[0]: word(cell.label),
+            titles[0]: word(configuration.label),
             "Kind": word(kind_of(name)),
             "Kernel": word(text.shortened(name, 80)),
             titles[1]: number(seconds, text.milliseconds),
@@ -120,5 +124,5 @@ def table_of(
         return None
     columns = [Column(title=title, numeric=place >= text_columns) for place, title in enumerate(rows[0])]
     kept = [one for one in columns if not one.numeric or any(row[one.title].sort is not None for row in rows)]
-    cells = tuple(tuple(row[one.title] for one in kept) for row in rows)
-    return Table(name=name, caption=caption, columns=tuple(kept), rows=cells, note=note)
+    values = tuple(tuple(row[one.title] for one in kept) for row in rows)
+    return Table(name=name, caption=caption, columns=tuple(kept), rows=values, note=note)

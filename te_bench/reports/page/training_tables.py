@@ -13,18 +13,18 @@ def curves(comparison: TrainingComparison) -> Table | None:
     """What each configuration of a training comparison reached."""
     shown = [
         {
-            "Configuration": label(training.cell),
+            "Configuration": label(training.configuration),
             "Best validation loss": Value(text=text.loss(training.best, training.deviation), sort=training.best),
             "Less BF16's": number(comparison.behind(training), _signed),
             "Steps": number(training.steps_done, text.count),
             "Batch": number(training.batch, text.count),
             "Tokens": number(training.tokens, text.thousands),
             "tokens/s": number(training.tokens_per_s, text.thousands),
-            "ok/planned": repetitions(training.cell),
+            "ok/planned": repetitions(training.configuration),
         }
         for training in comparison.trainings
     ]
-    against = comparison.reference.cell.label if comparison.reference else None
+    against = comparison.reference.configuration.label if comparison.reference else None
     note = f"BF16's is that of {against}." if against else "No BF16 configuration to compare with."
     if any(training.deviation is not None for training in comparison.trainings):
         note += " ± is the standard deviation over seeds."

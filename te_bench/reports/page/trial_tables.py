@@ -10,8 +10,8 @@ def errors(result: GroupResult) -> Table | None:
     """How near each configuration came to the limit of its check."""
     shown = [
         {
-            "Workload": word(error.cell.trial.workload),
-            "Configuration": word(f"{error.cell.shape} {error.cell.label}".strip()),
+            "Workload": word(error.configuration.trial.workload),
+            "Configuration": word(f"{error.configuration.shape} {error.configuration.label}".strip()),
             "Worst quantity": word(error.quantity),
             "Error": number(error.error, text.scientific),
             "Limit": number(error.limit, text.scientific),
@@ -33,8 +33,8 @@ def failures(result: GroupResult) -> Table | None:
             "Reason": word(row.reason),
             "Run": word(row.run),
         }
-        for cell in result.group.cells
-        for row in cell.rows
+        for configuration in result.group.configurations
+        for row in configuration.rows
         if row.outcome != "ok"
     ]
     return table_of("failures", "Trials that did not end ok", shown, text_columns=4)
@@ -43,11 +43,13 @@ def failures(result: GroupResult) -> Table | None:
 def kernels(result: GroupResult) -> Table | None:
     """The kernels that ran in each configuration, as the profiler named them."""
     shown = []
-    for cell in result.group.cells:
-        names = dict.fromkeys(text.shortened(printable(str(n)), 80) for record in cell.ok for n in record.kernels)
+    for configuration in result.group.configurations:
+        names = dict.fromkeys(
+            text.shortened(printable(str(n)), 80) for record in configuration.ok for n in record.kernels
+        )
         row = {
-            "Workload": word(cell.trial.workload),
-            "Configuration": word(f"{cell.shape} {cell.label}".strip()),
+            "Workload": word(configuration.trial.workload),
+            "Configuration": word(f"{configuration.shape} {configuration.label}".strip()),
             "Kernels": word(", ".join(names)),
         }
         shown += [row] if names else []
