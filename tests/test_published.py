@@ -82,7 +82,7 @@ def test_records_are_of_the_plan_that_the_suite_makes_today(folder: str) -> None
 
 
 def test_no_two_tables_give_one_configuration_two_figures() -> None:
-    """The same trial, seeds aside, on the same GPU, in tables of two folders: one median, to the printed digit."""
+    """The same trial, seeds aside, on the same GPU, in tables of two folders: one time, to the printed digit."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     tabled = {folder for page in pages for folder, _ in MARKER.findall(page.read_text()) if folder in FOLDERS}
     printed: dict[tuple[str, str | None, str], dict[str, str]] = defaultdict(dict)

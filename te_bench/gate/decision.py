@@ -172,9 +172,8 @@ def _build_series(
     together = likeness([logs for name, logs in found.items() if name != FAMILY], trim=trim)
     series = {}
     for name, logs in found.items():
-        planned = (
-            (max(len(logs), FEWEST),) if looks is None else tuple(looks)
-        )  # once: a look that fewer pairs do not reach
+        # once: a look that fewer pairs do not reach
+        planned = (max(len(logs), FEWEST),) if looks is None else tuple(looks)
         at = looks_until(len(logs), planned) if ended else planned
         alike = together.bound(likeness([logs], trim=trim))
         series[name] = LogRatios(logs=logs, looks=at, bar=bar, trim=trim, alike=alike)

@@ -1,8 +1,7 @@
 """What a live gate is asked."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ class Question:
     device: str
     suite: str = "quick"
     only: str | None = None
-    options: Mapping[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # of spec.Options, as far as a revision knows it
+    options: Mapping[str, Any] = field(default_factory=dict)  # of spec.Options, as far as a revision knows it
     margin: float = MARGIN
     alpha: float = ALPHA
     mde: float | None = None

@@ -59,9 +59,7 @@ class TimedPairs:
     ratios: dict[str, list[float | None]] = field(default_factory=dict)
     means: dict[str, list[float | None]] = field(default_factory=dict)
     throttled: dict[str, int] = field(default_factory=dict)  # pairs set aside for their clocks
-    copies: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # seeds whose pairs do not count: another seed's over again
+    copies: dict[str, list[int]] = field(default_factory=dict)  # seeds that do not count: another seed's over again
     calls: dict[str, int] = field(default_factory=dict)  # of the pairs that count, on the side that has fewer
 
 

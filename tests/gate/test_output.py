@@ -79,9 +79,8 @@ def test_what_records_say_stays_text_in_markdown() -> None:
     assert "<script" not in shown
     assert "\\| a" in shown
     assert "Baseline a\\|b, candidate runs/b." in shown
-    assert (
-        len([line for line in shown.splitlines() if line.startswith("| ")]) == 6
-    )  # a heading, four trials, their mean
+    rows = [line for line in shown.splitlines() if line.startswith("| ")]
+    assert len(rows) == 6  # a heading, four trials, their mean
 
 
 def test_junit_counts_what_it_holds() -> None:

@@ -217,9 +217,9 @@ def shape_label(problem: Mapping[str, Any]) -> str:
     if "kv_heads" in problem:
         words = [f"{word}/{problem['kv_heads']}" if word.startswith("H") else word for word in words]
     if "causal" in problem:
+        mask = "causal" if problem["causal"] else "full"
         windowed = "window_left" in problem
-        words.append(f"window {problem['window_left']}:{problem['window_right']}" if windowed else "")
-        words[-1] = words[-1] or ("causal" if problem["causal"] else "full")
+        words.append(f"window {problem['window_left']}:{problem['window_right']}" if windowed else mask)
     if problem.get("dropout"):
         words.append(f"dropout {problem['dropout']}")
     return " ".join(words)

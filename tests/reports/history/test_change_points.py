@@ -94,9 +94,8 @@ def test_an_alpha_that_was_not_simulated_is_refused(alpha: float) -> None:
 
 
 def test_a_stricter_alpha_costs_more() -> None:
-    assert (
-        penalty(30, 0.001) > penalty(30, 0.01) > penalty(30, 0.1) > 2 * math.log(30)
-    )  # BIC's penalty alarms too often
+    bic = 2 * math.log(30)  # which alarms too often
+    assert penalty(30, 0.001) > penalty(30, 0.01) > penalty(30, 0.1) > bic
 
 
 def cheapest(values: np.ndarray, price: float) -> float:
