@@ -22,14 +22,14 @@ def gaps(found: StudyVerdict) -> Table | None:
 
 
 def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
-    c, speed = finding.judgement.comparison, finding.speedup
+    c, claims, speed = finding.judgement.comparison, finding.judgement.claims, finding.speedup
     return {
         "Configuration": word(finding.arm.name),
         "Verdict": word(f"{finding.verdict}{' (void)' if found.void and finding in found.recipes else ''}"),
         "Gap, nat": number(c.gap if c else None, text.signed),
         _level(found.alpha): word(_interval(c.interval if c else None)),
         "By t": word(_interval(c.t_interval if c else None)),
-        "p, Holm": number(finding.judgement.p_equivalence, text.probability),
+        "p, Holm": number(claims.equivalent if claims else None, text.probability),
         "Pairs": number(len(finding.seeds), text.count),
         "Correlation": number(c.correlation if c else None, text.signed),
         "Power": number(c.power if c else None, text.percent),
@@ -64,9 +64,9 @@ def losses(c: LossComparison, verdict: Verdict) -> Table:
         (f"{level} interval", word(_interval(c.interval))),
         (f"{level} interval, Student's t", word(_interval(c.t_interval))),
         ("Margin", number(c.margin)),
-        ("p: within the margin", number(c.p_equivalence, text.probability)),
-        ("p: not worse by the margin", number(c.p_non_inferior, text.probability)),
-        ("p: worse by the margin", number(c.p_inferior, text.probability)),
+        ("p: within the margin", number(c.claims.equivalent, text.probability)),
+        ("p: not worse by the margin", number(c.claims.non_inferior, text.probability)),
+        ("p: worse by the margin", number(c.claims.inferior, text.probability)),
         ("Correlation of the pairs", number(c.correlation, text.signed)),
         ("Power at a true gap of 0", number(c.power, text.percent)),
         ("Smallest margin with 80 % power", number(c.detectable)),

@@ -62,10 +62,10 @@ def test_student_s_interval_stands_beside_and_lies_within(gap, paired):
 def test_p_values_are_the_levels_at_which_the_interval_touches_the_margin():
     candidate, control = arms(0.0008)
     found = compare(candidate, control, margin=MARGIN)
-    assert found.p_non_inferior < 0.5
-    touching = compare(candidate, control, margin=MARGIN, alpha=found.p_non_inferior).interval
+    assert found.claims.non_inferior < 0.5
+    touching = compare(candidate, control, margin=MARGIN, alpha=found.claims.non_inferior).interval
     assert touching[1] == pytest.approx(MARGIN, rel=0.01)
-    assert found.p_inferior > 0.5
+    assert found.claims.inferior > 0.5
 
 
 def test_the_pairs_are_described():
@@ -167,7 +167,7 @@ def test_an_arm_of_one_run_counted_several_times_carries_no_verdict(paired):
     copies, varied = [3.28] * 5, [3.2801, 3.2799, 3.2802, 3.2798, 3.2800]
     for candidate, control in ((copies, varied), (varied, copies)):
         found = compare(candidate, control, margin=MARGIN, paired=paired)
-        assert (found.verdict, found.interval, found.p_equivalence) == (Verdict.INCONCLUSIVE, None, 1.0)
+        assert (found.verdict, found.interval, found.claims.equivalent) == (Verdict.INCONCLUSIVE, None, 1.0)
         assert "all 5 runs of a configuration ended on the very same loss" in found.reason
 
 
@@ -226,10 +226,10 @@ def test_over_the_candidates_p_values_are_those_of_holm_by_statsmodels():
         "as b": arms(0.001, seed=1)
     }
     found = judge(family, margin=MARGIN)
-    for claim in ("p_equivalence", "p_non_inferior", "p_inferior"):
-        alone = [getattr(compare(*pair, margin=MARGIN), claim) for pair in family.values()]
+    for claim in ("equivalent", "non_inferior", "inferior"):
+        alone = [getattr(compare(*pair, margin=MARGIN).claims, claim) for pair in family.values()]
         adjusted = multipletests(alone, method="holm")[1]
-        assert [getattr(judged, claim) for judged in found.values()] == pytest.approx(list(adjusted), rel=1e-12)
+        assert [getattr(judged.claims, claim) for judged in found.values()] == pytest.approx(list(adjusted), rel=1e-12)
     assert {judged.family for judged in found.values()} == {6}
 
 
@@ -254,7 +254,7 @@ def test_diverged_wins_over_any_losses_and_stays_in_the_family():
     assert found["c"].verdict is Verdict.DIVERGED
     assert found["a"].comparison is None
     assert found["b"].verdict is Verdict.EQUIVALENT
-    assert found["b"].p_equivalence == pytest.approx(3 * compare(*same, margin=MARGIN).p_equivalence)
+    assert found["b"].claims.equivalent == pytest.approx(3 * compare(*same, margin=MARGIN).claims.equivalent)
 
 
 def test_diverged_losses_need_not_be_numbers():
