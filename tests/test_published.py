@@ -82,17 +82,17 @@ def test_records_are_of_the_plan_that_the_suite_makes_today(folder: str) -> None
 
 
 def test_no_two_tables_give_one_configuration_two_figures() -> None:
-    """The same trial, seeds aside, on the same GPU, in tables of two folders: one median, to the printed digit."""
+    """The same trial, seeds aside, on the same GPU, in tables of two folders: one time, to the printed digit."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     tabled = {folder for page in pages for folder, _ in MARKER.findall(page.read_text()) if folder in FOLDERS}
     printed: dict[tuple[str, str | None, str], dict[str, str]] = defaultdict(dict)
     for folder in sorted(tabled):
         for group in load_results([RESULTS / folder]).groups:
-            for cell in group.cells:
+            for configuration in group.configurations:
                 for sample in TIMED:
-                    if seconds := measures.of_processes(cell.ok, sample):
-                        printed[cell.trial.name.rsplit("/", 1)[0], group.gpu, sample][folder] = text.milliseconds(
-                            seconds
+                    if seconds := measures.of_processes(configuration.ok, sample):
+                        printed[configuration.trial.name.rsplit("/", 1)[0], group.gpu, sample][folder] = (
+                            text.milliseconds(seconds)
                         )
     found = defaultdict(list)
     for (name, _, sample), figures in printed.items():

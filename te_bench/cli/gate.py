@@ -177,12 +177,12 @@ def _wanted(
     margin: str, alpha: float | None, mde: str | None, only: str | None, compare_fail: list[str] | None
 ) -> dict[str, Any]:
     """What is asked of two revisions and of two runs alike."""
-    from te_bench.gate import stored_runs
+    from te_bench.gate.question import ALPHA
     from te_bench.reports.exchange.compare_fail import parse
 
     return {
         "margin": fraction("margin", margin),
-        "alpha": stored_runs.ALPHA if alpha is None else alpha,
+        "alpha": ALPHA if alpha is None else alpha,
         "mde": None if mde is None else fraction("mde", mde),
         "only": only,
         "limits": [parse(expression) for expression in compare_fail or ()],

@@ -25,6 +25,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from te_bench.gate.looks import HolmClaim, LogRatios, MeasuredRatio, TrialRatios, divisor, holm
+from te_bench.gate.question import ALPHA, MARGIN
 from te_bench.gate.slowdown import Estimate, likeness
 
 FAMILY = "geometric mean"
@@ -75,8 +76,9 @@ class GateDecision:
     family: GateJudgement | None
 
     @property
-    def judgements(self) -> tuple[GateJudgement, ...]:
-        return (*self.trials.values(), *([self.family] if self.family else []))
+    def judgements(self) -> dict[str, GateJudgement]:
+        """The trials' and the family's, by name."""
+        return {**self.trials, **({FAMILY: self.family} if self.family else {})}
 
     @property
     def more(self) -> dict[str, int]:
@@ -88,8 +90,8 @@ def decide(
     ratios: Ratios,
     *,
     means: Ratios | None = None,
-    margin: float = 0.02,
-    alpha: float = 0.05,
+    margin: float = MARGIN,
+    alpha: float = ALPHA,
     looks: Sequence[int] | None = None,
     ended: bool = False,
     mde: float | None = None,
@@ -170,9 +172,8 @@ def _build_series(
     together = likeness([logs for name, logs in found.items() if name != FAMILY], trim=trim)
     series = {}
     for name, logs in found.items():
-        planned = (
-            (max(len(logs), FEWEST),) if looks is None else tuple(looks)
-        )  # once: a look that fewer pairs do not reach
+        # once: a look that fewer pairs do not reach
+        planned = (max(len(logs), FEWEST),) if looks is None else tuple(looks)
         at = looks_until(len(logs), planned) if ended else planned
         alike = together.bound(likeness([logs], trim=trim))
         series[name] = LogRatios(logs=logs, looks=at, bar=bar, trim=trim, alike=alike)

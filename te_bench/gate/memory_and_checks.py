@@ -68,8 +68,8 @@ class Match:
         return {seed: (b, c) for seed, (b, c) in found.items() if b and c and b.outcome == "ok" and c.outcome == "ok"}
 
 
-def by_seed(cell: Configuration | None) -> dict[int, Row]:
-    return {row.trial.seed: row for row in cell.rows} if cell else {}
+def by_seed(configuration: Configuration | None) -> dict[int, Row]:
+    return {row.trial.seed: row for row in configuration.rows} if configuration else {}
 
 
 def compare_all(matches: Iterable[Match]) -> list[GateFinding]:
@@ -79,7 +79,7 @@ def compare_all(matches: Iterable[Match]) -> list[GateFinding]:
 def compare_match(match: Match) -> list[GateFinding]:
     """Everything that is found in one configuration."""
     if match.candidate is None:
-        return [_finding(match, FindingKind.MISSING, 4, "in the baseline, not in the candidate")]
+        return [_missing(match, "in the baseline, not in the candidate")]
     if match.baseline is None:
         wrong = [row for row in match.candidate.rows if row.outcome == "failed_check"]
         told = f"new in the candidate: {match.candidate.outcome}"
@@ -96,8 +96,16 @@ def compare_match(match: Match) -> list[GateFinding]:
     ]
 
 
-def _finding(match: Match, kind: FindingKind, code: int, message: str) -> GateFinding:
-    return GateFinding(name=match.name, kind=kind, code=code, message=message)
+def _finding(match: Match, kind: FindingKind, code: int, message: str, suffix: str = "") -> GateFinding:
+    return GateFinding(name=match.name + suffix, kind=kind, code=code, message=message)
+
+
+def _note(match: Match, message: str) -> GateFinding:
+    return _finding(match, FindingKind.NOTE, 0, message)
+
+
+def _missing(match: Match, message: str, suffix: str = "") -> GateFinding:
+    return _finding(match, FindingKind.MISSING, 4, message, suffix)
 
 
 def _compare_outcomes(match: Match) -> list[GateFinding]:
@@ -110,16 +118,11 @@ def _compare_outcomes(match: Match) -> list[GateFinding]:
     for (old, new), rows in changes.items():
         if _is_worse(old, new):
             found.append(_failure(match, rows, new, f"{old} in the baseline"))
-        elif new not in _ENDED:
-            same = "as in the baseline" if old == new else f"{old} in the baseline"
-            found.append(_finding(match, FindingKind.NOTE, 0, f"{new}, {same}: {_format_seeds(rows)}"))
-        elif old not in _ENDED:
-            found.append(_finding(match, FindingKind.NOTE, 0, f"{new}, {old} in the baseline: {_format_seeds(rows)}"))
+        elif new not in _ENDED or old not in _ENDED:
+            found.append(_note(match, f"{new}, {'as' if old == new else old} in the baseline: {_format_seeds(rows)}"))
     for side, own, others in (("baseline", before, after), ("candidate", after, before)):
         if only := [row for seed, row in own.items() if seed not in others]:
-            found.append(
-                _finding(match, FindingKind.NOTE, 0, f"in the {side} only, so in no pair: {_format_seeds(only)}")
-            )
+            found.append(_note(match, f"in the {side} only, so in no pair: {_format_seeds(only)}"))
     return found
 
 
@@ -127,17 +130,10 @@ def _find_untimed(match: Match) -> Iterable[GateFinding]:
     """Times that the baseline has and the candidate does not, in any pair: what is not timed cannot be slower."""
     for sample, suffix in TIMED.items():
         if any(seconds_of(old, sample) and not seconds_of(new, sample) for old, new in match.pairs.values()):
-            yield GateFinding(
-                name=match.name + suffix,
-                kind=FindingKind.MISSING,
-                code=4,
-                message="timed in the baseline, not in the candidate",
-            )
+            yield _missing(match, "timed in the baseline, not in the candidate", suffix)
     timed = [[any(seconds_of(record, sample) for sample in TIMED) for record in pair] for pair in match.pairs.values()]
     if any(new for _, new in timed) and not any(old for old, _ in timed):
-        yield _finding(
-            match, FindingKind.MISSING, 4, "timed in the candidate, not in the baseline: nothing to compare with"
-        )
+        yield _missing(match, "timed in the candidate, not in the baseline: nothing to compare with")
 
 
 def _is_worse(old: str, new: str) -> bool:
@@ -167,16 +163,12 @@ def _compare_memory(match: Match) -> Iterable[GateFinding]:
             [numbers(record.samples.get(sample)) for record in side] for side in zip(*match.pairs.values(), strict=True)
         ]
         if sides and any(sides[0]) and not any(sides[1]):
-            yield _finding(
-                match, FindingKind.MISSING, 4, f"{name} memory recorded in the baseline, not in the candidate"
-            )
+            yield _missing(match, f"{name} memory recorded in the baseline, not in the candidate")
         peaks = _measured_in_both(match, "samples", sample)
         yield from _compare_peaks(match, sample, name, peaks)
     tried = [(_peaks_of_tries(b), _peaks_of_tries(c)) for b, c in match.pairs.values()]
     if any(old for old, _ in tried) and not any(new for _, new in tried):
-        yield _finding(
-            match, FindingKind.MISSING, 4, "peak memory of each batch recorded in the baseline, not in the candidate"
-        )
+        yield _missing(match, "peak memory of each batch recorded in the baseline, not in the candidate")
     batches = [max(old.keys() & new.keys()) for old, new in tried if old.keys() & new.keys()]
     if batches:
         batch = min(batches)  # the largest that fits on both sides, in every pair
@@ -245,9 +237,8 @@ def compare_studies(baseline: Iterable[Group], candidate: Iterable[Group]) -> li
     """
     old, new = ({s.title: s for group in groups for s in studies(group) if s.whole} for groups in (baseline, candidate))
     both = [title for title in new if title in old]
-    return [
-        finding for title in both for finding in _compare_verdicts(judge_study(old[title]), judge_study(new[title]))
-    ]
+    judged = [(judge_study(old[title]), judge_study(new[title])) for title in both]
+    return [finding for pair in judged for finding in _compare_verdicts(*pair)]
 
 
 def _compare_verdicts(old: StudyVerdict, new: StudyVerdict) -> list[GateFinding]:

@@ -29,11 +29,11 @@ def sentence(gate: Gate) -> str:
     answer = _ANSWERS[gate.exit_code]
     if gate.exit_code == 5:
         return f"{answer}: nothing is judged, for the runs are of different environments: {'; '.join(gate.mismatch)}."
-    trials = list(gate.decision.trials.values()) if gate.decision else []
-    counts = [(verdict, sum(one.verdict is verdict for one in trials)) for verdict in GateVerdict]
+    trials = [one.verdict for one in gate.trials.values()]
+    counts = [(verdict, trials.count(verdict)) for verdict in GateVerdict]
     said = [f"{n} {verdict}" for verdict, n in counts if n]
     said = [f"{', '.join(said)} of {len(trials)} timed"] if said else ["nothing was timed on both sides"]
-    family = gate.decision.family if gate.decision else None
+    family = gate.judgements.get(FAMILY)
     told = family and (family.verdict is not GateVerdict.INCONCLUSIVE or gate.exit_code != REGRESSED)
     said += [f"their geometric mean {family.verdict}"] if family and told else []
     for code in (1, 4, 3):
@@ -46,10 +46,8 @@ def table(gate: Gate, limit: int | None = None) -> Table | None:
     """A row a trial, the slowest first, and their geometric mean; names of `limit` characters, cut in the middle."""
     if gate.decision is None:
         return None
-    ordered = sorted(gate.decision.trials.items(), key=lambda item: -(item[1].ratio or 0.0))
-    rows = [(*_row(name, one, gate, limit),) for name, one in ordered]
-    if gate.decision.family:
-        rows.append(_row(FAMILY, gate.decision.family, gate, limit))
+    ordered = sorted(gate.judgements.items(), key=lambda item: (item[0] == FAMILY, -(item[1].ratio or 0.0)))
+    rows = [_row(name, one, gate, limit) for name, one in ordered]
     bars = f"{_percent(gate.margin)} and {_percent(MEAN_MARGINS * gate.margin)}"
     note = (
         "Ratios: candidate / baseline, of typical calls (on a CPU the lowest tenth, on a GPU the median) and of the mean of "
@@ -57,29 +55,28 @@ def table(gate: Gate, limit: int | None = None) -> Table | None:
         "calls so slow a change a REGRESSION in 80 % of gates, a less slow one in fewer. Pairs set aside are in parentheses."
         f"{_say_how_rare(gate)}"
     )
-    columns = ("Trial", "Typical call", "All calls", "Finds", "Pairs", "Verdict")
-    return table_of("gate", "Seconds", columns, rows, note)
+    return table_of("gate", "Seconds", rows, note)
 
 
 def _say_how_rare(gate: Gate) -> str:
     """How rare a slow call may be and go unnoticed: none of n shows one in n / 3 in 5 % of cases (the rule of three)."""
-    fewest = min(gate.calls.values(), default=0)
+    fewest = min(gate.timed.calls.values(), default=0)
     if not fewest:
         return ""
     rare = f"what slows fewer than 1 in {max(fewest // 3, 1):,} can go unseen"
     return f" Of each trial either side made at least {fewest:,} calls: {rare}."
 
 
-def _row(name: str, one: GateJudgement, gate: Gate, limit: int | None) -> tuple[Value, ...]:
-    aside = gate.throttled.get(name, 0)
-    return (
-        word(name if limit is None else _cut_middle(name, limit)),
-        _ratio(one),
-        _ratio(one.mean or MeasuredRatio()),
-        number(one.detectable, lambda share: text.MISSING if share is None else f">= {_percent(share)}"),
-        Value(text=f"{one.pairs}{f' ({aside})' if aside else ''}", sort=one.pairs),
-        Value(text=one.verdict.value, sort=one.verdict.value),
-    )
+def _row(name: str, one: GateJudgement, gate: Gate, limit: int | None) -> dict[str, Value]:
+    aside = gate.timed.throttled.get(name, 0)
+    return {
+        "Trial": word(name if limit is None else _cut_middle(name, limit)),
+        "Typical call": _ratio(one),
+        "All calls": _ratio(one.mean or MeasuredRatio()),
+        "Finds": number(one.detectable, lambda share: text.MISSING if share is None else f">= {_percent(share)}"),
+        "Pairs": Value(text=f"{one.pairs}{f' ({aside})' if aside else ''}", sort=one.pairs),
+        "Verdict": word(one.verdict.value),
+    }
 
 
 def _ratio(one: MeasuredRatio) -> Value:
@@ -105,7 +102,10 @@ def terminal(gate: Gate) -> list[str]:
     lines = textwrap.wrap(sentence(gate), _WIDTH)
     full = table(gate)
     if full is not None:
-        rest = sum(max(len(v) for v in _texts(full, i)) + 2 for i in range(1, len(full.columns)))
+        columns = zip(
+            [column.title for column in full.columns], *([v.text for v in row] for row in full.rows), strict=True
+        )
+        rest = sum(max(map(len, column)) + 2 for column in list(columns)[1:])
         shown = table(gate, max(12, _WIDTH - rest))
         assert shown is not None
         lines += ["", *tables.terminal(shown), *textwrap.wrap(full.note, _WIDTH), ""]
@@ -120,10 +120,6 @@ def terminal(gate: Gate) -> list[str]:
     return lines
 
 
-def _texts(shown: Table, column: int) -> list[str]:
-    return [shown.columns[column].title, *(row[column].text for row in shown.rows)]
-
-
 def _wrap(content: str) -> list[str]:
     return textwrap.wrap(content, _WIDTH, subsequent_indent="    ", initial_indent="  " if content[0] == " " else "")
 
@@ -132,14 +128,7 @@ def _undecided(gate: Gate) -> dict[str, GateJudgement]:
     """What would have to be decided for another answer: nothing once there is a regression."""
     if gate.exit_code == REGRESSED:
         return {}
-    return {name: one for name, one in _all_judgements(gate).items() if one.verdict is GateVerdict.INCONCLUSIVE}
-
-
-def _all_judgements(gate: Gate) -> dict[str, GateJudgement]:
-    if gate.decision is None:
-        return {}
-    family = {FAMILY: gate.decision.family} if gate.decision.family else {}
-    return {**gate.decision.trials, **family}
+    return {name: one for name, one in gate.judgements.items() if one.verdict is GateVerdict.INCONCLUSIVE}
 
 
 def _sections(gate: Gate) -> list[tuple[str, list[GateFinding]]]:
@@ -173,7 +162,7 @@ def junit(gate: Gate) -> str:
     environment: error; INCONCLUSIVE: skipped, for it is neither shown slower nor shown not to be.
     """
     suite = ElementTree.Element("testsuite", name="te-bench gate", time="0")
-    for name, one in _all_judgements(gate).items():
+    for name, one in gate.judgements.items():
         element = {GateVerdict.REGRESSION: "failure", GateVerdict.INCONCLUSIVE: "skipped"}.get(one.verdict)
         message = one.reason if element else f"{one.verdict}: {one.reason}"
         _add_case(suite, name, "time", element, one.verdict.value, message)
@@ -224,8 +213,8 @@ def to_json(gate: Gate) -> dict[str, Any]:
         "environment_change_allowed": gate.allowed,
         "notes": list(gate.notes),
         "pairs_compared": gate.compared,
-        "trials": [_to_json(name, one, gate) for name, one in (gate.decision.trials if gate.decision else {}).items()],
-        "family": _to_json(FAMILY, gate.decision.family, gate) if gate.decision and gate.decision.family else None,
+        "trials": [_to_json(name, one, gate) for name, one in gate.trials.items()],
+        "family": _to_json(FAMILY, gate.judgements[FAMILY], gate) if FAMILY in gate.judgements else None,
         "findings": [
             {"name": f.name, "kind": f.kind.value, "exit_code": f.code, "message": f.message} for f in gate.findings
         ],
@@ -236,7 +225,7 @@ def _to_json(name: str, one: GateJudgement, gate: Gate) -> dict[str, Any]:
     fields = ("reason", "pairs", "ratio", "low", "high", "detectable", "needed")
     known = {field: getattr(one, field) for field in fields}
     mean = None if one.mean is None else asdict(one.mean)
-    counts = {"throttled": gate.throttled.get(name, 0), "calls": gate.calls.get(name)}
+    counts = {"throttled": gate.timed.throttled.get(name, 0), "calls": gate.timed.calls.get(name)}
     return {"name": name, "verdict": one.verdict.value, **known, "mean": mean, **counts}
 
 

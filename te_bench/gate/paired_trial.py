@@ -29,10 +29,8 @@ from te_bench.gate.revision_process import WARM_UP, Lines
 PROTOCOL = "turns"
 #: Of each revision and timed call: more make a pair no less noisy, fewer do (docs/gate.md).
 MOST_TURNS, FEWEST_TURNS = 16, 10
-TURN_S, TIMED_S = (
-    0.03,
-    0.9,
-)  # a turn lasts the first or one call; a revision's turns the second, within the numbers above
+#: A turn lasts the first or one call; a revision's turns the second, within the numbers above.
+TURN_S, TIMED_S = 0.03, 0.9
 SHORTEST_S = 1e-7  # of a call: an empty one still has a time
 PAUSE_S = 0.002  # before a turn: threads of the other revision may spin for so long after its last
 #: What revisions share: it is imported once. With torch comes all but te_bench that `quick` needs.

@@ -1,13 +1,14 @@
 """What a live gate is asked."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from te_bench.gate.stored_runs import ALPHA, MARGIN
 from te_bench.reports.exchange.compare_fail import Limit
+
+#: A slow-down by less than this share counts as none, and the error rate of each claim.
+MARGIN, ALPHA = 0.02, 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,9 +21,7 @@ class Question:
     device: str
     suite: str = "quick"
     only: str | None = None
-    options: Mapping[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # of spec.Options, as far as a revision knows it
+    options: Mapping[str, Any] = field(default_factory=dict)  # of spec.Options, as far as a revision knows it
     margin: float = MARGIN
     alpha: float = ALPHA
     mde: float | None = None

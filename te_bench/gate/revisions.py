@@ -181,8 +181,7 @@ def _choose_next(gate: Gate, cells: Sequence[str]) -> list[str]:
 
     Who is slower is what the gate was called for, and is known sooner so: see te_bench.gate.decision.
     """
-    trials = gate.decision.trials if gate.decision else {}
-    undecided = {name: one for name, one in trials.items() if one.more}
+    undecided = {name: one for name, one in gate.trials.items() if one.more}
 
     def of(names: Iterable[str]) -> list[str]:
         chosen = {name.removesuffix(suffix) for name in names for suffix in TIMED.values()}
@@ -194,7 +193,7 @@ def _choose_next(gate: Gate, cells: Sequence[str]) -> list[str]:
 def _describe_round(number: int, cells: Sequence[str] | None, gate: Gate | None) -> str:
     if cells is None or gate is None:
         return f"round {number + 1}: every trial"
-    suspect = any(one.suspect for one in gate.decision.trials.values()) if gate.decision else False
+    suspect = any(one.suspect for one in gate.trials.values())
     trials = f"{len(cells)} {'trial' if len(cells) == 1 else 'trials'}{' that may be slower' if suspect else ''}"
     return f"round {number + 1}: {trials}"
 

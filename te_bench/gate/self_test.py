@@ -155,7 +155,6 @@ def _first_timed(question: Question) -> str:
 
 
 def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
-    judged = gate.decision.trials if gate.decision else {}
     return {
         "condition": condition.name,
         "slower": condition.fault.get("slower"),
@@ -166,10 +165,10 @@ def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
                 "verdict": one.verdict,
                 "ratio": one.ratio,
                 "pairs": one.pairs,
-                "ratios": list(gate.ratios[name]),
-                "means": list(gate.means.get(name, [])),
+                "ratios": list(gate.timed.ratios[name]),
+                "means": list(gate.timed.means.get(name, [])),
             }
-            for name, one in judged.items()
+            for name, one in gate.trials.items()
         },
     }
 
@@ -247,7 +246,7 @@ def redraw(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float,
         drawn = {name: generator.choice(pairs, size=most).T.tolist() for name, pairs in known.items()}
         ratios, means = ({name: kinds[i] for name, kinds in drawn.items() if i < len(kinds)} for i in (0, 1))
         decision = decide(ratios, means=means or None, margin=margin, alpha=alpha, looks=looks)
-        found += any(one.verdict is GateVerdict.REGRESSION for one in decision.judgements)
+        found += any(one.verdict is GateVerdict.REGRESSION for one in decision.judgements.values())
     return found / gates
 
 
@@ -268,22 +267,21 @@ def passed(rates: Sequence[Rate], alpha: float) -> bool:
 def table(rates: Sequence[Rate]) -> Table:
     """A row a condition."""
     rows = [
-        (
-            word(one.condition.name),
-            Value(text=f"{one.alarms} of {one.gates}", sort=one.alarms),
-            word(f"{100 * one.low:.0f} to {100 * one.high:.0f} %"),
-            number(one.redrawn, lambda share: text.MISSING if share is None else f"{100 * share:.1f} %"),
-            Value(text=f"{one.undecided}", sort=one.undecided),
-            number(one.pairs, lambda pairs: f"{pairs or 0:.1f}"),
-            number(one.longest_s, lambda seconds: f"{seconds or 0:.0f}"),
-        )
+        {
+            "Planted": word(one.condition.name),
+            "Alarms": Value(text=f"{one.alarms} of {one.gates}", sort=one.alarms),
+            "Interval": word(f"{100 * one.low:.0f} to {100 * one.high:.0f} %"),
+            "Redrawn": number(one.redrawn, lambda share: text.MISSING if share is None else f"{100 * share:.1f} %"),
+            "Undecided": Value(text=f"{one.undecided}", sort=one.undecided),
+            "Pairs": number(one.pairs, lambda pairs: f"{pairs or 0:.1f}"),
+            "Longest, s": number(one.longest_s, lambda seconds: f"{seconds or 0:.0f}"),
+        }
         for one in rates
     ]
     note = (
         "Alarms: gates with exit code 1, of a crash 4; of unchanged code they are false. Interval: exact, 95 %. Redrawn: "
         f"of {REDRAWN} gates whose ratios are drawn from all of these. Undecided: exit code 3. Pairs: a trial, on average."
     )
-    columns = ("Planted", "Alarms", "Interval", "Redrawn", "Undecided", "Pairs", "Longest, s")
-    found = table_of("self-test", "Self-test", columns, rows, note)
+    found = table_of("self-test", "Self-test", rows, note)
     assert found is not None  # there are conditions
     return found

@@ -15,15 +15,15 @@ import dataclasses
 import fnmatch
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from te_bench.experiments.spec import Record
-from te_bench.gate.decision import FEWEST, GateDecision, GateVerdict, check_test, decide
+from te_bench.gate.decision import FEWEST, GateDecision, GateJudgement, GateVerdict, check_test, decide
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_all, compare_studies
+from te_bench.gate.question import ALPHA, MARGIN
 from te_bench.reports.analysis.measures import median, seconds_of
 from te_bench.reports.analysis.rows import (
     TIMED,
@@ -35,11 +35,10 @@ from te_bench.reports.analysis.rows import (
     load_results,
     printable,
 )
-from te_bench.reports.exchange.compare_fail import STATS, Limit, judge
+from te_bench.reports.exchange.compare_fail import STATS, Limit, why_exceeded
 from te_bench.reports.exchange.pytest_stats import summary
 
 PASSED, REGRESSED, UNDECIDED, INCOMPLETE, MISMATCHED = 0, 1, 3, 4, 5
-MARGIN, ALPHA = 0.02, 0.05
 #: Of an environment's identity, what is to differ between the two sides of a gate.
 _JUDGED = "code"
 #: nvml.h, nvmlClocksEventReasons*: hardware slowdown, software and hardware thermal slowdown, power brake. Not 0x4, the
@@ -48,6 +47,20 @@ _THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
 SEEDS = 8  # of each of two stored runs that are to say something (docs/gate.md)
 TELLING = 5  # different times of a process: two processes of short kernels may share fewer, as coarse as clocks are
 QUIET = 0.1  # the quantile of a process's samples on a CPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedPairs:
+    """{trial: its ratios candidate / baseline, by round}, of what processes count by and of all their calls.
+
+    A round is a seed of any trial. None where a trial has no pair of that seed, or one in which either GPU throttled.
+    """
+
+    ratios: dict[str, list[float | None]] = field(default_factory=dict)
+    means: dict[str, list[float | None]] = field(default_factory=dict)
+    throttled: dict[str, int] = field(default_factory=dict)  # pairs set aside for their clocks
+    copies: dict[str, list[int]] = field(default_factory=dict)  # seeds that do not count: another seed's over again
+    calls: dict[str, int] = field(default_factory=dict)  # of the pairs that count, on the side that has fewer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,19 +73,24 @@ class Gate:
     alpha: float
     decision: GateDecision | None = None
     findings: tuple[GateFinding, ...] = ()
-    throttled: Mapping[str, int] = dataclasses.field(default_factory=dict)  # {trial: pairs set aside for their clocks}
+    timed: TimedPairs = field(default_factory=TimedPairs)
     mismatch: tuple[str, ...] = ()  # how the environments differ
     allowed: bool = False  # to differ
     compared: int = 0  # pairs of records that ended ok
-    ratios: Mapping[str, Sequence[float | None]] = dataclasses.field(default_factory=dict)  # as `decide` took them
-    means: Mapping[str, Sequence[float | None]] = dataclasses.field(default_factory=dict)  # likewise
-    calls: Mapping[str, int] = dataclasses.field(default_factory=dict)  # {trial: calls of the side that has fewer}
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {Trial.cell: what its trials are called here}
+    names: Mapping[str, str] = field(default_factory=dict)  # {Trial.cell: what its trials are called here}
     notes: tuple[str, ...] = ()
 
     @property
+    def trials(self) -> Mapping[str, GateJudgement]:
+        return self.decision.trials if self.decision else {}
+
+    @property
+    def judgements(self) -> Mapping[str, GateJudgement]:
+        return self.decision.judgements if self.decision else {}
+
+    @property
     def verdicts(self) -> frozenset[GateVerdict]:
-        return frozenset(one.verdict for one in self.decision.judgements) if self.decision else frozenset()
+        return frozenset(one.verdict for one in self.judgements.values())
 
     @property
     def regressed(self) -> bool:
@@ -83,13 +101,12 @@ class Gate:
     def exit_code(self) -> int:
         if self.mismatch and not self.allowed:
             return MISMATCHED
-        verdicts = self.verdicts
         codes = {finding.code for finding in self.findings}
         if self.regressed or REGRESSED in codes:
             return REGRESSED
         if INCOMPLETE in codes or not self.compared:
             return INCOMPLETE
-        return UNDECIDED if GateVerdict.INCONCLUSIVE in verdicts or UNDECIDED in codes else PASSED
+        return UNDECIDED if GateVerdict.INCONCLUSIVE in self.verdicts or UNDECIDED in codes else PASSED
 
 
 def compare(
@@ -136,12 +153,14 @@ def compare(
             else None
         ),
         findings=(*compare_all(matches), *compare_studies(*sides), *_find_exceeded(matches, limits)),
-        throttled=timed.throttled,
+        timed=timed,
         compared=sum(len(match.pairs) for match in matches),
-        ratios=timed.ratios,
-        means=timed.means,
-        calls=timed.calls,
-        names={cell.id: match.name for match in matches for cell in (match.baseline, match.candidate) if cell},
+        names={
+            configuration.id: match.name
+            for match in matches
+            for configuration in (match.baseline, match.candidate)
+            if configuration
+        },
         notes=(*_note_environments(results, sides), *_note_order(matches), *_note_copies(timed), *few_seeds),
     )
 
@@ -150,9 +169,8 @@ def judge_at_end(gate: Gate, *, looks: Sequence[int], mde: float | None = None) 
     """`compare`'s answer at some look, judged as that of a gate that measures no more."""
     if gate.decision is None:
         return gate
-    decision = decide(
-        gate.ratios, means=gate.means, margin=gate.margin, alpha=gate.alpha, mde=mde, looks=looks, ended=True
-    )
+    timed, margin, alpha = gate.timed, gate.margin, gate.alpha
+    decision = decide(timed.ratios, means=timed.means, margin=margin, alpha=alpha, mde=mde, looks=looks, ended=True)
     return dataclasses.replace(gate, decision=decision)
 
 
@@ -161,27 +179,31 @@ def _choose_newest(results: Results, only: str | None) -> list[Group]:
     groups: dict[str, Group] = {}
     for group in results.groups:
         groups.setdefault(group.suite, group)
-    chosen = [dataclasses.replace(group, cells=_filter(group.cells, only)) for group in groups.values()]
-    return [group for group in chosen if group.cells]
-
-
-def _filter(cells: Sequence[Configuration], only: str | None) -> tuple[Configuration, ...]:
-    if only is None:
-        return tuple(cells)
-    kept = [
-        dataclasses.replace(cell, rows=tuple(row for row in cell.rows if fnmatch.fnmatch(row.trial.name, only)))
-        for cell in cells
+    chosen = [
+        dataclasses.replace(group, configurations=_filter(group.configurations, only)) for group in groups.values()
     ]
-    return tuple(cell for cell in kept if cell.rows)
+    return [group for group in chosen if group.configurations]
+
+
+def _filter(configurations: Sequence[Configuration], only: str | None) -> tuple[Configuration, ...]:
+    if only is None:
+        return tuple(configurations)
+    kept = [
+        dataclasses.replace(
+            configuration, rows=tuple(row for row in configuration.rows if fnmatch.fnmatch(row.trial.name, only))
+        )
+        for configuration in configurations
+    ]
+    return tuple(configuration for configuration in kept if configuration.rows)
 
 
 def _find_differences(results: Sequence[Results], sides: Sequence[Sequence[Group]]) -> tuple[str, ...]:
     """What differs in the identities of environments that measured the same configurations, the code apart."""
     found: dict[str, None] = {}
     for before in sides[0]:
-        cells = {cell.id for cell in before.cells}
+        configurations = {configuration.id for configuration in before.configurations}
         for after in sides[1]:
-            if not cells & {cell.id for cell in after.cells}:
+            if not configurations & {configuration.id for configuration in after.configurations}:
                 continue
             groups = zip(results, (before, after), strict=True)
             old, new = (identity(result.environments[group.environment]) for result, group in groups)
@@ -208,7 +230,7 @@ def _note_order(matches: Sequence[Match]) -> list[str]:
     ]
 
 
-def _note_copies(timed: "TimedPairs") -> list[str]:
+def _note_copies(timed: TimedPairs) -> list[str]:
     """Which pairs are left out for being copies."""
     return [
         f"{name}: left out, for a side has the very times of an earlier seed there: seed{'s' * (len(seeds) > 1)} "
@@ -217,7 +239,7 @@ def _note_copies(timed: "TimedPairs") -> list[str]:
     ]
 
 
-def _note_few_seeds(sides: Sequence[Sequence[Group]], timed: "TimedPairs") -> list[str]:
+def _note_few_seeds(sides: Sequence[Sequence[Group]], timed: TimedPairs) -> list[str]:
     """What to do about stored trials of which there are too few pairs to claim anything."""
     pairs = [sum(ratio is not None for ratio in ratios) for ratios in timed.ratios.values()]
     few = sum(number < FEWEST for number in pairs)
@@ -232,38 +254,24 @@ def _note_few_seeds(sides: Sequence[Sequence[Group]], timed: "TimedPairs") -> li
 
 def _match(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]:
     """Every configuration of either run, those of the baseline first, with its name: the trial's without the seed."""
-    before, after = ({cell.id: cell for group in side for cell in group.cells} for side in (baseline, candidate))
-    cells = {**after, **before}
-    order = [*before, *(cell for cell in after if cell not in before)]
-    names = {cell: cells[cell].trial.name.rpartition("/")[0] for cell in order}
+    before, after = ({one.id: one for group in side for one in group.configurations} for side in (baseline, candidate))
+    known = {**after, **before}
+    order = [*before, *(key for key in after if key not in before)]
+    names = {key: known[key].trial.name.rpartition("/")[0] for key in order}
     taken = list(names.values())
     return [
         Match(
-            name=printable(names[cell] + (f"#{cell[:8]}" if taken.count(names[cell]) > 1 else "")),
-            baseline=before.get(cell),
-            candidate=after.get(cell),
+            name=printable(names[key] + (f"#{key[:8]}" if taken.count(names[key]) > 1 else "")),
+            baseline=before.get(key),
+            candidate=after.get(key),
         )
-        for cell in order
+        for key in order
     ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimedPairs:
-    """{trial: its ratios candidate / baseline, by round}, of what processes count by and of all their calls.
-
-    A round is a seed of any trial. None where a trial has no pair of that seed, or one in which either GPU throttled.
-    """
-
-    ratios: dict[str, list[float | None]]
-    means: dict[str, list[float | None]]
-    throttled: dict[str, int]  # pairs
-    copies: dict[str, list[int]]  # seeds whose pairs do not count, for a process of theirs is another seed's over again
-    calls: dict[str, int]  # of the pairs that count, on the side that has fewer
 
 
 def _pair_times(matches: Sequence[Match]) -> TimedPairs:
     rounds = sorted({seed for match in matches for seed in match.pairs})
-    timed = TimedPairs(ratios={}, means={}, throttled={}, copies={}, calls={})
+    timed = TimedPairs()
     for match in matches:
         for sample, suffix in TIMED.items():
             pairs = {seed: pair for seed, pair in match.pairs.items() if _ratio(pair, sample) is not None}
@@ -298,24 +306,23 @@ def _find_copies(pairs: Mapping[int, tuple[Record, Record]], sample: str) -> lis
 
 def _find_exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[GateFinding]:
     """Trials whose statistics grew beyond a limit, a finding for each; pairs in which a GPU throttled count here neither."""
-    sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    found = []
     for match in matches if limits else ():
         for sample, suffix in TIMED.items():
             pairs = [pair for pair in match.pairs.values() if _ratio(pair, sample) and not any(map(_throttled, pair))]
-            for benchmarks, records in zip(sides, zip(*pairs, strict=True), strict=False):
-                benchmarks.append({"fullname": match.name + suffix, "stats": _summarize(records, sample)})
-    if not sides[0]:
-        return []
-    judged = judge(limits, *({"benchmarks": benchmarks} for benchmarks in sides))
-    return [
-        GateFinding(
-            name=f.fullname,
-            kind=FindingKind.THRESHOLD,
-            code=REGRESSED,
-            message=f"{f.reason} (a threshold, no statistics)",
-        )
-        for f in judged.failures
-    ]
+            sides = [_summarize(records, sample) for records in zip(*pairs, strict=True)]
+            said = [why_exceeded(limit, *sides) for limit in limits] if sides else []
+            found += [
+                GateFinding(
+                    name=match.name + suffix,
+                    kind=FindingKind.THRESHOLD,
+                    code=REGRESSED,
+                    message=f"{why} (a threshold, no statistics)",
+                )
+                for why in said
+                if why
+            ]
+    return found
 
 
 def _summarize(records: Sequence[Record], sample: str) -> dict[str, float]:

@@ -14,19 +14,10 @@ from te_bench.reports.analysis.layers import LayerVariant, layer_variants
 from te_bench.reports.analysis.ranking import StepRanking, rank_steps
 from te_bench.reports.analysis.rows import Group, Results, load_results
 from te_bench.reports.analysis.steps import measured_steps
-from te_bench.reports.convergence.arm_stability import ArmStability, arm_stabilities
 from te_bench.reports.convergence.stress import StressLadder, stress_ladders
 from te_bench.reports.convergence.study import studies
 from te_bench.reports.convergence.study_verdict import StudyVerdict
 from te_bench.reports.convergence.verdict import judge_study
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyResult:
-    """A convergence study: its verdict, and how stable each of its configurations trained."""
-
-    verdict: StudyVerdict
-    stability: tuple[ArmStability, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +30,7 @@ class GroupResult:
     floor: Floor
     layers: tuple[LayerVariant, ...]
     trainings: tuple[TrainingComparison, ...]
-    studies: tuple[StudyResult, ...]
+    studies: tuple[StudyVerdict, ...]
     stress: tuple[StressLadder, ...]
     largest_batches: tuple[LargestBatch, ...]
     attention: AttentionTimes
@@ -63,10 +54,9 @@ def load_report(directories: Sequence[Path]) -> ReportResult:
 
 def group_result(group: Group) -> GroupResult:
     """Every number of a group."""
-    cells = group.of("train_step")
-    baseline = next((cell for cell in cells if cell.id == group.baseline), None)
-    steps = measured_steps(cells, baseline, group.gpu)
-    judged = [judge_study(study) for study in studies(group) if study.whole]
+    configurations = group.of("train_step")
+    baseline = next((configuration for configuration in configurations if configuration.id == group.baseline), None)
+    steps = measured_steps(configurations, baseline, group.gpu)
     return GroupResult(
         group=group,
         steps=rank_steps(steps),
@@ -74,7 +64,7 @@ def group_result(group: Group) -> GroupResult:
         floor=floor_of(group, steps),
         layers=layer_variants(group),
         trainings=comparisons(group),
-        studies=tuple(StudyResult(verdict=found, stability=arm_stabilities(found)) for found in judged),
+        studies=tuple(judge_study(study) for study in studies(group) if study.whole),
         stress=stress_ladders(group),
         largest_batches=largest_batches(group),
         attention=attention_times(group),

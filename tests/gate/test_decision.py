@@ -250,7 +250,7 @@ def simulated(kind: str, slower: list[float], *, share: float = 1.0, simulations
     for one in {*range(10), *telling.tolist()}:
         decision, run = live(logs[one], most)
         expected = list(found.verdicts[one]), found.pairs[one]
-        assert ([judgement.verdict for judgement in decision.judgements], run) == expected
+        assert ([judgement.verdict for judgement in decision.judgements.values()], run) == expected
     return found
 
 

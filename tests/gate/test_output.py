@@ -9,7 +9,7 @@ from journals import HOSTILE
 from te_bench.gate import output
 from te_bench.gate.decision import decide
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding
-from te_bench.gate.stored_runs import Gate
+from te_bench.gate.stored_runs import Gate, TimedPairs
 
 LONG = "train_step/gpt2-b12-t1024-V50304/cudnn/fp8/float8_current_scaling/compile-reduce-overhead"
 LAYER = "layer/te_layer-fair-b4-s2048-h32/cudnn/fp8/float8_current_scaling/compile-reduce-overhead"
@@ -31,7 +31,7 @@ def gate(**changes) -> Gate:
     known |= {
         "findings": (found(1), found(4, FindingKind.MISSING), found(3, FindingKind.VERDICT), found(0, FindingKind.NEW))
     }
-    return Gate(**(known | {"compared": 40, "throttled": {"short": 2}} | changes))
+    return Gate(**(known | {"compared": 40, "timed": TimedPairs(throttled={"short": 2})} | changes))
 
 
 def test_the_terminal_has_every_verdict_in_a_hundred_columns() -> None:
@@ -68,9 +68,9 @@ def test_what_finds_and_what_passes_are_told_apart() -> None:
 
 
 def test_how_rare_a_slow_call_may_be_and_go_unseen_is_told() -> None:
-    shown = " ".join(" ".join(output.terminal(gate(calls={LONG: 90, LAYER: 400}))).split())
+    shown = " ".join(" ".join(output.terminal(gate(timed=TimedPairs(calls={LONG: 90, LAYER: 400})))).split())
     assert "at least 90 calls: what slows fewer than 1 in 30 can go unseen" in shown
-    assert output.to_json(gate(calls={LONG: 90}))["trials"][0]["calls"] == 90
+    assert output.to_json(gate(timed=TimedPairs(calls={LONG: 90})))["trials"][0]["calls"] == 90
 
 
 def test_what_records_say_stays_text_in_markdown() -> None:
@@ -79,9 +79,8 @@ def test_what_records_say_stays_text_in_markdown() -> None:
     assert "<script" not in shown
     assert "\\| a" in shown
     assert "Baseline a\\|b, candidate runs/b." in shown
-    assert (
-        len([line for line in shown.splitlines() if line.startswith("| ")]) == 6
-    )  # a heading, four trials, their mean
+    rows = [line for line in shown.splitlines() if line.startswith("| ")]
+    assert len(rows) == 6  # a heading, four trials, their mean
 
 
 def test_junit_counts_what_it_holds() -> None:

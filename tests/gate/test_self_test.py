@@ -16,7 +16,7 @@ from te_bench.gate.decision import GateVerdict, decide
 from te_bench.gate.places import Place, places
 from te_bench.gate.question import Question
 from te_bench.gate.self_test import Condition, conditions, interval, measure_rate, passed, redraw
-from te_bench.gate.stored_runs import Gate, process_s
+from te_bench.gate.stored_runs import Gate, TimedPairs, process_s
 from te_bench.reports.page.embed import embed
 
 RESULTS = Path(__file__).parents[2] / "results" / "gate"
@@ -115,7 +115,8 @@ def test_it_goes_on_where_it_was_cut_short_and_counts_no_other_question(
         assert question.gpu == "GPU-1"
         ratios = {"a": noisy(1.0, 1)[0]}
         decision = decide(ratios, looks=(9,))
-        return Gate(baseline="a", candidate="b", margin=0.02, alpha=0.05, decision=decision, ratios=ratios, compared=9)
+        timed = TimedPairs(ratios=ratios)
+        return Gate(baseline="a", candidate="b", margin=0.02, alpha=0.05, decision=decision, timed=timed, compared=9)
 
     monkeypatch.setattr(revisions, "run", gate)
     said: list[str] = []
@@ -188,7 +189,7 @@ def test_todays_rule_raises_no_false_alarm_on_the_published_pairs() -> None:
             ratios = {name: trial["ratios"] for name, trial in answer["trials"].items()}
             decision = decide(ratios, margin=answer["asked"]["margin"], looks=revisions.LOOKS, ended=True)
             found[f"{answer['condition']} alarms"] += GateVerdict.REGRESSION in {
-                one.verdict for one in decision.judgements
+                one.verdict for one in decision.judgements.values()
             }
             found[f"{answer['condition']} passed"] += sum(one.passed for one in decision.trials.values())
     alarms = [found[f"{name} alarms"] for name in ("unchanged", "10 % slower", "5 % slower")]

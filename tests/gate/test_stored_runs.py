@@ -129,7 +129,7 @@ def test_pairs_in_which_a_gpu_throttled_are_set_aside(tmp_path: Path) -> None:
     baseline = changed(steps("baseline"), 5, device_state={"throttle_reasons": 0x8})
     found = gate(tmp_path, baseline, candidate)
     [(name, one)] = found.decision.trials.items()
-    assert (one.pairs, found.throttled) == (6, {name: 2})
+    assert (one.pairs, found.timed.throttled) == (6, {name: 2})
 
 
 # Co-gates.

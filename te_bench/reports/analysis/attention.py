@@ -11,7 +11,6 @@ from te_bench.reports.analysis.measures import (
     Ratio,
     finite,
     geometric_mean,
-    median,
     numbers,
     of_processes,
     paired_ratio,
@@ -25,7 +24,7 @@ from te_bench.reports.analysis.rows import Configuration, Group
 class AttentionTime:
     """A configuration of attention: seconds and FLOP/s of the forward and the backward pass alone."""
 
-    cell: Configuration
+    configuration: Configuration
     forward_s: float | None = None
     backward_s: float | None = None
     forward_flop_per_s: float | None = None
@@ -36,16 +35,13 @@ class AttentionTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingErrors:
-    """Largest relative error against fp64 of each draw, q scaled before or after QK^T, and of SDPA; and their medians."""
+    """Largest relative error against fp64 of each draw, q scaled before or after QK^T, and of SDPA."""
 
-    cell: Configuration
-    before: tuple[float, ...] = ()
-    after: tuple[float, ...] = ()
-    sdpa: tuple[float, ...] = ()
-    before_median: float | None = None
-    after_median: float | None = None
-    sdpa_median: float | None = None
-    allclose: bool | None = None
+    configuration: Configuration
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    sdpa: tuple[float, ...]
+    allclose: bool | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,39 +74,39 @@ PEERS = ("cudnn", "flash", "math")
 
 def attention_peer(group: Group) -> str | None:
     """What a group's attention is compared with: the one of PEERS with most configurations, the first of several."""
-    there = [cell.trial.attention for cell in group.of("attention") if cell.ok]
+    there = [configuration.trial.attention for configuration in group.of("attention") if configuration.ok]
     return max((name for name in PEERS if name in there), key=there.count, default=None)
 
 
 def attention_times(group: Group) -> AttentionTimes:
     """The attention configurations, together by shape, in the plan's order."""
-    cells, peer = _by_shape(group.of("attention")), attention_peer(group)
-    times = tuple(_time(cell, cells, peer) for cell in cells)
+    configurations, peer = _by_shape(group.of("attention")), attention_peer(group)
+    times = tuple(_time(configuration, configurations, peer) for configuration in configurations)
     shapes = _fastest_first(times)
     return AttentionTimes(times=times, peer=peer, fastest=_count_fastest([shape for shape in shapes if len(shape) > 1]))
 
 
-def _time(cell: Configuration, cells: Sequence[Configuration], peer: str | None) -> AttentionTime:
-    forward, backward = (of_processes(cell.ok, sample) for sample in PASSES)
-    work: Mapping[str, Any] = cell.ok[0].work if cell.ok else {}
-    same = dataclasses.replace(cell.trial, attention=peer or "", seed=0)
-    peers = (other for other in cells if dataclasses.replace(other.trial, seed=0) == same)
+def _time(configuration: Configuration, configurations: Sequence[Configuration], peer: str | None) -> AttentionTime:
+    forward, backward = (of_processes(configuration.ok, sample) for sample in PASSES)
+    work: Mapping[str, Any] = configuration.ok[0].work if configuration.ok else {}
+    same = dataclasses.replace(configuration.trial, attention=peer or "", seed=0)
+    peers = (other for other in configurations if dataclasses.replace(other.trial, seed=0) == same)
     return AttentionTime(
-        cell=cell,
+        configuration=configuration,
         forward_s=forward,
         backward_s=backward,
         forward_flop_per_s=_rate(work.get("forward_flop"), forward),
         backward_flop_per_s=_rate(work.get("backward_flop"), backward),
-        speedups=_speedups(next(peers, None), cell),
+        speedups=_speedups(next(peers, None), configuration),
     )
 
 
-def _speedups(peer: Configuration | None, cell: Configuration) -> dict[str, Ratio]:
+def _speedups(peer: Configuration | None, configuration: Configuration) -> dict[str, Ratio]:
     """The peer's seconds over these, paired by run and seed: forward, backward and both. Nothing of the peer itself."""
-    if peer is None or peer.id == cell.id:
+    if peer is None or peer.id == configuration.id:
         return {}
     passes = {"forward": PASSES[:1], "backward": PASSES[1:], "both": PASSES}
-    ratios = {way: paired_ratio(peer, cell, *samples) for way, samples in passes.items()}
+    ratios = {way: paired_ratio(peer, configuration, *samples) for way, samples in passes.items()}
     return {way: ratio for way, ratio in ratios.items() if ratio is not None}
 
 
@@ -120,21 +116,26 @@ def _fastest_first(times: Sequence[AttentionTime]) -> list[list[Configuration]]:
     Attention in FP8 stands apart from attention that is not: it computes with other numbers.
     """
     together: dict[tuple[str, bool], list[tuple[float, Configuration]]] = {}
-    for cell in (time.cell for time in times):
-        if total := geometric_mean(list(seconds_by_seed(cell, *PASSES).values())):
-            alike = dataclasses.replace(cell.trial, attention="", seed=0).id, in_fp8(cell.trial.attention)
-            together.setdefault(alike, []).append((total.value, cell))
-    return [[cell for _, cell in sorted(found, key=lambda item: item[0])] for found in together.values()]
+    for configuration in (time.configuration for time in times):
+        if total := geometric_mean(list(seconds_by_seed(configuration, *PASSES).values())):
+            alike = (
+                dataclasses.replace(configuration.trial, attention="", seed=0).id,
+                in_fp8(configuration.trial.attention),
+            )
+            together.setdefault(alike, []).append((total.value, configuration))
+    return [
+        [configuration for _, configuration in sorted(found, key=lambda item: item[0])] for found in together.values()
+    ]
 
 
 def _count_fastest(shapes: Sequence[Sequence[Configuration]]) -> FastestAttention:
     clear, tied, once = Counter[str](), Counter[str](), Counter[str]()
-    for cells in shapes:
-        best = rank([logarithms(cell, *PASSES) for cell in cells]).best
+    for configurations in shapes:
+        best = rank([logarithms(configuration, *PASSES) for configuration in configurations]).best
         if len(best) > 1:
-            tied[" and ".join(sorted(cells[place].trial.attention for place in best))] += 1
+            tied[" and ".join(sorted(configurations[place].trial.attention for place in best))] += 1
         else:
-            (clear if best else once)[cells[best[0] if best else 0].trial.attention] += 1
+            (clear if best else once)[configurations[best[0] if best else 0].trial.attention] += 1
     return FastestAttention(shapes=len(shapes), clear=clear, tied=tied, once=once)
 
 
@@ -143,9 +144,9 @@ def _rate(flop: object, seconds: float | None) -> float | None:
     return amount / seconds if amount and seconds else None
 
 
-def _by_shape(cells: Sequence[Configuration]) -> list[Configuration]:
-    shapes = list(dict.fromkeys(cell.shape for cell in cells))
-    return sorted(cells, key=lambda cell: shapes.index(cell.shape))
+def _by_shape(configurations: Sequence[Configuration]) -> list[Configuration]:
+    shapes = list(dict.fromkeys(configuration.shape for configuration in configurations))
+    return sorted(configurations, key=lambda one: shapes.index(one.shape))
 
 
 def scaling_errors(group: Group) -> tuple[ScalingErrors, ...]:
@@ -153,22 +154,19 @@ def scaling_errors(group: Group) -> tuple[ScalingErrors, ...]:
     return tuple(map(_scaling_errors, _by_shape(group.of("attention_numerics"))))
 
 
-def _scaling_errors(cell: Configuration) -> ScalingErrors:
-    before, after, sdpa = (_draws(cell, f"error_{name}") for name in ("scale_before", "scale_after", "sdpa"))
+def _scaling_errors(configuration: Configuration) -> ScalingErrors:
+    before, after, sdpa = (_draws(configuration, f"error_{name}") for name in ("scale_before", "scale_after", "sdpa"))
     return ScalingErrors(
-        cell=cell,
+        configuration=configuration,
         before=before,
         after=after,
         sdpa=sdpa,
-        before_median=median(before),
-        after_median=median(after),
-        sdpa_median=median(sdpa),
-        allclose=_all([record.check.get("allclose") for record in cell.ok]),
+        allclose=_all([record.check.get("allclose") for record in configuration.ok]),
     )
 
 
-def _draws(cell: Configuration, sample: str) -> tuple[float, ...]:
-    return tuple(value for record in cell.ok for value in numbers(record.samples.get(sample)))
+def _draws(configuration: Configuration, sample: str) -> tuple[float, ...]:
+    return tuple(value for record in configuration.ok for value in numbers(record.samples.get(sample)))
 
 
 def _all(answers: Sequence[object]) -> bool | None:

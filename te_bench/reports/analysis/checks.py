@@ -13,7 +13,7 @@ from te_bench.reports.analysis.rows import Configuration, Group
 class WorstError:
     """What of a configuration came closest to its limit, or went furthest over it, among all its repetitions."""
 
-    cell: Configuration
+    configuration: Configuration
     quantity: str | None = None
     error: float | None = None
     limit: float | None = None
@@ -23,18 +23,18 @@ class WorstError:
 
 def worst_errors(group: Group) -> tuple[WorstError, ...]:
     """Every configuration that was checked, the one nearest to its limit first. Failed checks count too."""
-    found = [_worst(cell) for cell in group.cells]
+    found = [_worst(configuration) for configuration in group.configurations]
     known = [error for error in found if error is not None]
     return tuple(sorted(known, key=lambda error: -math.inf if error.ratio is None else -error.ratio))
 
 
-def _worst(cell: Configuration) -> WorstError | None:
-    records = [row.record for row in cell.rows if row.record and row.record.check]
-    found = [worst_quantity(cell, record.check) for record in records]
+def _worst(configuration: Configuration) -> WorstError | None:
+    records = [row.record for row in configuration.rows if row.record and row.record.check]
+    found = [worst_quantity(configuration, record.check) for record in records]
     return max((e for e in found if e), key=lambda e: math.inf if e.ratio is None else e.ratio, default=None)
 
 
-def worst_quantity(cell: Configuration, check: Mapping[str, Any]) -> WorstError | None:
+def worst_quantity(configuration: Configuration, check: Mapping[str, Any]) -> WorstError | None:
     """The quantity of one check with the largest error / limit; one whose error is unknown is worse than any."""
     found = []
     for quantity in check.get("quantities") or []:
@@ -43,7 +43,7 @@ def worst_quantity(cell: Configuration, check: Mapping[str, Any]) -> WorstError 
         ratio = None if not known or (limit == 0 and error) else 0.0 if not error else error / (limit or math.nan)
         found.append(
             WorstError(
-                cell=cell,
+                configuration=configuration,
                 quantity=str(quantity.get("name")),
                 error=error,
                 limit=limit,

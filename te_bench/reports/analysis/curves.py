@@ -30,7 +30,7 @@ class LossPoint:
 class Training:
     """One configuration of `training`: its losses by step, mean over seeds, and the best validation loss it reached."""
 
-    cell: Configuration
+    configuration: Configuration
     train: tuple[LossPoint, ...]
     validation: tuple[LossPoint, ...]
     best: float | None  # lowest validation loss of each seed, mean over the seeds that ended ok
@@ -43,7 +43,7 @@ class Training:
 
     @property
     def diverged(self) -> bool:
-        return any(row.outcome == "diverged" for row in self.cell.rows)
+        return any(row.outcome == "diverged" for row in self.configuration.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class TrainingComparison:
     @property
     def timed(self) -> bool:
         """Whether its clocks are of one training at a time: not of those that shared a GPU."""
-        return not any("share" in training.cell.trial.problem for training in self.trainings)
+        return not any("share" in training.configuration.trial.problem for training in self.trainings)
 
     def behind(self, training: Training) -> float | None:
         """Best validation loss less the BF16 one's: above 0 is worse."""
@@ -70,40 +70,42 @@ class TrainingComparison:
 def comparisons(group: Group) -> tuple[TrainingComparison, ...]:
     """The training configurations of a group, together where their curves may be compared; trainings in the plan's order."""
     together: dict[tuple[object, ...], list[Configuration]] = {}
-    for cell in group.of("training"):
-        together.setdefault(cell.course, []).append(cell)
-    return tuple(_comparison(cells, group.baseline) for cells in together.values())
+    for configuration in group.of("training"):
+        together.setdefault(configuration.course, []).append(configuration)
+    return tuple(_comparison(configurations, group.baseline) for configurations in together.values())
 
 
-def _comparison(cells: Sequence[Configuration], baseline: str | None) -> TrainingComparison:
-    trainings = tuple(_training(cell) for cell in cells)
-    bf16 = [training for training in trainings if training.cell.trial.precision == "bf16" and training.validation]
+def _comparison(configurations: Sequence[Configuration], baseline: str | None) -> TrainingComparison:
+    trainings = tuple(_training(configuration) for configuration in configurations)
+    bf16 = [
+        training for training in trainings if training.configuration.trial.precision == "bf16" and training.validation
+    ]
     # the training that says most about seeds; the suite's baseline among equals, then the first planned
-    reference = max(bf16, key=lambda training: (training.n, training.cell.id == baseline), default=None)
-    problem = cells[0].trial.problem
+    reference = max(bf16, key=lambda training: (training.n, training.configuration.id == baseline), default=None)
+    problem = configurations[0].trial.problem
     length = f"{problem['steps']} steps" if problem.get("steps") else f"{problem.get('budget_s')} s"
     kind, colon, name = str(problem.get("data") or "").partition(":")
     data = f"{kind}{colon}{PurePath(name).name if kind == 'text' else name}"  # of a file, the name says enough
     title = ", ".join(str(word) for word in (problem.get("model"), data, length) if word)
     ended = sorted((training for training in trainings if training.best is not None), key=lambda t: t.best or 0.0)
-    best = rank([lowest_losses(training.cell) for training in ended]).best
+    best = rank([lowest_losses(training.configuration) for training in ended]).best
     return TrainingComparison(
         title=printable(title), trainings=trainings, reference=reference, lowest=tuple(ended[place] for place in best)
     )
 
 
-def _training(cell: Configuration) -> Training:
-    diverged = [row.record for row in cell.rows if row.record and row.outcome == "diverged"]
-    drawn = cell.ok or diverged  # a seed that diverged would cut the others' curves short; the tables count it
-    best = list(lowest_losses(cell).values())
+def _training(configuration: Configuration) -> Training:
+    diverged = [row.record for row in configuration.rows if row.record and row.outcome == "diverged"]
+    drawn = configuration.ok or diverged  # a seed that diverged would cut the others' curves short; the tables count it
+    best = list(lowest_losses(configuration).values())
     work = drawn[0].work if drawn else {}
     steps = [max(found) + 1 for record in drawn if (found := numbers(record.samples.get("step")))]  # from step 0 on
     times = [max(found) for record in drawn if (found := numbers(record.samples.get("time_s")))]
     last, time, per_step = median(steps), median(times), finite(work.get("tokens"))
     tokens = last * per_step if last is not None and per_step is not None else None
-    timed = time if "share" not in cell.trial.problem else None
+    timed = time if "share" not in configuration.trial.problem else None
     return Training(
-        cell=cell,
+        configuration=configuration,
         train=points(drawn, "step", "time_s", "loss"),
         validation=points(drawn, "val_step", "val_time_s", "val_loss"),
         best=statistics.fmean(best) if best else None,
@@ -116,9 +118,9 @@ def _training(cell: Configuration) -> Training:
     )
 
 
-def lowest_losses(cell: Configuration) -> dict[tuple[str, int], float]:
+def lowest_losses(configuration: Configuration) -> dict[tuple[str, int], float]:
     """{(run, seed): the lowest validation loss}, of the seeds that ended ok and have one."""
-    done = [(row.run, row.trial.seed, row.record) for row in cell.rows if row.record and row.outcome == "ok"]
+    done = [(row.run, row.trial.seed, row.record) for row in configuration.rows if row.record and row.outcome == "ok"]
     losses = {(run, seed): numbers(record.samples.get("val_loss")) for run, seed, record in done}
     return {pair: min(found) for pair, found in losses.items() if found}
 

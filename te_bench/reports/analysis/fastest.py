@@ -41,7 +41,7 @@ def fastest_of_each_kind(steps: Sequence[MeasuredStep]) -> tuple[FastestOfKind, 
     """
     found: dict[tuple[str, str], tuple[float, MeasuredStep]] = {}
     for step in steps:
-        trial = step.cell.trial
+        trial = step.configuration.trial
         kind = kind_of_step(trial), trial.precision
         if step.latency_s is not None and (kind not in found or step.is_baseline):
             found[kind] = step.latency_s, step
@@ -52,7 +52,7 @@ def fastest_of_each_kind(steps: Sequence[MeasuredStep]) -> tuple[FastestOfKind, 
             precision=precision,
             step=step,
             seconds=seconds,
-            times_as_long=speedup(step.cell, ordered[0][1][1].cell),
+            times_as_long=speedup(step.configuration, ordered[0][1][1].configuration),
         )
         for (kind, precision), (seconds, step) in ordered
     )

@@ -73,7 +73,7 @@ class Floor:
         """Those worth seeing side by side: the baseline and the fastest step of each precision."""
         fastest: dict[str, Breakdown] = {}
         for found in self.breakdowns:
-            fastest.setdefault(found.step.cell.trial.precision, found)
+            fastest.setdefault(found.step.configuration.trial.precision, found)
         return [b for b in self.breakdowns if b.step.is_baseline or b in fastest.values()]
 
 
@@ -86,8 +86,8 @@ def ceilings(group: Group) -> Ceilings | None:
     def rate(sample: str, work: str) -> float | None:
         found = [
             amount / min(seconds)
-            for cell in group.of("ceilings")
-            for record in cell.ok
+            for configuration in group.of("ceilings")
+            for record in configuration.ok
             if (seconds := numbers(record.samples.get(sample))) and (amount := finite(record.work.get(work)))
         ]
         return max(found) if found else None
@@ -108,7 +108,7 @@ def floor_of(group: Group, steps: Sequence[MeasuredStep]) -> Floor:
 
 
 def _breakdown(step: MeasuredStep, at: Ceilings) -> Breakdown | None:
-    kernels, costs = kernel_seconds(step.cell), _costs(step.cell)
+    kernels, costs = kernel_seconds(step.configuration), _costs(step.configuration)
     if not kernels or not costs or (at.fp8_flop_per_s is None and any(c.fp8_flop for c in costs)):
         return None
     seconds = dict.fromkeys((c.kind for c in costs), 0.0)
@@ -118,15 +118,15 @@ def _breakdown(step: MeasuredStep, at: Ceilings) -> Breakdown | None:
     return Breakdown(step=step, kinds=kinds, kernels=kernels)
 
 
-def _costs(cell: Configuration) -> tuple[Cost, ...]:
+def _costs(configuration: Configuration) -> tuple[Cost, ...]:
     """What the trial's step must do; nothing for a model that is no GPT of ours or a precision without a formula."""
-    problem = cell.trial.problem
-    config, precision = CONFIGS.get(str(problem.get("model"))), cell.trial.precision
+    trial, problem = configuration.trial, configuration.trial.problem
+    config, precision = CONFIGS.get(str(problem.get("model"))), trial.precision
     if config is None or precision not in ("bf16", "fp8"):
         return ()
-    config = dataclasses.replace(config, block_size=cell.trial.number("block"), vocab_size=cell.trial.number("vocab"))
+    config = dataclasses.replace(config, block_size=trial.number("block"), vocab_size=trial.number("vocab"))
     head = problem.get("head") == "fp8"
-    batch, padded = cell.trial.number("batch"), cell.trial.number("padded_vocab")
+    batch, padded = trial.number("batch"), trial.number("padded_vocab")
     clipped = bool(problem.get("grad_clip", 1.0))
     return cost.step(config, batch=batch, padded_vocab=padded, fp8=precision == "fp8", fp8_head=head, clipped=clipped)
 

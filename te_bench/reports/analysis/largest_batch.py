@@ -11,7 +11,7 @@ from te_bench.reports.analysis.rows import Configuration, Group
 class LargestBatch:
     """The largest batch that fits a configuration, its peak memory in bytes, and the smallest that did not fit."""
 
-    cell: Configuration
+    configuration: Configuration
     max_batch: float | None = None
     peak_allocated: float | None = None
     first_failed: float | None = None
@@ -21,21 +21,21 @@ class LargestBatch:
 
 def largest_batches(group: Group) -> tuple[LargestBatch, ...]:
     """Largest first; the smallest of a configuration's repetitions counts, for it is what fits."""
-    found = [_largest(cell) for cell in group.of("max_batch")]
+    found = [_largest(configuration) for configuration in group.of("max_batch")]
     return tuple(sorted(found, key=lambda m: math.inf if m.max_batch is None else -m.max_batch))
 
 
-def _largest(cell: Configuration) -> LargestBatch:
-    batches = [value for record in cell.ok for value in numbers(record.samples.get("max_batch"))]
+def _largest(configuration: Configuration) -> LargestBatch:
+    batches = [value for record in configuration.ok for value in numbers(record.samples.get("max_batch"))]
     largest = min(batches, default=None)
-    tries = [attempt for record in cell.ok for attempt in record.work.get("tries") or []]
+    tries = [attempt for record in configuration.ok for attempt in record.work.get("tries") or []]
     failed = [attempt.get("batch") for attempt in tries if not attempt.get("fits")]
     fitted = [a.get("peak_allocated_bytes") for a in tries if a.get("fits") and a.get("batch") == largest]
     return LargestBatch(
-        cell=cell,
+        configuration=configuration,
         max_batch=largest,
         peak_allocated=highest(numbers(fitted)),
         first_failed=min(numbers(failed), default=None),
-        limit_gib=finite(cell.trial.problem.get("memory_limit_gib")),
+        limit_gib=finite(configuration.trial.problem.get("memory_limit_gib")),
         tries=len(tries),
     )

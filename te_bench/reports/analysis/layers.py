@@ -59,7 +59,7 @@ class LayerVariant:
         """Those whose kernels are worth seeing side by side: the fastest of ours in FP8 and without, and of each peer."""
         fastest: dict[tuple[str, bool], MeasuredLayer] = {}
         for layer in self.layers:
-            trial = layer.step.cell.trial
+            trial = layer.step.configuration.trial
             family = next((name for name in FAMILIES if str(trial.problem.get("layer")).startswith(name)), None)
             if family and layer.kernels:
                 fastest.setdefault((family, trial.precision == "fp8"), layer)
@@ -71,14 +71,18 @@ def layer_variants(group: Group) -> tuple[LayerVariant, ...]:
 
     Where a run left the group's baseline out (--only), a plain layer stands in for it.
     """
-    cells = group.of("layer")
-    candidates = [cell for cell in cells if cell.id == group.baseline]
-    candidates += [cell for cell in cells if cell.trial.problem.get("layer") == "plain"]
+    configurations = group.of("layer")
+    candidates = [configuration for configuration in configurations if configuration.id == group.baseline]
+    candidates += [
+        configuration for configuration in configurations if configuration.trial.problem.get("layer") == "plain"
+    ]
     chosen = _rival(candidates[0]) if candidates else None
     found = []
-    for name in dict.fromkeys(cell.shape for cell in cells):
-        ours = [cell for cell in cells if cell.shape == name]
-        baseline = next((cell for cell in ours if chosen is not None and _is(cell, chosen)), None)
+    for name in dict.fromkeys(configuration.shape for configuration in configurations):
+        ours = [configuration for configuration in configurations if configuration.shape == name]
+        baseline = next(
+            (configuration for configuration in ours if chosen is not None and _is(configuration, chosen)), None
+        )
         layers = tuple(_measured(step, baseline) for step in measured_steps(ours, baseline, group.gpu))
         ranking = rank_steps([layer.step for layer in layers if layer.comparable])
         found.append(LayerVariant(name=name, layers=layers, ranking=ranking))
@@ -86,33 +90,35 @@ def layer_variants(group: Group) -> tuple[LayerVariant, ...]:
 
 
 def _measured(step: MeasuredStep, baseline: Configuration | None) -> MeasuredLayer:
-    cell, kernels = step.cell, kernel_seconds(step.cell)
+    configuration, kernels = step.configuration, kernel_seconds(step.configuration)
     kinds = [*(name for name, _ in KINDS), OTHER] if kernels else []
     by_kind = {name: sum(s for kernel, s in kernels.items() if kind_of(kernel) == name) for name in kinds}
-    gemm, flop = by_kind.get("GEMM"), finite(cell.ok[0].work.get("gemm_flop")) if cell.ok else None
+    gemm, flop = by_kind.get("GEMM"), finite(configuration.ok[0].work.get("gemm_flop")) if configuration.ok else None
     return MeasuredLayer(
         step=step,
-        comparable=baseline is None or cell.trial.problem.get("mask") == baseline.trial.problem.get("mask"),
+        comparable=baseline is None or configuration.trial.problem.get("mask") == baseline.trial.problem.get("mask"),
         kernels=kernels,
         by_kind=by_kind,
-        gemm_flop_per_s=flop / gemm if flop and gemm and cell.trial.attention not in ("manual", "math") else None,
+        gemm_flop_per_s=flop / gemm
+        if flop and gemm and configuration.trial.attention not in ("manual", "math")
+        else None,
     )
 
 
-def _rival(cell: Configuration) -> tuple[object, ...]:
-    trial = cell.trial
+def _rival(configuration: Configuration) -> tuple[object, ...]:
+    trial = configuration.trial
     return trial.problem.get("layer"), trial.attention, trial.precision, trial.recipe, trial.mode
 
 
-def _is(cell: Configuration, rival: tuple[object, ...]) -> bool:
+def _is(configuration: Configuration, rival: tuple[object, ...]) -> bool:
     """Whether a configuration is that rival; the MLP alone is whatever its attention."""
-    layer, attention, *rest = _rival(cell)
+    layer, attention, *rest = _rival(configuration)
     return (layer, *rest) == (rival[0], *rival[2:]) and attention in (rival[1], NO_ATTENTION)
 
 
-def kernel_seconds(cell: Configuration) -> dict[str, float]:
+def kernel_seconds(configuration: Configuration) -> dict[str, float]:
     """{kernel: seconds an iteration}, the mean over processes, the longest first; empty if none was profiled."""
-    profiles = [found for record in cell.ok if isinstance(found := record.work.get("kernel_s"), Mapping)]
+    profiles = [found for record in configuration.ok if isinstance(found := record.work.get("kernel_s"), Mapping)]
     total: dict[str, float] = {}
     for profile in profiles:
         for name, value in profile.items():

@@ -103,16 +103,16 @@ def of_process(record: Record, sample: str) -> float | None:
     return median(seconds_of(record, sample))
 
 
-def speedup(baseline: Configuration, cell: Configuration) -> Ratio | None:
+def speedup(baseline: Configuration, configuration: Configuration) -> Ratio | None:
     """Baseline's median latency over the configuration's, paired by run and seed; None when they do not do the same work.
 
     The baseline is 1 by definition and has no interval.
     """
-    if cell.id == baseline.id:
-        return Ratio(value=1.0, n=len(cell.ok))
-    if not same_work(baseline, cell):
+    if configuration.id == baseline.id:
+        return Ratio(value=1.0, n=len(configuration.ok))
+    if not same_work(baseline, configuration):
         return None
-    return paired_ratio(baseline, cell, "latency_s")
+    return paired_ratio(baseline, configuration, "latency_s")
 
 
 def paired_ratio(slower: Configuration, faster: Configuration, *samples: str) -> Ratio | None:
@@ -123,13 +123,13 @@ def paired_ratio(slower: Configuration, faster: Configuration, *samples: str) ->
 
 def same_work(one: Configuration, other: Configuration) -> bool:
     """Whether two configurations' steps process as many tokens."""
-    return len({record.work.get("tokens") for cell in (one, other) for record in cell.ok}) < 2
+    return len({record.work.get("tokens") for configuration in (one, other) for record in configuration.ok}) < 2
 
 
-def seconds_by_seed(cell: Configuration, *samples: str) -> dict[tuple[str, int], float]:
+def seconds_by_seed(configuration: Configuration, *samples: str) -> dict[tuple[str, int], float]:
     """{(run, seed): the sum of a process's medians of these samples}, of the processes that have all of them."""
     found = {}
-    for row in cell.rows:
+    for row in configuration.rows:
         if row.record and row.outcome == "ok":
             medians = [of_process(row.record, sample) for sample in samples]
             if all(medians):

@@ -78,23 +78,23 @@ class StepRanking:
 def rank_steps(steps: Sequence[MeasuredStep]) -> StepRanking:
     """Of steps in the order of `measured_steps`, the fastest first."""
     measured = [step for step in steps if step.latency_s is not None]
-    measured = [step for step in measured if same_work(measured[0].cell, step.cell)]
-    ranking = rank([logarithms(step.cell, "latency_s") for step in measured])
+    measured = [step for step in measured if same_work(measured[0].configuration, step.configuration)]
+    ranking = rank([logarithms(step.configuration, "latency_s") for step in measured])
     fastest, slower, alone = (tuple(measured[p] for p in each) for each in (ranking.best, ranking.worse, ranking.alone))
-    reason = why_tied([step.cell for step in fastest]) if len(fastest) > 1 else ""
+    reason = why_tied([step.configuration for step in fastest]) if len(fastest) > 1 else ""
     return StepRanking(steps=tuple(steps), fastest=fastest, slower=slower, alone=alone, reason=reason)
 
 
-def logarithms(cell: Configuration, *samples: str) -> dict[tuple[str, int], float]:
+def logarithms(configuration: Configuration, *samples: str) -> dict[tuple[str, int], float]:
     """`seconds_by_seed`, whose logarithms are what is compared: differences of them are ratios."""
-    return {pair: math.log(seconds) for pair, seconds in seconds_by_seed(cell, *samples).items()}
+    return {pair: math.log(seconds) for pair, seconds in seconds_by_seed(configuration, *samples).items()}
 
 
-def why_tied(cells: Sequence[Configuration]) -> str:
+def why_tied(configurations: Sequence[Configuration]) -> str:
     """Why these are not told apart: how few processes there were, and who disturbed them, where the records say so."""
-    n = min(len(cell.ok) for cell in cells)
+    n = min(len(configuration.ok) for configuration in configurations)
     reasons = [f"{'only ' if n <= FEW else ''}{n} runs of each"]
-    states = [record.device_state for cell in cells for record in cell.ok]
+    states = [record.device_state for configuration in configurations for record in configuration.ok]
     said = [(state.get("cpu_others") or 0.0, busy) for state in states if (busy := host.disturbance(state))]
     if said:
         times = f" in {len(said)} of {len(states)} runs" if len(said) < len(states) else ""

@@ -88,12 +88,12 @@ class Group:
     environment: str
     where: str  # readable name of the environment
     gpu: str | None
-    baseline: str | None  # the cell that is 1.00x
-    cells: tuple[Configuration, ...]
+    baseline: str | None  # id of the configuration that is 1.00x
+    configurations: tuple[Configuration, ...]
     judged: tuple[Plan, ...] = ()  # the plans that fixed what a verdict is judged by, the oldest first
 
     def of(self, workload: str) -> tuple[Configuration, ...]:
-        return tuple(cell for cell in self.cells if cell.trial.workload == workload)
+        return tuple(configuration for configuration in self.configurations if configuration.trial.workload == workload)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,9 @@ class Results:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        return tuple(row for group in self.groups for cell in group.cells for row in cell.rows)
+        return tuple(
+            row for group in self.groups for configuration in group.configurations for row in configuration.rows
+        )
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -149,7 +151,7 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
             where=where[environment],
             gpu=identity(bodies[environment]).get("gpu"),
             baseline=next((p.baseline for p in plans[suite, environment] if p.baseline), None),
-            cells=_cells(rows[suite, environment]),
+            configurations=_configurations(rows[suite, environment]),
             judged=tuple(
                 sorted((p for p in reversed(plans[suite, environment]) if p.judgement), key=lambda p: p.started_at)
             ),
@@ -215,9 +217,9 @@ def shape_label(problem: Mapping[str, Any]) -> str:
     if "kv_heads" in problem:
         words = [f"{word}/{problem['kv_heads']}" if word.startswith("H") else word for word in words]
     if "causal" in problem:
+        mask = "causal" if problem["causal"] else "full"
         windowed = "window_left" in problem
-        words.append(f"window {problem['window_left']}:{problem['window_right']}" if windowed else "")
-        words[-1] = words[-1] or ("causal" if problem["causal"] else "full")
+        words.append(f"window {problem['window_left']}:{problem['window_right']}" if windowed else mask)
     if problem.get("dropout"):
         words.append(f"dropout {problem['dropout']}")
     return " ".join(words)
@@ -273,18 +275,18 @@ def _measurement(row: Row) -> tuple[str, str | None]:
     return row.trial.id, row.record.started_at if row.record else None
 
 
-def _cells(rows: Iterable[Row]) -> tuple[Configuration, ...]:
-    by_cell: dict[str, list[Row]] = {}
+def _configurations(rows: Iterable[Row]) -> tuple[Configuration, ...]:
+    by_id: dict[str, list[Row]] = {}
     for row in rows:
-        by_cell.setdefault(row.trial.cell, []).append(row)
+        by_id.setdefault(row.trial.cell, []).append(row)
     comparable: dict[tuple[object, ...], dict[str, Trial]] = {}
-    for cell, found in by_cell.items():
+    for key, found in by_id.items():
         trial = found[0].trial
         together = {"training": _COURSE, "layer": ("variant",)}.get(trial.workload, ())
         course = [trial.problem.get(key) for key in together]
-        comparable.setdefault((trial.workload, *course), {})[cell] = trial
-    labels = {cell: label for trials in comparable.values() for cell, label in _labels(trials).items()}
-    return tuple(Configuration(rows=tuple(found), label=labels[cell]) for cell, found in by_cell.items())
+        comparable.setdefault((trial.workload, *course), {})[key] = trial
+    labels = {key: label for trials in comparable.values() for key, label in _labels(trials).items()}
+    return tuple(Configuration(rows=tuple(found), label=labels[key]) for key, found in by_id.items())
 
 
 def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
@@ -296,11 +298,11 @@ def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
     differing = [key for key in keys if len({str(trial.problem.get(key)) for trial in trials.values()}) > 1]
     protocols = {trial.protocol for trial in trials.values()}
     labels = {}
-    for cell, trial in trials.items():
+    for key, trial in trials.items():
         if "arm" in trial.problem:
             words = [arm_name(trial)]
             words += [f"{key}={trial.problem.get(key)}" for key in differing if key not in _ARM]
-            labels[cell] = printable(", ".join(words))
+            labels[key] = printable(", ".join(words))
             continue
         words = [str(trial.problem.get("layer"))] if workload == "layer" else []
         words += [trial.attention, *([] if shaped else _vocabulary(trial.problem))]
@@ -312,7 +314,7 @@ def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
         others = [key for key in differing if key != "head" and trial.problem.get(key) is not None]
         words += [f"{key}={trial.problem[key]}" for key in others]
         words += [trial.protocol] if len(protocols) > 1 else []
-        labels[cell] = printable(", ".join(words))
+        labels[key] = printable(", ".join(words))
     return labels
 
 

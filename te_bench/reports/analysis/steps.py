@@ -24,7 +24,7 @@ OWN_GRAPHS = "compile-reduce-overhead"
 class MeasuredStep:
     """A configuration's training step, or iteration of a layer: throughput in 1/s, memory in bytes."""
 
-    cell: Configuration
+    configuration: Configuration
     is_baseline: bool
     #: The baseline's over the speed-up; without one, geometric mean of the processes' medians.
     latency_s: float | None = None
@@ -41,27 +41,27 @@ class MeasuredStep:
 
 
 def measured_steps(
-    cells: Iterable[Configuration], baseline: Configuration | None, gpu: str | None
+    configurations: Iterable[Configuration], baseline: Configuration | None, gpu: str | None
 ) -> tuple[MeasuredStep, ...]:
     """The configurations with their figures, fastest first, then those that were not measured in the order given."""
-    found = [_measured(cell, baseline, gpu) for cell in cells]
+    found = [_measured(configuration, baseline, gpu) for configuration in configurations]
     return tuple(sorted(found, key=lambda step: math.inf if step.latency_s is None else step.latency_s))
 
 
-def _measured(cell: Configuration, baseline: Configuration | None, gpu: str | None) -> MeasuredStep:
-    is_baseline = baseline is not None and cell.id == baseline.id
-    latency, ratio = of_processes(cell.ok, "latency_s"), speedup(baseline, cell) if baseline else None
+def _measured(configuration: Configuration, baseline: Configuration | None, gpu: str | None) -> MeasuredStep:
+    is_baseline = baseline is not None and configuration.id == baseline.id
+    latency, ratio = of_processes(configuration.ok, "latency_s"), speedup(baseline, configuration) if baseline else None
     if not latency:
-        return MeasuredStep(cell=cell, is_baseline=is_baseline)
+        return MeasuredStep(configuration=configuration, is_baseline=is_baseline)
     if ratio and baseline and not is_baseline:  # one estimate, whichever seeds are missing
         latency = (of_processes(baseline.ok, "latency_s") or math.nan) / ratio.value
-    steps = [step for record in cell.ok for step in seconds_of(record, "latency_s")]
-    tokens, flop = (finite(cell.ok[0].work.get(key)) for key in ("tokens", "flop"))
+    steps = [step for record in configuration.ok for step in seconds_of(record, "latency_s")]
+    tokens, flop = (finite(configuration.ok[0].work.get(key)) for key in ("tokens", "flop"))
     reached = flop / latency if flop else None
-    of_peak = peak_precision(cell)
+    of_peak = peak_precision(configuration)
     peak = hardware.peak(gpu, of_peak)
     return MeasuredStep(
-        cell=cell,
+        configuration=configuration,
         is_baseline=is_baseline,
         latency_s=latency,
         low_s=quantile(steps, 0.05),
@@ -72,23 +72,23 @@ def _measured(cell: Configuration, baseline: Configuration | None, gpu: str | No
         mfu=reached / peak if reached and peak else None,
         mfu_peak=of_peak if reached and peak else None,
         # torch's own graphs allocate nothing when they are replayed: what early records have there is no peak.
-        peak_allocated=None if cell.trial.mode == OWN_GRAPHS else _peak(cell, "peak_allocated_bytes"),
-        peak_reserved=_peak(cell, "peak_reserved_bytes"),
-        peak_rss=_peak(cell, "peak_rss_bytes"),
+        peak_allocated=None if configuration.trial.mode == OWN_GRAPHS else _peak(configuration, "peak_allocated_bytes"),
+        peak_reserved=_peak(configuration, "peak_reserved_bytes"),
+        peak_rss=_peak(configuration, "peak_rss_bytes"),
     )
 
 
-def peak_precision(cell: Configuration) -> str:
+def peak_precision(configuration: Configuration) -> str:
     """The precision whose peak an MFU is quoted against.
 
     An FP8 step does part of its work in BF16, so its ideal time is not that of either peak alone: quoted against BF16.
     fp32 is quoted against TF32 when the problem says that TF32 was allowed ("tf32": true).
     """
-    trial = cell.trial
+    trial = configuration.trial
     if trial.precision == "fp8":
         return "bf16"
     return "tf32" if trial.precision == "fp32" and trial.problem.get("tf32") else trial.precision
 
 
-def _peak(cell: Configuration, sample: str) -> float | None:
-    return highest(value for record in cell.ok for value in numbers(record.samples.get(sample)))
+def _peak(configuration: Configuration, sample: str) -> float | None:
+    return highest(value for record in configuration.ok for value in numbers(record.samples.get(sample)))

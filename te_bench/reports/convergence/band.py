@@ -47,7 +47,7 @@ def band(
     rise, and a confidence outside (0, 1).
     """
     at = np.asarray(steps, dtype=np.float64)
-    arms = [_curves(losses, at, arm) for losses, arm in ((candidate, "candidate"), (control, "control"))]
+    arms = [curves_of(losses, at, arm) for losses, arm in ((candidate, "candidate"), (control, "control"))]
     if not 0 < confidence < 1:
         raise ValueError(f"confidence {confidence}: give a number between 0 and 1, such as 0.95")
     if arms[0].shape != arms[1].shape:
@@ -94,7 +94,8 @@ def _signs(n: int) -> Array:
     return np.random.default_rng(0).choice(np.array([1.0, -1.0]), (PATTERNS, n))  # the same curves give the same band
 
 
-def _curves(losses: Sequence[Sequence[float]], steps: Array, arm: str) -> Array:
+def curves_of(losses: Sequence[Sequence[float]], steps: Array, arm: str) -> Array:
+    """(n, steps) losses of an arm's runs. Raises ValueError for another shape, and what is not finite or not in order."""
     if not steps.size or np.any(np.diff(steps) <= 0):
         raise ValueError(f"steps {steps.tolist()[:5]}: give the steps in order, each once")
     for run, curve in enumerate(losses, start=1):

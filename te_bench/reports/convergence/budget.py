@@ -48,9 +48,8 @@ def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path,
     for model, data in asked.data.items():
         words += ["--data", f"{model}={data}" if model else data]
     words += [] if asked.cache is None else ["--cache", str(asked.cache)]
-    seeds = (
-        1 if asked.share is None else -(-machine.slots // len(one.trials))
-    )  # as many beside each other as in the run
+    # As many beside each other as in the run.
+    seeds = 1 if asked.share is None else -(-machine.slots // len(one.trials))
     words += ["--seeds", str(seeds), "--steps", str(planning.pilot_steps(one.trials[0].problem)), "--out", folder]
     unknown = f"{len(missing)} of {len(one.trials)} configurations, such as {missing[0]}"
     return (

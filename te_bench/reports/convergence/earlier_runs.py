@@ -84,7 +84,7 @@ def chip_of(identity: Mapping[str, Any]) -> str | None:
 def seeds_begun_with(one: Experiment, journal: Journal | None) -> int | None:
     """The seeds that this very experiment was first planned with in --out, or None."""
     for plan in journal.plans if journal else ():
-        cells = {trial_of(value).cell for value in plan.trials}
-        if plan.suite == one.suite and one.baseline in cells and plan.judgement.get("seeds"):
+        planned = {trial_of(value).cell for value in plan.trials}
+        if plan.suite == one.suite and one.baseline in planned and plan.judgement.get("seeds"):
             return int(str(plan.judgement["seeds"]))
     return None

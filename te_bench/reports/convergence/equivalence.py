@@ -44,7 +44,7 @@ CLAIMS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Claims:
     """p-values: of -margin < gap < margin (the larger of its two one-sided), gap < margin, and gap > margin."""
 
@@ -74,9 +74,7 @@ class LossComparison:
     df: float  # that it is known with
     interval: tuple[float, float] | None  # 1 - 2 alpha, of the tests that the verdict is made by
     t_interval: tuple[float, float] | None  # 1 - 2 alpha, Student's or Welch's: too narrow where gaps are skewed
-    p_equivalence: float
-    p_non_inferior: float
-    p_inferior: float
+    claims: Claims
     correlation: float | None  # of the pairs
     power: float | None  # to show equivalence with these n and sd at a true gap of 0
     detectable: float | None  # the smallest margin that has 80 % power with these n and sd
@@ -95,9 +93,7 @@ class CandidateVerdict:
     reason: str
     family: int  # candidates judged together
     comparison: LossComparison | None = None
-    p_equivalence: float | None = None
-    p_non_inferior: float | None = None
-    p_inferior: float | None = None
+    claims: Claims | None = None
     seeds_needed: int | None = None  # to show what the gap as measured is, whatever the other candidates do
 
 
@@ -145,9 +141,7 @@ def compare(
         sd=sd if mean else 0.0,
         interval=interval,
         t_interval=_student(mean, alpha) if mean else None,
-        p_equivalence=claims.equivalent,
-        p_non_inferior=claims.non_inferior,
-        p_inferior=claims.inferior,
+        claims=claims,
         correlation=_correlation(*arms) if paired else None,
         power=tost_power(margin, se=mean.se, df=mean.df, alpha=alpha) if mean else None,
         detectable=detectable(se=mean.se, df=mean.df, alpha=alpha) if mean else None,
@@ -172,7 +166,7 @@ def judge(
 
     Holm is applied three times, over the candidates' p-values of each claim: equivalent, non-inferior, inferior. What
     must not happen, a candidate called EQUIVALENT or NON_INFERIOR though its gap is the margin or more, happens
-    for any of them with a probability of at most alpha: p_equivalence >= p_non_inferior for every candidate, Holm's
+    for any of them with a probability of at most alpha: equivalent >= non_inferior for every candidate, Holm's
     adjusted p-values rise with each p-value, so whatever is EQUIVALENT has also been rejected by the Holm procedure of
     the non-inferiority claims, and that one holds the family at alpha (Holm 1979; no independence needed, so a
     shared control is no matter). Likewise EQUIVALENT outside of the margin on either side, and INFERIOR within it.
@@ -188,16 +182,15 @@ def judge(
     check_test(margin, alpha)
     compared = {name: _compare_named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
     adjusted = [
-        _holm([getattr(compared[name], claim) if name in compared else 1.0 for name in names])
-        for claim in ("p_equivalence", "p_non_inferior", "p_inferior")
+        _holm([getattr(compared[name].claims, claim) if name in compared else 1.0 for name in names])
+        for claim in ("equivalent", "non_inferior", "inferior")
     ]
     judged = {}
-    for name, equivalent, non_inferior, inferior in zip(names, *adjusted, strict=True):
+    for name, *p_values in zip(names, *adjusted, strict=True):
         if name in broken:
             judged[name] = CandidateVerdict(verdict=Verdict.DIVERGED, reason=broken[name], family=len(names))
         else:
-            claims = Claims(equivalent=equivalent, non_inferior=non_inferior, inferior=inferior)
-            judged[name] = _judged(compared[name], claims, len(names))
+            judged[name] = _judged(compared[name], Claims(*p_values), len(names))
     return judged
 
 
@@ -215,9 +208,7 @@ def _judged(c: LossComparison, claims: Claims, family: int) -> CandidateVerdict:
         reason=reason,
         family=family,
         comparison=c,
-        p_equivalence=claims.equivalent,
-        p_non_inferior=claims.non_inferior,
-        p_inferior=claims.inferior,
+        claims=claims,
         seeds_needed=needed,
     )
 
@@ -233,12 +224,12 @@ def check_test(margin: float, alpha: float) -> None:
 def claims_of(mean: Mean, margin: float) -> Claims:
     """One-sided p-values of a mean gap against the margin, either way."""
     below, above = mean.p_below(margin), mean.p_above(-margin)
-    return Claims(equivalent=max(below, above), non_inferior=below, inferior=mean.p_above(margin))
+    return Claims(max(below, above), below, mean.p_above(margin))
 
 
 def _no_claims(same: bool) -> Claims:
     p = 0.0 if same else 1.0
-    return Claims(equivalent=p, non_inferior=p, inferior=1.0)
+    return Claims(p, p, 1.0)
 
 
 def outliers(gaps: Sequence[float] | Array) -> tuple[int, ...]:

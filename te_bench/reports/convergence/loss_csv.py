@@ -43,7 +43,6 @@ class Losses:
     source: str
     final: Mapping[str, float]
     curves: Mapping[str, Curve]
-    labels: Mapping[str, str]  # of a label column
     seeded: bool  # the seeds are the source's own, so two arms can be paired by them
     notes: tuple[str, ...] = ()  # what was taken for granted, to be shown
     repeated: tuple[str, ...] = ()  # names that several runs share, numbered here
@@ -237,7 +236,6 @@ def _finals(source: str, table: _Table) -> Losses:
             "another seed; write nan for a run that diverged, or add a column seed"
         )
     final: dict[str, float] = {}
-    labels: dict[str, str] = {}
     texts = [c for c in range(width) if c not in (seed, *numeric)]
     for place, (line, row) in enumerate(table.rows, start=1):
         name = row[seed] if seed is not None else str(place)
@@ -248,12 +246,11 @@ def _finals(source: str, table: _Table) -> Losses:
                 f"{table.path}, line {line}: seed {name} a second time; one final loss a seed, or add a column step"
             )
         final[name] = _loss(table, line, row[loss])
-        labels |= {name: row[texts[0]]} if texts else {}
-    kinds = list(dict.fromkeys(labels.values()))
+    kinds = list(dict.fromkeys(row[texts[0]] for _, row in table.rows)) if texts else []
     if 1 < len(kinds) < len(final):
         notes.append(f"{table.path} mixes {len(kinds)} labels ({', '.join(kinds[:3])}), taken as one configuration")
     _two(table.path, len(final))
-    return Losses(source=source, final=final, curves={}, labels=labels, seeded=seed is not None, notes=tuple(notes))
+    return Losses(source=source, final=final, curves={}, seeded=seed is not None, notes=tuple(notes))
 
 
 def _taken(table: _Table, column: int) -> str:
@@ -353,7 +350,7 @@ def _of_curves(source: str, curves: Mapping[str, Curve], notes: tuple[str, ...] 
     _two(source, len(curves))
     _apart(source, curves)
     final = {seed: curve.loss[-1] for seed, curve in curves.items()}
-    found = Losses(source=source, final=final, curves=dict(curves), labels={}, seeded=True, notes=notes)
+    found = Losses(source=source, final=final, curves=dict(curves), seeded=True, notes=notes)
     broke = broken(found)  # such a run may have been stopped for it
     ends = {seed: curve.step[-1] for seed, curve in curves.items() if seed not in broke}
     if len(set(ends.values())) > 1:

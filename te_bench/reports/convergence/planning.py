@@ -6,12 +6,11 @@ Spread and seconds come from records of earlier runs, a pilot's or the run's own
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
 from te_bench.experiments.spec import Record, Scalar, Trial
-from te_bench.reports.analysis.measures import numbers, step_seconds
+from te_bench.reports.analysis.measures import median, numbers, step_seconds
 from te_bench.reports.convergence import power
 from te_bench.reports.convergence.study import Study, StudyArm
 
@@ -222,11 +221,8 @@ def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, flo
     for record in records:
         if known := pace(record):
             paces.setdefault(_work(record.trial), []).append(known)
-    return {trial.name: _median(paces.get(_work(trial), ()), trial.number("steps")) for trial in trials}
-
-
-def _median(paces: Sequence[Pace], steps: int) -> float | None:
-    return median(known.seconds(steps) for known in paces) if paces else None
+    alike = {trial.name: (paces.get(_work(trial), ()), trial.number("steps")) for trial in trials}
+    return {name: median([one.seconds(steps) for one in found]) for name, (found, steps) in alike.items()}
 
 
 def seeds_within(budget_s: float, *, slots: int, seed_s: float, where: str = "") -> int:

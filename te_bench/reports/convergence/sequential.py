@@ -12,7 +12,6 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
 from te_bench.reports.convergence import skewed
@@ -27,16 +26,14 @@ SAME = 1e-9  # a spread below this share of the margin is rounding of the subtra
 # So many cells and directions hold every look to its share of alpha within 2 %, as far as 1,000,000 simulations can tell.
 _CELLS = 2400
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
-_REACH = 9.0  # standard deviations; beyond them the normal density is below 1e-18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoppingDecision:
-    """Where to stop: the verdict after n seeds, alpha that may be used up by then, and a plain sentence."""
+    """Where to stop: the verdict after n seeds, and a plain sentence."""
 
     verdict: Verdict
     n: int
-    spent: float
     reason: str
 
 
@@ -56,47 +53,16 @@ def spent(fraction: Array, alpha: float) -> Array:
     return np.asarray(2 * ndtr(ndtri(alpha / 2) / np.sqrt(fraction)))
 
 
-def nominal_levels(information_fractions: Sequence[float], alpha: float = 0.05) -> tuple[float, ...]:
-    """One-sided levels, look by look, that together reject a true null hypothesis in `alpha` of cases; known variance.
-
-    Recursive numerical integration of the sums' density over those that went on (Armitage, McPherson & Rowe
-    1969, J. R. Stat. Soc. A 132:235). Used for t statistics of few seeds they err: `t_levels` does not.
-    Raises ValueError for fractions that do not rise within (0, 1] and alpha outside (0, 0.5).
-    """
-    check_test(1.0, alpha)
-    fractions = np.asarray(information_fractions, dtype=np.float64)
-    if not (fractions.size and fractions[0] > 0 and fractions[-1] <= 1 and np.all(np.diff(fractions) > 0)):
-        raise ValueError(f"information fractions {list(information_fractions)}: give numbers that rise within (0, 1]")
-    places, masses, before, used, levels = np.zeros(1), np.ones(1), 0.0, 0.0, []
-    for fraction, budget in zip(fractions, spent(fractions, alpha), strict=True):
-        step, edge = math.sqrt(fraction - before), _REACH * math.sqrt(fraction)
-        bound = _bound(places, masses, step, budget - used, edge)
-        levels.append(float(ndtr(-bound / math.sqrt(fraction))))
-        nodes = -edge + (bound + edge) * (_NODES + 1) / 2
-        density = np.exp(-(((nodes[:, None] - places) / step) ** 2) / 2) / (step * math.sqrt(2 * math.pi)) @ masses
-        places, masses = nodes, density * _WEIGHTS * (bound + edge) / 2
-        before, used = fraction, budget
-    return tuple(levels)
-
-
-def _bound(places: Array, masses: Array, step: float, budget: float, edge: float) -> float:
-    """Where the sum's next value, one normal step from `places`, lies above with a probability of `budget`."""
-
-    def excess(bound: float) -> float:
-        return float(masses @ ndtr((places - bound) / step)) - budget
-
-    return float(brentq(excess, -edge, edge)) if excess(edge) < 0 else edge
-
-
 @lru_cache(maxsize=64)
 def t_levels(looks: tuple[int, ...], alpha: float = 0.05) -> tuple[float, ...]:
-    """`nominal_levels` for t statistics of the first n gaps, n in `looks`, exact for normal gaps of any variance.
+    """One-sided levels, look by look, that together reject a true null hypothesis in `alpha` of cases.
 
-    With the levels for a known variance, looks at 3, 4 ... 8 seeds reject a true null hypothesis in 5.8 % of
-    cases instead of 5 % (200,000 simulations). But the statistic depends on the direction of the vector of gaps alone,
+    They are for t statistics of the first n gaps, n in `looks`, exact for normal gaps of any variance. With the levels for a
+    known variance (Armitage, McPherson & Rowe 1969, J. R. Stat. Soc. A 132:235) looks at 3, 4 ... 8 seeds reject it in 5.8 %
+    of cases instead of 5 % (200,000 simulations). But the statistic depends on the direction of the vector of gaps alone,
     c = sum x / sqrt(n sum x^2) = sin psi with t = sqrt(n - 1) tan psi, which is independent of its length, so c over n
     is a Markov chain: with one more gap c' = (sqrt(n) sin psi cos theta + sin theta) / sqrt(n + 1), the density of
-    theta proportional to cos^(n-1). The same recursion thus runs in psi, one gap at a time, on cells of equal width.
+    theta proportional to cos^(n-1). Their recursion thus runs in psi, one gap at a time, on cells of equal width.
     Raises ValueError for looks that do not rise from 2 or more, and alpha outside (0, 0.5).
     """
     check_test(1.0, alpha)
@@ -179,7 +145,7 @@ def decide(
             verdict = Verdict.INCONCLUSIVE
         if verdict:
             reason = _reason(verdict, look, n, looks[-1], margin, budget)
-            return StoppingDecision(verdict=verdict, n=n, spent=budget, reason=reason)
+            return StoppingDecision(verdict=verdict, n=n, reason=reason)
     return None
 
 

@@ -26,9 +26,8 @@ ASSUMPTION = (
     "The error rate holds for gaps that are normal, heavy on both sides, as skewed as an exponential distribution, or of "
     "which one in ten lies 4 standard deviations off. Larger outliers can hide from so few runs"
 )
-LEAN = (
-    0.25  # of 0, 0.25, 0.5, 1 and 2 the one with which 3 to 13 normal gaps need the smallest margin at a power of 80 %
-)
+#: Of 0, 0.25, 0.5, 1 and 2 the one with which 3 to 13 normal gaps need the smallest margin at a power of 80 %.
+LEAN = 0.25
 FEWEST = 3  # two gaps have no skewness
 MOST = 100  # of more gaps the critical values of so many are used, which are a little too large
 TABLE = Path(__file__).with_name("skewed.json")

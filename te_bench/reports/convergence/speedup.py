@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from te_bench.reports.analysis.measures import CONFIDENCE, Ratio, geometric_mean
+from te_bench.reports.convergence.band import curves_of
 
 Array = NDArray[np.float64]
 
@@ -143,18 +144,13 @@ def _step_time(candidate: Sequence[float], control: Sequence[float]) -> Ratio | 
 
 
 def _checked(at: Array, control: Sequence[Sequence[float]], finals: Sequence[float]) -> tuple[Array, Array]:
-    if not at.size or at[0] < 0 or np.any(np.diff(at) <= 0):
-        raise ValueError(f"steps {at.tolist()[:5]}: give the steps in order, each once, from 0 or later")
+    if at.size and at[0] < 0:
+        raise ValueError(f"steps {at.tolist()[:5]}: give the steps from 0 or later")
     if not len(control) or len(control) != len(finals):
         raise ValueError(
             f"{len(finals)} candidate and {len(control)} control runs cannot be paired: give the same seeds"
         )
-    for run, curve in enumerate(control, start=1):
-        if len(curve) != at.size:
-            raise ValueError(f"control, run {run}: {len(curve)} losses at {at.size} steps; give one for each step")
-    losses, last = np.asarray(control, dtype=np.float64), np.asarray(finals, dtype=np.float64)
-    for run, place in np.argwhere(~np.isfinite(losses)):
-        raise ValueError(f"control, run {run + 1}: the loss is {losses[run, place]} at step {at[place]:g}")
+    losses, last = curves_of(control, at, "control"), np.asarray(finals, dtype=np.float64)
     for place in np.flatnonzero(~np.isfinite(last)):
         raise ValueError(f"candidate, run {place + 1}: the final loss is {last[place]}")
     return losses, last

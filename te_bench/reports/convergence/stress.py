@@ -29,18 +29,20 @@ class StressLadder:
 def stress_ladders(group: Group) -> tuple[StressLadder, ...]:
     """A ladder for each model and length."""
     together: dict[tuple[object, ...], list[Configuration]] = {}
-    for cell in group.of("training"):
-        if "lr_factor" in cell.trial.problem:
-            together.setdefault(cell.course, []).append(cell)
+    for configuration in group.of("training"):
+        if "lr_factor" in configuration.trial.problem:
+            together.setdefault(configuration.course, []).append(configuration)
     return tuple(map(_ladder, together.values()))
 
 
-def _ladder(cells: list[Configuration]) -> StressLadder:
+def _ladder(configurations: list[Configuration]) -> StressLadder:
     results: dict[str, dict[float, StressResult]] = {}
-    for cell in cells:
-        factor = float(str(cell.trial.problem["lr_factor"]))
-        results.setdefault(cell.trial.recipe or cell.trial.precision, {})[factor] = _result(cell)
-    problem = cells[0].trial.problem
+    for configuration in configurations:
+        factor = float(str(configuration.trial.problem["lr_factor"]))
+        results.setdefault(configuration.trial.recipe or configuration.trial.precision, {})[factor] = _result(
+            configuration
+        )
+    problem = configurations[0].trial.problem
     return StressLadder(
         title=f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps",
         factors=tuple(sorted({factor for by_factor in results.values() for factor in by_factor})),
@@ -48,12 +50,12 @@ def _ladder(cells: list[Configuration]) -> StressLadder:
     )
 
 
-def _result(cell: Configuration) -> StressResult:
-    runs = [Run(row) for row in cell.rows]
+def _result(configuration: Configuration) -> StressResult:
+    runs = [Run(row) for row in configuration.rows]
     finals = [run.final for run in runs if run.final is not None]
     return StressResult(
         runs=len(runs),
         diverged=sum(1 for run in runs if run.diverged),
         final=sum(finals) / len(finals) if finals else None,
-        outcome=cell.outcome,
+        outcome=configuration.outcome,
     )

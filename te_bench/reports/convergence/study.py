@@ -94,12 +94,12 @@ class StudyArm:
 
     kind: str
     name: str
-    cell: Configuration
+    configuration: Configuration
     runs: Mapping[int, Run]
 
     @property
     def trial(self) -> Trial:
-        return self.cell.trial
+        return self.configuration.trial
 
     @property
     def finals(self) -> dict[int, float]:
@@ -166,20 +166,20 @@ def studies(group: Group) -> tuple[Study, ...]:
     Raises ValueError for two control arms where one is wanted.
     """
     together: dict[tuple[object, ...], list[Configuration]] = {}
-    for cell in group.of("training"):
-        problem = cell.trial.problem
+    for configuration in group.of("training"):
+        problem = configuration.trial.problem
         if problem.get("arm") in KINDS and "lr_factor" not in problem:  # a rung of the stress ladder is no arm
             settings = tuple(problem.get(key) for key in ("batch", "accumulate", "learning_rate"))
-            together.setdefault((*cell.course, *settings), []).append(cell)
-    return tuple(_study(group, cells) for cells in together.values())
+            together.setdefault((*configuration.course, *settings), []).append(configuration)
+    return tuple(_study(group, configurations) for configurations in together.values())
 
 
-def _study(group: Group, cells: Sequence[Configuration]) -> Study:
-    problem = cells[0].trial.problem
+def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
+    problem = configurations[0].trial.problem
     title = printable(f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps")
-    judgement, notes = _judgement(group, cells)
+    judgement, notes = _judgement(group, configurations)
     seeds = finite(judgement.get("seeds"))
-    arms = [_arm(cell, notes, seeds) for cell in cells]
+    arms = [_arm(configuration, notes, seeds) for configuration in configurations]
     found = {kind: [arm for arm in arms if arm.kind == kind] for kind in KINDS}
     if len(found["control"]) > 1:
         raise ValueError(
@@ -200,9 +200,9 @@ def _study(group: Group, cells: Sequence[Configuration]) -> Study:
     )
 
 
-def _judgement(group: Group, cells: Sequence[Configuration]) -> tuple[Mapping[str, Scalar], list[str]]:
-    """What the first plan with a trial of these cells fixed, and how later ones differ from it."""
-    own = {row.trial.id for cell in cells for row in cell.rows}
+def _judgement(group: Group, configurations: Sequence[Configuration]) -> tuple[Mapping[str, Scalar], list[str]]:
+    """What the first plan with a trial of these configurations fixed, and how later ones differ from it."""
+    own = {row.trial.id for configuration in configurations for row in configuration.rows}
     plans = [plan for plan in group.judged if any(trial_of(value).id in own for value in plan.trials)]
     if not plans:
         return {}, []
@@ -216,11 +216,11 @@ def _judgement(group: Group, cells: Sequence[Configuration]) -> tuple[Mapping[st
     return first, list(changed.values())
 
 
-def _arm(cell: Configuration, notes: list[str], seeds: float | None) -> StudyArm:
+def _arm(configuration: Configuration, notes: list[str], seeds: float | None) -> StudyArm:
     """The runs of the planned seeds. Of a seed that was run twice a divergence counts, whatever the other run ended on."""
-    name, runs = printable(arm_name(cell.trial)), {}
+    name, runs = printable(arm_name(configuration.trial)), {}
     ranks = {"diverged": 0, "ok": 1}
-    for row in sorted(cell.rows, key=lambda row: (row.trial.seed, ranks.get(row.outcome, 2))):
+    for row in sorted(configuration.rows, key=lambda row: (row.trial.seed, ranks.get(row.outcome, 2))):
         seed = row.trial.seed
         if seeds is not None and seed >= seeds:
             notes.append(
@@ -230,4 +230,4 @@ def _arm(cell: Configuration, notes: list[str], seeds: float | None) -> StudyArm
             runs[seed] = Run(row)
         elif row.record is not None and runs[seed].record is not None:
             notes.append(f"{name}, seed {seed} was run twice: one run counts, a diverged one first")
-    return StudyArm(kind=str(cell.trial.problem["arm"]), name=name, cell=cell, runs=runs)
+    return StudyArm(kind=str(configuration.trial.problem["arm"]), name=name, configuration=configuration, runs=runs)

@@ -107,13 +107,12 @@ def _judge_recipes(study: Study, control: StudyArm, margin: float, alpha: float)
     arms, diverged = {}, {}
     looks = study.looks
     for arm in study.recipes:
-        seeds = paired_seeds(arm, control)
         if reason := why_diverged(arm):
             diverged[arm.name] = reason
         elif reason := _why_untestable(study, arm, control, stopped=bool(looks)):
             found[arm.name] = _inconclusive(reason, len(study.recipes))
         else:
-            arms[arm.name] = [arm.finals[s] for s in seeds], [control.finals[s] for s in seeds]
+            arms[arm.name] = _pair(arm, control)
     family = len(study.recipes)
     if looks:
         found |= {
@@ -123,6 +122,12 @@ def _judge_recipes(study: Study, control: StudyArm, margin: float, alpha: float)
         return found | {name: _judge_sequentially(*pair, looks, margin, alpha, family) for name, pair in arms.items()}
     untested = {name: judgement.reason for name, judgement in found.items()}
     return judge(arms, margin=margin, alpha=alpha, diverged=diverged | untested) | found
+
+
+def _pair(arm: StudyArm, control: StudyArm) -> tuple[list[float], list[float]]:
+    """The final losses of both, by the seeds that they share."""
+    seeds = paired_seeds(arm, control)
+    return [arm.finals[seed] for seed in seeds], [control.finals[seed] for seed in seeds]
 
 
 def _judge_sequentially(
@@ -145,8 +150,7 @@ def _judge_alone(study: Study, control: StudyArm, arm: StudyArm, margin: float, 
         return CandidateVerdict(verdict=Verdict.DIVERGED, reason=reason, family=1)
     if reason := _why_untestable(study, arm, control, stopped=bool(looks)):
         return _inconclusive(reason, 1)
-    seeds = paired_seeds(arm, control)
-    pair = [arm.finals[s] for s in seeds], [control.finals[s] for s in seeds]
+    pair = _pair(arm, control)
     if looks:  # by the rule that stopped it: a fixed test of as many seeds as a stop left has no fixed error rate
         return _judge_sequentially(*pair, looks, margin, alpha, 1)
     return judge({arm.name: pair}, margin=margin, alpha=alpha)[arm.name]

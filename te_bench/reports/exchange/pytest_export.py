@@ -10,7 +10,7 @@ What the readers need: github-action-benchmark (tool: pytest) of each benchmark 
 
 import fnmatch
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,7 @@ def _benchmarks(records: Sequence[Record], plans: Sequence[Plan], body: Mapping[
     found = []
     for record in records:
         trial = record.trial
+        words = (trial.attention, trial.precision, trial.recipe, trial.mode, f"s{trial.seed}")
         same = names.count(trial.name) > 1  # settings that the name does not show: the id tells them apart
         for quantity, values in _timed(record).items():
             name = trial.name + (f"#{trial.id[:8]}" if same else "") + TIMED[quantity]
@@ -158,7 +159,7 @@ def _benchmarks(records: Sequence[Record], plans: Sequence[Plan], body: Mapping[
                     "name": name,
                     "fullname": f"{suites.get(trial.id, 'te-bench')}::{name}"[:_LONGEST],
                     "params": _params(trial),
-                    "param": "-".join(_words(trial)),
+                    "param": "-".join(filter(None, words)),
                     "extra_info": _extra(record, quantity, body),
                     "options": _options(trial, len(values)),
                     "stats": summary(values),
@@ -166,10 +167,6 @@ def _benchmarks(records: Sequence[Record], plans: Sequence[Plan], body: Mapping[
                 | _as_it_was(trial)
             )
     return found
-
-
-def _words(trial: Trial) -> Iterable[str]:
-    return filter(None, (trial.attention, trial.precision, trial.recipe, trial.mode, f"s{trial.seed}"))
 
 
 def _params(trial: Trial) -> dict[str, Any]:

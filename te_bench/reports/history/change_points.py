@@ -36,7 +36,7 @@ _GAUSSIAN = 0.9538725524  # median |x - y| of two standard normal values: sqrt(2
 #: Of Hampel's identifier. At a reach of 3 one bad run at an end of 40 was taken for a change in 7 % of series, at 2 in 3 %.
 _WINDOW, _REACH = 5, 2.0
 _SIMULATED = 20_000  # series of noise, fewer of long ones; the seed is fixed: the same records give the same page
-_AT_ONCE = 1_000_000  # values of noise: 40 MB in the windows of _drawn_in
+_AT_ONCE = 1_000_000  # values of noise: 40 MB in the windows of drawn_in
 #: Largest excess of -2 log likelihood at the true place of a change, 95 %: -2 log(1 - sqrt(0.95)). Source: Hansen,
 #: "Sample splitting and threshold estimation", Econometrica 68 (2000), 575-603.
 _PLACE = -2 * math.log(1 - math.sqrt(CONFIDENCE))
@@ -84,9 +84,9 @@ def segment(values: Sequence[float], *, alpha: float = ALPHA) -> Segmentation:
     logs = np.log(np.asarray(values, dtype=np.float64))
     if n < SHORTEST:
         return Segmentation(changes=(), bounds=(0, n), levels=_levels(logs, (0, n)) if n else (), noise=None)
-    noise = max(float(_noise(logs)), FLOOR)
-    logs = _drawn_in(logs, np.asarray(noise))
-    bounds = _cut((logs - logs.mean()) / noise, penalty(n, alpha))
+    noise = max(float(noise_of(logs)), FLOOR)
+    logs = drawn_in(logs, np.asarray(noise))
+    bounds = cheapest_cuts((logs - logs.mean()) / noise, penalty(n, alpha))
     changes = tuple(_change(logs, noise, bounds[place - 1 : place + 2]) for place in range(1, len(bounds) - 1))
     return Segmentation(changes=changes, bounds=bounds, levels=_levels(logs, bounds), noise=noise)
 
@@ -103,18 +103,18 @@ def penalty(n: int, alpha: float) -> float:
     while left > 0:
         noise = random.standard_normal((min(left, max(_AT_ONCE // n, 1)), n))
         left -= len(noise)
-        deviation = _noise(noise)
-        found.append(_saved_by_one(_drawn_in(noise, deviation)) / deviation**2)
+        deviation = noise_of(noise)
+        found.append(_saved_by_one(drawn_in(noise, deviation)) / deviation**2)
     return float(np.quantile(np.concatenate(found), 1 - alpha / 2))
 
 
-def _noise(logs: Values) -> Values:
+def noise_of(logs: Values) -> Values:
     """The standard deviation of Gaussian values whose neighbours are as far apart; over the last axis."""
     apart: Values = np.median(np.abs(np.diff(logs, axis=-1)), axis=-1) / _GAUSSIAN
     return apart
 
 
-def _drawn_in(logs: Values, noise: Values) -> Values:
+def drawn_in(logs: Values, noise: Values) -> Values:
     """Values beyond twice the noise from the median of the five around them, moved to there; ends are mirrored."""
     around = [(0, 0)] * (logs.ndim - 1) + [(_WINDOW // 2, _WINDOW // 2)]
     windows = np.lib.stride_tricks.sliding_window_view(np.pad(logs, around, mode="reflect"), _WINDOW, axis=-1)
@@ -133,7 +133,7 @@ def _saved_by_one(values: Values) -> Values:
     return most
 
 
-def _cut(scaled: Values, price: float) -> tuple[int, ...]:
+def cheapest_cuts(scaled: Values, price: float) -> tuple[int, ...]:
     """0, the places of the cheapest changes, the length: exact, over every number of changes."""
     from ruptures import KernelCPD  # 0.7 s: only those who search for changes pay it
 

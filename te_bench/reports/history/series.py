@@ -1,7 +1,7 @@
-"""The times of a cell over commits and environments: series in order of time, and where their level changed.
+"""The times of a configuration over commits and environments: series in order of time, and where their level changed.
 
-A series is one cell (a trial without its seed) and one timed quantity on one kind of machine. A point of it is what one
-run measured in one environment: the median over processes of each process's median. Code, driver and packages may
+A series is one configuration (a trial without its seed) and one timed quantity on one kind of machine. A point of it is what
+one run measured in one environment: the median over processes of each process's median. Code, driver and packages may
 differ from point to point: that is what a history shows.
 """
 
@@ -50,7 +50,7 @@ class HistoryPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSeries:
-    """A cell's times in order, and their segments."""
+    """A configuration's times in order, and their segments."""
 
     name: str
     family: str  # what it is drawn with: the workload and its problem
@@ -193,7 +193,7 @@ def _commit(body: Mapping[str, Any]) -> str:
 
 
 def _names(trials: Mapping[str, Trial]) -> dict[str, str]:
-    """What each cell is called: its trials' name without the seed, and its id's start where two are called the same."""
+    """What each configuration is called: its trials' name without the seed, and its id's start where two share one."""
     plain = {cell: _name(trial) for cell, trial in trials.items()}
     shared = [name for name in plain.values() if list(plain.values()).count(name) > 1]
     return {cell: f"{name}#{cell[:8]}" if name in shared else name for cell, name in plain.items()}

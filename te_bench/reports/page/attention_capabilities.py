@@ -21,10 +21,6 @@ H200 = Problem(
 )
 WIDTHS = (64, 128, 256, 512)
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
-COLUMNS = (
-    "Backend", "CPU", "GPUs from", "dtypes", "Widest head", "Head of 60", "Values of 32", "Shared heads", "Mask", "Window",
-    "Packed", "Dropout", "Causal, T ≠ S",
-)  # fmt: skip
 
 
 def table() -> Table:
@@ -35,29 +31,24 @@ def table() -> Table:
             continue
         can = _asker(attention.load(name))
         rows.append(
-            (
-                name,
-                _yes(can(replace(H200, device="cpu", capability=None, dtype="fp32"))),
-                _gpus(can),
-                ", ".join(dtype for dtype in DTYPES if can(replace(H200, dtype=dtype))),
-                max((width for width in WIDTHS if can(replace(H200, head_dim=width))), default=0),
-                _yes(can(replace(H200, head_dim=60))),
-                _yes(can(replace(H200, v_head_dim=32))),
-                _yes(can(replace(H200, kv_heads=4))),
-                _yes(can(replace(H200, causal=False, mask=True))),
-                _instead(attention.load(name), can, replace(H200, window=(255, 0)), "as a mask"),
-                _instead(attention.load(name), can, replace(H200, packed=True), "padded"),
-                _yes(can(replace(H200, dropout=0.1))),
-                _yes(can(replace(H200, kv_length=2048))),
-            )
+            {
+                "Backend": name,
+                "CPU": _yes(can(replace(H200, device="cpu", capability=None, dtype="fp32"))),
+                "GPUs from": _gpus(can),
+                "dtypes": ", ".join(dtype for dtype in DTYPES if can(replace(H200, dtype=dtype))),
+                "Widest head": max((width for width in WIDTHS if can(replace(H200, head_dim=width))), default=0),
+                "Head of 60": _yes(can(replace(H200, head_dim=60))),
+                "Values of 32": _yes(can(replace(H200, v_head_dim=32))),
+                "Shared heads": _yes(can(replace(H200, kv_heads=4))),
+                "Mask": _yes(can(replace(H200, causal=False, mask=True))),
+                "Window": _instead(attention.load(name), can, replace(H200, window=(255, 0)), "as a mask"),
+                "Packed": _instead(attention.load(name), can, replace(H200, packed=True), "padded"),
+                "Dropout": _yes(can(replace(H200, dropout=0.1))),
+                "Causal, T ≠ S": _yes(can(replace(H200, kv_length=2048))),
+            }
         )
-    made = table_of(
-        "capabilities",
-        "What a backend can",
-        COLUMNS,
-        [tuple(map(word, row)) for row in rows],
-        text_columns=len(COLUMNS),
-    )
+    shown = [{title: word(said) for title, said in row.items()} for row in rows]
+    made = table_of("capabilities", "What a backend can", shown, text_columns=len(rows[0]))
     assert made is not None
     return made
 

@@ -23,15 +23,19 @@ def times(result: GroupResult, way: str) -> Callable[[], Figure] | None:
     measured = result.attention.times
     if not any(map(rate, measured)):
         return None
-    names = list(dict.fromkeys(time.cell.label for time in measured))
+    names = list(dict.fromkeys(time.configuration.label for time in measured))
     drawn: list[Bar] = []
-    for shape in dict.fromkeys(time.cell.shape for time in measured):
+    for shape in dict.fromkeys(time.configuration.shape for time in measured):
         heading = shape
-        for time in sorted((r for r in measured if r.cell.shape == shape), key=lambda r: -(rate(r) or 0.0)):
+        for time in sorted((r for r in measured if r.configuration.shape == shape), key=lambda r: -(rate(r) or 0.0)):
             value = None if (found := rate(time)) is None else found / text.TERA
-            outcome = time.cell.outcome if value is None and time.cell.outcome != "ok" else text.plain(value)
-            name = text.shortened(time.cell.label, NAME - len(outcome) - 2)
-            place = names.index(time.cell.label)
+            outcome = (
+                time.configuration.outcome
+                if value is None and time.configuration.outcome != "ok"
+                else text.plain(value)
+            )
+            name = text.shortened(time.configuration.label, NAME - len(outcome) - 2)
+            place = names.index(time.configuration.label)
             colour, hatch = COLOURS[place % len(COLOURS)], ("", "//", "xx", "..", "\\\\", "++")[place % 6]
             remark = f"{outcome}, {name}" if value is not None else f"{name}: {outcome}"
             drawn.append(Bar(name="", value=value, remark=remark, colour=colour, hatch=hatch, heading=heading))
@@ -48,7 +52,7 @@ def scaling_errors(result: GroupResult) -> Callable[[], Figure] | None:
 
 
 def _scaling_errors(found: Sequence[ScalingErrors]) -> Figure:
-    names = [text.folded(f"{n.cell.shape}, {n.cell.label}", NAME) for n in found]
+    names = [text.folded(f"{n.configuration.shape}, {n.configuration.label}", NAME) for n in found]
     lines = max(map(len, names))
     figure = blank(0.9 + (0.62 + 0.15 * (lines - 1)) * len(found))
     axes = figure.subplots()

@@ -77,10 +77,10 @@ def commands(results: Results) -> list[str]:
     """The commands that measure the same again, one for each suite and device, and then the report."""
     lines = []
     for group in results.groups:
-        trials = [row.trial for cell in group.cells for row in cell.rows]
+        trials = [row.trial for configuration in group.configurations for row in configuration.rows]
         command = ["te-bench", "run", shlex.quote(printable(group.suite))]
         command += [f"--device {device}" for device in sorted({trial.device for trial in trials})]
-        seeds = {len({row.trial.seed for row in cell.rows}) for cell in group.cells}
+        seeds = {len({row.trial.seed for row in configuration.rows}) for configuration in group.configurations}
         command += [f"--seeds {min(seeds)}"] if len(seeds) == 1 else []  # else they are the suite's own numbers
         problems = [trial.problem for trial in trials]
         own = {(str(p["model"]), str(p["data"])) for p in problems if p.get("data") not in (None, "random", "stdlib")}

@@ -56,7 +56,7 @@ def _layers(result: GroupResult) -> list[Builder]:
 def _verdicts(result: GroupResult) -> list[Builder]:
     """The figures of each convergence study, and the numerics of each of its FP8 configurations."""
     found: list[Builder] = []
-    for number, verdict in enumerate((study.verdict for study in result.studies), start=1):
+    for number, verdict in enumerate(result.studies, start=1):
         place, title = _place(number), verdict.study.title
         found.append((f"verdict_forest{place}", f"Final gaps against bf16: {title}", verdict_figures.forest(verdict)))
         found.append((f"verdict_gap{place}", f"Gap against bf16 by step: {title}", verdict_figures.gap_curves(verdict)))

@@ -15,7 +15,7 @@ def headlines(report: ReportResult) -> list[str]:
     found = []
     for result in report.groups:
         where = result.group.where
-        for verdict in (study.verdict for study in result.studies):
+        for verdict in result.studies:
             found.append((-1, f"{verdict.sentence} ({verdict.study.title}, {where})"))
         found += [(0, sentence) for sentence in _fastest(result.steps, "", where)]
         for variant in result.layers:
@@ -24,7 +24,9 @@ def headlines(report: ReportResult) -> list[str]:
         found += [(1, answer) for answer in [*_lowest_losses(result), *_attention(result)]]
         largest = next((m for m in result.largest_batches if m.max_batch is not None), None)
         if largest:
-            found.append((2, f"Largest batch: {largest.cell.label}: {text.count(largest.max_batch)} on {where}."))
+            found.append(
+                (2, f"Largest batch: {largest.configuration.label}: {text.count(largest.max_batch)} on {where}.")
+            )
     results = report.results
     if not found and any(row.outcome == "ok" for row in results.rows):
         return [f"{results.outcomes['ok']} of {len(results.rows)} trials ended ok; none of them ranks configurations."]
@@ -42,14 +44,14 @@ def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
     if len(measured) == 1:
         return [f"One configuration was measured{what and f' ({what[1:]})'}: {_time(measured[0])}, on {where}."]
     if not found.fastest:
-        single = all(len(step.cell.ok) == 1 for step in measured)
+        single = all(len(step.configuration.ok) == 1 for step in measured)
         reason = "one run of each" if single else "no two have two runs in pairs"
         return [f"Fastest{what}, which no interval confirms ({reason}): {_quoted(found.steps)}, on {where}."]
     sentences = []
     if len(found.fastest) == 1:
         sentences.append(f"Fastest{what}: {_quoted(found.steps, found.fastest[0])}, on {where}.")
     else:
-        names = [f"{step.cell.label} ({text.milliseconds(step.latency_s)} ms/batch)" for step in found.fastest]
+        names = [f"{step.configuration.label} ({text.milliseconds(step.latency_s)} ms/batch)" for step in found.fastest]
         tied = f"{text.listed(names, NAMED)}, on {where} ({found.reason})"
         sentences.append(f"Not distinguished, any may be the fastest{what}: {tied}.")
         sentences += [f"Fastest of the others: {_time(found.slower[0])}."] if found.slower else []
@@ -61,7 +63,7 @@ def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
 
 
 def _time(step: MeasuredStep) -> str:
-    return f"{step.cell.label}: {text.milliseconds(step.latency_s)} ms/batch"
+    return f"{step.configuration.label}: {text.milliseconds(step.latency_s)} ms/batch"
 
 
 def _quoted(steps: Sequence[MeasuredStep], best: MeasuredStep | None = None) -> str:
@@ -71,7 +73,7 @@ def _quoted(steps: Sequence[MeasuredStep], best: MeasuredStep | None = None) -> 
     if best.is_baseline:
         return f"{_time(best)}, the baseline itself"
     if best.speedup and baseline:
-        return f"{_time(best)}, {text.speedup(best.speedup)} over {baseline.cell.label}"
+        return f"{_time(best)}, {text.speedup(best.speedup)} over {baseline.configuration.label}"
     return _time(best)
 
 
@@ -82,7 +84,9 @@ def _lowest_losses(result: GroupResult) -> list[str]:
     answers = []
     for comparison in result.trainings:
         best = comparison.lowest
-        shown = [f"{training.cell.label} ({text.loss(training.best, training.deviation)})" for training in best]
+        shown = [
+            f"{training.configuration.label} ({text.loss(training.best, training.deviation)})" for training in best
+        ]
         if len(best) == 1 < sum(training.best is not None for training in comparison.trainings):
             answers.append(f"Lowest validation loss ({comparison.title}): {shown[0]}, on {result.group.where}.")
         elif best:

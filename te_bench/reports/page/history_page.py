@@ -1,5 +1,6 @@
 """The history as tables, and as a page: history.html (one file, nothing fetched), history.md and figures/."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from te_bench.reports.files import write_folder
@@ -7,7 +8,7 @@ from te_bench.reports.history.series import History, TimeSeries
 from te_bench.reports.page import tables, text
 from te_bench.reports.page.history_figures import of_history, percent_change
 from te_bench.reports.page.render import figure_files
-from te_bench.reports.page.table import Column, Table, Value, word
+from te_bench.reports.page.table import Column, Table, Value, number, word
 from te_bench.reports.page.template import rendered
 
 _WIDE = ("Machine", "Commits", "First level, ms")  # columns that a terminal has no room for
@@ -17,24 +18,26 @@ def changes(history: History) -> Table:
     """Every change of level, the greatest slow-down first."""
     found = [(one, change) for one in history.series for change in one.changes]
     found.sort(key=lambda pair: -pair[1].ratio)
-    rows = tuple(
-        (
-            word(one.name),
-            word(one.where),
-            word(one.commits(change)),
-            Value(text=percent_change(change.ratio), sort=change.ratio),
-            Value(text=f"[{percent_change(change.low)}, {percent_change(change.high)}]", sort=change.low),
-        )
+    rows = [
+        {
+            "Configuration": word(one.name),
+            "Machine": word(one.where),
+            "Commit (or one of)": word(one.commits(change)),
+            "Change of time": Value(text=percent_change(change.ratio), sort=change.ratio),
+            "95 % interval": Value(
+                text=f"[{percent_change(change.low)}, {percent_change(change.high)}]", sort=change.low
+            ),
+        }
         for one, change in found
-    )
-    titles = ("Configuration", "Machine", "Commit (or one of)", "Change of time", "95 % interval")
-    return Table(
-        name="changes",
-        caption="Changes of level",
-        columns=tuple(Column(title=title, numeric=place > 2) for place, title in enumerate(titles)),
-        rows=rows,
-        note=_note(history),
-    )
+    ]
+    return _table("changes", "Changes of level", rows, _note(history))
+
+
+def _table(name: str, caption: str, rows: Sequence[Mapping[str, Value]], note: str) -> Table:
+    """A table of rows {title: value} with every column, the first three of them text."""
+    columns = tuple(Column(title=title, numeric=place > 2) for place, title in enumerate(rows[0] if rows else ()))
+    values = tuple(tuple(row.values()) for row in rows)
+    return Table(name=name, caption=caption, columns=columns, rows=values, note=note)
 
 
 def _note(history: History) -> str:
@@ -50,29 +53,23 @@ def _note(history: History) -> str:
 
 def series(history: History) -> Table:
     """Every series: how many commits, its noise, its first and last level, and its changes."""
-    titles = ("Configuration", "Machine", "Commits", "Points", "Noise", "First level, ms", "Last level, ms", "Changes")
-    return Table(
-        name="series",
-        caption="Series",
-        columns=tuple(Column(title=title, numeric=place > 2) for place, title in enumerate(titles)),
-        rows=tuple(_row(one) for one in history.series),
-        note="Noise is relative, from the steps between neighbours; a dash: too short to be searched for changes.",
-    )
+    note = "Noise is relative, from the steps between neighbours; a dash: too short to be searched for changes."
+    return _table("series", "Series", [_row(one) for one in history.series], note)
 
 
-def _row(one: TimeSeries) -> tuple[Value, ...]:
+def _row(one: TimeSeries) -> dict[str, Value]:
     commits = list(dict.fromkeys(point.commit for point in one.points))
-    levels = one.found.levels
-    return (
-        word(one.name),
-        word(one.where),
-        word(commits[0] if len(commits) == 1 else f"{commits[0]} to {commits[-1]}"),
-        Value(text=text.count(len(one.points)), sort=len(one.points)),
-        Value(text=text.MISSING if one.found.noise is None else f"{100 * one.found.noise:.2g} %", sort=one.found.noise),
-        Value(text=text.milliseconds(levels[0]), sort=levels[0]),
-        Value(text=text.milliseconds(levels[-1]), sort=levels[-1]),
-        Value(text=text.count(len(one.changes)), sort=len(one.changes)),
-    )
+    first, last, noise = one.found.levels[0], one.found.levels[-1], one.found.noise
+    return {
+        "Configuration": word(one.name),
+        "Machine": word(one.where),
+        "Commits": word(commits[0] if len(commits) == 1 else f"{commits[0]} to {commits[-1]}"),
+        "Points": number(len(one.points), text.count),
+        "Noise": Value(text=text.MISSING if noise is None else f"{100 * noise:.2g} %", sort=noise),
+        "First level, ms": number(first, text.milliseconds),
+        "Last level, ms": number(last, text.milliseconds),
+        "Changes": number(len(one.changes), text.count),
+    }
 
 
 def headline(history: History) -> str:

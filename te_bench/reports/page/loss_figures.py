@@ -126,7 +126,6 @@ def _line(place: int, points: int) -> dict[str, Any]:
 
 
 def _legend_name(training: Training) -> str:
-    seeds = len(training.cell.ok)
-    return (
-        f"{training.cell.label}{f' (mean of {seeds})' if seeds > 1 else ''}{' (diverged)' if training.diverged else ''}"
-    )
+    seeds = len(training.configuration.ok)
+    mean, diverged = f" (mean of {seeds})" if seeds > 1 else "", " (diverged)" if training.diverged else ""
+    return f"{training.configuration.label}{mean}{diverged}"

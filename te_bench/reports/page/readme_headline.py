@@ -36,7 +36,7 @@ def figure(result: GroupResult) -> Drawing:
 
 
 def _name(one: FastestOfKind) -> str:
-    attention = f", {one.step.cell.trial.attention} attention" if one.kind == EAGER else ""
+    attention = f", {one.step.configuration.trial.attention} attention" if one.kind == EAGER else ""
     return f"{one.kind}{attention}, {one.precision}"
 
 

@@ -25,9 +25,14 @@ _MEDIANS = (
 
 def records_csv(results: Results) -> str:
     """One line for each planned trial: its settings, how it ended, medians in SI units; empty where not measured."""
-    cells = [(group, cell, row) for group in results.groups for cell in group.cells for row in cell.rows]
-    problem = sorted({key for _, _, row in cells for key in row.trial.problem})
-    lines = [_line(group, cell, row, problem) for group, cell, row in cells]
+    rows = [
+        (group, configuration, row)
+        for group in results.groups
+        for configuration in group.configurations
+        for row in configuration.rows
+    ]
+    problem = sorted({key for _, _, row in rows for key in row.trial.problem})
+    lines = [_line(group, configuration, row, problem) for group, configuration, row in rows]
     stream = io.StringIO()
     names = list(lines[0]) if lines else ["run", "suite", "environment", "trial", "outcome", "reason"]
     writer = csv.DictWriter(stream, names, lineterminator="\n")
@@ -36,12 +41,12 @@ def records_csv(results: Results) -> str:
     return stream.getvalue()
 
 
-def _line(group: Group, cell: Configuration, row: Row, problem: Sequence[str]) -> dict[str, Any]:
+def _line(group: Group, configuration: Configuration, row: Row, problem: Sequence[str]) -> dict[str, Any]:
     trial, record = row.trial, row.record
     samples: Mapping[str, Any] = record.samples if record else {}
     work: Mapping[str, Any] = record.work if record else {}
     medians = {name: median(numbers(samples.get(name))) for name in _MEDIANS}
-    worst = worst_quantity(cell, record.check) if record else None
+    worst = worst_quantity(configuration, record.check) if record else None
     return {
         "run": row.run,
         "suite": row.suite,

@@ -23,7 +23,7 @@ LAYER_KINDS = (*(name for name, _ in layers.KINDS), layers.OTHER)
 
 
 def _bar(
-    cell: Configuration,
+    configuration: Configuration,
     value: float | None,
     remark: str,
     *,
@@ -32,16 +32,23 @@ def _bar(
     outline: float | None = None,
 ) -> Bar:
     """A configuration's bar, in the colour of its precision and with the hatch of its mode."""
-    colour, hatch = PRECISION.get(cell.trial.precision, COLOURS[3]), HATCH.get(cell.trial.mode, "++")
+    colour, hatch = PRECISION.get(configuration.trial.precision, COLOURS[3]), HATCH.get(configuration.trial.mode, "++")
     return Bar(
-        name=cell.label, value=value, remark=remark, low=low, high=high, outline=outline, colour=colour, hatch=hatch
+        name=configuration.label,
+        value=value,
+        remark=remark,
+        low=low,
+        high=high,
+        outline=outline,
+        colour=colour,
+        hatch=hatch,
     )
 
 
-def _legend(cells: Sequence[Configuration]) -> list[Patch]:
+def _legend(configurations: Sequence[Configuration]) -> list[Patch]:
     """Colours of the precisions and hatches of the modes that occur, where there is more than one to tell apart."""
-    precisions = [p for p in PRECISION if any(cell.trial.precision == p for cell in cells)]
-    modes = [m for m in HATCH if any(cell.trial.mode == m for cell in cells)]
+    precisions = [p for p in PRECISION if any(configuration.trial.precision == p for configuration in configurations)]
+    modes = [m for m in HATCH if any(configuration.trial.mode == m for configuration in configurations)]
     patches = [Patch(facecolor=PRECISION[p], label=p) for p in precisions] if len(precisions) > 1 else []
     if len(modes) > 1:
         patches += [Patch(facecolor=FAINT, edgecolor="white", hatch=HATCH[m], linewidth=0, label=m) for m in modes]
@@ -54,16 +61,16 @@ def ladder(result: GroupResult) -> Callable[[], Figure] | None:
     if not any(step.latency_s for step in steps):
         return None
     drawn = [_step_bar(step) for step in steps]
-    return lambda: bars(drawn, "ms per step", _legend([step.cell for step in steps]))
+    return lambda: bars(drawn, "ms per step", _legend([step.configuration for step in steps]))
 
 
 def _step_bar(step: MeasuredStep) -> Bar:
     low, high, value = (None if v is None else v * 1e3 for v in (step.low_s, step.high_s, step.latency_s))
-    remark = step.cell.outcome
+    remark = step.configuration.outcome
     if step.latency_s is not None:
         faster = "baseline" if step.is_baseline else text.speedup(step.speedup) if step.speedup else ""
         remark = ", ".join(word for word in (f"{text.milliseconds(step.latency_s)} ms", faster) if word)
-    return _bar(step.cell, value, remark, low=low, high=high)
+    return _bar(step.configuration, value, remark, low=low, high=high)
 
 
 def memory(result: GroupResult) -> Callable[[], Figure] | None:
@@ -75,11 +82,11 @@ def memory(result: GroupResult) -> Callable[[], Figure] | None:
             value, outline, on_host = step.peak_rss, None, True
         if value is not None:
             inner, outer = (None if v is None else v / text.GIB for v in (value, outline))
-            drawn.append(_bar(step.cell, inner, text.gib(value), outline=outer))
+            drawn.append(_bar(step.configuration, inner, text.gib(value), outline=outer))
     if not drawn:
         return None
     unit = "peak resident memory, GiB" if on_host else "peak memory, GiB (bar: allocated, outline: reserved)"
-    return lambda: bars(drawn, unit, _legend([step.cell for step in result.steps.steps]))
+    return lambda: bars(drawn, unit, _legend([step.configuration for step in result.steps.steps]))
 
 
 def largest_batch(result: GroupResult) -> Callable[[], Figure] | None:
@@ -88,9 +95,10 @@ def largest_batch(result: GroupResult) -> Callable[[], Figure] | None:
     if not any(m.max_batch for m in found):
         return None
     drawn = [
-        _bar(m.cell, m.max_batch, m.cell.outcome if m.max_batch is None else text.count(m.max_batch)) for m in found
+        _bar(m.configuration, m.max_batch, m.configuration.outcome if m.max_batch is None else text.count(m.max_batch))
+        for m in found
     ]
-    return lambda: bars(drawn, "largest batch that fits, sequences", _legend([m.cell for m in found]))
+    return lambda: bars(drawn, "largest batch that fits, sequences", _legend([m.configuration for m in found]))
 
 
 def against_floor(result: GroupResult) -> Callable[[], Figure] | None:
@@ -102,7 +110,9 @@ def against_floor(result: GroupResult) -> Callable[[], Figure] | None:
 def _floor_and_step(found: Breakdown) -> tuple[Stack, Stack]:
     least = {kind.cost.kind: kind.floor_s * 1e3 for kind in found.kinds}
     took = {kind.cost.kind: kind.measured_s * 1e3 for kind in found.kinds}
-    floor = Stack(name=found.step.cell.label, parts=least, remark=f"floor, {text.milliseconds(found.floor_s)} ms")
+    floor = Stack(
+        name=found.step.configuration.label, parts=least, remark=f"floor, {text.milliseconds(found.floor_s)} ms"
+    )
     return floor, _measured(found.step, took)
 
 
@@ -110,7 +120,7 @@ def _measured(step: MeasuredStep, parts: dict[str, float]) -> Stack:
     """What is left of the measured time is rest."""
     remark = f"{text.milliseconds(step.latency_s)} ms" + (", baseline" if step.is_baseline else "")
     rest = max((step.latency_s or 0.0) * 1e3 - sum(parts.values()), 0.0)
-    return Stack(name=step.cell.label, parts=parts, rest=rest, remark=remark)
+    return Stack(name=step.configuration.label, parts=parts, rest=rest, remark=remark)
 
 
 def layer_times(variant_layers: Sequence[MeasuredLayer]) -> Callable[[], Figure] | None:

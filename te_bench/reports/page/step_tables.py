@@ -23,22 +23,20 @@ KERNELS_SHOWN = 25  # of a step, the longest
 
 def ladder(result: GroupResult) -> Table | None:
     """Time of a training step, fastest first."""
-    steps = result.steps.steps
     shown = [
-        (
-            label(step.cell, baseline=step.is_baseline),
-            number(step.latency_s, text.milliseconds),
-            speedup(step.speedup),
-            rank(result.steps, step),
-            number(step.tokens_per_s, text.thousands),
-            number(step.flop_per_s, text.tera),
-            number(step.mfu, text.percent),
-            repetitions(step.cell),
-        )
-        for step in steps
+        {
+            "Configuration": label(step.configuration, baseline=step.is_baseline),
+            "ms/step": number(step.latency_s, text.milliseconds),
+            "Speed-up": speedup(step.speedup),
+            "Ranking": rank(result.steps, step),
+            "tokens/s": number(step.tokens_per_s, text.thousands),
+            "TFLOP/s": number(step.flop_per_s, text.tera),
+            "MFU": number(step.mfu, text.percent),
+            "ok/planned": repetitions(step.configuration),
+        }
+        for step in result.steps.steps
     ]
-    columns = ("Configuration", "ms/step", "Speed-up", "Ranking", "tokens/s", "TFLOP/s", "MFU", "ok/planned")
-    return table_of("ladder", "Time per training step", columns, shown, " ".join(_ladder_notes(result)))
+    return table_of("ladder", "Time per training step", shown, " ".join(_ladder_notes(result)))
 
 
 def _ladder_notes(result: GroupResult) -> list[str]:
@@ -54,7 +52,7 @@ def _ladder_notes(result: GroupResult) -> list[str]:
     if peaks := sorted({step.mfu_peak for step in steps if step.mfu_peak}):
         named = " and ".join(peak.upper() for peak in peaks)
         notes.append(f"MFU is nanoGPT's FLOP count over the GPU's dense {named} peak.")
-    if any(step.mfu and step.cell.trial.precision == "fp8" for step in steps):
+    if any(step.mfu and step.configuration.trial.precision == "fp8" for step in steps):
         notes.append("The MFU of an FP8 configuration is quoted against the BF16 peak.")
     return notes
 
@@ -66,62 +64,61 @@ def memory(result: GroupResult) -> Table | None:
     on_host = any(step.peak_rss for step in steps)
     if not on_gpu and not on_host:
         return None
-    shown = [
-        (
-            label(step.cell),
-            *((number(step.peak_allocated, text.gib), number(step.peak_reserved, text.gib)) if on_gpu else ()),
-            *((number(step.peak_rss, text.gib),) if on_host else ()),
-        )
-        for step in steps
-        if step.latency_s is not None
-    ]
-    columns = ["Configuration", *(["Peak allocated, GiB", "Peak reserved, GiB"] if on_gpu else [])]
-    columns += ["Peak resident, GiB"] if on_host else []
-    return table_of("memory", "Peak memory of a training step", columns, shown)
+    shown = []
+    for step in steps:
+        row = {"Configuration": label(step.configuration)}
+        if on_gpu:
+            row["Peak allocated, GiB"] = number(step.peak_allocated, text.gib)
+            row["Peak reserved, GiB"] = number(step.peak_reserved, text.gib)
+        if on_host:
+            row["Peak resident, GiB"] = number(step.peak_rss, text.gib)
+        shown += [row] if step.latency_s is not None else []
+    return table_of("memory", "Peak memory of a training step", shown)
 
 
 def floors(result: GroupResult) -> Table | None:
     """Every configuration whose kernels were timed: its floor, its kernels, its step."""
     shown = [
-        (
-            label(found.step.cell, baseline=found.step.is_baseline),
-            number(found.floor_s, text.milliseconds),
-            number(found.measured_s, text.milliseconds),
-            number(found.step.latency_s, text.milliseconds),
-            _times(found.step.latency_s, found.floor_s),
-        )
+        {
+            "Configuration": label(found.step.configuration, baseline=found.step.is_baseline),
+            "Floor, ms": number(found.floor_s, text.milliseconds),
+            "Kernels, ms": number(found.measured_s, text.milliseconds),
+            "Step, ms": number(found.step.latency_s, text.milliseconds),
+            "Step / floor": _times(found.step.latency_s, found.floor_s),
+        }
         for found in result.floor.breakdowns
     ]
-    columns = ("Configuration", "Floor, ms", "Kernels, ms", "Step, ms", "Step / floor")
-    return table_of("floor", "The step against its floor", columns, shown, _ceilings_note(result.floor.ceilings))
+    return table_of("floor", "The step against its floor", shown, _ceilings_note(result.floor.ceilings))
 
 
 def floor_kinds(result: GroupResult) -> Table | None:
     """The baseline and the fastest step of each precision, by kind of kernel."""
     shown = [
-        (
-            word(found.step.cell.label),
-            word(kind.cost.kind),
-            number((kind.cost.bf16_flop + kind.cost.fp8_flop) or None, text.tera),
-            number(kind.cost.bytes / 1e9 if kind.cost.bytes else None),
-            number(kind.floor_s, text.milliseconds),
-            number(kind.measured_s, text.milliseconds),
-            _times(kind.measured_s, kind.floor_s),
-        )
+        {
+            "Configuration": word(found.step.configuration.label),
+            "Kind": word(kind.cost.kind),
+            "TFLOP": number((kind.cost.bf16_flop + kind.cost.fp8_flop) or None, text.tera),
+            "GB": number(kind.cost.bytes / 1e9 if kind.cost.bytes else None),
+            "Floor, ms": number(kind.floor_s, text.milliseconds),
+            "Measured, ms": number(kind.measured_s, text.milliseconds),
+            "Measured / floor": _times(kind.measured_s, kind.floor_s),
+        }
         for found in result.floor.compared
         for kind in found.kinds
     ]
-    columns = ("Configuration", "Kind", "TFLOP", "GB", "Floor, ms", "Measured, ms", "Measured / floor")
-    caption, note = "Kinds of kernels against their floors", _ceilings_note(result.floor.ceilings)
-    return table_of("floor_kinds", caption, columns, shown, note, text_columns=2)
+    note = _ceilings_note(result.floor.ceilings)
+    return table_of("floor_kinds", "Kinds of kernels against their floors", shown, note, text_columns=2)
 
 
 def floor_kernels(result: GroupResult) -> Table | None:
     """The longest kernels of the baseline and of the fastest step of each precision."""
-    compared = result.floor.compared
-    shown = [row for b in compared for row in kernel_rows(b.step.cell, b.kernels, floor.kind_of, KERNELS_SHOWN)]
-    columns = ("Configuration", "Kind", "Kernel", "ms a step")
-    return table_of("floor_kernels", "The longest kernels of a step", columns, shown, text_columns=3)
+    titles = "Configuration", "ms a step"
+    shown = [
+        row
+        for found in result.floor.compared
+        for row in kernel_rows(found.step.configuration, found.kernels, floor.kind_of, KERNELS_SHOWN, titles)
+    ]
+    return table_of("floor_kernels", "The longest kernels of a step", shown, text_columns=3)
 
 
 def _times(value: float | None, least: float) -> Value:
@@ -139,14 +136,13 @@ def _ceilings_note(at: Ceilings | None) -> str:
 def largest_batch(result: GroupResult) -> Table | None:
     """The largest batch that fits."""
     shown = [
-        (
-            label(found.cell),
-            number(found.max_batch, text.count),
-            number(found.peak_allocated, text.gib),
-            number(found.first_failed, text.count),
-            number(found.limit_gib),
-        )
+        {
+            "Configuration": label(found.configuration),
+            "Largest batch": number(found.max_batch, text.count),
+            "Peak memory, GiB": number(found.peak_allocated, text.gib),
+            "Smallest that failed": number(found.first_failed, text.count),
+            "Memory limit, GiB": number(found.limit_gib),
+        }
         for found in result.largest_batches
     ]
-    columns = ("Configuration", "Largest batch", "Peak memory, GiB", "Smallest that failed", "Memory limit, GiB")
-    return table_of("max_batch", "Largest batch that fits", columns, shown)
+    return table_of("max_batch", "Largest batch that fits", shown)

@@ -66,17 +66,17 @@ def rank(found: StepRanking, step: MeasuredStep) -> Value:
     return Value(text=said or text.MISSING, sort=place)
 
 
-def repetitions(cell: Configuration) -> Value:
-    """n_ok/n_planned of a cell."""
-    return Value(text=f"{len(cell.ok)}/{len(cell.rows)}", sort=len(cell.ok))
+def repetitions(configuration: Configuration) -> Value:
+    """n_ok/n_planned of a configuration."""
+    return Value(text=f"{len(configuration.ok)}/{len(configuration.rows)}", sort=len(configuration.ok))
 
 
-def label(cell: Configuration, *, baseline: bool = False) -> Value:
-    """The cell's name with the attention that `auto` chose, and what became of it where no repetition ended ok."""
-    chosen = sorted({str(record.work["chosen"]) for record in cell.ok if "chosen" in record.work})
+def label(configuration: Configuration, *, baseline: bool = False) -> Value:
+    """The configuration's name with the attention that `auto` chose, and what became of it where no repetition ended ok."""
+    chosen = sorted({str(record.work["chosen"]) for record in configuration.ok if "chosen" in record.work})
     remarks = [*(["baseline"] if baseline else []), *(f"chose {name}" for name in chosen)]
-    remarks += [] if cell.outcome == "ok" else [cell.outcome]
-    return word(cell.label + (f" ({', '.join(remarks)})" if remarks else ""))
+    remarks += [] if configuration.outcome == "ok" else [configuration.outcome]
+    return word(configuration.label + (f" ({', '.join(remarks)})" if remarks else ""))
 
 
 def ranking_notes(found: StepRanking, steps: Sequence[MeasuredStep]) -> list[str]:
@@ -98,31 +98,31 @@ def interval_note(pairs: Sequence[int]) -> str:
 
 
 def kernel_rows(
-    cell: Configuration, kernels: Mapping[str, float], kind_of: Callable[[str], str], most: int
-) -> list[tuple[Value, ...]]:
-    """The longest kernels of a configuration: its name, their kinds, names and milliseconds."""
+    configuration: Configuration,
+    kernels: Mapping[str, float],
+    kind_of: Callable[[str], str],
+    most: int,
+    titles: tuple[str, str],
+) -> list[dict[str, Value]]:
+    """The longest kernels of a configuration: its name, their kinds, names and milliseconds; titles: of first and last."""
     return [
-        (word(cell.label), word(kind_of(name)), word(text.shortened(name, 80)), number(seconds, text.milliseconds))
+        {
+            titles[0]: word(configuration.label),
+            "Kind": word(kind_of(name)),
+            "Kernel": word(text.shortened(name, 80)),
+            titles[1]: number(seconds, text.milliseconds),
+        }
         for name, seconds in list(kernels.items())[:most]
     ]
 
 
 def table_of(
-    name: str,
-    caption: str,
-    titles: Sequence[str],
-    rows: Sequence[tuple[Value, ...]],
-    note: str = "",
-    text_columns: int = 1,
+    name: str, caption: str, rows: Sequence[Mapping[str, Value]], note: str = "", text_columns: int = 1
 ) -> Table | None:
-    """A table whose first columns are text, without the numeric columns that hold nothing; None without rows."""
+    """A table of rows {title: value}, the first columns text, without numeric ones that hold nothing; None without rows."""
     if not rows:
         return None
-    kept = [i for i in range(len(titles)) if i < text_columns or any(row[i].sort is not None for row in rows)]
-    return Table(
-        name=name,
-        caption=caption,
-        columns=tuple(Column(title=titles[i], numeric=i >= text_columns) for i in kept),
-        rows=tuple(tuple(row[i] for i in kept) for row in rows),
-        note=note,
-    )
+    columns = [Column(title=title, numeric=place >= text_columns) for place, title in enumerate(rows[0])]
+    kept = [one for one in columns if not one.numeric or any(row[one.title].sort is not None for row in rows)]
+    values = tuple(tuple(row[one.title] for one in kept) for row in rows)
+    return Table(name=name, caption=caption, columns=tuple(kept), rows=values, note=note)

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from te_bench.reports.analysis.rows import printable
 from te_bench.reports.group_result import GroupResult, load_report
@@ -24,21 +25,27 @@ LEAST_NAME = 40  # characters of a name's line
 UNSHOWN = ("TFLOP/s", "MFU")
 GIVING_WAY = ("Peak reserved, GiB", "tokens/s", "Peak, GiB", "ok/planned")
 
+
+def _each(what: str, make: Callable[[Any], Table | None]) -> Callable[[GroupResult], Sequence[Table | None]]:
+    """A table for each of what a result has several of."""
+    return lambda result: [make(one) for one in getattr(result, what)]
+
+
 #: The tables by the name that `embed` and the page use.
-TABLES: dict[str, Callable[[GroupResult], list[Table | None] | Table | None]] = {
+TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]] = {
     "ladder": step_tables.ladder,
     "memory": step_tables.memory,
     "floor": step_tables.floors,
     "floor_kinds": step_tables.floor_kinds,
     "floor_kernels": step_tables.floor_kernels,
-    "layer": layer_tables.layer,
-    "layer_kinds": layer_tables.kinds,
-    "layer_kernels": layer_tables.kernels,
-    "curves": training_tables.curves,
-    "verdict": verdict_tables.all_gaps,
-    "verdict_reasons": verdict_tables.all_reasons,
-    "stability": training_tables.stability,
-    "stress": training_tables.stress,
+    "layer": _each("layers", layer_tables.times),
+    "layer_kinds": _each("layers", layer_tables.kinds),
+    "layer_kernels": _each("layers", layer_tables.kernels),
+    "curves": _each("trainings", training_tables.curves),
+    "verdict": _each("studies", verdict_tables.gaps),
+    "verdict_reasons": _each("studies", verdict_tables.reasons),
+    "stability": _each("studies", training_tables.stability),
+    "stress": _each("stress", training_tables.stress),
     "max_batch": step_tables.largest_batch,
     "attention": attention_tables.times,
     "attention_ratios": attention_tables.ratios,
@@ -52,7 +59,7 @@ TABLES: dict[str, Callable[[GroupResult], list[Table | None] | Table | None]] = 
 def tables_of(result: GroupResult, name: str) -> list[Table]:
     """The tables of one name for one group; none where the group measured nothing of the kind."""
     found = TABLES[name](result)
-    return [table for table in (found if isinstance(found, list) else [found]) if table is not None]
+    return [table for table in (found if isinstance(found, Sequence) else [found]) if table is not None]
 
 
 def markdown(table: Table) -> str:

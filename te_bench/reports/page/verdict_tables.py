@@ -3,25 +3,12 @@
 from te_bench.reports.convergence.equivalence import LossComparison, Verdict
 from te_bench.reports.convergence.skewed import ASSUMPTION
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
-from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, number, table_of, word
 
 
-def all_gaps(result: GroupResult) -> list[Table | None]:
-    return [gaps(study.verdict) for study in result.studies]
-
-
-def all_reasons(result: GroupResult) -> list[Table | None]:
-    return [reasons(study.verdict) for study in result.studies]
-
-
 def gaps(found: StudyVerdict) -> Table | None:
     """Final losses against the control's: gap, intervals, p-values, verdict; one line a configuration."""
-    shown = [_gap_row(finding, found) for finding in found.findings]
-    level = _level(found.alpha)
-    tested = ("Gap, nat", level, "By t", "p, Holm", "Pairs", "Correlation", "Power", "Detectable")
-    columns = ("Configuration", "Verdict", *tested, "Gap natively", "Gap in training", "Less time", "95 % of it")
     note = (
         f"Gap: final validation loss less bf16's on the same seeds, both evaluated in bf16; above 0 is worse. Margin "
         f"{found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with 80 % "
@@ -29,37 +16,42 @@ def gaps(found: StudyVerdict) -> Table | None:
         "of the training loss over the last tenth of the steps. Less time: to bf16's final loss, steps that make up the gap "
         f"included. {ASSUMPTION}."
     )
-    caption = f"{found.study.title}: gaps against bf16"
-    return table_of(
-        "verdict", caption, columns, shown, " ".join([note, *(f"{n}." for n in found.notes)]), text_columns=2
-    )
+    shown = [_gap_row(finding, found) for finding in found.findings]
+    notes = " ".join([note, *(f"{n}." for n in found.notes)])
+    return table_of("verdict", f"{found.study.title}: gaps against bf16", shown, notes, text_columns=2)
 
 
-def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> tuple[Value, ...]:
-    judgement, c, speed = finding.judgement, finding.judgement.comparison, finding.speedup
-    p = judgement.p_equivalence
-    return (
-        word(finding.arm.name),
-        word(f"{finding.verdict}{' (void)' if found.void and finding in found.recipes else ''}"),
-        number(c.gap if c else None, text.signed),
-        word(_interval(c.interval if c else None)),
-        word(_interval(c.t_interval if c else None)),
-        number(p, text.probability),
-        number(len(finding.seeds), text.count),
-        number(c.correlation if c else None, text.signed),
-        number(c.power if c else None, text.percent),
-        number(c.detectable if c else None),
-        number(finding.native.gap if finding.native else None, text.signed),
-        number(finding.trained.gap if finding.trained else None, text.signed),
-        number(speed.less_time if speed else None, text.percent),
-        word(_percents(speed.less_time_interval if speed else None)),
-    )
+def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
+    c, claims, speed = finding.judgement.comparison, finding.judgement.claims, finding.speedup
+    return {
+        "Configuration": word(finding.arm.name),
+        "Verdict": word(f"{finding.verdict}{' (void)' if found.void and finding in found.recipes else ''}"),
+        "Gap, nat": number(c.gap if c else None, text.signed),
+        _level(found.alpha): word(_interval(c.interval if c else None)),
+        "By t": word(_interval(c.t_interval if c else None)),
+        "p, Holm": number(claims.equivalent if claims else None, text.probability),
+        "Pairs": number(len(finding.seeds), text.count),
+        "Correlation": number(c.correlation if c else None, text.signed),
+        "Power": number(c.power if c else None, text.percent),
+        "Detectable": number(c.detectable if c else None),
+        "Gap natively": number(finding.native.gap if finding.native else None, text.signed),
+        "Gap in training": number(finding.trained.gap if finding.trained else None, text.signed),
+        "Less time": number(speed.less_time if speed else None, text.percent),
+        "95 % of it": word(_percents(speed.less_time_interval if speed else None)),
+    }
 
 
 def reasons(found: StudyVerdict) -> Table | None:
     """Why each verdict is what it is, in words."""
-    shown = [(word(f.arm.name), word(f.verdict), word(f.missing or f.judgement.reason)) for f in found.findings]
-    return table_of("verdict_reasons", "Why", ("Configuration", "Verdict", "Reason"), shown, text_columns=3)
+    shown = [
+        {
+            "Configuration": word(finding.arm.name),
+            "Verdict": word(finding.verdict),
+            "Reason": word(finding.missing or finding.judgement.reason),
+        }
+        for finding in found.findings
+    ]
+    return table_of("verdict_reasons", "Why", shown, text_columns=3)
 
 
 def losses(c: LossComparison, verdict: Verdict) -> Table:
@@ -72,16 +64,16 @@ def losses(c: LossComparison, verdict: Verdict) -> Table:
         (f"{level} interval", word(_interval(c.interval))),
         (f"{level} interval, Student's t", word(_interval(c.t_interval))),
         ("Margin", number(c.margin)),
-        ("p: within the margin", number(c.p_equivalence, text.probability)),
-        ("p: not worse by the margin", number(c.p_non_inferior, text.probability)),
-        ("p: worse by the margin", number(c.p_inferior, text.probability)),
+        ("p: within the margin", number(c.claims.equivalent, text.probability)),
+        ("p: not worse by the margin", number(c.claims.non_inferior, text.probability)),
+        ("p: worse by the margin", number(c.claims.inferior, text.probability)),
         ("Correlation of the pairs", number(c.correlation, text.signed)),
         ("Power at a true gap of 0", number(c.power, text.percent)),
         ("Smallest margin with 80 % power", number(c.detectable)),
         ("Runs needed for 80 % power", number(c.seeds_needed, text.count)),
         ("To show what the measured gap is", number(c.seeds_needed_at_gap, text.count)),
     )
-    table = table_of("losses", "Final losses", ("What", "Value"), [(word(name), value) for name, value in rows])
+    table = table_of("losses", "Final losses", [{"What": word(name), "Value": value} for name, value in rows])
     assert table is not None
     return table
 

@@ -13,7 +13,7 @@ def result_of(tmp_path, records, **settings):
 
 def test_attention_rates_by_shape(tmp_path):
     steps = result_of(tmp_path, attention_records()).attention.times
-    assert [r.cell.trial.attention for r in steps[:4]] == ["mem_efficient", "flash", "cudnn", "manual"]
+    assert [r.configuration.trial.attention for r in steps[:4]] == ["mem_efficient", "flash", "cudnn", "manual"]
     flash = steps[1]
     assert (flash.forward_flop_per_s, flash.backward_flop_per_s) == (pytest.approx(240e12), pytest.approx(192e12))
     assert steps[3].forward_flop_per_s is None
@@ -29,7 +29,7 @@ def test_attention_is_compared_with_a_peer_seed_by_seed(tmp_path):
     }.items() for seed, figures in enumerate(times)]  # fmt: skip
     records += [measured("gluon", 0, 1.0, 1.0, length=4096), record(trial("attention", "manual"), outcome="oom")]
     found = {
-        (r.cell.trial.attention, r.cell.trial.problem["length"]): r
+        (r.configuration.trial.attention, r.configuration.trial.problem["length"]): r
         for r in result_of(tmp_path, records).attention.times
     }
     ours = found["gluon", 1024].speedups

@@ -22,7 +22,7 @@ def test_error_without_ratio_is_the_worst(tmp_path, quantity):
     failed = record(trial(attention="flex"), outcome="failed_check", check=checked(("dk", 5.0, 1.0), quantity))
     fine = record(trial(), check=checked(("loss", 0.1, 1.0)))
     first, second = result_of(tmp_path, [fine, failed]).errors
-    assert (first.cell.trial.attention, first.quantity, first.ratio) == ("flex", quantity[0], None)
+    assert (first.configuration.trial.attention, first.quantity, first.ratio) == ("flex", quantity[0], None)
     assert second.ratio == pytest.approx(0.1)
 
 

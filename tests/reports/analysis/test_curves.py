@@ -56,7 +56,7 @@ def test_best_is_the_mean_over_seeds_and_fp8_is_held_to_bf16(tmp_path):
 def test_reference_is_the_bf16_arm_with_most_seeds(tmp_path):
     records = [curve(0, [0.0], [4.0], mode="compile"), *(curve(s, [0.0], [4.0]) for s in range(2))]
     [comparison] = compared(tmp_path, records, baseline=records[0].trial.cell)
-    assert comparison.reference.cell.trial.mode == "eager"
+    assert comparison.reference.configuration.trial.mode == "eager"
     [comparison] = compared(tmp_path / "fp8", [curve(0, [0.0], [4.0], precision="fp8")])
     assert comparison.reference is None
 

@@ -46,7 +46,7 @@ def test_the_floor_is_what_the_ceilings_give(tmp_path):
         bytes_per_s=4e12, bf16_flop_per_s=2 * 8192**3 / 2e-3, fp8_flop_per_s=2 * 8192**3 / 1e-3
     )
     fp8, bf16 = result.floor.breakdowns
-    assert (fp8.step.cell.trial.precision, bf16.step.cell.trial.precision) == ("fp8", "bf16")
+    assert (fp8.step.configuration.trial.precision, bf16.step.configuration.trial.precision) == ("fp8", "bf16")
     for found in (fp8, bf16):
         assert found.measured_s == pytest.approx(sum(STEP_KERNELS.values()))
         assert found.floor_s == pytest.approx(sum(part.floor_s for part in found.kinds))
@@ -85,7 +85,7 @@ def test_nothing_published_is_faster_than_its_floor():
     found = result.floor.breakdowns
     assert len(found) == len(result.group.of("train_step")) > 10
     for breakdown in found:
-        trial = breakdown.step.cell.trial
+        trial = breakdown.step.configuration.trial
         for part in breakdown.kinds:
             if trial.attention == "manual" and part.cost.kind == cost.ATTENTION:
                 continue  # written out, it is GEMMs and elementwise kernels
@@ -119,4 +119,4 @@ def test_nothing_is_made_up(tmp_path, records):
 def test_no_fp8_floor_without_an_fp8_ceiling(tmp_path):
     samples = {"copy_s": [1e-3], "gemm_bf16_s": [2e-3]}
     [only] = result_of(tmp_path, [*steps(), ceilings_record(samples=samples)]).floor.breakdowns
-    assert only.step.cell.trial.precision == "bf16"
+    assert only.step.configuration.trial.precision == "bf16"

@@ -36,7 +36,7 @@ def result_of(tmp_path, records):
 
 
 def baseline(variant):
-    return next((layer.step.cell for layer in variant.layers if layer.step.is_baseline), None)
+    return next((layer.step.configuration for layer in variant.layers if layer.step.is_baseline), None)
 
 
 def texts(table):
@@ -47,12 +47,12 @@ def test_each_variant_has_its_own_baseline_and_names(tmp_path):
     faithful, fair = result_of(tmp_path, both()).layers
     assert (faithful.name, fair.name) == ("faithful", "fair")
     assert baseline(faithful).id == BASELINE.cell != baseline(fair).id
-    assert {layer.step.cell.shape for layer in fair.layers} == {"fair"}
-    assert [layer.step.cell.label for layer in fair.layers][:2] == [
+    assert {layer.step.configuration.shape for layer in fair.layers} == {"fair"}
+    assert [layer.step.configuration.label for layer in fair.layers][:2] == [
         "transformer_engine, cudnn, fp8, delayed_scaling, eager",
         "te_layer, cudnn, fp8, delayed_scaling, eager",
     ]
-    assert "te_layer, cudnn, bf16, eager, mask=causal" in {layer.step.cell.label for layer in faithful.layers}
+    assert "te_layer, cudnn, bf16, eager, mask=causal" in {layer.step.configuration.label for layer in faithful.layers}
 
 
 def test_the_mlp_alone_is_held_against_the_plain_one(tmp_path):

@@ -23,7 +23,7 @@ def ladder(tmp_path, milliseconds, **changes):
 
 
 def words(found):
-    return {step.cell.trial.attention: found.word(step) for step in found.steps}
+    return {step.configuration.trial.attention: found.word(step) for step in found.steps}
 
 
 def test_the_fastest_is_one_where_every_pair_says_so(tmp_path):
@@ -34,8 +34,8 @@ def test_the_fastest_is_one_where_every_pair_says_so(tmp_path):
 def test_what_pairs_do_not_tell_apart_is_not_distinguished(tmp_path):
     times = {"flash": (10.0, 10.4, 10.2), "cudnn": (10.3, 10.3, 10.4), "math": (20.0, 20.4, 20.2)}
     found = ladder(tmp_path, times)
-    assert [step.cell.trial.attention for step in found.fastest] == ["flash", "cudnn"]
-    assert [step.cell.trial.attention for step in found.slower] == ["math"]
+    assert [step.configuration.trial.attention for step in found.fastest] == ["flash", "cudnn"]
+    assert [step.configuration.trial.attention for step in found.slower] == ["math"]
     assert found.reason == "only 3 runs of each"
 
 
@@ -58,7 +58,7 @@ def test_runs_of_other_work_are_not_ranked(tmp_path):
     [result] = load_report([write(tmp_path / "run", records)]).groups
     found = result.steps
     assert (found.fastest, found.slower) == ((), ())
-    assert [step.cell.trial.attention for step in found.alone] == ["math"]
+    assert [step.configuration.trial.attention for step in found.alone] == ["math"]
 
 
 def test_copies_show_nothing(tmp_path):
@@ -78,7 +78,7 @@ def test_the_reason_says_who_disturbed_what_was_timed(tmp_path):
     ):  # fmt: skip
         told = [dataclasses.replace(one, device_state=state) for one, state in zip(records, states, strict=True)]
         [result] = load_report([write(tmp_path / str(len(said)) / str(len(states[0])), told)]).groups
-        assert ranking.why_tied(result.group.cells) == said
+        assert ranking.why_tied(result.group.configurations) == said
 
 
 def noises(kind, random, shape):

@@ -17,7 +17,10 @@ LATER = "2026-11-20T13:00:00+00:00"
 def test_planned_trial_without_record_is_interrupted(tmp_path):
     done, missing = trial(attention="flash"), trial(attention="math")
     [group] = load_results([write(tmp_path / "run", [step_record(done, 10)], planned=[missing])]).groups
-    outcomes = {cell.trial.attention: (cell.rows[0].outcome, cell.rows[0].reason) for cell in group.cells}
+    outcomes = {
+        configuration.trial.attention: (configuration.rows[0].outcome, configuration.rows[0].reason)
+        for configuration in group.configurations
+    }
     assert outcomes == {"flash": ("ok", None), "math": ("interrupted", NOT_RUN)}
 
 
@@ -40,8 +43,11 @@ def test_subset_run_after_a_full_run_keeps_every_row_and_the_baseline(tmp_path):
     write(directory, [step_record(more, 4)], planned=[fast], title="second")
     [group] = load_results([directory]).groups
     assert (group.title, group.baseline) == ("second", slow.cell)
-    assert [[row.trial for row in cell.rows] for cell in group.cells] == [[slow], [fast, more]]
-    assert {row.outcome for cell in group.cells for row in cell.rows} == {"ok"}
+    assert [[row.trial for row in configuration.rows] for configuration in group.configurations] == [
+        [slow],
+        [fast, more],
+    ]
+    assert {row.outcome for configuration in group.configurations for row in configuration.rows} == {"ok"}
     write(directory, [], planned=[fast], baseline=fast.cell)
     [group] = load_results([directory]).groups
     assert group.baseline == fast.cell
@@ -61,7 +67,14 @@ def test_change_of_environment_keeps_both_groups_the_newest_first(tmp_path):
 def _ends(directory):
     """Environment of each group, with attention and outcome of its rows."""
     return [
-        (group.environment, [(row.trial.attention, row.outcome) for cell in group.cells for row in cell.rows])
+        (
+            group.environment,
+            [
+                (row.trial.attention, row.outcome)
+                for configuration in group.configurations
+                for row in configuration.rows
+            ],
+        )
         for group in load_results([directory]).groups
     ]
 
@@ -70,9 +83,9 @@ def test_seeds_are_repetitions_of_one_cell(tmp_path):
     seeds = [trial(seed=seed) for seed in range(3)]
     records = [step_record(seeds[0], 10), record(seeds[1], outcome="oom", reason="out of memory")]
     [group] = load_results([write(tmp_path / "run", records, planned=seeds)]).groups
-    [cell] = group.cells
-    assert [row.outcome for row in cell.rows] == ["ok", "oom", "interrupted"]
-    assert (len(cell.ok), cell.outcome) == (1, "ok")
+    [configuration] = group.configurations
+    assert [row.outcome for row in configuration.rows] == ["ok", "oom", "interrupted"]
+    assert (len(configuration.ok), configuration.outcome) == (1, "ok")
 
 
 def test_runs_in_one_environment_merge_and_keep_their_names(tmp_path):
@@ -80,7 +93,7 @@ def test_runs_in_one_environment_merge_and_keep_their_names(tmp_path):
     second = write(tmp_path / "b" / "run", [dataclasses.replace(step_record(trial(), 12), started_at=LATER)])
     results = load_results([first, second, first])
     [group] = results.groups
-    assert [row.run for row in group.cells[0].rows] == ["run", "run (2)"]
+    assert [row.run for row in group.configurations[0].rows] == ["run", "run (2)"]
     assert results.outcomes == {"ok": 2}
 
 
@@ -113,7 +126,7 @@ def test_journal_lines_without_a_head_are_read(tmp_path, names):
 
 
 def test_labels_name_what_differs(tmp_path):
-    cells = [
+    configurations = [
         trial(padded_vocab=50257),
         trial(),
         trial(precision="fp8", recipe="current", mode="compile"),
@@ -123,8 +136,8 @@ def test_labels_name_what_differs(tmp_path):
         trial("training", "flash"),
         trial("training", "flash", data="stdlib"),
     ]
-    [group] = load_results([write(tmp_path / "run", [], planned=cells)]).groups
-    assert [cell.label for cell in group.cells] == [
+    [group] = load_results([write(tmp_path / "run", [], planned=configurations)]).groups
+    assert [configuration.label for configuration in group.configurations] == [
         "flash, V=50257, bf16, eager, batch=12",
         "flash, Vp=50304, bf16, eager, batch=12",
         "flash, Vp=50304, fp8, current, compile, batch=12",
@@ -134,14 +147,17 @@ def test_labels_name_what_differs(tmp_path):
         "flash, V=65, bf16, eager",
         "flash, V=65, bf16, eager",
     ]
-    assert [cell.shape for cell in group.cells[4:6]] == ["B12 H12 T1024 D64 causal", "B12 H12 T2048 D64 causal"]
+    assert [configuration.shape for configuration in group.configurations[4:6]] == [
+        "B12 H12 T1024 D64 causal",
+        "B12 H12 T2048 D64 causal",
+    ]
 
 
 def test_a_head_is_named_before_the_precision_so_that_a_narrow_table_shows_it(tmp_path):
     fast = {"optimizer": "triton", "mode": "cudagraph", "precision": "fp8", "recipe": "current"}
-    cells = [trial(), trial(head="chunked", **fast), trial(head="fp8", **fast)]
-    [group] = load_results([write(tmp_path / "run", [], planned=cells)]).groups
-    assert [cell.label for cell in group.cells] == [
+    configurations = [trial(), trial(head="chunked", **fast), trial(head="fp8", **fast)]
+    [group] = load_results([write(tmp_path / "run", [], planned=configurations)]).groups
+    assert [configuration.label for configuration in group.configurations] == [
         "flash, Vp=50304, bf16, eager",
         "flash, Vp=50304, head=chunked, fp8, current, cudagraph, optimizer=triton",
         "flash, Vp=50304, head=fp8, fp8, current, cudagraph, optimizer=triton",

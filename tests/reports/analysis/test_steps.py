@@ -18,7 +18,7 @@ def result_of(tmp_path, records, **settings):
 
 
 def ladder(tmp_path, records, **settings):
-    return {r.cell.trial.attention: r for r in result_of(tmp_path, records, **settings).steps.steps}
+    return {r.configuration.trial.attention: r for r in result_of(tmp_path, records, **settings).steps.steps}
 
 
 def timed(of, *latency, **work):
@@ -104,8 +104,8 @@ def test_rates_and_mfu(tmp_path):
 
 
 def test_tf32_is_its_own_peak(tmp_path):
-    [cell] = result_of(tmp_path, [timed(trial(precision="fp32", tf32=True), 1.0)]).group.cells
-    assert peak_precision(cell) == "tf32"
+    [configuration] = result_of(tmp_path, [timed(trial(precision="fp32", tf32=True), 1.0)]).group.configurations
+    assert peak_precision(configuration) == "tf32"
 
 
 def test_unknown_gpu_has_no_mfu(tmp_path):

@@ -20,7 +20,7 @@ def written(tmp_path, text, name="a.csv"):
 def test_one_column(tmp_path, text):
     found = read(written(tmp_path, text))
     assert found.final == {"1": 3.1, "2": 3.2}
-    assert (found.curves, found.labels, found.seeded, found.notes) == ({}, {}, False, ())
+    assert (found.curves, found.seeded, found.notes) == ({}, False, ())
 
 
 def test_a_label_column_as_in_the_speedrun_s_losses(tmp_path):
@@ -28,7 +28,6 @@ def test_a_label_column_as_in_the_speedrun_s_losses(tmp_path):
     text = "# final val_loss\nrecord,val_loss\nMFUTweaks,3.2752\nMFUTweaks,3.2776\nUNetValueEmbedsTweaks,3.2793\n"
     found = read(written(tmp_path, text))
     assert list(found.final.values()) == [3.2752, 3.2776, 3.2793]
-    assert found.labels == {"1": "MFUTweaks", "2": "MFUTweaks", "3": "UNetValueEmbedsTweaks"}
     [note] = found.notes
     assert "mixes 2 labels (MFUTweaks, UNetValueEmbedsTweaks)" in note
 
@@ -215,7 +214,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def arm(name, final, *, seeded=True, end=None):
     curves = {} if end is None else {seed: Curve(step=(0, end), loss=(4, loss)) for seed, loss in final.items()}
-    return Losses(source=name, final=final, curves=curves, labels={}, seeded=seeded)
+    return Losses(source=name, final=final, curves=curves, seeded=seeded)
 
 
 def test_a_run_that_ends_far_above_its_arm_is_told():
@@ -245,9 +244,7 @@ def test_arms_that_do_not_pair_are_told():
 def curves(name, *losses):
     """An arm of one run for each function of the step."""
     runs = {str(n): Curve(step=at, loss=tuple(map(float, loss(np.array(at))))) for n, (at, loss) in enumerate(losses)}
-    return Losses(
-        source=name, final={seed: run.loss[-1] for seed, run in runs.items()}, curves=runs, labels={}, seeded=True
-    )
+    return Losses(source=name, final={seed: run.loss[-1] for seed, run in runs.items()}, curves=runs, seeded=True)
 
 
 DENSE, SPARSE = tuple(map(float, range(0, 1001, 20))), (0.0, 200.0, 400.0, 600.0, 800.0, 1000.0)

@@ -262,10 +262,10 @@ def test_the_family_is_all_recipes_whatever_became_of_them(tmp_path: Path) -> No
         judged(tmp_path / name, truth=truth, outcomes=outcomes, sd=0.002)
         for name, outcomes in (("whole", {}), ("damaged", lost))
     )
-    adjusted = damaged.recipes[0].judgement.p_equivalence
+    adjusted = damaged.recipes[0].judgement.claims.equivalent
     alone = damaged.recipes[0].judgement.comparison
     assert alone is not None
-    assert adjusted == pytest.approx(4 * alone.p_equivalence)
+    assert adjusted == pytest.approx(4 * alone.claims.equivalent)
     assert whole.recipes[0].judgement.family == damaged.recipes[0].judgement.family == 4
 
 

@@ -94,9 +94,8 @@ def test_an_alpha_that_was_not_simulated_is_refused(alpha: float) -> None:
 
 
 def test_a_stricter_alpha_costs_more() -> None:
-    assert (
-        penalty(30, 0.001) > penalty(30, 0.01) > penalty(30, 0.1) > 2 * math.log(30)
-    )  # BIC's penalty alarms too often
+    bic = 2 * math.log(30)  # which alarms too often
+    assert penalty(30, 0.001) > penalty(30, 0.01) > penalty(30, 0.1) > bic
 
 
 def cheapest(values: np.ndarray, price: float) -> float:
@@ -119,7 +118,7 @@ def cheapest(values: np.ndarray, price: float) -> float:
 def test_no_segmentation_is_cheaper(levels: list[float], each: int, price: float) -> None:
     random = np.random.default_rng(len(levels) + each)
     values = np.repeat(levels, each)[: len(levels)] + 0.5 * random.standard_normal(len(levels))
-    bounds = change_points._cut(values - values.mean(), price)
+    bounds = change_points.cheapest_cuts(values - values.mean(), price)
     segments = [values[start:end] for start, end in itertools.pairwise(bounds)]
     assert (bounds[0], bounds[-1]) == (0, len(values))
     assert min(map(len, segments)) >= 2  # it takes two runs to make a level
@@ -134,8 +133,8 @@ def changes(series: np.ndarray, alpha: float) -> list[list[int]]:
     """Where `segment` would cut each row; its noise and its penalty, and all rows cut at once instead of each by itself."""
     n = series.shape[1]
     logs = np.log(series)
-    noise = np.maximum(change_points._noise(logs), change_points.FLOOR)
-    scaled = change_points._drawn_in(logs, noise) / noise[:, None]
+    noise = np.maximum(change_points.noise_of(logs), change_points.FLOOR)
+    scaled = change_points.drawn_in(logs, noise) / noise[:, None]
     sums = np.pad(np.cumsum(scaled - scaled.mean(axis=1, keepdims=True), axis=1), ((0, 0), (1, 0)))
     price = penalty(n, alpha)
     costs = np.full((len(series), n + 1), math.inf)  # of the cheapest segments up to there, but for the sum of squares

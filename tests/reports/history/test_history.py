@@ -116,7 +116,7 @@ def test_machines_quantities_and_settings_are_series_of_their_own(tmp_path: Path
         journals.write(tmp_path / name, records, body=body)
     found = load_history([tmp_path / "a", tmp_path / "b"])
     names = [one.name for one in found.series]
-    assert len(set(names)) == 4  # two cells whose names are alike, forward and backward
+    assert len(set(names)) == 4  # two configurations whose names are alike, forward and backward
     assert sorted({one.where for one in found.series}) == ["NVIDIA H100", journals.H200]
     assert len(found.series) == 8
     assert {name.rsplit("/", 1)[1] for name in names if name.startswith("attention/")} == {"forward", "backward"}
@@ -270,8 +270,8 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
         assert "<script>alert" not in file.read_text()
 
 
-def drawings(root: Path, cells: int) -> list[Drawing]:
-    records = [journals.step_record(journals.trial(note=number), 10.0) for number in range(cells)]
+def drawings(root: Path, configurations: int) -> list[Drawing]:
+    records = [journals.step_record(journals.trial(note=number), 10.0) for number in range(configurations)]
     return of_history(load_history([journals.write(root, records)]))
 
 

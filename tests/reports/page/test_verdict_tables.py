@@ -1,16 +1,20 @@
 """What a convergence run looks like in the report and on the command line."""
 
+import contextlib
 import dataclasses
+import io
 import re
-import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 from convergence_runs import JUDGEMENT, TRUTH, arm_trial, run_record, study_records, write_study
-from driving import te_bench
 from journals import record, write
 
+from te_bench import cli
 from te_bench.reports.group_result import load_report
 from te_bench.reports.page import gallery, loss_figures, render, tables, verdict_figures
 from te_bench.reports.page.drawing import Drawing, draw
@@ -45,7 +49,7 @@ def test_no_gap_leaves_its_frame_unseen(tmp_path: Path, early: float) -> None:
             one.samples["val_loss"][2] += early
     [result] = load_report([write_study(tmp_path / "run", records, JUDGEMENT)]).groups
     [study] = result.studies
-    build = verdict_figures.gap_curves(study.verdict)
+    build = verdict_figures.gap_curves(study)
     assert build is not None
     panels = build().axes
     marked = [text.get_text() for axes in panels for text in axes.texts]
@@ -125,7 +129,7 @@ def test_an_arm_above_the_frame_of_the_loss_curves_is_said_to_be(tmp_path: Path,
 
 def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path, drawings: dict[str, Drawing]) -> None:
     [result] = load_report([run]).groups
-    found = result.studies[0].verdict
+    found = result.studies[0]
     drawing = drawings["verdict_forest"]
     assert found.broken is not None
     comparison = found.broken.judgement.comparison
@@ -157,8 +161,20 @@ def test_a_ladder_of_learning_rates_says_where_each_breaks(tmp_path: Path) -> No
 # ---- the command line
 
 
-def verdict(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return te_bench("verdict", *arguments)
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def verdict(*arguments: object) -> Done:
+    """te-bench verdict in this process: what it prints, and its exit code."""
+    out, err = io.StringIO(), io.StringIO()
+    asked = mock.patch.object(sys, "argv", ["te-bench", "verdict", *map(str, arguments)])
+    printed = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    with asked, printed[0], printed[1], pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return Done(int(stopped.value.code or 0), out.getvalue(), err.getvalue())
 
 
 def test_exit_code_and_sentence_of_a_run(run: Path) -> None:
@@ -293,7 +309,8 @@ def test_bad_input_is_told(tmp_path: Path, arguments: list[str], message: str) -
     }.items():
         (tmp_path / f"{name}.csv").write_text(losses)
     (tmp_path / "empty").mkdir()
-    done = te_bench("verdict", *arguments, cwd=tmp_path)
+    with contextlib.chdir(tmp_path):
+        done = verdict(*arguments)
     assert done.returncode == 2, done.stdout
     assert message in done.stderr
     assert "Traceback" not in done.stderr
