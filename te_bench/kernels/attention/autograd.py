@@ -90,10 +90,10 @@ def differentiable(
     forward: Callable[..., Results],
     backward: Callable[..., Results],
     *,
-    fake_forward: Callable[..., Results],
-    fake_backward: Callable[..., Results],
     saved: int,
     side_by_side: bool,
+    fake_forward: Callable[..., Results] = lambda q, k, v, *_: empty_results(q, v),
+    fake_backward: Callable[..., Results] = lambda dout, q, k, v, *_: empty_gradients(q, k, v),
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """apply(tensors, settings, for_backward=()) -> out and lse, of which out is differentiable, once.
 

@@ -131,9 +131,9 @@ def _make_gradients(
     EDGE: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
-    k8_desc, dk_desc, dv_desc, shared, ds_shared, gates, ds_ready, keys_free, sizes, scales, dq_sum, padded, scale = (
-        args
-    )
+    descs, shared, ds_shared, gates, ds_ready, keys_free, sizes, scales, sums, scale = args
+    k8_desc, dk_desc, dv_desc = descs
+    dq_sum, padded = sums
     held_shared, k_shared, q8_shared, do8_shared, q_shared, do_shared, info_shared = shared
     held_full, held_empty, full8, empty8, full, empty = gates
     q_inv, k_inv, v_inv, do_inv = scales
@@ -209,21 +209,8 @@ def fp8_attention_backward_gluon_kernel(
     fence_async_shared()
     sizes, scales = (T, S, H, group, pairs, blocks, near, whole, rest), (q_inv, k_inv, v_inv, do_inv)
     fetch_args = (k8_desc, v8_desc, k_desc, q8_desc, do8_desc, q_desc, do_desc, info_desc, shared, gates, sizes)
-    args = (
-        k8_desc,
-        dk_desc,
-        dv_desc,
-        shared,
-        ds_shared,
-        gates,
-        ds_ready,
-        keys_free,
-        sizes,
-        scales,
-        dq_sum,
-        padded,
-        scale,
-    )
+    descs, sums = (k8_desc, dk_desc, dv_desc), (dq_sum, padded)
+    args = (descs, shared, ds_shared, gates, ds_ready, keys_free, sizes, scales, sums, scale)
     gl.warp_specialize(
         [
             (_make_gradients, (args, 0, CONSUMERS, FP8_STAGES, STAGES, CAUSAL, EDGE)),
