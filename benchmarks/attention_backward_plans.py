@@ -37,7 +37,7 @@ PLANS = {
     "3 places, sharing 6": BASE._replace(sharing=6),
     "3 places, sharing 8": BASE._replace(sharing=8),
     "3 places, sharing 12": BASE._replace(sharing=12),
-    "3 places, sharing 132": BASE._replace(sharing=132),
+    "3 places, all sharing": BASE._replace(sharing=launch.ALL),
     "2 places, sharing 4": BASE._replace(stages=2),
 }
 #: One of each compilation, with those that share it.
@@ -48,7 +48,7 @@ CHECKED = {
         "3 places, sharing 6",
         "3 places, sharing 8",
         "3 places, sharing 12",
-        "3 places, sharing 132",
+        "3 places, all sharing",
     ],
     "2 places, sharing 4": [],
 }

@@ -20,12 +20,12 @@ from _race import Calls, apart, keep, race, told
 from torch import Tensor
 
 from te_bench.kernels.attention import fp8_quantize, load
+from te_bench.kernels.attention.autograd import empty_gradients, empty_results
 from te_bench.kernels.attention.backends import manual_fp8, triton_fp8
 from te_bench.kernels.attention.hopper import fp8_launch
-from te_bench.kernels.attention.hopper.launch import Plan as GluonPlan
+from te_bench.kernels.attention.hopper.launch import ALL, Plan
 from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
-from te_bench.kernels.attention.portable.forward import Tile
-from te_bench.kernels.attention.portable.fp8_forward import Plan
+from te_bench.kernels.attention.portable.launch import Tile
 
 SHAPES = {  # B, H, T, D, causal, the forward pass's bar in TFLOP/s
     "B1 H16 T16384 D128 full": (1, 16, 16384, 128, False, 800),
@@ -41,16 +41,16 @@ CASES = [  # B, H, Hkv, T, S, D, causal
     (3, 12, 12, 1000, 1000, 64, True), (2, 8, 8, 2048, 2048, 128, True),
 ]  # fmt: skip
 CAST = [(2, 3, 200, 64), (1, 4, 1000, 128), (2, 2, 64, 80)]  # B, H, T, D of what is quantised
-PLANS = [  # of triton_fp8's forward pass, none of which spills for heads of 128, or for those of 64
-    Plan(64, 64, 4, 3), Plan(64, 64, 4, 3, 168), Plan(64, 64, 4, 2, 128, 2), Plan(64, 64, 4, 3, 128, 2),
-    Plan(64, 64, 4, 3, 96), Plan(64, 128, 4, 2, 128), Plan(64, 128, 4, 3, 128), Plan(64, 128, 4, 2, 168, 2),
-    Plan(64, 128, 4, 2, 160, 2), Plan(128, 64, 8, 3, 128, 2), Plan(128, 64, 8, 4, 128, 2),
+TILES = [  # of triton_fp8's forward pass, none of which spills for heads of 128, or for those of 64
+    Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 2, 128, 2), Tile(64, 64, 4, 3, 128, 2),
+    Tile(64, 64, 4, 3, 96), Tile(64, 128, 4, 2, 128), Tile(64, 128, 4, 3, 128), Tile(64, 128, 4, 2, 168, 2),
+    Tile(64, 128, 4, 2, 160, 2), Tile(128, 64, 8, 3, 128, 2), Tile(128, 64, 8, 4, 128, 2),
 ]  # fmt: skip
-GLUON_PLANS = [GluonPlan(3, 128, 2, 1, 160), GluonPlan(3, 128, 3, 2, 160)]  # of heads of 128
+GLUON_PLANS = [Plan(3, 128, 2, 1, 160), Plan(3, 128, 3, 2, 160)]  # of heads of 128
 GLUON_BACKWARD = [
-    GluonPlan(2, 64, stages, slots, 240, sharing=sharing)
+    Plan(2, 64, stages, slots, 240, sharing=sharing)
     for stages, slots in ((2, 2), (2, 3), (3, 2))
-    for sharing in (4, 132)
+    for sharing in (4, ALL)
 ]
 OF_ROWS = [None, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2)]  # None: those that ship
 OF_KEYS = [Tile(32, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2)]
@@ -134,15 +134,15 @@ def forward_calls(shape: str) -> Calls:
     batch, heads, rows, width, causal, _ = SHAPES[shape]
     q, k, v = (torch.randn(batch, heads, rows, width, device="cuda").bfloat16() for _ in range(3))
     scale, cast = width**-0.5, casts(q, k, v)
-    given = (*cast, (rows, rows), width, q.dtype, causal, scale)
+    given = (*empty_results(q, v), cast, rows, causal, scale)
     backends = {
         "cudnn bf16": load("cudnn").forward, "gluon bf16": load("gluon").forward,
-        "triton_fp8 with casts": triton_fp8.forward,
+        "triton_fp8 with casts": load("triton_fp8").forward,
     }  # fmt: skip
     return {
         **{name: partial(forward, q, k, v, causal=causal, scale=scale) for name, forward in backends.items()},
         "casts of q, k, v": partial(fp8_quantize.quantize, q, k, v, keep=False),
-        **{f"in Triton {tuple(plan)}": partial(fp8_forward.forward, *given, plan) for plan in PLANS},
+        **{f"in Triton {tuple(tile)}": partial(fp8_forward.forward, *given, tile) for tile in TILES},
         **{f"in Gluon {plan[:5]}": partial(fp8_launch.forward, *given, plan) for plan in GLUON_PLANS if width == 128},
     }
 
@@ -151,8 +151,10 @@ def backward_calls(shape: str) -> Calls:
     batch, heads, rows, width, causal, _ = SHAPES[shape]
     q, k, v, dout = (torch.randn(batch, heads, rows, width, device="cuda").bfloat16() for _ in range(4))
     scale, cast = width**-0.5, casts(q, k, v)
-    out, lse = fp8_forward.forward(*cast, (rows, rows), width, q.dtype, causal, scale)
-    ours = partial(fp8_backward.backward, dout, q, k, out, lse, cast, width, causal, scale)
+    out, lse = empty_results(q, v)
+    fp8_forward.forward(out, lse, cast, rows, causal, scale)
+    given = empty_gradients(q, k, v), dout, q, k, out, lse, cast, causal, scale
+    ours = partial(fp8_backward.backward, *given)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     theirs = {name: load(name).forward(*leaves, causal=causal, scale=scale) for name in ("cudnn", "gluon")}
     return {
@@ -160,8 +162,8 @@ def backward_calls(shape: str) -> Calls:
         **{f"in Triton, rows {tile and tuple(tile)}": partial(ours, tile, None) for tile in OF_ROWS},
         **{f"in Triton, keys {tuple(tile)}": partial(ours, None, tile) for tile in OF_KEYS},
         **{
-            f"in Gluon, {p.stages} and {p.slots} places, sharing {p.sharing}": partial(
-                fp8_launch.backward, dout, q, k, out, lse, cast, width, causal, scale, p
+            f"in Gluon, {p.stages} and {p.slots} places, sharing {'all' if p.sharing == ALL else p.sharing}": partial(
+                fp8_launch.backward, *given, p
             )
             for p in GLUON_BACKWARD
             if width == 128
@@ -187,14 +189,15 @@ def long() -> None:
     for mean in (0.0, 1.0):
         q, k, v = (torch.randn(1, 1, keys, 128, device="cuda").bfloat16() for _ in range(3))
         v = (v + mean).bfloat16()
-        given = (*casts(q, k, v), (keys, keys), 128, q.dtype, False, scale)
+        (out, lse), cast = empty_results(q, v), casts(q, k, v)
         weights = (there_and_back(q)[..., :512, :] @ there_and_back(k).mT * scale).softmax(-1)
         truth = weights @ there_and_back(v)
         for name, kernel in (("Triton", fp8_forward), ("Gluon", fp8_launch)):
-            out = kernel.forward(*given)[0][..., :512, :]
-            ratio = (out.double().sum() / truth.sum()).item()
+            kernel.forward(out, lse, cast, keys, False, scale)
+            first = out[..., :512, :]
+            ratio = (first.double().sum() / truth.sum()).item()
             print(
-                f"16384 keys, mean {mean}, {name}: {decibels(truth, out):.1f} dB, sums {ratio:.5f} of theirs",
+                f"16384 keys, mean {mean}, {name}: {decibels(truth, first):.1f} dB, sums {ratio:.5f} of theirs",
                 flush=True,
             )
 

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-PATIENCE = 5.0  # seconds
+PATIENCE = 30.0  # seconds without what a thread waits for; on a busy machine all of them may stand still for some
 PAUSE = 2e-4
 
 

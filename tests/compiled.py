@@ -119,7 +119,8 @@ def compiled(module: str, names: tuple[str, ...], folder: Path) -> list[Compiled
     AssertionError, with the child's words, where it fails. What is in folder already, from the same sources and options, is
     not compiled again.
     """
-    paths = [str(Path(__file__).parent), str(Path(__file__).parent / "kernels"), os.environ.get("PYTHONPATH", "")]
+    own = Path(str(sys.modules[module].__file__)).parent
+    paths = [str(Path(__file__).parent), str(own), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1",

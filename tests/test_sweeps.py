@@ -142,7 +142,7 @@ def asked(sweep: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str, wrong: s
 
 
 def test_what_failed_is_not_timed(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep, wrong, alike = script("attention_backward_plans"), "2 places, sharing 4", "2 places, sharing 132"
+    sweep, wrong, alike = script("attention_backward_plans"), "2 places, sharing 4", "2 places, all sharing"
     monkeypatch.setitem(sweep.CHECKED, wrong, [alike])
     *checks, last = asked(sweep, monkeypatch, "--json", "x.json", wrong=wrong)
     assert checks == [(60 if i else 150, "check", name) for i, name in enumerate(sweep.CHECKED)]
@@ -170,8 +170,8 @@ def test_pieces_of_fp8_attention(script: Callable[[str], Any], monkeypatch: pyte
 
 def test_tiles_of_fp8_attention(script: Callable[[str], Any]) -> None:
     sweep = script("attention_fp8_tiles")
-    assert len(set(sweep.PLANS)) == len(sweep.PLANS) == 11
-    assert {sweep.fp8_forward.FORWARD[width] for width in (64, 128)} <= set(sweep.PLANS)
+    assert len(set(sweep.TILES)) == len(sweep.TILES) == 11
+    assert {sweep.fp8_forward.FORWARD[width] for width in (64, 128)} <= set(sweep.TILES)
     assert sweep.fp8_launch.FORWARD in sweep.GLUON_PLANS
     assert set(sweep.fp8_launch.BACKWARD.values()) <= set(sweep.GLUON_BACKWARD)
 

@@ -19,6 +19,7 @@ from te_bench.kernels.attention import fp8_quantize
 from te_bench.kernels.attention.portable import backward as attention_backward_kernels
 from te_bench.kernels.attention.portable import forward as attention_kernels
 from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
+from te_bench.kernels.attention.portable import launch as attention_launch
 from te_bench.kernels.attention.portable.forward import Extent
 from te_bench.kernels.norm import kernels as norm
 from te_bench.kernels.norm import residual_forward as residual_kernels
@@ -163,8 +164,7 @@ def known() -> Recorder:
 
 @pytest.fixture
 def recorder(known: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    attentions = (attention_kernels, attention_backward_kernels, fp8_quantize, fp8_forward, fp8_backward)
-    for module in (activation, norm, residual_kernels, kernels, fine_kernels, rotary, *attentions, _launch):
+    for module in (activation, norm, residual_kernels, kernels, fine_kernels, rotary, attention_launch, _launch):
         monkeypatch.setattr(module, "launch", known.launch)
     return known
 
@@ -314,9 +314,9 @@ def attention_fp8(causal, keep, **shape):
     q, k, v, out = heads_of(**shape)
     cast = fp8_quantize.quantize(q, k, v, keep=True)
     fp8_quantize.quantize(q, k, v, keep=keep)
-    (rows, keys), features = (q.shape[2], k.shape[2]), v.shape[3]
-    fp8_forward.forward(*cast, (rows, keys), features, q.dtype, causal, 0.5)
-    fp8_backward.backward(out, q, k, out, torch.zeros(out.shape[:3]), cast, features, causal, 0.5)
+    lse, gradients = torch.zeros(out.shape[:3]), (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    fp8_forward.forward(torch.empty_like(out), lse, cast, k.shape[2], causal, 0.5)
+    fp8_backward.backward(gradients, out, q, k, out, lse, cast, causal, 0.5)
 
 
 FLOATS, TARGETS, BOTH = (BF16, FP16, FP32), (E4M3, E5M2), (True, False)

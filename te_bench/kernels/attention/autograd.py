@@ -18,6 +18,7 @@ LEAST = 1e-30  # of a scale: hidden scores are -inf, and 0 x -inf is NaN; all we
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Results = tuple[Tensor, ...]
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> None:
@@ -62,15 +63,37 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
 
 
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """Memory for dq, dk, dv."""
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def without_masks(attention: Callable[..., tuple[Tensor, Tensor]], refusal: str) -> Callable[..., Tensor]:
+    """A backend's forward: out of an attention that has no masks and no dropout; ValueError(refusal) where they are given.
+
+    Gradients are deterministic where torch.use_deterministic_algorithms asks for it.
+    """
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float = 0.0, mask: Tensor | None = None
+    ) -> Tensor:
+        if dropout or mask is not None:
+            raise ValueError(refusal)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return attention(q, k, v, causal=causal, scale=scale, deterministic=deterministic)[0]
+
+    return forward
+
+
 def differentiable(
     name: str,
     forward: Callable[..., Results],
     backward: Callable[..., Results],
     *,
-    fake_forward: Callable[..., Results],
-    fake_backward: Callable[..., Results],
     saved: int,
     side_by_side: bool,
+    fake_forward: Callable[..., Results] = lambda q, k, v, *_: empty_results(q, v),
+    fake_backward: Callable[..., Results] = lambda dout, q, k, v, *_: empty_gradients(q, k, v),
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """apply(tensors, settings, for_backward=()) -> out and lse, of which out is differentiable, once.
 

@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels import architecture
-from te_bench.kernels.attention.portable.forward import row_strides
+from te_bench.kernels.attention.portable.launch import row_strides, run
 from te_bench.kernels.attention.portable.scores import load_tile
-from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.quantize.kernels import inverse_of, scale_of
 from te_bench.kernels.tile import larger, magnitude, to_fp8
 
@@ -40,6 +39,19 @@ class Heads(NamedTuple):
     data: Tensor | None
     data_t: Tensor | None
     scale_inv: Tensor
+
+    @property
+    def by_rows(self) -> Tensor:
+        assert self.data is not None
+        return self.data
+
+    @property
+    def transposed(self) -> Tensor:
+        assert self.data_t is not None
+        return self.data_t
+
+
+Operands = tuple[Heads, Heads, Heads]  # q, k and v
 
 
 def padded(length: int) -> int:
@@ -207,12 +219,11 @@ def amax_bits(q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Te
     shares = min(_shares(q.device, count), triton.cdiv(max(sizes.rows, sizes.keys), ROWS))
     integers = *_strides(q, k, v), *sizes, shares
     constants = _constants(q, v, triton.next_power_of_2)
-    key = *traits(q, k, v), *integers, *constants.values()
-    launch(fp8_attention_amax_kernel, shares * count, key, q.get_device(), (q, k, v, bits, *integers), constants)
+    run(fp8_attention_amax_kernel, shares * count, (q, k, v, bits), integers, constants)
     return bits
 
 
-def quantize(q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> tuple[Heads, Heads, Heads]:
+def quantize(q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> Operands:
     """q and k by rows, v transposed and, where keep, by rows, with current scaling.
 
     q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv), their last strides 1, not empty.
@@ -229,7 +240,6 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> tuple[Heads, Hea
     tensors = (q, k, v, bits, q8, k8, v8, v8_t, *inverses)
     integers = *_strides(q, k, v), *sizes, rows, keys
     constants = _constants(q, v, width)
-    key = *traits(*tensors), *integers, *constants.values()
     grid = (sizes.pairs * rows + 2 * sizes.kv_pairs * keys) // ROWS
-    launch(fp8_attention_cast_kernel, grid, key, q.get_device(), (*tensors, *integers), constants)
+    run(fp8_attention_cast_kernel, grid, tensors, integers, constants)
     return Heads(q8, None, inverses[0]), Heads(k8, None, inverses[1]), Heads(v8, v8_t, inverses[2])

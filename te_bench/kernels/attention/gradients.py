@@ -31,7 +31,7 @@ def apart() -> bool:
 def room(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for dq, dk, dv, as empty_like has it; of (B, H, T, D) that are views of one (B, T, 3, H, D), views of another.
 
-    A copy joins them otherwise: 28 us for each layer of GPT-2 124M at 12 x 1024 tokens (H200).
+    A copy joins them otherwise.
     """
     batch, heads, rows, width = q.shape
     if not _side_by_side(q, k, v):

@@ -1,17 +1,30 @@
 """A processor for Gluon's attention kernels: their own functions as Python threads, on barriers as sm_90's are."""
 
+import functools
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
-from barriers import Barrier, Threads
+import pytest
+from barriers import Barrier, Threads, ran
+from triton.experimental.gluon import language
+from triton.runtime.jit import JITFunction
 
+from te_bench.kernels.attention.hopper import (
+    backward_fused,
+    backward_keys,
+    backward_rows,
+    forward,
+    fp8_backward,
+    fp8_forward,
+    parts,
+)
 from te_bench.kernels.attention.hopper.launch import Plan
 
+KERNELS = parts, forward, backward_rows, backward_keys, backward_fused, fp8_forward, fp8_backward
 ROWS = 64
 LATE = 1e-3  # seconds
-#: Functions of hopper.parts that run as they are, but in Python.
-PARTS = ("count_tiles", "next_stage", "previous_stage", "count_key_blocks", "fetch", "take_turn", "pass_turn")
 
 
 class Place:
@@ -21,6 +34,10 @@ class Place:
     readers = 0
     leaving = False
     dtype = None
+    halves: "Room | None" = None  # other blocks in its memory
+
+    def __init__(self) -> None:
+        self.stored = list[Any]()  # since the last store to global memory
 
     def permute(self, _: Any) -> "Place":
         return self
@@ -33,14 +50,6 @@ class Place:
 
     def _reinterpret(self, *_: Any) -> "Place":
         return self
-
-    def load(self, _: Any) -> "Sum":
-        return Sum((self.holds,))
-
-    def store(self, x: "Sum") -> None:
-        assert self.readers == 0, "written while a product reads it"
-        x.done()
-        self.holds = "a result"
 
 
 class Room:
@@ -79,11 +88,7 @@ class Sum:
     def __mul__(self, other: Any) -> "Sum":
         return Sum(self.done() + (other.done() if isinstance(other, Sum) else ()))
 
-    def __add__(self, other: "Sum") -> "Sum":
-        return Sum(self.done() + other.done())
-
-    def __sub__(self, _: Any) -> "Sum":
-        return Sum(self.done())
+    __add__ = __sub__ = __mul__
 
     def to(self, _: Any) -> "Sum":
         return Sum(self.done())
@@ -93,17 +98,30 @@ class Sum:
 
 
 class Machine(Threads):
-    """Stand-ins for what the kernels take from Gluon; `slow` may be a tensor, whose blocks then come late."""
+    """Stand-ins for what the kernels take from Gluon; `slow` may be a tensor, whose blocks then come late.
 
-    def __init__(self, slow: str) -> None:
+    What a thread has stored, the tensor core and TMA see from its fence on. without: those barriers, in the order in which
+    they are made, at which nobody waits. found: what goes to global memory, and where.
+    """
+
+    def __init__(self, slow: str = "", without: int | None = None) -> None:
         super().__init__(slow)
-        self.own = threading.local()
+        self.own, self.unseen = threading.local(), dict[Place, Any]()
+        self.without, self.made, self.found = without, list[list[Barrier]](), list[Any]()
 
     def barriers(self, count: int, arrivals: int) -> Room:
         made = Room([Barrier() for _ in range(count)])
         for barrier in made.of:
             barrier.count = barrier.pending = arrivals
+        self.made.append(made.of)
         return made
+
+    def wait(self, barrier: Barrier, parity: int, *, pred: bool = True) -> None:
+        if self.without is None or barrier not in self.made[self.without]:
+            super().wait(barrier, parity, pred=pred)
+
+    def fence(self) -> None:
+        self.do(lambda: [self.unseen.pop(place, None) for place in self.own.__dict__.pop("unseen", [])])
 
     def load(self, desc: Any, at: list[int], barrier: Barrier, place: Place) -> None:
         def landed() -> None:
@@ -124,9 +142,23 @@ class Machine(Threads):
         else:
             self.do(landed)
 
-    def leave(self, place: Place) -> None:
-        place.leaving = True
-        self.stores().append(place)
+    def store(self, place: Place, x: Sum) -> None:
+        for part in (place, *(place.halves.of if place.halves else ())):
+            assert part.readers == 0, "written while a product reads it"
+            assert not part.leaving, "written while a store reads it"
+            self.unseen[part] = self.own
+            self.own.__dict__.setdefault("unseen", []).append(part)
+            self.do(lambda part=part: setattr(part, "holds", x.done()))  # type: ignore[misc]
+        place.stored.append(x.done())
+
+    def leave(self, desc: Any, at: list[int], place: Place) -> None:
+        assert place not in self.unseen, "TMA may read what was there before"
+        for part in (place, *(place.halves.of if place.halves else ())):
+            part.leaving = True
+            self.stores().append(part)
+        left, place.stored = (desc.name, *at, *place.stored), []
+        if at[2] < desc.limit:
+            self.do(lambda: self.found.append(left))
 
     def stores(self) -> list[Place]:
         found: list[Place] = self.own.__dict__.setdefault("stores", [])
@@ -140,6 +172,7 @@ class Machine(Threads):
 
     def multiply(self, a: Place | Sum, b: Place, acc: Sum, *, use_acc: bool = True, is_async: bool) -> Sum:
         assert is_async
+        assert not {a, b} & self.unseen.keys(), "the tensor core may see what was there before"
         result = acc if use_acc else Sum()
         result.under_way += 1
         read = [x for x in (a, b) if isinstance(x, Place)]
@@ -178,3 +211,60 @@ class Shape:
         """The first keys of the blocks that rows from `row` see, from the last on."""
         end = min(self.keys, row + ROWS) if self.causal else self.keys
         return list(range(0, end, at_once))[::-1]
+
+
+def in_python(
+    patch: pytest.MonkeyPatch,
+    machine: Machine,
+    room: Callable[[list[int]], Place],
+    program: int,
+    programs: int,
+    words: dict[str, Any],
+    stubs: dict[str, Any],
+) -> None:
+    """The kernels' functions become Python's. words: of Gluon's language; stubs: in place of what is the GPU's."""
+
+    def rooms(shape: list[int]) -> Room:
+        return Room([room(shape[-2:]) for _ in range(shape[0])], *shape[-2:])
+
+    shared = dict[Place, Room]()
+
+    def halves(place: Place, _: Any) -> Room:
+        place.halves = shared.setdefault(place, rooms([2, ROWS, 128]))  # one for all threads
+        return place.halves
+
+    def specialize(calls: list[Any], warps: list[int], registers: list[int]) -> None:
+        assert warps == [4] * (len(calls) - 2) + [1], "the last one fetches"
+        assert len(set(registers[:-1])) == 1
+        names = [*map(str, range(len(calls) - 1)), "fetch"]
+        ran(machine, {name: functools.partial(call, *given) for name, (call, given) in zip(names, calls, strict=True)})
+
+    of_gpu = ("SliceLayout", "DotOperandLayout", "SwizzledSharedLayout", "BlockedLayout", "NVMMASharedLayout")
+    gl = {
+        **dict.fromkeys((*of_gpu, "static_assert"), lambda *_: None),
+        **dict.fromkeys(("float32", "int64", "uint8", "float8e4nv")),
+        "NVMMADistributedLayout": lambda *given: types.SimpleNamespace(instr_shape=given[2]),
+        "cdiv": lambda x, y: -(-x // y), "program_id": lambda _: program, "num_programs": lambda _: programs,
+        "static_range": range, "warp_specialize": specialize, "allocate_shared_memory": lambda _, shape, __: rooms(shape),
+    }  # fmt: skip
+    waits = types.SimpleNamespace(wait=machine.wait, arrive=machine.arrive, expect=machine.expect)
+    copies = types.SimpleNamespace(
+        async_copy_global_to_shared=machine.load,
+        async_copy_shared_to_global=machine.leave,
+        store_wait=machine.store_wait,
+    )
+    as_it_is = ("as_matrix", "_as_lines", "round_to", "as_operand", "hold_back")
+    values = {
+        "gl": types.SimpleNamespace(**gl | words), "mbarrier": waits, "tma": copies, "make_barriers": machine.barriers,
+        "allocate": lambda desc, count: rooms([count, *desc.block_type.shape[2:]]), "_split_dv_stage": halves,
+        "fence_async_shared": machine.fence, "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.finish,
+        **dict.fromkeys(as_it_is, lambda x, *_: x),
+    } | stubs  # fmt: skip
+    for module in KERNELS:
+        for name, value in list(vars(module).items()):
+            if name in values:
+                patch.setattr(module, name, values[name])
+            elif isinstance(value, JITFunction):
+                patch.setattr(module, name, value.fn)
+            elif isinstance(value, language.constexpr):
+                patch.setattr(module, name, value.value)

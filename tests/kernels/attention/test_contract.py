@@ -179,6 +179,8 @@ def test_contract(name: str, shape: tuple[int, ...], dtype: str, causal: bool, d
         pytest.skip(
             "each problem of FlexAttention compiles for seconds: one odd length, causal and not, stands for all"
         )
+    if (device, dtype) == ("cpu", "fp16") and shape != SHAPES[2]:
+        pytest.skip("on a CPU fp16 goes bf16's way but for its rounding: one shape stands for all")
     problem = a_problem(shape, dtype, device, causal=causal)
     assert_as_good_as_manual(supported(name, problem), problem, draw(problem))
 

@@ -14,7 +14,8 @@ from te_bench.kernels.attention.backends import triton as ours
 from te_bench.kernels.attention.portable import backward
 from te_bench.kernels.attention.portable import forward as _kernels
 from te_bench.kernels.attention.portable.backward import Attended
-from te_bench.kernels.attention.portable.forward import Extent, Tile
+from te_bench.kernels.attention.portable.forward import Extent
+from te_bench.kernels.attention.portable.launch import Tile
 
 INTERPRETED = triton_package.knobs.runtime.interpret
 #: Where the kernels run: in the interpreter, in float32, or on the GPU.
@@ -58,14 +59,17 @@ def band(rows: int, keys: int, left: int, right: int) -> Tensor:
     return hidden | (ahead < -left if left >= 0 else torch.zeros_like(hidden))
 
 
+#: At (5, 1), (-1, 1) and (3, 65) the last row of a tile sees one key of the next block and no other.
+ENDS = [(0, 0), (70, 0), (150, 10), (200, 200), (2**31 - 1, 2**40), (5, 1), (-1, 1)]
+EVERYWHERE = [(5, 3), (40, -1), (-1, 9), (3, 65)]
+WINDOWED = [
+    *((150, 150, window) for window in (*ENDS, *EVERYWHERE)),
+    *((*sizes, window) for sizes in ((256, 256), (70, 130), (130, 40)) for window in EVERYWHERE),
+]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "window",
-    # At (5, 1), (-1, 1) and (3, 65) the last row of a tile sees one key of the next block and no other.
-    [(0, 0), (5, 3), (70, 0), (40, -1), (-1, 9), (150, 10), (200, 200), (2**31 - 1, 2**40), (5, 1), (-1, 1), (3, 65)],
-    ids=str,
-)
-@pytest.mark.parametrize(("rows", "keys"), [(150, 150), (256, 256), (70, 130), (130, 40)])
+@pytest.mark.parametrize(("rows", "keys", "window"), WINDOWED, ids=str)
 def test_windows(rows: int, keys: int, window: tuple[int, int], device: str) -> None:
     """Row i sees keys i - left to i + right; rows far beyond the last key see none."""
     tensors = drawn(device, (1, 2, rows, 16), (1, 1, keys, 16), (1, 1, keys, 16), (1, 2, rows, 16))

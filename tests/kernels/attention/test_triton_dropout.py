@@ -11,7 +11,8 @@ from torch import Tensor
 
 from te_bench.kernels.attention.backends import triton as ours
 from te_bench.kernels.attention.portable import forward as _kernels
-from te_bench.kernels.attention.portable.forward import Extent, Tile
+from te_bench.kernels.attention.portable.forward import Extent
+from te_bench.kernels.attention.portable.launch import Tile
 
 # Dropout
 

@@ -19,7 +19,7 @@ from te_bench.kernels.attention.portable import fp8_backward
 
 def _quantized(change: Callable[[Heads], Heads]) -> Callable[[pytest.MonkeyPatch], None]:
     right = fp8_quantize.quantize
-    return lambda patch: patch.setattr(fp8_quantize, "quantize", lambda *x, keep: map(change, right(*x, keep=keep)))
+    return lambda patch: patch.setattr(fp8_quantize, "quantize", lambda *x, keep: [*map(change, right(*x, keep=keep))])
 
 
 def _values(change: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -30,10 +30,12 @@ def _backward(change: Callable[[dict[str, Any]], None]) -> Callable[[pytest.Monk
     def plant(patch: pytest.MonkeyPatch) -> None:
         right = fp8_backward.backward
 
-        def wrong(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, heads: Any, *rest: Any) -> Any:
+        def wrong(
+            to: Any, dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, heads: Any, *rest: Any
+        ) -> None:
             given = {"dout": dout, "q": q, "k": k, "out": out, "lse": lse, "heads": heads}
             change(given)
-            return right(*given.values(), *rest)
+            right(to, *given.values(), *rest)
 
         patch.setattr(fp8_backward, "backward", wrong)
 
@@ -47,13 +49,14 @@ def _coarse(x: Tensor) -> Tensor:
 FORWARD_MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a doubled scale": _quantized(lambda made: made._replace(scale_inv=2 * made.scale_inv)),
     "a scale of another head": _quantized(lambda made: made._replace(scale_inv=made.scale_inv.roll(1, 1))),
-    "values in order": _values(lambda x: x[..., [16 * (i // 16) + 4 * (i % 8 // 2) + 2 * (i % 16 // 8) + i % 2
-                                                for i in range(128)]]),
+    "values in order": _values(
+        lambda x: x[..., [16 * (i // 16) + 4 * (i % 8 // 2) + 2 * (i % 16 // 8) + i % 2 for i in range(128)]]
+    ),
     "no values": _values(torch.zeros_like),
     "values in E5M2": _values(_coarse),
     "the last keys left out": _values(lambda x: torch.cat([x[..., :-64], torch.zeros_like(x[..., -64:])], -1)),
     "sign": _values(lambda x: (-x.float()).to(x.dtype)),
-}  # fmt: skip
+}
 BACKWARD_MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "sign of dO": _backward(lambda g: g.update(dout=-g["dout"])),
     "no out in delta": _backward(lambda g: g.update(out=torch.zeros_like(g["out"]))),

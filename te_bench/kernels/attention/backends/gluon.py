@@ -11,7 +11,13 @@ from torch import Tensor
 
 from te_bench.kernels import gluon
 from te_bench.kernels.attention import Backend, Problem, gradients
-from te_bench.kernels.attention.autograd import check, differentiable, empty_results, with_positive_scale
+from te_bench.kernels.attention.autograd import (
+    Gradients,
+    check,
+    differentiable,
+    with_positive_scale,
+    without_masks,
+)
 
 try:
     from te_bench.kernels.attention.hopper import launch
@@ -44,18 +50,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
     deterministic: bool, apart: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """dq, dk, dv; apart: each in memory of its own, as torch.compile has been told."""
     there = None if apart else gradients.room(q, k, v)
     return launch.backward(dout, q, k, v, out, lse, causal, scale, deterministic, gradients=there)
 
 
-attend_by_kernels = differentiable(
-    "gluon_attention", _forward, _backward,
-    fake_forward=lambda q, k, v, *_: empty_results(q, v),
-    fake_backward=lambda dout, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
-    saved=3, side_by_side=True,
-)  # fmt: skip
+attend_by_kernels = differentiable("gluon_attention", _forward, _backward, saved=3, side_by_side=True)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -84,18 +85,8 @@ def attention(
     return attend_by_kernels((q, k, v), (causal, scale), (deterministic,))
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float = 0.0, mask: Tensor | None = None
-) -> Tensor:
-    """attention's out; gradients are deterministic where torch.use_deterministic_algorithms asks for it."""
-    if dropout or mask is not None:
-        raise ValueError("dropout and masks: Gluon's attention has none; take triton")
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return attention(q, k, v, causal=causal, scale=scale, deterministic=deterministic)[0]
-
-
 BACKEND = Backend(
-    forward=forward,
+    forward=without_masks(attention, "dropout and masks: Gluon's attention has none; take triton"),
     unsupported=unsupported,
     kernels={"cuda": r"^gluon_attention_(forward|backward_(rows|keys|fused)|delta)_kernel"},
 )

@@ -1,10 +1,10 @@
 """FP8 attention from its definition, in plain PyTorch: what the fast FP8 kernels are held to. Runs anywhere.
 
 q, k, v and dO are E4M3 with a scale a head, from the head's own amax (current scaling). Forward: S = scale Q K^T of the FP8
-operands; P = 2^(S - top) in float32, whose sums are P's own; 2^8 P, at most 256 of the 448 there are, is rounded to E4M3 for
-O = P V / sum. Backward: S again, and dP = dO V^T, of FP8 operands; P and dS = P (dP - delta) are rounded to the inputs'
-dtype for dV = P^T dO, dQ = scale dS K and dK = scale dS^T Q with dO, K and Q as they came. delta is the rows' sums of
-O * dO with the dO of dP, so that the rows of dS add up to 0.
+operands; P = 2^(S - m_i) in float32, m_i the rows' maxima, and l_i P's own sums; 2^8 P, at most 256 of the 448 there are, is
+rounded to E4M3 for O = P V / l_i. Backward: S again, and dP = dO V^T, of FP8 operands; P and dS = P (dP - delta) are rounded
+to the inputs' dtype for dV = P^T dO, dQ = scale dS K and dK = scale dS^T Q with dO, K and Q as they came. delta is the rows'
+sums of O * dO with the dO of dP, so that the rows of dS add up to 0.
 
 dO in E4M3 and not in E5M2, the format of gradients elsewhere: a scale for each head, from the very tensor, leaves 2^17 from
 the largest element to the last, and dS is a difference in which a third bit of the mantissa counts. A head that has a NaN or
@@ -53,7 +53,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
     return scores
 
 
-def _of_groups(x: Tensor, kv_heads: int) -> Tensor:
+def _sum_groups(x: Tensor, kv_heads: int) -> Tensor:
     """The sum over the query heads that share a key head."""
     return x.unflatten(1, (kv_heads, -1)).sum(2)
 
@@ -62,11 +62,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         scores = _scores(q, k, causal, scale)
-        top = scores.amax(-1, keepdim=True)
-        weights = WEIGHTS * (scores - top).exp()
-        total = weights.sum(-1, keepdim=True)
-        out = (weights.to(FORMAT).float() @ _rounded(v, q) / total).to(q.dtype)
-        lse = (top + (total / WEIGHTS).log()).squeeze(-1)
+        m_i = scores.amax(-1, keepdim=True)
+        weights = WEIGHTS * (scores - m_i).exp()
+        l_i = weights.sum(-1, keepdim=True)
+        out = (weights.to(FORMAT).float() @ _rounded(v, q) / l_i).to(q.dtype)
+        lse = (m_i + (l_i / WEIGHTS).log()).squeeze(-1)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = causal, scale
         ctx.mark_non_differentiable(lse)
@@ -77,15 +77,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         causal, scale = ctx.settings
-        come = _rounded(dout, q)
+        dout8 = _rounded(dout, q)
         weights = (_scores(q, k, causal, scale) - lse[..., None]).exp()
-        delta = (out.float() * come).sum(-1, keepdim=True)
-        dscores = (weights * (come @ _rounded(v, q).mT - delta)).to(q.dtype).float()
+        delta = (out.float() * dout8).sum(-1, keepdim=True)
+        dscores = (weights * (dout8 @ _rounded(v, q).mT - delta)).to(q.dtype).float()
         dv = weights.to(q.dtype).float().mT @ dout.float()
         dq = scale * dscores @ repeat_heads(k, q.shape[1]).float()
         dk = scale * dscores.mT @ q.float()
         groups = k.shape[1]
-        return dq.to(q.dtype), _of_groups(dk, groups).to(q.dtype), _of_groups(dv, groups).to(q.dtype), None, None
+        return dq.to(q.dtype), _sum_groups(dk, groups).to(q.dtype), _sum_groups(dv, groups).to(q.dtype), None, None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float) -> tuple[Tensor, Tensor]:

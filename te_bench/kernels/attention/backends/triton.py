@@ -5,12 +5,19 @@ are not read. Dropout is counted by Philox from one draw of torch's generator, s
 memory order of out is (B, T, H, Dv).
 """
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
 from te_bench.kernels.attention import Backend, Problem, gradients
-from te_bench.kernels.attention.autograd import check, differentiable, empty_results, with_positive_scale
+from te_bench.kernels.attention.autograd import (
+    Gradients,
+    check,
+    differentiable,
+    with_positive_scale,
+)
 from te_bench.kernels.attention.portable import backward as backward_kernels
 from te_bench.kernels.attention.portable import forward as forward_kernel
 from te_bench.kernels.attention.portable.backward import Attended
@@ -35,7 +42,7 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, starts_q: Tensor | None,
     starts_k: Tensor | None, out: Tensor, lse: Tensor, left: int, right: int, scale: float, dropout: float, rows: int,
     keys: int, apart: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """dq, dk, dv; apart: each in memory of its own, as torch.compile has been told."""
     packed = _pack(starts_q, starts_k, rows, keys)
     # Rows that see no key: 0 x an infinite gradient is NaN.
@@ -59,12 +66,7 @@ def _pack(starts_q: Tensor | None, starts_k: Tensor | None, rows: int, keys: int
     return None if starts_q is None or starts_k is None else Packed(starts_q, starts_k, rows, keys)
 
 
-attend_by_kernels = differentiable(
-    "attention", _forward, _backward,
-    fake_forward=lambda q, k, v, *_: empty_results(q, v),
-    fake_backward=lambda dout, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
-    saved=7, side_by_side=True,
-)  # fmt: skip
+attend_by_kernels = differentiable("attention", _forward, _backward, saved=7, side_by_side=True)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> None:
@@ -95,7 +97,7 @@ def attention(
     scale: float,
     dropout: float = 0.0,
     mask: Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out = softmax(scale Q K^T, masked) V and lse, the logarithm of each row's sum of exp, () of no key: 0 and -inf.
 
@@ -110,10 +112,10 @@ def attention(
 
 
 def _prepare(
-    q: Tensor, causal: bool, scale: float, dropout: float, window: tuple[int, int]
+    q: Tensor, causal: bool, scale: float, dropout: float, window: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor | None, tuple[int, int, float, float]]:
     """q, the seed, and left, right, scale and dropout as the launchers take them."""
-    left, right = window
+    left, right = (-1, -1) if window is None else window
     if left < -1 or right < -1:
         raise ValueError(f"window={window}: (left, right), at least 0, or -1 for no end")
     q, scale = with_positive_scale(q, scale)
@@ -132,7 +134,7 @@ def packed_attention(
     causal: bool = False,
     scale: float,
     dropout: float = 0.0,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` of sequences of many lengths, one after the other: out (rows, H, Dv) and lse (H, rows).
 
@@ -161,58 +163,14 @@ def packed_attention(
     return out[0].transpose(0, 1), lse[0]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    dropout: float = 0.0,
-    mask: Tensor | None = None,
-    window: tuple[int, int] | None = None,
-) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """attention's out; its gradients are bitwise the same in every run."""
-    out, _ = attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        scale=scale,
-        dropout=dropout,
-        mask=mask,
-        window=(-1, -1) if window is None else window,
-    )
-    return out
+    return attention(q, k, v, **options)[0]
 
 
-def packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    longest: tuple[int, int],
-    *,
-    causal: bool,
-    scale: float,
-    dropout: float = 0.0,
-    window: tuple[int, int] | None = None,
-) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, *sequences: Any, **options: Any) -> Tensor:
     """packed_attention's out."""
-    out, _ = packed_attention(
-        q,
-        k,
-        v,
-        starts_q,
-        starts_k,
-        longest,
-        causal=causal,
-        scale=scale,
-        dropout=dropout,
-        window=(-1, -1) if window is None else window,
-    )
-    return out
+    return packed_attention(q, k, v, *sequences, **options)[0]
 
 
 BACKEND = Backend(

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from te_bench.kernels import gluon
 from te_bench.kernels.attention import Backend, Problem, fp8_quantize, unsupported_in_fp8
-from te_bench.kernels.attention.autograd import check, differentiable, empty_results, with_positive_scale
+from te_bench.kernels.attention.autograd import (
+    Gradients,
+    check,
+    differentiable,
+    empty_results,
+    with_positive_scale,
+    without_masks,
+)
 from te_bench.kernels.attention.fp8_quantize import E4M3, Heads
 from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
 from te_bench.kernels.attention.portable.scores import within_reach
@@ -64,56 +71,49 @@ def _in_gluon(q: Tensor, features: int) -> bool:
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
     """out and lse; and where keep, for the backward pass, q, k, v in FP8 by rows, and their three scale_inv."""
     q, k, v = within_reach(q), within_reach(k), within_reach(v)
-    q8, k8, v8 = fp8_quantize.quantize(q, k, v, keep=keep)
-    lengths = q.shape[2], k.shape[2]
+    heads = fp8_quantize.quantize(q, k, v, keep=keep)
+    out, lse = empty_results(q, v)
     in_gluon = _in_gluon(q, v.shape[3]) and fp8_launch.forward_pays(q)
     kernels = fp8_launch if in_gluon else fp8_forward
-    out, lse = kernels.forward(q8, k8, v8, lengths, v.shape[3], q.dtype, causal, scale)
-    inverses = q8.scale_inv, k8.scale_inv, v8.scale_inv
-    if not keep:
-        nothing = q.new_empty(0, dtype=E4M3)
-        return out, lse, nothing, nothing.clone(), nothing.clone(), *inverses
-    assert q8.data is not None
-    assert k8.data is not None
-    assert v8.data is not None
-    return out, lse, q8.data, k8.data, v8.data, *inverses
+    kernels.forward(out, lse, heads, k.shape[2], causal, scale)
+    q8, k8, v8 = (x.by_rows if keep else q.new_empty(0, dtype=E4M3) for x in heads)
+    q_inv, k_inv, v_inv = (x.scale_inv for x in heads)
+    return out, lse, q8, k8, v8, q_inv, k_inv, v_inv
 
 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, q8: Tensor, k8: Tensor, v8: Tensor,
     q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float, keep: bool, deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """dq, dk, dv, of a forward pass that was told to keep."""
-    heads = Heads(q8, None, q_inv), Heads(k8, None, k_inv), Heads(v8, None, v_inv)
+    gradients = _empty_gradients(dout, q, k, out)
     dout, q, k = within_reach(dout), within_reach(q), within_reach(k)
+    fp8 = Heads(q8, None, q_inv), Heads(k8, None, k_inv), Heads(v8, None, v_inv)
     in_gluon = not deterministic and _in_gluon(q, out.shape[3]) and fp8_launch.backward_pays(q, k)
     kernels = fp8_launch if in_gluon else fp8_backward
-    return kernels.backward(dout, q, k, out, lse, heads, out.shape[3], causal, scale)
+    kernels.backward(gradients, dout, q, k, out, lse, fp8, causal, scale)
+    return gradients
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
-    (batch, heads, rows, d), (_, kv_heads, keys, features) = q.shape, v.shape
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
+    def kept(x: Tensor) -> Tensor:
+        sizes = (*x.shape[:2], fp8_quantize.padded(x.shape[2]), fp8_quantize.width(x.shape[3])) if keep else (0,)
+        return x.new_empty(sizes, dtype=E4M3)
 
-    def kept(count: int, length: int, wide: int) -> Tensor:
-        sizes = (batch, count, fp8_quantize.padded(length), fp8_quantize.width(wide)) if keep else (0,)
-        return q.new_empty(sizes, dtype=E4M3)
-
-    def inverse(count: int) -> Tensor:
-        return q.new_empty(batch, count, dtype=torch.float32)
-
-    data = kept(heads, rows, d), kept(kv_heads, keys, d), kept(kv_heads, keys, features)
-    return *empty_results(q, v), *data, inverse(heads), inverse(kv_heads), inverse(kv_heads)
+    q_inv, k_inv, v_inv = (x.new_empty(x.shape[:2], dtype=torch.float32) for x in (q, k, v))
+    return *empty_results(q, v), kept(q), kept(k), kept(v), q_inv, k_inv, v_inv
 
 
-def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_gradients(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, *_: object) -> Gradients:
     q, k = within_reach(q), within_reach(k)
     dv = torch.empty_like(k) if out.shape[3] == k.shape[3] else k.new_empty(*k.shape[:3], out.shape[3])
     return torch.empty_like(q), torch.empty_like(k), dv
 
 
 attend_by_kernels = differentiable(
-    "fp8_attention", _forward, _backward, fake_forward=_fake, fake_backward=_fake_backward, saved=2, side_by_side=False
-)
+    "fp8_attention", _forward, _backward,
+    fake_forward=_fake_forward, fake_backward=_empty_gradients, saved=2, side_by_side=False,
+)  # fmt: skip
 
 
 def attention(
@@ -133,18 +133,8 @@ def attention(
     return attend_by_kernels((q, k, v), (causal, scale, keep), (deterministic,))
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float = 0.0, mask: Tensor | None = None
-) -> Tensor:
-    """attention's out; gradients are deterministic where torch.use_deterministic_algorithms asks for it."""
-    if dropout or mask is not None:
-        raise ValueError("dropout and masks: FP8 attention has none")
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return attention(q, k, v, causal=causal, scale=scale, deterministic=deterministic)[0]
-
-
 BACKEND = Backend(
-    forward=forward,
+    forward=without_masks(attention, "dropout and masks: FP8 attention has none"),
     unsupported=unsupported,
     kernels={"cuda": r"^fp8_attention_"},
     fp8=True,

@@ -80,31 +80,26 @@ def add_dq(dq_columns, start_m, dq, D: gl.constexpr):
 
 
 @gluon.jit
-def _add_gradients(
-    dk, dv, shared, consumer, program_n, S, arrived, start_m, ds_ready, buffer, parity, dq_columns, scale,
-    CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr):
+    """Where the rows begin that see a program's keys, where those end whose blocks may be partly hidden, and all."""
+    first_block, last_block = find_row_blocks(program_n, T, ROWS, CAUSAL)
+    begin, end = first_block * ROWS, last_block * ROWS
+    masked_end = begin
+    if CAUSAL:
+        masked_end = min(program_n + ROWS * CONSUMERS, end)
+    if program_n + ROWS * CONSUMERS > S:
+        masked_end = end
+    return begin, masked_end, end
+
+
+@gluon.jit
+def add_dq_and_dk(
+    dk, dv, ds, q, k_shared, ds_shared, consumer, start_m, ds_ready, buffer, parity, dq_columns, CONSUMERS: gl.constexpr,
+    OUT: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with a block's share, dq's added to its columns. EDGE: the block may be partly hidden."""
-    k_shared, v_shared, ds_shared = shared
-    q, do, info = arrived
+    """dk with dS's share; dQ's, of all warpgroups' dS, added to its columns. dv's product, under way, is over then."""
     WIDTH: gl.constexpr = OUT.instr_shape[1] // CONSUMERS
     SHARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    zeros = gl.zeros((ROWS, ROWS), gl.float32, SCORES)
-    lse_and_delta = info._reinterpret(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k, v = as_matrix(k_shared.index(consumer)), as_matrix(v_shared.index(consumer))
-    qk = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    qk = warpgroup_mma_wait(1, deps=(qk,))
-    if EDGE:
-        qk = mask_scores_in_eights(qk, program_n + consumer * ROWS, start_m, S, CAUSAL)
-    lse_2 = lse_and_delta.index(0).load(gl.SliceLayout(0, SCORES))
-    p = exp2(qk * scale - lse_2[None, :])
-    p_low = round_to(p, q.dtype)
-    dv = warpgroup_mma(as_operand(p_low, OUT), do, dv, is_async=True)
-    p = p_low.to(gl.float32)  # dV's product keeps these registers in any case
-    delta = lse_and_delta.index(1).load(gl.SliceLayout(0, SCORES))
-    dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = round_to(p * (dp - delta[None, :]), q.dtype)
     # Two buffers: who writes here has seen all of the block before, and by then the others were done with the one before it.
     ds_shared.index(buffer * CONSUMERS + consumer).store(ds)
     fence_async_shared()
@@ -124,9 +119,54 @@ def _add_gradients(
 
 
 @gluon.jit
-def _make_gradients(
-    args, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
+def store_dk_and_dv(dk, dv, descs, shared, consumer, b, kv, program_n, keys_free, parity, held_empty, scale):
+    """dk and dv through the memory of keys and values, by TMA; scale: of the scores."""
+    dk_desc, dv_desc = descs
+    k_shared, v_shared = shared
+    as_matrix(v_shared.index(consumer)).store(round_to(dv, dv_desc.dtype))
+    mbarrier.arrive(keys_free, count=1)
+    mbarrier.wait(keys_free, parity)  # the others' dQ is of these keys too
+    as_matrix(k_shared.index(consumer)).store(round_to(dk * (scale * LN_2), dk_desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dk_desc, [b, kv, program_n + consumer * ROWS, 0], k_shared.index(consumer))
+    tma.async_copy_shared_to_global(dv_desc, [b, kv, program_n + consumer * ROWS, 0], v_shared.index(consumer))
+    tma.store_wait(0)
+    mbarrier.arrive(held_empty.index(consumer), count=1)
+
+
+@gluon.jit
+def _add_gradients(
+    dk, dv, shared, consumer, program_n, S, arrived, start_m, ds_ready, buffer, parity, dq_columns, scale,
+    CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
+    """dk and dv with a block's share, dq's added to its columns. EDGE: the block may be partly hidden."""
+    k_shared, v_shared, ds_shared = shared
+    q, do, info = arrived
+    zeros = gl.zeros((ROWS, ROWS), gl.float32, SCORES)
+    lse_and_delta = info._reinterpret(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k, v = as_matrix(k_shared.index(consumer)), as_matrix(v_shared.index(consumer))
+    qk = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    qk = warpgroup_mma_wait(1, deps=(qk,))
+    if EDGE:
+        qk = mask_scores_in_eights(qk, program_n + consumer * ROWS, start_m, S, CAUSAL)
+    lse_2 = lse_and_delta.index(0).load(gl.SliceLayout(0, SCORES))
+    p = exp2(qk * scale - lse_2[None, :])
+    p_low = round_to(p, q.dtype)
+    dv = warpgroup_mma(as_operand(p_low, OUT), do, dv, is_async=True)
+    p = p_low.to(gl.float32)  # dV's product keeps these registers in any case
+    delta = lse_and_delta.index(1).load(gl.SliceLayout(0, SCORES))
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    ds = round_to(p * (dp - delta[None, :]), q.dtype)
+    return add_dq_and_dk(
+        dk, dv, ds, q, k_shared, ds_shared, consumer, start_m, ds_ready, buffer, parity, dq_columns, CONSUMERS, OUT
+    )
+
+
+@gluon.jit
+def _make_gradients(
+    args, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr
+):
     """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
     dk_desc, dv_desc, shared, ds_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale = args
     k_shared, v_shared, q_shared, do_shared, info_shared = shared
@@ -142,13 +182,7 @@ def _make_gradients(
         n_block, pair = pick_tile(tile_index, blocks, pairs, near)
         program_n = n_block * ROWS * CONSUMERS
         b, kv = pair // (H // group), pair % (H // group)
-        first_block, last_block = find_row_blocks(program_n, T, ROWS, CAUSAL)
-        begin, end = first_block * ROWS, last_block * ROWS
-        masked_end = begin  # until there blocks may be partly hidden
-        if CAUSAL:
-            masked_end = min(program_n + ROWS * CONSUMERS, end)
-        if program_n + ROWS * CONSUMERS > S:
-            masked_end = end
+        begin, masked_end, end = find_masked_rows(program_n, T, S, CONSUMERS, CAUSAL)
         dk = gl.zeros((ROWS, D), gl.float32, OUT)
         dv = gl.zeros((ROWS, D), gl.float32, OUT)
         for other in gl.static_range(CONSUMERS):
@@ -173,15 +207,10 @@ def _make_gradients(
                     mbarrier.arrive(empty.index(stage), count=1)
                     stage, phase = next_stage(stage, phase, STAGES)
                     n_step += 1
-        as_matrix(v_shared.index(consumer)).store(round_to(dv, dv_desc.dtype))
-        mbarrier.arrive(keys_free, count=1)
-        mbarrier.wait(keys_free, tile_index & 1)  # the others' dQ is of these keys too
-        as_matrix(k_shared.index(consumer)).store(round_to(dk * (scale * LN_2), dk_desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dk_desc, [b, kv, program_n + consumer * ROWS, 0], k_shared.index(consumer))
-        tma.async_copy_shared_to_global(dv_desc, [b, kv, program_n + consumer * ROWS, 0], v_shared.index(consumer))
-        tma.store_wait(0)
-        mbarrier.arrive(held_empty.index(consumer), count=1)
+        store_dk_and_dv(
+            dk, dv, (dk_desc, dv_desc), (k_shared, v_shared), consumer, b, kv, program_n, keys_free, tile_index & 1,
+            held_empty, scale,
+        )  # fmt: skip
         held_phase ^= 1
     tma.store_wait(0)
 
@@ -219,5 +248,6 @@ def gluon_attention_backward_fused_kernel(
             (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE)),
             (fetch_rows, (fetch_args, CONSUMERS, 1, STAGES, CAUSAL)),
         ],
-        [4, 1], [REGISTERS, FETCHING],
-    )  # fmt: skip
+        [4, 1],
+        [REGISTERS, FETCHING],
+    )

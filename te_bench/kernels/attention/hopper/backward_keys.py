@@ -46,9 +46,7 @@ def find_row_blocks(start_n, T, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def fetch_rows(
-    fetch_args, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def fetch_rows(fetch_args, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """Tile after tile, each warpgroup's keys and values, and for each query head the rows of q and dO, lse and delta.
 
     Where the rows of q end inside a block, the last one fills it: a row of 0 times a key that holds an infinity is NaN.
@@ -91,9 +89,8 @@ def fetch_rows(
 
 @gluon.jit
 def _add_dk_dv(
-    dk, dv, k, v, q, do, info, scale, start_n, start_m, T,
-    EDGE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-):  # fmt: skip
+    dk, dv, k, v, q, do, info, scale, start_n, start_m, T, EDGE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr
+):
     """dk and dv with a block's share under way; what was under way before is over."""
     BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
     zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, SCORES)
@@ -208,5 +205,6 @@ def gluon_attention_backward_keys_kernel(
             (_make_dk_dv, (args, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, IN_REGISTERS)),
             (fetch_rows, (fetch_args, CONSUMERS, SLOTS, STAGES, CAUSAL)),
         ],
-        [4, 1], [REGISTERS, FETCHING],
-    )  # fmt: skip
+        [4, 1],
+        [REGISTERS, FETCHING],
+    )

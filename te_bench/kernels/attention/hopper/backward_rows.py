@@ -39,9 +39,7 @@ from te_bench.kernels.attention.hopper.parts import (
 
 
 @gluon.jit
-def _fetch_keys(
-    fetch_args, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def _fetch_keys(fetch_args, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """Tile after tile, each warpgroup's rows of q, dO and out, and the keys and values from the last block on."""
     q_desc, do_desc, out_desc, k_desc, v_desc, shared, gates, sizes = fetch_args
     q_shared, do_shared, out_shared, k_shared, v_shared = shared
@@ -187,6 +185,7 @@ def gluon_attention_backward_rows_kernel(
 
     scale times log2(e). EDGE: a block of keys may be partly hidden. The other constants: as in the forward kernel.
     """
+    gl.static_assert(k_desc.block_type.shape[2] % ROWS == 0, "one block of keys is partly hidden, not two")
     HELD: gl.constexpr = CONSUMERS * SLOTS
     shared = (
         allocate(q_desc, HELD),
@@ -207,8 +206,9 @@ def gluon_attention_backward_rows_kernel(
                 (_make_dq, (args, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE)),
                 (_fetch_keys, (fetch_args, CONSUMERS, SLOTS, STAGES, CAUSAL)),
             ],
-            [4, 1], [REGISTERS, FETCHING],
-        )  # fmt: skip
+            [4, 1],
+            [REGISTERS, FETCHING],
+        )
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
@@ -218,5 +218,6 @@ def gluon_attention_backward_rows_kernel(
                 (_make_dq, (args, 2, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE)),
                 (_fetch_keys, (fetch_args, CONSUMERS, SLOTS, STAGES, CAUSAL)),
             ],
-            [4, 4, 1], [REGISTERS, REGISTERS, FETCHING],
-        )  # fmt: skip
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, FETCHING],
+        )

@@ -46,13 +46,17 @@ from te_bench.kernels.attention.hopper.parts import (
 
 
 @gluon.jit
-def _fetch(
+def fetch_tiles(
     fetch_args, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Tile after tile, each warpgroup's rows, and the keys and values from the last block on."""
+    """Tile after tile, each warpgroup's rows, and the keys and values from the last block on.
+
+    VALUES: keys of a block of the transposed values; 0 where they lie as the keys do.
+    """
     q_desc, k_desc, v_desc, shared, gates, sizes = fetch_args
     q_shared, k_shared, v_shared = shared
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = gates
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = gates
     T, S, H, group, pairs, blocks, near, whole, rest = sizes
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     stage, phase, slot, slot_phase = 0, 0, 0, 0
@@ -69,7 +73,10 @@ def _fetch(
         for i in range(count):
             start_n, kv = (count - 1 - i) * BLOCK_N, h // group
             fetch(k_desc, b, kv, start_n, k_full.index(stage), k_empty.index(stage), phase, k_shared.index(stage))
-            fetch(v_desc, b, kv, start_n, v_full.index(stage), v_empty.index(stage), phase, v_shared.index(stage))
+            row, column = start_n, 0
+            if VALUES:
+                row, column = start_n // VALUES * v_desc.block_type.shape[2], start_n % VALUES
+            fetch(v_desc, b, kv, row, v_full.index(stage), v_empty.index(stage), phase, v_shared.index(stage), column)
             stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -108,11 +115,9 @@ def _store_out(acc, l_i, m_i, out_desc, stage, lse, b, h, pair, start_m, T):
 
 
 @gluon.jit
-def _skip_blocks(
-    gates, count, consumer, stage, phase, parity, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _skip_blocks(gates, turns, count, consumer, stage, phase, parity, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
     """Leave the next `count` blocks, which other warpgroups see, as they are."""
-    _, _, k_full, k_empty, v_full, v_empty, turns = gates
+    _, _, k_full, k_empty, v_full, v_empty = gates
     for _i in range(count):
         take_turn(turns, consumer, parity)
         pass_turn(turns, consumer, CONSUMERS)
@@ -132,12 +137,12 @@ def _multiply_qk(q, k, zeros):
 
 @gluon.jit
 def _attend_block(
-    acc, p, l_i, m_i, q, zeros, shared, gates, scale, consumer, stage, phase, parity,
+    acc, p, l_i, m_i, q, zeros, shared, gates, turns, scale, consumer, stage, phase, parity,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """acc with the product of p and its values; p, l_i and m_i with the next block of keys."""
     _, k_shared, v_shared = shared
-    _, _, k_full, k_empty, v_full, v_empty, turns = gates
+    _, _, k_full, k_empty, v_full, v_empty = gates
     previous, previous_phase = previous_stage(stage, phase, STAGES)
     # Not rounded at the end of the block before: there their product still reads the older ones' registers.
     OUT: gl.constexpr = acc.type.layout
@@ -168,9 +173,9 @@ def _attend(
     EDGE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's rows of every tile."""
-    out_desc, shared, gates, sizes, lse, scale = args
+    out_desc, shared, gates, turns, sizes, lse, scale = args
     q_shared, k_shared, v_shared = shared
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = gates
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = gates
     T, S, H, _, pairs, blocks, near, whole, rest = sizes
     BLOCK_N: gl.constexpr = k_shared.shape[3]
     D: gl.constexpr = q_shared.shape[4]
@@ -185,7 +190,7 @@ def _attend(
         b, h = pair // H, pair % H
         count = count_key_blocks(start_m, 1, T, S, BLOCK_N, CAUSAL)
         skipped = count_key_blocks(program_m, CONSUMERS, T, S, BLOCK_N, CAUSAL) - count
-        stage, phase, parity = _skip_blocks(gates, skipped, consumer, stage, phase, parity, CONSUMERS, STAGES)
+        stage, phase, parity = _skip_blocks(gates, turns, skipped, consumer, stage, phase, parity, CONSUMERS, STAGES)
         buffer = consumer * SLOTS + slot
         q = as_matrix(q_shared.index(buffer))
         mbarrier.wait(q_full.index(buffer), slot_phase)
@@ -205,7 +210,7 @@ def _attend(
         stage, phase = next_stage(stage, phase, STAGES)
         for _i in range(count - 1):
             acc, p, l_i, m_i = _attend_block(
-                acc, p, l_i, m_i, q, zeros, shared, gates, scale, consumer, stage, phase, parity,
+                acc, p, l_i, m_i, q, zeros, shared, gates, turns, scale, consumer, stage, phase, parity,
                 CONSUMERS, STAGES, OVERLAP,
             )  # fmt: skip
             parity ^= 1
@@ -232,6 +237,7 @@ def gluon_attention_forward_kernel(
     SLOTS: tiles whose rows are in shared memory at once; STAGES: blocks of keys and of values. REGISTERS: of a thread that
     multiplies, FETCHING: that fetches. EDGE: a block of keys may be partly hidden.
     """
+    gl.static_assert(k_desc.block_type.shape[2] % ROWS == 0, "one block of keys is partly hidden, not two")
     q_shared, k_shared, v_shared = (
         allocate(q_desc, CONSUMERS * SLOTS),
         allocate(k_desc, STAGES),
@@ -241,21 +247,22 @@ def gluon_attention_forward_kernel(
         make_barriers(CONSUMERS * SLOTS, 1), make_barriers(CONSUMERS * SLOTS, 1),
         make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
         make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
-        make_barriers(CONSUMERS, 1),
     )  # fmt: skip
+    turns = make_barriers(CONSUMERS, 1)
     fence_async_shared()
     shared, sizes = (q_shared, k_shared, v_shared), (T, S, H, group, pairs, blocks, near, whole, rest)
     fetch_args = (q_desc, k_desc, v_desc, shared, gates, sizes)
-    args = (out_desc, shared, gates, sizes, lse, scale)
+    args = (out_desc, shared, gates, turns, sizes, lse, scale)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_attend, (args, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP)),
                 (_attend, (args, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP)),
-                (_fetch, (fetch_args, CONSUMERS, SLOTS, STAGES, CAUSAL)),
+                (fetch_tiles, (fetch_args, CONSUMERS, SLOTS, STAGES, CAUSAL, 0)),
             ],
-            [4, 1], [REGISTERS, FETCHING],
-        )  # fmt: skip
+            [4, 1],
+            [REGISTERS, FETCHING],
+        )
     else:
         gl.static_assert(CONSUMERS == 4)
         gl.warp_specialize(
@@ -264,7 +271,8 @@ def gluon_attention_forward_kernel(
                 (_attend, (args, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP)),
                 (_attend, (args, 2, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP)),
                 (_attend, (args, 3, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE, OVERLAP)),
-                (_fetch, (fetch_args, CONSUMERS, SLOTS, STAGES, CAUSAL)),
+                (fetch_tiles, (fetch_args, CONSUMERS, SLOTS, STAGES, CAUSAL, 0)),
             ],
-            [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, FETCHING],
-        )  # fmt: skip
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, FETCHING],
+        )

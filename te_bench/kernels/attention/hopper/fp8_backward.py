@@ -17,10 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from te_bench.kernels.attention.hopper.backward_fused import add_dq, find_dq_columns, mask_scores_in_eights
+from te_bench.kernels.attention.hopper.backward_fused import (
+    add_dq_and_dk,
+    find_dq_columns,
+    find_masked_rows,
+    mask_scores_in_eights,
+    store_dk_and_dv,
+)
 from te_bench.kernels.attention.hopper.backward_keys import find_row_blocks
 from te_bench.kernels.attention.hopper.parts import (
-    LN_2,
     ROWS,
     SIZES,
     UNALIGNED,
@@ -45,9 +50,7 @@ def _split_dv_stage(stage, desc):
 
 
 @gluon.jit
-def _fetch(
-    fetch_args, CONSUMERS: gl.constexpr, FP8_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def _fetch(fetch_args, CONSUMERS: gl.constexpr, FP8_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """Tile after tile, each warpgroup's keys and values, and for each query head the rows of q and dO, lse and delta."""
     k8_desc, v8_desc, k_desc, q8_desc, do8_desc, q_desc, do_desc, info_desc, shared, gates, sizes = fetch_args
     held_shared, k_shared, q8_shared, do8_shared, q_shared, do_shared, info_shared = shared
@@ -97,8 +100,6 @@ def _add_gradients(
     q, do = arrived
     full8, empty8, phase8 = gates8
     full, empty, phase = gates
-    WIDTH: gl.constexpr = OUT.instr_shape[1] // CONSUMERS
-    SHARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     zeros = gl.zeros((ROWS, ROWS), gl.float32, SCORES)
     lse_and_delta = info._reinterpret(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mbarrier.wait(full8, phase8)
@@ -117,21 +118,9 @@ def _add_gradients(
     dp = warpgroup_mma_wait(1, deps=(dp,))
     mbarrier.arrive(empty8, count=1)
     ds = round_to(p * (dp * dp_scale - delta[None, :]), q.dtype)
-    # Two buffers: who writes here has seen all of the block before, and by then the others were done with the one before it.
-    ds_shared.index(buffer * CONSUMERS + consumer).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(ds_ready.index(buffer), count=1)
-    mbarrier.wait(ds_ready.index(buffer), parity)
-    dq = gl.zeros((ROWS, WIDTH), gl.float32, SHARE)
-    for other in gl.static_range(CONSUMERS):
-        k_columns = as_matrix(k_shared.index(other)).slice(consumer * WIDTH, WIDTH, dim=1)
-        ds_transposed = ds_shared.index(buffer * CONSUMERS + other).permute((1, 0))
-        dq = warpgroup_mma(ds_transposed, k_columns, dq, use_acc=other > 0, is_async=True)
-    dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
-    dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-    add_dq(dq_columns, start_m, dq, OUT.instr_shape[1])
-    # Were it in flight when the next block's scores begin, the assembler would serialise all products (C7512).
-    dk = warpgroup_mma_wait(0, deps=(dk,))
+    dk, dv = add_dq_and_dk(
+        dk, dv, ds, q, k_shared, ds_shared, consumer, start_m, ds_ready, buffer, parity, dq_columns, CONSUMERS, OUT
+    )
     mbarrier.arrive(empty, count=1)
     return dk, dv
 
@@ -142,9 +131,9 @@ def _make_gradients(
     EDGE: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
-    k8_desc, dk_desc, dv_desc, shared, ds_shared, gates, ds_ready, keys_free, sizes, scales, dq_sum, padded, scale = (
-        args
-    )
+    descs, shared, ds_shared, gates, ds_ready, keys_free, sizes, scales, sums, scale = args
+    k8_desc, dk_desc, dv_desc = descs
+    dq_sum, padded = sums
     held_shared, k_shared, q8_shared, do8_shared, q_shared, do_shared, info_shared = shared
     held_full, held_empty, full8, empty8, full, empty = gates
     q_inv, k_inv, v_inv, do_inv = scales
@@ -159,13 +148,7 @@ def _make_gradients(
         n_block, pair = pick_tile(tile_index, blocks, pairs, near)
         program_n = n_block * ROWS * CONSUMERS
         b, kv = pair // (H // group), pair % (H // group)
-        first_block, last_block = find_row_blocks(program_n, T, ROWS, CAUSAL)
-        begin, end = first_block * ROWS, last_block * ROWS
-        masked_end = begin  # until there blocks may be partly hidden
-        if CAUSAL:
-            masked_end = min(program_n + ROWS * CONSUMERS, end)
-        if program_n + ROWS * CONSUMERS > S:
-            masked_end = end
+        begin, masked_end, end = find_masked_rows(program_n, T, S, CONSUMERS, CAUSAL)
         dk = gl.zeros((ROWS, D), gl.float32, OUT)
         dv = gl.zeros((ROWS, D), gl.float32, OUT)
         for other in gl.static_range(CONSUMERS):
@@ -191,15 +174,10 @@ def _make_gradients(
                     stage8, phase8 = next_stage(stage8, phase8, FP8_STAGES)
                     stage, phase = next_stage(stage, phase, STAGES)
                     n_step += 1
-        as_matrix(held_shared.index(consumer)).store(round_to(dv, dv_desc.dtype))
-        mbarrier.arrive(keys_free, count=1)
-        mbarrier.wait(keys_free, tile_index & 1)  # the others' dQ is of these keys too
-        as_matrix(k_shared.index(consumer)).store(round_to(dk * (scale * LN_2), dk_desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dk_desc, [b, kv, program_n + consumer * ROWS, 0], k_shared.index(consumer))
-        tma.async_copy_shared_to_global(dv_desc, [b, kv, program_n + consumer * ROWS, 0], held_shared.index(consumer))
-        tma.store_wait(0)
-        mbarrier.arrive(held_empty.index(consumer), count=1)
+        store_dk_and_dv(
+            dk, dv, (dk_desc, dv_desc), (k_shared, held_shared), consumer, b, kv, program_n, keys_free, tile_index & 1,
+            held_empty, scale,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
@@ -231,26 +209,14 @@ def fp8_attention_backward_gluon_kernel(
     fence_async_shared()
     sizes, scales = (T, S, H, group, pairs, blocks, near, whole, rest), (q_inv, k_inv, v_inv, do_inv)
     fetch_args = (k8_desc, v8_desc, k_desc, q8_desc, do8_desc, q_desc, do_desc, info_desc, shared, gates, sizes)
-    args = (
-        k8_desc,
-        dk_desc,
-        dv_desc,
-        shared,
-        ds_shared,
-        gates,
-        ds_ready,
-        keys_free,
-        sizes,
-        scales,
-        dq_sum,
-        padded,
-        scale,
-    )
+    descs, sums = (k8_desc, dk_desc, dv_desc), (dq_sum, padded)
+    args = (descs, shared, ds_shared, gates, ds_ready, keys_free, sizes, scales, sums, scale)
     gl.warp_specialize(
         [
             (_make_gradients, (args, 0, CONSUMERS, FP8_STAGES, STAGES, CAUSAL, EDGE)),
             (_make_gradients, (args, 1, CONSUMERS, FP8_STAGES, STAGES, CAUSAL, EDGE)),
             (_fetch, (fetch_args, CONSUMERS, FP8_STAGES, STAGES, CAUSAL)),
         ],
-        [4, 1], [REGISTERS, FETCHING],
-    )  # fmt: skip
+        [4, 1],
+        [REGISTERS, FETCHING],
+    )

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from te_bench.kernels.attention.fp8_quantize import PADDED
+from te_bench.kernels.attention.hopper.forward import fetch_tiles
 from te_bench.kernels.attention.hopper.parts import (
     LN_2,
     LOWEST,
@@ -31,7 +32,6 @@ from te_bench.kernels.attention.hopper.parts import (
     count_key_blocks,
     count_tiles,
     exp2,
-    fetch,
     keep_positive,
     make_barriers,
     mask_scores,
@@ -52,45 +52,6 @@ def _as_lines(block):
     """A block (1, 1, rows, D) of out as a matrix."""
     shape: gl.constexpr = block.shape
     return block._reinterpret(block.dtype, [shape[2], shape[3]], gl.NVMMASharedLayout(SWIZZLE, 16, 2))
-
-
-@gluon.jit
-def _fetch_values(desc, b, h, start_n, full, empty, phase, stage):
-    """Fill a place with a block of keys of the transposed values, once all have left it."""
-    mbarrier.wait(empty, phase ^ 1)
-    mbarrier.expect(full, desc.block_type.nbytes)
-    D: gl.constexpr = desc.block_type.shape[2]
-    tma.async_copy_global_to_shared(desc, [b, h, start_n // BLOCK * D, start_n % BLOCK], full, stage)
-
-
-@gluon.jit
-def _fetch(
-    fetch_args, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Tile after tile, each warpgroup's rows, and the keys and values from the last block on."""
-    q_desc, k_desc, v_desc, shared, gates, sizes = fetch_args
-    q_shared, k_shared, v_shared, _ = shared
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = gates
-    T, S, H, group, pairs, blocks, near, whole, rest = sizes
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
-    stage, phase, slot, slot_phase = 0, 0, 0, 0
-    for tile_index in range(count_tiles(whole, rest)):
-        m_block, pair = pick_tile(tile_index, blocks, pairs, near)
-        program_m = (blocks - 1 - m_block) * ROWS * CONSUMERS
-        b, h = pair // H, pair % H
-        for consumer in gl.static_range(CONSUMERS):
-            buffer = consumer * SLOTS + slot
-            start_m, full, empty = program_m + consumer * ROWS, q_full.index(buffer), q_empty.index(buffer)
-            fetch(q_desc, b, h, start_m, full, empty, slot_phase, q_shared.index(buffer))
-        slot, slot_phase = next_stage(slot, slot_phase, SLOTS)
-        count = count_key_blocks(program_m, CONSUMERS, T, S, BLOCK_N, CAUSAL)
-        for i in range(count):
-            start_n, kv = (count - 1 - i) * BLOCK_N, h // group
-            fetch(k_desc, b, kv, start_n, k_full.index(stage), k_empty.index(stage), phase, k_shared.index(stage))
-            _fetch_values(
-                v_desc, b, kv, start_n, v_full.index(stage), v_empty.index(stage), phase, v_shared.index(stage)
-            )
-            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -267,7 +228,7 @@ def fp8_attention_forward_gluon_kernel(
     fence_async_shared()
     shared = (q_shared, k_shared, v_shared, allocate(out_desc, CONSUMERS))
     sizes = (T, S, H, group, pairs, blocks, near, whole, rest)
-    fetch_args = (q_desc, k_desc, v_desc, shared, gates, sizes)
+    fetch_args = (q_desc, k_desc, v_desc, (q_shared, k_shared, v_shared), gates, sizes)
     args = (out_desc, shared, gates, sizes, lse, (q_inv, k_inv, v_inv), scale)
     gl.static_assert(CONSUMERS == 3)
     gl.warp_specialize(
@@ -275,7 +236,8 @@ def fp8_attention_forward_gluon_kernel(
             (_attend, (args, 0, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE)),
             (_attend, (args, 1, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE)),
             (_attend, (args, 2, CONSUMERS, SLOTS, STAGES, CAUSAL, EDGE)),
-            (_fetch, (fetch_args, CONSUMERS, SLOTS, STAGES, CAUSAL)),
+            (fetch_tiles, (fetch_args, CONSUMERS, SLOTS, STAGES, CAUSAL, BLOCK)),
         ],
-        [4, 4, 1], [REGISTERS, REGISTERS, FETCHING],
-    )  # fmt: skip
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, FETCHING],
+    )

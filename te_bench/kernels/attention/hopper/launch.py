@@ -1,5 +1,6 @@
 """Launching Gluon's attention kernels: tiles, registers, TMA's descriptors."""
 
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -10,18 +11,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_bench.kernels import architecture
+from te_bench.kernels.attention.autograd import Gradients, empty_gradients, empty_results
 from te_bench.kernels.attention.hopper.backward_fused import gluon_attention_backward_fused_kernel
 from te_bench.kernels.attention.hopper.backward_keys import gluon_attention_backward_keys_kernel
 from te_bench.kernels.attention.hopper.backward_rows import gluon_attention_backward_rows_kernel
 from te_bench.kernels.attention.hopper.backward_sums import attention_dq_of_sums_kernel, gluon_attention_delta_kernel
 from te_bench.kernels.attention.hopper.forward import gluon_attention_forward_kernel
-from te_bench.kernels.attention.portable.forward import row_strides
+from te_bench.kernels.attention.portable.launch import row_strides
 
 LOG2_E = 1.4426950408889634
 ROWS = 64  # of a warpgroup
-DELTA_ROWS = 16  # of a program, they divide ROWS: 66 us at B4 H32 T2048 D128 where 64 took 71
-REGISTERS = 65536  # of a processor
-TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+DELTA_ROWS = 16  # of a program; they divide ROWS. Fewer were faster (docs/attention.md)
+ALL = sys.maxsize  # programs that share: as many as there are
 
 
 class Plan(NamedTuple):
@@ -30,7 +31,7 @@ class Plan(NamedTuple):
     at_once: keys (or rows) that come together; stages: how many of those blocks are in shared memory; slots: how many
     tiles' own rows. registers: of a thread that multiplies. overlap: exponentials run under the product before them.
     in_registers: what is held is an operand from registers, in the pass for dK and dV. sharing: how many programs work on
-    one sequence and head at a time, 0 for as few as can be.
+    one sequence and head at a time, ALL or, for as few as can be, 0.
     """
 
     warpgroups: int
@@ -44,7 +45,7 @@ class Plan(NamedTuple):
 
     def at_start(self) -> int:
         """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
-        return REGISTERS // (128 * (self.warpgroups + 1)) // 8 * 8
+        return architecture.HOPPER_REGISTERS // (128 * (self.warpgroups + 1)) // 8 * 8
 
     def fetching(self) -> int:
         """Registers that are left to the threads that fetch."""
@@ -63,8 +64,9 @@ class Plan(NamedTuple):
 #: By the width of the heads: in sweeps at 1024 to 16384 keys the fastest, or within 4 % of it (docs/attention.md). At D128,
 #: where two warpgroups would take keys faster than they come from memory, four programs share a head's.
 FORWARD: Mapping[int, Plan] = {
-    64: Plan(4, 64, 4, 2, 112), 128: Plan(2, 128, 2, 2, 240, overlap=True, sharing=4),
-}  # fmt: skip
+    64: Plan(4, 64, 4, 2, 112),
+    128: Plan(2, 128, 2, 2, 240, overlap=True, sharing=4),
+}
 #: dQ's by whether keys are many, too. LONG lies between the lengths where the order changed.
 LONG = 4096
 OF_ROWS: Mapping[tuple[int, bool], Plan] = {  # dQ
@@ -72,13 +74,15 @@ OF_ROWS: Mapping[tuple[int, bool], Plan] = {  # dQ
     (128, False): Plan(2, 64, 3, 1, 240), (128, True): Plan(2, 64, 3, 1, 240),
 }  # fmt: skip
 OF_KEYS: Mapping[int, Plan] = {  # dK and dV, however many the keys
-    64: Plan(2, 64, 4, 2, 240, in_registers=True), 128: Plan(2, 32, 4, 2, 240),
-}  # fmt: skip
+    64: Plan(2, 64, 4, 2, 240, in_registers=True),
+    128: Plan(2, 32, 4, 2, 240),
+}
 #: All three, with dQ's sums in global memory; by the width, and causal. A pair's rows and sums come and go 4 times less
 #: often where 4 programs share them; where all work alike, all may (docs/attention.md).
 FUSED: Mapping[tuple[int, bool], Plan] = {
-    (128, True): Plan(2, 64, 3, 1, 240, sharing=4), (128, False): Plan(2, 64, 3, 1, 240, sharing=132)
-}  # fmt: skip
+    (128, True): Plan(2, 64, 3, 1, 240, sharing=4),
+    (128, False): Plan(2, 64, 3, 1, 240, sharing=ALL),
+}
 LONGEST = 2**31 // 128 - ROWS  # of a head, whose sums count by 32 bits
 FUSED_FROM = 2048  # keys; of fewer, by which the sums weigh more, it was not measured against two kernels
 
@@ -123,9 +127,7 @@ def forward(
     """out (B, H, T, D) in q's dtype, in the memory order (B, T, H, D), and lse (B, H, T) float32; none of them empty."""
     p = given or FORWARD[q.shape[3]]
     q, k, v = (make_readable(x) for x in (q, k, v))
-    batch, heads, rows, width = q.shape
-    out = q.new_empty(batch, rows, heads, width).transpose(1, 2)
-    lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
+    out, lse = empty_results(q, v)
     programs, sizes = deal_tiles(p, q, k, of_keys=False)
     descriptors = [describe(x, n) for x, n in ((q, ROWS), (k, p.at_once), (v, p.at_once), (out, ROWS))]
     with torch.cuda.device_of(q):
@@ -138,34 +140,31 @@ def forward(
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-    deterministic: bool = False, of_rows: Plan | None = None, of_keys: Plan | None = None, fused: Plan | None = None,
-    gradients: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    deterministic: bool = False, fused: Plan | None = None, gradients: Gradients | None = None,
+) -> Gradients:  # fmt: skip
     """dq, dk, dv in the inputs' dtype; deterministic: bitwise the same in every run, as those of the two kernels are.
 
-    The one kernel where it is faster, unless a plan is given. gradients: memory for them, which TMA can write.
+    The one kernel where it is faster; fused: by it, and this plan. gradients: memory for them, which TMA can write.
     """
-    if not deterministic and k.shape[2] >= FUSED_FROM and q.shape[2] <= LONGEST and of_rows is of_keys is None:
-        fused = fused or FUSED.get((k.shape[3], causal))
+    if fused is None and not deterministic and k.shape[2] >= FUSED_FROM and q.shape[2] <= LONGEST:
+        fused = FUSED.get((k.shape[3], causal))
     dout, q, k, v, out = (make_readable(x) for x in (dout, q, k, v, out))
-    gradients = gradients or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    gradients = gradients or empty_gradients(q, k, v)
     with torch.cuda.device_of(q):
-        if fused is not None:
-            _backward_fused(gradients, dout, q, k, v, out, lse, causal, scale, fused)
+        if fused is None:
+            _backward_by_two(gradients, dout, q, k, v, out, lse, causal, scale)
         else:
-            width, long = k.shape[3], k.shape[2] >= LONG
-            plans = of_rows or OF_ROWS[width, long], of_keys or OF_KEYS[width]
-            _backward_by_two(gradients, dout, q, k, v, out, lse, causal, scale, *plans)
+            _backward_fused(gradients, dout, q, k, v, out, lse, causal, scale, fused)
     return gradients
 
 
 def _backward_by_two(
-    gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    causal: bool, scale: float, of_rows: Plan, of_keys: Plan,
+    gradients: Gradients, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+    scale: float,
 ) -> None:  # fmt: skip
     """Into gradients, of what TMA can read."""
-    dq, dk, dv = gradients
-    batch, heads, rows, _ = q.shape
+    (batch, heads, rows, width), (dq, dk, dv) = q.shape, gradients
+    of_rows, of_keys = OF_ROWS[width, k.shape[2] >= LONG], OF_KEYS[width]
     padded = triton.cdiv(rows, ROWS) * ROWS
     info = q.new_empty(batch * heads, 2, padded, dtype=torch.float32)
     (programs, sizes), n = deal_tiles(of_rows, q, k, of_keys=False), of_rows.at_once
@@ -183,8 +182,8 @@ def _backward_by_two(
 
 
 def _backward_fused(
-    gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    causal: bool, scale: float, p: Plan,
+    gradients: Gradients, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+    scale: float, p: Plan,
 ) -> None:  # fmt: skip
     """Into gradients, of what TMA can read."""
     dq, dk, dv = gradients
@@ -203,7 +202,13 @@ def _backward_fused(
         float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
         **p.constants(),
     )  # fmt: skip
-    attention_dq_of_sums_kernel[(batch * heads * padded // ROWS,)](
+    store_dq(sums, dq, scale)
+
+
+def store_dq(sums: Tensor, dq: Tensor, scale: float) -> None:
+    """dq (B, H, T, D), of the sums (B H, T padded, D) that a fused kernel has added up."""
+    (pairs, padded, width), (_, heads, rows, _) = sums.shape, dq.shape
+    attention_dq_of_sums_kernel[(pairs * padded // ROWS,)](
         sums, dq, *row_strides(dq), float(scale), heads, rows, padded, D=width, num_warps=4
     )
 

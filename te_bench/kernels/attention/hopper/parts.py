@@ -108,11 +108,11 @@ def as_matrix(block):
 
 
 @gluon.jit
-def fetch(desc, b, h, row, full, empty, phase, stage):
+def fetch(desc, b, h, row, full, empty, phase, stage, column=0):
     """Fill a stage, once all have left it."""
     mbarrier.wait(empty, phase ^ 1)
     mbarrier.expect(full, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], full, stage)
+    tma.async_copy_global_to_shared(desc, [b, h, row, column], full, stage)
 
 
 @gluon.jit
@@ -135,9 +135,7 @@ def pass_turn(tile_index, consumer, CONSUMERS: gl.constexpr):
 @gluon.jit
 def exp2(x):
     """2^x of float32, 0 below its normal numbers."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

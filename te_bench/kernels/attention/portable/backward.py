@@ -14,17 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels.attention.autograd import Gradients
 from te_bench.kernels.attention.portable.forward import (
     Extent,
     Packed,
-    Tile,
     choose_tile,
     count_sizes,
     find_starts,
-    heads_in_l2,
     pad_widths,
-    row_strides,
 )
+from te_bench.kernels.attention.portable.launch import Tile, heads_in_l2, row_strides, run
 from te_bench.kernels.attention.portable.scores import (
     LOG2_E,
     NO_MASK,
@@ -41,7 +40,6 @@ from te_bench.kernels.attention.portable.scores import (
     row_range,
     store_tile,
 )
-from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.tile import rounded
 
 #: By the wider of the two heads, in half precision: rows and keys of a tile, as the names say, in each pass.
@@ -285,8 +283,8 @@ class Attended(NamedTuple):
 
 def backward(
     attended: Attended, dout: Tensor, extent: Extent, scale: float, dropout: float, packed: Packed | None = None,
-    gradients: tuple[Tensor, Tensor, Tensor] | None = None, tiles: tuple[Tile, Tile] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gradients: Gradients | None = None, tiles: tuple[Tile, Tile] | None = None,
+) -> Gradients:  # fmt: skip
     """dq, dk, dv in the inputs' dtype and order in memory; extent to packed are the forward pass's.
 
     The same bits in every run. gradients: memory for them, of sequences that are not packed. tiles: in place of the tables',
@@ -307,24 +305,26 @@ def backward(
     lse_2, delta = q.new_empty(2, batch, heads, padded, dtype=torch.float32).unbind()
     tail = extent.mask, seed, *find_starts(packed)
 
-    def run(
-        kernel: Any, grid: int, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], near: int, tile: Tile,
-        own: dict[str, Any], *last: int,
-    ) -> None:  # fmt: skip
-        integers = *strides, *extent.strides(), *shape, near, padded, extent.left, extent.right
-        constants = common | tile.constants() | {"WHOLE": packed is None and tile.divides(rows, keys)} | own
-        key = *traits(*tensors), *integers, *last, *constants.values()
-        given = *tensors, *integers, float(scale), float(dropout), *last
-        launch(kernel, grid, key, q.get_device(), given, constants)
+    sizes, ends = (*extent.strides(), *shape), (padded, extent.left, extent.right)
+
+    def constants(tile: Tile) -> dict[str, Any]:
+        return common | tile.constants() | {"WHOLE": packed is None and tile.divides(rows, keys)}
 
     run(
-        attention_backward_rows_kernel, padded // of_rows.rows * batch * heads,
-        (q, k, v, dout, out, lse, lse_2, delta, dq, *tail), row_strides(q, k, v, dout, out, dq),
-        heads_in_l2(k, v, group, keys), of_rows, {}, q.shape[2],
-    )  # fmt: skip
+        attention_backward_rows_kernel,
+        padded // of_rows.rows * batch * heads,
+        (q, k, v, dout, out, lse, lse_2, delta, dq, *tail),
+        (*row_strides(q, k, v, dout, out, dq), *sizes, heads_in_l2(keys, k, v) * group, *ends),
+        constants(of_rows),
+        (scale, dropout),
+        (q.shape[2],),
+    )
     run(
-        attention_backward_keys_kernel, triton.cdiv(keys, of_keys.keys) * batch * k.shape[1],
-        (q, k, v, dout, lse_2, delta, dk, dv, *tail), row_strides(q, k, v, dout, dk, dv),
-        max(1, heads_in_l2(q, dout, 1, rows) // group), of_keys, {"GROUP": group},
-    )  # fmt: skip
+        attention_backward_keys_kernel,
+        triton.cdiv(keys, of_keys.keys) * batch * k.shape[1],
+        (q, k, v, dout, lse_2, delta, dk, dv, *tail),
+        (*row_strides(q, k, v, dout, dk, dv), *sizes, heads_in_l2(rows * group, q, dout), *ends),
+        constants(of_keys) | {"GROUP": group},
+        (scale, dropout),
+    )
     return dq, dk, dv

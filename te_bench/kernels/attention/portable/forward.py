@@ -9,11 +9,12 @@ at indices. Scores are in units of log2(e), so that a weight is one multiplicati
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels.attention.autograd import empty_results
+from te_bench.kernels.attention.portable.launch import Tile, heads_in_l2, row_strides, run
 from te_bench.kernels.attention.portable.scores import (
     LN_2,
     LOG2_E,
@@ -32,24 +33,7 @@ from te_bench.kernels.attention.portable.scores import (
     row_maxima,
     store_tile,
 )
-from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.tile import rounded
-
-L2_BYTES = 40 * 2**20  # of an H200's 50 MB, for keys and values that programs share
-
-
-class Tile(NamedTuple):
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-    def constants(self) -> dict[str, int]:
-        return {"BLOCK_M": self.rows, "BLOCK_N": self.keys, "num_warps": self.warps, "num_stages": self.stages}
-
-    def divides(self, rows: int, keys: int) -> bool:
-        return rows % self.rows == 0 and keys % self.keys == 0
-
 
 #: By the wider of the two heads, in half precision: 64 and 128 by a sweep on an H200 (docs/attention.md), the others by
 #: reasoning.
@@ -200,17 +184,6 @@ def choose_tile(table: Mapping[int, Tile], sizes: Mapping[str, Any]) -> Tile:
     return table[max(sizes["BLOCK_D"], sizes["BLOCK_DV"])]
 
 
-def heads_in_l2(k: Tensor, v: Tensor, group: int, keys: int | None = None) -> int:
-    """How many query heads' keys and values fit in the L2, of `keys` keys, by default all."""
-    bytes_a_head = (k.shape[-1] + v.shape[-1]) * (k.shape[2] if keys is None else keys) * k.element_size()
-    return max(1, L2_BYTES // max(1, bytes_a_head)) * group
-
-
-def row_strides(*tensors: Tensor) -> tuple[int, ...]:
-    """(batch, head, row) strides of each; a batch of one, which packed sequences are, has stride 0."""
-    return tuple(stride for x in tensors for stride in (x.stride(0) if x.shape[0] > 1 else 0, *x.stride()[1:3]))
-
-
 def count_sizes(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[int, int, int, int, int]:
     """Sequences, heads, rows and keys (of the longest), query heads a key head."""
     if packed is None:
@@ -233,28 +206,25 @@ def forward(
     batch, heads, rows, keys, group = count_sizes(q, k, packed)
     sizes = pad_widths(q, v)
     tile = given or choose_tile(FORWARD, sizes)
-    out = q.new_empty(q.shape[0], q.shape[2], heads, sizes["DV"]).transpose(1, 2)
-    lse = q.new_empty(q.shape[0], heads, q.shape[2], dtype=torch.float32)
+    out, lse = empty_results(q, v)
     if packed is not None:  # what is of no sequence
         out.zero_()
         lse.fill_(float("-inf"))
-    integers = (
-        *row_strides(q, k, v, out), *extent.strides(), batch, heads, rows, keys, group, heads_in_l2(k, v, group, keys),
-        extent.left, extent.right,
-    )  # fmt: skip
-    constants = {
-        **sizes, **extent.constants(), "DROPOUT": dropout > 0, "PACKED": packed is not None,
-        "WHOLE": packed is None and tile.divides(rows, keys), **tile.constants(),
-    }  # fmt: skip
-    tensors = (q, k, v, out, lse, extent.mask, seed, *find_starts(packed))
-    key = (*traits(*tensors), *integers, q.shape[2], *constants.values())
-    grid = triton.cdiv(rows, tile.rows) * batch * heads
-    launch(
+    near = heads_in_l2(keys, k, v) * group
+    strides = *row_strides(q, k, v, out), *extent.strides()
+    constants = sizes | extent.constants() | tile.constants()
+    constants |= {
+        "DROPOUT": dropout > 0,
+        "WHOLE": packed is None and tile.divides(rows, keys),
+        "PACKED": packed is not None,
+    }
+    run(
         attention_forward_kernel,
-        grid,
-        key,
-        q.get_device(),
-        (*tensors, *integers, float(scale), float(dropout), q.shape[2]),
+        triton.cdiv(rows, tile.rows) * batch * heads,
+        (q, k, v, out, lse, extent.mask, seed, *find_starts(packed)),
+        (*strides, batch, heads, rows, keys, group, near, extent.left, extent.right),
         constants,
+        (scale, dropout),
+        (q.shape[2],),
     )
     return out, lse

@@ -8,25 +8,26 @@ rows or keys: K, Q and dO in FP8 would be wanted transposed, too.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels.attention.autograd import Gradients
 from te_bench.kernels.attention.fp8_quantize import (
     E4M3,
     PADDED_ROWS,
     Heads,
+    Operands,
     amax_bits,
     find_head_scale,
     keep_positive,
     padded,
     width,
 )
-from te_bench.kernels.attention.portable.forward import L2_BYTES, Tile, row_strides
 from te_bench.kernels.attention.portable.fp8_forward import dot_fp8, load_whole_tile
+from te_bench.kernels.attention.portable.launch import Tile, heads_in_l2, row_strides, run
 from te_bench.kernels.attention.portable.scores import (
     LOG2_E,
     await_product,
@@ -36,7 +37,6 @@ from te_bench.kernels.attention.portable.scores import (
     pick_tile,
     store_tile,
 )
-from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.tile import rounded, to_fp8
 
 #: By the wider of the two heads. Compiled for sm_90a without spills; not swept yet.
@@ -234,54 +234,41 @@ def quantize_dout(dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Heads, Tensor
     integers = (*row_strides(dout, out), heads, rows, length)
     constants = {"DV": features, "BLOCK_D": wide, "BLOCK_M": DELTA_ROWS, "num_warps": 4}
     tensors = (dout, out, lse, amax_bits(dout), do8, inverse, *info.unbind())
-    key = *traits(*tensors), *integers, *constants.values()
-    grid = length // DELTA_ROWS * batch * heads
-    launch(fp8_attention_delta_kernel, grid, key, dout.get_device(), (*tensors, *integers), constants)
+    run(fp8_attention_delta_kernel, length // DELTA_ROWS * batch * heads, tensors, integers, constants)
     return Heads(do8, None, inverse), info
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, heads: tuple[Heads, Heads, Heads], features: int,
-    causal: bool, scale: float, of_rows: Tile | None = None, of_keys: Tile | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the inputs' dtype; heads: q, k and v in FP8 by rows; features: of v. The last strides are 1."""
-    (batch, count, rows, d), (_, kv_count, keys, _) = q.shape, k.shape
-    group = count // kv_count
-    q8, k8, v8 = heads
-    assert q8.data is not None
-    assert k8.data is not None
-    assert v8.data is not None
-    wide, wide_v, padded_q, padded_k = q8.data.shape[3], width(features), padded(rows), padded(keys)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), k.new_empty(*k.shape[:3], features)
-    if features == d:
-        dv = torch.empty_like(k)
+    gradients: Gradients, dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor,
+    fp8: Operands, causal: bool, scale: float, of_rows: Tile | None = None, of_keys: Tile | None = None,
+) -> None:  # fmt: skip
+    """Fill dq, dk, dv; fp8: q, k and v in FP8 by rows. The last strides are 1."""
+    (batch, heads, rows, d), (kv_heads, keys), features = q.shape, k.shape[1:3], out.shape[3]
+    group, (dq, dk, dv) = heads // kv_heads, gradients
     do8, info = quantize_dout(dout, out, lse)
-    assert do8.data is not None
-    fp8 = (q8.data, k8.data, v8.data, do8.data, q8.scale_inv, k8.scale_inv, v8.scale_inv, do8.scale_inv)
+    operands = *fp8, do8
+    q8, k8, v8, dout8 = (x.by_rows for x in operands)
+    (padded_q, wide), (padded_k, wide_v) = q8.shape[2:], v8.shape[2:]
+    tensors = q8, k8, v8, dout8, *(x.scale_inv for x in operands)
+    sizes = heads, rows, keys, group
     common = {"D": d, "BLOCK_D": wide, "BLOCK_DV": wide_v, "CAUSAL": causal}
-
-    def run(
-        kernel: Any, grid: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...], pairs: int, near: int, tile: Tile,
-        own: dict[str, Any],
-    ) -> None:  # fmt: skip
-        tensors = *fp8, *tensors
-        integers = *strides, pairs, count, rows, keys, group, near, padded_q, padded_k
-        constants = common | tile.constants() | own
-        key = *traits(*tensors), *integers, *constants.values()
-        launch(kernel, grid, key, q.get_device(), (*tensors, *integers, float(scale)), constants)
-
     tile = of_rows or OF_ROWS[max(wide, wide_v)]
+    near = heads_in_l2(padded_k, k8, v8, k) * group
     run(
-        fp8_attention_backward_rows_kernel, triton.cdiv(rows, tile.rows) * batch * count,
-        (k, *info.unbind(), dq), row_strides(k, dq), batch * count,
-        max(1, L2_BYTES // (padded_k * (wide + wide_v + d * k.element_size()))) * group, tile,
-        {"EVEN": keys % tile.keys == 0},
-    )  # fmt: skip
+        fp8_attention_backward_rows_kernel,
+        triton.cdiv(rows, tile.rows) * batch * heads,
+        (*tensors, k, *info.unbind(), dq),
+        (*row_strides(k, dq), batch * heads, *sizes, near, padded_q, padded_k),
+        common | tile.constants() | {"EVEN": keys % tile.keys == 0},
+        (scale,),
+    )
     tile = of_keys or OF_KEYS[max(wide, wide_v)]
+    near = heads_in_l2(padded_q * group, q8, dout8, q, dout)
     run(
-        fp8_attention_backward_keys_kernel, triton.cdiv(keys, tile.keys) * batch * kv_count,
-        (q, dout, *info.unbind(), dk, dv), row_strides(q, dout, dk, dv), batch * kv_count,
-        max(1, L2_BYTES // (padded_q * group * (wide + wide_v + (d + features) * q.element_size()))), tile,
-        {"DV": features, "WHOLE": rows % tile.rows == 0, "GROUP": group},
-    )  # fmt: skip
-    return dq, dk, dv
+        fp8_attention_backward_keys_kernel,
+        triton.cdiv(keys, tile.keys) * batch * kv_heads,
+        (*tensors, q, dout, *info.unbind(), dk, dv),
+        (*row_strides(q, dout, dk, dv), batch * kv_heads, *sizes, near, padded_q, padded_k),
+        common | tile.constants() | {"DV": features, "WHOLE": rows % tile.rows == 0, "GROUP": group},
+        (scale,),
+    )

@@ -6,39 +6,26 @@ values is added to the others in float32: the FP8 tensor core's own sums have 14
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_bench.kernels.attention.fp8_quantize import BLOCK, PADDED_ROWS, Heads, keep_positive, padded
-from te_bench.kernels.attention.portable.forward import L2_BYTES, row_strides
+from te_bench.kernels.attention.fp8_quantize import BLOCK, PADDED_ROWS, Operands, keep_positive, padded
+from te_bench.kernels.attention.portable.launch import Tile, heads_in_l2, row_strides, run
 from te_bench.kernels.attention.portable.scores import LN_2, LOG2_E, exp2, pick_tile, row_maxima, store_tile
-from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.tile import INTERPRETED, rounded, to_fp8
 
 OFFSET = tl.constexpr(8.0)  # P is rounded as 2^8 P: manual_fp8.WEIGHTS
 
 
-class Plan(NamedTuple):
-    """How a program of the forward pass works."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None  # a thread's at most, so that one more program fits on a processor
-    halves: int = 1  # of the values' features: P V a half at a time keeps a half's product in registers
-
-
 #: By the wider of the two heads. Swept on an H200 at T1024 and 8192 of D64, T2048 to 16384 of D128
 #: (benchmarks/attention_fp8_tiles.py, docs/attention.md); 32 was not.
-FORWARD: Mapping[int, Plan] = {
-    32: Plan(64, 128, 4, 2, 128),
-    64: Plan(64, 128, 4, 2, 128),
-    128: Plan(64, 128, 4, 2, 168, halves=2),
+FORWARD: Mapping[int, Tile] = {
+    32: Tile(64, 128, 4, 2, 128),
+    64: Tile(64, 128, 4, 2, 128),
+    128: Tile(64, 128, 4, 2, 168, halves=2),
 }
 
 
@@ -53,7 +40,7 @@ def dot_fp8(a, b):
 
 @triton.jit
 def load_whole_tile(base, stride, start_m, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows first to first + ROWS of what is padded to whole tiles."""
+    """Rows start_m to start_m + BLOCK_M of what is padded to whole tiles."""
     rows = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, COLUMNS)
     return tl.load(base + start_m.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :])
@@ -68,7 +55,7 @@ def permute_to_slots(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def not_after(last, BLOCK_N: tl.constexpr):
-    """Which of KEYS keys are no later than last, a number for each row or for all.
+    """Which of BLOCK_N keys are no later than last, a number for each row or for all.
 
     In eights of keys: the numbers that differ by thread are then few, and keep few registers.
     """
@@ -84,7 +71,7 @@ def _attend_blocks(
 ):  # fmt: skip
     """Keys start to stop, of which all are seen by all rows, or where EDGE each row's first to last; values are transposed.
 
-    other: the second half of the features' acc, where HALVES is 2.
+    acc_high: of the second half of the features, where HALVES is 2.
     """
     features = tl.arange(0, BLOCK_DV // HALVES)
     offs_n = tl.arange(0, BLOCK_N)
@@ -159,31 +146,20 @@ def fp8_attention_forward_kernel(
 
 
 def forward(
-    q: Heads, k: Heads, v: Heads, lengths: tuple[int, int], features: int, dtype: torch.dtype, causal: bool, scale: float,
-    given: Plan | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out (B, H, T, features) of dtype, in the memory order (B, T, H, features), and lse (B, H, T) float32.
-
-    lengths: T and S, neither 0; q and k by rows, v transposed.
-    """
-    assert q.data is not None
-    assert k.data is not None
-    assert v.data_t is not None
-    (rows, keys), (batch, heads, padded_q, wide) = lengths, q.data.shape
-    (kv_heads, padded_k), wide_v = k.data.shape[1:3], v.data_t.shape[3]
-    group, size = heads // kv_heads, given or FORWARD[max(wide, wide_v)]
+    out: Tensor, lse: Tensor, fp8: Operands, keys: int, causal: bool, scale: float, given: Tile | None = None
+) -> None:
+    """Fill out (B, H, T, Dv) and lse (B, H, T) float32, of q and `keys` keys by rows, v transposed; none of them empty."""
+    q, k, v = fp8
+    (batch, heads, rows, features), (kv_heads, padded_k) = out.shape, k.by_rows.shape[1:3]
+    (padded_q, wide), wide_v, group = q.by_rows.shape[2:], v.transposed.shape[3], heads // kv_heads
+    tile = given or FORWARD[max(wide, wide_v)]
     assert padded_q == padded(rows)
-    out = torch.empty(batch, rows, heads, features, dtype=dtype, device=q.data.device).transpose(1, 2)
-    lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.data.device)
-    near = max(1, L2_BYTES // (padded_k * (wide + wide_v))) * group
+    near = heads_in_l2(padded_k, k.by_rows, v.transposed.mT) * group
     integers = *row_strides(out), batch * heads, heads, rows, keys, group, near, padded_q, padded_k
-    constants: dict[str, Any] = {
-        "DV": features, "BLOCK_M": size.rows, "BLOCK_N": size.keys, "BLOCK_D": wide, "BLOCK_DV": wide_v, "CAUSAL": causal,
-        "EVEN": keys % size.keys == 0, "HALVES": size.halves, "num_warps": size.warps, "num_stages": size.stages,
-        "maxnreg": size.registers,
+    constants: dict[str, Any] = tile.constants() | {
+        "DV": features, "BLOCK_D": wide, "BLOCK_DV": wide_v, "CAUSAL": causal, "EVEN": keys % tile.keys == 0,
+        "HALVES": tile.halves, "maxnreg": tile.registers,
     }  # fmt: skip
-    tensors = (q.data, k.data, v.data_t, q.scale_inv, k.scale_inv, v.scale_inv, out, lse)
-    key = (*traits(*tensors), *integers, *constants.values())
-    grid = triton.cdiv(rows, size.rows) * batch * heads
-    launch(fp8_attention_forward_kernel, grid, key, out.get_device(), (*tensors, *integers, float(scale)), constants)
-    return out, lse
+    tensors = (q.by_rows, k.by_rows, v.transposed, q.scale_inv, k.scale_inv, v.scale_inv, out, lse)
+    grid = triton.cdiv(rows, tile.rows) * batch * heads
+    run(fp8_attention_forward_kernel, grid, tensors, integers, constants, (scale,))

@@ -111,8 +111,8 @@ def store_tile(base, stride, first, limit, x, ROWS: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def is_visible(
-    rows, keys, limits, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    rows, keys, limits, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, WHOLE: tl.constexpr
+):
     """Whether row i sees key j; rows and keys are a column and a row of indices, or a row and a column.
 
     limits: T, S, left, right, and the head's mask with its strides.
