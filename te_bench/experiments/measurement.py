@@ -36,17 +36,23 @@ class Interrupted(Exception):
     """Somebody ended a part of the trial from outside; a rerun repeats it."""
 
 
-class CheckFailed(Exception):
+class NoResult(Exception):
+    """The trial ran and has no result, for this reason; the measurement is what is kept of it."""
+
+    def __init__(self, reason: str, measurement: Measurement):
+        super().__init__(reason)
+        self.measurement = measurement
+
+
+class CheckFailed(NoResult):
     """The result is wrong or came from another kernel; the timings, if any, are dropped."""
 
-    def __init__(self, reason: str, measurement: Measurement):
-        super().__init__(reason)
-        self.measurement = measurement
 
-
-class Diverged(Exception):
+class Diverged(NoResult):
     """The loss is not finite; what was recorded up to there is kept."""
 
-    def __init__(self, reason: str, measurement: Measurement):
-        super().__init__(reason)
-        self.measurement = measurement
+
+def require(name: str, reason: str | None) -> None:
+    """Raise Unsupported where there is a reason why `name` cannot run here."""
+    if reason:
+        raise Unsupported(f"{name}: {reason}")

@@ -11,7 +11,15 @@ import torch
 
 from te_bench import plugins
 from te_bench.experiments import host, timing, workloads
-from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Interrupted, Measurement, Unsupported
+from te_bench.experiments.measurement import (
+    CheckFailed,
+    Context,
+    Diverged,
+    Interrupted,
+    Measurement,
+    NoResult,
+    Unsupported,
+)
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
 
@@ -30,7 +38,7 @@ def run(trial: Trial, context: Context) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()  # into the trial's log
         outcome, reason = classify(error)
-        measurement = getattr(error, "measurement", measurement)
+        measurement = error.measurement if isinstance(error, NoResult) else measurement
     reply: dict[str, Any] = {
         "outcome": outcome,
         "reason": reason,

@@ -10,6 +10,7 @@ from statistics import median
 
 import numpy as np
 
+from te_bench.experiments.problems import TrainingProblem
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports.analysis.measures import numbers, step_seconds
 from te_bench.reports.convergence import power
@@ -222,11 +223,11 @@ def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, flo
     for record in records:
         if known := pace(record):
             paces.setdefault(_work(record.trial), []).append(known)
-    return {trial.name: _median(paces.get(_work(trial), ()), trial.number("steps")) for trial in trials}
+    return {trial.name: _median(paces.get(_work(trial), ()), TrainingProblem.of(trial).steps) for trial in trials}
 
 
-def _median(paces: Sequence[Pace], steps: int) -> float | None:
-    return median(known.seconds(steps) for known in paces) if paces else None
+def _median(paces: Sequence[Pace], steps: int | None) -> float | None:
+    return median(known.seconds(steps) for known in paces) if paces and steps else None
 
 
 def seeds_within(budget_s: float, *, slots: int, seed_s: float, where: str = "") -> int:
