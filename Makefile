@@ -14,7 +14,8 @@ demo: .venv/demo.done
 
 # The tests start hundreds of processes, each of which would compile te_bench anew where Python is told to write no bytecode.
 test: export PYTHONDONTWRITEBYTECODE =
-test: .venv/test.done lint check-tables
+test: .venv/test.done
+	$(MAKE) --no-print-directory -j $(JOBS) lint check-tables
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not alone"
 
 # The kernels under pytest-benchmark, on a GPU where there is one; saved under .benchmarks/ with every round. Then for instance:
