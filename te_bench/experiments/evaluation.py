@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from te_bench import plugins
+from te_bench.experiments import trial_model
 from te_bench.experiments.spec import DEVICES
 from te_bench.kernels import attention as backends
 from te_bench.models import recipe as recipes
@@ -232,22 +233,11 @@ def _model(found: Checkpoint, recipe: str | None, device: str, attention: str) -
     """The checkpoint's model on the device. Raises ValueError, with the reason, when this machine cannot run it."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no NVIDIA GPU; take --device cpu")
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
     chosen = None if recipe is None else recipes.load(recipe)
-    problem = backends.Problem(
-        batch=1,
-        heads=found.config.n_head,
-        length=found.config.block_size,
-        head_dim=found.config.n_embd // found.config.n_head,
-        dtype="bf16",
-        causal=True,
-        dropout=0.0,
-        device=device,
-        capability=capability,
-    )
+    problem = trial_model.attention_problem(dataclasses.replace(found.config, dropout=0.0), "bf16", device)
     reasons = {
         attention: backends.load(attention).unsupported(problem),
-        recipe: chosen and chosen.unsupported(device, capability),
+        recipe: chosen and chosen.unsupported(device, problem.capability),
     }
     for name, reason in reasons.items():
         if reason:

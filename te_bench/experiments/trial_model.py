@@ -40,21 +40,26 @@ def attention_of(trial: Trial) -> str:
     return kernel_choice.in_fp8(trial.device, recipe.emulate)
 
 
-def require_supported(trial: Trial) -> None:
-    """Raise Unsupported, with the reason, when this machine cannot run the trial."""
-    require_device(trial.device)
-    config = config_of(trial)
-    problem = attention.Problem(
+def attention_problem(config: GPTConfig, dtype: str, device: str) -> attention.Problem:
+    """The attention of one sequence, the longest that the model takes."""
+    return attention.Problem(
         batch=1,
         heads=config.n_head,
         length=config.block_size,
         head_dim=config.n_embd // config.n_head,
-        dtype=kernel_dtype(trial),
+        dtype=dtype,
         causal=True,
         dropout=config.dropout,
-        device=trial.device,
-        capability=capability(trial.device),
+        device=device,
+        capability=capability(device),
     )
+
+
+def require_supported(trial: Trial) -> None:
+    """Raise Unsupported, with the reason, when this machine cannot run the trial."""
+    require_device(trial.device)
+    config = config_of(trial)
+    problem = attention_problem(config, kernel_dtype(trial), trial.device)
     for name in dict.fromkeys((trial.attention, attention_of(trial))):  # an evaluation in bf16 takes the former
         require(name, attention.load(name).unsupported(problem))
     if trial.device == "cpu" and trial.precision == "fp16":
