@@ -196,10 +196,6 @@ def half_of_the_batch(step: TrainStep) -> None:
     step.gradients = lambda tokens, targets: right(tokens[::2], targets[::2])  # type: ignore[method-assign]
 
 
-def no_clipping(step: TrainStep) -> None:
-    step.optim = dataclasses.replace(step.optim, grad_clip=0.0)
-
-
 MODEL = {
     "not-causal": attention_with(causal=False),
     "scale-1/D": attention_with(scale=1 / 16),
