@@ -7,14 +7,15 @@ SECONDS_EACH ?= 0.1
 # Pages with tables that are made from the records.
 PAGES := README.md $(addprefix docs/,results.md performance.md attention.md gate.md convergence.md)
 
-.PHONY: demo test bench lint check-tables tables clean
+.PHONY: demo test bench lint check-tables compile-tests tables clean
 
 demo: .venv/demo.done
 	$(BIN)/te-bench run quick
 
 # The tests start hundreds of processes, each of which would compile te_bench anew where Python is told to write no bytecode.
 test: export PYTHONDONTWRITEBYTECODE =
-test: .venv/test.done lint check-tables
+test: .venv/test.done
+	$(MAKE) --no-print-directory -j $(JOBS) lint check-tables compile-tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not alone"
 
 # The kernels under pytest-benchmark, on a GPU where there is one; saved under .benchmarks/ with every round. Then for instance:
@@ -27,6 +28,10 @@ lint: .venv/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The bytecode of all tests and of te_bench, which each worker would make for itself. What cannot be collected the tests tell.
+compile-tests: .venv/test.done
+	@$(BIN)/python -m pytest --collect-only -q > /dev/null || true
 
 check-tables: .venv/demo.done
 	$(BIN)/te-bench embed --check $(PAGES)

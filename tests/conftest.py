@@ -1,6 +1,7 @@
 """What every test may use; its being here also puts this folder on the import path."""
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -79,6 +80,13 @@ def no_package(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 @pytest.fixture
 def no_torch(no_package: Callable[[str], dict[str, str]]) -> dict[str, str]:
     return no_package("torch")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """script("NAME"): the module benchmarks/NAME.py."""
+    monkeypatch.syspath_prepend(str(Path(ROOT) / "benchmarks"))
+    return importlib.import_module
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 
 PLANTED = Path(__file__).parent / "experiments" / "planted" / "te_bench_planted.py"
+#: Environment variables of a te-bench whose trials compute nothing: its torch is none, whose import takes no two seconds.
+IDLE = {"PYTHONPATH": os.pathsep.join([str(PLANTED.parent / "without_torch"), os.environ["PYTHONPATH"]])}
 MARK = "TE_BENCH_TEST_RUN"  # in the environment of a run and, inherited, of every process it starts
 
 

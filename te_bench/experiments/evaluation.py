@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from te_bench import plugins
+from te_bench.experiments import trial_model
 from te_bench.experiments.spec import DEVICES
 from te_bench.kernels import attention as backends
 from te_bench.models import recipe as recipes
@@ -62,7 +63,7 @@ class Evaluation:
     seen: bool | None  # whether this very text was trained on; None where the checkpoint does not say
     passages: str | None
     passages_sha256: str | None
-    arms: tuple[Evaluated, ...]
+    arms: tuple[Evaluated, ...]  # the JSON's word
 
 
 def evaluate(
@@ -98,10 +99,10 @@ def evaluate(
     given = _Given(tokenizer=words, tokens=tokens, text_bytes=size, passages=texts)
     block = found.config.block_size if block is None else block
     sizes = {"block": block, "stride": max(1, block // 2) if stride is None else stride, "batch": batch}
-    arms = [_arm(model, "bf16", given, **sizes)]
+    ways = [_evaluated(model, "bf16", given, **sizes)]
     if chosen is not None:
         scales = _settle(model, found, given, block, batch)
-        arms.append(dataclasses.replace(_arm(model, "fp8", given, **sizes), recipe=chosen, scales=scales))
+        ways.append(dataclasses.replace(_evaluated(model, "fp8", given, **sizes), recipe=chosen, scales=scales))
     sha256 = None if text is None else hashlib.sha256(text.encode()).hexdigest()
     return Evaluation(
         checkpoint=str(checkpoint),
@@ -115,7 +116,7 @@ def evaluate(
         seen=_seen(found, sha256, split),
         passages=None if passages is None else str(passages),
         passages_sha256=None if passages is None else hashlib.sha256(passages.expanduser().read_bytes()).hexdigest(),
-        arms=tuple(arms),
+        arms=tuple(ways),
     )
 
 
@@ -123,12 +124,12 @@ def rows(found: Evaluation) -> list[tuple[str, ...]]:
     """HEADINGS and a row for each configuration, as a reader wants them; a dash for what was not evaluated."""
     reference = found.arms[0].perplexity
     table: list[tuple[str, ...]] = [HEADINGS]
-    for arm in found.arms:
-        ppl, word = arm.perplexity, arm.last_word
-        gap = None if ppl is None or reference is None or arm is found.arms[0] else ppl.nats_per_token
+    for way in found.arms:
+        ppl, word = way.perplexity, way.last_word
+        gap = None if ppl is None or reference is None or way is found.arms[0] else ppl.nats_per_token
         table.append(
             (
-                " ".join(filter(None, [arm.precision, arm.recipe, arm.scales and f"({arm.scales})"])),
+                " ".join(filter(None, [way.precision, way.recipe, way.scales and f"({way.scales})"])),
                 MISSING if ppl is None else f"{ppl.nats_per_token:.4f}",
                 MISSING if gap is None or reference is None else f"{gap - reference.nats_per_token:+.4f}",
                 MISSING if ppl is None else f"{ppl.perplexity:.2f}",
@@ -146,7 +147,7 @@ def summary(found: Evaluation) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(
-            f"{cell:{'<' if i == 0 else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            f"{word:{'<' if i == 0 else '>'}{width}}" for i, (word, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in table
     ]
@@ -160,11 +161,11 @@ def summary(found: Evaluation) -> str:
 def to_json(found: Evaluation) -> dict[str, Any]:
     """Every field and what follows from them; null for what was not evaluated or is not finite."""
     value = dataclasses.asdict(found)
-    for arm, shown in zip(found.arms, value["arms"], strict=True):
-        if arm.perplexity is not None:
-            shown["perplexity"]["perplexity"] = arm.perplexity.perplexity
-        if arm.last_word is not None:
-            shown["last_word"] |= {"accuracy": arm.last_word.accuracy, "perplexity": arm.last_word.perplexity}
+    for way, shown in zip(found.arms, value["arms"], strict=True):
+        if way.perplexity is not None:
+            shown["perplexity"]["perplexity"] = way.perplexity.perplexity
+        if way.last_word is not None:
+            shown["last_word"] |= {"accuracy": way.last_word.accuracy, "perplexity": way.last_word.perplexity}
         for part in ("perplexity", "last_word"):
             shown[part] = shown[part] and {
                 k: v if v is None or math.isfinite(v) else None for k, v in shown[part].items()
@@ -218,7 +219,7 @@ def _check(
             raise ValueError("data set 'random' has no text to evaluate on; give text:PATH or hf:NAME")
 
 
-def _arm(model: GPT, precision: str, given: _Given, *, block: int, stride: int, batch: int) -> Evaluated:
+def _evaluated(model: GPT, precision: str, given: _Given, *, block: int, stride: int, batch: int) -> Evaluated:
     sizes: dict[str, Any] = {"block": block, "batch": batch, "precision": precision}
     text = words = None
     if given.tokens is not None:
@@ -232,22 +233,11 @@ def _model(found: Checkpoint, recipe: str | None, device: str, attention: str) -
     """The checkpoint's model on the device. Raises ValueError, with the reason, when this machine cannot run it."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no NVIDIA GPU; take --device cpu")
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
     chosen = None if recipe is None else recipes.load(recipe)
-    problem = backends.Problem(
-        batch=1,
-        heads=found.config.n_head,
-        length=found.config.block_size,
-        head_dim=found.config.n_embd // found.config.n_head,
-        dtype="bf16",
-        causal=True,
-        dropout=0.0,
-        device=device,
-        capability=capability,
-    )
+    problem = trial_model.attention_problem(dataclasses.replace(found.config, dropout=0.0), "bf16", device)
     reasons = {
         attention: backends.load(attention).unsupported(problem),
-        recipe: chosen and chosen.unsupported(device, capability),
+        recipe: chosen and chosen.unsupported(device, problem.capability),
     }
     for name, reason in reasons.items():
         if reason:

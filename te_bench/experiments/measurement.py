@@ -6,7 +6,7 @@ A workload is a file with `run(trial: Trial, context: Context) -> Measurement`.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,25 +28,41 @@ class Measurement:
     kernels: list[str] = field(default_factory=list)
 
 
-class Unsupported(Exception):
-    """This machine or these packages cannot run the trial; the message says why."""
+class NoResult(Exception):
+    """The trial has no result, for this reason; the measurement is what is kept of it."""
+
+    outcome: ClassVar[str]  # of spec.OUTCOMES
+
+    def __init__(self, reason: str, measurement: Measurement | None = None):
+        super().__init__(reason)
+        self.measurement = measurement or Measurement()
 
 
-class Interrupted(Exception):
+class Unsupported(NoResult):
+    """This machine or these packages cannot run the trial."""
+
+    outcome = "unsupported"
+
+
+class Interrupted(NoResult):
     """Somebody ended a part of the trial from outside; a rerun repeats it."""
 
+    outcome = "interrupted"
 
-class CheckFailed(Exception):
+
+class CheckFailed(NoResult):
     """The result is wrong or came from another kernel; the timings, if any, are dropped."""
 
-    def __init__(self, reason: str, measurement: Measurement):
-        super().__init__(reason)
-        self.measurement = measurement
+    outcome = "failed_check"
 
 
-class Diverged(Exception):
+class Diverged(NoResult):
     """The loss is not finite; what was recorded up to there is kept."""
 
-    def __init__(self, reason: str, measurement: Measurement):
-        super().__init__(reason)
-        self.measurement = measurement
+    outcome = "diverged"
+
+
+def require(name: str, reason: str | None) -> None:
+    """Raise Unsupported where there is a reason why `name` cannot run here."""
+    if reason:
+        raise Unsupported(f"{name}: {reason}")

@@ -134,6 +134,7 @@ class StepProblem(TrialProblem):
     data: str = "random"
     perturb_ulp: int | None = None  # units in the last place by which the initial weights are moved
     fault: str | None = None  # of models.faults, planted into the recipe
+    batch: int | Literal["max"] | None = None  # sequences of a step
 
     @property
     def optim(self) -> dict[str, Any]:
@@ -153,7 +154,7 @@ OPTIM = (
 class TrainStepProblem(StepProblem):
     """One training step at a fixed batch."""
 
-    batch: int  # sequences
+    batch: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +169,7 @@ class MaxBatchProblem(StepProblem):
 class TrainingProblem(StepProblem):
     """A training to a curve, of so many steps or seconds."""
 
-    batch: int | Literal["max"]  # sequences of a step; "max": the largest that fits
+    batch: int | Literal["max"]  # "max": the largest that fits
     data: str  # a data set; a text file goes by its name
     tokenizer: str | None = None
     corpus: str | None = None  # key of the token cache

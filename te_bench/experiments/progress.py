@@ -4,7 +4,6 @@ It warns, once, of others that keep the machine busy: of a sweep that runs one t
 """
 
 import sys
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -32,9 +31,7 @@ class Progress:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.bar.stop()
 
     def __call__(self, record: Record | None, trial: Trial | None) -> None:

@@ -35,9 +35,9 @@ PRELOAD = "te_bench.experiments.fork_server_preload"
 #: Environment variables that tell it who its parent was, which by then may be another, and what to import.
 RUNNER, PRELOADED = "TE_BENCH_RUNNER", "TE_BENCH_PRELOADED"
 TRIAL = "te_bench.experiments.trial"
-#: What torch's profiler imports when it starts: 4 s in every child otherwise (2.11, H200), 1.4 s (2.13, CPU; 2026-11-21).
+#: What torch's profiler imports when it starts: 4 s in every child otherwise (2.11, H200), 1.4 s (2.13, CPU).
 PROFILER: tuple[str, ...] = ("torch._inductor",)
-#: With the models come all kernels: 0.4 s of every child on a CPU (2026-11-22). For a GPU they are left to the
+#: With the models come all kernels: 0.4 s of every child on a CPU. For a GPU they are left to the
 #: children: no CUDA must be touched before the fork. So are workloads: those that a main module plants come first there.
 MODELS: tuple[str, ...] = ("te_bench.models.zoo.gpt",)
 MOST_AT_ONCE = 8  # trials on a CPU: each is 0.4 GB resident, with what it shares with the fork server

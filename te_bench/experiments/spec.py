@@ -67,13 +67,6 @@ class Trial:
         parts = [self.workload, problems.label(self.problem), self.attention, self.precision]
         return "/".join([*parts, *([self.recipe] if self.recipe else []), self.mode, f"s{self.seed}"])
 
-    def number(self, setting: str) -> int:
-        """A whole number of the problem. Raises ValueError when it is missing or something else."""
-        value = self.problem.get(setting)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{self.workload} needs a whole number for {setting!r}, got {value!r}")
-        return value
-
     def to_json(self) -> dict[str, Any]:
         return {**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, "problem": dict(self.problem)}
 

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from te_bench import __version__
@@ -82,9 +81,8 @@ class Records(Mapping[Key, Record]):
         return len(self._found)
 
     def add(self, key: Key, line: bytes) -> None:
-        if (
-            key not in self._found or self[key].outcome != "diverged"
-        ):  # a divergence is a result: no repetition undoes it
+        # A divergence is a result: no repetition undoes it.
+        if key not in self._found or self[key].outcome != "diverged":
             self._found[key] = line
 
 
@@ -120,7 +118,8 @@ class Line:
 
     raw: bytes  # without its newline
     kind: str
-    key: Key | None  # a record's
+    key: Key | None = None  # a record's
+    schema: int = SCHEMA
 
 
 def lines(directory: Path) -> list[Line]:
@@ -131,10 +130,12 @@ def lines(directory: Path) -> list[Line]:
 
 def _line(raw: bytes) -> Line:
     if record := _RECORD.match(raw, _PREFIX):
-        return Line(raw, "record", (record[2].decode(), record[3].decode()))
+        return Line(raw, "record", (record[2].decode(), record[3].decode()), int(record[1]))
     value = json.loads(raw)
-    body = value["body"]
-    return Line(raw, value["kind"], (body["trial"]["id"], body["environment"]) if value["kind"] == "record" else None)
+    kind, body = value["kind"], value["body"]
+    if kind != "record":
+        return Line(raw, kind)
+    return Line(raw, kind, (body["trial"]["id"], body["environment"]), body["schema"])  # a line without a head
 
 
 def _read(directory: Path) -> tuple[bytes, Path]:
@@ -206,27 +207,21 @@ def _intact(line: bytes) -> bool:
     return line[:10] == b'{"crc32":"' and line[10:18] == b"%08x" % zlib.crc32(line[_PREFIX:])
 
 
-def _add(journal: Journal, line: bytes) -> None:
+def _add(journal: Journal, raw: bytes) -> None:
     """Take one intact line into the journal. Raises ValueError for a schema that is not ours."""
-    if record := _RECORD.match(line, _PREFIX):
-        _add_record(journal, int(record[1]), (record[2].decode(), record[3].decode()), line)
-        return
-    value = json.loads(line)
-    kind, body = value["kind"], value["body"]
-    if kind == "record":  # a line without a head
-        _add_record(journal, body["schema"], (body["trial"]["id"], body["environment"]), line)
-    elif kind == "environment":
-        journal.environments[body["id"]] = body
-    elif kind == "plan":
-        journal.plans.append(Plan(**{**body, "trials": tuple(body["trials"])}))
-
-
-def _add_record(journal: Journal, schema: int, key: Key, line: bytes) -> None:
-    if schema != SCHEMA:
+    line = _line(raw)
+    if line.schema != SCHEMA:
         raise ValueError(
-            f"record schema {schema}; this te-bench reads schema {SCHEMA}. Use the te-bench that wrote it."
+            f"record schema {line.schema}; this te-bench reads schema {SCHEMA}. Use the te-bench that wrote it."
         )
-    journal.records.add(key, line)
+    if line.key is not None:
+        journal.records.add(line.key, raw)
+        return
+    body = json.loads(raw)["body"]
+    if line.kind == "environment":
+        journal.environments[body["id"]] = body
+    elif line.kind == "plan":
+        journal.plans.append(Plan(**{**body, "trials": tuple(body["trials"])}))
 
 
 def encode(kind: str, body: Mapping[str, Any]) -> bytes:
@@ -308,9 +303,7 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -113,7 +113,7 @@ def _sample_cuda(call: Callable[[], object]) -> Callable[[], list[float]]:
     """Ten calls between pairs of events; a buffer of twice the L2 is overwritten before each.
 
     The GPU waits until the ten are queued, half as long again as the host took for ten that nobody held up: without, a
-    call that is launched more slowly than it runs is as slow as its launches (131 us in place of 61; H200, 2026-11-22).
+    call that is launched more slowly than it runs is as slow as its launches (131 us in place of 61; H200).
     """
     l2 = torch.cuda.get_device_properties().L2_cache_size
     flush = torch.empty(2 * l2, dtype=torch.int8, device="cuda")

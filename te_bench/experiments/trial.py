@@ -11,7 +11,7 @@ import torch
 
 from te_bench import plugins
 from te_bench.experiments import host, timing, workloads
-from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Interrupted, Measurement, Unsupported
+from te_bench.experiments.measurement import Context, Measurement, NoResult
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
 
@@ -30,7 +30,7 @@ def run(trial: Trial, context: Context) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()  # into the trial's log
         outcome, reason = classify(error)
-        measurement = getattr(error, "measurement", measurement)
+        measurement = error.measurement if isinstance(error, NoResult) else measurement
     reply: dict[str, Any] = {
         "outcome": outcome,
         "reason": reason,
@@ -52,14 +52,8 @@ def run(trial: Trial, context: Context) -> dict[str, Any]:
 def classify(error: Exception) -> tuple[str, str]:
     """(outcome, reason) of an exception; the reason is one line that a user can act on."""
     text = " ".join(str(error).split())[:500]
-    if isinstance(error, Unsupported):
-        return "unsupported", text
-    if isinstance(error, Interrupted):
-        return "interrupted", text
-    if isinstance(error, CheckFailed):
-        return "failed_check", text
-    if isinstance(error, Diverged):
-        return "diverged", text
+    if isinstance(error, NoResult):
+        return error.outcome, text
     if isinstance(error, torch.OutOfMemoryError):
         return "oom", f"GPU: {text}"
     if isinstance(error, MemoryError) or "can't allocate memory" in text:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from te_bench.experiments.measurement import Unsupported
+from te_bench.experiments.measurement import Unsupported, require
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
@@ -13,6 +13,14 @@ from te_bench.models import faults, kernel_choice, torchao_linears
 from te_bench.models import recipe as recipes
 from te_bench.models.zoo.gpt import CONFIGS, GPT, GPTConfig
 from te_bench.training.step import Optim, TrainStep
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def require_device(device: str) -> None:
+    """Raise Unsupported for a GPU that torch does not see."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("torch sees no NVIDIA GPU")
 
 
 def capability(device: str) -> tuple[int, int] | None:
@@ -32,26 +40,28 @@ def attention_of(trial: Trial) -> str:
     return kernel_choice.in_fp8(trial.device, recipe.emulate)
 
 
-def require_supported(trial: Trial) -> None:
-    """Raise Unsupported, with the reason, when this machine cannot run the trial."""
-    if trial.device == "cuda" and not torch.cuda.is_available():
-        raise Unsupported("torch sees no NVIDIA GPU")
-    config = config_of(trial)
-    problem = attention.Problem(
+def attention_problem(config: GPTConfig, dtype: str, device: str) -> attention.Problem:
+    """The attention of one sequence, the longest that the model takes."""
+    return attention.Problem(
         batch=1,
         heads=config.n_head,
         length=config.block_size,
         head_dim=config.n_embd // config.n_head,
-        dtype=kernel_dtype(trial),
+        dtype=dtype,
         causal=True,
         dropout=config.dropout,
-        device=trial.device,
-        capability=capability(trial.device),
+        device=device,
+        capability=capability(device),
     )
+
+
+def require_supported(trial: Trial) -> None:
+    """Raise Unsupported, with the reason, when this machine cannot run the trial."""
+    require_device(trial.device)
+    config = config_of(trial)
+    problem = attention_problem(config, kernel_dtype(trial), trial.device)
     for name in dict.fromkeys((trial.attention, attention_of(trial))):  # an evaluation in bf16 takes the former
-        reason = attention.load(name).unsupported(problem)
-        if reason:
-            raise Unsupported(f"{name}: {reason}")
+        require(name, attention.load(name).unsupported(problem))
     if trial.device == "cpu" and trial.precision == "fp16":
         raise Unsupported("fp16: its gradient scaler and half-precision training are for GPUs; use bf16 on a CPU")
     if trial.device == "cpu" and trial.mode in ("compile-reduce-overhead", "cudagraph"):
@@ -60,20 +70,17 @@ def require_supported(trial: Trial) -> None:
         raise Unsupported("cudagraph with fp16: the gradient scaler decides on the host whether to step")
     _require_fast(trial, config)
     if trial.recipe:
-        reason = recipes.load(trial.recipe).unsupported(trial.device, capability(trial.device))
-        if reason:
-            raise Unsupported(f"{trial.recipe}: {reason}")
+        require(trial.recipe, recipes.load(trial.recipe).unsupported(trial.device, capability(trial.device)))
 
 
 def _require_fast(trial: Trial, config: GPTConfig) -> None:
     """Raise Unsupported when this machine cannot run the trial's head, optimizer or blocks."""
     machine: dict[str, Any] = {"device": trial.device, "capability": capability(trial.device)}
     p = StepProblem.of(trial)
-    reasons: dict[str, str | None] = {}
     if p.linears is not None:
-        reasons[f"linears {p.linears}"] = torchao_linears.unsupported(**machine)
+        require(f"linears {p.linears}", torchao_linears.unsupported(**machine))
     if p.blocks is not None:
-        reasons[f"blocks {p.blocks}"] = _no_blocks(trial, config, machine)
+        require(f"blocks {p.blocks}", _no_blocks(trial, config, machine))
     if p.head is not None:
         problem = linear_cross_entropy.Problem(
             d=config.n_embd,
@@ -82,7 +89,7 @@ def _require_fast(trial: Trial, config: GPTConfig) -> None:
             dtype=kernel_dtype(trial),
             **machine,
         )
-        reasons[f"head {p.head}"] = linear_cross_entropy.load(p.head).unsupported(problem)
+        require(f"head {p.head}", linear_cross_entropy.load(p.head).unsupported(problem))
     if p.optimizer is not None:
         backend, cast = adamw.load(p.optimizer), trial.precision == "fp8"
         reason = backend.unsupported(adamw.Problem(fp8=cast, **machine))
@@ -90,10 +97,7 @@ def _require_fast(trial: Trial, config: GPTConfig) -> None:
             reason = reason or "no captured graph can follow its table; choose triton"
         if trial.precision == "fp16":
             reason = reason or "fp16: it has no gradient scaler"
-        reasons[f"optimizer {p.optimizer}"] = reason
-    for name, reason in reasons.items():
-        if reason:
-            raise Unsupported(f"{name}: {reason}")
+        require(f"optimizer {p.optimizer}", reason)
 
 
 def _no_blocks(trial: Trial, config: GPTConfig, machine: dict[str, Any]) -> str | None:
@@ -122,7 +126,8 @@ def optim_of(trial: Trial) -> Optim:
 def sizes_of(trial: Trial) -> dict[str, int]:
     """What training.data asks for: block, batch and vocab, the true one."""
     p = StepProblem.of(trial)
-    return {"block": p.block, "batch": trial.number("batch"), "vocab": p.vocab}
+    assert isinstance(p.batch, int), "whoever asks for the largest has found it"
+    return {"block": p.block, "batch": p.batch, "vocab": p.vocab}
 
 
 def build(trial: Trial) -> GPT:

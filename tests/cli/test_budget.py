@@ -32,7 +32,7 @@ def trials(seeds: int = 1, steps: int | None = STEPS, device: str = "cpu", **ask
 
 def ended(trial: Trial, gap: float = 0.0, **changes: Any) -> Record:
     """A training with a read of the loss every ten steps, which ends on 3 + gap."""
-    steps, step_s = trial.number("steps"), STEP_S[trial.recipe]
+    steps, step_s = int(str(trial.problem["steps"])), STEP_S[trial.recipe]
     samples = {
         "step": [float(step) for step in range(steps)],
         "loss": [3.0] * steps,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from convergence_runs import JUDGEMENT, TRUTH, study_of, study_records, write_study
-from driving import PLANTED, rows, te_bench
+from driving import IDLE, PLANTED, rows, te_bench
 from in_process import Command, Started
 from journals import STARTED, environment, record
 
@@ -26,7 +26,7 @@ GAPS = {**TRUTH, "float8_block_scaling": 0.02, "float8_current_scaling": 0.0029}
 
 
 def simulated(verb: str, *arguments: object, **gaps: float | None) -> Any:
-    return te_bench(verb, *arguments, main=SIMULATED, env={"TE_BENCH_TEST_GAPS": json.dumps(gaps)}, timeout=200)
+    return te_bench(verb, *arguments, main=SIMULATED, env={**IDLE, "TE_BENCH_TEST_GAPS": json.dumps(gaps)}, timeout=200)
 
 
 def run(out: Path, *arguments: object, seeds: int = 8, **gaps: float | None) -> Any:

@@ -128,13 +128,14 @@ def test_fp8_and_a_recipe_go_together() -> None:
         ("quick", {"batch": 4}, "--batch: the suite quick chooses its batches itself; leave it out"),
         ("quick", {"budget_s": 5.0}, "--budget: the suite quick has no time-budget trial"),
         ("nanogpt", {"data": {"": "random"}}, "--data: the suite nanogpt trains on no data set"),
-        ("quick", {"data": {"gpt3": "random"}}, "unknown model of --data 'gpt3'. Known: tiny."),
+        ("quick", {"data": {"gpt3": "random", "": "random"}}, "unknown model of --data 'gpt3'. Known: tiny."),
         ("quick", {"data": {"": "stdlb"}}, "unknown data set 'stdlb'"),
     ],
 )
 def test_bad_options_are_refused(tmp_path: Path, suite: str, options: dict[str, object], message: str) -> None:
+    said = {"device": "cpu", "cache": tmp_path, "data": {"": "random"}, **options}
     with pytest.raises(ValueError) as caught:
-        plan.resolve(suite, Options(**{"device": "cpu", "cache": tmp_path, **options}))  # type: ignore[arg-type]
+        plan.resolve(suite, Options(**said))  # type: ignore[arg-type]
     assert str(caught.value).startswith(message)
 
 

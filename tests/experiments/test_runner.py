@@ -12,14 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from driving import PLANTED, Run, eventually, rows, running, te_bench
+from driving import IDLE, PLANTED, Run, eventually, rows, running, te_bench
 
 from te_bench.experiments import runner
 from te_bench.experiments.spec import OUTCOMES, Record, Trial
@@ -216,17 +216,20 @@ def uninterrupted() -> Counter[tuple[str, str]]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_kill_9_at_random_moments_loses_nothing_repeats_nothing_and_leaves_nobody(tmp_path: Path, seed: int) -> None:
-    """Three kills: while it starts, while a trial runs, and anywhere; then the same command to the end."""
-    draw = random.Random(seed)
+    """Three kills: while it starts, while a trial runs, and anywhere; then the same command to the end.
+
+    The first seed's kills may hit the import of torch.
+    """
+    draw, env = random.Random(seed), IDLE if seed else {}
     for after in (0, draw.randint(1, 3), draw.randint(4, 6)):
-        with running(*NAPS, tmp_path) as run:
+        with running(*NAPS, tmp_path, env=env) as run:
             eventually(lambda: len(rows(tmp_path)) >= after or run.process.poll() is not None, 30)  # noqa: B023
             moment = draw.uniform(0.2, 2.5) if after == 0 else draw.uniform(0.0, 0.4)
             eventually(lambda: False, moment)
             os.kill(run.process.pid, signal.SIGKILL)
             assert run.process.wait() == -signal.SIGKILL
             assert run.gone(), run.family()
-    assert te_bench(*NAPS, tmp_path, main=PLANTED).returncode == 0
+    assert te_bench(*NAPS, tmp_path, main=PLANTED, env=env).returncode == 0
     assert results(tmp_path) == uninterrupted()
 
 
@@ -274,7 +277,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_kill_9_of_the_parent_ends_a_hung_trial_and_its_children(tmp_path: Path, temporary: Path) -> None:
-    with asleep(tmp_path) as run:
+    with asleep(tmp_path, env={}) as run:  # with torch in all its processes
         assert run.named("sleep")
         assert list(temporary.iterdir())
         os.kill(run.process.pid, signal.SIGKILL)
@@ -321,20 +324,20 @@ def fork_server(run: Run) -> int:
 
 
 def test_after_kill_9_of_the_fork_server_the_other_trials_run_and_a_rerun_completes(tmp_path: Path) -> None:
-    with running(*NAPS, tmp_path) as run:
+    with running(*NAPS, tmp_path, env=IDLE) as run:
         assert eventually(lambda: len(rows(tmp_path)) >= 2, 30)
         os.kill(fork_server(run), signal.SIGKILL)
         run.finish()
     assert len(rows(tmp_path)) == 8
     assert {row["outcome"] for row in rows(tmp_path)} <= {"ok", "interrupted"}
-    assert te_bench(*NAPS, tmp_path, main=PLANTED).returncode == 0
+    assert te_bench(*NAPS, tmp_path, main=PLANTED, env=IDLE).returncode == 0
     assert results(tmp_path) == uninterrupted()
 
 
 @contextmanager
-def asleep(directory: Path) -> Iterator[Run]:
+def asleep(directory: Path, env: Mapping[str, str] = IDLE) -> Iterator[Run]:
     """A run that has done one trial and is in the middle of another, which sleeps and has a child that sleeps."""
-    with running("run", "sleeps", "--out", directory, "--device", "cpu") as run:
+    with running("run", "sleeps", "--out", directory, "--device", "cpu", env=env) as run:
         assert eventually(lambda: bool(run.named("sleep")), 60)
         yield run
 
@@ -365,7 +368,7 @@ def test_ctrl_c_again_and_again_does_not_disturb_the_clean_up(tmp_path: Path) ->
 
 
 def test_a_stopped_fresh_run_is_not_told_to_start_afresh_again(tmp_path: Path) -> None:
-    with running("run", "sleeps", "--fresh", "--out", tmp_path, "--device", "cpu") as run:
+    with running("run", "sleeps", "--fresh", "--out", tmp_path, "--device", "cpu", env=IDLE) as run:
         assert eventually(lambda: len(rows(tmp_path)) == 1, 30)
         run.process.send_signal(signal.SIGINT)
         assert "--fresh" not in run.finish(30).stdout
@@ -376,7 +379,8 @@ def test_ctrl_c_while_it_starts_leaves_nobody_and_a_store_that_opens(tmp_path: P
     with running(*NAPS, tmp_path) as run:
         eventually(lambda: False, moment)
         os.killpg(run.process.pid, signal.SIGINT)
-        assert run.finish(30).returncode in (130, -signal.SIGINT)
+        done = run.finish(30)
+        assert done.returncode in (130, -signal.SIGINT) or "<frozen site>" in done.stderr  # Python itself was starting
         assert run.gone(), run.family()
     with Store(tmp_path) as store:
         assert {record.outcome for record in store.journal.records.values()} <= {"ok"}
@@ -386,7 +390,7 @@ def test_logs_that_are_a_link_are_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "logs").symlink_to(tmp_path / "target")
-    done = te_bench(*NAPS, tmp_path / "out", main=PLANTED)
+    done = te_bench(*NAPS, tmp_path / "out", main=PLANTED, env=IDLE)
     assert (done.returncode, list((tmp_path / "target").iterdir())) == (2, [])
     assert f"{tmp_path}/out/logs is a link" in done.stderr
 

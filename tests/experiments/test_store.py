@@ -417,18 +417,16 @@ def in_a_child(call: Callable[[], None]) -> int:
 
 @pytest.mark.slow
 def test_a_hundred_thousand_records_load_in_three_seconds(tmp_path: Path) -> None:
-    bodies = [record(seed).to_json() for seed in range(1000)]
+    known = [(trial(seed).id.encode(), encode("record", record(seed).to_json())[20:-1]) for seed in range(1000)]
     with (tmp_path / "journal.jsonl").open("wb") as file:
         for number in range(100_000):
-            body = bodies[number % 1000]
-            file.write(encode("record", {**body, "trial": {**body["trial"], "id": f"{number:016x}"}}))
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        journal = load(tmp_path)
-        times.append(time.perf_counter() - start)
+            name, rest = known[number % 1000]
+            rest = rest.replace(name, b"%016x" % number)
+            file.write(b'{"crc32":"%08x",' % zlib.crc32(rest) + rest + b"\n")
+    start = time.process_time()  # of a core, whoever else has it meanwhile
+    journal = load(tmp_path)
+    assert time.process_time() - start < 3.0
     assert len(journal.records) == 100_000
-    assert min(times) < 3.0, times
     assert journal.records[f"{99_999:016x}", "e0"].samples == record(999).samples
 
 

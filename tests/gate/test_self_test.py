@@ -20,7 +20,8 @@ from te_bench.gate.stored_runs import Gate, TimedPairs, process_s
 from te_bench.reports.page.embed import embed
 
 RESULTS = Path(__file__).parents[2] / "results" / "gate"
-QUESTION = Question(repository=None, base="installed", head="installed", device="cpu")
+RANDOM = {"data": {"": "random"}}  # whose plan reads no text
+QUESTION = Question(repository=None, base="installed", head="installed", device="cpu", options=RANDOM)
 MACHINE: dict[str, Any] = {"id": "here", "identity": {}, "details": {}}
 
 

@@ -3,8 +3,10 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from te_bench.experiments import trial_model
@@ -22,8 +24,8 @@ from te_bench.training.step import Optim, TrainStep
 #: What makes a step fast and nothing else: the references are without.
 FAST = ("head", "optimizer", "blocks", "linears")
 
-#: Passes before the check of an FP8 step. Delayed scaling begins with scale 1, at which small gradients vanish, and with
-#: them all that flows through their GEMM: each pass brings the next one down to its scale.
+#: Passes before the check of a step whose recipe keeps its scales. Delayed scaling begins with scale 1, at which small
+#: gradients vanish, and with them all that flows through their GEMM: each pass brings the next one down to its scale.
 SETTLE = 4
 
 #: Backends that keep the scores, and make dS of no rounded output.
@@ -48,8 +50,7 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     if trial_model.config_of(trial).dropout:
         trial = dataclasses.replace(trial, mode="eager", problem={**trial.problem, "dropout": 0.0})
         step = trial_model.step_of(trial)
-    for _ in range(SETTLE if trial.recipe else 0):
-        step.gradients(tokens, targets)
+    settle(trial.recipe, lambda: step.gradients(tokens, targets))
     loss, ours = step.gradients(tokens, targets)
     p = StepProblem.of(trial)
     unpadded = {name: value for name, value in trial.problem.items() if name not in FAST} | {"padded_vocab": p.vocab}
@@ -91,6 +92,13 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     quantities.append(Quantity("grad padding rows", _largest(padding), 0.0))
     quantities += _check_attention(trial, tokens, targets, step)
     return judge("manual attention, fp64, unpadded, same weights", quantities)
+
+
+def settle(recipe: str | None, once: Callable[[], object]) -> None:
+    """Pass once and again until the scales have settled, where the recipe keeps any."""
+    if recipe is not None and recipes.load(recipe).make_state(1, torch.device("cpu")) is not None:
+        for _ in range(SETTLE):
+            once()
 
 
 def _check_attention(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> list[Quantity]:

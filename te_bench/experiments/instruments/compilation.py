@@ -12,7 +12,7 @@ from te_bench.experiments.problems import LayerProblem, StepProblem, TrialProble
 from te_bench.experiments.spec import Trial
 
 #: Where Dynamo notes what it could not trace. "graph_break" alone lacks a branch on data, a frame left to Python whole
-#: because it breaks inside a loop, and one given up at the recompilation limit (torch 2.13, 2026-11-21).
+#: because it breaks inside a loop, and one given up at the recompilation limit (torch 2.13).
 BREAKS = ("graph_break", "unimplemented")
 
 

@@ -20,21 +20,18 @@ from te_bench.experiments.checks import rounding, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.checks.tolerances import ACCUMULATED, FACTOR
 from te_bench.experiments.instruments import compilation, memory, profiling
-from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import AttentionProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import attention
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECK_SCORES = 2**26  # at most so many float64 scores (0.5 GiB) are held by the reference: it gets fewer heads
 
 
 def run(trial: Trial, context: Context) -> Measurement:
     p = problem_of(trial)
     backend, chosen = attention.load(trial.attention), attention.rival(trial.attention, p)
-    reason = backend.unsupported(attention.posed(backend, p))
-    if reason:
-        raise Unsupported(f"{trial.attention}: {reason}")
+    require(trial.attention, backend.unsupported(attention.posed(backend, p)))
     compilation.begin(trial)
     forward = _bind(trial, backend)
     # At the check's size, where that is smaller, `auto` might choose another.
@@ -73,8 +70,7 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 def problem_of(trial: Trial) -> attention.Problem:
     p = AttentionProblem.of(trial)
-    if trial.device == "cuda" and not torch.cuda.is_available():
-        raise Unsupported("torch sees no NVIDIA GPU")
+    trial_model.require_device(trial.device)
     return attention.Problem(
         batch=p.batch,
         heads=p.heads,
@@ -105,7 +101,7 @@ def inputs(trial: Trial, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor
     generator = torch.Generator(trial.device).manual_seed(trial.seed)
     shared = p.heads // p.kv_heads if p.kv_heads else 1
     size = p.length, p.head_dim
-    dtype = DTYPES[trial.precision]
+    dtype = trial_model.DTYPES[trial.precision]
     counts = heads, max(1, heads // shared), max(1, heads // shared), heads
     draw = [torch.randn((batch, n, *size), generator=generator, device=trial.device).to(dtype) for n in counts]
     return draw[0].requires_grad_(), draw[1].requires_grad_(), draw[2].requires_grad_(), draw[3]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_bench.experiments.checks import what_ran
 from te_bench.experiments.instruments import profiling
-from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import attention
 from te_bench.kernels import attention as kernels
@@ -25,9 +25,7 @@ DRAWS = 8
 def run(trial: Trial, context: Context) -> Measurement:
     p = attention.problem_of(trial)
     backend = kernels.load(trial.attention)
-    reason = backend.unsupported(p)
-    if reason:
-        raise Unsupported(f"{trial.attention}: {reason}")
+    require(trial.attention, backend.unsupported(p))
     scale = 1 / math.sqrt(p.head_dim)
     samples: dict[str, list[float]] = {"error_scale_before": [], "error_scale_after": [], "error_sdpa": []}
     close = 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import tolerances
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
-from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.measurement import Context, Measurement
 from te_bench.experiments.problems import CeilingsProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels.gemm import Problem
@@ -24,8 +24,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def run(trial: Trial, context: Context) -> Measurement:
-    if trial.device == "cuda" and not torch.cuda.is_available():
-        raise Unsupported("torch sees no NVIDIA GPU")
+    trial_model.require_device(trial.device)
     p = CeilingsProblem.of(trial)
     size, edge = p.copy_bytes, p.edge
     if size < 2 or size % 2 or edge < 16 or edge % 16:  # or cuBLASLt's time would have that of padding in it

@@ -5,6 +5,7 @@ samples: kernel_s of single calls. work: flop = 2 M N K. check: the largest erro
 memory, against float64 of the same operands: at most twice that of plain PyTorch, rounded as the rival rounds, and a floor.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor
 from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.instruments import profiling
-from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.measurement import Context, Measurement, require
+from te_bench.experiments.problems import GemmProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import activation, gemm
 from te_bench.kernels.activation.backends import reference
@@ -43,14 +45,12 @@ class Case:
 
 
 def run(trial: Trial, context: Context) -> Measurement:
-    if trial.device == "cuda" and not torch.cuda.is_available():
-        raise Unsupported("torch sees no NVIDIA GPU")
-    settings = dict(trial.problem)
-    name = str(settings.pop("backend"))
-    shape = table.read_problem(settings)
+    trial_model.require_device(trial.device)
+    p = GemmProblem.of(trial)
+    shape = GemmShape(**{f.name: getattr(p, f.name) for f in dataclasses.fields(GemmShape)})
     torch.manual_seed(trial.seed)
     build = _fp8 if shape.dtype == "e4m3" else _product if shape.epilogue is None else _with_activation
-    case = build(shape, name, trial.device)
+    case = build(shape, p.backend, trial.device)
     check = _held_to_float64(shape, case) if context.check else CHECKED_BEFORE
     samples = {"kernel_s": timing.kernel(case.call, trial.device)}
     names = profiling.kernels_seen(case.call, trial.device).names if context.check else []
@@ -72,7 +72,7 @@ def _fp8(shape: GemmShape, name: str, device: str) -> Case:
         a_granularity=scales,
         b_granularity=scales,
     )
-    _require(name, rival.unsupported(problem))
+    require(name, rival.unsupported(problem))
     (a, a_inv), (b, b_inv) = (_quantized(rows, shape.k, scales, device) for rows in (shape.m, shape.n))
     options: dict[str, Any] = {"out_dtype": torch.bfloat16, "fast_accum": shape.fast_accum}
     plain = gemm.load("reference").forward
@@ -144,12 +144,7 @@ def _drawn(rows: int, columns: int, device: str) -> Tensor:
 
 def _require_half(shape: GemmShape, name: str, device: str) -> None:
     if name == table.GLUON:
-        _require(name, half.unsupported(shape.n, shape.k, device, trial_model.capability(device)))
-
-
-def _require(name: str, reason: str | None) -> None:
-    if reason:
-        raise Unsupported(f"{name}: {reason}")
+        require(name, half.unsupported(shape.n, shape.k, device, trial_model.capability(device)))
 
 
 def _held_to_float64(shape: GemmShape, case: Case) -> dict[str, Any]:

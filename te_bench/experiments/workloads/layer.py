@@ -24,7 +24,7 @@ from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
 from te_bench.experiments.instruments import compilation, memory, profiling
-from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.measurement import Context, Measurement, Unsupported, require
 from te_bench.experiments.problems import LayerProblem
 from te_bench.experiments.spec import NO_ATTENTION, Trial
 from te_bench.kernels import attention
@@ -85,8 +85,7 @@ def config_of(trial: Trial) -> LayerConfig:
 
 def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
     """Raise Unsupported, with the reason, when this machine or this rival cannot run the trial."""
-    if trial.device == "cuda" and not torch.cuda.is_available():
-        raise Unsupported("torch sees no NVIDIA GPU")
+    trial_model.require_device(trial.device)
     if trial.mode == "compile-reduce-overhead":
         raise Unsupported(f"{trial.mode}: the layer runs eager, compile or cudagraph")
     if trial.mode == "cudagraph" and trial.device == "cpu":
@@ -99,14 +98,10 @@ def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
         )
     if (p.part == "mlp") != (trial.attention == NO_ATTENTION):
         raise Unsupported(f"attention {trial.attention}: the variant mlp computes none, the others compute one")
-    reason = rival.unsupported(p)
-    if reason:
+    if reason := rival.unsupported(p):
         raise Unsupported(reason)
-    if p.part == "mlp":
-        return
-    reason = attention.load(trial.attention).unsupported(p.attention_problem)
-    if reason:
-        raise Unsupported(f"{trial.attention}: {reason}")
+    if p.part != "mlp":
+        require(trial.attention, attention.load(trial.attention).unsupported(p.attention_problem))
 
 
 def gemm_flop(p: LayerConfig) -> int:
@@ -236,8 +231,7 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     if p.dropout:
         p = dataclasses.replace(p, dropout=0.0)
         iteration = Iteration(rival, p, trial.seed)
-    for _ in range(training_step.SETTLE if p.recipe else 0):
-        iteration()
+    training_step.settle(p.recipe, iteration)
     ours = iteration.results()
     plain = layers.load("plain")
     precision = "bf16" if p.recipe else p.precision

@@ -19,12 +19,12 @@ from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.checks.tolerances import EPSILON
 from te_bench.experiments.checks.training_step import HEAD_SCALE
 from te_bench.experiments.instruments import profiling
-from te_bench.experiments.measurement import Context, Measurement, Unsupported
+from te_bench.experiments.measurement import Context, Measurement, require
+from te_bench.experiments.problems import HeadProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import linear_cross_entropy, quantize
 from te_bench.kernels.linear_cross_entropy import Problem
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKED_TOGETHER = 2**24  # logits that float64 holds at a time
 NAMES = ("loss", "dx", "dW")
 FP8 = "fp8"  # the head
@@ -33,31 +33,28 @@ Result = tuple[Tensor, Tensor, Tensor]
 
 
 def run(trial: Trial, context: Context) -> Measurement:
-    if trial.device == "cuda" and not torch.cuda.is_available():
-        raise Unsupported("torch sees no NVIDIA GPU")
-    n, d, vocab, padded = (trial.number(name) for name in ("n", "d", "vocab", "padded"))
-    name = str(trial.problem["head"])
-    backend = linear_cross_entropy.load(name)
+    trial_model.require_device(trial.device)
+    p = HeadProblem.of(trial)
+    backend = linear_cross_entropy.load(p.head)
     problem = Problem(
-        d=d,
-        vocab=vocab,
-        padded=padded,
+        d=p.d,
+        vocab=p.vocab,
+        padded=p.padded,
         dtype=trial.precision,
         device=trial.device,
         capability=trial_model.capability(trial.device),
     )
-    if reason := backend.unsupported(problem):
-        raise Unsupported(f"{name}: {reason}")
+    require(p.head, backend.unsupported(problem))
     generator = torch.Generator(trial.device).manual_seed(trial.seed)
     draw = functools.partial(torch.randn, generator=generator, device=trial.device)
-    x = draw(n, d).to(DTYPES[trial.precision]).requires_grad_()
-    weight = (draw(padded, d) / d**0.5).to(x.dtype).requires_grad_()
-    targets = torch.randint(vocab, (n,), generator=generator, device=trial.device)
-    call = functools.partial(_result, backend.forward, x, weight, targets, vocab)
-    check = _held_to_float64(call(), x, weight, targets, vocab, name) if context.check else CHECKED_BEFORE
+    x = draw(p.n, p.d).to(trial_model.DTYPES[trial.precision]).requires_grad_()
+    weight = (draw(p.padded, p.d) / p.d**0.5).to(x.dtype).requires_grad_()
+    targets = torch.randint(p.vocab, (p.n,), generator=generator, device=trial.device)
+    call = functools.partial(_result, backend.forward, x, weight, targets, p.vocab)
+    check = _held_to_float64(call(), x, weight, targets, p.vocab, p.head) if context.check else CHECKED_BEFORE
     samples = {"kernel_s": timing.kernel(call, trial.device)}
     names = profiling.kernels_seen(call, trial.device).names if context.check else []
-    return Measurement(check=check, work={"flop": 6 * n * d * padded}, samples=samples, kernels=names)
+    return Measurement(check=check, work={"flop": 6 * p.n * p.d * p.padded}, samples=samples, kernels=names)
 
 
 def _result(forward: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Result:
@@ -76,7 +73,7 @@ def _held_to_float64(
         precision, unit = "fp8", EPSILON["bf16"]
         known = _in_float64(_dequantized(x), _dequantized(weight), targets, vocab, as_fp8=True)
     else:
-        precision = next(key for key, dtype in DTYPES.items() if dtype is x.dtype)
+        precision = next(key for key, dtype in trial_model.DTYPES.items() if dtype is x.dtype)
         unit = EPSILON[precision]
         known = _result(linear_cross_entropy.load("reference").forward, x, weight, targets, vocab)
     # Of the loss, a mean over rows: four standard deviations of what rounding its logits, of about 1, does to it.

@@ -15,9 +15,9 @@ from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE
 from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
+from te_bench.experiments.problems import TrainStepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.training.data import Batches
-from te_bench.training.step import TrainStep
 
 BATCHES = 4  # different batches, in turn: data loading is not what this workload measures
 
@@ -37,14 +37,15 @@ def run(trial: Trial, context: Context) -> Measurement:
     latency = timing.bench_py(next_step, trial.device)
     peaks = memory.peak(trial.device, step)
     loss = torch.stack(losses).tolist()
-    work = {"tokens": batches[0][0].numel(), "flop": batches[0][0].numel() * _flop_per_token(step, trial)}
-    work |= compilation.counts(trial)
+    tokens, block = batches[0][0].numel(), TrainStepProblem.of(trial).block
+    flop = tokens * step.model.flop_per_token(block)  # type: ignore[operator]
+    work = {"tokens": tokens, "flop": flop, **compilation.counts(trial)}
     measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **peaks})
     if not all(abs(x) < float("inf") for x in loss):
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
-    asked = what_ran.expected_of_step(trial, batches[0][0].numel() // step.optim.accumulate)
+    asked = what_ran.expected_of_step(trial, tokens // step.optim.accumulate)
     measurement = what_ran.require(trial, profiling.kernels_seen(next_step, trial.device), measurement, asked)
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
@@ -56,7 +57,3 @@ def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:
     """(tokens, targets) on the device, uniform over the true vocabulary."""
     stream = Batches(None, **trial_model.sizes_of(trial), seed=trial.seed, device=trial.device)
     return [stream.at(step) for step in range(BATCHES)]
-
-
-def _flop_per_token(step: TrainStep, trial: Trial) -> int:
-    return int(step.model.flop_per_token(trial.number("block")))  # type: ignore[operator]

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from te_bench.experiments.problems import TrainStepProblem
 from te_bench.models import cost
 from te_bench.models.configs import CONFIGS
 from te_bench.models.cost import Cost
@@ -120,15 +121,19 @@ def _breakdown(step: MeasuredStep, at: Ceilings) -> Breakdown | None:
 
 def _costs(configuration: Configuration) -> tuple[Cost, ...]:
     """What the trial's step must do; nothing for a model that is no GPT of ours or a precision without a formula."""
-    trial, problem = configuration.trial, configuration.trial.problem
-    config, precision = CONFIGS.get(str(problem.get("model"))), trial.precision
+    trial = configuration.trial
+    config, precision = CONFIGS.get(str(trial.problem.get("model"))), trial.precision
     if config is None or precision not in ("bf16", "fp8"):
         return ()
-    config = dataclasses.replace(config, block_size=trial.number("block"), vocab_size=trial.number("vocab"))
-    head = problem.get("head") == "fp8"
-    batch, padded = trial.number("batch"), trial.number("padded_vocab")
-    clipped = bool(problem.get("grad_clip", 1.0))
-    return cost.step(config, batch=batch, padded_vocab=padded, fp8=precision == "fp8", fp8_head=head, clipped=clipped)
+    p = TrainStepProblem.of(trial)
+    return cost.step(
+        dataclasses.replace(config, block_size=p.block, vocab_size=p.vocab),
+        batch=p.batch,
+        padded_vocab=p.padded_vocab,
+        fp8=precision == "fp8",
+        fp8_head=p.head == "fp8",
+        clipped=p.grad_clip != 0,
+    )
 
 
 def _floor(c: Cost, at: Ceilings) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from te_bench.experiments.problems import TrainingProblem
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports.analysis.measures import median, numbers, step_seconds
 from te_bench.reports.convergence import power
@@ -221,7 +222,7 @@ def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, flo
     for record in records:
         if known := pace(record):
             paces.setdefault(_work(record.trial), []).append(known)
-    alike = {trial.name: (paces.get(_work(trial), ()), trial.number("steps")) for trial in trials}
+    alike = {trial.name: (paces.get(_work(trial), ()), TrainingProblem.of(trial).steps or 0) for trial in trials}
     return {name: median([one.seconds(steps) for one in found]) for name, (found, steps) in alike.items()}
 
 

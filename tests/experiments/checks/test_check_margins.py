@@ -1,23 +1,14 @@
 """How near honest steps come to the limits of their check, by benchmarks/check_margins.py."""
 
 import dataclasses
-import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from te_bench.experiments.measurement import Unsupported
 
-ROOT = Path(__file__).resolve().parents[3]
 Script = Callable[[str], Any]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
 
 
 @pytest.mark.slow

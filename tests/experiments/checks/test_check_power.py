@@ -23,6 +23,7 @@ MATRICES = [
     "transformer.wte.weight",
     "transformer.wpe.weight",
 ]
+pytestmark = pytest.mark.usefixtures("references_once")
 
 
 def a_trial(precision: str, recipe: str | None, seed: int = 0, **problem: Any) -> Trial:
@@ -41,34 +42,14 @@ def checked(trial: Trial, step: TrainStep) -> dict[str, Any]:
     return training_step.check_step(trial, *train_step.random_batches(trial)[0], step)
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[tuple[object, ...], Any]:
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def references_once(references: dict[tuple[object, ...], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The references of a seed's weights and batch, and its right gradients, worked out once."""
-    right = training_step.reference
-
-    def in_rows(trial: Trial, optim: Any, tokens: Tensor, targets: Tensor, *fp8: Any) -> Any:
-        key = (trial.id, *(repr(x) for x in fp8))
-        if key not in references:
-            references[key] = right(trial, optim, tokens, targets, *fp8)
-        return references[key]
-
-    monkeypatch.setattr(training_step, "reference", in_rows)
-
-
 def with_gradients(
     trial: Trial, references: dict[Any, Any], change: Callable[[dict[str, Tensor]], None] = lambda found: None
 ) -> TrainStep:
-    """A step whose gradients are the right ones but for `change`."""
+    """A step whose gradients are the right ones, worked out once, but for `change`."""
     step = trial_model.step_of(trial)
     if ("ours", trial.id) not in references:
         batch = train_step.random_batches(trial)[0]
-        for _ in range(training_step.SETTLE if trial.recipe else 0):
-            step.gradients(*batch)
+        training_step.settle(trial.recipe, lambda: step.gradients(*batch))
         references["ours", trial.id] = step.gradients(*batch)
 
     def gradients(tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:

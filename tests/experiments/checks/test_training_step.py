@@ -51,25 +51,6 @@ def checked(trial: Trial, mutate: Callable[[TrainStep], None] = lambda step: Non
     return training_step.check_step(trial, *train_step.random_batches(trial)[0], step)
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[tuple[object, ...], Any]:
-    return {}
-
-
-@pytest.fixture
-def references_once(references: dict[tuple[object, ...], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The references of a seed's weights and batch, worked out once: for tests that change the trial's own step alone."""
-    right = training_step.reference
-
-    def in_rows(trial: Trial, optim: Any, tokens: Tensor, targets: Tensor, *fp8: Any) -> Any:
-        key = (trial.id, optim, tuple(tokens.flatten().tolist()), *(repr(x) for x in fp8))
-        if key not in references:
-            references[key] = right(trial, optim, tokens, targets, *fp8)
-        return references[key]
-
-    monkeypatch.setattr(training_step, "reference", in_rows)
-
-
 @pytest.mark.usefixtures("references_once")
 @pytest.mark.parametrize("seed", range(3))  # of more the limits are drawn, by benchmarks/check_margins.py
 @pytest.mark.parametrize(
@@ -213,10 +194,6 @@ def targets_shifted(step: TrainStep) -> None:
 def half_of_the_batch(step: TrainStep) -> None:
     right = step.gradients
     step.gradients = lambda tokens, targets: right(tokens[::2], targets[::2])  # type: ignore[method-assign]
-
-
-def no_clipping(step: TrainStep) -> None:
-    step.optim = dataclasses.replace(step.optim, grad_clip=0.0)
 
 
 MODEL = {

@@ -37,6 +37,8 @@ RECIPES = recipes.names()
 FAST = {"blocks": "fused", "optimizer": "reference"}
 LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # of a block
 
+pytestmark = pytest.mark.usefixtures("plain_heads")
+
 
 def a_trial(recipe: str | None = None, mode: str = "eager", device: str = "cpu", **problem: Any) -> Trial:
     precision = "bf16" if recipe is None else "fp8"
@@ -80,8 +82,7 @@ def test_an_honest_fp8_step_passes_and_its_record_says_what_ran(recipe: str) -> 
     assert ran["fused_blocks"] == ran["compiled"] == ran["head_chunked"] == 0
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize(("recipe", "count"), [*zip(RECIPES, itertools.cycle([1, 2, 4, 8]), strict=False)])
 def test_an_fp8_step_with_linears_in_bf16_fails(recipe: str, count: int) -> None:
     with pytest.raises(CheckFailed, match=f"GEMMs in FP8: 24 expected, {24 - 3 * count} ran") as caught:
         observed(a_trial(recipe), lambda step: in_bf16(step.model, count))
@@ -321,6 +322,8 @@ def test_a_layer_with_a_linear_in_bf16_fails() -> None:
 
 # Names of a GPU's kernels, from the published journals
 
+ONCE = pytest.mark.xdist_group("published kernels")  # one worker, which reads the journals once
+
 
 @functools.cache
 def published() -> list[Record]:
@@ -347,6 +350,7 @@ UNTOLD: set[str] = {"gluon_gemm_kernel"}
 UNSEEN = ("graphs", "host_launches")
 
 
+@ONCE
 def test_the_published_records_are_of_what_they_were_asked_for() -> None:
     """Which parts ran; how often is in no record of those days."""
     assert len(published()) > 80
@@ -378,11 +382,13 @@ def verdict(record: Record, counts: dict[str, int]) -> str | None:
     return what_ran.disagreement(asked_of(record.trial), what_ran.parts(counts, "cuda"))
 
 
+@ONCE
 def test_honest_counts_of_every_published_configuration_pass() -> None:
     for record in published():
         assert verdict(record, gpu_counts(record)) is None, record.trial.name
 
 
+@ONCE
 def test_linears_in_bf16_fail_in_every_published_fp8_configuration() -> None:
     in_fp8 = [record for record in published() if record.trial.precision == "fp8"]
     assert len(in_fp8) > 30
@@ -395,6 +401,7 @@ def test_linears_in_bf16_fail_in_every_published_fp8_configuration() -> None:
         assert "GEMMs in FP8" in str(verdict(record, counts)), record.trial.name
 
 
+@ONCE
 def test_a_graph_that_was_not_replayed_fails() -> None:
     captured = [record for record in published() if record.trial.mode in ("cudagraph", "compile-reduce-overhead")]
     for record in captured:

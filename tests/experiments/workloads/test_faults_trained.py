@@ -75,7 +75,7 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @ONCE
 def test_bf16_is_close_to_itself_one_ulp_away_and_so_are_the_right_recipes(end: Any) -> None:
-    """A/A on 3 seeds: -0.001, -0.005, +0.005; recipes at most 0.019 away (2026-11-21)."""
+    """A/A on 3 seeds: -0.001, -0.005, +0.005; recipes at most 0.019 away."""
     control, aa = end()[0], end(perturb_ulp=1)[0]
     assert control != aa
     assert abs(control - aa) < 0.02
@@ -103,7 +103,7 @@ def test_e5m2_in_the_forward_pass_shows_where_the_model_is_evaluated_as_it_train
     """Two mantissa bits train nearly as three do, so the loss in bf16 hides them; what they cost by themselves does not.
 
     native - bf16 of the same weights, the mean of 15 evaluations: 12e-4 to 23e-4 with E5M2, 0.4e-4 to 8e-4 without, 6 seeds
-    each (2026-11-23). One evaluation varies by as much as it shows, a seed by a third: two of them differ by 3.6 errors.
+    each. One evaluation varies by as much as it shows, a seed by a third: two of them differ by 3.6 errors.
     """
     often = {"steps": 100, "eval_every": 5, "eval_tokens": 512}
     right, wrong = (

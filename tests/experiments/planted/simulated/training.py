@@ -16,7 +16,7 @@ READ = 10  # steps
 
 
 def run(trial: Trial, context: Context) -> Measurement:
-    kind, steps = str(trial.problem["arm"]), trial.number("steps")
+    kind, steps = str(trial.problem["arm"]), int(str(trial.problem["steps"]))
     gaps = {"broken": 0.1, **json.loads(os.environ["TE_BENCH_TEST_GAPS"])}
     gap = gaps.get(str(trial.recipe) if kind == "recipe" else kind, 0.0)
     final = 3.28 + random.Random(trial.seed).gauss(0, 0.002) + (gap or 0.0) + random.Random(trial.id).gauss(0, SD)
