@@ -18,10 +18,9 @@ from te_bench.kernels import gluon as _gluon
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import Epilogue, table
 from te_bench.kernels.gemm.backends import gluon
-from te_bench.kernels.gemm.hopper.plans import TURNS, Plan, plan
+from te_bench.kernels.gemm.hopper.plans import TWO_OUT, Plan, plan
 
 ALIGNMENT = 8  # elements, of a row's length
-TWO_OUT = TURNS._replace(parts=4, slots=2)  # of both h and y: halves of 128 x 128 would not fit in the registers
 ACTIVATED, GRADIENT = table.ACTIVATED, table.GRADIENT
 
 

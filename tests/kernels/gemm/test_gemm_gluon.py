@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fused_checks import EPILOGUES, check_product, given
-from gemm_checks import FAST, FORMATS, PROMOTED, a_problem, draw, integers, product, quantised
+from gemm_checks import FAST, FORMATS, PROMOTED, a_problem, draw, integers, layout, product, quantised
 
 from te_bench.kernels.gemm import PAIRS, Epilogue
 from te_bench.kernels.gemm.backends import gluon
@@ -27,14 +27,14 @@ FP32, BF16 = torch.float32, torch.bfloat16
         ({"capability": (10, 0)}, "10.0 is not 9.0"),
         ({"k": 24}, "K 24"),
         ({"n": 12}, "N 12"),
-        ({"a_granularity": "block", "b_granularity": "tile"}, "block x tile"),
+        ({"a": layout("e4m3", "block"), "b": layout("e4m3", "tile")}, "block x tile"),
         ({"n": 264, "epilogue": Epilogue(target="e4m3")}, "N 264"),
     ],
 )
 def test_what_it_cannot_do_it_says(changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gluon, "INTERPRETED", False)
     assert gluon.unsupported(H200) is None
-    assert gluon.unsupported(dataclasses.replace(H200, a_granularity="row", b_granularity="row")) is None
+    assert gluon.unsupported(dataclasses.replace(H200, a=layout("e4m3", "row"), b=layout("e4m3", "row"))) is None
     assert reason in str(gluon.unsupported(dataclasses.replace(H200, **changes)))
 
 
@@ -48,7 +48,7 @@ def test_it_needs_gluon_and_no_interpreter(monkeypatch: pytest.MonkeyPatch) -> N
 def test_scales_in_blocks_are_refused_by_name() -> None:
     operands = integers((128, 128, 256), ("block", "tile"))
     with pytest.raises(ValueError, match="block x tile: the Gluon GEMM has none in blocks; take triton"):
-        gluon.forward(*operands, out_dtype=BF16)
+        gluon.BACKEND.forward(*operands, out_dtype=BF16)
 
 
 # Shared memory
@@ -230,7 +230,7 @@ def test_every_plan_is_exact_where_sums_are(name: str, shape: tuple[int, int, in
     p = PLANS.get(name) or plans.PROMOTED._replace(turns=name != "promoted")
     operands = integers(shape, pair, "cuda")
     bias = torch.arange(-2.0, shape[1] - 2, device="cuda") % 7
-    out = gluon.launch(*operands, bias, BF16, name in PLANS, Epilogue(), None, None, None, chosen=p).out
+    out = gluon.launch(*operands, out_dtype=BF16, fast_accum=name in PLANS, bias=bias, chosen=p).out
     assert out is not None
     assert torch.equal(out, product(operands, bias).to(BF16))
 
@@ -246,9 +246,7 @@ def test_every_plan_s_epilogues(name: str, kind: str, shape: tuple[int, int, int
     if p.stages(BF16, g.epilogue, g.residual) < 2:
         pytest.skip("no room")
     amax = None if g.scale is None else torch.zeros((), device="cuda")
-    made = gluon.launch(
-        *g.operands, g.bias, BF16, name in PLANS, g.epilogue, g.residual, g.scale, amax, chosen=p
-    )  # fmt: skip
+    made = gluon.launch(*g.operands, **g.options(), fast_accum=name in PLANS, amax=amax, chosen=p)
     check_product(made, g, floor=FAST if name in PLANS else PROMOTED, amax=amax)
 
 

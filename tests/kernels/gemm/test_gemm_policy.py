@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from gemm_checks import FAST, check, integers, product, quantised
+from gemm_checks import FAST, check, integers, layout, product, quantised
 
 from te_bench.kernels import architecture, gemm, measured
 from te_bench.kernels.gemm import PAIRS, Product, policy, table
 from te_bench.kernels.gemm.backends import gluon, scaled_mm
 from te_bench.kernels.gemm.table import GemmShape
 from te_bench.kernels.measured import Timing
+from te_bench.kernels.quantize import Operand
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 GPU, PROCESSORS = "NVIDIA H200", 132
@@ -79,9 +80,9 @@ def test_gpt2s_products() -> None:
 
 
 def test_operands_that_are_no_matrices_are_refused() -> None:
-    a, one = torch.zeros(2, 16, 16, dtype=torch.float8_e4m3fn), torch.ones(())
+    a = Operand(torch.zeros(2, 16, 16, dtype=torch.float8_e4m3fn), torch.ones(()), layout("e4m3", "tensor"))
     with pytest.raises(ValueError, match="contiguous"):
-        policy.forward(a, a[0], one, one, out_dtype=torch.bfloat16)
+        policy.forward(a, a._replace(data=a.data[0]), out_dtype=torch.bfloat16)
 
 
 def test_what_was_not_measured_is_cublaslts() -> None:
@@ -132,9 +133,9 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     original = policy._launcher.__wrapped__
     monkeypatch.setattr(policy, "_launcher", lambda *key: original(*key[:-1], 0))
 
-    def launch(a: Any, b: Any, a_inv: Any, b_inv: Any, bias: Any, out_dtype: Any, fast: bool, *_: Any) -> Product:
+    def launch(*args: Any, **options: Any) -> Product:
         called.append("gluon")
-        return Product(reference(a, b, a_inv, b_inv, out_dtype=out_dtype, fast_accum=fast, bias=bias), None, None)
+        return Product(reference(*args, **options), None, None)
 
     def usual(*args: Any, **options: Any) -> torch.Tensor:
         called.append("scaled_mm")
@@ -169,7 +170,7 @@ def test_a_backend_that_cannot_is_not_chosen(an_h200: list[str], monkeypatch: py
 def test_compiled_it_is_one_operator(an_h200: list[str]) -> None:
     operands = integers((64, 48, 32), PAIRS[0])
 
-    def call(*given: torch.Tensor) -> torch.Tensor:
+    def call(*given: Operand) -> torch.Tensor:
         return policy.forward(*given, out_dtype=BF16, fast_accum=True) * 2
 
     out = torch.compile(call, fullgraph=True, backend="aot_eager")(*operands)
