@@ -76,17 +76,17 @@ def _wrong_data(name: str, x: Operand) -> ValueError:
     )
 
 
-def flat(a: Operand, b: Operand) -> Flat:
+def take_apart(a: Operand, b: Operand) -> Flat:
     """Raises ValueError for layouts that are not multiplied, and for data of another format."""
     pair = granularities(a.layout, b.layout)
     _check_formats(a, b)
     return a.data, b.data, a.scale_inv, b.scale_inv, *pair
 
 
-def operands(
+def put_together(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, a_granularity: str, b_granularity: str
 ) -> tuple[Operand, Operand]:
-    """What `flat` took apart."""
+    """What `take_apart` took apart."""
     return (
         Operand(a, a_scale_inv, Layout(a.dtype, BLOCKS[a_granularity], torch.float32)),
         Operand(b, b_scale_inv, Layout(b.dtype, BLOCKS[b_granularity], torch.float32)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels.gemm import Epilogue, Problem, Product
-from te_bench.kernels.gemm.operands import DTYPES, check, check_epilogue, check_sum, flat, operands
+from te_bench.kernels.gemm.operands import DTYPES, check, check_epilogue, check_sum, put_together, take_apart
 from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
 
 K_ALIGNMENT, N_ALIGNMENT = 16, 8  # elements: TMA wants rows at multiples of 16 bytes, of FP8 and of a 2-byte D
@@ -66,7 +66,7 @@ def as_operator(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tens
         fast_accum: bool,
         bias: Tensor | None,
     ) -> Tensor:
-        both = operands(a, b, a_scale_inv, b_scale_inv, a_granularity, b_granularity)
+        both = put_together(a, b, a_scale_inv, b_scale_inv, a_granularity, b_granularity)
         return forward(*both, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
 
     operator.register_fake(
@@ -76,7 +76,7 @@ def as_operator(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tens
     def call(
         a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
     ) -> Tensor:
-        return operator(*flat(a, b), out_dtype, fast_accum, bias)
+        return operator(*take_apart(a, b), out_dtype, fast_accum, bias)
 
     return call
 
@@ -156,7 +156,7 @@ class Operators:
             return self.launch(a, b, out_dtype=out_dtype, fast_accum=fast_accum, epilogue=epilogue, **tensors)
         e = epilogue
         fields = e.activation, e.keep, e.residual, e.out, e.target, e.rowwise, e.columnwise
-        made = self._fused_operator(*flat(a, b), *tensors.values(), out_dtype, fast_accum, *fields)
+        made = self._fused_operator(*take_apart(a, b), *tensors.values(), out_dtype, fast_accum, *fields)
         fp8 = e.target is not None
         asked = e.out, e.keep, fp8 and e.rowwise, fp8 and e.columnwise, fp8
         return Outputs(*[x if there else None for x, there in zip(made, asked, strict=True)]).product()
@@ -171,7 +171,7 @@ class Operators:
         m, n, k = self._sizes(a, b)
         check_sum((m, n), out)
         if m and n and k:
-            self._accumulate_operator(*flat(a, b), out, fast_accum, torch.are_deterministic_algorithms_enabled())
+            self._accumulate_operator(*take_apart(a, b), out, fast_accum, torch.are_deterministic_algorithms_enabled())
 
     def _sizes(self, a: Operand, b: Operand) -> tuple[int, int, int]:
         """M, N and K. Raises ValueError for what TMA cannot read or write."""
@@ -209,7 +209,7 @@ def _fused_operator(name: str, launch: Callable[..., Product]) -> Callable[..., 
         rowwise: bool,
         columnwise: bool,
     ) -> Five:
-        both = operands(a, b, a_scale_inv, b_scale_inv, a_granularity, b_granularity)
+        both = put_together(a, b, a_scale_inv, b_scale_inv, a_granularity, b_granularity)
         epilogue = _epilogue(activation, keep, has_residual, out, target, rowwise, columnwise)
         tensors = {"bias": bias, "residual": residual, "scale": scale, "amax": amax}
         made = launch(*both, out_dtype=out_dtype, fast_accum=fast_accum, epilogue=epilogue, **tensors)
@@ -255,7 +255,7 @@ def _accumulate_operator(name: str, add: Callable[..., None]) -> Callable[..., N
         fast_accum: bool,
         whole: bool,
     ) -> None:
-        add(*operands(a, b, a_scale_inv, b_scale_inv, a_granularity, b_granularity), out, fast_accum, whole)
+        add(*put_together(a, b, a_scale_inv, b_scale_inv, a_granularity, b_granularity), out, fast_accum, whole)
 
     operator.register_fake(lambda *_: None)
     return operator

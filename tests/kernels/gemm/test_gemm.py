@@ -26,6 +26,7 @@ from torch import Tensor
 
 from te_bench.kernels import gemm
 from te_bench.kernels.gemm import PAIRS, Backend, policy
+from te_bench.kernels.gemm.backends import gluon, triton
 from te_bench.kernels.gemm.operands import DTYPES, granularities
 from te_bench.kernels.quantize import Layout, Operand
 
@@ -210,7 +211,7 @@ def test_a_sum_over_nothing_is_the_bias(name: str, device: str) -> None:
 
 
 @each_rival
-@each_pair
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[3]], ids="-".join)
 def test_compiles_without_graph_breaks(name: str, device: str, pair: Pair) -> None:
     shape = (48, 32, 272)
     backend = supported(name, shape, FORMATS[0], pair, device)
@@ -261,6 +262,40 @@ def test_a_layout_that_is_not_multiplied_is_refused_by_name(strange: str, name: 
             backend.forward(*operands, out_dtype=torch.bfloat16)
     problem = dataclasses.replace(a_problem((16, 32, 32), FORMATS[0], PAIRS[0], "cuda"), b=unknown.layout)
     assert re.match(message, str(gemm.load(name).unsupported(problem)))
+
+
+H200 = dataclasses.replace(a_problem((128, 256, 512), FORMATS[0], PAIRS[0], "cuda"), capability=(9, 0))
+BLOCKS = {"a": layout("e4m3", "block"), "b": layout("e4m3", "tile")}
+E5M2 = layout("e5m2", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        *((name, {"device": "cpu"}, "NVIDIA GPU") for name in ("gluon", "scaled_mm", "triton")),
+        *((name, {"a": layout("e4m3", "row")}, "row x tensor") for name in gemm.names()),
+        *((name, {"k": 24}, "K 24") for name in ("gluon", "triton")),
+        *((name, {"n": 12}, "N 12") for name in ("gluon", "triton")),
+        ("scaled_mm", {"capability": (8, 0)}, "8.0 < 8.9"),
+        ("scaled_mm", {"a": E5M2, "b": E5M2}, "E5M2 x E5M2"),
+        ("scaled_mm", BLOCKS | {"a": layout("e5m2", "block")}, "E5M2 with block scales"),
+        ("scaled_mm", BLOCKS | {"capability": (10, 0)}, "9.x only, not 10.0"),
+        ("triton", {"capability": (8, 9)}, "8.9 < 9.0"),
+        ("gluon", {"capability": (8, 9)}, "8.9 is not 9.0"),
+        ("gluon", {"capability": (10, 0)}, "10.0 is not 9.0"),
+        ("gluon", BLOCKS, "block x tile"),
+    ],
+)
+def test_what_a_backend_cannot_do_it_says(
+    name: str, changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (gluon, triton):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    unsupported = gemm.load(name).unsupported
+    assert unsupported(H200) is None
+    assert unsupported(dataclasses.replace(H200, a=layout("e4m3", "row"), b=layout("e4m3", "row"), m=1)) is None
+    assert (unsupported(dataclasses.replace(H200, a=E5M2, b=E5M2)) is None) == (name != "scaled_mm")
+    assert reason in str(unsupported(dataclasses.replace(H200, **changes)))
 
 
 def test_a_layout_says_what_shares_a_scale_and_not_the_shape() -> None:

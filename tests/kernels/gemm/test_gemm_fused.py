@@ -12,7 +12,7 @@ from torch import Tensor
 from te_bench.kernels import gemm, quantize
 from te_bench.kernels.gemm import PAIRS, Backend, Epilogue, Product
 from te_bench.kernels.gemm.backends import gluon, triton
-from te_bench.kernels.gemm.operands import DTYPES, flat
+from te_bench.kernels.gemm.operands import DTYPES, take_apart
 from te_bench.kernels.gemm.portable import tiles as _tiles
 from te_bench.kernels.quantize import Operand
 
@@ -353,7 +353,19 @@ def test_the_operators_are_well_formed() -> None:
     operands, scale = integers((32, 48, 64), PAIRS[0]), torch.ones(())
     for target, amax in ((None, None), ("e4m3", torch.zeros(()))):
         tensors = None, None, None if target is None else scale, amax
-        arguments = (*flat(*operands), *tensors, torch.bfloat16, True, "gelu", True, False, True, target, True, False)
+        arguments = (
+            *take_apart(*operands),
+            *tensors,
+            torch.bfloat16,
+            True,
+            "gelu",
+            True,
+            False,
+            True,
+            target,
+            True,
+            False,
+        )
         torch.library.opcheck(torch.ops.te_bench.triton_gemm_fused, arguments, test_utils=OPCHECKS)
-    arguments = (*flat(*operands), torch.zeros(32, 48), True, False)
+    arguments = (*take_apart(*operands), torch.zeros(32, 48), True, False)
     torch.library.opcheck(torch.ops.te_bench.triton_gemm_accumulate, arguments, test_utils=OPCHECKS)

@@ -1,43 +1,18 @@
-"""cuBLASLt's GEMM: what it cannot do, and the padding and layouts around it, which a CPU can check."""
-
-import dataclasses
-from typing import Any
+"""cuBLASLt's GEMM: the padding and layouts around it, which a CPU can check."""
 
 import pytest
 import torch
-from gemm_checks import FORMATS, OPCHECKS, Operands, a_problem, integers, layout, product
+from gemm_checks import OPCHECKS, Operands, integers, layout, product
 from torch import Tensor
 
-from te_bench.kernels import gemm
 from te_bench.kernels.gemm import PAIRS
 from te_bench.kernels.gemm.backends import reference, scaled_mm
-from te_bench.kernels.gemm.operands import flat
+from te_bench.kernels.gemm.operands import take_apart
 from te_bench.kernels.quantize import Layout, Operand
 from te_bench.kernels.quantize.backends import triton as quantizer
 
-H200 = dataclasses.replace(a_problem((128, 256, 512), FORMATS[0], ("tensor", "tensor"), "cuda"), capability=(9, 0))
 SHAPES = [(1, 3, 5), (17, 64, 96), (130, 257, 300), (130, 264, 304), (48, 128, 512), (129, 16, 128)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-E5M2, BLOCK = layout("e5m2", "tensor"), layout("e4m3", "block")
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"device": "cpu"}, "NVIDIA GPU"),
-        ({"capability": (8, 0)}, "8.0 < 8.9"),
-        ({"a": E5M2, "b": E5M2}, "E5M2 x E5M2"),
-        ({"a": layout("e4m3", "tile"), "b": layout("e4m3", "tile")}, "tile x tile"),
-        ({"a": layout("e4m3", "row")}, "row x tensor"),
-        ({"a": layout("e5m2", "block"), "b": layout("e4m3", "tile")}, "E5M2 with block scales"),
-        ({"a": BLOCK, "b": layout("e4m3", "tile"), "capability": (10, 0)}, "9.x only, not 10.0"),
-    ],
-)
-def test_what_scaled_mm_cannot_do_it_says(changes: dict[str, Any], reason: str) -> None:
-    unsupported = gemm.load("scaled_mm").unsupported
-    assert unsupported(H200) is None
-    assert unsupported(dataclasses.replace(H200, a=E5M2, n=3, k=5)) is None
-    assert reason in str(unsupported(dataclasses.replace(H200, **changes)))
 
 
 @pytest.mark.parametrize("pair", [("tensor", "tensor"), ("row", "row")], ids="-".join)
@@ -86,7 +61,7 @@ def cublaslt(
                 1,
                 rows,
             )  # torch 2.11 takes (1, 1) for one block of K, but of both operands or none
-            return scale.contiguous(), BLOCK
+            return scale.contiguous(), layout("e4m3", "block")
         rounded = -(-blocks // 4) * 4
         assert recipe == torch.nn.functional.ScalingType.BlockWise128x128.value
         assert scale.shape == (rounded, -(-rows // 128))
@@ -121,12 +96,10 @@ def test_scales_need_not_be_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(out.double(), product(Operands(a, b)))
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize("shape", [(32, 48, 256), (17, 3, 300)], ids=str)
-def test_compiles_without_graph_breaks(
-    shape: tuple[int, int, int], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[3]], ids="-".join)
+def test_compiles_without_graph_breaks(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm_v2", cublaslt)
+    shape = (17, 3, 300)
     operands = integers(shape, pair)
     bias = torch.ones(shape[1])
 
@@ -143,7 +116,7 @@ def test_the_operator_is_well_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm_v2", cublaslt)
     operands = integers((18, 40, 300), ("block", "tile"))
     for bias in (None, torch.ones(40)):
-        arguments = (*flat(*operands), torch.bfloat16, False, bias)
+        arguments = (*take_apart(*operands), torch.bfloat16, False, bias)
         torch.library.opcheck(torch.ops.te_bench.scaled_mm, arguments, test_utils=OPCHECKS)
 
 

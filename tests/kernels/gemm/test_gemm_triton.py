@@ -1,38 +1,17 @@
-"""Triton's GEMM: limits, tiles and the operator; what the compiler makes of it is in tests/kernels/test_compiled.py."""
+"""Triton's GEMM: limits and tiles; what the compiler makes of it is in tests/kernels/test_compiled.py."""
 
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from gemm_checks import FORMATS, OPCHECKS, a_problem, integers, layout, product
+from gemm_checks import FORMATS, a_problem, integers, product
 
-from te_bench.kernels.gemm import PAIRS, Epilogue
+from te_bench.kernels.gemm import Epilogue
 from te_bench.kernels.gemm.backends import triton
-from te_bench.kernels.gemm.operands import flat
 from te_bench.kernels.gemm.portable import tiles
 
 H200 = dataclasses.replace(a_problem((128, 256, 512), FORMATS[0], ("tensor", "tensor"), "cuda"), capability=(9, 0))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"device": "cpu"}, "NVIDIA GPU"),
-        ({"capability": (8, 9)}, "8.9 < 9.0"),
-        ({"k": 24}, "K 24"),
-        ({"n": 12}, "N 12"),
-        ({"a": layout("e4m3", "tile"), "b": layout("e4m3", "tile")}, "tile x tile"),
-    ],
-)
-def test_what_it_cannot_do_it_says(changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "INTERPRETED", False)
-    assert triton.unsupported(H200) is None
-    assert (
-        triton.unsupported(dataclasses.replace(H200, a=layout("e5m2", "tensor"), b=layout("e5m2", "tensor"), m=1))
-        is None
-    )
-    assert reason in str(triton.unsupported(dataclasses.replace(H200, **changes)))
 
 
 def test_the_interpreter_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,16 +58,6 @@ def test_the_tile_leaves_an_epilogue_room() -> None:
     ):
         options: dict[str, Any] = {"promote": False, "processors": 132, "epilogue": epilogue, **how}
         assert tiles.tile(8192, n, out_dtype, **options) == expected
-
-
-def test_the_operator_is_well_formed() -> None:
-    if not triton.INTERPRETED:
-        pytest.skip("on a CPU in the interpreter only")
-    for pair in (PAIRS[0], PAIRS[3]):
-        operands = integers((18, 40, 48), pair)
-        for bias in (None, torch.ones(40)):
-            arguments = (*flat(*operands), torch.float32, True, bias)
-            torch.library.opcheck(torch.ops.te_bench.triton_gemm, arguments, test_utils=OPCHECKS)
 
 
 @pytest.mark.parametrize("fast_accum", [False, True])
