@@ -92,8 +92,8 @@ def _unaligned(m: int, n: int, epilogue: Epilogue) -> str | None:
     """Why TMA cannot write the FP8 that an epilogue asks for, or None."""
     if epilogue.target is None:
         return None
-    for name, size, wanted in (("N", n, epilogue.rowwise), ("M", m, epilogue.columnwise)):
-        if wanted and size % FP8_ALIGNMENT:
+    for name, size, asked in (("N", n, epilogue.rowwise), ("M", m, epilogue.columnwise)):
+        if asked and size % FP8_ALIGNMENT:
             return f"{name} {size} must be a multiple of {FP8_ALIGNMENT} for a D in FP8: TMA rows start at 16-byte addresses"
     return None
 

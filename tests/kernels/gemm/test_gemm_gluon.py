@@ -79,10 +79,12 @@ SUMS = {
 @pytest.mark.parametrize("shape", SUMS, ids=str)
 def test_a_sum_goes_by_the_fastest_plan_measured(shape: tuple[int, int]) -> None:
     measured = SUMS[shape]
-    assert plans.sums(*shape, promote=False, whole=False, processors=132) == max(measured, key=lambda p: measured[p])
-    assert plans.sums(*shape, promote=False, whole=True, processors=132) == (plans.SUM, True)
+    assert plans.plan_sum(*shape, promote=False, whole=False, processors=132) == max(
+        measured, key=lambda p: measured[p]
+    )
+    assert plans.plan_sum(*shape, promote=False, whole=True, processors=132) == (plans.SUM, True)
     for whole in (False, True):
-        assert plans.sums(*shape, promote=True, whole=whole, processors=132) == (plans.SUM_PROMOTED, whole)
+        assert plans.plan_sum(*shape, promote=True, whole=whole, processors=132) == (plans.SUM_PROMOTED, whole)
 
 
 # On a GPU

@@ -13,7 +13,7 @@ from torch import Tensor
 from te_bench.kernels import architecture, gluon
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import NO_EPILOGUE, Backend, Epilogue, Problem, Product
-from te_bench.kernels.gemm.hopper.plans import Plan, plan, programs, sums
+from te_bench.kernels.gemm.hopper.plans import Plan, plan, plan_sum, programs
 from te_bench.kernels.gemm.operands import check, granularities, refusal
 from te_bench.kernels.gemm.operators import GROUP_M, Operators, allocate, misaligned
 from te_bench.kernels.quantize import BLOCK, Operand
@@ -139,7 +139,7 @@ def launch_accumulate(
     """out += the product, none of M, N and K being 0; whole: no tile is shared by several programs."""
     kind = _kind(a, b)
     (m, k), n, processors = a.data.shape, b.data.shape[0], architecture.processors(a.data.device)
-    p, whole = (chosen, whole) if chosen else sums(m, n, promote=not fast_accum, whole=whole, processors=processors)
+    p, whole = (chosen, whole) if chosen else plan_sum(m, n, promote=not fast_accum, whole=whole, processors=processors)
     height, width = p.tile()
     steps = triton.cdiv(m, height) * triton.cdiv(n, width) * triton.cdiv(k, BLOCK)
     with torch.cuda.device_of(a.data):

@@ -143,7 +143,7 @@ def _promoted_product(
 
 @gluon.jit
 def _multiply(
-    ring, turn, left, staging, loaded, vectors, scale, amax, sizes, who,
+    ring, turn, descs, staging, loaded, vectors, scale, amax, sizes, who,
     A_KIND: gl.constexpr, ACROSS: gl.constexpr, PROMOTE: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr,
     DTYPE: gl.constexpr, STORES: gl.constexpr, IN_PLACE: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
     BLOCK_K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
@@ -154,7 +154,7 @@ def _multiply(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, WIDTH, 256 // ring[0].dtype.primitive_bitwidth]
     )
-    residual_desc, residual_shared = left[2], staging[1]
+    residual_desc, residual_shared = descs[2], staging[1]
     tiles_m, tiles_n, blocks, position, end = steps_of_program(sizes, HEIGHT * BOXES, WIDTH, BLOCK_K, False)
     stride = gl.num_programs(0) * blocks
     step, skipped, box = 0, 0, who
@@ -177,7 +177,7 @@ def _multiply(
             _await_turn(turn, who, parity)
         x = product(ring, turn, who, step, blocks, box, ACROSS, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH)
         amax_bits = store_by_parts(
-            x, left, staging, who, None if loaded is None else loaded.index(who), parity, vectors, scale, amax_bits,
+            x, descs, staging, who, None if loaded is None else loaded.index(who), parity, vectors, scale, amax_bits,
             row, column, sizes[0], sizes[1], A_KIND, ACTIVATION, GRADIENT, DTYPE, amax is not None, STORES * SLOTS - 1,
             IN_PLACE, SLOTS, PARTS, PARTS, 0,
         )  # fmt: skip
@@ -306,18 +306,18 @@ def gluon_gemm_kernel(
     if data_t_desc is not None:
         data_t_shared = _allocate_parts(data_t_desc, SLOTS)
     fence_async_shared()
-    left = (d_desc, pre_desc, residual_desc, data_desc, data_t_desc)
+    descs = (d_desc, pre_desc, residual_desc, data_desc, data_t_desc)
     staging = (out_shared, residual_shared, pre_shared, data_shared, data_t_shared)
     vectors, sizes = (a_scale_inv, b_scale_inv, bias), (M, N, K)
     gl.warp_specialize(
         [
             (_multiply, (
-                ring, turn, left, staging, loaded, vectors, scale, amax, sizes, 0,
+                ring, turn, descs, staging, loaded, vectors, scale, amax, sizes, 0,
                 A_KIND, ACROSS, PROMOTE, ACTIVATION, GRADIENT, DTYPE, STORES, IN_PLACE, HEIGHT, WIDTH, BLOCK_K,
                 PARTS, SLOTS, TURNS, STAGES, GROUP_M,
             )),
             (_multiply, (
-                ring, turn, left, staging, loaded, vectors, scale, amax, sizes, 1,
+                ring, turn, descs, staging, loaded, vectors, scale, amax, sizes, 1,
                 A_KIND, ACROSS, PROMOTE, ACTIVATION, GRADIENT, DTYPE, STORES, IN_PLACE, HEIGHT, WIDTH, BLOCK_K,
                 PARTS, SLOTS, TURNS, STAGES, GROUP_M,
             )),

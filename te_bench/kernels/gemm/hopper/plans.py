@@ -67,7 +67,7 @@ def plan(out_dtype: torch.dtype, *, promote: bool, epilogue: Epilogue, residual:
     )
 
 
-def sums(m: int, n: int, *, promote: bool, whole: bool, processors: int) -> tuple[Plan, bool]:
+def plan_sum(m: int, n: int, *, promote: bool, whole: bool, processors: int) -> tuple[Plan, bool]:
     """How to add to (M, N): the fastest plan measured for so many tiles, and whether each is one program's.
 
     whole: it must be.
