@@ -10,14 +10,14 @@ SIZES = {"cuda": (8192, 4096, 4096), "cpu": (128, 256, 256)}
 
 
 def operand(x, granularity):
-    """(data, scale_inv) of x in E4M3, K-major."""
+    """x in E4M3, K-major."""
     reference = quantize.load("reference")
     cast = {"rowwise": True, "columnwise": False}
     if granularity in ("block", "tile"):
         found = reference.block(x, torch.float8_e4m3fn, rows=1 if granularity == "block" else quantize.BLOCK, **cast)
     else:
         found = getattr(reference, granularity)(x, torch.float8_e4m3fn, **cast)
-    return found.data, found.scale_inv
+    return found.by_rows()
 
 
 @pytest.mark.parametrize("pair", gemm.PAIRS, ids="-".join)
@@ -25,15 +25,12 @@ def operand(x, granularity):
 def bench_gemm(cuda_benchmark, randn, device, capability, backend, pair):
     m, n, k = SIZES[device]
     rival = gemm.load(backend)
-    problem = gemm.Problem(
-        m=m, n=n, k=k, a_dtype="e4m3", b_dtype="e4m3", device=device, capability=capability,
-        a_granularity=pair[0], b_granularity=pair[1],
-    )  # fmt: skip
+    a, b = operand(randn(m, k), pair[0]), operand(randn(n, k), pair[1])
+    problem = gemm.Problem(m=m, n=n, k=k, a=a.layout, b=b.layout, device=device, capability=capability)
     if reason := rival.unsupported(problem):
         pytest.skip(f"{backend}: {reason}")
-    (a, a_scale_inv), (b, b_scale_inv) = operand(randn(m, k), pair[0]), operand(randn(n, k), pair[1])
 
     def call():
-        return rival.forward(a, b, a_scale_inv, b_scale_inv, out_dtype=torch.bfloat16)
+        return rival.forward(a, b, out_dtype=torch.bfloat16)
 
     cuda_benchmark(call, group=f"gemm per {pair[0]} x {pair[1]}", dtype="e4m3", m=m, n=n, k=k, flop=2 * m * n * k)

@@ -28,13 +28,14 @@ from te_bench.kernels.attention.portable import forward as attention
 from te_bench.kernels.gemm import Backend, Epilogue, half
 from te_bench.kernels.gemm.backends import gluon
 from te_bench.kernels.gemm.backends import triton as gemm
+from te_bench.kernels.gemm.operands import BLOCKS
 from te_bench.kernels.gemm.portable import tiles
 from te_bench.kernels.linear_cross_entropy import kernels as cross_entropy
 from te_bench.kernels.linear_cross_entropy import tied
 from te_bench.kernels.norm import kernels as norm
 from te_bench.kernels.norm import residual_backward
 from te_bench.kernels.norm import residual_forward as residual
-from te_bench.kernels.quantize import fine_kernels, history, joined
+from te_bench.kernels.quantize import Layout, Operand, fine_kernels, history, joined
 from te_bench.kernels.quantize import kernels as quantizers
 from te_bench.kernels.rotary import Part
 from te_bench.kernels.rotary import kernels as rotary
@@ -68,20 +69,12 @@ def on_an_h200(call: Call) -> Call:
 
 # GEMMs
 
-SIZES = {
-    "tensor": lambda rows, k: (),
-    "row": lambda rows, k: (rows,),
-    "block": lambda rows, k: (rows, -(-k // 128)),
-    "tile": lambda rows, k: (-(-rows // 128), -(-k // 128)),
-}
 
-
-def operands(
-    shape: tuple[int, int, int], pair: tuple[str, str], formats: tuple[torch.dtype, ...]
-) -> tuple[Tensor, ...]:
-    m, n, k = shape
-    scales = [torch.empty(SIZES[kind](rows, k)) for kind, rows in zip(pair, (m, n), strict=True)]
-    return matrix(m, k, formats[0]), matrix(n, k, formats[1]), *scales
+def operands(shape: tuple[int, int, int], pair: tuple[str, str], formats: tuple[torch.dtype, ...]) -> list[Operand]:
+    *heights, k = shape
+    layouts = [Layout(dtype, BLOCKS[kind], FP32) for dtype, kind in zip(formats, pair, strict=True)]
+    each = zip(heights, layouts, strict=True)
+    return [Operand(matrix(rows, k, of.format), torch.empty(of.scale_shape(rows, k)), of) for rows, of in each]
 
 
 def product(

@@ -18,9 +18,11 @@ from te_bench.experiments.problems import CeilingsProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels.gemm import Problem
 from te_bench.kernels.gemm.backends import scaled_mm
+from te_bench.kernels.quantize import TENSOR, Layout, Operand
 
 CHECKED = 64  # rows and columns of the product that float64 computes, too
 E4M3 = torch.float8_e4m3fn
+PER_TENSOR = Layout(E4M3, TENSOR, torch.float32)
 
 
 def run(trial: Trial, context: Context) -> Measurement:
@@ -57,22 +59,21 @@ def _fp8_problem(trial: Trial, edge: int) -> Problem:
         m=edge,
         n=edge,
         k=edge,
-        a_dtype="e4m3",
-        b_dtype="e4m3",
-        a_granularity="tensor",
-        b_granularity="tensor",
+        a=PER_TENSOR,
+        b=PER_TENSOR,
         device=trial.device,
         capability=trial_model.capability(trial.device),
     )
 
 
 def _fp8(a: Tensor, b: Tensor) -> Product:
-    qa, qb, one = a.to(E4M3), b.to(E4M3), torch.ones((), device=a.device)
+    one = torch.ones((), device=a.device)
+    qa, qb = (Operand(x.to(E4M3), one, PER_TENSOR) for x in (a, b))
 
     def call() -> Tensor:
-        return scaled_mm.forward(qa, qb, one, one, out_dtype=torch.bfloat16, fast_accum=True)
+        return scaled_mm.forward(qa, qb, out_dtype=torch.bfloat16, fast_accum=True)
 
-    return call, qa, qb.t()
+    return call, qa.data, qb.data.t()
 
 
 def _quantity(name: str, call: Callable[[], Tensor], a: Tensor, b: Tensor) -> Quantity:

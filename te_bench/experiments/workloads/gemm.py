@@ -23,6 +23,7 @@ from te_bench.kernels import activation, gemm
 from te_bench.kernels.activation.backends import reference
 from te_bench.kernels.gemm import half, table
 from te_bench.kernels.gemm.table import GemmShape
+from te_bench.kernels.quantize import ROW, TENSOR, Layout, Operand
 
 ACTIVATION = "gelu_erf"
 CHECKED_TOGETHER = 2**24  # elements of D that float64 computes at a time
@@ -60,41 +61,43 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 def _fp8(shape: GemmShape, name: str, device: str) -> Case:
     rival = gemm.load(name)
-    scales = str(shape.scales)
+    layout = Layout(torch.float8_e4m3fn, ROW if shape.scales == "row" else TENSOR, torch.float32)
     problem = gemm.Problem(
         m=shape.m,
         n=shape.n,
         k=shape.k,
-        a_dtype="e4m3",
-        b_dtype="e4m3",
+        a=layout,
+        b=layout,
         device=device,
         capability=trial_model.capability(device),
-        a_granularity=scales,
-        b_granularity=scales,
     )
     require(name, rival.unsupported(problem))
-    (a, a_inv), (b, b_inv) = (_quantized(rows, shape.k, scales, device) for rows in (shape.m, shape.n))
+    a, b = (_quantized(rows, shape.k, layout, device) for rows in (shape.m, shape.n))
     options: dict[str, Any] = {"out_dtype": torch.bfloat16, "fast_accum": shape.fast_accum}
     plain = gemm.load("reference").forward
-    of = (lambda rows: a_inv[rows]) if scales == "row" else lambda _: a_inv
-    column = (lambda inv: inv.double()[:, None]) if scales == "row" else lambda inv: inv.double()
+
+    def of_a(rows: slice) -> Operand:
+        return Operand(a.data[rows], a.scale_inv[rows] if shape.scales == "row" else a.scale_inv, layout)
+
     on_tensor_cores = device == "cuda" and name != "reference"
     return Case(
-        call=lambda: (rival.forward(a, b, a_inv, b_inv, **options),),
-        exact=lambda rows: ((a[rows].double() * column(of(rows))) @ (b.double() * column(b_inv)).t(),),
-        yardstick=lambda rows: (plain(a[rows], b, of(rows), b_inv, **options),),
+        call=lambda: (rival.forward(a, b, **options),),
+        exact=lambda rows: (_in_float64(of_a(rows)) @ _in_float64(b).t(),),
+        yardstick=lambda rows: (plain(of_a(rows), b, **options),),
         floor=(FAST_FLOOR if shape.fast_accum else PROMOTED_FLOOR) if on_tensor_cores else FLOAT32_FLOOR,
     )
 
 
-def _quantized(rows: int, k: int, scales: str, device: str) -> tuple[Tensor, Tensor]:
-    """Normal data in E4M3, for a tensor core's power and clock depend on them, and scale_inv."""
+def _quantized(rows: int, k: int, layout: Layout, device: str) -> Operand:
+    """Normal data in E4M3, for a tensor core's power and clock depend on them."""
     x = torch.randn(rows, k, device=device)
-    if scales == "row":
-        scale_inv = x.abs().amax(1) / 448
-        return (x / scale_inv[:, None]).to(torch.float8_e4m3fn), scale_inv
-    scale_inv = x.abs().amax() / 448
-    return (x / scale_inv).to(torch.float8_e4m3fn), scale_inv
+    scale_inv = (x.abs().amax(1, keepdim=True) if layout.block == ROW else x.abs().amax()) / 448
+    return Operand((x / scale_inv).to(layout.format), scale_inv.view(layout.scale_shape(rows, k)), layout)
+
+
+def _in_float64(x: Operand) -> Tensor:
+    scale_inv = x.scale_inv.double()
+    return x.data.double() * (scale_inv[:, None] if x.layout.block == ROW else scale_inv)
 
 
 def _product(shape: GemmShape, name: str, device: str) -> Case:

@@ -16,12 +16,11 @@ from torch import Tensor
 from te_bench.kernels import architecture, measured
 from te_bench.kernels import gluon as _gluon
 from te_bench.kernels.activation import KINDS
-from te_bench.kernels.gemm import Epilogue, table
+from te_bench.kernels.gemm import NO_EPILOGUE, Epilogue, table
 from te_bench.kernels.gemm.backends import gluon
-from te_bench.kernels.gemm.hopper.plans import TURNS, Plan, plan
+from te_bench.kernels.gemm.hopper.plans import TWO_OUT, plan
 
 ALIGNMENT = 8  # elements, of a row's length
-TWO_OUT = TURNS._replace(parts=4, slots=2)  # of both h and y: halves of 128 x 128 would not fit in the registers
 ACTIVATED, GRADIENT = table.ACTIVATED, table.GRADIENT
 
 
@@ -90,29 +89,25 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) ->
     )
 
 
-def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, chosen: Plan | None = None
-) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias by the kernel, where it is supported: x (M, K), weight (N, K), bias (N,) -> (M, N)."""
     out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
-    _launch(x, weight, bias, Epilogue(), out, chosen=chosen)
+    _launch(x, weight, bias, NO_EPILOGUE, out)
     return out
 
 
-def activated(
-    x: Tensor, up: Tensor, bias: Tensor | None, kind: str, chosen: Plan | None = None
-) -> tuple[Tensor, Tensor]:
+def activated(x: Tensor, up: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
     """h = x @ up.T + bias and f(h), where the kernel is supported: x (M, K), up (N, K), bias (N,) -> (M, N) x2."""
     h, y = (x.new_empty((x.shape[0], up.shape[0])) for _ in range(2))
-    _launch(x, up, bias, Epilogue(activation=kind, keep=True), y, pre=h, chosen=chosen)
+    _launch(x, up, bias, Epilogue(activation=kind, keep=True), y, pre=h)
     return h, y
 
 
-def gradient(g: Tensor, down: Tensor, h: Tensor, kind: str, chosen: Plan | None = None) -> Tensor:
+def gradient(g: Tensor, down: Tensor, h: Tensor, kind: str) -> Tensor:
     """dh = (g @ down) * f'(h), where the kernel is supported: g (M, K), down (K, N), h (M, N) -> (M, N)."""
     dh = torch.empty_like(h)
     made = Epilogue(activation=kind, residual=True)  # h comes in as a residual does, and takes its shared memory
-    _launch(g, down, None, made, dh, residual=h, chosen=chosen)
+    _launch(g, down, None, made, dh, residual=h)
     return dh
 
 
@@ -125,10 +120,9 @@ def _launch(
     *,
     pre: Tensor | None = None,
     residual: Tensor | None = None,
-    chosen: Plan | None = None,
 ) -> None:
     """The kernel; with a residual, an activation's input, b (K, N) and the activation's slope there."""
-    p = chosen or (TWO_OUT if pre is not None else plan(a.dtype, promote=False, epilogue=made, residual=residual))
+    p = TWO_OUT if pre is not None else plan(a.dtype, promote=False, epilogue=made, residual=residual)
     left, numbers = (out, pre, residual, None, None), (None, None, bias, None, None, None)
     slope = residual is not None
     gluon.run(p, a, b, left, numbers, made, a.dtype, kind="none", promote=False, across=slope, gradient=slope)

@@ -1,22 +1,15 @@
-"""The public functions of a GEMM backend that pads nothing, around its launchers: checks, empty products, operators."""
+"""GEMMs as torch's operators; and the public functions of a backend that pads nothing, around its launchers."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_bench.kernels.gemm import (
-    Epilogue,
-    Problem,
-    Product,
-    check_epilogue,
-    check_sum,
-    empty_product,
-    granularities,
-)
-from te_bench.kernels.gemm.backends.reference import DTYPES
-from te_bench.kernels.quantize import TENSOR, Layout, Quantized
+from te_bench.kernels.gemm import Epilogue, Problem, Product
+from te_bench.kernels.gemm.operands import DTYPES, check, check_epilogue, check_sum, put_together, take_apart
+from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
 
 K_ALIGNMENT, N_ALIGNMENT = 16, 8  # elements: TMA wants rows at multiples of 16 bytes, of FP8 and of a 2-byte D
 FP8_ALIGNMENT = 16  # of the rows of a D in FP8
@@ -24,6 +17,8 @@ FP8_ALIGNMENT = 16  # of the rows of a D in FP8
 
 INTERPRETED_PROCESSORS = 3  # of the interpreter: fewer than a test has tiles, so that a persistent loop turns
 GROUP_M = 8  # tiles of M that share the tiles of b in L2, Triton's usual
+
+Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Outputs(NamedTuple):
@@ -56,12 +51,34 @@ def allocate(a: Tensor, n: int, out_dtype: torch.dtype, epilogue: Epilogue) -> O
     )
 
 
-class Operators(NamedTuple):
-    """As gemm.Backend has them."""
+def as_operator(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A backend's `forward` as the operator te_bench::NAME: a profiler and torch.compile see it and none of its parts."""
 
-    forward: Callable[..., Tensor]
-    fused: Callable[..., Product]
-    accumulate: Callable[..., None]
+    @torch.library.custom_op(f"te_bench::{name}", mutates_args=())
+    def operator(
+        a: Tensor,
+        b: Tensor,
+        a_scale_inv: Tensor,
+        b_scale_inv: Tensor,
+        a_granularity: str,
+        b_granularity: str,
+        out_dtype: torch.dtype,
+        fast_accum: bool,
+        bias: Tensor | None,
+    ) -> Tensor:
+        both = put_together(a, b, a_scale_inv, b_scale_inv, a_granularity, b_granularity)
+        return forward(*both, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
+
+    operator.register_fake(
+        lambda a, b, _a, _b, _of_a, _of_b, out_dtype, *_: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    )
+
+    def call(
+        a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
+    ) -> Tensor:
+        return operator(*take_apart(a, b), out_dtype, fast_accum, bias)
+
+    return call
 
 
 def misaligned(p: Problem) -> str | None:
@@ -75,80 +92,46 @@ def _unaligned(m: int, n: int, epilogue: Epilogue) -> str | None:
     """Why TMA cannot write the FP8 that an epilogue asks for, or None."""
     if epilogue.target is None:
         return None
-    for name, size, wanted in (("N", n, epilogue.rowwise), ("M", m, epilogue.columnwise)):
-        if wanted and size % FP8_ALIGNMENT:
+    for name, size, asked in (("N", n, epilogue.rowwise), ("M", m, epilogue.columnwise)):
+        if asked and size % FP8_ALIGNMENT:
             return f"{name} {size} must be a multiple of {FP8_ALIGNMENT} for a D in FP8: TMA rows start at 16-byte addresses"
     return None
 
 
-def _check_alignment(name: str, n: int, k: int) -> None:
-    if k % K_ALIGNMENT or n % N_ALIGNMENT:
-        raise ValueError(
-            f"N {n} and K {k}: the {name} GEMM takes N a multiple of {N_ALIGNMENT} and K of {K_ALIGNMENT}; "
-            "pad with zeros, or take scaled_mm, which does"
-        )
+class Operators:
+    """A backend's functions, and the operators te_bench::NAME_gemm, NAME_gemm_fused and NAME_gemm_accumulate of them.
 
-
-def operators(name: str, launch: Callable[..., Product], add: Callable[..., None]) -> Operators:
-    """The functions of backend `name`, and as torch operators te_bench::NAME_gemm, NAME_gemm_fused, NAME_gemm_accumulate.
-
-    launch(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum, epilogue, residual, scale, amax) -> Product and
-    add(a, b, a_scale_inv, b_scale_inv, out, fast_accum, whole) run a kernel; M, N and K are aligned, and none of them is 0.
+    launch(a, b, *, out_dtype, fast_accum, bias, epilogue, residual, scale, amax) -> Product, the last five optional, and
+    add(a, b, out, fast_accum, whole) run a kernel; M, N and K are aligned, and none of them is 0.
     """
-    return Operators(_forward(name, launch), _fused(name, launch), _accumulate(name, add))
 
+    def __init__(self, name: str, launch: Callable[..., Product], add: Callable[..., None]):
+        self.name, self.launch = name, launch
+        self.forward = as_operator(f"{name}_gemm", self._forward)
+        self._fused_operator = _fused_operator(name, launch)
+        self._accumulate_operator = _accumulate_operator(name, add)
 
-def _forward(name: str, launch: Callable[..., Product]) -> Callable[..., Tensor]:
-    @torch.library.custom_op(f"te_bench::{name}_gemm", mutates_args=())
-    def operator(
-        a: Tensor,
-        b: Tensor,
-        a_scale_inv: Tensor,
-        b_scale_inv: Tensor,
-        out_dtype: torch.dtype,
-        fast_accum: bool,
-        bias: Tensor | None,
-    ) -> Tensor:
-        granularities(a, b, a_scale_inv, b_scale_inv, bias)
-        (m, k), n = a.shape, b.shape[0]
-        _check_alignment(name, n, k)
-        if not (m and n and k):
-            nothing = a.new_zeros((m, n), dtype=out_dtype)
-            return nothing if bias is None else nothing.add_(bias)
-        out = launch(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum, Epilogue(), None, None, None).out
-        assert isinstance(out, Tensor)
-        return out
-
-    operator.register_fake(empty_product)
-
-    def forward(
-        a: Tensor,
-        b: Tensor,
-        a_scale_inv: Tensor,
-        b_scale_inv: Tensor,
-        *,
-        out_dtype: torch.dtype,
-        fast_accum: bool = False,
-        bias: Tensor | None = None,
+    def _forward(
+        self, a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
     ) -> Tensor:
         """D = dequantise(a) @ dequantise(b).T + bias, in float32 until rounded; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
 
         fast_accum keeps Hopper's 14-bit accumulator for the whole of K; without it, and always with block scales, every 128
         of K are added up in float32. Raises ValueError for operands that cannot be multiplied.
         """
-        return operator(a, b, a_scale_inv, b_scale_inv, out_dtype, fast_accum, bias)
-
-    return forward
-
-
-def _fused(name: str, launch: Callable[..., Product]) -> Callable[..., Product]:
-    operator = _fused_operator(name, launch)
+        check(a, b, bias)
+        m, n, k = self._sizes(a, b)
+        if not (m and n and k):
+            nothing = a.data.new_zeros((m, n), dtype=out_dtype)
+            return nothing if bias is None else nothing.add_(bias)
+        out = self.launch(a, b, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias).out
+        assert isinstance(out, Tensor)
+        return out
 
     def fused(
-        a: Tensor,
-        b: Tensor,
-        a_scale_inv: Tensor,
-        b_scale_inv: Tensor,
+        self,
+        a: Operand,
+        b: Operand,
         *,
         out_dtype: torch.dtype,
         epilogue: Epilogue,
@@ -162,33 +145,46 @@ def _fused(name: str, launch: Callable[..., Product]) -> Callable[..., Product]:
 
         amax becomes max(amax, max |out|). Raises ValueError as `forward`, and for an epilogue's tensors that do not fit.
         """
-        check_epilogue(a, b, out_dtype, epilogue, residual, scale, amax)
-        (m, k), n = a.shape, b.shape[0]
-        _check_alignment(name, n, k)
+        m, n, k = self._sizes(a, b)
+        check_epilogue((m, n), out_dtype, epilogue, residual, scale, amax)
         if reason := _unaligned(m, n, epilogue):
             raise ValueError(f"{reason}; pad with zeros, or cast out by te_bench.kernels.quantize")
         if not (m and n and k):
             raise ValueError(f"an empty product {m} x {n} x {k} has no epilogue: take forward")
+        tensors = {"bias": bias, "residual": residual, "scale": scale, "amax": amax}
         if not torch.compiler.is_compiling():
-            return launch(
-                a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum, epilogue, residual, scale, amax
-            )  # fmt: skip
+            return self.launch(a, b, out_dtype=out_dtype, fast_accum=fast_accum, epilogue=epilogue, **tensors)
         e = epilogue
-        out, pre, data, data_t, scale_inv = operator(
-            a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum,
-            e.activation, e.keep, residual, e.out, e.target, e.rowwise, e.columnwise, scale, amax,
-        )  # fmt: skip
-        quantized = None
-        if e.target is not None:
-            there, back = (scale_inv if wanted else None for wanted in (e.rowwise, e.columnwise))
-            layout = Layout(DTYPES[e.target], TENSOR, torch.float32)
-            quantized = Quantized(data if e.rowwise else None, there, data_t if e.columnwise else None, back, layout)
-        return Product(out if e.out else None, pre if e.keep else None, quantized)
+        fields = e.activation, e.keep, e.residual, e.out, e.target, e.rowwise, e.columnwise
+        made = self._fused_operator(*take_apart(a, b), *tensors.values(), out_dtype, fast_accum, *fields)
+        fp8 = e.target is not None
+        asked = e.out, e.keep, fp8 and e.rowwise, fp8 and e.columnwise, fp8
+        return Outputs(*[x if there else None for x, there in zip(made, asked, strict=True)]).product()
 
-    return fused
+    def accumulate(self, a: Operand, b: Operand, *, out: Tensor, fast_accum: bool = False) -> None:
+        """out += dequantise(a) @ dequantise(b).T in float32, by TMA's reduction; a (M, K), b (N, K) FP8, out (M, N) float32.
+
+        Where tiles of out are too few for the GPU, several programs share one along K, and add in no fixed order: never so
+        under torch.use_deterministic_algorithms. Raises ValueError as `forward`, and for another out.
+        """
+        check(a, b)
+        m, n, k = self._sizes(a, b)
+        check_sum((m, n), out)
+        if m and n and k:
+            self._accumulate_operator(*take_apart(a, b), out, fast_accum, torch.are_deterministic_algorithms_enabled())
+
+    def _sizes(self, a: Operand, b: Operand) -> tuple[int, int, int]:
+        """M, N and K. Raises ValueError for what TMA cannot read or write."""
+        (m, k), n = a.data.shape, b.data.shape[0]
+        if k % K_ALIGNMENT or n % N_ALIGNMENT:
+            raise ValueError(
+                f"N {n} and K {k}: the {self.name} GEMM takes N a multiple of {N_ALIGNMENT} and K of {K_ALIGNMENT}; "
+                "pad with zeros, or take scaled_mm, which does"
+            )
+        return m, n, k
 
 
-def _fused_operator(name: str, launch: Callable[..., Product]) -> Callable[..., Any]:
+def _fused_operator(name: str, launch: Callable[..., Product]) -> Callable[..., Five]:
     """-> out, pre, data, data_t, scale_inv; empty for what was not asked for, for an operator can't return None."""
 
     @torch.library.custom_op(f"te_bench::{name}_gemm_fused", mutates_args=("amax",))
@@ -197,83 +193,69 @@ def _fused_operator(name: str, launch: Callable[..., Product]) -> Callable[..., 
         b: Tensor,
         a_scale_inv: Tensor,
         b_scale_inv: Tensor,
+        a_granularity: str,
+        b_granularity: str,
         bias: Tensor | None,
+        residual: Tensor | None,
+        scale: Tensor | None,
+        amax: Tensor | None,
         out_dtype: torch.dtype,
         fast_accum: bool,
         activation: str | None,
         keep: bool,
-        residual: Tensor | None,
+        has_residual: bool,
         out: bool,
         target: str | None,
         rowwise: bool,
         columnwise: bool,
-        scale: Tensor | None,
-        amax: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        epilogue = Epilogue(
-            activation=activation, keep=keep, residual=residual is not None, out=out, target=target,
-            rowwise=rowwise, columnwise=columnwise,
-        )  # fmt: skip
-        made = launch(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum, epilogue, residual, scale, amax)
-        fp8 = DTYPES[target or "e4m3"]
-        q = made.quantized or Quantized(None, None, None, None, Layout(fp8, TENSOR, torch.float32))
-        found = (made.out, made.pre, q.data, q.data_t, q.scale_inv if q.scale_inv is not None else q.scale_inv_t)
-        dtypes = (out_dtype, out_dtype, fp8, fp8, torch.float32)
-        of_each = [a.new_empty(0, dtype=d) if x is None else x for x, d in zip(found, dtypes, strict=True)]
-        return of_each[0], of_each[1], of_each[2], of_each[3], of_each[4]
+    ) -> Five:
+        both = put_together(a, b, a_scale_inv, b_scale_inv, a_granularity, b_granularity)
+        epilogue = _epilogue(activation, keep, has_residual, out, target, rowwise, columnwise)
+        tensors = {"bias": bias, "residual": residual, "scale": scale, "amax": amax}
+        made = launch(*both, out_dtype=out_dtype, fast_accum=fast_accum, epilogue=epilogue, **tensors)
+        return _five(a, made, out_dtype)
 
     @operator.register_fake
-    def _(
-        a: Tensor,
-        b: Tensor,
-        a_scale_inv: Tensor,
-        b_scale_inv: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-        fast_accum: bool,
-        activation: str | None,
-        keep: bool,
-        residual: Tensor | None,
-        out: bool,
-        target: str | None,
-        rowwise: bool,
-        columnwise: bool,
-        scale: Tensor | None,
-        amax: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        (m, _), n, fp8 = a.shape, b.shape[0], DTYPES[target or "e4m3"]
-        return (
-            a.new_empty((m, n) if out else (0,), dtype=out_dtype),
-            a.new_empty((m, n) if keep else (0,), dtype=out_dtype),
-            a.new_empty((m, n) if target and rowwise else (0,), dtype=fp8),
-            a.new_empty((n, m) if target and columnwise else (0,), dtype=fp8),
-            a.new_empty(() if target else (0,), dtype=torch.float32),
-        )
+    def _(a: Tensor, b: Tensor, *rest: Any) -> Five:
+        *_, out_dtype, _ = rest[:-FIELDS]
+        return _five(a, allocate(a, b.shape[0], out_dtype, _epilogue(*rest[-FIELDS:])).product(), out_dtype)
 
     return operator
 
 
-def _accumulate(name: str, add: Callable[..., None]) -> Callable[..., None]:
+FIELDS = len(dataclasses.fields(Epilogue))
+
+
+def _epilogue(*fields: Any) -> Epilogue:
+    """Of its fields in their order."""
+    return Epilogue(**{f.name: value for f, value in zip(dataclasses.fields(Epilogue), fields, strict=True)})
+
+
+def _five(like: Tensor, made: Product, out_dtype: torch.dtype) -> Five:
+    q, fp8 = made.quantized, DTYPES["e4m3"]
+    parts = (
+        (None, None, None) if q is None else (q.data, q.data_t, q.scale_inv if q.data is not None else q.scale_inv_t)
+    )
+    dtypes = out_dtype, out_dtype, *(2 * [fp8 if q is None else q.layout.format]), torch.float32
+    found = zip((made.out, made.pre, *parts), dtypes, strict=True)
+    out, pre, data, data_t, scale_inv = [like.new_empty(0, dtype=d) if x is None else x for x, d in found]
+    return out, pre, data, data_t, scale_inv
+
+
+def _accumulate_operator(name: str, add: Callable[..., None]) -> Callable[..., None]:
     @torch.library.custom_op(f"te_bench::{name}_gemm_accumulate", mutates_args=("out",))
     def operator(
-        a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, fast_accum: bool, whole: bool
+        a: Tensor,
+        b: Tensor,
+        a_scale_inv: Tensor,
+        b_scale_inv: Tensor,
+        a_granularity: str,
+        b_granularity: str,
+        out: Tensor,
+        fast_accum: bool,
+        whole: bool,
     ) -> None:
-        add(a, b, a_scale_inv, b_scale_inv, out, fast_accum, whole)
+        add(*put_together(a, b, a_scale_inv, b_scale_inv, a_granularity, b_granularity), out, fast_accum, whole)
 
     operator.register_fake(lambda *_: None)
-
-    def accumulate(
-        a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, *, out: Tensor, fast_accum: bool = False
-    ) -> None:
-        """out += dequantise(a) @ dequantise(b).T in float32, by TMA's reduction; a (M, K), b (N, K) FP8, out (M, N) float32.
-
-        Where tiles of out are too few for the GPU, several programs share one along K, and add in no fixed order: never so
-        under torch.use_deterministic_algorithms. Raises ValueError as `forward`, and for another out.
-        """
-        check_sum(a, b, out)
-        granularities(a, b, a_scale_inv, b_scale_inv)
-        _check_alignment(name, b.shape[0], a.shape[1])
-        if a.shape[0] and b.shape[0] and a.shape[1]:
-            operator(a, b, a_scale_inv, b_scale_inv, out, fast_accum, torch.are_deterministic_algorithms_enabled())
-
-    return accumulate
+    return operator

@@ -12,88 +12,62 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels import architecture, measured
-from te_bench.kernels.gemm import Epilogue, Problem, Product, empty_product, granularities, table
+from te_bench.kernels.gemm import Problem, Product, table
 from te_bench.kernels.gemm.backends import gluon, scaled_mm, triton
+from te_bench.kernels.gemm.operands import granularities, refusal
+from te_bench.kernels.gemm.operators import as_operator
+from te_bench.kernels.quantize import Layout, Operand
 
 USUAL = "scaled_mm"
-PLAIN = Epilogue()
 LAUNCHES: dict[str, Callable[..., Product]] = {"gluon": gluon.launch, "triton": triton.launch}
 
 
 def forward(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    *,
-    out_dtype: torch.dtype,
-    fast_accum: bool = False,
-    bias: Tensor | None = None,
+    a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
 ) -> Tensor:
     """D = dequantise(a) @ dequantise(b).T + bias by the backend chosen; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
 
     As gemm.Backend's forward; raises ValueError for operands that cannot be multiplied.
     """
     if torch.compiler.is_compiling():
-        return _operator(a, b, a_scale_inv, b_scale_inv, out_dtype, fast_accum, bias)
-    if a.dim() != 2 or b.dim() != 2:
-        granularities(a, b, a_scale_inv, b_scale_inv, bias)  # which raises
-    launch = _launcher(
-        *(*a.shape, *b.shape, a.dtype, b.dtype, a_scale_inv.dim(), b_scale_inv.dim()),
-        *(out_dtype, fast_accum, a.get_device()),
-    )
+        return _operator(a, b, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
+    x, y = a.data, b.data
+    launch = _launcher(a.layout, b.layout, x.shape, y.shape, out_dtype, fast_accum, x.get_device())
     if launch is None:
-        return scaled_mm.forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
-    made: Tensor = launch(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum, PLAIN, None, None, None).out
+        return scaled_mm.forward(a, b, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
+    made: Tensor = launch(a, b, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias).out
     return made
 
 
-@torch.library.custom_op("te_bench::policy_gemm", mutates_args=())
-def _operator(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    bias: Tensor | None,
-) -> Tensor:
-    return forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
-
-
-_operator.register_fake(empty_product)
+_operator = as_operator("policy_gemm", forward)
 
 
 @functools.lru_cache(maxsize=4096)  # sequences of many lengths would fill it for ever
 def _launcher(
-    m: int,
-    k: int,
-    n: int,
-    b_k: int,
-    a_dtype: torch.dtype,
-    b_dtype: torch.dtype,
-    a_scales: int,
-    b_scales: int,
+    a: Layout,
+    b: Layout,
+    a_shape: tuple[int, ...],
+    b_shape: tuple[int, ...],
     out_dtype: torch.dtype,
     fast: bool,
     device: int,
 ) -> Callable[..., Product] | None:
-    """The launcher of another backend than cuBLASLt; by scales' dimensions, 0 per tensor and 1 per row."""
-    formats = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-    legal = b_k == k and a_scales == b_scales < 2 and {a_dtype, b_dtype} <= formats.keys()
+    """The launcher of another backend than cuBLASLt."""
     # What was measured: E4M3 into half precision. float32 leaves by other tiles.
-    if not legal or device < 0 or out_dtype.itemsize != 2 or torch.float8_e5m2 in (a_dtype, b_dtype):
+    measured = a.format is b.format is torch.float8_e4m3fn and out_dtype.itemsize == 2 and device >= 0
+    if not measured or refusal(a, b) or not len(a_shape) == len(b_shape) == 2 or a_shape[1] != b_shape[1]:
         return None
-    granularity = ("tensor", "row")[a_scales]
+    granularity, _ = granularities(a, b)
+    if granularity not in table.SCALES:
+        return None
+    (m, k), (n, _) = a_shape, b_shape
     processors = architecture.processors(torch.device("cuda", device))
     gpu = torch.cuda.get_device_name(device)
     name = choose(m, n, k, granularity=granularity, fast=fast, gpu=gpu, processors=processors)
     if name == USUAL:
         return None
-    problem = Problem(
-        m=m, n=n, k=k, a_dtype=formats[a_dtype], b_dtype=formats[b_dtype], device="cuda",
-        capability=torch.cuda.get_device_capability(device), a_granularity=granularity, b_granularity=granularity,
-    )  # fmt: skip
+    capability = torch.cuda.get_device_capability(device)
+    problem = Problem(m=m, n=n, k=k, a=a, b=b, device="cuda", capability=capability)
     backend = {"gluon": gluon, "triton": triton}[name].BACKEND
     return LAUNCHES[name] if backend.unsupported(problem) is None else None
 

@@ -24,18 +24,24 @@ ROW: Block = (1, None)
 STRIP: Block = (1, BLOCK)
 SQUARE: Block = (BLOCK, BLOCK)
 
+PLAIN = "plain"  # an order of scales: element (i, j) is block (i, j)'s, wherever its strides put it
+
 
 class Layout(NamedTuple):
     """How a matrix (rows, K) is stored: x = data * scale_inv, one scale for each block of it.
 
-    format and scales are torch's dtypes of data and of scale_inv; scales is None where there are none. scale_inv is () for
-    TENSOR, (rows,) for ROW, else (ceil(rows / height), ceil(K / width)) of a block of height x width.
+    format and scales are torch's dtypes of data and of scale_inv; scales is None where there are none.
     """
 
     format: Any
     block: Block
     scales: Any
-    order: str = "row-major"  # of scale_inv in memory; hardware may ask for another
+    order: str = PLAIN  # of scale_inv's elements; hardware may ask for them interleaved
+
+    def scale_shape(self, rows: int, k: int) -> tuple[int, ...]:
+        """Of scale_inv: () for TENSOR, (rows,) for ROW, else (ceil(rows / height), ceil(K / width)) of a block's size."""
+        sizes = zip((rows, k), self.block, strict=True)
+        return tuple([-(-size // each) for size, each in sizes if each is not None])
 
 
 class Operand(NamedTuple):

@@ -18,7 +18,7 @@ class E5M2Forward(Recipe):
         return super().dtype(role) if role == "grad_output" else torch.float8_e5m2
 
     def gemm(self, a: Operand, b: Operand, gemm: str, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return reference.forward(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype=out_dtype, bias=bias)
+        return reference.forward(a, b, out_dtype=out_dtype, bias=bias)
 
 
 def FAULT(recipe: Recipe) -> Recipe:

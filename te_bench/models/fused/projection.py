@@ -56,7 +56,7 @@ class Projection(NamedTuple):
         if self.gemms is None:
             return x.by_rows(), Operand(weight, None, x.layout)
         assert self.w is not None
-        # Both orientations are of one scale, where one of them is not made yet.
+        # Where the other orientation is not made yet, both are of one scale: that of the recipe's `epilogue`.
         x_t = x.by_rows()._replace(data=None) if x.data_t is None else x.by_columns()
         return x_t, self.w.by_columns()
 

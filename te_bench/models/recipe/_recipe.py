@@ -221,11 +221,11 @@ class Recipe:
     def gemm(self, a: Operand, b: Operand, gemm: str, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """D = a @ b.T + bias, (M, K) and (N, K) -> (M, N); only fprop accumulates fast.
 
-        By cuBLASLt, or by what was measured to be faster at this shape on this GPU (kernels/measured.json).
+        By cuBLASLt, or by what was measured to be faster at this shape on this GPU (kernels/measured.json). Raises
+        ValueError for layouts that no GEMM here multiplies: a recipe that makes them multiplies them itself.
         """
         multiply = gemm_reference.forward if self._emulated(a.data) else policy.forward
-        fast = gemm == "fprop"
-        return multiply(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype=out_dtype, fast_accum=fast, bias=bias)
+        return multiply(a, b, out_dtype=out_dtype, fast_accum=gemm == "fprop", bias=bias)
 
     def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:
         """Why this device cannot run the recipe, or None."""

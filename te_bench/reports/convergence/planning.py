@@ -222,8 +222,8 @@ def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, flo
     for record in records:
         if known := pace(record):
             paces.setdefault(_work(record.trial), []).append(known)
-    alike = {trial.name: (paces.get(_work(trial), ()), TrainingProblem.of(trial).steps or 0) for trial in trials}
-    return {name: median([one.seconds(steps) for one in found]) for name, (found, steps) in alike.items()}
+    alike = {trial.name: (paces.get(_work(trial), ()), TrainingProblem.of(trial).steps) for trial in trials}
+    return {name: median([one.seconds(steps) for one in found if steps]) for name, (found, steps) in alike.items()}
 
 
 def seeds_within(budget_s: float, *, slots: int, seed_s: float, where: str = "") -> int:

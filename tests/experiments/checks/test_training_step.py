@@ -328,7 +328,8 @@ def quantised_by(rule: Rule) -> Mutation:
                 q = super().quantize(x, role, slot, **asked)
                 row = (None, None) if q.data is None else rule(self, x, q.by_rows(), role)
                 column = (None, None) if q.data_t is None else rule(self, x.t().contiguous(), q.by_columns(), role)
-                return Quantized(*row, *column, q.layout)
+                [dtype, *_] = [data.dtype for data, _ in (row, column) if data is not None]
+                return Quantized(*row, *column, q.layout._replace(format=dtype))
 
         return Wrong
 

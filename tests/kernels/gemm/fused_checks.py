@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from gemm_checks import DTYPES, Operands, product
+from gemm_checks import Operands, close, product
 from torch import Tensor
 from torch.nn import functional as F
 
 from te_bench.kernels import quantize
 from te_bench.kernels.gemm import Epilogue, Product
+from te_bench.kernels.gemm.operands import DTYPES
 from te_bench.kernels.quantize import TENSOR, Layout
 
 #: By PyTorch itself, in whichever precision, not by te_bench's formulas.
@@ -52,9 +53,10 @@ def given(operands: Operands, epilogue: Epilogue, out_dtype: torch.dtype) -> Giv
 
     The scale lets an element in a thousand saturate.
     """
-    device, generator = operands.a.device, torch.Generator().manual_seed(7)
-    operands = operands._replace(a_scale_inv=operands.a_scale_inv / product(operands).std().float())
-    shape = operands.a.shape[0], operands.b.shape[0]
+    device, generator = operands.a.data.device, torch.Generator().manual_seed(7)
+    scale_inv = operands.a.scale_inv / product(operands).std().float()
+    operands = operands._replace(a=operands.a._replace(scale_inv=scale_inv))
+    shape = operands.a.data.shape[0], operands.b.data.shape[0]
     bias = torch.randn(shape[1], generator=generator).to(device)
     residual = torch.randn(shape, generator=generator).to(device, out_dtype) if epilogue.residual else None
     scale = None
@@ -85,12 +87,6 @@ def _in(
     return x, at(y if residual is None else y + residual.to(dtype))
 
 
-def _close(name: str, ours: Tensor, library: Tensor, truth: Tensor, floor: float) -> None:
-    for kind, size in (("mean", torch.linalg.vector_norm), ("largest", lambda x: x.abs().max())):
-        off, theirs = (((size(x.double() - truth)) / size(truth)).item() for x in (ours, library))
-        assert off <= 2 * theirs + floor, f"{name}: {kind} error {off:.2e} > 2 x {theirs:.2e} + {floor:.0e}"
-
-
 def check_product(made: Product, g: Given, *, floor: float, amax: Tensor | None = None) -> None:
     """AssertionError unless what was asked for is there, nothing else, and each <= 2 x float32's error, rounded, + floor.
 
@@ -104,7 +100,7 @@ def check_product(made: Product, g: Given, *, floor: float, amax: Tensor | None 
         if wanted:
             assert ours.dtype == g.out_dtype, f"{name} {ours.dtype} instead of {g.out_dtype}"
             assert ours.shape == truth[i].shape, f"{name} {tuple(ours.shape)}"
-            _close(name, ours, library[i], truth[i], floor)
+            close(name, ours, library[i], truth[i], floor)
     assert (made.quantized is not None) == (e.target is not None)
     if made.quantized is None or e.target is None or g.scale is None:
         return
@@ -123,7 +119,7 @@ def check_product(made: Product, g: Given, *, floor: float, amax: Tensor | None 
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
         limit = float(torch.finfo(ours.dtype).max)
         clipped = (truth[1] * g.scale.double()).clamp(-limit, limit)
-        _close(name, *(x.float().t() if name == "data_t" else x.float() for x in (ours, theirs)), clipped, floor)
+        close(name, *(x.float().t() if name == "data_t" else x.float() for x in (ours, theirs)), clipped, floor)
     if made.quantized.data is not None and made.quantized.data_t is not None:
         assert torch.equal(made.quantized.data.view(torch.uint8).t(), made.quantized.data_t.view(torch.uint8))
     if amax is not None and made.out is not None:

@@ -1,9 +1,13 @@
 """Every FP8 GEMM: against float64 of the dequantised operands, then against theory for what quantising cost."""
 
+import dataclasses
+import itertools
+import re
+from typing import Any
+
 import pytest
 import torch
 from gemm_checks import (
-    DTYPES,
     FAST,
     FORMATS,
     Operands,
@@ -13,6 +17,7 @@ from gemm_checks import (
     draw,
     floor,
     integers,
+    layout,
     product,
     quantised,
     theory,
@@ -20,7 +25,10 @@ from gemm_checks import (
 from torch import Tensor
 
 from te_bench.kernels import gemm
-from te_bench.kernels.gemm import PAIRS, Backend
+from te_bench.kernels.gemm import PAIRS, Backend, policy
+from te_bench.kernels.gemm.backends import gluon, triton
+from te_bench.kernels.gemm.operands import DTYPES, granularities
+from te_bench.kernels.quantize import Layout, Operand
 
 SHAPES = [(1, 3, 5), (17, 64, 96), (130, 257, 300), (130, 264, 304)]
 # scaled_mm is tested on a CPU too, in test_gemm_scaled_mm.py; Gluon has no interpreter.
@@ -82,7 +90,7 @@ def test_exact_where_sums_are(name: str, device: str, shape: Shape, pair: Pair) 
 
 
 @each_rival
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@each_pair
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 def test_quantising_costs_what_theory_says(name: str, device: str, formats: Pair, pair: Pair) -> None:
     """Signal to quantisation noise of normal operands, dB, within 0.3 of the integral (DESIGN.md allows 1).
@@ -106,41 +114,48 @@ def test_theory_of_one_scale_a_tensor_is_the_design_s() -> None:
 
 def mutants(operands: Operands, bias: Tensor, pair: Pair) -> dict[str, Tensor]:
     """Products of broken GEMMs, by what broke them. b is square, so that its transpose fits."""
-    a, b, a_inv, b_inv = operands
+    a, b = operands
     forward = gemm.load("reference").forward
 
-    def multiply(*changed: Tensor, added: Tensor = bias) -> Tensor:
-        return forward(*changed, out_dtype=torch.bfloat16, bias=added)
+    def multiply(a: Operand = a, b: Operand = b, added: Tensor = bias) -> Tensor:
+        return forward(a, b, out_dtype=torch.bfloat16, bias=added)
 
-    good = multiply(*operands)
+    def scaled(x: Operand, scale_inv: Tensor) -> Operand:
+        return x._replace(scale_inv=scale_inv)
+
+    def in_e5m2(x: Operand) -> Operand:
+        return x._replace(data=x.data.view(DTYPES["e5m2"]), layout=x.layout._replace(format=DTYPES["e5m2"]))
+
+    good = multiply()
     without_row = good.clone()
     without_row[1] = 0
-    dropped = a.float()
+    dropped = a.data.float()
     dropped[:, 128:256] = 0
-    other = quantised(*draw((a.shape[0], *b.shape), seed=1), ("e4m3", "e4m3"), pair)
+    m, (n, k) = a.data.shape[0], b.data.shape
+    other = quantised(*draw((m, n, k), seed=1), ("e4m3", "e4m3"), pair)
     broken = {
         "zeroed": torch.zeros_like(good),
         "one row zeroed": without_row,
         "sign flipped": -good,
         "not a number": good * float("nan"),
         "float32 output": good.float(),
-        "doubled scale of a": multiply(a, b, a_inv * 2, b_inv),
-        "doubled scale of b": multiply(a, b, a_inv, b_inv * 2),
-        "scale instead of its inverse": multiply(a, b, 1 / a_inv, b_inv),
-        "wrong format of a": multiply(a.view(DTYPES["e5m2"]), b, a_inv, b_inv),
-        "wrong format of b": multiply(a, b.view(DTYPES["e5m2"]), a_inv, b_inv),
-        "dropped K tile": multiply(dropped.to(a.dtype), b, a_inv, b_inv),
-        "stale scale of a": multiply(a, b, other.a_scale_inv, b_inv),
-        "stale scale of b": multiply(a, b, a_inv, other.b_scale_inv),
-        "transposed weight": multiply(a, b.t().contiguous(), a_inv, b_inv),
-        "no bias": multiply(*operands, added=bias * 0),
-        "bias twice": multiply(*operands, added=bias * 2),
+        "doubled scale of a": multiply(scaled(a, a.scale_inv * 2)),
+        "doubled scale of b": multiply(b=scaled(b, b.scale_inv * 2)),
+        "scale instead of its inverse": multiply(scaled(a, 1 / a.scale_inv)),
+        "wrong format of a": multiply(in_e5m2(a)),
+        "wrong format of b": multiply(b=in_e5m2(b)),
+        "dropped K tile": multiply(a._replace(data=dropped.to(a.data.dtype))),
+        "stale scale of a": multiply(scaled(a, other.a.scale_inv)),
+        "stale scale of b": multiply(b=scaled(b, other.b.scale_inv)),
+        "transposed weight": multiply(b=b._replace(data=b.data.t().contiguous())),
+        "no bias": multiply(added=bias * 0),
+        "bias twice": multiply(added=bias * 2),
     }
     if pair != ("tensor", "tensor"):
-        broken["scales of the next row of a"] = multiply(a, b, a_inv.roll(1, 0), b_inv)
-        broken["scales of the next row of b"] = multiply(a, b, a_inv, b_inv.roll(1, 0))
-    if a_inv.dim() == 2:
-        broken["scales of the next K block"] = multiply(a, b, a_inv.roll(1, 1), b_inv)
+        broken["scales of the next row of a"] = multiply(scaled(a, a.scale_inv.roll(1, 0)))
+        broken["scales of the next row of b"] = multiply(b=scaled(b, b.scale_inv.roll(1, 0)))
+    if a.scale_inv.dim() == 2:
+        broken["scales of the next K block"] = multiply(scaled(a, a.scale_inv.roll(1, 1)))
     return broken
 
 
@@ -167,12 +182,14 @@ def test_saturation_and_another_format_leave_the_band_of_theory() -> None:
     a, b = (torch.randn(256, 1024, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     truth, expected = a.double() @ b.double().t(), theory(("e4m3", "e4m3"), (2**18, 2**18))
     multiply = gemm.load("reference").forward
-    x, y, x_inv, y_inv = good = quantised(a, b, ("e4m3", "e4m3"), ("tensor", "tensor"))
+    good = quantised(a, b, ("e4m3", "e4m3"), ("tensor", "tensor"))
     assert decibels(multiply(*good, out_dtype=torch.float32), truth) == pytest.approx(expected, abs=0.3)
     other = quantised(a, b, ("e4m3", "e5m2"), ("tensor", "tensor"))
     assert decibels(multiply(*other, out_dtype=torch.float32), truth) < expected - 1
-    clipped = [(data.float() * 2).clamp(-448, 448).to(data.dtype) for data in (x, y)]
-    assert decibels(multiply(*clipped, x_inv / 2, y_inv / 2, out_dtype=torch.float32), truth) < expected - 1
+    clipped = [
+        Operand((data.float() * 2).clamp(-448, 448).to(data.dtype), inverse / 2, of) for data, inverse, of in good
+    ]
+    assert decibels(multiply(*clipped, out_dtype=torch.float32), truth) < expected - 1
 
 
 @each_rival
@@ -194,7 +211,7 @@ def test_a_sum_over_nothing_is_the_bias(name: str, device: str) -> None:
 
 
 @each_rival
-@each_pair
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[3]], ids="-".join)
 def test_compiles_without_graph_breaks(name: str, device: str, pair: Pair) -> None:
     shape = (48, 32, 272)
     backend = supported(name, shape, FORMATS[0], pair, device)
@@ -204,7 +221,7 @@ def test_compiles_without_graph_breaks(name: str, device: str, pair: Pair) -> No
     torch.compiler.reset()  # its limit of recompilations is the whole process's
 
     @torch.compile(fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    def call(*operands: Tensor) -> Tensor:
+    def call(*operands: Operand) -> Tensor:
         return backend.forward(*operands, out_dtype=torch.float32, bias=bias) * 2
 
     assert torch.equal(call(*operands), backend.forward(*operands, out_dtype=torch.float32, bias=bias) * 2)
@@ -221,42 +238,100 @@ def test_autocast_changes_nothing(name: str, device: str) -> None:
     assert torch.equal(without, within)
 
 
-def test_granularity_is_read_from_the_shape() -> None:
-    one = torch.ones(())
-    for rows, k in [(300, 272), (2, 5), (128, 128)]:
-        blocks = -(-k // 128)
-        assert gemm.granularity(rows, k, one) == "tensor"
-        assert gemm.granularity(rows, k, one.expand(rows)) == "row"
-        assert gemm.granularity(rows, k, one.expand(rows, blocks)) == "block"
-        assert gemm.granularity(rows, k, one.expand(-(-rows // 128), blocks)) == "tile"
-    assert gemm.granularity(1, 272, one.expand(1, 3)) == "block"
+E4M3, ONE = DTYPES["e4m3"], torch.ones(())
+PER_TENSOR = layout("e4m3", "tensor")
+#: What no GEMM here multiplies.
+STRANGE = {
+    "scales of a byte": Layout(E4M3, (1, 32), torch.float8_e8m0fnu),
+    "blocks of 1 x 32": Layout(E4M3, (1, 32), torch.float32),
+    "float64 scales": Layout(E4M3, (None, None), torch.float64),
+    "an order of the hardware's": Layout(E4M3, (1, 128), torch.float32, "interleaved by 128 x 4"),
+    "not scaled": Layout(torch.bfloat16, (None, None), None),
+}
 
 
-@pytest.mark.parametrize("shape", [(1,), (299,), (300, 1), (3, 2), (272,), (300, 3, 1)], ids=str)
-def test_a_scale_that_fits_nothing_says_what_would(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"fits no granularity.*row \(300,\).*tile \(3, 3\)"):
-        gemm.granularity(300, 272, torch.ones(shape))
+@pytest.mark.parametrize("name", gemm.names())
+@pytest.mark.parametrize("strange", STRANGE)
+def test_a_layout_that_is_not_multiplied_is_refused_by_name(strange: str, name: str) -> None:
+    known, unknown = (Operand(torch.ones(16, 32).to(E4M3), ONE, of) for of in (PER_TENSOR, STRANGE[strange]))
+    message = re.escape(
+        f"{unknown.layout} is none that FP8 GEMMs multiply: E4M3 or E5M2 with float32 scales per tensor"
+    )
+    for backend, operands in itertools.product((gemm.load(name), policy), ((unknown, known), (known, unknown))):
+        with pytest.raises(ValueError, match=message):
+            backend.forward(*operands, out_dtype=torch.bfloat16)
+    problem = dataclasses.replace(a_problem((16, 32, 32), FORMATS[0], PAIRS[0], "cuda"), b=unknown.layout)
+    assert re.match(message, str(gemm.load(name).unsupported(problem)))
+
+
+H200 = dataclasses.replace(a_problem((128, 256, 512), FORMATS[0], PAIRS[0], "cuda"), capability=(9, 0))
+BLOCKS = {"a": layout("e4m3", "block"), "b": layout("e4m3", "tile")}
+E5M2 = layout("e5m2", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        *((name, {"device": "cpu"}, "NVIDIA GPU") for name in ("gluon", "scaled_mm", "triton")),
+        *((name, {"a": layout("e4m3", "row")}, "row x tensor") for name in gemm.names()),
+        *((name, {"k": 24}, "K 24") for name in ("gluon", "triton")),
+        *((name, {"n": 12}, "N 12") for name in ("gluon", "triton")),
+        ("scaled_mm", {"capability": (8, 0)}, "8.0 < 8.9"),
+        ("scaled_mm", {"a": E5M2, "b": E5M2}, "E5M2 x E5M2"),
+        ("scaled_mm", BLOCKS | {"a": layout("e5m2", "block")}, "E5M2 with block scales"),
+        ("scaled_mm", BLOCKS | {"capability": (10, 0)}, "9.x only, not 10.0"),
+        ("triton", {"capability": (8, 9)}, "8.9 < 9.0"),
+        ("gluon", {"capability": (8, 9)}, "8.9 is not 9.0"),
+        ("gluon", {"capability": (10, 0)}, "10.0 is not 9.0"),
+        ("gluon", BLOCKS, "block x tile"),
+    ],
+)
+def test_what_a_backend_cannot_do_it_says(
+    name: str, changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (gluon, triton):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    unsupported = gemm.load(name).unsupported
+    assert unsupported(H200) is None
+    assert unsupported(dataclasses.replace(H200, a=layout("e4m3", "row"), b=layout("e4m3", "row"), m=1)) is None
+    assert (unsupported(dataclasses.replace(H200, a=E5M2, b=E5M2)) is None) == (name != "scaled_mm")
+    assert reason in str(unsupported(dataclasses.replace(H200, **changes)))
+
+
+def test_a_layout_says_what_shares_a_scale_and_not_the_shape() -> None:
+    """Of one row, and of one block, the scales of two layouts have the same shape."""
+    names = ("tensor", "row", "block", "tile")
+    assert [layout("e4m3", name).scale_shape(300, 272) for name in names] == [(), (300,), (300, 3), (3, 3)]
+    for pair in PAIRS:
+        assert granularities(*(layout("e4m3", name) for name in pair)) == pair
+    alike = integers((1, 1, 272), ("block", "tile"))
+    assert alike.a.scale_inv.shape == alike.b.scale_inv.shape
+    assert torch.equal(gemm.load("reference").forward(*alike, out_dtype=torch.float32).double(), product(alike))
+
+
+def ones(shape: tuple[int, ...], scale_inv: Tensor = ONE, granularity: str = "tensor") -> Operand:
+    return Operand(torch.ones(shape).to(E4M3), scale_inv, layout("e4m3", granularity))
 
 
 @pytest.mark.parametrize("name", ["gluon", "reference", "triton"])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"a": torch.ones(16, 32)}, "a is torch.float32.*quantise it"),
-        ({"b": torch.ones(32, 32).to(DTYPES["e4m3"]).t()[:, ::2]}, "b is .*contiguous"),
-        ({"b": torch.ones(32, 48).to(DTYPES["e4m3"])}, r"K is 32 in a .* but 48 in b"),
+        ({"a": Operand(torch.ones(16, 32), ONE, PER_TENSOR)}, "a is torch.float32.*quantise it"),
+        ({"a": ones((2, 16, 32))}, r"a is .* of shape \(2, 16, 32\)"),
+        ({"b": Operand(torch.ones(32, 33).to(E4M3)[:, :32], ONE, PER_TENSOR)}, "b is .*contiguous"),
+        ({"b": ones((32, 32))._replace(layout=layout("e5m2", "tensor"))}, "b is .*e4m3fn.*e5m2, as its layout says"),
+        ({"b": ones((32, 48))}, r"K is 32 in a .* but 48 in b"),
         ({"bias": torch.ones(31)}, r"bias has shape \(31,\): it must be \(32,\)"),
-        ({"a_scale_inv": torch.ones(16)}, "row x tensor cannot be multiplied.*row x row"),
-        ({"a_scale_inv": torch.ones(1, 1), "b_scale_inv": torch.ones(1, 1)}, "tile x tile cannot be multiplied"),
-        ({"a_scale_inv": torch.ones(7)}, "fits no granularity"),
+        ({"a": ones((16, 32), torch.ones(16), "row")}, "row x tensor cannot be multiplied.*row x row"),
+        ({"a": ones((16, 32), torch.ones(7))}, r"scale_inv of a .* \(7,\): scales per tensor of a \(16, 32\)"),
+        ({"b": ones((32, 32), ONE.double())}, "scale_inv of b is torch.float64"),
     ],
 )
-def test_operands_that_do_not_fit_are_named(name: str, changes: dict[str, Tensor], message: str) -> None:
-    fp8 = DTYPES["e4m3"]
-    arguments = {"a": torch.ones(16, 32).to(fp8), "b": torch.ones(32, 32).to(fp8), "bias": None}
-    scales = {"a_scale_inv": torch.ones(()), "b_scale_inv": torch.ones(())}
+def test_operands_that_do_not_fit_are_named(name: str, changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"a": ones((16, 32)), "b": ones((32, 32)), "bias": None, **changes}
     with pytest.raises(ValueError, match=message):
-        gemm.load(name).forward(**{**arguments, **scales, **changes}, out_dtype=torch.bfloat16)
+        gemm.load(name).forward(**given, out_dtype=torch.bfloat16)
 
 
 def test_the_reference_can_do_everything() -> None:

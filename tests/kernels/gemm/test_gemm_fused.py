@@ -6,19 +6,20 @@ from typing import Any
 import pytest
 import torch
 from fused_checks import EPILOGUES, Given, check_product, given
-from gemm_checks import FAST, FLOAT32, FORMATS, Operands, a_problem, draw, floor, integers, product, quantised
+from gemm_checks import FAST, FLOAT32, FORMATS, OPCHECKS, Operands, a_problem, draw, floor, integers, product, quantised
 from torch import Tensor
 
-from te_bench.kernels import gemm
+from te_bench.kernels import gemm, quantize
 from te_bench.kernels.gemm import PAIRS, Backend, Epilogue, Product
 from te_bench.kernels.gemm.backends import gluon, triton
+from te_bench.kernels.gemm.operands import DTYPES, take_apart
 from te_bench.kernels.gemm.portable import tiles as _tiles
+from te_bench.kernels.quantize import Operand
 
 RIVALS = [(name, "cpu") for name in ("reference", "triton")]
 RIVALS += [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("gluon", "reference", "triton")]
 each_rival = pytest.mark.parametrize(("name", "device"), RIVALS)
 SHAPE = (144, 272, 304)  # neither a multiple of a tile, both of 16 bytes of FP8
-CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
 
 
 def backend_of(name: str, device: str, pair: tuple[str, str] = PAIRS[0]) -> Backend:
@@ -94,8 +95,10 @@ def test_the_parts_do_not_depend_on_what_else_is_asked_for(name: str, device: st
 def test_an_amax_is_of_d_alone_and_only_grows(name: str, device: str) -> None:
     """Zero operands and a bias of -3: beyond D's rows a tile holds the bias' activation too, beyond its columns zeros."""
     backend = backend_of(name, device)
-    zeros = Operands(*(torch.zeros_like(x) for x in integers((16, 48, 32), PAIRS[0], device)[:2]),
-                     *torch.ones(2, device=device))  # fmt: skip
+    one = torch.ones((), device=device)
+    zeros = Operands(
+        *(Operand(torch.zeros_like(x.data), one, x.layout) for x in integers((16, 48, 32), PAIRS[0], device))
+    )
     bias = torch.full((48,), -3.0, device=device)
     residual = torch.full((16, 48), 3.0, device=device, dtype=torch.bfloat16)  # Gluon has no room for a wider one
     e = Epilogue(residual=True, target="e4m3")
@@ -143,10 +146,6 @@ def broken(g: Given) -> dict[str, Product]:
 
 
 def quantise(g: Given, out: Tensor) -> Any:
-    from gemm_checks import DTYPES
-
-    from te_bench.kernels import quantize
-
     return quantize.load("reference").scaled(
         out, g.scale, DTYPES[str(g.epilogue.target)], rowwise=True, columnwise=True
     )
@@ -321,11 +320,14 @@ def test_fp8_that_tma_cannot_write_is_named(shape: tuple[int, int, int], epilogu
         None, "needs an NVIDIA GPU (or TRITON_INTERPRET=1, set before Triton is imported)"
     )  # fmt: skip
     with pytest.raises(ValueError, match=f"{reason} must be a multiple of 16.*pad with zeros"):
-        triton.fused(*operands, out_dtype=torch.bfloat16, epilogue=epilogue, scale=torch.ones(()))
+        gemm.load("triton").fused(*operands, out_dtype=torch.bfloat16, epilogue=epilogue, scale=torch.ones(()))
 
 
 def test_compiles_without_graph_breaks() -> None:
-    backend_of("triton", "cpu")
+    backend = backend_of("triton", "cpu")
+    fused, accumulate = backend.fused, backend.accumulate
+    assert fused is not None
+    assert accumulate is not None
     for kind in ("gelu in FP8", "everything", "residual"):
         g = a_case(kind, shape=(32, 48, 64))
         torch.compiler.reset()  # its limit of recompilations is the whole process's
@@ -333,13 +335,13 @@ def test_compiles_without_graph_breaks() -> None:
         sums = torch.zeros(2, 32, 48)
 
         @torch.compile(fullgraph=True, backend="aot_eager")
-        def call(*operands: Tensor, given: Given, amax: Tensor | None, out: Tensor) -> Product:
-            triton.accumulate(*operands, out=out)
-            return triton.fused(*operands, **given.options(), amax=amax)  # type: ignore[arg-type]
+        def call(*operands: Operand, given: Given, amax: Tensor | None, out: Tensor) -> Product:
+            accumulate(*operands, out=out)
+            return fused(*operands, **given.options(), amax=amax)
 
         compiled = call(*g.operands, given=g, amax=amax, out=sums[0])
         eager = run(triton.BACKEND, g, amax=again)
-        triton.accumulate(*g.operands, out=sums[1])
+        accumulate(*g.operands, out=sums[1])
         check_product(compiled, g, floor=FLOAT32)
         assert compiled.out is None or torch.equal(compiled.out, eager.out)
         assert amax is again is None or torch.equal(amax, again)
@@ -350,10 +352,20 @@ def test_the_operators_are_well_formed() -> None:
     backend_of("triton", "cpu")
     operands, scale = integers((32, 48, 64), PAIRS[0]), torch.ones(())
     for target, amax in ((None, None), ("e4m3", torch.zeros(()))):
+        tensors = None, None, None if target is None else scale, amax
         arguments = (
-            *operands, None, torch.bfloat16, True, "gelu", True, None, True, target, True, False,
-            None if target is None else scale, amax,
-        )  # fmt: skip
-        torch.library.opcheck(torch.ops.te_bench.triton_gemm_fused, arguments, test_utils=CHECKS)
-    arguments = (*operands, torch.zeros(32, 48), True, False)
-    torch.library.opcheck(torch.ops.te_bench.triton_gemm_accumulate, arguments, test_utils=CHECKS)
+            *take_apart(*operands),
+            *tensors,
+            torch.bfloat16,
+            True,
+            "gelu",
+            True,
+            False,
+            True,
+            target,
+            True,
+            False,
+        )
+        torch.library.opcheck(torch.ops.te_bench.triton_gemm_fused, arguments, test_utils=OPCHECKS)
+    arguments = (*take_apart(*operands), torch.zeros(32, 48), True, False)
+    torch.library.opcheck(torch.ops.te_bench.triton_gemm_accumulate, arguments, test_utils=OPCHECKS)

@@ -1,7 +1,6 @@
 """GEMMs in half precision with an MLP's activation in their epilogue: the numbers, and when they run."""
 
 import contextlib
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +18,11 @@ from te_bench.kernels.activation.backends import reference
 from te_bench.kernels.gemm import ACTIVATIONS, half
 from te_bench.kernels.gemm.half import ACTIVATED, GRADIENT, choose
 from te_bench.kernels.gemm.hopper.plans import Plan
+from te_bench.kernels.measured import Timing
 
 BF16 = torch.bfloat16
 GPU, PROCESSORS = "NVIDIA H200", 132
-#: What was chosen at these heights when FP8 and bf16 had a table each, of the same measurements.
-BEFORE = json.loads(Path(__file__).with_name("h200_choices.json").read_text())
+SHIPPED = [row for row in measured.read(measured.SHIPPED) if row.operator == "gemm" and row.problem.dtype == "bf16"]
 
 
 # Which one runs
@@ -41,12 +40,12 @@ def _no_own_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     measured.forget()
 
 
-@pytest.mark.parametrize("shape", BEFORE["half"])
-def test_an_h200_chooses_as_it_did_when_half_precision_had_its_own_table(shape: str) -> None:
-    n, k, role = shape.split(",")
-    epilogue = None if role == "product" else role
-    assert [chosen(epilogue, m, int(n), int(k)) for m in BEFORE["heights"]] == BEFORE["half"][shape]
-    assert not chosen(epilogue, 12288, int(n), int(k), gpu="NVIDIA H100 80GB HBM3")
+@pytest.mark.parametrize("row", SHIPPED, ids=lambda row: str(row.problem))
+def test_a_measured_shape_gets_what_was_fastest_there(row: Timing) -> None:
+    p, gluons = row.problem, row.seconds["gluon"]
+    usual = row.seconds["torch" if p.epilogue is None else "separate"]
+    assert chosen(p.epilogue, p.m, p.n, p.k) == (usual >= 1.05 * gluons)
+    assert not chosen(p.epilogue, p.m, p.n, p.k, gpu="NVIDIA H100 80GB HBM3")
 
 
 def test_gpt2s_mlp_and_its_logits_and_nothing_that_was_not_measured() -> None:

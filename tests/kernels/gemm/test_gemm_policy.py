@@ -1,25 +1,23 @@
 """Which GEMM runs: the fastest measured of the shape, cuBLASLt where nothing was measured or little is to be won."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gemm_checks import FAST, check, integers, product, quantised
+from gemm_checks import FAST, check, integers, layout, product, quantised
 
 from te_bench.kernels import architecture, gemm, measured
 from te_bench.kernels.gemm import PAIRS, Product, policy, table
 from te_bench.kernels.gemm.backends import gluon, scaled_mm
 from te_bench.kernels.gemm.table import GemmShape
 from te_bench.kernels.measured import Timing
+from te_bench.kernels.quantize import Operand
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 GPU, PROCESSORS = "NVIDIA H200", 132
 SHIPPED = [row for row in measured.read(measured.SHIPPED) if row.operator == "gemm" and row.problem.dtype == "e4m3"]
-#: What was chosen at these heights when FP8 and bf16 had a table each, of the same measurements.
-BEFORE = json.loads(Path(__file__).with_name("h200_choices.json").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -49,14 +47,6 @@ def chosen(m: int, n: int, k: int, granularity: str = "tensor", fast: bool = Tru
     return policy.choose(m, n, k, granularity=granularity, fast=fast, gpu=gpu, processors=PROCESSORS)
 
 
-@pytest.mark.parametrize("shape", BEFORE["fp8"])
-def test_an_h200_chooses_as_it_did_when_fp8_had_its_own_table(shape: str) -> None:
-    n, k, *words = shape.split(",")
-    options = {"granularity": "row" if "row" in words else "tensor", "fast": "promoted" not in words}
-    found = [chosen(m, int(n), int(k), **options) for m in BEFORE["heights"]]
-    assert found == BEFORE["fp8"][shape]
-
-
 @pytest.mark.parametrize("row", SHIPPED, ids=lambda row: str(row.problem))
 def test_a_measured_shape_gets_what_was_fastest_there(row: Timing) -> None:
     p = row.problem
@@ -79,9 +69,9 @@ def test_gpt2s_products() -> None:
 
 
 def test_operands_that_are_no_matrices_are_refused() -> None:
-    a, one = torch.zeros(2, 16, 16, dtype=torch.float8_e4m3fn), torch.ones(())
+    a = Operand(torch.zeros(2, 16, 16, dtype=torch.float8_e4m3fn), torch.ones(()), layout("e4m3", "tensor"))
     with pytest.raises(ValueError, match="contiguous"):
-        policy.forward(a, a[0], one, one, out_dtype=torch.bfloat16)
+        policy.forward(a, a._replace(data=a.data[0]), out_dtype=torch.bfloat16)
 
 
 def test_what_was_not_measured_is_cublaslts() -> None:
@@ -132,9 +122,9 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     original = policy._launcher.__wrapped__
     monkeypatch.setattr(policy, "_launcher", lambda *key: original(*key[:-1], 0))
 
-    def launch(a: Any, b: Any, a_inv: Any, b_inv: Any, bias: Any, out_dtype: Any, fast: bool, *_: Any) -> Product:
+    def launch(*args: Any, **options: Any) -> Product:
         called.append("gluon")
-        return Product(reference(a, b, a_inv, b_inv, out_dtype=out_dtype, fast_accum=fast, bias=bias), None, None)
+        return Product(reference(*args, **options), None, None)
 
     def usual(*args: Any, **options: Any) -> torch.Tensor:
         called.append("scaled_mm")
@@ -169,7 +159,7 @@ def test_a_backend_that_cannot_is_not_chosen(an_h200: list[str], monkeypatch: py
 def test_compiled_it_is_one_operator(an_h200: list[str]) -> None:
     operands = integers((64, 48, 32), PAIRS[0])
 
-    def call(*given: torch.Tensor) -> torch.Tensor:
+    def call(*given: Operand) -> torch.Tensor:
         return policy.forward(*given, out_dtype=BF16, fast_accum=True) * 2
 
     out = torch.compile(call, fullgraph=True, backend="aot_eager")(*operands)

@@ -19,7 +19,7 @@ from te_bench.kernels.activation.backends import triton as activation
 from te_bench.kernels.gemm import PAIRS, Epilogue
 from te_bench.kernels.gemm.backends import gluon, scaled_mm, triton
 from te_bench.kernels.gemm.portable import tiles as _tiles
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.kernels.quantize.backends import triton as quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.alone]
@@ -123,7 +123,7 @@ def test_plain(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> Non
             operands = drawn(shape, pair=pair)
             options = {"out_dtype": torch.bfloat16, "fast_accum": fast_accum}
             backends = (scaled_mm, triton, gluon) if coarse else (scaled_mm, triton)
-            rivals = [functools.partial(rival.forward, *operands, **options) for rival in backends]
+            rivals = [functools.partial(rival.BACKEND.forward, *operands, **options) for rival in backends]
             # Each of the K / 32 additions of the 14-bit accumulator cuts up to 2^-13 of the sum: errors add as
             # their root (worst of 8 M elements at K = 8192, both rivals: 9.4e-3).
             floor = 2e-3 * (max(1.0, shape[2] / 768) ** 0.5 if fast_accum else 1.0)
@@ -136,9 +136,10 @@ def test_plain(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> Non
 
 def _rows(operands: Operands, count: int) -> Operands:
     """The operands of the first `count` rows of D, a multiple of 128."""
-    a, b, a_inv, b_inv = operands
-    scales = a_inv if a_inv.dim() == 0 else a_inv[: count if a_inv.shape[0] == a.shape[0] else count // 128]
-    return Operands(a[:count], b, scales, b_inv)
+    a, b = operands
+    height, _ = a.layout.block
+    scales = a.scale_inv if height is None else a.scale_inv[: count // height]
+    return Operands(Operand(a.data[:count], scales, a.layout), b)
 
 
 def same(ours: Tensor, theirs: Tensor) -> None:
@@ -165,7 +166,7 @@ def test_gelu_in_fp8(columnwise: bool, capsys: pytest.CaptureFixture[str]) -> No
         scale, amax = torch.tensor(60.0, device="cuda"), torch.zeros((), device="cuda")
         options = {"out_dtype": torch.bfloat16, "fast_accum": True, "bias": bias}
         more = {"epilogue": epilogue, "scale": scale, "amax": amax}
-        fused = [functools.partial(rival.fused, *operands, **options, **more) for rival in (triton, gluon)]
+        fused = [functools.partial(rival.BACKEND.fused, *operands, **options, **more) for rival in (triton, gluon)]
         apart = functools.partial(gelu_apart, operands, options, scale, amax, columnwise)
         pre, cast = apart()
         for made in (rival() for rival in fused):
@@ -189,7 +190,7 @@ def test_residual(capsys: pytest.CaptureFixture[str]) -> None:
         residual = torch.randn(shape[:2], device="cuda").bfloat16()
         options = {"out_dtype": torch.bfloat16, "fast_accum": True, "bias": bias}
         more = {"epilogue": Epilogue(residual=True), "residual": residual}
-        fused = [functools.partial(rival.fused, *operands, **options, **more) for rival in (triton, gluon)]
+        fused = [functools.partial(rival.BACKEND.fused, *operands, **options, **more) for rival in (triton, gluon)]
         apart = functools.partial(residual_apart, operands, options, residual)
         for rival in fused:
             same(rival().out, apart())
@@ -211,7 +212,7 @@ def test_fp8(capsys: pytest.CaptureFixture[str]) -> None:
         scale, amax = torch.tensor(1000.0, device="cuda"), torch.zeros((), device="cuda")
         options = {"out_dtype": torch.bfloat16, "fast_accum": False}
         more = {"epilogue": epilogue, "scale": scale, "amax": amax}
-        fused = [functools.partial(rival.fused, *operands, **options, **more) for rival in (triton, gluon)]
+        fused = [functools.partial(rival.BACKEND.fused, *operands, **options, **more) for rival in (triton, gluon)]
         apart = functools.partial(fp8_apart, operands, options, scale, amax)
         cast = apart()
         for made in (rival().quantized for rival in fused):
@@ -233,7 +234,9 @@ def test_weight_gradient(fast_accum: bool, capsys: pytest.CaptureFixture[str]) -
         operands, main = drawn(shape, FORMATS[2]), torch.zeros(shape[:2], device="cuda")
         options = {"fast_accum": fast_accum}
         apart = functools.partial(sum_apart, operands, main, fast_accum)
-        adds = [functools.partial(rival.accumulate, *operands, out=main, **options) for rival in (triton, gluon)]
+        adds = [
+            functools.partial(rival.BACKEND.accumulate, *operands, out=main, **options) for rival in (triton, gluon)
+        ]
         for add in adds:
             main.zero_()
             add()

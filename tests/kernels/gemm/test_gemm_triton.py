@@ -1,4 +1,4 @@
-"""Triton's GEMM: limits, tiles and the operator; what the compiler makes of it is in tests/kernels/test_compiled.py."""
+"""Triton's GEMM: limits and tiles; what the compiler makes of it is in tests/kernels/test_compiled.py."""
 
 import dataclasses
 from typing import Any
@@ -7,30 +7,11 @@ import pytest
 import torch
 from gemm_checks import FORMATS, a_problem, integers, product
 
-from te_bench.kernels.gemm import PAIRS, Epilogue
+from te_bench.kernels.gemm import Epilogue
 from te_bench.kernels.gemm.backends import triton
 from te_bench.kernels.gemm.portable import tiles
 
 H200 = dataclasses.replace(a_problem((128, 256, 512), FORMATS[0], ("tensor", "tensor"), "cuda"), capability=(9, 0))
-# Not test_schema, which multiplies FP8 tensors.
-CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"device": "cpu"}, "NVIDIA GPU"),
-        ({"capability": (8, 9)}, "8.9 < 9.0"),
-        ({"k": 24}, "K 24"),
-        ({"n": 12}, "N 12"),
-        ({"a_granularity": "tile", "b_granularity": "tile"}, "tile x tile"),
-    ],
-)
-def test_what_it_cannot_do_it_says(changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "INTERPRETED", False)
-    assert triton.unsupported(H200) is None
-    assert triton.unsupported(dataclasses.replace(H200, a_dtype="e5m2", b_dtype="e5m2", m=1)) is None
-    assert reason in str(triton.unsupported(dataclasses.replace(H200, **changes)))
 
 
 def test_the_interpreter_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +23,7 @@ def test_the_interpreter_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_that_tma_cannot_read_are_named(n: int, k: int) -> None:
     operands = integers((16, n, k), ("tensor", "tensor"))
     with pytest.raises(ValueError, match=f"N {n} and K {k}.*pad with zeros"):
-        triton.forward(*operands, out_dtype=torch.bfloat16)
+        triton.BACKEND.forward(*operands, out_dtype=torch.bfloat16)
 
 
 def test_the_tile_is_the_one_with_less_of_a_last_wave() -> None:
@@ -79,24 +60,13 @@ def test_the_tile_leaves_an_epilogue_room() -> None:
         assert tiles.tile(8192, n, out_dtype, **options) == expected
 
 
-def test_the_operator_is_well_formed() -> None:
-    if not triton.INTERPRETED:
-        pytest.skip("on a CPU in the interpreter only")
-    for pair in (PAIRS[0], PAIRS[3]):
-        operands = integers((18, 40, 48), pair)
-        for bias in (None, torch.ones(40)):
-            torch.library.opcheck(
-                torch.ops.te_bench.triton_gemm, (*operands, torch.float32, True, bias), test_utils=CHECKS
-            )
-
-
 @pytest.mark.parametrize("fast_accum", [False, True])
 def test_programs_take_several_tiles(fast_accum: bool) -> None:
     """Twenty tiles, more than a group of eight rows of them, for the interpreter's three programs."""
     if not triton.INTERPRETED:
         pytest.skip("on a CPU in the interpreter only")
     operands = integers((1200, 136, 16), ("row", "row"))
-    out = triton.forward(*operands, out_dtype=torch.float32, fast_accum=fast_accum)
+    out = triton.BACKEND.forward(*operands, out_dtype=torch.float32, fast_accum=fast_accum)
     assert torch.equal(out.double(), product(operands))
 
 
@@ -112,5 +82,5 @@ def test_a_large_tile_leaves_in_two_halves(
     monkeypatch.setattr(triton, "tile", lambda *_, **__: large)
     for shape in [(140, 264, 144), (16, 136, 32)]:
         operands = integers(shape, ("row", "row"), device)
-        out = triton.forward(*operands, out_dtype=out_dtype, fast_accum=True)
+        out = triton.BACKEND.forward(*operands, out_dtype=out_dtype, fast_accum=True)
         assert torch.equal(out, product(operands).to(out_dtype))

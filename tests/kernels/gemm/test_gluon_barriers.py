@@ -1,9 +1,10 @@
-"""Who waits for whom in Gluon's GEMM: its own functions as three Python threads, on barriers as sm_90's are.
+"""Who makes what in Gluon's GEMM, and who waits for whom: its functions as three Python threads, on barriers as sm_90's are.
 
 A barrier shows one bit of how many phases are over: who is two behind, or ahead by one, takes another block for its own.
 On an H200 every plan in turns with two tiles a program ended in an "unspecified launch failure" of it (2026-11-21).
 """
 
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import barriers
 import pytest
 from barriers import Barrier, Threads, ran
 
-from te_bench.kernels.gemm.hopper import kernels, plans
+from te_bench.kernels.gemm.hopper import kernels, plans, schedule
 from te_bench.kernels.gemm.hopper.plans import Plan
 
 
@@ -79,21 +80,22 @@ class Machine(Threads):
         return upper
 
 
-def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, programs: int) -> Any:
+def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, programs: int) -> Any:
     """The module of the kernels, its functions Python's."""
     k = kernels
     for name in (
-        "_tile_origin", "_steps_of_program", "_steps_in_tile", "_next_position", "_await_turn", "_allocate_barriers",
+        "tile_origin", "steps_of_program", "steps_in_tile", "next_position", "_await_turn", "_allocate_barriers",
         "_allocate_ring", "_block_of_b", "_product", "_promoted_product",
     ):  # fmt: skip
-        monkeypatch.setattr(k, name, getattr(k, name).fn)
+        monkeypatch.setattr(k, name, getattr(getattr(k, name), "fn", getattr(k, name)))
     same = lambda x, *_, **__: x  # noqa: E731
     language = types.SimpleNamespace(
-        cdiv=lambda x, y: -(-x // y), program_id=lambda _: 0, num_programs=lambda _: programs, static_range=range,
+        cdiv=lambda x, y: -(-x // y), program_id=lambda _: program, num_programs=lambda _: programs, static_range=range,
         NVMMADistributedLayout=lambda *_: None, zeros=lambda *_: Sum([], []), int16=None, float32=None, int64="barrier",
         allocate_shared_memory=machine.allocate, join=machine.join, permute=same, reshape=same, convert_layout=same,
     )  # fmt: skip
-    monkeypatch.setattr(k, "gl", language)
+    for module in (k, schedule):
+        monkeypatch.setattr(module, "gl", language)
     monkeypatch.setattr(
         k, "tma", types.SimpleNamespace(async_copy_global_to_shared=machine.copy, store_wait=lambda _: None)
     )
@@ -107,11 +109,11 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, programs: int) -
 
 def run(
     shape: tuple[int, int, int], p: Plan, stages: int, programs: int, promote: bool, stream: bool | None, slow: str,
-    monkeypatch: pytest.MonkeyPatch, across: bool = False,
+    monkeypatch: pytest.MonkeyPatch, across: bool = False, program: int = 0,
 ) -> list[tuple[int, int, list[Any]]]:  # fmt: skip
-    """Row, column and products of what the first of `programs` leaves; stream: of the sums' kernel, if not None."""
+    """Row, column and products of what a program of `programs` leaves; stream: of the sums' kernel, if not None."""
     machine = Machine(slow)
-    k = stand_in(machine, monkeypatch, programs)
+    k = stand_in(machine, monkeypatch, program, programs)
     left: list[tuple[int, int, list[Any]]] = []
 
     def leave(x: Sum, row: int, column: int) -> None:
@@ -126,7 +128,7 @@ def run(
         )
         for box in ([p.height, 128], [128, p.width] if across else [p.width, 128])
     )
-    a_shared, b_shared, full, empty = ring = k._allocate_ring(a, b, 1 if p.turns else 2, stages)
+    ring = k._allocate_ring(a, b, 1 if p.turns else 2, stages)
     turn = k._allocate_barriers()
     tile = p.height, p.width, 128, p.parts, p.slots, p.turns, stages, 8
     nothing = (None,) * 5
@@ -134,16 +136,14 @@ def run(
     def multiply(who: int) -> None:
         if stream is None:
             k._multiply.fn(
-                *ring, turn, nothing, nothing, None, None, None, None, *shape, who,
+                ring, turn, nothing, nothing, None, None, None, None, shape, who,
                 "tensor", across, promote, None, False, None, 1, False, *tile,
             )  # fmt: skip
         else:
-            k._multiply_and_add.fn(*ring, turn, None, None, None, *shape, who, "tensor", promote, *tile, stream)
+            k._multiply_and_add.fn(ring, turn, None, None, None, shape, who, "tensor", promote, *tile, stream)
 
     calls: dict[str, Callable[[], None]] = {
-        "fetch": lambda: k._fetch.fn(
-            a, b, a_shared, b_shared, full, empty, *shape, across, p.turns, stages, 8, bool(stream)
-        ),
+        "fetch": lambda: k._fetch.fn(a, b, ring, shape, across, p.turns, stages, 8, bool(stream)),
         "first": lambda: multiply(0),
         "second": lambda: multiply(1),
     }
@@ -180,6 +180,31 @@ def test_each_tile_is_of_its_own_blocks_whoever_is_slow(
     if stream:
         blocks = sum(len(products) for *_, products in left) // (1 if p.turns else 2)
         assert blocks == 10 * k // 128 // 2
+
+
+@pytest.mark.parametrize("name", ["turns", "halves", "promoted"])
+@pytest.mark.parametrize("stream", [None, False, True], ids=["leaves", "adds", "adds shares"])
+@pytest.mark.parametrize("shape", [(128, 128, 128), (1200, 136, 16), (768, 776, 512)], ids=str)
+@pytest.mark.parametrize("programs", [1, 5, 6])
+def test_every_block_of_every_tile_is_multiplied_once(
+    programs: int, shape: tuple[int, int, int], stream: bool | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, promote = PLANS[name]
+    (height, width), boxes = p.tile(), 1 if p.turns else 2
+    rows = range(0, -(-shape[0] // height) * height, p.height)
+    wanted = set(itertools.product(rows, range(0, shape[1], width), range(0, shape[2], 128)))
+    tiles = len({block[:2] for block in wanted}) // boxes
+    programs, seen = min(programs, len(wanted) // boxes if stream else tiles), list[list[tuple[int, int, int]]]()
+    for program in range(programs):
+        left = run(shape, p, 4, programs, promote, stream, "fetch", monkeypatch, program=program)
+        seen.append([(row, column, of_a[1]) for row, column, products in left for of_a, _ in products])
+        assert all(
+            products == [([row, of_a[1]], [column, of_a[1]]) for of_a, _ in products] for row, column, products in left
+        )
+    assert sorted(itertools.chain(*seen)) == sorted(wanted)
+    if stream:
+        counts = [len(blocks) for blocks in seen]
+        assert max(counts) - min(counts) <= boxes
 
 
 def check_tiles(left: list[tuple[int, int, list[Any]]], k: int) -> None:

@@ -167,9 +167,10 @@ def late_strip(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, g: T
     ROWS(logits, targets, losses, vocab, g, g_t, first and first - 1)
 
 
-def exchanged(a: Tensor, b: Tensor, *rest: object) -> Tensor:
+def exchanged(a: quantize.Operand, b: quantize.Operand, *rest: object) -> Tensor:
     """wgrad's x_t, of 16 rows of x, from last to first."""
-    return GEMM(a, b.view(torch.uint8).flip(1).view(E4M3) if b.shape[1] == 16 else b, *rest)  # type: ignore[arg-type]
+    flipped = b._replace(data=b.data.view(torch.uint8).flip(1).view(E4M3))
+    return GEMM(a, flipped if b.data.shape[1] == 16 else b, *rest)  # type: ignore[arg-type]
 
 
 def coarse(x: Tensor, weight: Tensor, *needs: bool) -> tuple[quantize.Quantized, quantize.Quantized]:

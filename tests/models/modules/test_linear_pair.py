@@ -33,7 +33,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     def gemm(
         _: Recipe, a: Operand, b: Operand, gemm: str, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
-        return reference.forward(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype=out_dtype, bias=bias)
+        return reference.forward(a, b, out_dtype=out_dtype, bias=bias)
 
     monkeypatch.setattr(Recipe, "_emulated", lambda *_: False)
     monkeypatch.setattr(Recipe, "gemm", gemm)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from te_bench.kernels import architecture, gluon
 from te_bench.kernels.activation import KINDS
-from te_bench.kernels.gemm import Backend, Epilogue, Problem, Product, granularities
-from te_bench.kernels.gemm.hopper.plans import Plan, plan, programs, sums
-from te_bench.kernels.gemm.operators import GROUP_M, allocate, misaligned, operators
-from te_bench.kernels.quantize import BLOCK
+from te_bench.kernels.gemm import NO_EPILOGUE, Backend, Epilogue, Problem, Product
+from te_bench.kernels.gemm.hopper.plans import Plan, plan, plan_sum, programs
+from te_bench.kernels.gemm.operands import check, granularities, refusal
+from te_bench.kernels.gemm.operators import GROUP_M, Operators, allocate, misaligned
+from te_bench.kernels.quantize import BLOCK, Operand
 
 try:
     from triton.experimental.gluon import language as gl
@@ -30,10 +31,11 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def unsupported(p: Problem) -> str | None:
-    if p.a_granularity not in ("tensor", "row") or p.b_granularity != p.a_granularity:
-        return f"scales per {p.a_granularity} x {p.b_granularity}: this one has tensor x tensor and row x row"
-    if reason := misaligned(p):
+    if reason := refusal(p.a, p.b) or misaligned(p):
         return reason
+    kind, other = granularities(p.a, p.b)
+    if kind not in ("tensor", "row"):
+        return f"scales per {kind} x {other}: this one has tensor x tensor and row x row"
     return gluon.unsupported(p.device, p.capability, MISSING, INTERPRETED)
 
 
@@ -52,26 +54,25 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> "TensorDescriptor":
 
 
 def launch(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None,
+    a: Operand,
+    b: Operand,
+    *,
     out_dtype: torch.dtype,
     fast_accum: bool,
-    epilogue: Epilogue,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    amax: Tensor | None,
+    bias: Tensor | None = None,
+    epilogue: Epilogue = NO_EPILOGUE,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
     chosen: Plan | None = None,
 ) -> Product:
     """D and what its epilogue leaves, none of M, N and K being 0."""
-    kind = _kind(a, b, a_scale_inv, b_scale_inv, bias)
+    kind = _kind(a, b, bias)
     p = chosen or plan(out_dtype, promote=not fast_accum, epilogue=epilogue, residual=residual)
-    made = allocate(a, b.shape[0], out_dtype, epilogue)
+    made = allocate(a.data, b.data.shape[0], out_dtype, epilogue)
     left = made.out, made.pre, residual, made.data, made.data_t
-    numbers = a_scale_inv, b_scale_inv, bias, scale, made.scale_inv, amax
-    run(p, a, b, left, numbers, epilogue, out_dtype, kind=kind, promote=not fast_accum)
+    numbers = a.scale_inv, b.scale_inv, bias, scale, made.scale_inv, amax
+    run(p, a.data, b.data, left, numbers, epilogue, out_dtype, kind=kind, promote=not fast_accum)
     return made.product()
 
 
@@ -120,9 +121,9 @@ def run(
         )
 
 
-def _kind(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None = None) -> str:
+def _kind(a: Operand, b: Operand, bias: Tensor | None = None) -> str:
     """What both operands' scales are for. Raises ValueError for operands that cannot be multiplied, or not here."""
-    kind, other = granularities(a, b, a_scale_inv, b_scale_inv, bias)
+    kind, other = check(a, b, bias)
     if kind not in ("tensor", "row"):
         raise ValueError(f"scales per {kind} x {other}: the Gluon GEMM has none in blocks; take triton or scaled_mm")
     return kind
@@ -133,33 +134,26 @@ def _constants(p: Plan) -> dict[str, int | bool]:
 
 
 def launch_accumulate(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    out: Tensor,
-    fast_accum: bool,
-    whole: bool,
-    chosen: Plan | None = None,
+    a: Operand, b: Operand, out: Tensor, fast_accum: bool, whole: bool, chosen: Plan | None = None
 ) -> None:
     """out += the product, none of M, N and K being 0; whole: no tile is shared by several programs."""
-    kind = _kind(a, b, a_scale_inv, b_scale_inv)
-    (m, k), n, processors = a.shape, b.shape[0], architecture.processors(a.device)
-    p, whole = (chosen, whole) if chosen else sums(m, n, promote=not fast_accum, whole=whole, processors=processors)
+    kind = _kind(a, b)
+    (m, k), n, processors = a.data.shape, b.data.shape[0], architecture.processors(a.data.device)
+    p, whole = (chosen, whole) if chosen else plan_sum(m, n, promote=not fast_accum, whole=whole, processors=processors)
     height, width = p.tile()
     steps = triton.cdiv(m, height) * triton.cdiv(n, width) * triton.cdiv(k, BLOCK)
-    with torch.cuda.device_of(a):
+    with torch.cuda.device_of(a.data):
         gluon_gemm_accumulate_kernel[(programs(p, m, n, processors) if whole else min(processors, steps),)](
-            *(_descriptor(a, p.height, BLOCK), _descriptor(b, p.width, BLOCK)),
-            *(_descriptor(out, p.height, p.width // p.parts), a_scale_inv, b_scale_inv, m, n, k),
+            *(_descriptor(a.data, p.height, BLOCK), _descriptor(b.data, p.width, BLOCK)),
+            *(_descriptor(out, p.height, p.width // p.parts), a.scale_inv, b.scale_inv, m, n, k),
             A_KIND=kind,
             PROMOTE=not fast_accum,
-            STAGES=p.stages(torch.float32, Epilogue(), None),
+            STAGES=p.stages(torch.float32, NO_EPILOGUE, None),
             STREAM=not whole,
             **_constants(p),
         )
 
 
-forward, fused, accumulate = operators("gluon", launch, launch_accumulate)
+_made = Operators("gluon", launch, launch_accumulate)
 
-BACKEND = Backend(forward=forward, unsupported=unsupported, fused=fused, accumulate=accumulate)
+BACKEND = Backend(forward=_made.forward, unsupported=unsupported, fused=_made.fused, accumulate=_made.accumulate)

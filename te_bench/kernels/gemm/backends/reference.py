@@ -8,62 +8,38 @@ from torch import Tensor
 
 from te_bench.kernels import quantize
 from te_bench.kernels.activation.backends import reference as activation
-from te_bench.kernels.gemm import (
-    Backend,
-    Epilogue,
-    Problem,
-    Product,
-    check_epilogue,
-    check_sum,
-    empty_product,
-    granularities,
-)
-from te_bench.kernels.quantize import BLOCK, Operand
+from te_bench.kernels.gemm import Backend, Epilogue, Problem, Product
+from te_bench.kernels.gemm.operands import DTYPES, check, check_epilogue, check_sum, refusal
+from te_bench.kernels.gemm.operators import as_operator
+from te_bench.kernels.quantize import BLOCK, SQUARE, Operand
 from te_bench.kernels.quantize.backends.reference import dequantize, widened
-
-DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def unsupported(p: Problem) -> str | None:
-    return None
+    return refusal(p.a, p.b)
 
 
-def forward(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    *,
-    out_dtype: torch.dtype,
-    fast_accum: bool = False,
-    bias: Tensor | None = None,
+def _multiply(
+    a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
 ) -> Tensor:
     """D = dequantise(a) @ dequantise(b).T + bias, rounded once from float32; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
 
     Block scales multiply the float32 sum over their 128 of K. fast_accum changes nothing: sums are float32 here.
     Raises ValueError for operands that cannot be multiplied.
     """
-    granularities(a, b, a_scale_inv, b_scale_inv, bias)
-    return _operator(a, b, a_scale_inv, b_scale_inv, out_dtype, bias)
-
-
-@torch.library.custom_op("te_bench::reference_gemm", mutates_args=())
-def _operator(
-    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None
-) -> Tensor:
-    kind, _ = granularities(a, b, a_scale_inv, b_scale_inv, bias)
-    with torch.autocast(a.device.type, enabled=False):
+    kind, _ = check(a, b, bias)
+    with torch.autocast(a.data.device.type, enabled=False):
         # FP8 fits into TF32 and even bfloat16, so that torch.set_float32_matmul_precision does not matter here.
         if kind == "tensor":
-            out = (widened(a) @ widened(b).t()).mul_(a_scale_inv * b_scale_inv)
+            out = (widened(a.data) @ widened(b.data).t()).mul_(a.scale_inv * b.scale_inv)
         elif kind == "row":
-            out = (widened(a) @ widened(b).t()).mul_(a_scale_inv[:, None]).mul_(b_scale_inv)
+            out = (widened(a.data) @ widened(b.data).t()).mul_(a.scale_inv[:, None]).mul_(b.scale_inv)
         else:
-            out = _blocks(widened(a), widened(b), a_scale_inv, b_scale_inv)
+            out = _blocks(widened(a.data), widened(b.data), _of_each_row(a), _of_each_row(b))
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
-_operator.register_fake(empty_product)
+forward = as_operator("reference_gemm", _multiply)
 
 
 def dequantized(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -74,10 +50,8 @@ def dequantized(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor 
 
 
 def fused(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
+    a: Operand,
+    b: Operand,
     *,
     out_dtype: torch.dtype,
     epilogue: Epilogue,
@@ -91,8 +65,8 @@ def fused(
 
     amax becomes max(amax, max |out|). Raises ValueError for operands, or an epilogue's, that do not fit.
     """
-    check_epilogue(a, b, out_dtype, epilogue, residual, scale, amax)
-    x = forward(a, b, a_scale_inv, b_scale_inv, out_dtype=torch.float32, bias=bias)
+    check_epilogue((a.data.shape[0], b.data.shape[0]), out_dtype, epilogue, residual, scale, amax)
+    x = forward(a, b, out_dtype=torch.float32, bias=bias)
     pre = None
     if epilogue.activation is not None:
         pre = x.to(out_dtype)
@@ -105,17 +79,14 @@ def fused(
     return Product(out if epilogue.out else None, pre if epilogue.keep else None, quantized)
 
 
-def accumulate(
-    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, *, out: Tensor, fast_accum: bool = False
-) -> None:
+def accumulate(a: Operand, b: Operand, *, out: Tensor, fast_accum: bool = False) -> None:
     """out += dequantise(a) @ dequantise(b).T in float32. Raises ValueError as `forward`, and for another out."""
-    check_sum(a, b, out)
-    out.add_(forward(a, b, a_scale_inv, b_scale_inv, out_dtype=torch.float32))
+    check_sum((a.data.shape[0], b.data.shape[0]), out)
+    out.add_(forward(a, b, out_dtype=torch.float32))
 
 
 def _blocks(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
-    """Sum over the blocks of K of (a_block @ b_block.T) * their scales."""
-    a_scale_inv, b_scale_inv = _each_row(a_scale_inv, a.shape[0]), _each_row(b_scale_inv, b.shape[0])
+    """Sum over the blocks of K of (a_block @ b_block.T) * their scales, (rows, blocks) each."""
     out = None
     for i in range(a_scale_inv.shape[1]):
         along = slice(i * BLOCK, (i + 1) * BLOCK)
@@ -124,9 +95,9 @@ def _blocks(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> T
     return a.new_zeros(a.shape[0], b.shape[0]) if out is None else out
 
 
-def _each_row(scale_inv: Tensor, rows: int) -> Tensor:
-    """(rows, blocks) from scales of 1 x 128 or 128 x 128 blocks."""
-    return scale_inv if scale_inv.shape[0] == rows else scale_inv.repeat_interleave(BLOCK, 0)[:rows]
+def _of_each_row(x: Operand) -> Tensor:
+    """Its scales, (rows, blocks)."""
+    return x.scale_inv.repeat_interleave(BLOCK, 0)[: x.data.shape[0]] if x.layout.block == SQUARE else x.scale_inv
 
 
 BACKEND = Backend(forward=forward, unsupported=unsupported, fused=fused, accumulate=accumulate)

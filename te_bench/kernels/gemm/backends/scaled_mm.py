@@ -12,11 +12,14 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from te_bench.kernels import architecture
-from te_bench.kernels.gemm import PAIRS, Backend, Problem, empty_product, granularities
-from te_bench.kernels.quantize import BLOCK
+from te_bench.kernels.gemm import Backend, Problem
+from te_bench.kernels.gemm.operands import check, granularities, refusal
+from te_bench.kernels.gemm.operators import as_operator
+from te_bench.kernels.quantize import BLOCK, PLAIN, TENSOR, Operand
 
 ALIGNMENT = 16  # of N and K, in elements: 16 bytes of FP8
 SCALE_ALIGNMENT = 4  # of the rows of 1 x 128 scales and of the K blocks of 128 x 128 scales: 16 bytes of float32
+PER_TENSOR = (TENSOR, torch.float32, PLAIN)  # a Layout, but for the format
 RECIPES = {"block": ScalingType.BlockWise1x128.value, "tile": ScalingType.BlockWise128x128.value}
 
 VectorT = TypeVar("VectorT", Tensor, Tensor | None)
@@ -29,13 +32,14 @@ def unsupported(p: Problem) -> str | None:
         return "needs an NVIDIA GPU"
     if p.capability is not None and p.capability < architecture.FP8_SINCE:
         return f"compute capability {p.capability[0]}.{p.capability[1]} < 8.9"
-    if p.a_dtype == p.b_dtype == "e5m2":
+    if reason := refusal(p.a, p.b):
+        return reason
+    in_blocks, e5m2 = granularities(p.a, p.b)[0] in RECIPES, torch.float8_e5m2
+    if p.a.format is p.b.format is e5m2:
         return "E5M2 x E5M2: cuBLASLt has no such kernel"
-    if (p.a_granularity, p.b_granularity) not in PAIRS:
-        return f"scales per {p.a_granularity} x {p.b_granularity}: cuBLASLt has no such kernel"
-    if p.a_granularity in RECIPES and "e5m2" in (p.a_dtype, p.b_dtype):
+    if in_blocks and e5m2 in (p.a.format, p.b.format):
         return "E5M2 with block scales: torch hands cuBLASLt E4M3 only"  # torch 2.11: "Invalid scaling configuration"
-    if p.a_granularity in RECIPES and p.capability is not None and p.capability[0] != 9:
+    if in_blocks and p.capability is not None and p.capability[0] != 9:
         return (
             f"block scales: cuBLASLt has them on compute capability 9.x only, not {p.capability[0]}.{p.capability[1]}"
         )
@@ -43,14 +47,7 @@ def unsupported(p: Problem) -> str | None:
 
 
 def forward(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    *,
-    out_dtype: torch.dtype,
-    fast_accum: bool = False,
-    bias: Tensor | None = None,
+    a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
 ) -> Tensor:
     """D = dequantise(a) @ dequantise(b).T + bias; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
 
@@ -62,22 +59,24 @@ def forward(
     Raises ValueError for operands that cannot be multiplied.
     """
     if torch.compiler.is_compiling():
-        return _forward_op(a, b, a_scale_inv, b_scale_inv, out_dtype, fast_accum, bias)
-    m, k = a.shape
-    n = b.shape[0]
+        return _operator(a, b, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
+    x, y, x_inv, y_inv = a.data, b.data, a.scale_inv, b.scale_inv
     # The fast path of training: a Python branch costs less than a microsecond, a checked slow path several.
-    if a_scale_inv.dim() == b_scale_inv.dim() == 0 and m and k and n and not (k % ALIGNMENT or n % ALIGNMENT):
-        return _multiply(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum)
-    kind, _ = granularities(a, b, a_scale_inv, b_scale_inv, bias)
+    if a.layout[1:] == b.layout[1:] == PER_TENSOR and x.dim() == y.dim() == 2:
+        (m, k), n = x.shape, y.shape[0]
+        if m and k and n and not (k % ALIGNMENT or n % ALIGNMENT):
+            return _multiply(x, y, x_inv, y_inv, bias, out_dtype, fast_accum)
+    kind, _ = check(a, b, bias)
+    (m, k), n = x.shape, y.shape[0]
     if not (m and k and n):
-        nothing = a.new_zeros((m, n), dtype=out_dtype)
+        nothing = x.new_zeros((m, n), dtype=out_dtype)
         return nothing if bias is None else nothing + bias.to(out_dtype)
     if kind in RECIPES:
-        return _block(a, b, a_scale_inv, b_scale_inv, bias, out_dtype)
-    a, b, bias = _pad(a, 1, ALIGNMENT), _pad(b, ALIGNMENT, ALIGNMENT), _pad_vector(bias, 0.0)
+        return _block(a, b, bias, out_dtype)
+    x, y, bias = _pad(x, 1, ALIGNMENT), _pad(y, ALIGNMENT, ALIGNMENT), _pad_vector(bias, 0.0)
     if kind == "row":
-        a_scale_inv, b_scale_inv = a_scale_inv[:, None], _pad_vector(b_scale_inv, 1.0)[None]
-    return _multiply(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum)[:, :n].contiguous()
+        x_inv, y_inv = x_inv[:, None], _pad_vector(y_inv, 1.0)[None]
+    return _multiply(x, y, x_inv, y_inv, bias, out_dtype, fast_accum)[:, :n].contiguous()
 
 
 def _multiply(
@@ -98,22 +97,20 @@ def _multiply(
     return out if fused or bias is None else out.add_(bias)
 
 
-def _block(
-    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+def _block(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The GEMM of block scales (sm_90), scales in the layouts of te_bench.kernels.quantize."""
-    pair = granularities(a, b, a_scale_inv, b_scale_inv, bias)
-    (m, _), n = a.shape, b.shape[0]
-    a, b, bias = _pad(a, SCALE_ALIGNMENT, BLOCK), _pad(b, ALIGNMENT, BLOCK), _pad_vector(bias, 0.0)
+    kinds = granularities(a.layout, b.layout)
+    m, n = a.data.shape[0], b.data.shape[0]
+    x, y, bias = _pad(a.data, SCALE_ALIGNMENT, BLOCK), _pad(b.data, ALIGNMENT, BLOCK), _pad_vector(bias, 0.0)
     fused = bias is not None and out_dtype is not torch.float32
     out = torch._scaled_mm_v2(
-        a,
-        b.t(),
-        [_layout(a_scale_inv, a.shape[0], pair[0])],
-        [RECIPES[pair[0]]],
+        x,
+        y.t(),
+        [_layout(a.scale_inv, x.shape[0], kinds[0])],
+        [RECIPES[kinds[0]]],
         [],
-        [_layout(b_scale_inv, b.shape[0], pair[1])],
-        [RECIPES[pair[1]]],
+        [_layout(b.scale_inv, y.shape[0], kinds[1])],
+        [RECIPES[kinds[1]]],
         [],
         bias.to(out_dtype) if fused and bias is not None else None,
         out_dtype,
@@ -126,20 +123,7 @@ def _block(
 # One operator for all of it: torch's fake implementation takes fewer shapes than its kernel (block scales: whole blocks
 # only), Inductor's lowering may take the strides of the scales for another layout (pytorch/pytorch#195751), and where D
 # was sliced or added to in place inside an autograd.Function the compiled backward pass got zeros (torch 2.11).
-@torch.library.custom_op("te_bench::scaled_mm", mutates_args=())
-def _forward_op(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    bias: Tensor | None,
-) -> Tensor:
-    return forward(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
-
-
-_forward_op.register_fake(empty_product)
+_operator = as_operator("scaled_mm", forward)
 
 
 def _layout(scale_inv: Tensor, rows: int, kind: str) -> Tensor:

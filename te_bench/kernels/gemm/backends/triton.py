@@ -13,28 +13,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from te_bench.kernels import architecture
 from te_bench.kernels.activation import KINDS
-from te_bench.kernels.gemm import (
-    PAIRS,
-    Backend,
-    Epilogue,
-    Problem,
-    Product,
-    granularities,
-)
-from te_bench.kernels.gemm.backends.reference import DTYPES
-from te_bench.kernels.gemm.operators import GROUP_M, INTERPRETED_PROCESSORS, allocate, misaligned, operators
+from te_bench.kernels.gemm import NO_EPILOGUE, Backend, Epilogue, Problem, Product
+from te_bench.kernels.gemm.operands import DTYPES, check, refusal
+from te_bench.kernels.gemm.operators import GROUP_M, INTERPRETED_PROCESSORS, Operators, allocate, misaligned
 from te_bench.kernels.gemm.portable.kernels import gemm_accumulate_kernel, scaled_kernel
 from te_bench.kernels.gemm.portable.tiles import Tile, split, tile
-from te_bench.kernels.quantize import BLOCK
+from te_bench.kernels.quantize import BLOCK, Operand
 from te_bench.kernels.tile import FLOATS, FP8
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def unsupported(p: Problem) -> str | None:
-    if (p.a_granularity, p.b_granularity) not in PAIRS:
-        return f"scales per {p.a_granularity} x {p.b_granularity}: te-bench has no such kernel"
-    if reason := misaligned(p):
+    if reason := refusal(p.a, p.b) or misaligned(p):
         return reason
     if INTERPRETED:
         return None
@@ -51,13 +42,12 @@ def _along_n(scale_inv: Tensor, block_n: int) -> Tensor:
     return (F.pad(scale_inv, (0, 0, 0, missing)) if missing else scale_inv).t().contiguous()
 
 
-def _operands(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, b_kind: str, t: Tile) -> tuple[Any, ...]:
+def _operands(a: Operand, b: Operand, kinds: tuple[str, str], t: Tile) -> tuple[Any, ...]:
     """Both operands as descriptors, and their scales as the kernels read them."""
-    if b_kind == "block":
-        b_scale_inv = _along_n(b_scale_inv, t.n)
-    a_desc = TensorDescriptor.from_tensor(a, [t.m, BLOCK])
-    b_desc = TensorDescriptor.from_tensor(b, [t.n, BLOCK])
-    return a_desc, b_desc, a_scale_inv.contiguous(), b_scale_inv.contiguous()
+    b_scale_inv = _along_n(b.scale_inv, t.n) if kinds[1] == "block" else b.scale_inv
+    a_desc = TensorDescriptor.from_tensor(a.data, [t.m, BLOCK])
+    b_desc = TensorDescriptor.from_tensor(b.data, [t.n, BLOCK])
+    return a_desc, b_desc, a.scale_inv.contiguous(), b_scale_inv.contiguous()
 
 
 def _constants(t: Tile, kinds: tuple[str, str], fast_accum: bool, tiles: int, device: torch.device) -> dict[str, Any]:
@@ -70,34 +60,33 @@ def _constants(t: Tile, kinds: tuple[str, str], fast_accum: bool, tiles: int, de
 
 
 def launch(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None,
+    a: Operand,
+    b: Operand,
+    *,
     out_dtype: torch.dtype,
     fast_accum: bool,
-    epilogue: Epilogue,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    amax: Tensor | None,
+    bias: Tensor | None = None,
+    epilogue: Epilogue = NO_EPILOGUE,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Product:
     """D and what its epilogue leaves, none of M, N and K being 0."""
-    kinds = granularities(a, b, a_scale_inv, b_scale_inv, bias)
-    (m, k), n, device = a.shape, b.shape[0], a.device
+    kinds = check(a, b, bias)
+    (m, k), n, device = a.data.shape, b.data.shape[0], a.data.device
     target = None if epilogue.target is None else DTYPES[epilogue.target]
     t = tile(
         m, n, out_dtype, promote=not fast_accum, kind=kinds[0], epilogue=epilogue,
         processors=architecture.processors(device, INTERPRETED_PROCESSORS),
     )  # fmt: skip
-    made = allocate(a, n, out_dtype, epilogue)
+    made = allocate(a.data, n, out_dtype, epilogue)
     part = [t.m, t.n // t.parts]
     outputs = made.out, made.pre, residual, made.data
     left = [None if x is None else TensorDescriptor.from_tensor(x, part) for x in outputs]
     data_t_desc = None if made.data_t is None else TensorDescriptor.from_tensor(made.data_t, part[::-1])
-    a_desc, b_desc, a_scale_inv, b_scale_inv = _operands(a, b, a_scale_inv, b_scale_inv, kinds[1], t)
+    a_desc, b_desc, a_scale_inv, b_scale_inv = _operands(a, b, kinds, t)
     constants = _constants(t, kinds, fast_accum, triton.cdiv(m, t.m) * triton.cdiv(n, t.n), device)
-    with torch.cuda.device_of(a):
+    with torch.cuda.device_of(a.data):
         scaled_kernel[(constants["PROGRAMS"],)](
             *(a_desc, b_desc, *left, data_t_desc, a_scale_inv, b_scale_inv),
             *(None if bias is None else bias.contiguous(), scale, made.scale_inv, amax, m, n, k),
@@ -109,26 +98,24 @@ def launch(
     return made.product()
 
 
-def launch_accumulate(
-    a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, fast_accum: bool, whole: bool
-) -> None:
+def launch_accumulate(a: Operand, b: Operand, out: Tensor, fast_accum: bool, whole: bool) -> None:
     """out += the product, none of M, N and K being 0; whole: K is not split."""
-    kinds = granularities(a, b, a_scale_inv, b_scale_inv)
-    (m, k), n, processors = a.shape, b.shape[0], architecture.processors(a.device, INTERPRETED_PROCESSORS)
+    kinds, device = check(a, b), a.data.device
+    (m, k), n, processors = a.data.shape, b.data.shape[0], architecture.processors(device, INTERPRETED_PROCESSORS)
     promote = kinds[0] in ("block", "tile") or not fast_accum
     if whole:
         t, shares = tile(m, n, out.dtype, promote=promote, processors=processors), 1
     else:
         t, shares = split(m, n, k, promote=promote, processors=processors)
     d_desc = TensorDescriptor.from_tensor(out, [t.m, t.n // t.parts])
-    a_desc, b_desc, a_scale_inv, b_scale_inv = _operands(a, b, a_scale_inv, b_scale_inv, kinds[1], t)
-    constants = _constants(t, kinds, fast_accum, triton.cdiv(m, t.m) * triton.cdiv(n, t.n) * shares, a.device)
-    with torch.cuda.device_of(a):
+    a_desc, b_desc, a_scale_inv, b_scale_inv = _operands(a, b, kinds, t)
+    constants = _constants(t, kinds, fast_accum, triton.cdiv(m, t.m) * triton.cdiv(n, t.n) * shares, device)
+    with torch.cuda.device_of(a.data):
         gemm_accumulate_kernel[(constants["PROGRAMS"],)](
             a_desc, b_desc, d_desc, a_scale_inv, b_scale_inv, m, n, k, SPLIT=shares, **constants
         )
 
 
-forward, fused, accumulate = operators("triton", launch, launch_accumulate)
+_made = Operators("triton", launch, launch_accumulate)
 
-BACKEND = Backend(forward=forward, unsupported=unsupported, fused=fused, accumulate=accumulate)
+BACKEND = Backend(forward=_made.forward, unsupported=unsupported, fused=_made.fused, accumulate=_made.accumulate)

@@ -212,7 +212,7 @@ def scale_and_add_bias(x, vectors, row, column, M, N, A_KIND: gl.constexpr):
 
 @gluon.jit
 def _finish_part(
-    x, left, staging, out_slot, residual_slot, slot, loaded, parity, vectors, scale, amax_bits, row, column, M, N,
+    x, descs, staging, out_slot, residual_slot, slot, loaded, parity, vectors, scale, amax_bits, row, column, M, N,
     A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr, DTYPE: gl.constexpr, AMAX: gl.constexpr,
     PENDING: gl.constexpr, IN_PLACE: gl.constexpr,
 ):  # fmt: skip
@@ -222,7 +222,7 @@ def _finish_part(
     stores that may still be reading when the next to the same slot is due. IN_PLACE: out takes the residual's place.
     """
     HEIGHT: gl.constexpr = x.shape[0]
-    d_desc, pre_desc, residual_desc, data_desc, data_t_desc = left
+    d_desc, pre_desc, residual_desc, data_desc, data_t_desc = descs
     out_shared, residual_shared, pre_shared, data_shared, data_t_shared = staging
     x = scale_and_add_bias(x, vectors, row, column, M, N, A_KIND)
     if ACTIVATION is not None and not GRADIENT:
@@ -265,7 +265,7 @@ def _finish_part(
 
 @gluon.jit
 def store_by_parts(
-    x, left, staging, who, loaded, parity, vectors, scale, amax_bits, row, column, M, N,
+    x, descs, staging, who, loaded, parity, vectors, scale, amax_bits, row, column, M, N,
     A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr, DTYPE: gl.constexpr, AMAX: gl.constexpr,
     PENDING: gl.constexpr, IN_PLACE: gl.constexpr, SLOTS: gl.constexpr, ALL: gl.constexpr, PARTS: gl.constexpr,
     PART: gl.constexpr,
@@ -275,18 +275,18 @@ def store_by_parts(
     if PARTS == 1:
         whole, slot = who * ALL + PART, who * SLOTS + PART % SLOTS
         return _finish_part(
-            x, left, staging, whole if IN_PLACE else slot, whole, slot, loaded, parity, vectors, scale, amax_bits,
+            x, descs, staging, whole if IN_PLACE else slot, whole, slot, loaded, parity, vectors, scale, amax_bits,
             row, column, M, N, A_KIND, ACTIVATION, GRADIENT, DTYPE, AMAX, PENDING, IN_PLACE,
         )  # fmt: skip
     else:
         HALF: gl.constexpr = PARTS // 2
         x_left, x_right = _split_columns(x)
         amax_bits = store_by_parts(
-            x_left, left, staging, who, loaded, parity, vectors, scale, amax_bits, row, column, M, N,
+            x_left, descs, staging, who, loaded, parity, vectors, scale, amax_bits, row, column, M, N,
             A_KIND, ACTIVATION, GRADIENT, DTYPE, AMAX, PENDING, IN_PLACE, SLOTS, ALL, HALF, PART,
         )  # fmt: skip
         return store_by_parts(
-            x_right, left, staging, who, loaded, parity, vectors, scale, amax_bits, row, column + WIDTH // 2, M, N,
+            x_right, descs, staging, who, loaded, parity, vectors, scale, amax_bits, row, column + WIDTH // 2, M, N,
             A_KIND, ACTIVATION, GRADIENT, DTYPE, AMAX, PENDING, IN_PLACE, SLOTS, ALL, HALF, PART + HALF,
         )  # fmt: skip
 

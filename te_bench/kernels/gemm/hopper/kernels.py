@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from te_bench.kernels.gemm.hopper.epilogue import add_by_parts, store_by_parts
+from te_bench.kernels.gemm.hopper.schedule import next_position, steps_in_tile, steps_of_program, tile_origin
 
 WARPGROUPS = gl.constexpr(2)
 REGISTERS = gl.constexpr(240)  # of a multiplying thread; a fetching one has 24, and a processor 65536
@@ -30,72 +31,25 @@ REGISTERS = gl.constexpr(240)  # of a multiplying thread; a fetching one has 24,
 UNALIGNED = ["scale", "amax", "scale_inv"]
 
 
-# Where one is
-
-
-@gluon.jit
-def _tile_origin(index, tiles_m, tiles_n, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, GROUP_M: gl.constexpr):
-    """The first row and column of a tile: GROUP_M tiles down, then one to the right."""
-    group = index // (GROUP_M * tiles_n)
-    first = group * GROUP_M
-    height = min(tiles_m - first, GROUP_M)
-    within = index % (GROUP_M * tiles_n)
-    return (first + within % height) * HEIGHT, (within // height) * WIDTH
-
-
-@gluon.jit
-def _steps_of_program(M, N, K, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, STREAM: gl.constexpr):
-    """tiles_m, tiles_n, blocks of K, and the program's share of the steps, tile after tile and block after block.
-
-    STREAM: all shares are alike, and may begin and end within a tile. Else they are of whole tiles, and of every
-    num_programs-th: `end` is that of the last.
-    """
-    tiles_m, tiles_n, blocks = gl.cdiv(M, HEIGHT), gl.cdiv(N, WIDTH), gl.cdiv(K, BLOCK_K)
-    program, programs, tiles = gl.program_id(0), gl.num_programs(0), tiles_m * tiles_n
-    if STREAM:
-        each, more = tiles * blocks // programs, tiles * blocks % programs
-        start = program * each + min(program, more)
-        end = start + each
-        if program < more:
-            end += 1
-    else:
-        start, end = program * blocks, tiles * blocks
-    return tiles_m, tiles_n, blocks, start, end
-
-
-@gluon.jit
-def _steps_in_tile(position, end, blocks):
-    """How many steps from there on are of the same tile, none of them beyond the end."""
-    return max(min(blocks - position % blocks, end - position), 0)
-
-
-@gluon.jit
-def _next_position(position, length, blocks, STREAM: gl.constexpr):
-    """Where the step after a stretch of `length` is."""
-    if STREAM:
-        return position + length
-    else:
-        return position + gl.num_programs(0) * blocks
-
-
 # Fetch
 
 
 @gluon.jit
 def _fetch(
-    a_desc, b_desc, a_shared, b_shared, full, empty, M, N, K,
+    a_desc, b_desc, ring, sizes,
     ACROSS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
     """Blocks of K of a and b, tile after tile, into the ring of STAGES."""
+    a_shared, b_shared, full, empty = ring
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
     BOX: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
     WIDTH: gl.constexpr = b_desc.block_type.shape[1 if ACROSS else 0]
-    tiles_m, tiles_n, blocks, position, end = _steps_of_program(M, N, K, BOX * BOXES, WIDTH, BLOCK_K, STREAM)
+    tiles_m, tiles_n, blocks, position, end = steps_of_program(sizes, BOX * BOXES, WIDTH, BLOCK_K, STREAM)
     step = 0
     while position < end:
-        row, column = _tile_origin(position // blocks, tiles_m, tiles_n, BOX * BOXES, WIDTH, GROUP_M)
-        first, length = position % blocks, _steps_in_tile(position, end, blocks)
+        row, column = tile_origin(position // blocks, tiles_m, tiles_n, BOX * BOXES, WIDTH, GROUP_M)
+        first, length = position % blocks, steps_in_tile(position, end, blocks)
         for k in range(first, first + length):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
@@ -107,7 +61,7 @@ def _fetch(
             at = [k * BLOCK_K, column] if ACROSS else [column, k * BLOCK_K]
             tma.async_copy_global_to_shared(b_desc, at, ready, b_shared.index(stage))
             step += 1
-        position = _next_position(position, length, blocks, STREAM)
+        position = next_position(position, length, blocks, STREAM)
 
 
 # Multiply
@@ -130,11 +84,12 @@ def _await_turn(turn, who, parity):
 
 @gluon.jit
 def _product(
-    a_shared, b_shared, full, empty, turn, who, step, length, box,
+    ring, turn, who, step, length, box,
     ACROSS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
     HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's tile of a @ b.T, float32, over `length` blocks of K from `step` of the ring on."""
+    a_shared, b_shared, full, empty = ring
     acc = gl.zeros((HEIGHT, WIDTH), gl.float32, LAYOUT)
     for k in range(length):
         stage = step % STAGES
@@ -154,7 +109,7 @@ def _product(
 
 @gluon.jit
 def _promoted_product(
-    a_shared, b_shared, full, empty, turn, who, step, length, box,
+    ring, turn, who, step, length, box,
     ACROSS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
     HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
@@ -163,6 +118,7 @@ def _promoted_product(
     Half of the tile's rows at a time: a second accumulator of all of them would not fit. While one warpgroup adds, the
     other one's products run, if they share a tile; in turns the tensor core waits.
     """
+    a_shared, b_shared, full, empty = ring
     HALF: gl.constexpr = HEIGHT // 2
     upper = gl.zeros((HALF, WIDTH), gl.float32, LAYOUT)
     lower = gl.zeros((HALF, WIDTH), gl.float32, LAYOUT)
@@ -187,7 +143,7 @@ def _promoted_product(
 
 @gluon.jit
 def _multiply(
-    a_shared, b_shared, full, empty, turn, left, staging, loaded, vectors, scale, amax, M, N, K, who,
+    ring, turn, descs, staging, loaded, vectors, scale, amax, sizes, who,
     A_KIND: gl.constexpr, ACROSS: gl.constexpr, PROMOTE: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr,
     DTYPE: gl.constexpr, STORES: gl.constexpr, IN_PLACE: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
     BLOCK_K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
@@ -196,10 +152,10 @@ def _multiply(
     """A warpgroup's tiles, or its halves of the program's tiles, and what is made of them."""
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, WIDTH, 256 // a_shared.dtype.primitive_bitwidth]
+        [3, 0], [4, 1], [16, WIDTH, 256 // ring[0].dtype.primitive_bitwidth]
     )
-    residual_desc, residual_shared = left[2], staging[1]
-    tiles_m, tiles_n, blocks, position, end = _steps_of_program(M, N, K, HEIGHT * BOXES, WIDTH, BLOCK_K, False)
+    residual_desc, residual_shared = descs[2], staging[1]
+    tiles_m, tiles_n, blocks, position, end = steps_of_program(sizes, HEIGHT * BOXES, WIDTH, BLOCK_K, False)
     stride = gl.num_programs(0) * blocks
     step, skipped, box = 0, 0, who
     if TURNS:
@@ -208,7 +164,7 @@ def _multiply(
         stride *= WARPGROUPS
     amax_bits, parity = gl.zeros((HEIGHT, 8), gl.int16, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])), 0
     while position < end:
-        row, column = _tile_origin(position // blocks, tiles_m, tiles_n, HEIGHT * BOXES, WIDTH, GROUP_M)
+        row, column = tile_origin(position // blocks, tiles_m, tiles_n, HEIGHT * BOXES, WIDTH, GROUP_M)
         row += box * HEIGHT
         if residual_desc is not None:  # asked for early, so that it is there when the product is
             tma.store_wait(0)
@@ -219,13 +175,11 @@ def _multiply(
         product: gl.constexpr = _promoted_product if PROMOTE else _product
         if TURNS:
             _await_turn(turn, who, parity)
-        x = product(
-            a_shared, b_shared, full, empty, turn, who, step, blocks, box, ACROSS, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH
-        )  # fmt: skip
+        x = product(ring, turn, who, step, blocks, box, ACROSS, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH)
         amax_bits = store_by_parts(
-            x, left, staging, who, None if loaded is None else loaded.index(who), parity, vectors, scale, amax_bits,
-            row, column, M, N, A_KIND, ACTIVATION, GRADIENT, DTYPE, amax is not None, STORES * SLOTS - 1, IN_PLACE,
-            SLOTS, PARTS, PARTS, 0,
+            x, descs, staging, who, None if loaded is None else loaded.index(who), parity, vectors, scale, amax_bits,
+            row, column, sizes[0], sizes[1], A_KIND, ACTIVATION, GRADIENT, DTYPE, amax is not None, STORES * SLOTS - 1,
+            IN_PLACE, SLOTS, PARTS, PARTS, 0,
         )  # fmt: skip
         parity ^= 1
         step += blocks + skipped
@@ -238,7 +192,7 @@ def _multiply(
 
 @gluon.jit
 def _multiply_and_add(
-    a_shared, b_shared, full, empty, turn, shared, d_desc, vectors, M, N, K, who,
+    ring, turn, shared, d_desc, vectors, sizes, who,
     A_KIND: gl.constexpr, PROMOTE: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr,
     PARTS: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     STREAM: gl.constexpr,
@@ -246,33 +200,31 @@ def _multiply_and_add(
     """A warpgroup's stretches of K of tiles, or its halves of the program's, added to D."""
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, WIDTH, 256 // a_shared.dtype.primitive_bitwidth]
+        [3, 0], [4, 1], [16, WIDTH, 256 // ring[0].dtype.primitive_bitwidth]
     )
-    tiles_m, tiles_n, blocks, position, end = _steps_of_program(M, N, K, HEIGHT * BOXES, WIDTH, BLOCK_K, STREAM)
+    tiles_m, tiles_n, blocks, position, end = steps_of_program(sizes, HEIGHT * BOXES, WIDTH, BLOCK_K, STREAM)
     step, parity, box = 0, 0, who
     if TURNS:
         box = 0
         if who > 0:
-            step = _steps_in_tile(position, end, blocks)
-            position = _next_position(position, step, blocks, STREAM)
+            step = steps_in_tile(position, end, blocks)
+            position = next_position(position, step, blocks, STREAM)
     while position < end:
-        row, column = _tile_origin(position // blocks, tiles_m, tiles_n, HEIGHT * BOXES, WIDTH, GROUP_M)
+        row, column = tile_origin(position // blocks, tiles_m, tiles_n, HEIGHT * BOXES, WIDTH, GROUP_M)
         row += box * HEIGHT
-        length = _steps_in_tile(position, end, blocks)
+        length = steps_in_tile(position, end, blocks)
         product: gl.constexpr = _promoted_product if PROMOTE else _product
         if TURNS:
             _await_turn(turn, who, parity)
-        x = product(
-            a_shared, b_shared, full, empty, turn, who, step, length, box, False, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH
-        )  # fmt: skip
-        add_by_parts(x, d_desc, shared, who, vectors, row, column, M, N, A_KIND, SLOTS, PARTS, 0)
+        x = product(ring, turn, who, step, length, box, False, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH)
+        add_by_parts(x, d_desc, shared, who, vectors, row, column, sizes[0], sizes[1], A_KIND, SLOTS, PARTS, 0)
         parity ^= 1
         step += length
-        position = _next_position(position, length, blocks, STREAM)
+        position = next_position(position, length, blocks, STREAM)
         if TURNS:
-            skipped = _steps_in_tile(position, end, blocks)
+            skipped = steps_in_tile(position, end, blocks)
             step += skipped
-            position = _next_position(position, skipped, blocks, STREAM)
+            position = next_position(position, skipped, blocks, STREAM)
     tma.store_wait(0)
 
 
@@ -336,7 +288,7 @@ def gluon_gemm_kernel(
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
     if scale_inv is not None and gl.program_id(0) == 0:
         gl.store(scale_inv, gl.div_rn(1.0, gl.load(scale)))
-    a_shared, b_shared, full, empty = _allocate_ring(a_desc, b_desc, BOXES, STAGES)
+    ring = _allocate_ring(a_desc, b_desc, BOXES, STAGES)
     turn = _allocate_barriers()
     residual_shared, out_shared, loaded = None, None, None
     if residual_desc is not None:
@@ -354,22 +306,22 @@ def gluon_gemm_kernel(
     if data_t_desc is not None:
         data_t_shared = _allocate_parts(data_t_desc, SLOTS)
     fence_async_shared()
-    left = (d_desc, pre_desc, residual_desc, data_desc, data_t_desc)
+    descs = (d_desc, pre_desc, residual_desc, data_desc, data_t_desc)
     staging = (out_shared, residual_shared, pre_shared, data_shared, data_t_shared)
-    vectors = (a_scale_inv, b_scale_inv, bias)
+    vectors, sizes = (a_scale_inv, b_scale_inv, bias), (M, N, K)
     gl.warp_specialize(
         [
             (_multiply, (
-                a_shared, b_shared, full, empty, turn, left, staging, loaded, vectors, scale, amax, M, N, K, 0,
+                ring, turn, descs, staging, loaded, vectors, scale, amax, sizes, 0,
                 A_KIND, ACROSS, PROMOTE, ACTIVATION, GRADIENT, DTYPE, STORES, IN_PLACE, HEIGHT, WIDTH, BLOCK_K,
                 PARTS, SLOTS, TURNS, STAGES, GROUP_M,
             )),
             (_multiply, (
-                a_shared, b_shared, full, empty, turn, left, staging, loaded, vectors, scale, amax, M, N, K, 1,
+                ring, turn, descs, staging, loaded, vectors, scale, amax, sizes, 1,
                 A_KIND, ACROSS, PROMOTE, ACTIVATION, GRADIENT, DTYPE, STORES, IN_PLACE, HEIGHT, WIDTH, BLOCK_K,
                 PARTS, SLOTS, TURNS, STAGES, GROUP_M,
             )),
-            (_fetch, (a_desc, b_desc, a_shared, b_shared, full, empty, M, N, K, ACROSS, TURNS, STAGES, GROUP_M, False)),
+            (_fetch, (a_desc, b_desc, ring, sizes, ACROSS, TURNS, STAGES, GROUP_M, False)),
         ],
         [4, 1], [REGISTERS, 24],
     )  # fmt: skip
@@ -389,22 +341,22 @@ def gluon_gemm_accumulate_kernel(
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
     WIDTH: gl.constexpr = b_desc.block_type.shape[0]
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
-    a_shared, b_shared, full, empty = _allocate_ring(a_desc, b_desc, BOXES, STAGES)
+    ring = _allocate_ring(a_desc, b_desc, BOXES, STAGES)
     turn = _allocate_barriers()
     shared = _allocate_parts(d_desc, SLOTS)
     fence_async_shared()
-    vectors = (a_scale_inv, b_scale_inv, None)
+    vectors, sizes = (a_scale_inv, b_scale_inv, None), (M, N, K)
     gl.warp_specialize(
         [
             (_multiply_and_add, (
-                a_shared, b_shared, full, empty, turn, shared, d_desc, vectors, M, N, K, 0,
+                ring, turn, shared, d_desc, vectors, sizes, 0,
                 A_KIND, PROMOTE, HEIGHT, WIDTH, BLOCK_K, PARTS, SLOTS, TURNS, STAGES, GROUP_M, STREAM,
             )),
             (_multiply_and_add, (
-                a_shared, b_shared, full, empty, turn, shared, d_desc, vectors, M, N, K, 1,
+                ring, turn, shared, d_desc, vectors, sizes, 1,
                 A_KIND, PROMOTE, HEIGHT, WIDTH, BLOCK_K, PARTS, SLOTS, TURNS, STAGES, GROUP_M, STREAM,
             )),
-            (_fetch, (a_desc, b_desc, a_shared, b_shared, full, empty, M, N, K, False, TURNS, STAGES, GROUP_M, STREAM)),
+            (_fetch, (a_desc, b_desc, ring, sizes, False, TURNS, STAGES, GROUP_M, STREAM)),
         ],
         [4, 1], [REGISTERS, 24],
     )  # fmt: skip

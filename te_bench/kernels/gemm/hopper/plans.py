@@ -42,12 +42,15 @@ class Plan(NamedTuple):
 
 
 TURNS = Plan(128, 128, True, 2)
+TWO_OUT = TURNS._replace(
+    parts=4, slots=2
+)  # an activation and its input: halves of 128 x 128 would not fit in the registers
 HALVES = Plan(64, 256, False, 4, 2)
 PROMOTED = Plan(128, 128, False, 2)  # two accumulators of 128 x 128 do not fit, one and a half do
 SUM, SUM_PROMOTED = Plan(128, 128, True, 4, 2), Plan(128, 128, False, 4)
 SUM_HALVES = Plan(64, 256, False, 8)
-# The least share of the processors' time that whole tiles must use to beat tiles that several programs share: measured at
-# 0.82 and more they do, by 4 to 40 %, at 0.55 and less they do not (six shapes, H200, 2026-11-21).
+# The least share of the processors' time that whole tiles must use to beat tiles that several programs share: on an H200
+# they do at 0.82, and do not at 0.55.
 WHOLE = 0.8
 
 
@@ -64,7 +67,7 @@ def plan(out_dtype: torch.dtype, *, promote: bool, epilogue: Epilogue, residual:
     )
 
 
-def sums(m: int, n: int, *, promote: bool, whole: bool, processors: int) -> tuple[Plan, bool]:
+def plan_sum(m: int, n: int, *, promote: bool, whole: bool, processors: int) -> tuple[Plan, bool]:
     """How to add to (M, N): the fastest plan measured for so many tiles, and whether each is one program's.
 
     whole: it must be.

@@ -75,11 +75,12 @@ def _halves(x, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _leave(
-    x, d_desc, pre_desc, residual_desc, data_desc, data_t_desc, bias, scale, amax, row, column, M, N,
-    ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    x, descs, numbers, row, column, M, N,
+    ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of gemm.Epilogue on x, a float32 part of D at (row, column); TMA drops what lies outside of D."""
+    d_desc, pre_desc, residual_desc, data_desc, data_t_desc = descs
+    bias, scale, amax = numbers
     rows, columns = row + tl.arange(0, HEIGHT), column + tl.arange(0, WIDTH)
     if bias is not None:
         x += tl.load(bias + columns, columns < N, 0.0).to(tl.float32)[None, :]
@@ -105,26 +106,20 @@ def _leave(
 
 @triton.jit
 def _leave_by_parts(
-    x, d_desc, pre_desc, residual_desc, data_desc, data_t_desc, bias, scale, amax, row, column, M, N,
-    ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    x, descs, numbers, row, column, M, N,
+    ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """_leave from left to right in PARTS, 1, 2 or 4: a part at a time is in shared memory and, twice, in registers."""
     if PARTS == 1:
-        _leave(
-            x, d_desc, pre_desc, residual_desc, data_desc, data_t_desc, bias, scale, amax, row, column, M, N,
-            ACTIVATION, DTYPE, TARGET, HEIGHT, WIDTH,
-        )  # fmt: skip
+        _leave(x, descs, numbers, row, column, M, N, ACTIVATION, DTYPE, TARGET, HEIGHT, WIDTH)
     else:
-        left, right = _halves(x, HEIGHT, WIDTH)
+        HALF: tl.constexpr = WIDTH // 2
+        x_left, x_right = _halves(x, HEIGHT, WIDTH)
+        _leave_by_parts(x_left, descs, numbers, row, column, M, N, ACTIVATION, DTYPE, TARGET, HEIGHT, HALF, PARTS // 2)
         _leave_by_parts(
-            left, d_desc, pre_desc, residual_desc, data_desc, data_t_desc, bias, scale, amax, row, column, M, N,
-            ACTIVATION, DTYPE, TARGET, HEIGHT, WIDTH // 2, PARTS // 2,
-        )  # fmt: skip
-        _leave_by_parts(
-            right, d_desc, pre_desc, residual_desc, data_desc, data_t_desc, bias, scale, amax,
-            row, column + WIDTH // 2, M, N, ACTIVATION, DTYPE, TARGET, HEIGHT, WIDTH // 2, PARTS // 2,
-        )  # fmt: skip
+            x_right, descs, numbers, row, column + HALF, M, N, ACTIVATION, DTYPE, TARGET, HEIGHT, HALF, PARTS // 2
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -140,6 +135,7 @@ def scaled_kernel(
     if scale_inv is not None and tl.program_id(0) == 0:
         tl.store(scale_inv, tl.div_rn(1.0, tl.load(scale)))
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    descs, numbers = (d_desc, pre_desc, residual_desc, data_desc, data_t_desc), (bias, scale, amax)
     tl.assume(K > 0)  # or every tile's epilogue is there twice, once for no K at all
     # flatten: one software pipeline over all tiles, so that a tile's first loads run during the last one's epilogue.
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
@@ -148,10 +144,7 @@ def scaled_kernel(
             a_desc, b_desc, a_scale_inv, b_scale_inv, row, column, 0, tl.cdiv(K, BLOCK_K), M, N, K,
             A_KIND, B_KIND, PROMOTE, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        _leave_by_parts(
-            x, d_desc, pre_desc, residual_desc, data_desc, data_t_desc, bias, scale, amax, row, column, M, N,
-            ACTIVATION, DTYPE, TARGET, BLOCK_M, BLOCK_N, PARTS,
-        )  # fmt: skip
+        _leave_by_parts(x, descs, numbers, row, column, M, N, ACTIVATION, DTYPE, TARGET, BLOCK_M, BLOCK_N, PARTS)
 
 
 @triton.jit

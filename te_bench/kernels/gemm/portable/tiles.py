@@ -27,16 +27,16 @@ class Tile(NamedTuple):
 # and half of a 2-byte D fill 224 of 227 KB. Speeds of full waves: a guess from the bytes per product, not a measurement.
 LARGE, SMALL = Tile(128, 256, 8, 4, 2, 1.0), Tile(128, 128, 8, 4, 1, 0.88)
 LARGE_FLOAT32 = LARGE._replace(stages=3)  # D takes twice the shared memory, 64 KB
-# Promotion to float32 needs a second accumulator: 128 x 256 spills (172 bytes a thread), 128 x 128 does not.
+# Promotion to float32 needs a second accumulator: 128 x 256 spills, 128 x 128 does not.
 PRECISE = SMALL
 
-# With an epilogue (Triton 3.7, sm_90a, ptxas, 2026-11-21; nothing timed yet): a quarter of a large tile at a time leaves
-# room for four stages, a residual takes one of them. What a GELU and the FP8 of a large tile need spills (8 to 32 bytes a
-# thread); two programs of 128 x 128 do not, and one's epilogue, as long as six blocks of K, runs beside the other's product.
+# With an epilogue, as ptxas compiles it for sm_90a: a quarter of a large tile at a time leaves room for four stages, and a
+# residual takes one of them. What a GELU and the FP8 of a large tile need spills; two programs of 128 x 128 do not, and an
+# epilogue, as long as six blocks of K, runs beside the other program's product.
 FUSED_LARGE, FUSED_SMALL = LARGE._replace(parts=4), SMALL._replace(parts=2)
 FUSED_LARGE_FLOAT32 = FUSED_LARGE._replace(stages=3)
 FUSED_TWICE = Tile(128, 128, 4, 3, 4, 0.88, programs=2)
-# Block scales of both operands and an epilogue spill at 128 x 128; at half of it they take 188 registers.
+# Block scales of both operands and an epilogue spill at 128 x 128.
 FUSED_BLOCKS = Tile(64, 128, 4, 3, 4, 0.75, programs=2)
 
 

@@ -19,9 +19,10 @@ from te_bench.kernels.gemm.backends import scaled_mm
 from te_bench.kernels.linear_cross_entropy import Backend, Problem, kernels
 from te_bench.kernels.linear_cross_entropy.autograd import apply, chunk_rows, count, fake, mean, slices
 from te_bench.kernels.linear_cross_entropy.backends import reference
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+GRADIENT = Layout(E5M2, TENSOR, torch.float32)
 
 # Bytes of bf16 logits a strip, were they all there: 3072 rows of GPT-2's 50304 columns. With fewer, dx has too few tiles
 # (docs/performance.md); the logits themselves, 393 columns of tiles, can do with 1536 rows at a time.
@@ -86,6 +87,7 @@ def _operator(
         (n, d), padded, targets = x.shape, weight.shape[0], targets.contiguous()
         rows, strip, most = _cut(n, padded, rows, strip)
         qx, qw = _quantized(x, weight, need_dx, need_dw)
+        x_rows, w_rows = qx.by_rows(), qw.by_rows()
         numbers = count(targets)
         # The gradient's scale and the mean are one factor of the GEMMs.
         g_scale_inv = numbers[kernels.SCALED, 0]
@@ -101,14 +103,15 @@ def _operator(
                 g_part = None if g is None else g[: part.stop - start]
                 for some in slices(part.stop - start, most):
                     here = slice(start + some.start, start + some.stop)
-                    logits = _gemm(qx.data[here], qw.data, qx.scale_inv, qw.scale_inv, torch.bfloat16)
+                    logits = _gemm(x_rows._replace(data=qx.data[here]), w_rows, torch.bfloat16)
                     g_some = None if g_part is None else g_part[some]
                     _rows(logits, targets[here], losses[here], vocab, g_some, g_t, here.start - chunk.start)
                     del logits  # or the next ones would be made beside them
                 if g_part is not None:
-                    _gemm_into(dx[part], g_part, qw.data_t, g_scale_inv, qw.scale_inv_t)
+                    _gemm_into(dx[part], Operand(g_part, g_scale_inv, GRADIENT), qw.by_columns())
             if g_t is not None:
-                share = _gemm(g_t, _columns(qx.data_t, chunk), g_scale_inv, qx.scale_inv_t, torch.float32)
+                x_t = qx.by_columns()._replace(data=_columns(qx.data_t, chunk))
+                share = _gemm(Operand(g_t, g_scale_inv, GRADIENT), x_t, torch.float32)
                 dw = dw.add_(share) if chunk.start else share
             del g_t  # or the next chunk's would be made beside it
         if need_dw and n == 0:
@@ -127,19 +130,20 @@ def _quantized(x: Tensor, weight: Tensor, need_dx: bool, need_dw: bool) -> tuple
     return cast(x, E4M3, rowwise=True, columnwise=need_dw), cast(weight, E4M3, rowwise=True, columnwise=need_dx)
 
 
-def _gemm(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _gemm(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
     """a (M, K) b (N, K)^T; the logits, of K = D, by fast accumulation, the gradients, of long sums, without."""
-    multiply = policy.forward if a.is_cuda else gemm_reference.forward
-    return multiply(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, fast_accum=out_dtype is torch.bfloat16)
+    multiply = policy.forward if a.data.is_cuda else gemm_reference.forward
+    return multiply(a, b, out_dtype=out_dtype, fast_accum=out_dtype is torch.bfloat16)
 
 
-def _gemm_into(out: Tensor, a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> None:
+def _gemm_into(out: Tensor, a: Operand, b: Operand) -> None:
     """out (M, N) float32 := a (M, K) b (N, K)^T, without a copy where cuBLASLt takes the shapes as they are."""
-    aligned = not (a.shape[1] % scaled_mm.ALIGNMENT or b.shape[0] % scaled_mm.ALIGNMENT)
-    if a.is_cuda and aligned:
-        torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, out_dtype=out.dtype, use_fast_accum=False, out=out)
+    x, y = a.data, b.data
+    aligned = not (x.shape[1] % scaled_mm.ALIGNMENT or y.shape[0] % scaled_mm.ALIGNMENT)
+    if x.is_cuda and aligned:
+        torch._scaled_mm(x, y.t(), a.scale_inv, b.scale_inv, out_dtype=out.dtype, use_fast_accum=False, out=out)
     else:
-        out.copy_(_gemm(a, b, a_scale_inv, b_scale_inv, out.dtype))
+        out.copy_(_gemm(a, b, out.dtype))
 
 
 def _columns(x_t: Tensor, chunk: slice) -> Tensor:

@@ -9,7 +9,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from te_bench.kernels.quantize import BLOCK, ROW, TENSOR, Backend, Layout, Operand, Problem, Quantized, check_layouts
+from te_bench.kernels.quantize import (
+    BLOCK,
+    PLAIN,
+    ROW,
+    TENSOR,
+    Backend,
+    Layout,
+    Operand,
+    Problem,
+    Quantized,
+    check_layouts,
+)
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 LARGEST = torch.finfo(torch.float32).max
@@ -54,24 +65,23 @@ def widened(data: Tensor) -> Tensor:
 def dequantize(x: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
     """data * scale_inv, computed in float32, returned in `dtype`; data (M, N), or of any shape with one scale.
 
-    Raises ValueError where the scales are not of the shape that the layout says.
+    Raises ValueError where the scales are not of the shape that the layout says, or in an order that is not PLAIN.
     """
     return (widened(x.data) * spread(x)).to(dtype)
 
 
 def spread(x: Operand) -> Tensor:
     """The float32 scale_inv of each element of data, in a shape that multiplies it. Raises ValueError as dequantize."""
-    scale_inv, (height, width) = x.scale_inv.float(), x.layout.block
-    if height is None and width is None and not scale_inv.dim():
-        return scale_inv
-    if x.data.dim() == 2 and height is not None:
-        m, n = x.data.shape
-        if width is None and scale_inv.shape == (-(-m // height),):
-            return _repeated(scale_inv[:, None], height, n, m, n)
-        if width is not None and scale_inv.shape == (-(-m // height), -(-n // width)):
-            return _repeated(scale_inv, height, width, m, n)
+    scale_inv, layout, (height, width) = x.scale_inv.float(), x.layout, x.layout.block
+    if layout.order == PLAIN:
+        if layout.block == TENSOR and not scale_inv.dim():
+            return scale_inv
+        if height is not None and x.data.dim() == 2 and scale_inv.shape == layout.scale_shape(*x.data.shape):
+            m, n = x.data.shape
+            return _repeated(scale_inv[:, None] if width is None else scale_inv, height, width or n, m, n)
     raise ValueError(
-        f"scale_inv {tuple(x.scale_inv.shape)} with data {tuple(x.data.shape)}: blocks of {height} x {width}, None for all"
+        f"scale_inv {tuple(scale_inv.shape)} with data {tuple(x.data.shape)}: blocks of {height} x {width}, None for all, "
+        f"in the order {layout.order!r}, of which {PLAIN!r} is known here"
     )
 
 
