@@ -14,6 +14,7 @@ from te_bench.kernels.gemm import half, policy
 from te_bench.kernels.gemm.backends import gluon
 from te_bench.kernels.gemm.table import GemmShape
 from te_bench.kernels.measured import Timing
+from te_bench.kernels.quantize import TENSOR, Layout, Operand
 
 GPU = "NVIDIA H300"  # of which nothing ships
 SHAPE = GemmShape(m=64, n=48, k=32, dtype="bf16")
@@ -76,14 +77,14 @@ def test_to_forget_is_to_choose_anew_of_gemms_too(own: Path, monkeypatch: pytest
     monkeypatch.setattr(gluon, "INTERPRETED", False)
     monkeypatch.setattr(gluon, "MISSING", None)
     product = SimpleNamespace(out="gluon's")
-    monkeypatch.setitem(policy.LAUNCHES, "gluon", lambda *_: product)
+    monkeypatch.setitem(policy.LAUNCHES, "gluon", lambda *_, **__: product)
     monkeypatch.setattr(policy.scaled_mm, "forward", lambda *_, **__: "cuBLASLt's")
 
     def choices() -> tuple[bool, Any]:
         a, b = on_a_gpu(64, 32, torch.bfloat16), on_a_gpu(48, 32, torch.bfloat16)
         x, w = on_a_gpu(64, 32, torch.float8_e4m3fn), on_a_gpu(48, 32, torch.float8_e4m3fn)
-        one: Any = torch.ones(())
-        return half.is_faster(None, a, b), policy.forward(x, w, one, one, out_dtype=torch.bfloat16, fast_accum=True)
+        scaled = [Operand(fp8, torch.ones(()), Layout(fp8.dtype, TENSOR, torch.float32)) for fp8 in (x, w)]
+        return half.is_faster(None, a, b), policy.forward(*scaled, out_dtype=torch.bfloat16, fast_accum=True)
 
     for fast, slow in ((1.0, 2.0), (2.0, 1.0)):
         own.write_text(measured.text([a_row(gluon=fast, torch=slow), a_row(FP8, gluon=fast, scaled_mm=slow)]))

@@ -54,8 +54,8 @@ def _launcher(
 ) -> Callable[..., Product] | None:
     """The launcher of another backend than cuBLASLt."""
     # What was measured: E4M3 into half precision. float32 leaves by other tiles.
-    measured = a.format is b.format is torch.float8_e4m3fn and out_dtype.itemsize == 2 and device >= 0
-    if not measured or refusal(a, b) or not len(a_shape) == len(b_shape) == 2 or a_shape[1] != b_shape[1]:
+    timed = a.format is b.format is torch.float8_e4m3fn and out_dtype.itemsize == 2 and device >= 0
+    if not timed or refusal(a, b) or not len(a_shape) == len(b_shape) == 2 or a_shape[1] != b_shape[1]:
         return None
     granularity, _ = granularities(a, b)
     if granularity not in table.SCALES:
