@@ -39,7 +39,9 @@ def add_forward(
     check(x, weight, bias, kind)
     check_stream(x, branch)
     run = _add_forward_op if torch.compiler.is_compiling() else residual_forward.add_forward
-    total, y, _, _, _, mean, rstd = run(x, branch, weight, bias, eps, zero_centered_gamma, kind, dtype, amax=amax)
+    total, y, _, _, _, mean, rstd = run(
+        *(x, branch, weight, bias, eps, zero_centered_gamma, kind, dtype), *NO_CAST, amax, None
+    )
     assert y is not None
     return x if branch is None else total, y, mean if kind == "layernorm" else None, rstd
 
@@ -64,15 +66,14 @@ def add_forward_quantized(
     check_stream(x, branch)
     rowwise, columnwise, dtype = (cast[name] for name in ("rowwise", "columnwise", "dtype"))
     check_layouts(rowwise, columnwise)
-    if via is torch.float32 or (
-        columnwise and x.shape[0] % 2 == 1
-    ):  # the kernels go by pairs of rows of half precision
+    # The kernels go by pairs of rows of half precision.
+    if via is torch.float32 or (columnwise and x.shape[0] % 2 == 1):
         options: dict[str, Any] = {"eps": eps, "dtype": via, "zero_centered_gamma": zero_centered_gamma, "kind": kind}
         total, y, mean, rstd = add_forward(x, branch, weight, bias, **options)
         return total, quantizer.scaled(y, **cast), mean, rstd
     run = _add_forward_op if torch.compiler.is_compiling() else residual_forward.add_forward
     total, _, data, data_t, scale_inv, mean, rstd = run(
-        x, branch, weight, bias, eps, zero_centered_gamma, kind, via, **cast
+        x, branch, weight, bias, eps, zero_centered_gamma, kind, via, **({"amax": None, "counts": None} | cast)
     )
     layout = Layout(dtype, TENSOR, torch.float32)
     packed = quantizer.wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv, layout=layout)
@@ -113,6 +114,8 @@ def backward_rounded(
 
 backward_quantized = functools.partial(reference.backward_cast, backward_rounded, quantizer.scaled)
 
+NO_CAST = (None, None, False, False)  # scale, dtype, rowwise, columnwise
+
 
 @torch.library.custom_op("te_bench::norm_add_forward", mutates_args=("amax", "counts"))
 def _add_forward_op(
@@ -124,12 +127,12 @@ def _add_forward_op(
     zero_centered_gamma: bool,
     kind: str,
     out_dtype: torch.dtype,
-    scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    rowwise: bool = False,
-    columnwise: bool = False,
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
+    scale: Tensor | None,
+    dtype: torch.dtype | None,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+    counts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     given = x, branch, weight, bias
     made: Any
@@ -152,8 +155,7 @@ def _add_forward_op(
 @_add_forward_op.register_fake
 def _(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool,
-    kind: str, out_dtype: Any, scale: Any = None, dtype: Any = None, rowwise: bool = False, columnwise: bool = False,
-    *_: Any,
+    kind: str, out_dtype: Any, scale: Any, dtype: Any, rowwise: bool, columnwise: bool, *_: Any,
 ) -> Any:  # fmt: skip
     m, n = x.shape
     total = None if branch is None else x.new_empty(x.shape)

@@ -42,7 +42,7 @@ def forward_quantized(x: Tensor, kind: str, **cast: Any) -> Quantized:
     if _takes_two_steps(x, cast["columnwise"]):
         return quantizer.scaled(forward(x, kind), **cast)
     run = _forward_quantized_op if torch.compiler.is_compiling() else kernels.forward_quantized
-    return _wrap(run(x, kind, **cast), cast)
+    return _wrap(run(x, kind, **({"amax": None, "counts": None} | cast)), cast)
 
 
 def backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
@@ -61,7 +61,7 @@ def backward_quantized(dy: Tensor, x: Tensor, kind: str, **cast: Any) -> Quantiz
     if _takes_two_steps(x, cast["columnwise"]):
         return quantizer.scaled(backward(dy, x, kind), **cast)
     run = _backward_quantized_op if torch.compiler.is_compiling() else kernels.backward_quantized
-    return _wrap(run(dy, x, kind, **cast), cast)
+    return _wrap(run(dy, x, kind, **({"amax": None, "counts": None, "column_sum": None} | cast)), cast)
 
 
 def _takes_two_steps(x: Tensor, columnwise: bool) -> bool:
@@ -92,8 +92,8 @@ def _forward_quantized_op(
     dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
+    amax: Tensor | None,
+    counts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.is_cuda:
         return without_none(x, *kernels.forward_quantized(x, kind, scale, dtype, rowwise, columnwise, amax, counts))
@@ -126,9 +126,9 @@ def _backward_quantized_op(
     dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
-    column_sum: Tensor | None = None,
+    amax: Tensor | None,
+    counts: Tensor | None,
+    column_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gathered = amax, counts, column_sum
     if x.is_cuda:

@@ -42,9 +42,8 @@ class Plan(NamedTuple):
 
 
 TURNS = Plan(128, 128, True, 2)
-TWO_OUT = TURNS._replace(
-    parts=4, slots=2
-)  # an activation and its input: halves of 128 x 128 would not fit in the registers
+# An activation and its input: halves of 128 x 128 would not fit in the registers.
+TWO_OUT = TURNS._replace(parts=4, slots=2)
 HALVES = Plan(64, 256, False, 4, 2)
 PROMOTED = Plan(128, 128, False, 2)  # two accumulators of 128 x 128 do not fit, one and a half do
 SUM, SUM_PROMOTED = Plan(128, 128, True, 4, 2), Plan(128, 128, False, 4)

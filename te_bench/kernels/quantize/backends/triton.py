@@ -228,13 +228,13 @@ def _operator(function: str) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tens
         dtype: torch.dtype,
         rowwise: bool,
         columnwise: bool,
-        scale: Tensor | None = None,
-        amax: Tensor | None = None,
-        counts: Tensor | None = None,
-        column_sum: Tensor | None = None,
-        via: torch.dtype | None = None,
-        rows: int = 1,
-        power_of_two: bool = False,
+        scale: Tensor | None,
+        amax: Tensor | None,
+        counts: Tensor | None,
+        column_sum: Tensor | None,
+        via: torch.dtype | None,
+        rows: int,
+        power_of_two: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         c = _Cast(x, dtype, rowwise, columnwise, scale, amax, counts, column_sum, via, rows, power_of_two)
         q = _quantize(function, c) if x.is_cuda else _by_reference(function, c)
