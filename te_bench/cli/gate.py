@@ -8,15 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from te_bench.cli.options import Alpha, Cache, Data, Device, Only, Timeout, find_gpus, said, say
 from te_bench.experiments.run_options import data_sets, seconds
-
-if TYPE_CHECKING:
-    from te_bench.gate.question import Question
+from te_bench.gate.question import ALPHA, MARGIN, Question
 
 _GRAMMAR = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+) ?%", re.ASCII)
 _MOST = 100.0  # %
@@ -113,7 +111,7 @@ def gate(
     slower: Slower = None,
     baseline: Run = None,
     candidate: Run = None,
-    margin: Margin = "2%",
+    margin: Margin = f"{100 * MARGIN:g}%",
     mde: Mde = None,
     alpha: Alpha = None,
     allow_environment_change: AllowEnvironmentChange = False,
@@ -177,7 +175,6 @@ def _wanted(
     margin: str, alpha: float | None, mde: str | None, only: str | None, compare_fail: list[str] | None
 ) -> dict[str, Any]:
     """What is asked of two revisions and of two runs alike."""
-    from te_bench.gate.question import ALPHA
     from te_bench.reports.exchange.compare_fail import parse
 
     return {
@@ -208,11 +205,10 @@ def _question(
     budget: str | None,
     timeout: float,
     **wanted: Any,
-) -> tuple["Question", dict[str, Any]]:
+) -> tuple[Question, dict[str, Any]]:
     """What a gate that measures is asked, and its machine; without a base, of this te-bench against itself."""
     from te_bench.experiments import environment
     from te_bench.gate import checkouts
-    from te_bench.gate.question import Question
 
     cache = None if cache is None else cache.absolute()
     on = device or environment.default_device()
@@ -253,7 +249,7 @@ def _shares(slower: str) -> list[float]:
 
 
 def _self_test(
-    question: "Question",
+    question: Question,
     out: Path,
     machine: dict[str, Any],
     gates: int | None,

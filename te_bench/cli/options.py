@@ -1,6 +1,7 @@
 """The options that verbs share: those of a run, as experiments.run_options declares them, and the GPUs to run on."""
 
 import inspect
+import math
 import os
 import textwrap
 from collections.abc import Callable
@@ -20,7 +21,7 @@ def _said(name: str) -> Any:
 
 
 def _some_time(seconds: float) -> float:
-    if not seconds > 0:  # nor is NaN
+    if not 0 < seconds < math.inf:  # nor is NaN
         raise ValueError(f"--timeout {seconds:g}: give seconds greater than 0")
     return seconds
 

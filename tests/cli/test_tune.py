@@ -55,6 +55,7 @@ def own_table() -> tuple[Timing, ...]:
         (["attention", "--dtype", "fp8"], "unknown dtype 'fp8'"),
         (["attention", "--device", "tpu"], "unknown device 'tpu'"),
         (["attention", "--timeout", "0"], "--timeout 0"),
+        (["attention", "--timeout", "inf"], "--timeout inf"),
         (["attention", "--from", "nowhere"], "nowhere"),
         (["gemm", "--shape", "64,64"], "--shape 64,64: give M,N,K such as"),
         (["gemm", "--shape", "64,64,64,row"], "give M,N,K such as"),

@@ -40,3 +40,13 @@ ROW_FLOOR = {"fp32": 2.0**-21, "bf16": 2.0**-6, "fp16": 2.0**-9, "fp8": 2.0**-3}
 #: A row of attention may err so many times as much as the yardstick's: what errs by chance is 5 times the mean at most, and
 #: what sees the wrong keys a hundred times.
 ATTENTION_ROWS = 8.0
+
+# A single GEMM, and a head with its loss.
+#: Of a GEMM's largest element, beside FACTOR: float32's sums in another order; FP8's on a tensor core, of 14 bits for 128
+#: products ("promoted") or for all of K ("fast").
+GEMM_FLOOR = {"float32": 1e-6, "promoted": 5e-4, "fast": 2e-3}
+#: Of a head's loss, a mean over n rows: so many times the unit of round-off / sqrt(n), four standard deviations of what
+#: rounding its logits, of about 1, does to it.
+HEAD_LOSS_SIGMAS = 4
+#: Of the largest element of a head's gradient: units of round-off.
+HEAD_GRADIENT_UNITS = 2

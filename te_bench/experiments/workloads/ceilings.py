@@ -80,7 +80,7 @@ def _quantity(name: str, call: Callable[[], Tensor], a: Tensor, b: Tensor) -> Qu
     """Relative to the largest: bf16 rounds the result once, and 14 bits of accumulator lose less than that."""
     truth = a[:CHECKED].double() @ b[:, :CHECKED].double()
     error = (call()[:CHECKED, :CHECKED].double() - truth).abs().max() / truth.abs().max()
-    return Quantity(f"{name} GEMM", error.item(), 2 * tolerances.EPSILON["bf16"])
+    return Quantity(f"{name} GEMM", error.item(), tolerances.FACTOR * tolerances.EPSILON["bf16"])
 
 
 def _copy(size: int, device: str) -> list[float]:

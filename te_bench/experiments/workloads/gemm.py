@@ -15,6 +15,7 @@ from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks.tolerances import FACTOR, GEMM_FLOOR
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import GemmProblem
@@ -27,9 +28,6 @@ from te_bench.kernels.quantize import ROW, TENSOR, Layout, Operand
 
 ACTIVATION = "gelu_erf"
 CHECKED_TOGETHER = 2**24  # elements of D that float64 computes at a time
-#: Of the largest element, beside twice the yardstick's error: float32's sums in another order; FP8's on a tensor core, of
-#: 14 bits for 128 products or for all of K.
-FLOAT32_FLOOR, PROMOTED_FLOOR, FAST_FLOOR = 1e-6, 5e-4, 2e-3
 
 Call = Callable[[], tuple[Tensor, ...]]
 OfRows = Callable[[slice], tuple[Tensor, ...]]
@@ -84,7 +82,7 @@ def _fp8(shape: GemmShape, name: str, device: str) -> Case:
         call=lambda: (rival.forward(a, b, **options),),
         exact=lambda rows: (_in_float64(of_a(rows)) @ _in_float64(b).t(),),
         yardstick=lambda rows: (plain(of_a(rows), b, **options),),
-        floor=(FAST_FLOOR if shape.fast_accum else PROMOTED_FLOOR) if on_tensor_cores else FLOAT32_FLOOR,
+        floor=GEMM_FLOOR[("fast" if shape.fast_accum else "promoted") if on_tensor_cores else "float32"],
     )
 
 
@@ -108,7 +106,7 @@ def _product(shape: GemmShape, name: str, device: str) -> Case:
         call=call,
         exact=lambda rows: (a[rows].double() @ b.double().t(),),
         yardstick=lambda rows: (a[rows] @ b.t(),),
-        floor=FLOAT32_FLOOR,
+        floor=GEMM_FLOOR["float32"],
     )
 
 
@@ -126,7 +124,7 @@ def _with_activation(shape: GemmShape, name: str, device: str) -> Case:
 
         in_one: Call = lambda: half.activated(a, up, None, ACTIVATION)  # noqa: E731
         call: Call = in_one if name == table.GLUON else lambda: forward(a, f)
-        return Case(call, lambda rows: forward(a[rows].double()), lambda rows: forward(a[rows]), FLOAT32_FLOOR)
+        return Case(call, lambda rows: forward(a[rows].double()), lambda rows: forward(a[rows]), GEMM_FLOOR["float32"])
     down, h = _drawn(shape.k, shape.n, device) / shape.k**0.5, _drawn(shape.m, shape.n, device)
 
     def backward(g: Tensor, x: Tensor, function: Any = reference) -> tuple[Tensor, ...]:
@@ -137,7 +135,7 @@ def _with_activation(shape: GemmShape, name: str, device: str) -> Case:
         call=in_one if name == table.GLUON else lambda: backward(a, h, f),
         exact=lambda rows: backward(a[rows].double(), h[rows].double()),
         yardstick=lambda rows: backward(a[rows], h[rows]),
-        floor=FLOAT32_FLOOR,
+        floor=GEMM_FLOOR["float32"],
     )
 
 
@@ -163,7 +161,7 @@ def _held_to_float64(shape: GemmShape, case: Case) -> dict[str, Any]:
             sizes[i] = _larger(sizes[i], exact)
     names = ("D", "f(D)")
     quantities = [
-        Quantity(names[i], ours[i], 2 * theirs[i] + case.floor * sizes[i]) for i in range(len(outs))
+        Quantity(names[i], ours[i], FACTOR * theirs[i] + case.floor * sizes[i]) for i in range(len(outs))
     ]  # fmt: skip
     return judge("fp64 of the same operands", quantities)
 

@@ -16,7 +16,13 @@ from torch import Tensor
 from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import rounding
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
-from te_bench.experiments.checks.tolerances import EPSILON
+from te_bench.experiments.checks.tolerances import (
+    ACCUMULATED,
+    EPSILON,
+    FACTOR,
+    HEAD_GRADIENT_UNITS,
+    HEAD_LOSS_SIGMAS,
+)
 from te_bench.experiments.checks.training_step import HEAD_SCALE
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Measurement, require
@@ -76,12 +82,11 @@ def _held_to_float64(
         precision = next(key for key, dtype in trial_model.DTYPES.items() if dtype is x.dtype)
         unit = EPSILON[precision]
         known = _result(linear_cross_entropy.load("reference").forward, x, weight, targets, vocab)
-    # Of the loss, a mean over rows: four standard deviations of what rounding its logits, of about 1, does to it.
-    floors = [4 * unit * len(x) ** -0.5 + 16 * 2.0**-23 * exact[0].item()]
-    floors += [2 * unit * truth.abs().max().item() for truth in exact[1:]]
+    floors = [HEAD_LOSS_SIGMAS * unit * len(x) ** -0.5 + ACCUMULATED * exact[0].item()]
+    floors += [HEAD_GRADIENT_UNITS * unit * truth.abs().max().item() for truth in exact[1:]]
     quantities = []
     for quantity, value, truth, yardstick, floor in zip(NAMES, found, exact, known, floors, strict=True):
-        limit = 2 * (yardstick.double() - truth).abs().max().item() + floor
+        limit = FACTOR * (yardstick.double() - truth).abs().max().item() + floor
         quantities.append(Quantity(quantity, (value.double() - truth).abs().max().item(), limit))
         if value.dim():
             quantities += rounding.quantities(quantity, value, truth, yardstick, precision)

@@ -56,6 +56,13 @@ def _pair(rotary: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return pair
 
 
+def _of_core(name: str) -> Any:
+    """A setting that core_attention has, read and set as Transformer Engine's users do."""
+    return property(
+        lambda self: getattr(self.core_attention, name), lambda self, value: setattr(self.core_attention, name, value)
+    )
+
+
 class MultiheadAttention(arguments.OneRank, nn.Module):
     """Projections to query, key and value, attention over heads, projection back: (s, b, hidden) -> (s, b, hidden).
 
@@ -65,6 +72,9 @@ class MultiheadAttention(arguments.OneRank, nn.Module):
     grouped by head (qkv_weight_interleaved) or by query, key, value. Arguments, defaults and parameter names are
     Transformer Engine's, those after bottom_right_diagonal by name only. Raises ValueError for what te_bench has not.
     """
+
+    attn_mask_type, window_size = _of_core("attn_mask_type"), _of_core("window_size")
+    bottom_right_diagonal = _of_core("bottom_right_diagonal")
 
     def __init__(
         self,

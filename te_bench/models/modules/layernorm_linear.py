@@ -142,10 +142,8 @@ class LayerNormLinear(NormedModule):
     ):
         sizes = {"in_features": in_features, "out_features": out_features}
         arguments.check("LayerNormLinear", others, **sizes, eps=eps, params_dtype=params_dtype)
-        norm, options = (
-            Norm(eps, zero_centered_gamma, check_normalization(normalization)),
-            factory(device, params_dtype),
-        )
+        norm = Norm(eps, zero_centered_gamma, check_normalization(normalization))
+        options = factory(device, params_dtype)
         super().__init__(1, in_features, norm, options, return_bias, return_layernorm_output)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.name = bias, name

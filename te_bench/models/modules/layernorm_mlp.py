@@ -171,10 +171,8 @@ class LayerNormMLP(NormedModule):
         sizes = {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size}
         arguments.check("LayerNormMLP", others, **sizes, eps=eps, params_dtype=params_dtype)
         plugins.check("activation", activation, list(KINDS))
-        norm, options = (
-            Norm(eps, zero_centered_gamma, check_normalization(normalization)),
-            factory(device, params_dtype),
-        )
+        norm = Norm(eps, zero_centered_gamma, check_normalization(normalization))
+        options = factory(device, params_dtype)
         super().__init__(2, hidden_size, norm, options, return_bias, return_layernorm_output)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.use_bias, self.name = bias, name

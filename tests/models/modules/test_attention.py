@@ -321,3 +321,10 @@ def test_an_impossible_call() -> None:
         layer()(x, encoder_output=x)
     with pytest.raises(ValueError, match="3 dimensions"):
         layer()(x[0])
+
+
+def test_the_mask_s_settings_are_read_and_set_on_the_layer_as_on_its_core() -> None:
+    attention = MultiheadAttention(32, 4, attn_mask_type="no_mask")
+    assert (attention.attn_mask_type, attention.window_size) == ("no_mask", attention.core_attention.window_size)
+    attention.attn_mask_type = "causal"
+    assert attention.core_attention.attn_mask_type == "causal"
