@@ -232,9 +232,9 @@ def _operator(function: str) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tens
         amax: Tensor | None,
         counts: Tensor | None,
         column_sum: Tensor | None,
-        via: torch.dtype | None,
-        rows: int,
-        power_of_two: bool,
+        via: torch.dtype | None = None,
+        rows: int = 1,
+        power_of_two: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         c = _Cast(x, dtype, rowwise, columnwise, scale, amax, counts, column_sum, via, rows, power_of_two)
         q = _quantize(function, c) if x.is_cuda else _by_reference(function, c)
