@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import GPT2, a_problem, draw, run
 
@@ -280,6 +280,7 @@ sizes = st.integers(1, 2**20)
 windows = st.none() | st.tuples(st.integers(-1, 4096), st.integers(-1, 4096))
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         Problem, batch=sizes, heads=sizes, length=sizes, head_dim=sizes, dtype=st.sampled_from(["bf16", "fp32"]),
