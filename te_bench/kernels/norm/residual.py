@@ -12,7 +12,7 @@ from torch import Tensor
 
 from te_bench.kernels.norm import Residual, check, check_stream, residual_backward, residual_forward
 from te_bench.kernels.norm.backends import reference
-from te_bench.kernels.operators import without_none
+from te_bench.kernels.operators import takes_two_steps, with_all, without_none
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized, check_layouts
 from te_bench.kernels.quantize.backends import triton as quantizer
 from te_bench.kernels.quantize.kernels import float32
@@ -66,14 +66,13 @@ def add_forward_quantized(
     check_stream(x, branch)
     rowwise, columnwise, dtype = (cast[name] for name in ("rowwise", "columnwise", "dtype"))
     check_layouts(rowwise, columnwise)
-    # The kernels go by pairs of rows of half precision.
-    if via is torch.float32 or (columnwise and x.shape[0] % 2 == 1):
+    if takes_two_steps(via, x.shape[0], columnwise):
         options: dict[str, Any] = {"eps": eps, "dtype": via, "zero_centered_gamma": zero_centered_gamma, "kind": kind}
         total, y, mean, rstd = add_forward(x, branch, weight, bias, **options)
         return total, quantizer.scaled(y, **cast), mean, rstd
     run = _add_forward_op if torch.compiler.is_compiling() else residual_forward.add_forward
     total, _, data, data_t, scale_inv, mean, rstd = run(
-        x, branch, weight, bias, eps, zero_centered_gamma, kind, via, **({"amax": None, "counts": None} | cast)
+        x, branch, weight, bias, eps, zero_centered_gamma, kind, via, **with_all(cast, "amax", "counts")
     )
     layout = Layout(dtype, TENSOR, torch.float32)
     packed = quantizer.wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv, layout=layout)

@@ -67,25 +67,20 @@ def _zero(value: Any) -> bool:
 
 
 #: Details of what tp_size=1 and a cp_group of one rank leave out, and of warming up what te_bench has not.
-_SWITCHES: tuple[str, ...] = (
-    "sequence_parallel",
-    "set_parallel_mode",
-    "return_layernorm_output_gathered",
-    "ub_tp_comm_overlap",
+_SWITCHES = (
+    *("sequence_parallel", "set_parallel_mode", "return_layernorm_output_gathered", "ub_tp_comm_overlap"),
+    *("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"),
 )
-_SWITCHES += ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 _DETAILS = ("symmetric_ar_type", "ub_name", "cp_global_ranks", "cp_stream", "seq_length", "micro_batch_size")
 #: What te_bench has not: False or None where it is not asked for.
-_FEATURES: tuple[str, ...] = ("fuse_wgrad_accumulation", "delay_wgrad_compute", "save_original_input", "checkpoint")
-_FEATURES += ("fp8_output", "fp8_grad", "return_max_logit", "bf16_backward")
-_VALUES: tuple[str, ...] = (
-    "inference_params",
-    "cu_seqlens_q_padded",
-    "cu_seqlens_kv_padded",
-    "core_attention_bias",
-    "alibi_slopes",
+_FEATURES = (
+    *("fuse_wgrad_accumulation", "delay_wgrad_compute", "save_original_input", "checkpoint"),
+    *("fp8_output", "fp8_grad", "return_max_logit", "bf16_backward"),
 )
-_VALUES += ("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors", "qkv_layer", "kv_layer")
+_VALUES = (
+    *("inference_params", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "core_attention_bias", "alibi_slopes"),
+    *("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors", "qkv_layer", "kv_layer"),
+)
 
 #: By the name of an argument that te_bench has no machinery for: its default, and whether a value asks for nothing.
 ABSENT: Mapping[str, tuple[Any, Callable[[Any], bool]]] = {

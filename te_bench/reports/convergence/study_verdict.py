@@ -23,10 +23,8 @@ class ArmVerdict:
     trained: LossComparison | None = None  # of the training loss over the last tenth of the steps; likewise
     speedup: Speedup | None = None
     band: Band | None = None
-    gap_curve: tuple[tuple[float, ...], tuple[float, ...]] = (
-        (),
-        (),
-    )  # steps that every pair was evaluated at, mean gaps
+    # Steps that every pair was evaluated at, mean gaps.
+    gap_curve: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     missing: str | None = None  # planned seeds without a result
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 from te_bench.kernels import architecture
 from te_bench.kernels.activation import Backend, Problem, kernels, width
 from te_bench.kernels.activation.backends import reference
-from te_bench.kernels.operators import without_none
+from te_bench.kernels.operators import takes_two_steps, with_all, without_none
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized, check_layouts
 from te_bench.kernels.quantize.backends import triton as quantizer
 from te_bench.kernels.quantize.kernels import float32
@@ -39,10 +39,10 @@ def forward_quantized(x: Tensor, kind: str, **cast: Any) -> Quantized:
     """
     width(x, kind)
     check_layouts(cast["rowwise"], cast["columnwise"])
-    if _takes_two_steps(x, cast["columnwise"]):
+    if takes_two_steps(x.dtype, x.shape[0], cast["columnwise"]):
         return quantizer.scaled(forward(x, kind), **cast)
     run = _forward_quantized_op if torch.compiler.is_compiling() else kernels.forward_quantized
-    return _wrap(run(x, kind, **({"amax": None, "counts": None} | cast)), cast)
+    return _wrap(run(x, kind, **with_all(cast, "amax", "counts")), cast)
 
 
 def backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
@@ -58,15 +58,10 @@ def backward_quantized(dy: Tensor, x: Tensor, kind: str, **cast: Any) -> Quantiz
     """
     width(x, kind, dy)
     check_layouts(cast["rowwise"], cast["columnwise"])
-    if _takes_two_steps(x, cast["columnwise"]):
+    if takes_two_steps(x.dtype, x.shape[0], cast["columnwise"]):
         return quantizer.scaled(backward(dy, x, kind), **cast)
     run = _backward_quantized_op if torch.compiler.is_compiling() else kernels.backward_quantized
-    return _wrap(run(dy, x, kind, **({"amax": None, "counts": None, "column_sum": None} | cast)), cast)
-
-
-def _takes_two_steps(x: Tensor, columnwise: bool) -> bool:
-    """Where the kernels, which go by pairs of rows of half precision, do not reach: float32, and odd heights transposed."""
-    return x.dtype is torch.float32 or (columnwise and x.shape[0] % 2 == 1)
+    return _wrap(run(dy, x, kind, **with_all(cast, "amax", "counts", "column_sum")), cast)
 
 
 def _wrap(made: tuple[Tensor | None, Tensor | None, Tensor], cast: dict[str, Any]) -> Quantized:

@@ -127,9 +127,8 @@ def attention_forward_kernel(
                 D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, PART != 1,
             )  # fmt: skip
 
-    if (
-        not HAS_LEFT and MASK == NO_MASK
-    ):  # all rows see a key, if there is one: a sum of 0 is of scores that are all -inf
+    # All rows see a key, if there is one: a sum of 0 is of scores that are all -inf.
+    if not HAS_LEFT and MASK == NO_MASK:
         l_i = tl.where((l_i == 0.0) & (S > 0), float("nan"), l_i)
     share = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)  # a row that sees no key is 0
     offs_m = start_m + tl.arange(0, BLOCK_M)

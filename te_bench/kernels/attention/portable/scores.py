@@ -15,14 +15,10 @@ ROWS_MOST = 128  # of a tile
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3e38)  # about the least of float32's finite numbers
-NO_MASK, OF_KEYS, OF_SCORES = (
-    tl.constexpr(0),
-    tl.constexpr(1),
-    tl.constexpr(2),
-)  # MASK: none, the same for every row, any
-ROUNDS = tl.constexpr(
-    7
-)  # of Philox 4x32, the fewest that pass BigCrush (Salmon et al., "Parallel Random Numbers", 2011)
+# MASK: none, the same for every row, any.
+NO_MASK, OF_KEYS, OF_SCORES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Of Philox 4x32, the fewest that pass BigCrush (Salmon et al., "Parallel Random Numbers", 2011).
+ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
