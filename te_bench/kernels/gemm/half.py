@@ -16,9 +16,9 @@ from torch import Tensor
 from te_bench.kernels import architecture, measured
 from te_bench.kernels import gluon as _gluon
 from te_bench.kernels.activation import KINDS
-from te_bench.kernels.gemm import NO_EPILOGUE, Epilogue, table
+from te_bench.kernels.gemm import table
 from te_bench.kernels.gemm.backends import gluon
-from te_bench.kernels.gemm.hopper.plans import TWO_OUT, plan
+from te_bench.kernels.gemm.hopper import plans
 
 ALIGNMENT = 8  # elements, of a row's length
 ACTIVATED, GRADIENT = table.ACTIVATED, table.GRADIENT
@@ -92,37 +92,19 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) ->
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias by the kernel, where it is supported: x (M, K), weight (N, K), bias (N,) -> (M, N)."""
     out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
-    _launch(x, weight, bias, NO_EPILOGUE, out)
+    gluon.run(plans.plan(x.dtype, promote=False), x, weight, bias, out)
     return out
 
 
 def activated(x: Tensor, up: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
     """h = x @ up.T + bias and f(h), where the kernel is supported: x (M, K), up (N, K), bias (N,) -> (M, N) x2."""
     h, y = (x.new_empty((x.shape[0], up.shape[0])) for _ in range(2))
-    _launch(x, up, bias, Epilogue(activation=kind, keep=True), y, pre=h)
+    gluon.run(plans.ACTIVATED, x, up, bias, y, h, activation=kind)
     return h, y
 
 
 def gradient(g: Tensor, down: Tensor, h: Tensor, kind: str) -> Tensor:
     """dh = (g @ down) * f'(h), where the kernel is supported: g (M, K), down (K, N), h (M, N) -> (M, N)."""
     dh = torch.empty_like(h)
-    made = Epilogue(activation=kind, residual=True)  # h comes in as a residual does, and takes its shared memory
-    _launch(g, down, None, made, dh, residual=h)
+    gluon.run(plans.GRADIENT, g, down, None, dh, h, activation=kind, gradient=True)
     return dh
-
-
-def _launch(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    made: Epilogue,
-    out: Tensor,
-    *,
-    pre: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> None:
-    """The kernel; with a residual, an activation's input, b (K, N) and the activation's slope there."""
-    p = TWO_OUT if pre is not None else plan(a.dtype, promote=False, epilogue=made, residual=residual)
-    left, numbers = (out, pre, residual, None, None), (None, None, bias, None, None, None)
-    slope = residual is not None
-    gluon.run(p, a, b, left, numbers, made, a.dtype, kind="none", promote=False, across=slope, gradient=slope)

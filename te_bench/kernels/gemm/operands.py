@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from te_bench.kernels.gemm import PAIRS, Epilogue
+from te_bench.kernels.gemm import PAIRS
 from te_bench.kernels.quantize import PLAIN, ROW, SQUARE, STRIP, TENSOR, Block, Layout, Operand
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -91,36 +91,3 @@ def put_together(
         Operand(a, a_scale_inv, Layout(a.dtype, BLOCKS[a_granularity], torch.float32)),
         Operand(b, b_scale_inv, Layout(b.dtype, BLOCKS[b_granularity], torch.float32)),
     )
-
-
-def check_epilogue(
-    shape: tuple[int, int],
-    out_dtype: torch.dtype,
-    epilogue: Epilogue,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    amax: Tensor | None,
-) -> None:
-    """Raises ValueError for a residual, a scale or an amax that the epilogue of an (M, N) does not take, or lacks."""
-    if (residual is not None) != epilogue.residual:
-        raise ValueError(f"residual={epilogue.residual} in the epilogue, and the residual is {type(residual).__name__}")
-    if residual is not None and (residual.shape != shape or not residual.is_contiguous()):
-        raise ValueError(f"residual {tuple(residual.shape)} {tuple(residual.stride())}: it must be {shape}, contiguous")
-    if (scale is not None) != (epilogue.target is not None):
-        raise ValueError(f"target={epilogue.target!r} in the epilogue, and the scale is {type(scale).__name__}")
-    if epilogue.target is not None and out_dtype.itemsize != 2:
-        # On Hopper Triton 3.6 stores garbage where one kernel casts a float32 tile to FP8 and transposes it.
-        raise ValueError(f"target={epilogue.target!r} of a {out_dtype} out: the FP8 is made of bfloat16 or float16")
-    if amax is not None and scale is None:
-        raise ValueError('an amax is gathered of what is cast to FP8: it takes target="e4m3" and a scale')
-    for name, number in (("scale", scale), ("amax", amax)):
-        if number is not None and (number.dim() or number.dtype is not torch.float32):
-            raise ValueError(f"{name} {number.dtype} {tuple(number.shape)}: it must be one float32 number, of shape ()")
-
-
-def check_sum(shape: tuple[int, int], out: Tensor) -> None:
-    """Raises ValueError unless an (M, N) product can be added to out."""
-    if out.dtype is not torch.float32 or out.shape != shape or not out.is_contiguous():
-        raise ValueError(
-            f"out {out.dtype} {tuple(out.shape)} {tuple(out.stride())}: the product is added to a contiguous float32 {shape}"
-        )

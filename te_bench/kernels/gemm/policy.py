@@ -1,5 +1,7 @@
 """The fastest FP8 GEMM of a shape, as measured; cuBLASLt where nothing was, or where nothing is much faster.
 
+Block scales go by Triton where cuBLASLt has none: on every GPU with TMA but Hopper.
+
 Every backend keeps the same contract, so that the choice is one of time; the last bits differ, by the order in which K is
 added up and by a bias that Gluon adds before it rounds. It depends on the shape, the scales, the sums asked for and the GPU,
 and on nothing else: a trial's record names the kernels that ran.
@@ -12,14 +14,14 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels import architecture, measured
-from te_bench.kernels.gemm import Problem, Product, table
+from te_bench.kernels.gemm import Problem, table
 from te_bench.kernels.gemm.backends import gluon, scaled_mm, triton
 from te_bench.kernels.gemm.operands import granularities, refusal
 from te_bench.kernels.gemm.operators import as_operator
 from te_bench.kernels.quantize import Layout, Operand
 
 USUAL = "scaled_mm"
-LAUNCHES: dict[str, Callable[..., Product]] = {"gluon": gluon.launch, "triton": triton.launch}
+LAUNCHES: dict[str, Callable[..., Tensor]] = {"gluon": gluon.launch, "triton": triton.launch}
 
 
 def forward(
@@ -35,8 +37,7 @@ def forward(
     launch = _launcher(a.layout, b.layout, x.shape, y.shape, out_dtype, fast_accum, x.get_device())
     if launch is None:
         return scaled_mm.forward(a, b, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
-    made: Tensor = launch(a, b, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias).out
-    return made
+    return launch(a, b, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
 
 
 _operator = as_operator("policy_gemm", forward)
@@ -51,23 +52,29 @@ def _launcher(
     out_dtype: torch.dtype,
     fast: bool,
     device: int,
-) -> Callable[..., Product] | None:
-    """The launcher of another backend than cuBLASLt."""
-    # What was measured: E4M3 into half precision. float32 leaves by other tiles.
-    timed = a.format is b.format is torch.float8_e4m3fn and out_dtype.itemsize == 2 and device >= 0
-    if not timed or refusal(a, b) or not len(a_shape) == len(b_shape) == 2 or a_shape[1] != b_shape[1]:
+) -> Callable[..., Tensor] | None:
+    """The launcher of another backend than cuBLASLt. Raises ValueError for block scales that no backend multiplies there."""
+    if device < 0 or refusal(a, b) or not len(a_shape) == len(b_shape) == 2 or a_shape[1] != b_shape[1]:
         return None
     granularity, _ = granularities(a, b)
-    if granularity not in table.SCALES:
-        return None
     (m, k), (n, _) = a_shape, b_shape
+    capability = torch.cuda.get_device_capability(device)
+    problem = Problem(m=m, n=n, k=k, a=a, b=b, device="cuda", capability=capability)
+    if granularity not in table.SCALES:
+        lack = scaled_mm.lacks_block_scales(capability)
+        if lack is None or not (m and n and k):
+            return None
+        if reason := triton.BACKEND.unsupported(problem):
+            raise ValueError(f"{lack}; by Triton: {reason}")
+        return LAUNCHES["triton"]
+    # What was measured: E4M3 into half precision. float32 leaves by other tiles.
+    if not (a.format is b.format is torch.float8_e4m3fn and out_dtype.itemsize == 2):
+        return None
     processors = architecture.processors(torch.device("cuda", device))
     gpu = torch.cuda.get_device_name(device)
     name = choose(m, n, k, granularity=granularity, fast=fast, gpu=gpu, processors=processors)
     if name == USUAL:
         return None
-    capability = torch.cuda.get_device_capability(device)
-    problem = Problem(m=m, n=n, k=k, a=a, b=b, device="cuda", capability=capability)
     backend = {"gluon": gluon, "triton": triton}[name].BACKEND
     return LAUNCHES[name] if backend.unsupported(problem) is None else None
 

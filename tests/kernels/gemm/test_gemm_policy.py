@@ -1,5 +1,6 @@
 """Which GEMM runs: the fastest measured of the shape, cuBLASLt where nothing was measured or little is to be won."""
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ import torch
 from gemm_checks import FAST, check, integers, layout, product, quantised
 
 from te_bench.kernels import architecture, gemm, measured
-from te_bench.kernels.gemm import PAIRS, Product, policy, table
-from te_bench.kernels.gemm.backends import gluon, scaled_mm
+from te_bench.kernels.gemm import PAIRS, policy, table
+from te_bench.kernels.gemm.backends import gluon, scaled_mm, triton
 from te_bench.kernels.gemm.table import GemmShape
 from te_bench.kernels.measured import Timing
 from te_bench.kernels.quantize import Operand
@@ -122,17 +123,14 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     original = policy._launcher.__wrapped__
     monkeypatch.setattr(policy, "_launcher", lambda *key: original(*key[:-1], 0))
 
-    def launch(*args: Any, **options: Any) -> Product:
-        called.append("gluon")
-        return Product(reference(*args, **options), None, None)
-
-    def usual(*args: Any, **options: Any) -> torch.Tensor:
-        called.append("scaled_mm")
+    def launch(name: str, *args: Any, **options: Any) -> torch.Tensor:
+        called.append(name)
         made: torch.Tensor = reference(*args, **options)
         return made
 
-    monkeypatch.setitem(policy.LAUNCHES, "gluon", launch)
-    monkeypatch.setattr(scaled_mm, "forward", usual)
+    for name in policy.LAUNCHES:
+        monkeypatch.setitem(policy.LAUNCHES, name, functools.partial(launch, name))
+    monkeypatch.setattr(scaled_mm, "forward", functools.partial(launch, "scaled_mm"))
     return called
 
 
@@ -165,6 +163,28 @@ def test_compiled_it_is_one_operator(an_h200: list[str]) -> None:
     out = torch.compile(call, fullgraph=True, backend="aot_eager")(*operands)
     assert torch.equal(out, product(operands).to(BF16) * 2)
     assert an_h200 == ["gluon"]
+
+
+def test_block_scales_go_by_triton_where_cublaslt_has_none(an_h200: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = functools.partial(policy.forward, out_dtype=torch.float32, fast_accum=False)
+    pairs = [pair for pair in PAIRS if pair[0] in ("block", "tile")]
+    for pair in pairs:
+        multiply(*integers((64, 48, 256), pair))
+    assert an_h200 == ["scaled_mm"] * len(pairs)
+    an_h200.clear()
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    for pair in pairs:
+        operands = integers((64, 48, 256), pair)
+        assert torch.equal(multiply(*operands).double(), product(operands))
+    multiply(*integers((0, 48, 256), pairs[0]))
+    multiply(*integers((64, 48, 256), ("row", "row")))
+    assert an_h200 == ["triton"] * len(pairs) + ["scaled_mm"] * 2
+    with pytest.raises(ValueError, match=r"9\.x only, not 10\.0; by Triton: N 50 must be a multiple of 8"):
+        multiply(*integers((64, 50, 256), pairs[0]))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    with pytest.raises(ValueError, match=r"9\.x only, not 8\.9; by Triton: TMA needs compute capability 9\.0"):
+        multiply(*integers((64, 48, 256), pairs[0]))
 
 
 @pytest.mark.gpu

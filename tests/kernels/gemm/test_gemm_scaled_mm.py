@@ -1,10 +1,13 @@
 """cuBLASLt's GEMM: the padding and layouts around it, which a CPU can check."""
 
+from typing import Any
+
 import pytest
 import torch
 from gemm_checks import OPCHECKS, Operands, integers, layout, product
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.gemm import PAIRS
 from te_bench.kernels.gemm.backends import reference, scaled_mm
 from te_bench.kernels.gemm.operands import take_apart
@@ -29,6 +32,30 @@ def test_padding_is_exact(shape: tuple[int, int, int], pair: tuple[str, str]) ->
                 assert torch.equal(out, product(operands, added).to(out_dtype))
             assert out.shape == shape[:2]
             assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_row_scales_leave_in_every_dtype_where_they_are_cutlasss(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ada's and Blackwell's kernel of row scales leaves in bfloat16 alone (pytorch/pytorch, ScaledBlas.cpp)."""
+    multiply = torch._scaled_mm
+
+    def cutlass(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        assert rest[1] is torch.bfloat16 or a_scale.dim() == b_scale.dim() == 0
+        return multiply(a, b, a_scale, b_scale, bias, *rest)
+
+    monkeypatch.setattr(torch, "_scaled_mm", cutlass)
+    monkeypatch.setattr(architecture, "of_device", lambda _: architecture.ARCHITECTURES[8, 9])
+    operands = integers(shape, ("row", "row"))
+    bias = torch.arange(shape[1]) % 64 - 2.0
+    for out_dtype in DTYPES:
+        out = scaled_mm.forward(*operands, out_dtype=out_dtype)
+        assert torch.equal(out, product(operands).to(out_dtype))
+        if out_dtype is not torch.bfloat16:
+            out = scaled_mm.forward(*operands, out_dtype=out_dtype, bias=bias)
+            assert torch.equal(out, product(operands, bias).to(out_dtype))
+        assert out.is_contiguous()
 
 
 def cublaslt(

@@ -7,7 +7,6 @@ import pytest
 import torch
 from gemm_checks import FORMATS, a_problem, integers, product
 
-from te_bench.kernels.gemm import Epilogue
 from te_bench.kernels.gemm.backends import triton
 from te_bench.kernels.gemm.portable import tiles
 
@@ -37,27 +36,6 @@ def test_the_tile_is_the_one_with_less_of_a_last_wave() -> None:
     assert chosen(12288, 768) == tiles.SMALL
     assert chosen(128, 128) == tiles.SMALL
     assert chosen(8192, 12288, promote=True) == chosen(8192, 12288, kind="tile") == tiles.PRECISE
-    assert chosen(8192, 12288, epilogue=Epilogue()) == tiles.LARGE
-
-
-def test_the_tile_leaves_an_epilogue_room() -> None:
-    """Which of them fit is what tests/kernels/test_compiled.py finds out."""
-    gelu = Epilogue(activation="gelu", out=False, target="e4m3")
-    residual = Epilogue(residual=True)
-    everything = Epilogue(activation="gelu", residual=True, target="e4m3")
-    for epilogue, n, out_dtype, how, expected in (
-        (Epilogue(target="e4m3"), 12288, torch.bfloat16, {}, tiles.FUSED_LARGE),
-        (Epilogue(target="e4m3"), 128, torch.bfloat16, {}, tiles.FUSED_SMALL),
-        (gelu, 12288, torch.bfloat16, {}, tiles.FUSED_TWICE),
-        (gelu, 12288, torch.bfloat16, {"kind": "row"}, tiles.FUSED_SMALL),
-        (gelu, 12288, torch.bfloat16, {"promote": True}, tiles.FUSED_SMALL),
-        (gelu, 12288, torch.bfloat16, {"kind": "block"}, tiles.FUSED_BLOCKS),
-        (residual, 12288, torch.bfloat16, {}, tiles.FUSED_LARGE_FLOAT32),
-        (Epilogue(activation="gelu"), 12288, torch.float32, {}, tiles.FUSED_LARGE_FLOAT32),
-        (everything, 12288, torch.bfloat16, {}, tiles.FUSED_SMALL),
-    ):
-        options: dict[str, Any] = {"promote": False, "processors": 132, "epilogue": epilogue, **how}
-        assert tiles.tile(8192, n, out_dtype, **options) == expected
 
 
 @pytest.mark.parametrize("fast_accum", [False, True])

@@ -13,7 +13,7 @@ import barriers
 import pytest
 from barriers import Barrier, Threads, ran
 
-from te_bench.kernels.gemm.hopper import kernels, plans, schedule
+from te_bench.kernels.gemm.hopper import kernels, plans
 from te_bench.kernels.gemm.hopper.plans import Plan
 
 
@@ -84,8 +84,8 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
     """The module of the kernels, its functions Python's."""
     k = kernels
     for name in (
-        "tile_origin", "steps_of_program", "steps_in_tile", "next_position", "_await_turn", "_allocate_barriers",
-        "_allocate_ring", "_block_of_b", "_product", "_promoted_product",
+        "_tile_origin", "_await_turn", "_allocate_barriers", "_allocate_parts", "_allocate_ring", "_block_of_b", "_product",
+        "_promoted_product",
     ):  # fmt: skip
         monkeypatch.setattr(k, name, getattr(getattr(k, name), "fn", getattr(k, name)))
     same = lambda x, *_, **__: x  # noqa: E731
@@ -94,8 +94,7 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
         NVMMADistributedLayout=lambda *_: None, zeros=lambda *_: Sum([], []), int16=None, float32=None, int64="barrier",
         allocate_shared_memory=machine.allocate, join=machine.join, permute=same, reshape=same, convert_layout=same,
     )  # fmt: skip
-    for module in (k, schedule):
-        monkeypatch.setattr(module, "gl", language)
+    monkeypatch.setattr(k, "gl", language)
     monkeypatch.setattr(
         k, "tma", types.SimpleNamespace(async_copy_global_to_shared=machine.copy, store_wait=lambda _: None)
     )
@@ -108,10 +107,10 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
 
 
 def run(
-    shape: tuple[int, int, int], p: Plan, stages: int, programs: int, promote: bool, stream: bool | None, slow: str,
-    monkeypatch: pytest.MonkeyPatch, across: bool = False, program: int = 0,
+    shape: tuple[int, int, int], p: Plan, stages: int, programs: int, promote: bool, slow: str,
+    monkeypatch: pytest.MonkeyPatch, gradient: bool = False, program: int = 0,
 ) -> list[tuple[int, int, list[Any]]]:  # fmt: skip
-    """Row, column and products of what a program of `programs` leaves; stream: of the sums' kernel, if not None."""
+    """Row, column and products of what a program of `programs` leaves."""
     machine = Machine(slow)
     k = stand_in(machine, monkeypatch, program, programs)
     left: list[tuple[int, int, list[Any]]] = []
@@ -120,30 +119,24 @@ def run(
         assert not x.under_way
         machine.do(lambda: left.append((row, column, x.over)))
 
-    monkeypatch.setattr(k, "store_by_parts", lambda *args: leave(args[0], args[9], args[10]))
-    monkeypatch.setattr(k, "add_by_parts", lambda *args: leave(args[0], args[5], args[6]))
-    a, b = (
+    monkeypatch.setattr(k, "store_by_parts", lambda *args: leave(args[0], *args[9:11]))
+    a, b, h = (
         types.SimpleNamespace(
             block_type=types.SimpleNamespace(shape=box, nbytes=box[0] * box[1]), dtype=None, layout=None
         )
-        for box in ([p.height, 128], [128, p.width] if across else [p.width, 128])
+        for box in ([p.height, 128], [128, p.width] if gradient else [p.width, 128], [p.height, p.width // p.parts])
     )
     ring = k._allocate_ring(a, b, 1 if p.turns else 2, stages)
-    turn = k._allocate_barriers()
-    tile = p.height, p.width, 128, p.parts, p.slots, p.turns, stages, 8
-    nothing = (None,) * 5
+    turn, loaded, places = k._allocate_barriers(), k._allocate_barriers(), k._allocate_parts(h, p.parts)
 
     def multiply(who: int) -> None:
-        if stream is None:
-            k._multiply.fn(
-                ring, turn, nothing, nothing, None, None, None, None, shape, who,
-                "tensor", across, promote, None, False, None, 1, False, *tile,
-            )  # fmt: skip
-        else:
-            k._multiply_and_add.fn(ring, turn, None, None, None, shape, who, "tensor", promote, *tile, stream)
+        k._multiply.fn(
+            ring, turn, None, h if gradient else None, None, places, loaded, None, shape, who, "tensor", promote, None,
+            gradient, p.height, p.width, 128, p.parts, p.slots, p.turns, stages, 8,
+        )  # fmt: skip
 
     calls: dict[str, Callable[[], None]] = {
-        "fetch": lambda: k._fetch.fn(a, b, ring, shape, across, p.turns, stages, 8, bool(stream)),
+        "fetch": lambda: k._fetch.fn(a, b, ring, shape, gradient, p.turns, stages, 8),
         "first": lambda: multiply(0),
         "second": lambda: multiply(1),
     }
@@ -155,56 +148,41 @@ def run(
 PLANS = {
     "turns": (plans.TURNS, False),
     "turns, wide": (Plan(64, 256, True, 4), False),
-    "halves": (plans.HALVES, False),
+    "halves": (Plan(64, 256, False, 4, 2), False),
     "promoted": (plans.PROMOTED, True),
     "promoted, in turns": (plans.PROMOTED._replace(turns=True), True),
 }
 
 
 @pytest.mark.parametrize("slow", ["fetch", "first", "second"])
-@pytest.mark.parametrize("stream", [None, False, True], ids=["leaves", "adds", "adds shares"])
 @pytest.mark.parametrize(("k", "stages"), [(128, 4), (640, 4), (768, 6), (1152, 2), (1152, 3)])
 @pytest.mark.parametrize("name", PLANS)
 def test_each_tile_is_of_its_own_blocks_whoever_is_slow(
-    name: str, k: int, stages: int, stream: bool | None, slow: str, monkeypatch: pytest.MonkeyPatch
+    name: str, k: int, stages: int, slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, promote = PLANS[name]
     shape = 5 * p.tile()[0] - 16, 2 * p.tile()[1], k
-    left = run(shape, p, stages, 2, promote, stream, slow, monkeypatch)
+    left = run(shape, p, stages, 2, promote, slow, monkeypatch)
     assert len(left) > (2 if p.turns else 4), "too few for a barrier's second phase"
-    for row, column, products in left:
-        depths = [of_a[1] for of_a, _ in products]
-        assert products == [([row, depth], [column, depth]) for depth in depths]
-        assert depths == list(range(depths[0], depths[0] + 128 * len(depths), 128))
-        assert stream or len(depths) == k // 128
-    if stream:
-        blocks = sum(len(products) for *_, products in left) // (1 if p.turns else 2)
-        assert blocks == 10 * k // 128 // 2
+    check_tiles(left, k)
 
 
 @pytest.mark.parametrize("name", ["turns", "halves", "promoted"])
-@pytest.mark.parametrize("stream", [None, False, True], ids=["leaves", "adds", "adds shares"])
 @pytest.mark.parametrize("shape", [(128, 128, 128), (1200, 136, 16), (768, 776, 512)], ids=str)
 @pytest.mark.parametrize("programs", [1, 5, 6])
 def test_every_block_of_every_tile_is_multiplied_once(
-    programs: int, shape: tuple[int, int, int], stream: bool | None, name: str, monkeypatch: pytest.MonkeyPatch
+    programs: int, shape: tuple[int, int, int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, promote = PLANS[name]
     (height, width), boxes = p.tile(), 1 if p.turns else 2
     rows = range(0, -(-shape[0] // height) * height, p.height)
-    wanted = set(itertools.product(rows, range(0, shape[1], width), range(0, shape[2], 128)))
-    tiles = len({block[:2] for block in wanted}) // boxes
-    programs, seen = min(programs, len(wanted) // boxes if stream else tiles), list[list[tuple[int, int, int]]]()
+    wanted = set(itertools.product(rows, range(0, shape[1], width)))
+    programs, seen = min(programs, len(wanted) // boxes), list[tuple[int, int]]()
     for program in range(programs):
-        left = run(shape, p, 4, programs, promote, stream, "fetch", monkeypatch, program=program)
-        seen.append([(row, column, of_a[1]) for row, column, products in left for of_a, _ in products])
-        assert all(
-            products == [([row, of_a[1]], [column, of_a[1]]) for of_a, _ in products] for row, column, products in left
-        )
-    assert sorted(itertools.chain(*seen)) == sorted(wanted)
-    if stream:
-        counts = [len(blocks) for blocks in seen]
-        assert max(counts) - min(counts) <= boxes
+        left = run(shape, p, 4, programs, promote, "fetch", monkeypatch, program=program)
+        check_tiles(left, shape[2])
+        seen += [(row, column) for row, column, _ in left]
+    assert sorted(seen) == sorted(wanted)
 
 
 def check_tiles(left: list[tuple[int, int, list[Any]]], k: int) -> None:
@@ -214,7 +192,7 @@ def check_tiles(left: list[tuple[int, int, list[Any]]], k: int) -> None:
 
 @pytest.mark.parametrize("slow", ["fetch", "first", "second"])
 def test_blocks_of_a_matrix_that_lies_across(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = run((640, 384, 768), plans.TURNS, 5, 2, False, None, slow, monkeypatch, across=True)
+    left = run((640, 384, 768), plans.TURNS, 5, 2, False, slow, monkeypatch, gradient=True)
     assert len(left) > 2
     for row, column, products in left:
         assert products == [([row, depth], [depth, column]) for depth in range(0, 768, 128)]
@@ -223,9 +201,9 @@ def test_blocks_of_a_matrix_that_lies_across(slow: str, monkeypatch: pytest.Monk
 def test_without_turns_a_warpgroup_takes_the_others_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What failed on an H200: the test above would see it."""
     there = 640, 256, 768
-    check_tiles(run(there, plans.TURNS, 6, 2, False, None, "fetch", monkeypatch), 768)
+    check_tiles(run(there, plans.TURNS, 6, 2, False, "fetch", monkeypatch), 768)
     monkeypatch.undo()
     monkeypatch.setattr(barriers, "PATIENCE", 0.5)
     monkeypatch.setattr(kernels, "_await_turn", types.SimpleNamespace(fn=lambda *_: None))
     with pytest.raises((AssertionError, TypeError)):
-        check_tiles(run(there, plans.TURNS, 6, 2, False, None, "fetch", monkeypatch), 768)
+        check_tiles(run(there, plans.TURNS, 6, 2, False, "fetch", monkeypatch), 768)

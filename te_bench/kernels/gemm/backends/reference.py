@@ -6,10 +6,8 @@ It is one operator, te_bench::reference_gemm: a profiler sees each product, comp
 import torch
 from torch import Tensor
 
-from te_bench.kernels import quantize
-from te_bench.kernels.activation.backends import reference as activation
-from te_bench.kernels.gemm import Backend, Epilogue, Problem, Product
-from te_bench.kernels.gemm.operands import DTYPES, check, check_epilogue, check_sum, refusal
+from te_bench.kernels.gemm import Backend, Problem
+from te_bench.kernels.gemm.operands import check, refusal
 from te_bench.kernels.gemm.operators import as_operator
 from te_bench.kernels.quantize import BLOCK, SQUARE, Operand
 from te_bench.kernels.quantize.backends.reference import dequantize, widened
@@ -49,42 +47,6 @@ def dequantized(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor 
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
-def fused(
-    a: Operand,
-    b: Operand,
-    *,
-    out_dtype: torch.dtype,
-    epilogue: Epilogue,
-    fast_accum: bool = False,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-) -> Product:
-    """out = round(f(round(product + bias)) + residual) and fp8(out * scale); what is None or not asked for is left out.
-
-    amax becomes max(amax, max |out|). Raises ValueError for operands, or an epilogue's, that do not fit.
-    """
-    check_epilogue((a.data.shape[0], b.data.shape[0]), out_dtype, epilogue, residual, scale, amax)
-    x = forward(a, b, out_dtype=torch.float32, bias=bias)
-    pre = None
-    if epilogue.activation is not None:
-        pre = x.to(out_dtype)
-        x = activation.forward(pre.float(), epilogue.activation)
-    out = (x if residual is None else x + residual.float()).to(out_dtype)
-    quantized = None
-    if epilogue.target is not None:
-        layouts = {"rowwise": epilogue.rowwise, "columnwise": epilogue.columnwise}
-        quantized = quantize.load("reference").scaled(out, scale, DTYPES[epilogue.target], amax=amax, **layouts)
-    return Product(out if epilogue.out else None, pre if epilogue.keep else None, quantized)
-
-
-def accumulate(a: Operand, b: Operand, *, out: Tensor, fast_accum: bool = False) -> None:
-    """out += dequantise(a) @ dequantise(b).T in float32. Raises ValueError as `forward`, and for another out."""
-    check_sum((a.data.shape[0], b.data.shape[0]), out)
-    out.add_(forward(a, b, out_dtype=torch.float32))
-
-
 def _blocks(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
     """Sum over the blocks of K of (a_block @ b_block.T) * their scales, (rows, blocks) each."""
     out = None
@@ -100,4 +62,4 @@ def _of_each_row(x: Operand) -> Tensor:
     return x.scale_inv.repeat_interleave(BLOCK, 0)[: x.data.shape[0]] if x.layout.block == SQUARE else x.scale_inv
 
 
-BACKEND = Backend(forward=forward, unsupported=unsupported, fused=fused, accumulate=accumulate)
+BACKEND = Backend(forward=forward, unsupported=unsupported)

@@ -26,8 +26,6 @@ VectorT = TypeVar("VectorT", Tensor, Tensor | None)
 
 
 def unsupported(p: Problem) -> str | None:
-    if p.epilogue is not None or p.accumulate:
-        return "torch's _scaled_mm adds a bias and nothing else: no epilogue, no accumulation into D"
     if p.device != "cuda":
         return "needs an NVIDIA GPU"
     if p.capability is not None and p.capability < architecture.FP8_SINCE:
@@ -39,11 +37,14 @@ def unsupported(p: Problem) -> str | None:
         return "E5M2 x E5M2: cuBLASLt has no such kernel"
     if in_blocks and e5m2 in (p.a.format, p.b.format):
         return "E5M2 with block scales: torch hands cuBLASLt E4M3 only"  # torch 2.11: "Invalid scaling configuration"
-    if in_blocks and p.capability is not None and p.capability[0] != 9:
-        return (
-            f"block scales: cuBLASLt has them on compute capability 9.x only, not {p.capability[0]}.{p.capability[1]}"
-        )
-    return None
+    return lacks_block_scales(p.capability) if in_blocks else None
+
+
+def lacks_block_scales(capability: architecture.Capability) -> str | None:
+    """Why cuBLASLt multiplies no operands with scales per 1 x 128 and 128 x 128 there, or None."""
+    if capability is None or capability[0] == 9:
+        return None
+    return f"block scales: cuBLASLt has them on compute capability 9.x only, not {capability[0]}.{capability[1]}"
 
 
 def forward(
@@ -55,7 +56,8 @@ def forward(
     fast_accum keeps the tensor core's 14-bit accumulator for the whole of K; without it cuBLASLt promotes to float32.
     Row scales have it too; block scales ignore it, for every block of 128 is promoted when it is scaled.
     bias is rounded to out_dtype and added in float32 by the epilogue; to a float32 D it is added afterwards.
-    Row scales with an out_dtype other than bfloat16 need sm_90, where they are cuBLASLt's and not CUTLASS's.
+    Row scales are cuBLASLt's on sm_90; elsewhere they are CUTLASS's, which leaves in bfloat16 alone: into another dtype the
+    product of the data is made in float32, and scaled afterwards.
     Raises ValueError for operands that cannot be multiplied.
     """
     if torch.compiler.is_compiling():
@@ -76,6 +78,10 @@ def forward(
     x, y, bias = _pad(x, 1, ALIGNMENT), _pad(y, ALIGNMENT, ALIGNMENT), _pad_vector(bias, 0.0)
     if kind == "row":
         x_inv, y_inv = x_inv[:, None], _pad_vector(y_inv, 1.0)[None]
+        if out_dtype is not torch.bfloat16 and not architecture.of_device(x.device).warpgroups:
+            one = x_inv.new_ones(())
+            out = _multiply(x, y, one, one, None, torch.float32, fast_accum).mul_(x_inv).mul_(y_inv)
+            return (out if bias is None else out.add_(bias))[:, :n].to(out_dtype).contiguous()
     return _multiply(x, y, x_inv, y_inv, bias, out_dtype, fast_accum)[:, :n].contiguous()
 
 

@@ -1,7 +1,6 @@
-"""What a warpgroup of the Gluon GEMM does with its tile: gemm.Epilogue in registers, then out through shared memory by TMA.
+"""What a warpgroup of the Gluon GEMM does with its tile: an activation in registers, then out through shared memory by TMA.
 
-An epilogue's time is that of its instructions: for GELU into FP8 this one has about 17 an element, Triton's own 59, which
-takes longer than the 6 blocks of K of GPT-2's products.
+An epilogue's time is that of its instructions: Triton's own GELU takes longer than the 6 blocks of K of GPT-2's products.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -9,10 +8,8 @@ takes longer than the 6 blocks of K of GPT-2's products.
 import math
 
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from te_bench.kernels.activation.backends.reference import GELU, QGELU
@@ -26,14 +23,6 @@ GELU_INNER, GELU_INNER_CUBIC = gl.constexpr(GELU[0]), gl.constexpr(3 * GELU[0] *
 QGELU_INNER, NORMAL_DENSITY = gl.constexpr(QGELU), gl.constexpr(1 / math.sqrt(2 * math.pi))
 # Phi(-u) = 2^(SQUARE u^2) t (a1 + a2 t + ... + a5 t^4) / 2, t = 1 / (1 + SHRINK u), to 7.5e-8: Abramowitz, Stegun, 7.1.26.
 NORMAL_SQUARE, NORMAL_SHRINK = gl.constexpr(-0.5 * LOG2_E), gl.constexpr(0.3275911 * 0.5**0.5)
-
-
-@builtin
-def _add_to_global(desc, coordinates, source, _semantic=None):
-    """desc's tensor += source at coordinates, by TMA; Gluon has the instruction and no name for it (Triton 3.7)."""
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coordinates, source.handle)
 
 
 @gluon.jit
@@ -144,27 +133,6 @@ def _split_columns(x):
 
 
 @gluon.jit
-def _larger(x, y):
-    """The larger of the bits of two magnitudes in 16 bits, in pairs; those of NaN are larger than any."""
-    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int16, is_pure=True, pack=2)
-
-
-@gluon.jit
-def _largest(x):
-    """Of each row of x, 16 bits, the largest magnitude's bits among every 8th column: nothing leaves its thread."""
-    if x.dtype != gl.int16:
-        magnitude = gl.inline_asm_elementwise(
-            "and.b32 $0, $1, 0x7fff7fff;", "=r,r", [x], dtype=gl.int16, is_pure=True, pack=2
-        )
-        return _largest(magnitude)
-    elif x.shape[1] == 8:
-        return x
-    else:
-        left, right = _split_columns(x)
-        return _largest(_larger(left, right))
-
-
-@gluon.jit
 def _store_tile(desc, shared, row, column):
     """shared, written by all threads, to desc's tensor."""
     fence_async_shared()
@@ -172,29 +140,7 @@ def _store_tile(desc, shared, row, column):
 
 
 @gluon.jit
-def _cast(desc, shared, x, row, column):
-    """x, float32, saturated and to the nearest FP8, NaN staying NaN, through shared to desc's tensor.
-
-    Written in pairs of columns, as the instruction makes them: taken apart and put together again they cost 2 more each.
-    """
-    HEIGHT: gl.constexpr = x.shape[0]
-    WIDTH: gl.constexpr = x.shape[1]
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout(desc.layout.swizzle_byte_width, 16, 2)
-    left, right = gl.split(gl.reshape(x, (HEIGHT, WIDTH // 2, 2)))
-    if desc.dtype == gl.float8e4nv:
-        pairs = gl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [left, right], dtype=gl.int16, is_pure=True, pack=1
-        )
-    else:
-        pairs = gl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [left, right], dtype=gl.int16, is_pure=True, pack=1
-        )
-    shared._reinterpret(gl.int16, [HEIGHT, WIDTH // 2], PAIRS).store(pairs)
-    _store_tile(desc, shared, row, column)
-
-
-@gluon.jit
-def scale_and_add_bias(x, vectors, row, column, M, N, A_KIND: gl.constexpr):
+def _scale_and_add_bias(x, vectors, row, column, M, N, A_KIND: gl.constexpr):
     """x times both operands' scales, plus the bias; vectors: a_scale_inv, b_scale_inv, bias."""
     a_scale_inv, b_scale_inv, bias = vectors
     LAYOUT: gl.constexpr = x.type.layout
@@ -212,103 +158,59 @@ def scale_and_add_bias(x, vectors, row, column, M, N, A_KIND: gl.constexpr):
 
 @gluon.jit
 def _finish_part(
-    x, descs, staging, out_slot, residual_slot, slot, loaded, parity, vectors, scale, amax_bits, row, column, M, N,
-    A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr, DTYPE: gl.constexpr, AMAX: gl.constexpr,
-    PENDING: gl.constexpr, IN_PLACE: gl.constexpr,
+    x, d_desc, h_desc, d_place, h_place, loaded, parity, vectors, row, column, M, N,
+    A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr, PENDING: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of gemm.Epilogue on x, a float32 part of the product; TMA drops what lies outside of D.
+    """D of x, a float32 part of the product, by way of d_place; TMA drops what lies outside of D.
 
-    Returns amax_bits, those of the largest |out| so far, of each of the warpgroup's rows and every 8th column. PENDING:
-    stores that may still be reading when the next to the same slot is due. IN_PLACE: out takes the residual's place.
+    ACTIVATION: h = x, rounded, leaves by way of h_place, and D = f(h). GRADIENT: h is loaded there, and D = x, rounded,
+    times f'(h), takes its place. PENDING: stores that may still be reading when the next to the same place is due.
     """
-    HEIGHT: gl.constexpr = x.shape[0]
-    d_desc, pre_desc, residual_desc, data_desc, data_t_desc = descs
-    out_shared, residual_shared, pre_shared, data_shared, data_t_shared = staging
-    x = scale_and_add_bias(x, vectors, row, column, M, N, A_KIND)
-    if ACTIVATION is not None and not GRADIENT:
-        pre = _rounded(x, DTYPE)
-        if pre_desc is not None:
-            tma.store_wait(PENDING)
-            pre_shared.index(slot).store(pre)
-            _store_tile(pre_desc, pre_shared.index(slot), row, column)
-        x = _activated(_widened(pre), ACTIVATION)
-    if residual_desc is not None:
+    DTYPE: gl.constexpr = d_desc.dtype
+    x = _scale_and_add_bias(x, vectors, row, column, M, N, A_KIND)
+    if GRADIENT:
         mbarrier.wait(loaded, parity)
-        beside = _widened(residual_shared.index(residual_slot).load(x.type.layout))
-        if GRADIENT:
-            x = _widened(_rounded(x, DTYPE)) * _slope(beside, ACTIVATION)
-        else:
-            x += beside
+        h = _widened(h_place.load(x.type.layout))
+        x = _widened(_rounded(x, DTYPE)) * _slope(h, ACTIVATION)
+    elif ACTIVATION is not None:
+        h = _rounded(x, DTYPE)
+        tma.store_wait(PENDING)
+        h_place.store(h)
+        _store_tile(h_desc, h_place, row, column)
+        x = _activated(_widened(h), ACTIVATION)
     y = _rounded(x, DTYPE)
-    if d_desc is not None or data_t_desc is not None:
-        if d_desc is not None and not IN_PLACE:
-            tma.store_wait(PENDING)
-        out_shared.index(out_slot).store(y)
-    if d_desc is not None:
-        _store_tile(d_desc, out_shared.index(out_slot), row, column)
-    if data_desc is not None:
+    if not GRADIENT:
         tma.store_wait(PENDING)
-        _cast(data_desc, data_shared.index(slot), _widened(y) * gl.load(scale), row, column)
-    if data_t_desc is not None:
-        # Turned in 16 bits, before the cast, for the instruction that turns moves those.
-        TURNED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEIGHT, 32])
-        turned = out_shared.index(out_slot).permute((1, 0)).load(TURNED)
-        tma.store_wait(PENDING)
-        _cast(data_t_desc, data_t_shared.index(slot), _widened(turned) * gl.load(scale), column, row)
-    if AMAX:
-        rows = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, amax_bits.type.layout))
-        bits = gl.convert_layout(_largest(y), amax_bits.type.layout, assert_trivial=True)
-        bits = gl.where((rows < M)[:, None], bits, gl.zeros_like(bits))  # beyond M there is f(bias)
-        amax_bits = _larger(amax_bits, bits)
-    return amax_bits
+    d_place.store(y)
+    _store_tile(d_desc, d_place, row, column)
 
 
 @gluon.jit
 def store_by_parts(
-    x, descs, staging, who, loaded, parity, vectors, scale, amax_bits, row, column, M, N,
-    A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr, DTYPE: gl.constexpr, AMAX: gl.constexpr,
-    PENDING: gl.constexpr, IN_PLACE: gl.constexpr, SLOTS: gl.constexpr, ALL: gl.constexpr, PARTS: gl.constexpr,
-    PART: gl.constexpr,
+    x, d_desc, h_desc, d_shared, h_shared, who, loaded, parity, vectors, row, column, M, N,
+    A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr, PENDING: gl.constexpr,
+    SLOTS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """_finish_part, left to right, of ALL parts, x being PARTS of them from PART on: one at a time is in registers twice."""
+    """_finish_part, left to right, of x, PARTS parts of D from PART on: one at a time is in registers twice.
+
+    SLOTS: parts of a warpgroup in shared memory.
+    """
     WIDTH: gl.constexpr = x.shape[1]
     if PARTS == 1:
-        whole, slot = who * ALL + PART, who * SLOTS + PART % SLOTS
-        return _finish_part(
-            x, descs, staging, whole if IN_PLACE else slot, whole, slot, loaded, parity, vectors, scale, amax_bits,
-            row, column, M, N, A_KIND, ACTIVATION, GRADIENT, DTYPE, AMAX, PENDING, IN_PLACE,
+        slot = who * SLOTS + PART % SLOTS
+        h_place = None if h_shared is None else h_shared.index(slot)
+        _finish_part(
+            x, d_desc, h_desc, d_shared.index(slot), h_place, loaded, parity, vectors, row, column, M, N,
+            A_KIND, ACTIVATION, GRADIENT, PENDING,
         )  # fmt: skip
     else:
         HALF: gl.constexpr = PARTS // 2
         x_left, x_right = _split_columns(x)
-        amax_bits = store_by_parts(
-            x_left, descs, staging, who, loaded, parity, vectors, scale, amax_bits, row, column, M, N,
-            A_KIND, ACTIVATION, GRADIENT, DTYPE, AMAX, PENDING, IN_PLACE, SLOTS, ALL, HALF, PART,
+        store_by_parts(
+            x_left, d_desc, h_desc, d_shared, h_shared, who, loaded, parity, vectors, row, column, M, N,
+            A_KIND, ACTIVATION, GRADIENT, PENDING, SLOTS, HALF, PART,
         )  # fmt: skip
-        return store_by_parts(
-            x_right, descs, staging, who, loaded, parity, vectors, scale, amax_bits, row, column + WIDTH // 2, M, N,
-            A_KIND, ACTIVATION, GRADIENT, DTYPE, AMAX, PENDING, IN_PLACE, SLOTS, ALL, HALF, PART + HALF,
-        )  # fmt: skip
-
-
-@gluon.jit
-def add_by_parts(
-    x, d_desc, shared, who, vectors, row, column, M, N,
-    A_KIND: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
-    """D += x at (row, column), from left to right in PARTS, of which x is the PART-th; others may add at the same time."""
-    WIDTH: gl.constexpr = x.shape[1]
-    if PARTS == 1:
-        place = shared.index(who * SLOTS + PART % SLOTS)
-        x = scale_and_add_bias(x, vectors, row, column, M, N, A_KIND)
-        tma.store_wait(SLOTS - 1)
-        place.store(x)
-        fence_async_shared()
-        _add_to_global(d_desc, [row, column], place)
-    else:
-        HALF: gl.constexpr = PARTS // 2
-        left, right = _split_columns(x)
-        add_by_parts(left, d_desc, shared, who, vectors, row, column, M, N, A_KIND, SLOTS, HALF, PART)
-        add_by_parts(
-            right, d_desc, shared, who, vectors, row, column + WIDTH // 2, M, N, A_KIND, SLOTS, HALF, PART + HALF
+        store_by_parts(
+            x_right, d_desc, h_desc, d_shared, h_shared, who, loaded, parity, vectors, row, column + WIDTH // 2, M, N,
+            A_KIND, ACTIVATION, GRADIENT, PENDING, SLOTS, HALF, PART + HALF,
         )  # fmt: skip

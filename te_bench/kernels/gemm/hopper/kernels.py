@@ -1,4 +1,4 @@
-"""The kernels of the Gluon GEMM for Hopper: a warp of every program fetches, two warpgroups multiply and leave.
+"""The kernel of the Gluon GEMM for Hopper: a warp of every program fetches, two warpgroups multiply and leave.
 
 TURNS: a tile is one warpgroup's, and its epilogue runs under the other's products. Else both have a tile's upper and lower
 half, which is easier on shared memory: 128 x 256 a program moves 128 bytes a cycle there, 128 x 128 twice 160. In turns a
@@ -21,23 +21,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from te_bench.kernels.gemm.hopper.epilogue import add_by_parts, store_by_parts
-from te_bench.kernels.gemm.hopper.schedule import next_position, steps_in_tile, steps_of_program, tile_origin
+from te_bench.kernels.gemm.hopper.epilogue import store_by_parts
 
 WARPGROUPS = gl.constexpr(2)
 REGISTERS = gl.constexpr(240)  # of a multiplying thread; a fetching one has 24, and a processor 65536
-
-# A tensor of one number, or a view into a table of them: not worth a compilation for each alignment.
-UNALIGNED = ["scale", "amax", "scale_inv"]
-
 
 # Fetch
 
 
 @gluon.jit
+def _tile_origin(index, tiles_m, tiles_n, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, GROUP_M: gl.constexpr):
+    """The first row and column of a tile: GROUP_M tiles down, then one to the right."""
+    group = index // (GROUP_M * tiles_n)
+    first = group * GROUP_M
+    height = min(tiles_m - first, GROUP_M)
+    within = index % (GROUP_M * tiles_n)
+    return (first + within % height) * HEIGHT, (within // height) * WIDTH
+
+
+@gluon.jit
 def _fetch(
     a_desc, b_desc, ring, sizes,
-    ACROSS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STREAM: gl.constexpr,
+    ACROSS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Blocks of K of a and b, tile after tile, into the ring of STAGES."""
     a_shared, b_shared, full, empty = ring
@@ -45,12 +50,12 @@ def _fetch(
     BOX: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
     WIDTH: gl.constexpr = b_desc.block_type.shape[1 if ACROSS else 0]
-    tiles_m, tiles_n, blocks, position, end = steps_of_program(sizes, BOX * BOXES, WIDTH, BLOCK_K, STREAM)
+    M, N, K = sizes
+    tiles_m, tiles_n, blocks = gl.cdiv(M, BOX * BOXES), gl.cdiv(N, WIDTH), gl.cdiv(K, BLOCK_K)
     step = 0
-    while position < end:
-        row, column = tile_origin(position // blocks, tiles_m, tiles_n, BOX * BOXES, WIDTH, GROUP_M)
-        first, length = position % blocks, steps_in_tile(position, end, blocks)
-        for k in range(first, first + length):
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        row, column = _tile_origin(tile, tiles_m, tiles_n, BOX * BOXES, WIDTH, GROUP_M)
+        for k in range(blocks):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             ready = full.index(stage)
@@ -61,7 +66,6 @@ def _fetch(
             at = [k * BLOCK_K, column] if ACROSS else [column, k * BLOCK_K]
             tma.async_copy_global_to_shared(b_desc, at, ready, b_shared.index(stage))
             step += 1
-        position = next_position(position, length, blocks, STREAM)
 
 
 # Multiply
@@ -143,92 +147,50 @@ def _promoted_product(
 
 @gluon.jit
 def _multiply(
-    ring, turn, descs, staging, loaded, vectors, scale, amax, sizes, who,
-    A_KIND: gl.constexpr, ACROSS: gl.constexpr, PROMOTE: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr,
-    DTYPE: gl.constexpr, STORES: gl.constexpr, IN_PLACE: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
-    BLOCK_K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    ring, turn, d_desc, h_desc, d_shared, h_shared, loaded, vectors, sizes, who,
+    A_KIND: gl.constexpr, PROMOTE: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr,
+    HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
+    TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's tiles, or its halves of the program's tiles, and what is made of them."""
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, WIDTH, 256 // ring[0].dtype.primitive_bitwidth]
     )
-    residual_desc, residual_shared = descs[2], staging[1]
-    tiles_m, tiles_n, blocks, position, end = steps_of_program(sizes, HEIGHT * BOXES, WIDTH, BLOCK_K, False)
-    stride = gl.num_programs(0) * blocks
-    step, skipped, box = 0, 0, who
+    PENDING: gl.constexpr = (1 if h_desc is None else 2) * SLOTS - 1
+    M, N, K = sizes
+    tiles_m, tiles_n, blocks = gl.cdiv(M, HEIGHT * BOXES), gl.cdiv(N, WIDTH), gl.cdiv(K, BLOCK_K)
+    # Counted in blocks over all tiles: by tiles, the exact GELU spills a register (Triton 3.6).
+    position, stride = gl.program_id(0) * blocks, gl.num_programs(0) * blocks
+    step, skipped, box, parity = 0, 0, who, 0
     if TURNS:
         step, skipped, box = who * blocks, blocks, 0
         position += who * stride
         stride *= WARPGROUPS
-    amax_bits, parity = gl.zeros((HEIGHT, 8), gl.int16, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])), 0
-    while position < end:
-        row, column = tile_origin(position // blocks, tiles_m, tiles_n, HEIGHT * BOXES, WIDTH, GROUP_M)
+    while position < tiles_m * tiles_n * blocks:
+        row, column = _tile_origin(position // blocks, tiles_m, tiles_n, HEIGHT * BOXES, WIDTH, GROUP_M)
         row += box * HEIGHT
-        if residual_desc is not None:  # asked for early, so that it is there when the product is
+        if GRADIENT:  # h is asked for early, so that it is there when the product is
             tma.store_wait(0)
-            mbarrier.expect(loaded.index(who), residual_desc.block_type.nbytes * PARTS)
+            mbarrier.expect(loaded.index(who), h_desc.block_type.nbytes * PARTS)
             for part in gl.static_range(PARTS):
-                at, place = column + part * (WIDTH // PARTS), residual_shared.index(who * PARTS + part)
-                tma.async_copy_global_to_shared(residual_desc, [row, at], loaded.index(who), place)
+                at, place = column + part * (WIDTH // PARTS), h_shared.index(who * PARTS + part)
+                tma.async_copy_global_to_shared(h_desc, [row, at], loaded.index(who), place)
         product: gl.constexpr = _promoted_product if PROMOTE else _product
         if TURNS:
             _await_turn(turn, who, parity)
-        x = product(ring, turn, who, step, blocks, box, ACROSS, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH)
-        amax_bits = store_by_parts(
-            x, descs, staging, who, None if loaded is None else loaded.index(who), parity, vectors, scale, amax_bits,
-            row, column, sizes[0], sizes[1], A_KIND, ACTIVATION, GRADIENT, DTYPE, amax is not None, STORES * SLOTS - 1,
-            IN_PLACE, SLOTS, PARTS, PARTS, 0,
+        x = product(ring, turn, who, step, blocks, box, GRADIENT, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH)
+        store_by_parts(
+            x, d_desc, h_desc, d_shared, h_shared, who, None if loaded is None else loaded.index(who), parity, vectors,
+            row, column, M, N, A_KIND, ACTIVATION, GRADIENT, PENDING, SLOTS, PARTS, 0,
         )  # fmt: skip
         parity ^= 1
         step += blocks + skipped
         position += stride
     tma.store_wait(0)
-    if amax is not None:
-        largest = gl.max(amax_bits.to(DTYPE, bitcast=True).to(gl.float32).to(gl.int32, bitcast=True))
-        gl.atomic_max(amax.to(gl.pointer_type(gl.int32), bitcast=True), largest, sem="relaxed")
 
 
-@gluon.jit
-def _multiply_and_add(
-    ring, turn, shared, d_desc, vectors, sizes, who,
-    A_KIND: gl.constexpr, PROMOTE: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr,
-    PARTS: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    STREAM: gl.constexpr,
-):  # fmt: skip
-    """A warpgroup's stretches of K of tiles, or its halves of the program's, added to D."""
-    BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, WIDTH, 256 // ring[0].dtype.primitive_bitwidth]
-    )
-    tiles_m, tiles_n, blocks, position, end = steps_of_program(sizes, HEIGHT * BOXES, WIDTH, BLOCK_K, STREAM)
-    step, parity, box = 0, 0, who
-    if TURNS:
-        box = 0
-        if who > 0:
-            step = steps_in_tile(position, end, blocks)
-            position = next_position(position, step, blocks, STREAM)
-    while position < end:
-        row, column = tile_origin(position // blocks, tiles_m, tiles_n, HEIGHT * BOXES, WIDTH, GROUP_M)
-        row += box * HEIGHT
-        length = steps_in_tile(position, end, blocks)
-        product: gl.constexpr = _promoted_product if PROMOTE else _product
-        if TURNS:
-            _await_turn(turn, who, parity)
-        x = product(ring, turn, who, step, length, box, False, BOXES, STAGES, LAYOUT, HEIGHT, WIDTH)
-        add_by_parts(x, d_desc, shared, who, vectors, row, column, sizes[0], sizes[1], A_KIND, SLOTS, PARTS, 0)
-        parity ^= 1
-        step += length
-        position = next_position(position, length, blocks, STREAM)
-        if TURNS:
-            skipped = steps_in_tile(position, end, blocks)
-            step += skipped
-            position = next_position(position, skipped, blocks, STREAM)
-    tma.store_wait(0)
-
-
-# The kernels
+# The kernel
 
 
 @gluon.jit
@@ -267,96 +229,42 @@ def _name(specialized: Any) -> str:
     return f"gluon_gemm_{'half' if specialized.constants['A_KIND'] == 'none' else 'fp8'}_kernel"
 
 
-@gluon.jit(do_not_specialize_on_alignment=UNALIGNED, repr=_name)
+@gluon.jit(repr=_name)
 def gluon_gemm_kernel(
-    a_desc, b_desc, d_desc, pre_desc, residual_desc, data_desc, data_t_desc,
-    a_scale_inv, b_scale_inv, bias, scale, scale_inv, amax, M, N, K,
-    A_KIND: gl.constexpr, ACROSS: gl.constexpr, PROMOTE: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr,
-    DTYPE: gl.constexpr, OUT_LAYOUT: gl.constexpr, STORES: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr,
-    SLOTS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    a_desc, b_desc, d_desc, h_desc, a_scale_inv, b_scale_inv, bias, M, N, K,
+    A_KIND: gl.constexpr, PROMOTE: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr,
+    PARTS: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """D = dequantise(a) @ dequantise(b).T and what gemm.Epilogue makes of it; what is None costs nothing.
+    """D = dequantise(a) @ dequantise(b).T + bias; what is None costs nothing.
 
-    a and b in half precision are of A_KIND "none"; b may then be (K, N), ACROSS. GRADIENT: D is the product, rounded, times
-    the slope of ACTIVATION at the residual.
-    STORES: of d, pre, data and data_t those that are there. PARTS: in which they leave; SLOTS of each are in shared memory,
-    but all of the residual, whose place out takes if IN_PLACE. OUT_LAYOUT: that of a part of out.
+    a and b in half precision are of A_KIND "none". ACTIVATION: the product, rounded, leaves as h, and D = f(h). GRADIENT: D
+    is the product, rounded, times f'(h), and b lies ACROSS, as (K, N). PARTS: in which they leave; SLOTS of each are in
+    shared memory, of a GRADIENT all of h's, whose place D takes.
     """
     HEIGHT: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
-    WIDTH: gl.constexpr = b_desc.block_type.shape[1 if ACROSS else 0]
+    WIDTH: gl.constexpr = b_desc.block_type.shape[1 if GRADIENT else 0]
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
-    if scale_inv is not None and gl.program_id(0) == 0:
-        gl.store(scale_inv, gl.div_rn(1.0, gl.load(scale)))
     ring = _allocate_ring(a_desc, b_desc, BOXES, STAGES)
     turn = _allocate_barriers()
-    residual_shared, out_shared, loaded = None, None, None
-    if residual_desc is not None:
-        residual_shared = _allocate_parts(residual_desc, PARTS)
-        loaded = _allocate_barriers()
-    if IN_PLACE:
-        out_shared = residual_shared
-    elif d_desc is not None or data_t_desc is not None:
-        out_shared = gl.allocate_shared_memory(DTYPE, [WARPGROUPS * SLOTS, HEIGHT, WIDTH // PARTS], OUT_LAYOUT)
-    pre_shared, data_shared, data_t_shared = None, None, None
-    if pre_desc is not None:
-        pre_shared = _allocate_parts(pre_desc, SLOTS)
-    if data_desc is not None:
-        data_shared = _allocate_parts(data_desc, SLOTS)
-    if data_t_desc is not None:
-        data_t_shared = _allocate_parts(data_t_desc, SLOTS)
+    d_shared, h_shared, loaded = _allocate_parts(d_desc, SLOTS), None, None
+    if GRADIENT:
+        h_shared, loaded = d_shared, _allocate_barriers()
+    elif h_desc is not None:
+        h_shared = _allocate_parts(h_desc, SLOTS)
     fence_async_shared()
-    descs = (d_desc, pre_desc, residual_desc, data_desc, data_t_desc)
-    staging = (out_shared, residual_shared, pre_shared, data_shared, data_t_shared)
     vectors, sizes = (a_scale_inv, b_scale_inv, bias), (M, N, K)
     gl.warp_specialize(
         [
             (_multiply, (
-                ring, turn, descs, staging, loaded, vectors, scale, amax, sizes, 0,
-                A_KIND, ACROSS, PROMOTE, ACTIVATION, GRADIENT, DTYPE, STORES, IN_PLACE, HEIGHT, WIDTH, BLOCK_K,
-                PARTS, SLOTS, TURNS, STAGES, GROUP_M,
+                ring, turn, d_desc, h_desc, d_shared, h_shared, loaded, vectors, sizes, 0,
+                A_KIND, PROMOTE, ACTIVATION, GRADIENT, HEIGHT, WIDTH, BLOCK_K, PARTS, SLOTS, TURNS, STAGES, GROUP_M,
             )),
             (_multiply, (
-                ring, turn, descs, staging, loaded, vectors, scale, amax, sizes, 1,
-                A_KIND, ACROSS, PROMOTE, ACTIVATION, GRADIENT, DTYPE, STORES, IN_PLACE, HEIGHT, WIDTH, BLOCK_K,
-                PARTS, SLOTS, TURNS, STAGES, GROUP_M,
+                ring, turn, d_desc, h_desc, d_shared, h_shared, loaded, vectors, sizes, 1,
+                A_KIND, PROMOTE, ACTIVATION, GRADIENT, HEIGHT, WIDTH, BLOCK_K, PARTS, SLOTS, TURNS, STAGES, GROUP_M,
             )),
-            (_fetch, (a_desc, b_desc, ring, sizes, ACROSS, TURNS, STAGES, GROUP_M, False)),
-        ],
-        [4, 1], [REGISTERS, 24],
-    )  # fmt: skip
-
-
-@gluon.jit
-def gluon_gemm_accumulate_kernel(
-    a_desc, b_desc, d_desc, a_scale_inv, b_scale_inv, M, N, K,
-    A_KIND: gl.constexpr, PROMOTE: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STREAM: gl.constexpr,
-):  # fmt: skip
-    """D, float32, += dequantise(a) @ dequantise(b).T.
-
-    STREAM: every program has as many blocks of K as any other, whatever the tiles, and adds what it has of each.
-    """
-    HEIGHT: gl.constexpr = a_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
-    WIDTH: gl.constexpr = b_desc.block_type.shape[0]
-    BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
-    ring = _allocate_ring(a_desc, b_desc, BOXES, STAGES)
-    turn = _allocate_barriers()
-    shared = _allocate_parts(d_desc, SLOTS)
-    fence_async_shared()
-    vectors, sizes = (a_scale_inv, b_scale_inv, None), (M, N, K)
-    gl.warp_specialize(
-        [
-            (_multiply_and_add, (
-                ring, turn, shared, d_desc, vectors, sizes, 0,
-                A_KIND, PROMOTE, HEIGHT, WIDTH, BLOCK_K, PARTS, SLOTS, TURNS, STAGES, GROUP_M, STREAM,
-            )),
-            (_multiply_and_add, (
-                ring, turn, shared, d_desc, vectors, sizes, 1,
-                A_KIND, PROMOTE, HEIGHT, WIDTH, BLOCK_K, PARTS, SLOTS, TURNS, STAGES, GROUP_M, STREAM,
-            )),
-            (_fetch, (a_desc, b_desc, ring, sizes, False, TURNS, STAGES, GROUP_M, STREAM)),
+            (_fetch, (a_desc, b_desc, ring, sizes, GRADIENT, TURNS, STAGES, GROUP_M)),
         ],
         [4, 1], [REGISTERS, 24],
     )  # fmt: skip

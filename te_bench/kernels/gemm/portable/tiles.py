@@ -1,16 +1,12 @@
-"""Which tile of D a program of the Triton GEMM makes at a time, and how many share the work along K."""
+"""Which tile of D a program of the Triton GEMM makes at a time."""
 
 from typing import NamedTuple
 
 import torch
 import triton
 
-from te_bench.kernels.gemm import Epilogue
+from te_bench.kernels.architecture import ARCHITECTURES, HOPPER, Architecture
 from te_bench.kernels.quantize import BLOCK
-
-SPLITS = range(1, 17)
-# What a tile costs beside its K, in blocks of 128 of K: a guess from the epilogue's bytes, not a measurement.
-TILE_COST = 4
 
 
 class Tile(NamedTuple):
@@ -20,7 +16,6 @@ class Tile(NamedTuple):
     stages: int
     parts: int  # in which D leaves, one after the other: 1, 2 or 4
     speed: float  # of a full wave, relative
-    programs: int = 1  # on a processor at a time
 
 
 # A 128 x 256 tile reads a third less of L2 for the same product, but leaves a ragged last wave; its four stages of 48 KB
@@ -30,64 +25,43 @@ LARGE_FLOAT32 = LARGE._replace(stages=3)  # D takes twice the shared memory, 64 
 # Promotion to float32 needs a second accumulator: 128 x 256 spills, 128 x 128 does not.
 PRECISE = SMALL
 
-# With an epilogue, as ptxas compiles it for sm_90a: a quarter of a large tile at a time leaves room for four stages, and a
-# residual takes one of them. What a GELU and the FP8 of a large tile need spills; two programs of 128 x 128 do not, and an
-# epilogue, as long as six blocks of K, runs beside the other program's product.
-FUSED_LARGE, FUSED_SMALL = LARGE._replace(parts=4), SMALL._replace(parts=2)
-FUSED_LARGE_FLOAT32 = FUSED_LARGE._replace(stages=3)
-FUSED_TWICE = Tile(128, 128, 4, 3, 4, 0.88, programs=2)
-# Block scales of both operands and an epilogue spill at 128 x 128.
-FUSED_BLOCKS = Tile(64, 128, 4, 3, 4, 0.75, programs=2)
+
+#: And where sums lie in a memory of their own: each 128 of K takes them from there to registers.
+PRECISE_FROM_MEMORY = PRECISE._replace(m=64, warps=4)
+FEWEST_BUFFERS = 2
+BARRIERS = 1024  # bytes, and a row of scales
 
 
 def tile(
-    m: int,
-    n: int,
-    out_dtype: torch.dtype,
-    *,
-    promote: bool,
-    processors: int,
-    kind: str = "tensor",
-    epilogue: Epilogue | None = None,
-) -> Tile:
+    m: int, n: int, out_dtype: torch.dtype, *, promote: bool, processors: int, kind: str = "tensor",
+    here: Architecture = ARCHITECTURES[HOPPER],
+) -> Tile:  # fmt: skip
     """The tile that finishes (M, N) first, counting waves of one tile a processor; kind: the granularity of a's scales.
 
-    12288 x 768 on 132 processors: 288 large tiles take 3 waves of 2.2, 576 small ones 5 of 4.4, which is less.
+    12288 x 768 on 132 processors: 288 large tiles take 3 waves of 2.2, 576 small ones 5 of 4.4, which is less. A tile for
+    which there is too little shared memory leaves in more parts, then has fewer stages, then is not asked.
     """
-    plain = epilogue is None or epilogue == Epilogue()
-    if kind in ("block", "tile"):
-        return PRECISE if plain else FUSED_BLOCKS
-    if promote:
-        return PRECISE if plain else FUSED_SMALL
-    float32 = out_dtype is torch.float32
-    if epilogue is None or plain:
-        large, small = LARGE_FLOAT32 if float32 else LARGE, SMALL
-    elif epilogue.target is not None and epilogue.residual:
-        return FUSED_SMALL  # row scales spill in a large tile, and there is no room for two
-    elif epilogue.target is not None and epilogue.activation is not None:
-        return FUSED_SMALL if epilogue.out or kind == "row" else FUSED_TWICE  # the former spill there too
+    if promote or kind in ("block", "tile"):
+        usual = [PRECISE_FROM_MEMORY if here.tensor_memory else PRECISE]
     else:
-        large, small = FUSED_LARGE_FLOAT32 if float32 or epilogue.residual else FUSED_LARGE, FUSED_SMALL
-    return min(large, small, key=lambda t: _time(t, triton.cdiv(m, t.m) * triton.cdiv(n, t.n), 1, processors))
+        usual = [LARGE_FLOAT32 if out_dtype is torch.float32 else LARGE, SMALL]
+
+    def time(t: Tile) -> float:
+        return float(triton.cdiv(triton.cdiv(m, t.m) * triton.cdiv(n, t.n), processors) * t.m * t.n / t.speed)
+
+    fitting = [t for t in (_fit(each, out_dtype.itemsize, here) for each in usual) if t is not None]
+    assert fitting, f"no tile of the GEMM fits into {here.shared_memory} bytes of shared memory"
+    return min(fitting, key=time)
 
 
-def split(m: int, n: int, k: int, *, promote: bool, processors: int) -> tuple[Tile, int]:
-    """The tile, and the shares of K, that add a product to (M, N) first; only so many shares that none is empty.
-
-    3072 x 768 of K = 12288 on 132 processors: 72 large tiles of 96 blocks of K would leave 60 processors idle for all of
-    it; 216 of 32 blocks are two waves, 72 (with TILE_COST) instead of 100.
-    """
-    blocks = triton.cdiv(k, BLOCK)
-
-    def time(choice: tuple[Tile, int]) -> float:
-        t, shares = choice
-        tiles = triton.cdiv(m, t.m) * triton.cdiv(n, t.n) * shares
-        return _time(t, tiles, triton.cdiv(blocks, shares) + TILE_COST, processors)
-
-    legal = [s for s in SPLITS if triton.cdiv(blocks, triton.cdiv(blocks, s)) == s]
-    return min(((t, s) for t in ((PRECISE,) if promote else (LARGE_FLOAT32, SMALL)) for s in legal), key=time)
-
-
-def _time(t: Tile, tiles: int, each: int, processors: int) -> float:
-    """Of so many tiles, `each` the cost of one for its size, in no unit."""
-    return float(triton.cdiv(tiles, processors) * each * t.m * t.n / t.speed)
+def _fit(t: Tile, itemsize: int, here: Architecture) -> Tile | None:
+    """The tile, or what of its stages and parts fits into a program's shared memory; None of no two buffers."""
+    # Operands that products read from registers leave their buffer before the product; sums that come from a memory of
+    # their own pass through shared memory before they are a part of D.
+    early, copies = here.products_from_registers, 2 if here.tensor_memory else 1
+    for stages in range(t.stages, FEWEST_BUFFERS + early - 1, -1):
+        for parts in (parts for parts in (1, 2, 4) if parts >= t.parts):
+            needed = (stages - early) * (t.m + t.n) * BLOCK + copies * (t.m * t.n // parts) * itemsize
+            if needed + BARRIERS <= here.shared_memory:
+                return t._replace(stages=stages, parts=parts)
+    return None
