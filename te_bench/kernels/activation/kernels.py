@@ -139,10 +139,10 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dy, x, dx, dy_stride, x_stride, M, WIDTH,
+    dy, x, dx, y, dy_stride, x_stride, M, WIDTH,
     F: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dy (M, WIDTH) a program and its tile, or two, of dx."""
+    """One tile of dy (M, WIDTH) a program and its tile, or two, of dx; and of y, unless that is None."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < M)[:, None] & (cols < WIDTH)[None, :]
@@ -153,10 +153,15 @@ def _backward_kernel(
     target = dx + wide * (WIDTH * 2 if GATED else WIDTH) + cols[None, :]
     if GATED:
         second = rounded(d * value, DTYPE)
-        slope *= tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
+        slope *= gate
+        if y is not None:
+            value *= gate
     tl.store(target, rounded(d * slope, DTYPE), mask=mask)
     if GATED:
         tl.store(target + WIDTH, second, mask=mask)
+    if y is not None:
+        tl.store(y + wide * WIDTH + cols[None, :], rounded(value, DTYPE), mask=mask)
 
 
 @triton.jit
@@ -201,6 +206,33 @@ def _store_pairs(
             tallies += tally(magnitude(b.to(tl.float32)), scale, TARGET)
             add(counts, tl.sum(tallies & 0x3FF))
             add(counts + 2, tl.sum(tallies >> 20))
+
+
+@triton.jit
+def store_gradients(
+    a, b, a_gate, b_gate, scale, data, data_t, sums, amax, before, counts, index, rows, cols, M, WIDTH,
+    GATED: tl.constexpr, TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """_store_pairs of the index-th tile of x's gradient and, where there are gates, of theirs, WIDTH columns further on.
+
+    sums: the row of the tile's band.
+    """
+    N = WIDTH * 2 if GATED else WIDTH
+    _store_pairs(
+        a, b, scale, data, data_t, sums, amax, before, counts, index, rows, cols, N, M, WIDTH,
+        TARGET, ROWS, COLUMNS, POLICY,
+    )  # fmt: skip
+    if GATED:
+        if data is not None:
+            data += WIDTH
+        if data_t is not None:
+            data_t += tl.cast(WIDTH, tl.int64) * M  # a WIDTH of 1 is a constant, and has no .to
+        if sums is not None:
+            sums += WIDTH
+        _store_pairs(
+            a_gate, b_gate, scale, data, data_t, sums, amax, before, counts, index, rows, cols, N, M, WIDTH,
+            TARGET, ROWS, COLUMNS, POLICY,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -252,21 +284,10 @@ def _backward_cast_kernel(
         sums += (index // tl.cdiv(WIDTH, COLUMNS)).to(tl.int64) * N
     a_dx, a_dgate = _gradients(a_dy, a, a_gate, F, DTYPE)
     b_dx, b_dgate = _gradients(b_dy, b, b_gate, F, DTYPE)
-    _store_pairs(
-        a_dx, b_dx, factor, data, data_t, sums, amax, before, counts, index, rows, cols, N, M, WIDTH,
-        TARGET, ROWS, COLUMNS, POLICY,
+    store_gradients(
+        a_dx, b_dx, a_dgate, b_dgate, factor, data, data_t, sums, amax, before, counts, index, rows, cols, M, WIDTH,
+        GATED, TARGET, ROWS, COLUMNS, POLICY,
     )  # fmt: skip
-    if GATED:
-        if data is not None:
-            data += WIDTH
-        if data_t is not None:
-            data_t += tl.cast(WIDTH, tl.int64) * M  # a WIDTH of 1 is a constant, and has no .to
-        if sums is not None:
-            sums += WIDTH
-        _store_pairs(
-            a_dgate, b_dgate, factor, data, data_t, sums, amax, before, counts, index, rows, cols, N, M, WIDTH,
-            TARGET, ROWS, COLUMNS, POLICY,
-        )  # fmt: skip
 
 
 def _constants(kind: str, x: Tensor) -> dict[str, Any]:
@@ -309,13 +330,14 @@ def forward_quantized(
     return data, data_t, scale_inv
 
 
-def backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+def backward(dy: Tensor, x: Tensor, kind: str, y: Tensor | None = None) -> Tensor:
+    """dx; y (M, F), where there is one, becomes what `forward` makes."""
     dy, x, f, m = rows_contiguous(dy), rows_contiguous(x), width(x, kind), x.shape[0]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, columns, warps = PLAIN
     dy_stride, stride = dy.stride(0), x.stride(0)
-    key = (*traits(dy, x), dy_stride, stride, m, f, kind)
-    args = (dy, x, dx, dy_stride, stride, m, f)
+    key = (*traits(dy, x, y), dy_stride, stride, m, f, kind)
+    args = (dy, x, dx, y, dy_stride, stride, m, f)
     constants = {**_constants(kind, x), "ROWS": rows, "COLUMNS": columns, "num_warps": warps}
     launch(_backward_kernel, -(-f // columns), key, x.get_device(), args, constants, -(-m // rows))
     return dx

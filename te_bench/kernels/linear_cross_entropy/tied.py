@@ -27,14 +27,18 @@ LOOKUP: dict[str, Any] = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}  # four tim
 
 @triton.jit
 def embed_kernel(table, positions, tokens, out, N, T, V, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """out[i] := table[tokens[i]] + positions[i % T] for i < N; NaN for a token that table, (V, D), does not have."""
+    """out[i] := table[tokens[i]] + positions[i % T] for i < N; NaN for a token that table, (V, D), does not have.
+
+    positions may be None: nothing is added.
+    """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (i < N)[:, None] & (cols < D)
     token = tl.load(tokens + i, mask=i < N, other=0)
     there = inside & ((token >= 0) & (token < V))[:, None]
     row = tl.load(table + token.to(tl.int64)[:, None] * D + cols, mask=there, other=float("nan"))
-    row += tl.load(positions + (i % T)[:, None] * D + cols, mask=inside, other=0.0)
+    if positions is not None:
+        row += tl.load(positions + (i % T)[:, None] * D + cols, mask=inside, other=0.0)
     tl.store(out + i.to(tl.int64)[:, None] * D + cols, row, mask=inside)
 
 
@@ -93,25 +97,28 @@ def add_rows_by_kernel(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
     launch(add_rows_kernel, n, key, table.get_device(), args, CONSTANTS, across)
 
 
-def embed(table: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """table[tokens] + positions[:T]: (Vp, D), (at least T, D), (B, T) int64 -> (B, T, D).
+def embed(table: Tensor, positions: Tensor | None, tokens: Tensor) -> Tensor:
+    """table[tokens] + positions[:T]: (Vp, D), (at least T, D) or None, (B, T) int64 -> (B, T, D).
 
     On a GPU an unknown token's row is NaN, where PyTorch ends the process; on a CPU it raises IndexError. Raises ValueError
     for positions that are too few, or of another width.
     """
     length = tokens.shape[1]
-    if len(positions) < length or positions.shape[1:] != table.shape[1:]:
+    if positions is not None and (len(positions) < length or positions.shape[1:] != table.shape[1:]):
         raise ValueError(
             f"positions {tuple(positions.shape)} of {length} tokens and a table {tuple(table.shape)}: at least {length} "
             f"rows of {table.shape[1]} columns are added to the tokens'"
         )
     can_launch = (table.is_cuda or INTERPRETED) and tokens.dtype in (torch.int64, torch.int32)
-    if not can_launch or table.dtype is not positions.dtype or not tokens.numel():
-        return F.embedding(tokens, table) + positions[:length]
-    return embed_by_kernel(table.contiguous(), positions.contiguous(), tokens.contiguous())
+    alike = positions is None or table.dtype is positions.dtype
+    if not can_launch or not alike or not tokens.numel():
+        found = F.embedding(tokens, table)
+        return found if positions is None else found + positions[:length]
+    positions = None if positions is None else positions.contiguous()
+    return embed_by_kernel(table.contiguous(), positions, tokens.contiguous())
 
 
-def embed_by_kernel(table: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+def embed_by_kernel(table: Tensor, positions: Tensor | None, tokens: Tensor) -> Tensor:
     """The same by the kernel, of one token and more."""
     (batch, length), (known, d) = tokens.shape, table.shape
     out = torch.empty((batch, length, d), dtype=table.dtype, device=table.device)
@@ -124,10 +131,11 @@ def embed_by_kernel(table: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 
 class _Tied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, positions: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, table: Tensor, positions: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(tokens)
         ctx.set_materialize_grads(False)
-        ctx.shapes, ctx.dtypes = (table.shape, positions.shape), (table.dtype, positions.dtype)
+        ctx.table = table.shape, table.dtype
+        ctx.positions = None if positions is None else (len(positions), positions.dtype)
         return embed(table, positions, tokens), table.view_as(table)
 
     @staticmethod
@@ -138,21 +146,22 @@ class _Tied(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         dpositions = None
         if ctx.needs_input_grad[1]:
-            dpositions = drows.sum(0).to(ctx.dtypes[1])
-            if unused := ctx.shapes[1][0] - len(dpositions):
+            rows, dtype = ctx.positions
+            dpositions = drows.sum(0).to(dtype)
+            if unused := rows - len(dpositions):
                 dpositions = F.pad(dpositions, (0, 0, 0, unused))
         if dtable is None:
-            dtable = drows.new_zeros(ctx.shapes[0], dtype=ctx.dtypes[0])
+            dtable = drows.new_zeros(ctx.table[0], dtype=ctx.table[1])
         dtable = dtable.contiguous()  # one that was expanded has no room of its own
         add_rows(dtable, drows.flatten(0, -2), tokens.flatten())
         return dtable, dpositions, None
 
 
-def tied(table: Tensor, positions: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def tied(table: Tensor, positions: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """`embed`, and the table again, for the head: what arrives as its gradient is overwritten by that of both.
 
-    table (Vp, D) and positions (at least T, D) float32, tokens (B, T) int64 -> (B, T, D), (Vp, D). Nothing else may look at
-    the second one's gradient.
+    table (Vp, D), positions (at least T, D) or None, float32; tokens (B, T) int64 -> (B, T, D), (Vp, D). Nothing else may
+    look at the second one's gradient.
     """
     embedded, again = _Tied.apply(table, positions, tokens)
     return embedded, again

@@ -7,18 +7,20 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels import activation
-from te_bench.kernels.activation import KINDS, Backend, recomputed
+from te_bench.kernels.activation import KINDS, Backend, kernels, recomputed
 from te_bench.kernels.activation.backends import triton as in_triton
 from te_bench.kernels.quantize import Quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-PLAIN = [kind for kind, (_, gated) in KINDS.items() if not gated]
 
 
-def draw(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(shape[0])
-    x, dy = (torch.randn(shape, generator=generator) * 2 for _ in range(2))
-    return x.to(device, dtype), dy.to(device, dtype)
+def draw(
+    shape: tuple[int, int], kind: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """dy of the shape (M, F), and x."""
+    generator, (m, f) = torch.Generator().manual_seed(shape[0]), shape
+    dy, x = (torch.randn(m, n, generator=generator) * 2 for n in (f, 2 * f if KINDS[kind][1] else f))
+    return dy.to(device, dtype), x.to(device, dtype)
 
 
 def looks(x: Tensor) -> dict[str, Any]:
@@ -60,33 +62,57 @@ def wrapped(backend: Backend) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
-@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_the_kernel_is_the_two_kernels(kind: str, dtype: torch.dtype) -> None:
     for shape in ((6, 100), (130, 72)):
-        dy, x = draw(shape)
+        dy, x = draw(shape, kind)
         assert_as_apart(in_triton.BACKEND, by_kernel, dy, x, kind, dtype)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_half_precision_one_kernel_is_both(kind: str) -> None:
+    for shape in ((5, 100), (18, 300)):
+        dy, x = draw(shape, kind)
+        y = torch.empty_like(dy)
+        dx = kernels.backward(dy, x, kind, y)
+        assert torch.equal(dx, kernels.backward(dy, x, kind))
+        assert torch.equal(y, kernels.forward(x, kind))
 
 
 @pytest.mark.parametrize("shape", [(33, 100), (6, 16)], ids=str)
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float32], ids=str)
-def test_without_the_kernel(shape: tuple[int, int], half: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_without_the_kernel(kind: str, shape: tuple[int, int], half: torch.dtype) -> None:
     backend = activation.load("reference")
-    assert_as_apart(backend, wrapped(backend), *draw(shape, half), "gelu", E5M2)
+    assert_as_apart(backend, wrapped(backend), *draw(shape, kind, half), kind, E5M2)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["gelu", "gelu_erf"])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_erf", "swiglu", "geglu", "reglu"])
 @pytest.mark.parametrize("shape", [(12288, 3072), (4098, 776), (33, 100)], ids=str)
 def test_at_size(shape: tuple[int, int], kind: str) -> None:
-    assert_as_apart(in_triton.BACKEND, wrapped(in_triton.BACKEND), *draw(shape, device="cuda"), kind, E5M2)
+    assert_as_apart(in_triton.BACKEND, wrapped(in_triton.BACKEND), *draw(shape, kind, device="cuda"), kind, E5M2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "reglu", "gelu_erf"])
+@pytest.mark.parametrize("shape", [(8192, 8192), (33, 100)], ids=str)
+def test_in_half_precision_at_size(shape: tuple[int, int], kind: str, half: torch.dtype) -> None:
+    backend, (dy, x) = in_triton.BACKEND, draw(shape, kind, half, "cuda")
+    dx, y = recomputed.gradient_and_value(backend, dy, x, kind)
+    assert torch.equal(dx, backend.backward(dy, x, kind))
+    assert torch.equal(y, backend.forward(x, kind))
 
 
 def test_what_it_is_not_for() -> None:
-    one, (dy, x) = torch.ones(()), draw((4, 8))
+    one, (dy, x) = torch.ones(()), draw((4, 8), "gelu")
     cast: dict[str, Any] = {"scale": one, "dtype": E5M2, "value_scale": one, "value_dtype": E4M3}
     run = wrapped(activation.load("reference"))
-    with pytest.raises(ValueError, match="swiglu: its gate"):
-        run(dy[:, :4], x, "swiglu", **cast)
-    with pytest.raises(ValueError, match=r"\(4, 8\)"):
-        run(dy[:, :4], x, "gelu", **cast)
+    for kind, width in (("swiglu", 4), ("gelu", 8)):
+        with pytest.raises(ValueError, match=r"has the output"):
+            recomputed.gradient_and_value(activation.load("reference"), dy[:, :6], x, kind)
+        with pytest.raises(ValueError, match=rf"{kind} of x \(4, 8\) has the output \(4, {width}\)"):
+            run(dy[:, :6], x, kind, **cast)
