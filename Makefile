@@ -4,10 +4,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 JOBS ?= 2
 SECONDS_EACH ?= 0.1
-# Pages with tables that are made from the records.
-PAGES := README.md $(addprefix docs/,results.md performance.md attention.md gate.md convergence.md)
+# Pages with tables that are made from the records and the code.
+PAGES := README.md $(addprefix docs/,results.md performance.md attention.md gate.md convergence.md gpus.md)
 
-.PHONY: demo test bench lint check-tables compile-tests tables clean
+.PHONY: demo test bench lint check-tables compile-tests compile-other-gpus tables clean
 
 demo: .venv/demo.done
 	$(BIN)/te-bench run quick
@@ -17,6 +17,10 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/test.done
 	$(MAKE) --no-print-directory -j $(JOBS) lint check-tables compile-tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not alone"
+
+# Every Triton kernel for sm_80, sm_86, sm_89, sm_100 and sm_120; the most demanding tiles are in `make test`.
+compile-other-gpus: .venv/test.done
+	$(BIN)/python -m pytest -n $(JOBS) -m other_gpus tests/kernels/test_other_gpus.py
 
 # The kernels under pytest-benchmark, on a GPU where there is one; saved under .benchmarks/ with every round. Then for instance:
 # .venv/bin/pytest-benchmark compare 0001 0002 --group-by fullname

@@ -35,6 +35,15 @@ def examine() -> dict[str, dict[str, str]]:
     return {**answer, **_capabilities(device)}
 
 
+def examine_gpu(name: str) -> dict[str, dict[str, str]]:
+    """{section: {name: answer}} of a GPU that need not be there. Raises ValueError, with the list, for an unknown one."""
+    from te_bench.experiments import gpu_support
+    from te_bench.kernels import architecture
+
+    gpu = architecture.find_gpu(name)
+    return {"GPU": gpu_support.describe(gpu), **gpu_support.sections(gpu.machine, gpu.capability)}
+
+
 def _packages() -> dict[str, str]:
     """What is needed for some features only."""
     needed = {
@@ -90,7 +99,17 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
         "FP8 recipes": recipes,
         "peers": _peers(device, capability),
         "modes": {name: mode(name) for name in MODES},
+        **_operators(capability),
     }
+
+
+def _operators(capability: tuple[int, int] | None) -> dict[str, dict[str, str]]:
+    """What the GPU that is there runs, and what was measured on it; nothing without one."""
+    import torch
+
+    from te_bench.experiments import gpu_support
+
+    return {} if capability is None else gpu_support.sections(torch.cuda.get_device_name(), capability)
 
 
 def _attention_problem(dtype: str, device: str, capability: tuple[int, int] | None) -> Any:

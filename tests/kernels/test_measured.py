@@ -76,8 +76,7 @@ def test_to_forget_is_to_choose_anew_of_gemms_too(own: Path, monkeypatch: pytest
     monkeypatch.setattr(architecture, "processors", lambda _: 132)
     monkeypatch.setattr(gluon, "INTERPRETED", False)
     monkeypatch.setattr(gluon, "MISSING", None)
-    product = SimpleNamespace(out="gluon's")
-    monkeypatch.setitem(policy.LAUNCHES, "gluon", lambda *_, **__: product)
+    monkeypatch.setitem(policy.LAUNCHES, "gluon", lambda *_, **__: "gluon's")
     monkeypatch.setattr(policy.scaled_mm, "forward", lambda *_, **__: "cuBLASLt's")
 
     def choices() -> tuple[bool, Any]:

@@ -66,7 +66,7 @@ def _asker(backend: Backend) -> Callable[[Problem], bool]:
 def _gpus(can: Callable[[Problem], bool]) -> str:
     """The least compute capability that will do, of some."""
     asked = [replace(H200, dtype=dtype) for dtype in ("bf16", "fp32")]
-    named = {"any": (7, 5), "8.0": (8, 0), "9.0": (9, 0), "more": (10, 0)}
+    named = {"any": (7, 5), "8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "more": (10, 0)}
     enough = [name for name, capability in named.items() if any(can(replace(p, capability=capability)) for p in asked)]
     return "no" if not enough else enough[0] if enough[-1] == "more" else f"{enough[0]} only"
 

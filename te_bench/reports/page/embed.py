@@ -18,7 +18,7 @@ from te_bench.reports.page import tables
 from te_bench.reports.page.table import Table
 
 _START = re.compile(r"^<!-- te-bench:table (?P<directory>\S+) (?P<name>\S+) -->[ \t]*$", re.MULTILINE)
-CAPABILITIES, HEADLINE = "capabilities", "headline"
+CAPABILITIES, GPUS, HEADLINE = "capabilities", "gpus", "headline"
 _END = "<!-- /te-bench:table -->"
 
 
@@ -79,13 +79,13 @@ def _tables(
     """All tables of one name of a run, each under its group's title when there are several."""
     if name in more:
         return tables.markdown(more[name](directory))
-    if name == CAPABILITIES:  # of the attention backends, which say it themselves
-        from te_bench.reports.page import attention_capabilities
+    if name in (CAPABILITIES, GPUS):  # which the backends say themselves
+        from te_bench.reports.page import attention_capabilities, gpus
 
-        return tables.markdown(attention_capabilities.table())
+        return tables.markdown({CAPABILITIES: attention_capabilities, GPUS: gpus}[name].table())
     if name not in tables.TABLES:
         raise ValueError(
-            f"unknown table {name!r}. Known: {', '.join([*tables.TABLES, *more, CAPABILITIES, HEADLINE])}."
+            f"unknown table {name!r}. Known: {', '.join([*tables.TABLES, *more, CAPABILITIES, GPUS, HEADLINE])}."
         )
     found = [(result.group, table) for result in load(directory) for table in tables.tables_of(result, name)]
     if not found:

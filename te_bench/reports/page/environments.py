@@ -74,12 +74,11 @@ def _setting(name: str, value: object) -> str:
 
 
 def commands(results: Results) -> list[str]:
-    """The commands that measure the same again, one for each suite and device, and then the report."""
+    """The commands that measure the same again, one for each suite, device and set of options that were asked for."""
     lines = []
     for group in results.groups:
         trials = [row.trial for configuration in group.configurations for row in configuration.rows]
-        command = ["te-bench", "run", shlex.quote(printable(group.suite))]
-        command += [f"--device {device}" for device in sorted({trial.device for trial in trials})]
+        command = [f"--device {device}" for device in sorted({trial.device for trial in trials})]
         seeds = {len({row.trial.seed for row in configuration.rows}) for configuration in group.configurations}
         command += [f"--seeds {min(seeds)}"] if len(seeds) == 1 else []  # else they are the suite's own numbers
         problems = [trial.problem for trial in trials]
@@ -87,5 +86,7 @@ def commands(results: Results) -> list[str]:
         command += [f"--data {shlex.quote(printable(f'{model}={data}'))}" for model, data in sorted(own)]
         budgets = {p["budget_s"] for p in problems if p.get("budget_s") is not None}
         command += [f"--budget {budget:g}" for budget in budgets if len(budgets) == 1]
-        lines.append(" ".join(command))
+        for asked in group.asked:
+            words = [shlex.quote(printable(word)) for word in (group.suite, *asked)]
+            lines.append(" ".join(["te-bench", "run", *words, *command]))
     return list(dict.fromkeys(lines))

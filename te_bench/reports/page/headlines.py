@@ -7,6 +7,7 @@ from te_bench.reports.analysis.steps import MeasuredStep
 from te_bench.reports.group_result import GroupResult, ReportResult
 from te_bench.reports.page import text
 
+EMULATED = "On a CPU FP8 and fused blocks are emulated: these times say nothing about a GPU."
 NAMED = 4  # configurations that a sentence names; of more, the number of the rest
 
 
@@ -27,6 +28,8 @@ def headlines(report: ReportResult) -> list[str]:
             found.append(
                 (2, f"Largest batch: {largest.configuration.label}: {text.count(largest.max_batch)} on {where}.")
             )
+    if any(_emulated(result) for result in report.groups):
+        found.append((3, EMULATED))
     results = report.results
     if not found and any(row.outcome == "ok" for row in results.rows):
         return [f"{results.outcomes['ok']} of {len(results.rows)} trials ended ok; none of them ranks configurations."]
@@ -34,6 +37,13 @@ def headlines(report: ReportResult) -> list[str]:
         ends = ", ".join(f"{n} {outcome}" for outcome, n in results.outcomes.items()) or "none was planned"
         return [f"Nothing was measured: 0 of {len(results.rows)} trials ended ok ({ends})."]
     return [sentence for _, sentence in sorted(found, key=lambda item: item[0])]
+
+
+def _emulated(result: GroupResult) -> bool:
+    """Whether a CPU's time of a step in FP8 is among the results."""
+    rankings = [result.steps, *(variant.ranking for variant in result.layers)]
+    timed = [step.configuration.trial for found in rankings for step in found.steps if step.latency_s is not None]
+    return any(trial.device == "cpu" and trial.precision == "fp8" for trial in timed)
 
 
 def _fastest(found: StepRanking, what: str, where: str) -> list[str]:

@@ -4,17 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from te_bench.kernels.attention.backends import gluon
 from te_bench.reports.page import attention_capabilities, tables
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "attention.md"
 
 
-@pytest.fixture(autouse=True)
-def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as these tests are: Triton interpreted, which does float32 and a CPU."""
-    monkeypatch.setattr(gluon, "INTERPRETED", False)  # noted when it was imported
-    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 
 
 def test_the_pages_rows_are_the_backends_own_words() -> None:

@@ -35,6 +35,16 @@ def test_one_run_of_each_names_the_fastest_and_says_that_nothing_confirms_it(tmp
     )
 
 
+def test_a_cpus_times_of_fp8_are_said_to_say_nothing_about_a_gpu(tmp_path):
+    def said(precision, device):
+        records = [step_record(trial(precision=each, device=device), 100) for each in ("bf16", precision)]
+        return "emulated" in sentences(tmp_path / f"{precision}-{device}", records)[-1]
+
+    assert said("fp8", "cpu")
+    assert not said("fp8", "cuda")
+    assert not said("fp16", "cpu")
+
+
 def test_noise_names_no_winner_and_says_why(tmp_path):
     """Two demos half an hour apart, on a busy machine of 2 cores, each made another configuration the fastest."""
     busy = {"host_cores": 2, "cpu_others": 1.6, "cpu_idle": 0.01, "cpu_stolen": 0.0, "load_average": 5.0}

@@ -8,6 +8,9 @@ import pandas as pd
 import pytest
 from journals import HOSTILE, baseline_cell, environment, everything, ladder_records, record, step_record, trial, write
 
+from te_bench.experiments import plan, run_options
+from te_bench.experiments.spec import Options
+from te_bench.experiments.store import Plan, Store
 from te_bench.reports.page.render import write_report
 
 pytestmark = pytest.mark.xdist_group("a report")  # one worker, which writes it once
@@ -45,6 +48,31 @@ def test_the_command_that_repeats_a_run_says_its_options(tmp_path):
     curves = write_report([write(tmp_path / "curves", trained)], tmp_path / "b")
     expected = "--seeds 2 --data 'char=text:my corpus.txt' --budget 60 --out my-run"
     assert expected in content(curves.parent, "report.md")
+
+
+def test_the_command_that_repeats_a_run_says_its_model_and_its_part(tmp_path):
+    options = Options(device="cpu", seeds=2, model="llama-tiny", batch=2, tokens=32)
+    with Store(tmp_path / "run") as store:
+        store.add_environment(environment())
+        for part in (None, "*fp8*"):
+            experiment = plan.resolve("speed", options, only=part)
+            store.add_plan(Plan.of(experiment, environment()["id"]))
+    write_report([tmp_path / "run"], tmp_path / "out")
+    asked = "te-bench run speed --model llama-tiny --batch 2 --tokens 32"
+    text = content(tmp_path / "out", "report.md")
+    assert f"{asked} --device cpu --seeds 2 --out my-run\n" in text
+    assert f"{asked} --only '*fp8*' --device cpu --seeds 2 --out my-run\n" in text
+
+
+def test_flags_and_lists_are_said_as_the_command_line_takes_them():
+    options = Options(device="cuda", recipes=("delayed_scaling", "rowwise_scaling"), fused=True, margin=0.003)
+    assert run_options.words(options) == (
+        "--recipes",
+        "delayed_scaling,rowwise_scaling",
+        "--margin",
+        "0.003",
+        "--fused",
+    )
 
 
 def content(out, name="index.html"):

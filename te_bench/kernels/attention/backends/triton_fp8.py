@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from te_bench.kernels import gluon
+from te_bench.kernels import architecture, gluon
 from te_bench.kernels.attention import Backend, Problem, fp8_quantize, unsupported_in_fp8
 from te_bench.kernels.attention.autograd import (
     Gradients,
@@ -44,8 +44,8 @@ def unsupported(p: Problem) -> str | None:
         return reason
     if p.device != "cuda" and not triton.knobs.runtime.interpret:
         return "needs an NVIDIA GPU (or TRITON_INTERPRET=1); take manual_fp8"
-    if p.capability is not None and p.capability < (9, 0):
-        return f"compute capability {p.capability[0]}.{p.capability[1]} < 9.0: its products have not been tried"
+    if lack := architecture.lacks_fp8(p.capability):
+        return lack
     if p.dtype == "fp64" or (p.dtype == "fp32" and not triton.knobs.runtime.interpret):
         return f"dtype {p.dtype}: bf16 and fp16 only"
     for head_dim in (p.head_dim, p.v_head_dim or p.head_dim):

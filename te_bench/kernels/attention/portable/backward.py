@@ -6,6 +6,7 @@ dQ = scale dS K. A program has a tile of rows and makes dQ, then one has a tile 
 Source: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,16 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels import architecture
+from te_bench.kernels.architecture import Architecture
 from te_bench.kernels.attention.autograd import Gradients
 from te_bench.kernels.attention.portable.forward import (
     Extent,
     Packed,
-    choose_tile,
     count_sizes,
     find_starts,
     pad_widths,
 )
-from te_bench.kernels.attention.portable.launch import Tile, heads_in_l2, row_strides, run
+from te_bench.kernels.attention.portable.launch import DRAWN, Kept, Tile, fit, heads_in_l2, row_strides, run
 from te_bench.kernels.attention.portable.scores import (
     LOG2_E,
     NO_MASK,
@@ -270,6 +272,22 @@ def attention_backward_keys_kernel(
     store_tile(dv + b * dv_b + kv_head * dv_h, dv_s, start_n, S, rounded(dv_tile, DTYPE), BLOCK_N, BLOCK_DV, DV)
 
 
+@functools.cache
+def backward_tiles(
+    d: int, dv: int, dropout: bool, shared_heads: bool, packed: bool, here: Architecture
+) -> tuple[Tile, Tile]:
+    """For dQ, and for dK and dV, of heads of these widths, padded, on that GPU."""
+    widest, scores = max(d, dv), 3 + DRAWN * dropout
+    of_keys = OF_KEYS
+    if not here.products_from_registers:  # the others are Hopper's registers' tables
+        crowded = OF_KEYS_CROWDED if dropout or shared_heads else OF_KEYS
+        of_keys = OF_KEYS_PACKED if packed and shared_heads else crowded
+    return (
+        fit(OF_ROWS[widest], Kept("rows", d, d + dv, d + dv, scores), here),
+        fit(of_keys[widest], Kept("keys", d + dv, d + dv, d + dv, scores), here),
+    )
+
+
 class Attended(NamedTuple):
     """What the forward pass was given and what it left."""
 
@@ -293,9 +311,10 @@ def backward(
     q, k, v, out, lse, seed = attended
     shape = batch, heads, rows, keys, group = count_sizes(q, k, packed)
     common = {**pad_widths(q, v), **extent.constants(), "DROPOUT": dropout > 0, "PACKED": packed is not None}
-    crowded = OF_KEYS_CROWDED if dropout or group > 1 else OF_KEYS
-    by_width = OF_ROWS, OF_KEYS_PACKED if packed and group > 1 else crowded
-    of_rows, of_keys = tiles or [choose_tile(table, common) for table in by_width]
+    of_rows, of_keys = tiles or backward_tiles(
+        common["BLOCK_D"], common["BLOCK_DV"], dropout > 0, group > 1, packed is not None,
+        architecture.of_device(q.device),
+    )  # fmt: skip
     block = max(of_keys.rows, of_rows.rows)
     padded = triton.cdiv(rows, block) * block
     # A tile of rows beyond the last one is only read behind a mask, which there is none of where tiles divide the rows.

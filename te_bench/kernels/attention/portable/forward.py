@@ -6,6 +6,7 @@ the sum and the weighted values. The loop is cut in three, so that only blocks t
 at indices. Scores are in units of log2(e), so that a weight is one multiplication, one exp2.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels import architecture
+from te_bench.kernels.architecture import Architecture
 from te_bench.kernels.attention.autograd import empty_results
-from te_bench.kernels.attention.portable.launch import Tile, heads_in_l2, row_strides, run
+from te_bench.kernels.attention.portable.launch import DRAWN, Kept, Tile, fit, heads_in_l2, row_strides, run
 from te_bench.kernels.attention.portable.scores import (
     LN_2,
     LOG2_E,
@@ -179,8 +182,10 @@ def pad_widths(q: Tensor, v: Tensor) -> dict[str, int]:
     }
 
 
-def choose_tile(table: Mapping[int, Tile], sizes: Mapping[str, Any]) -> Tile:
-    return table[max(sizes["BLOCK_D"], sizes["BLOCK_DV"])]
+@functools.cache
+def forward_tile(d: int, dv: int, dropout: bool, here: Architecture) -> Tile:
+    """Of heads of these widths, padded, on that GPU."""
+    return fit(FORWARD[max(d, dv)], Kept("rows", dv, d, d + dv, 2 + DRAWN * dropout), here)
 
 
 def count_sizes(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[int, int, int, int, int]:
@@ -204,7 +209,7 @@ def forward(
     """
     batch, heads, rows, keys, group = count_sizes(q, k, packed)
     sizes = pad_widths(q, v)
-    tile = given or choose_tile(FORWARD, sizes)
+    tile = given or forward_tile(sizes["BLOCK_D"], sizes["BLOCK_DV"], dropout > 0, architecture.of_device(q.device))
     out, lse = empty_results(q, v)
     if packed is not None:  # what is of no sequence
         out.zero_()

@@ -7,6 +7,7 @@ products in FP8 contract the heads' width, along which all four operands lie: no
 rows or keys: K, Q and dO in FP8 would be wanted transposed, too.
 """
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels import architecture
+from te_bench.kernels.architecture import Architecture
 from te_bench.kernels.attention.autograd import Gradients
 from te_bench.kernels.attention.fp8_quantize import (
     E4M3,
@@ -27,7 +30,7 @@ from te_bench.kernels.attention.fp8_quantize import (
     width,
 )
 from te_bench.kernels.attention.portable.fp8_forward import dot_fp8, load_whole_tile
-from te_bench.kernels.attention.portable.launch import Tile, heads_in_l2, row_strides, run
+from te_bench.kernels.attention.portable.launch import Kept, Tile, fit, heads_in_l2, row_strides, run
 from te_bench.kernels.attention.portable.scores import (
     LOG2_E,
     await_product,
@@ -238,6 +241,16 @@ def quantize_dout(dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Heads, Tensor
     return Heads(do8, None, inverse), info
 
 
+@functools.cache
+def backward_tiles(wide: int, wide_v: int, here: Architecture) -> tuple[Tile, Tile]:
+    """For dQ, and for dK and dV, of heads that are padded to these widths, on that GPU."""
+    widest, both = max(wide, wide_v), wide + wide_v
+    return (
+        fit(OF_ROWS[widest], Kept("rows", wide, both, both, 3), here),
+        fit(OF_KEYS[widest], Kept("keys", both, both, both, 3), here),
+    )
+
+
 def backward(
     gradients: Gradients, dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor,
     fp8: Operands, causal: bool, scale: float, of_rows: Tile | None = None, of_keys: Tile | None = None,
@@ -252,7 +265,8 @@ def backward(
     tensors = q8, k8, v8, dout8, *(x.scale_inv for x in operands)
     sizes = heads, rows, keys, group
     common = {"D": d, "BLOCK_D": wide, "BLOCK_DV": wide_v, "CAUSAL": causal}
-    tile = of_rows or OF_ROWS[max(wide, wide_v)]
+    own_rows, own_keys = backward_tiles(wide, wide_v, architecture.of_device(q.device))
+    tile = of_rows or own_rows
     near = heads_in_l2(padded_k, k8, v8, k) * group
     run(
         fp8_attention_backward_rows_kernel,
@@ -262,7 +276,7 @@ def backward(
         common | tile.constants() | {"EVEN": keys % tile.keys == 0},
         (scale,),
     )
-    tile = of_keys or OF_KEYS[max(wide, wide_v)]
+    tile = of_keys or own_keys
     near = heads_in_l2(padded_q * group, q8, dout8, q, dout)
     run(
         fp8_attention_backward_keys_kernel,

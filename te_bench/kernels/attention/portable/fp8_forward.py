@@ -5,6 +5,7 @@ What `manual_fp8` says, block of keys by block: 2^8 P of the maximum so far is r
 values is added to the others in float32: the FP8 tensor core's own sums have 14 bits, and over 16384 keys that shows.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels import architecture
+from te_bench.kernels.architecture import Architecture
 from te_bench.kernels.attention.fp8_quantize import BLOCK, PADDED_ROWS, Operands, keep_positive, padded
 from te_bench.kernels.attention.portable.launch import Tile, heads_in_l2, row_strides, run
 from te_bench.kernels.attention.portable.scores import LN_2, LOG2_E, exp2, pick_tile, row_maxima, store_tile
@@ -145,6 +148,13 @@ def fp8_attention_forward_kernel(
         store_tile(out + HALF, out_t, start_m, T, high, BLOCK_M, HALF, DV - HALF)
 
 
+@functools.cache
+def forward_tile(wide: int, here: Architecture) -> Tile:
+    """By the wider of the two heads. Where warpgroups do not multiply, by twice the warps: theirs hold too much each."""
+    tile = FORWARD[wide]
+    return tile if here.warpgroups else tile._replace(warps=2 * tile.warps, registers=None)
+
+
 def forward(
     out: Tensor, lse: Tensor, fp8: Operands, keys: int, causal: bool, scale: float, given: Tile | None = None
 ) -> None:
@@ -152,7 +162,7 @@ def forward(
     q, k, v = fp8
     (batch, heads, rows, features), (kv_heads, padded_k) = out.shape, k.by_rows.shape[1:3]
     (padded_q, wide), wide_v, group = q.by_rows.shape[2:], v.transposed.shape[3], heads // kv_heads
-    tile = given or FORWARD[max(wide, wide_v)]
+    tile = given or forward_tile(max(wide, wide_v), architecture.of_device(out.device))
     assert padded_q == padded(rows)
     near = heads_in_l2(padded_k, k.by_rows, v.transposed.mT) * group
     integers = *row_strides(out), batch * heads, heads, rows, keys, group, near, padded_q, padded_k

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from te_bench.kernels import architecture
+from te_bench.kernels.architecture import Architecture
 from te_bench.kernels.launch import launch, traits
 
 
@@ -24,6 +25,52 @@ class Tile(NamedTuple):
 
     def divides(self, rows: int, keys: int) -> bool:
         return rows % self.rows == 0 and keys % self.keys == 0
+
+
+class Kept(NamedTuple):
+    """What a program has at hand: of each row, or key, that it stays at, and of each that its loop passes by."""
+
+    side: str  # "rows" or "keys", where it stays
+    sums: int  # float32 features of each
+    operands: int  # half-precision features of each
+    loaded: int  # half-precision features of each of the loop's
+    scores: int  # tiles of rows x keys at a time, float32
+
+
+#: A thread's 32-bit registers for sums, operands and scores, where products read registers: of 255, the rest is for
+#: addresses, masks and dropout's random numbers. By what Triton 3.7 spills for sm_80, sm_89 and sm_120.
+AT_HAND = 144
+SMALLEST = 32  # rows or keys of a tile that is made smaller
+DRAWN = 2  # tiles of scores' size that dropout takes besides
+
+
+def fit(tile: Tile, kept: Kept, here: Architecture) -> Tile:
+    """The tile, or the part of it that this GPU's registers and shared memory hold; on Hopper the tile itself.
+
+    Its loop's side is halved before the other one, and stages go first where shared memory is too small.
+    """
+    stays, passes = kept.side, "keys" if kept.side == "rows" else "rows"
+
+    def sizes() -> tuple[int, int]:
+        return (tile.rows, tile.keys) if stays == "rows" else (tile.keys, tile.rows)
+
+    def registers() -> float:
+        each, other = sizes()
+        return each * (kept.sums + kept.operands / 2 + kept.scores * other) / (32 * tile.warps)
+
+    def shared() -> int:
+        each, other = sizes()
+        return 2 * (each * kept.operands + tile.stages * other * kept.loaded)
+
+    for side, at in ((passes, 1), (stays, 0)):
+        while here.products_from_registers and registers() > AT_HAND and sizes()[at] > SMALLEST:
+            tile = tile._replace(**{side: sizes()[at] // 2})
+    while shared() > here.shared_memory and tile.stages > 1:
+        tile = tile._replace(stages=tile.stages - 1)
+    assert shared() <= here.shared_memory, (
+        f"{tile} needs {shared()} bytes of shared memory, there are {here.shared_memory}"
+    )
+    return tile
 
 
 def row_strides(*tensors: Tensor) -> tuple[int, ...]:

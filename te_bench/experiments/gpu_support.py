@@ -1,0 +1,178 @@
+"""Which of te-bench's operators run on a GPU, by which backends, and why the others do not; needs no GPU.
+
+"measured": its times on that GPU are in results/ or in the table of measured times. "runs": the tests run it there.
+"compiles, never run": a kernel of te-bench's own, which the tests compile for such a GPU. "should run": nothing that it
+asks for is missing, and nobody has tried. "emulated", "missing" and "no" come with the reason.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from te_bench.kernels import (
+    activation,
+    adamw,
+    attention,
+    cross_entropy,
+    gemm,
+    linear_cross_entropy,
+    measured,
+    norm,
+    quantize,
+    rotary,
+)
+from te_bench.kernels.architecture import ARCHITECTURES, Capability, Gpu
+from te_bench.kernels.gemm import half
+from te_bench.kernels.gemm import table as gemm_table
+from te_bench.kernels.quantize import ROW, SQUARE, STRIP, TENSOR, Block, Layout
+from te_bench.models import recipe
+
+#: GPT-2's sizes, and the heads of larger models: what every backend is asked about.
+TOKENS, WIDTH, INNER, VOCAB, PADDED = 12288, 768, 3072, 50257, 50304
+HEAD_DIMS = (64, 128)
+MEASURED, TESTED, COMPILES, UNTRIED = "measured", "runs", "compiles, never run", "should run"
+EMULATED, MISSING, NO = "emulated: ", "missing: ", "no: "
+#: Backends that are made of te-bench's own kernels.
+OWN = ("triton", "triton_fp8", "gluon", "chunked", "fp8")
+
+#: {GPU: {operator: backends}} of the records in results/; those of measured.json are read there. The tests run on these.
+PUBLISHED = {
+    "NVIDIA H200": {
+        "attention": (
+            "cudnn", "flash", "flex", "gluon", "manual", "math", "mem_efficient", "triton", "triton_fp8",
+        ),
+        "FP8 recipe": (
+            "delayed_scaling", "float8_block_scaling", "float8_current_scaling", "float8_current_scaling_dpa",
+            "rowwise_scaling",
+        ),
+        "linear cross-entropy": ("chunked", "fp8", "reference"),
+        **dict.fromkeys(("quantize", "norm", "activation", "AdamW"), ("triton",)),
+    },
+}  # fmt: skip
+
+Answer = str
+Row = tuple[str, str, Answer]  # operator and what was asked of it, backend, answer
+
+
+def rows(machine: str, capability: Capability, users_own: bool = True) -> list[Row]:
+    """Every operator's backends on a GPU of that name, as NVML gives it, and compute capability; None: on a CPU.
+
+    users_own: what the user has measured counts, too.
+    """
+    timed = _timed(machine, measured.timings if users_own else functools.partial(measured.read, measured.SHIPPED))
+    published = PUBLISHED.get(machine, {})
+    described = ARCHITECTURES.get(capability) if capability else None
+
+    def known(operator: str, asked: str, name: str) -> Answer:
+        if (operator, asked, name) in timed or name in published.get(operator, ()):
+            return MEASURED
+        if capability is None or machine in PUBLISHED:
+            return TESTED
+        return COMPILES if name in OWN and described is not None and described.compiled else UNTRIED
+
+    return [
+        (f"{operator}{asked}", name, refusal or known(operator, asked, name))
+        for operator, asked, name, refusal in _questions(capability)
+    ]
+
+
+def _timed(machine: str, timings: Callable[[str], Iterable[measured.Timing]]) -> set[tuple[str, str, str]]:
+    """(operator, what was asked of it, backend) of tables of measured times, by operator."""
+    described: dict[str, Callable[[Any], str]] = {
+        "attention": _attention, "gemm": lambda problem: _gemm(problem.dtype, problem.scales)
+    }  # fmt: skip
+    return {
+        (operator, describe(row.problem), name)
+        for operator, describe in described.items()
+        for row in timings(operator)
+        if row.machine == machine
+        for name in row.seconds
+    }
+
+
+def _attention(problem: Any) -> str:
+    return f", {problem.dtype}, heads of {problem.head_dim}"
+
+
+def _gemm(dtype: str, scales: str | None) -> str:
+    return f", FP8 by {scales}" if scales else f", {dtype}"
+
+
+def _questions(capability: Capability) -> Iterator[tuple[str, str, str, Answer | None]]:
+    """(operator, what is asked of it, backend, its answer where it can not)."""
+    device = "cpu" if capability is None else "cuda"
+    for operator, asked, family, problem in _problems({"device": device, "capability": capability}):
+        for name in family.names():
+            yield operator, asked, name, _refusal(family.load(name).unsupported(problem))
+    yield "gemm", _gemm("bf16", None), gemm_table.TORCH, None
+    yield "gemm", _gemm("bf16", None), gemm_table.GLUON, _refusal(half.unsupported(INNER, WIDTH, device, capability))
+    for name in recipe.names():
+        yield "FP8 recipe", "", name, _emulation(recipe.load(name), device, capability)
+
+
+def _refusal(why: str | None) -> Answer | None:
+    if why is None:
+        return None
+    return (MISSING if why.startswith("pip install") else NO) + why
+
+
+def _emulation(asked: recipe.Recipe, device: str, capability: Capability) -> Answer | None:
+    """What a recipe answers where no tensor core multiplies its FP8; None where they do."""
+    why = asked.unsupported(device, capability)
+    if why is None:
+        return f"{EMULATED}the same numbers, slowly" if device == "cpu" else None
+    emulated = dataclasses.replace(asked, emulate=True).unsupported(device, capability) is None
+    return (EMULATED if emulated else NO) + why
+
+
+def _problems(machine: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
+    """(operator, what is asked of it, its package, the problem)."""
+    bf16: dict[str, Any] = {"dtype": "bf16", **machine}
+    sizes: dict[str, Any] = {"batch": 12, "heads": 12, "length": 1024, "causal": True, "dropout": 0.0}
+    for head_dim in HEAD_DIMS:
+        asked = attention.Problem(**sizes, **bf16, head_dim=head_dim)
+        yield "attention", _attention(asked), attention, asked
+    for scales, a, b in (("tensor", TENSOR, TENSOR), ("row", ROW, ROW), ("block", STRIP, SQUARE)):
+        problem = gemm.Problem(m=TOKENS, n=INNER, k=WIDTH, a=_e4m3(a), b=_e4m3(b), **machine)
+        yield "gemm", _gemm("e4m3", scales), gemm, problem
+    yield "quantize", " to FP8", quantize, quantize.Problem(**machine)
+    for fp8 in (False, True):
+        more = " into FP8" if fp8 else ", bf16"
+        for kind in norm.KINDS:
+            yield "norm", f": {kind}{more}", norm, norm.Problem(n=WIDTH, kind=kind, quantized=fp8, **bf16)
+        yield "activation", more, activation, activation.Problem(quantized=fp8, **machine)
+    yield "rotary", ", bf16", rotary, rotary.Problem(**bf16)
+    yield "AdamW", "", adamw, adamw.Problem(fp8=False, **machine)
+    yield "AdamW", " with FP8 copies", adamw, adamw.Problem(fp8=True, **machine)
+    yield "cross-entropy", ", bf16", cross_entropy, cross_entropy.Problem(vocab=VOCAB, padded=PADDED, **bf16)
+    head = linear_cross_entropy.Problem(d=WIDTH, vocab=VOCAB, padded=PADDED, **bf16)
+    yield "linear cross-entropy", "", linear_cross_entropy, head
+
+
+def _e4m3(block: Block) -> Layout:
+    return Layout(torch.float8_e4m3fn, block, torch.float32)
+
+
+def describe(gpu: Gpu) -> dict[str, str]:
+    """What the table of GPUs says of one, for people."""
+    return {
+        "name": gpu.machine,
+        "compute capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
+        "processors": str(gpu.processors),
+        "shared memory of a program": f"{gpu.shared_memory >> 10} KiB",
+        "L2": f"{gpu.l2 >> 20} MiB",
+        "memory bandwidth": f"{gpu.bandwidth / 1e9:,.0f} GB/s",
+        "FP8": "yes" if gpu.fp8 else "no",
+        "TMA": "yes" if gpu.tma else "no",
+    }
+
+
+def sections(machine: str, capability: Capability) -> dict[str, dict[str, Answer]]:
+    """`rows` as doctor prints them: {operator and what was asked: {backend: answer}}."""
+    found: dict[str, dict[str, Answer]] = {}
+    for operator, name, answer in rows(machine, capability):
+        found.setdefault(operator, {})[name] = answer
+    return found
