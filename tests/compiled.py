@@ -1,8 +1,8 @@
-"""What Triton and the assembler make for Hopper of every kernel that a call launches; needs no GPU.
+"""What Triton and the assembler make for Hopper, or another GPU, of every kernel that a call launches; needs no GPU.
 
 A child process does it, for Triton interprets or compiles from its import on. There a launch is compiled as the launcher
 asks for it, arguments, constants and alignment included, and does not run. As a program: compiled.py MODULE NAME NAME ...,
-MODULE.CALLS[NAME]() being the calls.
+MODULE.CALLS[NAME]() being the calls, for MODULE.CAPABILITIES[NAME], 90 where there is none.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ PACKED = r"F2FP\.SATFINITE\.E[45]M[23]\.F32\.PACK_AB_MERGE_C (R\d+), [^;]*, (R\d
 SHARED = 227 * 1024  # bytes of a program, on sm_90
 REGISTERS, WARPS = 65536, 64  # of a processor
 INSTRUCTION = 16  # bytes
+HOPPER = 90
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Compiled:
     ptx: str = dataclasses.field(repr=False)
     sass: str = dataclasses.field(repr=False)  # where there are tensor cores or FP8
     ttgir: str = dataclasses.field(repr=False)
+    capability: int = HOPPER
 
     def count(self, instruction: str) -> int:
         """How many instructions of the SASS match the regular expression."""
@@ -91,6 +93,23 @@ def loops(kernel: Compiled) -> list[list[str]]:
             found.append((to, at))
     inner = [(a, b) for a, b in found if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in found)]
     return [lines[a : b + 1] for a, b in inner]
+
+
+def spilled_in_loops(kernel: Compiled) -> int:
+    """Instructions in innermost loops that spill or fetch what was spilled.
+
+    A branch back across the program's end comes from a wait that stands elsewhere, and makes no loop.
+    """
+    lines = kernel.sass.splitlines()
+    place = {int(re.findall(r"/\*([0-9a-f]+)\*/", line)[0], 16): at for at, line in enumerate(lines)}
+    found = []
+    for at, line in enumerate(lines):
+        back = re.search(r"\bBRA\b.*?(0x[0-9a-f]+) ;", line)
+        to = place.get(int(back[1], 16), at + 1) if back else at + 1
+        if to <= at and not count(lines[to:at], r"\b(EXIT|RET)\b"):
+            found.append((to, at))
+    inner = [(a, b) for a, b in found if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in found)]
+    return sum(count(lines[a : b + 1], r"\b(STL|LDL)\b") for a, b in inner)
 
 
 def count(loop: list[str], instruction: str) -> int:
@@ -137,7 +156,8 @@ def main(module: str, names: list[str]) -> None:
     from triton.runtime.jit import JITFunction
 
     gc.disable()  # an eighth of the time, for a compiler's objects are many and its process short
-    calls = importlib.import_module(module).CALLS
+    loaded = vars(importlib.import_module(module))
+    calls, capabilities = loaded["CALLS"], loaded.get("CAPABILITIES", {})
     asked: list[tuple[Any, Any]] = []
     made: list[tuple[Compiled, Any]] = []
 
@@ -148,19 +168,26 @@ def main(module: str, names: list[str]) -> None:
     for name in names:
         asked.clear()
         calls[name]()
-        made += [_compile(name, kernel, args, options) for kernel, (args, options) in asked]
-    _disassemble([binary for described, binary in made if _is_read(described)])
+        capability = capabilities.get(name, HOPPER)
+        made += [_compile(name, kernel, args, options, capability) for kernel, (args, options) in asked]
+    for capability in {described.capability for described, _ in made}:
+        read = [binary for described, binary in made if described.capability == capability and _is_read(described)]
+        _disassemble(read, capability)
     for described, binary in made:
         sass = _kept(binary, "sass").read_text() if _is_read(described) else ""
         print(json.dumps(dataclasses.asdict(described) | {"sass": sass}))
 
 
 def _is_read(made: Compiled) -> bool:
-    """Whether the tests look at its SASS."""
+    """Whether the tests look at its SASS: of other GPUs for spills alone."""
+    if made.capability != HOPPER:
+        return made.spills > 0
     return bool(re.search(r"wgmma|\.satfinite\.e[45]m[23]x2", made.ptx))
 
 
-def _compile(call: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Compiled, Any]:
+def _compile(
+    call: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any], capability: int
+) -> tuple[Compiled, Any]:
     """As JITFunction.run does before it launches: the kernel, but for its SASS, and as Triton has it."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -169,7 +196,7 @@ def _compile(call: str, kernel: Any, args: tuple[Any, ...], options: dict[str, A
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
-    target = GPUTarget("cuda", 90, 32)
+    target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, rest = bind(*args, debug=False, **options)
@@ -191,6 +218,7 @@ def _compile(call: str, kernel: Any, args: tuple[Any, ...], options: dict[str, A
         ptx=made.asm["ptx"],
         sass="",
         ttgir=made.asm["ttgir"],
+        capability=capability,
     )
     return described, made
 
@@ -212,7 +240,7 @@ def _assemble(compile_kernel: Callable[[], Any]) -> tuple[Any, str]:
     return made, kept.read_text()
 
 
-def _disassemble(made: list[Any]) -> None:
+def _disassemble(made: list[Any], capability: int) -> None:
     """Keep their SASS, by one process: the tool takes 0.3 s to start. A kernel's addresses are those among all of them."""
     import triton
 
@@ -224,7 +252,7 @@ def _disassemble(made: list[Any]) -> None:
         file.write(b"".join(codes))
         file.flush()
         tool = str(Path(triton.knobs.nvidia.ptxas.path).parent / "nvdisasm")
-        command = [tool, "--binary", "SM90a", file.name]
+        command = [tool, "--binary", f"SM{capability}" + "a" * (capability >= HOPPER), file.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = re.findall(r"^\s+/\*[0-9a-f]+\*/\s.*", printed, re.M)
     assert len(lines) * INSTRUCTION == sum(map(len, codes)), "the disassembler leaves instructions out"

@@ -20,6 +20,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("P
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Modules make objects by the hundred thousand and torch's compiler by the million, few of them garbage.
+gc.set_threshold(100_000)
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core already
     os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -31,10 +34,33 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes minutes and is seldom needed runs where its mark is asked for by name."""
+    if "other_gpus" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("other_gpus")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays, 700,000 objects: to look for garbage among them took half a second a time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker runs a function's parametrisations: pytest-xdist counts what is left by all that it dealt, test by test."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Functions(LoadGroupScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            group: str = super()._split_scope(nodeid)
+            return nodeid.partition("[")[0] if group == nodeid else group
+
+    return Functions(config, log)
 
 
 REASON = 1500  # characters from either end of a failure's reason
@@ -90,9 +116,33 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
 
 @pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends answer as where Triton compiles: its interpreter does more, float32 for instance, and Gluon has none."""
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    for backend in ("attention.backends.gluon", "gemm.backends.gluon", "gemm.backends.triton"):  # noted at their import
+        monkeypatch.setattr(f"te_bench.kernels.{backend}.INTERPRETED", False)
+
+
+@pytest.fixture
 def plain_heads() -> Iterator[None]:
     """Linear cross-entropy and the tied gradient by a CPU's own formulas: the interpreter takes a second for each."""
     with pytest.MonkeyPatch.context() as patch:  # its own, which a test's undo leaves alone
         for kernels in ("kernels", "tied"):
             patch.setattr(f"te_bench.kernels.linear_cross_entropy.{kernels}.INTERPRETED", False)
         yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch on one thread: a fork of a process that has had OpenMP's others waits for them in vain, for they are not forked.
+
+    Of a real trial's process the tries of the largest batch are the first that computes.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

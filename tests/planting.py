@@ -74,6 +74,6 @@ FAULTS_OF_ATTENTION: dict[str, Callable[[Attend], Attend]] = {
 
 def attention_of(step: TrainStep, fault: Callable[[Attend], Attend]) -> None:
     """Plant the fault in every layer's attention, of fused blocks and of others."""
-    transformer: Any = step.model.transformer
-    for holder in (transformer, *(block.attn for block in transformer.h)):
-        holder.attention = fault(holder.attention)
+    model: Any = step.model
+    for layer in model.attentions():
+        layer.attention = fault(layer.attention)

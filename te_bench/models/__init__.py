@@ -1,6 +1,6 @@
 """Modules, models and FP8 recipes. `import te_bench.models as te` reads like Transformer Engine.
 
-zoo.gpt.GPT is the model; te_bench.training trains it and exchanges its weights with Hugging Face. torch is imported with the
+zoo has the models; te_bench.training trains them and exchanges their weights with Hugging Face. torch is imported with the
 first name that is asked for: planning and reporting use models.configs and models.cost without it.
 """
 

@@ -1,20 +1,20 @@
 """The floor's FLOP and bytes, and the bytes held, against the model itself and counts by hand."""
 
-import contextlib
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from kept_bytes import kept
 from table_adamw_cases import DELAYED, OPTIM, SMALL
 from torch import Tensor
 
 from te_bench.kernels.linear_cross_entropy.autograd import chunk_rows
 from te_bench.kernels.linear_cross_entropy.backends import chunked
 from te_bench.kernels.linear_cross_entropy.backends import fp8 as fp8_head
-from te_bench.models import cost
+from te_bench.models import cost, decoder
 from te_bench.models import recipe as recipes
-from te_bench.models.configs import CONFIGS
+from te_bench.models.configs import CONFIGS, DecoderConfig, LlamaConfig, Shape
 from te_bench.models.cost import ATTENTION, ELEMENTWISE, GEMM, LOSS, OPTIMIZER, Cost
 from te_bench.models.zoo.gpt import GPT
 from te_bench.training.step import TrainStep
@@ -79,74 +79,78 @@ def held(*, fp8: bool, config: Any = GPT2, batch: int = 12, padded: int = 50304,
     return {h.what: h.bytes for h in found}
 
 
-class Attention(torch.autograd.Function):
-    """It keeps what a flash attention keeps: q, k, v, its output and a float32 a row and head."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)  # as cuDNN's
-        y.copy_((q + k + v) / 3)
-        ctx.save_for_backward(q, k, v, y, q.new_zeros(q.shape[:3], dtype=torch.float32))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, *_ = ctx.saved_tensors
-        return tuple((dy / 3).to(q.dtype).clone() for _ in range(3))  # type: ignore[return-value]
+#: Llama's with a head of its own, and with norms of heads whose features are not hidden / heads.
+LLAMA = LlamaConfig(
+    hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    block_size=72, vocab_size=50,
+)  # fmt: skip
+QWEN = dataclasses.replace(LLAMA, head_dim=16, qk_norm=True, tie_word_embeddings=True)
+#: recipe -> what `memory` is told of it.
+RECIPES: dict[str | None, dict[str, Any]] = {
+    None: {"fp8": False},
+    **{name: {"fp8": True, "known": False, "granularity": recipes.load(name).granularity} for name in recipes.names()},
+    DELAYED: {"fp8": True},
+}
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_what_the_blocks_keep_is_what_is_counted(fp8: bool) -> None:
-    """Every storage that autograd keeps from fused blocks, once each, without the weights."""
+def a_step(config: DecoderConfig, recipe: str | None) -> TrainStep:
     torch.manual_seed(0)
-    found = recipes.load(DELAYED) if fp8 else None
-    model = GPT(SMALL, attention="manual", padded_vocab_size=64, recipe=found, head="chunked", blocks="fused")
-    model.transformer.attention = lambda q, k, v, **_: Attention.apply(q, k, v)
-    step = TrainStep(model, OPTIM, precision="fp8" if fp8 else "bf16", mode="eager", optimizer="reference")
-    table = step.table
-    assert table is not None
-    batch = 2
-    tokens = torch.randint(0, SMALL.vocab_size, (batch, SMALL.block_size))
-    step(tokens, tokens)
-    table.prepare()
-    copies = [t for c in table.copies.values() for t in (c.leaf, *(c.fp8.kept[:4] if c.fp8 else ()))]
-    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *copies)}
-    kept: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if t.dim() and t.is_floating_point() and storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    computing = torch.autocast("cpu", torch.bfloat16), model.autocast(), table.computing()
-    with contextlib.ExitStack() as inside:
-        for region in (torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), *computing):
-            inside.enter_context(region)
-        hidden = model.hidden(tokens)
-    hidden.sum().backward()
-    counted = held(fp8=fp8, config=SMALL, batch=batch, padded=64, fp8_head=False, logits=1)
-    blocks = ("residual stream", "attention", "GELU's input", "operands of weight gradients")
-    assert sum(kept.values()) == sum(counted[name] for name in blocks)
+    found = None if recipe is None else recipes.load(recipe)
+    options: dict[str, Any] = {"padded_vocab_size": 64, "recipe": found, "head": "chunked", "blocks": "fused"}
+    model = decoder.build(config, attention="manual", **options)
+    return TrainStep(model, OPTIM, precision="fp8" if recipe else "bf16", mode="eager", optimizer="reference")
 
 
-def test_weights_moments_and_copies_are_the_optimizers() -> None:
-    for fp8 in (False, True):
-        found = recipes.load(DELAYED) if fp8 else None
-        model = GPT(SMALL, attention="manual", padded_vocab_size=64, recipe=found, head="chunked", blocks="fused")
-        step = TrainStep(model, OPTIM, precision="fp8" if fp8 else "bf16", mode="eager", optimizer="reference")
-        table = step.table
-        assert table is not None
-        copies = [c.leaf for c in table.copies.values() if c.fp8 is None]
-        copies += [t for c in table.copies.values() if c.fp8 is not None for t in (c.fp8.kept.data, c.fp8.kept.data_t)]
-        counted = held(fp8=fp8, config=SMALL, batch=2, padded=64, fp8_head=False, logits=1)
-        moments = [t for p, state in table.state.items() if p != "step" for t in state.values()]
-        for what, tensors in (
-            ("weights", list(model.parameters())),
-            ("AdamW's moments", moments),
-            ("weights for GEMMs", copies),
-        ):
-            assert counted[what] == sum(t.nbytes for t in tensors), what
+def copies(step: TrainStep) -> list[Tensor]:
+    """The weights that an optimizer leaves for the GEMMs."""
+    assert step.table is not None
+    made = step.table.copies.values()
+    found = [c.leaf for c in made if c.fp8 is None]
+    return found + [t for c in made if c.fp8 is not None for t in (c.fp8.kept.data, c.fp8.kept.data_t)]
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name is None or not name.endswith("dpa")])
+@pytest.mark.parametrize("config", [SMALL, LLAMA, QWEN], ids=["gpt", "llama", "qwen"])
+def test_what_the_blocks_keep_is_what_is_counted(config: DecoderConfig, recipe: str | None) -> None:
+    """Every storage that autograd keeps from fused blocks, once each; of weights those that no optimizer left."""
+    step, batch = a_step(config, recipe), 2
+    found = kept(step, torch.randint(0, config.vocab_size, (batch, config.block_size)))
+    counted = held(config=config, batch=batch, padded=64, fp8_head=False, logits=1, **RECIPES[recipe])
+    blocks = ("residual stream", "attention", "the activation's input", "operands of weight gradients")
+    weights = counted["weights for GEMMs"] - sum(t.nbytes for t in copies(step))
+    assert sum(size for _, size in found) == weights + sum(counted[name] for name in blocks)
+    assert (weights > 0) is (recipe not in (None, DELAYED))
+
+
+def test_a_layer_of_llama_3_8b_by_hand() -> None:
+    """At 8,192 tokens: 0.907 GiB in bf16 and 0.876 under delayed scaling; 14,336 bytes a token more where FP8 is kept."""
+    config = dataclasses.replace(CONFIGS["llama3-8b"], num_hidden_layers=1)  # type: ignore[call-arg]
+    blocks = ("residual stream", "attention", "the activation's input", "operands of weight gradients")
+    sums = {}
+    for recipe in (None, DELAYED, "float8_current_scaling", "rowwise_scaling", "float8_block_scaling"):
+        counted = held(config=config, batch=1, padded=128256, fp8_head=False, logits=1, **RECIPES[recipe])
+        before = 4 * 8192 * 4096 + 4 * 8192  # the stream that comes in, and the last norm's rstd
+        sums[recipe] = sum(counted[name] for name in blocks) - before
+    gib = {recipe: round(size / 2**30, 3) for recipe, size in sums.items()}
+    assert (gib[None], gib[DELAYED]) == (0.907, 0.876)
+    activation, read = 8192 * 14336, 3 * 4096 + 14336
+    assert sums["float8_current_scaling"] == sums[DELAYED] + activation
+    assert sums["rowwise_scaling"] == sums[DELAYED] + activation + 4 * read
+    assert sums["float8_block_scaling"] == sums[DELAYED] + activation + 4 * read * 8192 // 128
+
+
+@pytest.mark.parametrize("recipe", [None, DELAYED])
+def test_weights_moments_and_copies_are_the_optimizers(recipe: str | None) -> None:
+    step = a_step(SMALL, recipe)
+    assert step.table is not None
+    counted = held(config=SMALL, batch=2, padded=64, fp8_head=False, logits=1, **RECIPES[recipe])
+    moments = [t for p, state in step.table.state.items() if p != "step" for t in state.values()]
+    for what, tensors in (
+        ("weights", list(step.model.parameters())),
+        ("AdamW's moments", moments),
+        ("weights for GEMMs", copies(step)),
+    ):
+        assert counted[what] == sum(t.nbytes for t in tensors), what
 
 
 def test_gpt2s_bytes_by_hand() -> None:
@@ -159,7 +163,7 @@ def test_gpt2s_bytes_by_hand() -> None:
     ours = held(fp8=True, fp8_head=True, logits=logits, strip=strip, chunk=chunk)
     assert ours["residual stream"] == tokens * (4 + 12 * 6) + 25 * 8 * n
     assert ours["attention"] == 12 * (8 * tokens + 4 * n * 12)
-    assert ours["GELU's input"] == 12 * 8 * tokens
+    assert ours["the activation's input"] == 12 * 8 * tokens
     assert ours["operands of weight gradients"] == 12 * 3 * tokens
     assert ours["head: operands"] == 2 * tokens + 2 * head
     assert ours["head: logits and their gradients"] == 50304 * (2 * 1536 + 3072 + 12288)
@@ -173,7 +177,26 @@ def test_gpt2s_bytes_by_hand() -> None:
     assert sum(ours.values()) == pytest.approx(5.324 * 2**30, rel=1e-3)
 
 
-QUICKSTART = {"hidden": 4096, "ffn": 16384, "sequence": 2048, "batch": 4}
+QUICKSTART = {
+    "s": Shape(
+        layers=1,
+        hidden=4096,
+        ffn=16384,
+        heads=32,
+        groups=32,
+        head_dim=128,
+        vocab=1,
+        length=2048,
+        activation="gelu",
+        norm="layernorm",
+        tied=False,
+        learned_positions=True,
+        vectors=4 * 4096 + 3 * 4096 + 4096 + 16384 + 4096,
+        last_vectors=0,
+    ),
+    "sequence": 2048,
+    "batch": 4,
+}
 
 
 def test_the_quickstarts_layer_by_hand() -> None:
@@ -195,3 +218,23 @@ def test_the_mlp_is_two_thirds_of_the_gemms_and_has_no_attention() -> None:
     assert [c.kind for c in alone] == [GEMM, ELEMENTWISE, cost.WEIGHTS]
     assert 3 * alone[0].fp8_flop == 2 * whole[0].fp8_flop
     assert alone[1].bytes == 8192 * (4096 * (4 + 6 + 4) + 16384 * 10)
+
+
+def test_llama_3_8b_s_layer_by_hand() -> None:
+    """218 M weights; SwiGLU reads two times 14,336 features and writes one, in bf16 too; 40 heads turn."""
+    shape, n = CONFIGS["llama3-8b"].shape, 8192
+    fp8, bf16 = (
+        {c.kind: c for c in cost.layer(shape, sequence=8192, batch=1, fp8=quantized)} for quantized in (True, False)
+    )
+    weights = 4096 * (6144 + 4096 + 3 * 14336)
+    assert (fp8[GEMM].fp8_flop, bf16[GEMM].bf16_flop) == (6 * n * weights,) * 2
+    assert fp8[ATTENTION].bf16_flop == 14 * n * 8192 * 4096 // 2
+    assert (fp8[cost.WEIGHTS].bytes, bf16[cost.WEIGHTS].bytes) == (10 * weights, 6 * weights)
+    forward = (2 + 2) + (2 + 2 + 2 + 2) + (2 + 2 + 2)  # norm; sum, norm; sum
+    backward = (2 + 2 + 2) + (2 + 2 + 2 + 2)  # of the norms, of the second with the stream's gradient added
+    swiglu, turned = (2 * 2 + 2) + (2 + 2 * 2 + 2 * 2), (2 + 2) * (32 + 8) * 128
+    assert bf16[ELEMENTWISE].bytes == n * (4096 * (forward + backward) + 14336 * swiglu + 2 * turned)
+    casts = (2 + 2) * (
+        4096 + 4096 + 4096 + 6144
+    )  # of attention's output and of the gradients; those of q and k as they turn
+    assert fp8[ELEMENTWISE].bytes == bf16[ELEMENTWISE].bytes + n * (casts - turned)

@@ -1,15 +1,17 @@
 """From one attention to the next: what follows a GEMM leaves a kernel ready for the next one.
 
-    attention -> proj -> x + -> norm -> fc -> activation -> out -> x + [-> the next layer's norm -> qkv -> attention]
+    attention -> proj -> x + -> [norm -> up -> activation -> down -> x +] -> norm -> qkv -> [norms, rotation ->] attention
 
-That is one autograd.Function, `Between`; `Enter` is what comes before the first attention. Addition, norm and cast are one
-kernel, activation and cast another; in the backward pass the norm's gradient, the stream's and their rounding are one, the
-activation's gradient, cast and bias gradient another, and the gradients of q, k and v are cast as one matrix. All is
-rounded where modules one after the other round. Where a recipe needs the finished tensor for its scale the cast is a kernel
-of its own; without a recipe nothing is cast, GEMMs read what the same kernels leave in bf16, and the activation and its
-slope leave with the GEMMs beside them where that was measured to be faster (kernels.gemm.half).
+That is one autograd.Function, `Segment`: a decoder's first begins with the stream alone, its last ends with the last norm.
+Between two attentions lies any number of MLPs. Addition, norm and cast are one kernel, activation and cast another. In the
+backward pass the norm's gradient, the stream's and their rounding are one kernel; the activation's gradient, its cast and
+the bias gradient another; the gradients of q, k and v are cast as one matrix. All is rounded where modules one by one
+would round. Where a recipe needs the finished tensor for its scale the cast is a kernel of its own. Without a recipe nothing
+is cast: GEMMs read what the same kernels leave in bf16, and the activation and its slope leave with the GEMMs beside them
+where that was measured to be faster (kernels.gemm.half).
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,128 +35,138 @@ class HeadColumns(NamedTuple):
     k: int
     v: int
 
-    def split(self, mixed: Tensor) -> tuple[Tensor, ...]:
+    def split(self, mixed: Tensor) -> list[Tensor]:
         """q, k and v of (M, F), views (M, turns, columns) each."""
-        return mixed.view(mixed.shape[0], -1, sum(self)).split(self, 2)
+        return list(mixed.view(mixed.shape[0], -1, sum(self)).split(self, 2))
 
 
-class Segment(NamedTuple):
-    """What lies between two attentions, but for the tensors that are trained.
+class MLP(NamedTuple):
+    """The products, the norm before them and the activation of an MLP."""
 
-    `after` is None behind the last layer, proj to out before the first; without a norm at the end, and then without what
-    follows it, a segment leaves the stream.
-    """
-
-    proj: Projection | None
-    fc: Projection | None
-    out: Projection | None
-    after: Projection | None
-    norms: tuple[Norm | None, Norm | None]  # before the MLP and at the end
-    heads: HeadColumns | None  # of `after`
+    norm: Norm
+    up: Projection
+    down: Projection
     activation: str  # one of kernels.activation's kinds
+    scale: Tensor | None = None  # that the activation is cast by, a copy; None where its FP8 is kept
+    again: bool = False  # whether it is made again, and not kept, in half precision
+
+
+class Entry(NamedTuple):
+    """What leads to an attention: the product for q, k and v, and what is done to those."""
+
+    qkv: Projection
+    heads: HeadColumns
+    head_dim: int
+    q_norm: Norm | None = None  # over head_dim
+    k_norm: Norm | None = None
+    rotation: Rotation | None = None
+
+
+class Plan(NamedTuple):
+    """A segment, but for the tensors that are trained; `weights` says in which order those come."""
+
+    proj: Projection | None  # of the attention before it
+    mlps: tuple[MLP, ...]
+    norm: Norm | None  # at the end; without one a segment leaves the stream
+    entry: Entry | None  # of the attention after it; without one a segment leaves the norm of the stream
     dtype: torch.dtype  # of what the GEMMs make
     training: bool  # whether gradients are recorded
-    scale: Tensor | None = None  # that the activation is cast by, a copy; None where that output is kept
-    rotation: Rotation | None = None  # of what `after` makes; Enter's alone
 
 
 def _add_norm(
     projection: Projection | None,
     x: Tensor,
     branch: Tensor | None,
-    weights: tuple[Tensor, Tensor | None],
-    norm: Norm | None,
-    segment: Segment,
+    weights: Sequence[Tensor | None],
+    norm: Norm,
+    plan: Plan,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
     """x + branch, norm of it as an operand of `projection`, mean, rstd; in x's dtype, uncast, without a projection."""
     stream = backend(x).residual
     assert stream is not None
-    assert norm is not None
+    gamma, beta = weights
     cast = None if projection is None else projection.cast("input")
     if cast is not None:
         made: Any = stream.add_forward_quantized(
-            x, branch, *weights, **norm._asdict(), via=segment.dtype, rowwise=True, columnwise=segment.training, **cast
+            x, branch, gamma, beta, **norm._asdict(), via=plan.dtype, rowwise=True, columnwise=plan.training, **cast
         )
         return made
-    dtype = x.dtype if projection is None else segment.dtype
-    total, y, mean, rstd = stream.add_forward(x, branch, *weights, **norm._asdict(), dtype=dtype)
+    dtype = x.dtype if projection is None else plan.dtype
+    total, y, mean, rstd = stream.add_forward(x, branch, gamma, beta, **norm._asdict(), dtype=dtype)
     if projection is None:
         return total, Quantized(y, None, None, None, Layout(dtype, TENSOR, None)), mean, rstd
-    packed = projection.operand(y, "input", segment.training)
-    return total, packed, mean, rstd
+    return total, projection.operand(y, "input", plan.training), mean, rstd
 
 
 def _add_norm_backward(
-    projection: Projection,
+    projection: Projection | None,
     dn: Tensor,
-    kept: tuple[Any, ...],
-    norm: Norm | None,
+    kept: Sequence[Any],
+    norm: Norm,
     residual: Tensor | None,
     biased: bool,
     total: Tensor | None,
-    segment: Segment,
-) -> tuple[Tensor, Quantized, Tensor, Tensor | None]:
-    """dx, it as an operand of `projection`, whose output the branch was, dgamma, dbeta."""
+    dtype: torch.dtype,
+) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None]:
+    """dx, it as an operand of `projection`, whose output the branch was, dgamma, dbeta; None without a branch."""
     x, branch, gamma, mean, rstd = kept
-    assert norm is not None
     options: dict[str, Any] = {**norm.of_backward(), "residual": residual}
-    if x.dtype is segment.dtype and branch is None:  # rounded to this, dx would be written twice
+    if projection is None or (x.dtype is dtype and branch is None):  # rounded to this, dx would be written twice
         dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **options)
-        return dx, projection.operand(dx, "grad_output", True, total), dgamma, dbeta if biased else None
+        g = None if projection is None else projection.operand(dx, "grad_output", True, total)
+        return dx, g, dgamma, dbeta if biased else None
     stream = backend(x).residual
     assert stream is not None
     cast = projection.cast("grad_output")
     options |= {"biased": biased, "column_sum": total, "branch": branch}
     if cast is not None:
         made: Any = stream.backward_quantized(
-            dn, x, gamma, mean, rstd, via=segment.dtype, rowwise=True, columnwise=True, **cast, **options
+            dn, x, gamma, mean, rstd, via=dtype, rowwise=True, columnwise=True, **cast, **options
         )
         return made
-    dx, copy, dgamma, dbeta = stream.backward_rounded(dn, x, gamma, mean, rstd, dtype=segment.dtype, **options)
+    dx, copy, dgamma, dbeta = stream.backward_rounded(dn, x, gamma, mean, rstd, dtype=dtype, **options)
     return dx, projection.operand(copy, "grad_output", True), dgamma, dbeta
 
 
-def _fc_and_activation(n: Quantized, weight: Tensor, bias: Tensor | None, segment: Segment) -> tuple[Tensor, Quantized]:
-    """What fc makes, and the activation of it as an operand of out."""
-    fc, out = segment.fc, segment.out
-    assert fc is not None
-    assert out is not None
-    if fc.gemms is None and half.is_faster(half.ACTIVATED, n.data, weight, segment.activation):
-        h, a = half.activated(n.data, weight, bias, segment.activation)
-        return h, out.operand(a, "input", segment.training)
-    h = fc.forward(n, weight, bias, segment.dtype)
-    if out.gemms is not None:
-        return h, activate_quantize(
-            out.gemms, h, segment.activation, columnwise=segment.training and segment.scale is None
-        )
-    return h, out.operand(activation_backend(h).forward(h, segment.activation), "input", segment.training)
+def _up_and_activation(
+    n: Quantized, weight: Tensor, bias: Tensor | None, mlp: MLP, plan: Plan
+) -> tuple[Tensor, Quantized]:
+    """What up makes, and the activation of it as an operand of down."""
+    up, down, kind = mlp.up, mlp.down, mlp.activation
+    if up.gemms is None and half.is_faster(half.ACTIVATED, n.data, weight, kind):
+        h, a = half.activated(n.data, weight, bias, kind)
+        return h, down.operand(a, "input", plan.training)
+    h = up.forward(n, weight, bias, plan.dtype)
+    if down.gemms is not None:
+        return h, activate_quantize(down.gemms, h, kind, columnwise=plan.training and mlp.scale is None)
+    return h, down.operand(activation_backend(h).forward(h, kind), "input", plan.training)
 
 
 def _activation_backward(
-    g: Quantized, h: Tensor, total: Tensor | None, segment: Segment, kept: Saved
+    g: Quantized, h: Tensor, total: Tensor | None, mlp: MLP, kept: Saved, dtype: torch.dtype
 ) -> tuple[Quantized, Saved]:
-    """The gradient of h as an operand of fc, from that of what out makes; what was kept of the activation, or that again."""
-    fc, out = segment.fc, segment.out
-    assert fc is not None
-    assert out is not None
-    if out.gemms is None and half.is_faster(half.GRADIENT, g.data, kept[1].data, segment.activation):
-        dh = half.gradient(g.data, kept[1].data, h, segment.activation)
-        return fc.operand(dh, "grad_output", True, total), kept
-    da = out.dgrad(g, kept, segment.dtype)
-    if fc.gemms is None:
-        dh = activation_backend(h).backward(da, h, segment.activation)
-        return fc.operand(dh, "grad_output", True, total), kept
-    if segment.scale is None:
+    """The gradient of h as an operand of up, from that of what down makes; what was kept of the activation, or it again."""
+    up, down, kind = mlp.up, mlp.down, mlp.activation
+    if down.gemms is None and not mlp.again and half.is_faster(half.GRADIENT, g.data, kept[1].data, kind):
+        dh = half.gradient(g.data, kept[1].data, h, kind)
+        return up.operand(dh, "grad_output", True, total), kept
+    da = down.dgrad(g, kept, dtype)
+    if mlp.again:
+        dh, a = recomputed.gradient_and_value(activation_backend(h), da, h, kind)
+        return up.operand(dh, "grad_output", True, total), (kept[0]._replace(data=a), kept[1])
+    if up.gemms is None:
+        return up.operand(activation_backend(h).backward(da, h, kind), "grad_output", True, total), kept
+    if mlp.scale is None:
         both = {"rowwise": True, "columnwise": True}
-        return activation_grad_quantize(fc.gemms, da, h, segment.activation, **both, total=total), kept
+        return activation_grad_quantize(up.gemms, da, h, kind, **both, total=total), kept
     made, a_t = recomputed.recomputed(
         activation_backend(h),
         da,
         h,
-        segment.activation,
-        **fc.cast("grad_output"),
-        value_scale=segment.scale,
-        value_dtype=fc.gemms.recipe.dtype("input"),
+        kind,
+        **up.cast("grad_output"),
+        value_scale=mlp.scale,
+        value_dtype=up.gemms.recipe.dtype("input"),
         column_sum=total,
     )
     return made, (kept[0]._replace(data=a_t), kept[1])
@@ -165,40 +177,63 @@ def _bias_sums(bias: torch.dtype | None, like: Tensor, features: int) -> Tensor 
     return None if bias is None else like.new_zeros(features, dtype=torch.float32)
 
 
-def _dtypes(*tensors: Tensor | None) -> tuple[Any, ...]:
-    return tuple([None if t is None else t.dtype for t in tensors])
+def _as(sums: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if sums is None else sums.to(dtype)
 
 
-class Enter(torch.autograd.Function):
-    """x (M, C), the norm's gamma, beta, a projection's weight, bias -> x, q, k, v (M, turns, columns): before attention.
+def _heads_of(entry: Entry, mixed: Tensor, gammas: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """q, k and v (M, turns, columns) of what qkv made, whose memory they may take, and what the backward pass reads."""
+    rotation = entry.rotation
+    angles: list[Tensor | None] = (
+        [] if rotation is None else [rotation.q, rotation.k]
+    )  # changed ones are found by autograd
+    if not gammas:
+        if rotation is None:
+            return entry.heads.split(mixed), angles
+        return [part.flatten(0, 1).flatten(2) for part in rotation.split(mixed, own=True)], angles
+    *normed, v = entry.heads.split(mixed)
+    kept = angles
+    for i, (gamma, norm) in enumerate(zip(gammas, (entry.q_norm, entry.k_norm), strict=True)):
+        assert norm is not None
+        rows = normed[i].reshape(-1, entry.head_dim)
+        y, mean, rstd = backend(rows).forward(rows, gamma, None, **norm._asdict())
+        kept += [rows, gamma, mean, rstd]
+        normed[i] = y.view(normed[i].shape)
+    if rotation is not None:
+        by_head = [x.view(*rotation.outer, rotation.turns, -1, rotation.d) for x in normed]
+        rotation.rotate(by_head, by_head)
+    return [*normed, v.contiguous()], kept  # of `mixed` nothing stays
 
-    x goes on from here, so that the norm's gradient kernel adds what comes back of it.
-    """
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, w: Tensor, b: Tensor | None, segment: Segment
-    ) -> Any:
-        assert segment.after is not None
-        assert segment.heads is not None
-        _, n, mean, rstd = _add_norm(segment.after, x, None, (gamma, beta), segment.norms[1], segment)
-        qkv = segment.after.forward(n, w, b, segment.dtype)
-        angles: tuple[Tensor, ...] = () if segment.rotation is None else segment.rotation[:2]
-        save_for_backward(ctx, (x, gamma, mean, rstd, *angles), segment.after.saved(n, w))
-        ctx.segment, ctx.dtypes = segment, _dtypes(w, b, beta)
-        if segment.rotation is None:
-            return x.view_as(x), *segment.heads.split(qkv)
-        return x.view_as(x), *(part.flatten(0, 1).flatten(2) for part in segment.rotation.split(qkv, own=True))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dstream: Tensor, *dqkv: Tensor) -> Any:
-        (x, gamma, mean, rstd, *_), (n, w) = restore(ctx)  # angles that have changed are found here
-        dn, dw, db = _after_backward(ctx.segment, dqkv, (n, w), ctx.dtypes)
-        residual = dstream if ctx.needs_input_grad[0] else None
-        options = ctx.segment.norms[1].of_backward()
-        dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, residual=residual, **options)
-        return dx, dgamma, dbeta if ctx.dtypes[2] else None, dw, db, None
+def _heads_backward(
+    entry: Entry, gradients: list[Tensor], kept: list[Any], total: Tensor | None
+) -> tuple[Quantized, list[Tensor]]:
+    """The gradient of what qkv made as an operand of it, and those of the gains of q's and k's norms."""
+    rotation, projection, m = entry.rotation, entry.qkv, len(gradients[0])
+    gains: list[Tensor] = []
+    if entry.q_norm is not None:
+        if rotation is not None:
+            kept, sources = kept[2:], [x.contiguous() for x in gradients[:2]]
+            by_head = [x.view(*rotation.outer, rotation.turns, -1, rotation.d) for x in sources]
+            turned = [torch.empty_like(x) for x in by_head]
+            rotation.rotate(by_head, turned, transposed=True)
+            gradients = [*(x.view(s.shape) for x, s in zip(turned, sources, strict=True)), gradients[2]]
+        for i, norm in enumerate((entry.q_norm, entry.k_norm)):
+            assert norm is not None
+            rows, gamma, mean, rstd = kept[4 * i : 4 * i + 4]
+            dy = gradients[i].reshape(rows.shape)
+            dx, dgamma, _ = backend(rows).backward(dy, rows, gamma, mean, rstd, **norm.of_backward())
+            gains.append(dgamma)
+            gradients[i] = dx.view(gradients[i].shape)
+    elif rotation is not None:
+        whole = rotation.gradient(gradients).view(m, -1)
+        return projection.operand(whole, "grad_output", True, total), gains
+    parts, cast = [part.reshape(m, -1) for part in gradients], projection.cast("grad_output")
+    if cast is not None and cast.pop("counts") is None and joined.fits(parts, entry.heads.q):
+        return joined.joined(parts, entry.heads.q, **cast, column_sum=total), gains
+    joint = _joined_view(parts) if gradients[0].shape[1] == 1 else None
+    joint = torch.cat(gradients, 2).view(m, -1) if joint is None else joint
+    return projection.operand(joint, "grad_output", True, total), gains
 
 
 def _joined_view(parts: list[Tensor]) -> Tensor | None:
@@ -215,112 +250,129 @@ def _joined_view(parts: list[Tensor]) -> Tensor | None:
     return first.as_strided((m, strides[0]), strides) if there else None
 
 
-def _after_backward(
-    segment: Segment, dqkv: tuple[Tensor, ...], kept: Saved, dtypes: tuple[Any, ...]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dn, dw and db of the projection from its output's three gradients."""
-    projection, heads = segment.after, segment.heads
-    assert projection is not None
-    assert heads is not None
-    turns = [part.to(segment.dtype) for part in dqkv]
-    m, deals, _ = turns[0].shape
-    total = _bias_sums(dtypes[1], turns[0], deals * sum(heads))
-    cast = projection.cast("grad_output")
-    if segment.rotation is not None:
-        g = projection.operand(segment.rotation.gradient(turns).view(m, -1), "grad_output", True, total)
-    else:
-        parts = [part.reshape(m, -1) for part in turns]
-        if cast is not None and cast.pop("counts") is None and joined.fits(parts, heads.q):
-            g = joined.joined(parts, heads.q, **cast, column_sum=total)
-        else:
-            whole = _joined_view(parts) if deals == 1 else None
-            whole = torch.cat(turns, 2).view(m, -1) if whole is None else whole
-            g = projection.operand(whole, "grad_output", True, total)
-    dn, dw = projection.backward(g, kept, (segment.dtype, dtypes[0]))
-    return dn, dw, None if total is None else total.to(dtypes[1])
+class Segment(torch.autograd.Function):
+    """x (M, C) and the last attention's output y (M, H D), or None -> the stream, and the next attention's q, k and v.
 
-
-class Between(torch.autograd.Function):
-    """x, attention's output y (M, C) -> the stream, q, k, v of the next layer; without a layer after it norm of the stream.
-
-    After x, y and the segment: weight, bias of proj; the norm's; fc's; out's; the end's norm's, and of what follows it, or
-    None, None each. Without a norm at the end the stream alone.
+    q, k and v are (M, turns, columns). Without an attention after it: the norm of the stream; without a norm at the end the
+    stream alone. Weights, as far as the plan has what they belong to, a bias None where there is none: weight, bias of proj;
+    of each MLP its norm's gain and bias, up's and down's weight and bias; the end's norm's; qkv's; gains of q_norm, k_norm.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, segment: Segment, *weights: Any) -> Any:
-        proj_w, proj_b, gamma, beta, fc_w, fc_b, out_w, out_b, *end, w, b = weights
-        proj, fc, out = segment.proj, segment.fc, segment.out
-        if segment.rotation is not None:  # the backward pass would turn back what nobody turned
-            raise ValueError(
-                "Between has no rotation of the next layer's query and key: leave its segment's rotation None, and rotate "
-                "what it returns; a rotation of the first layer's is Enter's"
-            )
-        assert proj is not None
-        assert fc is not None
-        assert out is not None
-        attended = proj.operand(y, "input", segment.training)
-        branch = proj.forward(attended, proj_w, proj_b, segment.dtype)
-        middle, n, mean, rstd = _add_norm(fc, x, branch, (gamma, beta), segment.norms[0], segment)
-        h, a = _fc_and_activation(n, fc_w, fc_b, segment)
-        made = out.forward(a, out_w, out_b, segment.dtype)
-        halved = branch.dtype.itemsize < x.dtype.itemsize
-        kept = [*((x, branch) if halved else (middle, None)), gamma, mean, rstd, h]
-        operands = [*proj.saved(attended, proj_w), *fc.saved(n, fc_w), *out.saved(a, out_w)]
-        ctx.segment, ctx.dtypes = segment, [_dtypes(*weights[i : i + 2]) for i in range(0, len(weights), 2)]
-        if segment.norms[1] is None:
-            save_for_backward(ctx, kept, operands)
-            return middle + made
-        total, n_end, mean_end, rstd_end = _add_norm(
-            segment.after, middle, made, (end[0], end[1]), segment.norms[1], segment
-        )
-        kept += [total, end[0], mean_end, rstd_end]
-        if segment.after is None:
-            save_for_backward(ctx, kept, operands)
-            return n_end.data
-        save_for_backward(ctx, kept, [*operands, *segment.after.saved(n_end, w)])
-        assert segment.heads is not None
-        return (total, *segment.heads.split(segment.after.forward(n_end, w, b, segment.dtype)))
+    def forward(ctx: Any, x: Tensor, y: Tensor | None, plan: Plan, *weights: Any) -> Any:
+        tensors: list[Tensor | None] = []
+        operands: list[Any] = []
+        total, branch, rest = x, None, list(weights)
+        if plan.proj is not None:
+            assert y is not None
+            (w, b), rest = rest[:2], rest[2:]
+            attended = plan.proj.operand(y, "input", plan.training)
+            branch = plan.proj.forward(attended, w, b, plan.dtype)
+            operands += plan.proj.saved(attended, w)
+        for number, mlp in enumerate(plan.mlps):
+            (gamma, beta, up_w, up_b, down_w, down_b), rest = rest[:6], rest[6:]
+            made, n, mean, rstd = _add_norm(mlp.up, total, branch, (gamma, beta), mlp.norm, plan)
+            middle = total if branch is None else made
+            # The stream that came in is kept by whoever made it: with the branch, in half precision, it is the sum again.
+            halved = number == 0 and branch is not None and branch.dtype.itemsize < x.dtype.itemsize
+            tensors += [*((total, branch) if halved else (middle, None)), gamma, mean, rstd]
+            h, a = _up_and_activation(n, up_w, up_b, mlp, plan)
+            total, branch = middle, mlp.down.forward(a, down_w, down_b, plan.dtype)
+            tensors.append(h)
+            read = a._replace(data=None) if mlp.again else a
+            operands += [*mlp.up.saved(n, up_w), *mlp.down.saved(read, down_w)]
+            del n, a, h, read
+        ctx.plan, ctx.dtypes = plan, [None if w is None else w.dtype for w in weights]
+        if plan.norm is None:
+            save_for_backward(ctx, tensors, operands)
+            return x.view_as(x) if branch is None else total + branch
+        (gamma, beta), rest = rest[:2], rest[2:]
+        qkv = None if plan.entry is None else plan.entry.qkv
+        made, n, mean, rstd = _add_norm(qkv, total, branch, (gamma, beta), plan.norm, plan)
+        total = x if branch is None else made
+        tensors += [total, None, gamma, mean, rstd]
+        if plan.entry is None:
+            save_for_backward(ctx, tensors, operands)
+            return n.data
+        (w, b), gammas = rest[:2], rest[2:]
+        heads, kept = _heads_of(plan.entry, plan.entry.qkv.forward(n, w, b, plan.dtype), gammas)
+        save_for_backward(ctx, [*tensors, *kept], [*operands, *plan.entry.qkv.saved(n, w)])
+        return (x.view_as(x) if branch is None else total, *heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        segment, (proj_types, norm_types, fc_types, out_types, end_types, after_types) = ctx.segment, ctx.dtypes
+        plan: Plan = ctx.plan
         tensors, operands = restore(ctx)
-        norm, h, end = tuple(tensors[:5]), tensors[5], tensors[6:]
-        proj_kept, fc_kept, out_kept, *after_kept = zip(operands[::2], operands[1::2], strict=True)
-        dw = db = dgamma_end = dbeta_end = None
-        width = norm[0].shape[1]
-        totals = [
-            _bias_sums(types[1], h, n) for types, n in ((proj_types, width), (fc_types, h.shape[1]), (out_types, width))
-        ]
-        if segment.norms[1] is None:
+        dtypes, found = list(ctx.dtypes), []  # of weights; their gradients, the last first
+        width = gradients[0].shape[-1]
+        products = [plan.proj, *(mlp.down for mlp in plan.mlps)]  # what each norm's branch came from
+        first = 0 if plan.proj is None else 2
+        norms = len(plan.mlps) * 6
+
+        def kept_of(number: int) -> list[Any]:
+            return tensors[number * 6 : number * 6 + 5]
+
+        def sums_of(product: Projection | None, number: int) -> Tensor | None:
+            """Where the bias of the product before norm `number` gathers its gradient."""
+            place = 1 if number == 0 else first + 6 * number - 1
+            return None if product is None else _bias_sums(dtypes[place], gradients[0], width)
+
+        sums = [sums_of(product, number) for number, product in enumerate(products)]
+        end = first + norms
+        if plan.norm is None:
             dx = gradients[0].contiguous()
-            g = segment.out.operand(dx.to(segment.dtype), "grad_output", True, totals[2])
+            last = products[-1]
+            g = None if last is None else last.operand(dx.to(plan.dtype), "grad_output", True, sums[-1])
         else:
             dn, *above = gradients
             residual = None
-            if segment.after is not None:
-                residual = dn
-                dn, dw, db = _after_backward(segment, tuple(above), after_kept[0], after_types)
-            ended, biased = (end[0], None, *end[1:]), end_types[1] is not None
-            dx, g, dgamma_end, dbeta_end = _add_norm_backward(
-                segment.out, dn, ended, segment.norms[1], residual, biased, totals[2], segment
+            if plan.entry is not None:
+                branches = plan.proj is not None or bool(plan.mlps)
+                residual = dn if branches or ctx.needs_input_grad[0] else None
+                w_dtype, b_dtype = dtypes[end + 2 : end + 4]
+                heads = [part.to(plan.dtype) for part in above]
+                features = heads[0].shape[1] * sum(plan.entry.heads)
+                total = _bias_sums(b_dtype, heads[0], features)
+                g_qkv, gains = _heads_backward(plan.entry, heads, tensors[norms + 5 :], total)
+                del heads, above
+                read = (operands[-2], operands[-1])
+                dn, dw = plan.entry.qkv.backward(g_qkv, read, (plan.dtype, w_dtype))
+                found += [*reversed(gains), _as(total, b_dtype), dw]
+            dx, g, dgamma, dbeta = _add_norm_backward(
+                products[-1], dn, kept_of(len(plan.mlps)), plan.norm, residual, dtypes[end + 1] is not None, sums[-1],
+                plan.dtype,
+            )  # fmt: skip
+            found += [dbeta, dgamma]
+        before = 0 if plan.proj is None else 2
+        for number in reversed(range(len(plan.mlps))):
+            mlp, at = plan.mlps[number], first + 6 * number
+            up_read, down_read = (
+                (operands[i], operands[i + 1]) for i in (before + 4 * number, before + 4 * number + 2)
             )
-        g_h, out_kept = _activation_backward(g, h, totals[1], segment, out_kept)
-        d_out = segment.out.wgrad(g, out_kept, out_types[0])
-        g = g_h
-        del g_h, out_kept, operands  # the activation, if it was made again
-        dn, d_fc = segment.fc.backward(g, fc_kept, (segment.dtype, fc_types[0]))
-        dx, g, dgamma, dbeta = _add_norm_backward(
-            segment.proj, dn, norm, segment.norms[0], dx, norm_types[1] is not None, totals[0], segment
-        )
-        dy, d_proj = segment.proj.backward(g, proj_kept, (segment.dtype, proj_types[0]))
-        biases = [
-            None if sums is None else sums.to(types[1])
-            for sums, types in zip(totals, (proj_types, fc_types, out_types), strict=True)
-        ]
-        return (
-            *(dx, dy, None, d_proj, biases[0], dgamma, dbeta, d_fc, biases[1], d_out, biases[2]),
-            *(dgamma_end, dbeta_end, dw, db),
-        )
+            h = tensors[number * 6 + 5]
+            assert g is not None
+            total = _bias_sums(dtypes[at + 3], h, h.shape[1])
+            g_up, down_read = _activation_backward(g, h, total, mlp, down_read, plan.dtype)
+            found += [_as(sums[number + 1], dtypes[at + 5]), mlp.down.wgrad(g, down_read, dtypes[at + 4])]
+            del down_read  # the activation, if it was made again
+            dn, dw = mlp.up.backward(g_up, up_read, (plan.dtype, dtypes[at + 2]))
+            del g_up
+            found += [_as(total, dtypes[at + 3]), dw]
+            dx, g, dgamma, dbeta = _add_norm_backward(
+                products[number],
+                dn,
+                kept_of(number),
+                mlp.norm,
+                dx,
+                dtypes[at + 1] is not None,
+                sums[number],
+                plan.dtype,
+            )
+            found += [dbeta, dgamma]
+        dy = None
+        if plan.proj is not None:
+            assert g is not None
+            dy, dw = plan.proj.backward(g, (operands[0], operands[1]), (plan.dtype, dtypes[0]))
+            found += [_as(sums[0], dtypes[1]), dw]
+        return dx, dy, None, *reversed(found)

@@ -7,22 +7,25 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 
-def are_plain(modules: Iterable[nn.Module]) -> bool:
-    """Whether the modules compute as torch's and te's do, without hooks, and all that each has is trained, or nothing is."""
-    return not _has_any_global_hook() and all(map(_is_plain, modules))
+def are_plain(modules: Iterable[nn.Module], home: str = "te_bench.") -> bool:
+    """Whether the modules compute as torch's and te's do, without hooks, and all that each has is trained, or nothing is.
+
+    home: a Python module whose classes count as te's, that of a model which describes itself.
+    """
+    return not _has_any_global_hook() and all(_is_plain(module, home) for module in modules)
 
 
-def why_not_plain(modules: Iterable[tuple[str, nn.Module]]) -> str:
+def why_not_plain(modules: Iterable[tuple[str, nn.Module]], home: str = "te_bench.") -> str:
     """Why the named modules are not plain."""
     if _has_any_global_hook():
         return "a hook listens to every module (torch.nn.modules.module.register_module_*_hook)"
     for name, module in modules:
-        if _is_plain(module):
+        if _is_plain(module, home):
             continue
         frozen = [own for own, p in module.named_parameters(recurse=False) if not p.requires_grad]
         if "forward" in module.__dict__:
             return f"{name}.forward was replaced"
-        if not _computes_as_torch_or_te(module):
+        if not _is_known(module, home):
             return f"{name} is a {type(module).__qualname__}, whose forward is its own"
         return f"{name}.{frozen[0]} is frozen" if frozen and not _has_hooks(module) else f"{name} has a hook"
     raise AssertionError("these modules are plain")
@@ -33,15 +36,15 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(own[f"_{which}_hooks"] for which in ("forward", "forward_pre", "backward", "backward_pre"))
 
 
-def _computes_as_torch_or_te(module: nn.Module) -> bool:
-    """Whether its forward is torch's or te's own, not a subclass's or a wrapper's."""
-    home: str = type(module).forward.__module__
-    return home.startswith(("torch.nn.", "te_bench."))
+def _is_known(module: nn.Module, home: str) -> bool:
+    """Whether its forward is torch's, te's or home's own, not a subclass's or a wrapper's."""
+    where: str = type(module).forward.__module__
+    return where.startswith(("torch.nn.", "te_bench.")) or where == home
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain(module: nn.Module, home: str) -> bool:
     own = module.__dict__  # of 145 modules in every eager pass of a fused GPT-2
-    if not _computes_as_torch_or_te(module):
+    if not _is_known(module, home):
         return False
     if "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return False

@@ -170,7 +170,8 @@ def packed_angles(freqs: Tensor, cu_seqlens: Tensor, rows: int, longest: int) ->
 
 
 def backend(x: Tensor) -> Backend:
-    return rotary_triton.BACKEND if x.is_cuda else rotary_reference.BACKEND
+    """The fused kernel of a GPU, or plain operators, which torch.compile fuses."""
+    return rotary_triton.BACKEND if x.is_cuda and not is_recorded() else rotary_reference.BACKEND
 
 
 def can_rotate_fused(x: Tensor, *freqs: Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_bench.models.fused import layer
+from te_bench.models.fused import te_layer
 from te_bench.models.modules import arguments
 from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.fp8_module import Tracker, compute_dtype
@@ -159,8 +159,8 @@ class TransformerLayer(arguments.OneRank, nn.Module):
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_kv": max_seqlen_kv,
         }
-        if layer.can_fuse(self, x):
-            return layer.run(self, x, is_first_microbatch, rotary_pos_emb, core)
+        if te_layer.can_fuse(self, x):
+            return te_layer.run(self, x, is_first_microbatch, rotary_pos_emb, core)
         attended = self.self_attention(
             x, is_first_microbatch=is_first_microbatch, rotary_pos_emb=rotary_pos_emb, **core
         )

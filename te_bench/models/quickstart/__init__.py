@@ -1,7 +1,7 @@
-"""Rivals that build the GPT layer of Transformer Engine's quickstart, or its MLP alone, one file each: LAYER in NAME.py.
+"""Rivals that build a layer, the GPT layer of Transformer Engine's quickstart or a decoder's own, one file each.
 
-Shapes: x (s, b, h) -> (s, b, h), s positions, b batch, h hidden. All take the weights of plain.py by its names, so that
-their outputs and gradients can be compared.
+LAYER in NAME.py. Shapes: x (s, b, h) -> (s, b, h), s positions, b batch, h hidden. All take the weights of plain.py by its
+names, so that their outputs and gradients can be compared.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from te_bench import plugins
+from te_bench.kernels.activation import KINDS
 from te_bench.kernels.attention import Problem
 
 PARTS = ("layer", "mlp")
@@ -26,6 +27,9 @@ class LayerConfig:
 
     mask: "full" or "causal". settings: fields of the recipe that differ from its defaults. part: one of PARTS; "mlp" is the
     second norm and the MLP, without attention and without a residual.
+    What follows is the quickstart's unless a model's layer is asked for (models.decoder_layer). groups: heads of keys and
+    values, None: as many as of queries; head_dim None: hidden / heads. by_head: the QKV projection's rows go by head, or
+    group, and not all of q, then of k, then of v. model: the decoder by whose angles queries and keys turn; None: by none.
     """
 
     hidden: int
@@ -41,6 +45,36 @@ class LayerConfig:
     recipe: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     part: str = "layer"
+    groups: int | None = None
+    head_dim: int | None = None
+    by_head: bool = True
+    norm: str = "LayerNorm"  # or "RMSNorm"
+    eps: float = 1e-5
+    bias: bool = True  # of the Linears
+    activation: str = "gelu"  # one of kernels.activation.KINDS
+    qk_norm: bool = False  # norms over head_dim, before queries and keys turn
+    model: str | None = None
+
+    @property
+    def columns(self) -> tuple[int, int, int]:
+        """How many of the QKV projection's columns are q's, k's and v's."""
+        d, groups = self.features, self.groups or self.heads
+        return self.heads * d, groups * d, groups * d
+
+    @property
+    def turns(self) -> int:
+        """How often the QKV projection's columns are dealt out to q, k and v."""
+        return (self.groups or self.heads) if self.by_head else 1
+
+    @property
+    def features(self) -> int:
+        """Of a head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def up(self) -> int:
+        """Features that the MLP's first product makes."""
+        return self.ffn * (2 if KINDS[self.activation][1] else 1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,7 +95,8 @@ class LayerConfig:
             batch=self.batch,
             heads=self.heads,
             length=self.sequence,
-            head_dim=self.hidden // self.heads,
+            head_dim=self.features,
+            kv_heads=self.groups,
             dtype=next(name for name, dtype in DTYPES.items() if dtype is self.dtype),
             causal=self.causal,
             dropout=self.dropout,

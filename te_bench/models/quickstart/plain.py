@@ -1,24 +1,38 @@
 """nn.LayerNorm and nn.Linear with attention written out as bmm, softmax, bmm: the quickstart's baseline.
 
 Source: Transformer Engine, docs/examples/quickstart.ipynb (2022): one QKV projection whose rows go by head, then by query,
-key and value; dropout after softmax and after the projection, none after the MLP; GELU by its tanh approximation.
+key and value; dropout after softmax and after the projection, none after the MLP; GELU by its tanh approximation. A model's
+layer has what LayerConfig says in their place: nn.RMSNorm, shared keys and values, turned heads, SwiGLU, no biases.
 """
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_bench.kernels import attention
+from te_bench.models import decoder_layer
 from te_bench.models.quickstart import PARTS, Layer, LayerConfig
 
-EPS = 1e-5
+Make = Callable[..., nn.Module]
+
+
+def swiglu(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda h: F.gelu(h, approximate="tanh"),
+    "swiglu": swiglu,
+}
 
 
 class ExplicitAttention(nn.Module):
-    """softmax(Q K^T / sqrt(d)) V by separate operators over (s, b, heads, d) each -> (s, b, heads d)."""
+    """softmax(Q K^T / sqrt(d)) V by separate operators over (s, b, heads, d), of K and V maybe fewer -> (s, b, heads d)."""
 
     def __init__(self, causal: bool, dropout: float):
         super().__init__()
@@ -27,6 +41,7 @@ class ExplicitAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length, batch = q.shape[:2]
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) if x.shape[2] < q.shape[2] else x for x in (k, v))
         q, k, v = (x.flatten(1, 2).transpose(0, 1) for x in (q, k, v))  # (b heads, s, d)
         scores = torch.bmm(q, k.transpose(1, 2)) / math.sqrt(q.shape[-1])
         if self.causal:
@@ -58,42 +73,63 @@ def attention_of(p: LayerConfig) -> nn.Module:
     return KernelAttention(p.attention, p.causal, p.dropout)
 
 
-def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """(s, b, 3 h) -> query, key and value, (s, b, heads, d) each."""
-    return qkv.view(*qkv.shape[:2], heads, -1).chunk(3, dim=-1)
+class Heads(nn.Module):
+    """(s, b, F) of the QKV projection -> query, key and value, (s, b, heads, d) each; normed and turned as p says."""
+
+    def __init__(self, p: LayerConfig, norm: Make):
+        super().__init__()
+        self.turns, self.features = p.turns, p.features
+        self.columns = [n // p.turns for n in p.columns]
+        self.q_norm, self.k_norm = (norm(p.features, eps=p.eps) if p.qk_norm else None for _ in "qk")
+        self.angles = decoder_layer.angles(p.model, p.sequence)  # no buffer: it stays in float32
+
+    def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parts = qkv.unflatten(2, (self.turns, -1)).split(self.columns, dim=3)
+        q, k, v = (part.reshape(*qkv.shape[:2], -1, self.features) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.angles is not None:
+            q, k = turned(q, self.angles), turned(k, self.angles)
+        return q, k, v
+
+
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """x (s, b, heads, d), its first half and its second as real and imaginary parts, turned by angles (s, d)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    angles = angles[:, None, None].to(wide.dtype)
+    first, second = wide.chunk(2, dim=3)
+    return (wide * angles.cos() + torch.cat((-second, first), dim=3) * angles.sin()).to(x.dtype)
 
 
 class MLP(nn.Module):
-    def __init__(self, p: LayerConfig, linear: Callable[[int, int], nn.Module]):
+    def __init__(self, p: LayerConfig, linear: Make):
         super().__init__()
-        self.linear1 = linear(p.hidden, p.ffn)
-        self.linear2 = linear(p.ffn, p.hidden)
+        self.linear1 = linear(p.hidden, p.up, bias=p.bias)
+        self.linear2 = linear(p.ffn, p.hidden, bias=p.bias)
+        self.activation = ACTIVATIONS[p.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear2(F.gelu(self.linear1(x), approximate="tanh"))
+        out: Tensor = self.linear2(self.activation(self.linear1(x)))
+        return out
 
 
 class PlainLayer(nn.Module):
     """x + dropout(proj(attention(ln1(x)))), and then + mlp(ln2(..)); x (s, b, h)."""
 
-    def __init__(
-        self,
-        p: LayerConfig,
-        linear: Callable[[int, int], nn.Module] = nn.Linear,
-        norm: Callable[..., nn.Module] = nn.LayerNorm,
-    ):
+    def __init__(self, p: LayerConfig, linear: Make = nn.Linear, norm: Make | None = None):
         super().__init__()
-        self.heads = p.heads
-        self.ln1 = norm(p.hidden, eps=EPS)
-        self.qkv_projection = linear(p.hidden, 3 * p.hidden)
+        norm = norm or norm_of(p)
+        self.ln1 = norm(p.hidden, eps=p.eps)
+        self.qkv_projection = linear(p.hidden, sum(p.columns), bias=p.bias)
+        self.heads = Heads(p, norm)
         self.attention = attention_of(p)
-        self.projection = linear(p.hidden, p.hidden)
+        self.projection = linear(p.columns[0], p.hidden, bias=p.bias)
         self.dropout = nn.Dropout(p.dropout)
-        self.ln2 = norm(p.hidden, eps=EPS)
+        self.ln2 = norm(p.hidden, eps=p.eps)
         self.mlp = MLP(p, linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        attended = self.attention(*split_heads(self.qkv_projection(self.ln1(x)), self.heads))
+        attended = self.attention(*self.heads(self.qkv_projection(self.ln1(x))))
         x = x + self.dropout(self.projection(attended))
         return x + self.mlp(self.ln2(x))
 
@@ -103,12 +139,18 @@ class PlainMLP(nn.Module):
 
     def __init__(self, p: LayerConfig):
         super().__init__()
-        self.ln2 = nn.LayerNorm(p.hidden, eps=EPS)
+        self.ln2 = norm_of(p)(p.hidden, eps=p.eps)
         self.mlp = MLP(p, nn.Linear)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.mlp(self.ln2(x))
         return y
+
+
+def norm_of(p: LayerConfig, library: Any = nn) -> Make:
+    """nn.LayerNorm or nn.RMSNorm, or a library's that reads so."""
+    made: Make = getattr(library, p.norm)
+    return made
 
 
 def build(p: LayerConfig) -> nn.Module:

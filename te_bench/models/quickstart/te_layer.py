@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import te_bench.models as te
+from te_bench.models import decoder_layer
 from te_bench.models.quickstart import PARTS, Layer, LayerConfig, _te, named
 
 
@@ -22,28 +23,49 @@ class Alone(nn.Module):
 
 def make(library: Any, p: LayerConfig, **options: Any) -> nn.Module:
     """The layer, or its MLP alone, of a library that reads like Transformer Engine."""
+    options |= {"params_dtype": p.dtype, "activation": p.activation, "normalization": p.norm, "bias": p.bias}
     if p.part == "mlp":
-        return Alone(library.LayerNormMLP(p.hidden, p.ffn, params_dtype=p.dtype, **options))
-    # One QKV weight, its rows by head as the plain layer has them.
-    layer: nn.Module = library.TransformerLayer(
+        return Alone(library.LayerNormMLP(p.hidden, p.ffn, eps=p.eps, **options))
+    if p.qk_norm:  # which Transformer Engine has not had for long
+        options |= {"qk_norm_type": p.norm, "qk_norm_eps": p.eps, "qk_norm_before_rope": True}
+    # One QKV weight, its rows as the plain layer has them.
+    layer: nn.Module = _turning(library, p)(
         p.hidden,
         p.ffn,
         p.heads,
+        num_gqa_groups=p.groups,
+        kv_channels=p.head_dim,
+        layernorm_epsilon=p.eps,
         hidden_dropout=p.dropout,
         attention_dropout=p.dropout,
         self_attn_mask_type="causal" if p.causal else "no_mask",
         fuse_qkv_params=True,
-        params_dtype=p.dtype,
+        qkv_weight_interleaved=p.by_head,
         **options,
     )
     return layer
+
+
+def _turning(library: Any, p: LayerConfig) -> Any:
+    """The library's TransformerLayer, whose forward takes x alone where p has angles, too."""
+    angles = decoder_layer.angles(p.model, p.sequence)
+    if angles is None:
+        return library.TransformerLayer
+    rotary = angles[:, None, None]
+
+    class Turning(library.TransformerLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x, rotary_pos_emb=rotary)
+            return y
+
+    return Turning
 
 
 def build(p: LayerConfig) -> nn.Module:
     return make(te, p)
 
 
-#: Transformer Engine's parameter names, which are te_bench's too.
+#: Transformer Engine's parameter names, which are te_bench's too; first those that the quickstart's layer has.
 NAMES = named(
     {
         "ln1": "self_attention.layernorm_qkv.layer_norm_",
@@ -54,5 +76,8 @@ NAMES = named(
         "mlp.linear2": "layernorm_mlp.fc2_",
     }
 )
+WITH_NORMS_OF_HEADS = NAMES | named({f"heads.{part}_norm": f"self_attention.{part}_norm." for part in "qk"})
 
-LAYER = Layer(build=build, unsupported=_te.unsupported, context=_te.context, names=NAMES, numerics=True, parts=PARTS)
+LAYER = Layer(
+    build=build, unsupported=_te.unsupported, context=_te.context, names=WITH_NORMS_OF_HEADS, numerics=True, parts=PARTS
+)

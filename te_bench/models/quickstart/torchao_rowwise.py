@@ -2,4 +2,4 @@
 
 from te_bench.models.quickstart import _torchao
 
-LAYER = _torchao.layer("torchao_rowwise")
+LAYER = _torchao.layer("rowwise", "rowwise_scaling")

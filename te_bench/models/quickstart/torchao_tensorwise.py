@@ -2,4 +2,4 @@
 
 from te_bench.models.quickstart import _torchao
 
-LAYER = _torchao.layer("torchao_tensorwise")
+LAYER = _torchao.layer("tensorwise", "float8_current_scaling")

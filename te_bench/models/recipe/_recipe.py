@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from te_bench.kernels import architecture
 from te_bench.kernels.gemm import policy
 from te_bench.kernels.gemm.backends import reference as gemm_reference
 from te_bench.kernels.quantize import Backend, Operand, Quantized
@@ -229,16 +230,10 @@ class Recipe:
 
     def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:
         """Why this device cannot run the recipe, or None."""
-        if device == "cuda" and not self.emulate and capability is not None and capability < (8, 9):
-            return (
-                f"FP8 tensor cores need compute capability 8.9, this GPU has {capability[0]}.{capability[1]}; "
-                f"{type(self).__name__}(emulate=True) computes the same numbers without them, slowly"
-            )
-        if device == "cuda" and not self.emulate and self.fp8_dpa and capability is not None and capability < (9, 0):
-            return (
-                f"fp8_dpa: attention in FP8 is for compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
-            )
-        return None
+        lack = architecture.lacks_fp8(capability)
+        if device != "cuda" or self.emulate or lack is None:
+            return None
+        return f"{lack}; {type(self).__name__}(emulate=True) computes the same numbers without it, slowly"
 
     def _emulated(self, x: Tensor) -> bool:
         return self.emulate or not x.is_cuda

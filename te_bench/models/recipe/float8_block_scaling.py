@@ -6,6 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from te_bench.kernels import architecture
+from te_bench.kernels.gemm.backends import scaled_mm
 from te_bench.kernels.quantize import BLOCK, Quantized
 from te_bench.models.recipe._recipe import Format, Recipe, Slot
 
@@ -47,11 +49,9 @@ class Float8BlockScaling(Recipe):
         )
 
     def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:
-        if device == "cuda" and not self.emulate and capability is not None and capability[0] != 9:
-            return (
-                f"cuBLASLt multiplies 1 x 128 and 128 x 128 blocks on compute capability 9.x only, this GPU has "
-                f"{capability[0]}.{capability[1]}; Float8BlockScaling(emulate=True) computes the same numbers, slowly"
-            )
+        lack, tma = scaled_mm.lacks_block_scales(capability), architecture.lacks_tma(capability)
+        if device == "cuda" and not self.emulate and lack and tma:
+            return f"{lack}, and Triton's {tma}; Float8BlockScaling(emulate=True) computes the same numbers, slowly"
         return super().unsupported(device, capability)
 
 

@@ -10,14 +10,14 @@ from module_cases import RECIPES, randomise
 from torch import Tensor, nn
 
 import te_bench.models as te
+from te_bench.kernels.activation import recomputed as _recomputed
 from te_bench.kernels.activation.backends import triton as activation_triton
 from te_bench.kernels.norm.backends import triton as norm_triton
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.kernels.quantize import joined as _joined
 from te_bench.kernels.quantize.backends import triton as quantize_triton
 from te_bench.kernels.rotary.backends import reference as rotary_reference
-from te_bench.models.fused import layer as _fused_layer
-from te_bench.models.fused import segment
+from te_bench.models.fused import chain, segment
 from te_bench.models.modules import layernorm, layernorm_mlp
 from te_bench.models.recipe import DelayedScaling, Recipe, _recipe
 
@@ -87,16 +87,14 @@ def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def segments(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The segments that ran."""
     ran: list[str] = []
-    for name in ("Enter", "Between"):
-        function = getattr(segment, name)
 
-        class Seen:
-            @staticmethod
-            def apply(*args: Any, function: Any = function, name: str = name) -> Any:
-                ran.append(name)
-                return function.apply(*args)
+    class Seen:
+        @staticmethod
+        def apply(x: Tensor, y: Tensor | None, *rest: Any) -> Any:
+            ran.append("first" if y is None else "last")
+            return segment.Segment.apply(x, y, *rest)
 
-        monkeypatch.setattr(_fused_layer, name, Seen)
+    monkeypatch.setattr(chain, "Segment", Seen)
     return ran
 
 
@@ -106,7 +104,7 @@ def test_it_is_the_layer_of_modules(options: str, name: str, segments: list[str]
     """Bit for bit down to the stream's gradient, which is rounded once where the modules' sum of two is rounded twice."""
     recipe = RECIPES[name][0]
     found = passes(a_layer(**OPTIONS[options]), recipe)
-    assert segments == ["Enter", "Between"] * 4
+    assert segments == ["first", "last"] * 4
     wanted = passes(one_by_one(a_layer(**OPTIONS[options])), recipe)
     assert len(segments) == 8
     for number, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
@@ -130,7 +128,7 @@ def test_queries_and_keys_turn_in_the_projection(
     angles = te.RotaryPositionEmbedding(HIDDEN // HEADS, 0.5).cpu()(20)
     asked, recipe = {**OPTIONS[options], "rotary_pos_interleaved": options == "apart"}, RECIPES["current"][0]
     found = passes(a_layer(**asked), recipe, rotary_pos_emb=angles)
-    assert segments == ["Enter", "Between"] * 4
+    assert segments == ["first", "last"] * 4
     assert turns == [False, True] * 4
     wanted = passes(one_by_one(a_layer(**asked)), recipe, rotary_pos_emb=angles)
     assert len(turns) == len(segments) == 8
@@ -174,7 +172,7 @@ def test_angles_that_changed_before_the_backward_pass_are_told(segments: list[st
     angles.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    assert segments == ["Enter", "Between"]
+    assert segments == ["first", "last"]
 
 
 def test_float32_and_torchs_autocast(segments: list[str]) -> None:
@@ -192,7 +190,7 @@ def test_float32_and_torchs_autocast(segments: list[str]) -> None:
             grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
             found.append({"y": y.detach(), "dx": x.grad, **grads})
         assert furthest(*found) < (NOISE if within else 1e-3)
-    assert segments == ["Enter", "Between"] * 2
+    assert segments == ["first", "last"] * 2
 
 
 def test_states_and_numerics_are_the_modules_own(segments: list[str]) -> None:
@@ -223,7 +221,7 @@ def test_a_checkpoint_changes_no_bit(name: str, segments: list[str]) -> None:
     wanted = passes(a_layer(**FUSED), RECIPES[name][0])
     kept = a_layer(**FUSED)
     found = passes(kept, RECIPES[name][0], lambda x: te.checkpoint(kept, x))
-    assert segments == ["Enter", "Between"] * 12
+    assert segments == ["first", "last"] * 12
     for mine, theirs in zip(found, wanted, strict=True):
         assert all(torch.equal(mine[key], value) for key, value in theirs.items())
 
@@ -249,7 +247,7 @@ def test_without_gradients_it_is_the_same(segments: list[str]) -> None:
     x = torch.randn(16, 2, HIDDEN, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     with torch.no_grad(), te.autocast(recipe=recipe):
         assert torch.equal(layer(x), wanted)
-    assert segments == ["Enter", "Between"] * 2
+    assert segments == ["first", "last"] * 2
 
 
 class Wrapped(te.Linear):
@@ -336,14 +334,21 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         data, data_t, inverse = _joined.kernel(parts, turn, scale, dtype, looks.get("amax"), looks.get("column_sum"))
         return Quantized(data, inverse, data_t, inverse, Layout(dtype, TENSOR, torch.float32))
 
+    def recomputed(_: Any, *operands: Any, scale: Tensor, dtype: torch.dtype, **options: Any) -> Any:
+        ran.append("recomputed")
+        values = options.pop("value_scale"), options.pop("value_dtype")
+        looks = {name: options.get(name) for name in ("amax", "counts", "column_sum")}
+        return _recomputed.kernel(*operands, scale, dtype, *values, **looks)
+
     monkeypatch.setattr(segment.joined, "joined", joined)
+    monkeypatch.setattr(segment.recomputed, "recomputed", recomputed)
     return ran
 
 
 #: Forward: norm and cast; the context's cast; addition, norm and cast; the activation and its cast. Backward: the output
-#: gradient's cast; the activation's gradient and its cast; the norm's with the stream's; its cast; q, k and v; a norm's.
+#: gradient's cast; the activation's gradient, it again, both cast; the norm's with the stream's; its cast; q, k, v; norm.
 DELAYED = ["add_forward_quantized", "scaled", "add_forward_quantized", "forward_quantized"]
-DELAYED += ["scaled", "backward_quantized", "backward", "scaled", "joined", "backward"]
+DELAYED += ["scaled", "recomputed", "backward", "scaled", "joined", "backward"]
 #: By the finished tensor's own amax every cast is a kernel of its own.
 CURRENT = ["add_forward", "tensor", "tensor", "add_forward", "tensor", "forward", "tensor"]
 CURRENT += ["tensor", "backward", "tensor", "backward", "tensor", "tensor", "backward"]

@@ -12,7 +12,6 @@ from test_packed_sequences import PACKED, starts_of
 from torch import Tensor, nn
 
 from te_bench.kernels.rotary.backends import triton as rotary_triton
-from te_bench.models.fused.segment import Between, Segment
 from te_bench.models.modules import attention, rotary
 from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.rotary import (
@@ -322,10 +321,3 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in ctx.like)
-
-
-def test_a_segment_between_two_layers_refuses_the_rotation_that_only_its_backward_pass_has() -> None:
-    turned = a_rotation(torch.zeros(4, 1, 1, 8))
-    segment = Segment(None, None, None, None, (None, None), None, "gelu", torch.float32, True, rotation=turned)
-    with pytest.raises(ValueError, match="Between has no rotation"):
-        Between.apply(torch.zeros(4, 8), torch.zeros(4, 8), segment, *[None] * 12)

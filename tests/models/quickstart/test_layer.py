@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import te_bench.models as te
+from te_bench.models import decoder, decoder_layer
 from te_bench.models import quickstart as layers
 from te_bench.models import recipe as recipes
-from te_bench.models.quickstart import LayerConfig, _te, transformer_engine
+from te_bench.models.configs import LlamaConfig, configs
+from te_bench.models.quickstart import LayerConfig, _te, plain, transformer_engine
 from te_bench.models.quickstart.plain import PlainLayer
 
 P = LayerConfig(
@@ -54,7 +56,7 @@ def weights_of(p: LayerConfig) -> dict[str, torch.Tensor]:
     plain = PlainLayer(p)
     with torch.no_grad():  # torch's norms begin at 1 and 0, which would hide a swapped pair
         for name, weight in plain.named_parameters():
-            if name.startswith("ln"):
+            if name.startswith("ln") or "_norm" in name:
                 weight.copy_(torch.rand_like(weight) + 0.5)
     return {name: weight.detach().to(p.dtype) for name, weight in plain.named_parameters()}
 
@@ -71,6 +73,96 @@ def test_a_rival_is_the_plain_layer(name: str, mask: str) -> None:
     for key, value in truth.items():
         assert value is not None
         torch.testing.assert_close(ours[key], value.float(), rtol=1e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+#: As Llama's, with norms of heads, too, whose features are not hidden / heads.
+OTHER = {**decoder_layer.settings("llama-tiny"), "eps": 1e-3, "qk_norm": True}
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("name", HERE)
+def test_a_rival_is_the_plain_layer_of_a_model(name: str, by_head: bool) -> None:
+    of_model = {**OTHER, "by_head": by_head}
+    wide = changed(attention="manual", precision="fp64", **of_model)
+    weights = weights_of(wide)
+    assert {key: tuple(weight.shape) for key, weight in weights.items()} == {
+        "ln1.weight": (32,),
+        "qkv_projection.weight": ((4 + 2 + 2) * 16, 32),
+        "heads.q_norm.weight": (16,),
+        "heads.k_norm.weight": (16,),
+        "projection.weight": (32, 64),
+        "ln2.weight": (32,),
+        "mlp.linear1.weight": (96, 32),
+        "mlp.linear2.weight": (32, 48),
+    }
+    truth = results("plain", wide, weights)
+    ours = results(name, changed(attention="manual" if name == "plain" else "flash", **of_model), weights)
+    assert ours.keys() == truth.keys()
+    for key, value in truth.items():
+        assert value is not None
+        torch.testing.assert_close(ours[key], value.float(), rtol=1e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "qwen3-0.6b"])
+def test_the_plain_layer_of_a_model_is_the_models_own(name: str) -> None:
+    """Its first layer and last norm, whose weights it has by the parts that the model names."""
+    config = configs()[name]
+    torch.manual_seed(0)
+    model = decoder.build(dataclasses.replace(config, vocab_size=1, block_size=12, **{config.LAYERS: 1}))
+    attention, mlp = model.parts()
+    shape = config.shape
+    sizes = {"hidden": shape.hidden, "ffn": shape.ffn, "heads": shape.heads, "sequence": 12}
+    module = layers.load("plain_sdpa").build(changed(**sizes, **decoder_layer.settings(name)))
+    with torch.no_grad():
+        for part in (attention.qkv, attention.proj, mlp.up, mlp.down):  # type: ignore[union-attr]
+            part.weight.mul_(5)  # so that much is added to the stream
+        for norm in (attention.norm, mlp.norm):
+            norm.weight.uniform_(0.5, 1.5)
+    own = {
+        "ln1": attention.norm,
+        "qkv_projection": attention.qkv,  # type: ignore[union-attr]
+        "projection": attention.proj,  # type: ignore[union-attr]
+        "ln2": mlp.norm,
+        "mlp.linear1": mlp.up,  # type: ignore[union-attr]
+        "mlp.linear2": mlp.down,  # type: ignore[union-attr]
+    }
+    if shape.head_norms:
+        own |= {"heads.q_norm": attention.q_norm, "heads.k_norm": attention.k_norm}  # type: ignore[union-attr]
+    weights = {f"{ours}.weight": part.weight for ours, part in own.items()}
+    layers.load_weights(layers.load("plain_sdpa"), module, weights)
+    x = torch.randn(2, 12, shape.hidden)
+    with torch.no_grad():
+        found = model.tables().norm(module(x.transpose(0, 1)).transpose(0, 1))
+        torch.testing.assert_close(found, model.body(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attention_bias": True}, "of its Linears some have a bias and some have none"),
+        ({"qk_norm": True, "rms_norm_eps": 0.5}, None),
+        (None, "its LayerNorms have no bias"),
+    ],
+)
+def test_a_layer_that_no_rival_builds_says_why(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any] | None, reason: str | None
+) -> None:
+    llama = configs()["llama-tiny"]
+    assert isinstance(llama, LlamaConfig)
+    config = configs()["tiny"] if changes is None else dataclasses.replace(llama, **changes)
+    monkeypatch.setattr(decoder_layer, "configs", lambda: {"mine": config})
+    found = decoder_layer.unlike("mine")
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_an_activation_that_the_plain_layer_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuple(plain.ACTIVATIONS) == decoder_layer.ACTIVATIONS
+    model = decoder_layer._first("llama-tiny", 1)
+    attention, mlp = model.parts()
+    gated = mlp._replace(activation="geglu")  # type: ignore[call-arg]
+    monkeypatch.setattr(model, "parts", lambda: (attention, gated))
+    monkeypatch.setattr(decoder_layer, "_first", lambda name, length: model)
+    assert decoder_layer.unlike("mine") == "its activation is geglu, and the plain layer's gelu or swiglu"
 
 
 def test_te_layer_s_mlp_is_the_plain_one() -> None:
@@ -156,9 +248,7 @@ def test_transformer_engine_is_built_as_ours_and_its_recipe_gets_the_settings(mo
     pytorch, common = types.ModuleType("transformer_engine.pytorch"), types.ModuleType("transformer_engine.common")
     asked: dict[str, Any] = {}
     monkeypatch.setattr(pytorch, "TransformerLayer", te.TransformerLayer, raising=False)
-    monkeypatch.setattr(
-        pytorch, "fp8_autocast", lambda **given: contextlib.nullcontext(asked.update(given)), raising=False
-    )
+    monkeypatch.setattr(pytorch, "autocast", lambda **given: contextlib.nullcontext(asked.update(given)), raising=False)
     monkeypatch.setattr(common, "recipe", types.SimpleNamespace(DelayedScaling=recipes.DelayedScaling), raising=False)
     for module in (types.ModuleType("transformer_engine"), pytorch, common):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -169,10 +259,14 @@ def test_transformer_engine_is_built_as_ours_and_its_recipe_gets_the_settings(mo
     assert set(dict(alone.named_parameters())) == mlp
     module = transformer_engine.build(P)
     layers.load_weights(transformer_engine.LAYER, module, weights_of(P))
+    of_model = changed(**OTHER)
+    module = transformer_engine.build(of_model)
+    layers.load_weights(transformer_engine.LAYER, module, weights_of(of_model))
+    assert module(torch.rand(P.sequence, P.batch, P.hidden)).shape == (P.sequence, P.batch, P.hidden)
     p = changed(precision="fp8", recipe="delayed_scaling", settings={"amax_history_len": 16})
     with transformer_engine.context(p)():
         pass
-    assert asked == {"enabled": True, "fp8_recipe": recipes.DelayedScaling(amax_history_len=16)}
+    assert asked == {"recipe": recipes.DelayedScaling(amax_history_len=16)}
 
 
 def test_torchao_converts_by_its_recipe_s_name(torchao: list[str]) -> None:

@@ -111,12 +111,12 @@ def test_what_a_gpu_must_have() -> None:
     for name in recipe.names():
         asked = recipe.load(name)
         assert asked.unsupported("cuda", (9, 0)) is None
-        from_hopper_on = name in ("float8_block_scaling", "float8_current_scaling_dpa")
-        assert (asked.unsupported("cuda", (8, 9)) is None) == (not from_hopper_on)
+        assert (asked.unsupported("cuda", (8, 9)) is None) == (name != "float8_block_scaling")
         assert "this GPU has 8.0; " in str(asked.unsupported("cuda", (8, 0)))
         assert "(emulate=True) computes the same numbers" in str(asked.unsupported("cuda", (8, 0)))
         assert dataclasses.replace(asked, emulate=True).unsupported("cuda", (7, 5)) is None
-    assert "9.x only, this GPU has 10.0" in str(recipe.Float8BlockScaling().unsupported("cuda", (10, 0)))
+        assert asked.unsupported("cuda", (10, 0)) is None  # block scales by Triton
+    assert "9.x only, not 8.9, and Triton's TMA needs" in str(recipe.Float8BlockScaling().unsupported("cuda", (8, 9)))
 
 
 def test_unknown_recipe_names_its_neighbours() -> None:

@@ -1,0 +1,337 @@
+"""A decoder-only language model that describes itself.
+
+A family of models is a file of models/zoo. It says of itself: `build` makes its modules, `body` computes one by one,
+`parts` names what its blocks are made of, `tables` where its vocabulary is, and `init_parameter` how training begins. From
+these come the loss, fused blocks (models.fused), the optimizer's copies, checks, costs and checkpoints: none knows a family.
+
+    model = load("gpt2", attention="flash", padded_vocab_size=50304)
+    loss = model(tokens, targets)           # (B, T) int64 x2 -> () float32, in nats
+
+Shapes: B batch, T tokens, C hidden features, V vocabulary, Vp padded vocabulary.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_bench import plugins
+from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
+from te_bench.kernels.linear_cross_entropy import Backend as Head
+from te_bench.kernels.linear_cross_entropy import load as load_head
+from te_bench.kernels.linear_cross_entropy.tied import tied
+from te_bench.models import description, fp8
+from te_bench.models.configs import ZOO, DecoderConfig, configs
+from te_bench.models.fused import chain
+from te_bench.models.modules.linear import Linear
+from te_bench.models.modules.plain import are_plain, why_not_plain
+from te_bench.models.parts import AttentionPart, NormPart, Part
+from te_bench.models.recipe import Recipe
+
+MakeLinear = Callable[..., nn.Module]
+
+
+class NotFused(UserWarning):
+    """Blocks that were to be fused are computed one module after the other; the message says why."""
+
+
+class Tables(NamedTuple):
+    """The modules outside the blocks: token and, or None, position embeddings, the last norm, and the head.
+
+    A tied head's weight is the token embedding's.
+    """
+
+    tokens: nn.Embedding
+    positions: nn.Embedding | None
+    norm: nn.Module
+    head: nn.Linear
+
+
+class Passes(NamedTuple):
+    """Another project's way through a decoder's blocks and its last norm, by the decoder's own parameters (models.rivals).
+
+    body(model, x) is Decoder.body's, (B, T, C) -> (B, T, C); autocast(enabled) what a forward pass runs in.
+    """
+
+    body: "Callable[[Decoder, Tensor], Tensor]"
+    autocast: Callable[[bool], contextlib.AbstractContextManager[Any]]
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer: embeddings, pre-norm blocks in a residual stream, a norm, and a head.
+
+    padded_vocab_size (Vp >= V) widens embedding and head; the padding never receives probability or gradient, so the
+    model is the unpadded one. With a `recipe` every Linear but the head computes in FP8 under `model.autocast()`, and
+    attention, too, if the recipe's fp8_dpa asks for it.
+    head: a name of te_bench.kernels.linear_cross_entropy, by which a training pass computes the loss from the last hidden
+    states, without all the logits; None computes them. An evaluation, model.eval(), takes `chunked` in place of any head:
+    it keeps no logits either, and its loss is of the weights, not of the rounding that they are trained with.
+    blocks: "fused" computes from one attention to the next by fused kernels (models.fused.chain), None one module after
+    the other, as every pass goes that somebody watches (hooks on a block's modules, calibration), or that has frozen
+    weights in it or a Linear of another class: of a model that was to be fused the first such pass warns, NotFused, and
+    says why. What torch.compile compiles is fused whatever watches it. Parameters and their names are the same. Raises
+    ValueError for dropout in fused blocks, and for a family that describes itself wrongly (models.description).
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        attention: str = "flash",
+        padded_vocab_size: int | None = None,
+        recipe: Recipe | None = None,
+        head: str | None = None,
+        blocks: str | None = None,
+    ):
+        super().__init__()
+        padded = padded_vocab_size or config.vocab_size
+        if padded < config.vocab_size:
+            raise ValueError(f"padded_vocab_size {padded} < vocab_size {config.vocab_size}")
+        if blocks not in (None, "fused"):
+            raise ValueError(f'blocks {blocks!r}: "fused", or None for one module after the other')
+        if blocks == "fused" and not self.says_parts():
+            raise ValueError(f"blocks fused: {type(self).__name__} does not say its parts; leave blocks out")
+        if blocks == "fused" and config.dropout:
+            raise ValueError(
+                f"blocks fused: no kernel has dropout {config.dropout}; set dropout 0, or leave blocks out"
+            )
+        self.config, self.recipe, self.blocks = config, recipe, blocks
+        self.heads = None if head is None else {True: load_head(head), False: load_head("chunked")}
+        self.warned: set[str] = set()  # why passes were not fused
+        self.passes: Passes | None = None  # a rival's, in place of these blocks
+        device = torch.get_default_device()
+        # Built on meta: torch's own initialisation would cost time, and draw more random numbers for a wider padding.
+        with torch.device("meta"):
+            self.build(config, attention, padded, nn.Linear if recipe is None else Linear)
+        self.to_empty(device=device)
+        self.init_weights()
+        description.check(self)
+
+    # ---- what a family says of itself
+
+    def build(self, config: Any, attention: str, padded: int, linear: MakeLinear) -> None:
+        """Make the modules; linear(in, out, bias=...) makes those that a recipe computes in FP8."""
+        raise NotImplementedError
+
+    def body(self, x: Tensor) -> Tensor:
+        """What the blocks and the last norm make of the embedded tokens, (B, T, C) -> (B, T, C), module by module."""
+        raise NotImplementedError
+
+    def parts(self) -> tuple[Part, ...]:
+        """The same blocks as parts, in the order in which they compute; none where parts cannot say it: no pass is fused."""
+        return ()
+
+    @classmethod
+    def says_parts(cls) -> bool:
+        return cls.parts is not Decoder.parts
+
+    def tables(self) -> Tables:
+        raise NotImplementedError
+
+    def init_parameter(self, name: str, parameter: Tensor) -> None:
+        """Fill a parameter, or the rows of a table that are no padding, with what training begins with."""
+        raise NotImplementedError
+
+    def angles(self, length: int) -> Tensor | None:
+        """By which queries and keys turn, (T, head_dim) or fewer features, float32; None for positions that are learned."""
+        return None
+
+    # ---- what follows from it
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Begin anew. The padding rows are 0 and draw no random numbers: one seed gives one model at every padded width.
+
+        Ties the head to the token embedding first, where it is: moving a model off the meta device unties it.
+        """
+        self.tie()
+        for name, parameter in self.named_parameters():
+            rows = self.config.vocab_size if self.has_padding(parameter) else len(parameter)
+            self.init_parameter(name, parameter[:rows])
+            nn.init.zeros_(parameter[rows:])
+
+    def tie(self) -> None:
+        """Make a tied head's weight the token embedding's."""
+        if self.config.shape.tied:
+            tables = self.tables()
+            tables.head.weight = tables.tokens.weight
+
+    def has_padding(self, parameter: Tensor) -> bool:
+        """Whether a parameter's rows are those of the padded vocabulary."""
+        tables = self.tables()
+        return parameter is tables.tokens.weight or parameter is tables.head.weight
+
+    @property
+    def head_name(self) -> str:
+        """The head's among `named_modules`."""
+        head = self.tables().head
+        return next(name for name, module in self.named_modules() if module is head)
+
+    @torch.no_grad()
+    def perturb(self, seed: int, ulps: int = 1) -> None:
+        """Move every weight to a representable neighbour, `ulps` times, up or down as `seed` has it; the padding stays 0.
+
+        The signs do not depend on the padded width or the device.
+        """
+        for number, parameter in enumerate(self.parameters()):
+            weight = parameter[: self.config.vocab_size] if self.has_padding(parameter) else parameter
+            generator = torch.Generator().manual_seed(seed << 16 | number)
+            up = torch.randint(0, 2, weight.shape, generator=generator, dtype=torch.int8).to(weight.device)
+            towards = torch.where(up == 1, torch.inf, -torch.inf).to(weight.dtype)
+            for _ in range(ulps):
+                weight.copy_(torch.nextafter(weight, towards))
+
+    @property
+    def as_it_is(self) -> bool:
+        """Whether a step is captured without a compiler: it would find next to nothing to fuse, or kernels of a rival."""
+        return self.blocks == "fused" or self.passes is not None
+
+    def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+        """What a forward pass runs in: the recipe's FP8, outside of what torch.compile sees; nothing without a recipe.
+
+        enabled=False switches FP8 off: the pass is that of the same model without a recipe.
+        """
+        if self.passes is not None:
+            return self.passes.autocast(enabled)
+        return contextlib.nullcontext() if self.recipe is None else fp8.autocast(enabled, recipe=self.recipe)
+
+    def attentions(self) -> list[Any]:
+        """The modules whose `attention` is a layer's attention, in order: whoever replaces it replaces the layer's."""
+        if not self.says_parts():
+            found = [(module, getattr(module, "attention", None)) for module in self.modules()]
+            return [module for module, own in found if callable(own) and not isinstance(own, nn.Module)]
+        return [part.module for part in self.parts() if isinstance(part, AttentionPart)]
+
+    def gradient_parts(self) -> dict[str, dict[str, int]]:
+        """{name of a query, key and value weight: rows of each}, where the three lie one after the other."""
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        found = {}
+        for part in self.parts():
+            if isinstance(part, AttentionPart) and part.turns == 1:
+                q, k = part.heads * part.head_dim, part.groups * part.head_dim
+                found[names[id(part.qkv.weight)]] = {"q": q, "k": k, "v": k}
+        return found
+
+    # ---- passes
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """(B, T) int64 -> (B, T, C), after the last norm. Raises ValueError when T > block_size."""
+        self._check(tokens)
+        tables = self.tables()
+        x = tables.tokens(tokens)
+        if tables.positions is not None:
+            x = x + tables.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        if self.passes is not None:
+            return self.passes.body(self, x)
+        if self.blocks != "fused":
+            return self.body(x)
+        if (why := self._why_not_fused()) is not None:
+            self._warn_once(why)
+            return self.body(x)
+        parts, last = self.parts(), NormPart.of(self.tables().norm)
+        return chain.run(parts, last, x, self.angles(x.shape[1]))
+
+    def _why_not_fused(self) -> str | None:
+        """What this pass needs the blocks' modules for, one by one, as calibration and hooks do, or None.
+
+        torch.compile cannot trace the question: what it compiles is fused.
+        """
+        if fp8.current.calibrating:
+            return "calibration looks at the modules' inputs"
+        if torch.compiler.is_compiling():
+            return None
+        home = type(self).__module__
+        if are_plain((module for _, module in self._blocks()), home):
+            return None
+        return why_not_plain(self._blocks(), home)
+
+    def _blocks(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module that fused blocks pass by."""
+        tables = self.tables()
+        outside = {self, tables.tokens, tables.positions, tables.head}
+        return ((name, module) for name, module in self.named_modules() if module not in outside)
+
+    def _warn_once(self, why: str) -> None:
+        if why not in self.warned:
+            self.warned.add(why)
+            message = (
+                f'blocks="fused", but this pass goes module by module: {why}. Others for this reason will not say so'
+            )
+            warnings.warn(message, NotFused, stacklevel=2)
+
+    def _check(self, tokens: Tensor) -> None:
+        if self.recipe is not None and fp8.current.recipe is None:
+            name = type(self).__name__
+            raise ValueError(f"this {name} has an FP8 recipe, but runs outside of autocast: with model.autocast(): ...")
+        if tokens.shape[1] > self.config.block_size:
+            raise ValueError(f"{tokens.shape[1]} tokens, but block_size is {self.config.block_size}")
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats; (B, T) int64 x2 -> () float32. The logits do not outlive the call."""
+        if self.heads is not None:
+            return self._through_head(self.heads[self.training], tokens, targets.flatten())
+        x = self.hidden(tokens).flatten(0, 1)
+        logits = self.tables().head(x)  # (B T, Vp), no view: see cross_entropy
+        return cross_entropy(logits, targets.flatten(), vocab=self.config.vocab_size)
+
+    def _through_head(self, head: Head, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss; with one gradient made for embedding and head where nothing looks between them."""
+        tables = self.tables()
+        table: Tensor = tables.tokens.weight
+        weight: Tensor = tables.head.weight
+        copy = weight if getattr(weight, "copy_of", None) is table else None  # an optimizer's, in the table's place
+        shared = (weight is table or copy is not None) and head.copied and not torch.compiler.is_compiling()
+        embeddings = [module for module in tables[:2] if module is not None]
+        if not shared or not are_plain(embeddings):
+            x = self.hidden(tokens).flatten(0, 1)
+            loss: Tensor = head.forward(x, weight, targets, vocab=self.config.vocab_size)
+            return loss
+        self._check(tokens)
+        positions = None if tables.positions is None else tables.positions.weight
+        embedded, again = tied(table, positions, tokens)
+        x = self._run(embedded).flatten(0, 1)
+        loss = head.forward(x, again, targets, vocab=self.config.vocab_size, copy=copy)
+        return loss
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """(B, T) int64 -> (B, T, V): without the padding columns."""
+        return F.linear(self.hidden(tokens), self.tables().head.weight[: self.config.vocab_size])
+
+    def flop_per_token(self, length: int) -> int:
+        """6 N + 12 L H D T: nanoGPT's count (forward and backward, attention as if it were not causal).
+
+        N leaves out what is only looked up (positions, and tokens where the head has a table of its own), and the padding
+        rows, which are work that nobody asked for.
+        """
+        shape, tables = self.config.shape, self.tables()
+        looked_up = 0 if tables.positions is None else tables.positions.weight.numel()
+        if not shape.tied:
+            looked_up += tables.tokens.weight.numel()
+        padding = (len(tables.head.weight) - shape.vocab) * shape.hidden
+        n = sum(p.numel() for p in self.parameters()) - looked_up - padding
+        return 6 * n + 12 * shape.layers * shape.heads * shape.head_dim * length
+
+
+def family(config: DecoderConfig) -> type[Decoder]:
+    """The class of the models of a configuration."""
+    found: type[Decoder] = plugins.load(ZOO, config.family, "MODEL")
+    return found
+
+
+def build(config: DecoderConfig, **options: Any) -> Decoder:
+    """The model of a configuration, of the family that it names; options as Decoder's."""
+    return family(config)(config, **options)
+
+
+def load(name: str, **options: Any) -> Decoder:
+    """The model of that name (`te-bench list models`). Raises ValueError for an unknown one."""
+    known = configs()
+    plugins.check("model", name, list(known))
+    return build(known[name], **options)

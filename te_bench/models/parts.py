@@ -1,0 +1,76 @@
+"""What a decoder's blocks are made of: the parts by which a model describes itself to models.fused, checks and costs.
+
+A part is made anew for each pass, of the tensors that its modules hold then: an optimizer puts others in their place.
+"""
+
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor, nn
+
+from te_bench.models.modules.layernorm import LayerNorm, Norm, RMSNorm
+
+
+class NormPart(NamedTuple):
+    """A LayerNorm or an RMSNorm."""
+
+    weight: Tensor
+    bias: Tensor | None
+    norm: Norm
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        """Of torch's nn.LayerNorm and nn.RMSNorm, and of te's. Raises ValueError for another, or one without gain or eps."""
+        if not isinstance(module, nn.LayerNorm | nn.RMSNorm | LayerNorm | RMSNorm):
+            raise ValueError(f"a {type(module).__name__} says not which norm it is: make the NormPart of its tensors")
+        if module.weight is None:
+            raise ValueError(f"{module}: fused blocks take a norm with a gain; give it one")
+        if module.eps is None:  # torch's default for nn.RMSNorm
+            raise ValueError(f"{module}: eps=None takes the input's dtype's: set its eps to a number")
+        kind = "rmsnorm" if isinstance(module, nn.RMSNorm | RMSNorm) else "layernorm"
+        centred = getattr(module, "zero_centered_gamma", False)  # which torch's have not
+        return cls(module.weight, getattr(module, "bias", None), Norm(module.eps, centred, kind))
+
+
+class LinearPart(NamedTuple):
+    """x W^T + b, and the module whose FP8 state the product has: its weight number `gemm`."""
+
+    module: nn.Module
+    weight: Tensor
+    bias: Tensor | None
+    gemm: int = 0
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        """Of an nn.Linear or a te.Linear."""
+        return cls(module, module.weight, module.bias)
+
+
+class AttentionPart(NamedTuple):
+    """x + proj(attention(qkv(norm(x)))): `heads` queries and `groups` keys and values of `head_dim` features.
+
+    The columns of qkv are dealt out to q, k and v `turns` times: one turn has all of q, then of k, then of v. q_norm and
+    k_norm are over head_dim, before the rotation. `module.attention` is the attention itself.
+    """
+
+    module: Any
+    norm: NormPart
+    qkv: LinearPart
+    proj: LinearPart
+    heads: int
+    groups: int
+    head_dim: int
+    turns: int = 1
+    q_norm: NormPart | None = None
+    k_norm: NormPart | None = None
+
+
+class MLPPart(NamedTuple):
+    """x + down(activation(up(norm(x)))); of a gated activation the first half of up's columns goes through it."""
+
+    norm: NormPart
+    up: LinearPart
+    down: LinearPart
+    activation: str  # one of kernels.activation.KINDS
+
+
+Part = AttentionPart | MLPPart

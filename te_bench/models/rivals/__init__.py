@@ -1,0 +1,61 @@
+"""Other projects that train the same model, one file each: RIVAL in NAME.py. Imports no torch.
+
+A rival changes te-bench's own model, in place, so that its passes are another project's. The parameters stay the model's,
+under its names, with the same initial values: the check, the optimizer and the report know nothing else of a rival.
+"""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from te_bench import plugins
+from te_bench.models.configs import DecoderConfig
+
+if TYPE_CHECKING:
+    from te_bench.kernels.linear_cross_entropy import Backend as Head
+    from te_bench.models.decoder import Decoder
+
+Capability = tuple[int, int] | None  # the GPU's compute capability, None on a CPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rival:
+    """One rival, and how those who use it train.
+
+    title: what a report calls its steps; rivals of one title have the same kernels. packages: the distributions whose
+    versions an environment notes.
+    unsupported(config, device, capability): why it can't train that model on this machine, or None.
+    build(model): change the model. recipe: te_bench's recipe of the same arithmetic; None: it trains in bf16.
+    modes: in which execution modes suites run it.
+    head(config): the loss that it trains with, where it has its own.
+    own_blocks: its passes are its own from the first block to the last norm, and mode cudagraph captures them as they are;
+    else it has changed modules of the model. own_attention: it calls attention by operators of its own, which torch's
+    profiler has no names for. kernels: a regular expression over a GPU's kernels that tells one of each block's part.
+    """
+
+    title: str
+    packages: tuple[str, ...]
+    unsupported: Callable[[DecoderConfig, str, Capability], str | None]
+    build: Callable[["Decoder"], None]
+    recipe: str | None
+    modes: tuple[str, ...]
+    head: "Callable[[DecoderConfig], Head] | None" = None
+    own_blocks: bool = False
+    own_attention: bool = False
+    kernels: str | None = None
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.recipe is None else "fp8"
+
+
+_family = plugins.Family(__name__, "RIVAL", Rival)
+names, load = _family.names, _family.load
+
+
+def missing(modules: Sequence[str], package: str, install: str) -> str | None:
+    """That a package is needed, with the command that installs it, where one of its modules is not there; or None."""
+    if all(importlib.util.find_spec(module) is not None for module in modules):
+        return None
+    return f"needs {package}: pip install {install}"

@@ -1,0 +1,29 @@
+"""A model whose Linears but the head's are torchao.float8's."""
+
+from typing import TYPE_CHECKING
+
+from te_bench.models.configs import DecoderConfig
+from te_bench.models.peers import torchao
+from te_bench.models.rivals import Capability, Rival
+
+if TYPE_CHECKING:
+    from te_bench.models.decoder import Decoder
+
+
+def rival(theirs: str, ours: str) -> Rival:
+    """torchao's recipe `theirs`, whose arithmetic is te_bench's recipe `ours`; the head stays in bf16."""
+
+    def unsupported(config: DecoderConfig, device: str, capability: Capability) -> str | None:
+        return torchao.lacks(device, capability)
+
+    def build(model: "Decoder") -> None:
+        torchao.convert(model, theirs, leave=(model.head_name,))
+
+    return Rival(
+        title="torchao under torch.compile",
+        packages=("torchao",),
+        unsupported=unsupported,
+        build=build,
+        recipe=ours,
+        modes=("compile",),
+    )

@@ -1,0 +1,132 @@
+"""Liger-Kernel's RMSNorm, rotary positions, SwiGLU and linear cross-entropy around PyTorch's products, bf16, in eager mode.
+
+Liger's users replace these parts of a model of transformers and leave it in eager mode, or compile it; its loss waits for
+the GPU to count targets, so that a compiler breaks the graph there. Weights are in float32 under autocast, as te-bench
+trains them; the head's are cast once a step, where Liger would cast them for each chunk, and their gradient is summed up in
+float32.
+
+Source: liger-kernel 0.8.5, transformers/functional.py, ops/swiglu.py and ops/fused_linear_cross_entropy.py.
+"""
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any
+
+from te_bench.kernels.linear_cross_entropy import IGNORED, Backend, check
+from te_bench.models.configs import DecoderConfig
+from te_bench.models.rivals import Capability, Rival, _parts, missing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from te_bench.models.decoder import Decoder
+    from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart
+
+
+def unsupported(config: DecoderConfig, device: str, capability: Capability) -> str | None:
+    if reason := missing(["liger_kernel"], "liger-kernel", "liger-kernel"):
+        return reason
+    if device != "cuda":
+        return "needs an NVIDIA GPU"
+    return _parts.unlike_llama(config, biases=True)
+
+
+def body(model: "Decoder", x: "Tensor") -> "Tensor":
+    """Decoder.body, (B, T, C) -> (B, T, C), by Liger's kernels."""
+    from te_bench.models.parts import AttentionPart, NormPart
+
+    angles = model.angles(x.shape[1])
+    assert angles is not None, "unsupported refuses learned positions"
+    turns = angles.cos(), angles.sin()
+    for part in model.parts():
+        y = _norm(x, part.norm)
+        x = x + (_attention(y, part, *turns) if isinstance(part, AttentionPart) else _mlp(y, part))
+    return _norm(x, NormPart.of(model.tables().norm))
+
+
+def _norm(x: "Tensor", part: "NormPart") -> "Tensor":
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    y: Tensor = liger_rms_norm(x, part.weight, part.norm.eps)
+    return y
+
+
+def _linear(x: "Tensor", part: "LinearPart") -> "Tensor":
+    from torch.nn.functional import linear
+
+    return linear(x, part.weight, part.bias)
+
+
+def _attention(x: "Tensor", part: "AttentionPart", cos: "Tensor", sin: "Tensor") -> "Tensor":
+    from liger_kernel.transformers.functional import liger_rope
+
+    sizes = [heads * part.head_dim for heads in (part.heads, part.groups, part.groups)]
+    q, k, v = (t.unflatten(2, (-1, part.head_dim)) for t in _linear(x, part.qkv).split(sizes, 2))
+    if part.q_norm is not None and part.k_norm is not None:
+        q, k = _norm(q, part.q_norm), _norm(k, part.k_norm)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D), and (B, G, T, D) twice
+    q, k = liger_rope(q, k, cos, sin)
+    y = part.module.attention(q, k, v, causal=True, scale=1 / math.sqrt(part.head_dim))
+    return _linear(y.transpose(1, 2).flatten(2), part.proj)
+
+
+def _mlp(x: "Tensor", part: "MLPPart") -> "Tensor":
+    """gate and up by one product, whose halves Liger reads where they lie, and overwrites with their gradient.
+
+    Its gradient has two dimensions, whatever its input has (0.8.5).
+    """
+    from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
+
+    y = LigerFusedGateUpSiLUMulFunction.apply(_linear(x.flatten(0, 1), part.up), True)
+    return _linear(y, part.down).view(x.shape)
+
+
+def loss(x: "Tensor", weight: "Tensor", targets: "Tensor", *, vocab: int) -> "Tensor":
+    """linear_cross_entropy.Backend.forward; Liger knows no padding, so that padded rows are left out beforehand."""
+    import torch
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    check(x, weight, targets, vocab)
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    classes = weight if vocab == len(weight) else weight[:vocab]
+    found: Tensor = liger_fused_linear_cross_entropy(
+        x.to(dtype), classes.to(dtype), targets, ignore_index=IGNORED, accum_dtype=torch.float32
+    )
+    return found
+
+
+def head(config: DecoderConfig) -> Backend:
+    """Liger's loss; a chunk has so many rows that all its logits take about as much as the hidden states do."""
+
+    def gemms(n: int, padded: int, itemsize: int) -> tuple[int, int]:
+        rows = -(-n // -(-config.vocab_size // config.shape.hidden))
+        rows = min(n, 1 << (rows - 1).bit_length())
+        return 0, 3 * -(-n // rows)
+
+    kernels = {"cuda": r"^liger_cross_entropy_kernel"}
+    return Backend(forward=loss, unsupported=lambda problem: None, kernels=kernels, gemms=gemms)
+
+
+def build(model: "Decoder") -> None:
+    from te_bench.kernels.linear_cross_entropy import load
+    from te_bench.models.decoder import Passes
+
+    def autocast(enabled: bool) -> Any:
+        return contextlib.nullcontext()
+
+    model.passes = Passes(body, autocast)
+    model.heads = {True: head(model.config), False: load("chunked")}
+
+
+RIVAL = Rival(
+    title="Liger",
+    packages=("liger-kernel",),
+    unsupported=unsupported,
+    build=build,
+    recipe=None,
+    modes=("eager",),
+    head=head,
+    own_blocks=True,
+    kernels=r"^_(block_)?rms_norm_forward_kernel|^_triton_rope|^_swiglu_fused_gate_up_forward",
+)
