@@ -19,6 +19,7 @@ def evaluate(
     tokenizer: Annotated[str | None, typer.Option(metavar="SPEC", help="Default: the checkpoint's own.")] = None,
     device: Device = None,
     split: Annotated[str, typer.Option(help="val (the held-out last tenth), train or all.")] = "val",
+    block: Annotated[int | None, typer.Option(help="Tokens of a window. Default: the model's longest.")] = None,
     stride: Annotated[int | None, typer.Option(help="Of the sliding window. Default: half a block.")] = None,
     batch: Annotated[int, typer.Option(help="Windows or passages at once.")] = 8,
     tokens: Annotated[int | None, typer.Option(help="How many to score. Default: all.")] = None,
@@ -28,6 +29,17 @@ def evaluate(
     from te_bench.experiments import environment, evaluation
 
     where = device or environment.default_device()
-    given = {"recipe": recipe, "tokenizer": tokenizer, "split": split, "stride": stride, "batch": batch}
-    found = evaluation.evaluate(checkpoint, data, passages=last_word, device=where, max_tokens=tokens, **given)  # type: ignore[arg-type]
+    found = evaluation.evaluate(
+        checkpoint,
+        data,
+        passages=last_word,
+        recipe=recipe,
+        device=where,
+        tokenizer=tokenizer,
+        split=split,
+        block=block,
+        stride=stride,
+        batch=batch,
+        max_tokens=tokens,
+    )
     print(json.dumps(evaluation.to_json(found), indent=2) if as_json else evaluation.summary(found))

@@ -21,7 +21,7 @@ from te_bench.experiments import trial_model
 from te_bench.experiments.spec import DEVICES
 from te_bench.kernels import attention as backends
 from te_bench.models import recipe as recipes
-from te_bench.models.zoo.gpt import GPT
+from te_bench.models.decoder import Decoder
 from te_bench.training import checkpoints
 from te_bench.training import corpus as corpora
 from te_bench.training import tokenizer as tokenizers
@@ -219,7 +219,7 @@ def _check(
             raise ValueError("data set 'random' has no text to evaluate on; give text:PATH or hf:NAME")
 
 
-def _evaluated(model: GPT, precision: str, given: _Given, *, block: int, stride: int, batch: int) -> Evaluated:
+def _evaluated(model: Decoder, precision: str, given: _Given, *, block: int, stride: int, batch: int) -> Evaluated:
     sizes: dict[str, Any] = {"block": block, "batch": batch, "precision": precision}
     text = words = None
     if given.tokens is not None:
@@ -229,7 +229,7 @@ def _evaluated(model: GPT, precision: str, given: _Given, *, block: int, stride:
     return Evaluated(precision=precision, perplexity=text, last_word=words)
 
 
-def _model(found: Checkpoint, recipe: str | None, device: str, attention: str) -> GPT:
+def _model(found: Checkpoint, recipe: str | None, device: str, attention: str) -> Decoder:
     """The checkpoint's model on the device. Raises ValueError, with the reason, when this machine cannot run it."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no NVIDIA GPU; take --device cpu")
@@ -245,7 +245,7 @@ def _model(found: Checkpoint, recipe: str | None, device: str, attention: str) -
     return found.build(attention=attention, recipe=chosen).to(device)
 
 
-def _settle(model: GPT, found: Checkpoint, given: _Given, block: int, batch: int) -> str | None:
+def _settle(model: Decoder, found: Checkpoint, given: _Given, block: int, batch: int) -> str | None:
     """Where the scales of a recipe that keeps state come from; where the checkpoint has none, calibrate them.
 
     With the scale 1 that such a recipe begins with, it would be another computation than the one it was trained in.

@@ -1,1 +1,1 @@
-"""Training a GPT: its data, one optimisation step in every execution mode, checkpoints, weights and evaluations."""
+"""Training a decoder: its data, one optimisation step in every execution mode, checkpoints, weights and evaluations."""

@@ -1,35 +1,42 @@
-"""Checkpoint files that hold a GPT: nanoGPT's ckpt.pt, te-bench's own, which adds to it, and Hugging Face folders.
+"""Checkpoint files that hold a decoder: te-bench's own, nanoGPT's ckpt.pt, and Hugging Face folders.
 
     checkpoints.save(model, Path("mine.pt"), recipe="delayed_scaling", corpus=corpus)
     found = checkpoints.load(Path("mine.pt"))
     model = found.build(attention="flash", recipe=recipes.load("delayed_scaling"))
 
-A file is a torch.save of {"model": parameters by name, "model_args": the shape}, as nanoGPT's train.py writes it; te-bench
-adds "fp8", the state of FP8 recipes, and "te_bench", what is known of the training. No code in a file is ever run.
+A file is a torch.save of {"model": parameters by name, "te_bench": family, configuration and what is known of the training,
+"fp8": the state of FP8 recipes}. A GPT's has "model_args", the shape as nanoGPT's train.py writes it, too, so that nanoGPT
+reads it; a file with no more than "model" and "model_args" is nanoGPT's own. No code in a file is ever run.
 Source: Karpathy, nanoGPT, train.py and sample.py; torch.load, weights_only.
 """
 
+import dataclasses
 import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
+from te_bench import plugins
+from te_bench.models import decoder
+from te_bench.models.configs import DecoderConfig, configs
+from te_bench.models.decoder import Decoder
 from te_bench.models.modules.fp8_module import PREFIX
 from te_bench.models.recipe import Recipe
-from te_bench.models.zoo.gpt import GPT, GPTConfig
 from te_bench.training import tokenizer as tokenizers
 from te_bench.training import weights
 from te_bench.training.corpus import Corpus
 
-FORMAT = 1  # of the part "te_bench"
-SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-OTHERS = ("bias", "dropout")  # nanoGPT's further model_args
-GELU = ("none", "tanh")  # torch's `approximate`
+FORMAT = 2  # of the part "te_bench"; 1 was a GPT's alone, its shape in model_args
+NANOGPT = "gpt"  # the family that nanoGPT trains
+#: Fields of its configuration that nanoGPT has, under the same names, with nanoGPT's defaults.
+MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
+DEFAULTS: dict[str, Any] = {"bias": True, "dropout": 0.0}
 #: What torch.compile and DistributedDataParallel put before every name.
 WRAPPED = re.compile(r"^(?:_orig_mod\.|module\.)+")
 MASK = re.compile(r"\.attn\.bias$")  # nanoGPT's causal mask, where it has no flash attention
@@ -41,19 +48,23 @@ class Checkpoint:
     """What a checkpoint holds; None where it says nothing. Its tensors are on the CPU, and may be mapped from the file."""
 
     path: Path
-    config: GPTConfig
-    parameters: Mapping[str, Tensor]  # every parameter of GPT(config) by name, the tied head left out
+    config: DecoderConfig
+    parameters: Mapping[str, Tensor]  # every parameter of the model by name, unpadded, a tied head left out
     scales: Mapping[str, Tensor] = field(default_factory=dict)  # the recipe's state, as in a state dict
     recipe: str | None = None  # the FP8 recipe that it was trained with
     tokenizer: str | None = None  # a spec of te_bench.training.tokenizer
     tokenizer_state: str | None = None
     data_sha256: str | None = None  # of the text that it was trained on
 
-    def build(self, *, attention: str = "flash", recipe: Recipe | None = None) -> GPT:
+    def build(self, *, attention: str = "flash", recipe: Recipe | None = None) -> Decoder:
         """The model, float32 on the CPU, unpadded; with a recipe its FP8 state too, as far as there is any."""
         model = weights.make_empty(self.config, attention=attention, recipe=recipe)
-        tied = {"lm_head.weight": self.parameters["transformer.wte.weight"]}
-        model.load_state_dict({**self.parameters, **tied, **(self.scales if recipe is not None else {})})
+        held = {id(parameter): self.parameters[name] for name, parameter in model.named_parameters()}
+        state = {name: held[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+        try:
+            model.load_state_dict({**state, **(self.scales if recipe is not None else {})})
+        except RuntimeError as error:
+            raise ValueError(f"{self.path}: its fp8 part is of another model; evaluate it without a recipe") from error
         return model
 
     def text_tokenizer(self) -> tokenizers.Tokenizer | None:
@@ -64,7 +75,7 @@ class Checkpoint:
 
 
 def save(
-    model: GPT,
+    model: Decoder,
     path: Path,
     *,
     recipe: str | None = None,
@@ -75,22 +86,19 @@ def save(
 
     recipe: the name of the one it trained with. about: anything that JSON can hold, for a reader of the file.
     """
-    parameters, scales = {}, {}
-    for name, tensor in model.state_dict().items():
-        if name.rpartition(".")[2].startswith(PREFIX):
-            scales[name] = tensor.cpu()
-        elif name != "lm_head.weight":
-            # A clone, for torch.save would write the padding of a slice along with it.
-            rows = model.config.vocab_size if name == "transformer.wte.weight" else len(tensor)
-            parameters[name] = tensor[:rows].detach().cpu().clone()
-    parameters["lm_head.weight"] = parameters["transformer.wte.weight"]  # one storage: it is written once
+    # Clones, for torch.save would write the padding of a slice along with it; a tied head's is written once.
+    clones = {
+        id(p): p[: model.config.vocab_size if model.has_padding(p) else None].detach().cpu().clone()
+        for p in model.parameters()
+    }
+    fields = dataclasses.asdict(model.config)
     content = {
-        "model": parameters,
-        "model_args": {name: getattr(model.config, name) for name in (*SIZES, *OTHERS)},
-        "fp8": scales,
+        "model": {name: clones[id(p)] for name, p in model.named_parameters(remove_duplicate=False)},
+        "fp8": {name: tensor.cpu() for name, tensor in model.state_dict().items() if _is_scale(name)},
         "te_bench": {
             "format": FORMAT,
-            "gelu": model.config.gelu,
+            "family": model.config.family,
+            "config": fields,
             "recipe": recipe,
             "tokenizer": corpus and corpus.tokenizer,
             "tokenizer_state": corpus and corpus.text_tokenizer().state,
@@ -99,6 +107,8 @@ def save(
             "about": dict(about or {}),
         },
     }
+    if model.config.family == NANOGPT:
+        content["model_args"] = {name: fields[name] for name in MODEL_ARGS}
     path.parent.mkdir(parents=True, exist_ok=True)
     with weights.replacing(path) as temporary:
         torch.save(content, temporary)
@@ -112,17 +122,22 @@ def load(path: Path) -> Checkpoint:
     if path.is_dir():
         return _load_folder(path)
     content = _unpickle(path)
+    own = content.get("te_bench", {"format": 1})
+    if not isinstance(own, dict) or own.get("format") not in (1, FORMAT):
+        raise ValueError(f"{path} was saved by another version of te-bench: this one reads formats 1 and {FORMAT}")
     missing = [key for key in ("model", "model_args") if not isinstance(content.get(key), dict)]
+    if own["format"] == FORMAT:
+        missing = [key for key in missing if key == "model"]
     if missing:
         there = ", ".join(map(str, list(content)[:6])) or "nothing"
         raise ValueError(f"{path} has no {' and no '.join(missing)}: it holds {there}. Give {READABLE}")
-    own = content.get("te_bench", {"format": FORMAT})
-    if not isinstance(own, dict) or own.get("format") != FORMAT:
-        raise ValueError(f"{path} was saved by another version of te-bench: this one reads format {FORMAT}")
     odd = [name for name in ("recipe", "tokenizer", "tokenizer_state", "data_sha256") if not _is_text(own.get(name))]
     if odd:
         raise ValueError(f"{path} is damaged: its {odd[0]} is {own[odd[0]]!r}, not text")
-    config = _read_config(path, content["model_args"], own.get("gelu", "none"))
+    try:
+        config = _read_config(own, content.get("model_args"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     tokenizer = own.get("tokenizer")
     if tokenizer is not None and tokenizers.check(tokenizer)[0] != "bytes" and own.get("tokenizer_state") is None:
         raise ValueError(f"{path} is damaged: its tokenizer {tokenizer!r} has no state")
@@ -177,36 +192,56 @@ def _is_text(value: object) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _read_config(path: Path, given: Mapping[str, Any], gelu: str) -> GPTConfig:
-    """The shape that model_args tells. Raises ValueError for a model that this GPT cannot be."""
-    unknown = sorted(str(name) for name in given if name not in SIZES + OTHERS)
+def _is_scale(name: str) -> bool:
+    return name.rpartition(".")[2].startswith(PREFIX)
+
+
+def _read_config(own: Mapping[str, Any], model_args: Any) -> DecoderConfig:
+    """The configuration that a file tells. Raises ValueError for a model that te-bench has not."""
+    family, fields = own.get("family"), own.get("config")
+    if own["format"] == 1:
+        family, fields = NANOGPT, {**DEFAULTS, **model_args, "gelu": own.get("gelu", "none")}
+    known = {config.family: type(config) for config in configs().values()}
+    plugins.check("family of models", str(family), list(known))
+    config: DecoderConfig = _rebuild(known[str(family)], fields)
+    return config
+
+
+def _rebuild(kind: Any, fields: Any) -> Any:
+    """The dataclass whose asdict is `fields`. Raises ValueError for other fields, and for values of another type."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"a {kind.__name__} is {type(fields).__name__}, not a dictionary of its fields")
+    gone = dataclasses.MISSING
+    required = {f.name: f.default is gone and f.default_factory is gone for f in dataclasses.fields(kind)}
+    unknown = sorted(str(name) for name in fields if name not in required)
     if unknown:
-        raise ValueError(
-            f"{path}: model_args has {', '.join(unknown)}, which nanoGPT's GPT does not know: another model"
-        )
-    sizes: dict[str, Any] = {name: given.get(name) for name in SIZES}
-    bias, dropout = given.get("bias", True), given.get("dropout", 0.0)  # nanoGPT's own defaults
-    if not isinstance(bias, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ValueError(
-            f"{path}: bias is {bias!r} and dropout {dropout!r}; needs True or False, and a number from 0 to 1"
-        )
-    if gelu not in GELU:
-        raise ValueError(f"{path}: gelu is {gelu!r}; known: {', '.join(GELU)}")
-    try:
-        return GPTConfig(**sizes, bias=bias, dropout=float(dropout), gelu=gelu)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"a {kind.__name__} has no {', '.join(unknown)}: another model")
+    lacking = [name for name, needed in required.items() if needed and name not in fields]
+    if lacking:
+        raise ValueError(f"no {', '.join(lacking)}: a {kind.__name__} needs them")
+    hints = get_type_hints(kind)
+    return kind(**{name: _restore(name, hints[name], value) for name, value in fields.items()})
 
 
-def _match_parameters(path: Path, config: GPTConfig, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """The parameters of a state dict by GPT's names. Raises ValueError, naming those that are not of `config`."""
-    where = f"{path} does not hold the GPT that its model_args describe"
+def _restore(name: str, hint: Any, value: Any) -> Any:
+    kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    inner = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    if inner and isinstance(value, dict):
+        return _rebuild(inner[0], value)
+    plain = all(isinstance(kind, type) for kind in kinds)
+    if plain and type(value) not in (*kinds, *((int,) if float in kinds else ())):
+        raise ValueError(f"{name} is {value!r}: give {' or '.join(kind.__name__ for kind in kinds)}")
+    return value
+
+
+def _match_parameters(path: Path, config: DecoderConfig, state: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """The parameters of a state dict by the model's names. Raises ValueError, naming those that are not of `config`."""
+    where = f"{path} does not hold the model that it describes"
     named = ((str(key), WRAPPED.sub("", str(key)), tensor) for key, tensor in state.items())
-    found = dict(weights.match_parameters(config, (entry for entry in named if not MASK.search(entry[1])), where))
-    head = found.pop("lm_head.weight", None)
-    if head is not None and not torch.equal(head, found["transformer.wte.weight"]):
-        raise ValueError(f"{where}: lm_head.weight is not the token embedding, and only a tied head can be loaded")
-    return found
+    with torch.device("meta"):
+        model = decoder.build(config, attention="manual")
+    known = (entry for entry in named if config.family != NANOGPT or not MASK.search(entry[1]))
+    return {place.parameter: tensor for place, tensor in weights.match_tensors(model, known, where)}
 
 
 def _check_scales(path: Path, state: Any) -> dict[str, Tensor]:

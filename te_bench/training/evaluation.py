@@ -1,4 +1,4 @@
-"""Downstream checks of a GPT: perplexity of a text by a sliding window, and LAMBADA's prediction of the last word.
+"""Downstream checks of a decoder: perplexity of a text by a sliding window, and LAMBADA's prediction of the last word.
 
 The body computes in the precision asked for; the head and the softmax are float32, because bf16 logits of GPT-2's size
 (about 100) lie 0.5 apart, and ties would decide which token is the likeliest.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_bench import plugins
 from te_bench.models import fp8
-from te_bench.models.zoo.gpt import GPT
+from te_bench.models.decoder import Decoder
 from te_bench.training.step import AUTOCAST, autocast
 from te_bench.training.tokenizer import Tokenizer
 
@@ -61,7 +61,7 @@ class LastWord:
 
 
 def perplexity(
-    model: GPT,
+    model: Decoder,
     tokens: NDArray[Any],
     *,
     block: int,
@@ -97,7 +97,7 @@ def perplexity(
 
 
 def last_word(
-    model: GPT, tokenizer: Tokenizer, passages: Sequence[str], *, block: int, batch: int, precision: str
+    model: Decoder, tokenizer: Tokenizer, passages: Sequence[str], *, block: int, batch: int, precision: str
 ) -> LastWord:
     """The share of passages whose last word greedy decoding gets right, every token of it, and the word's mean -ln p.
 
@@ -138,7 +138,7 @@ def split_last_word(passage: str) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def calibrate(model: GPT, tokens: NDArray[Any], *, block: int, batch: int) -> int:
+def calibrate(model: Decoder, tokens: NDArray[Any], *, block: int, batch: int) -> int:
     """Set the scales of a recipe that keeps state from the amaxes of a bf16 pass over the first windows of `tokens`.
 
     Returns the number of tokens that it read. A model whose state came with its checkpoint needs no calibration.
@@ -161,14 +161,14 @@ def _exp(nats: float) -> float:
     return math.exp(nats) if not nats > 700 else math.inf  # math.exp raises beyond 709.78
 
 
-def _check_sizes(model: GPT, block: int, batch: int) -> None:
+def _check_sizes(model: Decoder, block: int, batch: int) -> None:
     if not 1 <= block <= model.config.block_size:
         raise ValueError(f"block {block}: this model takes 1 to {model.config.block_size}")
     if batch < 1:
         raise ValueError(f"batch {batch}: give 1 or more")
 
 
-def _check_tokens(model: GPT, tokens: NDArray[Any]) -> None:
+def _check_tokens(model: Decoder, tokens: NDArray[Any]) -> None:
     vocab = model.config.vocab_size
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab:
@@ -178,7 +178,7 @@ def _check_tokens(model: GPT, tokens: NDArray[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _evaluating(model: GPT, precision: str) -> Iterator[None]:
+def _evaluating(model: Decoder, precision: str) -> Iterator[None]:
     """Dropout and gradients off; the model is left as it was found. Raises ValueError for a precision it has not."""
     plugins.check("precision", precision, list(AUTOCAST))
     if precision == "fp8" and model.recipe is None:
@@ -192,7 +192,7 @@ def _evaluating(model: GPT, precision: str) -> Iterator[None]:
         model.train(was_training)
 
 
-def _score(model: GPT, x: NDArray[np.int64], y: NDArray[np.int64], precision: str) -> tuple[Tensor, Tensor]:
+def _score(model: Decoder, x: NDArray[np.int64], y: NDArray[np.int64], precision: str) -> tuple[Tensor, Tensor]:
     """-ln p(target), float64, and whether it is the likeliest token, bool, of every y that is not IGNORED, row by row.
 
     x and y (B, T). A likeliest token among logits that are not finite is none.
@@ -202,7 +202,7 @@ def _score(model: GPT, x: NDArray[np.int64], y: NDArray[np.int64], precision: st
     with autocast(device, precision), model.autocast(precision == "fp8"):
         hidden = model.hidden(inputs)
     scored = labels != IGNORED
-    head = model.lm_head.weight[: model.config.vocab_size]
+    head = model.tables().head.weight[: model.config.vocab_size]
     head = head.to(torch.promote_types(head.dtype, torch.float32))
     nats, likeliest = [], []
     for rows, targets in zip(hidden[scored].split(HEAD_ROWS), labels[scored].split(HEAD_ROWS), strict=True):

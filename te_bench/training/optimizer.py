@@ -4,7 +4,7 @@ The model's parameters stay what they are: float32, in its state dict, for evalu
 pass runs, a bf16 leaf takes the place of every Linear's weight, the copy that the last update left: autocast finds nothing
 to cast, and the gradient of the weight arrives at the leaf as its GEMM rounded it, as it does under autocast, whose
 backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8, too, and Linear reuses
-what is kept and quantizes no weight. A GPT reads such a weight nowhere else: of its leaf only the gradient is
+what is kept and quantizes no weight. A Decoder reads such a weight nowhere else: of its leaf only the gradient is
 real, its numbers are one NaN.
 """
 
@@ -21,9 +21,9 @@ from te_bench.kernels import adamw
 from te_bench.kernels.adamw import Parameter, Table
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.models import fp8
+from te_bench.models.decoder import Decoder
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe, Slot
-from te_bench.models.zoo.gpt import GPT
 
 EPS = 1e-8  # torch.optim.AdamW's default
 
@@ -69,7 +69,7 @@ def make_copies(
             if linear:
                 alone = len(modules) == 1
                 fp8 = _make_fp8_copy(linear[0], master) if alone and isinstance(linear[0], Linear) else None
-                half = fp8 is None or not isinstance(model, GPT)
+                half = fp8 is None or not isinstance(model, Decoder)
                 leaf: Any = nn.Parameter(master.to(torch.bfloat16) if half else _make_placeholder(master))
                 leaf.copy_of = master
                 found[master] = Copy(leaf, tuple(linear), direct and alone, half, fp8)

@@ -71,8 +71,8 @@ class TrainStep:
 
     tokens and targets are (accumulate * B, T) int64. Nothing waits for the device. Modes: "eager"; "compile"
     (torch.compile); "compile-reduce-overhead" (its own CUDA graphs around forward and backward); "cudagraph" (the
-    compiled forward and backward, the clip and the optimizer captured together as one CUDA graph; a model of fused blocks is
-    captured as it is, for it leaves a compiler next to nothing to fuse).
+    compiled forward and backward, the clip and the optimizer captured together as one CUDA graph; a model that says so is
+    captured `as_it_is`: fused blocks leave a compiler next to nothing to fuse).
     `grad_norm`, a () tensor, is what clipping found the norm of the last step's gradients to be; None where none clips.
     optimizer: a name of te_bench.kernels.adamw, which updates all parameters in one go, clips in passing and, in bf16 and
     fp8, leaves the copies that the next pass computes with (training.optimizer); None is torch's fused AdamW.
@@ -91,7 +91,7 @@ class TrainStep:
         self.forward: Callable[..., Tensor] = model
         if mode == "compile-reduce-overhead":
             self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
-        elif mode == "compile" or (self.captured and getattr(model, "blocks", None) != "fused"):
+        elif mode == "compile" or (self.captured and not getattr(model, "as_it_is", False)):
             self.forward = torch.compile(model, dynamic=False)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, Tensor] | None = None
@@ -173,7 +173,9 @@ class TrainStep:
             by_parameter = self.table.gradients()
             named = self.model.named_parameters()
             return loss.item(), {name: by_parameter[p] for name, p in named if p in by_parameter}
-        found = {name: p.grad.detach().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        found = {name: p.grad.detach() for name, p in self.model.named_parameters() if p.grad is not None}
+        if self.captured or self.mode == "compile-reduce-overhead":  # others are let go here, and need no copy
+            found = {name: gradient.clone() for name, gradient in found.items()}
         if not self.captured:  # the graph owns its gradient buffers
             self._end()
             self.scaler.update(self.scaler.get_scale())  # forget that these gradients were unscaled; keep the scale

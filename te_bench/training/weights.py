@@ -1,188 +1,238 @@
-"""GPT weights in the Hugging Face GPT-2 layout: a folder with config.json and model.safetensors.
+"""Weights in the Hugging Face layout: a folder with config.json and safetensors, one file or shards under an index.
 
     weights.save(model, Path("mine"))
     model = weights.load(Path("mine"), attention="cudnn", padded_vocab_size=50304)
 
-transformers' GPT2LMHeadModel.from_pretrained and save_pretrained read and write the same folder. Nothing is unpickled.
-Source: transformers, models/gpt2 (its Conv1D holds a Linear's weight transposed) and configuration_gpt2.py.
+transformers' from_pretrained and save_pretrained read and write the same folder; te_bench.training.layouts says how each
+family lies in it. Nothing is unpickled.
+Source: transformers, modeling_utils.py; safetensors' format.
 """
 
 import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from te_bench.models.recipe import Recipe
-from te_bench.models.zoo.gpt import GPT, GPTConfig
+from te_bench.models import cost, decoder
+from te_bench.models.configs import DecoderConfig
+from te_bench.models.decoder import Decoder
+from te_bench.training import layouts
+from te_bench.training.layouts import Layout, Piece, whole
+
+Pieces = Callable[[DecoderConfig, str], list[Piece]]  # of a parameter by its name
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-EPSILON = 1e-5  # torch.nn.LayerNorm's, and GPT-2's
-
-#: activation_function -> torch's `approximate`; every name but "gelu" means the tanh form.
-GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
-#: Settings that would make it another model, with the one value that is GPT-2's; absent means that value.
-FIXED: Mapping[str, Any] = {
-    "model_type": "gpt2",
-    "tie_word_embeddings": True,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "layer_norm_epsilon": EPSILON,
-}
-CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # (in, out) there, (out, in) here
-IGNORED = re.compile(r"\.attn\.(masked_)?bias$|^lm_head\.weight$")  # causal masks, and the head, which is tied
+OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
-def save(model: GPT, folder: Path) -> None:
-    """Write the model's true vocabulary to `folder`, zeros where it has no biases; each file is replaced as a whole."""
+class Place(NamedTuple):
+    """Where a tensor of a file belongs: rows of a parameter, without the padding. `shape` is the tensor's.
+
+    again: it is a tied head, which says the token embedding once more.
+    """
+
+    parameter: str
+    rows: slice
+    shape: list[int]
+    transposed: bool
+    again: bool
+
+
+def save(model: Decoder, folder: Path, *, shard_bytes: int = 5 * 10**9) -> None:
+    """Write the model's true vocabulary to `folder`, zeros where a GPT-2 has no biases, in place of a model that is there.
+
+    One file, or where it would be larger shards of at most `shard_bytes` of tensors (a larger tensor has a shard of its
+    own) and their index. The folder never holds a config.json with another model's weights, nor half of the new ones.
+    Raises ValueError for a model that its family's layout cannot describe.
+    """
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes is {shard_bytes}: give 1 or more")
+    layout = layouts.load(model.config.family)
+    texts = {CONFIG: _to_json(layout.describe(model.config))}
+    shards = _deal(_export(model, layout), shard_bytes)
+    if len(shards) > 1:
+        texts[INDEX] = _to_json(_index(shards))
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.dumps(_describe(model.config), indent=2) + "\n"
-    old = folder / CONFIG
-    with replacing(old) as described, replacing(folder / WEIGHTS) as weights:  # the weights are replaced first
-        save_file(dict(_export(model)), weights, metadata={"format": "pt"})
-        described.write_text(config, encoding="utf-8")
-        if old.exists() and old.read_bytes() != config.encode():
-            old.unlink()  # so that a crash between the two files leaves no configuration with another model's weights
+    with contextlib.ExitStack() as stack:  # the configuration is replaced last
+        new = {name: stack.enter_context(replacing(folder / name)) for name in (*texts, *shards)}
+        for name, shard in shards.items():
+            there = {key: tensor.cpu().contiguous() for key, tensor in shard.items()}
+            save_file(there, new[name], metadata={"format": "pt"})
+        for name, text in texts.items():
+            new[name].write_text(text, encoding="utf-8")
+        _retire(folder, list(new), texts[CONFIG])
 
 
-def load(
-    folder: Path, *, attention: str = "flash", padded_vocab_size: int | None = None, recipe: Recipe | None = None
-) -> GPT:
-    """The model in `folder`, float32 on the CPU, its padding rows zero.
+def load(folder: Path, **options: Any) -> Decoder:
+    """The model in `folder`, float32 on the CPU, its padding rows zero; options as Decoder's: attention, recipe, blocks, ...
 
-    Raises ValueError for a folder without safetensors, for another kind of model, and for missing, unknown or misshapen
-    tensors, naming them.
+    Raises ValueError for a folder without safetensors, for a kind of model that no layout has, and for missing, unknown or
+    misshapen tensors, naming them.
     """
-    config = _read_config(folder)
-    model = make_empty(config, attention=attention, padded_vocab_size=padded_vocab_size, recipe=recipe)
+    layout, config = _read_config(folder)
+    model = make_empty(config, **options)
     parameters = dict(model.named_parameters())
-    where = f"{folder} does not hold the GPT-2 that its {CONFIG} describes"
+    where = f"{folder} does not hold the model that its {CONFIG} describes"
     with torch.no_grad():
-        for name, tensor in match_parameters(config, _name_tensors(folder), where, transposed=CONV1D):
-            parameters[name][: len(tensor)].copy_(tensor)
-            parameters[name][len(tensor) :].zero_()
+        for place, tensor in match_tensors(model, _name_tensors(folder, model, layout), where, layout.pieces):
+            parameters[place.parameter][place.rows].copy_(tensor)
+        for parameter in filter(model.has_padding, parameters.values()):
+            parameter[config.vocab_size :].zero_()
     return model
 
 
-def make_empty(config: GPTConfig, **options: Any) -> GPT:
-    """The model on the CPU, its memory as it was found; draws no random numbers."""
-    with torch.device("meta"):
-        model = GPT(config, **options)
-    model.to_empty(device="cpu")
-    model.lm_head.weight = model.transformer.wte.weight  # leaving the meta device unties it
-    return model
+def make_empty(config: DecoderConfig, **options: Any) -> Decoder:
+    """The model on the CPU, its memory as it was found; draws no random numbers.
 
-
-def match_parameters(
-    config: GPTConfig, tensors: Iterable[tuple[str, str, Any]], where: str, transposed: re.Pattern[str] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of those of GPT(config)'s parameters, and of its head, of (key in the file, name, value).
-
-    transposed: the names of matrices that are (in, out) there. Raises ValueError at the end, naming what does not fit.
+    Raises ValueError where there is not memory enough.
     """
     with torch.device("meta"):
-        shapes = {name: list(p.shape) for name, p in GPT(config, attention="manual").named_parameters()}
-    missing, wrong = {**shapes, "lm_head.weight": shapes["transformer.wte.weight"]}, []
+        model = decoder.build(config, **options)
+    try:
+        model.to_empty(device="cpu")
+    except RuntimeError as error:  # torch has no class of its own for a CPU's
+        if "allocate memory" not in str(error):
+            raise
+        held = 4 * cost.parameters(config, len(model.tables().tokens.weight)) / 1e9
+        raise ValueError(f"the model takes {held:,.0f} GB in float32, and this machine has not as much") from error
+    model.tie()  # which leaving the meta device undoes
+    return model
+
+
+def find_places(model: Decoder, pieces: Pieces = whole) -> dict[str, Place]:
+    """{key in a file: where it belongs}, of every parameter and of a tied head."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    places = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, start = first[id(parameter)], 0
+        end = model.config.vocab_size if model.has_padding(parameter) else len(parameter)
+        for key, rows, transposed in pieces(model.config, name):
+            stop = end if rows is None else start + rows
+            shape = [stop - start, *parameter.shape[1:]]
+            turned = shape[::-1] if transposed else shape
+            places[key] = Place(owner, slice(start, stop), turned, transposed, again=owner != name)
+            start = stop
+    return places
+
+
+def match_tensors(
+    model: Decoder, tensors: Iterable[tuple[str, str, Any]], where: str, pieces: Pieces = whole
+) -> Iterator[tuple[Place, Tensor]]:
+    """(place, tensor as the model has it) of (key in the file, full name, value); a tied head is compared and left out.
+
+    Raises ValueError at the end, after `where`, naming what does not fit.
+    """
+    missing, wrong = find_places(model, pieces), []
+    tables: dict[str, Tensor] = {}
+    tied = {place.parameter for place in missing.values() if place.again}
     for key, name, tensor in tensors:
-        shape = missing.pop(name, None)
-        if shape is None:
+        place = missing.pop(name, None)
+        if place is None:
             wrong.append(f"{key} is unknown or there twice")
             continue
-        turned = transposed is not None and transposed.search(name) is not None
-        expected = shape[::-1] if turned else shape
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or list(tensor.shape) != expected:
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or list(tensor.shape) != place.shape:
             there = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            wrong.append(f"{key} is {there}, not floating point {expected}")
-        else:
-            yield name, tensor.t() if turned else tensor
-    wrong += [f"{name} is missing" for name in missing if name in shapes]
+            wrong.append(f"{key} is {there}, not floating point {place.shape}")
+            continue
+        if place.parameter in tied and not _are_same(tables.setdefault(place.parameter, tensor), tensor):
+            wrong.append(f"{key} differs, but head and token embedding are tied: another model")
+        if not place.again:
+            yield place, tensor.t() if place.transposed else tensor
+    wrong += [f"{name} is missing" for name, place in missing.items() if not place.again]
     if wrong:
         more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(f"{where}: {'; '.join(wrong[:5])}{more}")
 
 
-def _describe(config: GPTConfig) -> dict[str, Any]:
-    return {
-        **FIXED,
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": config.vocab_size,
-        "n_positions": config.block_size,
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "activation_function": {"none": "gelu", "tanh": "gelu_new"}[config.gelu],
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-    }
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tables hold the same numbers, NaN for NaN, whatever their dtypes."""
+    return a is b or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _read_config(folder: Path) -> GPTConfig:
-    """What config.json says, as far as this GPT can be it. Raises ValueError, naming what it cannot be."""
+def _read_config(folder: Path) -> tuple[Layout, DecoderConfig]:
+    """What config.json says, as far as a model here can be it. Raises ValueError, naming what it cannot be."""
     path = folder / CONFIG
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {CONFIG}: give a folder in the Hugging Face layout") from None
-    except ValueError as error:
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is not a JSON object")
-    for key, only in FIXED.items():
-        if found.get(key, only) != only:
-            raise ValueError(f"{path}: {key} is {found[key]!r}; only {only!r} can be loaded")
-    sizes: dict[str, Any] = {
-        key: found.get(key) for key in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+    try:
+        layout = layouts.of_model_type(found.get("model_type"))
+        return layout, layout.read(found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _export(model: Decoder, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Key and view as transformers has them: no padding rows, no tied head, zeros for what the model has not."""
+    parameters = dict(model.named_parameters())
+    for key, place in find_places(model, layout.pieces).items():
+        if not place.again:
+            tensor = parameters[place.parameter].detach()[place.rows]
+            yield key, tensor.t() if place.transposed else tensor
+    for key, size in layout.zeros(model.config).items():
+        yield key, torch.zeros(size, dtype=next(model.parameters()).dtype, device="cpu")
+
+
+def _deal(tensors: Iterable[tuple[str, Tensor]], most: int) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each file by its name, at most `most` bytes in each."""
+    shards, size = [dict[str, Tensor]()], 0
+    for key, tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > most:
+            shards.append({})
+            size = 0
+        shards[-1][key] = tensor
+        size += tensor.nbytes
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def _index(shards: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    size = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
+    return {
+        "metadata": {"total_size": size},
+        "weight_map": {key: name for name, shard in shards.items() for key in shard},
     }
-    odd = [key for key, size in sizes.items() if type(size) is not int or size < 1]
-    if odd:
-        raise ValueError(f"{path}: {', '.join(f'{key} is {sizes[key]!r}' for key in odd)}; give positive integers")
-    if found.get("n_inner") not in (None, 4 * sizes["n_embd"]):
-        raise ValueError(
-            f"{path}: n_inner is {found['n_inner']!r}; only 4 n_embd = {4 * sizes['n_embd']} can be loaded"
-        )
-    activation = found.get("activation_function", "gelu_new")
-    if activation not in list(GELU):
-        raise ValueError(f"{path}: activation_function is {activation!r}; known: {', '.join(GELU)}")
-    dropouts = [found.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
-    if not isinstance(dropouts[0], int | float) or dropouts != dropouts[:1] * 3:
-        raise ValueError(f"{path}: resid_pdrop, embd_pdrop and attn_pdrop are {dropouts}; give them one number")
-    return GPTConfig(
-        n_layer=sizes["n_layer"],
-        n_head=sizes["n_head"],
-        n_embd=sizes["n_embd"],
-        block_size=sizes["n_positions"],
-        vocab_size=sizes["vocab_size"],
-        dropout=float(dropouts[0]),
-        bias=True,
-        gelu=GELU[activation],
-    )
 
 
-def _export(model: GPT) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor as transformers writes them: no padding rows, Conv1D transposed, a bias beside every weight."""
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach().cpu()
-        if name == "transformer.wte.weight":
-            tensor = tensor[: model.config.vocab_size]
-        yield name, (tensor.t() if CONV1D.search(name) else tensor).contiguous()
-        if not model.config.bias and "wte" not in name and "wpe" not in name:
-            yield f"{name.removesuffix('weight')}bias", tensor.new_zeros(len(tensor))
+def _to_json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2) + "\n"
 
 
-def _name_tensors(folder: Path) -> Iterator[tuple[str, str, Tensor]]:
-    """(key, GPT's name, tensor) of the folder's, but for causal masks and the head."""
+def _retire(folder: Path, new: list[str], config: str) -> None:
+    """Delete files that would belong to another model until the `new` ones are in place: config.json first.
+
+    One file of weights under the same configuration is replaced at once, and nothing goes before.
+    """
+    stale = [path for path in folder.iterdir() if OURS.fullmatch(path.name) and path.name not in new]
+    old = folder / CONFIG
+    if stale or INDEX in new or not old.exists() or old.read_bytes() != config.encode():
+        old.unlink(missing_ok=True)
+    for path in stale:
+        path.unlink()
+
+
+def _name_tensors(folder: Path, model: Decoder, layout: Layout) -> Iterator[tuple[str, str, Tensor]]:
+    """(key, full name, tensor) of the folder's, but for those that are no parameters."""
+    known = find_places(model, layout.pieces)
     for key, tensor in _read_tensors(folder):
-        name = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
-        if not IGNORED.search(name):
+        name = key if key in known or key.startswith(layout.prefix) else f"{layout.prefix}{key}"
+        if not layout.ignored.search(name):
             yield key, name, tensor
 
 
@@ -200,15 +250,17 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             with safe_open(folder / name, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a mapping)
                     yield key, file.get_tensor(key)
+        except FileNotFoundError as error:
+            raise ValueError(f"{folder} has no {name}, which {INDEX} names: fetch the whole folder") from error
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"cannot read {folder / name}: {error}") from error
+            raise ValueError(f"cannot read {folder / name}: {error}; fetch it again") from error
 
 
 def _read_shards(index: Path) -> list[str]:
     """The files an index names, all of which lie beside it."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of safetensors files") from error
     if not all(isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
         raise ValueError(f"{index} names files that are not safetensors beside it")

@@ -1,15 +1,19 @@
 """te-bench evaluate: the right text in the right tokens, bf16 beside fp8, and plain words for what cannot be."""
 
+import functools
+import importlib
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from te_bench.experiments import evaluation
 from te_bench.experiments.evaluation import HEADINGS, evaluate, read_passages, rows, summary, to_json
+from te_bench.models import decoder
 from te_bench.models import recipe as recipes
 from te_bench.models.zoo.gpt import GPT, GPTConfig
 from te_bench.training import checkpoints, tokenizer, weights
@@ -259,6 +263,34 @@ def test_a_hugging_face_folder_brings_its_tokenizer(tmp_path: Path, text: str) -
     found = evaluate(folder, text, attention="manual")
     assert found.tokenizer == f"file:{folder / 'tokenizer.json'}"
     assert len(found.arms) == 1  # it names no recipe
+
+
+def test_a_llama_in_a_folder_and_in_a_checkpoint_is_evaluated(tmp_path: Path, text: str, passages: Path) -> None:
+    torch.manual_seed(0)
+    model = decoder.load("llama-tiny", attention="manual")
+    weights.save(model, tmp_path / "folder", shard_bytes=50_000)
+    checkpoints.save(model, tmp_path / "mine.pt", recipe="float8_current_scaling")
+    settings: dict[str, Any] = {"tokenizer": "bytes", "attention": "manual", "batch": 4, "block": 16}
+    by_folder = evaluate(tmp_path / "folder", text, passages=passages, **settings)
+    by_file = evaluate(tmp_path / "mine.pt", text, passages=passages, **settings)
+    assert by_file.arms[0] == by_folder.arms[0]
+    assert [arm.recipe for arm in by_file.arms] == [None, "float8_current_scaling"]
+    assert by_folder.arms[0].perplexity == perplexity(
+        model, np.frombuffer(TEXT.encode(), np.uint8)[int(len(TEXT) * 0.9) :], block=16, stride=8, batch=4,
+        precision="bf16", text_bytes=len(TEXT) - int(len(TEXT) * 0.9),
+    )  # fmt: skip
+    assert by_file.arms[1].perplexity != by_file.arms[0].perplexity
+
+
+def test_the_command_takes_a_window_shorter_than_the_models(
+    checkpoint: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Llama's longest sequence may be 131,072 tokens."""
+    command = importlib.import_module("te_bench.cli.evaluate")
+    monkeypatch.setattr(evaluation, "evaluate", functools.partial(evaluate, attention="manual"))
+    command.evaluate(checkpoint, text, recipe="none", device="cpu", block=4, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["block"], found["stride"]) == (4, 2)
 
 
 # What cannot be evaluated.

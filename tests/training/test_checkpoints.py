@@ -1,6 +1,7 @@
 """Checkpoint files: what is saved comes back, nanoGPT's files are read, and everything else is refused with its reason."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from te_bench.models import decoder, zoo
 from te_bench.models import recipe as recipes
+from te_bench.models.configs import CONFIGS, RopeScaling
 from te_bench.models.zoo.gpt import GPT, GPTConfig
 from te_bench.training import checkpoints, tokenizer, weights
 from te_bench.training import corpus as corpora
@@ -153,6 +156,89 @@ def test_a_save_that_fails_leaves_what_was_there(file: Path, monkeypatch: pytest
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
+# Any decoder.
+
+SCALED = RopeScaling(factor=8.0, original_max_position_embeddings=16)
+
+
+@pytest.mark.parametrize("padded", [None, 320])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "rope_scaling": SCALED, "qk_norm": True}])
+def test_a_llama_comes_back(tmp_path: Path, changes: dict[str, Any], padded: int | None) -> None:
+    config = dataclasses.replace(CONFIGS["llama-tiny"], **changes)
+    torch.manual_seed(0)
+    model = decoder.build(config, attention="manual", padded_vocab_size=padded, recipe=DELAYED).eval()
+    checkpoints.save(model, tmp_path / "mine.pt", recipe="delayed_scaling")
+    found = checkpoints.load(tmp_path / "mine.pt")
+    assert found.config == config
+    again = found.build(attention="manual").eval()
+    tokens = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), model.autocast(enabled=False):
+        assert torch.equal(again.logits(tokens), model.logits(tokens))
+    assert (again.tables().head.weight is again.tables().tokens.weight) == config.shape.tied
+    assert "model_args" not in torch.load(tmp_path / "mine.pt", weights_only=True)
+
+
+def test_a_decoder_of_ones_own_comes_back(tmp_path: Path) -> None:
+    """It is one file of models/zoo, with no line in training.layouts; a Hugging Face folder is refused."""
+    folder = str(Path(__file__).parents[1] / "models" / "zoo" / "third")
+    zoo.__path__.append(folder)
+    try:
+        model = decoder.load("sandwich", attention="manual", padded_vocab_size=320).eval()
+        checkpoints.save(model, tmp_path / "mine.pt")
+        again = checkpoints.load(tmp_path / "mine.pt").build(attention="manual").eval()
+        tokens = torch.arange(24)[None]
+        with torch.no_grad():
+            assert torch.equal(again.logits(tokens), model.logits(tokens))
+        with pytest.raises(ValueError, match=r"no file of te_bench/training/layouts is sandwich's"):
+            weights.save(model, tmp_path / "folder")
+    finally:
+        zoo.__path__.remove(folder)
+        sys.modules.pop(f"{zoo.__name__}.sandwich", None)
+
+
+def test_the_first_format_is_still_read(tmp_path: Path) -> None:
+    model = a_model(gelu="tanh")
+    own = {"format": 1, "gelu": "tanh", "recipe": "rowwise_scaling", "tokenizer": None, "tokenizer_state": None}
+    torch.save(nanogpts(model, te_bench=own, fp8={}), tmp_path / "old.pt")
+    found = checkpoints.load(tmp_path / "old.pt")
+    assert (found.config, found.recipe) == (model.config, "rowwise_scaling")
+    assert torch.equal(logits(found.build(attention="manual").eval()), logits(model))
+
+
+LLAMA = dataclasses.asdict(CONFIGS["llama-tiny"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"family": "mamba"}, "unknown family of models 'mamba'.* Known: gpt, llama"),
+        ({"family": None}, "unknown family of models 'None'"),
+        ({"config": None}, "a LlamaConfig is NoneType, not a dictionary"),
+        ({"config": {**LLAMA, "experts": 8}}, "a LlamaConfig has no experts: another model"),
+        ({"config": {k: v for k, v in LLAMA.items() if k != "head_dim"}}, "no head_dim: a LlamaConfig needs them"),
+        ({"config": {**LLAMA, "hidden_size": 0}}, "hidden_size is 0: give an integer"),
+        ({"config": {**LLAMA, "qk_norm": 1}}, "qk_norm is 1: give bool"),
+        ({"config": {**LLAMA, "rope_scaling": {"factor": "8"}}}, "factor is '8': give float"),
+        ({"config": {**LLAMA, "rope_scaling": 8.0}}, "rope_scaling is 8.0: give RopeScaling or None"),
+        ({"config": {**LLAMA, "num_hidden_layers": 3}}, r"model\.layers\.2\.\S+ is missing"),
+        ({"config": {**LLAMA, "tie_word_embeddings": False}, "head": 1.0}, None),
+        ({"head": 1.0}, "lm_head.weight differs, but head and token embedding are tied"),
+    ],
+)
+def test_other_configurations_are_named(tmp_path: Path, changes: dict[str, Any], said: str | None) -> None:
+    checkpoints.save(decoder.load("llama-tiny", attention="manual"), tmp_path / "mine.pt")
+    content = torch.load(tmp_path / "mine.pt", weights_only=True)
+    content["model"]["lm_head.weight"] = content["model"]["lm_head.weight"] + changes.get("head", 0.0)
+    content["te_bench"] |= changes
+    torch.save(content, tmp_path / "mine.pt")
+    if said is None:  # an untied head is one of its own
+        found = checkpoints.load(tmp_path / "mine.pt").parameters
+        assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"] + 1)
+    else:
+        with pytest.raises(ValueError, match=said):
+            checkpoints.load(tmp_path / "mine.pt")
+
+
 # Checkpoints of others.
 
 
@@ -230,6 +316,16 @@ def test_a_torn_file_is_named(file: Path) -> None:
         checkpoints.load(file)
 
 
+def test_scales_of_another_model_are_named(file: Path) -> None:
+    content = torch.load(file)
+    content["fp8"] = {"transformer.h.9.fp8_state": torch.ones(2)}
+    torch.save(content, file)
+    found = checkpoints.load(file)
+    found.build(attention="manual")
+    with pytest.raises(ValueError, match="its fp8 part is of another model; evaluate it without a recipe"):
+        found.build(attention="manual", recipe=recipes.load("delayed_scaling"))
+
+
 def test_folders_and_safetensors_without_sizes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         checkpoints.load(tmp_path)
@@ -247,7 +343,7 @@ def test_folders_and_safetensors_without_sizes_are_named(tmp_path: Path) -> None
         ({"model": torch.ones(3), "model_args": {}}, "has no model:"),
         (nanogpts(a_model(), te_bench={"format": 99}), "another version of te-bench"),
         (nanogpts(a_model(), te_bench={"format": 1, "recipe": 3}), "recipe is 3"),
-        (nanogpts(a_model(), te_bench={"format": 1, "gelu": "relu"}), "gelu is 'relu'; known: none, tanh"),
+        (nanogpts(a_model(), te_bench={"format": 1, "gelu": "relu"}), "gelu is 'relu': give none or tanh"),
         (nanogpts(a_model(), te_bench={"format": 1, "tokenizer": "chars"}), "'chars' has no state"),
         (nanogpts(a_model(), te_bench={"format": 1, "tokenizer": "words"}), "unknown tokenizer 'words'"),
         (nanogpts(a_model(), fp8=[1]), "fp8 part"),
@@ -268,8 +364,9 @@ def test_other_layouts_are_named(tmp_path: Path, content: Any, said: str) -> Non
         ({"block_size": True}, "block_size is True"),
         ({"n_head": 5}, "no multiple of n_head 5"),
         ({"bias": 1}, "bias is 1"),
-        ({"dropout": 1.5}, "dropout 1.5"),
-        ({"rotary": True}, "model_args has rotary"),
+        ({"dropout": 1.5}, "dropout is 1.5"),
+        ({"dropout": "0"}, "dropout is '0'"),
+        ({"rotary": True}, "a GPTConfig has no rotary"),
         ({"n_layer": 1}, r"transformer\.h\.1\.\S+ is unknown.*; and 1 more"),
         ({"n_layer": 3}, r"transformer\.h\.2\.\S+ is missing.*; and 1 more"),
         ({"block_size": 25}, r"wpe\.weight is torch\.float32 \[24, 32\], not floating point \[25, 32\]"),
@@ -294,7 +391,7 @@ C_FC = "transformer.h.1.mlp.c_fc.weight"
         ({C_FC: torch.ones(32, 128)}, rf"{C_FC} is torch\.float32 \[32, 128\], not floating point \[128, 32\]"),
         ({C_FC: 3}, rf"{C_FC} is int, not"),
         ({f"_orig_mod.{C_FC}": torch.ones(128, 32)}, "there twice"),
-        ({"lm_head.weight": torch.ones(51, 32)}, "only a tied head"),
+        ({"lm_head.weight": torch.ones(51, 32)}, "lm_head.weight differs, but head and token embedding are tied"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
