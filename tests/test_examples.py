@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import te_bench.models as te
+from te_bench.experiments import plan
+from te_bench.experiments.spec import Options
+from te_bench.models.configs import configs
+from te_bench.training import weights
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -270,3 +276,57 @@ def test_the_readme_s_program_trains_a_llama_in_fp8(device: str, capsys: pytest.
     exec(program, made)
     assert "20 of 20 layers converted" in capsys.readouterr().out
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in made["model"].parameters())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_models_page_s_program_trains_a_folder_s_llama(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (EXAMPLES.parent / "docs" / "models.md").read_text()
+    [program] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    made: dict[str, Any] = {}
+    exec(program, made)
+    assert made["losses"] == sorted(made["losses"], reverse=True)
+    assert not made["model"].warned  # every pass was fused
+    tokens = made["text"][:, :-1].cpu()
+    with torch.no_grad():
+        ours, theirs = (
+            weights.load(Path("trained")).eval().logits(tokens),
+            made["trained"](tokens).logits,
+        )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def contributings(family: str) -> dict[str, Any]:
+    """What the program under that heading of CONTRIBUTING.md makes."""
+    page = (EXAMPLES.parent / "CONTRIBUTING.md").read_text()
+    section = page.partition(f"\n## Add a {family}\n")[2].partition("\n## ")[0]
+    [program] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    made: dict[str, Any] = {}
+    exec(program, made)
+    return made
+
+
+@pytest.mark.parametrize("model", [None, "llama-tiny"])
+def test_contributings_suite_has_trials_that_can_run(model: str | None) -> None:
+    experiment = contributings("suite")["experiment"](Options(device="cpu", model=model, seeds=2))
+    for trial in experiment.trials:
+        plan.check(trial)
+    assert [(trial.precision, trial.seed) for trial in experiment.trials] == [
+        ("bf16", 0), ("fp8", 0), ("bf16", 1), ("fp8", 1),
+    ]  # fmt: skip
+
+
+def test_contributings_recipe_trains_a_layer() -> None:
+    layer, x = te.Linear(64, 32, device="cpu"), torch.randn(16, 64)
+    with te.autocast(recipe=contributings("recipe")["RECIPE"]):
+        y = layer(x)
+    y.square().sum().backward()
+    assert not torch.equal(y, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert layer.weight.grad.isfinite().all()
+
+
+def test_contributings_rival_asks_for_its_package() -> None:
+    rival = contributings("rival")["RIVAL"]
+    assert rival.unsupported(configs()["llama-tiny"], "cpu", None) == "needs mine: pip install mine==1.2"

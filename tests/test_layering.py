@@ -48,7 +48,14 @@ TORCH_FREE = (
         )
     ),
 )
-TORCH_FREE_PACKAGES = ("te_bench.cli", "te_bench.gate", "te_bench.reports", "te_bench.experiments.suites")
+TORCH_FREE_PACKAGES = (
+    "te_bench.cli",
+    "te_bench.gate",
+    "te_bench.reports",
+    "te_bench.experiments.suites",
+    "te_bench.models.rivals",
+    "te_bench.training.layouts",
+)
 
 
 def module_name(path: Path) -> str:

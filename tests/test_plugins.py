@@ -19,6 +19,8 @@ PACKAGES = [
     "te_bench.kernels.norm.backends",
     "te_bench.kernels.quantize.backends",
     "te_bench.models.recipe",
+    "te_bench.models.rivals",
+    "te_bench.training.layouts",
 ]
 
 

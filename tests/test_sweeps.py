@@ -279,5 +279,5 @@ def test_the_step_with_barriers_is_checked_and_timed_as_the_suites(
     (trial,) = ran
     problem = {"model": "gpt2-large", "batch": 12, "block": 1024}
     mode = "compile-reduce-overhead"
-    asked = suite_trials.step(Options(device="cuda"), problem, "cudnn", suite_trials.VP, "bf16", mode, 0)
+    asked = suite_trials.step(Options(device="cuda"), problem, "cudnn", "bf16", mode, 0)
     assert trial == asked

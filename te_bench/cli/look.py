@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from te_bench.cli import budget as planned
-from te_bench.cli.options import Gpus, Json, Only, Suite, Timings, say, with_options
+from te_bench.cli.options import Gpus, Json, Only, Suite, Timings, results_of, say, with_options
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Options
 
-KINDS = ("suites", "attention", "recipes", "layers", "datasets", "models")
+KINDS = ("suites", "attention", "recipes", "layers", "rivals", "datasets", "models")
 
 
 def list_(
     kind: Annotated[str, typer.Argument(help=f"One of: {', '.join(KINDS)}.")] = "suites", as_json: Json = False
 ) -> None:
-    """Show what there is: suites, attention backends, FP8 recipes, layers, datasets, models."""
+    """Show what there is: suites, attention backends, FP8 recipes, layers, rivals, datasets, models."""
     from te_bench import plugins
 
     plugins.check("kind", kind, list(KINDS))
@@ -40,17 +40,19 @@ def _listing(kind: str) -> list[dict[str, str]]:
 
         return [{"name": name, "about": about} for name, about in DATASETS.items()]
     if kind == "models":
-        from te_bench.models.configs import CONFIGS
+        from te_bench.models.configs import configs
 
+        shapes = {name: config.shape for name, config in configs().items()}
         return [
-            {"name": name, "about": f"{c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, block {c.block_size}"}
-            for name, c in CONFIGS.items()
+            {"name": name, "about": f"{s.layers} layers, {s.heads} heads, width {s.hidden}, block {s.length}"}
+            for name, s in shapes.items()
         ]
     package = {
         "suites": "te_bench.experiments.suites",
         "attention": "te_bench.kernels.attention.backends",
         "recipes": "te_bench.models.recipe",
         "layers": "te_bench.models.quickstart",
+        "rivals": "te_bench.models.rivals",
     }[kind]
     return [{"name": name, "about": plugins.about(package, name)} for name in plugins.names(package)]
 
@@ -66,7 +68,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show the trials that `run` would do, in order, without doing them."""
-    directory = out or Path("runs") / suite
+    directory = results_of(suite, asked, out)
     experiment, forecast, refused = planned.resolve_with_seeds(
         suite, only, asked, out=directory, timings=timings, gpus=gpus
     )
@@ -84,11 +86,16 @@ def plan(
         print(f"`te-bench run` refuses this plan: {refused}.")
 
 
-def doctor(as_json: Json = False) -> None:
-    """Say what this machine can run, and why not what it can't."""
+def doctor(
+    as_json: Json = False,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of this GPU instead, A100 or RTX 4090 for instance; needs none.")
+    ] = None,
+) -> None:
+    """Say what this machine, or a GPU by its name, can run, and why not what it can't."""
     from te_bench.experiments import doctor as diagnosis
 
-    found = diagnosis.examine()
+    found = diagnosis.examine() if gpu is None else diagnosis.examine_gpu(gpu)
     if as_json:
         print(json.dumps(found, indent=2))
         return

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from te_bench.experiments.run_options import OPTIONS, read
+from te_bench.experiments.run_options import OPTIONS, Options, read
 
 
 def _said(name: str) -> Any:
@@ -32,7 +32,12 @@ Data = Annotated[list[str] | None, _said("data")]
 Cache = Annotated[Path | None, _said("cache")]
 Margin = Annotated[float | None, _said("margin")]
 Alpha = Annotated[float | None, _said("alpha")]
-Only = Annotated[str | None, typer.Option(metavar="GLOB", help="Only trials whose name matches, e.g. '*/flash/*'.")]
+Only = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GLOB[,GLOB]", help="Only trials whose name matches, e.g. '*/flash/*' or '*-liger/*,*/bf16/*'."
+    ),
+]
 Timings = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Results, of a pilot say, that tell how long steps take and seeds vary."),
@@ -71,6 +76,11 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
     take.__signature__ = own.replace(parameters=[first, *options, *others])  # type: ignore[attr-defined]
     take.__annotations__ = {}
     return take
+
+
+def results_of(suite: str, asked: Options, out: Path | None) -> Path:
+    """Where a run's results go: a report compares all that its folder holds, so that each model asked for has its own."""
+    return out or Path("runs") / (suite if asked.model is None else f"{suite}-{asked.model}")
 
 
 def said(context: typer.Context, *names: str) -> str:

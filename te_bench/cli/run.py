@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_bench.cli import budget as planned
-from te_bench.cli.options import Fresh, Gpus, Only, Suite, Timeout, Timings, find_gpus, say, with_options
+from te_bench.cli.options import Fresh, Gpus, Only, Suite, Timeout, Timings, find_gpus, results_of, say, with_options
 
 if TYPE_CHECKING:
     from te_bench.experiments.measurement import Context
@@ -23,7 +23,10 @@ INCOMPLETE = 4
 def run(
     suite: Suite,
     asked: "Options",
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where results go. Default: runs/SUITE.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where results go. Default: runs/SUITE, with --model runs/SUITE-MODEL."),
+    ] = None,
     only: Only = None,
     timings: Timings = None,
     underpowered: Annotated[
@@ -42,7 +45,7 @@ def run(
     from te_bench.kernels.attention import AUTO
 
     chosen = find_gpus(asked.device, gpus)
-    directory = out or Path("runs") / suite
+    directory = results_of(suite, asked, out)
     own(directory / "report")
     experiment, forecast, refused = planned.resolve_with_seeds(
         suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh

@@ -20,6 +20,7 @@ from typing import Any
 from te_bench.experiments import host
 from te_bench.experiments.spec import digest
 from te_bench.kernels import measured
+from te_bench.models import rivals
 
 PACKAGES = (
     "torch",
@@ -71,11 +72,17 @@ def capture(
         "os": _os_name(),
         "kernel": platform.release(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in _packages() if (version := _version(name))},
         "gpus": list(gpus),
         **_git(),
     }
     return {"id": digest(identity), "identity": identity, "details": details}
+
+
+def _packages() -> tuple[str, ...]:
+    """Whose versions are noted: PACKAGES, and those of rivals."""
+    of_rivals = (package for name in rivals.names() for package in rivals.load(name).packages)
+    return tuple(dict.fromkeys((*PACKAGES, *of_rivals)))
 
 
 def nvidia_gpus() -> list[dict[str, Any]]:

@@ -1,12 +1,18 @@
 """From a suite's name to the trials it will run, in order. Pure but for the token cache; imports no torch."""
 
 import dataclasses
-import fnmatch
 from itertools import groupby
 
 from te_bench import plugins
 from te_bench.experiments import run_options, suites, workloads
-from te_bench.experiments.problems import PROBLEMS, GemmProblem, StepProblem, TrainingProblem, TrialProblem
+from te_bench.experiments.problems import (
+    PROBLEMS,
+    GemmProblem,
+    LayerProblem,
+    StepProblem,
+    TrainingProblem,
+    TrialProblem,
+)
 from te_bench.experiments.spec import (
     DEVICES,
     MODES,
@@ -16,16 +22,17 @@ from te_bench.experiments.spec import (
     Experiment,
     Options,
     Trial,
+    matches,
 )
 from te_bench.kernels.gemm import table
-from te_bench.models.configs import CONFIGS
-from te_bench.models.torchao_linears import NAMES as LINEARS
+from te_bench.models.configs import configs
 
 #: Settings of a problem that name a plug-in, and where those are.
 PLUGINS = {
     "head": "te_bench.kernels.linear_cross_entropy.backends",
     "optimizer": "te_bench.kernels.adamw.backends",
     "fault": "te_bench.models.faults",
+    **dict.fromkeys(("rival", "linears"), "te_bench.models.rivals"),
 }
 WITHOUT_ATTENTION = ("ceilings", "layer", "gemm", "linear_cross_entropy")  # workloads that can do without
 RECIPES = "te_bench.models.recipe"
@@ -40,11 +47,11 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
         check(trial)
     _check_options(experiment, options)
     names = [trial.name for trial in experiment.trials]
-    chosen = [t for t in experiment.trials if only is None or fnmatch.fnmatch(t.name, only)]
+    chosen = [t for t in experiment.trials if matches(t.name, only)]
     if not chosen:
         shown = "\n  ".join(names[:12])
         raise ValueError(f"--only {only!r} matches no trial of {suite}. Its trials are named like\n  {shown}")
-    return dataclasses.replace(experiment, trials=interleave(chosen))
+    return dataclasses.replace(experiment, trials=interleave(chosen), asked=run_options.words(options, only))
 
 
 def _check_options(experiment: Experiment, options: Options) -> None:
@@ -90,15 +97,19 @@ def _check_problem(trial: Trial, p: TrialProblem) -> None:
         plugins.check("backend", p.backend, table.rivals(table.read_problem(shape)))
     if isinstance(p, StepProblem):
         _check_step(trial, p)
+    if isinstance(p, LayerProblem) and p.model is not None:
+        plugins.check("model", p.model, list(configs()))
 
 
 def _check_step(trial: Trial, p: StepProblem) -> None:
-    """Raise ValueError for a model or Linears that are not known, or a part that does not go with the trial's recipe."""
-    plugins.check("model", p.model, list(CONFIGS))
-    if p.linears is not None:
-        plugins.check("linears", p.linears, list(LINEARS))
-        if trial.recipe != (recipe := LINEARS[p.linears][1]):
-            raise ValueError(f"{trial.name}: the arithmetic of {p.linears} is the recipe {recipe}, not {trial.recipe}")
+    """Raise ValueError for a model that is not known, or a part that does not go with the trial's recipe or rival."""
+    plugins.check("model", p.model, list(configs()))
+    if p.against is not None:
+        name, recipe = p.rival or p.linears, p.against.recipe
+        if trial.recipe != recipe:
+            raise ValueError(f"{trial.name}: the arithmetic of {name} is the recipe {recipe}, not {trial.recipe}")
+        if p.blocks is not None or (p.head is not None and p.against.head is not None):
+            raise ValueError(f"{trial.name}: {name} has blocks or a head of its own; leave out te-bench's")
     if p.fault is not None and trial.recipe is None:
         raise ValueError(f"{trial.name}: a fault is planted into a recipe; choose precision fp8 and one")
 

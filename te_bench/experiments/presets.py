@@ -4,7 +4,7 @@ from te_bench import plugins
 from te_bench.experiments import suite_trials
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Options, Trial
-from te_bench.models.configs import CONFIGS
+from te_bench.models.configs import configs
 
 #: nanoGPT's config/train_shakespeare_char.py.
 CHAR: Settings = {
@@ -81,9 +81,10 @@ PRESETS: dict[str, Settings] = {
     },
 }
 
-#: Of a CPU a tiny GPT has matrices for one thread: a second makes its steps hardly faster, and beside other work, for which
-#: it waits, a trial eight times as long (two vCPUs, AMD EPYC).
+#: Of a CPU a tiny model has matrices for one thread: a second makes its steps hardly faster, and beside other work, for
+#: which it waits, a trial eight times as long (two vCPUs, AMD EPYC).
 _ONE_THREAD: Settings = {"threads": 1}
+TINY_HIDDEN = 64  # features
 
 
 def preset_of(options: Options) -> str:
@@ -91,8 +92,9 @@ def preset_of(options: Options) -> str:
     if options.preset is not None:
         plugins.check("preset", options.preset, list(PRESETS))
         return options.preset
-    if options.model is not None:
-        return {"tiny": "cpu", "char": "char"}.get(options.model, "gpt2")
+    if options.model is not None:  # the longest sequences that it takes
+        length = configs()[options.model].block_size
+        return next(name for name in ("gpt2", "char", "cpu") if name == "cpu" or length >= PRESETS[name]["block"])
     return "gpt2-short" if options.device == "cuda" else "cpu"  # of `gpt2` no affordable number of seeds decides
 
 
@@ -101,11 +103,13 @@ def recipes_of(options: Options) -> tuple[str, ...]:
 
 
 def problem_of(options: Options) -> Settings:
-    """The problem that all arms share: the preset's, with the model, the data and the length that the user asks for."""
+    """The problem that all arms share: the preset's, with the model, batch, data and length that the user asks for."""
     preset = preset_of(options)
     problem = dict(PRESETS[preset])
     if options.model is not None:
         problem["model"] = options.model
+    if options.batch is not None:
+        problem["batch"] = options.batch
     model, block = problem["model"], problem["block"]
     data = options.data_for(model, "stdlib")
     plain = {"cpu": "bytes", "char": "bytes" if data == "stdlib" else "chars"}
@@ -113,12 +117,12 @@ def problem_of(options: Options) -> Settings:
     every = max(1, steps * problem["eval_every"] // problem["steps"])
     warmup = min(problem["warmup"], steps // 5)
     return {
-        **suite_trials.corpus_problem(options, data, plain.get(preset, "bpe:50257"), block),
+        **suite_trials.corpus_problem(options, model, data, plain.get(preset, "bpe:50257"), block),
         **problem,
         "steps": steps,
         "eval_every": every,
         "warmup": warmup,
-        **(_ONE_THREAD if options.device == "cpu" and model == "tiny" else {}),
+        **(_ONE_THREAD if options.device == "cpu" and configs()[model].shape.hidden <= TINY_HIDDEN else {}),
         **_sharing(options),
     }
 
@@ -144,7 +148,7 @@ def arm(options: Options, problem: Settings, recipe: str | None, seed: int) -> T
     """bf16, or FP8 by a recipe, in the one mode that all arms share: as one CUDA graph, on a CPU eager."""
     mode = "cudagraph" if options.device == "cuda" else "eager"
     precision = "bf16" if recipe is None else "fp8"
-    dropout = CONFIGS[problem["model"]].dropout
+    dropout = configs()[problem["model"]].dropout
     attention = "math" if dropout and options.device == "cpu" else "flash"  # the CPU's flash kernel has no dropout
     return suite_trials.training(
         options, problem, attention, precision, mode, seed, recipe=recipe or suite_trials.FP8_RECIPE

@@ -15,6 +15,7 @@ from te_bench import plugins
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Trial
+    from te_bench.models.rivals import Rival
 
 #: Settings by name, as JSON holds them: a plan checks them by their workload's dataclass.
 Settings = dict[str, Any]
@@ -36,7 +37,7 @@ _SHOWN = {
     "head": "head-",
     "optimizer": "adamw-",
     "blocks": "blocks-",
-    "linears": "",
+    **dict.fromkeys(("rival", "linears"), ""),
     "edge": "n",
     "m": "m",
     "n": "n",
@@ -118,11 +119,13 @@ class StepProblem(TrialProblem):
     block: int  # tokens of a sequence
     vocab: int
     padded_vocab: int
+    layers: int | None = None  # fewer than the model has, which is how the check of a large one fits
     dropout: float | None = None
     head: str | None = None  # of kernels.linear_cross_entropy; None: all logits at once
     optimizer: str | None = None  # of kernels.adamw; None: torch's fused AdamW
     blocks: Literal["fused"] | None = None  # None: one module after the other
-    linears: str | None = None  # a peer's in place of te.Linear, of models.torchao_linears
+    rival: str | None = None  # of models.rivals; None: te-bench's own passes
+    linears: str | None = None  # what `rival` was called when all rivals were torchao's: GPT-2's published trials
     learning_rate: float | None = None
     min_learning_rate: float | None = None
     warmup: int | None = None  # steps
@@ -135,6 +138,19 @@ class StepProblem(TrialProblem):
     perturb_ulp: int | None = None  # units in the last place by which the initial weights are moved
     fault: str | None = None  # of models.faults, planted into the recipe
     batch: int | Literal["max"] | None = None  # sequences of a step
+
+    @property
+    def against(self) -> "Rival | None":
+        """The rival whose step it is."""
+        from te_bench.models import rivals
+
+        name = self.rival or self.linears
+        return None if name is None else rivals.load(name)
+
+    @property
+    def as_it_is(self) -> bool:
+        """Whether mode cudagraph captures the step as it is, with no compiler: fused blocks, and a rival's own."""
+        return self.blocks is not None or (self.against is not None and self.against.own_blocks)
 
     @property
     def optim(self) -> dict[str, Any]:
@@ -214,6 +230,7 @@ class LayerProblem(TrialProblem):
     """A transformer layer on (sequence, batch, hidden)."""
 
     layer: str  # a name of models.quickstart
+    model: str | None = None  # whose layer it is, of these sizes; None: the quickstart's
     variant: str  # "mlp" is the norm and MLP alone
     hidden: int
     ffn: int

@@ -15,6 +15,9 @@ from te_bench import plugins
 MOST_SEEDS = 1000  # far beyond any study, and planned in seconds
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
+#: Options that a report tells from the trials, and where this machine keeps its files.
+TOLD_BY_TRIALS = ("device", "seeds", "data", "budget_s", "cache")
+
 #: Settings that the option `fused` gives a trial.
 FUSED = ("blocks", "optimizer", "head")
 
@@ -43,9 +46,9 @@ def _probability(flag: str, value: float) -> None:
 
 
 def _a_model(flag: str, value: str) -> None:
-    from te_bench.models.configs import CONFIGS
+    from te_bench.models.configs import configs
 
-    plugins.check("model", value, list(CONFIGS))
+    plugins.check("model", value, list(configs()))
 
 
 def _some_recipes(flag: str, value: tuple[str, ...]) -> None:
@@ -166,9 +169,9 @@ class Options:
         "Training steps of each run.", check=_one_or_more, unheeded="chooses itself how long it trains"
     )
     tokens: int | None = _option(
-        "Training tokens of each run, in place of --steps.",
+        "Tokens of a sequence; where a suite has --steps, training tokens of each run in place of them.",
         check=_one_or_more,
-        unheeded="chooses itself how long it trains",
+        unheeded="chooses itself how long its sequences are",
     )
     margin: float | None = _option(
         "Largest gap in final loss that counts as none.",
@@ -226,6 +229,17 @@ def check_heeded(options: Options, suite: str, heeds: frozenset[str]) -> None:
     for name, option in OPTIONS.items():
         if option.unheeded and getattr(options, name) is not None and name not in heeds:
             raise ValueError(f"{option.flag}: the suite {suite} {option.unheeded}; leave it out")
+
+
+def words(options: Options, only: str | None = None) -> tuple[str, ...]:
+    """What the command line says for these options, but for those that a report tells from the trials themselves."""
+    found = []
+    for name, option in OPTIONS.items():
+        value = getattr(options, name)
+        if name not in TOLD_BY_TRIALS and value is not None:
+            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            found += [option.flag] if option.type is bool else [option.flag, text]
+    return (*found, *(() if only is None else ("--only", only)))
 
 
 def read(said: Mapping[str, Any], device: str) -> Options:

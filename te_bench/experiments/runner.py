@@ -6,12 +6,12 @@ fresh one costs milliseconds. The parent never touches CUDA either: it waits, ki
 
 import faulthandler
 import functools
-import gc
 import json
 import multiprocessing
 import os
 import resource
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -170,7 +170,6 @@ def _run_trial(trial: Mapping[str, Any], log: str, gpu: str | None, context: Con
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     log_to(log)
     faulthandler.enable(file=2, all_threads=False)
-    gc.freeze()  # the 350,000 objects of what the server imported: a collection that looks at them takes 0.2 s
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     try:
@@ -187,9 +186,8 @@ def _end_with_te_bench() -> None:
 
     The kernel ends the fork server with te-bench, and with that its children; what these have started is the watcher's.
     """
-    from te_bench.experiments import fork_server_preload
-
-    end_with_parent(fork_server_preload.SERVER)
+    preloaded = sys.modules.get(PRELOAD)  # not where the program had a fork server before te-bench did
+    end_with_parent(os.getppid() if preloaded is None else preloaded.SERVER)
     te_bench = multiprocessing.parent_process()
     assert te_bench is not None
     if os.fork() == 0:
@@ -220,6 +218,8 @@ def _record(job: RunningTrial, environment_id: str, timeout_s: float) -> Record:
         )
     if result["outcome"] == "ok":
         job.log.unlink(missing_ok=True)
+    elif result["outcome"] == "crashed":
+        result["reason"] += f"; see {LOGS}/{job.log.name}"
     return Record(
         trial=job.trial,
         environment=environment_id,
@@ -236,7 +236,7 @@ def _stopped(trial: Trial, environment_id: str, reason: str) -> Record:
 
 def _post_mortem(job: RunningTrial, end: Ended) -> dict[str, Any]:
     """The outcome of a child that left no reply: killed by a signal, by the host's out-of-memory killer, or exited."""
-    code, where = end.exit_code, f"; see {LOGS}/{job.log.name}"
+    code = end.exit_code
     if end.orphaned:
         return {"outcome": "interrupted", "reason": "the process that starts trials was killed; rerun to repeat it"}
     if code == -signal.SIGKILL:
@@ -244,8 +244,8 @@ def _post_mortem(job: RunningTrial, end: Ended) -> dict[str, Any]:
             return {"outcome": "oom", "reason": "host: the kernel's out-of-memory killer ended the trial"}
         return {"outcome": "interrupted", "reason": "killed from outside (SIGKILL); rerun to repeat it"}
     if code < 0:
-        return {"outcome": "crashed", "reason": f"{signal.Signals(-code).name}{_last_line(job.log)}{where}"}
-    return {"outcome": "crashed", "reason": f"exit code {code} without a reply{_last_line(job.log)}{where}"}
+        return {"outcome": "crashed", "reason": f"{signal.Signals(-code).name}{_last_line(job.log)}"}
+    return {"outcome": "crashed", "reason": f"exit code {code} without a reply{_last_line(job.log)}"}
 
 
 def _last_line(log: Path) -> str:

@@ -1,6 +1,7 @@
 """What is measured (Trial, Experiment) and what came of it (Record): frozen, JSON both ways, no torch."""
 
 import dataclasses
+import fnmatch
 import hashlib
 import json
 from collections.abc import Mapping
@@ -75,6 +76,11 @@ class Trial:
         return cls(**value)
 
 
+def matches(name: str, only: str | None) -> bool:
+    """Whether a trial's name is like one of the patterns in `only`, between commas; without any it is."""
+    return only is None or any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in only.split(","))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
     """What a suite asks for: its trials in any order, and the configuration that speed-ups are quoted against.
@@ -82,6 +88,7 @@ class Experiment:
     judgement: what a verdict will be judged by, fixed before the first step: margin, alpha, seeds, steps, and first_look
     where configurations may stop early.
     heeds: the names in run_options.OPTIONS that the suite obeys, besides those that every suite does.
+    asked: the options that it was made for, as run_options.words says them.
     """
 
     suite: str
@@ -90,6 +97,7 @@ class Experiment:
     baseline: str | None = None  # Trial.cell of the configuration that is 1.00x
     judgement: Mapping[str, Scalar] = field(default_factory=dict)
     heeds: frozenset[str] = frozenset()
+    asked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

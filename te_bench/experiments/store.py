@@ -43,6 +43,11 @@ class Plan:
     baseline: str | None
     started_at: str
     judgement: Mapping[str, Scalar] = field(default_factory=dict)  # Experiment.judgement; older journals have none
+    asked: tuple[str, ...] = ()  # Experiment.asked; older journals have none
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Self:
+        return cls(**{**body, "trials": tuple(body["trials"]), "asked": tuple(body.get("asked", ()))})
 
     @classmethod
     def of(cls, experiment: Experiment, environment: str) -> Self:
@@ -54,6 +59,7 @@ class Plan:
             trials=tuple(trial.to_json() for trial in experiment.trials),
             baseline=experiment.baseline,
             judgement=experiment.judgement,
+            asked=experiment.asked,
             started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
@@ -221,7 +227,7 @@ def _add(journal: Journal, raw: bytes) -> None:
     if line.kind == "environment":
         journal.environments[body["id"]] = body
     elif line.kind == "plan":
-        journal.plans.append(Plan(**{**body, "trials": tuple(body["trials"])}))
+        journal.plans.append(Plan.from_json(body))
 
 
 def encode(kind: str, body: Mapping[str, Any]) -> bytes:

@@ -3,9 +3,16 @@
 from te_bench import plugins
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Options, Trial
+from te_bench.models.configs import MOST, configs
 from te_bench.training import corpus as corpora
 
-V, VP = 50257, 50304  # GPT-2's vocabulary, and the same padded to a multiple of 64
+MULTIPLE = 64  # of a padded vocabulary
+STEP_TOKENS = (
+    12 * 1024
+)  # of a step, GPT-2's: a suite that is not told its batch takes no more where sequences are longer
+#: Attention that keeps the scores for the backward pass is left out where those of all layers take more bytes in bf16.
+KEEPS_SCORES = ("manual", "manual_fp8", "math")
+SCORES_LIMIT = 8 * 2**30
 FP8_RECIPE = "float8_current_scaling"
 #: Recipes that a suite runs where --recipes names them: attention in FP8 is off unless asked for.
 ON_REQUEST = frozenset({"float8_current_scaling_dpa"})
@@ -28,11 +35,58 @@ def seeds(options: Options, default: int) -> range:
     return range(options.seeds or default)
 
 
+def sized(options: Options, usual: Settings) -> Settings:
+    """The usual problem with the model, the batch and the tokens of a sequence that the user asks for.
+
+    A model that is named gets its longest sequences, and without --batch a step has STEP_TOKENS at most. Raises ValueError
+    for sequences that no model takes.
+    """
+    found = dict(usual)
+    if options.model is not None:
+        found |= {"model": options.model, "block": configs()[options.model].block_size}
+    if options.tokens is not None:
+        if options.tokens > MOST:
+            raise ValueError(f"--tokens {options.tokens}: give at most {MOST}")
+        found["block"] = options.tokens
+    if "batch" in usual:
+        found["batch"] = options.batch or min(usual["batch"], max(1, STEP_TOKENS // found["block"]))
+    return found
+
+
+def called(problem: Settings) -> str:
+    """What a title calls the problem's model."""
+    name = str(problem["model"])
+    return {"gpt2": "GPT-2 124M", "tiny": "tiny GPT"}.get(name, name)
+
+
+def vocabulary(model: str, *, padded: bool) -> int:
+    """Classes of random tokens for that model, or the same padded to a MULTIPLE."""
+    config = configs()[model]
+    vocab = config.MEASURED_VOCAB or config.vocab_size
+    return -(-vocab // MULTIPLE) * MULTIPLE if padded else vocab
+
+
+def can_hold(attention: str, problem: Settings) -> bool:
+    """False for a backend that would keep too many scores in a training step; one without a batch is of one sequence."""
+    shape = configs()[problem["model"]].shape
+    scores = problem.get("batch", 1) * shape.layers * shape.heads * problem["block"] ** 2
+    return attention not in KEEPS_SCORES or 2 * scores <= SCORES_LIMIT
+
+
 def step(
-    options: Options, problem: Settings, attention: str, padded: int, precision: str, mode: str, seed: int, **more: str
+    options: Options,
+    problem: Settings,
+    attention: str,
+    precision: str,
+    mode: str,
+    seed: int,
+    *,
+    padded: bool = True,
+    **more: str,
 ) -> Trial:
-    """A train_step trial at this padded vocabulary; `recipe` is heeded in fp8 alone."""
-    problem = {**problem, **BENCH_PY, "vocab": V, "padded_vocab": padded, "data": "random"}
+    """A train_step trial, at the padded vocabulary or at the model's own; `recipe` is heeded in fp8 alone."""
+    vocab, width = (vocabulary(problem["model"], padded=wide) for wide in (False, padded))
+    problem = {**problem, **BENCH_PY, "vocab": vocab, "padded_vocab": width, "data": "random"}
     return _trial("train_step", "bench_py", options, problem, attention, precision, mode, seed, **more)
 
 
@@ -82,18 +136,21 @@ def alone(
     )
 
 
-def corpus_problem(options: Options, data: str, tokenizer: str, block: int) -> Settings:
+def corpus_problem(options: Options, model: str, data: str, tokenizer: str, block: int) -> Settings:
     """The data part of a training problem, by content: the corpus is read, tokenised into the cache and hashed.
 
-    A text file goes by its name, not its folder: the hash says which text it was. Raises ValueError for bad data.
+    Random tokens are of the model's vocabulary. A text file goes by its name, not its folder: the hash says which text it
+    was. Raises ValueError for bad data.
     """
     if data == corpora.RANDOM:
-        return {"data": data, "tokenizer": None, "corpus": None, "data_sha256": None, "vocab": V, "padded_vocab": VP}
+        vocab, padded = (vocabulary(model, padded=wide) for wide in (False, True))
+        nothing = dict.fromkeys(("tokenizer", "corpus", "data_sha256"))
+        return {"data": data, **nothing, "vocab": vocab, "padded_vocab": padded}
     corpus = corpora.prepare(data, tokenizer, cache=options.cache)
     corpora.check_length(corpus, block)
     kind, _, rest = data.partition(":")
     shown = f"text:{rest.rsplit('/', 1)[-1]}" if kind == "text" else data
-    padded = corpus.vocab if corpus.vocab < 1024 else -(-corpus.vocab // 64) * 64
+    padded = corpus.vocab if corpus.vocab < 1024 else -(-corpus.vocab // MULTIPLE) * MULTIPLE
     return {
         "data": shown,
         "tokenizer": tokenizer,

@@ -9,9 +9,10 @@ from te_bench.experiments.measurement import Unsupported, require
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
-from te_bench.models import faults, kernel_choice, torchao_linears
+from te_bench.models import decoder, faults, kernel_choice
 from te_bench.models import recipe as recipes
-from te_bench.models.zoo.gpt import CONFIGS, GPT, GPTConfig
+from te_bench.models.configs import DecoderConfig, configs
+from te_bench.models.decoder import Decoder
 from te_bench.training.step import Optim, TrainStep
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,13 +41,15 @@ def attention_of(trial: Trial) -> str:
     return kernel_choice.in_fp8(trial.device, recipe.emulate)
 
 
-def attention_problem(config: GPTConfig, dtype: str, device: str) -> attention.Problem:
+def attention_problem(config: DecoderConfig, dtype: str, device: str) -> attention.Problem:
     """The attention of one sequence, the longest that the model takes."""
+    shape = config.shape
     return attention.Problem(
         batch=1,
-        heads=config.n_head,
-        length=config.block_size,
-        head_dim=config.n_embd // config.n_head,
+        heads=shape.heads,
+        kv_heads=shape.groups,
+        length=shape.length,
+        head_dim=shape.head_dim,
         dtype=dtype,
         causal=True,
         dropout=config.dropout,
@@ -73,17 +76,17 @@ def require_supported(trial: Trial) -> None:
         require(trial.recipe, recipes.load(trial.recipe).unsupported(trial.device, capability(trial.device)))
 
 
-def _require_fast(trial: Trial, config: GPTConfig) -> None:
+def _require_fast(trial: Trial, config: DecoderConfig) -> None:
     """Raise Unsupported when this machine cannot run the trial's head, optimizer or blocks."""
     machine: dict[str, Any] = {"device": trial.device, "capability": capability(trial.device)}
     p = StepProblem.of(trial)
-    if p.linears is not None:
-        require(f"linears {p.linears}", torchao_linears.unsupported(**machine))
+    if p.against is not None:
+        require(f"rival {p.rival or p.linears}", p.against.unsupported(config, trial.device, machine["capability"]))
     if p.blocks is not None:
         require(f"blocks {p.blocks}", _no_blocks(trial, config, machine))
     if p.head is not None:
         problem = linear_cross_entropy.Problem(
-            d=config.n_embd,
+            d=config.shape.hidden,
             vocab=config.vocab_size,
             padded=p.padded_vocab,
             dtype=kernel_dtype(trial),
@@ -100,22 +103,28 @@ def _require_fast(trial: Trial, config: GPTConfig) -> None:
         require(f"optimizer {p.optimizer}", reason)
 
 
-def _no_blocks(trial: Trial, config: GPTConfig, machine: dict[str, Any]) -> str | None:
+def _no_blocks(trial: Trial, config: DecoderConfig, machine: dict[str, Any]) -> str | None:
     """Why the trial's blocks cannot be fused, or None."""
     if config.dropout:
         return f"dropout {config.dropout}: no fused kernel has it"
+    if not decoder.family(config).says_parts():
+        return f"{config.family} does not say its parts"
     if trial.device == "cpu":  # in plain PyTorch
         compiled = trial.mode.startswith("compile")
         return "compiled for a CPU nothing shows that they were fused; choose mode eager" if compiled else None
     cast = trial.precision == "fp8"
-    norms = norm.Problem(n=config.n_embd, dtype=kernel_dtype(trial), kind="layernorm", quantized=cast, **machine)
+    norms = norm.Problem(
+        n=config.shape.hidden, dtype=kernel_dtype(trial), kind=config.shape.norm, quantized=cast, **machine
+    )
     activations = activation.Problem(quantized=cast, **machine)
     return norm.load("triton").unsupported(norms) or activation.load("triton").unsupported(activations)
 
 
-def config_of(trial: Trial) -> GPTConfig:
+def config_of(trial: Trial) -> DecoderConfig:
     p = StepProblem.of(trial)
-    config = dataclasses.replace(CONFIGS[p.model], block_size=p.block, vocab_size=p.vocab)
+    config = dataclasses.replace(configs()[p.model], block_size=p.block, vocab_size=p.vocab)
+    if p.layers is not None:
+        config = dataclasses.replace(config, **{config.LAYERS: p.layers})
     return config if p.dropout is None else dataclasses.replace(config, dropout=float(p.dropout))
 
 
@@ -130,7 +139,7 @@ def sizes_of(trial: Trial) -> dict[str, int]:
     return {"block": p.block, "batch": p.batch, "vocab": p.vocab}
 
 
-def build(trial: Trial) -> GPT:
+def build(trial: Trial) -> Decoder:
     """The trial's model on its device; the seed decides the weights."""
     p = StepProblem.of(trial)
     recipe = recipes.load(trial.recipe) if trial.recipe else None
@@ -139,16 +148,16 @@ def build(trial: Trial) -> GPT:
     allow_tf32(trial.precision)
     torch.manual_seed(trial.seed)
     with torch.device(trial.device):
-        model = GPT(
+        model = decoder.build(
             config_of(trial),
             attention=trial.attention,
             padded_vocab_size=p.padded_vocab,
-            recipe=None if p.linears is not None else recipe,
+            recipe=recipe if p.against is None else None,
             head=p.head,
             blocks=p.blocks,
         )
-    if p.linears is not None:
-        torchao_linears.convert(model, p.linears, leave=("lm_head",))
+    if p.against is not None:
+        p.against.build(model)
     if p.perturb_ulp is not None:
         model.perturb(trial.seed, p.perturb_ulp)
     return model

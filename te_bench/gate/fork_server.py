@@ -78,11 +78,13 @@ def main() -> None:
     processes.log_to(log, append=True)
     # Importing torch's compiler asks whether there is a GPU: by the management library, or CUDA would not survive the fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    gc.disable()  # it would look at all that is imported again and again
     for module in modules:
         with contextlib.suppress(Exception):  # a revision that needs it will say so
             __import__(module)
     gc.collect()
     gc.freeze()  # else every fork's collector would copy the pages of all this
+    gc.enable()
     fork_revisions(socket.socket(fileno=int(number)))
 
 

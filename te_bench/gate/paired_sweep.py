@@ -6,7 +6,6 @@ reads either by the same rule. A killed round is repeated, for a pair counts onl
 
 import concurrent.futures
 import contextlib
-import fnmatch
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.experiments import environment
-from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.spec import Record, Trial, matches
 from te_bench.experiments.store import Plan, Store
 from te_bench.gate import paired_trial
 from te_bench.gate.paired_trial import ForkServer, RevisionProcess, Unrunnable, as_known, as_recorded
@@ -175,7 +174,7 @@ def _run_pair(
         cache=question.cache,
         gpu=question.gpu,
         check=trial.seed == 0,
-        faults=question.faults if fnmatch.fnmatch(trial.name, question.faulty) else None,
+        faults=question.faults if matches(trial.name, question.faulty) else None,
     )
     for (one, _), record in zip(pairs, records, strict=True):
         one.store.add(record)

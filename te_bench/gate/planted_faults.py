@@ -3,15 +3,16 @@
 Loaded by `fork_server`, the gate's own and the same for both revisions; it imports nothing of te_bench.
 """
 
+import functools
 import os
 import signal
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 LEAKS = 64  # calls that leak: a GPU's memory should last for thousands
 TIMED = 20  # calls, of which the median counts
-CLOCK = 2e9  # Hz, that of a fast device's processors, as interleaved_clock has it, which cannot be imported here
 
 Call = Callable[[], object]
 Block = Callable[[int], list[float]]  # the seconds of so many calls
@@ -42,35 +43,53 @@ def plant(
         if leak and len(kept) < LEAKS:
             kept.append(torch.ones(leak, dtype=torch.int8, device=device))
         if slower and device == "cuda":
-            torch.cuda._sleep(spins)
+            spin(longer)
         until = begin + (1 + slower) * (time.perf_counter() - begin)
         while slower and device != "cuda" and time.perf_counter() < until:
             pass
         return found
 
-    spins = _cycles_of(call, slower, block_of) if slower and device == "cuda" else 0
+    longer = _seconds_of(call, slower, block_of) if slower and device == "cuda" else 0.0
     return faulty
 
 
-def _cycles_of(call: Call, share: float, block_of: Callable[[Call], Block]) -> int:
-    """For how many cycles torch's spinning kernel, put behind a call, makes it longer by that share on the device.
+def _seconds_of(call: Call, share: float, block_of: Callable[[Call], Block]) -> float:
+    """How long a kernel that spins behind a call must do so to make it longer by that share on the device.
 
-    Timed behind the call: a device at its power cap has other clocks than one that spins alone.
+    Less than the share by what such a kernel costs that spins for no time.
     """
-    import torch
 
-    def seconds(spins: int | None) -> float:
-        def followed() -> None:
-            call()
-            if spins is not None:
-                torch.cuda._sleep(spins)
+    def followed() -> None:
+        call()
+        spin(0.0)
 
+    def seconds(timed: Call) -> float:
         for _ in range(3):
-            followed()
-        return statistics.median(block_of(followed)(TIMED))
+            timed()
+        return statistics.median(block_of(timed)(TIMED))
 
-    alone = seconds(None)
-    many = max(round(10 * share * alone * CLOCK), 1)
-    launched, spinning = seconds(0), seconds(many)
-    a_cycle = max(spinning - launched, 0.1 * many / CLOCK) / many
-    return max(round((share * alone - max(launched - alone, 0.0)) / a_cycle), 0)
+    alone, launched = seconds(call), seconds(followed)
+    return max(share * alone - max(launched - alone, 0.0), 0.0)
+
+
+def spin(seconds: float) -> None:
+    """Keep one of the device's processors busy for so long by the device's wall clock, which ticks once in 1 us or oftener.
+
+    Its cycles are no clock: a device at its power cap makes fewer of them.
+    """
+    _spin_kernel()[(1,)](round(seconds * 1e9), num_warps=1)
+
+
+@functools.cache
+def _spin_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["nanoseconds"])
+    def spin_kernel(nanoseconds):  # type: ignore[no-untyped-def]
+        now = tl.extra.cuda.globaltimer()
+        until = now + nanoseconds
+        while now < until:
+            now = tl.extra.cuda.globaltimer()
+
+    return spin_kernel

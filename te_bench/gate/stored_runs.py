@@ -12,7 +12,6 @@ or 3 through, for a configuration that was deleted on purpose, must not let a re
 """
 
 import dataclasses
-import fnmatch
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from te_bench.experiments.spec import Record
+from te_bench.experiments.spec import Record, matches
 from te_bench.gate.decision import FEWEST, GateDecision, GateJudgement, GateVerdict, check_test, decide
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_all, compare_studies
 from te_bench.gate.question import ALPHA, MARGIN
@@ -190,7 +189,7 @@ def _filter(configurations: Sequence[Configuration], only: str | None) -> tuple[
         return tuple(configurations)
     kept = [
         dataclasses.replace(
-            configuration, rows=tuple(row for row in configuration.rows if fnmatch.fnmatch(row.trial.name, only))
+            configuration, rows=tuple(row for row in configuration.rows if matches(row.trial.name, only))
         )
         for configuration in configurations
     ]

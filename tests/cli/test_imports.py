@@ -1,5 +1,6 @@
 """What the command line imports: nothing heavy before it is needed, and torch only to run."""
 
+import json
 import os
 import subprocess
 import sys
@@ -81,22 +82,45 @@ def test_the_poison_works(poisoned: dict[str, str]) -> None:
     assert (done.returncode, done.stderr) == (99, "torch was imported")
 
 
-@pytest.mark.parametrize("suite", plugins.names("te_bench.experiments.suites"))
+#: te-bench called again and again, each call said before it begins: of one that imports torch its name is the last.
+AGAIN = """
+import json
+import sys
+
+from te_bench import cli
+
+for arguments in json.loads(sys.argv[1]):
+    print(*arguments, flush=True)
+    sys.argv[1:] = arguments
+    try:
+        cli.main()
+    except SystemExit as ended:
+        assert not ended.code, ended.code
+"""
+
+
+def called(calls: list[list[str]], env: dict[str, str]) -> None:
+    """te-bench by each list of arguments, in one process."""
+    command = [sys.executable, "-c", AGAIN, json.dumps(calls)]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-500:]}{done.stderr}"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_planning_never_imports_torch(poisoned: dict[str, str], tmp_path: Path, suite: str, device: str) -> None:
-    data = (
-        ["--data", "random"] if suite in ("convergence", "curves", "stress") else []
-    )  # a BPE of 50257 words takes a minute to train
-    done = te_bench("plan", suite, "--device", device, "--cache", tmp_path / "cache", *data, env=poisoned)
-    assert done.returncode == 0, done.stderr
+def test_planning_never_imports_torch(poisoned: dict[str, str], tmp_path: Path, device: str) -> None:
+    calls = [
+        ["plan", suite, "--device", device, "--cache", str(tmp_path / "cache")]
+        + (
+            ["--data", "random"] if suite in ("convergence", "curves", "stress") else []
+        )  # a BPE takes a minute to train
+        for suite in plugins.names("te_bench.experiments.suites")
+    ]
+    called(calls, poisoned)
 
 
 def test_reporting_and_listing_never_import_torch(poisoned: dict[str, str], tmp_path: Path) -> None:
-    for kind in look.KINDS:
-        assert te_bench("list", kind, env=poisoned).returncode == 0
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
     code += f"import journals; from pathlib import Path; journals.everything(Path({str(tmp_path / 'run')!r}))"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **poisoned})
-    done = te_bench("report", tmp_path / "run", env=poisoned)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).is_file()
+    called([*(["list", kind] for kind in look.KINDS), ["report", str(tmp_path / "run")]], poisoned)
+    assert list((tmp_path / "run").rglob("index.html"))

@@ -99,3 +99,13 @@ def test_ctrl_c_is_no_verdict(command: Command, monkeypatch: pytest.MonkeyPatch,
     done = command(*arguments)
     assert done.code == 130
     assert done.err == "\nStopped.\n"
+
+
+def test_doctor_tells_of_another_gpu_by_its_name(command: Command) -> None:
+    found = json.loads(command("doctor", "--gpu", "l40s", "--json").out)
+    assert found["GPU"]["name"] == "NVIDIA L40S"
+    assert found["GPU"]["shared memory of a program"] == "99 KiB"
+    assert found["AdamW"]["triton"] == "compiles, never run"
+    done = command("doctor", "--gpu", "GTX 1080")
+    assert done.code != 0
+    assert "unknown GPU 'GTX 1080'. Did you mean" in done.err

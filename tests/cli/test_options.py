@@ -120,6 +120,15 @@ def test_a_run_gives_each_child_a_uuid_and_describes_the_gpu_that_was_chosen(
     assert [gpu["uuid"] for gpu in run.environment["details"]["gpus"]] == ["GPU-b"]
 
 
+def test_each_model_has_a_folder_of_its_own_unless_out_says_another(command: Command, tmp_path: Path) -> None:
+    for model in ("tiny", "llama-tiny"):
+        done = command("run", "speed", "--device", "cpu", "--model", model, "--only", "ceilings*")
+        assert done.code == 0, done.err
+    command("run", "speed", "--device", "cpu", "--model", "tiny", "--only", "ceilings*", "--out", "mine")
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"speed-tiny", "speed-llama-tiny"}
+    assert (tmp_path / "mine" / "journal.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"plain text, and then \xff\xfe", "not UTF-8"), (b"too short for a block", "block"), (None, "No such file")],

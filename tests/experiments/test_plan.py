@@ -73,6 +73,7 @@ def test_a_trial_with_an_unknown_name_is_refused_with_the_near_matches(field: st
         ("head", "chunkd", "unknown head 'chunkd'. Did you mean chunked"),
         ("optimizer", "trition", "unknown optimizer 'trition'. Did you mean triton"),
         ("blocks", "fuse", "unknown blocks 'fuse'. Did you mean fused"),
+        ("rival", "torchao_rowise", "unknown rival 'torchao_rowise'. Did you mean torchao_rowwise"),
         ("linears", "torchao_rowise", "unknown linears 'torchao_rowise'. Did you mean torchao_rowwise"),
     ],
 )
@@ -98,14 +99,17 @@ def test_who_is_timed_alone_is_checked_too(workload: str, problem: dict[str, Any
         plan.check(trial)
 
 
-def test_a_peers_linears_and_their_recipe_go_together() -> None:
-    problem = {**STEP, "linears": "torchao_tensorwise"}
+@pytest.mark.parametrize("key", ["rival", "linears"])
+def test_a_rival_and_its_recipe_go_together(key: str) -> None:
+    problem = {**STEP, key: "torchao_tensorwise"}
     peer = dataclasses.replace(TRIAL, precision="fp8", recipe="float8_current_scaling", problem=problem)
     plan.check(peer)
     with pytest.raises(
         ValueError, match="torchao_tensorwise is the recipe float8_current_scaling, not rowwise_scaling"
     ):
         plan.check(dataclasses.replace(peer, recipe="rowwise_scaling"))
+    with pytest.raises(ValueError, match="torchao_tensorwise has blocks or a head of its own; leave out te-bench's"):
+        plan.check(dataclasses.replace(peer, problem={**problem, "blocks": "fused"}))
 
 
 def test_fp8_and_a_recipe_go_together() -> None:
@@ -147,6 +151,11 @@ def test_only_chooses_by_name_and_keeps_the_baseline() -> None:
     assert {t.seed for t in some.trials} == {0}
     assert {t.id for t in some.trials} < {t.id for t in whole.trials}
     assert some.baseline == whole.baseline == next(t.cell for t in whole.trials if t.attention == "manual")
+
+
+def test_only_takes_several_patterns() -> None:
+    some = plan.resolve("nanogpt", Options(device="cpu"), only="*/flash/*/s0, */manual/bf16/*/s1")
+    assert {(t.attention, t.seed) for t in some.trials} == {("flash", 0), ("manual", 1)}
 
 
 def test_only_without_a_match_shows_what_there_is() -> None:

@@ -41,7 +41,7 @@ FAULTS = {
     "killed-once": ("interrupted", r"SIGKILL"),
     "exit": ("crashed", r"^exit code 3 without a reply; see logs/"),
     "nan-sample": ("crashed", r"^a result that JSON cannot hold"),
-    "raises": ("crashed", r"^KeyError: "),
+    "raises": ("crashed", r"^KeyError: .*; see logs/[0-9a-f]{16}\.log$"),
     "lock": ("ok", None),
     "sound-after": ("ok", None),
     "tiny": ("diverged", r"^the loss is not finite$"),  # a real training step, at a learning rate of 1e30
@@ -259,11 +259,29 @@ def test_kill_9_while_the_fork_server_imports_torch_ends_it_at_once(tmp_path: Pa
         assert run.gone(), run.family()
 
 
+def test_a_program_that_had_a_fork_server_before_runs_trials(tmp_path: Path) -> None:
+    """It goes on serving, and has imported nothing for te-bench."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing, sys\n"
+        f"sys.path.append({str(PLANTED.parent)!r})\n"
+        "import te_bench_planted\n"
+        "if __name__ == '__main__':\n"
+        "    first = multiprocessing.get_context('forkserver').Process(target=int)\n"
+        "    first.start()\n"
+        "    first.join()\n"
+        "    te_bench_planted.cli.main()\n"
+    )
+    done = te_bench(*NAPS, tmp_path / "out", main=program, env=IDLE)
+    assert done.returncode == 0, done
+    assert {row["outcome"] for row in rows(tmp_path / "out")} == {"ok"}
+
+
 def test_a_fork_server_that_begins_after_te_bench_was_killed_ends(tmp_path: Path) -> None:
     """Its parent is another by then, whose death would come too late."""
     command = [sys.executable, "-c", f"import {runner.PRELOAD}; print('lives')"]
     for parent, lives in ((os.getpid(), True), (2**22, False)):  # above every pid
-        env = {**os.environ, runner.RUNNER: str(parent)}
+        env = {**os.environ, runner.RUNNER: str(parent), runner.PRELOADED: ""}  # a run in this process leaves its own
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert (done.stdout, done.returncode) == (("lives\n", 0) if lives else ("", 1)), done.stderr
 

@@ -2,6 +2,7 @@
 
 import functools
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,21 @@ def test_a_revision_has_the_fault_that_is_planted_in_it_and_the_other_none(
     base, head = (statistics.median(record.samples["latency_s"]) for record in slower)
     assert 1.5 < head / base < 3
     assert [record.outcome for record in crashed] == ["ok", "crashed"]
+
+
+def test_on_a_gpu_a_slow_down_is_less_by_what_its_own_launch_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    spun: list[float] = []
+    monkeypatch.setattr(planted_faults, "spin", spun.append)
+
+    def block_of(timed: Callable[[], object]) -> planted_faults.Block:
+        spun.clear()
+        timed()
+        return lambda calls: [1.02 if spun else 1.0] * calls
+
+    slower = planted_faults.plant(lambda: None, "cuda", block_of, slower=0.05)
+    spun.clear()
+    slower()
+    assert spun == [pytest.approx(0.03)]
 
 
 @pytest.mark.gpu

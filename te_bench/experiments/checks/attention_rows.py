@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_bench.experiments.checks import rounding
+from te_bench.experiments.checks import large, rounding
 from te_bench.experiments.checks.quantity import Quantity
 from te_bench.experiments.checks.tolerances import ACCUMULATED, ATTENTION_ROWS
 from te_bench.kernels import attention
+from te_bench.kernels.attention.sdpa import repeat_heads
 from te_bench.training.step import TrainStep, autocast, fp8_autocast
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -48,7 +49,7 @@ def check(step: TrainStep, tokens: Tensor, targets: Tensor, name: str, precision
         with autocast(step.device, step.precision), fp8_autocast(step.model):
             loss = step.model(tokens, targets)
         step.scaler.scale(loss).backward()
-    layers = len(step.model.transformer.h)  # type: ignore[union-attr,arg-type]
+    layers = len(step.model.attentions())  # type: ignore[operator]
     worst: dict[str, Quantity] = {}
     for layer, call in enumerate(calls):
         with autocast(step.device, step.precision):
@@ -81,7 +82,7 @@ def _kept(model: torch.nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _recorded(model: Any, calls: list[Call]) -> Iterator[None]:
     """Note each call of attention, of one block after the other or of fused ones."""
-    holders = [model.transformer, *(block.attn for block in model.transformer.h)]
+    holders = model.attentions()
     usual = [holder.attention for holder in holders]
     for holder, attend in zip(holders, usual, strict=True):
         holder.attention = functools.partial(_record, attend, calls)
@@ -131,6 +132,8 @@ def _quantities(where: str, call: Call, definition: str, precision: str) -> list
 def _by(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Four:
     """out, dq, dk, dv, with the causal mask and the usual scale, 1 / sqrt(D)."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    if q.shape[1] * q.shape[2] ** 2 > large.LARGE:
+        attend = large.by_heads(attend)
     with contextlib.nullcontext() if q.dtype is not torch.float64 else torch.autocast(q.device.type, enabled=False):
         out = attend(q, k, v, causal=True, scale=1 / math.sqrt(q.shape[3]))
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))
@@ -146,7 +149,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            out = (_weights(q, k, scale).to(q.dtype).float() @ v.float()).to(q.dtype)
+            out = (_weights(q, k, scale).to(q.dtype).float() @ _shared(q, v)).to(q.dtype)
         ctx.save_for_backward(q, k, v, out)
         ctx.scale = scale
         return out
@@ -158,15 +161,22 @@ class _Fused(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             weights, dout = _weights(q, k, scale), dout.float()
             delta = (out.float() * dout).sum(-1, keepdim=True)
-            dscores = (weights * (dout @ v.float().mT - delta)).to(dtype).float()
-            dq, dk = scale * dscores @ k.float(), scale * dscores.mT @ q.float()
+            dscores = (weights * (dout @ _shared(q, v).mT - delta)).to(dtype).float()
+            dq, dk = scale * dscores @ _shared(q, k), scale * dscores.mT @ q.float()
             dv = weights.to(dtype).float().mT @ dout
+            # Heads that share a key add up before they are rounded.
+            dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), None
+
+
+def _shared(q: Tensor, x: Tensor) -> Tensor:
+    """Keys or values in float32, for each head of q."""
+    return repeat_heads(x, q.shape[1]).float()
 
 
 def _weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
     past = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    return (q.float() @ k.float().mT * scale).masked_fill(~past, -math.inf).softmax(-1)
+    return (q.float() @ _shared(q, k).mT * scale).masked_fill(~past, -math.inf).softmax(-1)
 
 
 def as_fused(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float = 0.0) -> Tensor:

@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import attention_rows, rounding
+from te_bench.experiments.checks import attention_rows, large, rounding
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import Quantity, geometric_mean, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL, LOSS_FLOOR
+from te_bench.experiments.instruments import memory
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import attention
+from te_bench.models import cost
 from te_bench.models import recipe as recipes
 from te_bench.models.recipe import Float8CurrentScaling
 from te_bench.training.step import Optim, TrainStep
 
 #: What makes a step fast and nothing else: the references are without.
-FAST = ("head", "optimizer", "blocks", "linears")
+FAST = ("head", "optimizer", "blocks", "rival", "linears")
 
 #: Passes before the check of a step whose recipe keeps its scales. Delayed scaling begins with scale 1, at which small
 #: gradients vanish, and with them all that flows through their GEMM: each pass brings the next one down to its scale.
@@ -34,8 +36,42 @@ UNFUSED = ("manual", "math")
 #: Scores of a layer that the references hold at once: 128 MiB in float64, or those of one sequence.
 TOGETHER = 2**24
 
+#: Bytes a parameter while the references are there: of the step its weight, gradient, moments and a copy for GEMMs, the
+#: gradient that it found, and of float64 weight and gradient. Of a GPU's memory these may take SHARE; activations the rest.
+HELD = 18 + 4 + 16
+SHARE = 0.45
+
 #: What the head `fp8` multiplies softmax - onehot by, which is at most 1: a loss's mean over the targets comes after it.
 HEAD_SCALE = 2.0**15
+
+
+def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dict[str, Any]]:
+    """The trial's step and its check, which is of fewer layers where the references of all would not fit on the GPU.
+
+    The check then has a step of its own, which is gone before the trial's is built. Raises CheckFailed.
+    """
+    checked = within_memory(trial)
+    step = trial_model.step_of(checked)
+    check = check_step(checked, tokens, targets, step)
+    if checked is not trial:
+        del step
+        torch._dynamo.reset()
+        memory.reset(trial.device)
+        step = trial_model.step_of(trial)
+    return step, check
+
+
+def within_memory(trial: Trial) -> Trial:
+    """The trial, or with as many layers as this GPU can check, one at least; a CPU is taken to have memory enough."""
+    if trial.device == "cpu":
+        return trial
+    config = trial_model.config_of(trial)
+    spare = SHARE * torch.cuda.get_device_properties().total_memory
+    spare -= HELD * cost.parameters(config, StepProblem.of(trial).padded_vocab)
+    if spare >= 0:
+        return trial
+    too_many = math.ceil(-spare / (HELD * (config.shape.weights + config.shape.vectors)))
+    return dataclasses.replace(trial, problem={**trial.problem, "layers": max(1, config.shape.layers - too_many)})
 
 
 def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> dict[str, Any]:
@@ -63,9 +99,12 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     as_fused = definition == "manual" and trial.attention not in UNFUSED
     library_loss, yardstick = reference(library, step.optim, tokens, targets, recipe, fp8_head, as_fused)
     trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
-    padding = ours["transformer.wte.weight"][p.vocab :]
-    ours["transformer.wte.weight"] = ours["transformer.wte.weight"][: p.vocab]
-    truth, yardstick, ours = _parts(truth), _parts(yardstick), _parts(ours)
+    model: Any = step.model
+    tables = [name for name, parameter in model.named_parameters() if model.has_padding(parameter)]
+    padding = torch.cat([ours[name][p.vocab :].flatten() for name in tables])
+    ours |= {name: ours[name][: p.vocab] for name in tables}
+    split = model.gradient_parts()
+    truth, yardstick, ours = (_parts(gradients, split) for gradients in (truth, yardstick, ours))
 
     # Half-precision log-probabilities are rounded one by one (autocast on a GPU): four sigma of their mean's rounding.
     rounded_mean = FLOOR[trial.precision] / math.sqrt(12 * targets.numel())
@@ -77,7 +116,7 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     for name, gradient in truth.items():
         limit = FACTOR * max(errors[name], typical) + FLOOR[trial.precision]
         quantities.append(Quantity(f"grad {name}", relative_error(ours.get(name), gradient), limit))
-    slack = FACTOR if p.linears is not None else 1.0  # a peer may round more coarsely than the recipe says
+    slack = FACTOR if p.against is not None else 1.0  # a rival may round more coarsely than the recipe says
     rounded = {"typical": typical, "slack": slack}
     for name, gradient in truth.items():
         quantities += rounding.quantities(
@@ -86,12 +125,14 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     if trial.precision == "fp8":
         ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth, quantities[1:], strict=False)]
         overall = geometric_mean(ratios)
-        if p.linears is None:
+        if p.against is None:
             quantities.append(Quantity("grad, ratio to FP8 emulation", overall, FP8_OVERALL))
         quantities.append(Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
     quantities.append(Quantity("grad padding rows", _largest(padding), 0.0))
-    quantities += _check_attention(trial, tokens, targets, step)
-    return judge("manual attention, fp64, unpadded, same weights", quantities)
+    if p.against is None or not p.against.own_attention:  # which nothing of ours can look into
+        quantities += _check_attention(trial, tokens, targets, step)
+    fewer = "" if p.layers is None else f", both with {p.layers} of the model's layers"
+    return judge(f"manual attention, fp64, unpadded, same weights{fewer}", quantities)
 
 
 def settle(recipe: str | None, once: Callable[[], object]) -> None:
@@ -126,34 +167,37 @@ def reference(
     """loss, gradients of the eager model a few sequences at a time: the reference fits wherever the trial does.
 
     Small problems go by micro-batches as the trial's do, so that FP8's scales are of the same tensors as there.
+    Long sequences and large vocabularies go by parts (checks.large).
     With a recipe, its FP8 is emulated; with fp8_head, that of the head `fp8`, one scale a tensor, its gradient's
     fixed; as_fused: attention is rounded as fused kernels do.
     """
     rows = len(tokens) // optim.accumulate
-    together = max(1, TOGETHER // (trial_model.config_of(trial).n_head * tokens.shape[1] ** 2))
+    together = max(1, TOGETHER // (trial_model.config_of(trial).shape.heads * tokens.shape[1] ** 2))
     together = max(count for count in range(1, rows + 1) if rows % count == 0 and count <= together)
     optim = dataclasses.replace(optim, accumulate=len(tokens) // together)
     model = trial_model.build(trial)
     if trial.precision == "fp64":  # after the initialisation, so that the weights are the trial's own float32 ones
         model.double()
     if recipe is not None:
-        emulate(model, recipe, leave=("lm_head",))
+        emulate(model, recipe, leave=(model.head_name,))
     if fp8_head:
-        emulate(model.lm_head, Float8CurrentScaling(), gradient_scale=HEAD_SCALE * targets.numel())
+        emulate(model.tables().head, Float8CurrentScaling(), gradient_scale=HEAD_SCALE * targets.numel())
     if as_fused:
-        block: Any
-        for block in model.transformer.h:
-            block.attn.attention = attention_rows.as_fused
+        for module in model.attentions():
+            module.attention = attention_rows.as_fused
+    if large.is_large(model.config.shape, tokens.shape[1]):
+        large.by_parts(model)
     step = TrainStep(model, optim, precision=trial.precision, mode="eager")
     return step.gradients(tokens, targets)
 
 
-def _parts(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+def _parts(gradients: dict[str, Tensor], split: dict[str, dict[str, int]]) -> dict[str, Tensor]:
     """The gradients with q's, k's and v's apart: v's is so much larger at first that a wrong scale of q k^T drowns in it."""
     parts: dict[str, Tensor] = {}
     for name, gradient in gradients.items():
-        if name.endswith("c_attn.weight"):
-            parts |= {f"{name} {part}": rows for part, rows in zip("qkv", gradient.chunk(3), strict=True)}
+        if name in split:
+            rows = gradient.split(list(split[name].values()))
+            parts |= {f"{name} {part}": own for part, own in zip(split[name], rows, strict=True)}
         else:
             parts[name] = gradient
     return parts

@@ -16,17 +16,24 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from te_bench.experiments import trial_model
 from te_bench.experiments.instruments.profiling import Seen
 from te_bench.experiments.measurement import CheckFailed, Measurement
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import NO_ATTENTION, Trial
 from te_bench.kernels import adamw, attention, linear_cross_entropy
+from te_bench.kernels.activation import KINDS
+from te_bench.models import decoder, rivals
+from te_bench.models.configs import DecoderConfig
+from te_bench.models.parts import AttentionPart, MLPPart
 
 Range = tuple[int, int | None]  # the least and the most that is right; None: however many
 Expected = dict[str, Range]
 
-LINEARS = 4  # of a block: query, key and value together, the projection, and the MLP's two
+LINEARS = 4  # of a layer: query, key and value together, the projection, and the MLP's two
 PASSES = 3  # GEMMs of a Linear: fprop, dgrad, wgrad
 SOME: Range = (1, None)
 NONE: Range = (0, 0)
@@ -40,6 +47,8 @@ WORDS = {
     "gemm_half": "GEMMs in half precision",
     "gemm_float": "GEMMs in float32 or wider",
     "fused_blocks": "fused blocks",
+    "rotary": "rotations of queries and keys",
+    "rows": "activations and norms of heads",
     "compiled": "what torch.compile made",
     "graphs": "replays of a captured graph",
     "host_launches": "kernels launched one by one",
@@ -53,9 +62,7 @@ OTHER = re.compile(
     r"attention|flash|fmha|sdpa|splitKreduce|^triton_(poi|red|per)|^void at::native|^(aten|te_bench)::", re.IGNORECASE
 )
 #: nvjet's letters are the operands' types: q and r are E4M3 and E5M2, t is bfloat16, h is float16.
-IN_FP8 = re.compile(
-    r"nvjet_(sm\d+_)?[qr]|e4m3|e5m2|^scaled_kernel$|^gemm_accumulate_kernel$|^gluon_gemm_(fp8|accumulate)_kernel$"
-)
+IN_FP8 = re.compile(r"nvjet_(sm\d+_)?[qr]|e4m3|e5m2|^scaled_kernel$|^gluon_gemm_fp8_kernel$")
 IN_HALF = re.compile(r"nvjet_(sm\d+_)?[th]|bf16|bfloat|f16|fp16|h16|h884|half")
 
 PRODUCT = re.compile(r"aten::(mm|addmm)\b")  # of a CPU
@@ -64,7 +71,9 @@ PRODUCT_FP8 = re.compile(r"te_bench::(\w+_gemm|scaled_mm)$|aten::_scaled_mm")
 HALVES, FLOATS = ("c10::BFloat16", "c10::Half"), ("float", "double")
 
 #: device -> what proves a part, beside heads and optimizers, which say so themselves.
-FUSED = {"cuda": r"^_add_forward(_cast)?_kernel$", "cpu": r"^Between$"}
+FUSED = {"cuda": r"^_add_forward(_cast)?_kernel$", "cpu": r"^Segment$"}
+#: Kernels that fused blocks launch beside; a compiler makes its own of what they do.
+BESIDE = {"rotary": r"^rotary_kernel$", "rows": r"^_forward(_cast)?_kernel$"}
 TORCH_ADAMW = {"cuda": r"FusedOptimizerTensorListMetadata", "cpu": r"^aten::_fused_adamw_$"}
 COMPILED = r"^Torch-Compiled Region|^triton_(poi|red|per|tem)_"
 
@@ -98,7 +107,8 @@ def parts(counts: Mapping[str, int], device: str, *, half: bool = True) -> dict[
     patterns = {"fused_blocks": FUSED[device], "optimizer_torch": TORCH_ADAMW[device], "compiled": COMPILED}
     patterns |= _kernels_of(device)
     if device == "cuda":
-        patterns |= {"graphs": r"^cudaGraphLaunch", "host_launches": r"^cu(da)?LaunchKernel"}
+        patterns |= {"graphs": r"^cudaGraphLaunch", "host_launches": r"^cu(da)?LaunchKernel", **BESIDE}
+        patterns |= _of_rivals()
     found = Counter(dict.fromkeys((*GEMMS, *patterns), 0))
     for name, times in counts.items():
         if kind := gemm(name):
@@ -117,25 +127,71 @@ def _kernels_of(device: str) -> dict[str, str]:
     return {part: kernels[device] for part, kernels in found.items() if device in kernels}
 
 
+@functools.cache
+def _of_rivals() -> dict[str, str]:
+    """{"rival_TITLE": what proves it on a GPU} of those that have kernels of their own."""
+    known = [rivals.load(name) for name in rivals.names()]
+    return {f"rival_{rival.title}": rival.kernels for rival in known if rival.kernels is not None}
+
+
 def expected_of_step(trial: Trial, rows: int) -> Expected:
     """What a training step of the trial is made of, `rows` being the tokens of a micro-batch."""
-    p = StepProblem.of(trial)
-    accumulate, layers = trial_model.optim_of(trial).accumulate, trial_model.config_of(trial).n_layer
-    expected = _gemms(trial, LINEARS * layers * accumulate)
+    config = trial_model.config_of(trial)
+    p, made = StepProblem.of(trial), _made_of(config)
+    accumulate = trial_model.optim_of(trial).accumulate
+    expected = _gemms(trial, made.linears * accumulate)
     chosen = {f"{family}_{getattr(p, family) or 'torch'}" for family in FAMILIES}
     for part in (*_kernels_of(trial.device), "optimizer_torch"):
         least = accumulate if part.startswith("head") else 1
         expected[part] = (least, None) if part in chosen else NONE
-    head = linear_cross_entropy.load(p.head or "reference")
+    their_head = p.against.head if p.against else None
+    head = their_head(config) if their_head else linear_cross_entropy.load(p.head or "reference")
     if trial.device != "cpu" or "cpu" not in head.kernels:  # which there is one operator, and shows no GEMM
         half = 2 if _plain(trial) == "gemm_half" else 4
         in_fp8, others = head.gemms(rows, p.padded_vocab, half)
         expected = _plus(_plus(expected, "gemm_fp8", accumulate * in_fp8), _plain(trial), accumulate * others)
-    # A GPU's kernel that adds and norms runs before the first attention and twice between two; a CPU's Function once.
-    times = accumulate * (2 * layers + 1 if trial.device == "cuda" else layers)
+    # A GPU's kernel that adds and norms runs before each part and at the end; a CPU's Function ends at each attention.
+    times = accumulate * (made.parts + 1 if trial.device == "cuda" else made.attentions + 1)
     fused = p.blocks is not None
     expected["fused_blocks"] = (times, times) if fused else NONE
-    return expected | _mode(trial, as_it_is=fused)
+    if fused and trial.device == "cuda" and not trial.mode.startswith("compile"):
+        turns = accumulate * made.turns
+        expected["rotary"] = (turns, turns)
+        expected["rows"] = (accumulate * made.rows, None)
+    if trial.device == "cuda":
+        theirs = f"rival_{p.against.title}" if p.against else None
+        for part in _of_rivals():
+            expected[part] = (accumulate * made.parts, None) if part == theirs else NONE
+    return expected | _mode(trial, as_it_is=p.as_it_is, theirs=_by_operators_of_its_own(trial))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MadeOf:
+    """How many of what a model has in all its blocks, as it describes itself.
+
+    linears: the head apart. turns: of queries and keys, and back. rows: gated activations and norms of heads, each a kernel
+    that goes by rows.
+    """
+
+    parts: int
+    linears: int
+    attentions: int
+    turns: int
+    rows: int
+
+
+@functools.cache
+def _made_of(config: DecoderConfig) -> MadeOf:
+    """By its parts and modules; of its weights nothing is allocated."""
+    with torch.device("meta"):
+        model = decoder.build(config)
+    parts, rotary = model.parts(), model.angles(1) is not None
+    attentions = [part for part in parts if isinstance(part, AttentionPart)]
+    gated = [part for part in parts if isinstance(part, MLPPart) and KINDS[part.activation][1]]
+    normed = [norm for part in attentions for norm in (part.q_norm, part.k_norm) if norm is not None]
+    turns = 2 * len(attentions) if rotary else 0
+    linears = sum(isinstance(module, nn.Linear) for module in model.modules()) - 1
+    return MadeOf(len(parts), linears, len(attentions), turns, len(gated) + len(normed))
 
 
 def expected_of_layer(
@@ -198,6 +254,14 @@ def _attention_compiled(trial: Trial) -> bool:
     return trial.attention != NO_ATTENTION and attention.load(trial_model.attention_of(trial)).compiled
 
 
+def _by_operators_of_its_own(trial: Trial) -> bool:
+    """Whether it is a rival's step that calls attention so."""
+    if "rival" not in trial.problem:
+        return False
+    rival = StepProblem.of(trial).against
+    return rival is not None and rival.own_attention
+
+
 def disagreement(expected: Expected, ran: Mapping[str, int]) -> str | None:
     """Which parts did not run as they were asked for, with both numbers, or None."""
     reasons = []
@@ -227,9 +291,8 @@ def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Mea
     more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
     if trial.attention == NO_ATTENTION:
         return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})
-    reason = attention.wrong_kernel(
-        trial_model.attention_of(trial), trial.device, seen.names, eager=trial.mode == "eager"
-    )
+    eager = trial.mode == "eager" and not _by_operators_of_its_own(trial)
+    reason = attention.wrong_kernel(trial_model.attention_of(trial), trial.device, seen.names, eager=eager)
     if reason:
         raise CheckFailed(reason, dataclasses.replace(measurement, samples={}, kernels=seen.names))
     chosen = attention.load(trial.attention).chosen

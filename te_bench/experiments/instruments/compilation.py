@@ -31,9 +31,9 @@ def begin(trial: Trial) -> None:
 
 
 def _compiles(trial: Trial) -> bool:
-    """Fused blocks and layers are captured as they are."""
+    """Fused blocks, layers and what rivals compute by themselves are captured as they are."""
     p = TrialProblem.of(trial)
-    as_it_is = isinstance(p, LayerProblem) or (isinstance(p, StepProblem) and p.blocks is not None)
+    as_it_is = isinstance(p, LayerProblem) or (isinstance(p, StepProblem) and p.as_it_is)
     return trial.mode != "eager" and not (trial.mode == "cudagraph" and as_it_is)
 
 

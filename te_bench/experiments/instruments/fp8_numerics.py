@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from te_bench.experiments.spec import Trial
 from te_bench.models import fp8
-from te_bench.models.fused import blocks
+from te_bench.models.decoder import NotFused
 from te_bench.models.modules.linear import Linear
 from te_bench.training.step import TrainStep, autocast
 
@@ -43,7 +43,7 @@ def probe(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float |
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(_untouched(step.model, list(modules.values())))
-        stack.enter_context(warnings.catch_warnings(action="ignore", category=blocks.NotFused))
+        stack.enter_context(warnings.catch_warnings(action="ignore", category=NotFused))
         for name, module in modules.items():
             stack.enter_context(_watched(name, module, seen))
         torch.manual_seed(SEED)

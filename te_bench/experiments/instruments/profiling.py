@@ -18,7 +18,7 @@ KERNELS = 60  # names that kernel_seconds holds; the seconds of all others go to
 #: What of the host's events `Seen.counts` has: products, operators and autograd Functions of te_bench, what torch.compile
 #: made, and the driver's launches. An operator inside one of WHOLE is a part of that one and not counted.
 HOST = re.compile(
-    r"aten::(mm|addmm|_scaled_mm(_v2)?|_fused_adamw_)$|te_bench::|Between(Backward)?$|Torch-Compiled Region|"
+    r"aten::(mm|addmm|_scaled_mm(_v2)?|_fused_adamw_)$|te_bench::|Segment(Backward)?$|Torch-Compiled Region|"
     r"cudaGraphLaunch|cu(da)?LaunchKernel"
 )
 WHOLE = re.compile(r"aten::(mm|addmm|_scaled_mm(_v2)?|_fused_adamw_)$|te_bench::")

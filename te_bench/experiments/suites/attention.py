@@ -18,8 +18,6 @@ GPU_SHAPES = [
     (1, 16, 16384, 128, False),
 ]
 CPU_SHAPES = [(2, 4, 128, 32, True), (2, 4, 128, 32, False), (1, 4, 512, 64, True)]
-#: Backends that hold the T x T scores are left out where those alone exceed this many bytes in bf16.
-SCORES_LIMIT = 8 * 2**30
 
 
 def experiment(options: Options) -> Experiment:
@@ -45,7 +43,7 @@ def experiment(options: Options) -> Experiment:
 def can_hold(name: str, problem: Settings) -> bool:
     """False for a backend that would hold too many scores."""
     scores_bytes = 2 * problem["batch"] * problem["heads"] * problem["length"] ** 2
-    return name not in ("manual", "manual_fp8", "math") or scores_bytes <= SCORES_LIMIT
+    return name not in suite_trials.KEEPS_SCORES or scores_bytes <= suite_trials.SCORES_LIMIT
 
 
 def problem(batch: int, heads: int, length: int, head_dim: int, causal: bool) -> Settings:

@@ -22,7 +22,9 @@ WORTH_LOOKING = 12  # seeds from which stopping early saves a fifth of them; of 
 #: Heads of the fused step: the FP8 one is an option of its own, with a verdict of its own.
 FUSED_HEADS = ("chunked", "fp8")
 
-HEEDS = frozenset({"model", "recipes", "steps", "tokens", "margin", "alpha", "preset", "stop_early", "fused", "share"})
+HEEDS = frozenset(
+    {"model", "batch", "recipes", "steps", "tokens", "margin", "alpha", "preset", "stop_early", "fused", "share"}
+)
 
 
 def experiment(options: Options) -> Experiment:

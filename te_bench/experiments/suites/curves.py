@@ -1,4 +1,7 @@
-"""Loss curves: the best validation loss in a time budget, at each backend's largest batch; bf16 beside fp8 by step."""
+"""Loss curves: the best validation loss in a time budget, at each backend's largest batch; bf16 beside fp8 by step.
+
+Of GPT-2 and nanoGPT's character model, on a CPU of a tiny GPT; --model, --batch and --tokens are for both halves.
+"""
 
 from te_bench.experiments import suite_trials
 from te_bench.experiments.presets import CHAR, TINY
@@ -11,20 +14,28 @@ BUDGET_S = 60.0
 
 def experiment(options: Options) -> Experiment:
     trials = [*_budget(options), *_steps(options)]
-    return Experiment(suite="curves", title="Loss curves", trials=tuple(trials), baseline=trials[0].cell)
+    models = dict.fromkeys(suite_trials.called(dict(trial.problem)) for trial in trials)
+    return Experiment(
+        suite="curves",
+        title=f"Loss curves: {', '.join(models)}",
+        trials=tuple(trials),
+        baseline=trials[0].cell,
+        heeds=frozenset({"model", "batch", "tokens"}),
+    )
 
 
 def _budget(options: Options) -> list[Trial]:
     """What a user gets out of the same minutes: GPT-2 on a GPU, the tiny model at a fixed batch on a CPU."""
     cuda = options.device == "cuda"
-    model, tokenizer, block = ("gpt2", "bpe:50257", 1024) if cuda else ("tiny", "bytes", 64)
-    data = suite_trials.corpus_problem(options, options.data_for(model, "stdlib"), tokenizer, block)
+    sizes = suite_trials.sized(options, {"model": "gpt2", "block": 1024} if cuda else {"model": "tiny", "block": 64})
+    model, block = sizes["model"], sizes["block"]
+    tokenizer = "bpe:50257" if cuda else "bytes"
+    data = suite_trials.corpus_problem(options, model, options.data_for(model, "stdlib"), tokenizer, block)
     budget = options.budget_s or BUDGET_S
     problem: Settings = {
         **data,
-        "model": model,
-        "batch": "max" if cuda else 16,
-        "block": block,
+        **sizes,
+        "batch": options.batch or ("max" if cuda else 16),
         "budget_s": budget,
         "eval_every_s": budget / 8,
         "eval_tokens": 2**20 if cuda else 32768,
@@ -36,15 +47,18 @@ def _budget(options: Options) -> list[Trial]:
         suite_trials.training(options, problem, name, "bf16" if cuda else "fp32", "eager", seed)
         for seed in suite_trials.seeds(options, 1)
         for name in rivals
+        if suite_trials.can_hold(name, {**sizes, "batch": options.batch or 1})
     ]
 
 
 def _steps(options: Options) -> list[Trial]:
     """Loss against step in bf16 and fp8 from the same weights on the same batches, once for each seed."""
-    base = CHAR if options.device == "cuda" else TINY
+    usual = CHAR if options.device == "cuda" else TINY
+    base = usual | {"model": options.model or usual["model"], "block": options.tokens or usual["block"]}
+    base["batch"] = options.batch or usual["batch"]
     model, block = base["model"], base["block"]
     name = options.data_for(model, "stdlib")
-    data = suite_trials.corpus_problem(options, name, "bytes" if name == "stdlib" else "chars", block)
+    data = suite_trials.corpus_problem(options, model, name, "bytes" if name == "stdlib" else "chars", block)
     mode = "compile" if options.device == "cuda" else "eager"
     return [
         suite_trials.training(options, {**data, **base}, "flash", precision, mode, seed)

@@ -1,13 +1,15 @@
-"""Transformer Engine's quickstart layer: as it was shown, and with the same function on every configuration.
+"""Transformer Engine's quickstart layer, as it was shown and with one function on every configuration; or --model's.
 
 "faithful": dropout 0.1, and the masks of the original: full for the plain layer, causal inside TransformerLayer, which so
 computes another function with half of the attention work. "fair": no dropout, causal everywhere. "mlp": its norm and MLP
-alone, te.LayerNormMLP beside the plain one.
+alone, te.LayerNormMLP beside the plain one. Of a model, llama3-8b for instance, "fair" alone, without what the quickstart
+shows first: plain PyTorch by kernels and compiled, te.TransformerLayer, torchao and Transformer Engine.
 """
 
 from te_bench.experiments import suite_trials
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Trial
+from te_bench.models.configs import configs
 
 SEEDS = 3
 GPU: Settings = {"hidden": 4096, "ffn": 16384, "heads": 32, "sequence": 2048, "batch": 4}
@@ -23,12 +25,16 @@ THEIRS = (DELAYED, CURRENT, "float8_block_scaling")  # what Transformer Engine h
 #: Attention and mode of te_layer's configurations besides cuDNN's in eager mode: ours, and both captured.
 OURS = (("gluon", "eager"), ("cudnn", "cudagraph"), ("gluon", "cudagraph"))
 
+BOTH = ("eager", "compile")
+
 Configuration = tuple[str, str, str | None, str]  # layer, attention, recipe (None: no FP8), mode
 
 
 def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
     sizes = GPU if cuda else CPU
+    if options.model is not None:
+        return _of_model(options, options.model, sizes)
     faithful = _faithful("cudnn" if cuda else "math", theirs=cuda)  # a CPU's flash has no dropout
     fair = _fair_gpu() if cuda else _fair_cpu()
     trials = []
@@ -38,7 +44,40 @@ def experiment(options: Options) -> Experiment:
         trials += [_trial(options, sizes | MLP, configuration, seed) for configuration in _mlp(cuda)]
     s, b, h = (sizes[key] for key in ("sequence", "batch", "hidden"))
     title = f"Transformer Engine's quickstart layer: sequence {s}, batch {b}, hidden {h}"
-    return Experiment(suite="layer", title=title, trials=tuple(trials), baseline=trials[0].cell)
+    return Experiment(
+        suite="layer", title=title, trials=tuple(trials), baseline=trials[0].cell, heeds=frozenset({"model"})
+    )
+
+
+def _of_model(options: Options, model: str, usual: Settings) -> Experiment:
+    """torch.compile in bf16 first; --batch sequences of --tokens."""
+    cuda = options.device == "cuda"
+    shape = configs()[model].shape
+    if shape.learned_positions:
+        others = [name for name, config in configs().items() if not config.shape.learned_positions]
+        raise ValueError(
+            f"--model {model}: leave it out, a GPT's layer is the quickstart's; or give {', '.join(others)}"
+        )
+    sized = suite_trials.sized(options, {"batch": usual["batch"], "block": usual["sequence"]})
+    sizes: Settings = {"model": model, "hidden": shape.hidden, "ffn": shape.ffn, "heads": shape.heads}
+    sizes |= {"sequence": sized["block"], "batch": sized["batch"]}
+    plain = (
+        [(kernel, mode) for kernel in ("cudnn", "flash") for mode in reversed(BOTH)] if cuda else [("flash", "eager")]
+    )
+    compared: list[Configuration] = [("plain_sdpa", kernel, None, mode) for kernel, mode in plain]
+    compared += [*_whole_gpu(), *_peers_gpu()] if cuda else _whole_cpu()
+    trials = [
+        _trial(options, sizes | FAIR, configuration, seed)
+        for seed in suite_trials.seeds(options, SEEDS if cuda else 1)
+        for configuration in compared
+    ]
+    return Experiment(
+        suite="layer",
+        title=f"A layer of {suite_trials.called(sizes)}: {sizes['batch']} x {sizes['sequence']} tokens",
+        trials=tuple(trials),
+        baseline=trials[0].cell,
+        heeds=frozenset({"model", "batch", "tokens"}),
+    )
 
 
 def _faithful(kernel: str, *, theirs: bool) -> list[Configuration]:
@@ -50,15 +89,24 @@ def _faithful(kernel: str, *, theirs: bool) -> list[Configuration]:
 
 
 def _fair_gpu() -> list[Configuration]:
-    both = ("eager", "compile")
     found: list[Configuration] = [("plain", "manual", None, "eager")]
-    found += [("plain_sdpa", kernel, None, mode) for kernel in ("flash", "cudnn") for mode in both]
-    found += [(layer, "cudnn", None, mode) for layer in ("te_basic", "te_fused", "te_layer") for mode in both]
-    for recipe in suite_trials.recipes():
-        modes = both if recipe in (DELAYED, CURRENT) else ("eager",)
+    found += [("plain_sdpa", kernel, None, mode) for kernel in ("flash", "cudnn") for mode in BOTH]
+    found += [(layer, "cudnn", None, mode) for layer in ("te_basic", "te_fused") for mode in BOTH]
+    return [*found, *_whole_gpu(), *_peers_gpu()]
+
+
+def _whole_gpu() -> list[Configuration]:
+    """te.TransformerLayer, in bf16 and under each recipe."""
+    recipes = suite_trials.recipes()
+    found: list[Configuration] = [("te_layer", "cudnn", None, mode) for mode in BOTH]
+    for recipe in recipes:
+        modes = BOTH if recipe in (DELAYED, CURRENT) else ("eager",)
         found += [("te_layer", "cudnn", recipe, mode) for mode in modes]
-    found += [("te_layer", kernel, recipe, mode) for recipe in (None, *suite_trials.recipes()) for kernel, mode in OURS]
-    found += [
+    return found + [("te_layer", kernel, recipe, mode) for recipe in (None, *recipes) for kernel, mode in OURS]
+
+
+def _peers_gpu() -> list[Configuration]:
+    found: list[Configuration] = [
         ("torchao_tensorwise", "cudnn", CURRENT, "compile"),
         ("torchao_rowwise", "cudnn", ROWWISE, "compile"),
     ]
@@ -77,15 +125,19 @@ def _mlp(cuda: bool) -> list[Configuration]:
 
 def _fair_cpu() -> list[Configuration]:
     found: list[Configuration] = [("plain", "manual", None, "eager")]
-    found += [(layer, "flash", None, "eager") for layer in ("plain_sdpa", "te_basic", "te_fused", "te_layer")]
-    return found + [("te_layer", "flash", recipe, "eager") for recipe in suite_trials.recipes()]
+    found += [(layer, "flash", None, "eager") for layer in ("plain_sdpa", "te_basic", "te_fused")]
+    return found + _whole_cpu()
+
+
+def _whole_cpu() -> list[Configuration]:
+    return [("te_layer", "flash", recipe, "eager") for recipe in (None, *suite_trials.recipes())]
 
 
 def _trial(options: Options, problem: Settings, configuration: Configuration, seed: int) -> Trial:
     layer, attention, recipe, mode = configuration
     if problem["variant"] == "faithful" and layer in ("te_layer", "transformer_engine"):
         problem = {**problem, "mask": "causal"}
-    if recipe == DELAYED:
+    if recipe == DELAYED and "model" not in problem:
         problem = {**problem, "amax_history_len": HISTORY}
     return Trial(
         workload="layer",

@@ -6,7 +6,6 @@ A tiny GPT would say nothing of a GPU, whose time it leaves to the host. Larger 
 from te_bench.experiments import environment, suite_trials
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
-from te_bench.experiments.suite_trials import VP, V
 from te_bench.experiments.suites import attention, speed
 
 SEEDS = {"cuda": 2, "cpu": 3}  # a third round of GPT-2's took 36 s on an H200, where two take 111 (2026-11-23)
@@ -49,13 +48,13 @@ def _on_a_gpu(options: Options) -> Experiment:
 
 def _on_a_cpu(options: Options) -> Experiment:
     """The kernels are compared in fp32, for a CPU computes bf16 slowly."""
-    configurations = [(name, V, "fp32") for name in ("manual", "math", "flash")]
-    configurations += [("flash", VP, "fp32"), ("flash", VP, "bf16"), ("flash", VP, "fp8")]
+    configurations = [(name, False, "fp32") for name in ("manual", "math", "flash")]
+    configurations += [("flash", True, precision) for precision in ("fp32", "bf16", "fp8")]
     problem: Settings = {"model": "tiny", "batch": 2, "block": BLOCK}
     ladder = [
-        suite_trials.step(options, problem, *configuration, "eager", seed)
+        suite_trials.step(options, problem, attention, precision, "eager", seed, padded=padded)
         for seed in suite_trials.seeds(options, SEEDS["cpu"])
-        for configuration in configurations
+        for attention, padded, precision in configurations
     ]
     return Experiment(
         suite="quick",
@@ -67,7 +66,7 @@ def _on_a_cpu(options: Options) -> Experiment:
 
 def _curves(options: Options) -> list[Trial]:
     """The same short training in bf16 and in fp8: one pair of loss curves."""
-    data = suite_trials.corpus_problem(options, options.data_for("tiny", "stdlib"), "bytes", BLOCK)
+    data = suite_trials.corpus_problem(options, "tiny", options.data_for("tiny", "stdlib"), "bytes", BLOCK)
     problem: Settings = {
         **data,
         "model": "tiny",

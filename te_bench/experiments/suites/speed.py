@@ -1,6 +1,7 @@
-"""GPT-2 training step at its fastest: fused head, optimizer and blocks in one CUDA graph beside torch.compile.
+"""A training step at its fastest: fused head, optimizer and blocks in one CUDA graph beside torch.compile.
 
-GPT-2 124M, 12 x 1024 tokens, or --model and --batch; what everybody begins with, manual attention, is of the former alone.
+GPT-2 124M, 12 x 1024 tokens, or --model, --batch and --tokens; what everybody begins with, manual attention, is of the
+former alone.
 """
 
 import dataclasses
@@ -8,8 +9,8 @@ import dataclasses
 from te_bench.experiments import suite_trials
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Trial
-from te_bench.experiments.suite_trials import VP, V
-from te_bench.models.configs import CONFIGS
+from te_bench.models import rivals
+from te_bench.models.configs import configs
 
 SEEDS = 3
 GPT2: Settings = {"model": "gpt2", "batch": 12, "block": 1024}
@@ -26,21 +27,18 @@ OWN = ("triton", "gluon")
 def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
     usual: Settings = GPT2 if cuda else {"model": "tiny", "batch": 4, "block": 64}
-    problem = usual | {name: value for name in ("model", "batch") if (value := getattr(options, name)) is not None}
-    if options.model is not None:
-        problem["block"] = CONFIGS[options.model].block_size
-    if CONFIGS[problem["model"]].dropout:
+    problem = suite_trials.sized(options, usual)
+    if configs()[problem["model"]].dropout:
         raise ValueError(f"--model {options.model}: it trains with dropout, which no fused kernel has; choose another")
     seeds = suite_trials.seeds(options, SEEDS if cuda else 1)
     begun = cuda and problem == usual
     repetitions = [[*_trials(options, problem, seed, begun), _ceilings(options.device, seed)] for seed in seeds]
-    what = {"gpt2": "GPT-2 124M", "tiny": "tiny GPT"}.get(problem["model"], problem["model"])
     return Experiment(
         suite="speed",
-        title=f"Fastest step: {what}, {problem['batch']} x {problem['block']} tokens",
+        title=f"Fastest step: {suite_trials.called(problem)}, {problem['batch']} x {problem['block']} tokens",
         trials=tuple(trial for trials in repetitions for trial in trials),
         baseline=repetitions[0][0].cell,
-        heeds=frozenset({"model", "batch"}),
+        heeds=frozenset({"model", "batch", "tokens"}),
     )
 
 
@@ -52,12 +50,12 @@ def _ceilings(device: str, seed: int) -> Trial:
 
 def beginning(options: Options, problem: Settings, seed: int) -> Trial:
     """What everybody begins with: attention written out, the vocabulary as it is, eager bf16."""
-    return suite_trials.step(options, problem, "manual", V, "bf16", "eager", seed)
+    return suite_trials.step(options, problem, "manual", "bf16", "eager", seed, padded=False)
 
 
 def compiled(options: Options, problem: Settings, seed: int, attention: str = "cudnn") -> Trial:
     """bf16 as torch.compile makes it at its best."""
-    return suite_trials.step(options, problem, attention, VP, "bf16", "compile-reduce-overhead", seed)
+    return suite_trials.step(options, problem, attention, "bf16", "compile-reduce-overhead", seed)
 
 
 def fused(
@@ -65,7 +63,29 @@ def fused(
 ) -> Trial:
     """te-bench's own step on a GPU: blocks, head and optimizer fused in one CUDA graph; in fp8 the head too is in FP8."""
     ours: Settings = {**problem, "optimizer": "triton", "head": HEADS[precision][-1], "blocks": "fused"}
-    return suite_trials.step(options, ours, attention, VP, precision, "cudagraph", seed, recipe=recipe)
+    return suite_trials.step(options, ours, attention, precision, "cudagraph", seed, recipe=recipe)
+
+
+def rivals_of(options: Options, problem: Settings, seed: int, attention: str = "cudnn") -> list[Trial]:
+    """Other projects' steps, each as its users train; beside a GPT, as published, torchao's alone, and on a GPU alone."""
+    gpt = configs()[problem["model"]].family == "gpt"
+    if gpt and options.device == "cpu":
+        return []
+    found = {"linears": ["torchao_tensorwise"]} if gpt else {"rival": rivals.names()}
+    return [
+        suite_trials.step(
+            options,
+            {**problem, key: name},
+            attention,
+            rival.precision,
+            mode,
+            seed,
+            recipe=rival.recipe or RECIPES[0],
+        )
+        for key, names in found.items()
+        for name, rival in ((name, rivals.load(name)) for name in names)
+        for mode in rival.modes
+    ]
 
 
 def _trials(options: Options, problem: Settings, seed: int, begun: bool) -> list[Trial]:
@@ -77,20 +97,16 @@ def _trials(options: Options, problem: Settings, seed: int, begun: bool) -> list
     attention, modes = ("cudnn", ("compile-reduce-overhead", "cudagraph")) if cuda else ("flash", ("eager",))
     precisions = [("bf16", ""), *(("fp8", recipe) for recipe in RECIPES)]
     trials = [
-        suite_trials.step(options, problem, attention, VP, precision, mode, seed, recipe=recipe)
+        suite_trials.step(options, problem, attention, precision, mode, seed, recipe=recipe)
         for mode in modes
         for precision, recipe in precisions
     ]
-    if cuda:  # the peer that trains in FP8 under torch.compile
-        peer: Settings = {**problem, "linears": "torchao_tensorwise"}
-        trials.append(suite_trials.step(options, peer, attention, VP, "fp8", "compile", seed))
+    trials += rivals_of(options, problem, seed, attention)
     if begun:
         trials.append(beginning(options, problem, seed))
     fast: Settings = {**problem, "optimizer": "triton" if cuda else "reference"}
     trials += [
-        suite_trials.step(
-            options, {**fast, "head": head, **blocks}, kernel, VP, precision, modes[-1], seed, recipe=recipe
-        )
+        suite_trials.step(options, {**fast, "head": head, **blocks}, kernel, precision, modes[-1], seed, recipe=recipe)
         for precision, recipe in precisions
         for head in HEADS[precision]
         for blocks in BLOCKS

@@ -4,7 +4,7 @@ from te_bench.experiments import presets, suite_trials
 from te_bench.experiments.spec import Experiment, Options
 
 FACTORS = (1, 2, 4, 8)
-HEEDS = frozenset({"model", "recipes", "steps", "tokens", "preset"})
+HEEDS = frozenset({"model", "batch", "recipes", "steps", "tokens", "preset"})
 
 
 def experiment(options: Options) -> Experiment:

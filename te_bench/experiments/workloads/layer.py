@@ -1,8 +1,8 @@
-"""Forward and backward pass of one transformer layer by Transformer Engine's quickstart, after it was held to float64.
+"""Forward and backward pass of one transformer layer, after it was held to float64: the quickstart's, or a model's.
 
-The variant "mlp" is the norm and MLP alone, with attention "none". x and dy are uniform on [0, 1), (sequence, batch,
-hidden); x needs no gradient, no optimiser steps and gradients accumulate, as there. Mode cudagraph: both passes, with the
-recipe's step for its scales, captured as they are.
+The variant "mlp" is the norm and MLP alone, with attention "none". As in the quickstart x and dy are uniform on [0, 1),
+(sequence, batch, hidden), x needs no gradient, no optimiser steps and gradients accumulate. Mode cudagraph: both passes,
+with the recipe's step for its scales, captured as they are.
 samples: latency_s (50), peak_*_bytes (1).
 work: tokens, FLOP and the GEMMs' FLOP of an iteration; ran (checks.what_ran); kernel_s, {kernel: seconds an iteration}, on a
 CPU the own time of each operator; numerics of te_bench's layers in FP8; on a GPU launches, the kernels of one iteration; in
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 import te_bench.models as te
+from te_bench import plugins
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import rounding, training_step, what_ran
+from te_bench.experiments.checks import large, rounding, training_step, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
@@ -28,8 +29,10 @@ from te_bench.experiments.measurement import Context, Measurement, Unsupported, 
 from te_bench.experiments.problems import LayerProblem
 from te_bench.experiments.spec import NO_ATTENTION, Trial
 from te_bench.kernels import attention
+from te_bench.models import decoder_layer
 from te_bench.models import quickstart as layers
 from te_bench.models import recipe as recipes
+from te_bench.models.configs import configs
 from te_bench.models.quickstart import Layer, LayerConfig
 
 WARM_UP = 3  # passes before one is captured
@@ -64,9 +67,9 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 
 def config_of(trial: Trial) -> LayerConfig:
-    """Raises ValueError for settings that are missing, wrong, or do not go together."""
+    """Raises ValueError for wrong settings, or that do not go together, Unsupported for a model whose layer none builds."""
     p = LayerProblem.of(trial)
-    if p.hidden % p.heads:
+    if p.model is None and p.hidden % p.heads:
         raise ValueError(f"hidden {p.hidden} is not a multiple of {p.heads} heads")
     if p.mask not in ("full", "causal"):
         raise ValueError(f"mask {p.mask!r}: full or causal")
@@ -80,7 +83,21 @@ def config_of(trial: Trial) -> LayerConfig:
         recipe=trial.recipe,
         settings=dict(p.recipe_settings),
         part="mlp" if p.variant == "mlp" else "layer",
+        **_of_model(p),
     )
+
+
+def _of_model(p: LayerProblem) -> dict[str, Any]:
+    """What the model that is named says of its layer."""
+    if p.model is None:
+        return {}
+    plugins.check("model", p.model, list(configs()))
+    shape = configs()[p.model].shape
+    if (own := (shape.hidden, shape.ffn, shape.heads)) != (p.hidden, p.ffn, p.heads):
+        raise ValueError(f"hidden, ffn and heads are {p.hidden}, {p.ffn} and {p.heads}; those of {p.model}: {own}")
+    if reason := decoder_layer.unlike(p.model):
+        raise Unsupported(f"model {p.model}: {reason}")
+    return decoder_layer.settings(p.model)
 
 
 def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
@@ -105,16 +122,16 @@ def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
 
 
 def gemm_flop(p: LayerConfig) -> int:
-    """6 (4 h^2 + 2 h f) a token: forward and backward of the four Linears; of the MLP's two 12 h f."""
-    around = 0 if p.part == "mlp" else 4 * p.hidden**2
-    return p.sequence * p.batch * 6 * (around + 2 * p.hidden * p.ffn)
+    """6 for each weight and token: forward and backward of the four Linears, or of the MLP's two."""
+    attention = 0 if p.part == "mlp" else p.hidden * (sum(p.columns) + p.columns[0])
+    return p.sequence * p.batch * 6 * (attention + p.hidden * (p.up + p.ffn))
 
 
 def flop(p: LayerConfig) -> int:
-    """gemm_flop, and 12 s h a token for attention, half of it when causal."""
+    """gemm_flop, and 12 s a token for attention and each feature of its queries, half of it when causal."""
     if p.part == "mlp":
         return gemm_flop(p)
-    return gemm_flop(p) + p.sequence * p.batch * 12 * p.sequence * p.hidden // (2 if p.causal else 1)
+    return gemm_flop(p) + p.sequence * p.batch * 12 * p.sequence * p.columns[0] // (2 if p.causal else 1)
 
 
 def draw(p: LayerConfig, seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -133,7 +150,7 @@ class Iteration:
     """
 
     def __init__(self, rival: Layer, p: LayerConfig, seed: int, *, mode: str = "eager", wide: bool = False):
-        self.rival, self.heads, self.part = rival, p.heads, p.part
+        self.rival, self.p = rival, p
         self.captures = mode == "cudagraph"
         self.graph: Any = None
         weights, self.x, self.dy = draw(p, seed)
@@ -200,11 +217,12 @@ class Iteration:
         y = self._once(x).double()
         dx = None if x.grad is None else x.grad.double()
         found: dict[str, Tensor | None] = {"output": y, "dx": dx}
-        if self.part == "layer":
+        if self.p.part == "layer":
             found = {"output - x": y - self.x.double(), "dx - dy": None if dx is None else dx - self.dy.double()}
         for name, gradient in layers.plain_gradients(self.rival, self.module, self.names).items():
             if name == "qkv_projection.weight" and gradient is not None:
-                parts = gradient.view(self.heads, 3, -1, gradient.shape[1]).unbind(1)
+                columns = [n // self.p.turns for n in self.p.columns]
+                parts = gradient.view(self.p.turns, -1, gradient.shape[1]).split(columns, 1)
                 found |= {f"grad {name} {part}": rows for part, rows in zip("qkv", parts, strict=True)}
             else:
                 found[f"grad {name}"] = gradient
@@ -236,8 +254,8 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     plain = layers.load("plain")
     precision = "bf16" if p.recipe else p.precision
     exact = dataclasses.replace(p, attention="manual", precision=precision, recipe=None, settings={})
-    truth = Iteration(plain, exact, trial.seed, wide=True).results()
-    library = Iteration(plain, exact, trial.seed)
+    truth = _by_parts(Iteration(plain, exact, trial.seed, wide=True)).results()
+    library = _by_parts(Iteration(plain, exact, trial.seed))
     if p.recipe:
         emulate(library.module, recipes.load(p.recipe))
     yardstick = library.results()
@@ -261,6 +279,15 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     if p.recipe:
         quantities += _fp8_quantities(rival, truth, quantities, errors)
     return judge("the plain layer, fp64, same weights, mask and data", quantities + more)
+
+
+def _by_parts(reference: Iteration) -> Iteration:
+    """The same, whose attention goes by the heads that share a key where the scores of a sequence are too many."""
+    p = reference.p
+    if p.part == "layer" and p.heads * p.sequence**2 > large.LARGE:
+        module: Any = reference.module.attention
+        module.forward = large.by_heads(module.forward, axis=2)
+    return reference
 
 
 def _error(x: Tensor | None, truth: Tensor | None) -> float:

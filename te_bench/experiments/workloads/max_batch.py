@@ -149,9 +149,9 @@ def _steps(trial: Trial) -> Try:
 
 def _verify(trial: Trial) -> Try:
     batch = train_step.random_batches(trial)[0]
-    step = trial_model.step_of(trial)
     try:
-        measurement = Measurement(check=training_step.check_step(trial, *batch, step))
+        step, check = training_step.begin(trial, *batch)
+        measurement = Measurement(check=check)
         seen = profiling.kernels_seen(lambda: step(*batch), trial.device)
         asked = what_ran.expected_of_step(trial, batch[0].numel() // step.optim.accumulate)
         measurement, wrong = what_ran.require(trial, seen, measurement, asked), None

@@ -26,8 +26,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     trial_model.require_supported(trial)
     compilation.begin(trial)
     batches = random_batches(trial)
-    step = trial_model.step_of(trial)
-    check = training_step.check_step(trial, *batches[0], step) if context.check else CHECKED_BEFORE
+    step, check = (
+        training_step.begin(trial, *batches[0]) if context.check else (trial_model.step_of(trial), CHECKED_BEFORE)
+    )
     losses: list[Tensor] = []
 
     def next_step() -> None:

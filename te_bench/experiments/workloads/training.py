@@ -25,7 +25,6 @@ from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainingProblem
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
-from te_bench.models.zoo.gpt import GPT
 from te_bench.training import checkpoints, data
 from te_bench.training import corpus as corpora
 from te_bench.training.step import TrainStep, evaluate, train
@@ -52,8 +51,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     optim = trial_model.optim_of(trial)
     rows = {**sizes, "batch": sizes["batch"] * optim.accumulate}
     stream = data.Batches(corpus, **rows, seed=trial.seed, device=trial.device)
-    step = trial_model.step_of(trial)
-    check = _checked(trial, *_few(stream.at(0), optim.accumulate, trial), step)
+    step, check = _begun(trial, *_few(stream.at(0), optim.accumulate, trial))
     memory.reset(trial.device)
     torch.manual_seed(trial.seed)  # dropout draws the same masks whatever the check drew
 
@@ -85,16 +83,16 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: Path) -> None:
     """Write the trained model to TRIAL-ID.pt, for `te-bench evaluate`. A planted fault is no recipe to run it in."""
-    assert isinstance(step.model, GPT)
+    model: Any = step.model
     recipe = None if TrainingProblem.of(trial).fault else trial.recipe
-    checkpoints.save(step.model, folder / f"{trial.id}.pt", recipe=recipe, corpus=corpus, about=trial.to_json())
+    checkpoints.save(model, folder / f"{trial.id}.pt", recipe=recipe, corpus=corpus, about=trial.to_json())
 
 
-def _checked(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> dict[str, Any]:
-    """The check of the step. A planted fault would rightly fail it, and is what that trial is to measure."""
+def _begun(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dict[str, Any]]:
+    """The step and its check. A planted fault would rightly fail it, and is what that trial is to measure."""
     if TrainingProblem.of(trial).fault:
-        return {"skipped": "planted fault"}
-    return training_step.check_step(trial, tokens, targets, step)
+        return trial_model.step_of(trial), {"skipped": "planted fault"}
+    return training_step.begin(trial, tokens, targets)
 
 
 def _micro(batch: tuple[Tensor, Tensor], accumulate: int) -> tuple[Tensor, Tensor]:

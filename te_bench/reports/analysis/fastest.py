@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.suites.speed import OWN
+from te_bench.models import rivals
 from te_bench.reports.analysis.measures import Ratio, speedup
 from te_bench.reports.analysis.steps import MeasuredStep
 
@@ -26,8 +27,9 @@ class FastestOfKind:
 
 def kind_of_step(trial: Trial) -> str:
     """Whose step a trial times."""
-    if trial.problem.get("linears"):
-        return "torchao under torch.compile"
+    name = str(trial.problem.get("rival") or trial.problem.get("linears") or "")
+    if name:  # of a journal, which may know more rivals than this te-bench
+        return rivals.load(name).title if name in rivals.names() else name
     parts = any(trial.problem.get(part) for part in OWN_PARTS)
     if parts or trial.precision == "fp8" or trial.attention in OWN:
         return TE_BENCH

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from te_bench.experiments.problems import TrainStepProblem
 from te_bench.models import cost
-from te_bench.models.configs import CONFIGS
+from te_bench.models.configs import configs
 from te_bench.models.cost import Cost
 from te_bench.reports.analysis.layers import kernel_seconds
 from te_bench.reports.analysis.measures import finite, numbers
@@ -64,7 +64,7 @@ class Breakdown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Floor:
-    """Every measured GPT step whose kernels were timed, fastest first; none without ceilings."""
+    """Every measured step whose kernels were timed, fastest first; none without ceilings."""
 
     ceilings: Ceilings | None
     breakdowns: tuple[Breakdown, ...] = ()
@@ -120,9 +120,9 @@ def _breakdown(step: MeasuredStep, at: Ceilings) -> Breakdown | None:
 
 
 def _costs(configuration: Configuration) -> tuple[Cost, ...]:
-    """What the trial's step must do; nothing for a model that is no GPT of ours or a precision without a formula."""
+    """What the trial's step must do; nothing for a model that te-bench does not know or a precision without a formula."""
     trial = configuration.trial
-    config, precision = CONFIGS.get(str(trial.problem.get("model"))), trial.precision
+    config, precision = configs().get(str(trial.problem.get("model"))), trial.precision
     if config is None or precision not in ("bf16", "fp8"):
         return ()
     p = TrainStepProblem.of(trial)

@@ -17,7 +17,7 @@ from te_bench.kernels.gemm import table as gemm
 from te_bench.kernels.linear_cross_entropy import table as linear_cross_entropy
 from te_bench.kernels.measured import Timing
 from te_bench.models import cost
-from te_bench.models.configs import CONFIGS
+from te_bench.models.configs import configs
 from te_bench.reports.analysis import rows
 from te_bench.reports.analysis.attention import PASSES
 from te_bench.reports.analysis.floor import kind_of
@@ -90,17 +90,18 @@ def _of_steps(results: Results, group: Group) -> Iterator[Candidate]:
     problems: dict[str, tuple[Problem, list[str]]] = {}
     for cell in group.of("train_step"):
         trial = cell.trial
-        config = CONFIGS.get(str(trial.problem.get("model")))
+        config = configs().get(str(trial.problem.get("model")))
         total = sum(value for name, value in kernel_seconds(cell).items() if kind_of(name) == cost.ATTENTION)
         if config is None or not total or trial.device != "cuda" or trial.problem.get("accumulate", 1) != 1:
             continue
         if in_fp8(trial.attention):
             continue
-        asked = {**trial.problem, "heads": config.n_head, "length": trial.problem["block"], "causal": True}
-        asked["head_dim"] = config.n_embd // config.n_head
+        shape = config.shape
+        heads = {"heads": shape.heads, "kv_heads": shape.groups, "head_dim": shape.head_dim}
+        asked = {**trial.problem, **heads, "length": trial.problem["block"], "causal": True}
         dtype = "bf16" if trial.precision == "fp8" else trial.precision
         others = json.dumps({**trial.to_json(), "attention": None, "seed": None}, sort_keys=True)
-        compared.setdefault(others, {})[trial.attention] = total / config.n_layer
+        compared.setdefault(others, {})[trial.attention] = total / shape.layers
         _, dates = problems.setdefault(others, (whole(attention_problem(asked, dtype, "cuda")), []))
         dates += [record.started_at for record in cell.ok]
     for problem in dict.fromkeys(problem for problem, _ in problems.values()):

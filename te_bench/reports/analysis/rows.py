@@ -20,7 +20,9 @@ _SHAPE = ("batch", "heads", "length", "head_dim", "causal", "dropout")
 _COURSE = ("model", "block", "data", "data_sha256", "corpus", "tokenizer", "steps", "budget_s")
 _SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a shape rather than a model
 _LAYER = ("layer", "variant")
+_OF_MODEL = ("model", "batch", "sequence")  # of a layer that is not the quickstart's
 _ARM = ("arm", "perturb_ulp", "fault", *run_options.FUSED)  # what arm_name says
+_THEIRS = ("rival", "linears")  # always named: a step of these alone would read as te-bench's own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +75,11 @@ class Configuration:
 
     @property
     def shape(self) -> str:
-        """B12 H12 T1024 D64 causal, or a layer's variant; empty for a workload that trains a model."""
+        """B12 H12 T1024 D64 causal, or a layer's variant, a model's with its sizes; empty for a workload that trains one."""
         if self.trial.workload == "layer":
-            return printable(str(self.trial.problem.get("variant")))
+            model, batch, sequence = (self.trial.problem.get(key) for key in _OF_MODEL)
+            of_model = "" if model is None else f"{model} {batch} x {sequence}, "
+            return printable(f"{of_model}{self.trial.problem.get('variant')}")
         return shape_label(self.trial.problem) if self.trial.workload in _SHAPED else ""
 
 
@@ -91,6 +95,8 @@ class Group:
     baseline: str | None  # id of the configuration that is 1.00x
     configurations: tuple[Configuration, ...]
     judged: tuple[Plan, ...] = ()  # the plans that fixed what a verdict is judged by, the oldest first
+    #: The options of its plans, as the command line says them, the oldest first.
+    asked: tuple[tuple[str, ...], ...] = ((),)
 
     def of(self, workload: str) -> tuple[Configuration, ...]:
         return tuple(configuration for configuration in self.configurations if configuration.trial.workload == workload)
@@ -155,6 +161,7 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
             judged=tuple(
                 sorted((p for p in reversed(plans[suite, environment]) if p.judgement), key=lambda p: p.started_at)
             ),
+            asked=tuple(dict.fromkeys(p.asked for p in reversed(plans[suite, environment]))),
         )
         for suite, environment in rows
     )
@@ -282,7 +289,7 @@ def _configurations(rows: Iterable[Row]) -> tuple[Configuration, ...]:
     comparable: dict[tuple[object, ...], dict[str, Trial]] = {}
     for key, found in by_id.items():
         trial = found[0].trial
-        together = {"training": _COURSE, "layer": ("variant",)}.get(trial.workload, ())
+        together = {"training": _COURSE, "layer": ("variant", *_OF_MODEL)}.get(trial.workload, ())
         course = [trial.problem.get(key) for key in together]
         comparable.setdefault((trial.workload, *course), {})[key] = trial
     labels = {key: label for trials in comparable.values() for key, label in _labels(trials).items()}
@@ -295,7 +302,9 @@ def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
     shaped = workload in _SHAPED
     named = _SHAPE if shaped else _LAYER if workload == "layer" else _VOCABULARY
     keys = dict.fromkeys(key for trial in trials.values() for key in trial.problem if key not in named)
-    differing = [key for key in keys if len({str(trial.problem.get(key)) for trial in trials.values()}) > 1]
+    differing = [
+        key for key in keys if key in _THEIRS or len({str(trial.problem.get(key)) for trial in trials.values()}) > 1
+    ]
     protocols = {trial.protocol for trial in trials.values()}
     labels = {}
     for key, trial in trials.items():

@@ -8,14 +8,13 @@ What the readers need: github-action-benchmark (tool: pytest) of each benchmark 
 1024 characters, and stats.median with .iqr or stats.mean with .stddev (its adapters/python/pytest.rs).
 """
 
-import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.spec import Record, Trial, matches
 from te_bench.experiments.store import Journal, Plan, load
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, identity, trial_of
@@ -47,7 +46,7 @@ def export(journal: Journal, *, only: str | None = None, environment: str | None
     chosen = _environment(journal, environment)
     body = journal.environments.get(chosen, {"id": chosen})
     records = [record for key, record in journal.records.items() if key[1] == chosen]
-    records = [record for record in records if only is None or fnmatch.fnmatchcase(record.trial.name, only)]
+    records = [record for record in records if matches(record.trial.name, only)]
     kept = {record.trial.id for record in records}
     plans = [_kept(plan, kept if only else None) for plan in journal.plans if plan.environment == chosen]
     benchmarks = _benchmarks(records, plans, body)

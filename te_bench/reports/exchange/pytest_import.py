@@ -75,7 +75,7 @@ def journal(value: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[P
     for benchmark in value["benchmarks"]:
         part = (benchmark.get("extra_info") or {}).get("te_bench") or {}
         timed.setdefault(str(part.get("trial")), {})[str(part.get("quantity"))] = _data(benchmark, name)
-    plans = [Plan(**{**plan, "trials": tuple(plan["trials"])}) for plan in own["plans"]]
+    plans = [Plan.from_json(plan) for plan in own["plans"]]
     records = [_whole(body, own["timed"].get(body["trial"]["id"], []), timed) for body in own["records"]]
     return dict(own["environment"]), plans, [record for record in records if record]
 

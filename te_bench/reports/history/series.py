@@ -5,14 +5,13 @@ one run measured in one environment: the median over processes of each process's
 differ from point to point: that is what a history shows.
 """
 
-import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.spec import Record, Trial, matches
 from te_bench.experiments.store import Journal, load
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, identity, printable
@@ -124,11 +123,7 @@ def from_journals(journals: Mapping[str, Journal], *, only: str | None = None, a
                     at = measured.setdefault((cell, quantity, machine), {})
                     at.setdefault((run, environment), []).append(record)
     names = _names(trials)
-    chosen = {
-        key: found
-        for key, found in measured.items()
-        if only is None or fnmatch.fnmatchcase(names[key[0]] + TIMED[key[1]], only)
-    }
+    chosen = {key: found for key, found in measured.items() if matches(names[key[0]] + TIMED[key[1]], only)}
     if not chosen:
         raise ValueError(
             f"--only {only}: no timed series matches; there are {', '.join(sorted(names.values())[:5]) or 'none'}"

@@ -19,10 +19,10 @@ from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.kernels.quantize.backends.reference import spread
+from te_bench.models import decoder
 from te_bench.models import recipe as recipes
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Float8CurrentScaling, Format, Recipe, Slot
-from te_bench.models.zoo import gpt
 from te_bench.training.optimizer import TableAdamW
 from te_bench.training.step import TrainStep
 
@@ -118,17 +118,17 @@ def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradient_of_the_head_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gpt.tied
+    right = decoder.tied
 
     def tied(*given: Tensor) -> tuple[Tensor, Tensor]:
         rows, again = right(*given)
         return rows, again.detach()
 
-    monkeypatch.setattr(gpt, "tied", tied)
+    monkeypatch.setattr(decoder, "tied", tied)
 
 
 def padding_in_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gpt.load_head
+    right = decoder.load_head
 
     def load(name: str) -> Any:
         forward = right(name).forward
@@ -136,7 +136,7 @@ def padding_in_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
             right(name), forward=lambda *args, vocab, **more: forward(*args, vocab=vocab + 1, **more)
         )
 
-    monkeypatch.setattr(gpt, "load_head", load)
+    monkeypatch.setattr(decoder, "load_head", load)
 
 
 @pytest.mark.usefixtures("plain_heads")
@@ -231,7 +231,7 @@ def test_padding_inside_the_softmax_fails(precision: str, monkeypatch: pytest.Mo
     def unmasked(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
         return F.cross_entropy(logits, targets, ignore_index=-1)
 
-    monkeypatch.setattr(gpt, "cross_entropy", unmasked)
+    monkeypatch.setattr(decoder, "cross_entropy", unmasked)
     for vocab, padded in ((V, VP), (50257, 50304)):
         with pytest.raises(CheckFailed, match="padding"):
             checked(a_trial(precision, vocab=vocab, padded_vocab=padded, batch=2))
@@ -245,7 +245,7 @@ def test_the_loss_alone_shows_padding_inside_the_softmax(precision: str, monkeyp
         logits = torch.cat([logits[:, :vocab], logits[:, vocab:].detach()], dim=1)
         return F.cross_entropy(logits, targets, ignore_index=-1)
 
-    monkeypatch.setattr(gpt, "cross_entropy", unmasked)
+    monkeypatch.setattr(decoder, "cross_entropy", unmasked)
     with pytest.raises(CheckFailed):
         checked(a_trial(precision, padded_vocab=512))
 

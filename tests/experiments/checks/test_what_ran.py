@@ -16,16 +16,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from te_bench.experiments import store, trial_model
 from te_bench.experiments.checks import training_step, what_ran
-from te_bench.experiments.instruments import fp8_numerics, profiling
+from te_bench.experiments.instruments import compilation, fp8_numerics, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement
 from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.workloads import layer, max_batch, train_step, training
 from te_bench.kernels import linear_cross_entropy
 from te_bench.kernels.linear_cross_entropy.backends import chunked
 from te_bench.kernels.linear_cross_entropy.backends import fp8 as fp8_head
-from te_bench.models import faults
+from te_bench.models import faults, rivals
 from te_bench.models import recipe as recipes
-from te_bench.models.fused import blocks as fused_blocks
+from te_bench.models.decoder import NotFused
 from te_bench.training.step import TrainStep
 
 PUBLISHED = Path(__file__).parents[3] / "results" / "h200"
@@ -59,6 +59,7 @@ def in_bf16(model: Any, count: int) -> None:
 
 def observed(trial: Trial, change: Callable[[TrainStep], None] = lambda step: None) -> dict[str, Any]:
     """The parts of the trial's step, as `change` leaves it. Raises CheckFailed where they are not what was asked for."""
+    compilation.begin(trial)  # as a trial does: past Dynamo's limit of compilations a step runs eagerly
     step = trial_model.step_of(trial)
     change(step)
     batch = train_step.random_batches(trial)[0]
@@ -103,11 +104,11 @@ def test_a_planted_fault_is_of_the_same_parts(fault: str) -> None:
         ("fp32", {}, {"gemm_float": 27}),
         ("fp32", {"head": "chunked"}, {"gemm_float": 24, "head_chunked": 1}),
         ("bf16", {"accumulate": 2}, {"gemm_half": 54}),
-        ("bf16", FAST, {"gemm_half": 27, "fused_blocks": 2, "optimizer_reference": 1}),
+        ("bf16", FAST, {"gemm_half": 27, "fused_blocks": 3, "optimizer_reference": 1}),
         (
             "fp8",
             {**FAST, "head": "fp8", "batch": 4, "accumulate": 2},
-            {"gemm_fp8": 48, "fused_blocks": 4, "head_fp8": 2},
+            {"gemm_fp8": 48, "fused_blocks": 6, "head_fp8": 2},
         ),
     ],
 )
@@ -207,12 +208,13 @@ def test_blocks_that_were_to_be_fused_and_are_not_fail_and_warn(
     recipe: str | None, change: Callable[[TrainStep], None], why: str
 ) -> None:
     with (
-        pytest.warns(fused_blocks.NotFused, match=why),
-        pytest.raises(CheckFailed, match="fused blocks: 2 expected, 0 ran"),
+        pytest.warns(NotFused, match=why),
+        pytest.raises(CheckFailed, match="fused blocks: 3 expected, 0 ran"),
     ):
         observed(a_trial(recipe, blocks="fused"), change)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("workload", "more"),
     [
@@ -242,6 +244,7 @@ def test_a_whole_trial_with_a_linear_in_bf16_is_a_failed_check_without_times(
     assert caught.value.measurement.samples == {}
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_record_of_a_largest_batch_has_what_ran_beside_its_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(max_batch, "largest", lambda _: (1, []))
     trial = dataclasses.replace(a_trial(memory_limit_gib=64), workload="max_batch")
@@ -253,10 +256,10 @@ def test_a_look_at_the_numerics_of_fused_blocks_goes_by_their_modules_and_does_n
     trial = a_trial("float8_current_scaling", blocks="fused")
     step, batch = trial_model.step_of(trial), train_step.random_batches(trial)[0]
     with warnings.catch_warnings():
-        warnings.simplefilter("error", fused_blocks.NotFused)
+        warnings.simplefilter("error", NotFused)
         assert len(fp8_numerics.probe(step, *batch)) > 8
     listen(step)
-    with pytest.warns(fused_blocks.NotFused):
+    with pytest.warns(NotFused):
         step(*batch)
 
 
@@ -271,7 +274,7 @@ def test_a_model_says_once_for_each_reason_that_it_is_not_fused() -> None:
             change(step)
             for _ in range(2):
                 step(*batch)
-    assert [warning.category for warning in caught] == [fused_blocks.NotFused]
+    assert [warning.category for warning in caught] == [NotFused]
     assert "h.1.mlp has a hook" in str(caught[0].message)
 
 
@@ -286,6 +289,24 @@ def test_a_head_says_how_many_gemms_it_is_made_of(head: Any, rows: int, monkeypa
         head.forward(x, weight, torch.zeros(rows).long(), vocab=60).backward()
     products = [event for event in profiler.events() or [] if re.fullmatch(r"aten::(mm|addmm)", event.name)]
     assert sum(head.gemms(rows, 64, 2)) == len(products)
+
+
+#: A kernel of each title's, launched once for each part.
+OF_RIVALS = {
+    "Transformer Engine": "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Traits>(Params)",
+    "Liger": "_rms_norm_forward_kernel",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in rivals.names() if rivals.load(name).kernels])
+def test_a_rival_s_step_is_told_by_its_kernels_whatever_its_recipe(name: str) -> None:
+    trial = a_trial(rivals.load(name).recipe, device="cuda", model="llama-tiny", rival=name)
+    asked = what_ran.expected_of_step(trial, 32)
+    expected = {part: asked[part] for part in (f"rival_{title}" for title in OF_RIVALS)}
+    for title, kernel in OF_RIVALS.items():
+        four, three = (what_ran.parts({kernel: times}, "cuda") for times in (4, 3))
+        assert (what_ran.disagreement(expected, four) is None) == (title == rivals.load(name).title)
+        assert what_ran.disagreement(expected, three) is not None
 
 
 # A layer

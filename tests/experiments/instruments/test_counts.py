@@ -16,7 +16,7 @@ from te_bench.experiments.instruments import compilation, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import attention, layer, train_step, training
-from te_bench.models.zoo import gpt
+from te_bench.models import decoder
 
 STEP = {"model": "tiny", "batch": 2, "block": 8, "vocab": 60, "padded_vocab": 64}
 COMPILED = Trial(workload="train_step", device="cpu", problem=STEP, attention="flash", precision="fp32", mode="compile")
@@ -108,13 +108,13 @@ def test_a_compiled_step_s_record_has_its_counts_and_an_eager_one_has_none() -> 
 
 @pytest.mark.usefixtures("dynamo")
 def test_a_break_in_the_model_is_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gpt.cross_entropy
+    right = decoder.cross_entropy
 
     def breaking(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
         torch._dynamo.graph_break()
         return right(logits, targets, vocab=vocab)
 
-    monkeypatch.setattr(gpt, "cross_entropy", breaking)
+    monkeypatch.setattr(decoder, "cross_entropy", breaking)
     found = train_step.run(COMPILED, Context()).work
     assert found["graph_breaks"] >= 1
     assert found["recompiles"] == 0

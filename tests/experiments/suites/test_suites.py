@@ -9,9 +9,9 @@ import pytest
 from te_bench import plugins
 from te_bench.experiments import environment, plan, suites, trial_model
 from te_bench.experiments.spec import Experiment, Options, Trial
-from te_bench.experiments.suite_trials import VP, V, corpus_problem
+from te_bench.experiments.suite_trials import corpus_problem
 from te_bench.kernels.attention.backends import gluon
-from te_bench.models import recipe
+from te_bench.models import recipe, rivals
 
 SUITES = plugins.names(suites.__name__)
 
@@ -59,7 +59,7 @@ def test_quick_on_a_cpu_has_what_the_issue_asks_for(tmp_path: Path) -> None:
     trials = resolve("quick", "cpu", tmp_path).trials
     steps = [t for t in trials if t.workload == "train_step"]
     assert len({t.attention for t in steps}) >= 3
-    assert {t.problem["padded_vocab"] for t in steps} == {V, VP}
+    assert {t.problem["padded_vocab"] for t in steps} == {50257, 50304}
     assert {t.precision for t in steps} == {"fp32", "bf16", "fp8"}
     assert [t.precision for t in trials if t.workload == "training"] == ["bf16", "fp8"]
 
@@ -78,7 +78,7 @@ def test_quick_on_a_hopper_gpu_is_gpt2_as_the_suite_speed_has_it(
         "manual",
         "bf16",
         "eager",
-        V,
+        50257,
     )
     assert (compiled.cell, compiled.mode) == (here.baseline, "compile-reduce-overhead")
     assert (fused.attention, fused.recipe, fused.mode) == ("gluon", "delayed_scaling", "cudagraph")
@@ -139,6 +139,17 @@ def test_speed_has_the_rivals_and_ours_in_bf16_and_in_both_fp8_recipes(tmp_path:
     assert {(t.mode, t.problem.get("optimizer")) for t in small} == {("eager", None), ("eager", "reference")}
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_speed_of_a_llama_has_every_rival_as_its_users_train(device: str, tmp_path: Path) -> None:
+    asked = Options(device=device, seeds=1, cache=tmp_path, model="llama3-1b", batch=1)
+    trials = [t for t in plan.resolve("speed", asked).trials if t.workload == "train_step"]
+    found = [(t.problem["rival"], t.precision, t.recipe, t.mode) for t in trials if "rival" in t.problem]
+    every = {name: rivals.load(name) for name in rivals.names()}
+    assert sorted(found) == sorted((n, r.precision, r.recipe, mode) for n, r in every.items() for mode in r.modes)
+    assert not any("linears" in t.problem for t in trials)
+    assert all(f"-{t.problem['rival']}/" in t.name for t in trials if "rival" in t.problem)
+
+
 def test_speed_of_another_model_and_batch(tmp_path: Path) -> None:
     """The same configurations, but for manual attention: at GPT-2 XL's size it is no beginning any more."""
 
@@ -167,20 +178,20 @@ def test_the_same_text_in_another_folder_is_the_same_trial(tmp_path: Path) -> No
         path.parent.mkdir()
         path.write_text("To be, or not to be. " * 400)
         options = Options(device="cpu", cache=tmp_path / "cache")
-        problems.append(corpus_problem(options, f"text:{path}", "bytes", 64))
+        problems.append(corpus_problem(options, "tiny", f"text:{path}", "bytes", 64))
     assert problems[0] == problems[1]
     assert problems[0]["data"] == "text:play.txt"
     path.write_text("That is the question. " * 400)
-    assert corpus_problem(options, f"text:{path}", "bytes", 64)["corpus"] != problems[0]["corpus"]
+    assert corpus_problem(options, "tiny", f"text:{path}", "bytes", 64)["corpus"] != problems[0]["corpus"]
 
 
 def test_a_large_vocabulary_is_padded_to_a_multiple_of_64_and_a_small_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text(" ".join(f"word{i} {i * i}" for i in range(20_000)))
     options = Options(device="cpu", cache=tmp_path / "cache")
-    small = corpus_problem(options, f"text:{path}", "bytes", 64)
+    small = corpus_problem(options, "tiny", f"text:{path}", "bytes", 64)
     assert small["padded_vocab"] == small["vocab"]
-    large = corpus_problem(options, f"text:{path}", "bpe:1500", 64)
+    large = corpus_problem(options, "tiny", f"text:{path}", "bpe:1500", 64)
     assert (large["vocab"], large["padded_vocab"]) == (1500, 1536)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from te_bench.experiments.checks import what_ran
+from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Trial
@@ -67,7 +67,7 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         return known[trial.id]
 
     with pytest.MonkeyPatch.context() as patch:  # what test_training.py has, and a fifth of the time goes to
-        patch.setattr(training, "_checked", lambda *_: {})
+        patch.setattr(training_step, "check_step", lambda *_: {})
         patch.setattr(profiling, "kernels_seen", lambda *_: None)
         patch.setattr(what_ran, "require", lambda trial, seen, measurement, asked: measurement)
         yield trained

@@ -88,6 +88,65 @@ def test_flop_is_the_quickstart_s() -> None:
     assert workload.flop(sizes["causal"]) / 1e12 == pytest.approx(9.9 + 0.41, abs=0.02)
 
 
+#: The layer of a model.
+LLAMA = {"model": "llama-tiny", "hidden": 64, "ffn": 192, "heads": 4, "sequence": 64}
+
+
+def test_flop_of_a_models_layer_by_hand() -> None:
+    """Llama 3 8B: 218 M weights; 32 heads of 128 see half of 8,192 keys."""
+    sizes = {"model": "llama3-8b", "hidden": 4096, "ffn": 14336, "heads": 32, "sequence": 8192, "batch": 1}
+    p = workload.config_of(changed(**sizes))
+    weights = 4096 * (4096 + 1024 + 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    assert workload.gemm_flop(p) == 8192 * 6 * weights
+    assert workload.flop(p) - workload.gemm_flop(p) == 8192 * 12 * 8192 * 4096 // 2
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_a_models_layer_passes_its_check(recipe: str | None, brief: None) -> None:
+    found = workload.run(changed(precision="fp8" if recipe else "bf16", recipe=recipe, **LLAMA), Context())
+    names = {q["name"] for q in found.check["quantities"]}
+    assert {
+        "output - x",
+        "dx - dy",
+        "grad ln1.weight",
+        "grad qkv_projection.weight k",
+        "grad mlp.linear2.weight",
+    } <= names
+    assert not any("bias" in name for name in names)
+    assert found.work["ran"]["gemm_fp8" if recipe else "gemm_half"] == 12
+
+
+@pytest.mark.parametrize("name", ["te_basic", "te_fused", "plain_sdpa"])
+def test_every_step_of_the_quickstart_is_a_models_layer_as_well(name: str, brief: None) -> None:
+    workload.run(changed(layer=name, **LLAMA), Context())
+
+
+def test_a_reference_by_parts_is_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = check(changed(**LLAMA))
+    calls: list[Any] = []
+    by_heads = workload.large.by_heads
+    monkeypatch.setattr(workload.large, "LARGE", 4 * 64**2 - 1)
+    monkeypatch.setattr(workload.large, "by_heads", lambda *a, **k: calls.append(a) or by_heads(*a, **k))
+    parts = check(changed(**LLAMA))
+    assert len(calls) == 2  # float64's and the yardstick's
+    for one, other in zip(whole["quantities"], parts["quantities"], strict=True):
+        assert one["name"] == other["name"]
+        assert one["limit"] == pytest.approx(other["limit"], rel=0.05)
+        assert one["error"] == pytest.approx(other["error"], rel=0.05, abs=1e-8)
+
+
+@pytest.mark.parametrize("fault", [{"model": None}, {"by_head": True}, {"activation": "geglu"}, {"eps": 0.5}])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_another_layer_than_the_models_is_caught(
+    monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any], precision: str
+) -> None:
+    """Heads that do not turn, rows of another order, another gate, another epsilon."""
+    build = layers.load("te_layer").build
+    planted(monkeypatch, build=lambda p: build(dataclasses.replace(p, **fault)))
+    with pytest.raises(CheckFailed, match=r"error .* > "):
+        check(changed(precision=precision, **LLAMA))
+
+
 def test_x_needs_no_gradient_and_gradients_accumulate() -> None:
     rival, p = layers.load("te_layer"), workload.config_of(TRIAL)
     iteration = workload.Iteration(rival, p, 0)
@@ -280,6 +339,7 @@ def test_gradients_in_e4m3_where_the_recipe_says_e5m2_err_less_and_pass(monkeypa
         (changed(precision="fp16"), "fp16: half-precision training is for GPUs"),
         (changed(layer="plain"), "attention flash: plain writes attention out"),
         (changed(layer="torchao_tensorwise", **FP8), "needs torchao: pip install torchao"),
+        (changed(model="tiny", ffn=256), "model tiny: its LayerNorms have no bias"),
     ],
 )
 def test_what_cannot_run_is_unsupported_with_the_reason(trial: Trial, reason: str) -> None:
@@ -292,6 +352,8 @@ def test_what_cannot_run_is_unsupported_with_the_reason(trial: Trial, reason: st
     [
         ({"mask": "bidirectional"}, "mask 'bidirectional': full or causal"),
         ({"heads": 5}, "hidden 64 is not a multiple of 5 heads"),
+        ({"model": "llama-tiny"}, "hidden, ffn and heads are 64, 128 and 4; those of llama-tiny: (64, 192, 4)"),
+        ({"model": "llama-tony"}, "unknown model 'llama-tony'. Did you mean llama-tiny"),
         ({"hidden": None}, "layer needs a whole number for 'hidden', got None"),
         ({"layer": "te_leyer"}, "unknown layer 'te_leyer'. Did you mean te_layer"),
     ],
@@ -313,3 +375,23 @@ def test_on_a_gpu_the_layer_passes_and_its_kernels_are_timed(brief: None, mode: 
     assert not any(name.startswith("aten::") for name in found.work["kernel_s"])
     assert 1e-5 < sum(found.work["kernel_s"].values()) < 1
     assert found.samples["peak_allocated_bytes"][0] > 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "tokens"), [(4, 2048), (1, 8192)])
+@pytest.mark.parametrize(
+    ("layer", "mode", "recipe"),
+    [
+        ("plain_sdpa", "compile", None),
+        ("te_layer", "eager", None),
+        ("te_layer", "compile", "delayed_scaling"),
+        *(("te_layer", "cudagraph", recipe) for recipe in RECIPES),
+    ],
+)
+def test_on_a_gpu_llama_3_8b_s_layer_passes(
+    brief: None, layer: str, mode: str, recipe: str | None, batch: int, tokens: int
+) -> None:
+    sizes = {"model": "llama3-8b", "hidden": 4096, "ffn": 14336, "heads": 32, "sequence": tokens, "batch": batch}
+    trial = changed(layer=layer, attention="cudnn", precision="fp8" if recipe else "bf16", recipe=recipe, **sizes)
+    found = workload.run(dataclasses.replace(trial, device="cuda", mode=mode), Context())
+    assert found.work["ran"]["gemm_fp8" if recipe else "gemm_half"] == 12

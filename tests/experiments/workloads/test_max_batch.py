@@ -16,6 +16,8 @@ from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, 
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY = {"model": "tiny", "block": 8, "vocab": 64, "padded_vocab": 64, "memory_limit_gib": 2.0}
 
 
@@ -81,9 +83,7 @@ def test_a_try_is_a_real_step_in_a_process_of_its_own_under_a_real_limit() -> No
     spawned = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawned) as small:
         assert small.submit(max_batch.attempt, trial(), 1).result()["fits"]
-        too_large = small.submit(
-            max_batch.attempt, trial(block=64), 1 << 20
-        )  # 2^26 tokens x 64 logits x 4 bytes = 16 GiB
+        too_large = small.submit(max_batch.attempt, trial(), 1 << 21)  # 2^24 tokens x 64 features x 4 bytes = 4 GiB
         assert not too_large.result()["fits"]
 
 

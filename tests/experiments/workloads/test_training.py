@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from te_bench.experiments import trial_model
+from te_bench.experiments import evaluation, trial_model
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
@@ -55,9 +55,21 @@ def context(tmp_path: Path) -> Context:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings without their checks, which are most of the time of so short ones."""
-    monkeypatch.setattr(training, "_checked", lambda *_: {})
+    monkeypatch.setattr(training_step, "check_step", lambda *_: {})
     monkeypatch.setattr(profiling, "kernels_seen", lambda *_: None)
     monkeypatch.setattr(what_ran, "require", lambda trial, seen, measurement, asked: measurement)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("model", ["tiny", "llama-tiny"])
+def test_what_was_trained_is_kept_for_evaluations(trial: Any, context: Context, tmp_path: Path, model: str) -> None:
+    of_it = trial(steps=6, eval_every=3, model=model)
+    found = training.run(of_it, dataclasses.replace(context, checkpoints=tmp_path / "kept"))
+    kept = tmp_path / "kept" / f"{of_it.id}.pt"
+    arms = evaluation.evaluate(kept, f"text:{tmp_path / 'text.txt'}", block=8, stride=8).arms
+    assert arms[0].perplexity is not None
+    assert arms[0].perplexity.nats_per_token == pytest.approx(found.samples["val_loss"][-1], abs=0.05)
+    assert found.samples["val_loss"][-1] < 5.5 < found.samples["loss"][0]
 
 
 def test_a_curve_by_steps_has_every_step_and_the_validation_it_was_asked_for(trial: Any, context: Context) -> None:

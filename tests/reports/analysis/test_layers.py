@@ -66,6 +66,20 @@ def test_the_mlp_alone_is_held_against_the_plain_one(tmp_path):
     assert (baseline(faithful).trial.attention, baseline(fair).trial.attention) == ("manual", "manual")
 
 
+def test_a_models_layer_is_compared_at_its_own_sizes_alone(tmp_path):
+    small, large = (
+        layer_records(model="llama3-8b", ffn=14336, batch=batch, sequence=tokens)
+        for batch, tokens in ((4, 2048), (1, 8192))
+    )
+    quickstart, *found = result_of(tmp_path, [*layer_records(), *small, *large]).layers
+    assert quickstart.name == "fair"
+    assert [variant.name for variant in found] == ["llama3-8b 4 x 2048, fair", "llama3-8b 1 x 8192, fair"]
+    for variant in found:
+        assert len(variant.layers) == len(LAYERS)
+        assert all(layer.step.speedup for layer in variant.layers)
+        assert all("llama" not in layer.step.configuration.label for layer in variant.layers)
+
+
 def test_a_layer_with_another_mask_is_marked(tmp_path):
     faithful, fair = tables_of(result_of(tmp_path, both(3)), "layer")
     shown = texts(faithful)

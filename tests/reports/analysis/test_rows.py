@@ -153,6 +153,15 @@ def test_labels_name_what_differs(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("setting", ["rival", "linears"])
+def test_a_rival_is_named_though_nothing_else_is_there(tmp_path, setting):
+    """Its step would read as te-bench's own."""
+    [group] = load_results([write(tmp_path / "run", [], planned=[trial(**{setting: "liger"})])]).groups
+    assert [configuration.label for configuration in group.configurations] == [
+        f"flash, Vp=50304, bf16, eager, {setting}=liger"
+    ]
+
+
 def test_a_head_is_named_before_the_precision_so_that_a_narrow_table_shows_it(tmp_path):
     fast = {"optimizer": "triton", "mode": "cudagraph", "precision": "fp8", "recipe": "current"}
     configurations = [trial(), trial(head="chunked", **fast), trial(head="fp8", **fast)]

@@ -1,0 +1,80 @@
+"""References of long sequences and large vocabularies: the same arithmetic a part at a time, and no part is kept.
+
+Written out in float64, 8,192 tokens of Llama 3.2 1B have 16 GiB of scores in each of 16 layers, and logits of 8 GiB. So
+attention goes by the heads that share a key, the loss by rows, and each of them, as each block, is computed again in the
+backward pass. No rounding changes: heads, rows of logits and blocks are computed as ever; sums over rows are float32's or
+wider.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from te_bench.kernels import linear_cross_entropy
+from te_bench.models.configs import Shape
+from te_bench.models.decoder import Decoder
+
+#: Of one sequence the scores of a layer, or the logits, that the references do not hold at once: 1 GiB in float64.
+LARGE = 2**27
+
+Attend = Callable[..., Tensor]
+
+_again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
+
+
+def is_large(shape: Shape, tokens: int) -> bool:
+    """Whether a sequence of so many tokens goes by parts. GPT-2 XL's 1,024 have a fifth of LARGE."""
+    return max(shape.heads * tokens, shape.vocab) * tokens > LARGE
+
+
+def by_parts(model: Decoder) -> None:
+    """Let the model compute by parts; its head must be none, which makes all logits at once."""
+    assert model.heads is None
+    for module in model.attentions():
+        module.attention = by_heads(module.attention)
+    for block in _blocks(model):
+        block.forward = functools.partial(_again, block.forward)
+    head = linear_cross_entropy.Backend(forward=functools.partial(_loss, model), unsupported=lambda p: None)
+    model.heads = dict.fromkeys((True, False), head)
+
+
+def by_heads(attend: Attend, axis: int = 1) -> Attend:
+    """attend(q, k, v, ...) of the heads that share a key at a time; axis: which dimension they are, of the result too."""
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, **said: Any) -> Tensor:
+        groups = k.shape[axis]
+        shared = zip(q.chunk(groups, axis), k.chunk(groups, axis), v.chunk(groups, axis), strict=True)
+        return torch.cat([_again(attend, *each, **said) for each in shared], axis)
+
+    return attended
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of the model's outermost lists of modules, which is where a decoder has its blocks."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else _blocks(child)
+    return found
+
+
+def _loss(model: Decoder, x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+    """Mean cross-entropy of x (N, C) through the model's head, whatever that computes in, a few rows at a time."""
+    assert vocab == len(weight), "references have no padding"
+    rows = max(1, LARGE // vocab)
+    parts = zip(x.split(rows), targets.split(rows), strict=True)
+    total = torch.stack([_again(_summed, model.tables().head, *part) for part in parts]).sum()
+    return total / (targets != linear_cross_entropy.IGNORED).sum()
+
+
+def _summed(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    device = x.device.type
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    with torch.autocast(device, dtype, enabled, cache_enabled=False):  # one copy's gradient would add up in bf16
+        logits = head(x)
+    loss = F.cross_entropy(logits, targets, ignore_index=linear_cross_entropy.IGNORED, reduction="sum")
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))
