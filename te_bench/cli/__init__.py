@@ -6,6 +6,8 @@ fault of te-bench; 130 after Ctrl-C, of a gate 143 after SIGTERM and 129 after S
 verb needs it, so `te-bench --help` answers at once.
 """
 
+import te_bench.cli.interrupts  # noqa: F401  # isort: skip  # first: for a Ctrl-C while others are imported
+
 import contextlib
 import functools
 import re

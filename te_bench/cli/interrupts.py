@@ -1,0 +1,27 @@
+"""A Ctrl-C that Python drops arrives again.
+
+Where it comes within a finaliser or a callback of the import system, Python prints "Exception ignored in" and goes on. Of
+136 starts of te-bench on a busy machine one ran its whole sweep so.
+"""
+
+import signal
+import sys
+import threading
+from typing import Any
+
+AGAIN_S = 0.05  # by then the finaliser has returned
+
+_usual = sys.unraisablehook
+
+
+def _deliver_again(unraisable: Any) -> None:
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        _usual(unraisable)
+        return
+    main = threading.main_thread().ident
+    timer = threading.Timer(AGAIN_S, signal.pthread_kill, (main, signal.SIGINT))  # which ends a wait there, too
+    timer.daemon = True
+    timer.start()
+
+
+sys.unraisablehook = _deliver_again
