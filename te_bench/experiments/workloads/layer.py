@@ -20,7 +20,7 @@ from torch import Tensor
 import te_bench.models as te
 from te_bench import plugins
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import large, rounding, training_step, what_ran
+from te_bench.experiments.checks import attention_rows, large, rounding, training_step, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
@@ -34,6 +34,7 @@ from te_bench.models import quickstart as layers
 from te_bench.models import recipe as recipes
 from te_bench.models.configs import configs
 from te_bench.models.quickstart import Layer, LayerConfig
+from te_bench.models.quickstart.plain import KernelAttention
 
 WARM_UP = 3  # passes before one is captured
 
@@ -241,8 +242,9 @@ class Iteration:
 def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration) -> dict[str, Any]:
     """Hold output, dx and every gradient to the plain layer in float64 with the same weights and mask, without dropout.
 
-    The yardstick is the plain layer at the trial's own precision, eager, and FP8 emulated: FACTOR times its error plus a
-    floor is allowed, as for training steps, and scale and rows have limits of their own (checks.rounding).
+    The yardstick is the plain layer at the trial's own precision, eager, its attention rounded as fused kernels do where
+    the trial's is one, and FP8 emulated: FACTOR times its error plus a floor is allowed, as for training steps, and scale
+    and rows have limits of their own (checks.rounding).
     With dropout another layer, eager, is checked in place of the timed one: random masks cannot be compared. Raises
     CheckFailed.
     """
@@ -255,7 +257,10 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     precision = "bf16" if p.recipe else p.precision
     exact = dataclasses.replace(p, attention="manual", precision=precision, recipe=None, settings={})
     truth = _by_parts(Iteration(plain, exact, trial.seed, wide=True)).results()
-    library = _by_parts(Iteration(plain, exact, trial.seed))
+    attends = None if trial.attention == NO_ATTENTION else trial_model.attention_of(trial)
+    in_fp8 = attends is not None and attention.in_fp8(attends)
+    fused = attends not in (None, *training_step.UNFUSED) and not in_fp8
+    library = _by_parts(Iteration(plain, exact, trial.seed), as_fused=fused)
     if p.recipe:
         emulate(library.module, recipes.load(p.recipe))
     yardstick = library.results()
@@ -267,8 +272,8 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     for name, value in truth.items():
         limit = FACTOR * max(errors[name], typical) + FLOOR[p.precision]
         quantities.append(Quantity(name, _error(ours[name], value), limit))
-    # Others may round more coarsely than the recipe says, and fused attention rounds out before it makes dS.
-    alike = (rival.numerics or not p.recipe) and trial.attention in (*training_step.UNFUSED, NO_ATTENTION)
+    # Others may round more coarsely than the recipe says, and so does FP8 attention than this yardstick.
+    alike = (rival.numerics or not p.recipe) and not in_fp8
     rounded: dict[str, float] = {"typical": typical, "slack": 1.0 if alike else FACTOR}
     more: list[Quantity] = []
     for name, value in truth.items():
@@ -281,12 +286,18 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     return judge("the plain layer, fp64, same weights, mask and data", quantities + more)
 
 
-def _by_parts(reference: Iteration) -> Iteration:
-    """The same, whose attention goes by the heads that share a key where the scores of a sequence are too many."""
+def _by_parts(reference: Iteration, *, as_fused: bool = False) -> Iteration:
+    """The same, whose attention goes by the heads that share a key where the scores of a sequence are too many.
+
+    as_fused: rounded as fused kernels round it.
+    """
     p = reference.p
-    if p.part == "layer" and p.heads * p.sequence**2 > large.LARGE:
-        module: Any = reference.module.attention
-        module.forward = large.by_heads(module.forward, axis=2)
+    if p.part == "layer":
+        module: Any = reference.module
+        if as_fused:
+            module.attention = KernelAttention(attention_rows.as_fused, p.causal)
+        if p.heads * p.sequence**2 > large.LARGE:
+            module.attention.forward = large.by_heads(module.attention.forward, axis=2)
     return reference
 
 

@@ -52,11 +52,11 @@ class ExplicitAttention(nn.Module):
 
 
 class KernelAttention(nn.Module):
-    """The same by one kernel of te_bench.kernels.attention."""
+    """The same by one kernel, called as those of te_bench.kernels.attention are."""
 
-    def __init__(self, name: str, causal: bool, dropout: float):
+    def __init__(self, kernel: Callable[..., Tensor], causal: bool, dropout: float = 0.0):
         super().__init__()
-        self.kernel = attention.load(name).forward
+        self.kernel = kernel
         self.causal, self.dropout = causal, dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def attention_of(p: LayerConfig) -> nn.Module:
     """The quickstart's own attention for "manual", else the kernel of that name."""
     if p.attention == "manual":
         return ExplicitAttention(p.causal, p.dropout)
-    return KernelAttention(p.attention, p.causal, p.dropout)
+    return KernelAttention(attention.load(p.attention).forward, p.causal, p.dropout)
 
 
 class Heads(nn.Module):
