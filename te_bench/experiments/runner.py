@@ -7,6 +7,7 @@ fresh one costs milliseconds. The parent never touches CUDA either: it waits, ki
 import faulthandler
 import functools
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -30,6 +31,7 @@ from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import Journal, Store, own
 
 LOGS = "logs"
+AT_ONCE_S = 0.02  # signals that are nearer count as one
 FORK_SERVERS, FORK_SERVER_DIES_S = 5, 0.3  # attempts at starting a child, and how long a killed server may take to go
 PRELOAD = "te_bench.experiments.fork_server_preload"
 #: Environment variables that tell it who its parent was, which by then may be another, and what to import.
@@ -101,7 +103,7 @@ def run(
     server = _fork_server(on_cpu=all(trial.device == "cpu" for trial in waiting))
     own(store.directory / LOGS).mkdir(exist_ok=True)
     _remove_scratch()
-    with _interrupted_by_sigterm():
+    with _Interrupts() as interrupts:
         try:
             while waiting or running:
                 while waiting and free:
@@ -121,6 +123,7 @@ def run(
                     store.add(record)
                     progress(record, None)
         finally:
+            interrupts.ignore()
             for job in running:
                 job.call.kill()
 
@@ -255,17 +258,28 @@ def _last_line(log: Path) -> str:
     return f": {said[-1][:200]}" if said else ""
 
 
-class _interrupted_by_sigterm:
-    """While inside, SIGTERM does what Ctrl-C does, and a second of either does not disturb the clean-up."""
+class _Interrupts:
+    """While inside, SIGTERM does what Ctrl-C does, several at once count as one, and none disturbs the clean-up.
 
-    def __enter__(self) -> None:
+    A later one counts again: Python drops what is raised within a finaliser, and te_bench.cli.interrupts then repeats it.
+    """
+
+    def __enter__(self) -> "_Interrupts":
+        last = -math.inf
+
         def interrupt(number: int, frame: object) -> None:
-            for each in self.before:
-                signal.signal(each, signal.SIG_IGN)
-            raise KeyboardInterrupt
+            nonlocal last
+            before, last = last, time.monotonic()
+            if last - before > AT_ONCE_S:
+                raise KeyboardInterrupt
 
         signals = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
         self.before = {number: signal.signal(number, interrupt) for number in signals}
+        return self
+
+    def ignore(self) -> None:
+        for number in self.before:
+            signal.signal(number, signal.SIG_IGN)
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self.before.items():

@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+from driving import IDLE, PLANTED, rows, te_bench
 
 PROGRAM = """
 import signal, time
@@ -20,3 +23,35 @@ def test_a_ctrl_c_within_a_finaliser_arrives_again() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=20)
     assert done.stderr.strip().endswith("KeyboardInterrupt")
     assert "ignored" not in done.stderr
+
+
+SWEEP = f"""
+import signal, sys
+
+sys.path.insert(0, {str(PLANTED.parent)!r})
+import te_bench_planted
+from te_bench import cli
+from te_bench.experiments import runner
+
+class Dropping:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+start = runner.start_child
+
+def start_and_drop(call):
+    start(call)
+    Dropping()
+
+if __name__ == "__main__":
+    runner.start_child = start_and_drop
+    cli.main()
+"""
+
+
+def test_a_sweep_ends_by_a_ctrl_c_that_was_dropped(tmp_path: Path) -> None:
+    main = tmp_path / "sweep.py"
+    main.write_text(SWEEP)
+    out = tmp_path / "out"
+    done = te_bench("run", "naps", "--device", "cpu", "--out", out, main=main, env=IDLE, timeout=30)
+    assert (done.returncode, len(rows(out))) == (130, 0), done
