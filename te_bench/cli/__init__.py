@@ -80,7 +80,7 @@ class _Printable:
         self.raw = raw
 
     def write(self, text: str) -> int:
-        return self.raw.write(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
+        return self.raw.write(_CONTROL.sub("\ufffd", text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)
