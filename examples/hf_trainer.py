@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[float, float, float]:
         bf16 = train(f"{folder}/bf16", steps, None)
         fp8 = train(f"{folder}/fp8", steps, choice)
         resumed = train(f"{folder}/again", steps, choice, Path(folder, "fp8", f"checkpoint-{steps // 2}"))
-    print(f"loss after {steps} steps: bf16 {bf16:.4f}, FP8 {fp8:.4f}, FP8 resumed halfway {resumed:.4f}")
+    print(f"loss after {steps} steps: bf16 {bf16:.4f}, FP8 {fp8:.4f}, FP8 loaded halfway {resumed:.4f}")
     return bf16, fp8, resumed
 
 

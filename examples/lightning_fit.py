@@ -44,7 +44,9 @@ class Counter(lightning.LightningModule):
         return optimizer
 
 
-def train(epochs: int, steps: int, choice: recipe.Recipe | None, load: Path | None = None, save: Path | None = None) -> float:
+def train(
+    epochs: int, steps: int, choice: recipe.Recipe | None, load: Path | None = None, save: Path | None = None
+) -> float:
     """The mean loss of the last five steps; an epoch has `steps`."""
     torch.manual_seed(0)
     starts = torch.randint(VOCAB, (4 * MICRO * steps, 1), generator=torch.Generator().manual_seed(1))
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[float, float, float]:
         checkpoint = Path(folder) / "halfway.ckpt"
         train(1, steps // 2, choice, save=checkpoint)
         resumed = train(2, steps // 2, choice, load=checkpoint)
-    print(f"loss after {steps} steps: bf16 {bf16:.4f}, FP8 {fp8:.4f}, FP8 resumed halfway {resumed:.4f}")
+    print(f"loss after {steps} steps: bf16 {bf16:.4f}, FP8 {fp8:.4f}, FP8 loaded halfway {resumed:.4f}")
     return bf16, fp8, resumed
 
 

@@ -1,4 +1,4 @@
-"""A loop of one's own trains a model that knows nothing of te-bench, in bf16 and, converted, in FP8, with everything loops do.
+"""A loop of one's own trains a model that knows nothing of te-bench, in bf16 and, converted by te.convert, in FP8.
 
 python examples/plain_loop.py [--device cpu] [--steps 20]
 """
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[float, float, float]:
     for part, saved in zip((model, optimizer), torch.load(io.BytesIO(file.getvalue())), strict=True):
         part.load_state_dict(saved)
     resumed = train(model, optimizer, device, range(halfway, settings.steps))
-    print(f"loss after {settings.steps} steps: BF16 {bf16:.4f}, FP8 {fp8:.4f}, FP8 saved and loaded {resumed:.4f}")
+    print(f"loss after {settings.steps} steps: bf16 {bf16:.4f}, FP8 {fp8:.4f}, FP8 loaded halfway {resumed:.4f}")
     return bf16, fp8, resumed
 
 

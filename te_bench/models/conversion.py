@@ -12,7 +12,7 @@ import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint
@@ -331,6 +331,9 @@ class _Autocasting:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with fp8.autocast(recipe=self._te_recipe):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        fp8.refuse_data_parallel()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For pickle and copy: the class is made, not found under its name."""

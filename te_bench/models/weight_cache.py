@@ -4,7 +4,7 @@
     optimizer = torch.optim.AdamW(model.parameters())
     te.cache_weights(model, optimizer)
 
-It is is_first_microbatch for a Trainer, Accelerate, Lightning or a model of transformers, which know no such argument: the first
+It is is_first_microbatch where nobody passes it on: in models of transformers, a Trainer, Accelerate or Lightning. The first
 pass after a step of the optimizer casts the weights, and the passes until the next step compute with what it cast.
 """
 
@@ -26,7 +26,9 @@ def cache_weights(model: nn.Module, *optimizers: Any) -> None:
     """
     layers = [module for module in model.modules() if isinstance(module, Fp8Module)]
     if not layers:
-        raise ValueError(f"cache_weights: {type(model).__name__} has no FP8 layers: call te.convert(model, recipe) first")
+        raise ValueError(
+            f"cache_weights: {type(model).__name__} has no FP8 layers: call te.convert(model, recipe) first"
+        )
     own = [_unwrap(optimizer) for optimizer in optimizers]
     trained = {id(p) for optimizer in own for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():

@@ -337,10 +337,19 @@ class Fp8Module(OneRank, nn.Module):
         }
         return self
 
+    def _replicate_for_data_parallel(self) -> Any:
+        if fp8.current.enabled:
+            fp8.refuse_data_parallel()
+        return super()._replicate_for_data_parallel()
+
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle: the copy keeps the scales as if it had loaded them."""
         copied = {name: tensor.clone() for name, tensor in self.recipe_state().items()}
-        fresh = {"_cached": [NOT_KEPT] * self._n_gemms, "_caches": False, "_usual": {}}  # no optimizer knows the copy yet
+        fresh = {
+            "_cached": [NOT_KEPT] * self._n_gemms,
+            "_caches": False,
+            "_usual": {},
+        }  # no optimizer knows the copy yet
         return {**self.__dict__, "_state": None, "_loaded": copied, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
