@@ -1,5 +1,7 @@
 """What a Trainer of transformers may be asked for with a converted model: it works, or one sentence says why it does not."""
 
+import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,12 +57,13 @@ def a_trainer(folder: Path, model: nn.Module, **settings: Any) -> Any:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
-    """train(recipe, **settings): the trained model, and the loss of texts that it was trained on."""
+    """train(recipe, **settings): the trained model, and the loss of texts that it was trained on, or of its training."""
 
     def run(
         choice: recipe.Recipe | None,
         *,
         cached: bool = True,
+        evaluate: bool = True,
         resume: str | None = None,
         to: str = "out",
         **settings: Any,
@@ -71,10 +74,31 @@ def train(tmp_path: Path) -> Train:
         trainer = a_trainer(tmp_path / to, model, **settings)
         if choice is not None and cached:
             te.cache_weights(model, trainer.create_optimizer())
-        trainer.train(resume_from_checkpoint=None if resume is None else str(tmp_path / resume))
-        return model, trainer.evaluate()["eval_loss"]
+        trained = trainer.train(resume_from_checkpoint=None if resume is None else str(tmp_path / resume))
+        return model, trainer.evaluate()["eval_loss"] if evaluate else trained.training_loss
 
     return run
+
+
+@pytest.mark.parametrize("place", ["Hugging Face Trainer", "Accelerate", "Lightning", "A loop of your own"])
+def test_the_page_s_programs_train(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # Lightning logs where it is
+    if place == "Lightning":
+        pytest.importorskip("pytorch_lightning", reason="needs Lightning: pip install pytorch-lightning")
+    page = (Path(__file__).parents[1] / "docs" / "trainers.md").read_text()
+    section = page.partition(f"\n## {place}\n")[2].partition("\n## ")[0]
+    [program] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    model = a_llama()
+    before = copy.deepcopy(model.state_dict())
+    trainer = a_trainer(tmp_path, model)
+    texts = trainer.train_dataset
+    batches = torch.utils.data.DataLoader([row["input_ids"] for row in texts], batch_size=4)
+    if place == "A loop of your own":
+        batches = [batch.to(trainer.args.device) for batch in batches]
+    exec(program, {"model": model, "settings": trainer.args, "texts": texts, "batches": batches})
+    trained = model.state_dict()
+    assert not any(torch.equal(value, trained[name].cpu()) for name, value in before.items())
+    assert te.numerics(model)["lm_head"]["weight"]["scale"] > 1
 
 
 def test_without_bf16_it_trains_in_fp8_from_float32(train: Train) -> None:
@@ -99,8 +123,8 @@ def test_gradient_checkpointing_changes_no_bit(train: Train, kind: dict[str, Any
 
 
 def test_torch_compile_computes_what_a_model_without_cached_weights_does(train: Train) -> None:
-    compiled = train(DELAYED, torch_compile=True, torch_compile_backend="eager")[1]
-    assert compiled == train(DELAYED, cached=False)[1] != train(DELAYED)[1]
+    compiled = train(DELAYED, evaluate=False, torch_compile=True, torch_compile_backend="eager")[1]
+    assert compiled == train(DELAYED, evaluate=False, cached=False)[1] != train(DELAYED, evaluate=False)[1]
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(train: Train) -> None:
@@ -138,3 +162,19 @@ def test_a_model_that_is_converted_after_its_optimizer_was_made_is_named(tmp_pat
     te.convert(model, DELAYED)
     with pytest.raises(ValueError, match=r"no optimizer given has transformer.h.0.attn.c_attn.weight"):
         te.cache_weights(model, optimizer)
+
+
+def test_a_lightning_module_that_nobody_would_call_is_refused() -> None:
+    lightning = pytest.importorskip("pytorch_lightning", reason="needs Lightning: pip install pytorch-lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(16, 16))
+
+    module = Module()
+    with pytest.raises(ValueError, match=r"Module is a LightningModule.*convert the model that training_step calls"):
+        te.convert(module, DELAYED)
+    assert isinstance(module.model[0], nn.Linear)
+    te.convert(module.model, DELAYED)
+    assert te.convert(module).found  # without a recipe te.autocast decides

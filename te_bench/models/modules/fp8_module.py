@@ -220,8 +220,9 @@ class Fp8Module(OneRank, nn.Module):
         if self._reuse:
             return False
         # A graph would compute with what is kept now, forever; an evaluation's cast leaves no amax, so it is not kept.
-        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if captured or is_recorded() or not torch.is_grad_enabled():
+        if is_recorded() or not torch.is_grad_enabled():
+            return None
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None
         versions = [(id(p), p._version) for p in self._parameters.values() if p is not None]
         known = self._cached[gemm][0] == gemms.recipe and self._versions[gemm] == versions
