@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_cpu import on_the_cpu_unless_marked
 from torch import Tensor, nn
 
 import te_bench.models as te
@@ -15,6 +16,8 @@ from te_bench.models import recipe
 
 transformers = pytest.importorskip("transformers")
 state = pytest.importorskip("accelerate.state", reason="needs accelerate: pip install accelerate")
+
+__all__ = ["on_the_cpu_unless_marked"]
 
 VOCAB = 64
 DELAYED = recipe.DelayedScaling(amax_history_len=16)

@@ -90,16 +90,17 @@ def test_without_a_scale_to_remember_no_bit_changes(module: str, casts: list[Ten
     torch.testing.assert_close(found[0][1:], found[1][1:], rtol=0, atol=0)
 
 
-def test_delayed_scaling_keeps_the_cast_of_the_first_pass() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_delayed_scaling_keeps_the_cast_of_the_first_pass(device: str) -> None:
     """As is_first_microbatch does."""
     torch.manual_seed(0)
-    own, said = nn.Sequential(te.Linear(32, 32)), te.Linear(32, 32)
+    own, said = nn.Sequential(te.Linear(32, 32, device=device)), te.Linear(32, 32, device=device)
     said.load_state_dict(own[0].state_dict())
     optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (own, said)]
     te.cache_weights(own, optimizers[0])
     for _ in range(3):
         for number in range(3):
-            x = an_input() * (1 + number)
+            x = an_input().to(device) * (1 + number)
             with te.autocast(recipe=DELAYED):
                 y, expected = own(x), said(x, is_first_microbatch=number == 0)
             assert torch.equal(y, expected)
@@ -187,6 +188,33 @@ def test_what_torch_compile_traces_casts_as_ever() -> None:
             found.append(y.detach())
         outputs.append(found)
     assert all(torch.equal(x, y) for x, y in zip(*outputs, strict=True))
+
+
+@pytest.mark.gpu
+def test_what_a_cuda_graph_captures_casts_as_ever() -> None:
+    model = nn.Sequential(te.Linear(64, 64, params_dtype=torch.bfloat16))
+    te.cache_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> Tensor:
+        with te.autocast(recipe=recipe.Float8CurrentScaling()):
+            y: Tensor = model(x)
+        return y
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            before = run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    graph.replay()
+    assert torch.equal(y, run())
+    assert not torch.equal(y, before)
 
 
 def test_frozen_weights_need_no_optimizer(casts: list[Tensor]) -> None:
