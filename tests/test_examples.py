@@ -137,7 +137,7 @@ def test_trainers_reach_the_loss_of_bf16(
         name
     )
     if package is not None:
-        pytest.importorskip(package, reason=f"needs {package}: pip install 'te-bench[trainers]'")
+        pytest.importorskip(package, reason=f"needs {package}: pip install '.[trainers]'")
     bf16, fp8, loaded = main(name, [])
     mean, deviation = GAPS[name]
     assert max(bf16, fp8) < 2.9  # ln 32 = 3.5 and ln 64 = 4.2 are knowing nothing
@@ -157,7 +157,7 @@ def test_trainers_reach_the_loss_of_bf16(
 
 
 def test_their_tolerance_is_none_of_a_wrong_recipe_s(main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pytorch_lightning", reason="needs pytorch_lightning: pip install 'te-bench[trainers]'")
+    pytest.importorskip("pytorch_lightning", reason="needs pytorch_lightning: pip install '.[trainers]'")
     right = recipe.DelayedScaling
     monkeypatch.setattr(recipe, "DelayedScaling", lambda **options: faults.load("flushed_gradients")(right(**options)))
     bf16, fp8, _ = main("lightning_fit", [])
