@@ -4,16 +4,18 @@ import hashlib
 import importlib
 import re
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import te_bench.models as te
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Options
+from te_bench.models import faults, recipe
 from te_bench.models.configs import configs
 from te_bench.training import weights
 
@@ -84,15 +86,83 @@ def test_te_quickstart_times_five_layers(
     assert [f"{name}: y has mean" in out for name in times] == [True] * 5
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_te_convert_trains_alike(device: str, main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    bf16, fp8 = main("te_convert", ["--device", device])
-    assert max(bf16, fp8) < 2.8  # ln 32 = 3.5 is knowing nothing
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[float, int]]]:
+    """(norm of the gradients, casts of weights by delayed scaling) of every step that an optimizer of torch takes."""
+    seen: list[tuple[float, int]] = []
+    casts = 0
+    cast = recipe.DelayedScaling.quantize
+
+    def count(self: Any, x: Any, role: str, *arguments: Any, **options: Any) -> Any:
+        nonlocal casts
+        casts += role == "weight" and torch.is_grad_enabled()
+        return cast(self, x, role, *arguments, **options)
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal casts
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        seen.append((torch.nn.utils.get_total_norm(grads).item(), casts))
+        casts = 0
+
+    monkeypatch.setattr(recipe.DelayedScaling, "quantize", count)
+    handle = register_optimizer_step_post_hook(note)
+    yield seen
+    handle.remove()
+
+
+#: What gap to bf16 16 seeds of weights had after 20 steps (a CPU, torch 2.13, 2026-11-25): its mean and standard deviation,
+#: in nats. By seed bf16's own loss varies by 0.21, 0.08, 0.02 and 0.07. The faults doubled_scale, flushed_gradients and
+#: transposed_wgrad leave a gap of 0.11 or more, in each of the first four seeds of any program.
+GAPS = {
+    "plain_loop": (-0.0075, 0.0101),
+    "hf_trainer": (0.0061, 0.0027),
+    "accelerate_loop": (0.0070, 0.0030),
+    "lightning_fit": (0.0048, 0.0016),
+}
+LAYERS = {"plain_loop": 5, "hf_trainer": 15, "accelerate_loop": 15, "lightning_fit": 5}
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="trainers take the GPU")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("name", GAPS)
+def test_trainers_reach_the_loss_of_bf16(
+    name: str, device: str, main: Callable[..., Any], steps: list[tuple[float, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = {"accelerate_loop": "accelerate", "hf_trainer": "accelerate", "lightning_fit": "pytorch_lightning"}.get(
+        name
+    )
+    if package is not None:
+        pytest.importorskip(package, reason=f"needs {package}: pip install '.[trainers]'")
+    bf16, fp8, loaded = main(name, [])
+    mean, deviation = GAPS[name]
+    assert max(bf16, fp8) < 2.9  # ln 32 = 3.5 and ln 64 = 4.2 are knowing nothing
     assert bf16 != fp8
-    assert abs(bf16 - fp8) < 0.1
-    out = capsys.readouterr().out
-    assert "10 of 12 layers converted" in out
-    assert f"BF16 {bf16:.4f}, FP8 {fp8:.4f}" in out
+    assert abs(fp8 - bf16) < abs(mean) + 4 * deviation
+    # The checkpoint holds all that FP8 remembers. On a GPU the embedding's gradient is summed in any order.
+    assert loaded == fp8 or (device == "cuda" and abs(loaded - fp8) < 4 * deviation)
+    assert (
+        f"loss after 20 steps: bf16 {bf16:.4f}, FP8 {fp8:.4f}, FP8 loaded halfway {loaded:.4f}"
+        in capsys.readouterr().out
+    )
+    norms = [norm for norm, _ in steps]
+    assert max(norms) == pytest.approx(1.0, abs=1e-3)  # clipped
+    # Two micro-batches a step, and one cast of each weight.
+    assert {casts for _, casts in steps[:20]} == {0}
+    assert {casts for _, casts in steps[20:]} == {LAYERS[name]}
+
+
+def test_their_tolerance_is_none_of_a_wrong_recipe_s(main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pytorch_lightning", reason="needs pytorch_lightning: pip install '.[trainers]'")
+    right = recipe.DelayedScaling
+    monkeypatch.setattr(recipe, "DelayedScaling", lambda **options: faults.load("flushed_gradients")(right(**options)))
+    bf16, fp8, _ = main("lightning_fit", [])
+    mean, deviation = GAPS["lightning_fit"]
+    assert abs(fp8 - bf16) > 10 * (abs(mean) + 4 * deviation)
 
 
 # The program of Transformer Engine's README, line by line.

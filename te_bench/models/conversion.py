@@ -12,7 +12,7 @@ import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint
@@ -69,7 +69,8 @@ def convert(
     With `recipe` calling the model enters te.autocast(recipe=recipe) by itself, and torch.compile(fullgraph=True) can't
     take it; without, your own te.autocast around it decides. Converting twice is harmless, and the second report tells of
     the first's layers too. Whatever is raised, nothing has changed: ValueError for a model that is itself such a layer,
-    for a recipe that the model's device cannot run, and for one on a model whose class no other can be made of.
+    for a recipe that the model's device cannot run, and for one on a model whose class no other can be made of or that
+    Lightning would train without calling it.
     """
     _check(model, recipe)
     found = tuple(_find_te_layers(model))
@@ -161,6 +162,11 @@ def _check(model: nn.Module, recipe: Recipe | None) -> None:
     if recipe is None:
         return
     fp8.check_recipe(recipe)
+    if any(base.__name__ == "LightningModule" for base in type(model).__mro__):
+        raise ValueError(
+            f"{type(model).__name__} is a LightningModule, whose training_step Lightning calls without calling the "
+            "module, so it would enter no recipe: convert the model that training_step calls, te.convert(self.model, recipe)"
+        )
     for device in {p.device for p in model.parameters()}:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         reason = recipe.unsupported(device.type, capability)
@@ -331,6 +337,9 @@ class _Autocasting:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with fp8.autocast(recipe=self._te_recipe):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        fp8.refuse_data_parallel()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For pickle and copy: the class is made, not found under its name."""

@@ -14,7 +14,7 @@ import functools
 import weakref
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint
@@ -184,6 +184,14 @@ def reset() -> None:
     """As if no autocast had been entered: those still open end without a step of their recipes."""
     global current, _depth, _due, _left
     current, _depth, _due, _left = Region(), 0, {}, _left + 1
+
+
+def refuse_data_parallel() -> NoReturn:
+    """Raise the ValueError of a model in FP8 that nn.DataParallel would copy."""
+    raise ValueError(
+        "nn.DataParallel runs copies of a model in threads of one process, which te.autocast can't follow: start one "
+        "process a GPU, torchrun --nproc-per-node N, or show the process one GPU, CUDA_VISIBLE_DEVICES=0"
+    )
 
 
 def is_fp8_enabled() -> bool:

@@ -26,8 +26,7 @@ class Projection(NamedTuple):
     def of(cls, module: Fp8Module, weight: Tensor, gemm: int, is_first_microbatch: bool | None, training: bool) -> Self:
         """The GEMMs of a module's weight number `gemm` under the present autocast; is_first_microbatch as in te.Linear."""
         gemms = module.gemms(gemm)
-        kept = False if is_first_microbatch is None and module._reuse else is_first_microbatch
-        return cls(gemms, module.quantized_weight(gemms, weight, gemm, kept, columnwise=training))
+        return cls(gemms, module.quantized_weight(gemms, weight, gemm, is_first_microbatch, columnwise=training))
 
     def operand(self, y: Tensor, role: str, columnwise: bool, column_sum: Tensor | None = None) -> Quantized:
         """y (M, K) for the GEMMs; the sum over its rows is added to column_sum, (K,) float32."""

@@ -73,6 +73,8 @@ class Fp8Module(OneRank, nn.Module):
         self._counts: dict[tuple[str, int], Tensor] = {}
         self._cached: list[Kept] = [NOT_KEPT] * gemms
         self._reuse = False  # what is kept, where a call does not speak of micro-batches
+        self._caches = False  # whether what such calls cast is kept until `forget_weights`
+        self._versions: list[Any] = [None] * gemms  # of the parameters, when that was cast
         #: What gemms() answers while the state is the same, None for no such answer. Empty: the last call was without FP8.
         self._usual: dict[tuple[int, bool], tuple[Any, Gemms] | None] = {}
         _alive[next(_numbers)] = self
@@ -195,6 +197,7 @@ class Fp8Module(OneRank, nn.Module):
         self, gemms: Gemms, weight: Tensor, gemm: int, is_first_microbatch: bool | None, *, columnwise: bool
     ) -> Quantized:
         """The weight in FP8: made anew (None), made and kept (True), or as it was kept (False)."""
+        is_first_microbatch = self.which_microbatch(gemms, gemm, is_first_microbatch)
         if is_first_microbatch is False:
             recipe, kept = self._cached[gemm]
             if kept is None or recipe != gemms.recipe:
@@ -209,6 +212,29 @@ class Fp8Module(OneRank, nn.Module):
         if is_first_microbatch:
             self._cached[gemm] = gemms.recipe, made
         return made
+
+    def which_microbatch(self, gemms: Gemms, gemm: int, asked: bool | None) -> bool | None:
+        """What a call asks for as is_first_microbatch; of one that says nothing, whether a weight is kept for it."""
+        if asked is not None or not (self._reuse or self._caches):
+            return asked
+        if self._reuse:
+            return False
+        # A graph would compute with what is kept now, forever; an evaluation's cast leaves no amax, so it is not kept.
+        if is_recorded() or not torch.is_grad_enabled():
+            return None
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return None
+        versions = [(id(p), p._version) for p in self._parameters.values() if p is not None]
+        known = self._cached[gemm][0] == gemms.recipe and self._versions[gemm] == versions
+        self._versions[gemm] = versions
+        return not known
+
+    def cache_weights(self) -> None:
+        """Let calls that do not speak of micro-batches cast a weight once, until it changes or `forget_weights`."""
+        self._caches = True
+
+    def forget_weights(self) -> None:
+        self._cached = [NOT_KEPT] * self._n_gemms
 
     def weight_cast(self) -> tuple[Recipe, Cast] | None:
         """How whoever makes the weight may cast it under the present autocast; None where that is up to the recipe."""
@@ -291,7 +317,7 @@ class Fp8Module(OneRank, nn.Module):
             )
         saved = {name: tensor.detach().clone() for name, tensor in found.items() if tensor is not None}
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._cached = [NOT_KEPT] * self._n_gemms
+        self.forget_weights()
         if not saved:
             return
         _expose()
@@ -302,7 +328,7 @@ class Fp8Module(OneRank, nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._cached = [NOT_KEPT] * self._n_gemms
+        self.forget_weights()
         if self._state is not None and not self._state.real:
             self._state = None
         if self._state is not None:
@@ -312,10 +338,20 @@ class Fp8Module(OneRank, nn.Module):
         }
         return self
 
+    def _replicate_for_data_parallel(self) -> Any:
+        if fp8.current.enabled:
+            fp8.refuse_data_parallel()
+        return super()._replicate_for_data_parallel()
+
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle: the copy keeps the scales as if it had loaded them."""
         copied = {name: tensor.clone() for name, tensor in self.recipe_state().items()}
-        return {**self.__dict__, "_state": None, "_loaded": copied, "_cached": [NOT_KEPT] * self._n_gemms, "_usual": {}}
+        fresh = {
+            "_cached": [NOT_KEPT] * self._n_gemms,
+            "_caches": False,
+            "_usual": {},
+        }  # no optimizer knows the copy yet
+        return {**self.__dict__, "_state": None, "_loaded": copied, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

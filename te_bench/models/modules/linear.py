@@ -195,8 +195,7 @@ class Linear(Fp8Module):
             y = F.linear(x, weight.to(dtype), None if added is None else added.to(dtype))
         else:
             gemms, w = self.gemms(), None
-            if is_first_microbatch is None and self._reuse:
-                is_first_microbatch = False
+            is_first_microbatch = self.which_microbatch(gemms, 0, is_first_microbatch)
             if is_first_microbatch is not None:
                 w = self.quantized_weight(gemms, weight, 0, is_first_microbatch, columnwise=True)
             y = _apply()(flatten(x, dtype), weight, added, gemms, w, torch.is_grad_enabled())
