@@ -1,12 +1,15 @@
 """te-bench evaluate: perplexity and last-word accuracy of a checkpoint."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from te_bench.cli.options import Device, Json
+
+INCOMPLETE = 4
 
 
 def evaluate(
@@ -43,3 +46,8 @@ def evaluate(
         max_tokens=tokens,
     )
     print(json.dumps(evaluation.to_json(found), indent=2) if as_json else evaluation.summary(found))
+    broken = [way.recipe or way.precision for way in found.arms if not way.finite]
+    if broken:
+        why = "weights or activations hold NaN or infinity, or overflow"
+        print(f"te-bench: no result in {' and '.join(broken)}: the loss is not finite: {why}", file=sys.stderr)
+        raise typer.Exit(INCOMPLETE)

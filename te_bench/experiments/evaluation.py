@@ -45,6 +45,13 @@ class Evaluated:
     perplexity: Perplexity | None = None
     last_word: LastWord | None = None
 
+    @property
+    def finite(self) -> bool:
+        """Whether all that was evaluated is a number: weights that hold NaN predict nothing."""
+        tokens = 0.0 if self.perplexity is None else self.perplexity.nats_per_token
+        words = 0.0 if self.last_word is None else self.last_word.nats_per_word
+        return math.isfinite(tokens) and math.isfinite(words)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
 
 from te_bench.experiments import evaluation
 from te_bench.experiments.evaluation import HEADINGS, evaluate, read_passages, rows, summary, to_json
@@ -291,6 +292,21 @@ def test_the_command_takes_a_window_shorter_than_the_models(
     command.evaluate(checkpoint, text, recipe="none", device="cpu", block=4, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["block"], found["stride"]) == (4, 2)
+
+
+def test_the_command_ends_with_4_where_the_loss_is_not_finite(
+    checkpoint: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = a_model()
+    with torch.no_grad():
+        model.transformer.ln_f.weight.fill_(math.nan)
+    checkpoints.save(model, checkpoint)
+    command = importlib.import_module("te_bench.cli.evaluate")
+    monkeypatch.setattr(evaluation, "evaluate", functools.partial(evaluate, attention="manual"))
+    with pytest.raises(typer.Exit) as ended:
+        command.evaluate(checkpoint, text, recipe="none", device="cpu", tokenizer="bytes")
+    assert ended.value.exit_code == 4
+    assert "no result in bf16: the loss is not finite" in capsys.readouterr().err
 
 
 # What cannot be evaluated.
