@@ -8,7 +8,6 @@ The model's forward and its other layers stay as they are, and so do the names i
 """
 
 import contextlib
-import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from te_bench.models.modules.fp8_module import FLOATS, Fp8Module
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe
+from te_bench.models.subclassing import Mixed, mix
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -317,14 +317,13 @@ def _make_replacement(layer: Any, kind: str, name: str) -> tuple[nn.Module, Conv
     return new, entry
 
 
-class _Autocasting:
+class _Autocasting(Mixed):
     """Put before a model's own class, it calls the model under te.autocast.
 
     Hooks would do the same but for KeyboardInterrupt, after which nn.Module calls none: FP8 would stay switched on.
     """
 
     _te_recipe: Recipe
-    _te_base: type[nn.Module]
 
     # autocast's bookkeeping stays outside of the graphs of what is called.
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -332,36 +331,14 @@ class _Autocasting:
         with fp8.autocast(recipe=self._te_recipe):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """For pickle and copy: the class is made, not found under its name."""
-        made: Any = super().__reduce_ex__(protocol)
-        if made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return made
-        return (_fresh, (self._te_base,), *made[2:])
-
-
-@functools.cache
-def _autocasting(base: Any) -> Any:
-    """The subclass of a model's class that goes by the same name."""
-    names = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
-    return type(base)(base.__name__, (_Autocasting, base), {**names, "_te_base": base})
-
-
-def _fresh(base: Any) -> Any:
-    made = _autocasting(base)
-    return made.__new__(made)
-
 
 def _enter_by_itself(model: Any, recipe: Recipe, undo: contextlib.ExitStack) -> None:
-    own: Any = type(model)
-    if not issubclass(own, _Autocasting):
-        undo.callback(object.__setattr__, model, "__class__", own)
-        try:
-            object.__setattr__(model, "__class__", _autocasting(own))
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            # What a metaclass, __init_subclass__ or __slots__ raises.
-            raise ValueError(
-                f"{own.__name__} can't enter the recipe by itself, for no subclass can take its place ({error}): "
-                "convert without a recipe, and call the model under te.autocast(recipe=...)"
-            ) from error
+    try:
+        mix(model, _Autocasting, undo)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # What a metaclass, __init_subclass__ or __slots__ raises.
+        raise ValueError(
+            f"{type(model).__name__} can't enter the recipe by itself, for no subclass can take its place ({error}): "
+            "convert without a recipe, and call the model under te.autocast(recipe=...)"
+        ) from error
     _assign(model, "_te_recipe", recipe, undo)
