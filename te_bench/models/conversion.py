@@ -10,7 +10,7 @@ The model's forward and its other layers stay as they are, and so do the names i
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from te_bench.models import fp8
+from te_bench.models import conversion_parts, fp8
+from te_bench.models.conversion_parts import Filter
 from te_bench.models.conversion_report import Conversion, ConvertedLayer, KeptLayer, OtherWeight, TeLayer
 from te_bench.models.modules import arguments
 from te_bench.models.modules.fp8_module import FLOATS, Fp8Module
@@ -27,8 +28,6 @@ from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe
 from te_bench.models.subclassing import Mixed, mix
-
-Filter = Callable[[str, nn.Module], bool]
 
 MULTIPLE = 16  # bytes: what cuBLASLt's FP8 GEMMs ask of every row's length
 
@@ -57,8 +56,23 @@ STATE_HOOKS = (
 )
 
 
+def larger_than(features: int) -> Filter:
+    """A filter of te.convert: no Linear with fewer features, in or out, whose casts cost more than FP8 saves."""
+
+    def accept(name: str, module: nn.Module) -> bool:
+        weight = getattr(module, "weight", None)
+        return not isinstance(weight, Tensor) or weight.dim() < 2 or min(weight.shape) >= features
+
+    return accept
+
+
 def convert(
-    model: nn.Module, recipe: Recipe | None = None, *, filter: Filter | None = None, pad: bool = False
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    parts: str | Collection[str] | None = None,
+    filter: Filter | None = None,
+    pad: bool = False,
 ) -> Conversion:
     """Swap the layers of `model` that compute x W^T + b, a LayerNorm or an RMSNorm for te's, in place, and tell which.
 
@@ -66,11 +80,15 @@ def convert(
     the same (ties, optimizers, dtype, device, requires_grad; so do hooks), save a Conv1D's weight: transposed, it is a new
     one, so make the optimizer afterwards. filter(name, module) says which layers may go. A layer whose dimensions are not
     multiples of 16 stays, unless `pad`: te pads inside the GEMM, exactly, which takes time.
+    parts: of "linear", "norm", "mlp", "rotary", "attention", "head" one or several, or "all"; None is linear and norm. The
+    others (docs/huggingface.md) leave modules and parameters where they are. filter is asked for MLPs and attentions, too,
+    and for lm_head whether its part may be in FP8.
     With `recipe` calling the model enters te.autocast(recipe=recipe) by itself, and torch.compile(fullgraph=True) can't
     take it; without, your own te.autocast around it decides. Converting twice is harmless, and the second report tells of
     the first's layers too. Whatever is raised, nothing has changed: ValueError for a model that is itself such a layer,
     for a recipe that the model's device cannot run, and for one on a model whose class no other can be made of.
     """
+    asked = conversion_parts.check(parts)
     _check(model, recipe)
     found = tuple(_find_te_layers(model))
     owners = _find_owners(model)
@@ -81,8 +99,11 @@ def convert(
         kind = _kind(layer)
         if kind is None or id(layer) in converted or id(layer) in kept:
             continue
-        allowed = filter is None or filter(name, layer)
-        reason = _reason_to_keep(layer, kind, name, owners, pad) if allowed else "filtered out"
+        if ("norm" if kind.endswith("Norm") else "linear") not in asked:
+            reason: str | None = "no part that was asked for"
+        else:
+            allowed = filter is None or filter(name, layer)
+            reason = _reason_to_keep(layer, kind, name, owners, pad) if allowed else "filtered out"
         if reason is None:
             converted[id(layer)] = _make_replacement(layer, kind, name)
         else:
@@ -94,12 +115,16 @@ def convert(
         for _, parent, attribute, layer in places:
             if id(layer) in converted:
                 _swap(parent, attribute, converted[id(layer)][0], undo)
+        others = tuple(conversion_parts.convert(model, asked, filter, undo))
         for module in model.modules():
             _checkpoint_in_fp8(module, undo)
         if recipe is not None:
             _enter_by_itself(model, recipe, undo)
         undo.pop_all()  # it all went well, and stays
-    return Conversion(tuple(entry for _, entry in converted.values()), tuple(kept.values()), total, found, outside)
+    # What an FP8 head reads is a kept layer's no more.
+    heads = {part.name for part in others if part.parameters}
+    stays = tuple(entry for entry in kept.values() if entry.name not in heads)
+    return Conversion(tuple(entry for _, entry in converted.values()), stays, total, found, outside, others)
 
 
 def _swap(parent: nn.Module, attribute: str, new: nn.Module, undo: contextlib.ExitStack) -> None:
