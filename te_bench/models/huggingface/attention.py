@@ -65,29 +65,31 @@ def mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **others: Any,
-) -> Seen:
+) -> Seen | Tensor | None:
     """What transformers' mask functions take -> what rows see. It waits for the GPU where there may be padding or packing.
 
-    attention_mask (B, S), True for a key that is no padding.
+    attention_mask (B, S), True for a key that is no padding. Patterns that `Seen` cannot say, and a cache's, are a tensor of
+    transformers' own, (B, 1, T, S); None for a row that sees everything.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
     padding = _padding(attention_mask, kv_length + kv_offset)
-    whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
     hidden = None if padding is None else ~padding[:, None, None, :]
+    whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
+    if mask_function is bidirectional_mask_function and local_size is None and kv_offset == 0:
+        return Seen(mask=hidden)
+    if whole and mask_function is causal_mask_function:
+        return Seen(causal=True, mask=hidden)
     if whole and not use_vmap:
-        if mask_function is bidirectional_mask_function and local_size is None:
-            return Seen(mask=hidden)
-        if mask_function is causal_mask_function:
-            return Seen(causal=True, mask=hidden)
         found = _find_sequences(mask_function, batch_size, q_length, local_size, device)
         if found is not None and (found.starts is None or padding is None):
             return found._replace(mask=hidden)
-    shown: Any = sdpa_mask(
+    shown = sdpa_mask(
         batch_size, q_length, kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
         attention_mask=attention_mask, use_vmap=use_vmap, allow_is_causal_skip=False, device=device,
     )  # fmt: skip
-    return Seen() if bool(shown.all()) else Seen(mask=~shown)
+    assert shown is not None  # no skip is allowed
+    return None if q_length == 1 and bool(shown.all()) else shown
 
 
 def _padding(attention_mask: Tensor | None, keys: int) -> Tensor | None:

@@ -24,13 +24,8 @@ from te_bench.models.modules.linear import Linear
 from te_bench.models.modules.plain import are_plain
 from te_bench.models.subclassing import Mixed, mix
 
-#: Classes of transformers (5.23) whose forward is that of `Head` below: hidden states, a Linear, ForCausalLMLoss.
-CAUSAL_LMS = frozenset(
-    (
-        *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
-        *("GemmaForCausalLM", "GPT2LMHeadModel"),
-    )
-)
+#: A class of transformers (5.17, 5.23) whose forward is that of `Head` below, in other words than Llama's.
+LIKE_LLAMA = frozenset(("GPT2LMHeadModel",))
 
 # Loaded beforehand, because torch.compile can't trace an import.
 _heads = {name: load(name) for name in ("chunked", "fp8", "reference")}
@@ -78,7 +73,7 @@ def _without_logits(model: Any, given: dict[str, Any]) -> Any:
 
     return_dict = given.pop("return_dict", None)
     labels, _ = given.pop("labels"), given.pop("logits_to_keep", 0)
-    outputs = model.base_model(**given)
+    outputs = model.base_model(**given, return_dict=True)
     options = {name: given[name] for name in ("num_items_in_batch", "ignore_index", "shift_labels") if name in given}
     loss = causal_loss(
         outputs.last_hidden_state, model.lm_head.weight, labels, in_fp8=model._te_head_in_fp8 and fp8.current.enabled,
@@ -126,14 +121,22 @@ def has_usual_loss(model: Any) -> bool:
     return model.loss_function is ForCausalLMLoss
 
 
+def _is_like_llama(origin: Any) -> bool:
+    """Whether a class's forward is the same code as Llama's, as of most families: hidden states, a Linear, a loss."""
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    codes = [inspect.unwrap(cls.forward).__code__ for cls in (origin, LlamaForCausalLM)]
+    return len({(code.co_code, code.co_names) for code in codes}) == 1
+
+
 def convert(model: Any, in_fp8: bool, undo: contextlib.ExitStack) -> str:
     """Let a causal language model compute its training loss so; returns by what.
 
     in_fp8: whether it may compute in FP8, where a recipe is on. Raises ValueError, which says why the head stays.
     """
     origin = model._te_origin if isinstance(model, Mixed) else type(model)
-    if origin.__name__ not in CAUSAL_LMS or not origin.__module__.startswith("transformers."):
-        raise ValueError(f"{origin.__name__} is none of {', '.join(sorted(CAUSAL_LMS))}")
+    if origin.__name__ not in LIKE_LLAMA and not _is_like_llama(origin):
+        raise ValueError("its forward is not Llama's: it may do more with the logits, or compute another loss")
     head = model.lm_head
     if not isinstance(head, nn.Linear | Linear) or head.bias is not None:
         raise ValueError("lm_head is no Linear without a bias")

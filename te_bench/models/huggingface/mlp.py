@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.activation.backends import reference
 from te_bench.kernels.activation.recomputed import gradient_and_value
+from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules.fp8_module import FLOATS, compute_dtype, flatten, is_recorded
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
@@ -95,8 +96,16 @@ def _in_fp8(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
     gemms = first[0].gemms(), last.gemms()
     for other in first[1:]:
         other.gemms()  # so that it has its state, as alone
+    training = torch.is_grad_enabled()
+    with torch.no_grad():
+        joined = first[0].weight if len(first) == 1 else torch.cat([layer.weight for layer in first])
+    weights = [
+        layer.quantized_weight(own, weight, 0, None, columnwise=training)
+        for layer, own, weight in zip((first[0], last), gemms, (joined, last.weight), strict=True)
+    ]
+    del joined
     tensors = [t for layer in (last, *first) for t in (layer.weight, layer.bias)]
-    y = _Fp8.apply(flatten(x, compute_dtype(x)), kind, gemms, torch.is_grad_enabled(), *tensors)
+    y = _Fp8.apply(flatten(x, compute_dtype(x)), kind, gemms, weights, training, *tensors)
     return y.view(*x.shape[:-1], -1)
 
 
@@ -149,7 +158,7 @@ def _multiply(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
 
 
 class _Fp8(torch.autograd.Function):
-    """The same in FP8: x is cast once, and the first weights as one matrix, by the scale of the first."""
+    """The same in FP8: x is cast once, the first weights are one matrix, cast by the scale of the first."""
 
     @staticmethod
     def forward(
@@ -157,27 +166,24 @@ class _Fp8(torch.autograd.Function):
         x: Tensor,
         kind: str,
         gemms: tuple[Gemms, Gemms],
+        weights: Sequence[Quantized],
         training: bool,
         w2: Tensor,
         b2: Tensor | None,
         *first: Any,
     ) -> Tensor:
-        (fc1, fc2), weights, biases = gemms, first[::2], first[1::2]
+        (fc1, fc2), (q1, q2), biases = gemms, weights, [b for b in first[1::2] if b is not None]
         needed = [training and need for need in ctx.needs_input_grad]
-        need_w1, need_w2 = any(needed[6::2]), needed[4]
-        w1, b1 = _joined(weights), _joined(biases)
-        assert w1 is not None
-        columnwise = needed[0]
-        q1 = fc1.quantize(w1.detach(), "weight", rowwise=True, columnwise=columnwise)
-        q2 = fc2.quantize(w2.detach(), "weight", rowwise=True, columnwise=training)
+        need_x, need_w1, need_w2 = needed[0], any(needed[7::2]), needed[5]
         n = fc1.quantize(x, "input", rowwise=True, columnwise=need_w1)
+        b1 = torch.cat(biases) if biases else None
         h = fc1.fprop(n, q1, x.dtype, b1)
         a = activate_quantize(fc2, h, kind, columnwise=need_w2)
         y = fc2.fprop(a, q2, x.dtype, b2)
-        w1_t = q1.by_columns() if columnwise else NOT_NEEDED
+        w1_t = q1.by_columns() if need_x else NOT_NEEDED
         w2_t = q2.by_columns() if training else NOT_NEEDED
         save_for_backward(ctx, (h,), (n.by_columns(), a.by_columns(), w1_t, w2_t))
-        ctx.gemms, ctx.kind, ctx.sizes = gemms, kind, [len(w) for w in weights]
+        ctx.gemms, ctx.kind, ctx.sizes = gemms, kind, [len(w) for w in first[::2]]
         ctx.dtypes = [None if t is None else t.dtype for t in (w2, b2, *first)]
         return y
 
@@ -186,7 +192,7 @@ class _Fp8(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (h,), (n_t, a_t, w1_t, w2_t) = restore(ctx)
         fc1, fc2 = ctx.gemms
-        need_x, _, _, _, need_w2, need_b2, *need_first = ctx.needs_input_grad
+        need_x, _, _, _, _, need_w2, need_b2, *need_first = ctx.needs_input_grad
         w2_dtype, b2_dtype, *dtypes = ctx.dtypes
         need_w1, need_b1 = any(need_first[::2]), any(need_first[1::2])
         below = need_x or need_w1 or need_b1
@@ -203,13 +209,7 @@ class _Fp8(torch.autograd.Function):
                 first[1::2] = [part.to(t) for part, t in zip(db1.split(ctx.sizes), dtypes[1::2], strict=True)]
             dx = fc1.dgrad(g, w1_t, dy.dtype) if need_x else None
         first = [d if need else None for d, need in zip(first, need_first, strict=True)]
-        return dx, None, None, None, dw2, None if db2 is None else db2.to(b2_dtype), *first
-
-
-def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """One after the other; None of Nones."""
-    found = [t for t in tensors if t is not None]
-    return found[0] if len(found) == 1 else torch.cat(found) if found else None
+        return dx, None, None, None, None, dw2, None if db2 is None else db2.to(b2_dtype), *first
 
 
 def convert(module: Any, undo: contextlib.ExitStack) -> str:
