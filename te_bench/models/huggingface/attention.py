@@ -149,7 +149,7 @@ def attention(
     sequences one after the other in a batch of one. Raises ValueError for what te-bench has not.
     """
     for name, meaning in ABSENT.items():
-        if others.get(name) not in (None, False):
+        if others.get(name) is not None and others[name] is not False:
             raise ValueError(
                 f"attn_implementation={_name(in_fp8)!r} has no {name}, {meaning}: take attn_implementation='eager'"
             )
