@@ -89,7 +89,7 @@ class Conversion:
         rows = [(c.name, c.before, ", ".join(filter(None, (f"te.{c.after}", c.note)))) for c in self.converted]
         rows += [(f.name, f"te.{f.kind}", "te's already") for f in self.found]
         rows += [(k.name, k.kind, f"kept: {k.reason}") for k in self.kept]
-        rows += [(p.name, p.kind, f"{p.part}: {p.after or f'kept: {p.reason}'}") for p in self.parts]
+        rows += [(p.name or "the model", p.kind, f"{p.part}: {p.after or f'kept: {p.reason}'}") for p in self.parts]
         rows += [(o.name, o.kind, f"kept: {o.reason}") for o in self.outside]
         # The layers of a stack differ in their number only: they are one row.
         alike = Counter((_without_numbers(name), was, _without_numbers(now)) for name, was, now in rows)
