@@ -17,6 +17,8 @@ from te_bench.models.conversion_report import ConvertedPart
 from te_bench.models.modules.linear import Linear
 
 Filter = Callable[[str, nn.Module], bool]
+#: Replaces a part, and says what it is now; raises ValueError, which says why it stays.
+Convertor = Callable[[Any, contextlib.ExitStack], str]
 
 LAYERS = ("linear", "norm")
 PARTS = (*LAYERS, "mlp", "rotary", "attention", "head")
@@ -66,7 +68,7 @@ def _mlps(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -
         if isinstance(module, mlp.MLP):
             yield ConvertedPart("mlp", name, type(module).__name__, "te's already", None)
         elif mlp.places(module) is not None:
-            yield _attempt("mlp", name, module, filter, functools.partial(mlp.convert, undo=undo))
+            yield _attempt("mlp", name, module, filter, mlp.convert, undo)
 
 
 def _rotary(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
@@ -74,12 +76,12 @@ def _rotary(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack)
 
     for name, module in model.named_modules():
         if type(module).__module__.startswith("transformers.") and rotary.calls(module):
-            yield _attempt("rotary", name, module, filter, functools.partial(rotary.convert, undo=undo))
+            yield _attempt("rotary", name, module, filter, rotary.convert, undo)
 
 
 def _attention(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
     for name, inner in _models_of_transformers(model):
-        yield _attempt("attention", name, inner, None, functools.partial(_set_attention, undo=undo))
+        yield _attempt("attention", name, inner, None, _set_attention, undo)
 
 
 def _heads(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
@@ -90,21 +92,24 @@ def _heads(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) 
             continue
         where = f"{name}.lm_head" if name else "lm_head"
         in_fp8 = filter is None or filter(where, inner.lm_head)
-        entry = _attempt("head", where, inner, None, functools.partial(head.convert, in_fp8=in_fp8, undo=undo))
+        entry = _attempt("head", where, inner, None, functools.partial(head.convert, in_fp8=in_fp8), undo)
         own = entry.after is not None and inner._te_head_in_fp8 and not isinstance(inner.lm_head, Linear)
         yield replace(entry, parameters=inner.lm_head.weight.numel()) if own else entry
 
 
 def _attempt(
-    part: str, name: str, module: nn.Module, filter: Filter | None, convert: Callable[[Any], str]
+    part: str, name: str, module: nn.Module, filter: Filter | None, convert: Convertor, undo: contextlib.ExitStack
 ) -> ConvertedPart:
     kind = type(module).__name__
     if filter is not None and not filter(name, module):
         return ConvertedPart(part, name, kind, None, "filtered out")
-    try:
-        return ConvertedPart(part, name, kind, convert(module), None)
-    except ValueError as error:
-        return ConvertedPart(part, name, kind, None, str(error))
+    with contextlib.ExitStack() as own:
+        try:
+            after = convert(module, own)
+        except ValueError as error:
+            return ConvertedPart(part, name, kind, None, str(error))
+        undo.push(own.pop_all())
+    return ConvertedPart(part, name, kind, after, None)
 
 
 def _models_of_transformers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -132,8 +137,8 @@ def _set_attention(model: Any, undo: contextlib.ExitStack) -> str:
         raise ValueError(reason)
     for inner in models:
         undo.callback(setattr, inner.config, "_attn_implementation", inner.config._attn_implementation)
-    model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
+        inner.set_attn_implementation(NAME)  # each, for encoders and decoders may have copies of the configuration
+    if any(inner.config._attn_implementation != NAME for inner in models):
         raise ValueError("transformers does not let it take another attention")
     return f"attn_implementation={NAME!r}"
 

@@ -129,7 +129,7 @@ def _is_like_llama(origin: Any) -> bool:
     return len({(code.co_code, code.co_names) for code in codes}) == 1
 
 
-def convert(model: Any, in_fp8: bool, undo: contextlib.ExitStack) -> str:
+def convert(model: Any, undo: contextlib.ExitStack, in_fp8: bool) -> str:
     """Let a causal language model compute its training loss so; returns by what.
 
     in_fp8: whether it may compute in FP8, where a recipe is on. Raises ValueError, which says why the head stays.
