@@ -250,3 +250,40 @@ def test_data_parallel_is_refused_in_one_sentence() -> None:
     with te.autocast(recipe=DELAYED), pytest.raises(ValueError, match="threads of one process"):
         layer._replicate_for_data_parallel()
     assert not fp8.is_fp8_enabled()
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2, self.w3 = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+def test_a_joined_weight_is_kept_until_either_part_changes_and_apart_from_a_part_alone(casts: list[Tensor]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated()).bfloat16()
+    plain = copy.deepcopy(model)
+    te.convert(model, recipe.Float8CurrentScaling(), parts="all")
+    te.convert(plain, recipe.Float8CurrentScaling(), parts="all")
+    te.cache_weights(model, torch.optim.SGD(model.parameters()))
+    x = an_input().bfloat16()
+
+    def same() -> bool:
+        return torch.equal(model(x), plain(x))
+
+    assert same()
+    assert len(casts) == 2 + 2  # both first weights as one
+    assert same()
+    assert len(casts) == 4 + 2  # plain's
+    with torch.no_grad():
+        for each in (model, plain):
+            each[0].w3.weight.mul_(2)  # by no optimizer
+    assert same()
+    handles = [each[0].w2.register_forward_hook(lambda *_: None) for each in (model, plain)]
+    assert same()  # module by module: w1 alone, not joined
+    for handle in handles:
+        handle.remove()
+    assert same()

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -194,10 +194,20 @@ class Fp8Module(OneRank, nn.Module):
         return slot.unrecorded() if traceless else slot
 
     def quantized_weight(
-        self, gemms: Gemms, weight: Tensor, gemm: int, is_first_microbatch: bool | None, *, columnwise: bool
+        self,
+        gemms: Gemms,
+        weight: Tensor,
+        gemm: int,
+        is_first_microbatch: bool | None,
+        *,
+        columnwise: bool,
+        made_of: Sequence[Tensor] | None = None,
     ) -> Quantized:
-        """The weight in FP8: made anew (None), made and kept (True), or as it was kept (False)."""
-        is_first_microbatch = self.which_microbatch(gemms, gemm, is_first_microbatch)
+        """The weight in FP8: made anew (None), made and kept (True), or as it was kept (False).
+
+        made_of: the parameters that the weight was put together from, where it is none of this module's.
+        """
+        is_first_microbatch = self.which_microbatch(gemms, gemm, is_first_microbatch, made_of)
         if is_first_microbatch is False:
             recipe, kept = self._cached[gemm]
             if kept is None or recipe != gemms.recipe:
@@ -213,7 +223,9 @@ class Fp8Module(OneRank, nn.Module):
             self._cached[gemm] = gemms.recipe, made
         return made
 
-    def which_microbatch(self, gemms: Gemms, gemm: int, asked: bool | None) -> bool | None:
+    def which_microbatch(
+        self, gemms: Gemms, gemm: int, asked: bool | None, made_of: Sequence[Tensor] | None = None
+    ) -> bool | None:
         """What a call asks for as is_first_microbatch; of one that says nothing, whether a weight is kept for it."""
         if asked is not None or not (self._reuse or self._caches):
             return asked
@@ -224,7 +236,8 @@ class Fp8Module(OneRank, nn.Module):
             return None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None
-        versions = [(id(p), p._version) for p in self._parameters.values() if p is not None]
+        own = [p for p in self._parameters.values() if p is not None]
+        versions = [(id(p), p._version) for p in made_of or own]
         known = self._cached[gemm][0] == gemms.recipe and self._versions[gemm] == versions
         self._versions[gemm] = versions
         return not known
