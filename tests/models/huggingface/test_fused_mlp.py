@@ -59,7 +59,7 @@ def train(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     model.zero_grad()
     x = x.clone().requires_grad_()
     y = model(x)
-    (y * draw(*y.shape, seed=5).to(y.dtype)).sum().backward()
+    (y * draw(*y.shape, seed=5).to(y)).sum().backward()
     return y.detach(), [x.grad, *(p.grad for p in model.parameters())]
 
 
