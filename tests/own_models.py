@@ -39,12 +39,6 @@ class WithTargets(Model):  # as nanoGPT's: logits, loss
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class WrongInHalf(Model):
-    def forward(self, tokens):
-        logits = super().forward(tokens)
-        return logits * 1.05 if torch.is_autocast_enabled(tokens.device.type) else logits
-
-
 class Random(Model):
     def forward(self, tokens):
         return super().forward(tokens) * (1 + torch.rand((), device=tokens.device))
@@ -67,10 +61,6 @@ def with_targets():
     return WithTargets()
 
 
-def wrong_in_half():
-    return WrongInHalf()
-
-
 def random():
     return Random()
 
@@ -80,7 +70,7 @@ def pixels():
 
 
 def odd():
-    return Model(width=30, vocab=63)
+    return Model(width=30)
 
 
 def unlike():

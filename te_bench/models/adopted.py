@@ -201,7 +201,7 @@ def called(path: str, function: Any, *arguments: Any, doing: str = "it", **named
 
 def _told(error: BaseException) -> str:
     text = " ".join(str(error).split())[:300]
-    gpu = "CUDA" in text or "NVIDIA" in text
+    gpu = "cuda" in text.lower() or "nvidia" in text.lower()
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return f"{said}. Leave it to te-bench to put a model on a GPU" if gpu else said
 

@@ -65,8 +65,8 @@ class Facts:
 
     vocab: classes of its inputs' tokens, 1 where its inputs are none. block: its longest sequence where it says one.
     sequence: tokens of a sequence where only one length is possible. sdpa: calls of scaled_dot_product_attention in a pass.
-    scores: elements of their softmax for one sequence, of `tried` tokens. linears: layers that te.convert would take.
-    text: it learns from text. manual: it has an attention of ordinary operators to ask for.
+    scores: elements of their softmax for one sequence, of `tried` tokens. text: it learns
+    from text. manual: it has an attention of ordinary operators to ask for.
     """
 
     vocab: int
@@ -76,7 +76,6 @@ class Facts:
     sdpa: int
     scores: int
     tried: int
-    linears: int
     text: bool
     manual: bool
 

@@ -148,10 +148,28 @@ def test_a_model_with_dropout_is_checked_without() -> None:
     assert check(step(of("make", "dropout=0.1")))["reference"].endswith("without dropout")
 
 
-def test_a_step_that_is_wrong_in_its_precision_fails() -> None:
-    with pytest.raises(CheckFailed, match="loss"):
-        check(step(of("wrong_in_half")))
-    assert check(step(of("wrong_in_half"), precision="fp32"))
+@pytest.mark.parametrize("fault", ["doubled_scale", "e5m2_forward", "transposed_wgrad", "flushed_gradients"])
+def test_a_broken_recipe_fails(fault: str) -> None:
+    trial = step(of("make"), recipe="float8_current_scaling")
+    with pytest.raises(CheckFailed):
+        check(Trial.from_json(trial.to_json() | {"problem": {**trial.problem, "fault": fault}}))
+
+
+def test_attention_that_is_a_little_wrong_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel would be: the references have PyTorch's math, whose scale is right."""
+    import own
+
+    usual = own.F.scaled_dot_product_attention
+    kernels: list[bool] = []
+
+    def wrong(*args: Tensor, **kwargs: Any) -> Tensor:
+        kernels.append(torch.backends.cuda.flash_sdp_enabled())
+        return usual(*args, **kwargs, scale=0.28 if kernels[-1] else 0.25)
+
+    monkeypatch.setattr(own, "F", SimpleNamespace(**vars(own.F) | {"scaled_dot_product_attention": wrong}))
+    with pytest.raises(CheckFailed):
+        check(step(of("make"), attention="flash"))
+    assert {True, False} == set(kernels)
 
 
 @pytest.mark.parametrize(
@@ -177,21 +195,6 @@ def test_a_conv1d_is_held_to_its_own_gradient_and_to_emulated_fp8(tmp_path: Path
     names = {q["name"] for q in check(step(source, recipe="float8_current_scaling"))["quantities"]}
     assert "grad module.transformer.h.0.attn.c_attn.weight" in names
     assert "grad, ratio to FP8 emulation" in names
-
-
-def test_a_timed_step_says_which_attention_ran(tmp_path: Path) -> None:
-    llama = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "vocab_size": 64,
-    }
-    source = of_config(llama | {"num_attention_heads": 2, "num_key_value_heads": 1}, tmp_path)
-    found = train_step.run(step(source, recipe="float8_current_scaling"), Context())
-    assert found.work["chosen"] == "flash"
-    assert found.work["ran"]["gemm_fp8"] >= 3 * 8
-    assert len(found.samples["latency_s"]) == 20
 
 
 BERT = {
