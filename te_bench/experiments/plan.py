@@ -4,7 +4,7 @@ import dataclasses
 from itertools import groupby
 
 from te_bench import plugins
-from te_bench.experiments import run_options, suites, workloads
+from te_bench.experiments import adoption, run_options, suites, workloads
 from te_bench.experiments.problems import (
     PROBLEMS,
     GemmProblem,
@@ -12,11 +12,13 @@ from te_bench.experiments.problems import (
     StepProblem,
     TrainingProblem,
     TrialProblem,
+    source_of,
 )
 from te_bench.experiments.spec import (
     DEVICES,
     MODES,
     NO_ATTENTION,
+    OWN_ATTENTION,
     PRECISIONS,
     PROTOCOLS,
     Experiment,
@@ -43,6 +45,7 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
     plugins.check("device", options.device, list(DEVICES))
     run_options.check(options)
     experiment: Experiment = plugins.load(suites.__name__, suite, "experiment")(options)
+    experiment = adoption.adapt(experiment, options)
     for trial in experiment.trials:
         check(trial)
     _check_options(experiment, options)
@@ -71,7 +74,8 @@ def _check_options(experiment: Experiment, options: Options) -> None:
 def check(trial: Trial) -> None:
     """Raise ValueError, with the near matches, unless every name in the trial is known, and unless fp8 has its recipe."""
     plugins.check("workload", trial.workload, plugins.names(workloads.__name__))
-    if trial.attention != NO_ATTENTION or trial.workload not in WITHOUT_ATTENTION:
+    can_do_without = trial.attention == NO_ATTENTION and trial.workload in WITHOUT_ATTENTION
+    if not can_do_without and not (trial.attention == OWN_ATTENTION and source_of(trial) is not None):
         plugins.check("attention backend", trial.attention, plugins.names("te_bench.kernels.attention.backends"))
     plugins.check("precision", trial.precision, list(PRECISIONS))
     plugins.check("mode", trial.mode, list(MODES))
@@ -103,7 +107,8 @@ def _check_problem(trial: Trial, p: TrialProblem) -> None:
 
 def _check_step(trial: Trial, p: StepProblem) -> None:
     """Raise ValueError for a model that is not known, or a part that does not go with the trial's recipe or rival."""
-    plugins.check("model", p.model, list(configs()))
+    if p.source is None:
+        plugins.check("model", p.model, list(configs()))
     if p.against is not None:
         name, recipe = p.rival or p.linears, p.against.recipe
         if trial.recipe != recipe:

@@ -20,7 +20,7 @@ from torch import Tensor
 import te_bench.models as te
 from te_bench import plugins
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import attention_rows, large, rounding, training_step, what_ran
+from te_bench.experiments.checks import attention_rows, gradients, large, rounding, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
@@ -251,7 +251,7 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     if p.dropout:
         p = dataclasses.replace(p, dropout=0.0)
         iteration = Iteration(rival, p, trial.seed)
-    training_step.settle(p.recipe, iteration)
+    gradients.settle(p.recipe, iteration)
     ours = iteration.results()
     plain = layers.load("plain")
     precision = "bf16" if p.recipe else p.precision
@@ -259,7 +259,7 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     truth = _by_parts(Iteration(plain, exact, trial.seed, wide=True)).results()
     attends = None if trial.attention == NO_ATTENTION else trial_model.attention_of(trial)
     in_fp8 = attends is not None and attention.in_fp8(attends)
-    fused = attends not in (None, *training_step.UNFUSED) and not in_fp8
+    fused = attends not in (None, *gradients.UNFUSED) and not in_fp8
     library = _by_parts(Iteration(plain, exact, trial.seed), as_fused=fused)
     if p.recipe:
         emulate(library.module, recipes.load(p.recipe))
