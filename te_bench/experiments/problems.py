@@ -39,6 +39,9 @@ _SHOWN = {
     "blocks": "blocks-",
     **dict.fromkeys(("rival", "linears"), ""),
     "edge": "n",
+    "tokens": "t",
+    "in_features": "k",
+    "out_features": "n",
     "m": "m",
     "n": "n",
     "k": "k",
@@ -266,6 +269,15 @@ class GemmProblem(TrialProblem):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinearProblem(TrialProblem):
+    """One Linear of a training step: x (tokens, in_features), W (out_features, in_features)."""
+
+    tokens: int
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HeadProblem(TrialProblem):
     """Loss and gradients of a head over n rows of d features, as kernels.linear_cross_entropy.table.HeadShape says it."""
 
@@ -286,6 +298,7 @@ PROBLEMS: dict[str, type[TrialProblem]] = {
     "layer": LayerProblem,
     "ceilings": CeilingsProblem,
     "gemm": GemmProblem,
+    "linear": LinearProblem,
     "linear_cross_entropy": HeadProblem,
 }
 
