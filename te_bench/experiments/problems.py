@@ -177,6 +177,11 @@ class TrainStepProblem(StepProblem):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SurveyProblem(TrainStepProblem):
+    """One training step that is looked at, and not timed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MaxBatchProblem(StepProblem):
     """The largest batch that fits."""
 
@@ -291,6 +296,7 @@ class HeadProblem(TrialProblem):
 #: {workload: its problem}.
 PROBLEMS: dict[str, type[TrialProblem]] = {
     "train_step": TrainStepProblem,
+    "survey": SurveyProblem,
     "max_batch": MaxBatchProblem,
     "training": TrainingProblem,
     "attention": AttentionProblem,

@@ -74,7 +74,7 @@ def _passes(
     """y, dx and dW."""
     with autocast(x.device, trial.precision), in_fp8:
         y = layer(x)
-    return (y.detach(), *torch.autograd.grad(y, (x, layer.weight), dy))
+    return (y.detach(), *torch.autograd.grad(y, (x, layer.get_parameter("weight")), dy))
 
 
 def _held_to_float64(

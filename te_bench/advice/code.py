@@ -1,0 +1,27 @@
+"""The lines that make a training step what is advised. No torch."""
+
+from te_bench.advice.candidates import Choice, Question
+
+CLASSES = {
+    "delayed_scaling": "DelayedScaling",
+    "float8_current_scaling": "Float8CurrentScaling",
+    "rowwise_scaling": "RowwiseScaling",
+    "float8_block_scaling": "Float8BlockScaling",
+}
+
+
+def code(question: Question, choice: Choice) -> list[str]:
+    """Python, with its imports, that makes `step(tokens, targets)`."""
+    options = [f'attention="{choice.attention}"']
+    options += [f"padded_vocab_size={question.padded_vocab}"] if choice.padded else []
+    options += [f"recipe=recipe.{CLASSES[choice.recipe]}()"] if choice.recipe else []
+    options += [f'head="{choice.head}"'] if choice.head else []
+    options += ['blocks="fused"'] if choice.fused else []
+    lines = ["from te_bench.models import decoder, recipe" if choice.recipe else "from te_bench.models import decoder"]
+    lines.append("from te_bench.training.step import Optim, TrainStep")
+    move = '.to("cuda")' if question.device == "cuda" else ""
+    lines.append(f'model = decoder.load("{question.model}", {", ".join(options)}){move}')
+    how = f'precision="{choice.precision}", mode="{choice.mode}"'
+    how += ', optimizer="triton"' if choice.fused else ""
+    lines.append(f"step = TrainStep(model, Optim(), {how})")
+    return lines

@@ -1,0 +1,120 @@
+"""Which parts a step by a choice is made of, and the trial that times each alone. No torch."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from te_bench.advice.candidates import FP8_HEAD, Choice, Question, alone
+from te_bench.experiments.spec import Record, Trial
+from te_bench.reports.analysis import layers
+from te_bench.reports.analysis.measures import finite, of_process
+
+LINEAR, ATTENTION, HEAD = "linear", "attention", "linear_cross_entropy"  # workloads
+SAMPLES = {LINEAR: ("kernel_s",), ATTENTION: ("forward_s", "backward_s"), HEAD: ("kernel_s",)}
+
+
+class Part(NamedTuple):
+    """One kind of part of a step: a workload, its problem's settings in order, and by what it is computed."""
+
+    workload: str
+    problem: tuple[tuple[str, Any], ...]
+    rival: str  # a recipe or a precision; an attention backend
+    precision: str = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """What a survey found a model's step to be made of: sizes of Linears, of attentions and of the head, with calls.
+
+    head: (rows, in_features, classes), None where the model makes no logits that te-bench could replace.
+    """
+
+    linears: Mapping[tuple[int, int, int], int]
+    attentions: Mapping[tuple[tuple[str, Any], ...], int] = field(default_factory=dict)
+    head: tuple[int, int, int] | None = None
+
+    @classmethod
+    def of(cls, work: Mapping[str, Any]) -> "Made":
+        """By the work of a survey's record. Attention with a mask has no trial of its own, and is not among them."""
+        sizes = ("rows", "in_features", "out_features")
+        attentions: Counter[tuple[tuple[str, Any], ...]] = Counter()
+        for call in work["attentions"]:
+            if not call["mask"] and call["length"] == call["keys"]:
+                shape = {name: call[name] for name in ("batch", "heads", "length", "head_dim", "causal")}
+                shape |= {} if call["kv_heads"] == call["heads"] else {"kv_heads": call["kv_heads"]}
+                attentions[tuple(shape.items())] += call["calls"]
+        head = work.get("head")
+        return cls(
+            linears={tuple(found[name] for name in sizes): found["calls"] for found in work["linears"]},
+            attentions=attentions,
+            head=head and tuple(head[name] for name in sizes),
+        )
+
+
+def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
+    """How many of which part a step by that choice has; what every choice shares, the rest of the step, is none."""
+    found: Counter[Part] = Counter()
+    for (rows, k, n), calls in made.linears.items():
+        sizes = (("tokens", rows), ("in_features", k), ("out_features", n))
+        found[Part(LINEAR, sizes, choice.recipe or choice.precision, choice.precision)] += calls
+    half = "fp32" if choice.precision == "fp32" else "bf16"
+    for shape, calls in made.attentions.items():
+        found[Part(ATTENTION, shape, choice.attention, half)] += calls
+    if made.head is not None and question.preset:
+        rows, d, _ = made.head
+        padded = question.padded_vocab if choice.padded else question.vocab
+        sizes = (("n", rows), ("d", d), ("vocab", question.vocab), ("padded", padded))
+        found[Part(HEAD, (*sizes, ("head", choice.head or "reference")), choice.head or "reference", half)] += 1
+    return found
+
+
+def trial(question: Question, part: Part) -> Trial:
+    """The trial that times the part alone."""
+    problem = dict(part.problem)
+    if part.workload == ATTENTION:
+        return alone(question, ATTENTION, problem, attention=part.rival, precision=part.precision)
+    if part.workload == LINEAR and part.precision == "fp8":
+        return alone(question, LINEAR, problem, precision="fp8", recipe=part.rival)
+    return alone(question, part.workload, problem, precision=part.precision)
+
+
+def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[Part]:
+    """The parts in which choices differ from the steps that are measured whole; those of the most promising first.
+
+    A part that many choices need comes before one that few do; FP8 of the recipes in their order.
+    """
+    needed: Counter[Part] = Counter()
+    for choice in choices:
+        ours, whole = parts_of(question, made, choice), parts_of(question, made, question.frame(choice))
+        for part in (ours - whole) + (whole - ours):
+            needed[part] += 1
+    order = {LINEAR: 0, HEAD: 1, ATTENTION: 2}
+    return sorted(needed, key=lambda part: (-needed[part], order[part.workload], part.problem))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartTime:
+    """Seconds of a part alone; products: of its matrix products, where a profile tells them from its casts."""
+
+    seconds: float
+    products: float | None
+    record: Record
+
+
+def time_of(part: Part, record: Record | None) -> PartTime | None:
+    """None where the trial has no result."""
+    if record is None or record.outcome != "ok":
+        return None
+    medians = [of_process(record, sample) for sample in SAMPLES[part.workload]]
+    if not all(medians):
+        return None
+    profile = record.work.get("kernel_s")
+    products = None
+    if part.workload == LINEAR and isinstance(profile, Mapping):
+        products = sum(finite(s) or 0.0 for kernel, s in profile.items() if layers.kind_of(kernel) == "GEMM")
+    return PartTime(seconds=sum(m for m in medians if m), products=products or None, record=record)
+
+
+def multiplies_in_fp8(part: Part) -> bool:
+    return part.precision == "fp8" or (part.workload == HEAD and part.rival == FP8_HEAD)
