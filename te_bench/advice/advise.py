@@ -3,7 +3,6 @@
 Every measurement is a trial, carried out and recorded as those of any suite: what was measured before is not measured again.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from te_bench.advice import convergence
-from te_bench.advice.advise import Evidence
+from te_bench.advice.advise import Evidence, peak, typical
 from te_bench.advice.candidates import Choice, Question
 from te_bench.advice.code import code
 from te_bench.advice.decision import Decision, fp8_in_words, ids, linear_gains
@@ -58,9 +58,11 @@ def _faster(decision: Decision) -> list[str]:
         return ["What you have did not run here, so that there is no speed-up."]
     if decision.keeps:
         return []
-    said = f"{_times(decision.speedup)} as fast as what you have ({decision.have.words()}), {_runs(decision.runs)}"
+    said = (
+        f"{text.speedup(decision.speedup)} as fast as what you have ({decision.have.words()}), {_runs(decision.runs)}"
+    )
     if decision.over_compile is not None and decision.over_compile.value != 1:
-        said += f"; {_times(decision.over_compile)} as fast as that under torch.compile"
+        said += f"; {text.speedup(decision.over_compile)} as fast as that under torch.compile"
     found = [f"{said}."]
     if decision.tied:
         found.append(f"{decision.tied[0].words()} is not distinguished from it; what is advised changes less.")
@@ -69,13 +71,6 @@ def _faster(decision: Decision) -> list[str]:
 
 def _runs(runs: int) -> str:
     return f"{runs} runs of each" if runs > 1 else "one run of each"
-
-
-def _times(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return "An unknown number of times"
-    interval = "" if ratio.low is None or ratio.high is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
-    return f"{ratio.value:.2f}×{interval}"
 
 
 def _memory(question: Question, decision: Decision) -> str:
@@ -87,8 +82,6 @@ def _memory(question: Question, decision: Decision) -> str:
 
 def _predicted(evidence: Evidence, choice: Choice) -> str:
     prediction, records = evidence.predictions.get(choice), evidence.steps[choice]
-    from te_bench.advice.advise import typical
-
     measured = typical(records)
     if prediction is None or choice in evidence.question.frames:
         return f"Measured: {text.milliseconds(measured)} ms a step."
@@ -145,11 +138,9 @@ def _choice(choice: Choice) -> dict[str, Any]:
 
 
 def _ratio(ratio: Ratio | None) -> dict[str, Any] | None:
-    return ratio and {"value": ratio.value, "low": ratio.low, "high": ratio.high, "pairs": ratio.n}
+    return None if ratio is None else {"value": ratio.value, "low": ratio.low, "high": ratio.high, "pairs": ratio.n}
 
 
 def _step(evidence: Evidence, choice: Choice) -> dict[str, Any]:
-    from te_bench.advice.advise import peak, typical
-
     records = evidence.steps[choice]
     return {**_choice(choice), "seconds": typical(records), "memory_bytes": peak(records), "records": ids(records)}

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from te_bench.advice.candidates import FP8_HEAD, Choice, Question
 
-STEPS, BATCH_TOKENS, SEEDS, ARMS = 300, 12 * 1024, 8, 4  # of --preset gpt2-short: control, A/A, the recipe, one broken
-FEWER = 8  # seeds
+STEPS, BATCH_TOKENS, SEEDS = 300, 12 * 1024, 8  # of --preset gpt2-short
+ARMS, FUSED_ARMS = 4, 6  # control, A/A, the recipe, one broken; and with --fused the fused step with either head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +54,9 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
             f"Convergence: no verdict is published for {choice.recipe} {'in fused blocks' if choice.fused else 'so'}."
         )
     else:
-        said = f"Convergence: {found.verdict} of GPT-2 124M after {STEPS} steps, {IN_WORDS[found.verdict]} (results/{found.records})."
-    return f"{said} For your model: {command(question, choice)} takes about {_hours(question, seconds)}."
+        said = f"Convergence: {found.verdict} for GPT-2 124M after {STEPS} steps, {IN_WORDS[found.verdict]}"
+        said += f" (results/{found.records})."
+    return f"{said} For your model: {command(question, choice)} takes about {_hours(question, choice, seconds)}."
 
 
 def command(question: Question, choice: Choice) -> str:
@@ -64,7 +65,7 @@ def command(question: Question, choice: Choice) -> str:
     return f"{said} --fused" if choice.fused else said
 
 
-def _hours(question: Question, seconds: float) -> str:
-    steps = ARMS * SEEDS * STEPS * BATCH_TOKENS / question.tokens
+def _hours(question: Question, choice: Choice, seconds: float) -> str:
+    steps = (FUSED_ARMS if choice.fused else ARMS) * SEEDS * STEPS * BATCH_TOKENS / question.tokens
     spent = steps * seconds
     return f"{spent / 3600:.2g} GPU hours" if spent >= 3600 else f"{max(1, round(spent / 60))} GPU minutes"

@@ -64,11 +64,11 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
         use=best,
         have=question.have,
         seconds=of_processes(chosen.ok, "latency_s") or math.nan,
-        have_seconds=have and of_processes(have.ok, "latency_s"),
-        speedup=have and speedup(have, chosen),
-        over_compile=compiled and speedup(compiled, chosen),
+        have_seconds=None if have is None else of_processes(have.ok, "latency_s"),
+        speedup=None if have is None else speedup(have, chosen),
+        over_compile=None if compiled is None else speedup(compiled, chosen),
         memory=peak(chosen.ok),
-        have_memory=have and peak(have.ok),
+        have_memory=None if have is None else peak(have.ok),
         tied=tuple(tied),
         undecided=undecided,
         runs=len(chosen.ok),
@@ -113,6 +113,11 @@ class LinearGain:
     def ratio(self) -> float | None:
         """Above 1: FP8 pays."""
         return None if self.fp8 is None else self.bf16.seconds / self.fp8.seconds
+
+    @property
+    def saved_s(self) -> float | None:
+        """Of a step."""
+        return None if self.fp8 is None else self.calls * (self.bf16.seconds - self.fp8.seconds)
 
     @property
     def pays_from(self) -> float | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from te_bench.advice.candidates import FP8_HEAD, Choice, Question, alone
+from te_bench.advice.candidates import Choice, Question, alone
 from te_bench.experiments.spec import Record, Trial
 from te_bench.reports.analysis import layers
 from te_bench.reports.analysis.measures import finite, of_process
@@ -64,8 +64,9 @@ def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
     if made.head is not None and question.preset:
         rows, d, _ = made.head
         padded = question.padded_vocab if choice.padded else question.vocab
-        sizes = (("n", rows), ("d", d), ("vocab", question.vocab), ("padded", padded))
-        found[Part(HEAD, (*sizes, ("head", choice.head or "reference")), choice.head or "reference", half)] += 1
+        name = choice.head or "reference"
+        head = (("n", rows), ("d", d), ("vocab", question.vocab), ("padded", padded), ("head", name))
+        found[Part(HEAD, head, name, half)] += 1
     return found
 
 
@@ -114,7 +115,3 @@ def time_of(part: Part, record: Record | None) -> PartTime | None:
     if part.workload == LINEAR and isinstance(profile, Mapping):
         products = sum(finite(s) or 0.0 for kernel, s in profile.items() if layers.kind_of(kernel) == "GEMM")
     return PartTime(seconds=sum(m for m in medians if m), products=products or None, record=record)
-
-
-def multiplies_in_fp8(part: Part) -> bool:
-    return part.precision == "fp8" or (part.workload == HEAD and part.rival == FP8_HEAD)

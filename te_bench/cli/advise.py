@@ -1,8 +1,9 @@
 """te-bench advise: what to train a model with on this machine, from measurements of it."""
 
-import functools
 import json
 import math
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from te_bench.cli import run as runs
 from te_bench.cli.options import Device, Fresh, Gpus, find_gpus, results_of
 
 if TYPE_CHECKING:
+    from te_bench.advice.advise import Evidence
     from te_bench.advice.candidates import Question
     from te_bench.experiments.spec import Record, Trial
 
@@ -116,16 +118,21 @@ def size(said: str) -> float:
     return value
 
 
-def _answer(evidence: Any, directory: Path, environment: str, limit: float | None) -> int:
-    """Write the answer beside the journal and print it; the exit code."""
-    from te_bench.advice import answer, decision
+def _answer(evidence: "Evidence", directory: Path, environment: str, limit: float | None) -> int:
+    """Write the answer and the report beside the journal, print the answer; the exit code."""
+    from te_bench.advice import answer, decision, page, traps
     from te_bench.advice.candidates import SUITE
     from te_bench.reports.analysis.rows import load_results
+    from te_bench.reports.files import write_atomically
+    from te_bench.reports.page import render
 
     group = decision.group_of(load_results([directory]), SUITE, environment)
     found = decision.decide(evidence, group, limit)
-    said = answer.to_json(evidence, found, [])
-    (directory / "advice").mkdir(exist_ok=True)
-    (directory / "advice.json").write_text(json.dumps(said, indent=2) + "\n")
-    print(answer.terminal(evidence, found, [], str(directory / "advice" / "index.html")))
+    findings = traps.of_evidence(evidence)
+    said = json.dumps(answer.to_json(evidence, found, findings), indent=2)
+    write_atomically(directory / "advice.json", f"{said}\n".encode())
+    render.write_report([directory], directory / "report")
+    command = f"te-bench {shlex.join(word for word in sys.argv[1:] if word != '--fresh')}"
+    index = page.write_page(evidence, found, findings, directory / "advice", command)
+    print(answer.terminal(evidence, found, findings, str(index)))
     return found.exit_code

@@ -1,9 +1,10 @@
-"""What one eager step of a model is made of: its Linears, its attention, its loss, its norms. Nothing is timed or checked.
+"""What one eager step of a model is made of: its Linears, attention, loss and norms. Nothing is timed or checked.
 
-work: linears, each with the rows that it is given and how often a step calls it, and apart from them head, the last one where
-it makes the logits; attentions, the calls of SDPA by shape, with
-the kernel that each ran; written_out, softmaxes over keys that no kernel computes; losses, the logits of each cross-entropy;
-norms_in_float32 of norms; dropout, {module: probability}; vocab; optimizer, where the model says which it makes; parameters.
+work: linears, each with the rows that it is given and how often a step calls it; head, the last Linear, where it makes the
+logits, which is then none of them; attentions, the calls of SDPA by shape, with the kernel that each ran; written_out,
+softmaxes over keys that no kernel computes; losses, the logits of each cross-entropy; norms and norms_in_float32, elements
+that norms gave, and that they gave in float32 under autocast; dropout, {module: probability}; vocab; optimizer, where the
+model says which it makes; parameters.
 """
 
 import contextlib
@@ -112,9 +113,9 @@ class _Modules:
 
     def _norm(self, module: nn.Module, given: tuple[Any, ...], out: Any) -> None:
         y = out[0] if isinstance(out, tuple) else out
-        self.norms += 1
-        half = torch.is_autocast_enabled(y.device.type)
-        self.norms_in_float32 += half and y.dtype is torch.float32
+        self.norms += y.numel()
+        if torch.is_autocast_enabled(y.device.type) and y.dtype is torch.float32:
+            self.norms_in_float32 += y.numel()
 
 
 class _Operators(TorchDispatchMode):
