@@ -235,9 +235,10 @@ class Run:
             return
         ordered = sorted(fitting, key=lambda choice: fitting[choice])
         close = [choice for choice in ordered if fitting[choice] <= CLOSE * fitting[ordered[0]]][:3]
-        chosen = list(
-            dict.fromkeys([*close, *([self.question.have] if self.question.have in self.steps else ordered[1:2])])
-        )
+        have = [self.question.have] if self.question.have in self.steps else []
+        chosen = list(dict.fromkeys([*close, *have]))
+        if len(chosen) == 1:
+            chosen += [choice for choice in ordered if choice not in chosen][:1]
         for seed in range(1, SEEDS):
             turn = chosen if seed % 2 == 0 else chosen[::-1]
             if self._affordable([self.question.trial(choice, seed) for choice in turn]) < len(turn):

@@ -25,7 +25,7 @@ def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding
     said += [fp8_in_words(linear_gains(evidence), question.device, decision.use)]
     said += [convergence.in_words(question, decision.use, decision.seconds)]
     if findings:
-        others = f"; {len(findings) - 1} more on the page" if len(findings) > 1 else ""
+        others = f" The page has {len(findings) - 1} more." if len(findings) > 1 else ""
         said += [f"Trap: {findings[0].what} {findings[0].mend}{others}"]
     if evidence.left_out:
         said += [f"No time for: {'; '.join(evidence.left_out)}. A larger --budget has it."]
@@ -65,7 +65,7 @@ def _faster(decision: Decision) -> list[str]:
         said += f"; {text.speedup(decision.over_compile)} as fast as that under torch.compile"
     found = [f"{said}."]
     if decision.tied:
-        found.append(f"{decision.tied[0].words()} is not distinguished from it; what is advised changes less.")
+        found.append(f"{decision.tied[0].words()} is not distinguished from it.")
     return found
 
 

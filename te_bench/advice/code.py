@@ -2,6 +2,7 @@
 
 from te_bench.advice.candidates import Choice, Question
 
+WIDTH = 96  # of a line of code on a terminal, after its indent
 CLASSES = {
     "delayed_scaling": "DelayedScaling",
     "float8_current_scaling": "Float8CurrentScaling",
@@ -20,7 +21,10 @@ def code(question: Question, choice: Choice) -> list[str]:
     lines = ["from te_bench.models import decoder, recipe" if choice.recipe else "from te_bench.models import decoder"]
     lines.append("from te_bench.training.step import Optim, TrainStep")
     move = '.to("cuda")' if question.device == "cuda" else ""
-    lines.append(f'model = decoder.load("{question.model}", {", ".join(options)}){move}')
+    made = [f'model = decoder.load("{question.model}", {", ".join(options)}){move}']
+    if len(made[0]) > WIDTH:
+        made = [f'model = decoder.load("{question.model}",', f"    {', '.join(options)}){move}"]
+    lines += made
     how = f'precision="{choice.precision}", mode="{choice.mode}"'
     how += ', optimizer="triton"' if choice.fused else ""
     lines.append(f"step = TrainStep(model, Optim(), {how})")

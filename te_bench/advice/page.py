@@ -23,6 +23,7 @@ from te_bench.reports.page.table import Table, Value, number, table_of, word
 from te_bench.reports.page.template import rendered
 
 KINDS = {LINEAR: cost.GEMM, ATTENTION: cost.ATTENTION, HEAD: cost.LOSS}  # of parts that were timed alone
+WORDS = {ATTENTION: "attention", HEAD: "head and loss"}
 
 
 def write_page(evidence: Evidence, decision: Decision, findings: Sequence[Finding], out: Path, command: str) -> Path:
@@ -95,17 +96,17 @@ def _gains(gains: Sequence[LinearGain]) -> Table | None:
     rows = [
         {
             "Linear": word(f"{g.sizes[1]} to {g.sizes[2]}, {g.sizes[0]} rows"),
-            "Fastest recipe": word(g.recipe or text.MISSING),
+            "Gain a step, ms": number(g.saved_s, _signed_ms),
+            "FP8 over bf16": number(g.ratio, lambda ratio: text.MISSING if ratio is None else text.times(ratio)),
             "Calls": number(g.calls, text.count),
             "bf16, ms": number(g.bf16.seconds, text.milliseconds),
             "FP8, ms": number(None if g.fp8 is None else g.fp8.seconds, text.milliseconds),
-            "FP8 over bf16": number(g.ratio, lambda ratio: text.MISSING if ratio is None else text.times(ratio)),
-            "Gain a step, ms": number(g.saved_s, _signed_ms),
+            "Fastest recipe": word(g.recipe or text.MISSING),
         }
         for g in gains
     ]
     note = "Forward and both gradients of one call, with every cast; below 1× FP8 loses."
-    return table_of("linears", "The gain of each Linear in FP8", rows, note, text_columns=2)
+    return table_of("linears", "The gain of each Linear in FP8", rows, note)
 
 
 def _signed_ms(seconds: float | None) -> str:
@@ -117,15 +118,14 @@ def _others(evidence: Evidence) -> Table | None:
     found: list[tuple[Part, PartTime]] = [i for i in evidence.times.items() if i[0].workload != LINEAR]
     rows = [
         {
-            "Part": word({ATTENTION: "attention", HEAD: "head and loss"}[part.workload]),
-            "By": word(part.rival),
-            "Problem": word(_problem(part)),
+            "Part": word(f"{WORDS[part.workload]} by {part.rival}"),
             "One call, ms": number(time.seconds, text.milliseconds),
+            "Problem": word(_problem(part)),
         }
         for part, time in sorted(found, key=lambda item: (item[0].workload, item[1].seconds))
     ]
     note = "Forward and backward, each part alone."
-    return table_of("parts", "Attention and heads", rows, note, text_columns=3)
+    return table_of("parts", "Attention and heads", rows, note)
 
 
 def _problem(part: Part) -> str:
