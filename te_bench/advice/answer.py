@@ -20,15 +20,17 @@ LINES = 15
 def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> list[str]:
     """What is advised and why, the most important first."""
     question = evidence.question
-    said = [_use(decision), *_faster(decision)]
-    said += [_memory(question, decision), _predicted(evidence, decision.use)]
-    said += [fp8_in_words(linear_gains(evidence), question.device, decision.use)]
+    said = [_use(decision), _faster(decision)]
+    said += [" ".join(filter(None, [_memory(question, decision), _predicted(evidence, decision.use)]))]
     said += [convergence.in_words(question, decision.use, decision.seconds)]
+    said += [fp8_in_words(linear_gains(evidence), question.device, decision.use)]
     if findings:
         others = f" The page has {len(findings) - 1} more." if len(findings) > 1 else ""
         said += [f"Trap: {findings[0].what} {findings[0].mend}{others}"]
+    if decision.tied and not decision.undecided:
+        said += [f"Not distinguished from it: {text.listed([choice.words() for choice in decision.tied], 2)}."]
     if evidence.left_out:
-        said += [f"No time for: {'; '.join(evidence.left_out)}. A larger --budget has it."]
+        said += [f"No time for: {text.listed(evidence.left_out, 2)}. A larger --budget has it."]
     return [sentence for sentence in said if sentence]
 
 
@@ -53,20 +55,17 @@ def _use(decision: Decision) -> str:
     return f"Use {decision.use.words()}."
 
 
-def _faster(decision: Decision) -> list[str]:
+def _faster(decision: Decision) -> str:
     if decision.have_seconds is None:
-        return ["What you have did not run here, so that there is no speed-up."]
+        return "What you have did not run here, so that there is no speed-up."
     if decision.keeps:
-        return []
+        return ""
     said = (
         f"{text.speedup(decision.speedup)} as fast as what you have ({decision.have.words()}), {_runs(decision.runs)}"
     )
     if decision.over_compile is not None and decision.over_compile.value != 1:
         said += f"; {text.speedup(decision.over_compile)} as fast as that under torch.compile"
-    found = [f"{said}."]
-    if decision.tied:
-        found.append(f"{decision.tied[0].words()} is not distinguished from it.")
-    return found
+    return f"{said}."
 
 
 def _runs(runs: int) -> str:

@@ -1,5 +1,7 @@
 """The lines that make a training step what is advised. No torch."""
 
+import textwrap
+
 from te_bench.advice.candidates import Choice, Question
 
 WIDTH = 96  # of a line of code on a terminal, after its indent
@@ -23,7 +25,9 @@ def code(question: Question, choice: Choice) -> list[str]:
     move = '.to("cuda")' if question.device == "cuda" else ""
     made = [f'model = decoder.load("{question.model}", {", ".join(options)}){move}']
     if len(made[0]) > WIDTH:
-        made = [f'model = decoder.load("{question.model}",', f"    {', '.join(options)}){move}"]
+        inside = textwrap.wrap(", ".join(options), WIDTH, break_on_hyphens=False)
+        made = [f'model = decoder.load("{question.model}",', *(f"    {line}" for line in inside)]
+        made[-1] += f"){move}"
     lines += made
     how = f'precision="{choice.precision}", mode="{choice.mode}"'
     how += ', optimizer="triton"' if choice.fused else ""

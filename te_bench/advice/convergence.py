@@ -35,7 +35,7 @@ PUBLISHED = (
         records="h200/convergence-short", arm="delayed_scaling, fused, FP8 head",
     ),
 )  # fmt: skip
-IN_WORDS = {"EQUIVALENT": "ended within 0.02 nat of bf16", "INCONCLUSIVE": "eight seeds could not tell"}
+IN_WORDS = {"EQUIVALENT": "within 0.02 nat of bf16 after 300 steps", "INCONCLUSIVE": "eight seeds could not tell"}
 
 
 def nearest(choice: Choice) -> Published | None:
@@ -50,13 +50,10 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
         return "Convergence: the arithmetic is bf16's as before; there is nothing to prove."
     found = nearest(choice)
     if found is None:
-        said = (
-            f"Convergence: no verdict is published for {choice.recipe} {'in fused blocks' if choice.fused else 'so'}."
-        )
+        said = f"no verdict is published for {choice.recipe} {'in fused blocks' if choice.fused else 'so'}"
     else:
-        said = f"Convergence: {found.verdict} for GPT-2 124M after {STEPS} steps, {IN_WORDS[found.verdict]}"
-        said += f" (results/{found.records})."
-    return f"{said} For your model: {command(question, choice)} takes about {_hours(question, choice, seconds)}."
+        said = f"{found.verdict} for GPT-2 124M, {IN_WORDS[found.verdict]} (results/{found.records})"
+    return f"Convergence: {said}; for your model, {_hours(question, choice, seconds)}: {command(question, choice)}."
 
 
 def command(question: Question, choice: Choice) -> str:

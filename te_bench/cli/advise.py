@@ -40,14 +40,16 @@ def advise(
     fresh: Fresh = False,
 ) -> None:
     """Say which attention, precision and mode to train a model with here. Measures parts and whole steps."""
+    from te_bench import plugins
     from te_bench.advice import candidates
     from te_bench.advice.advise import NothingMeasured, Run
     from te_bench.experiments import environment, run_options
-    from te_bench.experiments.spec import Options
+    from te_bench.experiments.spec import DEVICES, Options
     from te_bench.experiments.store import own
 
     where = device or environment.default_device()
     asked = Options(device=where, model=model, tokens=tokens, batch=batch, budget_s=run_options.seconds(budget))
+    plugins.check("device", where, list(DEVICES))
     run_options.check(asked)
     limit = None if memory is None else size(memory)
     chosen = find_gpus(where, gpus)[:1]
