@@ -80,6 +80,8 @@ def plan(
     for trial in experiment.trials:
         print(trial.id, trial.name)
     print(f"{len(experiment.trials)} trials: {experiment.title}")
+    for sentence in experiment.left_out:
+        say(f"left out: {sentence}", indent="    ")
     for sentence in forecast.sentences() if forecast else ():
         say(sentence, indent="    ")
     if refused:

@@ -3,6 +3,7 @@
 import inspect
 import math
 import os
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +81,12 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
 
 def results_of(suite: str, asked: Options, out: Path | None) -> Path:
     """Where a run's results go: a report compares all that its folder holds, so that each model asked for has its own."""
-    return out or Path("runs") / (suite if asked.model is None else f"{suite}-{asked.model}")
+    if out is not None or asked.model is None:
+        return out or Path("runs") / suite
+    path = Path(asked.model)
+    folder = path.resolve().parent if path.name == "config.json" else path.resolve()
+    name = folder.name if path.exists() else asked.model.rpartition("/")[2]
+    return Path("runs") / f"{suite}-{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
 
 
 def said(context: typer.Context, *names: str) -> str:

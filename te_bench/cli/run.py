@@ -52,6 +52,8 @@ def run(
     )
     for sentence in forecast.sentences() if forecast else ():  # before hours are spent on it
         say(sentence, indent="    ")
+    for sentence in experiment.left_out:
+        say(f"left out: {sentence}", indent="    ")
     if refused and not underpowered:
         raise ValueError(refused)
     auto = any(trial.attention == AUTO for trial in experiment.trials)

@@ -4,7 +4,7 @@ import dataclasses
 from itertools import groupby
 
 from te_bench import plugins
-from te_bench.experiments import run_options, suites, workloads
+from te_bench.experiments import adoption, run_options, suites, workloads
 from te_bench.experiments.problems import (
     PROBLEMS,
     GemmProblem,
@@ -17,6 +17,7 @@ from te_bench.experiments.spec import (
     DEVICES,
     MODES,
     NO_ATTENTION,
+    OWN_ATTENTION,
     PRECISIONS,
     PROTOCOLS,
     Experiment,
@@ -43,6 +44,7 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
     plugins.check("device", options.device, list(DEVICES))
     run_options.check(options)
     experiment: Experiment = plugins.load(suites.__name__, suite, "experiment")(options)
+    experiment = adoption.adapt(experiment, options)
     for trial in experiment.trials:
         check(trial)
     _check_options(experiment, options)
@@ -71,7 +73,7 @@ def _check_options(experiment: Experiment, options: Options) -> None:
 def check(trial: Trial) -> None:
     """Raise ValueError, with the near matches, unless every name in the trial is known, and unless fp8 has its recipe."""
     plugins.check("workload", trial.workload, plugins.names(workloads.__name__))
-    if trial.attention != NO_ATTENTION or trial.workload not in WITHOUT_ATTENTION:
+    if not _says_its_own(trial) and (trial.attention != NO_ATTENTION or trial.workload not in WITHOUT_ATTENTION):
         plugins.check("attention backend", trial.attention, plugins.names("te_bench.kernels.attention.backends"))
     plugins.check("precision", trial.precision, list(PRECISIONS))
     plugins.check("mode", trial.mode, list(MODES))
@@ -85,6 +87,12 @@ def check(trial: Trial) -> None:
         raise ValueError(f"{trial.name}: the recipe {trial.recipe} is for fp8; leave it out or choose precision fp8")
     if trial.workload in PROBLEMS:
         _check_problem(trial, TrialProblem.of(trial))
+
+
+def _says_its_own(trial: Trial) -> bool:
+    """Whether it is of a user's model with the attention that this has."""
+    known = trial.workload in PROBLEMS and issubclass(PROBLEMS[trial.workload], StepProblem)
+    return trial.attention == OWN_ATTENTION and known and StepProblem.of(trial).source is not None
 
 
 def _check_problem(trial: Trial, p: TrialProblem) -> None:
@@ -103,7 +111,8 @@ def _check_problem(trial: Trial, p: TrialProblem) -> None:
 
 def _check_step(trial: Trial, p: StepProblem) -> None:
     """Raise ValueError for a model that is not known, or a part that does not go with the trial's recipe or rival."""
-    plugins.check("model", p.model, list(configs()))
+    if p.source is None:
+        plugins.check("model", p.model, list(configs()))
     if p.against is not None:
         name, recipe = p.rival or p.linears, p.against.recipe
         if trial.recipe != recipe:

@@ -2,6 +2,7 @@
 
 from te_bench import plugins
 from te_bench.experiments import suite_trials
+from te_bench.experiments.adoption import adoptee
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Options, Trial
 from te_bench.models.configs import configs
@@ -85,6 +86,7 @@ PRESETS: dict[str, Settings] = {
 #: which it waits, a trial eight times as long (two vCPUs, AMD EPYC).
 _ONE_THREAD: Settings = {"threads": 1}
 TINY_HIDDEN = 64  # features
+TINY_PARAMETERS = 2**18
 
 
 def preset_of(options: Options) -> str:
@@ -93,6 +95,9 @@ def preset_of(options: Options) -> str:
         plugins.check("preset", options.preset, list(PRESETS))
         return options.preset
     if options.model is not None:  # the longest sequences that it takes
+        if (own := adoptee(options)) is not None:
+            long = own.facts.block is None or own.facts.block >= _GPT2["block"]
+            return "gpt2-short" if options.device == "cuda" and long else "cpu"
         length = configs()[options.model].block_size
         return next(name for name in ("gpt2", "char", "cpu") if name == "cpu" or length >= PRESETS[name]["block"])
     return "gpt2-short" if options.device == "cuda" else "cpu"  # of `gpt2` no affordable number of seeds decides
@@ -106,8 +111,7 @@ def problem_of(options: Options) -> Settings:
     """The problem that all arms share: the preset's, with the model, batch, data and length that the user asks for."""
     preset = preset_of(options)
     problem = dict(PRESETS[preset])
-    if options.model is not None:
-        problem["model"] = options.model
+    problem["model"] = suite_trials.named(options, problem["model"])
     if options.batch is not None:
         problem["batch"] = options.batch
     model, block = problem["model"], problem["block"]
@@ -122,9 +126,14 @@ def problem_of(options: Options) -> Settings:
         "steps": steps,
         "eval_every": every,
         "warmup": warmup,
-        **(_ONE_THREAD if options.device == "cpu" and configs()[model].shape.hidden <= TINY_HIDDEN else {}),
+        **(_ONE_THREAD if options.device == "cpu" and _is_tiny(options, model) else {}),
         **_sharing(options),
     }
+
+
+def _is_tiny(options: Options, model: str) -> bool:
+    own = adoptee(options)
+    return configs()[model].shape.hidden <= TINY_HIDDEN if own is None else own.facts.parameters <= TINY_PARAMETERS
 
 
 def _sharing(options: Options) -> Settings:
@@ -148,7 +157,7 @@ def arm(options: Options, problem: Settings, recipe: str | None, seed: int) -> T
     """bf16, or FP8 by a recipe, in the one mode that all arms share: as one CUDA graph, on a CPU eager."""
     mode = "cudagraph" if options.device == "cuda" else "eager"
     precision = "bf16" if recipe is None else "fp8"
-    dropout = configs()[problem["model"]].dropout
+    dropout = adoptee(options) is None and configs()[problem["model"]].dropout
     attention = "math" if dropout and options.device == "cpu" else "flash"  # the CPU's flash kernel has no dropout
     return suite_trials.training(
         options, problem, attention, precision, mode, seed, recipe=recipe or suite_trials.FP8_RECIPE

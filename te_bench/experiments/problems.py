@@ -16,6 +16,7 @@ from te_bench import plugins
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Trial
     from te_bench.models.rivals import Rival
+    from te_bench.models.sources import Source
 
 #: Settings by name, as JSON holds them: a plan checks them by their workload's dataclass.
 Settings = dict[str, Any]
@@ -116,9 +117,9 @@ def _words(hint: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepProblem(TrialProblem):
-    """A GPT's training step; what is None is as the model, torch or training.step.Optim has it."""
+    """A model's training step; what is None is as the model, torch or training.step.Optim has it."""
 
-    model: str  # a name of models.configs
+    model: str  # a name of models.configs, or a user's
     block: int  # tokens of a sequence
     vocab: int
     padded_vocab: int
@@ -141,6 +142,18 @@ class StepProblem(TrialProblem):
     perturb_ulp: int | None = None  # units in the last place by which the initial weights are moved
     fault: str | None = None  # of models.faults, planted into the recipe
     batch: int | Literal["max"] | None = None  # sequences of a step
+    arguments: str | None = None  # this and the following: of a user's model, as models.sources.Source has them
+    config: str | None = None
+    sha256: str | None = None
+    inputs: str | None = None
+    loss: str | None = None
+
+    @property
+    def source(self) -> "Source | None":
+        """Where a user's model comes from; None for one of te-bench's own."""
+        from te_bench.models.sources import Source
+
+        return None if self.config is None and self.sha256 is None else Source.of(self)
 
     @property
     def against(self) -> "Rival | None":

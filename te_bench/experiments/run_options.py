@@ -46,9 +46,9 @@ def _probability(flag: str, value: float) -> None:
 
 
 def _a_model(flag: str, value: str) -> None:
-    from te_bench.models.configs import configs
+    from te_bench.models.sources import check
 
-    plugins.check("model", value, list(configs()))
+    check(value)
 
 
 def _some_recipes(flag: str, value: tuple[str, ...]) -> None:
@@ -116,6 +116,11 @@ def _said(help: str, type: Any = int, **more: Any) -> dict[str, Option]:
     return {"option": Option(help=help, type=type, **more)}
 
 
+_NO_FACTORY = "takes no model of yours"
+#: Options that go with a user's --model: a suite that obeys the one obeys the others.
+WITH_MODEL = frozenset({"model_args", "inputs", "loss"})
+
+
 def _option(help: str, type: Any = int, **more: Any) -> Any:
     """A field that is None where the option is not said."""
     return field(default=None, metadata=_said(help, type, **more))
@@ -145,10 +150,27 @@ class Options:
     )
     cache: Path | None = field(default=None, metadata=_said("Where token files are cached.", Path, metavar="DIR"))
     model: str | None = _option(
-        "Model to train, where the suite lets you; `te-bench list models`.",
+        "Model to train: a name of `te-bench list models`, package.module:factory, a Hugging Face folder or config.json.",
         str,
+        metavar="NAME",
         check=_a_model,
         unheeded="chooses its models itself",
+    )
+    model_args: tuple[str, ...] | None = _option(
+        "Argument of the factory that --model names; say it once for each.",
+        list[str],
+        metavar="KEY=VALUE",
+        read=tuple,
+        unheeded=_NO_FACTORY,
+    )
+    inputs: str | None = _option(
+        "Function that draws a batch for your model: (batch, tokens, generator, device) -> (inputs, targets).",
+        str,
+        metavar="MODULE:FUNCTION",
+        unheeded=_NO_FACTORY,
+    )
+    loss: str | None = _option(
+        "Function (what your model returns, targets) -> loss.", str, metavar="MODULE:FUNCTION", unheeded=_NO_FACTORY
     )
     batch: int | None = _option(
         "Sequences of a training step, where the suite lets you.",
@@ -221,12 +243,16 @@ def check(options: Options) -> None:
         value = getattr(options, name)
         if option.check is not None and value is not None:
             option.check(option.flag, value)
+    for name in sorted(WITH_MODEL):
+        if getattr(options, name) is not None and options.model is None:
+            raise ValueError(f"{OPTIONS[name].flag}: it goes with --model package.module:factory; name one")
     if options.steps is not None and options.tokens is not None:
         raise ValueError(f"--steps {options.steps} and --tokens {options.tokens} both say how long to train: give one")
 
 
 def check_heeded(options: Options, suite: str, heeds: frozenset[str]) -> None:
     """Raise ValueError for an option that the suite does not obey."""
+    heeds |= WITH_MODEL if "model" in heeds else frozenset()
     for name, option in OPTIONS.items():
         if option.unheeded and getattr(options, name) is not None and name not in heeds:
             raise ValueError(f"{option.flag}: the suite {suite} {option.unheeded}; leave it out")
@@ -238,8 +264,12 @@ def words(options: Options, only: str | None = None) -> tuple[str, ...]:
     for name, option in OPTIONS.items():
         value = getattr(options, name)
         if name not in TOLD_BY_TRIALS and value is not None:
-            text = ",".join(value) if isinstance(value, tuple) else str(value)
-            found += [option.flag] if option.type is bool else [option.flag, text]
+            if option.type is bool:
+                found.append(option.flag)
+            elif option.type == list[str]:
+                found += [word for text in value for word in (option.flag, text)]
+            else:
+                found += [option.flag, ",".join(value) if isinstance(value, tuple) else str(value)]
     return (*found, *(() if only is None else ("--only", only)))
 
 

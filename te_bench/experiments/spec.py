@@ -23,6 +23,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
 PROTOCOLS = ("bench_py", "quickstart", "kernel", "turns", "curve", "bisection", "once")
 DEVICES = ("cpu", "cuda")
+OWN_ATTENTION = "own"  # of a user's model, as it and PyTorch choose it
 NO_ATTENTION = "none"  # of a trial whose workload computes none
 
 
@@ -97,6 +98,7 @@ class Experiment:
     baseline: str | None = None  # Trial.cell of the configuration that is 1.00x
     judgement: Mapping[str, Scalar] = field(default_factory=dict)
     heeds: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()  # what of the suite does not apply to a user's model, a sentence each
     asked: tuple[str, ...] = ()
 
 

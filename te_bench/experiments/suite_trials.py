@@ -1,12 +1,14 @@
 """The trials that suites are made of: nanoGPT's benchmark, training runs, and their data."""
 
 from te_bench import plugins
+from te_bench.experiments.adoption import adoptee
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Options, Trial
 from te_bench.models.configs import MOST, configs
 from te_bench.training import corpus as corpora
 
 MULTIPLE = 64  # of a padded vocabulary
+TOKENIZED = 50257  # tokens of bpe:50257; a user's model of fewer gets bytes
 STEP_TOKENS = (
     12 * 1024
 )  # of a step, GPT-2's: a suite that is not told its batch takes no more where sequences are longer
@@ -38,11 +40,16 @@ def seeds(options: Options, default: int) -> range:
 def sized(options: Options, usual: Settings) -> Settings:
     """The usual problem with the model, the batch and the tokens of a sequence that the user asks for.
 
-    A model that is named gets its longest sequences, and without --batch a step has STEP_TOKENS at most. Raises ValueError
-    for sequences that no model takes.
+    A model of te-bench's that is named gets its longest sequences, a user's the usual ones, and without --batch a step has
+    STEP_TOKENS at most. Raises ValueError for sequences that the model does not take.
     """
     found = dict(usual)
-    if options.model is not None:
+    if options.model is not None and (own := adoptee(options)) is not None:
+        longest = own.facts.sequence or own.facts.block or MOST
+        found |= {"model": own.source.model, "block": own.facts.sequence or min(usual["block"], longest)}
+        if options.tokens is not None and options.tokens > longest:
+            raise ValueError(f"--tokens {options.tokens}: the model's longest sequence has {longest}; give at most that")
+    elif options.model is not None:
         found |= {"model": options.model, "block": configs()[options.model].block_size}
     if options.tokens is not None:
         if options.tokens > MOST:
@@ -53,23 +60,35 @@ def sized(options: Options, usual: Settings) -> Settings:
     return found
 
 
+def named(options: Options, usual: str) -> str:
+    """The problem's model: the one that the user asks for, or the usual one."""
+    own = adoptee(options)
+    return own.source.model if own is not None else options.model or usual
+
+
 def called(problem: Settings) -> str:
     """What a title calls the problem's model."""
     name = str(problem["model"])
     return {"gpt2": "GPT-2 124M", "tiny": "tiny GPT"}.get(name, name)
 
 
-def vocabulary(model: str, *, padded: bool) -> int:
-    """Classes of random tokens for that model, or the same padded to a MULTIPLE."""
+def vocabulary(options: Options, model: str, *, padded: bool) -> int:
+    """Classes of random tokens for that model, or the same padded to a MULTIPLE; a user's model is never padded."""
+    if (own := adoptee(options)) is not None:
+        return own.facts.vocab
     config = configs()[model]
     vocab = config.MEASURED_VOCAB or config.vocab_size
     return -(-vocab // MULTIPLE) * MULTIPLE if padded else vocab
 
 
-def can_hold(attention: str, problem: Settings) -> bool:
+def can_hold(options: Options, attention: str, problem: Settings) -> bool:
     """False for a backend that would keep too many scores in a training step; one without a batch is of one sequence."""
-    shape = configs()[problem["model"]].shape
-    scores = problem.get("batch", 1) * shape.layers * shape.heads * problem["block"] ** 2
+    if (own := adoptee(options)) is not None:
+        scores = own.facts.scores * max(1, problem["block"] // own.facts.tried) ** 2
+    else:
+        shape = configs()[problem["model"]].shape
+        scores = shape.layers * shape.heads * problem["block"] ** 2
+    scores *= problem.get("batch", 1)
     return attention not in KEEPS_SCORES or 2 * scores <= SCORES_LIMIT
 
 
@@ -85,7 +104,7 @@ def step(
     **more: str,
 ) -> Trial:
     """A train_step trial, at the padded vocabulary or at the model's own; `recipe` is heeded in fp8 alone."""
-    vocab, width = (vocabulary(problem["model"], padded=wide) for wide in (False, padded))
+    vocab, width = (vocabulary(options, problem["model"], padded=wide) for wide in (False, padded))
     problem = {**problem, **BENCH_PY, "vocab": vocab, "padded_vocab": width, "data": "random"}
     return _trial("train_step", "bench_py", options, problem, attention, precision, mode, seed, **more)
 
@@ -143,9 +162,11 @@ def corpus_problem(options: Options, model: str, data: str, tokenizer: str, bloc
     was. Raises ValueError for bad data.
     """
     if data == corpora.RANDOM:
-        vocab, padded = (vocabulary(model, padded=wide) for wide in (False, True))
+        vocab, padded = (vocabulary(options, model, padded=wide) for wide in (False, True))
         nothing = dict.fromkeys(("tokenizer", "corpus", "data_sha256"))
         return {"data": data, **nothing, "vocab": vocab, "padded_vocab": padded}
+    if (own := adoptee(options)) is not None and own.facts.vocab < TOKENIZED:
+        tokenizer = "bytes"
     corpus = corpora.prepare(data, tokenizer, cache=options.cache)
     corpora.check_length(corpus, block)
     kind, _, rest = data.partition(":")

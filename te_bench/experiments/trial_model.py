@@ -1,18 +1,23 @@
-"""The model and the training step that a trial asks for, and whether this machine can run them."""
+"""The model and the training step that a trial asks for, its batches, and whether this machine can run them."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from te_bench.experiments.measurement import Unsupported, require
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
-from te_bench.models import decoder, faults, kernel_choice
+from te_bench.models import adopted, decoder, faults, kernel_choice
 from te_bench.models import recipe as recipes
+from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig, configs
 from te_bench.models.decoder import Decoder
+from te_bench.training.corpus import Corpus
+from te_bench.training.data import Batches
 from te_bench.training.step import Optim, TrainStep
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,6 +41,8 @@ def kernel_dtype(trial: Trial) -> str:
 def attention_of(trial: Trial) -> str:
     """The backend whose attention a training pass of the trial runs: its own, or under a recipe with fp8_dpa the FP8 one."""
     recipe = None if trial.recipe is None else recipes.load(trial.recipe)
+    if StepProblem.of(trial).source is not None:
+        return trial.attention
     if recipe is None or not recipe.fp8_dpa or attention.in_fp8(trial.attention):
         return trial.attention
     return kernel_choice.in_fp8(trial.device, recipe.emulate)
@@ -61,24 +68,31 @@ def attention_problem(config: DecoderConfig, dtype: str, device: str) -> attenti
 def require_supported(trial: Trial) -> None:
     """Raise Unsupported, with the reason, when this machine cannot run the trial."""
     require_device(trial.device)
-    config = config_of(trial)
-    problem = attention_problem(config, kernel_dtype(trial), trial.device)
-    for name in dict.fromkeys((trial.attention, attention_of(trial))):  # an evaluation in bf16 takes the former
-        require(name, attention.load(name).unsupported(problem))
+    own = StepProblem.of(trial).source is None
+    if own:
+        problem = attention_problem(config_of(trial), kernel_dtype(trial), trial.device)
+        for name in dict.fromkeys((trial.attention, attention_of(trial))):  # an evaluation in bf16 takes the former
+            require(name, attention.load(name).unsupported(problem))
+    elif trial.recipe is not None and recipes.load(trial.recipe).fp8_dpa:
+        raise Unsupported(f"{trial.recipe}: attention in FP8 is for te-bench's own models; choose another recipe")
+    elif trial.device == "cpu" and trial.attention in ("mem_efficient", "cudnn"):
+        raise Unsupported(f"{trial.attention}: needs an NVIDIA GPU")
     if trial.device == "cpu" and trial.precision == "fp16":
         raise Unsupported("fp16: its gradient scaler and half-precision training are for GPUs; use bf16 on a CPU")
     if trial.device == "cpu" and trial.mode in ("compile-reduce-overhead", "cudagraph"):
         raise Unsupported(f"{trial.mode}: CUDA graphs need an NVIDIA GPU")
     if trial.mode == "cudagraph" and trial.precision == "fp16":
         raise Unsupported("cudagraph with fp16: the gradient scaler decides on the host whether to step")
-    _require_fast(trial, config)
+    if own:
+        _require_fast(trial, config_of(trial))
+    _require_optimizer(trial)
     if trial.recipe:
         require(trial.recipe, recipes.load(trial.recipe).unsupported(trial.device, capability(trial.device)))
 
 
 def _require_fast(trial: Trial, config: DecoderConfig) -> None:
-    """Raise Unsupported when this machine cannot run the trial's head, optimizer or blocks."""
-    machine: dict[str, Any] = {"device": trial.device, "capability": capability(trial.device)}
+    """Raise Unsupported when this machine cannot run the trial's head, blocks or rival."""
+    machine = _machine(trial)
     p = StepProblem.of(trial)
     if p.against is not None:
         require(f"rival {p.rival or p.linears}", p.against.unsupported(config, trial.device, machine["capability"]))
@@ -93,9 +107,18 @@ def _require_fast(trial: Trial, config: DecoderConfig) -> None:
             **machine,
         )
         require(f"head {p.head}", linear_cross_entropy.load(p.head).unsupported(problem))
+
+
+def _machine(trial: Trial) -> dict[str, Any]:
+    return {"device": trial.device, "capability": capability(trial.device)}
+
+
+def _require_optimizer(trial: Trial) -> None:
+    """Raise Unsupported when this machine cannot run the trial's optimizer."""
+    p = StepProblem.of(trial)
     if p.optimizer is not None:
         backend, cast = adamw.load(p.optimizer), trial.precision == "fp8"
-        reason = backend.unsupported(adamw.Problem(fp8=cast, **machine))
+        reason = backend.unsupported(adamw.Problem(fp8=cast, **_machine(trial)))
         if trial.mode == "cudagraph" and backend.move is None:
             reason = reason or "no captured graph can follow its table; choose triton"
         if trial.precision == "fp16":
@@ -139,12 +162,40 @@ def sizes_of(trial: Trial) -> dict[str, int]:
     return {"block": p.block, "batch": p.batch, "vocab": p.vocab}
 
 
-def build(trial: Trial) -> Decoder:
-    """The trial's model on its device; the seed decides the weights."""
+def batches_of(trial: Trial, corpus: Corpus | None = None) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """at(number), (inputs, targets) on the device for a step of the trial: of the corpus, or drawn at random."""
+    source, sizes = StepProblem.of(trial).source, sizes_of(trial)
+    sizes["batch"] *= optim_of(trial).accumulate
+    if corpus is None and source is not None and (made := adopted.described(source)).drawn is not None:
+        how = {"batch": sizes["batch"], "tokens": sizes["block"], "device": trial.device}
+        return lambda number: made.draw(**how, seed=trial.seed << 32 | number)
+    return Batches(corpus, **sizes, seed=trial.seed, device=trial.device).at
+
+
+def recipe_of(trial: Trial) -> recipes.Recipe | None:
+    """The trial's recipe, with its fault planted where it has one."""
+    recipe, fault = recipes.load(trial.recipe) if trial.recipe else None, StepProblem.of(trial).fault
+    return faults.load(fault)(recipe) if recipe is not None and fault is not None else recipe
+
+
+def adopted_of(trial: Trial, kernel: str | None = None) -> Adopted:
+    """The user's model that the trial names, on its device; the seed decides the weights. kernel: as Adopted's."""
     p = StepProblem.of(trial)
-    recipe = recipes.load(trial.recipe) if trial.recipe else None
-    if recipe is not None and p.fault is not None:
-        recipe = faults.load(p.fault)(recipe)
+    assert p.source is not None
+    allow_tf32(trial.precision)
+    made = adopted.make(p.source, attention=trial.attention, device=trial.device, seed=trial.seed, layers=p.layers)
+    dtypes = {p.dtype for p in made.module.parameters()} - {torch.float32}
+    if dtypes and (trial.precision in ("fp32", "fp16") or p.optimizer is not None):
+        what = trial.precision if p.optimizer is None else f"optimizer {p.optimizer}"
+        raise Unsupported(f"{what}: the model's parameters are {', '.join(map(str, dtypes))}; it wants float32")
+    if p.perturb_ulp is not None:
+        adopted.perturb(made.module, trial.seed, p.perturb_ulp)
+    return Adopted(made, recipe=recipe_of(trial), dropout=p.dropout != 0, kernel=kernel)
+
+
+def build(trial: Trial) -> Decoder:
+    """The trial's decoder on its device; the seed decides the weights."""
+    p, recipe = StepProblem.of(trial), recipe_of(trial)
     allow_tf32(trial.precision)
     torch.manual_seed(trial.seed)
     with torch.device(trial.device):
@@ -165,8 +216,9 @@ def build(trial: Trial) -> Decoder:
 
 def step_of(trial: Trial) -> TrainStep:
     """One training step of the trial's model, in its precision and mode, by its optimizer."""
-    optimizer = StepProblem.of(trial).optimizer
-    return TrainStep(build(trial), optim_of(trial), precision=trial.precision, mode=trial.mode, optimizer=optimizer)
+    p = StepProblem.of(trial)
+    model = build(trial) if p.source is None else adopted_of(trial)
+    return TrainStep(model, optim_of(trial), precision=trial.precision, mode=trial.mode, optimizer=p.optimizer)
 
 
 def allow_tf32(precision: str) -> None:

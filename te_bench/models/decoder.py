@@ -178,12 +178,7 @@ class Decoder(nn.Module):
         The signs do not depend on the padded width or the device.
         """
         for number, parameter in enumerate(self.parameters()):
-            weight = parameter[: self.config.vocab_size] if self.has_padding(parameter) else parameter
-            generator = torch.Generator().manual_seed(seed << 16 | number)
-            up = torch.randint(0, 2, weight.shape, generator=generator, dtype=torch.int8).to(weight.device)
-            towards = torch.where(up == 1, torch.inf, -torch.inf).to(weight.dtype)
-            for _ in range(ulps):
-                weight.copy_(torch.nextafter(weight, towards))
+            move(parameter[: self.config.vocab_size] if self.has_padding(parameter) else parameter, seed << 16 | number, ulps)
 
     @property
     def as_it_is(self) -> bool:
@@ -317,6 +312,15 @@ class Decoder(nn.Module):
         padding = (len(tables.head.weight) - shape.vocab) * shape.hidden
         n = sum(p.numel() for p in self.parameters()) - looked_up - padding
         return 6 * n + 12 * shape.layers * shape.heads * shape.head_dim * length
+
+
+def move(weight: Tensor, seed: int, ulps: int) -> None:
+    """Move each element to a representable neighbour, `ulps` times, up or down as `seed` has it, on any device."""
+    generator = torch.Generator().manual_seed(seed)
+    up = torch.randint(0, 2, weight.shape, generator=generator, dtype=torch.int8).to(weight.device)
+    towards = torch.where(up == 1, torch.inf, -torch.inf).to(weight.dtype)
+    for _ in range(ulps):
+        weight.copy_(torch.nextafter(weight, towards))
 
 
 def family(config: DecoderConfig) -> type[Decoder]:

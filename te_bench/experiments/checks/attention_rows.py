@@ -141,32 +141,32 @@ def _by(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Four:
 
 
 class _Fused(torch.autograd.Function):
-    """Causal attention in float32 but for what fused kernels round to the inputs' dtype: P, dS, and out, which makes delta.
+    """Attention in float32 but for what fused kernels round to the inputs' dtype: P, dS, and out, which makes delta.
 
     Where all of a row's weight is on one key its dS is nothing but the rounding of out.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            out = (_weights(q, k, scale).to(q.dtype).float() @ _shared(q, v)).to(q.dtype)
-        ctx.save_for_backward(q, k, v, out)
+            out = (_weights(q, k, bias, scale).to(q.dtype).float() @ _shared(q, v)).to(q.dtype)
+        ctx.save_for_backward(q, k, v, bias, out)
         ctx.scale = scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, bias, out = ctx.saved_tensors
         dtype, scale = q.dtype, ctx.scale
         with torch.autocast(q.device.type, enabled=False):
-            weights, dout = _weights(q, k, scale), dout.float()
+            weights, dout = _weights(q, k, bias, scale), dout.float()
             delta = (out.float() * dout).sum(-1, keepdim=True)
             dscores = (weights * (dout @ _shared(q, v).mT - delta)).to(dtype).float()
             dq, dk = scale * dscores @ _shared(q, k), scale * dscores.mT @ q.float()
             dv = weights.to(dtype).float().mT @ dout
             # Heads that share a key add up before they are rounded.
             dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype), None
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None
 
 
 def _shared(q: Tensor, x: Tensor) -> Tensor:
@@ -174,16 +174,30 @@ def _shared(q: Tensor, x: Tensor) -> Tensor:
     return repeat_heads(x, q.shape[1]).float()
 
 
-def _weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    past = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    return (q.float() @ _shared(q, k).mT * scale).masked_fill(~past, -math.inf).softmax(-1)
+def _weights(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    scores = q.float() @ _shared(q, k).mT * scale
+    return (scores if bias is None else scores + bias).softmax(-1)
 
 
-def as_fused(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float = 0.0) -> Tensor:
-    """The definition of attention, rounded as fused kernels round it: the yardstick of all that keep no scores."""
-    assert causal
+def as_fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The definition of attention, rounded as fused kernels round it: the yardstick of all that keep no scores.
+
+    bias, which gets no gradient, is added to the scores.
+    """
     assert not dropout
-    out: Tensor = _Fused.apply(q, k, v, scale)
+    if causal:
+        assert bias is None
+        bias = torch.full((q.shape[2], k.shape[2]), -math.inf, device=q.device).triu(1)
+    out: Tensor = _Fused.apply(q, k, v, bias, scale)
     return out
 
 

@@ -14,6 +14,9 @@ ACCUMULATED = 16 * 2.0**-23
 #: softmax would add, and for FP8 (one rounding of a weight touches every token) what the emulation was seen to stray.
 LOSS_FLOOR = {"fp32": 4e-7, "bf16": 4e-5, "fp16": 4e-5, "fp8": 1e-3}
 
+#: A gradient of which float64 says that it is nothing but the yardstick's rounding: so many times as much of it.
+NOISE_FACTOR = 4.0
+
 # All tensors together, in FP8: it rounds so coarsely that a wrong format hides below FACTOR in any one of them.
 #: The geometric mean of all tensors' error ratios to the emulation. Right steps: 0.96 to 1.06 (tiny GPT, three shapes, 10
 #: seeds each, single tensors up to 1.46). E5M2 for inputs alone 1.15 or more, for weights 1.20, for both 1.35; no scale

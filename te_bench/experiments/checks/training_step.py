@@ -2,18 +2,17 @@
 
 import dataclasses
 import math
-import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import attention_rows, large, rounding
+from te_bench.experiments.checks import adopted_step, attention_rows, large
 from te_bench.experiments.checks.fp8_emulation import emulate
-from te_bench.experiments.checks.quantity import Quantity, geometric_mean, judge, relative_error
-from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL, LOSS_FLOOR
+from te_bench.experiments.checks.gradients import HELD, SHARE, UNFUSED, Gradients, compared, settle
+from te_bench.experiments.checks.quantity import Quantity, judge
+from te_bench.experiments.checks.tolerances import FACTOR
 from te_bench.experiments.instruments import memory
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
@@ -26,20 +25,8 @@ from te_bench.training.step import Optim, TrainStep
 #: What makes a step fast and nothing else: the references are without.
 FAST = ("head", "optimizer", "blocks", "rival", "linears")
 
-#: Passes before the check of a step whose recipe keeps its scales. Delayed scaling begins with scale 1, at which small
-#: gradients vanish, and with them all that flows through their GEMM: each pass brings the next one down to its scale.
-SETTLE = 4
-
-#: Backends that keep the scores, and make dS of no rounded output.
-UNFUSED = ("manual", "math")
-
 #: Scores of a layer that the references hold at once: 128 MiB in float64, or those of one sequence.
 TOGETHER = 2**24
-
-#: Bytes a parameter while the references are there: of the step its weight, gradient, moments and a copy for GEMMs, the
-#: gradient that it found, and of float64 weight and gradient. Of a GPU's memory these may take SHARE; activations the rest.
-HELD = 18 + 4 + 16
-SHARE = 0.45
 
 #: What the head `fp8` multiplies softmax - onehot by, which is at most 1: a loss's mean over the targets comes after it.
 HEAD_SCALE = 2.0**15
@@ -48,8 +35,11 @@ HEAD_SCALE = 2.0**15
 def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dict[str, Any]]:
     """The trial's step and its check, which is of fewer layers where the references of all would not fit on the GPU.
 
-    The check then has a step of its own, which is gone before the trial's is built. Raises CheckFailed.
+    The check then has a step of its own, which is gone before the trial's is built. Raises CheckFailed. A user's model has a
+    check of its own kind, adopted_step.
     """
+    if StepProblem.of(trial).source is not None:
+        return adopted_step.begin(trial, tokens, targets)
     checked = within_memory(trial)
     step = trial_model.step_of(checked)
     check = check_step(checked, tokens, targets, step)
@@ -106,40 +96,15 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     split = model.gradient_parts()
     truth, yardstick, ours = (_parts(gradients, split) for gradients in (truth, yardstick, ours))
 
-    # Half-precision log-probabilities are rounded one by one (autocast on a GPU): four sigma of their mean's rounding.
-    rounded_mean = FLOOR[trial.precision] / math.sqrt(12 * targets.numel())
-    loss_floor = LOSS_FLOOR["fp8" if fp8_head else trial.precision]
-    loss_limit = FACTOR * abs(library_loss - true_loss) + (loss_floor + rounded_mean) * abs(true_loss)
-    quantities = [Quantity("loss", abs(loss - true_loss), loss_limit)]
-    errors = {name: relative_error(yardstick[name], gradient) for name, gradient in truth.items()}
-    typical = statistics.median(errors.values())  # a tensor where the library happened to round well is no yardstick
-    for name, gradient in truth.items():
-        limit = FACTOR * max(errors[name], typical) + FLOOR[trial.precision]
-        quantities.append(Quantity(f"grad {name}", relative_error(ours.get(name), gradient), limit))
+    found = Gradients(loss, ours), Gradients(library_loss, yardstick), Gradients(true_loss, truth)
     slack = FACTOR if p.against is not None else 1.0  # a rival may round more coarsely than the recipe says
-    rounded = {"typical": typical, "slack": slack}
-    for name, gradient in truth.items():
-        quantities += rounding.quantities(
-            f"grad {name}", ours.get(name), gradient, yardstick[name], trial.precision, **rounded
-        )
-    if trial.precision == "fp8":
-        ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth, quantities[1:], strict=False)]
-        overall = geometric_mean(ratios)
-        if p.against is None:
-            quantities.append(Quantity("grad, ratio to FP8 emulation", overall, FP8_OVERALL))
-        quantities.append(Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
+    floor = "fp8" if fp8_head else trial.precision
+    quantities = compared(*found, precision=trial.precision, targets=targets.numel(), slack=slack, loss_floor=floor)
     quantities.append(Quantity("grad padding rows", _largest(padding), 0.0))
     if p.against is None or not p.against.own_attention:  # which nothing of ours can look into
         quantities += _check_attention(trial, tokens, targets, step)
     fewer = "" if p.layers is None else f", both with {p.layers} of the model's layers"
     return judge(f"manual attention, fp64, unpadded, same weights{fewer}", quantities)
-
-
-def settle(recipe: str | None, once: Callable[[], object]) -> None:
-    """Pass once and again until the scales have settled, where the recipe keeps any."""
-    if recipe is not None and recipes.load(recipe).make_state(1, torch.device("cpu")) is not None:
-        for _ in range(SETTLE):
-            once()
 
 
 def _check_attention(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> list[Quantity]:

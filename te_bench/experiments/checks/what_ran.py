@@ -23,10 +23,11 @@ from te_bench.experiments import trial_model
 from te_bench.experiments.instruments.profiling import Seen
 from te_bench.experiments.measurement import CheckFailed, Measurement
 from te_bench.experiments.problems import StepProblem
-from te_bench.experiments.spec import NO_ATTENTION, Trial
+from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Trial
 from te_bench.kernels import adamw, attention, linear_cross_entropy
 from te_bench.kernels.activation import KINDS
 from te_bench.models import decoder, rivals
+from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig
 from te_bench.models.parts import AttentionPart, MLPPart
 
@@ -134,8 +135,10 @@ def _of_rivals() -> dict[str, str]:
     return {f"rival_{rival.title}": rival.kernels for rival in known if rival.kernels is not None}
 
 
-def expected_of_step(trial: Trial, rows: int) -> Expected:
-    """What a training step of the trial is made of, `rows` being the tokens of a micro-batch."""
+def expected_of_step(trial: Trial, rows: int, model: nn.Module) -> Expected:
+    """What a training step of the trial is made of, `rows` being the tokens of a micro-batch; model: its step's."""
+    if isinstance(model, Adopted):
+        return _expected_of_adopted(trial, model)
     config = trial_model.config_of(trial)
     p, made = StepProblem.of(trial), _made_of(config)
     accumulate = trial_model.optim_of(trial).accumulate
@@ -163,6 +166,18 @@ def expected_of_step(trial: Trial, rows: int) -> Expected:
         for part in _of_rivals():
             expected[part] = (accumulate * made.parts, None) if part == theirs else NONE
     return expected | _mode(trial, as_it_is=p.as_it_is, theirs=_by_operators_of_its_own(trial))
+
+
+def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
+    """What is known of a user's step: FP8 GEMMs as many as its converted Linears make, the optimizer and the mode."""
+    p, accumulate = StepProblem.of(trial), trial_model.optim_of(trial).accumulate
+    least = accumulate * model.gemms
+    expected: Expected = {"gemm_fp8": (least, None) if trial.precision == "fp8" else NONE, "fused_blocks": NONE}
+    chosen = f"optimizer_{p.optimizer or 'torch'}"
+    for part in (*_kernels_of(trial.device), "optimizer_torch"):
+        if part.startswith("optimizer"):
+            expected[part] = SOME if part == chosen else NONE
+    return expected | _mode(trial, as_it_is=False, theirs=True)  # its own code may compile parts of itself
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -251,7 +266,7 @@ def _mode(trial: Trial, *, as_it_is: bool, theirs: bool = False) -> Expected:
 
 
 def _attention_compiled(trial: Trial) -> bool:
-    return trial.attention != NO_ATTENTION and attention.load(trial_model.attention_of(trial)).compiled
+    return trial.attention not in (NO_ATTENTION, OWN_ATTENTION) and attention.load(trial_model.attention_of(trial)).compiled
 
 
 def _by_operators_of_its_own(trial: Trial) -> bool:
@@ -290,6 +305,9 @@ def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Mea
     """
     more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
     if trial.attention == NO_ATTENTION:
+        return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})
+    if trial.attention == OWN_ATTENTION:
+        more = {"chosen": ", ".join(attention.seen(trial.device, seen.names)) or "none that has a name", **more}
         return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})
     eager = trial.mode == "eager" and not _by_operators_of_its_own(trial)
     reason = attention.wrong_kernel(trial_model.attention_of(trial), trial.device, seen.names, eager=eager)

@@ -47,14 +47,14 @@ def _budget(options: Options) -> list[Trial]:
         suite_trials.training(options, problem, name, "bf16" if cuda else "fp32", "eager", seed)
         for seed in suite_trials.seeds(options, 1)
         for name in rivals
-        if suite_trials.can_hold(name, {**sizes, "batch": options.batch or 1})
+        if suite_trials.can_hold(options, name, {**sizes, "batch": options.batch or 1})
     ]
 
 
 def _steps(options: Options) -> list[Trial]:
     """Loss against step in bf16 and fp8 from the same weights on the same batches, once for each seed."""
     usual = CHAR if options.device == "cuda" else TINY
-    base = usual | {"model": options.model or usual["model"], "block": options.tokens or usual["block"]}
+    base = usual | {"model": suite_trials.named(options, usual["model"]), "block": options.tokens or usual["block"]}
     base["batch"] = options.batch or usual["batch"]
     model, block = base["model"], base["block"]
     name = options.data_for(model, "stdlib")

@@ -39,7 +39,7 @@ def experiment(options: Options) -> Experiment:
         suite_trials.step(options, problem, attention, precision, mode, seed, padded=padded)
         for seed in suite_trials.seeds(options, SEEDS)
         for attention, padded, precision, mode in CONFIGURATIONS
-        if suite_trials.can_hold(attention, problem)
+        if suite_trials.can_hold(options, attention, problem)
     ]
     trials = list({trial.id: trial for trial in trials}.values())
     return Experiment(

@@ -7,6 +7,7 @@ former alone.
 import dataclasses
 
 from te_bench.experiments import suite_trials
+from te_bench.experiments.adoption import adoptee
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Trial
 from te_bench.models import rivals
@@ -28,7 +29,7 @@ def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
     usual: Settings = GPT2 if cuda else {"model": "tiny", "batch": 4, "block": 64}
     problem = suite_trials.sized(options, usual)
-    if configs()[problem["model"]].dropout:
+    if adoptee(options) is None and configs()[problem["model"]].dropout:
         raise ValueError(f"--model {options.model}: it trains with dropout, which no fused kernel has; choose another")
     seeds = suite_trials.seeds(options, SEEDS if cuda else 1)
     begun = cuda and problem == usual
@@ -68,7 +69,7 @@ def fused(
 
 def rivals_of(options: Options, problem: Settings, seed: int, attention: str = "cudnn") -> list[Trial]:
     """Other projects' steps, each as its users train; beside a GPT, as published, torchao's alone, and on a GPU alone."""
-    gpt = configs()[problem["model"]].family == "gpt"
+    gpt = adoptee(options) is None and configs()[problem["model"]].family == "gpt"
     if gpt and options.device == "cpu":
         return []
     found = {"linears": ["torchao_tensorwise"]} if gpt else {"rival": rivals.names()}
@@ -113,5 +114,5 @@ def _trials(options: Options, problem: Settings, seed: int, begun: bool) -> list
         for kernel in (attention, *(OWN if cuda and blocks else ()))
     ]
     # The reference optimizer takes float64's time: a vocabulary that a CPU can update.
-    small: Settings = {} if cuda else {"vocab": 250, "padded_vocab": 256}
+    small: Settings = {} if cuda or adoptee(options) else {"vocab": 250, "padded_vocab": 256}
     return [dataclasses.replace(trial, problem={**trial.problem, **small}) for trial in trials]

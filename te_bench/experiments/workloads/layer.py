@@ -20,7 +20,7 @@ from torch import Tensor
 import te_bench.models as te
 from te_bench import plugins
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import large, rounding, training_step, what_ran
+from te_bench.experiments.checks import gradients, large, rounding, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
@@ -249,7 +249,7 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     if p.dropout:
         p = dataclasses.replace(p, dropout=0.0)
         iteration = Iteration(rival, p, trial.seed)
-    training_step.settle(p.recipe, iteration)
+    gradients.settle(p.recipe, iteration)
     ours = iteration.results()
     plain = layers.load("plain")
     precision = "bf16" if p.recipe else p.precision
@@ -268,7 +268,7 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
         limit = FACTOR * max(errors[name], typical) + FLOOR[p.precision]
         quantities.append(Quantity(name, _error(ours[name], value), limit))
     # Others may round more coarsely than the recipe says, and fused attention rounds out before it makes dS.
-    alike = (rival.numerics or not p.recipe) and trial.attention in (*training_step.UNFUSED, NO_ATTENTION)
+    alike = (rival.numerics or not p.recipe) and trial.attention in (*gradients.UNFUSED, NO_ATTENTION)
     rounded: dict[str, float] = {"typical": typical, "slack": 1.0 if alike else FACTOR}
     more: list[Quantity] = []
     for name, value in truth.items():

@@ -153,7 +153,7 @@ def _verify(trial: Trial) -> Try:
         step, check = training_step.begin(trial, *batch)
         measurement = Measurement(check=check)
         seen = profiling.kernels_seen(lambda: step(*batch), trial.device)
-        asked = what_ran.expected_of_step(trial, batch[0].numel() // step.optim.accumulate)
+        asked = what_ran.expected_of_step(trial, batch[0].numel() // step.optim.accumulate, step.model)
         measurement, wrong = what_ran.require(trial, seen, measurement, asked), None
     except CheckFailed as error:
         measurement, wrong = error.measurement, str(error)

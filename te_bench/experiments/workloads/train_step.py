@@ -17,7 +17,6 @@ from te_bench.experiments.instruments import compilation, fp8_numerics, memory, 
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainStepProblem
 from te_bench.experiments.spec import Trial
-from te_bench.training.data import Batches
 
 BATCHES = 4  # different batches, in turn: data loading is not what this workload measures
 
@@ -38,7 +37,8 @@ def run(trial: Trial, context: Context) -> Measurement:
     latency = timing.bench_py(next_step, trial.device)
     peaks = memory.peak(trial.device, step)
     loss = torch.stack(losses).tolist()
-    tokens, block = batches[0][0].numel(), TrainStepProblem.of(trial).block
+    p = TrainStepProblem.of(trial)
+    tokens, block = p.batch * p.block, p.block
     flop = tokens * step.model.flop_per_token(block)  # type: ignore[operator]
     work = {"tokens": tokens, "flop": flop, **compilation.counts(trial)}
     measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **peaks})
@@ -46,7 +46,7 @@ def run(trial: Trial, context: Context) -> Measurement:
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
-    asked = what_ran.expected_of_step(trial, tokens // step.optim.accumulate)
+    asked = what_ran.expected_of_step(trial, tokens // step.optim.accumulate, step.model)
     measurement = what_ran.require(trial, profiling.kernels_seen(next_step, trial.device), measurement, asked)
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
@@ -55,6 +55,5 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 
 def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:
-    """(tokens, targets) on the device, uniform over the true vocabulary."""
-    stream = Batches(None, **trial_model.sizes_of(trial), seed=trial.seed, device=trial.device)
-    return [stream.at(step) for step in range(BATCHES)]
+    """(inputs, targets) on the device: tokens uniform over the true vocabulary, or what a user's model takes."""
+    return list(map(trial_model.batches_of(trial), range(BATCHES)))

@@ -25,6 +25,7 @@ from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainingProblem
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
+from te_bench.models.adopted import Adopted
 from te_bench.training import checkpoints, data
 from te_bench.training import corpus as corpora
 from te_bench.training.step import TrainStep, evaluate, train
@@ -50,15 +51,15 @@ def run(trial: Trial, context: Context) -> Measurement:
     sizes = trial_model.sizes_of(trial)
     optim = trial_model.optim_of(trial)
     rows = {**sizes, "batch": sizes["batch"] * optim.accumulate}
-    stream = data.Batches(corpus, **rows, seed=trial.seed, device=trial.device)
-    step, check = _begun(trial, *_few(stream.at(0), optim.accumulate, trial))
+    at = trial_model.batches_of(trial, corpus)
+    step, check = _begun(trial, *_few(at(0), optim.accumulate, trial))
     memory.reset(trial.device)
     torch.manual_seed(trial.seed)  # dropout draws the same masks whatever the check drew
 
-    curve = _Curve(trial, step, corpus, probe=_micro(stream.at(0), optim.accumulate))
+    curve = _Curve(trial, step, corpus, probe=_micro(at(0), optim.accumulate))
     work |= {"batch": sizes["batch"], "tokens": rows["batch"] * sizes["block"], "windows": curve.windows}
     reason = None
-    for number, loss in train(step, stream.at, curve.progress):
+    for number, loss in train(step, at, curve.progress):
         reason = curve.add(number, loss)
         if reason:
             break
@@ -73,17 +74,23 @@ def run(trial: Trial, context: Context) -> Measurement:
     measurement = dataclasses.replace(measurement, work={**work, **compilation.counts(trial)})
     # At the largest batch the profiler would have no memory left; a captured step takes no other batch than its own, and a
     # compiled one would be compiled again for it.
-    few = _few(stream.at(0), optim.accumulate, trial) if trial.mode == "eager" else stream.at(0)
+    few = _few(at(0), optim.accumulate, trial) if trial.mode == "eager" else at(0)
     memory.reset(trial.device)
     seen = profiling.kernels_seen(lambda: step(*few), trial.device)
     return what_ran.require(
-        trial, seen, measurement, what_ran.expected_of_step(trial, few[0].numel() // optim.accumulate)
+        trial, seen, measurement, what_ran.expected_of_step(trial, few[0].numel() // optim.accumulate, step.model)
     )
 
 
 def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: Path) -> None:
-    """Write the trained model to TRIAL-ID.pt, for `te-bench evaluate`. A planted fault is no recipe to run it in."""
+    """Write the trained model to TRIAL-ID.pt, for `te-bench evaluate`; of a user's model its state dict.
+
+    A planted fault is no recipe to run it in.
+    """
     model: Any = step.model
+    if isinstance(model, Adopted):
+        torch.save(model.module.state_dict(), folder / f"{trial.id}.pt")
+        return
     recipe = None if TrainingProblem.of(trial).fault else trial.recipe
     checkpoints.save(model, folder / f"{trial.id}.pt", recipe=recipe, corpus=corpus, about=trial.to_json())
 
@@ -103,7 +110,8 @@ def _micro(batch: tuple[Tensor, Tensor], accumulate: int) -> tuple[Tensor, Tenso
 
 def _few(batch: tuple[Tensor, Tensor], accumulate: int, trial: Trial) -> tuple[Tensor, Tensor]:
     """A batch for the check: whole where the step was compiled for its shape, else its first rows."""
-    if trial.mode != "eager" and not trial_model.config_of(trial).dropout:
+    p = TrainingProblem.of(trial)
+    if trial.mode != "eager" and (p.source is not None or not trial_model.config_of(trial).dropout):
         return batch
     rows = max(accumulate, min(len(batch[0]), 4 * accumulate))
     return batch[0][:rows], batch[1][:rows]

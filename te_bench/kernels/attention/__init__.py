@@ -180,6 +180,17 @@ def wrong_kernel(name: str, device: str, seen: Sequence[str], *, eager: bool) ->
     return None
 
 
+def seen(device: str, kernels: Sequence[str]) -> list[str]:
+    """The backends of which a profiler saw a kernel, or where they have none on that device an operator."""
+    found = []
+    for name in names():
+        backend = load(name)
+        pattern = backend.kernels.get(device) or backend.operators
+        if pattern and any(re.search(pattern, kernel) for kernel in kernels):
+            found.append(name)
+    return found
+
+
 def _not_seen(own: str, asked: str, device: str, seen: Sequence[str], eager: bool) -> str | None:
     """That no kernel, or operator, of the backend `own` was seen, or None where they were or it has none."""
     backend = load(own)

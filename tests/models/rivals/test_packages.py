@@ -9,7 +9,7 @@ import torch
 from passes import NORMED, TINY, a_model, a_pass, errors
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import training_step, what_ran
+from te_bench.experiments.checks import gradients, training_step, what_ran
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Measurement
 from te_bench.experiments.spec import Trial
@@ -41,7 +41,7 @@ def test_loss_and_gradients_are_close_to_ours(config: LlamaConfig, name: str) ->
     options: dict[str, Any] = {"attention": "cudnn"}
     theirs, ours = (a_model(config, rival, "cuda", **options) for rival in (name, None))
     with torch.autocast("cuda", torch.bfloat16):
-        for _ in range(training_step.SETTLE + 1):
+        for _ in range(gradients.SETTLE + 1):
             loss, found = a_pass(theirs, LENGTH)
         expected, wanted = a_pass(ours, LENGTH)
     fp8 = rivals.load(name).recipe is not None

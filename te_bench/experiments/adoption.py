@@ -1,0 +1,112 @@
+"""Suites of a user's model: what planning knows of it, and which of a suite's trials apply.
+
+A user's model has the trials of a suite that are of an attention kernel of PyTorch, a precision, an execution mode or an
+optimizer. Heads, fused blocks and a padded vocabulary are parts of te-bench's own decoders, and so are rivals' steps.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from te_bench.experiments.problems import PROBLEMS, StepProblem
+from te_bench.experiments.run_options import Options
+from te_bench.experiments.spec import OWN_ATTENTION, Experiment, Trial
+from te_bench.models import sources
+from te_bench.models.sources import Facts, Source
+
+PINNED = ("math", "mem_efficient", "flash", "cudnn")  # kernels of PyTorch that a model's attention can be held to
+MANUAL = "manual"
+OURS = {"head": "heads", "blocks": "fused blocks"}
+TOKENS = 64  # of the sequence by which planning tries the model, where its own are not shorter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adoptee:
+    """A user's model that was asked for, and what is known of it."""
+
+    source: Source
+    facts: Facts
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        return (*([MANUAL] if self.facts.manual else []), *(PINNED if self.facts.sdpa else []))
+
+
+def adoptee(options: Options) -> Adoptee | None:
+    """The user's model that --model names; None for a preset, or without. Raises ValueError for one that cannot train."""
+    if options.model is None:
+        return None
+    return _known(options.model, options.model_args or (), options.inputs, options.loss, options.tokens)
+
+
+@functools.cache
+def _known(
+    model: str, arguments: tuple[str, ...], inputs: str | None, loss: str | None, tokens: int | None
+) -> Adoptee | None:
+    source = sources.identify(model, arguments, inputs, loss)
+    if source is None:
+        return None
+    return Adoptee(source=source, facts=sources.ask(source, tokens=min(tokens or TOKENS, TOKENS)))
+
+
+def adapt(experiment: Experiment, options: Options) -> Experiment:
+    """The suite's experiment for the user's model: the trials that apply, and a sentence on each kind that does not.
+
+    Raises ValueError for a training suite where the model learns no text.
+    """
+    own = adoptee(options)
+    if own is None:
+        return experiment
+    if not own.facts.text and any(trial.workload == "training" for trial in experiment.trials):
+        raise ValueError(
+            f"--model {options.model}: the suite {experiment.suite} trains on text, and this model takes none; the suites "
+            "speed, nanogpt, fp8 and memory measure its step"
+        )
+    trials = list({t.id: t for trial in experiment.trials for t in _adapted(trial, own)}.values())
+    baseline = next((t.cell for t in trials if _is_step(t)), trials[0].cell)
+    left_out = (*_left_out(experiment.trials), *_without(own, experiment.trials))
+    return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline, left_out=left_out)
+
+
+def _is_step(trial: Trial) -> bool:
+    return issubclass(PROBLEMS[trial.workload], StepProblem)
+
+
+def _adapted(trial: Trial, own: Adoptee) -> list[Trial]:
+    """The trial with the model's own attention, and as it is where the model can have that kernel; none of a rival."""
+    if not _is_step(trial):
+        return [trial]
+    p = trial.problem
+    if p.get("rival") or p.get("linears"):
+        return []
+    problem = {key: value for key, value in p.items() if key not in OURS}
+    vocab = {"vocab": own.facts.vocab, "padded_vocab": own.facts.vocab}
+    adapted = dataclasses.replace(trial, attention=OWN_ATTENTION, problem={**problem, **own.source.settings, **vocab})
+    if trial.attention not in own.attentions or _is_arm(trial):
+        return [adapted]
+    return [adapted, dataclasses.replace(adapted, attention=trial.attention)]
+
+
+def _is_arm(trial: Trial) -> bool:
+    """Whether losses are compared, of one attention alone."""
+    return "arm" in trial.problem or "lr_factor" in trial.problem
+
+
+def _left_out(trials: Iterable[Trial]) -> list[str]:
+    steps = [trial for trial in trials if _is_step(trial)]
+    found = [words for key, words in OURS.items() if any(trial.problem.get(key) for trial in steps)]
+    if any(trial.problem["padded_vocab"] != trial.problem["vocab"] for trial in steps):
+        found.append("a padded vocabulary")
+    if any(trial.problem.get("rival") or trial.problem.get("linears") for trial in steps):
+        found.append("rivals' steps")
+    return [f"{', '.join(found)}: for te-bench's own models"] if found else []
+
+
+def _without(own: Adoptee, trials: Iterable[Trial]) -> list[str]:
+    asked = {trial.attention for trial in trials if _is_step(trial) and not _is_arm(trial)}
+    missing = sorted(asked - {*own.attentions, OWN_ATTENTION})
+    kernels = [name for name in missing if name in PINNED]
+    others = [name for name in missing if name not in PINNED]
+    said = [f"attention {', '.join(kernels)}: the model calls no scaled_dot_product_attention"] if kernels else []
+    return said + ([f"attention {', '.join(others)}: the model cannot be asked for it"] if others else [])

@@ -1,0 +1,248 @@
+"""The check of a user's training step: loss and gradients against the same module in float64, by PyTorch's math attention.
+
+te-bench knows nothing of the module: what it computes is what its own code does in float64, from the same weights, eager
+and without dropout. The yardstick is the same at the trial's precision, FP8 emulated.
+"""
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from te_bench.experiments import trial_model
+from te_bench.experiments.checks import attention_rows
+from te_bench.experiments.checks.fp8_emulation import emulate
+from te_bench.experiments.checks.gradients import HELD, SHARE, UNFUSED, Gradients, compared, settle
+from te_bench.experiments.checks.quantity import Quantity, judge, relative_error
+from te_bench.experiments.checks.tolerances import NOISE_FACTOR
+from te_bench.experiments.instruments import memory
+from te_bench.experiments.measurement import Unsupported
+from te_bench.experiments.problems import StepProblem
+from te_bench.experiments.spec import OWN_ATTENTION, Trial
+from te_bench.models import adopted
+from te_bench.models import recipe as recipes
+from te_bench.models.adopted import Adopted
+from te_bench.training.step import TrainStep, autocast
+
+NO_KERNEL = "No available kernel"  # what scaled_dot_product_attention says
+
+
+def begin(trial: Trial, inputs: Tensor, targets: Tensor) -> tuple[TrainStep, dict[str, Any]]:
+    """The trial's step and its check, of fewer layers or sequences where float64 does not fit. Raises CheckFailed.
+
+    Raises Unsupported for a kernel that the model's attention cannot have, and for a model whose loss is random.
+    """
+    checked = within_memory(trial)
+    accumulate = trial_model.optim_of(trial).accumulate
+    rows = len(inputs) // accumulate
+    while True:
+        try:
+            step, check, own = _checked(checked, inputs[: rows * accumulate], targets[: rows * accumulate], len(inputs))
+            break
+        except torch.OutOfMemoryError:
+            if rows == 1:
+                raise
+        rows //= 2
+        _forget(trial)
+    if not own or checked is not trial or rows * accumulate < len(inputs):
+        del step
+        _forget(trial)
+        step = trial_model.step_of(trial)
+        _first_pass(trial, step, inputs[: max(1, len(inputs) // accumulate)], targets[: max(1, len(inputs) // accumulate)])
+    return step, check
+
+
+def _forget(trial: Trial) -> None:
+    torch._dynamo.reset()
+    memory.reset(trial.device)
+
+
+def within_memory(trial: Trial) -> Trial:
+    """The trial, or with as many layers as this GPU can check, where its model can have fewer."""
+    source = StepProblem.of(trial).source
+    assert source is not None
+    if trial.device == "cpu" or (depth := adopted.depth_of(source)) is None or depth < 2:
+        return trial
+    spare = SHARE * torch.cuda.get_device_properties().total_memory
+    most, least = (_parameters(source, layers) for layers in (depth, 1))
+    if HELD * most <= spare or most == least:
+        return trial
+    layers = 1 + math.floor(max(0.0, spare / HELD - least) / ((most - least) / (depth - 1)))
+    return dataclasses.replace(trial, problem={**trial.problem, "layers": min(layers, depth)})
+
+
+def _parameters(source: Any, layers: int) -> int:
+    try:
+        with adopted.imagined():
+            made = adopted.make(source, attention=OWN_ATTENTION, device="cpu", layers=layers)
+    except adopted.UNIMAGINABLE:
+        return 0
+    return sum(p.numel() for p in made.module.parameters())
+
+
+def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[TrainStep, dict[str, Any], bool]:
+    """(step, check, whether the step is the trial's own)."""
+    step = trial_model.step_of(trial)
+    own = not _model(step).has_dropout
+    if not own:
+        trial = dataclasses.replace(trial, mode="eager", problem={**trial.problem, "dropout": 0.0})
+        step = trial_model.step_of(trial)
+    one = max(1, len(inputs) // step.optim.accumulate)
+    _first_pass(trial, step, inputs[:one], targets[:one])
+    settle(trial.recipe, lambda: step.gradients(inputs, targets))
+    ours = Gradients(*step.gradients(inputs, targets))
+    truth = _reference(trial, step, inputs, targets, "fp64")
+    library = _reference(trial, step, inputs, targets, trial.precision)
+    trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
+    # Of a gradient that is 0 but for rounding, as a key's bias has one, no two roundings agree.
+    noise = [name for name, gradient in truth.of.items() if relative_error(library.of[name], gradient) > 1]
+    told = Gradients(truth.loss, {name: gradient for name, gradient in truth.of.items() if name not in noise})
+    if not told.of:
+        raise Unsupported("no gradient of its loss is more than rounding: te-bench has nothing to check")
+    quantities = compared(ours, library, told, precision=trial.precision, targets=targets.numel())
+    for name in noise:
+        limit = NOISE_FACTOR * relative_error(library.of[name], truth.of[name])
+        quantities.append(Quantity(f"grad {name}, rounding alone", relative_error(ours.of.get(name), truth.of[name]), limit))
+    p = StepProblem.of(trial)
+    words = ["math attention", "fp64", "same weights"]
+    words += ["without dropout"] if not own else []
+    words += [] if p.layers is None else [f"both with {p.layers} of the model's layers"]
+    words += [] if len(inputs) == rows else [f"both of {len(inputs)} of {rows} sequences"]
+    return step, judge(", ".join(words), quantities), own
+
+
+def _model(step: TrainStep) -> Adopted:
+    assert isinstance(step.model, Adopted)
+    return step.model
+
+
+def _first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
+    """One eager forward pass, which counts the model's FP8 GEMMs. Raises Unsupported where its attention has no such kernel."""
+    model = _model(step)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with autocast(step.device, trial.precision), model.autocast(), model.counted():
+                model(inputs, targets)
+        except RuntimeError as error:
+            if NO_KERNEL not in str(error):
+                raise
+            reasons = " ".join(_reason(str(warning.message)) for warning in said)
+            raise Unsupported(f"{trial.attention}: this model's attention cannot have it. {reasons}".strip()) from None
+    if trial.recipe is not None and not model.gemms:
+        kept = () if model.conversion is None else model.conversion.kept
+        why = "; ".join(dict.fromkeys(layer.reason for layer in kept if layer.parameters)) or "it has none"
+        raise Unsupported(f"fp8: te.convert finds no Linear of it that FP8 could compute: {why}")
+
+
+def _reason(warning: str) -> str:
+    """What SDPA warns, without where in its source."""
+    return warning.partition(" (Triggered internally")[0].strip()
+
+
+def _reference(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, precision: str) -> Gradients:
+    """Loss and gradients of the same module from the same weights: float64's, or the yardstick's at that precision."""
+    exact = precision == "fp64"
+    plain = dataclasses.replace(trial, attention=OWN_ATTENTION, recipe=None, precision="fp32" if exact else precision)
+    model = trial_model.adopted_of(plain, kernel="math")
+    converted = _model(step).converted
+    turned = [f"{name}.weight" for name, before in converted.items() if before == "Conv1D"]
+    _require_same_weights(model, _model(step), turned)
+    if exact:
+        trial_model.allow_tf32("fp32")
+        model.double()
+        inputs = inputs.double() if inputs.is_floating_point() else inputs
+        targets = targets.double() if targets.is_floating_point() else targets
+        _require_same_loss(model, inputs, targets)
+    elif trial.recipe is not None:
+        _emulate(model, converted, recipes.load(trial.recipe))
+    reference = TrainStep(model, step.optim, precision=precision, mode="eager")
+    rounded = not exact and trial.attention not in UNFUSED
+    with Doubled() if exact else AsFused() if rounded else contextlib.nullcontext():
+        found = Gradients(*reference.gradients(inputs, targets))
+    if exact or trial.recipe is None:  # a Conv1D's weight lies the other way round, once it is converted
+        found = Gradients(found.loss, {n: g.t() if n in turned else g for n, g in found.of.items()})
+    return found
+
+
+def _require_same_weights(model: Adopted, own: Adopted, turned: list[str]) -> None:
+    weights = dict(own.named_parameters())
+    for name, parameter in model.named_parameters():
+        other = weights[name].detach()
+        if not torch.equal(parameter.detach(), other.t() if name in turned else other):
+            raise Unsupported(
+                f"{model.made.source.model} makes other weights each time ({name}): let torch.manual_seed decide over them"
+            )
+
+
+def _require_same_loss(model: Adopted, inputs: Tensor, targets: Tensor) -> None:
+    losses = []
+    with torch.no_grad(), Doubled(), model.autocast():
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            losses.append(model(inputs[:1], targets[:1]).item())
+    if abs(losses[0] - losses[1]) > 1e-9 * abs(losses[0]):
+        raise Unsupported(
+            f"the loss of one batch is {losses[0]:.6g} once and {losses[1]:.6g} once: beside dropout something in the model is "
+            "random, which no check can follow; turn it off"
+        )
+
+
+def _emulate(model: Adopted, converted: dict[str, str], recipe: recipes.Recipe) -> None:
+    """Emulate FP8 in what te.convert takes; a Conv1D becomes the Linear that it is."""
+    for name, before in converted.items():
+        if before == "Conv1D":
+            old: Any = model.get_submodule(name)
+            new = nn.Linear(*old.weight.shape, device=old.weight.device)
+            new.weight, new.bias = nn.Parameter(old.weight.detach().t().contiguous()), old.bias
+            model.set_submodule(name, new)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    emulate(model, recipe, leave=[name for name in linears if name not in converted])
+
+
+class AsFused(TorchFunctionMode):
+    """scaled_dot_product_attention rounded as fused kernels round it; with a bias that is trained, which they lack, as it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self.attend(*args, **(kwargs or {}))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        trained = attn_mask is not None and attn_mask.requires_grad
+        if trained or dropout_p or query.dim() != 4 or query.dtype not in (torch.bfloat16, torch.float16):
+            more = {"scale": scale, "enable_gqa": enable_gqa}
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
+        bias = attn_mask
+        if bias is not None and bias.dtype is torch.bool:
+            bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill(~bias, -math.inf)
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        return attention_rows.as_fused(query, key, value, causal=is_causal, scale=scale, bias=bias)
+
+
+class Doubled(TorchFunctionMode):
+    """What a module widens to float32 goes to float64: norms and losses do that by themselves."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def widened(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if func is Tensor.float:
+            func = Tensor.double
+        return func(*map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()})

@@ -1,0 +1,78 @@
+"""Loss and gradients of one pass beside float64's, by the limits that every check of a training step shares."""
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_bench.experiments.checks import rounding
+from te_bench.experiments.checks.quantity import Quantity, geometric_mean, relative_error
+from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL, LOSS_FLOOR
+from te_bench.models import recipe as recipes
+
+#: Passes before the check of a step whose recipe keeps its scales. Delayed scaling begins with scale 1, at which small
+#: gradients vanish, and with them all that flows through their GEMM: each pass brings the next one down to its scale.
+SETTLE = 4
+
+#: Backends that keep the scores, and make dS of no rounded output.
+UNFUSED = ("manual", "math")
+
+#: Bytes a parameter while the references are there: of the step its weight, gradient, moments and a copy for GEMMs, the
+#: gradient that it found, and of float64 weight and gradient. Of a GPU's memory these may take SHARE; activations the rest.
+HELD = 18 + 4 + 16
+SHARE = 0.45
+
+
+class Gradients(NamedTuple):
+    """What one pass gives: the loss, and each parameter's gradient."""
+
+    loss: float
+    of: dict[str, Tensor]
+
+
+def compared(
+    ours: Gradients,
+    library: Gradients,
+    truth: Gradients,
+    *,
+    precision: str,
+    targets: int,
+    slack: float = 1.0,
+    loss_floor: str | None = None,
+) -> list[Quantity]:
+    """Loss and gradients beside float64's, each held to what the yardstick errs; those of all of an FP8 step together, too.
+
+    slack: above 1 for what may round more coarsely than the recipe says. loss_floor: a key of LOSS_FLOOR.
+    """
+    # Half-precision log-probabilities are rounded one by one (autocast on a GPU): four sigma of their mean's rounding.
+    rounded_mean = FLOOR[precision] / math.sqrt(12 * targets)
+    loss_limit = FACTOR * abs(library.loss - truth.loss)
+    loss_limit += (LOSS_FLOOR[loss_floor or precision] + rounded_mean) * abs(truth.loss)
+    quantities = [Quantity("loss", abs(ours.loss - truth.loss), loss_limit)]
+    errors = {name: relative_error(library.of[name], gradient) for name, gradient in truth.of.items()}
+    typical = statistics.median(errors.values())  # a tensor where the library happened to round well is no yardstick
+    for name, gradient in truth.of.items():
+        limit = FACTOR * max(errors[name], typical) + FLOOR[precision]
+        quantities.append(Quantity(f"grad {name}", relative_error(ours.of.get(name), gradient), limit))
+    rounded = {"typical": typical, "slack": slack}
+    for name, gradient in truth.of.items():
+        quantities += rounding.quantities(
+            f"grad {name}", ours.of.get(name), gradient, library.of[name], precision, **rounded
+        )
+    if precision == "fp8":
+        ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth.of, quantities[1:], strict=False)]
+        overall = geometric_mean(ratios)
+        if slack == 1.0:
+            quantities.append(Quantity("grad, ratio to FP8 emulation", overall, FP8_OVERALL))
+        quantities.append(Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
+    return quantities
+
+
+def settle(recipe: str | None, once: Callable[[], object]) -> None:
+    """Pass once and again until the scales have settled, where the recipe keeps any."""
+    if recipe is not None and recipes.load(recipe).make_state(1, torch.device("cpu")) is not None:
+        for _ in range(SETTLE):
+            once()

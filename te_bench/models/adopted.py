@@ -1,0 +1,377 @@
+"""A user's model as a training step takes one: (inputs, targets) -> loss, with its precision and its attention.
+
+    made = make(source, attention="own", device="cpu")    the module as its factory or config gives it
+    model = Adopted(made, recipe=recipe.DelayedScaling())
+    with model.autocast():
+        loss = model(inputs, targets)
+
+A factory's module is called with the tokens, and with the targets where its forward takes them. What it returns is the
+loss, or logits (B, T, V), or anything with a `loss`.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from te_bench.models import conversion, families, fp8
+from te_bench.models.decoder import move
+from te_bench.models.recipe import Recipe
+from te_bench.models.sources import Refused, Source
+
+OWN = "own"  # attention as the model and PyTorch choose it: experiments.spec.OWN_ATTENTION
+#: Kernels of scaled_dot_product_attention that can be pinned, by te-bench's names; torch.backends.cuda.enable_*_sdp.
+PINNED = {"math": "math", "mem_efficient": "mem_efficient", "flash": "flash", "cudnn": "cudnn"}
+#: {attention: what transformers calls it}: the same attention written out, and those that are kernels of SDPA.
+IMPLEMENTATIONS = {"manual": "eager", **dict.fromkeys(PINNED, "sdpa")}
+
+TARGETS = ("targets", "target", "labels", "label", "y")
+LAYERS = ("layers", "num_layers", "n_layer", "n_layers")  # parameters of a factory that say how deep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """A module and how it is fed and called. vocab: 1 where its inputs are no tokens."""
+
+    source: Source
+    attention: str
+    module: nn.Module
+    forward: Callable[[nn.Module, Tensor, Tensor], Any]
+    drawn: families.Draw | None  # None: random tokens
+    vocab: int
+    block: int | None
+    sequence: int | None
+    text: bool
+
+    @property
+    def has_manual(self) -> bool:
+        return self.source.config is not None
+
+    def draw(self, batch: int, tokens: int, *, seed: int, device: str) -> tuple[Tensor, Tensor]:
+        """(inputs, targets) on the device. Raises ValueError for an --inputs that makes anything but two tensors."""
+        generator = torch.Generator(device).manual_seed(seed)
+        if self.drawn is None:
+            both = torch.randint(self.vocab, (batch, tokens + 1), generator=generator, device=device)
+            return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        found = called(self.source.inputs or self.source.model, self.drawn, batch, tokens, generator, device)
+        if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(x, Tensor) for x in found):
+            raise Refused(f"{self.source.inputs}: it returned {_shown(found)}; return two tensors, inputs and targets")
+        if any(len(x.shape) < 1 or len(x) != batch for x in found):
+            shapes = " and ".join(str(tuple(x.shape)) for x in found)
+            raise Refused(f"{self.source.inputs}: its tensors are {shapes}; the first dimension of both is batch, {batch}")
+        return found
+
+
+def make(source: Source, *, attention: str, device: str, seed: int = 0, layers: int | None = None) -> Made:
+    """The source's module on that device; the seed decides its weights. layers: that many at most.
+
+    Raises ValueError, naming the source, for whatever the user's code does in place of returning a module.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    with torch.device(device):
+        module = _built(source, attention, layers)
+    where = {t.device.type for t in (*module.parameters(), *module.buffers())}
+    if where - {device, "cpu"}:
+        raise Refused(f"{source.model}: it puts weights on {max(where)} by itself; leave that to te-bench")
+    if where - {device}:
+        module = module.to(device)
+    if not any(p.requires_grad for p in module.parameters()):
+        raise Refused(f"{source.model}: it has no weights that are trained")
+    family = families.family_of(module) if families.is_of_transformers(module) else None
+    if families.is_of_transformers(module) and family is None and source.loss is None:
+        raise Refused(f"{source.model}: te-bench does not know how to feed {type(module).__name__}: give --inputs and --loss")
+    own_inputs = None if source.inputs is None else _function(source.inputs)
+    drawn = own_inputs or (None if family is None else family.draw)
+    forward = _forward(source, module) if family is None or source.loss is not None else family.forward
+    vocab = 1 if drawn is not None else _vocabulary(module)
+    if vocab is None:
+        raise Refused(f"{source.model}: it has no nn.Embedding that would say its vocabulary: give --inputs")
+    return Made(
+        source=source,
+        attention=attention,
+        module=module,
+        forward=forward,
+        drawn=drawn,
+        vocab=vocab,
+        block=_longest(module),
+        sequence=None if own_inputs is not None or family is None else family.sequence,
+        text=drawn is None and (family is None or family.name in ("causal", "masked", "seq2seq")),
+    )
+
+
+def _built(source: Source, attention: str, layers: int | None) -> nn.Module:
+    if source.config is not None:
+        how = {"attention": IMPLEMENTATIONS.get(attention), "layers": layers}
+        return called(source.model, families.build, source.config, doing="transformers", **how)  # type: ignore[no-any-return]
+    factory = _function(source.model)
+    arguments = json.loads(source.arguments or "{}")
+    parameters = inspect.signature(factory).parameters if callable(factory) else {}
+    unknown = [name for name in arguments if name not in parameters]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        known = ", ".join(parameters) or "none"
+        raise Refused(f"{source.model}: it takes no argument {unknown[0]!r}; its arguments: {known}")
+    missing = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and name not in arguments and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if missing:
+        raise Refused(f"{source.model}: it needs the argument {missing[0]!r}: --model-args {missing[0]}=VALUE")
+    if layers is not None and (depth := layers_argument(source)) is not None:
+        arguments[depth] = min(layers, arguments.get(depth, parameters[depth].default))
+    module = called(source.model, factory, **arguments)
+    if not isinstance(module, nn.Module):
+        raise Refused(f"{source.model}: it returned {_shown(module)}; return a torch.nn.Module")
+    return module
+
+
+def depth_of(source: Source) -> int | None:
+    """How many layers the whole model has, where they can be fewer; else None."""
+    if source.config is not None:
+        settings = json.loads(source.config)
+        return max((settings[key] for key in families.LAYERS if isinstance(settings.get(key), int)), default=None)
+    depth = layers_argument(source)
+    if depth is None:
+        return None
+    value = json.loads(source.arguments or "{}").get(depth, inspect.signature(_function(source.model)).parameters[depth].default)
+    return value if isinstance(value, int) else None
+
+
+def layers_argument(source: Source) -> str | None:
+    """The factory's parameter that says how deep the model is."""
+    parameters = inspect.signature(_function(source.model)).parameters
+    return next((name for name in LAYERS if name in parameters), None)
+
+
+def _function(path: str) -> Any:
+    """The object of an import path, found from the current folder too."""
+    module, _, name = path.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    found = called(path, importlib.import_module, module, doing=f"importing {module}")
+    try:
+        return getattr(found, name)
+    except AttributeError:
+        raise Refused(f"{path}: {module} has no {name}") from None
+
+
+def called(path: str, function: Any, *arguments: Any, doing: str = "it", **named: Any) -> Any:
+    """What the user's function returns. Raises ValueError for what it raises, but a package that is missing."""
+    try:
+        return function(*arguments, **named)
+    except Refused:
+        raise
+    except (ModuleNotFoundError, torch.OutOfMemoryError, MemoryError, KeyboardInterrupt, *UNIMAGINABLE):
+        raise
+    except (Exception, SystemExit) as error:
+        raise Refused(f"{path}: {doing} raised {_told(error)}") from error
+
+
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:300]
+    gpu = "CUDA" in text or "NVIDIA" in text
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{said}. Leave it to te-bench to put a model on a GPU" if gpu else said
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return f"a {type(value).__name__}"
+
+
+def _vocabulary(module: Any) -> int | None:
+    """Its config's vocab_size, its own, or the rows of its first embedding."""
+    text = getattr(module.config, "get_text_config", None) if families.is_of_transformers(module) else None
+    for holder in (text() if text else None, getattr(module, "config", None), module):
+        size = getattr(holder, "vocab_size", None)
+        if isinstance(size, int):
+            return size
+    return next((m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), None)
+
+
+def _longest(module: Any) -> int | None:
+    for holder in (getattr(module, "config", None), module):
+        for name in families.LENGTHS:
+            length = getattr(holder, name, None)
+            if type(length) is int and length > 0:
+                return length
+    return None
+
+
+def _forward(source: Source, module: nn.Module) -> Callable[[nn.Module, Tensor, Tensor], Any]:
+    """How a factory's module is called: with the targets where its forward takes them, unless --loss does."""
+    if source.loss is not None:
+        judge = _function(source.loss)
+        return lambda model, x, y: judge(model(x), y)
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    named = next((p.name for p in parameters[1:] if p.name in TARGETS), None)
+    if named is not None:
+        return lambda model, x, y: model(x, **{named: y})
+    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    both = len(required) == 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return (lambda model, x, y: model(x, y)) if both else (lambda model, x, y: model(x))
+
+
+def loss_of(name: str, out: Any, targets: Tensor) -> Tensor:
+    """The loss in what a model returned. Raises ValueError where there is none."""
+    if isinstance(out, Tensor):
+        if out.dim() == 0 and out.is_floating_point():
+            return out
+        if out.dim() > 1 and out.shape[:-1] == targets.shape and not targets.is_floating_point():
+            return F.cross_entropy(out.flatten(0, -2).float(), targets.flatten())
+    elif isinstance(out, dict) and isinstance(out.get("loss"), Tensor):
+        return loss_of(name, out["loss"], targets)
+    elif isinstance(getattr(out, "loss", None), Tensor):
+        return loss_of(name, out.loss, targets)
+    elif isinstance(getattr(out, "logits", None), Tensor):
+        return loss_of(name, out.logits, targets)
+    elif isinstance(out, tuple | list):
+        tensors = [x for x in out if isinstance(x, Tensor)]
+        scalar = [x for x in tensors if x.dim() == 0]
+        if tensors:
+            return loss_of(name, (scalar or tensors)[0], targets)
+    expected = f"a loss, or logits {(*targets.shape, 'V')}" if not targets.is_floating_point() else "a loss"
+    raise Refused(f"{name}: its forward returned {_shown(out)}, not {expected}: give --loss package.module:function")
+
+
+#: What fake tensors raise where a result depends on numbers.
+UNIMAGINABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+def imagined() -> contextlib.AbstractContextManager[Any]:
+    """While inside, tensors of a CPU have shapes and no memory; what asks for their numbers raises one of UNIMAGINABLE."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@functools.cache
+def described(source: Source) -> Made:
+    """The source's model for what is asked of it and not computed: with weights only where it cannot be made without."""
+    try:
+        with imagined():
+            return make(source, attention=OWN, device="cpu")
+    except UNIMAGINABLE:
+        return make(source, attention=OWN, device="cpu")
+
+
+class Adopted(nn.Module):
+    """forward(inputs, targets) -> (), the loss, of a module that te-bench knows nothing of.
+
+    With a recipe its Linear and norm layers are converted (models.conversion), and compute in FP8 under `autocast()`.
+    dropout=False takes out what drops at random. kernel: of scaled_dot_product_attention, by default the one that `made` is
+    for.
+    """
+
+    as_it_is = False
+
+    def __init__(self, made: Made, *, recipe: Recipe | None = None, dropout: bool = True, kernel: str | None = None):
+        super().__init__()
+        self.made, self.recipe = made, recipe
+        self.kernel = made.attention if kernel is None else kernel
+        self.module = made.module
+        if not dropout:
+            remove_dropout(self.module)
+        self.has_dropout = any(True for _ in _rates(self.module))
+        self.conversion = None if recipe is None else conversion.convert(self.module)
+        self.gemms = 0  # of the last pass under `counted`
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return loss_of(self.made.source.model, self.made.forward(self.module, inputs, targets), targets)
+
+    def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+        """What a forward pass runs in: its attention, and the recipe's FP8; enabled=False computes in no FP8.
+
+        The attention's kernel stays chosen until another model chooses: a backward pass may compute again.
+        """
+        pin(self.kernel)
+        return contextlib.nullcontext() if self.recipe is None else fp8.autocast(enabled, recipe=self.recipe)
+
+    def flop_per_token(self, length: int) -> int:
+        """FLOP of forward and backward of one sequence by PyTorch's counter, attention as if it were not causal.
+
+        6 N where shapes alone do not decide what is computed.
+        """
+        pin("math")  # which the counter knows on every device
+        try:
+            with imagined():
+                model = Adopted(make(self.made.source, attention="math", device="cpu"))
+                inputs, targets = model.made.draw(1, length, seed=0, device="cpu")
+                with FlopCounterMode(display=False) as counter:
+                    model(inputs, targets).backward()
+        except UNIMAGINABLE:
+            return 6 * sum(p.numel() for p in self.parameters())
+        finally:
+            pin(self.kernel)
+        return int(counter.get_total_flops()) // length
+
+    @property
+    def converted(self) -> dict[str, str]:
+        """{layer that multiplies in FP8: its class before}."""
+        layers = () if self.conversion is None else self.conversion.converted
+        return {f"module.{layer.name}": layer.before for layer in layers if layer.parameters}
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """While inside, count in `gemms` the FP8 GEMMs of a pass and its backward: a Linear's three, two for a first one."""
+        self.gemms = 0
+
+        def count(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            self.gemms += 3 if arguments and arguments[0].requires_grad else 2
+
+        handles = [self.get_submodule(name).register_forward_pre_hook(count) for name in self.converted]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@torch.no_grad()
+def perturb(module: nn.Module, seed: int, ulps: int) -> None:
+    """Move every weight to a representable neighbour, `ulps` times, up or down as `seed` has it."""
+    for number, parameter in enumerate(module.parameters()):
+        move(parameter, seed << 16 | number, ulps)
+
+
+def pin(attention: str) -> None:
+    """Let scaled_dot_product_attention run that kernel alone, or choose for itself among all."""
+    for name, kernel in PINNED.items():
+        enable = getattr(torch.backends.cuda, f"enable_{kernel}_sdp")
+        enable(attention == name or attention not in PINNED)
+
+
+def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Where a module keeps a rate of dropout: nn.Dropout's p, and numbers that are called so."""
+    for holder in module.modules():
+        names = ("p",) if isinstance(holder, nn.modules.dropout._DropoutNd) else ()
+        for name, value in list(vars(holder).items()):
+            if (name in names or "drop" in name) and isinstance(value, float) and 0 < value <= 1:
+                yield holder, name
+
+
+def remove_dropout(module: nn.Module) -> None:
+    """Set every rate of dropout to 0."""
+    for holder, name in list(_rates(module)):
+        setattr(holder, name, 0.0)

@@ -1,0 +1,192 @@
+"""Models of transformers by what they learn: how each is built from a config, called with (inputs, targets), and fed.
+
+    causal      tokens and the next ones; masked    tokens of which 15 % are hidden and guessed (BERT)
+    seq2seq     tokens and the decoder's (T5); image  pixels and a class (ViT); speech  a spectrogram and tokens (Whisper)
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_bench.models.sources import Refused
+
+Draw = Callable[[int, int, torch.Generator, str], tuple[Tensor, Tensor]]
+
+HIDDEN = 15  # of 100 tokens, Devlin et al. 2019
+IGNORED = -100  # transformers' label of what is not guessed
+
+#: A class of transformers ends in one of these, and that says its family.
+_ENDINGS = {
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForMaskedLM": "masked",
+    "ForPreTraining": "masked",
+    "ForImageClassification": "image",
+    "ForConditionalGeneration": "seq2seq",
+    "ForSpeechSeq2Seq": "speech",
+}
+#: {family: (its Auto class, transformers' table of model types)}, looked up in this order where no class is named.
+_AUTO = {
+    "speech": ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
+}
+#: What configs call their numbers of layers.
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "block_size", "max_seq_len", "seq_len")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How a module of transformers is called, and what it is fed with. sequence: its one length, None for any."""
+
+    name: str
+    forward: Callable[[nn.Module, Tensor, Tensor], Any]
+    draw: Draw | None  # None: tokens, as every language model's
+    sequence: int | None = None
+
+
+def build(config: str, *, attention: str | None, layers: int | None) -> nn.Module:
+    """A model of random weights by a config.json's text, in float32; attention: transformers' name, None for its default.
+
+    Raises ValueError for a config that transformers does not know, or an attention that the model lacks.
+    """
+    import transformers
+    from transformers.models.auto import configuration_auto
+
+    settings = json.loads(config)
+    kind = settings.pop("model_type")
+    if kind not in configuration_auto.CONFIG_MAPPING:
+        raise Refused(f"model_type {kind!r} is unknown to transformers {transformers.__version__}")
+    family = _family(settings.get("architectures"), kind)
+    whole: Any = configuration_auto.CONFIG_MAPPING[kind]
+    made = whole.from_dict(shortened(settings, layers))
+    said = {} if attention is None else {"attn_implementation": attention}
+    auto = getattr(transformers, _AUTO[family][0])
+    model: nn.Module = auto.from_config(made, dtype=torch.float32, **said)
+    return model
+
+
+def shortened(settings: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """The config with so many layers at most; lists that have an entry a layer are cut."""
+    if layers is None:
+        return settings
+    found = {key: settings[key] for key in LAYERS if isinstance(settings.get(key), int)}
+    lists = {key: value[:layers] for key, value in settings.items() if isinstance(value, list) and key == "layer_types"}
+    return settings | {key: min(value, layers) for key, value in found.items()} | lists
+
+
+def _family(architectures: list[str] | None, kind: str) -> str:
+    from transformers.models.auto import modeling_auto
+
+    tables = {family: getattr(modeling_auto, table) for family, (_, table) in _AUTO.items()}
+    for family, table in tables.items():  # the class that a table names for this type
+        if architectures and kind in table and architectures[0] in (table[kind], *_others(table[kind])):
+            return family
+    named = _by_name(architectures[0]) if architectures else None
+    found = next((family for family, table in tables.items() if kind in table), None)
+    family = named if named is not None and kind in tables[named] else found if not architectures else named
+    if family is None:
+        learns = "next tokens, hidden tokens, a class of images or a sequence from text or speech"
+        what = architectures[0] if architectures else f"model_type {kind!r}"
+        raise Refused(f"{what} is not of a family that te-bench feeds ({learns}): give a factory and --inputs")
+    return family
+
+
+def _others(value: Any) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else ()
+
+
+def _by_name(cls: str) -> str | None:
+    return next((family for ending, family in _ENDINGS.items() if cls.endswith(ending)), None)
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+
+
+def family_of(module: Any) -> Family | None:
+    """The family of a transformers model, None where it has none that te-bench feeds."""
+    name = _by_name(type(module).__name__)
+    config = module.config
+    if name == "seq2seq" and module.main_input_name == "input_features":
+        name = "speech"
+    if name == "image":
+        sides = _sides(config)
+        patch = getattr(config, "patch_size", None)
+        sequence = (sides[0] // patch) * (sides[1] // patch) + 1 if isinstance(patch, int) else 1
+        return Family(name=name, forward=_image, draw=_images(config, sides), sequence=sequence)
+    if name == "speech":
+        return Family(name=name, forward=_speech, draw=_spectrograms(config))
+    if name == "causal":
+        return Family(name=name, forward=_causal(module), draw=None)
+    if name == "masked":
+        return Family(name=name, forward=_masked(config), draw=None)
+    return None if name is None else Family(name=name, forward=_seq2seq, draw=None)
+
+
+def _causal(module: Any) -> Callable[[nn.Module, Tensor, Tensor], Any]:
+    """By the model's own loss, told that targets are the next tokens already: transformers would shift labels."""
+    import inspect
+
+    takes = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values())
+    if takes and hasattr(module, "loss_function"):
+        return lambda model, x, y: model(input_ids=x, labels=y, shift_labels=y, use_cache=False)
+    return lambda model, x, y: model(input_ids=x, use_cache=False).logits
+
+
+def _masked(config: Any) -> Callable[[nn.Module, Tensor, Tensor], Any]:
+    """Which tokens are hidden follows from the tokens and where they are: a captured graph and every precision see the same."""
+    mask = getattr(config, "mask_token_id", None) or config.vocab_size - 1
+
+    def forward(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        places = torch.arange(x.shape[1], device=x.device)
+        hidden = (x * 7919 + places * 104729) % 100 < HIDDEN
+        hidden[:, 0] = True  # one at least
+        return model(input_ids=x.masked_fill(hidden, mask), labels=x.masked_fill(~hidden, IGNORED))
+
+    return forward
+
+
+def _seq2seq(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return model(input_ids=x, labels=y, use_cache=False)
+
+
+def _image(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return F.cross_entropy(model(pixel_values=x).logits.float(), y)
+
+
+def _speech(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return model(input_features=x, labels=y, use_cache=False)
+
+
+def _sides(config: Any) -> tuple[int, int]:
+    size = getattr(config, "image_size", None) or 224
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _images(config: Any, sides: tuple[int, int]) -> Draw:
+    shape, classes = (getattr(config, "num_channels", 3), *sides), config.num_labels
+
+    def draw(batch: int, tokens: int, generator: torch.Generator, device: str) -> tuple[Tensor, Tensor]:
+        pixels = torch.randn(batch, *shape, generator=generator, device=device)
+        return pixels, torch.randint(classes, (batch,), generator=generator, device=device)
+
+    return draw
+
+
+def _spectrograms(config: Any) -> Draw:
+    frames = 2 * config.max_source_positions  # the first of two convolutions halves them
+
+    def draw(batch: int, tokens: int, generator: torch.Generator, device: str) -> tuple[Tensor, Tensor]:
+        features = torch.randn(batch, config.num_mel_bins, frames, generator=generator, device=device)
+        return features, torch.randint(config.vocab_size, (batch, tokens), generator=generator, device=device)
+
+    return draw

@@ -1,0 +1,90 @@
+"""What planning asks of a user's model: `python -m te_bench.models.probe`, a question on stdin, JSON on stdout.
+
+The model is made of tensors that have shapes and no memory, wherever that can be, and no GPU is there to see.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from te_bench.models import adopted, conversion
+from te_bench.models.sources import Facts, Source
+
+
+class Attended(TorchFunctionMode):
+    """Counts calls of scaled_dot_product_attention, and the scores of one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.scores = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            q, k = (args[i] if i < len(args) else kwargs[name] for i, name in enumerate(("query", "key")))
+            self.calls += 1
+            self.scores += q.shape[-3] * q.shape[-2] * k.shape[-2]
+        return func(*args, **(kwargs or {}))
+
+
+def find_out(source: Source, tokens: int) -> Facts:
+    """Raises ValueError, one sentence, for a model that cannot be built or trained."""
+    try:
+        with adopted.imagined():
+            return _facts(source, tokens)
+    except adopted.UNIMAGINABLE:  # what it computes depends on numbers
+        return _facts(source, tokens)
+
+
+def _facts(source: Source, tokens: int) -> Facts:
+    made = adopted.make(source, attention=adopted.OWN, device="cpu")
+    tokens = made.sequence or min(tokens, made.block or tokens)
+    model = adopted.Adopted(made)
+    inputs, targets = made.draw(1, tokens, seed=0, device="cpu")
+    attended = Attended()
+    with attended:
+        loss = adopted.called(source.model, model, inputs, targets, doing="its forward")
+    if not loss.requires_grad:
+        raise ValueError(f"{source.model}: its loss depends on no weight that is trained")
+    return Facts(
+        vocab=made.vocab,
+        block=made.block,
+        sequence=made.sequence,
+        parameters=sum(p.numel() for p in model.parameters()),
+        sdpa=attended.calls,
+        scores=attended.scores,
+        tried=tokens,
+        linears=sum(layer.parameters > 0 for layer in conversion.convert(model).converted),
+        text=made.text,
+        manual=made.has_manual,
+    )
+
+
+def main() -> None:
+    """What the user's code prints goes to stderr: stdout has the answer alone."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    question = json.load(sys.stdin)
+    said: dict[str, Any]
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            said = dataclasses.asdict(find_out(Source(**question["source"]), question["tokens"]))
+    except ValueError as error:
+        said = {"error": " ".join(str(error).split())[:600]}
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        said = {"error": f"{question['source']['model']}: needs the package {package}: pip install {package}"}
+    except MemoryError:
+        said = {"error": f"{question['source']['model']}: building it ran out of memory"}
+    answer.write(json.dumps(said))
+    answer.flush()
+    os._exit(0)  # whatever the user's code has begun
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Where a model comes from that te-bench does not have: a factory, or a Hugging Face config. No torch, and no user's code.
+
+    source = identify("mymod:make", arguments=("layers=2",))    what a trial holds; None for a preset
+    facts = ask(source, tokens=64)                              what planning needs, from a process of its own
+
+models.adopted builds what a source describes.
+"""
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from te_bench import plugins
+from te_bench.models.configs import configs
+
+HUB = "hf:"
+PROBE = "te_bench.models.probe"
+PROBE_S = 300.0  # torch and transformers are imported in 10 s, from a slow disk in a minute
+
+#: Of a config.json what no weight and no pass depends on; of labels their number alone.
+_IRRELEVANT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "label2id", "id2label")
+
+
+class Refused(ValueError):
+    """What a user's model cannot do, in a sentence of te-bench's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A model by what decides over it: an import path with arguments and a hash of its code, or all of a config.
+
+    arguments, config: JSON of an object. inputs and loss: import paths of functions that take the place of te-bench's own.
+    """
+
+    model: str  # "package.module:factory", or "hf:NAME"
+    arguments: str | None = None
+    config: str | None = None
+    sha256: str | None = None  # of the source files of factory, inputs and loss, and of what they import beside them
+    inputs: str | None = None
+    loss: str | None = None
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What a trial's problem has of it."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def of(cls, settings: Any) -> "Source":
+        """By an object that has the same names, as a StepProblem has."""
+        return cls(**{name: getattr(settings, name) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What a model is like, found out without weights and without a GPU.
+
+    vocab: classes of its inputs' tokens, 1 where its inputs are none. block: its longest sequence where it says one.
+    sequence: tokens of a sequence where only one length is possible. sdpa: calls of scaled_dot_product_attention in a pass.
+    scores: elements of their softmax for one sequence, of `tried` tokens. linears: layers that te.convert would take. text: it learns the next
+    token. manual: it has an attention of ordinary operators to ask for.
+    """
+
+    vocab: int
+    block: int | None
+    sequence: int | None
+    parameters: int
+    sdpa: int
+    scores: int
+    tried: int
+    linears: int
+    text: bool
+    manual: bool
+
+
+def identify(
+    spec: str, arguments: Sequence[str] = (), inputs: str | None = None, loss: str | None = None
+) -> Source | None:
+    """The source that --model names; None for a preset. Raises ValueError for what is none, and for what does not go along."""
+    functions = {"inputs": inputs, "loss": loss}
+    if spec in configs():
+        said = {"--model-args": arguments, "--inputs": inputs, "--loss": loss}
+        for flag, value in said.items():
+            if value:
+                raise ValueError(f"{flag}: {spec} is a model of te-bench's own, which takes none; leave it out")
+        return None
+    if spec.startswith(HUB) or Path(spec).exists():
+        if arguments:
+            raise ValueError(f"--model-args: {spec} is described by its config.json; change it there, or give a factory")
+        name, config = _read_config(spec)
+        sha256 = _hash([path for path in functions.values() if path]) if inputs or loss else None
+        return Source(model=name, config=config, sha256=sha256, **functions)
+    check(spec)
+    read = json.dumps(read_arguments(arguments), sort_keys=True, separators=(",", ":"))
+    paths = [spec, *(path for path in functions.values() if path)]
+    return Source(model=spec, arguments=read if arguments else None, sha256=_hash(paths), **functions)
+
+
+def check(spec: str) -> None:
+    """Raise ValueError for what cannot be a model's name, with the near matches."""
+    if spec in configs() or spec.startswith(HUB) or ":" in spec or Path(spec).exists():
+        return
+    try:
+        plugins.check("model", spec, list(configs()))
+    except ValueError as error:
+        forms = "package.module:factory, a Hugging Face folder or its config.json, or hf:NAME"
+        raise ValueError(f"{error} Or give {forms}.") from None
+
+
+def read_arguments(said: Sequence[str]) -> dict[str, Any]:
+    """{name: whole number, number, true, false or string} of KEY=VALUE. Raises ValueError for any other form."""
+    found: dict[str, Any] = {}
+    for text in said:
+        name, sign, value = text.partition("=")
+        if not sign or not name.isidentifier():
+            raise ValueError(f"--model-args {text}: give NAME=VALUE, where NAME is a parameter of the factory")
+        if name in found:
+            raise ValueError(f"--model-args {text}: {name} is given twice; give it once")
+        found[name] = _literal(value)
+    return found
+
+
+def _literal(text: str) -> Any:
+    def refuse(constant: str) -> Any:
+        raise ValueError(constant)
+
+    try:
+        value = json.loads(text.lower() if text in ("True", "False") else text, parse_constant=refuse)
+    except ValueError:
+        return text
+    return value if isinstance(value, bool | int | float | str) else text
+
+
+# ---- a config.json
+
+
+def _read_config(spec: str) -> tuple[str, str]:
+    """("hf:NAME", canonical JSON of the config). Raises ValueError for what is no config that transformers could read."""
+    path = _from_hub(spec.removeprefix(HUB)) if spec.startswith(HUB) else Path(spec)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"--model {spec}: the folder has no config.json; give a Hugging Face model's") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {spec}: {file.name} is no JSON that can be read ({error})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError(f"--model {spec}: {file.name} names no model_type; give the config.json of a transformers model")
+    if "auto_map" in config:
+        raise ValueError(f"--model {spec}: its code is not in transformers (auto_map); give a factory that makes it")
+    if "id2label" in config:
+        config["num_labels"] = len(config["id2label"])
+    for key in _IRRELEVANT:
+        config.pop(key, None)
+    name = spec.rpartition("/")[2] if spec.startswith(HUB) else file.resolve().parent.name
+    if path == file and file.name != "config.json":
+        name = file.stem
+    return HUB + name.removeprefix(HUB), json.dumps(config, sort_keys=True, separators=(",", ":"))
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+    except ModuleNotFoundError:
+        raise ValueError(f"--model {HUB}{name}: needs the package huggingface_hub: pip install transformers") from None
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # of requests, of its own, of the disk: whatever it is, there is no file
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(f"--model {HUB}{name}: the hub gives no config.json ({type(error).__name__}: {why})") from None
+
+
+# ---- a factory's source files
+
+
+def _hash(paths: Sequence[str]) -> str:
+    """SHA-256 of the source files of those import paths, and of what they import from the same folder or package."""
+    files: dict[str, Path] = {}
+    for path in paths:
+        module, sign, function = path.partition(":")
+        if not sign or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+            raise ValueError(f"{path}: give package.module:function")
+        spec = _locate(module)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"{path}: no module {module} in {Path.cwd()} nor among the installed packages")
+        _collect(module, Path(spec.origin), files)
+    sums = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in sorted(files.items())}
+    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
+
+
+def _collect(module: str, file: Path, into: dict[str, Path]) -> None:
+    if module in into:
+        return
+    into[module] = file
+    if file.suffix != ".py":
+        return
+    top = module.partition(".")[0]
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError as error:
+        raise ValueError(f"{file}: line {error.lineno}: {error.msg}") from None
+    for name in _imports(tree, module, package=file.name == "__init__.py"):
+        if name.partition(".")[0] == top or (Path.cwd() / f"{name.partition('.')[0]}.py").exists():
+            spec = _locate(name)
+            if spec is not None and spec.origin is not None and Path(spec.origin).exists():
+                _collect(name, Path(spec.origin), into)
+
+
+def _imports(tree: ast.AST, module: str, *, package: bool) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: len(module.split(".")) - node.level + package]
+            base = ".".join([*(above if node.level else []), *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _locate(module: str) -> ModuleSpec | None:
+    """Where a module is, found from the current folder too, as `python -m` would; nothing is imported."""
+    first, *rest = module.split(".")
+    try:
+        spec = PathFinder.find_spec(first, [str(Path.cwd())]) or importlib.util.find_spec(first)
+    except ValueError:  # of __main__, which has no spec
+        return None
+    name = first
+    for part in rest:
+        name += f".{part}"
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    return spec
+
+
+# ---- the probe
+
+
+@functools.cache
+def ask(source: Source, *, tokens: int) -> Facts:
+    """What the model is like, by a process that sees no GPU. Raises ValueError, one sentence, for one that cannot train."""
+    import os
+
+    question = json.dumps({"source": source.settings, "tokens": tokens})
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", PROBE],
+            input=question,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROBE_S,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{source.model}: it was not built within {PROBE_S:g} s") from None
+    answer: Mapping[str, Any] = json.loads(done.stdout) if done.returncode == 0 and done.stdout else {}
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    if not answer:
+        raise ValueError(f"{source.model}: {_end(done.returncode)}{_last_line(done.stderr)}")
+    return Facts(**answer)
+
+
+def _end(code: int) -> str:
+    killed = ", for want of memory perhaps" if code == -9 else ""
+    return f"building it ended the process with {'signal' if code < 0 else 'exit code'} {abs(code)}{killed}"
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f": {lines[-1][:200]}" if lines else ""
