@@ -27,7 +27,9 @@ def survey_work(question: Question, layers: int = 12, width: int = 768, **change
     """What a survey of a GPT finds."""
     rows = question.tokens
     sizes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
-    linears = [{"rows": rows, "in_features": k, "out_features": n, "calls": layers, "names": []} for k, n in sizes]
+    linears = [
+        {"rows": rows, "in_features": k, "out_features": n, "calls": layers, "kept": 0, "names": []} for k, n in sizes
+    ]
     call = {"batch": question.problem["batch"], "heads": 12, "kv_heads": 12, "head_dim": 64, "calls": layers}
     call |= {"length": question.problem["block"], "keys": question.problem["block"], "dtype": "bfloat16"}
     call |= {"causal": True, "mask": False, "dropout": 0.0, "kernel": "flash"}
@@ -125,7 +127,7 @@ class Machine:
 
 
 def question(model: str = "gpt2", device: str = "cuda", **options: Any) -> Question:
-    return candidates.of_preset(Options(device=device, model=model, **options), (9, 0) if device == "cuda" else None)
+    return candidates.of_model(Options(device=device, model=model, **options), (9, 0) if device == "cuda" else None)
 
 
 def gathered(machine: Machine, *, budget_s: float = 1e6, memory: float | None = None) -> Evidence:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_bench import plugins
-from te_bench.experiments import suite_trials
+from te_bench.experiments import run_options, suite_trials
+from te_bench.experiments.adoption import Adoptee, adoptee
 from te_bench.experiments.problems import Settings
-from te_bench.experiments.spec import NO_ATTENTION, Options, Trial
+from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Options, Trial
 from te_bench.models.configs import configs
 
 SUITE = "advise"
 CHUNKED, FP8_HEAD = "chunked", "fp8"
 COMPILED = ("compile", "compile-reduce-overhead")
+LENGTH = 1024  # tokens of a sequence of a user's model, where neither it nor --tokens says
 #: Recipes in the order in which they are measured where the budget has no room for all.
 RECIPES = ("delayed_scaling", "float8_current_scaling", "rowwise_scaling", "float8_block_scaling")
 #: On a GPU every attention that trains, the most promising first; on a CPU what it has kernels for.
@@ -38,7 +40,8 @@ class Choice:
 
     def words(self) -> str:
         """It in words: FP8 by delayed_scaling, cudnn attention, fused blocks, compile-reduce-overhead."""
-        said = [f"FP8 by {self.recipe}" if self.recipe else self.precision, f"{self.attention} attention"]
+        attention = "its own" if self.attention == OWN_ATTENTION else self.attention
+        said = [f"FP8 by {self.recipe}" if self.recipe else self.precision, f"{attention} attention"]
         said += [f"{self.head} head"] if self.head else []
         said += ["fused blocks and AdamW"] if self.fused else []
         said += ["padded vocabulary"] if self.padded else []
@@ -52,10 +55,12 @@ class Question:
     """A model on a device, and what may be chosen for it.
 
     problem: the settings that its steps share. have: what the user is taken to have, the model as it is in eager bf16.
-    left_out: choices that do not apply, each with the reason.
+    said: what the command line says of the model. preset: it is te-bench's own. left_out: choices that do not apply, each
+    with the reason.
     """
 
     model: str
+    said: str
     title: str
     device: str
     problem: Settings
@@ -110,13 +115,53 @@ class Question:
         return dataclasses.replace(self.trial(self.have), workload="survey", protocol="once")
 
 
-def of_preset(options: Options, capability: tuple[int, int] | None) -> Question:
-    """The question of one of te-bench's own models, with the names of `te-bench list models`."""
+def of_model(options: Options, capability: tuple[int, int] | None) -> Question:
+    """The question of the model that --model names: te-bench's own, or a user's. Raises ValueError for none of them."""
+    own = adoptee(options)
+    return _of_preset(options, capability) if own is None else _of_users(options, own, capability)
+
+
+def _sized(options: Options, block: int) -> Settings:
+    usual: Settings = {"model": options.model, "batch": 12 if options.device == "cuda" else 4, "block": block}
+    return {**suite_trials.sized(options, usual), **suite_trials.BENCH_PY, "data": "random"}
+
+
+def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None) -> Question:
+    """A model that te-bench knows nothing of: its own attention and the kernels of SDPA, recipes by te.convert, modes."""
+    cuda = options.device == "cuda"
+    problem = {**_sized(options, LENGTH), **own.source.settings}
+    vocab = own.facts.vocab
+    problem |= {"vocab": vocab, "padded_vocab": vocab}
+    have = Choice(attention=OWN_ATTENTION)
+    left_out = {"heads, fused blocks, a padded vocabulary": "for te-bench's own models"}
+    pinned = [name for name in ATTENTIONS[options.device] if name in own.attentions]
+    if not own.facts.sdpa:
+        left_out["attention kernels"] = "the model calls no scaled_dot_product_attention"
+    recipes = _recipes(options.device, capability, left_out) if own.facts.linears else []
+    if not own.facts.linears:
+        left_out["FP8"] = "te.convert finds no Linear whose sizes are multiples of 16"
+    attentions = [OWN_ATTENTION, *(name for name in pinned if suite_trials.can_hold(options, name, problem))]
+    choices = _choices(have, attentions, recipes, heads=(None,), cuda=cuda, fusable=False, pads=False)
+    return Question(
+        model=own.source.model,
+        said=" ".join(run_options.words(dataclasses.replace(options, tokens=None, batch=None, budget_s=None))),
+        title=f"{own.source.model}, {problem['batch']} x {problem['block']} tokens",
+        device=options.device,
+        problem=problem,
+        vocab=vocab,
+        padded_vocab=vocab,
+        have=have,
+        choices=tuple(choices),
+        preset=False,
+        left_out=left_out,
+    )
+
+
+def _of_preset(options: Options, capability: tuple[int, int] | None) -> Question:
     assert options.model is not None, "the command line asks for it"
     config = configs()[options.model]
     cuda = options.device == "cuda"
-    usual: Settings = {"model": options.model, "batch": 12 if cuda else 4, "block": config.block_size}
-    problem = {**suite_trials.sized(options, usual), **suite_trials.BENCH_PY, "data": "random"}
+    problem = _sized(options, config.block_size)
     dropout, vocab = config.dropout, config.vocab_size
     # SDPA's own choice on an NVIDIA GPU; on a CPU its flash kernel has no dropout.
     have = Choice(attention="manual" if dropout and not cuda else "flash")
@@ -124,20 +169,22 @@ def of_preset(options: Options, capability: tuple[int, int] | None) -> Question:
     fusable = cuda and not dropout
     left_out = {"float8_current_scaling_dpa": "attention in FP8 is off unless asked for"}
     if not fusable:
-        why = "no fused kernel has dropout" if cuda else "te-bench's fused step is for GPUs"
-        left_out["fused blocks"] = why
+        left_out["fused blocks"] = "no fused kernel has dropout" if cuda else "te-bench's fused step is for GPUs"
     recipes = _recipes(options.device, capability, left_out)
-    attentions = [name for name in ATTENTIONS[options.device] if suite_trials.can_hold(name, problem)]
+    attentions = [name for name in ATTENTIONS[options.device] if suite_trials.can_hold(options, name, problem)]
     attentions = [have.attention, *(name for name in attentions if name != have.attention and not dropout)]
+    pads = padded != vocab
+    choices = _choices(have, attentions, recipes, heads=(None, CHUNKED), cuda=cuda, fusable=fusable, pads=pads)
     return Question(
         model=options.model,
+        said=f"--model {options.model}",
         title=f"{suite_trials.called(problem)}, {problem['batch']} x {problem['block']} tokens",
         device=options.device,
         problem=problem,
         vocab=vocab,
         padded_vocab=padded,
         have=have,
-        choices=tuple(_choices(have, attentions, recipes, cuda=cuda, fusable=fusable, pads=padded != vocab)),
+        choices=tuple(choices),
         left_out=left_out,
     )
 
@@ -155,7 +202,14 @@ def _recipes(device: str, capability: tuple[int, int] | None, left_out: dict[str
 
 
 def _choices(
-    have: Choice, attentions: list[str], recipes: list[str], *, cuda: bool, fusable: bool, pads: bool
+    have: Choice,
+    attentions: list[str],
+    recipes: list[str],
+    *,
+    heads: tuple[str | None, ...],
+    cuda: bool,
+    fusable: bool,
+    pads: bool,
 ) -> list[Choice]:
     """Each combination once, what the user has first."""
     modes = ("eager", *COMPILED) if cuda else ("eager", "compile")
@@ -167,7 +221,7 @@ def _choices(
         for mode in modes
         for attention in attentions
         for precision in precisions
-        for head in (None, CHUNKED)
+        for head in heads
         for padded in widths
     ]
     if not cuda:

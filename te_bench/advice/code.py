@@ -5,6 +5,7 @@ import textwrap
 from te_bench.advice.candidates import Choice, Question
 
 WIDTH = 96  # of a line of code on a terminal, after its indent
+KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 CLASSES = {
     "delayed_scaling": "DelayedScaling",
     "float8_current_scaling": "Float8CurrentScaling",
@@ -14,7 +15,9 @@ CLASSES = {
 
 
 def code(question: Question, choice: Choice) -> list[str]:
-    """Python, with its imports, that makes `step(tokens, targets)`."""
+    """Python, with its imports: of a preset it makes `step(tokens, targets)`; of a user's `model` what to do with it."""
+    if not question.preset:
+        return _of_users(choice)
     options = [f'attention="{choice.attention}"']
     options += [f"padded_vocab_size={question.padded_vocab}"] if choice.padded else []
     options += [f"recipe=recipe.{CLASSES[choice.recipe]}()"] if choice.recipe else []
@@ -33,3 +36,21 @@ def code(question: Question, choice: Choice) -> list[str]:
     how += ', optimizer="triton"' if choice.fused else ""
     lines.append(f"step = TrainStep(model, Optim(), {how})")
     return lines
+
+
+def _of_users(choice: Choice) -> list[str]:
+    lines = []
+    if choice.recipe:
+        lines += ["import te_bench.models as te", "from te_bench.models import recipe"]
+        lines += [f"te.convert(model, recipe.{CLASSES[choice.recipe]}())  # before the optimizer is made"]
+    if choice.attention in KERNELS:
+        lines += ["from torch.nn.attention import SDPBackend, sdpa_kernel"]
+        lines += [f"with sdpa_kernel(SDPBackend.{KERNELS[choice.attention]}):  # around forward and backward pass"]
+        lines += ["    ..."]
+    if choice.mode == "compile":
+        lines.append("model = torch.compile(model, dynamic=False)")
+    elif choice.mode == "compile-reduce-overhead":
+        lines.append('model = torch.compile(model, mode="reduce-overhead", dynamic=False)')
+    if choice.precision == "fp32":
+        return [*lines, "# float32: no autocast"]
+    return [*lines, "# the forward pass under torch.autocast(device, dtype=torch.bfloat16)"]

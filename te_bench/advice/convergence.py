@@ -58,7 +58,7 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
 
 def command(question: Question, choice: Choice) -> str:
     """What judges the recipe on the model."""
-    said = f"te-bench run convergence --preset gpt2-short --model {question.model} --recipes {choice.recipe} --seeds {SEEDS}"
+    said = f"te-bench run convergence --preset gpt2-short {question.said} --recipes {choice.recipe} --seeds {SEEDS}"
     return f"{said} --fused" if choice.fused else said
 
 

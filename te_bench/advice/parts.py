@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from te_bench.advice.candidates import Choice, Question, alone
-from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.spec import OWN_ATTENTION, Record, Trial
 from te_bench.reports.analysis import layers
 from te_bench.reports.analysis.measures import finite, of_process
 
@@ -27,12 +27,15 @@ class Part(NamedTuple):
 class Made:
     """What a survey found a model's step to be made of: sizes of Linears, of attentions and of the head, with calls.
 
-    head: (rows, in_features, classes), None where the model makes no logits that te-bench could replace.
+    head: (rows, in_features, classes), None where the model makes no logits that te-bench could replace. own_kernel: what
+    SDPA runs in the model as it is.
     """
 
     linears: Mapping[tuple[int, int, int], int]
+    kept: Mapping[tuple[int, int, int], int] = field(default_factory=dict)  # calls that stay in bf16 under any recipe
     attentions: Mapping[tuple[tuple[str, Any], ...], int] = field(default_factory=dict)
     head: tuple[int, int, int] | None = None
+    own_kernel: str = "math"
 
     @classmethod
     def of(cls, work: Mapping[str, Any]) -> "Made":
@@ -45,10 +48,13 @@ class Made:
                 shape |= {} if call["kv_heads"] == call["heads"] else {"kv_heads": call["kv_heads"]}
                 attentions[tuple(shape.items())] += call["calls"]
         head = work.get("head")
+        linears = {tuple(found[name] for name in sizes): found for found in work["linears"]}
         return cls(
-            linears={tuple(found[name] for name in sizes): found["calls"] for found in work["linears"]},
+            linears={size: found["calls"] for size, found in linears.items()},
+            kept={size: found["kept"] for size, found in linears.items() if found["kept"]},
             attentions=attentions,
             head=head and tuple(head[name] for name in sizes),
+            own_kernel=next((call["kernel"] for call in work["attentions"] if not call["mask"]), "math"),
         )
 
 
@@ -57,17 +63,21 @@ def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
     found: Counter[Part] = Counter()
     for (rows, k, n), calls in made.linears.items():
         sizes = (("tokens", rows), ("in_features", k), ("out_features", n))
-        found[Part(LINEAR, sizes, choice.recipe or choice.precision, choice.precision)] += calls
+        kept = made.kept.get((rows, k, n), 0) if choice.recipe else 0
+        found[Part(LINEAR, sizes, choice.recipe or choice.precision, choice.precision)] += calls - kept
+        found[Part(LINEAR, sizes, "bf16")] += kept
     half = "fp32" if choice.precision == "fp32" else "bf16"
+    # What a model's own attention runs is known of the survey alone.
+    attention = made.own_kernel if choice.attention == OWN_ATTENTION else choice.attention
     for shape, calls in made.attentions.items():
-        found[Part(ATTENTION, shape, choice.attention, half)] += calls
+        found[Part(ATTENTION, shape, attention, half)] += calls
     if made.head is not None and question.preset:
         rows, d, _ = made.head
         padded = question.padded_vocab if choice.padded else question.vocab
         name = choice.head or "reference"
         head = (("n", rows), ("d", d), ("vocab", question.vocab), ("padded", padded), ("head", name))
         found[Part(HEAD, head, name, half)] += 1
-    return found
+    return +found
 
 
 def trial(question: Question, part: Part) -> Trial:

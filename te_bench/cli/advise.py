@@ -25,7 +25,14 @@ LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 900.0  # of one trial
 
 
 def advise(
-    model: Annotated[str, typer.Option(help="Model to train; `te-bench list models`.")],
+    model: Annotated[
+        str, typer.Option(help="A name of `te-bench list models`, package.module:factory, or a Hugging Face config.")
+    ],
+    model_args: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Argument of the factory; say it once for each.")
+    ] = None,
+    inputs: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Draws a batch, as for `run`.")] = None,
+    loss: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Judges outputs, as for `run`.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Of a sequence. Default: the model's longest.")] = None,
     batch: Annotated[
         int | None, typer.Option(help="Sequences of a step. Default: 12, or 12,288 tokens' worth.")
@@ -48,13 +55,22 @@ def advise(
     from te_bench.experiments.store import own
 
     where = device or environment.default_device()
-    asked = Options(device=where, model=model, tokens=tokens, batch=batch, budget_s=run_options.seconds(budget))
+    asked = Options(
+        device=where,
+        model=model,
+        model_args=tuple(model_args) if model_args else None,
+        inputs=inputs,
+        loss=loss,
+        tokens=tokens,
+        batch=batch,
+        budget_s=run_options.seconds(budget),
+    )
     plugins.check("device", where, list(DEVICES))
     run_options.check(asked)
     limit = None if memory is None else size(memory)
     chosen = find_gpus(where, gpus)[:1]
     capability = tuple(chosen[0]["capability"]) if chosen and chosen[0].get("capability") else None
-    question = candidates.of_preset(asked, capability)
+    question = candidates.of_model(asked, capability)
     directory = results_of(candidates.SUITE, asked, out)
     own(directory / "advice")
     machine = environment.capture(where, chosen)

@@ -164,7 +164,7 @@ def test_an_old_gpu_has_no_fp8_and_says_so() -> None:
     from te_bench.advice import candidates
     from te_bench.experiments.spec import Options
 
-    old = candidates.of_preset(Options(device="cuda", model="gpt2"), (8, 0))
+    old = candidates.of_model(Options(device="cuda", model="gpt2"), (8, 0))
     assert not any(choice.recipe for choice in old.choices)
     assert "no FP8 tensor cores" in old.left_out["FP8"]
 

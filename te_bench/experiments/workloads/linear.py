@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import te_bench.models as te
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import rounding, training_step, what_ran
+from te_bench.experiments.checks import gradients, rounding, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
@@ -45,7 +45,7 @@ def run(trial: Trial, context: Context) -> Measurement:
         in_fp8 = te.autocast(recipe=recipe) if recipe is not None else contextlib.nullcontext()
         return _passes(layer, x, dy, trial, in_fp8)
 
-    training_step.settle(trial.recipe, call)
+    gradients.settle(trial.recipe, call)
     check = _held_to_float64(trial, call(), x, weight, dy, recipe) if context.check else CHECKED_BEFORE
     samples = {"kernel_s": timing.kernel(call, trial.device)}
     work: dict[str, Any] = {"flop": 6 * p.tokens * p.in_features * p.out_features}

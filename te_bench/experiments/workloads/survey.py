@@ -1,16 +1,16 @@
 """What one eager step of a model is made of: its Linears, attention, loss and norms. Nothing is timed or checked.
 
-work: linears, each with the rows that it is given and how often a step calls it; head, the last Linear, where it makes the
-logits, which is then none of them; attentions, the calls of SDPA by shape, with the kernel that each ran; written_out,
-softmaxes over keys that no kernel computes; losses, the logits of each cross-entropy; norms and norms_in_float32, elements
-that norms gave, and that they gave in float32 under autocast; dropout, {module: probability}; vocab; optimizer, where the
-model says which it makes; parameters.
+work: linears, each with the rows that it is given, how often a step calls it, and how many of the calls stay in bf16 under a
+recipe (kept); head, the last Linear of te-bench's own models where it makes the logits, which is then none of them;
+attentions, the calls of SDPA by shape, with the kernel that each ran; written_out, softmaxes over keys that no kernel
+computes; losses, the logits of each cross-entropy; norms and norms_in_float32, elements that norms gave, and that they gave
+in float32 under autocast; dropout, {module: probability}; vocab; optimizer, where the model says which it makes; parameters.
 """
 
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,8 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.measurement import Context, Measurement
+from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
+from te_bench.models import conversion
+from te_bench.models.adopted import Adopted
 from te_bench.models.modules.linear import Linear
 from te_bench.training.step import autocast, fp8_autocast
 
@@ -37,12 +40,31 @@ MATH = "math"
 
 def run(trial: Trial, context: Context) -> Measurement:
     trial_model.require_supported(trial)
-    model, batch = trial_model.build(trial), train_step.random_batches(trial)[0]
-    return Measurement(work=look(model, *batch, trial.precision))
+    batch = train_step.random_batches(trial)[0]
+    if StepProblem.of(trial).source is None:
+        return Measurement(work=look(trial_model.build(trial), *batch, trial.precision))
+    model = trial_model.adopted_of(trial)
+    return Measurement(work=look(model, *batch, trial.precision, converted=lambda: _converted(model)))
 
 
-def look(model: nn.Module, inputs: Tensor, targets: Tensor, precision: str) -> dict[str, Any]:
-    """The work of a survey: one forward pass of the model under autocast, and what it says of itself."""
+def _converted(model: Adopted) -> set[str]:
+    """The layers that te.convert takes, by their names in the model, which has them then."""
+    return {f"module.{layer.name}" for layer in conversion.convert(model.module).converted}
+
+
+def look(
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    precision: str,
+    *,
+    converted: Callable[[], Collection[str]] | None = None,
+) -> dict[str, Any]:
+    """The work of a survey: one forward pass of the model under autocast, and what it says of itself.
+
+    converted: asked after the pass, which layers a recipe would compute in FP8, the head among them; by default all Linears
+    but the head, which is then apart.
+    """
     device = inputs.device
     with contextlib.ExitStack() as open_:
         seen = _Modules(model, open_)
@@ -52,10 +74,14 @@ def look(model: nn.Module, inputs: Tensor, targets: Tensor, precision: str) -> d
         open_.enter_context(fp8_autocast(model))
         loss = model(inputs, targets)
     vocab = max((classes for classes, _ in operators.losses), default=None)
-    head = seen.take_last(vocab)
+    head = seen.take_last(vocab) if converted is None else None
+    takes = None if converted is None else converted()
     return {
         "linears": [
-            {**_sizes(key), "calls": len(names), "names": names[:3]} for key, names in seen.linears.items() if names
+            {**_sizes(key), "calls": len(names), "names": names[:3]}
+            | {"kept": 0 if takes is None else sum(name not in takes for name in names)}
+            for key, names in seen.linears.items()
+            if names
         ],
         "head": head,
         "attentions": [{**dict(key), "calls": number} for key, number in calls.attentions.items()],

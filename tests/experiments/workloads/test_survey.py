@@ -48,7 +48,7 @@ def looked(**how: Any) -> dict[str, Any]:
 def test_linears_are_counted_and_the_head_is_apart() -> None:
     found = looked()
     (qkv,) = found["linears"]
-    assert qkv == {"rows": 32, "in_features": 16, "out_features": 48, "calls": 1, "names": ["qkv"]}
+    assert qkv == {"rows": 32, "in_features": 16, "out_features": 48, "calls": 1, "kept": 0, "names": ["qkv"]}
     assert found["head"] == {"rows": 32, "in_features": 16, "out_features": 11}
     assert found["vocab"] == 11
     assert found["losses"] == [{"classes": 11, "dtype": "float32", "elements": 32 * 11}]
