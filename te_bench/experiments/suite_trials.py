@@ -47,8 +47,12 @@ def sized(options: Options, usual: Settings) -> Settings:
     if options.model is not None and (own := adoptee(options)) is not None:
         longest = own.facts.sequence or own.facts.block or MOST
         found |= {"model": own.source.model, "block": own.facts.sequence or min(usual["block"], longest)}
+        if own.facts.sequence and options.tokens not in (None, longest):
+            raise ValueError(f"--tokens {options.tokens}: the model's sequences all have {longest}; leave it out")
         if options.tokens is not None and options.tokens > longest:
-            raise ValueError(f"--tokens {options.tokens}: the model's longest sequence has {longest}; give at most that")
+            raise ValueError(
+                f"--tokens {options.tokens}: the model's longest sequence has {longest}; give at most that"
+            )
     elif options.model is not None:
         found |= {"model": options.model, "block": configs()[options.model].block_size}
     if options.tokens is not None:
@@ -73,11 +77,12 @@ def called(problem: Settings) -> str:
 
 
 def vocabulary(options: Options, model: str, *, padded: bool) -> int:
-    """Classes of random tokens for that model, or the same padded to a MULTIPLE; a user's model is never padded."""
+    """Classes of random tokens for that model, or the same padded to a MULTIPLE."""
     if (own := adoptee(options)) is not None:
-        return own.facts.vocab
-    config = configs()[model]
-    vocab = config.MEASURED_VOCAB or config.vocab_size
+        vocab = own.facts.vocab
+    else:
+        config = configs()[model]
+        vocab = config.MEASURED_VOCAB or config.vocab_size
     return -(-vocab // MULTIPLE) * MULTIPLE if padded else vocab
 
 

@@ -167,8 +167,9 @@ def batches_of(trial: Trial, corpus: Corpus | None = None) -> Callable[[int], tu
     source, sizes = StepProblem.of(trial).source, sizes_of(trial)
     sizes["batch"] *= optim_of(trial).accumulate
     if corpus is None and source is not None and (made := adopted.described(source)).drawn is not None:
-        how = {"batch": sizes["batch"], "tokens": sizes["block"], "device": trial.device}
-        return lambda number: made.draw(**how, seed=trial.seed << 32 | number)
+        return lambda number: made.draw(
+            sizes["batch"], sizes["block"], seed=trial.seed << 32 | number, device=trial.device
+        )
     return Batches(corpus, **sizes, seed=trial.seed, device=trial.device).at
 
 

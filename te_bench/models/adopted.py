@@ -77,7 +77,9 @@ class Made:
             raise Refused(f"{self.source.inputs}: it returned {_shown(found)}; return two tensors, inputs and targets")
         if any(len(x.shape) < 1 or len(x) != batch for x in found):
             shapes = " and ".join(str(tuple(x.shape)) for x in found)
-            raise Refused(f"{self.source.inputs}: its tensors are {shapes}; the first dimension of both is batch, {batch}")
+            raise Refused(
+                f"{self.source.inputs}: its tensors are {shapes}; the first dimension of both is batch, {batch}"
+            )
         return found
 
 
@@ -100,7 +102,9 @@ def make(source: Source, *, attention: str, device: str, seed: int = 0, layers: 
         raise Refused(f"{source.model}: it has no weights that are trained")
     family = families.family_of(module) if families.is_of_transformers(module) else None
     if families.is_of_transformers(module) and family is None and source.loss is None:
-        raise Refused(f"{source.model}: te-bench does not know how to feed {type(module).__name__}: give --inputs and --loss")
+        raise Refused(
+            f"{source.model}: te-bench does not know how to feed {type(module).__name__}: give --inputs and --loss"
+        )
     own_inputs = None if source.inputs is None else _function(source.inputs)
     drawn = own_inputs or (None if family is None else family.draw)
     forward = _forward(source, module) if family is None or source.loss is not None else family.forward
@@ -123,7 +127,11 @@ def make(source: Source, *, attention: str, device: str, seed: int = 0, layers: 
 def _built(source: Source, attention: str, layers: int | None) -> nn.Module:
     if source.config is not None:
         how = {"attention": IMPLEMENTATIONS.get(attention), "layers": layers}
-        return called(source.model, families.build, source.config, doing="transformers", **how)  # type: ignore[no-any-return]
+        try:
+            module: nn.Module = called(source.model, families.build, source.config, doing="transformers", **how)
+        except Refused as error:
+            raise Refused(f"{source.model}: {error}") from None
+        return module
     factory = _function(source.model)
     arguments = json.loads(source.arguments or "{}")
     parameters = inspect.signature(factory).parameters if callable(factory) else {}
@@ -154,7 +162,9 @@ def depth_of(source: Source) -> int | None:
     depth = layers_argument(source)
     if depth is None:
         return None
-    value = json.loads(source.arguments or "{}").get(depth, inspect.signature(_function(source.model)).parameters[depth].default)
+    value = json.loads(source.arguments or "{}").get(
+        depth, inspect.signature(_function(source.model)).parameters[depth].default
+    )
     return value if isinstance(value, int) else None
 
 
@@ -191,7 +201,7 @@ def called(path: str, function: Any, *arguments: Any, doing: str = "it", **named
 
 def _told(error: BaseException) -> str:
     text = " ".join(str(error).split())[:300]
-    gpu = "CUDA" in text or "NVIDIA" in text
+    gpu = "cuda" in text.lower() or "nvidia" in text.lower()
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return f"{said}. Leave it to te-bench to put a model on a GPU" if gpu else said
 
@@ -199,7 +209,7 @@ def _told(error: BaseException) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    return f"a {type(value).__name__}"
+    return type(value).__name__
 
 
 def _vocabulary(module: Any) -> int | None:
@@ -230,7 +240,9 @@ def _forward(source: Source, module: nn.Module) -> Callable[[nn.Module, Tensor, 
     named = next((p.name for p in parameters[1:] if p.name in TARGETS), None)
     if named is not None:
         return lambda model, x, y: model(x, **{named: y})
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     both = len(required) == 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return (lambda model, x, y: model(x, y)) if both else (lambda model, x, y: model(x))
 
@@ -253,16 +265,22 @@ def loss_of(name: str, out: Any, targets: Tensor) -> Tensor:
         scalar = [x for x in tensors if x.dim() == 0]
         if tensors:
             return loss_of(name, (scalar or tensors)[0], targets)
-    expected = f"a loss, or logits {(*targets.shape, 'V')}" if not targets.is_floating_point() else "a loss"
-    raise Refused(f"{name}: its forward returned {_shown(out)}, not {expected}: give --loss package.module:function")
+    logits = "" if targets.is_floating_point() else f" nor logits ({', '.join(map(str, targets.shape))}, V)"
+    raise Refused(f"{name}: its forward returned {_shown(out)}, no loss{logits}: give --loss package.module:function")
 
 
 #: What fake tensors raise where a result depends on numbers.
 UNIMAGINABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
-def imagined() -> contextlib.AbstractContextManager[Any]:
-    """While inside, tensors of a CPU have shapes and no memory; what asks for their numbers raises one of UNIMAGINABLE."""
+def imagined(source: Source) -> contextlib.AbstractContextManager[Any]:
+    """While inside, tensors of a CPU have shapes and no memory; what asks for their numbers raises one of UNIMAGINABLE.
+
+    The source's modules are imported before: what they make then is real.
+    """
+    for path in (None if source.config is not None else source.model, source.inputs, source.loss):
+        if path is not None:
+            _function(path)
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -270,7 +288,7 @@ def imagined() -> contextlib.AbstractContextManager[Any]:
 def described(source: Source) -> Made:
     """The source's model for what is asked of it and not computed: with weights only where it cannot be made without."""
     try:
-        with imagined():
+        with imagined(source):
             return make(source, attention=OWN, device="cpu")
     except UNIMAGINABLE:
         return make(source, attention=OWN, device="cpu")
@@ -315,7 +333,7 @@ class Adopted(nn.Module):
         """
         pin("math")  # which the counter knows on every device
         try:
-            with imagined():
+            with imagined(self.made.source):
                 model = Adopted(make(self.made.source, attention="math", device="cpu"))
                 inputs, targets = model.made.draw(1, length, seed=0, device="cpu")
                 with FlopCounterMode(display=False) as counter:

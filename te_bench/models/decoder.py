@@ -178,7 +178,11 @@ class Decoder(nn.Module):
         The signs do not depend on the padded width or the device.
         """
         for number, parameter in enumerate(self.parameters()):
-            move(parameter[: self.config.vocab_size] if self.has_padding(parameter) else parameter, seed << 16 | number, ulps)
+            move(
+                parameter[: self.config.vocab_size] if self.has_padding(parameter) else parameter,
+                seed << 16 | number,
+                ulps,
+            )
 
     @property
     def as_it_is(self) -> bool:

@@ -1,7 +1,7 @@
 """Models of transformers by what they learn: how each is built from a config, called with (inputs, targets), and fed.
 
-    causal      tokens and the next ones; masked    tokens of which 15 % are hidden and guessed (BERT)
-    seq2seq     tokens and the decoder's (T5); image  pixels and a class (ViT); speech  a spectrogram and tokens (Whisper)
+causal      tokens and the next ones; masked    tokens of which 15 % are hidden and guessed (BERT)
+seq2seq     tokens and the decoder's (T5); image  pixels and a class (ViT); speech  a spectrogram and tokens (Whisper)
 """
 
 import json
@@ -65,7 +65,7 @@ def build(config: str, *, attention: str | None, layers: int | None) -> nn.Modul
     kind = settings.pop("model_type")
     if kind not in configuration_auto.CONFIG_MAPPING:
         raise Refused(f"model_type {kind!r} is unknown to transformers {transformers.__version__}")
-    family = _family(settings.get("architectures"), kind)
+    family = _family_of_config(settings.get("architectures"), kind)
     whole: Any = configuration_auto.CONFIG_MAPPING[kind]
     made = whole.from_dict(shortened(settings, layers))
     said = {} if attention is None else {"attn_implementation": attention}
@@ -83,25 +83,20 @@ def shortened(settings: dict[str, Any], layers: int | None) -> dict[str, Any]:
     return settings | {key: min(value, layers) for key, value in found.items()} | lists
 
 
-def _family(architectures: list[str] | None, kind: str) -> str:
+def _family_of_config(architectures: list[str] | None, kind: str) -> str:
+    """By the class that the config names, else by the tables in which transformers has the model type."""
     from transformers.models.auto import modeling_auto
 
     tables = {family: getattr(modeling_auto, table) for family, (_, table) in _AUTO.items()}
-    for family, table in tables.items():  # the class that a table names for this type
-        if architectures and kind in table and architectures[0] in (table[kind], *_others(table[kind])):
-            return family
+    there = [family for family, table in tables.items() if kind in table]
     named = _by_name(architectures[0]) if architectures else None
-    found = next((family for family, table in tables.items() if kind in table), None)
-    family = named if named is not None and kind in tables[named] else found if not architectures else named
-    if family is None:
+    if architectures:  # Whisper's class is ForConditionalGeneration, as T5's
+        there = [family for family in there if named in (family, {"speech": "seq2seq"}.get(family))]
+    if not there:
         learns = "next tokens, hidden tokens, a class of images or a sequence from text or speech"
         what = architectures[0] if architectures else f"model_type {kind!r}"
         raise Refused(f"{what} is not of a family that te-bench feeds ({learns}): give a factory and --inputs")
-    return family
-
-
-def _others(value: Any) -> tuple[str, ...]:
-    return value if isinstance(value, tuple) else ()
+    return there[0]
 
 
 def _by_name(cls: str) -> str | None:
@@ -143,7 +138,7 @@ def _causal(module: Any) -> Callable[[nn.Module, Tensor, Tensor], Any]:
 
 
 def _masked(config: Any) -> Callable[[nn.Module, Tensor, Tensor], Any]:
-    """Which tokens are hidden follows from the tokens and where they are: a captured graph and every precision see the same."""
+    """Tokens and their places decide which are hidden: a captured graph and every precision hide the same."""
     mask = getattr(config, "mask_token_id", None) or config.vocab_size - 1
 
     def forward(model: nn.Module, x: Tensor, y: Tensor) -> Any:

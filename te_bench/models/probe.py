@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from te_bench.models import adopted, conversion
+from te_bench.models import adopted
 from te_bench.models.sources import Facts, Source
 
 
@@ -35,7 +35,7 @@ class Attended(TorchFunctionMode):
 def find_out(source: Source, tokens: int) -> Facts:
     """Raises ValueError, one sentence, for a model that cannot be built or trained."""
     try:
-        with adopted.imagined():
+        with adopted.imagined(source):
             return _facts(source, tokens)
     except adopted.UNIMAGINABLE:  # what it computes depends on numbers
         return _facts(source, tokens)
@@ -59,7 +59,6 @@ def _facts(source: Source, tokens: int) -> Facts:
         sdpa=attended.calls,
         scores=attended.scores,
         tried=tokens,
-        linears=sum(layer.parameters > 0 for layer in conversion.convert(model).converted),
         text=made.text,
         manual=made.has_manual,
     )

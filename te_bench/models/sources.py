@@ -65,8 +65,8 @@ class Facts:
 
     vocab: classes of its inputs' tokens, 1 where its inputs are none. block: its longest sequence where it says one.
     sequence: tokens of a sequence where only one length is possible. sdpa: calls of scaled_dot_product_attention in a pass.
-    scores: elements of their softmax for one sequence, of `tried` tokens. linears: layers that te.convert would take. text: it learns the next
-    token. manual: it has an attention of ordinary operators to ask for.
+    scores: elements of their softmax for one sequence, of `tried` tokens. text: it learns
+    from text. manual: it has an attention of ordinary operators to ask for.
     """
 
     vocab: int
@@ -76,7 +76,6 @@ class Facts:
     sdpa: int
     scores: int
     tried: int
-    linears: int
     text: bool
     manual: bool
 
@@ -84,7 +83,7 @@ class Facts:
 def identify(
     spec: str, arguments: Sequence[str] = (), inputs: str | None = None, loss: str | None = None
 ) -> Source | None:
-    """The source that --model names; None for a preset. Raises ValueError for what is none, and for what does not go along."""
+    """The source that --model names; None for a preset. Raises ValueError for what is none, or does not go together."""
     functions = {"inputs": inputs, "loss": loss}
     if spec in configs():
         said = {"--model-args": arguments, "--inputs": inputs, "--loss": loss}
@@ -94,7 +93,9 @@ def identify(
         return None
     if spec.startswith(HUB) or Path(spec).exists():
         if arguments:
-            raise ValueError(f"--model-args: {spec} is described by its config.json; change it there, or give a factory")
+            raise ValueError(
+                f"--model-args: {spec} is described by its config.json; change it there, or give a factory"
+            )
         name, config = _read_config(spec)
         sha256 = _hash([path for path in functions.values() if path]) if inputs or loss else None
         return Source(model=name, config=config, sha256=sha256, **functions)
@@ -153,7 +154,9 @@ def _read_config(spec: str) -> tuple[str, str]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {spec}: {file.name} is no JSON that can be read ({error})") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ValueError(f"--model {spec}: {file.name} names no model_type; give the config.json of a transformers model")
+        raise ValueError(
+            f"--model {spec}: {file.name} names no model_type; give the config.json of a transformers model"
+        )
     if "auto_map" in config:
         raise ValueError(f"--model {spec}: its code is not in transformers (auto_map); give a factory that makes it")
     if "id2label" in config:
@@ -188,30 +191,32 @@ def _hash(paths: Sequence[str]) -> str:
         module, sign, function = path.partition(":")
         if not sign or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
             raise ValueError(f"{path}: give package.module:function")
-        spec = _locate(module)
-        if spec is None or spec.origin is None:
+        if not _collect(module, files):
             raise ValueError(f"{path}: no module {module} in {Path.cwd()} nor among the installed packages")
-        _collect(module, Path(spec.origin), files)
     sums = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in sorted(files.items())}
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
-def _collect(module: str, file: Path, into: dict[str, Path]) -> None:
+def _collect(module: str, into: dict[str, Path]) -> bool:
+    """Add the module's file and those that it imports beside it; whether there is one."""
     if module in into:
-        return
-    into[module] = file
+        return True
+    spec = _locate(module)
+    if spec is None or spec.origin is None or not Path(spec.origin).exists():
+        return False
+    into[module] = file = Path(spec.origin)
     if file.suffix != ".py":
-        return
-    top = module.partition(".")[0]
+        return True
     try:
         tree = ast.parse(file.read_bytes())
     except SyntaxError as error:
         raise ValueError(f"{file}: line {error.lineno}: {error.msg}") from None
-    for name in _imports(tree, module, package=file.name == "__init__.py"):
-        if name.partition(".")[0] == top or (Path.cwd() / f"{name.partition('.')[0]}.py").exists():
-            spec = _locate(name)
-            if spec is not None and spec.origin is not None and Path(spec.origin).exists():
-                _collect(name, Path(spec.origin), into)
+    top = module.partition(".")[0]
+    for name in (module.rpartition(".")[0], *_imports(tree, module, package=file.name == "__init__.py")):
+        first = name.partition(".")[0]
+        if first == top or (first and Path(f"{first}.py").exists()):
+            _collect(name, into)
+    return True
 
 
 def _imports(tree: ast.AST, module: str, *, package: bool) -> Iterator[str]:

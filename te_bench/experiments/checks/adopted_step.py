@@ -54,7 +54,9 @@ def begin(trial: Trial, inputs: Tensor, targets: Tensor) -> tuple[TrainStep, dic
         del step
         _forget(trial)
         step = trial_model.step_of(trial)
-        _first_pass(trial, step, inputs[: max(1, len(inputs) // accumulate)], targets[: max(1, len(inputs) // accumulate)])
+        _first_pass(
+            trial, step, inputs[: max(1, len(inputs) // accumulate)], targets[: max(1, len(inputs) // accumulate)]
+        )
     return step, check
 
 
@@ -79,7 +81,7 @@ def within_memory(trial: Trial) -> Trial:
 
 def _parameters(source: Any, layers: int) -> int:
     try:
-        with adopted.imagined():
+        with adopted.imagined(source):
             made = adopted.make(source, attention=OWN_ATTENTION, device="cpu", layers=layers)
     except adopted.UNIMAGINABLE:
         return 0
@@ -108,7 +110,9 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     quantities = compared(ours, library, told, precision=trial.precision, targets=targets.numel())
     for name in noise:
         limit = NOISE_FACTOR * relative_error(library.of[name], truth.of[name])
-        quantities.append(Quantity(f"grad {name}, rounding alone", relative_error(ours.of.get(name), truth.of[name]), limit))
+        quantities.append(
+            Quantity(f"grad {name}, rounding alone", relative_error(ours.of.get(name), truth.of[name]), limit)
+        )
     p = StepProblem.of(trial)
     words = ["math attention", "fp64", "same weights"]
     words += ["without dropout"] if not own else []
@@ -123,7 +127,7 @@ def _model(step: TrainStep) -> Adopted:
 
 
 def _first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
-    """One eager forward pass, which counts the model's FP8 GEMMs. Raises Unsupported where its attention has no such kernel."""
+    """One eager forward pass, which counts FP8 GEMMs. Raises Unsupported where the model's attention has no such kernel."""
     model = _model(step)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -133,8 +137,10 @@ def _first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) 
         except RuntimeError as error:
             if NO_KERNEL not in str(error):
                 raise
-            reasons = " ".join(_reason(str(warning.message)) for warning in said)
-            raise Unsupported(f"{trial.attention}: this model's attention cannot have it. {reasons}".strip()) from None
+            reasons = " ".join(filter(None, (_reason(str(warning.message)) for warning in said)))
+            raise Unsupported(
+                f"{trial.attention}: this model's attention cannot have that kernel: {reasons or 'PyTorch does not say why'}"
+            ) from None
     if trial.recipe is not None and not model.gemms:
         kept = () if model.conversion is None else model.conversion.kept
         why = "; ".join(dict.fromkeys(layer.reason for layer in kept if layer.parameters)) or "it has none"
@@ -142,8 +148,9 @@ def _first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) 
 
 
 def _reason(warning: str) -> str:
-    """What SDPA warns, without where in its source."""
-    return warning.partition(" (Triggered internally")[0].strip()
+    """What SDPA warns, without where in its source; nothing of its headings, one a kernel."""
+    text = warning.partition(" (Triggered internally")[0].strip()
+    return "" if text.endswith("because:") else text
 
 
 def _reference(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, precision: str) -> Gradients:
@@ -189,8 +196,8 @@ def _require_same_loss(model: Adopted, inputs: Tensor, targets: Tensor) -> None:
             losses.append(model(inputs[:1], targets[:1]).item())
     if abs(losses[0] - losses[1]) > 1e-9 * abs(losses[0]):
         raise Unsupported(
-            f"the loss of one batch is {losses[0]:.6g} once and {losses[1]:.6g} once: beside dropout something in the model is "
-            "random, which no check can follow; turn it off"
+            f"one batch has the loss {losses[0]:.6g} and then {losses[1]:.6g}: something beside dropout is random in the "
+            "model, which no check can follow; turn it off"
         )
 
 
@@ -199,7 +206,7 @@ def _emulate(model: Adopted, converted: dict[str, str], recipe: recipes.Recipe) 
     for name, before in converted.items():
         if before == "Conv1D":
             old: Any = model.get_submodule(name)
-            new = nn.Linear(*old.weight.shape, device=old.weight.device)
+            new = nn.Linear(old.weight.shape[0], old.weight.shape[1], device=old.weight.device)
             new.weight, new.bias = nn.Parameter(old.weight.detach().t().contiguous()), old.bias
             model.set_submodule(name, new)
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -207,7 +214,7 @@ def _emulate(model: Adopted, converted: dict[str, str], recipe: recipes.Recipe) 
 
 
 class AsFused(TorchFunctionMode):
-    """scaled_dot_product_attention rounded as fused kernels round it; with a bias that is trained, which they lack, as it is."""
+    """scaled_dot_product_attention rounded as fused kernels do; with a bias that is trained, which they lack, as it is."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
@@ -227,8 +234,9 @@ class AsFused(TorchFunctionMode):
     ) -> Tensor:
         trained = attn_mask is not None and attn_mask.requires_grad
         if trained or dropout_p or query.dim() != 4 or query.dtype not in (torch.bfloat16, torch.float16):
-            more = {"scale": scale, "enable_gqa": enable_gqa}
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         bias = attn_mask
         if bias is not None and bias.dtype is torch.bool:
             bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill(~bias, -math.inf)

@@ -266,7 +266,10 @@ def _mode(trial: Trial, *, as_it_is: bool, theirs: bool = False) -> Expected:
 
 
 def _attention_compiled(trial: Trial) -> bool:
-    return trial.attention not in (NO_ATTENTION, OWN_ATTENTION) and attention.load(trial_model.attention_of(trial)).compiled
+    return (
+        trial.attention not in (NO_ATTENTION, OWN_ATTENTION)
+        and attention.load(trial_model.attention_of(trial)).compiled
+    )
 
 
 def _by_operators_of_its_own(trial: Trial) -> bool:

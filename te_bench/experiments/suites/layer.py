@@ -52,9 +52,13 @@ def experiment(options: Options) -> Experiment:
 def _of_model(options: Options, model: str, usual: Settings) -> Experiment:
     """torch.compile in bf16 first; --batch sequences of --tokens."""
     cuda = options.device == "cuda"
+    others = [name for name, config in configs().items() if not config.shape.learned_positions]
+    if model not in configs():
+        raise ValueError(
+            f"--model {model}: the suite layer knows te-bench's own layers alone; give {', '.join(others)}"
+        )
     shape = configs()[model].shape
     if shape.learned_positions:
-        others = [name for name, config in configs().items() if not config.shape.learned_positions]
         raise ValueError(
             f"--model {model}: leave it out, a GPT's layer is the quickstart's; or give {', '.join(others)}"
         )

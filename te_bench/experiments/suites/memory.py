@@ -26,7 +26,9 @@ FAST: tuple[Configuration, ...] = (
 def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
     problem = suite_trials.sized(options, {"model": "gpt2", "block": 1024} if cuda else {"model": "tiny", "block": 64})
-    own_vocab, padded_vocab = (suite_trials.vocabulary(options, problem["model"], padded=wide) for wide in (OWN, PADDED))
+    own_vocab, padded_vocab = (
+        suite_trials.vocabulary(options, problem["model"], padded=wide) for wide in (OWN, PADDED)
+    )
     problem |= {**suite_trials.BENCH_PY, "vocab": own_vocab, "memory_limit_gib": None if cuda else CPU_LIMIT_GIB}
     rivals = (("manual", OWN), ("flash", OWN), ("flash", PADDED), ("cudnn", PADDED))
     configurations: list[Configuration] = [({}, *rival, "bf16" if cuda else "fp32", "eager") for rival in rivals]

@@ -10,7 +10,8 @@ from planting import FAULTS_OF_ATTENTION, attention_of
 from torch import Tensor
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import attention_rows, gradients, rounding, training_step
+from te_bench.experiments.checks import attention_rows, rounding, training_step
+from te_bench.experiments.checks.gradients import settle
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
@@ -49,7 +50,7 @@ def with_gradients(
     step = trial_model.step_of(trial)
     if ("ours", trial.id) not in references:
         batch = train_step.random_batches(trial)[0]
-        gradients.settle(trial.recipe, lambda: step.gradients(*batch))
+        settle(trial.recipe, lambda: step.gradients(*batch))
         references["ours", trial.id] = step.gradients(*batch)
 
     def gradients(tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:

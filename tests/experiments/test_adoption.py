@@ -1,0 +1,126 @@
+"""What of each suite a user's model gets, and what is said to be left out."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_bench.experiments import adoption
+from te_bench.experiments.plan import resolve
+from te_bench.experiments.problems import StepProblem
+from te_bench.experiments.spec import Experiment, Options, Trial
+from te_bench.models import sources
+
+FACTS = sources.Facts(
+    vocab=50257, block=None, sequence=None, parameters=10**6, sdpa=2, scores=4096, tried=32, text=True, manual=False
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planned.py").write_text("")
+    return facts(monkeypatch)
+
+
+def facts(monkeypatch: pytest.MonkeyPatch, **more: object) -> str:
+    """A model of which planning finds out these facts."""
+    monkeypatch.setattr(sources, "ask", lambda source, tokens: dataclasses.replace(FACTS, **more))
+    adoption._known.cache_clear()
+    return "planned:make"
+
+
+def planned(suite: str, model: str, device: str = "cuda", **more: object) -> Experiment:
+    if suite in ("curves", "convergence", "stress"):
+        more = {"data": {"": "random"}, **more}
+    options = Options(device=device, model=model, seeds=1, **more)  # type: ignore[arg-type]
+    return resolve(suite, options)
+
+
+def steps(experiment: Experiment) -> list[Trial]:
+    return [trial for trial in experiment.trials if trial.workload != "ceilings"]
+
+
+@pytest.mark.parametrize("suite", ["speed", "nanogpt", "fp8", "memory", "curves", "convergence", "stress"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_suite_of_models_takes_one(suite: str, device: str, model: str) -> None:
+    found = steps(planned(suite, model, device))
+    assert found
+    for trial in found:
+        p = StepProblem.of(trial)
+        assert (p.model, p.head, p.blocks, p.rival, p.linears) == (model, None, None, None, None)
+        assert p.source is not None
+        assert p.vocab == p.padded_vocab == 50257
+        assert trial.attention in ("own", "math", "mem_efficient", "flash", "cudnn")
+    assert {trial.precision for trial in found} - {"fp8"}
+    assert found[0].attention == "own"
+
+
+def test_the_plan_says_what_is_left_out(model: str) -> None:
+    assert planned("speed", model).left_out == (
+        "heads, fused blocks, a padded vocabulary, rivals' steps: for te-bench's own models",
+        "attention gluon, triton: the model cannot be asked for it",
+    )
+    assert planned("fp8", model).left_out == ("a padded vocabulary: for te-bench's own models",)
+
+
+def test_attention_is_the_model_s_own_where_nothing_can_choose_its_kernel(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = planned("nanogpt", facts(monkeypatch, sdpa=0))
+    assert {trial.attention for trial in steps(found)} == {"own"}
+    assert (
+        "attention cudnn, flash, math, mem_efficient: the model calls no scaled_dot_product_attention" in found.left_out
+    )
+    assert "manual" in {trial.attention for trial in steps(planned("nanogpt", facts(monkeypatch, manual=True)))}
+
+
+def test_a_verdict_on_convergence_is_of_one_attention(model: str) -> None:
+    assert {trial.attention for trial in planned("convergence", model).trials} == {"own"}
+
+
+def test_arguments_are_part_of_a_trial(model: str) -> None:
+    shallow, deep = (planned("fp8", model, model_args=(f"layers={n}",)).trials[0] for n in (1, 2))
+    assert shallow.id != deep.id
+    assert shallow.problem["arguments"] == '{"layers":1}'
+
+
+def test_the_same_trial_whatever_else_is_said(model: str) -> None:
+    found = planned("fp8", model, batch=2, tokens=64)
+    assert [t.id for t in found.trials] == [t.id for t in planned("fp8", model, batch=2, tokens=64).trials]
+    assert found.asked == ("--model", model, "--batch", "2", "--tokens", "64")
+    named = planned("fp8", model, model_args=("a=1", "b=2")).asked
+    assert named == ("--model", model, "--model-args", "a=1", "--model-args", "b=2")
+
+
+@pytest.mark.parametrize(
+    ("suite", "more", "about", "sentence"),
+    [
+        ("convergence", {}, {"text": False}, "the suite convergence trains on text, and this model takes none"),
+        ("speed", {"tokens": 99}, {"block": 64}, "--tokens 99: the model's longest sequence has 64; give at most that"),
+        ("speed", {"tokens": 9}, {"sequence": 17}, "--tokens 9: the model's sequences all have 17; leave it out"),
+        ("quick", {}, {}, "--model: the suite quick chooses its models itself; leave it out"),
+        ("layer", {}, {}, "--model planned:make: the suite layer knows te-bench's own layers alone; give llama3-1b"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused_in_a_sentence(
+    suite: str,
+    more: dict[str, object],
+    about: dict[str, object],
+    sentence: str,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        planned(suite, facts(monkeypatch, **about), **more)
+
+
+def test_options_of_a_model_go_with_one() -> None:
+    with pytest.raises(ValueError, match=r"--inputs: it goes with --model package.module:factory"):
+        resolve("speed", Options(device="cpu", inputs="a:b"))
+
+
+def test_planning_imports_no_torch_and_none_of_the_user_s_code(model: str) -> None:
+    planned("fp8", model)
+    assert "planned" not in sys.modules

@@ -1,0 +1,313 @@
+"""A user's model in a training step: how it is called, converted, counted and checked."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from own_models import MODULE
+from torch import Tensor
+
+from te_bench.experiments.checks import training_step
+from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import train_step
+from te_bench.models import adopted, families, probe, recipe, sources
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+PLAIN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The module `own`, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "own.py").write_text(MODULE)
+    yield
+    sys.modules.pop("own", None)
+    adopted.described.cache_clear()
+    adopted.pin(adopted.OWN)
+
+
+def of(name: str, *arguments: str, **functions: str) -> sources.Source:
+    source = sources.identify(f"own:{name}", arguments, **functions)
+    assert source is not None
+    return source
+
+
+def of_config(config: dict[str, Any], folder: Path) -> sources.Source:
+    (folder / "config.json").write_text(json.dumps(config))
+    source = sources.identify(str(folder))
+    assert source is not None
+    return source
+
+
+def step(source: sources.Source, **more: Any) -> Trial:
+    problem = {"block": 8, "vocab": 64, "padded_vocab": 64, "batch": 2, "grad_clip": 0.0, **source.settings}
+    if more.get("recipe"):
+        more["precision"] = "fp8"
+    return Trial(workload="train_step", device="cpu", problem=problem, **{"attention": "own", **more})
+
+
+def check(trial: Trial) -> dict[str, Any]:
+    return training_step.begin(trial, *train_step.random_batches(trial)[0])[1]
+
+
+def model(name: str, *, converted: bool = False, **functions: str) -> adopted.Adopted:
+    made = adopted.make(of(name, **functions), attention="own", device="cpu")
+    return adopted.Adopted(made, recipe=recipe.Float8CurrentScaling() if converted else None)
+
+
+LOGITS, TARGETS = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
+LOSS = torch.tensor(1.5)
+
+
+@pytest.mark.parametrize(
+    ("out", "loss"),
+    [
+        (LOSS, 1.5),
+        (LOGITS, 1.6094379),
+        ((LOGITS, LOSS), 1.5),
+        ((LOGITS, None), 1.6094379),
+        ({"loss": LOSS}, 1.5),
+        (SimpleNamespace(loss=LOSS, logits=LOGITS), 1.5),
+        (SimpleNamespace(loss=None, logits=LOGITS), 1.6094379),
+    ],
+)
+def test_a_loss_is_found_in_what_a_model_returns(out: Any, loss: float) -> None:
+    assert adopted.loss_of("it", out, TARGETS).item() == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("out", [torch.zeros(2, 3), torch.zeros(2, 4, 5), 3, None, ()])
+def test_what_holds_no_loss_is_refused(out: Any) -> None:
+    with pytest.raises(ValueError, match=r"it: its forward returned .*, no loss nor logits \(2, 3, V\)"):
+        adopted.loss_of("it", out, TARGETS)
+
+
+def test_every_way_of_taking_targets_gives_the_same_loss() -> None:
+    losses = [model(name) for name in ("make", "with_targets")]
+    x, y = losses[0].made.draw(2, 8, seed=0, device="cpu")
+    assert losses[0](x, y).item() == losses[1](x, y).item() > 0
+    other = model("make", loss="own:squares")
+    assert other.made.vocab == 64
+
+
+def test_functions_feed_and_judge_a_model_that_reads_no_tokens() -> None:
+    pixels = model("pixels", inputs="own:draw", loss="own:squares")
+    x, y = pixels.made.draw(2, 8, seed=3, device="cpu")
+    assert x.shape == y.shape == (2, 8, 16)
+    assert torch.equal(x, pixels.made.draw(2, 8, seed=3, device="cpu")[0])
+    assert not pixels.made.text
+    assert pixels(x, y).dim() == 0
+
+
+def test_gemms_are_counted_call_by_call_and_a_first_layer_makes_no_dgrad() -> None:
+    for converted, gemms in (
+        (model("make", converted=True), 15),
+        (model("pixels", converted=True, inputs="own:draw", loss="own:squares"), 5),
+    ):
+        with converted.autocast(), converted.counted():
+            converted(*converted.made.draw(2, 16, seed=0, device="cpu"))
+        assert converted.gemms == gemms
+
+
+def test_a_large_model_is_described_without_its_memory() -> None:
+    made = adopted.described(of("huge"))
+    assert sum(p.numel() for p in made.module.parameters()) > 10**12
+    assert adopted.described(of("depends_on_numbers")).vocab == 64
+
+
+def test_flop_are_counted_with_attention() -> None:
+    """6 a weight and token, and 12 T a channel and token: QK^T and PV forward, twice that backward."""
+    weights = 3 * 32 * 32 + 32 * 32 + 2 * 2 * 32 * 32 + 32 * 64
+    assert model("make").flop_per_token(8) == 6 * weights + 12 * 32 * 8
+
+
+def test_dropout_goes_where_it_is_to_go() -> None:
+    dropping = adopted.Adopted(adopted.make(of("make", "dropout=0.5"), attention="own", device="cpu"))
+    assert dropping.has_dropout
+    assert not adopted.Adopted(dropping.made, dropout=False).has_dropout
+    assert not model("make").has_dropout
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"recipe": "float8_current_scaling"}, {"precision": "fp32"}, {"attention": "math"}]
+)
+def test_a_right_step_passes_its_check(more: dict[str, Any]) -> None:
+    found = check(step(of("make"), **more))
+    assert found["reference"] == "math attention, fp64, same weights"
+    assert {"loss", "grad module.head.weight"} <= {q["name"] for q in found["quantities"]}
+
+
+def test_a_model_with_dropout_is_checked_without() -> None:
+    assert check(step(of("make", "dropout=0.1")))["reference"].endswith("without dropout")
+
+
+@pytest.mark.parametrize("fault", ["doubled_scale", "e5m2_forward", "transposed_wgrad", "flushed_gradients"])
+def test_a_broken_recipe_fails(fault: str) -> None:
+    trial = step(of("make"), recipe="float8_current_scaling")
+    with pytest.raises(CheckFailed):
+        check(Trial.from_json(trial.to_json() | {"problem": {**trial.problem, "fault": fault}}))
+
+
+def test_attention_that_is_a_little_wrong_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel would be: the references have PyTorch's math, whose scale is right."""
+    import own
+
+    usual = own.F.scaled_dot_product_attention
+    kernels: list[bool] = []
+
+    def wrong(*args: Tensor, **kwargs: Any) -> Tensor:
+        kernels.append(torch.backends.cuda.flash_sdp_enabled())
+        return usual(*args, **kwargs, scale=0.28 if kernels[-1] else 0.25)
+
+    monkeypatch.setattr(own, "F", SimpleNamespace(**vars(own.F) | {"scaled_dot_product_attention": wrong}))
+    with pytest.raises(CheckFailed):
+        check(step(of("make"), attention="flash"))
+    assert {True, False} == set(kernels)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "sentence"),
+    [
+        ("random", {}, "something beside dropout is random"),
+        ("unlike", {}, "makes other weights each time"),
+        ("odd", {"recipe": "float8_current_scaling"}, "no Linear of it that FP8 could compute: .*not divisible by 16"),
+        (
+            "make dropout=0.5",
+            {"attention": "flash"},
+            "flash: this model's attention cannot have that kernel: .*dropout",
+        ),
+    ],
+)
+def test_what_cannot_be_checked_or_run_says_why(name: str, more: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(Unsupported, match=sentence):
+        check(step(of(*name.split()), **more))
+
+
+def test_a_conv1d_is_held_to_its_own_gradient_and_to_emulated_fp8(tmp_path: Path) -> None:
+    source = of_config(GPT2 | PLAIN | {"architectures": ["GPT2LMHeadModel"]}, tmp_path)
+    names = {q["name"] for q in check(step(source, recipe="float8_current_scaling"))["quantities"]}
+    assert "grad module.transformer.h.0.attn.c_attn.weight" in names
+    assert "grad, ratio to FP8 emulation" in names
+
+
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+T5 = {
+    "model_type": "t5",
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 64,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
+VIT = {
+    "model_type": "vit",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+WHISPER = {
+    **{"model_type": "whisper", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2},
+    **{
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "num_mel_bins": 8,
+        "pad_token_id": 0,
+    },
+    **{"max_source_positions": 16, "max_target_positions": 16, "decoder_start_token_id": 1, "eos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "text"),
+    [
+        (BERT | {"vocab_size": 64, "architectures": ["BertForMaskedLM"]}, (2, 8), True),
+        (T5 | {"vocab_size": 64}, (2, 8), True),
+        (VIT | {"image_size": 16, "patch_size": 8, "num_labels": 4}, (2, 3, 16, 16), False),
+        (WHISPER | {"vocab_size": 64, "architectures": ["WhisperForConditionalGeneration"]}, (2, 8, 32), False),
+    ],
+)
+def test_families_are_fed_what_they_read(
+    config: dict[str, Any], shape: tuple[int, ...], text: bool, tmp_path: Path
+) -> None:
+    made = adopted.make(of_config(config, tmp_path), attention="own", device="cpu")
+    inputs, targets = made.draw(2, 8, seed=0, device="cpu")
+    assert (inputs.shape, made.text) == (shape, text)
+    loss: Tensor = adopted.Adopted(made)(inputs, targets)
+    loss.backward()
+    assert loss.item() > 0
+    assert len(families.shortened(config | {"num_layers": 3}, 1)) >= len(config)
+
+
+def test_a_causal_model_s_targets_are_not_shifted_again(tmp_path: Path) -> None:
+    made = adopted.make(of_config(GPT2 | PLAIN, tmp_path), attention="own", device="cpu")
+    x, y = made.draw(2, 8, seed=0, device="cpu")
+    logits = made.module(input_ids=x).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    assert adopted.Adopted(made)(x, y).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "functions", "sentence"),
+    [
+        ("raises", {}, "own:raises: it raised RuntimeError: no such thing"),
+        ("no_module", {}, "own:no_module: it returned int; return a torch.nn.Module"),
+        ("no_loss", {}, r"own:no_loss: its forward returned a tensor .*, no loss nor logits \(1, 8, V\): give --loss"),
+        ("asks", {}, "it needs the argument 'width': --model-args width=VALUE"),
+        ("exits", {}, "it raised SystemExit: 3"),
+        ("frozen", {}, "it has no weights that are trained"),
+        ("nothing", {}, "own has no nothing"),
+        ("pixels", {}, "no nn.Embedding that would say its vocabulary: give --inputs"),
+        ("pixels", {"inputs": "own:one_tensor"}, "own:one_tensor: it returned a tensor .*; return two tensors"),
+        ("pixels", {"inputs": "own:draw"}, "no loss: give --loss"),
+        ("make layer=2", {}, "it takes no argument 'layer'; its arguments: layers, width, dropout"),
+    ],
+)
+def test_a_model_that_cannot_train_is_refused_in_a_sentence(
+    name: str, functions: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        probe.find_out(of(*name.split(), **functions), 8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="planning sees no GPU, and this process one")
+def test_a_model_that_goes_to_a_gpu_by_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"own:on_a_gpu: it raised .*Leave it to te-bench to put a model on a GPU"):
+        probe.find_out(of("on_a_gpu"), 8)
+    (tmp_path / "early.py").write_text("import torch\nW = torch.zeros(1, device='cuda')\ndef make(): ...")
+    source = sources.identify("early:make")
+    assert source is not None
+    with pytest.raises(ValueError, match=r"early:make: importing early raised .*Leave it to te-bench"):
+        probe.find_out(source, 8)
+
+
+def test_a_missing_package_is_named() -> None:
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):
+        probe.find_out(of("needs_a_package"), 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "compile", "cudagraph"])
+@pytest.mark.parametrize("more", [{"attention": "cudnn"}, {"recipe": "delayed_scaling"}])
+def test_a_step_on_a_gpu(mode: str, more: dict[str, Any]) -> None:
+    trial = step(of("make", "width=128"), mode=mode, **more)
+    trial = Trial.from_json(
+        trial.to_json() | {"device": "cuda", "problem": {**trial.problem, "block": 128, "optimizer": "triton"}}
+    )
+    found = train_step.run(trial, Context())
+    assert len(found.samples["latency_s"]) == 20

@@ -1,0 +1,147 @@
+"""What a user's model is to a trial: told without running its code, and asked in a process of its own."""
+
+import json
+from pathlib import Path
+
+import pytest
+from own_models import MODULE
+
+from te_bench.experiments.problems import StepProblem
+from te_bench.experiments.spec import Trial
+from te_bench.models import sources
+
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def known(spec: str, *arguments: str, **functions: str) -> sources.Source:
+    source = sources.identify(spec, arguments, **functions)
+    assert source is not None
+    return source
+
+
+def test_a_factory_is_known_by_its_path_its_arguments_and_a_hash_and_nothing_of_it_runs(here: Path) -> None:
+    (here / "told.py").write_text("raise RuntimeError\ndef make(): ...")
+    source = known("told:make", "layers=2", "name=a")
+    assert source.settings.keys() == {"model", "arguments", "sha256"}
+    assert source.model == "told:make"
+    assert json.loads(str(source.arguments)) == {"layers": 2, "name": "a"}
+    assert known("told:make", "name=a", "layers=2") == source
+
+
+def test_the_hash_is_of_all_files_that_the_factory_has_beside_it(here: Path) -> None:
+    package = here / "mine"
+    package.mkdir()
+    for name, text in {
+        "__init__": "",
+        "model": "from .parts import part\nimport beside, json",
+        "parts": "part = 1",
+    }.items():
+        (package / f"{name}.py").write_text(text)
+    (here / "beside.py").write_text("")
+    hashes = [known("mine.model:make").sha256]
+    for changed in (package / "parts.py", here / "beside.py", package / "__init__.py"):
+        changed.write_text("part = 2")
+        hashes.append(known("mine.model:make").sha256)
+    assert len(set(hashes)) == 4
+    (here / "other.py").write_text("")
+    assert known("mine.model:make").sha256 == hashes[-1]
+
+
+def test_a_config_is_the_model_wherever_its_folder_is(here: Path) -> None:
+    for name, more in {"a": {}, "b": {"transformers_version": "5.0", "dtype": "bfloat16"}}.items():
+        (here / name).mkdir()
+        (here / name / "config.json").write_text(json.dumps(CONFIG | more))
+    first, second, file = known("a"), known("./b"), known("a/config.json")
+    assert first == file
+    assert (first.model, second.model) == ("hf:a", "hf:b")
+    assert first.config == second.config
+    assert json.loads(str(first.config)) == CONFIG
+
+
+def test_labels_count(here: Path) -> None:
+    (here / "config.json").write_text(json.dumps({"model_type": "vit", "id2label": {"0": "cat", "1": "dog"}}))
+    assert json.loads(str(known("./config.json").config)) == {"model_type": "vit", "num_labels": 2}
+
+
+def test_a_trial_holds_a_source_and_gives_it_back(here: Path) -> None:
+    (here / "told.py").write_text("")
+    source = known("told:make", "layers=2", loss="told:loss")
+    problem = {"block": 8, "vocab": 64, "padded_vocab": 64, "batch": 1, **source.settings}
+    trial = Trial(workload="train_step", device="cpu", problem=problem, attention="own")
+    assert StepProblem.of(Trial.from_json(json.loads(json.dumps(trial.to_json())))).source == source
+    assert StepProblem.of(Trial.from_json(trial.to_json() | {"problem": {**problem, "sha256": None}})).source is None
+
+
+def test_a_preset_comes_from_nowhere() -> None:
+    assert sources.identify("gpt2") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        ("3", 3),
+        ("-2.5e-3", -2.5e-3),
+        ("true", True),
+        ("False", False),
+        ("gelu", "gelu"),
+        ("[1, 2]", "[1, 2]"),
+        ("NaN", "NaN"),
+        ("null", "null"),
+        ("", ""),
+        ("a=b", "a=b"),
+    ],
+)
+def test_arguments_are_literals(said: str, value: object) -> None:
+    found = sources.read_arguments([f"x={said}"])["x"]
+    assert (type(found), found) == (type(value), value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments", "sentence"),
+    [
+        ("nothing", (), "unknown model 'nothing'.*package.module:factory, a Hugging Face folder"),
+        ("nosuch:make", (), "no module nosuch in"),
+        ("told:make it", (), "give package.module:function"),
+        ("broken:make", (), r"broken.py: line 1: "),
+        ("told:make", ("layers",), "give NAME=VALUE"),
+        ("told:make", ("a=1", "a=2"), "a is given twice"),
+        ("gpt2", ("a=1",), "gpt2 is a model of te-bench's own"),
+        (".", (), "no config.json"),
+        ("folder", ("a=1",), "described by its config.json"),
+        ("folder", (), "names no model_type"),
+        ("remote", (), "not in transformers"),
+        ("torn.json", (), "no JSON that can be read"),
+    ],
+)
+def test_what_is_no_model_is_refused_in_a_sentence(
+    spec: str, arguments: tuple[str, ...], sentence: str, here: Path
+) -> None:
+    (here / "told.py").write_text("")
+    (here / "broken.py").write_text("def make(:")
+    (here / "torn.json").write_text("{")
+    for name, config in {"folder": {}, "remote": {"model_type": "x", "auto_map": {}}}.items():
+        (here / name).mkdir()
+        (here / name / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=sentence):
+        sources.identify(spec, arguments)
+
+
+def test_a_model_is_asked_in_a_process_of_its_own(here: Path) -> None:
+    (here / "asked.py").write_text("print('hello')" + MODULE)
+    facts = sources.ask(known("asked:make", "layers=2"), tokens=8)
+    assert facts == sources.Facts(
+        vocab=64, block=None, sequence=None, parameters=21248, sdpa=2, scores=2 * 2 * 8 * 8, tried=8, text=True,
+        manual=False,
+    )  # fmt: skip
+
+
+def test_a_model_that_ends_its_process_is_refused(here: Path) -> None:
+    (here / "ended.py").write_text("import os, sys\ndef make():\n  print('the end', file=sys.stderr)\n  os._exit(7)")
+    with pytest.raises(ValueError, match=r"ended:make: building it ended the process with exit code 7: the end"):
+        sources.ask(known("ended:make"), tokens=8)
