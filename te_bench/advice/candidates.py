@@ -137,9 +137,7 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
     pinned = [name for name in ATTENTIONS[options.device] if name in own.attentions]
     if not own.facts.sdpa:
         left_out["attention kernels"] = "the model calls no scaled_dot_product_attention"
-    recipes = _recipes(options.device, capability, left_out) if own.facts.linears else []
-    if not own.facts.linears:
-        left_out["FP8"] = "te.convert finds no Linear whose sizes are multiples of 16"
+    recipes = _recipes(options.device, capability, left_out)
     attentions = [OWN_ATTENTION, *(name for name in pinned if suite_trials.can_hold(options, name, problem))]
     choices = _choices(have, attentions, recipes, heads=(None,), cuda=cuda, fusable=False, pads=False)
     return Question(
