@@ -27,7 +27,7 @@ _HOMES = {
     "te_bench.models.modules.attention": ("DotProductAttention", "MultiheadAttention"),
     "te_bench.models.modules.rotary": ("RotaryPositionEmbedding", "apply_rotary_pos_emb"),
     "te_bench.models.kernel_choice": ("attention_kernel",),
-    "te_bench.models.conversion": ("convert",),
+    "te_bench.models.conversion": ("convert", "larger_than"),
     "te_bench.models.modules.transformer_layer": ("TransformerLayer",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

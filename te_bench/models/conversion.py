@@ -8,10 +8,9 @@ The model's forward and its other layers stay as they are, and so do the names i
 """
 
 import contextlib
-import copyreg
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -20,15 +19,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from te_bench.models import fp8
+from te_bench.models import conversion_parts, fp8
+from te_bench.models.conversion_parts import Filter
 from te_bench.models.conversion_report import Conversion, ConvertedLayer, KeptLayer, OtherWeight, TeLayer
 from te_bench.models.modules import arguments
 from te_bench.models.modules.fp8_module import FLOATS, Fp8Module
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe
-
-Filter = Callable[[str, nn.Module], bool]
+from te_bench.models.subclassing import Mixed, mix
 
 MULTIPLE = 16  # bytes: what cuBLASLt's FP8 GEMMs ask of every row's length
 
@@ -57,8 +56,23 @@ STATE_HOOKS = (
 )
 
 
+def larger_than(features: int) -> Filter:
+    """A filter of te.convert: no Linear with fewer features, in or out, whose casts cost more than FP8 saves."""
+
+    def accept(name: str, module: nn.Module) -> bool:
+        weight = getattr(module, "weight", None)
+        return not isinstance(weight, Tensor) or weight.dim() < 2 or min(weight.shape) >= features
+
+    return accept
+
+
 def convert(
-    model: nn.Module, recipe: Recipe | None = None, *, filter: Filter | None = None, pad: bool = False
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    parts: str | Collection[str] | None = None,
+    filter: Filter | None = None,
+    pad: bool = False,
 ) -> Conversion:
     """Swap the layers of `model` that compute x W^T + b, a LayerNorm or an RMSNorm for te's, in place, and tell which.
 
@@ -66,11 +80,15 @@ def convert(
     the same (ties, optimizers, dtype, device, requires_grad; so do hooks), save a Conv1D's weight: transposed, it is a new
     one, so make the optimizer afterwards. filter(name, module) says which layers may go. A layer whose dimensions are not
     multiples of 16 stays, unless `pad`: te pads inside the GEMM, exactly, which takes time.
+    parts: of "linear", "norm", "mlp", "rotary", "attention", "head" one or several, or "all"; None is linear and norm. The
+    others (docs/huggingface.md) leave modules and parameters where they are. filter is asked for MLPs and attentions, too,
+    and for lm_head whether its part may be in FP8.
     With `recipe` calling the model enters te.autocast(recipe=recipe) by itself, and torch.compile(fullgraph=True) can't
     take it; without, your own te.autocast around it decides. Converting twice is harmless, and the second report tells of
     the first's layers too. Whatever is raised, nothing has changed: ValueError for a model that is itself such a layer,
     for a recipe that the model's device cannot run, and for one on a model whose class no other can be made of.
     """
+    asked = conversion_parts.check(parts)
     _check(model, recipe)
     found = tuple(_find_te_layers(model))
     owners = _find_owners(model)
@@ -81,8 +99,11 @@ def convert(
         kind = _kind(layer)
         if kind is None or id(layer) in converted or id(layer) in kept:
             continue
-        allowed = filter is None or filter(name, layer)
-        reason = _reason_to_keep(layer, kind, name, owners, pad) if allowed else "filtered out"
+        if ("norm" if kind.endswith("Norm") else "linear") not in asked:
+            reason: str | None = "no part that was asked for"
+        else:
+            allowed = filter is None or filter(name, layer)
+            reason = _reason_to_keep(layer, kind, name, owners, pad) if allowed else "filtered out"
         if reason is None:
             converted[id(layer)] = _make_replacement(layer, kind, name)
         else:
@@ -94,12 +115,16 @@ def convert(
         for _, parent, attribute, layer in places:
             if id(layer) in converted:
                 _swap(parent, attribute, converted[id(layer)][0], undo)
+        others = tuple(conversion_parts.convert(model, asked, filter, undo))
         for module in model.modules():
             _checkpoint_in_fp8(module, undo)
         if recipe is not None:
             _enter_by_itself(model, recipe, undo)
         undo.pop_all()  # it all went well, and stays
-    return Conversion(tuple(entry for _, entry in converted.values()), tuple(kept.values()), total, found, outside)
+    # What an FP8 head reads is a kept layer's no more.
+    heads = {part.name for part in others if part.parameters}
+    stays = tuple(entry for entry in kept.values() if entry.name not in heads)
+    return Conversion(tuple(entry for _, entry in converted.values()), stays, total, found, outside, others)
 
 
 def _swap(parent: nn.Module, attribute: str, new: nn.Module, undo: contextlib.ExitStack) -> None:
@@ -317,14 +342,13 @@ def _make_replacement(layer: Any, kind: str, name: str) -> tuple[nn.Module, Conv
     return new, entry
 
 
-class _Autocasting:
+class _Autocasting(Mixed):
     """Put before a model's own class, it calls the model under te.autocast.
 
     Hooks would do the same but for KeyboardInterrupt, after which nn.Module calls none: FP8 would stay switched on.
     """
 
     _te_recipe: Recipe
-    _te_base: type[nn.Module]
 
     # autocast's bookkeeping stays outside of the graphs of what is called.
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -332,36 +356,14 @@ class _Autocasting:
         with fp8.autocast(recipe=self._te_recipe):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """For pickle and copy: the class is made, not found under its name."""
-        made: Any = super().__reduce_ex__(protocol)
-        if made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return made
-        return (_fresh, (self._te_base,), *made[2:])
-
-
-@functools.cache
-def _autocasting(base: Any) -> Any:
-    """The subclass of a model's class that goes by the same name."""
-    names = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
-    return type(base)(base.__name__, (_Autocasting, base), {**names, "_te_base": base})
-
-
-def _fresh(base: Any) -> Any:
-    made = _autocasting(base)
-    return made.__new__(made)
-
 
 def _enter_by_itself(model: Any, recipe: Recipe, undo: contextlib.ExitStack) -> None:
-    own: Any = type(model)
-    if not issubclass(own, _Autocasting):
-        undo.callback(object.__setattr__, model, "__class__", own)
-        try:
-            object.__setattr__(model, "__class__", _autocasting(own))
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            # What a metaclass, __init_subclass__ or __slots__ raises.
-            raise ValueError(
-                f"{own.__name__} can't enter the recipe by itself, for no subclass can take its place ({error}): "
-                "convert without a recipe, and call the model under te.autocast(recipe=...)"
-            ) from error
+    try:
+        mix(model, _Autocasting, undo)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # What a metaclass, __init_subclass__ or __slots__ raises.
+        raise ValueError(
+            f"{type(model).__name__} can't enter the recipe by itself, for no subclass can take its place ({error}): "
+            "convert without a recipe, and call the model under te.autocast(recipe=...)"
+        ) from error
     _assign(model, "_te_recipe", recipe, undo)

@@ -49,6 +49,21 @@ class OtherWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvertedPart:
+    """An MLP, attention, rotary embedding or head, part of PARTS. after: what computes it; None where it stays for `reason`.
+
+    parameters: elements that FP8 GEMMs of the part read, and no layer's.
+    """
+
+    part: str
+    name: str
+    kind: str
+    after: str | None
+    reason: str | None
+    parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Conversion:
     """What `convert` did, and what it found done; str() is a table of it. parameters: all of the model's."""
 
@@ -57,11 +72,12 @@ class Conversion:
     parameters: int
     found: tuple[TeLayer, ...] = ()
     outside: tuple[OtherWeight, ...] = ()
+    parts: tuple[ConvertedPart, ...] = ()
 
     @property
     def gemm_parameters(self) -> int:
         """How many of the parameters FP8 GEMMs read."""
-        return sum(c.parameters for c in self.converted) + sum(f.parameters for f in self.found)
+        return sum(sum(entry.parameters for entry in some) for some in (self.converted, self.found, self.parts))
 
     @property
     def flop_share(self) -> float:
@@ -73,6 +89,7 @@ class Conversion:
         rows = [(c.name, c.before, ", ".join(filter(None, (f"te.{c.after}", c.note)))) for c in self.converted]
         rows += [(f.name, f"te.{f.kind}", "te's already") for f in self.found]
         rows += [(k.name, k.kind, f"kept: {k.reason}") for k in self.kept]
+        rows += [(p.name or "the model", p.kind, f"{p.part}: {p.after or f'kept: {p.reason}'}") for p in self.parts]
         rows += [(o.name, o.kind, f"kept: {o.reason}") for o in self.outside]
         # The layers of a stack differ in their number only: they are one row.
         alike = Counter((_without_numbers(name), was, _without_numbers(now)) for name, was, now in rows)

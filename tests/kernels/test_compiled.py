@@ -276,17 +276,17 @@ ATTENTION: dict[str, Call] = {
 
 def turned(
     head_dim: int, *, backward: bool = False, interleaved: bool = False, groups: int = 1, rest: int = 0,
-    dtype: torch.dtype = BF16,
+    dtype: torch.dtype = BF16, tables: bool = False,
 ) -> Call:  # fmt: skip
     """q and k in place of a projection of 4 x 2048 tokens, or gradients of q, k and v into one of it; 16 heads."""
 
     def call() -> None:
         mixed = torch.empty(2048, 4, groups, 16 // groups + 2, head_dim, dtype=dtype)
-        angles = torch.empty(2048, head_dim - rest)
+        angles = torch.empty(2048, (head_dim - rest) * (2 if tables else 1))
         parts = [*mixed.split((16 // groups, 1, 1), 3)]
         apart = [torch.empty(p.shape, dtype=dtype) for p in parts] if backward else parts
         sources = zip(apart, parts, (angles, angles, None), strict=True)
-        rotary.rotate([Part(*given) for given in sources][: 3 if backward else 2], interleaved, backward)
+        rotary.rotate([Part(*given) for given in sources][: 3 if backward else 2], interleaved, backward, tables)
 
     return call
 
@@ -302,6 +302,7 @@ ROTARY: dict[str, Call] = {
     "64, backward": turned(64, backward=True),
     "128": turned(128),
     "128, backward": turned(128, backward=True),
+    "128, tables": turned(128, tables=True),
     "128, interleaved": turned(128, interleaved=True),
     "128, interleaved, backward": turned(128, backward=True, interleaved=True),
     "128, a quarter, backward, shared heads": turned(128, backward=True, groups=4, rest=96),
@@ -538,7 +539,8 @@ def check_rotary(kernel: Compiled) -> None:
     few = kernel.call.endswith("shared heads")  # angles: a thread has 2 pairs of them, for 16 bytes of others
     assert len(narrow) <= 2 * few, f"{kernel}: {narrow}"
     assert kernel.programs * kernel.warps >= 12, str(kernel)
-    assert len(re.findall(r"\bcvt\.rzi\.s32\.f32", kernel.ptx)) == (8 if few else 16), "which quarter of the circle"
+    angles = 0 if kernel.call.endswith("tables") else 8 if few else 16
+    assert len(re.findall(r"\bcvt\.rzi\.s32\.f32", kernel.ptx)) == angles, "which quarter of the circle"
 
 
 def check_spin(kernel: Compiled) -> None:

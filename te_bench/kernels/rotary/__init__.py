@@ -19,7 +19,8 @@ PARTS = 3  # of one call
 class Part(NamedTuple):
     """x (T, B, G, R, D), positions, batch, groups, heads a group, features, becomes `out`, of x's shape; or x in place.
 
-    angles (T or more, d) float32, d even and at most D: features beyond d pass. None: all do.
+    angles (T or more, d) float32, d even and at most D: features beyond d pass. None: all do. As tables they are (T or more,
+    2 d), the d cosines before the d sines, of whatever scale.
     """
 
     x: Any
@@ -40,9 +41,9 @@ class Problem:
 class Backend:
     """One rival.
 
-    rotate(parts, *, interleaved, transposed=False) -> None: one to three parts of one dtype and of the same T, B and D, any
-    strides but for a last one of 1; x and out are the same memory or share none. Pairs are i and i + d / 2, interleaved
-    2 i and 2 i + 1. Computed in float32.
+    rotate(parts, *, interleaved, transposed=False, tables=False) -> None: one to three parts of one dtype and of the same
+    T, B and D, any strides but for a last one of 1; x and out are the same memory or share none. Pairs are i and i + d / 2,
+    interleaved 2 i and 2 i + 1. tables: parts have tables in place of angles. Computed in float32.
     """
 
     rotate: Callable[..., None]
@@ -53,7 +54,7 @@ _family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)
 names, load = _family.names, _family.load
 
 
-def check(parts: Sequence[Part]) -> None:
+def check(parts: Sequence[Part], tables: bool = False) -> None:
     """Raise ValueError for what `rotate` does not take."""
     if not 1 <= len(parts) <= PARTS:
         raise ValueError(f"{len(parts)} parts: 1 to {PARTS}")
@@ -71,9 +72,11 @@ def check(parts: Sequence[Part]) -> None:
             raise ValueError(f"strides {x.stride()} -> {out.stride()}: the last must be 1")
         if angles is None:
             continue
-        if angles.dim() != 2 or angles.shape[0] < x.shape[0] or angles.shape[1] > x.shape[4] or angles.shape[1] % 2:
+        width, odd = divmod(angles.shape[-1], 2 if tables else 1)
+        if angles.dim() != 2 or angles.shape[0] < x.shape[0] or width > x.shape[4] or width % 2 or odd:
+            wide = "2 d" if tables else "d"
             raise ValueError(
-                f"angles {tuple(angles.shape)} of x {tuple(x.shape)}: (T or more, d), d even and at most D"
+                f"angles {tuple(angles.shape)} of x {tuple(x.shape)}: (T or more, {wide}), d even and at most D"
             )
         if angles.dtype is not torch.float32 or angles.device != x.device:
             raise ValueError(f"angles of {angles.dtype} on {angles.device}: float32 on {x.device}, as x is")

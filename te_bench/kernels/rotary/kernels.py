@@ -55,6 +55,17 @@ def _pick(part, first, second, third):
 
 
 @triton.jit
+def _load_pairs(
+    at, inside, POSITIONS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Of each pair of features the first's and the second's number."""
+    if INTERLEAVED:
+        return tl.split(tl.reshape(tl.load(at, mask=inside, other=0.0), [1, POSITIONS, WIDTH, 2]))
+    else:
+        return tl.load(at, mask=inside, other=0.0), tl.load(at + HALF, mask=inside, other=0.0)
+
+
+@triton.jit
 def rotary_kernel(
     x0, x1, x2, out0, out1, out2, angles0, angles1, angles2,
     x0_position, x1_position, x2_position, x0_batch, x1_batch, x2_batch,
@@ -65,12 +76,13 @@ def rotary_kernel(
     heads0, heads1, heads2, group0, group1, group2, chunks0, chunks1, positions,
     D: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, COPIED: tl.constexpr,
     INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr,
-    POSITIONS: tl.constexpr, HEADS: tl.constexpr, EACH: tl.constexpr, FAR: tl.constexpr,
+    POSITIONS: tl.constexpr, HEADS: tl.constexpr, EACH: tl.constexpr, FAR: tl.constexpr, TABLES: tl.constexpr,
 ):  # fmt: skip
     """A block of positions of HEADS x EACH heads a program: blocks of a batch, batches; the parts' heads one after another.
 
     `group` of a part's heads to a group; from part COPIED on they are not turned. D features, TURNED of which turn: WIDTH
     pairs, and REST others where they are to be copied, rounded up to powers of two. FAR: heads lie 2^31 apart or more.
+    TABLES: angles hold TURNED cosines and then TURNED sines.
     """
     chunk, blocks = tl.program_id(1), tl.cdiv(positions, POSITIONS)
     part = (chunk >= chunks0).to(tl.int32) + (chunk >= chunks0 + chunks1).to(tl.int32)
@@ -94,12 +106,13 @@ def rotary_kernel(
     inside = live & (cols < (TURNED if INTERLEAVED else HALF))
     angle = _pick(part, angles0, angles1, angles2) + cols
     angle += row * _pick(part, angles0_position, angles1_position, angles2_position)
-    if INTERLEAVED:
-        a, b = tl.split(tl.reshape(tl.load(angle, mask=inside, other=0.0), [1, POSITIONS, WIDTH, 2]))
+    if TABLES:
+        cos_a, cos_b = _load_pairs(angle, inside, POSITIONS, WIDTH, HALF, INTERLEAVED)
+        sin_a, sin_b = _load_pairs(angle + TURNED, inside, POSITIONS, WIDTH, HALF, INTERLEAVED)
     else:
-        a, b = tl.load(angle, mask=inside, other=0.0), tl.load(angle + HALF, mask=inside, other=0.0)
-    cos_a, sin_a = _cosine_and_sine(a)
-    cos_b, sin_b = _cosine_and_sine(b)
+        a, b = _load_pairs(angle, inside, POSITIONS, WIDTH, HALF, INTERLEAVED)
+        cos_a, sin_a = _cosine_and_sine(a)
+        cos_b, sin_b = _cosine_and_sine(b)
     if TRANSPOSED:
         sin_a, sin_b = -sin_b, -sin_a
 
@@ -133,20 +146,22 @@ def rotary_kernel(
             tl.store(target + beyond, tl.load(source + beyond, mask=passing), mask=passing)
 
 
-def rotate(parts: Sequence[Part], interleaved: bool, transposed: bool) -> None:
+def rotate(parts: Sequence[Part], interleaved: bool, transposed: bool, tables: bool = False) -> None:
     """By the kernel: a launch for each width of angles; parts without go with the first."""
     parts = [part for part in parts if part.x.numel()]
     widths = dict.fromkeys([part.angles.shape[1] for part in parts if part.angles is not None])
     copied = [part for part in parts if part.angles is None and _is_moved(part)]
     for width in widths:
         turned = [part for part in parts if part.angles is not None and part.angles.shape[1] == width]
-        _launch(turned, copied, width, interleaved, transposed)
+        _launch(turned, copied, width // 2 if tables else width, interleaved, transposed, tables)
         copied = []
     for x, out, _ in copied:
         out.copy_(x)
 
 
-def _launch(turned: list[Part], copied: list[Part], width: int, interleaved: bool, transposed: bool) -> None:
+def _launch(
+    turned: list[Part], copied: list[Part], width: int, interleaved: bool, transposed: bool, tables: bool
+) -> None:
     used = [*turned, *copied]
     sizes = [part.x.shape for part in used]
     positions, batch, _, _, d = sizes[0]
@@ -169,9 +184,10 @@ def _launch(turned: list[Part], copied: list[Part], width: int, interleaved: boo
         *[size[3] for size in sizes], *[sizes[0][3]] * absent, chunks[0], chunks[1] if len(chunks) > 1 else 0, positions,
     )  # fmt: skip
     grid = -(-positions // constants["POSITIONS"]) * batch
-    key = (*traits(*tensors), *integers, *constants.values(), copies, interleaved, transposed)
+    key = (*traits(*tensors), *integers, *constants.values(), copies, interleaved, transposed, tables)
     far = max(integers[6:12] + integers[18:24]) * max(heads) >= 2**31  # of 64 bits they cost 15 registers a thread
-    constants = {**constants, "COPIED": copies, "INTERLEAVED": interleaved, "TRANSPOSED": transposed, "FAR": far}
+    settings = {"COPIED": copies, "INTERLEAVED": interleaved, "TRANSPOSED": transposed, "FAR": far, "TABLES": tables}
+    constants = {**constants, **settings}
     launch(rotary_kernel, grid, key, tensors[0].get_device(), (*tensors, *integers), constants, grid_y=sum(chunks))
 
 

@@ -95,6 +95,29 @@ def _without_gaps(given: Mapping[str, Any], starts: tuple[Tensor | None, Tensor 
     return {name: value for name, value in given.items() if name not in none}
 
 
+def describe(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window | None, mask: bool, dropout: float
+) -> Problem:
+    """The problem of q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) for `kernel_choice`."""
+    batch, heads, length, head_dim = q.shape
+    return Problem(
+        batch=batch,
+        heads=heads,
+        length=length,
+        head_dim=head_dim,
+        dtype=DTYPES[q.dtype],
+        causal=causal,
+        dropout=dropout,
+        device=q.device.type,
+        capability=_capability(q.device.index) if q.is_cuda else None,
+        kv_heads=k.shape[1],
+        kv_length=k.shape[2],
+        v_head_dim=v.shape[-1],
+        mask=mask,
+        window=window,
+    )
+
+
 class DotProductAttention(arguments.OneRank, nn.Module):
     """softmax(scale Q K^T, masked) V for query (s, b, h, d), key (t, b, g, d), value (t, b, g, e) -> (s, b, h e).
 
@@ -220,7 +243,7 @@ class DotProductAttention(arguments.OneRank, nn.Module):
             totals = q.shape[2], k.shape[2]
             packed = pack(kind, totals, q.device, cu_seqlens=cu_seqlens, max_seqlens=max_seqlens, **asked)
             (rows, keys), batch = packed.longest, len(packed.starts[0]) - 1
-            whole = self._problem(q, k, v, Visible(packed.causal, packed.window))
+            whole = self._problem(q, k, v, packed.causal, packed.window)
             return (q, k, v), packed, replace(whole, batch=batch, length=rows, kv_length=keys, packed=True)
         q, k, v = self._inputs(*given, layout)
         sizes = Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -230,7 +253,7 @@ class DotProductAttention(arguments.OneRank, nn.Module):
                     f"max_seqlen_{name}={said} must be the tensors' {length}; they are for qkv_format='thd'"
                 )
         seen = attention_mask.build(kind, sizes, q.device, attention_mask=mask, cu_seqlens=cu_seqlens, **asked)
-        return (q, k, v), seen, self._problem(q, k, v, seen)
+        return (q, k, v), seen, self._problem(q, k, v, seen.causal, seen.window, seen.mask is not None)
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`_inputs` of packed sequences, as a batch of one."""
@@ -290,24 +313,11 @@ class DotProductAttention(arguments.OneRank, nn.Module):
             )
         return q, k, v
 
-    def _problem(self, q: Tensor, k: Tensor, v: Tensor, extent: Visible) -> Problem:
-        batch, heads, length, head_dim = q.shape
-        return Problem(
-            batch=batch,
-            heads=heads,
-            length=length,
-            head_dim=head_dim,
-            dtype=DTYPES[q.dtype],
-            causal=extent.causal,
-            dropout=self.attention_dropout if self.training else 0.0,
-            device=q.device.type,
-            capability=_capability(q.device.index) if q.is_cuda else None,
-            kv_heads=k.shape[1],
-            kv_length=k.shape[2],
-            v_head_dim=v.shape[-1],
-            mask=extent.mask is not None,
-            window=extent.window,
-        )
+    def _problem(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window | None, mask: bool = False
+    ) -> Problem:
+        dropout = self.attention_dropout if self.training else 0.0
+        return describe(q, k, v, causal=causal, window=window, mask=mask, dropout=dropout)
 
     def extra_repr(self) -> str:
         return (

@@ -7,12 +7,13 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 
-def are_plain(modules: Iterable[nn.Module], home: str = "te_bench.") -> bool:
+def are_plain(modules: Iterable[nn.Module], home: str = "te_bench.", *, frozen: bool = False) -> bool:
     """Whether the modules compute as torch's and te's do, without hooks, and all that each has is trained, or nothing is.
 
-    home: a Python module whose classes count as te's, that of a model which describes itself.
+    home: a Python module whose classes count as te's, that of a model which describes itself. frozen: whoever asks can do
+    without the gradients of some.
     """
-    return not _has_any_global_hook() and all(_is_plain(module, home) for module in modules)
+    return not _has_any_global_hook() and all(_is_plain(module, home, frozen) for module in modules)
 
 
 def why_not_plain(modules: Iterable[tuple[str, nn.Module]], home: str = "te_bench.") -> str:
@@ -42,7 +43,7 @@ def _is_known(module: nn.Module, home: str) -> bool:
     return where.startswith(("torch.nn.", "te_bench.")) or where == home
 
 
-def _is_plain(module: nn.Module, home: str) -> bool:
+def _is_plain(module: nn.Module, home: str, frozen: bool = False) -> bool:
     own = module.__dict__  # of 145 modules in every eager pass of a fused GPT-2
     if not _is_known(module, home):
         return False
@@ -51,6 +52,6 @@ def _is_plain(module: nn.Module, home: str) -> bool:
     if own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return False
     parameters = own["_parameters"]
-    if not parameters or not torch.is_grad_enabled():
+    if frozen or not parameters or not torch.is_grad_enabled():
         return True
     return all(p is None or p.requires_grad for p in parameters.values())

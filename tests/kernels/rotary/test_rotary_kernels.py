@@ -84,6 +84,29 @@ def test_contract(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("transposed", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("name", rotary.names())
+def test_tables_of_cosines_and_sines_may_have_a_scale(
+    name: str, interleaved: bool, transposed: bool, device: str
+) -> None:
+    backend, shape = supported(name, device), (21, 2, 1, 3, 20, 12)
+    _, (q, k, v) = mixed_parts(shape, torch.float32, device)
+    angles = draw_angles(21, 12, device)
+    tables = 1.5 * torch.cat((angles.cos(), angles.sin()), 1)
+    made = [torch.empty_like(t) for t in (q, k, v)]
+    parts = [Part(q, made[0], tables), Part(k, made[1], tables), Part(v, made[2], None)]
+    backend.rotate(parts, interleaved=interleaved, transposed=transposed, tables=True)
+    assert torch.equal(made[2], v)
+    for x, out in ((q, made[0]), (k, made[1])):
+        truth = exact(x, angles, interleaved, transposed)
+        truth[..., :12] *= 1.5
+        torch.testing.assert_close(out.double().cpu(), truth, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"\(T or more, 2 d\)"):
+        backend.rotate([Part(q, made[0], tables[:, :22])], interleaved=interleaved, tables=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", rotary.names())
 def test_in_place_it_leaves_the_rest_alone(name: str, interleaved: bool, device: str) -> None:

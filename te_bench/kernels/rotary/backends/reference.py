@@ -15,23 +15,31 @@ def unsupported(p: Problem) -> str | None:
     return None
 
 
-def rotate(parts: Sequence[Part], *, interleaved: bool, transposed: bool = False) -> None:
+def rotate(parts: Sequence[Part], *, interleaved: bool, transposed: bool = False, tables: bool = False) -> None:
     """out = x cos(angles) + rotated(x) sin(angles) for each part, (-y, x) being a pair (x, y) rotated; or its transpose.
 
     Shapes and what raises ValueError: rotary.Backend and rotary.check.
     """
-    check(parts)
+    check(parts, tables)
     for x, out, angles in parts:
-        made = x if angles is None else turned(x, angles[: x.shape[0], None, None, None], interleaved, transposed)
+        made = x
+        if angles is not None:
+            rows = angles[: x.shape[0], None, None, None]
+            cosines, sines = rows.chunk(2, -1) if tables else (rows.cos(), rows.sin())
+            made = turned_by(x, cosines, sines, interleaved, transposed)
         if made is not out:
             out.copy_(made)
 
 
 def turned(x: Tensor, angles: Tensor, interleaved: bool, transposed: bool) -> Tensor:
     """x (..., D) with its first d features turned, angles (..., d) broadcast with them; in x's dtype."""
-    d = angles.shape[-1]
+    return turned_by(x, angles.cos(), angles.sin(), interleaved, transposed)
+
+
+def turned_by(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool, transposed: bool = False) -> Tensor:
+    """The same by the angles' cosines and sines, of whatever scale."""
+    d = cosines.shape[-1]
     wide = x[..., :d].to(torch.promote_types(x.dtype, torch.float32))
-    cosines, sines = angles.cos(), angles.sin()
     if transposed:
         y = wide * cosines - rotated(wide * sines, interleaved)
     else:

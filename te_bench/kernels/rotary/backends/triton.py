@@ -17,15 +17,15 @@ def unsupported(p: Problem) -> str | None:
     return None
 
 
-def rotate(parts: Sequence[Part], *, interleaved: bool, transposed: bool = False) -> None:
+def rotate(parts: Sequence[Part], *, interleaved: bool, transposed: bool = False, tables: bool = False) -> None:
     """out = x cos(angles) + rotated(x) sin(angles) for each part, (-y, x) being a pair (x, y) rotated; or its transpose.
 
     Shapes and what raises ValueError: rotary.Backend and rotary.check; a dtype but float32, bfloat16 and float16.
     """
-    check(parts)
+    check(parts, tables)
     if parts[0].x.dtype not in FLOATS:
         raise ValueError(f"dtype {parts[0].x.dtype}: float32, bfloat16 or float16")
-    kernels.rotate(parts, interleaved, transposed)
+    kernels.rotate(parts, interleaved, transposed, tables)
 
 
 BACKEND = Backend(rotate=rotate, unsupported=unsupported)

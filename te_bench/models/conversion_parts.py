@@ -1,0 +1,157 @@
+"""What te.convert replaces beside layers: MLPs, rotary embeddings, attention, the head with its loss.
+
+A module stays where it is, with its parameters; its class, or its model's attn_implementation, is another one.
+"""
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from te_bench.models.conversion_report import ConvertedPart
+from te_bench.models.modules.linear import Linear
+
+Filter = Callable[[str, nn.Module], bool]
+#: Replaces a part, and says what it is now; raises ValueError, which says why it stays.
+Convertor = Callable[[Any, contextlib.ExitStack], str]
+
+LAYERS = ("linear", "norm")
+PARTS = (*LAYERS, "mlp", "rotary", "attention", "head")
+ALL = "all"
+
+
+def check(parts: str | Collection[str] | None) -> tuple[str, ...]:
+    """The names of the parts that are asked for. Raises ValueError for an unknown one."""
+    if parts is None:
+        return LAYERS
+    names = (parts,) if isinstance(parts, str) else tuple(parts)
+    unknown = [name for name in names if name not in (*PARTS, ALL)]
+    if unknown or not names:
+        raise ValueError(
+            f"parts {parts!r}: {repr(unknown[0]) + ' is none' if unknown else 'none'} of {', '.join(PARTS)}; {ALL!r} is all"
+        )
+    return PARTS if ALL in names else tuple(name for name in PARTS if name in names)
+
+
+def convert(
+    model: nn.Module, parts: Collection[str], filter: Filter | None, undo: contextlib.ExitStack
+) -> Iterator[ConvertedPart]:
+    """Replace the parts that are asked for, and tell of each what it is now, or why it stays."""
+    convertors = {"mlp": _mlps, "rotary": _rotary, "attention": _attention, "head": _heads}
+    for part, convertor in convertors.items():
+        if part not in parts:
+            continue
+        found = list(convertor(model, filter, undo))
+        yield from found
+        if not found:
+            yield ConvertedPart(part, "", type(model).__name__, None, f"nothing in it is one: {KNOWN[part]}")
+
+
+#: What convert looks for.
+KNOWN = {
+    "mlp": "an MLP is a module with gate_proj, up_proj, down_proj, or fc1, fc2, or other such names of huggingface/mlp.py",
+    "rotary": "attentions of transformers that call apply_rotary_pos_emb are",
+    "attention": "models of transformers have one",
+    "head": "models of transformers whose name ends in ForCausalLM have one",
+}
+
+
+def _mlps(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
+    from te_bench.models.huggingface import mlp
+
+    for name, module in model.named_modules():
+        if isinstance(module, mlp.MLP):
+            yield ConvertedPart("mlp", name, type(module).__name__, "te's already", None)
+        elif mlp.places(module) is not None:
+            yield _attempt("mlp", name, module, filter, mlp.convert, undo)
+
+
+def _rotary(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
+    from te_bench.models.huggingface import rotary
+
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("transformers.") and rotary.calls(module):
+            yield _attempt("rotary", name, module, filter, rotary.convert, undo)
+
+
+def _attention(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
+    for name, inner in _models_of_transformers(model):
+        yield _attempt("attention", name, inner, None, _set_attention, undo)
+
+
+def _heads(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
+    from te_bench.models.huggingface import head
+
+    for name, inner in model.named_modules():
+        if not type(inner).__module__.startswith("transformers.") or not hasattr(inner, "lm_head"):
+            continue
+        where = f"{name}.lm_head" if name else "lm_head"
+        in_fp8 = filter is None or filter(where, inner.lm_head)
+        entry = _attempt("head", where, inner, None, functools.partial(head.convert, in_fp8=in_fp8), undo)
+        own = entry.after is not None and inner._te_head_in_fp8 and not isinstance(inner.lm_head, Linear)
+        yield replace(entry, parameters=inner.lm_head.weight.numel()) if own else entry
+
+
+def _attempt(
+    part: str, name: str, module: nn.Module, filter: Filter | None, convert: Convertor, undo: contextlib.ExitStack
+) -> ConvertedPart:
+    kind = type(module).__name__
+    if filter is not None and not filter(name, module):
+        return ConvertedPart(part, name, kind, None, "filtered out")
+    with contextlib.ExitStack() as own:
+        try:
+            after = convert(module, own)
+        except ValueError as error:
+            return ConvertedPart(part, name, kind, None, str(error))
+        undo.push(own.pop_all())
+    return ConvertedPart(part, name, kind, after, None)
+
+
+def _models_of_transformers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Those that are in no other one."""
+    if "transformers" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            inside.update(map(id, module.modules()))
+            yield name, module
+
+
+def _set_attention(model: Any, undo: contextlib.ExitStack) -> str:
+    """attn_implementation="te_bench" for a model and those inside of it. Raises ValueError, which says why not."""
+    from transformers import PreTrainedModel
+
+    from te_bench.models.huggingface.attention import NAME
+
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    reason = _lack(model, models)
+    if reason is not None:
+        raise ValueError(reason)
+    for inner in models:
+        undo.callback(setattr, inner.config, "_attn_implementation", inner.config._attn_implementation)
+        inner.set_attn_implementation(NAME)  # each, for encoders and decoders may have copies of the configuration
+    if any(inner.config._attn_implementation != NAME for inner in models):
+        raise ValueError("transformers does not let it take another attention")
+    return f"attn_implementation={NAME!r}"
+
+
+def _lack(model: Any, models: list[Any]) -> str | None:
+    """Why te-bench's attention is none for a model, or None."""
+    if not model._can_set_attn_implementation():
+        return "its attention does not go by transformers' interface"
+    if any(getattr(inner.config, "attn_logit_softcapping", None) is not None for inner in models):
+        return "it caps the scores softly, which no kernel does"
+    if any(hasattr(module, "sinks") for module in model.modules()):
+        return "it has attention sinks, which no kernel does"
+    files = {type(inner)._te_origin if hasattr(inner, "_te_origin") else type(inner) for inner in models}
+    if any("position_bias" in inspect.getsource(sys.modules[file.__module__]) for file in files):
+        return "it adds a bias of positions to the scores, which no kernel does"
+    return None

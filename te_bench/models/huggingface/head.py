@@ -1,0 +1,152 @@
+"""The head and the loss of transformers' causal language models, without all the logits, in training.
+
+    loss = model(input_ids=tokens, labels=tokens).loss     # .logits is None
+
+A pass that needs the logits gets them: in evaluation (model.eval()), without labels, with logits_to_keep, and with
+skip_logits=False; skip_logits=True leaves them out in evaluation as well. Shift, ignore_index, shift_labels and
+num_items_in_batch are those of transformers' own loss. Source: transformers 5.17 and 5.23, loss/loss_utils.py.
+"""
+
+import contextlib
+import functools
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_bench.kernels import architecture
+from te_bench.kernels.linear_cross_entropy import IGNORED, load
+from te_bench.models import fp8
+from te_bench.models.modules.fp8_module import FLOATS
+from te_bench.models.modules.linear import Linear
+from te_bench.models.modules.plain import are_plain
+from te_bench.models.subclassing import Mixed, mix
+
+#: A class of transformers (5.17, 5.23) whose forward is that of `Head` below, in other words than Llama's.
+LIKE_LLAMA = frozenset(("GPT2LMHeadModel",))
+
+# Loaded beforehand, because torch.compile can't trace an import.
+_heads = {name: load(name) for name in ("chunked", "fp8", "reference")}
+ILLEGAL = -2  # a target that makes the loss NaN, as any but -1 that no class has
+
+
+class Head(Mixed):
+    """Put before a causal language model's class."""
+
+    _te_head_in_fp8: bool
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own: Any = cls._te_origin.forward
+        names = [name for name in inspect.signature(own).parameters if name != "self"]
+
+        @functools.wraps(own)  # trainers look at its signature
+        def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            asked = self.training if skip_logits is None else skip_logits
+            if not asked or given.get("labels") is None or not _can_skip(self, given, skip_logits):
+                return own(self, *args, **kwargs)
+            return _without_logits(self, given)
+
+        cls.forward = forward  # type: ignore[attr-defined]
+
+
+def _can_skip(model: Any, given: dict[str, Any], asked: bool | None) -> bool:
+    """Whether nobody looks at what the kernels pass by. Raises ValueError where somebody does, and asked to skip it."""
+    kept = given.get("logits_to_keep", 0)
+    reason = None
+    if isinstance(kept, Tensor) or kept:
+        reason = "logits_to_keep asks for them"
+    elif not are_plain([model.lm_head], frozen=True):
+        reason = "lm_head has a hook, or was replaced"
+    elif not has_usual_loss(model):
+        reason = "the model's loss_function was replaced"
+    if reason is not None and asked:
+        raise ValueError(f"skip_logits=True, but {reason}: leave one of them out")
+    return reason is None and not fp8.current.calibrating
+
+
+def _without_logits(model: Any, given: dict[str, Any]) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    return_dict = given.pop("return_dict", None)
+    labels, _ = given.pop("labels"), given.pop("logits_to_keep", 0)
+    outputs = model.base_model(**given, return_dict=True)
+    options = {name: given[name] for name in ("num_items_in_batch", "ignore_index", "shift_labels") if name in given}
+    loss = causal_loss(
+        outputs.last_hidden_state, model.lm_head.weight, labels, in_fp8=model._te_head_in_fp8 and fp8.current.enabled,
+        **options,
+    )  # fmt: skip
+    made = CausalLMOutputWithPast(
+        loss=loss, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )  # fmt: skip
+    return made if (model.config.return_dict if return_dict is None else return_dict) else made.to_tuple()
+
+
+def causal_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    in_fp8: bool = False,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+) -> Tensor:
+    """mean CE(hidden_i W^T, the label after i) in nats; hidden (B, T, C), weight (V, C), labels (B, T) int64 -> () float32.
+
+    Labels of ignore_index count for nothing. num_items_in_batch: the sum is divided by it, and not by their number.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.flatten().to(hidden.device)
+    ignored = targets == ignore_index
+    targets = targets.masked_fill(targets == IGNORED, ILLEGAL).masked_fill(ignored, IGNORED)
+    x = hidden.flatten(0, -2)
+    name = "reference" if x.dtype not in FLOATS else "fp8" if in_fp8 else "chunked"
+    mean: Tensor = _heads[name].forward(x, weight, targets, vocab=len(weight))
+    if num_items_in_batch is None:
+        return mean
+    counted = (~ignored).sum()
+    total = torch.where(counted > 0, mean * counted, 0.0)  # the mean of nothing is NaN, its sum is 0
+    return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
+
+
+def has_usual_loss(model: Any) -> bool:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model.loss_function is ForCausalLMLoss
+
+
+def _is_like_llama(origin: Any) -> bool:
+    """Whether a class's forward is the same code as Llama's, as of most families: hidden states, a Linear, a loss."""
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    codes = [inspect.unwrap(cls.forward).__code__ for cls in (origin, LlamaForCausalLM)]
+    return len({(code.co_code, code.co_names) for code in codes}) == 1
+
+
+def convert(model: Any, undo: contextlib.ExitStack, in_fp8: bool) -> str:
+    """Let a causal language model compute its training loss so; returns by what.
+
+    in_fp8: whether it may compute in FP8, where a recipe is on. Raises ValueError, which says why the head stays.
+    """
+    origin = model._te_origin if isinstance(model, Mixed) else type(model)
+    if origin.__name__ not in LIKE_LLAMA and not _is_like_llama(origin):
+        raise ValueError("its forward is not Llama's: it may do more with the logits, or compute another loss")
+    head = model.lm_head
+    if not isinstance(head, nn.Linear | Linear) or head.bias is not None:
+        raise ValueError("lm_head is no Linear without a bias")
+    if len(head.weight) != model.config.vocab_size:
+        raise ValueError(f"lm_head has {len(head.weight)} rows, but config.vocab_size is {model.config.vocab_size}")
+    if not has_usual_loss(model):
+        raise ValueError("the model's loss_function was replaced")
+    if head.weight.is_cuda and architecture.lacks_fp8(torch.cuda.get_device_capability(head.weight.device)):
+        in_fp8 = False
+    mix(model, Head, undo)
+    undo.callback(vars(model).pop, "_te_head_in_fp8", None)
+    model._te_head_in_fp8 = in_fp8
+    return "the loss without logits" + (", in FP8 where a recipe is on" if in_fp8 else "")

@@ -1,0 +1,293 @@
+"""MLPs of any model by te-bench's kernels: products and activation as one autograd Function, the parameters where they are.
+
+    y = act(x W1^T + b1) W2^T + b2      W1 may be two Linears, the activated half (gate) and the other (up)
+
+What a module computes is found out by trying: a shell of it, with small Linears in the places of its own, is held to the
+formula under each activation that a kernel has. So a class of any name can be converted, and none that computes more.
+"""
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from te_bench.kernels.activation import KINDS
+from te_bench.kernels.activation.backends import reference
+from te_bench.kernels.activation.recomputed import gradient_and_value
+from te_bench.kernels.quantize import Quantized
+from te_bench.models import fp8
+from te_bench.models.modules.fp8_module import FLOATS, compute_dtype, flatten, is_recorded
+from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
+from te_bench.models.modules.layernorm_mlp import activate_quantize, activation_backend, activation_grad_quantize
+from te_bench.models.modules.linear import Linear, linear_backward
+from te_bench.models.modules.plain import are_plain
+from te_bench.models.subclassing import Mixed, mix
+
+#: The names of the first Linears, the activated one first, and of the last: Llama and most others, Phi 3, T5, torchtitan,
+#: ViT and CLIP, GPT-2 and nanoGPT.
+NAMES = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("wi_0", "wi_1"), "wo"),
+    (("w1", "w3"), "w2"),
+    (("fc1",), "fc2"),
+    (("c_fc",), "c_proj"),
+    (("wi",), "wo"),
+)
+
+ROWS, WIDTH, HIDDEN = 5, 4, 6  # of a shell
+
+
+class Form(NamedTuple):
+    """Where an MLP's Linears are, and its activation; dropout: of a module after the last Linear."""
+
+    first: tuple[str, ...]
+    last: str
+    kind: str
+    dropout: str | None
+
+
+class MLP(Mixed):
+    """Put before an MLP's own class. Where somebody looks between its layers (hooks, LoRA) the own forward computes it.
+
+    So it does for dropout between them, for calibration, and what torch.compile or torch.jit.trace records.
+    """
+
+    _te_mlp: Form
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        form = self._te_mlp
+        first, last = [getattr(self, name) for name in form.first], getattr(self, form.last)
+        if args or kwargs or is_recorded() or not _can_fuse(self, x, first, last):
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        in_fp8 = fp8.current.enabled and isinstance(last, Linear)
+        y = (_in_fp8 if in_fp8 else _in_half)(x, form.kind, first, last)
+        return y if form.dropout is None else getattr(self, form.dropout)(y)
+
+
+def _can_fuse(module: Any, x: Tensor, first: Sequence[Any], last: Any) -> bool:
+    layers = [*first, last]
+    if fp8.current.calibrating or x.numel() == 0 or not are_plain(layers, frozen=True):
+        return False
+    ours = [layer for layer in layers if isinstance(layer, Linear)]
+    if fp8.current.enabled and (len(ours) not in (0, len(layers)) or any(layer._reuse for layer in ours)):
+        return False
+    inner = [child for name, child in module._modules.items() if name != module._te_mlp.dropout]
+    if module.training and any(isinstance(child, nn.Dropout) and child.p > 0 for child in inner):
+        return False
+    return compute_dtype(x) in FLOATS and all(layer.weight.device == x.device for layer in layers)
+
+
+def _in_half(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
+    for layer in (*first, last):
+        if isinstance(layer, Linear):
+            layer.without_fp8()
+    dtype = compute_dtype(x)
+    tensors = [t for layer in (last, *first) for t in (layer.weight, layer.bias)]
+    cast = [None if t is None else t.to(dtype) for t in tensors]
+    return _Half.apply(flatten(x, dtype), kind, *cast).view(*x.shape[:-1], -1)
+
+
+def _in_fp8(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
+    gemms = first[0].gemms(), last.gemms()
+    for other in first[1:]:
+        other.gemms()  # so that it has its state, as alone
+    training = torch.is_grad_enabled()
+    with torch.no_grad():
+        joined = first[0].weight if len(first) == 1 else torch.cat([layer.weight for layer in first])
+    weights = [
+        layer.quantized_weight(own, weight, 0, None, columnwise=training)
+        for layer, own, weight in zip((first[0], last), gemms, (joined, last.weight), strict=True)
+    ]
+    del joined
+    tensors = [t for layer in (last, *first) for t in (layer.weight, layer.bias)]
+    y = _Fp8.apply(flatten(x, compute_dtype(x)), kind, gemms, weights, training, *tensors)
+    return y.view(*x.shape[:-1], -1)
+
+
+class _Half(torch.autograd.Function):
+    """x (M, K), W2, b2, W1, b1 and, of two, the other's -> y (M, N), all of one dtype.
+
+    The first products go side by side into one matrix, which alone is kept beside x; the activation is made again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str, w2: Tensor, b2: Tensor | None, *first: Any) -> Tensor:
+        weights, biases = first[::2], first[1::2]
+        h = x.new_empty(len(x), sum(len(w) for w in weights))
+        for part, w, b in zip(_columns(h, weights), weights, biases, strict=True):
+            _multiply(x, w, b, part)
+        y = x.new_empty(len(x), len(w2))
+        _multiply(activation_backend(h).forward(h, kind), w2, b2, y)
+        ctx.save_for_backward(x, h, w2, *weights)
+        ctx.kind = kind
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, h, w2, *weights = ctx.saved_tensors
+        need_x, _, need_w2, need_b2, *need_first = ctx.needs_input_grad
+        dy = dy.contiguous()
+        dh, a = gradient_and_value(activation_backend(h), dy @ w2, h, ctx.kind)
+        dw2 = dy.t() @ a if need_w2 else None
+        del a
+        dx, first = None, []
+        for i, (part, w) in enumerate(zip(_columns(dh, weights), weights, strict=True)):
+            first += [part.t() @ x if need_first[2 * i] else None, part.sum(0) if need_first[2 * i + 1] else None]
+            if need_x:
+                dx = part @ w if dx is None else dx.addmm_(part, w)
+        return dx, None, dw2, dy.sum(0) if need_b2 else None, *first
+
+
+def _columns(h: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The columns of h that each weight makes."""
+    return h.split([len(w) for w in weights], 1)
+
+
+def _multiply(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
+    """out := x W^T + b."""
+    if b is None:
+        torch.mm(x, w.t(), out=out)
+    else:
+        torch.addmm(b, x, w.t(), out=out)
+
+
+class _Fp8(torch.autograd.Function):
+    """The same in FP8: x is cast once, the first weights are one matrix, cast by the scale of the first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        kind: str,
+        gemms: tuple[Gemms, Gemms],
+        weights: Sequence[Quantized],
+        training: bool,
+        w2: Tensor,
+        b2: Tensor | None,
+        *first: Any,
+    ) -> Tensor:
+        (fc1, fc2), (q1, q2), biases = gemms, weights, [b for b in first[1::2] if b is not None]
+        needed = [training and need for need in ctx.needs_input_grad]
+        need_x, need_w1, need_w2 = needed[0], any(needed[7::2]), needed[5]
+        n = fc1.quantize(x, "input", rowwise=True, columnwise=need_w1)
+        b1 = torch.cat(biases) if biases else None
+        h = fc1.fprop(n, q1, x.dtype, b1)
+        a = activate_quantize(fc2, h, kind, columnwise=need_w2)
+        y = fc2.fprop(a, q2, x.dtype, b2)
+        w1_t = q1.by_columns() if need_x else NOT_NEEDED
+        w2_t = q2.by_columns() if training else NOT_NEEDED
+        save_for_backward(ctx, (h,), (n.by_columns(), a.by_columns(), w1_t, w2_t))
+        ctx.gemms, ctx.kind, ctx.sizes = gemms, kind, [len(w) for w in first[::2]]
+        ctx.dtypes = [None if t is None else t.dtype for t in (w2, b2, *first)]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (h,), (n_t, a_t, w1_t, w2_t) = restore(ctx)
+        fc1, fc2 = ctx.gemms
+        need_x, _, _, _, _, need_w2, need_b2, *need_first = ctx.needs_input_grad
+        w2_dtype, b2_dtype, *dtypes = ctx.dtypes
+        need_w1, need_b1 = any(need_first[::2]), any(need_first[1::2])
+        below = need_x or need_w1 or need_b1
+        da, dw2, db2 = linear_backward(fc2, dy, a_t, w2_t, (below, need_w2, need_b2), dy.dtype, w2_dtype)
+        dx, first = None, [None] * len(dtypes)
+        if da is not None:
+            db1 = da.new_zeros(h.shape[1], dtype=torch.float32) if need_b1 else None
+            rowwise, columnwise = need_x, need_w1 or not need_x
+            g = activation_grad_quantize(fc1, da, h, ctx.kind, rowwise=rowwise, columnwise=columnwise, total=db1)
+            del da
+            if need_w1:
+                first[::2] = fc1.wgrad(g, n_t, dtypes[0]).split(ctx.sizes)
+            if db1 is not None:
+                first[1::2] = [part.to(t) for part, t in zip(db1.split(ctx.sizes), dtypes[1::2], strict=True)]
+            dx = fc1.dgrad(g, w1_t, dy.dtype) if need_x else None
+        first = [d if need else None for d, need in zip(first, need_first, strict=True)]
+        return dx, None, None, None, None, dw2, None if db2 is None else db2.to(b2_dtype), *first
+
+
+def convert(module: Any, undo: contextlib.ExitStack) -> str:
+    """Let an MLP compute by the kernels; returns by which. Raises ValueError, which says why it stays."""
+    form = find_form(module)
+    mix(module, MLP, undo)
+    undo.callback(vars(module).pop, "_te_mlp", None)
+    module._te_mlp = form
+    return f"products and {form.kind}"
+
+
+def places(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
+    """The names of a module's Linears, if it looks like an MLP."""
+    children = module._modules
+    return next((names for names in NAMES if {*names[0], names[1]} <= children.keys()), None)
+
+
+def find_form(module: nn.Module) -> Form:
+    """What an MLP computes. Raises ValueError, which says why no kernel does."""
+    names = places(module)
+    assert names is not None
+    first, last = names
+    layers = [module._modules[name] for name in (*first, last)]
+    for name, layer in zip((*first, last), layers, strict=True):
+        if not isinstance(layer, nn.Linear | Linear):
+            raise ValueError(f"its {name} is a {type(layer).__name__}, and no Linear")
+        if isinstance(layer, Linear) and (layer.return_bias or "weight" not in layer._parameters):
+            raise ValueError(f"its {name} is a te.Linear of several outputs or weights")
+    biases = [layer is not None and layer.bias is not None for layer in layers[:-1]]
+    if any(biases) != all(biases):
+        raise ValueError("one of its first Linears has a bias, and the other has none")
+    found = _try(module, first, last, all(biases))
+    if found is None:
+        raise ValueError("it computes another function, or by an activation that no kernel has")
+    return Form(first, last, *found)
+
+
+class _Passed(nn.Module):
+    """In a dropout's place: it remembers what it passed on."""
+
+    seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x
+        return x
+
+
+@torch.no_grad()
+def _try(module: nn.Module, first: tuple[str, ...], last: str, bias: bool) -> tuple[str, str | None] | None:
+    """The activation under which a shell of the module computes the formula, and the dropout after it; None: nothing."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, dtype=torch.float64)
+
+    shell = copy.copy(module)
+    shell._modules = dict(module._modules)
+    gated = len(first) == 2
+    for inner in (HIDDEN, 2 * HIDDEN):
+        made: dict[str, Any] = {}
+        for name in (*first, last):
+            into, out = (HIDDEN, WIDTH) if name == last else (WIDTH, inner)
+            made[name] = nn.Linear(into, out, dtype=torch.float64, device="cpu", bias=name == last or bias)
+            made[name].weight.copy_(draw(out, into))
+        passed = {name: _Passed() for name, child in module._modules.items() if isinstance(child, nn.Dropout)}
+        shell._modules.update(made | passed)
+        x = draw(1, ROWS, WIDTH)
+        try:
+            y = shell.forward(x)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            continue
+        h = torch.cat([made[name](x) for name in first], -1)[0]
+        for kind in KINDS:
+            if KINDS[kind][1] != (gated or inner > HIDDEN):
+                continue
+            truth = made[last](reference.forward(h, kind))
+            if isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y[0], truth, rtol=1e-6, atol=1e-6):
+                return kind, next((name for name, p in passed.items() if p.seen is y), None)
+        if gated:
+            break
+    return None

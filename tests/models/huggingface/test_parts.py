@@ -1,0 +1,256 @@
+"""te.convert(parts=...): families of transformers by te-bench's kernels compute the same, and go on as models do."""
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, assert_same, inputs, make, run, tokens
+from torch import nn
+
+import te_bench.models as te
+from te_bench.models import recipe
+from te_bench.models.conversion_parts import PARTS
+
+pytest.importorskip("transformers")
+
+#: What stays, and a word of the reason.
+STAYS = {
+    "gemma2": {"attention": "caps the scores", "head": "not Llama's"},
+    "gpt2": {"rotary": "nothing in it"},
+    "bert": {"mlp": "nothing in it", "rotary": "nothing in it", "head": "nothing in it"},
+    "t5": {"attention": "bias of positions", "rotary": "nothing in it", "head": "not Llama's"},
+    "vit": {"rotary": "nothing in it", "head": "nothing in it"},
+    "whisper": {"mlp": "another function", "rotary": "nothing in it", "head": "nothing in it"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_computes_the_same_and_the_report_says_what_stays(family: str) -> None:
+    model = make(family)
+    loss, gradients = run(model, inputs(family))
+    parameters = {name: p for name, p in model.named_parameters() if ".c_" not in name}
+    keys = list(model.state_dict())
+    report = te.convert(model, parts="all")
+    again, found = run(model, inputs(family))
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    assert_same(found, gradients, 1e-4)
+    assert list(model.state_dict()) == keys
+    assert all(model.get_parameter(name) is p for name, p in parameters.items())
+    stays = {entry.part: entry.reason for entry in report.parts if entry.after is None}
+    assert stays.keys() == STAYS.get(family, {}).keys()
+    for part, word in STAYS.get(family, {}).items():
+        assert word in (stays[part] or "")
+        assert f"{part}: kept: {stays[part]}" in str(report)
+    if "mlp" not in stays:
+        assert sum(entry.part == "mlp" for entry in report.parts) == (4 if family == "t5" else 2)
+
+
+@pytest.mark.parametrize("choice", [recipe.DelayedScaling(amax_history_len=4), recipe.RowwiseScaling()])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "vit"])
+def test_in_fp8_it_is_near_it(family: str, choice: Any) -> None:
+    model = make(family)
+    loss, gradients = run(model, inputs(family))
+    te.convert(model, choice, parts="all")
+    run(model, inputs(family))  # delayed scaling begins with scale 1
+    near, found = run(model, inputs(family))
+    assert 0 < abs(near - loss) < 0.05
+    for name, gradient in gradients.items():
+        if not name.endswith(("k_proj.bias", "key.bias")):  # 0 but for rounding
+            cosine = nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0)
+            assert cosine > 0.9, name
+            assert 0.7 < found[name].norm() / gradient.norm() < 1.4, name
+
+
+def test_in_bf16_it_is_as_near_to_float32_as_the_model_itself() -> None:
+    exact = make("llama")
+    _, truth = run(exact, inputs("llama"))
+    errors = []
+    for parts in (None, "all"):
+        model = copy.deepcopy(exact).bfloat16()
+        if parts:
+            te.convert(model, parts=parts)
+        _, found = run(model, inputs("llama"))
+        errors.append({name: (g.float() - truth[name]).norm() / truth[name].norm() for name, g in found.items()})
+    for name, error in errors[1].items():
+        assert error < 2 * errors[0][name] + 1e-3, name
+        assert error < 0.1, name
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_alone(part: str) -> None:
+    model = make("llama")
+    loss, gradients = run(model, inputs("llama"))
+    report = te.convert(model, parts=part)
+    again, found = run(model, inputs("llama"))
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    assert_same(found, gradients, 1e-4)
+    assert {entry.part for entry in report.parts} == {part} - {"linear", "norm"}
+    linears = sum(isinstance(module, te.Linear) for module in model.modules())
+    assert linears == (15 if part == "linear" else 0)
+    assert (model(**inputs("llama")).logits is None) is (part == "head")
+
+
+def test_without_parts_it_is_layers_as_before() -> None:
+    model = make("llama")
+    report = te.convert(model)
+    assert not report.parts
+    assert model.config._attn_implementation == "sdpa"
+    assert type(model.model.layers[0].mlp).__mro__[1] is nn.Module
+    assert len(report.converted) == 20
+
+
+@pytest.mark.parametrize("parts", ["mpl", ("linear", "mpl"), ()])
+def test_an_unknown_part_is_named(parts: Any) -> None:
+    model = make("llama")
+    with pytest.raises(ValueError, match="of linear, norm, mlp, rotary, attention, head; 'all' is all"):
+        te.convert(model, parts=parts)
+    assert not any(isinstance(module, te.Linear) for module in model.modules())
+
+
+def test_filters_by_name_and_size() -> None:
+    model = make("llama")
+    report = te.convert(model, parts="all", filter=lambda name, module: "layers.0" not in name)
+    kept = [entry.name for entry in report.parts if entry.reason == "filtered out"]
+    assert kept == ["model.layers.0.mlp", "model.layers.0.self_attn"]
+    assert not isinstance(model.model.layers[0].mlp.up_proj, te.Linear)
+    run(model, inputs("llama"))
+    model = make("llama")
+    te.convert(model, filter=te.larger_than(32))
+    layer = model.model.layers[0]
+    assert isinstance(layer.self_attn.q_proj, te.Linear)
+    assert not isinstance(layer.self_attn.k_proj, te.Linear)
+    assert isinstance(layer.input_layernorm, te.RMSNorm)
+
+
+def test_a_tied_head_in_fp8_counts_as_read() -> None:
+    model = make("llama", tie_word_embeddings=True)
+    report = te.convert(model, recipe.Float8CurrentScaling(), parts="all")
+    assert report.flop_share == 1
+    assert not report.kept
+    model = make("llama", tie_word_embeddings=True)
+    report = te.convert(model, recipe.Float8CurrentScaling(), parts="all", filter=lambda name, _: name != "lm_head")
+    assert [entry.name for entry in report.kept] == ["lm_head"]
+    assert report.flop_share < 1
+    assert model(**inputs("llama")).logits is None
+
+
+def test_copies_and_pickles_compute_the_same() -> None:
+    model = make("llama")
+    te.convert(model, recipe.DelayedScaling(amax_history_len=4), parts="all")
+    run(model, inputs("llama"))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other).__name__ == "LlamaForCausalLM"
+        expected, found = run(copy.deepcopy(model), inputs("llama")), run(other, inputs("llama"))
+        assert torch.equal(found[0], expected[0])
+        assert all(torch.equal(found[1][name], g) for name, g in expected[1].items())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    again = make("llama", seed=1)
+    te.convert(again, recipe.DelayedScaling(amax_history_len=4), parts="all")
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(run(again, inputs("llama"))[0], run(model, inputs("llama"))[0])
+
+
+def test_converting_twice_is_harmless() -> None:
+    model = make("llama")
+    te.convert(model, parts="all")
+    loss, gradients = run(model, inputs("llama"))
+    report = te.convert(model, parts="all")
+    assert [entry.after for entry in report.parts if entry.part == "mlp"] == ["te's already"] * 2
+    again, found = run(model, inputs("llama"))
+    assert torch.equal(again, loss)
+    assert_same(found, gradients, 0)
+
+
+def test_what_is_raised_on_the_way_leaves_the_model_as_it_was() -> None:
+    model = make("llama")
+    before = {name: type(module) for name, module in model.named_modules()}
+    loss, _ = run(model, inputs("llama"))
+
+    def fail(name: str, module: nn.Module) -> bool:
+        if name == "model.layers.1.self_attn":
+            raise KeyError(name)
+        return True
+
+    with pytest.raises(KeyError):
+        te.convert(model, parts="all", filter=fail)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert model.config._attn_implementation == "sdpa"
+    assert not any("_te_mlp" in vars(module) for module in model.modules())
+    assert torch.equal(run(model, inputs("llama"))[0], loss)
+
+
+def test_saved_and_loaded_it_is_transformers_own(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = make("llama")
+    te.convert(model, parts="all")
+    model.save_pretrained(tmp_path)
+    plain = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert plain.config._attn_implementation == "sdpa"
+    ours = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="te_bench")
+    assert ours.config._attn_implementation == "te_bench"
+    model.eval()
+    expected = model(input_ids=tokens()).logits
+    for other in (plain, ours):
+        torch.testing.assert_close(other(input_ids=tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_generation_goes_on_as_before() -> None:
+    model = make("llama").eval()
+    padded = torch.ones(3, 6, dtype=torch.int64)
+    padded[0, :2] = 0
+    asked: list[dict[str, Any]] = [{}, {"attention_mask": padded}, {"cache_implementation": "static"}]
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = [model.generate(tokens()[:, :6], **options, **more) for more in asked]
+    te.convert(model, parts="all")
+    for more, before in zip(asked, expected, strict=True):
+        assert torch.equal(model.generate(tokens()[:, :6], **options, **more), before)
+
+
+@pytest.mark.parametrize("choice", [None, recipe.DelayedScaling(amax_history_len=4)])
+def test_gradient_checkpointing_changes_no_bit(choice: Any) -> None:
+    model = make("llama")
+    te.convert(model, choice, parts="all")
+    again = copy.deepcopy(model)
+    again.gradient_checkpointing_enable()
+    for _ in range(2):
+        (loss, gradients), (other, found) = run(model, inputs("llama")), run(again, inputs("llama"))
+        assert torch.equal(loss, other)
+        assert all(torch.equal(found[name], g) for name, g in gradients.items())
+
+
+@pytest.mark.parametrize(("choice", "backend"), [(None, "aot_eager"), (recipe.Float8CurrentScaling(), "eager")])
+def test_compiled_it_computes_the_same(choice: Any, backend: str) -> None:
+    model = make("llama", num_hidden_layers=1)
+    te.convert(model, choice, parts="all")
+    loss, gradients = run(model, inputs("llama"))
+    torch.compiler.reset()
+    again, found = run(torch.compile(model, backend=backend), inputs("llama"))
+    torch.testing.assert_close(again, loss, rtol=1e-5 if choice is None else 1e-2, atol=0)
+    if choice is None:
+        assert_same({name.removeprefix("_orig_mod."): g for name, g in found.items()}, gradients, 1e-4)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["gate_proj", "down_proj"]])
+def test_lora_before_convert_trains_its_own_weights_alone(targets: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    plain = peft.get_peft_model(make("llama"), peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    model = copy.deepcopy(plain)
+    loss, gradients = run(plain, inputs("llama"))
+    report = te.convert(model, parts="all")
+    again, found = run(model, inputs("llama"))
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    assert all("lora" in name for name in found)
+    assert_same(found, gradients, 1e-4)
+    mlps = [entry for entry in report.parts if entry.part == "mlp"]
+    assert all((entry.after is None) is ("gate_proj" in targets) for entry in mlps)
+    te.convert(model, recipe.Float8CurrentScaling(), parts="all")
+    near, found = run(model, inputs("llama"))
+    assert abs(near - loss) < 0.05
+    assert found.keys() == gradients.keys()
