@@ -13,6 +13,7 @@ from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Options, Tria
 from te_bench.models.configs import configs
 
 SUITE = "advise"
+ALL = "all"  # parts of te.convert
 CHUNKED, FP8_HEAD = "chunked", "fp8"
 COMPILED = ("compile", "compile-reduce-overhead")
 LENGTH = 1024  # tokens of a sequence of a user's model, where neither it nor --tokens says
@@ -24,7 +25,10 @@ ATTENTIONS = {"cuda": ("cudnn", "flash", "gluon", "triton"), "cpu": ("flash", "m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """How a model is trained. fused: blocks and optimizer of te-bench; padded: the vocabulary, to a multiple of 64."""
+    """How a model is trained. fused: blocks and optimizer of te-bench; padded: the vocabulary, to a multiple of 64.
+
+    parts: those of te.convert, of a user's model.
+    """
 
     attention: str
     precision: str = "bf16"
@@ -33,6 +37,7 @@ class Choice:
     head: str | None = None
     fused: bool = False
     padded: bool = False
+    parts: str | None = None
 
     def changes(self, have: "Choice") -> int:
         """In how many settings it differs from what the user has: how much there is to change, and to go wrong."""
@@ -45,6 +50,7 @@ class Choice:
         said += [f"{self.head} head"] if self.head else []
         said += ["fused blocks and AdamW"] if self.fused else []
         said += ["padded vocabulary"] if self.padded else []
+        said += ["te.convert's parts"] if self.parts else []
         return ", ".join(
             [*said, {"eager": "eager", "cudagraph": "one CUDA graph"}.get(self.mode, f"torch.{self.mode}")]
         )
@@ -85,6 +91,7 @@ class Question:
             head=CHUNKED if choice.fused else None,
             fused=choice.fused,
             padded=choice.fused and choice.padded,
+            parts=choice.parts,
         )
 
     @property
@@ -98,6 +105,7 @@ class Question:
         if self.preset:
             settings |= {"vocab": self.vocab, "padded_vocab": self.padded_vocab if choice.padded else self.vocab}
         settings |= {"head": choice.head} if choice.head else {}
+        settings |= {"parts": choice.parts} if choice.parts else {}
         settings |= {"blocks": "fused", "optimizer": "triton"} if choice.fused else {}
         return Trial(
             workload="train_step",
@@ -140,6 +148,12 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
     recipes = _recipes(options.device, capability, left_out)
     attentions = [OWN_ATTENTION, *(name for name in pinned if suite_trials.can_hold(options, name, problem))]
     choices = _choices(have, attentions, recipes, heads=(None,), cuda=cuda, fusable=False, pads=False)
+    # Attention is then te-bench's own, and a head in FP8 goes with a recipe.
+    own_attention = [choice for choice in choices if choice.attention == OWN_ATTENTION and choice.precision != "fp32"]
+    choices += [dataclasses.replace(choice, parts=ALL) for choice in own_attention]
+    choices.sort(
+        key=lambda choice: ("eager", *COMPILED).index(choice.mode)
+    )  # its whole steps are measured in this order
     return Question(
         model=own.source.model,
         said=" ".join(run_options.words(dataclasses.replace(options, tokens=None, batch=None, budget_s=None))),

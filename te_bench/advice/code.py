@@ -40,9 +40,12 @@ def code(question: Question, choice: Choice) -> list[str]:
 
 def _of_users(choice: Choice) -> list[str]:
     lines = []
-    if choice.recipe:
-        lines += ["import te_bench.models as te", "from te_bench.models import recipe"]
-        lines += [f"te.convert(model, recipe.{CLASSES[choice.recipe]}())  # before the optimizer is made"]
+    options = [f"recipe.{CLASSES[choice.recipe]}()"] if choice.recipe else []
+    options += [f'parts="{choice.parts}"'] if choice.parts else []
+    if options:
+        lines += ["import te_bench.models as te"]
+        lines += ["from te_bench.models import recipe"] if choice.recipe else []
+        lines += [f"te.convert(model, {', '.join(options)})  # before the optimizer is made"]
     if choice.attention in KERNELS:
         lines += ["from torch.nn.attention import SDPBackend, sdpa_kernel"]
         lines += [f"with sdpa_kernel(SDPBackend.{KERNELS[choice.attention]}):  # around forward and backward pass"]

@@ -93,7 +93,7 @@ class Correction:
 
 def kind(choice: Choice) -> tuple[Choice, bool]:
     """What predictions err alike over."""
-    return Choice(attention="", mode=choice.mode, fused=choice.fused), choice.recipe is not None
+    return Choice(attention="", mode=choice.mode, fused=choice.fused, parts=choice.parts), choice.recipe is not None
 
 
 def corrected(predictions: Mapping[Choice, Prediction], measured: Mapping[Choice, float]) -> Correction:

@@ -37,6 +37,7 @@ _SHOWN = {
     "lr_factor": "lr",
     "head": "head-",
     "optimizer": "adamw-",
+    "parts": "parts-",
     "blocks": "blocks-",
     **dict.fromkeys(("rival", "linears"), ""),
     "edge": "n",
@@ -147,6 +148,7 @@ class StepProblem(TrialProblem):
     sha256: str | None = None
     inputs: str | None = None
     loss: str | None = None
+    parts: Literal["all"] | None = None  # of te.convert, of a user's model; None: what a recipe needs
 
     @property
     def source(self) -> "Source | None":

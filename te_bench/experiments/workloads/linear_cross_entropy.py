@@ -23,7 +23,7 @@ from te_bench.experiments.checks.tolerances import (
     HEAD_GRADIENT_UNITS,
     HEAD_LOSS_SIGMAS,
 )
-from te_bench.experiments.checks.training_step import HEAD_SCALE
+from te_bench.experiments.checks.gradients import HEAD_SCALE
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import HeadProblem
