@@ -161,6 +161,10 @@ class Run:
                 return number
         return len(trials)
 
+    def _repetitions(self, choice: Choice) -> float:
+        """Seconds that it takes to run a choice and what the user has again, without which there is no interval."""
+        return (SEEDS - 1) * self.pace.expected([self.question.trial(c) for c in (self.question.have, choice)])
+
     def _survey(self) -> tuple[Made, Record]:
         (record,) = self._do([self.question.survey()])
         if record.outcome != "ok":
@@ -172,7 +176,7 @@ class Run:
         frames = self.question.frames
         self._step([(frames[0], 0)])
         for frame in frames[1:]:
-            if not self._affordable([self.question.trial(frame)]):
+            if not self._affordable([self.question.trial(frame)], self._repetitions(frame)):
                 self.left_out.append(f"steps by {frame.words()}")
                 continue
             self._step([(frame, 0)])
@@ -181,7 +185,8 @@ class Run:
         q = self.question
         applicable = [choice for choice in q.choices if q.frame(choice) in self.steps]
         wanted = parts.deciding(q, made, applicable)
-        reserve = self.pace.expected([q.trial(q.have)]) * (VERIFIED + 2 * (SEEDS - 1))
+        fastest = min(self.steps, key=lambda choice: typical(self.steps[choice]), default=q.have)
+        reserve = VERIFIED * self.pace.expected([q.trial(fastest)]) + self._repetitions(fastest)
         many = self._affordable([parts.trial(q, part) for part in wanted], reserve)
         if many < len(wanted):
             names = dict.fromkeys(f"{part.workload} by {part.rival}" for part in wanted[many:])
@@ -219,8 +224,7 @@ class Run:
             hoped = correction.of(best) - (best.bound_s if number < VERIFIED else 0.0)
             if hoped > min(measured.values()):
                 return
-            again = self.pace.expected([self.question.trial(self.question.have)]) * 2
-            if not self._affordable([self.question.trial(best.choice)], again):
+            if not self._affordable([self.question.trial(best.choice)], self._repetitions(best.choice)):
                 self.left_out.append(f"verification of {best.choice.words()} and what is slower")
                 return
             self._step([(best.choice, 0)])

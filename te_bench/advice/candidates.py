@@ -151,9 +151,6 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
     # Attention is then te-bench's own, and a head in FP8 goes with a recipe.
     own_attention = [choice for choice in choices if choice.attention == OWN_ATTENTION and choice.precision != "fp32"]
     choices += [dataclasses.replace(choice, parts=ALL) for choice in own_attention]
-    choices.sort(
-        key=lambda choice: ("eager", *COMPILED).index(choice.mode)
-    )  # its whole steps are measured in this order
     return Question(
         model=own.source.model,
         said=" ".join(run_options.words(dataclasses.replace(options, tokens=None, batch=None, budget_s=None))),
@@ -163,7 +160,7 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
         vocab=vocab,
         padded_vocab=vocab,
         have=have,
-        choices=tuple(choices),
+        choices=tuple(in_order(choices)),
         preset=False,
         left_out=left_out,
     )
@@ -245,7 +242,12 @@ def _choices(
             for precision in precisions
             for head in ((CHUNKED, FP8_HEAD) if precision else (CHUNKED,))
         ]
-    return list(dict.fromkeys(found))
+    return in_order(list(dict.fromkeys(found)))
+
+
+def in_order(choices: list[Choice]) -> list[Choice]:
+    """By mode, as whole steps are measured while the budget lasts: those that take seconds before those that compile."""
+    return sorted(choices, key=lambda choice: ("eager", "cudagraph", *COMPILED).index(choice.mode))
 
 
 def alone(question: Question, workload: str, problem: Settings, **more: Any) -> Trial:

@@ -46,6 +46,8 @@ def nearest(choice: Choice) -> Published | None:
 
 def in_words(question: Question, choice: Choice, seconds: float) -> str:
     """One or two sentences; seconds: of a step of the choice, by which the command's cost is told."""
+    if choice.precision == "fp32":
+        return "Convergence: float32 rounds less than bf16; there is nothing to prove."
     if choice.recipe is None:
         return "Convergence: the arithmetic is bf16's as before; there is nothing to prove."
     found = nearest(choice)

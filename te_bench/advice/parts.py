@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from te_bench.advice.candidates import Choice, Question, alone
+from te_bench.advice.candidates import RECIPES, Choice, Question, alone
 from te_bench.experiments.spec import OWN_ATTENTION, Record, Trial
 from te_bench.reports.analysis import layers
 from te_bench.reports.analysis.measures import finite, of_process
@@ -93,7 +93,7 @@ def trial(question: Question, part: Part) -> Trial:
 def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[Part]:
     """The parts in which choices differ from the steps that are measured whole; those of the most promising first.
 
-    A part that many choices need comes before one that few do; FP8 of the recipes in their order.
+    A part that many choices need comes before one that few do; of FP8's, all that a recipe needs before the next one's.
     """
     needed: Counter[Part] = Counter()
     for choice in choices:
@@ -101,7 +101,10 @@ def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[
         for part in (ours - whole) + (whole - ours):
             needed[part] += 1
     order = {LINEAR: 0, HEAD: 1, ATTENTION: 2}
-    return sorted(needed, key=lambda part: (-needed[part], order[part.workload], part.problem))
+    recipes = {name: place for place, name in enumerate(RECIPES)}
+    return sorted(
+        needed, key=lambda p: (-needed[p], order[p.workload], recipes.get(p.rival, len(recipes)), p.rival, p.problem)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
