@@ -12,7 +12,6 @@ from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Options, Trial
 from te_bench.models.configs import configs
 
-SUITE = "advise"
 ALL = "all"  # parts of te.convert
 CHUNKED, FP8_HEAD = "chunked", "fp8"
 COMPILED = ("compile", "compile-reduce-overhead")

@@ -51,7 +51,7 @@ def advise(
     from te_bench.advice import candidates
     from te_bench.advice.advise import NothingMeasured, Run
     from te_bench.experiments import environment, run_options
-    from te_bench.experiments.spec import DEVICES, Options
+    from te_bench.experiments.spec import ADVICE, DEVICES, Options
     from te_bench.experiments.store import own
 
     where = device or environment.default_device()
@@ -71,11 +71,19 @@ def advise(
     chosen = find_gpus(where, gpus)[:1]
     capability = tuple(chosen[0]["capability"]) if chosen and chosen[0].get("capability") else None
     question = candidates.of_model(asked, capability)
-    directory = results_of(candidates.SUITE, asked, out)
+    directory = results_of(ADVICE, asked, out)
     own(directory / "advice")
     machine = environment.capture(where, chosen)
     assert asked.budget_s is not None
-    carry_out = _Trials(question, directory, machine, chosen, deadline=time.monotonic() + asked.budget_s, fresh=fresh)
+    carry_out = _Trials(
+        question,
+        directory,
+        machine,
+        chosen,
+        asked=run_options.words(asked),
+        deadline=time.monotonic() + asked.budget_s,
+        fresh=fresh,
+    )
     try:
         evidence = Run(question, carry_out, budget_s=asked.budget_s, memory=limit).gather()
     except NothingMeasured as nothing:
@@ -94,26 +102,28 @@ class _Trials:
         machine: dict[str, Any],
         gpus: Sequence[dict[str, Any]],
         *,
+        asked: tuple[str, ...],
         deadline: float,
         fresh: bool,
     ):
         self.question, self.directory, self.machine, self.fresh = question, directory, machine, fresh
         self.slots = [gpu["uuid"] for gpu in gpus] or [None]
-        self.deadline = deadline
+        self.deadline, self.asked = deadline, asked
 
     def __call__(self, trials: "Sequence[Trial]") -> "list[Record]":
         from te_bench.experiments import plan
         from te_bench.experiments.measurement import Context
-        from te_bench.experiments.spec import Experiment
+        from te_bench.experiments.spec import ADVICE, Experiment
 
         for trial in trials:
             plan.check(trial)
         question = self.question
         experiment = Experiment(
-            suite="advise",
+            suite=ADVICE,
             title=f"Advice: {question.title}",
             trials=tuple(trials),
             baseline=question.trial(question.have).cell,
+            asked=self.asked,
         )
         timeout = min(max(self.deadline - time.monotonic(), LEAST_TIMEOUT_S), MOST_TIMEOUT_S)
         fresh, self.fresh = self.fresh, False
@@ -139,12 +149,12 @@ def size(said: str) -> float:
 def _answer(evidence: "Evidence", directory: Path, environment: str, limit: float | None) -> int:
     """Write the answer and the report beside the journal, print the answer; the exit code."""
     from te_bench.advice import answer, decision, page, traps
-    from te_bench.advice.candidates import SUITE
+    from te_bench.experiments.spec import ADVICE
     from te_bench.reports.analysis.rows import load_results
     from te_bench.reports.files import write_atomically
     from te_bench.reports.page import render
 
-    group = decision.group_of(load_results([directory]), SUITE, environment)
+    group = decision.group_of(load_results([directory]), ADVICE, environment)
     found = decision.decide(evidence, group, limit)
     findings = traps.of_evidence(evidence)
     said = json.dumps(answer.to_json(evidence, found, findings), indent=2)

@@ -59,6 +59,8 @@ def test_an_answer_and_the_same_again_measures_nothing(command: Command, simulat
     assert again.code == 0
     assert len(simulated.asked) == first
     assert (tmp_path / "runs" / "advise-tiny" / "advice.json").exists()
+    report = (tmp_path / "runs" / "advise-tiny" / "report" / "report.md").read_text()
+    assert "    te-bench advise --model tiny --device cpu --out my-run\n" in report
 
 
 def test_nothing_measured_ends_with_4(command: Command, simulated: Machine) -> None:
