@@ -42,6 +42,12 @@ class Choice:
         """In how many settings it differs from what the user has: how much there is to change, and to go wrong."""
         return sum(getattr(self, f.name) != getattr(have, f.name) for f in dataclasses.fields(self))
 
+    def beside(self, other: "Choice") -> str:
+        """What it has in place of another's: rowwise_scaling, no padded."""
+        names = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+        values = {name: getattr(self, name) for name in names}
+        return ", ".join(f"no {n}" if v in (None, False) else n if v is True else str(v) for n, v in values.items())
+
     def words(self) -> str:
         """It in words: FP8 by delayed_scaling, cudnn attention, fused blocks, compile-reduce-overhead."""
         attention = "its own" if self.attention == OWN_ATTENTION else self.attention

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from te_bench.advice.advise import Evidence, peak, typical
 from te_bench.advice.candidates import Choice
+from te_bench.advice.convergence import nearest
 from te_bench.advice.parts import LINEAR, Part, PartTime
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import Ratio, of_processes, speedup
@@ -92,7 +93,8 @@ def _best(
         if best == have and len(found) == 1:
             return best, [], None if len(found[best].ok) > 1 else "nothing else was measured"
         return best, [], "one run of each has no interval; a larger --budget repeats them"
-    cheapest = min(fastest, key=lambda choice: (choice.changes(have), peak(found[choice].ok) or 0.0))
+    # The fewest changes; of recipes one with a published verdict; then the least memory.
+    cheapest = min(fastest, key=lambda c: (c.changes(have), nearest(c) is None, peak(found[c].ok) or 0.0))
     tied = [choice for choice in fastest if choice != cheapest]
     if cheapest == have and tied:
         return have, tied, f"{tied[0].words()} is not distinguished from it ({ranking.reason})"

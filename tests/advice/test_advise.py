@@ -180,3 +180,11 @@ def test_choices_are_given_once_and_the_users_first() -> None:
     assert asked.choices[0] == asked.have == asked.frames[0]
     assert len(set(asked.choices)) == len(asked.choices)
     assert dataclasses.replace(asked.have, padded=True) in asked.choices
+
+
+def test_of_recipes_that_are_not_told_apart_the_one_with_a_published_verdict_is_advised(tmp_path: Path) -> None:
+    machine = Machine(question())
+    found = decided(machine, gathered(machine), tmp_path)
+    assert found.tied  # recipes take equal times on this machine, but for noise
+    assert found.use.recipe == "delayed_scaling"
+    assert found.tied[0].beside(found.use) == found.tied[0].recipe
