@@ -28,8 +28,8 @@ def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding
         others = f" The page has {len(findings) - 1} more." if len(findings) > 1 else ""
         said += [f"Trap: {findings[0].what} {findings[0].mend}{others}"]
     if decision.tied and not decision.undecided:
-        others = [choice.beside(decision.use) for choice in decision.tied]
-        said += [f"Not distinguished from it: the same with {' or with '.join(others)}."]
+        alike = " or with ".join(choice.beside(decision.use) for choice in decision.tied)
+        said += [f"Not distinguished from it: the same with {alike}."]
     if evidence.left_out:
         said += [f"No time for: {text.listed(evidence.left_out, 2)}. A larger --budget has it."]
     return [sentence for sentence in said if sentence]

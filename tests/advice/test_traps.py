@@ -15,6 +15,7 @@ from te_bench.advice.decision import LinearGain
 from te_bench.advice.parts import PartTime
 from te_bench.experiments.spec import Record
 from te_bench.experiments.workloads.survey import look
+from te_bench.models import adopted
 
 CLEAN = survey_work(question(), vocab=50304)
 (CALL,) = CLEAN["attentions"]
@@ -114,6 +115,7 @@ class Planted(nn.Module):
 
 
 def test_a_model_that_trains_slowly_is_seen_through() -> None:
+    adopted.pin(adopted.OWN)
     tokens = torch.zeros(2, 600, dtype=torch.int64)
     found = traps.findings(record(trial("survey"), work=look(Planted(0.1), tokens, tokens, "bf16")), None, None)
     assert {finding.name for finding in found} == {"attention", "vocabulary", "logits", "dropout"}

@@ -11,6 +11,14 @@ from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import survey
 from te_bench.experiments.workloads.survey import look
+from te_bench.models import adopted
+
+
+@pytest.fixture(autouse=True)
+def _any_kernel() -> None:
+    """A user's model that another test trained has chosen the kernels of SDPA for the process."""
+    adopted.pin(adopted.OWN)
+
 
 TOKENS = torch.arange(32).view(2, 16) % 11
 
