@@ -15,6 +15,7 @@ from torch import nn
 
 from te_bench.models.conversion_report import ConvertedPart
 from te_bench.models.modules.linear import Linear
+from te_bench.models.subclassing import mix
 
 Filter = Callable[[str, nn.Module], bool]
 #: Replaces a part, and says what it is now; raises ValueError, which says why it stays.
@@ -49,15 +50,15 @@ def convert(
         found = list(convertor(model, filter, undo))
         yield from found
         if not found:
-            yield ConvertedPart(part, "", type(model).__name__, None, f"nothing in it is one: {KNOWN[part]}")
+            yield ConvertedPart(part, "", type(model).__name__, None, ABSENT[part])
 
 
-#: What convert looks for.
-KNOWN = {
-    "mlp": "an MLP is a module with gate_proj, up_proj, down_proj, or fc1, fc2, or other such names of huggingface/mlp.py",
-    "rotary": "attentions of transformers that call apply_rotary_pos_emb are",
-    "attention": "models of transformers have one",
-    "head": "models of transformers whose name ends in ForCausalLM have one",
+#: Why a model without any stays as it is.
+ABSENT = {
+    "mlp": "no module has the Linears of an MLP by names that convert knows (gate_proj, up_proj, down_proj; fc1, fc2; ...)",
+    "rotary": "no attention of transformers in it calls apply_rotary_pos_emb",
+    "attention": "it holds no model of transformers",
+    "head": "it holds no model of transformers with an lm_head",
 }
 
 
@@ -129,7 +130,7 @@ def _set_attention(model: Any, undo: contextlib.ExitStack) -> str:
     """attn_implementation="te_bench" for a model and those inside of it. Raises ValueError, which says why not."""
     from transformers import PreTrainedModel
 
-    from te_bench.models.huggingface.attention import NAME
+    from te_bench.models.huggingface.attention import NAME, Attending
 
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     reason = _lack(model, models)
@@ -140,6 +141,7 @@ def _set_attention(model: Any, undo: contextlib.ExitStack) -> str:
         inner.set_attn_implementation(NAME)  # each, for encoders and decoders may have copies of the configuration
     if any(inner.config._attn_implementation != NAME for inner in models):
         raise ValueError("transformers does not let it take another attention")
+    mix(model, Attending, undo)
     return f"attn_implementation={NAME!r}"
 
 
@@ -151,7 +153,15 @@ def _lack(model: Any, models: list[Any]) -> str | None:
         return "it caps the scores softly, which no kernel does"
     if any(hasattr(module, "sinks") for module in model.modules()):
         return "it has attention sinks, which no kernel does"
-    files = {type(inner)._te_origin if hasattr(inner, "_te_origin") else type(inner) for inner in models}
-    if any("position_bias" in inspect.getsource(sys.modules[file.__module__]) for file in files):
+    files = {getattr(type(inner), "_te_origin", type(inner)) for inner in models}
+    if any("position_bias" in _source(sys.modules[file.__module__]) for file in files):
         return "it adds a bias of positions to the scores, which no kernel does"
     return None
+
+
+def _source(module: Any) -> str:
+    """Its text; nothing for what was typed into an interpreter."""
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):
+        return ""

@@ -106,6 +106,10 @@ class Conversion:
             f"{len(self.converted)} of {total} layers converted{already}; FP8 GEMMs read {self.gemm_parameters:,} of "
             f"{self.parameters:,} parameters ({share:.1%}) and do {self.flop_share:.1%} of a token's FLOP with weights{but}"
         )
+        if self.parts:
+            by_kernels = Counter(entry.part for entry in self.parts if entry.after is not None)
+            counted = ", ".join(f"{n} {part}" for part, n in by_kernels.items()) or "none"
+            lines.append(f"by te-bench's kernels: {counted}")
         return "\n".join(lines)
 
 

@@ -24,6 +24,7 @@ from te_bench.kernels.attention.packed import attend_packed
 from te_bench.models import fp8, kernel_choice
 from te_bench.models.modules.dot_product_attention import describe
 from te_bench.models.modules.fp8_module import compute_dtype
+from te_bench.models.subclassing import Mixed
 
 NAME, NAME_FP8 = "te_bench", "te_bench_fp8"
 
@@ -227,6 +228,10 @@ def _choose(problem: Problem, in_fp8: bool) -> Backend:
 
 def _name(in_fp8: bool) -> str:
     return NAME_FP8 if in_fp8 else NAME
+
+
+class Attending(Mixed):
+    """Put before the class of a model whose attention is ours: who unpickles it imports this, and so tells transformers."""
 
 
 def register() -> None:

@@ -260,10 +260,10 @@ class _Passed(nn.Module):
 @torch.no_grad()
 def _try(module: nn.Module, first: tuple[str, ...], last: str, bias: bool) -> tuple[str, str | None] | None:
     """The activation under which a shell of the module computes the formula, and the dropout after it; None: nothing."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator, dtype=torch.float64)
+        return torch.randn(sizes, generator=generator, dtype=torch.float64, device="cpu")
 
     shell = copy.copy(module)
     shell._modules = dict(module._modules)

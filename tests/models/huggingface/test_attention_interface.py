@@ -19,10 +19,12 @@ from te_bench.models.huggingface import attention  # noqa: E402
 PADDED = torch.ones(3, LENGTH, dtype=torch.int64)
 PADDED[0, 10:] = 0  # at the end, and at the beginning
 PADDED[1, :4] = 0
+UNPADDED = PADDED.bool()
+UNPADDED[:, 1:] &= UNPADDED[:, :-1].clone()  # what a row of padding, which sees nothing, predicts counts for nothing
 PACKED = torch.tensor([[*range(7), *range(9)], [*range(16)], [*range(3), *range(12), 0]])
 GIVEN: dict[str, dict[str, Any]] = {
     "causal": {},
-    "padded": {"attention_mask": PADDED, "labels": tokens().masked_fill(PADDED == 0, -100)},
+    "padded": {"attention_mask": PADDED, "labels": tokens().masked_fill(~UNPADDED, -100)},
     "not padded": {"attention_mask": torch.ones_like(PADDED)},
     "packed": {"position_ids": PACKED, "use_cache": False},
     "a mask of four dimensions": {"attention_mask": torch.ones(3, 1, LENGTH, LENGTH).tril(2).bool()},

@@ -17,14 +17,15 @@ from te_bench.models.conversion_parts import PARTS
 
 pytest.importorskip("transformers")
 
-#: What stays, and a word of the reason.
+NO_ROTARY, NO_HEAD = "calls apply_rotary_pos_emb", "no model of transformers with an lm_head"
+#: What stays, and words of the reason.
 STAYS = {
     "gemma2": {"attention": "caps the scores", "head": "not Llama's"},
-    "gpt2": {"rotary": "nothing in it"},
-    "bert": {"mlp": "nothing in it", "rotary": "nothing in it", "head": "nothing in it"},
-    "t5": {"attention": "bias of positions", "rotary": "nothing in it", "head": "not Llama's"},
-    "vit": {"rotary": "nothing in it", "head": "nothing in it"},
-    "whisper": {"mlp": "another function", "rotary": "nothing in it", "head": "nothing in it"},
+    "gpt2": {"rotary": NO_ROTARY},
+    "bert": {"mlp": "no module has the Linears", "rotary": NO_ROTARY, "head": NO_HEAD},
+    "t5": {"attention": "bias of positions", "rotary": NO_ROTARY, "head": "not Llama's"},
+    "vit": {"rotary": NO_ROTARY, "head": NO_HEAD},
+    "whisper": {"mlp": "another function", "rotary": NO_ROTARY, "head": NO_HEAD},
 }
 
 
@@ -45,12 +46,21 @@ def test_a_family_computes_the_same_and_the_report_says_what_stays(family: str) 
     for part, word in STAYS.get(family, {}).items():
         assert word in (stays[part] or "")
         assert f"{part}: kept: {stays[part]}" in str(report)
+    if not stays:
+        assert str(report).endswith("by te-bench's kernels: 2 mlp, 2 rotary, 1 attention, 1 head")
     if "mlp" not in stays:
         assert sum(entry.part == "mlp" for entry in report.parts) == (4 if family == "t5" else 2)
 
 
-@pytest.mark.parametrize("choice", [recipe.DelayedScaling(amax_history_len=4), recipe.RowwiseScaling()])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "vit"])
+@pytest.mark.parametrize(
+    ("family", "choice"),
+    [
+        ("llama", recipe.DelayedScaling(amax_history_len=4)),
+        ("gpt2", recipe.RowwiseScaling()),
+        ("phi3", recipe.Float8CurrentScaling()),
+        ("vit", recipe.DelayedScaling(amax_history_len=4)),
+    ],
+)
 def test_in_fp8_it_is_near_it(family: str, choice: Any) -> None:
     model = make(family)
     loss, gradients = run(model, inputs(family))
@@ -156,6 +166,20 @@ def test_copies_and_pickles_compute_the_same() -> None:
     assert torch.equal(run(again, inputs("llama"))[0], run(model, inputs("llama"))[0])
 
 
+def test_a_pickle_tells_transformers_of_the_attention() -> None:
+    model = make("llama")
+    te.convert(model, parts="attention")
+    assert b"te_bench.models.huggingface.attention" in pickle.dumps(model)
+
+
+def test_a_model_of_torch_alone_has_none_of_the_parts_and_works() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
+    report = te.convert(model, parts="all")
+    assert {entry.part for entry in report.parts if entry.after is None} == {"mlp", "rotary", "attention", "head"}
+    assert "it holds no model of transformers" in str(report)
+    assert model(torch.ones(2, 32)).shape == (2, 32)
+
+
 def test_converting_twice_is_harmless() -> None:
     model = make("llama")
     te.convert(model, parts="all")
@@ -225,16 +249,14 @@ def test_gradient_checkpointing_changes_no_bit(choice: Any) -> None:
         assert all(torch.equal(found[name], g) for name, g in gradients.items())
 
 
-@pytest.mark.parametrize(("choice", "backend"), [(None, "aot_eager"), (recipe.Float8CurrentScaling(), "eager")])
-def test_compiled_it_computes_the_same(choice: Any, backend: str) -> None:
+def test_compiled_it_computes_the_same() -> None:
     model = make("llama", num_hidden_layers=1)
-    te.convert(model, choice, parts="all")
+    te.convert(model, parts="all")
     loss, gradients = run(model, inputs("llama"))
     torch.compiler.reset()
-    again, found = run(torch.compile(model, backend=backend), inputs("llama"))
-    torch.testing.assert_close(again, loss, rtol=1e-5 if choice is None else 1e-2, atol=0)
-    if choice is None:
-        assert_same({name.removeprefix("_orig_mod."): g for name, g in found.items()}, gradients, 1e-4)
+    again, found = run(torch.compile(model, backend="aot_eager"), inputs("llama"))
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    assert_same({name.removeprefix("_orig_mod."): g for name, g in found.items()}, gradients, 1e-4)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["gate_proj", "down_proj"]])
