@@ -12,6 +12,7 @@ from te_bench.experiments.problems import (
     StepProblem,
     TrainingProblem,
     TrialProblem,
+    source_of,
 )
 from te_bench.experiments.spec import (
     DEVICES,
@@ -73,7 +74,8 @@ def _check_options(experiment: Experiment, options: Options) -> None:
 def check(trial: Trial) -> None:
     """Raise ValueError, with the near matches, unless every name in the trial is known, and unless fp8 has its recipe."""
     plugins.check("workload", trial.workload, plugins.names(workloads.__name__))
-    if not _says_its_own(trial) and (trial.attention != NO_ATTENTION or trial.workload not in WITHOUT_ATTENTION):
+    can_do_without = trial.attention == NO_ATTENTION and trial.workload in WITHOUT_ATTENTION
+    if not can_do_without and not (trial.attention == OWN_ATTENTION and source_of(trial) is not None):
         plugins.check("attention backend", trial.attention, plugins.names("te_bench.kernels.attention.backends"))
     plugins.check("precision", trial.precision, list(PRECISIONS))
     plugins.check("mode", trial.mode, list(MODES))
@@ -87,12 +89,6 @@ def check(trial: Trial) -> None:
         raise ValueError(f"{trial.name}: the recipe {trial.recipe} is for fp8; leave it out or choose precision fp8")
     if trial.workload in PROBLEMS:
         _check_problem(trial, TrialProblem.of(trial))
-
-
-def _says_its_own(trial: Trial) -> bool:
-    """Whether it is of a user's model with the attention that this has."""
-    known = trial.workload in PROBLEMS and issubclass(PROBLEMS[trial.workload], StepProblem)
-    return trial.attention == OWN_ATTENTION and known and StepProblem.of(trial).source is not None
 
 
 def _check_problem(trial: Trial, p: TrialProblem) -> None:

@@ -324,6 +324,12 @@ PROBLEMS: dict[str, type[TrialProblem]] = {
 }
 
 
+def source_of(trial: "Trial") -> "Source | None":
+    """Where the user's model comes from whose step the trial is; None for any other trial."""
+    is_step = issubclass(PROBLEMS.get(trial.workload, TrialProblem), StepProblem)
+    return StepProblem.of(trial).source if is_step else None
+
+
 def label(settings: Mapping[str, Any]) -> str:
     """The settings that tell one problem from another at a glance, as a trial's name shows them."""
     words = [f"{letter}{settings[name]}" for name, letter in _SHOWN.items() if name in settings]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments.measurement import Unsupported, require
-from te_bench.experiments.problems import StepProblem
+from te_bench.experiments.problems import StepProblem, source_of
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
 from te_bench.models import adopted, decoder, faults, kernel_choice
@@ -41,7 +41,7 @@ def kernel_dtype(trial: Trial) -> str:
 def attention_of(trial: Trial) -> str:
     """The backend whose attention a training pass of the trial runs: its own, or under a recipe with fp8_dpa the FP8 one."""
     recipe = None if trial.recipe is None else recipes.load(trial.recipe)
-    if StepProblem.of(trial).source is not None:
+    if source_of(trial) is not None:
         return trial.attention
     if recipe is None or not recipe.fp8_dpa or attention.in_fp8(trial.attention):
         return trial.attention

@@ -144,6 +144,17 @@ def test_a_right_step_passes_its_check(more: dict[str, Any]) -> None:
     assert {"loss", "grad module.head.weight"} <= {q["name"] for q in found["quantities"]}
 
 
+def test_a_kink_forbids_to_hold_rows_apart() -> None:
+    found = check(step(of("pixels", inputs="own:draw", loss="own:squares")))
+    assert found["reference"].endswith("no row apart, for relu has a kink")
+    rows = [
+        [q["name"] for q in of_one["quantities"] if "worst row" in q["name"]]
+        for of_one in (found, check(step(of("make"))))
+    ]
+    assert not rows[0]
+    assert rows[1]
+
+
 def test_a_model_with_dropout_is_checked_without() -> None:
     assert check(step(of("make", "dropout=0.1")))["reference"].endswith("without dropout")
 

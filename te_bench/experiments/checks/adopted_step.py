@@ -96,7 +96,9 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
         trial = dataclasses.replace(trial, mode="eager", problem={**trial.problem, "dropout": 0.0})
         step = trial_model.step_of(trial)
     one = max(1, len(inputs) // step.optim.accumulate)
-    _first_pass(trial, step, inputs[:one], targets[:one])
+    kinks = Kinks()
+    with kinks:
+        _first_pass(trial, step, inputs[:one], targets[:one])
     settle(trial.recipe, lambda: step.gradients(inputs, targets))
     ours = Gradients(*step.gradients(inputs, targets))
     truth = _reference(trial, step, inputs, targets, "fp64")
@@ -107,7 +109,7 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     told = Gradients(truth.loss, {name: gradient for name, gradient in truth.of.items() if name not in noise})
     if not told.of:
         raise Unsupported("no gradient of its loss is more than rounding: te-bench has nothing to check")
-    quantities = compared(ours, library, told, precision=trial.precision, targets=targets.numel())
+    quantities = compared(ours, library, told, precision=trial.precision, targets=targets.numel(), rows=not kinks.found)
     for name in noise:
         limit = NOISE_FACTOR * relative_error(library.of[name], truth.of[name])
         quantities.append(
@@ -116,6 +118,7 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     p = StepProblem.of(trial)
     words = ["math attention", "fp64", "same weights"]
     words += ["without dropout"] if not own else []
+    words += [f"no row apart, for {' and '.join(sorted(kinks.found))} has a kink"] if kinks.found else []
     words += [] if p.layers is None else [f"both with {p.layers} of the model's layers"]
     words += [] if len(inputs) == rows else [f"both of {len(inputs)} of {rows} sequences"]
     return step, judge(", ".join(words), quantities), own
@@ -216,6 +219,22 @@ def _emulate(model: Adopted, converted: dict[str, str], recipe: recipes.Recipe) 
             model.set_submodule(name, new)
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     emulate(model, recipe, leave=[name for name in linears if name not in converted])
+
+
+class Kinks(TorchFunctionMode):
+    """Notes the functions called whose derivative jumps."""
+
+    NAMES = frozenset(
+        ("relu", "relu_", "relu6", "leaky_relu", "threshold", "hardtanh", "hardswish", "max_pool2d", "topk")
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= {getattr(func, "__name__", "")} & self.NAMES
+        return func(*args, **(kwargs or {}))
 
 
 class AsFused(TorchFunctionMode):

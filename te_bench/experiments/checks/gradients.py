@@ -45,10 +45,12 @@ def compared(
     targets: int,
     slack: float = 1.0,
     loss_floor: str | None = None,
+    rows: bool = True,
 ) -> list[Quantity]:
     """Loss and gradients beside float64's, each held to what the yardstick errs; those of all of an FP8 step together, too.
 
-    slack: above 1 for what may round more coarsely than the recipe says. loss_floor: a key of LOSS_FLOOR.
+    slack: above 1 for what may round more coarsely than the recipe says. loss_floor: a key of LOSS_FLOOR. rows: whether each
+    row is held apart, which a kink forbids: rounding moves a value across it here and not there, and a row of few changes.
     """
     # Half-precision log-probabilities are rounded one by one (autocast on a GPU): four sigma of their mean's rounding.
     rounded_mean = FLOOR[precision] / math.sqrt(12 * targets)
@@ -62,9 +64,10 @@ def compared(
         quantities.append(Quantity(f"grad {name}", relative_error(ours.of.get(name), gradient), limit))
     rounded = {"typical": typical, "slack": slack}
     for name, gradient in truth.of.items():
-        quantities += rounding.quantities(
+        scale, *row = rounding.quantities(
             f"grad {name}", ours.of.get(name), gradient, library.of[name], precision, **rounded
         )
+        quantities += [scale, *(row if rows else ())]
     if precision == "fp8":
         ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth.of, quantities[1:], strict=False)]
         overall = geometric_mean(ratios)

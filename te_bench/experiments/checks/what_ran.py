@@ -135,8 +135,8 @@ def _of_rivals() -> dict[str, str]:
     return {f"rival_{rival.title}": rival.kernels for rival in known if rival.kernels is not None}
 
 
-def expected_of_step(trial: Trial, rows: int, model: nn.Module) -> Expected:
-    """What a training step of the trial is made of, `rows` being the tokens of a micro-batch; model: its step's."""
+def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) -> Expected:
+    """What a training step of the trial is made of, `rows` being the tokens of a micro-batch; model: of a user's step."""
     if isinstance(model, Adopted):
         return _expected_of_adopted(trial, model)
     config = trial_model.config_of(trial)
