@@ -76,6 +76,7 @@ class Evidence:
     predictions: Mapping[Choice, Prediction]
     left_out: tuple[str, ...]
     wrong: Mapping[Choice, str]
+    failed: Mapping[Part, str]  # parts without a time, whose choices are not predicted
     excluded: Mapping[Choice, float]  # by --memory: bytes
     seconds: float  # that all took
 
@@ -92,6 +93,7 @@ class Run:
         self.records: dict[str, Record] = {}  # by trial id
         self.steps: dict[Choice, list[Record]] = {}
         self.wrong: dict[Choice, str] = {}
+        self.failed: dict[Part, str] = {}
         self.left_out: list[str] = []
 
     @property
@@ -118,6 +120,7 @@ class Run:
             predictions=predictions,
             left_out=tuple(self.left_out),
             wrong=self.wrong,
+            failed=self.failed,
             excluded=excluded,
             seconds=time.monotonic() - self.started,
         )
@@ -191,9 +194,13 @@ class Run:
         if many < len(wanted):
             names = dict.fromkeys(f"{part.workload} by {part.rival}" for part in wanted[many:])
             self.left_out.append(f"{len(wanted) - many} of {len(wanted)} parts alone ({', '.join(names)})")
-        records = self._do([parts.trial(q, part) for part in wanted[:many]])
-        found = {part: parts.time_of(part, record) for part, record in zip(wanted[:many], records, strict=True)}
-        return {part: seconds for part, seconds in found.items() if seconds is not None}
+        found = {}
+        for part, record in zip(wanted[:many], self._do([parts.trial(q, p) for p in wanted[:many]]), strict=True):
+            if (seconds := parts.time_of(part, record)) is not None:
+                found[part] = seconds
+            else:
+                self.failed[part] = f"{record.outcome}: {record.reason}"
+        return found
 
     def _predictions(
         self, made: Made, times: Mapping[Part, PartTime]

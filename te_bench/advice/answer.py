@@ -129,6 +129,10 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
         "does_not_apply": dict(question.left_out),
         "excluded_by_memory": [{**_choice(c), "memory_bytes": held} for c, held in evidence.excluded.items()],
         "not_measured": [{**_choice(choice), "reason": reason} for choice, reason in evidence.wrong.items()],
+        "parts_without_a_time": [
+            {"workload": part.workload, "by": part.rival, "problem": dict(part.problem), "reason": why}
+            for part, why in evidence.failed.items()
+        ],
         "took_s": evidence.seconds,
     }
 

@@ -162,6 +162,7 @@ def _left_out(evidence: Evidence) -> list[str]:
     """For lack of time, for lack of memory, and for other reasons."""
     found = [f"For lack of time: {reason}." for reason in evidence.left_out]
     found += [f"{choice.words()}: {reason}" for choice, reason in evidence.wrong.items()]
+    found += [f"{part.workload} by {part.rival}, so no prediction: {why}" for part, why in evidence.failed.items()]
     found += [f"{what}: {why}." for what, why in evidence.question.left_out.items()]
     if evidence.excluded:
         found.append(f"{len(evidence.excluded)} combinations that are predicted to take more than --memory.")

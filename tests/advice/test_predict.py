@@ -35,6 +35,8 @@ def test_a_part_without_a_time_gives_no_prediction() -> None:
     machine = Machine(question(), fails={"attention/": "crashed"})
     evidence = gathered(machine)
     assert {choice.attention for choice in evidence.predictions} == {machine.question.have.attention}
+    assert {part.rival for part in evidence.failed} == {"flash", "cudnn", "gluon", "triton"}
+    assert set(evidence.failed.values()) == {"crashed: planted"}
 
 
 def test_parts_that_take_longer_alone_than_the_step_count_for_less(machine: Machine) -> None:
