@@ -1,6 +1,7 @@
 """What costs users most and no tool tells them, found in the records of a model as it is. Pure; no torch."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from te_bench.reports.page import text
 MULTIPLE = 64  # of a vocabulary that GEMMs like
 SMALL = 2**20  # elements that cost nothing in any dtype
 SLOW_KERNELS = ("math", "mem_efficient")  # of SDPA, which chooses them without a word
+#: Kernels of a GPU, as te_bench's attention backends tell them.
+FAST_KERNEL = re.compile(r"pytorch_flash|cudnn.*sdpa|cudnn.*flash|sdpa_sm\d+_flash")
+MEM_EFFICIENT = re.compile(r"fmha_cutlass")
 SLOWER = 1.02  # compiled over eager: beyond what two runs of a step differ by
 
 
@@ -194,9 +198,23 @@ def _dropout(work: Mapping[str, Any], shown: tuple[str, ...]) -> Iterator[Findin
         )
 
 
+def _fast_kernel(record: Record | None) -> bool:
+    return record is not None and any(FAST_KERNEL.search(name) for name in record.kernels)
+
+
 def _of_compile(eager: Record | None, compiled: Record | None) -> Iterator[Finding]:
     if compiled is None:
         return
+    if eager is not None and _fast_kernel(eager) and not _fast_kernel(compiled):
+        slow = any(MEM_EFFICIENT.search(name) for name in compiled.kernels)
+        yield Finding(
+            name="compiled_attention",
+            what="Under torch.compile attention loses its fast kernel"
+            + (": the memory-efficient one runs." if slow else ": none of SDPA's runs."),
+            why="the model gives it a mask there that it does not give in eager mode, or it is traced as plain products",
+            mend="Leave torch.compile out, or pin the kernel and leave the mask out where it is the causal one.",
+            records=(eager.trial.id, compiled.trial.id),
+        )
     breaks = compiled.work.get("graph_breaks")
     if breaks:
         yield Finding(

@@ -1,5 +1,6 @@
 """Each trap is found where it is planted, and in a clean model none."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from te_bench.advice.decision import LinearGain
 from te_bench.advice.parts import PartTime
 from te_bench.experiments.spec import Record
 from te_bench.experiments.workloads.survey import look
+from te_bench.kernels import attention
 from te_bench.models import adopted
 
 CLEAN = survey_work(question(), vocab=50304)
@@ -81,6 +83,16 @@ def test_a_compile_that_is_slower_and_graph_breaks_are_found_with_their_cost() -
     assert "3 times" in broken.what
 
 
+def test_a_compile_that_takes_attentions_fast_kernel_away_is_found() -> None:
+    eager, compiled = step(20, "eager"), step(15, "compile")
+    kernels = ["void pytorch_flash::flash_fwd_kernel<64>", "fmha_cutlassF_bf16_aligned_64x64", "nvjet_tst"]
+    eager = dataclasses.replace(eager, kernels=[kernels[0], kernels[2]])
+    for ran, said in (([kernels[1]], "memory-efficient"), ([kernels[2]], "none of SDPA's")):
+        (found,) = traps.findings(survey(), eager, dataclasses.replace(compiled, kernels=ran))
+        assert (found.name, said in found.what) == ("compiled_attention", True)
+    assert traps.findings(survey(), eager, dataclasses.replace(compiled, kernels=eager.kernels)) == []
+
+
 def test_a_compile_that_is_no_slower_than_two_runs_differ_by_is_none() -> None:
     assert traps.findings(survey(), step(100, "eager"), step(101, "compile")) == []
 
@@ -120,3 +132,9 @@ def test_a_model_that_trains_slowly_is_seen_through() -> None:
     found = traps.findings(record(trial("survey"), work=look(Planted(0.1), tokens, tokens, "bf16")), None, None)
     assert {finding.name for finding in found} == {"attention", "vocabulary", "logits", "dropout"}
     assert "math" in next(f.what for f in found if f.name == "attention")
+
+
+def test_kernels_are_told_as_the_attention_backends_tell_them() -> None:
+    for name in ("flash", "cudnn"):
+        assert attention.load(name).kernels["cuda"] in traps.FAST_KERNEL.pattern
+    assert attention.load("mem_efficient").kernels["cuda"] == traps.MEM_EFFICIENT.pattern

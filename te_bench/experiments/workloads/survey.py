@@ -33,7 +33,6 @@ KERNELS = {
     "flash": re.compile(r"_scaled_dot_product_flash_attention(_for_cpu)?$"),
     "mem_efficient": re.compile(r"_scaled_dot_product_efficient_attention$"),
     "cudnn": re.compile(r"_scaled_dot_product_cudnn_attention$"),
-    "fused": re.compile(r"_scaled_dot_product_fused_attention_overrideable$"),
 }
 MATH = "math"
 
