@@ -80,6 +80,7 @@ class Question:
     have: Choice
     choices: tuple[Choice, ...]
     preset: bool = True
+    text: bool = True  # it learns from text
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -167,6 +168,7 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
         have=have,
         choices=tuple(in_order(choices)),
         preset=False,
+        text=own.facts.text,
         left_out=left_out,
     )
 

@@ -55,6 +55,8 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
         said = f"no verdict is published for {choice.recipe} {'in fused blocks' if choice.fused else 'so'}"
     else:
         said = f"{found.verdict} for GPT-2 124M, {IN_WORDS[found.verdict]} (results/{found.records})"
+    if not question.text:
+        return f"Convergence: {said}; te-bench trains models of text alone, so yours is for you to judge."
     return f"Convergence: {said}; for your model, {_hours(question, choice, seconds)}: {command(question, choice)}."
 
 

@@ -35,7 +35,7 @@ def advise(
     loss: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Judges outputs, as for `run`.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Of a sequence. Default: the model's longest.")] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences of a step. Default: 12, or 12,288 tokens' worth.")
+        int | None, typer.Option(help="Sequences of a step. Default: 12,288 tokens' worth, 12 at most; on a CPU 4.")
     ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What a step may take, 80GiB say. Default: all there is.")
@@ -68,7 +68,10 @@ def advise(
     plugins.check("device", where, list(DEVICES))
     run_options.check(asked)
     limit = None if memory is None else size(memory)
-    chosen = find_gpus(where, gpus)[:1]
+    found = find_gpus(where, gpus)
+    if gpus is not None and len(found) > 1:
+        raise ValueError(f"--gpus {gpus}: advice is for one GPU; name one")
+    chosen = found[:1]
     capability = tuple(chosen[0]["capability"]) if chosen and chosen[0].get("capability") else None
     question = candidates.of_model(asked, capability)
     directory = results_of(ADVICE, asked, out)

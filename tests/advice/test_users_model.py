@@ -1,5 +1,6 @@
 """Advice on a model that te-bench knows nothing of: what may be chosen, what is predicted, and the code."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +103,13 @@ def test_the_code(asked: Question, choice: Choice, wanted: list[str]) -> None:
     compile(lines, "advice", "exec")
     for word in wanted:
         assert word in lines
+
+
+def test_a_model_that_learns_no_text_gets_no_command(asked: Question) -> None:
+    choice = Choice(attention=OWN_ATTENTION, precision="fp8", recipe="delayed_scaling")
+    said = convergence.in_words(dataclasses.replace(asked, text=False), choice, 0.02)
+    assert "EQUIVALENT" in said
+    assert "te-bench run" not in said
 
 
 def test_the_command_that_proves_it_names_the_model_and_its_arguments(asked: Question) -> None:

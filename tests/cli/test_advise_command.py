@@ -100,6 +100,13 @@ def test_a_gpu_that_is_not_there(command: Command, monkeypatch: pytest.MonkeyPat
     assert "reports no GPU here" in done.err
 
 
+def test_several_gpus_are_refused(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    done = command("advise", "--model", "gpt2", "--device", "cuda", "--gpus", "0,1")
+    assert done.code == 2
+    assert "--gpus 0,1: advice is for one GPU; name one" in done.err
+
+
 @pytest.mark.parametrize(
     ("said", "bytes_"), [("80GiB", 80 * 2**30), ("80 gb", 80e9), ("512MiB", 2**29), ("1.5GB", 1.5e9)]
 )
