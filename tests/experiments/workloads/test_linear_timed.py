@@ -1,6 +1,7 @@
 """A Linear of the workload `linear`: checked, then timed, and no wrong one passes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,21 @@ def test_is_checked_and_timed(recipe: str | None) -> None:
     names = [q["name"] for q in found.check["quantities"]]
     assert {"y", "dx", "dW", "dW, scale", "dW, worst row"} <= set(names)
     assert all(q["error"] <= q["limit"] for q in found.check["quantities"])
+
+
+def test_of_many_features_fewer_rows_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    right = workload._held_to_float64
+
+    def watched(trial: Trial, found: tuple[Tensor, ...], x: Tensor, *others: Any) -> dict[str, Any]:
+        held.append(len(x))
+        return right(trial, found, x, *others)
+
+    monkeypatch.setattr(workload, "_held_to_float64", watched)
+    monkeypatch.setattr(workload, "CHECKED", 64 * 200)
+    found = run("delayed_scaling", tokens=256, in_features=64, out_features=48)
+    assert held == [128]
+    assert found.work["flop"] == 6 * 256 * 64 * 48
 
 
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
