@@ -265,11 +265,16 @@ def typical(records: Sequence[Record]) -> float:
 
 def peak(records: Sequence[Record]) -> float | None:
     """Bytes at their peak: allocated, where that was recorded, else reserved, else resident."""
+    return peaks(records)[0]
+
+
+def peaks(*steps: Sequence[Record]) -> list[float | None]:
+    """The peak of each step, all of the first kind that all have: torch's own graphs show what they reserve alone."""
     for sample in PEAKS:
-        found = highest(value for record in records for value in numbers(record.samples.get(sample)))
-        if found is not None:
+        found = [highest(v for record in records for v in numbers(record.samples.get(sample))) for records in steps]
+        if all(value is not None for value in found):
             return found
-    return None
+    return [None] * len(steps)
 
 
 def frame_of(records: Sequence[Record]) -> Frame:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from te_bench.advice.advise import Evidence, peak, typical
+from te_bench.advice.advise import Evidence, peak, peaks, typical
 from te_bench.advice.candidates import Choice
 from te_bench.advice.convergence import nearest
 from te_bench.advice.parts import LINEAR, Part, PartTime
@@ -61,6 +61,7 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
         undecided = "every step that was measured takes more than --memory; fewer sequences (--batch) take less"
     chosen, have = of_choice[best], of_choice.get(question.have)
     compiled = of_choice.get(Choice(attention=question.have.attention, mode="compile"))
+    memory_of, have_memory = (peak(chosen.ok), None) if have is None else peaks(chosen.ok, have.ok)
     return Decision(
         use=best,
         have=question.have,
@@ -68,8 +69,8 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
         have_seconds=None if have is None else of_processes(have.ok, "latency_s"),
         speedup=None if have is None else speedup(have, chosen),
         over_compile=None if compiled is None else speedup(compiled, chosen),
-        memory=peak(chosen.ok),
-        have_memory=None if have is None else peak(have.ok),
+        memory=memory_of,
+        have_memory=have_memory,
         tied=tuple(tied),
         undecided=undecided,
         runs=len(chosen.ok),

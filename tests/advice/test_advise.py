@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from advice_machine import Machine, decided, fused, gathered, question
+from journals import record, trial
 
 from te_bench.advice import advise
 from te_bench.advice.advise import NothingMeasured
@@ -113,6 +114,13 @@ def test_what_takes_too_much_memory_is_not_advised(tmp_path: Path) -> None:
     assert found.memory is not None
     assert found.memory <= limit
     assert any(choice.fused for choice in evidence.excluded)
+
+
+def test_memory_is_compared_by_what_both_steps_show() -> None:
+    have, use = ({"peak_allocated_bytes": [5.0], "peak_reserved_bytes": [8.0]}, {"peak_reserved_bytes": [6.0]})
+    steps = [[record(trial(seed=seed), samples=samples)] for seed, samples in enumerate((have, use))]
+    assert advise.peaks(*steps) == [8.0, 6.0]
+    assert advise.peak(steps[0]) == 5.0
 
 
 def test_where_all_takes_too_much_that_is_said(tmp_path: Path) -> None:
