@@ -33,9 +33,9 @@ def test_the_fastest_is_found_predicted_and_verified(tmp_path: Path) -> None:
 def test_every_trial_passes_the_check_of_a_plan() -> None:
     machine = Machine(question())
     gathered(machine)
-    for trial in machine.asked:
-        plan.check(trial)
-    assert {trial.workload for trial in machine.asked} == {
+    for asked in machine.asked:
+        plan.check(asked)
+    assert {asked.workload for asked in machine.asked} == {
         "survey", "train_step", "linear", "attention", "linear_cross_entropy",
     }  # fmt: skip
     assert len({trial.id for trial in machine.asked}) == len(machine.asked)  # nothing twice
