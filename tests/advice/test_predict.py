@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 from advice_machine import Machine, fused, gathered, question
+from journals import record, trial
 
-from te_bench.advice import predict
+from te_bench.advice import parts, predict
 from te_bench.advice.predict import Frame
 
 
@@ -59,3 +60,13 @@ def test_a_head_without_logits_is_predicted_to_take_less_memory(machine: Machine
     )
     assert with_logits is not None
     assert without == with_logits - 4 * machine.question.tokens * 50257
+
+
+def test_calls_that_others_disturbed_do_not_decide_over_a_part() -> None:
+    """As on two cores of which one is busy."""
+    quiet, disturbed = [2.5e-4] * 40, [2.4e-2] * 60
+    part = parts.Part("linear", (("tokens", 1), ("in_features", 1), ("out_features", 1)), "bf16")
+    made = record(trial("linear"), samples={"kernel_s": [*disturbed, *quiet]})
+    found = parts.time_of(part, made)
+    assert found is not None
+    assert found.seconds == pytest.approx(2.5e-4)
