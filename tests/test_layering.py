@@ -16,6 +16,7 @@ LAYERS = (
     "experiments",
     "reports",
     "gate",
+    "advice",
     "cli",
 )  # each imports earlier ones only
 
@@ -50,6 +51,7 @@ TORCH_FREE = (
 )
 TORCH_FREE_PACKAGES = (
     "te_bench.cli",
+    "te_bench.advice",
     "te_bench.gate",
     "te_bench.reports",
     "te_bench.experiments.suites",

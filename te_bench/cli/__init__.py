@@ -1,4 +1,4 @@
-"""The command line: a verb is a stage. list -> plan -> run -> merge, report, verdict, gate, export, history; tune.
+"""The command line: a verb is a stage. list -> plan -> run -> merge, report, verdict, gate, export, history; advise; tune.
 
 Exit codes: 0 done or passed; 1 inferior, or a regression; 2 usage (the message says what is legal); 3 inconclusive; 4
 incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate or a merge differ; 70 a
@@ -19,7 +19,7 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 
 from te_bench import __version__
-from te_bench.cli import evaluate, export, gate, history, look, merge, report, run, tune
+from te_bench.cli import advise, evaluate, export, gate, history, look, merge, report, run, tune
 from te_bench.cli import verdict as judge
 
 app = typer.Typer(
@@ -111,6 +111,7 @@ for verb in (
     look.list_,
     look.plan,
     run.run,
+    advise.advise,
     merge.merge,
     report.report,
     judge.verdict,

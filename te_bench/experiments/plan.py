@@ -36,7 +36,7 @@ PLUGINS = {
     "fault": "te_bench.models.faults",
     **dict.fromkeys(("rival", "linears"), "te_bench.models.rivals"),
 }
-WITHOUT_ATTENTION = ("ceilings", "layer", "gemm", "linear_cross_entropy")  # workloads that can do without
+WITHOUT_ATTENTION = ("ceilings", "layer", "gemm", "linear", "linear_cross_entropy")  # workloads that can do without
 RECIPES = "te_bench.models.recipe"
 
 

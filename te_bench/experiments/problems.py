@@ -37,9 +37,13 @@ _SHOWN = {
     "lr_factor": "lr",
     "head": "head-",
     "optimizer": "adamw-",
+    "parts": "parts-",
     "blocks": "blocks-",
     **dict.fromkeys(("rival", "linears"), ""),
     "edge": "n",
+    "tokens": "t",
+    "in_features": "k",
+    "out_features": "n",
     "m": "m",
     "n": "n",
     "k": "k",
@@ -144,6 +148,7 @@ class StepProblem(TrialProblem):
     sha256: str | None = None
     inputs: str | None = None
     loss: str | None = None
+    parts: Literal["all"] | None = None  # of te.convert, of a user's model; None: what a recipe needs
 
     @property
     def source(self) -> "Source | None":
@@ -184,6 +189,11 @@ class TrainStepProblem(StepProblem):
     """One training step at a fixed batch."""
 
     batch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SurveyProblem(TrainStepProblem):
+    """One training step that is looked at, and not timed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,6 +289,15 @@ class GemmProblem(TrialProblem):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinearProblem(TrialProblem):
+    """One Linear of a training step: x (tokens, in_features), W (out_features, in_features)."""
+
+    tokens: int
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HeadProblem(TrialProblem):
     """Loss and gradients of a head over n rows of d features, as kernels.linear_cross_entropy.table.HeadShape says it."""
 
@@ -292,6 +311,7 @@ class HeadProblem(TrialProblem):
 #: {workload: its problem}.
 PROBLEMS: dict[str, type[TrialProblem]] = {
     "train_step": TrainStepProblem,
+    "survey": SurveyProblem,
     "max_batch": MaxBatchProblem,
     "training": TrainingProblem,
     "attention": AttentionProblem,
@@ -299,6 +319,7 @@ PROBLEMS: dict[str, type[TrialProblem]] = {
     "layer": LayerProblem,
     "ceilings": CeilingsProblem,
     "gemm": GemmProblem,
+    "linear": LinearProblem,
     "linear_cross_entropy": HeadProblem,
 }
 

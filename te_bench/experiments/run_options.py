@@ -65,8 +65,9 @@ def _some_recipes(flag: str, value: tuple[str, ...]) -> None:
 
 
 def seconds(budget: str) -> float:
-    """Seconds of a --budget: 90, 90s, 30m or 2h. Raises ValueError for anything else, and for no time at all."""
+    """Seconds of a --budget: 90, 90s, 30m, 30min or 2h. Raises ValueError for anything else, and for no time at all."""
     text = budget.strip()
+    text = text.removesuffix("in") if text.endswith("min") else text
     unit = _UNITS.get(text[-1:].lower())
     try:
         value = float(text[:-1] if unit else text) * (unit or 1.0)

@@ -24,6 +24,7 @@ MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
 PROTOCOLS = ("bench_py", "quickstart", "kernel", "turns", "curve", "bisection", "once")
 DEVICES = ("cpu", "cuda")
 OWN_ATTENTION = "own"  # of a user's model, as it and PyTorch choose it
+ADVICE = "advise"  # the suite of a verb of its own, which plans as it goes
 NO_ATTENTION = "none"  # of a trial whose workload computes none
 
 

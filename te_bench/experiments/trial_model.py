@@ -191,7 +191,7 @@ def adopted_of(trial: Trial, kernel: str | None = None) -> Adopted:
         raise Unsupported(f"{what}: the model's parameters are {', '.join(map(str, dtypes))}; it wants float32")
     if p.perturb_ulp is not None:
         adopted.perturb(made.module, trial.seed, p.perturb_ulp)
-    return Adopted(made, recipe=recipe_of(trial), dropout=p.dropout != 0, kernel=kernel)
+    return Adopted(made, recipe=recipe_of(trial), dropout=p.dropout != 0, kernel=kernel, parts=p.parts)
 
 
 def build(trial: Trial) -> Decoder:

@@ -297,14 +297,23 @@ def described(source: Source) -> Made:
 class Adopted(nn.Module):
     """forward(inputs, targets) -> (), the loss, of a module that te-bench knows nothing of.
 
-    With a recipe its Linear and norm layers are converted (models.conversion), and compute in FP8 under `autocast()`.
+    With a recipe its Linear and norm layers are converted (models.conversion), and compute in FP8 under `autocast()`; with
+    parts, those of te.convert, so is what they name, with a recipe and without.
     dropout=False takes out what drops at random. kernel: of scaled_dot_product_attention, by default the one that `made` is
     for.
     """
 
     as_it_is = False
 
-    def __init__(self, made: Made, *, recipe: Recipe | None = None, dropout: bool = True, kernel: str | None = None):
+    def __init__(
+        self,
+        made: Made,
+        *,
+        recipe: Recipe | None = None,
+        dropout: bool = True,
+        kernel: str | None = None,
+        parts: str | None = None,
+    ):
         super().__init__()
         self.made, self.recipe = made, recipe
         self.kernel = made.attention if kernel is None else kernel
@@ -312,7 +321,8 @@ class Adopted(nn.Module):
         if not dropout:
             remove_dropout(self.module)
         self.has_dropout = any(True for _ in _rates(self.module))
-        self.conversion = None if recipe is None else conversion.convert(self.module)
+        converts = recipe is not None or parts is not None
+        self.conversion = conversion.convert(self.module, parts=parts) if converts else None
         self.gemms = 0  # of the last pass under `counted`
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -350,15 +360,33 @@ class Adopted(nn.Module):
         layers = () if self.conversion is None else self.conversion.converted
         return {f"module.{layer.name}": layer.before for layer in layers if layer.parameters}
 
+    @property
+    def fp8_heads(self) -> list[str]:
+        """Heads whose loss is computed in FP8 without their being converted layers."""
+        found = () if self.conversion is None or self.recipe is None else self.conversion.parts
+        return [f"module.{part.name}" for part in found if part.parameters]
+
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """While inside, count in `gemms` the FP8 GEMMs of a pass and its backward: a Linear's three, two for a first one."""
+        """While inside, count in `gemms` the FP8 GEMMs of a pass and its backward: a Linear's three, two for a first one.
+
+        An MLP that is a part has two products, gate and up together; a head without logits counts for nothing here.
+        """
         self.gemms = 0
+        done = [] if self.conversion is None else [part for part in self.conversion.parts if part.after is not None]
+        mlps = [f"module.{part.name}" for part in done if part.part == "mlp"]
+        heads = [f"module.{part.name}" for part in done if part.part == "head"]
+        inside = tuple(f"{name}." for name in mlps)
+        linears = [name for name in self.converted if name not in heads and not name.startswith(inside)]
 
-        def count(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            self.gemms += 3 if arguments and arguments[0].requires_grad else 2
+        def count(products: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+            self.gemms += 3 * products if arguments and arguments[0].requires_grad else 3 * products - 1
 
-        handles = [self.get_submodule(name).register_forward_pre_hook(count) for name in self.converted]
+        handles = [
+            self.get_submodule(name).register_forward_pre_hook(functools.partial(count, products))
+            for products, names in ((1, linears), (2, mlps))
+            for name in names
+        ]
         try:
             yield
         finally:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks import attention_rows
 from te_bench.experiments.checks.fp8_emulation import emulate
-from te_bench.experiments.checks.gradients import HELD, SHARE, UNFUSED, Gradients, compared, settle
+from te_bench.experiments.checks.gradients import HEAD_SCALE, HELD, SHARE, UNFUSED, Gradients, compared, settle
 from te_bench.experiments.checks.quantity import Quantity, judge, relative_error
 from te_bench.experiments.checks.tolerances import NOISE_FACTOR
 from te_bench.experiments.instruments import memory
@@ -159,7 +159,9 @@ def _reason(warning: str) -> str:
 def _reference(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, precision: str) -> Gradients:
     """Loss and gradients of the same module from the same weights: float64's, or the yardstick's at that precision."""
     exact = precision == "fp64"
+    as_it_is = {name: value for name, value in trial.problem.items() if name != "parts"}
     plain = dataclasses.replace(trial, attention=OWN_ATTENTION, recipe=None, precision="fp32" if exact else precision)
+    plain = dataclasses.replace(plain, problem=as_it_is)
     model = trial_model.adopted_of(plain, kernel="math")
     converted = _model(step).converted
     turned = [f"{name}.weight" for name, before in converted.items() if before == "Conv1D"]
@@ -172,6 +174,9 @@ def _reference(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, p
         _require_same_loss(model, inputs, targets)
     elif trial.recipe is not None:
         _emulate(model, converted, recipes.load(trial.recipe))
+        for head in _model(step).fp8_heads:
+            scale = HEAD_SCALE * targets.numel()
+            emulate(model.get_submodule(head), recipes.Float8CurrentScaling(), gradient_scale=scale)
     reference = TrainStep(model, step.optim, precision=precision, mode="eager")
     rounded = not exact and trial.attention not in UNFUSED
     with Doubled() if exact else AsFused() if rounded else contextlib.nullcontext():

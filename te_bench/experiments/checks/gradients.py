@@ -25,6 +25,9 @@ UNFUSED = ("manual", "math")
 HELD = 18 + 4 + 16
 SHARE = 0.45
 
+#: What the head `fp8` multiplies softmax - onehot by, which is at most 1: a loss's mean over the targets comes after it.
+HEAD_SCALE = 2.0**15
+
 
 class Gradients(NamedTuple):
     """What one pass gives: the loss, and each parameter's gradient."""

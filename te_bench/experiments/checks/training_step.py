@@ -10,7 +10,15 @@ from torch import Tensor
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks import adopted_step, attention_rows, large
 from te_bench.experiments.checks.fp8_emulation import emulate
-from te_bench.experiments.checks.gradients import HELD, SHARE, UNFUSED, Gradients, compared, settle
+from te_bench.experiments.checks.gradients import (
+    HEAD_SCALE,
+    HELD,
+    SHARE,
+    UNFUSED,
+    Gradients,
+    compared,
+    settle,
+)
 from te_bench.experiments.checks.quantity import Quantity, judge
 from te_bench.experiments.checks.tolerances import FACTOR
 from te_bench.experiments.instruments import memory
@@ -27,9 +35,6 @@ FAST = ("head", "optimizer", "blocks", "rival", "linears")
 
 #: Scores of a layer that the references hold at once: 128 MiB in float64, or those of one sequence.
 TOGETHER = 2**24
-
-#: What the head `fp8` multiplies softmax - onehot by, which is at most 1: a loss's mean over the targets comes after it.
-HEAD_SCALE = 2.0**15
 
 
 def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dict[str, Any]]:

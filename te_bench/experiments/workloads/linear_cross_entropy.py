@@ -15,6 +15,7 @@ from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import rounding
+from te_bench.experiments.checks.gradients import HEAD_SCALE
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.checks.tolerances import (
     ACCUMULATED,
@@ -23,7 +24,6 @@ from te_bench.experiments.checks.tolerances import (
     HEAD_GRADIENT_UNITS,
     HEAD_LOSS_SIGMAS,
 )
-from te_bench.experiments.checks.training_step import HEAD_SCALE
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import HeadProblem

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from te_bench.experiments.spec import ADVICE
 from te_bench.reports.analysis.measures import numbers
 from te_bench.reports.analysis.rows import Results, identity, printable
 
@@ -88,5 +89,6 @@ def commands(results: Results) -> list[str]:
         command += [f"--budget {budget:g}" for budget in budgets if len(budgets) == 1]
         for asked in group.asked:
             words = [shlex.quote(printable(word)) for word in (group.suite, *asked)]
-            lines.append(" ".join(["te-bench", "run", *words, *command]))
+            verb = ["run", *words, *command] if group.suite != ADVICE else [*words, command[0]]
+            lines.append(" ".join(["te-bench", *verb]))
     return list(dict.fromkeys(lines))

@@ -1,0 +1,150 @@
+"""The answer in words, at most 15 lines on a terminal, and as JSON whose every number names its records. No torch."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from te_bench.advice import convergence
+from te_bench.advice.advise import Evidence, peak, typical
+from te_bench.advice.candidates import Choice, Question
+from te_bench.advice.code import code
+from te_bench.advice.decision import Decision, fp8_in_words, ids, linear_gains
+from te_bench.advice.traps import Finding
+from te_bench.reports.analysis.measures import Ratio
+from te_bench.reports.page import text
+from te_bench.reports.page.tables import TERMINAL_WIDTH
+
+LINES = 15
+
+
+def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> list[str]:
+    """What is advised and why, the most important first."""
+    question = evidence.question
+    said = [_use(decision), _faster(decision)]
+    said += [" ".join(filter(None, [_memory(question, decision), _predicted(evidence, decision.use)]))]
+    said += [convergence.in_words(question, decision.use, decision.seconds)]
+    said += [fp8_in_words(linear_gains(evidence), question.device, decision.use)]
+    if findings:
+        others = f" The page has {len(findings) - 1} more." if len(findings) > 1 else ""
+        said += [f"Trap: {findings[0].what} {findings[0].mend}{others}"]
+    if decision.tied and not decision.undecided:
+        alike = " or with ".join(choice.beside(decision.use) for choice in decision.tied)
+        said += [f"Not distinguished from it: the same with {alike}."]
+    if evidence.left_out:
+        said += [f"No time for: {text.listed(evidence.left_out, 2)}. A larger --budget has it."]
+    return [sentence for sentence in said if sentence]
+
+
+def terminal(evidence: Evidence, decision: Decision, findings: Sequence[Finding], page: str) -> str:
+    """The sentences and the code in LINES lines; what is too long for that is on the page."""
+    lines = [f"    {line}" for line in code(evidence.question, decision.use)]
+    kept: list[str] = []
+    for number, sentence in enumerate(sentences(evidence, decision, findings)):
+        wrapped = textwrap.wrap(sentence, TERMINAL_WIDTH, subsequent_indent="  ")
+        if len(kept) + len(wrapped) + len(lines) + 1 <= LINES:
+            kept += wrapped
+        elif number == 0:
+            kept += wrapped[:2]
+    return "\n".join([*kept, *lines, f"report: {page}"])
+
+
+def _use(decision: Decision) -> str:
+    if decision.undecided:
+        return f"Undecided: {decision.undecided}. As far as it is known, use {decision.use.words()}."
+    if decision.keeps:
+        return f"Keep what you have, {decision.have.words()}: nothing that was measured is faster."
+    return f"Use {decision.use.words()}."
+
+
+def _faster(decision: Decision) -> str:
+    if decision.have_seconds is None:
+        return "What you have did not run here, so that there is no speed-up."
+    if decision.keeps:
+        return ""
+    said = (
+        f"{text.speedup(decision.speedup)} as fast as what you have ({decision.have.words()}), {_runs(decision.runs)}"
+    )
+    if decision.over_compile is not None and decision.over_compile.value != 1:
+        said += f"; {text.speedup(decision.over_compile)} as fast as that under torch.compile"
+    return f"{said}."
+
+
+def _runs(runs: int) -> str:
+    return f"{runs} runs of each" if runs > 1 else "one run of each"
+
+
+def _memory(question: Question, decision: Decision) -> str:
+    if decision.memory is None or decision.have_memory is None or decision.keeps:
+        return ""
+    what = "Memory" if question.device == "cuda" else "Resident memory"
+    return f"{what}: {text.gib(decision.memory)} instead of {text.gib(decision.have_memory)} GiB."
+
+
+def _predicted(evidence: Evidence, choice: Choice) -> str:
+    prediction, records = evidence.predictions.get(choice), evidence.steps[choice]
+    measured = typical(records)
+    if prediction is None or choice in evidence.question.frames:
+        return f"Measured: {text.milliseconds(measured)} ms a step."
+    return (
+        f"Predicted {text.milliseconds(prediction.seconds)} ms a step (give or take "
+        f"{text.milliseconds(prediction.bound_s)}), measured {text.milliseconds(measured)}."
+    )
+
+
+def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Everything that was found; `records` are trial ids of the journal beside it."""
+    question = evidence.question
+    return {
+        "question": {"model": question.model, "device": question.device, "problem": dict(question.problem)},
+        "answer": {
+            "sentences": sentences(evidence, decision, findings),
+            "use": _choice(decision.use),
+            "have": _choice(decision.have),
+            "code": code(question, decision.use),
+            "undecided": decision.undecided,
+            "speedup": _ratio(decision.speedup),
+            "over_compile": _ratio(decision.over_compile),
+            "seconds": decision.seconds,
+            "memory_bytes": decision.memory,
+            "have_seconds": decision.have_seconds,
+            "have_memory_bytes": decision.have_memory,
+            "not_distinguished": [_choice(choice) for choice in decision.tied],
+            "records": [*ids(evidence.steps[decision.use]), *ids(evidence.steps.get(decision.have, ()))],
+        },
+        "steps": [_step(evidence, choice) for choice in evidence.steps],
+        "predictions": [
+            {**_choice(choice), "seconds": p.seconds, "bound_s": p.bound_s, "memory_bytes": p.memory}
+            | {"gains_s": dict(p.gains), "records": [evidence.times[part].record.trial.id for part in p.parts]}
+            for choice, p in sorted(evidence.predictions.items(), key=lambda item: item[1].seconds)
+        ],
+        "linears": [
+            {"rows": g.sizes[0], "in_features": g.sizes[1], "out_features": g.sizes[2], "calls": g.calls}
+            | {"bf16_s": g.bf16.seconds, "fp8_s": g.fp8 and g.fp8.seconds, "recipe": g.recipe}
+            | {"records": ids([t.record for t in (g.bf16, g.fp8) if t is not None])}
+            for g in linear_gains(evidence)
+        ],
+        "findings": [finding.to_json() for finding in findings],
+        "survey": evidence.survey.trial.id,
+        "left_out": list(evidence.left_out),
+        "does_not_apply": dict(question.left_out),
+        "excluded_by_memory": [{**_choice(c), "memory_bytes": held} for c, held in evidence.excluded.items()],
+        "not_measured": [{**_choice(choice), "reason": reason} for choice, reason in evidence.wrong.items()],
+        "parts_without_a_time": [
+            {"workload": part.workload, "by": part.rival, "problem": dict(part.problem), "reason": why}
+            for part, why in evidence.failed.items()
+        ],
+        "took_s": evidence.seconds,
+    }
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    return {name: getattr(choice, name) for name in Choice.__slots__}
+
+
+def _ratio(ratio: Ratio | None) -> dict[str, Any] | None:
+    return None if ratio is None else {"value": ratio.value, "low": ratio.low, "high": ratio.high, "pairs": ratio.n}
+
+
+def _step(evidence: Evidence, choice: Choice) -> dict[str, Any]:
+    records = evidence.steps[choice]
+    return {**_choice(choice), "seconds": typical(records), "memory_bytes": peak(records), "records": ids(records)}

@@ -1,0 +1,263 @@
+"""What a model could be trained with on a device: every choice that applies, and the trial that measures it. No torch."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_bench import plugins
+from te_bench.experiments import run_options, suite_trials
+from te_bench.experiments.adoption import Adoptee, adoptee
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Options, Trial
+from te_bench.models.configs import configs
+
+ALL = "all"  # parts of te.convert
+CHUNKED, FP8_HEAD = "chunked", "fp8"
+COMPILED = ("compile", "compile-reduce-overhead")
+LENGTH = 1024  # tokens of a sequence of a user's model, where neither it nor --tokens says
+#: Recipes in the order in which they are measured where the budget has no room for all.
+RECIPES = ("delayed_scaling", "float8_current_scaling", "rowwise_scaling", "float8_block_scaling")
+#: On a GPU every attention that trains, the most promising first; on a CPU what it has kernels for.
+ATTENTIONS = {"cuda": ("cudnn", "flash", "gluon", "triton"), "cpu": ("flash", "manual")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """How a model is trained. fused: blocks and optimizer of te-bench; padded: the vocabulary, to a multiple of 64.
+
+    parts: those of te.convert, of a user's model.
+    """
+
+    attention: str
+    precision: str = "bf16"
+    recipe: str | None = None
+    mode: str = "eager"
+    head: str | None = None
+    fused: bool = False
+    padded: bool = False
+    parts: str | None = None
+
+    def changes(self, have: "Choice") -> int:
+        """In how many settings it differs from what the user has: how much there is to change, and to go wrong."""
+        return sum(getattr(self, f.name) != getattr(have, f.name) for f in dataclasses.fields(self))
+
+    def beside(self, other: "Choice") -> str:
+        """What it has in place of another's: rowwise_scaling, no padded."""
+        names = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+        values = {name: getattr(self, name) for name in names}
+        return ", ".join(f"no {n}" if v in (None, False) else n if v is True else str(v) for n, v in values.items())
+
+    def words(self) -> str:
+        """It in words: FP8 by delayed_scaling, cudnn attention, fused blocks, compile-reduce-overhead."""
+        attention = "its own" if self.attention == OWN_ATTENTION else self.attention
+        said = [f"FP8 by {self.recipe}" if self.recipe else self.precision, f"{attention} attention"]
+        said += [f"{self.head} head"] if self.head else []
+        said += ["fused blocks and AdamW"] if self.fused else []
+        said += ["padded vocabulary"] if self.padded else []
+        said += ["te.convert's parts"] if self.parts else []
+        return ", ".join(
+            [*said, {"eager": "eager", "cudagraph": "one CUDA graph"}.get(self.mode, f"torch.{self.mode}")]
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A model on a device, and what may be chosen for it.
+
+    problem: the settings that its steps share. have: what the user is taken to have, the model as it is in eager bf16.
+    said: what the command line says of the model. preset: it is te-bench's own. left_out: choices that do not apply, each
+    with the reason.
+    """
+
+    model: str
+    said: str
+    title: str
+    device: str
+    problem: Settings
+    vocab: int
+    padded_vocab: int
+    have: Choice
+    choices: tuple[Choice, ...]
+    preset: bool = True
+    text: bool = True  # it learns from text
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return int(self.problem["batch"] * self.problem["block"])
+
+    def frame(self, choice: Choice) -> Choice:
+        """The step that is measured whole in its place: of the same mode and blocks, with the model's own parts in bf16."""
+        return Choice(
+            attention=self.have.attention,
+            precision="fp32" if choice.precision == "fp32" else "bf16",
+            mode=choice.mode,
+            head=CHUNKED if choice.fused else None,
+            fused=choice.fused,
+            padded=choice.fused and choice.padded,
+            parts=choice.parts,
+        )
+
+    @property
+    def frames(self) -> tuple[Choice, ...]:
+        """Every step that is measured whole, what the user has first."""
+        return tuple(dict.fromkeys(map(self.frame, self.choices)))
+
+    def trial(self, choice: Choice, seed: int = 0) -> Trial:
+        """A training step by that choice."""
+        settings: Settings = {**self.problem}
+        if self.preset:
+            settings |= {"vocab": self.vocab, "padded_vocab": self.padded_vocab if choice.padded else self.vocab}
+        settings |= {"head": choice.head} if choice.head else {}
+        settings |= {"parts": choice.parts} if choice.parts else {}
+        settings |= {"blocks": "fused", "optimizer": "triton"} if choice.fused else {}
+        return Trial(
+            workload="train_step",
+            device=self.device,
+            problem=settings,
+            attention=choice.attention,
+            precision=choice.precision,
+            recipe=choice.recipe,
+            mode=choice.mode,
+            seed=seed,
+        )
+
+    def survey(self) -> Trial:
+        """What a step of the model as it is is made of."""
+        return dataclasses.replace(self.trial(self.have), workload="survey", protocol="once")
+
+
+def of_model(options: Options, capability: tuple[int, int] | None) -> Question:
+    """The question of the model that --model names: te-bench's own, or a user's. Raises ValueError for none of them."""
+    own = adoptee(options)
+    return _of_preset(options, capability) if own is None else _of_users(options, own, capability)
+
+
+def _sized(options: Options, block: int) -> Settings:
+    usual: Settings = {"model": options.model, "batch": 12 if options.device == "cuda" else 4, "block": block}
+    return {**suite_trials.sized(options, usual), **suite_trials.BENCH_PY, "data": "random"}
+
+
+def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None) -> Question:
+    """A model that te-bench knows nothing of: its own attention and the kernels of SDPA, recipes by te.convert, modes."""
+    cuda = options.device == "cuda"
+    problem = {**_sized(options, LENGTH), **own.source.settings}
+    vocab = own.facts.vocab
+    problem |= {"vocab": vocab, "padded_vocab": vocab}
+    have = Choice(attention=OWN_ATTENTION)
+    left_out = {"heads, fused blocks, a padded vocabulary": "for te-bench's own models"}
+    pinned = [name for name in ATTENTIONS[options.device] if name in own.attentions]
+    if not own.facts.sdpa:
+        left_out["attention kernels"] = "the model calls no scaled_dot_product_attention"
+    recipes = _recipes(options.device, capability, left_out)
+    attentions = [OWN_ATTENTION, *(name for name in pinned if suite_trials.can_hold(options, name, problem))]
+    choices = _choices(have, attentions, recipes, heads=(None,), cuda=cuda, fusable=False, pads=False)
+    # Attention is then te-bench's own, and a head in FP8 goes with a recipe.
+    own_attention = [choice for choice in choices if choice.attention == OWN_ATTENTION and choice.precision != "fp32"]
+    choices += [dataclasses.replace(choice, parts=ALL) for choice in own_attention]
+    return Question(
+        model=own.source.model,
+        said=" ".join(run_options.words(dataclasses.replace(options, tokens=None, batch=None, budget_s=None))),
+        title=f"{own.source.model}, {problem['batch']} x {problem['block']} tokens",
+        device=options.device,
+        problem=problem,
+        vocab=vocab,
+        padded_vocab=vocab,
+        have=have,
+        choices=tuple(in_order(choices)),
+        preset=False,
+        text=own.facts.text,
+        left_out=left_out,
+    )
+
+
+def _of_preset(options: Options, capability: tuple[int, int] | None) -> Question:
+    assert options.model is not None, "the command line asks for it"
+    config = configs()[options.model]
+    cuda = options.device == "cuda"
+    problem = _sized(options, config.block_size)
+    dropout, vocab = config.dropout, config.vocab_size
+    # SDPA's own choice on an NVIDIA GPU; on a CPU its flash kernel has no dropout.
+    have = Choice(attention="manual" if dropout and not cuda else "flash")
+    padded = -(-vocab // suite_trials.MULTIPLE) * suite_trials.MULTIPLE
+    fusable = cuda and not dropout
+    left_out = {"float8_current_scaling_dpa": "attention in FP8 is off unless asked for"}
+    if not fusable:
+        left_out["fused blocks"] = "no fused kernel has dropout" if cuda else "te-bench's fused step is for GPUs"
+    recipes = _recipes(options.device, capability, left_out)
+    attentions = [name for name in ATTENTIONS[options.device] if suite_trials.can_hold(options, name, problem)]
+    attentions = [have.attention, *(name for name in attentions if name != have.attention and not dropout)]
+    pads = padded != vocab
+    choices = _choices(have, attentions, recipes, heads=(None, CHUNKED), cuda=cuda, fusable=fusable, pads=pads)
+    return Question(
+        model=options.model,
+        said=f"--model {options.model}",
+        title=f"{suite_trials.called(problem)}, {problem['batch']} x {problem['block']} tokens",
+        device=options.device,
+        problem=problem,
+        vocab=vocab,
+        padded_vocab=padded,
+        have=have,
+        choices=tuple(choices),
+        left_out=left_out,
+    )
+
+
+def _recipes(device: str, capability: tuple[int, int] | None, left_out: dict[str, str]) -> list[str]:
+    """The recipes that are worth measuring there; a CPU emulates FP8, and one shows that."""
+    if device == "cpu":
+        left_out["other recipes"] = f"a CPU emulates FP8, as {RECIPES[1]} shows"
+        return [RECIPES[1]]
+    if capability is not None and capability < (8, 9):
+        left_out["FP8"] = f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores (8.9)"
+        return []
+    known = plugins.names("te_bench.models.recipe")
+    return [name for name in (*RECIPES, *suite_trials.recipes()) if name in known]
+
+
+def _choices(
+    have: Choice,
+    attentions: list[str],
+    recipes: list[str],
+    *,
+    heads: tuple[str | None, ...],
+    cuda: bool,
+    fusable: bool,
+    pads: bool,
+) -> list[Choice]:
+    """Each combination once, what the user has first."""
+    modes = ("eager", *COMPILED) if cuda else ("eager", "compile")
+    precisions: list[dict[str, Any]] = [{}, *({"precision": "fp8", "recipe": name} for name in dict.fromkeys(recipes))]
+    widths = (False, True) if pads else (False,)
+    found = [have]
+    found += [
+        Choice(attention=attention, mode=mode, head=head, padded=padded, **precision)
+        for mode in modes
+        for attention in attentions
+        for precision in precisions
+        for head in heads
+        for padded in widths
+    ]
+    if not cuda:
+        found.append(dataclasses.replace(have, precision="fp32"))
+    if fusable:
+        found += [
+            Choice(attention=attention, mode="cudagraph", head=head, fused=True, padded=pads, **precision)
+            for attention in attentions
+            for precision in precisions
+            for head in ((CHUNKED, FP8_HEAD) if precision else (CHUNKED,))
+        ]
+    return in_order(list(dict.fromkeys(found)))
+
+
+def in_order(choices: list[Choice]) -> list[Choice]:
+    """By mode, as whole steps are measured while the budget lasts: those that take seconds before those that compile."""
+    return sorted(choices, key=lambda choice: ("eager", "cudagraph", *COMPILED).index(choice.mode))
+
+
+def alone(question: Question, workload: str, problem: Settings, **more: Any) -> Trial:
+    """A trial of one part of a step."""
+    fields: dict[str, Any] = {"attention": NO_ATTENTION, "protocol": "kernel", **more}
+    return Trial(workload=workload, device=question.device, problem=problem, **fields)

@@ -1,0 +1,171 @@
+"""What the verified records say: which choice to use, how much faster it is, and whether that is decided. No torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from te_bench.advice.advise import Evidence, peak, peaks, typical
+from te_bench.advice.candidates import Choice
+from te_bench.advice.convergence import nearest
+from te_bench.advice.parts import LINEAR, Part, PartTime
+from te_bench.experiments.spec import Record
+from te_bench.reports.analysis.measures import Ratio, of_processes, speedup
+from te_bench.reports.analysis.ranking import rank_steps
+from te_bench.reports.analysis.rows import Configuration, Group, Results
+from te_bench.reports.analysis.steps import measured_steps
+
+DECIDED, UNDECIDED = 0, 3  # exit codes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """The choice to use, and what it is compared with.
+
+    speedup: over what the user has; None where that, or the choice, has no record. tied: choices that are not told apart
+    from it. undecided: why it is not known whether to change anything; None where it is.
+    """
+
+    use: Choice
+    have: Choice
+    seconds: float
+    have_seconds: float | None
+    speedup: Ratio | None
+    over_compile: Ratio | None  # over torch.compile of what the user has
+    memory: float | None
+    have_memory: float | None
+    tied: tuple[Choice, ...]
+    undecided: str | None
+    runs: int
+
+    @property
+    def exit_code(self) -> int:
+        return UNDECIDED if self.undecided else DECIDED
+
+    @property
+    def keeps(self) -> bool:
+        return self.use == self.have
+
+
+def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Decision:
+    """By the records of the group, which has all of the run's trials."""
+    by_id = {configuration.id: configuration for configuration in group.configurations}
+    question = evidence.question
+    of_choice = {choice: by_id[question.trial(choice).cell] for choice in evidence.steps}
+    fitting = {
+        choice: configuration
+        for choice, configuration in of_choice.items()
+        if memory is None or (held := peak(configuration.ok)) is None or held <= memory
+    }
+    best, tied, undecided = _best(fitting or of_choice, question.have, group.gpu)
+    if not fitting:
+        undecided = "every step that was measured takes more than --memory; fewer sequences (--batch) take less"
+    chosen, have = of_choice[best], of_choice.get(question.have)
+    compiled = of_choice.get(Choice(attention=question.have.attention, mode="compile"))
+    memory_of, have_memory = (peak(chosen.ok), None) if have is None else peaks(chosen.ok, have.ok)
+    return Decision(
+        use=best,
+        have=question.have,
+        seconds=of_processes(chosen.ok, "latency_s") or math.nan,
+        have_seconds=None if have is None else of_processes(have.ok, "latency_s"),
+        speedup=None if have is None else speedup(have, chosen),
+        over_compile=None if compiled is None else speedup(compiled, chosen),
+        memory=memory_of,
+        have_memory=have_memory,
+        tied=tuple(tied),
+        undecided=undecided,
+        runs=len(chosen.ok),
+    )
+
+
+def group_of(results: Results, suite: str, environment: str) -> Group:
+    return next(g for g in results.groups if (g.suite, g.environment) == (suite, environment))
+
+
+def _best(
+    found: Mapping[Choice, Configuration], have: Choice, gpu: str | None
+) -> tuple[Choice, list[Choice], str | None]:
+    """The choice, those not told apart from it, and why it is undecided."""
+    by_id = {configuration.id: choice for choice, configuration in found.items()}
+    repeated = [configuration for configuration in found.values() if len(configuration.ok) > 1]
+    ranking = rank_steps(measured_steps(repeated, found.get(have), gpu))
+    fastest = [by_id[step.configuration.id] for step in ranking.fastest]
+    if not fastest:
+        best = min(found, key=lambda choice: typical(found[choice].ok))
+        if best == have and len(found) == 1:
+            return best, [], None if len(found[best].ok) > 1 else "nothing else was measured"
+        return best, [], "one run of each has no interval; a larger --budget repeats them"
+    # The fewest changes; of recipes one with a published verdict; then the least memory.
+    cheapest = min(fastest, key=lambda c: (c.changes(have), nearest(c) is None, peak(found[c].ok) or 0.0))
+    tied = [choice for choice in fastest if choice != cheapest]
+    if cheapest == have and tied:
+        return have, tied, f"{tied[0].words()} is not distinguished from it ({ranking.reason})"
+    return cheapest, tied, None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearGain:
+    """One size of Linear: calls a step, seconds in bf16 and by the fastest recipe, and the recipe."""
+
+    sizes: tuple[int, int, int]  # rows, in_features, out_features
+    calls: int
+    bf16: PartTime
+    fp8: PartTime | None
+    recipe: str | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Above 1: FP8 pays."""
+        return None if self.fp8 is None else self.bf16.seconds / self.fp8.seconds
+
+    @property
+    def saved_s(self) -> float | None:
+        """Of a step."""
+        return None if self.fp8 is None else self.calls * (self.bf16.seconds - self.fp8.seconds)
+
+    @property
+    def pays_from(self) -> float | None:
+        """By which factor it would have to be wider for FP8's products to save what its casts cost; None where unknown.
+
+        Products grow with the square of the width, casts of activations with the width.
+        """
+        if self.fp8 is None or self.fp8.products is None or self.bf16.products is None:
+            return None
+        saved = self.bf16.products - self.fp8.products
+        casts = (self.fp8.seconds - self.fp8.products) - (self.bf16.seconds - self.bf16.products)
+        return max(casts / saved, 0.0) if saved > 0 else None
+
+
+def linear_gains(evidence: Evidence) -> list[LinearGain]:
+    """Each size of Linear whose time in bf16 is known, the most expensive first."""
+    found = []
+    for sizes, calls in evidence.made.linears.items():
+        problem = tuple(zip(("tokens", "in_features", "out_features"), sizes, strict=True))
+        own = {part: time for part, time in evidence.times.items() if part[:2] == (LINEAR, problem)}
+        half = own.get(Part(LINEAR, problem, "bf16"))
+        if half is None:
+            continue
+        fp8 = {part.rival: time for part, time in own.items() if part.precision == "fp8"}
+        best = min(fp8, key=lambda name: fp8[name].seconds, default=None)
+        found.append(LinearGain(sizes=sizes, calls=calls, bf16=half, fp8=fp8[best] if best else None, recipe=best))
+    return sorted(found, key=lambda gain: -gain.calls * gain.bf16.seconds)
+
+
+def fp8_in_words(gains: Sequence[LinearGain], device: str, use: Choice) -> str:
+    """Whether FP8 pays for this model's Linears here, and from which size on it would."""
+    if use.recipe:
+        return ""
+    known = [gain for gain in gains if gain.ratio is not None]
+    if device == "cpu":
+        return "FP8 does not pay on a CPU, which emulates it: this says nothing about a GPU."
+    if not known:
+        return "Whether FP8 pays was not measured."
+    bf16, fp8 = (sum(g.calls * t.seconds for g in known for t in [getattr(g, of)]) for of in ("bf16", "fp8"))
+    said = f"FP8 does not pay: its Linears take {fp8 * 1e3:.3g} ms a step, bf16's {bf16 * 1e3:.3g}"
+    wider = [gain.pays_from for gain in known if gain.pays_from is not None and gain.pays_from > 1]
+    if fp8 < bf16:
+        return f"FP8's Linears are faster ({fp8 * 1e3:.3g} ms a step for {bf16 * 1e3:.3g}), the whole step is not."
+    return f"{said}; it would from about {max(wider):.2g} times this width on." if wider else f"{said}."
+
+
+def ids(records: Sequence[Record]) -> list[str]:
+    return [record.trial.id for record in records]

@@ -1,0 +1,169 @@
+"""The answer as one HTML page that fetches nothing: today's step, the advised one, and the gain of each part. No torch."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from te_bench.advice import answer
+from te_bench.advice.advise import Evidence, peak, typical
+from te_bench.advice.candidates import Choice
+from te_bench.advice.code import code
+from te_bench.advice.decision import Decision, LinearGain, linear_gains
+from te_bench.advice.parts import ATTENTION, HEAD, LINEAR, Part, PartTime, parts_of
+from te_bench.advice.traps import Finding
+from te_bench.models import cost
+from te_bench.reports.analysis import floor
+from te_bench.reports.analysis.measures import finite
+from te_bench.reports.files import write_folder
+from te_bench.reports.page import text
+from te_bench.reports.page.bars import Stack, stacked_bars
+from te_bench.reports.page.drawing import Drawing, draw
+from te_bench.reports.page.step_figures import FLOOR_KINDS
+from te_bench.reports.page.table import Table, Value, number, table_of, word
+from te_bench.reports.page.template import rendered
+
+KINDS = {LINEAR: cost.GEMM, ATTENTION: cost.ATTENTION, HEAD: cost.LOSS}  # of parts that were timed alone
+WORDS = {ATTENTION: "attention", HEAD: "head and loss"}
+
+
+def write_page(evidence: Evidence, decision: Decision, findings: Sequence[Finding], out: Path, command: str) -> Path:
+    """Write the page under `out`; the path of its index.html. Raises ValueError where it cannot be written."""
+    first, *others = answer.sentences(evidence, decision, findings)
+    drawing = _steps(evidence, decision)
+    tables = (_gains(linear_gains(evidence)), _others(evidence), _verified(evidence))
+    content: dict[str, Any] = {
+        "title": evidence.question.title,
+        "headline": first,
+        "sentences": others,
+        "code": code(evidence.question, decision.use),
+        "drawings": [drawing],
+        "by_kind": "By the kernels of one step under the profiler."
+        if _profile(evidence, decision.use)
+        else "A CPU's step by its parts as they were timed alone; rest is what they leave of the measured step.",
+        "tables": [table for table in tables if table is not None],
+        "findings": findings,
+        "left_out": _left_out(evidence),
+        "command": command,
+    }
+    write_folder(
+        out, {"index.html": rendered("advice.html.j2", content), f"figures/{drawing.name}.png": drawing.png}, "advice"
+    )
+    return out / "index.html"
+
+
+def by_kind(evidence: Evidence, choice: Choice) -> dict[str, float]:
+    """Seconds of a measured step by kind of work: of its kernels, or of its parts where a CPU has none to tell."""
+    profile = _profile(evidence, choice)
+    found = dict.fromkeys(FLOOR_KINDS, 0.0)
+    if profile:
+        for kernel, seconds in profile.items():
+            found[floor.kind_of(kernel)] += finite(seconds) or 0.0
+        return found
+    for part, count in parts_of(evidence.question, evidence.made, choice).items():
+        if part in evidence.times:
+            found[KINDS[part.workload]] += count * evidence.times[part].seconds
+    step = typical(evidence.steps[choice])
+    share = min(1.0, step / (sum(found.values()) or 1.0))  # alone each has a call of its own from Python
+    return {kind: share * seconds for kind, seconds in found.items()}
+
+
+def _profile(evidence: Evidence, choice: Choice) -> Mapping[str, Any]:
+    return evidence.steps[choice][0].work.get("kernel_s") or {}
+
+
+def _steps(evidence: Evidence, decision: Decision) -> Drawing:
+    shown = [choice for choice in dict.fromkeys((decision.have, decision.use)) if choice in evidence.steps]
+    stacks = []
+    for choice in shown:
+        parts = {kind: 1e3 * seconds for kind, seconds in by_kind(evidence, choice).items()}
+        step = 1e3 * typical(evidence.steps[choice])
+        whose = "today" if choice == decision.have else "advised"
+        stacks.append(
+            Stack(
+                name=f"{whose}: {choice.words()}",
+                parts=parts,
+                rest=max(step - sum(parts.values()), 0.0),
+                remark=f"{text.plain(step)} ms",
+            )
+        )
+    caption = "Time of one step by kind of work"
+    return draw(
+        "steps", "steps", caption, evidence.question.title, lambda: stacked_bars(stacks, FLOOR_KINDS, "ms a step")
+    )
+
+
+def _gains(gains: Sequence[LinearGain]) -> Table | None:
+    rows = [
+        {
+            "Linear": word(f"{g.sizes[1]} to {g.sizes[2]}, {g.sizes[0]} rows"),
+            "Gain a step, ms": number(g.saved_s, _signed_ms),
+            "FP8 over bf16": number(g.ratio, lambda ratio: text.MISSING if ratio is None else text.times(ratio)),
+            "Calls": number(g.calls, text.count),
+            "bf16, ms": number(g.bf16.seconds, text.milliseconds),
+            "FP8, ms": number(None if g.fp8 is None else g.fp8.seconds, text.milliseconds),
+            "Fastest recipe": word(g.recipe or text.MISSING),
+        }
+        for g in gains
+    ]
+    note = "Forward and both gradients of one call, with every cast; below 1× FP8 loses."
+    return table_of("linears", "The gain of each Linear in FP8", rows, note)
+
+
+def _signed_ms(seconds: float | None) -> str:
+    return text.MISSING if seconds is None else f"{1e3 * seconds:+.3g}"
+
+
+def _others(evidence: Evidence) -> Table | None:
+    """Attention and heads alone."""
+    found: list[tuple[Part, PartTime]] = [i for i in evidence.times.items() if i[0].workload != LINEAR]
+    rows = [
+        {
+            "Part": word(f"{WORDS[part.workload]} by {part.rival}"),
+            "One call, ms": number(time.seconds, text.milliseconds),
+            "Problem": word(_problem(part)),
+        }
+        for part, time in sorted(found, key=lambda item: (item[0].workload, item[1].seconds))
+    ]
+    note = "Forward and backward, each part alone."
+    return table_of("parts", "Attention and heads", rows, note)
+
+
+def _problem(part: Part) -> str:
+    settings = dict(part.problem)
+    if part.workload == HEAD:
+        return f"{settings['n']} rows of {settings['d']} to {settings['padded']} classes"
+    heads = f"{settings['heads']}/{settings['kv_heads']}" if "kv_heads" in settings else f"{settings['heads']}"
+    return f"B{settings['batch']} H{heads} T{settings['length']} D{settings['head_dim']}, {part.precision}"
+
+
+def _verified(evidence: Evidence) -> Table | None:
+    """Every step that was measured, beside what was predicted for it."""
+    rows = []
+    for choice in sorted(evidence.steps, key=lambda choice: typical(evidence.steps[choice])):
+        records, prediction = evidence.steps[choice], evidence.predictions.get(choice)
+        guessed = None if choice in evidence.question.frames or prediction is None else prediction.seconds
+        measured = typical(records)
+        off = None if guessed is None else guessed / measured - 1
+        rows.append(
+            {
+                "Step": word(choice.words()),
+                "Measured, ms": number(measured, text.milliseconds),
+                "Predicted, ms": number(guessed, text.milliseconds),
+                "Off by": Value(text=text.MISSING if off is None else f"{100 * off:+.1f} %", sort=off),
+                "Peak, GiB": number(peak(records), text.gib),
+                "Runs": number(len(records), text.count),
+            }
+        )
+    note = "Predictions as they were before anything was verified; a step without one was measured first."
+    return table_of("steps-measured", "Steps that were measured", rows, note)
+
+
+def _left_out(evidence: Evidence) -> list[str]:
+    """For lack of time, for lack of memory, and for other reasons."""
+    found = [f"For lack of time: {reason}." for reason in evidence.left_out]
+    found += [f"{choice.words()}: {reason}" for choice, reason in evidence.wrong.items()]
+    found += [f"{part.workload} by {part.rival}, so no prediction: {why}" for part, why in evidence.failed.items()]
+    found += [f"{what}: {why}." for what, why in evidence.question.left_out.items()]
+    if evidence.excluded:
+        found.append(f"{len(evidence.excluded)} combinations that are predicted to take more than --memory.")
+    return found

@@ -1,0 +1,133 @@
+"""Which parts a step by a choice is made of, and the trial that times each alone. No torch."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from te_bench.advice.candidates import RECIPES, Choice, Question, alone
+from te_bench.experiments.spec import OWN_ATTENTION, Record, Trial
+from te_bench.reports.analysis import layers
+from te_bench.reports.analysis.measures import finite, quantile, seconds_of
+
+LINEAR, ATTENTION, HEAD = "linear", "attention", "linear_cross_entropy"  # workloads
+SAMPLES = {LINEAR: ("kernel_s",), ATTENTION: ("forward_s", "backward_s"), HEAD: ("kernel_s",)}
+#: Of a part's samples the quantile that predictions take: on a CPU whose other core is busy half of all calls may take a
+#: hundred times as long (24 ms in place of 0.25; two vCPUs, AMD EPYC), and the fastest quarter still says what it takes.
+QUIET = 0.25
+
+
+class Part(NamedTuple):
+    """One kind of part of a step: a workload, its problem's settings in order, and by what it is computed."""
+
+    workload: str
+    problem: tuple[tuple[str, Any], ...]
+    rival: str  # a recipe or a precision; an attention backend
+    precision: str = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """What a survey found a model's step to be made of: sizes of Linears, of attentions and of the head, with calls.
+
+    head: (rows, in_features, classes), None where the model makes no logits that te-bench could replace. own_kernel: what
+    SDPA runs in the model as it is.
+    """
+
+    linears: Mapping[tuple[int, int, int], int]
+    kept: Mapping[tuple[int, int, int], int] = field(default_factory=dict)  # calls that stay in bf16 under any recipe
+    attentions: Mapping[tuple[tuple[str, Any], ...], int] = field(default_factory=dict)
+    head: tuple[int, int, int] | None = None
+    own_kernel: str = "math"
+
+    @classmethod
+    def of(cls, work: Mapping[str, Any]) -> "Made":
+        """By the work of a survey's record. Attention with a mask has no trial of its own, and is not among them."""
+        sizes = ("rows", "in_features", "out_features")
+        attentions: Counter[tuple[tuple[str, Any], ...]] = Counter()
+        for call in work["attentions"]:
+            if not call["mask"] and call["length"] == call["keys"]:
+                shape = {name: call[name] for name in ("batch", "heads", "length", "head_dim", "causal")}
+                shape |= {} if call["kv_heads"] == call["heads"] else {"kv_heads": call["kv_heads"]}
+                attentions[tuple(shape.items())] += call["calls"]
+        head = work.get("head")
+        linears = {tuple(found[name] for name in sizes): found for found in work["linears"]}
+        return cls(
+            linears={size: found["calls"] for size, found in linears.items()},
+            kept={size: found["kept"] for size, found in linears.items() if found["kept"]},
+            attentions=attentions,
+            head=head and tuple(head[name] for name in sizes),
+            own_kernel=next((call["kernel"] for call in work["attentions"] if not call["mask"]), "math"),
+        )
+
+
+def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
+    """How many of which part a step by that choice has; what every choice shares, the rest of the step, is none."""
+    found: Counter[Part] = Counter()
+    for (rows, k, n), calls in made.linears.items():
+        sizes = (("tokens", rows), ("in_features", k), ("out_features", n))
+        kept = made.kept.get((rows, k, n), 0) if choice.recipe else 0
+        found[Part(LINEAR, sizes, choice.recipe or choice.precision, choice.precision)] += calls - kept
+        found[Part(LINEAR, sizes, "bf16")] += kept
+    half = "fp32" if choice.precision == "fp32" else "bf16"
+    # What a model's own attention runs is known of the survey alone.
+    attention = made.own_kernel if choice.attention == OWN_ATTENTION else choice.attention
+    for shape, calls in made.attentions.items():
+        found[Part(ATTENTION, shape, attention, half)] += calls
+    if made.head is not None and question.preset:
+        rows, d, _ = made.head
+        padded = question.padded_vocab if choice.padded else question.vocab
+        name = choice.head or "reference"
+        head = (("n", rows), ("d", d), ("vocab", question.vocab), ("padded", padded), ("head", name))
+        found[Part(HEAD, head, name, half)] += 1
+    return +found
+
+
+def trial(question: Question, part: Part) -> Trial:
+    """The trial that times the part alone."""
+    problem = dict(part.problem)
+    if part.workload == ATTENTION:
+        return alone(question, ATTENTION, problem, attention=part.rival, precision=part.precision)
+    if part.workload == LINEAR and part.precision == "fp8":
+        return alone(question, LINEAR, problem, precision="fp8", recipe=part.rival)
+    return alone(question, part.workload, problem, precision=part.precision)
+
+
+def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[Part]:
+    """The parts in which choices differ from the steps that are measured whole; those of the most promising first.
+
+    A part that many choices need comes before one that few do; of FP8's, all that a recipe needs before the next one's.
+    """
+    needed: Counter[Part] = Counter()
+    for choice in choices:
+        ours, whole = parts_of(question, made, choice), parts_of(question, made, question.frame(choice))
+        for part in (ours - whole) + (whole - ours):
+            needed[part] += 1
+    order = {LINEAR: 0, HEAD: 1, ATTENTION: 2}
+    recipes = {name: place for place, name in enumerate(RECIPES)}
+    return sorted(
+        needed, key=lambda p: (-needed[p], order[p.workload], recipes.get(p.rival, len(recipes)), p.rival, p.problem)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartTime:
+    """Seconds of a part alone; products: of its matrix products, where a profile tells them from its casts."""
+
+    seconds: float
+    products: float | None
+    record: Record
+
+
+def time_of(part: Part, record: Record | None) -> PartTime | None:
+    """None where the trial has no result."""
+    if record is None or record.outcome != "ok":
+        return None
+    quiet = [quantile(seconds_of(record, sample), QUIET) for sample in SAMPLES[part.workload]]
+    if not all(quiet):
+        return None
+    profile = record.work.get("kernel_s")
+    products = None
+    if part.workload == LINEAR and isinstance(profile, Mapping):
+        products = sum(finite(s) or 0.0 for kernel, s in profile.items() if layers.kind_of(kernel) == "GEMM")
+    return PartTime(seconds=sum(seconds for seconds in quiet if seconds), products=products or None, record=record)

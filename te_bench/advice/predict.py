@@ -1,0 +1,106 @@
+"""Seconds and bytes of a step that was not measured: a measured step, less the parts it does without, plus those it has.
+
+Pure arithmetic on what records hold. A choice's frame is the measured step of its mode and blocks, with the model's own
+attention and head in bf16. What a frame and a choice share cancels out, whatever it is.
+In fused blocks a cast is part of the kernel before it: there a Linear counts by its matrix products alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from te_bench.advice.candidates import Choice, Question
+from te_bench.advice.parts import LINEAR, Made, Part, PartTime, parts_of
+
+#: What a part may take more or less in a step than alone: its operands lie in the L2, or do not; the clock is another.
+OF_PARTS = 0.10
+#: What a whole step varies from one process to the next.
+OF_FRAME = 0.02
+#: Of a step its parts take at most so much: alone they may take longer, each with a call of its own from Python on a CPU,
+#: and then all count for as much less.
+MOST = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Seconds of a step, give or take `bound_s`; memory in bytes, None where its frame's is not known."""
+
+    choice: Choice
+    seconds: float
+    bound_s: float
+    memory: float | None
+    gains: Mapping[str, float]  # seconds that each kind of part saves
+    parts: tuple[Part, ...]  # that it rests on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """A step that was measured as a whole: its seconds and its peak of memory in bytes."""
+
+    seconds: float
+    memory: float | None
+
+
+def predict(
+    question: Question, made: Made, choice: Choice, frames: Mapping[Choice, Frame], times: Mapping[Part, PartTime]
+) -> Prediction | None:
+    """None where its frame, or a part in which it differs from that, has no time."""
+    base = question.frame(choice)
+    frame = frames.get(base)
+    if frame is None:
+        return None
+    ours, whole = parts_of(question, made, choice), parts_of(question, made, base)
+    differing = [*(ours - whole), *(whole - ours)]
+    if not all(part in times for part in differing):
+        return None
+    seconds_of = {part: _seconds(part, time, fused=choice.fused) for part, time in times.items()}
+    alone = sum(count * seconds_of.get(part, 0.0) for part, count in whole.items())
+    share = min(1.0, MOST * frame.seconds / alone) if alone else 1.0
+    gains: dict[str, float] = {}
+    bound = (OF_FRAME * frame.seconds) ** 2
+    for part in differing:
+        count, seconds = whole[part] - ours[part], share * seconds_of[part]
+        gains[part.workload] = gains.get(part.workload, 0.0) + count * seconds
+        bound += (OF_PARTS * count * seconds) ** 2
+    seconds = max(frame.seconds - sum(gains.values()), 0.0)
+    memory = None if frame.memory is None else frame.memory - _logits_saved(made, choice, base)
+    return Prediction(
+        choice=choice, seconds=seconds, bound_s=bound**0.5, memory=memory, gains=gains, parts=tuple(differing)
+    )
+
+
+def _seconds(part: Part, time: PartTime, *, fused: bool) -> float:
+    return time.products if fused and part.workload == LINEAR and time.products else time.seconds
+
+
+def _logits_saved(made: Made, choice: Choice, base: Choice) -> float:
+    """Bytes of logits and their gradient in half precision, which a head in chunks does not keep."""
+    if made.head is None or choice.head is None or base.head is not None:
+        return 0.0
+    rows, _, classes = made.head
+    return 4.0 * rows * classes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """By how much verified steps of a kind took longer than they were predicted: those of one frame, in FP8 or not."""
+
+    factors: Mapping[tuple[Choice, bool], float]
+
+    def of(self, prediction: Prediction) -> float:
+        """Seconds, corrected."""
+        return prediction.seconds * self.factors.get(kind(prediction.choice), 1.0)
+
+
+def kind(choice: Choice) -> tuple[Choice, bool]:
+    """What predictions err alike over."""
+    return Choice(attention="", mode=choice.mode, fused=choice.fused, parts=choice.parts), choice.recipe is not None
+
+
+def corrected(predictions: Mapping[Choice, Prediction], measured: Mapping[Choice, float]) -> Correction:
+    """The last verified step of each kind decides."""
+    factors = {
+        kind(choice): seconds / predictions[choice].seconds
+        for choice, seconds in measured.items()
+        if choice in predictions and predictions[choice].seconds > 0
+    }
+    return Correction(factors=factors)

@@ -1,0 +1,252 @@
+"""What costs users most and no tool tells them, found in the records of a model as it is. Pure; no torch."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from te_bench.advice.advise import Evidence
+from te_bench.advice.candidates import Choice
+from te_bench.advice.decision import LinearGain, linear_gains
+from te_bench.experiments.spec import Record
+from te_bench.reports.analysis.measures import of_process
+from te_bench.reports.page import text
+
+MULTIPLE = 64  # of a vocabulary that GEMMs like
+SMALL = 2**20  # elements that cost nothing in any dtype
+SLOW_KERNELS = ("math", "mem_efficient")  # of SDPA, which chooses them without a word
+#: Kernels of a GPU, as te_bench's attention backends tell them.
+FAST_KERNEL = re.compile(r"pytorch_flash|cudnn.*sdpa|cudnn.*flash|sdpa_sm\d+_flash")
+MEM_EFFICIENT = re.compile(r"fmha_cutlass")
+SLOWER = 1.02  # compiled over eager: beyond what two runs of a step differ by
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A trap: what was found, why it costs, what it costs where that was measured, and the line that mends it.
+
+    records: trial ids that show it. seconds: a step's, where they were measured.
+    """
+
+    name: str
+    what: str
+    why: str
+    mend: str
+    records: tuple[str, ...]
+    seconds: float | None = None
+
+    @property
+    def cost(self) -> str:
+        return "not measured" if self.seconds is None else f"{text.milliseconds(self.seconds)} ms a step"
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__} | {"records": list(self.records)}
+
+
+def of_evidence(evidence: Evidence) -> list[Finding]:
+    """The traps of the model as the user has it; a Linear too small for FP8 is one where the GPU has FP8."""
+    question, have = evidence.question, evidence.question.have
+    eager, compiled = (
+        next(iter(evidence.steps.get(dataclasses.replace(have, mode=mode), ())), None) for mode in ("eager", "compile")
+    )
+    return findings(
+        evidence.survey,
+        eager,
+        compiled,
+        linear_gains(evidence) if question.device == "cuda" else (),
+        vocab=question.vocab,
+        seconds=_measured(evidence),
+    )
+
+
+def _measured(evidence: Evidence) -> dict[str, float]:
+    """What parts alone say that a trap costs: attention beside the fastest, an odd vocabulary beside the padded one."""
+    question = evidence.question
+    have = question.have
+    mended = {
+        "vocabulary": [dataclasses.replace(have, padded=True)],
+        "attention": [dataclasses.replace(have, attention=name) for name in {c.attention for c in question.choices}],
+    }
+    saved = {
+        name: max((_saved(evidence, choice) or 0.0 for choice in choices), default=0.0)
+        for name, choices in mended.items()
+    }
+    return {name: seconds for name, seconds in saved.items() if seconds > 0}
+
+
+def _saved(evidence: Evidence, choice: Choice) -> float | None:
+    """Seconds that the choice saves over what the user has, by parts alone; None where one was not timed."""
+    prediction = evidence.predictions.get(choice)
+    return None if prediction is None else sum(prediction.gains.values())
+
+
+def findings(
+    survey: Record,
+    eager: Record | None,
+    compiled: Record | None,
+    gains: Sequence[LinearGain] = (),
+    *,
+    vocab: int | None = None,
+    seconds: Mapping[str, float] | None = None,
+) -> list[Finding]:
+    """Every trap that the records of a model as it is show, the dearest first.
+
+    eager, compiled: its whole steps. gains: of its Linears, where the GPU has FP8. vocab: its own, where the survey saw no
+    logits. seconds: what a trap of that name was measured to cost.
+    """
+    found = [*_of_survey(survey, vocab), *_of_compile(eager, compiled), *_of_fp8(gains)]
+    known = seconds or {}
+    priced = [f if f.seconds is not None else dataclasses.replace(f, seconds=known.get(f.name)) for f in found]
+    return sorted(priced, key=lambda finding: -(finding.seconds or 0.0))
+
+
+def _of_survey(survey: Record, vocab: int | None) -> Iterator[Finding]:
+    work, shown = survey.work, (survey.trial.id,)
+    for call in work["attentions"]:
+        if call["kernel"] in SLOW_KERNELS:
+            yield Finding(
+                name="attention",
+                what=f"Attention runs the {call['kernel']} kernel in {call['calls']} calls of a step.",
+                why=_why_slow(call),
+                mend=_mend_slow(call),
+                records=shown,
+            )
+    if work["written_out"]:
+        yield Finding(
+            name="attention",
+            what=f"Attention is written out: {work['written_out']} softmaxes over all scores in a step.",
+            why="every score is written to memory and read again, and kept for the backward pass",
+            mend='Call F.scaled_dot_product_attention; with transformers attn_implementation="sdpa".',
+            records=shown,
+        )
+    classes = work["vocab"] or vocab
+    if classes is not None and classes > MULTIPLE and classes % MULTIPLE:
+        yield Finding(
+            name="vocabulary",
+            what=f"The vocabulary, {classes}, is no multiple of {MULTIPLE}.",
+            why="rows of the logits are not aligned: the head's products take slower kernels",
+            mend=f"Pad embedding and head to {-(-classes // MULTIPLE) * MULTIPLE} rows.",
+            records=shown,
+        )
+    wide = sum(loss["elements"] for loss in work["losses"] if loss["dtype"] == "float32")
+    if wide >= SMALL:
+        yield Finding(
+            name="logits",
+            what=f"The loss reads logits in float32: {text.gib(4.0 * wide)} GiB.",
+            why="they are twice as large as in bf16, and so are their log-probabilities and gradients",
+            mend='Use a head that keeps no logits: head="chunked" of te-bench, or Liger\'s fused linear cross-entropy.',
+            records=shown,
+        )
+    if work["norms_in_float32"] >= SMALL:
+        yield Finding(
+            name="norms",
+            what=f"Norms give float32 under autocast: {text.gib(4.0 * work['norms_in_float32'])} GiB a pass.",
+            why="torch.autocast computes and returns them in float32, and a cast follows before each product",
+            mend="Take te's norms (te.convert swaps them), fused blocks, or torch.compile, which fuses the cast.",
+            records=shown,
+        )
+    yield from _dropout(work, shown)
+    optimizer = work["optimizer"]
+    if optimizer is not None and not optimizer["fused"]:
+        yield Finding(
+            name="optimizer",
+            what=f"The model's own optimizer, {optimizer['name']}, is not fused.",
+            why="it launches several kernels for each group of parameters and reads each several times",
+            mend="Give it fused=True.",
+            records=shown,
+        )
+
+
+def _why_slow(call: Mapping[str, Any]) -> str:
+    """What about the call no faster kernel takes."""
+    reasons = []
+    if call["mask"]:
+        reasons.append("it is given a mask, which the flash kernel does not take")
+    if call["dtype"] not in ("bfloat16", "float16"):
+        reasons.append(f"its dtype is {call['dtype']}")
+    if call["head_dim"] > 256 or call["head_dim"] % 8:
+        reasons.append(f"its heads have {call['head_dim']} features")
+    if call["dropout"]:
+        reasons.append(f"its dropout is {call['dropout']:g}")
+    return "; ".join(reasons) or "SDPA found no faster kernel for it"
+
+
+def _mend_slow(call: Mapping[str, Any]) -> str:
+    if call["mask"]:
+        return "Give is_causal=True in place of a causal mask; pack sequences in place of masking padding."
+    if call["dtype"] not in ("bfloat16", "float16"):
+        return "Run it under torch.autocast, or cast q, k and v to bf16."
+    if call["head_dim"] > 256 or call["head_dim"] % 8:
+        return "Give heads a multiple of 8 features, 256 at most."
+    return (
+        "Set attention's dropout to 0."
+        if call["dropout"]
+        else "Pin a kernel: with sdpa_kernel(SDPBackend.CUDNN_ATTENTION)."
+    )
+
+
+def _dropout(work: Mapping[str, Any], shown: tuple[str, ...]) -> Iterator[Finding]:
+    highest = max([*work["dropout"].values(), *(call["dropout"] for call in work["attentions"])], default=0.0)
+    if highest:
+        yield Finding(
+            name="dropout",
+            what=f"The model trains with dropout {highest:g}.",
+            why="te-bench's fused blocks, FP8 attention and cuDNN's FP8 have none, and some attention kernels refuse it",
+            mend="Set it to 0, as language models are pretrained today.",
+            records=shown,
+        )
+
+
+def _fast_kernel(record: Record | None) -> bool:
+    return record is not None and any(FAST_KERNEL.search(name) for name in record.kernels)
+
+
+def _of_compile(eager: Record | None, compiled: Record | None) -> Iterator[Finding]:
+    if compiled is None:
+        return
+    if eager is not None and _fast_kernel(eager) and not _fast_kernel(compiled):
+        slow = any(MEM_EFFICIENT.search(name) for name in compiled.kernels)
+        yield Finding(
+            name="compiled_attention",
+            what="Under torch.compile attention loses its fast kernel"
+            + (": the memory-efficient one runs." if slow else ": none of SDPA's runs."),
+            why="the model gives it a mask there that it does not give in eager mode, or it is traced as plain products",
+            mend="Leave torch.compile out, or pin the kernel and leave the mask out where it is the causal one.",
+            records=(eager.trial.id, compiled.trial.id),
+        )
+    breaks = compiled.work.get("graph_breaks")
+    if breaks:
+        yield Finding(
+            name="graph_breaks",
+            what=f"torch.compile breaks the graph {breaks} times.",
+            why="each piece is compiled by itself, and Python runs between them",
+            mend="TORCH_LOGS=graph_breaks python train.py names the lines; take them out of forward.",
+            records=(compiled.trial.id,),
+        )
+    before, after = (None if r is None else of_process(r, "latency_s") for r in (eager, compiled))
+    if eager is not None and before and after and after > SLOWER * before:
+        yield Finding(
+            name="compile",
+            what=f"torch.compile makes the step slower: {text.milliseconds(after)} ms in place of "
+            f"{text.milliseconds(before)}.",
+            why="what it fuses saves less than what it changes costs, attention's kernel say",
+            mend="Leave torch.compile out.",
+            records=(eager.trial.id, compiled.trial.id),
+            seconds=after - before,
+        )
+
+
+def _of_fp8(gains: Sequence[LinearGain]) -> Iterator[Finding]:
+    for gain in gains:
+        if gain.fp8 is None or gain.ratio is None or gain.ratio >= 1:
+            continue
+        rows, k, n = gain.sizes
+        yield Finding(
+            name="small_fp8_layer",
+            what=f"A Linear of {k} to {n} features on {rows} rows is slower in FP8: {1 / gain.ratio:.2f}× as long.",
+            why="its casts cost more than its three products save",
+            mend=f"Leave it in bf16: te.convert(model, recipe, filter=...) without the layers of {k} to {n}.",
+            records=(gain.bf16.record.trial.id, gain.fp8.record.trial.id),
+            seconds=gain.calls * (gain.fp8.seconds - gain.bf16.seconds),
+        )

@@ -1,0 +1,169 @@
+"""te-bench advise: what to train a model with on this machine, from measurements of it."""
+
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from te_bench.cli import run as runs
+from te_bench.cli.options import Device, Fresh, Gpus, find_gpus, results_of
+
+if TYPE_CHECKING:
+    from te_bench.advice.advise import Evidence
+    from te_bench.advice.candidates import Question
+    from te_bench.experiments.spec import Record, Trial
+
+NOTHING = 4
+BUDGET = "10min"
+LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 900.0  # of one trial
+
+
+def advise(
+    model: Annotated[
+        str, typer.Option(help="A name of `te-bench list models`, package.module:factory, or a Hugging Face config.")
+    ],
+    model_args: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Argument of the factory; say it once for each.")
+    ] = None,
+    inputs: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Draws a batch, as for `run`.")] = None,
+    loss: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Judges outputs, as for `run`.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Of a sequence. Default: the model's longest.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of a step. Default: 12,288 tokens' worth, 12 at most; on a CPU 4.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What a step may take, 80GiB say. Default: all there is.")
+    ] = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="What all may take: 90s, 10min, 1h.")] = BUDGET,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/advise-MODEL.")] = None,
+    device: Device = None,
+    gpus: Gpus = None,
+    fresh: Fresh = False,
+) -> None:
+    """Say which attention, precision and mode to train a model with here. Measures parts and whole steps."""
+    from te_bench import plugins
+    from te_bench.advice import candidates
+    from te_bench.advice.advise import NothingMeasured, Run
+    from te_bench.experiments import environment, run_options
+    from te_bench.experiments.spec import ADVICE, DEVICES, Options
+    from te_bench.experiments.store import own
+
+    where = device or environment.default_device()
+    asked = Options(
+        device=where,
+        model=model,
+        model_args=tuple(model_args) if model_args else None,
+        inputs=inputs,
+        loss=loss,
+        tokens=tokens,
+        batch=batch,
+        budget_s=run_options.seconds(budget),
+    )
+    plugins.check("device", where, list(DEVICES))
+    run_options.check(asked)
+    limit = None if memory is None else size(memory)
+    found = find_gpus(where, gpus)
+    if gpus is not None and len(found) > 1:
+        raise ValueError(f"--gpus {gpus}: advice is for one GPU; name one")
+    chosen = found[:1]
+    capability = tuple(chosen[0]["capability"]) if chosen and chosen[0].get("capability") else None
+    question = candidates.of_model(asked, capability)
+    directory = results_of(ADVICE, asked, out)
+    own(directory / "advice")
+    machine = environment.capture(where, chosen)
+    assert asked.budget_s is not None
+    carry_out = _Trials(
+        question,
+        directory,
+        machine,
+        chosen,
+        asked=run_options.words(asked),
+        deadline=time.monotonic() + asked.budget_s,
+        fresh=fresh,
+    )
+    try:
+        evidence = Run(question, carry_out, budget_s=asked.budget_s, memory=limit).gather()
+    except NothingMeasured as nothing:
+        print(f"Nothing could be measured: {nothing}")
+        raise typer.Exit(NOTHING) from None
+    raise typer.Exit(_answer(evidence, directory, machine["id"], limit))
+
+
+class _Trials:
+    """Runs trials into the journal of the directory, on one GPU or the CPU, one at a time."""
+
+    def __init__(
+        self,
+        question: "Question",
+        directory: Path,
+        machine: dict[str, Any],
+        gpus: Sequence[dict[str, Any]],
+        *,
+        asked: tuple[str, ...],
+        deadline: float,
+        fresh: bool,
+    ):
+        self.question, self.directory, self.machine, self.fresh = question, directory, machine, fresh
+        self.slots = [gpu["uuid"] for gpu in gpus] or [None]
+        self.deadline, self.asked = deadline, asked
+
+    def __call__(self, trials: "Sequence[Trial]") -> "list[Record]":
+        from te_bench.experiments import plan
+        from te_bench.experiments.measurement import Context
+        from te_bench.experiments.spec import ADVICE, Experiment
+
+        for trial in trials:
+            plan.check(trial)
+        question = self.question
+        experiment = Experiment(
+            suite=ADVICE,
+            title=f"Advice: {question.title}",
+            trials=tuple(trials),
+            baseline=question.trial(question.have).cell,
+            asked=self.asked,
+        )
+        timeout = min(max(self.deadline - time.monotonic(), LEAST_TIMEOUT_S), MOST_TIMEOUT_S)
+        fresh, self.fresh = self.fresh, False
+        return runs.carry_out(
+            experiment, self.directory, self.machine, self.slots, timeout=timeout, context=Context(), fresh=fresh
+        )
+
+
+def size(said: str) -> float:
+    """Bytes of 80GiB, 80GB or 512MiB. Raises ValueError for anything else."""
+    units = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6}
+    text = said.strip().lower()
+    unit = next((unit for unit in units if text.endswith(unit)), "")
+    try:
+        value = float(text.removesuffix(unit)) * units[unit]
+    except (KeyError, ValueError):
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"--memory {said}: give a size greater than 0 with its unit: 80GiB, 80GB, 512MiB")
+    return value
+
+
+def _answer(evidence: "Evidence", directory: Path, environment: str, limit: float | None) -> int:
+    """Write the answer and the report beside the journal, print the answer; the exit code."""
+    from te_bench.advice import answer, decision, page, traps
+    from te_bench.experiments.spec import ADVICE
+    from te_bench.reports.analysis.rows import load_results
+    from te_bench.reports.files import write_atomically
+    from te_bench.reports.page import render
+
+    group = decision.group_of(load_results([directory]), ADVICE, environment)
+    found = decision.decide(evidence, group, limit)
+    findings = traps.of_evidence(evidence)
+    said = json.dumps(answer.to_json(evidence, found, findings), indent=2)
+    write_atomically(directory / "advice.json", f"{said}\n".encode())
+    render.write_report([directory], directory / "report")
+    command = f"te-bench {shlex.join(word for word in sys.argv[1:] if word != '--fresh')}"
+    index = page.write_page(evidence, found, findings, directory / "advice", command)
+    print(answer.terminal(evidence, found, findings, str(index)))
+    return found.exit_code

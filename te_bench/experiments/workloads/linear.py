@@ -1,0 +1,109 @@
+"""One Linear, forward and both gradients, as a training step computes it: by te.Linear, in half precision or under a recipe.
+
+The weight is float32 and x is what autocast computes in, so that the casts of a step are part of it.
+problem: tokens (M), in_features (K) and out_features (N). samples: kernel_s of single calls.
+work: flop = 6 M N K; ran (checks.what_ran); on a GPU kernel_s, {kernel: seconds a call}, which tells products from casts.
+check: y, dx and dW of as many rows as float64 has memory for, against it: at most twice the error of nn.Linear at the same
+precision, FP8 emulated, and a floor.
+"""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import te_bench.models as te
+from te_bench.experiments import timing, trial_model
+from te_bench.experiments.checks import gradients, rounding, what_ran
+from te_bench.experiments.checks.fp8_emulation import emulate
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
+from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
+from te_bench.experiments.instruments import profiling
+from te_bench.experiments.measurement import Context, Measurement, require
+from te_bench.experiments.problems import LinearProblem
+from te_bench.experiments.spec import Trial
+from te_bench.models import recipe as recipes
+from te_bench.training.step import autocast
+
+NAMES = ("y", "dx", "dW")
+CHECKED = 2**27  # elements of x or of y that are checked, in float64 1 GiB: a vocabulary's head gets fewer rows
+MULTIPLE = 128  # of rows, as FP8's scales of blocks go
+
+
+def run(trial: Trial, context: Context) -> Measurement:
+    trial_model.require_device(trial.device)
+    recipe = recipes.load(trial.recipe) if trial.recipe else None
+    if recipe is not None:
+        require(trial.recipe or "", recipe.unsupported(trial.device, trial_model.capability(trial.device)))
+    p = LinearProblem.of(trial)
+    x, weight, dy = _drawn(trial)
+    trial_model.allow_tf32(trial.precision)
+    layer = te.Linear(p.in_features, p.out_features, bias=False, device=trial.device)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+
+    def call(rows: int = p.tokens) -> tuple[Tensor, ...]:
+        in_fp8 = te.autocast(recipe=recipe) if recipe is not None else contextlib.nullcontext()
+        return _passes(layer, x[:rows], dy[:rows], trial, in_fp8)
+
+    check: dict[str, Any] = CHECKED_BEFORE
+    if context.check:
+        rows = min(p.tokens, max(MULTIPLE, CHECKED // max(p.in_features, p.out_features) // MULTIPLE * MULTIPLE))
+        gradients.settle(trial.recipe, lambda: call(rows))
+        check = _held_to_float64(trial, call(rows), x[:rows], weight, dy[:rows], recipe)
+    gradients.settle(trial.recipe, call)
+    samples = {"kernel_s": timing.kernel(call, trial.device)}
+    work: dict[str, Any] = {"flop": 6 * p.tokens * p.in_features * p.out_features}
+    measurement = Measurement(check=check, work=work, samples=samples)
+    if not context.check:
+        return measurement
+    asked = what_ran.expected_of_layer(trial, linears=1)
+    measurement = what_ran.require(trial, profiling.kernels_seen(call, trial.device), measurement, asked)
+    profile = {"kernel_s": profiling.kernel_seconds(call, trial.device)} if trial.device == "cuda" else {}
+    return dataclasses.replace(measurement, work={**measurement.work, **profile})
+
+
+def _drawn(trial: Trial) -> tuple[Tensor, Tensor, Tensor]:
+    """x (M, K) and dy (M, N) in the dtype that autocast computes in, and the weight (N, K) in float32."""
+    p = LinearProblem.of(trial)
+    generator = torch.Generator(trial.device).manual_seed(trial.seed)
+    dtype = trial_model.DTYPES[trial_model.kernel_dtype(trial)]
+    sizes = (p.tokens, p.in_features), (p.out_features, p.in_features), (p.tokens, p.out_features)
+    x, weight, dy = (torch.randn(size, generator=generator, device=trial.device) for size in sizes)
+    return x.to(dtype).requires_grad_(), weight / p.in_features**0.5, dy.to(dtype)
+
+
+def _passes(
+    layer: nn.Module, x: Tensor, dy: Tensor, trial: Trial, in_fp8: contextlib.AbstractContextManager[Any]
+) -> tuple[Tensor, ...]:
+    """y, dx and dW."""
+    with autocast(x.device, trial.precision), in_fp8:
+        y = layer(x)
+    return (y.detach(), *torch.autograd.grad(y, (x, layer.get_parameter("weight")), dy))
+
+
+def _held_to_float64(
+    trial: Trial, found: tuple[Tensor, ...], x: Tensor, weight: Tensor, dy: Tensor, recipe: recipes.Recipe | None
+) -> dict[str, Any]:
+    """Raises CheckFailed, naming the worst of y, dx and dW; FP8 that is not FP8, or coarser, fails as steps' does."""
+    wide = (x.detach().double(), weight.double(), dy.double())
+    truth = (wide[0] @ wide[1].t(), wide[2] @ wide[1], wide[2].t() @ wide[0])
+    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
+    with torch.no_grad():
+        plain.weight.copy_(weight)
+    if recipe is not None:
+        emulate(plain, recipe)
+    known = _passes(plain, x, dy, trial, contextlib.nullcontext())
+    quantities, ratios = [], []
+    for name, ours, exact, yardstick in zip(NAMES, found, truth, known, strict=True):
+        error, usual = relative_error(ours, exact), relative_error(yardstick, exact)
+        quantities.append(Quantity(name, error, FACTOR * usual + FLOOR[trial.precision]))
+        quantities += rounding.quantities(name, ours, exact, yardstick, trial.precision)
+        ratios.append(error / max(usual, 1e-30))
+    if recipe is not None:
+        overall = geometric_mean(ratios)
+        quantities.append(Quantity("ratio to FP8 emulation", overall, FP8_OVERALL))
+        quantities.append(Quantity("ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
+    return judge("fp64 of the same operands", quantities)

@@ -1,0 +1,198 @@
+"""Advice on a simulated machine: what is measured, predicted, verified and decided."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from advice_machine import Machine, decided, fused, gathered, question
+from journals import record, trial
+
+from te_bench.advice import advise
+from te_bench.advice.advise import NothingMeasured
+from te_bench.experiments import plan
+from te_bench.experiments.spec import Trial
+
+
+def test_the_fastest_is_found_predicted_and_verified(tmp_path: Path) -> None:
+    machine = Machine(question())
+    evidence = gathered(machine)
+    found = decided(machine, evidence, tmp_path)
+    assert found.use.fused
+    assert (found.use.attention, found.use.head, found.use.precision) == ("cudnn", "fp8", "fp8")
+    assert found.exit_code == 0
+    assert found.speedup is not None
+    assert found.speedup.n == advise.SEEDS
+    truth = machine.step(machine.question.trial(found.have)) / machine.step(machine.question.trial(found.use))
+    assert found.speedup.low is not None
+    assert found.speedup.low <= truth * 1.001
+    assert found.speedup.value == pytest.approx(truth, rel=0.01)
+    assert evidence.predictions[found.use].seconds == pytest.approx(found.seconds, rel=0.01)
+    assert not evidence.left_out
+
+
+def test_every_trial_passes_the_check_of_a_plan() -> None:
+    machine = Machine(question())
+    gathered(machine)
+    for asked in machine.asked:
+        plan.check(asked)
+    assert {asked.workload for asked in machine.asked} == {
+        "survey", "train_step", "linear", "attention", "linear_cross_entropy",
+    }  # fmt: skip
+    assert len({trial.id for trial in machine.asked}) == len(machine.asked)  # nothing twice
+
+
+def test_predictions_that_are_wrong_are_corrected_by_what_was_verified(tmp_path: Path) -> None:
+    """FP8 in fused blocks takes twice as long as its parts say: bf16's fused step is found all the same."""
+
+    def twice(trial: Trial) -> float:
+        return 2.0 if trial.precision == "fp8" and "blocks" in trial.problem else 1.0
+
+    machine = Machine(question(), times_of_step=twice)
+    evidence = gathered(machine)
+    found = decided(machine, evidence, tmp_path)
+    assert found.use == fused()
+    of_fp8 = [t for t in machine.asked if t.workload == "train_step" and t.precision == "fp8" and "blocks" in t.problem]
+    assert len(of_fp8) <= 2  # the first told of the others
+
+
+def test_what_the_user_has_is_kept_where_nothing_is_faster(tmp_path: Path) -> None:
+    asked = question()
+    have = asked.trial(asked.have)
+
+    def slower(trial: Trial) -> float:
+        return 1.0 if trial.cell == have.cell else 4.0
+
+    machine = Machine(asked, times_of_step=slower)
+    found = decided(machine, gathered(machine), tmp_path)
+    assert found.keeps
+    assert found.exit_code == 0
+
+
+def test_equal_steps_are_undecided_and_the_cheapest_is_named(tmp_path: Path) -> None:
+    asked = question()
+    base = Machine(asked).step(asked.trial(asked.have))
+
+    def equal(trial: Trial) -> float:
+        return base / Machine(asked).step(trial) * (1 + 0.004 * ((trial.seed + len(trial.mode)) % 2))
+
+    machine = Machine(asked, times_of_step=equal)
+    found = decided(machine, gathered(machine), tmp_path)
+    assert found.exit_code == 3
+    assert found.use == asked.have  # nothing to change
+    assert found.undecided is not None
+    assert "not distinguished" in found.undecided
+
+
+def test_one_run_of_each_decides_nothing(tmp_path: Path) -> None:
+    machine = Machine(question())
+    evidence = gathered(machine, budget_s=0.0)
+    assert [t.workload for t in machine.asked] == ["survey", "train_step"]  # the least, whatever the budget
+    assert any("steps by" in reason for reason in evidence.left_out)
+    assert decided(machine, evidence, tmp_path).exit_code == 3
+
+
+def test_a_small_budget_leaves_out_and_says_so() -> None:
+    # A Machine takes no time: the budget is spent on what trials are expected to take, one stage at a time.
+    machine = Machine(question())
+    evidence = gathered(machine, budget_s=100.0)
+    assert evidence.left_out
+    assert len(machine.asked) < len(gathered_all())
+
+
+def gathered_all() -> list[Trial]:
+    machine = Machine(question())
+    gathered(machine)
+    return machine.asked
+
+
+def test_what_takes_too_much_memory_is_not_advised(tmp_path: Path) -> None:
+    machine = Machine(question(), gib=lambda trial: 30.0 if "blocks" in trial.problem else 10.0)
+    limit = 20 * 2.0**30
+    evidence = gathered(machine, memory=limit)
+    found = decided(machine, evidence, tmp_path, limit)
+    assert not found.use.fused
+    assert found.memory is not None
+    assert found.memory <= limit
+    assert any(choice.fused for choice in evidence.excluded)
+
+
+def test_memory_is_compared_by_what_both_steps_show() -> None:
+    have, use = ({"peak_allocated_bytes": [5.0], "peak_reserved_bytes": [8.0]}, {"peak_reserved_bytes": [6.0]})
+    steps = [[record(trial(seed=seed), samples=samples)] for seed, samples in enumerate((have, use))]
+    assert advise.peaks(*steps) == [8.0, 6.0]
+    assert advise.peak(steps[0]) == 5.0
+
+
+def test_where_all_takes_too_much_that_is_said(tmp_path: Path) -> None:
+    machine = Machine(question())
+    found = decided(machine, gathered(machine, memory=2.0**30), tmp_path, 2.0**30)
+    assert found.exit_code == 3
+    assert "--memory" in (found.undecided or "")
+
+
+def test_what_cannot_run_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    machine = Machine(question(), fails={"gluon": "unsupported", "fp8": "failed_check"})
+    evidence = gathered(machine)
+    found = decided(machine, evidence, tmp_path)
+    assert found.use.recipe is None
+    assert "gluon" not in found.use.attention
+
+
+def test_a_baseline_that_does_not_run_has_no_speedup(tmp_path: Path) -> None:
+    machine = Machine(question(), fails={"V50257/flash/bf16/eager": "oom"})
+    machine.fails = {"train_step/gpt2-b12-t1024-V50257/flash/bf16/eager": "oom"}
+    found = decided(machine, gathered(machine), tmp_path)
+    assert found.speedup is None
+    assert found.have_seconds is None
+
+
+@pytest.mark.parametrize("failing", ["survey", "train_step"])
+def test_nothing_measured_says_why(failing: str) -> None:
+    with pytest.raises(NothingMeasured, match="oom: planted"):
+        gathered(Machine(question(), fails={failing: "oom"}))
+
+
+def test_trials_of_a_stage_are_interleaved_over_seeds() -> None:
+    machine = Machine(question())
+    gathered(machine)
+    by_seed = {seed: [t.cell for t in machine.asked if t.seed == seed] for seed in (1, 2)}
+    assert by_seed[1] == by_seed[2][::-1]
+    assert len(by_seed[1]) >= 2
+
+
+def test_a_cpu_has_no_fused_step_and_says_so() -> None:
+    asked = question("tiny", "cpu")
+    assert not any(choice.fused for choice in asked.choices)
+    assert "fused blocks" in asked.left_out
+    assert any(choice.precision == "fp32" for choice in asked.choices)
+    assert asked.problem["batch"] == 4
+
+
+def test_an_old_gpu_has_no_fp8_and_says_so() -> None:
+    from te_bench.advice import candidates
+    from te_bench.experiments.spec import Options
+
+    old = candidates.of_model(Options(device="cuda", model="gpt2"), (8, 0))
+    assert not any(choice.recipe for choice in old.choices)
+    assert "no FP8 tensor cores" in old.left_out["FP8"]
+
+
+def test_a_model_with_dropout_has_no_fused_step() -> None:
+    asked = question("char")
+    assert not any(choice.fused for choice in asked.choices)
+    assert asked.left_out["fused blocks"] == "no fused kernel has dropout"
+
+
+def test_choices_are_given_once_and_the_users_first() -> None:
+    asked = question()
+    assert asked.choices[0] == asked.have == asked.frames[0]
+    assert len(set(asked.choices)) == len(asked.choices)
+    assert dataclasses.replace(asked.have, padded=True) in asked.choices
+
+
+def test_of_recipes_that_are_not_told_apart_the_one_with_a_published_verdict_is_advised(tmp_path: Path) -> None:
+    machine = Machine(question())
+    found = decided(machine, gathered(machine), tmp_path)
+    assert found.tied  # recipes take equal times on this machine, but for noise
+    assert found.use.recipe == "delayed_scaling"
+    assert found.tied[0].beside(found.use) == found.tied[0].recipe

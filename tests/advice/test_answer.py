@@ -1,0 +1,183 @@
+"""The answer in words, in JSON and as a page, from a simulated machine."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from advice_machine import Machine, decided, fused, gathered, question
+
+from te_bench.advice import answer, code, convergence, page, traps
+from te_bench.advice.advise import Evidence
+from te_bench.advice.candidates import Choice
+from te_bench.advice.decision import Decision, fp8_in_words, linear_gains
+from te_bench.experiments.spec import Trial
+from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.convergence.study import studies
+from te_bench.reports.convergence.verdict import judge_study
+
+ROOT = Path(__file__).resolve().parents[2]
+Answered = tuple[Evidence, Decision]
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Answered:
+    machine = Machine(question())
+    evidence = gathered(machine)
+    return evidence, decided(machine, evidence, tmp_path_factory.mktemp("run"))
+
+
+def test_the_terminal_says_it_in_fifteen_lines(answered: Answered) -> None:
+    evidence, found = answered
+    said = answer.terminal(evidence, found, traps.of_evidence(evidence), "advice/index.html")
+    lines = said.splitlines()
+    assert len(lines) <= 15
+    assert max(map(len, lines)) <= 125
+    assert lines[0].startswith("Use FP8 by ")
+    text = " ".join(said.split())
+    for word in (
+        "as fast as what you have",
+        "3 runs of each",
+        "Predicted",
+        "measured",
+        "Convergence:",
+        "GPU",
+        'blocks="fused"',
+    ):
+        assert word in text
+    assert lines[-1] == "report: advice/index.html"
+
+
+def test_json_names_the_records_of_every_number(answered: Answered) -> None:
+    evidence, found = answered
+    said = json.loads(json.dumps(answer.to_json(evidence, found, traps.of_evidence(evidence))))
+    known = {record.trial.id for records in evidence.steps.values() for record in records}
+    known |= {time.record.trial.id for time in evidence.times.values()} | {evidence.survey.trial.id}
+
+    def every(value: Any) -> list[str]:
+        if isinstance(value, dict):
+            return value.get("records", []) + [r for v in value.values() for r in every(v)]
+        return [r for v in value for r in every(v)] if isinstance(value, list) else []
+
+    assert set(every(said)) <= known
+    assert said["answer"]["speedup"]["pairs"] == 3
+    assert all(step["records"] for step in said["steps"])
+    assert all(prediction["records"] or not prediction["gains_s"] for prediction in said["predictions"])
+    assert len(said["linears"]) == 4
+
+
+def test_the_page_shows_today_and_the_advised_step(answered: Answered, tmp_path: Path) -> None:
+    evidence, found = answered
+    index = page.write_page(
+        evidence, found, traps.of_evidence(evidence), tmp_path / "advice", "te-bench advise --model gpt2"
+    )
+    html = index.read_text()
+    for word in (
+        "today: bf16, flash attention, eager",
+        "advised: FP8",
+        "The gain of each Linear",
+        "decoder.load",
+        "Traps",
+    ):
+        assert word in html
+    assert "http" not in html.replace("http-equiv", "").replace("http://www.w3.org", "")
+    assert 'content="width=device-width' in html
+    assert (tmp_path / "advice" / "figures" / "steps.png").exists()
+
+
+def test_a_steps_kinds_add_up_to_no_more_than_the_step(answered: Answered) -> None:
+    evidence, found = answered
+    for choice in (found.have, found.use):
+        assert 0 < sum(page.by_kind(evidence, choice).values()) <= 1.001 * evidence.predictions[choice].seconds
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        (
+            fused("delayed_scaling", head="fp8"),
+            ['head="fp8"', 'blocks="fused"', "recipe.DelayedScaling()", 'optimizer="triton"'],
+        ),
+        (
+            Choice(attention="cudnn", mode="compile", padded=True),
+            ['attention="cudnn"', "padded_vocab_size=50304", 'mode="compile"'],
+        ),
+    ],
+)
+def test_the_code_compiles_and_says_the_choice(choice: Choice, wanted: list[str]) -> None:
+    lines = "\n".join(code.code(question(), choice))
+    compile(lines, "advice", "exec")
+    for word in wanted:
+        assert word in lines
+
+
+def test_the_code_runs() -> None:
+    asked = question("tiny", "cpu")
+    names: dict[str, Any] = {}
+    exec("\n".join(code.code(asked, Choice(attention="flash", head="chunked"))), names)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    assert names["step"](tokens, tokens).item() > 0
+
+
+def test_fp8_that_does_not_pay_says_from_which_width_on_it_would(answered: Answered) -> None:
+    evidence, _ = answered
+    gains = linear_gains(evidence)
+    assert fp8_in_words(gains, "cuda", fused("delayed_scaling")) == ""
+
+    # Casts cost ten times as much: only wider Linears would pay.
+    def costly(gain: Any) -> Any:
+        assert gain.fp8 is not None
+        slow = dataclasses.replace(gain.fp8, seconds=gain.fp8.products + 10 * gain.bf16.seconds)
+        return dataclasses.replace(gain, fp8=slow)
+
+    said = fp8_in_words([costly(gain) for gain in gains], "cuda", fused())
+    assert said.startswith("FP8 does not pay: ")
+    assert "times this width on" in said
+    assert "emulates" in fp8_in_words(gains, "cpu", fused())
+
+
+def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> None:
+    asked = question()
+    assert "nothing to prove" in convergence.in_words(asked, fused(), 0.02)
+    said = convergence.in_words(asked, fused("delayed_scaling"), 0.02)
+    assert "INCONCLUSIVE" in said
+    assert (
+        "te-bench run convergence --preset gpt2-short --model gpt2 --recipes delayed_scaling --seeds 8 --fused" in said
+    )
+    assert "GPU minutes" in said
+    assert "no verdict is published" in convergence.in_words(asked, fused("rowwise_scaling"), 0.02)
+    assert "GPU hours" in convergence.in_words(asked, fused("rowwise_scaling"), 20.0)
+
+
+def test_the_published_verdicts_are_those_of_the_records() -> None:
+    for records in {published.records for published in convergence.PUBLISHED}:
+        (group,) = load_results([ROOT / "results" / records]).groups
+        judged = [judge_study(study) for study in studies(group)]
+        verdicts = {found.arm.name: str(found.verdict) for verdict in judged for found in verdict.findings}
+        for published in convergence.PUBLISHED:
+            if published.records == records:
+                assert verdicts[published.arm] == published.verdict
+
+
+def test_what_was_left_out_is_said(tmp_path: Path) -> None:
+    machine = Machine(question(), fails={"/fp8/": "failed_check"})
+    evidence = gathered(machine, budget_s=0.0)
+    found = decided(machine, evidence, tmp_path)
+    said = answer.terminal(evidence, found, [], "index.html")
+    assert said.startswith("Undecided: nothing else was measured")
+    assert "No time for" in said
+
+
+def test_every_sentence_is_one_thought(answered: Answered, tmp_path: Path) -> None:
+    def slow_compile(trial: Trial) -> float:
+        return 3.0 if trial.mode == "compile" else 1.0
+
+    machine = Machine(question(), times_of_step=slow_compile)
+    evidence = gathered(machine)
+    findings = traps.of_evidence(evidence)
+    said = answer.sentences(evidence, decided(machine, evidence, tmp_path), findings)
+    assert any("torch.compile makes the step slower" in sentence for sentence in said)
+    assert next(f.name for f in findings) == "compile"
+    assert all(sentence.endswith(".") for sentence in said)

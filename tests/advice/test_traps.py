@@ -1,0 +1,140 @@
+"""Each trap is found where it is planted, and in a clean model none."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from advice_machine import question, survey_work
+from journals import record, trial
+from torch import Tensor, nn
+
+from te_bench.advice import traps
+from te_bench.advice.decision import LinearGain
+from te_bench.advice.parts import PartTime
+from te_bench.experiments.spec import Record
+from te_bench.experiments.workloads.survey import look
+from te_bench.kernels import attention
+from te_bench.models import adopted
+
+CLEAN = survey_work(question(), vocab=50304)
+(CALL,) = CLEAN["attentions"]
+
+
+def survey(**changes: Any) -> Record:
+    return record(trial("survey"), work={**CLEAN, **changes})
+
+
+def step(milliseconds: float, mode: str, breaks: int = 0) -> Record:
+    return record(trial(mode=mode), samples={"latency_s": [milliseconds / 1e3] * 20}, work={"graph_breaks": breaks})
+
+
+def gain(bf16_ms: float, fp8_ms: float) -> LinearGain:
+    times = [
+        PartTime(seconds=ms / 1e3, products=None, record=record(trial(seed=seed)))
+        for seed, ms in enumerate((bf16_ms, fp8_ms))
+    ]
+    return LinearGain(sizes=(4096, 768, 768), calls=12, bf16=times[0], fp8=times[1], recipe="delayed_scaling")
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    return {"attentions": [{**CALL, **changes}]}
+
+
+PLANTED: dict[str, tuple[str, Mapping[str, Any], str]] = {
+    "a mask": ("attention", call(kernel="math", mask=True), "given a mask"),
+    "a mask, mem_efficient": ("attention", call(kernel="mem_efficient", mask=True), "given a mask"),
+    "a dtype": ("attention", call(kernel="math", dtype="float32"), "dtype is float32"),
+    "a head size": ("attention", call(kernel="math", head_dim=257), "heads have 257 features"),
+    "attention's dropout": ("attention", call(kernel="math", dropout=0.1), "dropout is 0.1"),
+    "written out": ("attention", {"written_out": 12}, "every score is written"),
+    "vocabulary": ("vocabulary", {"vocab": 50257}, "not aligned"),
+    "logits": ("logits", {"losses": [{"classes": 50304, "dtype": "float32", "elements": 2**29}]}, "twice as large"),
+    "norms": ("norms", {"norms": 2**24, "norms_in_float32": 2**24}, "computes and returns them in float32"),
+    "optimizer": ("optimizer", {"optimizer": {"name": "AdamW", "fused": False}}, "several kernels"),
+    "dropout": ("dropout", {"dropout": {"h.0.drop": 0.2}}, "have none"),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_trap_is_found_with_its_reason_and_its_mend(planted: str) -> None:
+    name, changes, why = PLANTED[planted]
+    found = {finding.name: finding for finding in traps.findings(survey(**changes), None, None)}
+    assert why in found[name].why
+    assert found[name].mend.endswith(".")
+    assert found[name].records
+    assert set(found) <= {name, "dropout"}  # dropout in attention is one of its own, too
+
+
+def test_a_clean_model_has_none() -> None:
+    eager, compiled = step(20, "eager"), step(15, "compile")
+    assert traps.findings(survey(optimizer={"name": "AdamW", "fused": True}), eager, compiled, [gain(2, 1)]) == []
+
+
+def test_a_compile_that_is_slower_and_graph_breaks_are_found_with_their_cost() -> None:
+    eager, compiled = step(78, "eager"), step(100, "compile", breaks=3)
+    slower, broken = traps.findings(survey(), eager, compiled)
+    assert slower.name == "compile"
+    assert slower.seconds == pytest.approx(0.022)
+    assert slower.records == (eager.trial.id, compiled.trial.id)
+    assert broken.name == "graph_breaks"
+    assert "3 times" in broken.what
+
+
+def test_a_compile_that_takes_attentions_fast_kernel_away_is_found() -> None:
+    eager, compiled = step(20, "eager"), step(15, "compile")
+    kernels = ["void pytorch_flash::flash_fwd_kernel<64>", "fmha_cutlassF_bf16_aligned_64x64", "nvjet_tst"]
+    eager = dataclasses.replace(eager, kernels=[kernels[0], kernels[2]])
+    for ran, said in (([kernels[1]], "memory-efficient"), ([kernels[2]], "none of SDPA's")):
+        (found,) = traps.findings(survey(), eager, dataclasses.replace(compiled, kernels=ran))
+        assert (found.name, said in found.what) == ("compiled_attention", True)
+    assert traps.findings(survey(), eager, dataclasses.replace(compiled, kernels=eager.kernels)) == []
+
+
+def test_a_compile_that_is_no_slower_than_two_runs_differ_by_is_none() -> None:
+    assert traps.findings(survey(), step(100, "eager"), step(101, "compile")) == []
+
+
+def test_a_linear_that_is_too_small_for_fp8_is_found_with_its_cost() -> None:
+    (found,) = traps.findings(survey(), None, None, [gain(1.0, 1.5), gain(3.0, 2.0)])
+    assert found.name == "small_fp8_layer"
+    assert found.seconds == pytest.approx(12 * 0.5e-3)
+    assert "768 to 768" in found.what
+
+
+def test_the_dearest_comes_first_and_costs_that_were_measured_are_told() -> None:
+    found = traps.findings(
+        survey(vocab=50257, written_out=12), step(10, "eager"), step(12, "compile"), seconds={"attention": 0.05}
+    )
+    assert [finding.name for finding in found] == ["attention", "compile", "vocabulary"]
+    assert [finding.cost for finding in found] == ["50.0 ms a step", "2.00 ms a step", "not measured"]
+
+
+class Planted(nn.Module):
+    """A model of one block with a mask where a flag would do, dropout, an odd vocabulary and float32 logits."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.embedding, self.qkv, self.head = nn.Embedding(1001, 64), nn.Linear(64, 192), nn.Linear(64, 1001)
+        self.dropout = dropout
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        q, k, v = (t.view(2, 600, 1, 64).transpose(1, 2) for t in self.qkv(self.embedding(tokens)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        return F.cross_entropy(self.head(y.reshape(2, 600, 64)).float().flatten(0, 1), targets.flatten())
+
+
+def test_a_model_that_trains_slowly_is_seen_through() -> None:
+    adopted.pin(adopted.OWN)
+    tokens = torch.zeros(2, 600, dtype=torch.int64)
+    found = traps.findings(record(trial("survey"), work=look(Planted(0.1), tokens, tokens, "bf16")), None, None)
+    assert {finding.name for finding in found} == {"attention", "vocabulary", "logits", "dropout"}
+    assert "math" in next(f.what for f in found if f.name == "attention")
+
+
+def test_kernels_are_told_as_the_attention_backends_tell_them() -> None:
+    for name in ("flash", "cudnn"):
+        assert attention.load(name).kernels["cuda"] in traps.FAST_KERNEL.pattern
+    assert attention.load("mem_efficient").kernels["cuda"] == traps.MEM_EFFICIENT.pattern

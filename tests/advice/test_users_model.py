@@ -1,0 +1,117 @@
+"""Advice on a model that te-bench knows nothing of: what may be chosen, what is predicted, and the code."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from advice_machine import Machine, decided, gathered, survey_work
+
+from te_bench.advice import candidates, code, convergence
+from te_bench.advice.candidates import Choice, Question
+from te_bench.advice.parts import Made, Part, parts_of
+from te_bench.experiments import plan
+from te_bench.experiments.spec import OWN_ATTENTION, Options
+
+FACTORY = """
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.embedding, self.qkv, self.head = nn.Embedding(96, width), nn.Linear(width, 3 * width), nn.Linear(width, 96)
+
+    def forward(self, tokens, targets):
+        q, k, v = self.qkv(self.embedding(tokens)).unsqueeze(1).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.cross_entropy(self.head(y.squeeze(1)).flatten(0, 1), targets.flatten())
+
+
+def make(width=64):
+    return Model(width)
+"""
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Question]:
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "mine.py").write_text(FACTORY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        options = Options(device="cuda", model="mine:make", model_args=("width=128",), tokens=256, batch=4)
+        yield candidates.of_model(options, (9, 0))
+
+
+def test_its_own_attention_comes_first_and_nothing_of_te_benchs_own_models(asked: Question) -> None:
+    assert asked.choices[0] == asked.have == Choice(attention=OWN_ATTENTION)
+    assert not any(choice.fused or choice.head or choice.padded for choice in asked.choices)
+    assert {choice.attention for choice in asked.choices} == {OWN_ATTENTION, "flash", "cudnn"}
+    assert {choice.attention for choice in asked.choices if choice.parts} == {OWN_ATTENTION}
+    assert {frame.mode for frame in asked.frames} == {"eager", "compile", "compile-reduce-overhead"}
+    assert asked.frames[1].parts == "all"  # before what takes a minute to compile
+
+
+def test_its_trials_hold_the_source_and_pass_the_plans_check(asked: Question) -> None:
+    for choice in asked.choices:
+        trial = asked.trial(choice)
+        plan.check(trial)
+        assert trial.problem["arguments"] == '{"width":128}'
+        assert trial.problem["sha256"]
+    assert len({asked.trial(choice).id for choice in asked.choices}) == len(asked.choices)
+
+
+def test_linears_that_stay_in_bf16_are_counted_so(asked: Question) -> None:
+    made = Made.of(
+        survey_work(asked, linears=[{"rows": 1024, "in_features": 128, "out_features": 384, "calls": 3, "kept": 1}])
+    )
+    found = parts_of(asked, made, Choice(attention=OWN_ATTENTION, precision="fp8", recipe="delayed_scaling"))
+    sizes = (("tokens", 1024), ("in_features", 128), ("out_features", 384))
+    assert found[Part("linear", sizes, "delayed_scaling", "fp8")] == 2
+    assert found[Part("linear", sizes, "bf16")] == 1
+    assert {part.rival for part in found if part.workload == "attention"} == {"flash"}  # what the survey saw
+
+
+def test_an_answer_for_it(asked: Question, tmp_path: Path) -> None:
+    machine = Machine(asked)
+    evidence = gathered(machine)
+    found = decided(machine, evidence, tmp_path)
+    assert found.use.attention != OWN_ATTENTION or found.use.parts
+    lines = code.code(asked, found.use)
+    compile("\n".join(lines), "advice", "exec")
+    assert "mine:make" not in "\n".join(lines)  # it is done to the model that the user has
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        (
+            Choice(attention=OWN_ATTENTION, precision="fp8", recipe="rowwise_scaling", parts="all"),
+            ['te.convert(model, recipe.RowwiseScaling(), parts="all")'],
+        ),
+        (
+            Choice(attention=OWN_ATTENTION, parts="all", mode="compile"),
+            ['te.convert(model, parts="all")', "torch.compile(model"],
+        ),
+        (Choice(attention="cudnn"), ["sdpa_kernel(SDPBackend.CUDNN_ATTENTION)"]),
+        (Choice(attention=OWN_ATTENTION, mode="compile-reduce-overhead"), ['mode="reduce-overhead"']),
+    ],
+)
+def test_the_code(asked: Question, choice: Choice, wanted: list[str]) -> None:
+    lines = "\n".join(code.code(asked, choice))
+    compile(lines, "advice", "exec")
+    for word in wanted:
+        assert word in lines
+
+
+def test_a_model_that_learns_no_text_gets_no_command(asked: Question) -> None:
+    choice = Choice(attention=OWN_ATTENTION, precision="fp8", recipe="delayed_scaling")
+    said = convergence.in_words(dataclasses.replace(asked, text=False), choice, 0.02)
+    assert "EQUIVALENT" in said
+    assert "te-bench run" not in said
+
+
+def test_the_command_that_proves_it_names_the_model_and_its_arguments(asked: Question) -> None:
+    choice = Choice(attention=OWN_ATTENTION, precision="fp8", recipe="delayed_scaling")
+    assert "--model mine:make --model-args width=128 --recipes delayed_scaling" in convergence.command(asked, choice)

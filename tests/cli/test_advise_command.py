@@ -1,0 +1,114 @@
+"""te-bench advise on the command line: a real answer on a CPU, exit codes, and one sentence for each wrong word."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from advice_machine import Machine, question
+from in_process import Command, gpus
+
+from te_bench.cli import advise
+from te_bench.experiments import runner
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.store import Store, load
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Trials of the tiny model on a CPU are answered by a formula."""
+    machine = Machine(question("tiny", "cpu"))
+
+    def run(trials: Sequence[Trial], store: Store, environment_id: str, **options: Any) -> None:
+        for trial in runner.to_do(trials, store.journal, environment_id, retry=False):
+            (made,) = machine([trial])
+            store.add(type(made).from_json({**made.to_json(), "environment": environment_id}))
+
+    monkeypatch.setattr(runner, "run", run)
+    return machine
+
+
+def test_an_answer_from_real_trials(command: Command, tmp_path: Path) -> None:
+    """As much as no budget holds: the survey and the step as it is."""
+    done = command(
+        "advise", "--model", "tiny", "--tokens", 16, "--batch", 1, "--device", "cpu", "--budget", "1s", "--out", "run"
+    )
+    assert done.code == 3, done.err
+    assert "Undecided: nothing else was measured" in done.out
+    assert "combinations" in done.out.splitlines()[0]
+    said = json.loads((tmp_path / "run" / "advice.json").read_text())
+    assert said["answer"]["seconds"] > 0
+    assert {trial.workload for trial in (r.trial for r in load(tmp_path / "run").records.values())} == {
+        "survey",
+        "train_step",
+    }
+    assert (tmp_path / "run" / "advice" / "index.html").exists()
+    assert (tmp_path / "run" / "report" / "index.html").exists()
+
+
+def test_an_answer_and_the_same_again_measures_nothing(command: Command, simulated: Machine, tmp_path: Path) -> None:
+    words = ("advise", "--model", "tiny", "--device", "cpu")
+    done = command(*words)
+    assert done.code == 0, done.out + done.err
+    assert "Use " in done.out
+    assert "as fast as what you have" in done.out
+    assert len(done.out.partition("\n")[2].splitlines()) <= 15 + done.out.count("already in")
+    first = len(simulated.asked)
+    again = command(*words)
+    assert again.code == 0
+    assert len(simulated.asked) == first
+    assert (tmp_path / "runs" / "advise-tiny" / "advice.json").exists()
+    report = (tmp_path / "runs" / "advise-tiny" / "report" / "report.md").read_text()
+    assert "    te-bench advise --model tiny --device cpu --out my-run\n" in report
+
+
+def test_nothing_measured_ends_with_4(command: Command, simulated: Machine) -> None:
+    simulated.fails = {"train_step": "oom"}
+    done = command("advise", "--model", "tiny", "--device", "cpu")
+    assert done.code == 4
+    assert "Nothing could be measured: oom: planted" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "tinyy"], "unknown model 'tinyy'. Did you mean tiny"),
+        (["--model", "tiny", "--memory", "80"], "--memory 80: give a size greater than 0 with its unit"),
+        (["--model", "tiny", "--memory", "-1GiB"], "--memory -1GiB: give a size"),
+        (["--model", "tiny", "--budget", "soon"], "--budget soon: give a time greater than 0"),
+        (["--model", "tiny", "--tokens", "0"], "--tokens 0: give 1 or more"),
+        (["--model", "tiny", "--batch", "0"], "--batch 0: give 1 or more"),
+        (["--model", "tiny", "--device", "tpu"], "unknown device 'tpu'"),
+        (["--model", "tiny", "--device", "cpu", "--gpus", "0"], "--gpus 0: this run is on the cpu"),
+    ],
+)
+def test_wrong_words_get_one_sentence_and_leave_nothing(
+    words: list[str], said: str, command: Command, tmp_path: Path
+) -> None:
+    done = command("advise", *words)
+    assert done.code == 2
+    assert done.err.startswith(f"te-bench: {said}")
+    assert len(done.err.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_gpu_that_is_not_there(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 0)
+    done = command("advise", "--model", "gpt2", "--device", "cuda")
+    assert done.code == 2
+    assert "reports no GPU here" in done.err
+
+
+def test_several_gpus_are_refused(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    done = command("advise", "--model", "gpt2", "--device", "cuda", "--gpus", "0,1")
+    assert done.code == 2
+    assert "--gpus 0,1: advice is for one GPU; name one" in done.err
+
+
+@pytest.mark.parametrize(
+    ("said", "bytes_"), [("80GiB", 80 * 2**30), ("80 gb", 80e9), ("512MiB", 2**29), ("1.5GB", 1.5e9)]
+)
+def test_sizes(said: str, bytes_: float) -> None:
+    assert advise.size(said) == bytes_

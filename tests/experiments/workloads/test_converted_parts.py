@@ -1,0 +1,67 @@
+"""A user's model whose parts te.convert replaces is a training step like any other: checked against itself in float64."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from te_bench.experiments import timing
+from te_bench.experiments.measurement import CheckFailed, Context
+from te_bench.experiments.spec import OWN_ATTENTION, Trial
+from te_bench.experiments.workloads import train_step
+from te_bench.models import conversion
+from te_bench.models.sources import identify
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(timing, "bench_py", lambda step, device: [1.0] if step() is None else [])
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    source = identify(str(tmp_path))
+    assert source is not None
+    settings: dict[str, Any] = {"batch": 2, "block": 32, "vocab": 128, "padded_vocab": 128, "data": "random"}
+    return {**settings, **source.settings, "grad_clip": 0.0}
+
+
+def run(problem: dict[str, Any], recipe: str | None, device: str = "cpu") -> Any:
+    precision = "fp8" if recipe else "bf16"
+    trial = Trial(
+        workload="train_step",
+        device=device,
+        problem=problem,
+        attention=OWN_ATTENTION,
+        precision=precision,
+        recipe=recipe,
+    )
+    return train_step.run(trial, Context())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("recipe", [None, "delayed_scaling", "float8_current_scaling"])
+def test_all_parts_are_checked(problem: dict[str, Any], recipe: str | None, device: str) -> None:
+    found = run({**problem, "parts": "all"}, recipe, device)
+    assert found.check["quantities"]
+    assert found.samples["latency_s"]
+
+
+def test_a_part_that_computes_something_else_fails(problem: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = conversion.convert
+
+    def wrong(model: Any, *arguments: Any, **named: Any) -> Any:
+        done = right(model, *arguments, **named)
+        if named.get("parts"):
+            model.model.norm.eps = 1.0
+        return done
+
+    monkeypatch.setattr(conversion, "convert", wrong)
+    with pytest.raises(CheckFailed, match="error"):
+        run({**problem, "parts": "all"}, None)
