@@ -155,8 +155,31 @@ def test_a_kink_forbids_to_hold_rows_apart() -> None:
     assert rows[1]
 
 
-def test_a_model_with_dropout_is_checked_without() -> None:
-    assert check(step(of("make", "dropout=0.1")))["reference"].endswith("without dropout")
+def test_a_model_with_dropout_is_checked_without_in_its_own_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = step(of("make", "dropout=0.1"))
+    assert check(trial)["reference"].endswith("without dropout")
+    usual = adopted.Adopted.forward
+
+    def compiled_wrongly(self: Any, inputs: Tensor, targets: Tensor) -> Any:
+        loss: Any = usual(self, inputs, targets)
+        return 2 * loss if torch.compiler.is_compiling() else loss
+
+    monkeypatch.setattr(adopted.Adopted, "forward", compiled_wrongly)
+    with pytest.raises(CheckFailed):
+        check(Trial.from_json(trial.to_json() | {"mode": "compile"}))
+
+
+def test_a_bf16_step_whose_model_leaves_autocast_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    import own
+
+    class Wide(own.Model):  # type: ignore[name-defined, misc]
+        def forward(self, tokens: Tensor) -> Any:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(tokens)
+
+    monkeypatch.setattr(own, "Model", Wide)
+    with pytest.raises(CheckFailed, match="GEMMs in half precision: 1 or more expected, 0 ran"):
+        train_step.run(step(of("make")), Context())
 
 
 @pytest.mark.parametrize("fault", ["doubled_scale", "e5m2_forward", "transposed_wgrad", "flushed_gradients"])

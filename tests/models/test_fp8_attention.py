@@ -132,8 +132,14 @@ def test_a_layer_trains_with_it_and_its_attention_compiles() -> None:
 
 
 def test_the_kernels_of_a_trial_are_the_fp8_ones() -> None:
+    problem = {"model": "tiny", "batch": 2, "block": 64, "vocab": 250, "padded_vocab": 256}
     trial = Trial(
-        workload="training", device="cuda", problem={}, attention="cudnn", precision="fp8", recipe="delayed_scaling"
+        workload="train_step",
+        device="cuda",
+        problem=problem,
+        attention="cudnn",
+        precision="fp8",
+        recipe="delayed_scaling",
     )
     asked = dataclasses.replace(trial, recipe="float8_current_scaling_dpa")
     assert trial_model.attention_of(trial) == "cudnn"

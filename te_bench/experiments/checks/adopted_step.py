@@ -93,20 +93,20 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     step = trial_model.step_of(trial)
     own = not _model(step).has_dropout
     if not own:
-        trial = dataclasses.replace(trial, mode="eager", problem={**trial.problem, "dropout": 0.0})
+        trial = dataclasses.replace(trial, problem={**trial.problem, "dropout": 0.0})
         step = trial_model.step_of(trial)
     one = max(1, len(inputs) // step.optim.accumulate)
     kinks = Kinks()
     with kinks:
         _first_pass(trial, step, inputs[:one], targets[:one])
     settle(trial.recipe, lambda: step.gradients(inputs, targets))
-    ours = Gradients(*step.gradients(inputs, targets))
+    ours = Gradients.of_step(step, inputs, targets)
     truth = _reference(trial, step, inputs, targets, "fp64")
     library = _reference(trial, step, inputs, targets, trial.precision)
     trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
     # Of a gradient that is 0 but for rounding, as a key's bias has one, no two roundings agree.
     noise = [name for name, gradient in truth.of.items() if relative_error(library.of[name], gradient) > 1]
-    told = Gradients(truth.loss, {name: gradient for name, gradient in truth.of.items() if name not in noise})
+    told = truth._replace(of={name: gradient for name, gradient in truth.of.items() if name not in noise})
     if not told.of:
         raise Unsupported("no gradient of its loss is more than rounding: te-bench has nothing to check")
     quantities = compared(ours, library, told, precision=trial.precision, targets=targets.numel(), rows=not kinks.found)
@@ -180,9 +180,9 @@ def _reference(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, p
     reference = TrainStep(model, step.optim, precision=precision, mode="eager")
     rounded = not exact and trial.attention not in UNFUSED
     with Doubled() if exact else AsFused() if rounded else contextlib.nullcontext():
-        found = Gradients(*reference.gradients(inputs, targets))
+        found = Gradients.of_step(reference, inputs, targets)
     if exact or trial.recipe is None:  # a Conv1D's weight lies the other way round, once it is converted
-        found = Gradients(found.loss, {n: g.t() if n in turned else g for n, g in found.of.items()})
+        found = found._replace(of={n: g.t() if n in turned else g for n, g in found.of.items()})
     return found
 
 

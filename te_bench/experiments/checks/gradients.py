@@ -3,15 +3,23 @@
 import math
 import statistics
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from te_bench.experiments.checks import rounding
 from te_bench.experiments.checks.quantity import Quantity, geometric_mean, relative_error
-from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL, LOSS_FLOOR
+from te_bench.experiments.checks.tolerances import (
+    ACCUMULATED,
+    FACTOR,
+    FLOOR,
+    FP8_LEAST,
+    FP8_OVERALL,
+    LOSS_FLOOR,
+)
 from te_bench.models import recipe as recipes
+from te_bench.training.step import TrainStep
 
 #: Passes before the check of a step whose recipe keeps its scales. Delayed scaling begins with scale 1, at which small
 #: gradients vanish, and with them all that flows through their GEMM: each pass brings the next one down to its scale.
@@ -30,10 +38,16 @@ HEAD_SCALE = 2.0**15
 
 
 class Gradients(NamedTuple):
-    """What one pass gives: the loss, and each parameter's gradient."""
+    """What one pass gives: loss and each parameter's gradient; of a step that clips, clipped, and the norm before that."""
 
     loss: float
     of: dict[str, Tensor]
+    norm: float | None = None
+
+    @classmethod
+    def of_step(cls, step: TrainStep, inputs: Tensor, targets: Tensor) -> Self:
+        loss, found = step.gradients(inputs, targets)
+        return cls(loss, found, None if step.grad_norm is None else step.grad_norm.item())
 
 
 def compared(
@@ -56,7 +70,8 @@ def compared(
     rounded_mean = FLOOR[precision] / math.sqrt(12 * targets)
     loss_limit = FACTOR * abs(library.loss - truth.loss)
     loss_limit += (LOSS_FLOOR[loss_floor or precision] + rounded_mean) * abs(truth.loss)
-    quantities = [Quantity("loss", abs(ours.loss - truth.loss), loss_limit)]
+    quantities = [Quantity("loss", abs(ours.loss - truth.loss), loss_limit), *_norm(ours, library, truth, precision)]
+    before = len(quantities)
     errors = {name: relative_error(library.of[name], gradient) for name, gradient in truth.of.items()}
     typical = statistics.median(errors.values())  # a tensor where the library happened to round well is no yardstick
     for name, gradient in truth.of.items():
@@ -69,12 +84,22 @@ def compared(
         )
         quantities += [scale, *(row if rows else ())]
     if precision == "fp8":
-        ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth.of, quantities[1:], strict=False)]
+        ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth.of, quantities[before:], strict=False)]
         overall = geometric_mean(ratios)
         if slack == 1.0:
             quantities.append(Quantity("grad, ratio to FP8 emulation", overall, FP8_OVERALL))
         quantities.append(Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
     return quantities
+
+
+def _norm(ours: Gradients, library: Gradients, truth: Gradients, precision: str) -> list[Quantity]:
+    """The norm before clipping: after it gradients that are all twice as large are the same."""
+    if truth.norm is None:
+        return []
+    assert library.norm is not None, "the yardstick clips as the reference does"
+    error = math.nan if ours.norm is None else abs(ours.norm - truth.norm)
+    limit = FACTOR * abs(library.norm - truth.norm) + (FLOOR[precision] + ACCUMULATED) * truth.norm
+    return [Quantity("norm of all gradients before clipping", error, limit)]
 
 
 def settle(recipe: str | None, once: Callable[[], object]) -> None:

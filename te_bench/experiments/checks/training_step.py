@@ -76,32 +76,30 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     where the trial's is one, and FP8 emulated, attention's by manual_fp8 where the trial's is in FP8. The trial may err
     FACTOR times as much, tensor by tensor, plus a floor. Raises CheckFailed, naming the worst tensor.
     So may its scale, and each row of it (rounding); and attention is held apart (attention_rows).
-    Models with dropout are compared without it, eagerly: random masks cannot be.
+    Models with dropout are compared without it, in the trial's mode: random masks cannot be.
     """
     if trial_model.config_of(trial).dropout:
-        trial = dataclasses.replace(trial, mode="eager", problem={**trial.problem, "dropout": 0.0})
+        trial = dataclasses.replace(trial, problem={**trial.problem, "dropout": 0.0})
         step = trial_model.step_of(trial)
     settle(trial.recipe, lambda: step.gradients(tokens, targets))
-    loss, ours = step.gradients(tokens, targets)
+    ours = Gradients.of_step(step, tokens, targets)
     p = StepProblem.of(trial)
     unpadded = {name: value for name, value in trial.problem.items() if name not in FAST} | {"padded_vocab": p.vocab}
     exact = dataclasses.replace(trial, attention="manual", precision="fp64", recipe=None, problem=unpadded)
     definition = attention.yardstick(trial_model.attention_of(trial))
     library = dataclasses.replace(trial, attention=definition, recipe=None, problem=unpadded)
-    true_loss, truth = reference(exact, step.optim, tokens, targets)
+    truth = reference(exact, step.optim, tokens, targets)
     recipe = recipes.load(trial.recipe) if trial.recipe else None
     fp8_head = p.head == "fp8"
     as_fused = definition == "manual" and trial.attention not in UNFUSED
-    library_loss, yardstick = reference(library, step.optim, tokens, targets, recipe, fp8_head, as_fused)
+    yardstick = reference(library, step.optim, tokens, targets, recipe, fp8_head, as_fused)
     trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
     model: Any = step.model
     tables = [name for name, parameter in model.named_parameters() if model.has_padding(parameter)]
-    padding = torch.cat([ours[name][p.vocab :].flatten() for name in tables])
-    ours |= {name: ours[name][: p.vocab] for name in tables}
+    padding = torch.cat([ours.of[name][p.vocab :].flatten() for name in tables])
+    unpadded_ours = ours._replace(of=ours.of | {name: ours.of[name][: p.vocab] for name in tables})
     split = model.gradient_parts()
-    truth, yardstick, ours = (_parts(gradients, split) for gradients in (truth, yardstick, ours))
-
-    found = Gradients(loss, ours), Gradients(library_loss, yardstick), Gradients(true_loss, truth)
+    found = [each._replace(of=_parts(each.of, split)) for each in (unpadded_ours, yardstick, truth)]
     slack = FACTOR if p.against is not None else 1.0  # a rival may round more coarsely than the recipe says
     floor = "fp8" if fp8_head else trial.precision
     quantities = compared(*found, precision=trial.precision, targets=targets.numel(), slack=slack, loss_floor=floor)
@@ -133,8 +131,8 @@ def reference(
     recipe: recipes.Recipe | None = None,
     fp8_head: bool = False,
     as_fused: bool = False,
-) -> tuple[float, dict[str, Tensor]]:
-    """loss, gradients of the eager model a few sequences at a time: the reference fits wherever the trial does.
+) -> Gradients:
+    """Of the eager model, a few sequences at a time: the reference fits wherever the trial does.
 
     Small problems go by micro-batches as the trial's do, so that FP8's scales are of the same tensors as there.
     Long sequences and large vocabularies go by parts (checks.large).
@@ -158,7 +156,7 @@ def reference(
     if large.is_large(model.config.shape, tokens.shape[1]):
         large.by_parts(model)
     step = TrainStep(model, optim, precision=trial.precision, mode="eager")
-    return step.gradients(tokens, targets)
+    return Gradients.of_step(step, tokens, targets)
 
 
 def _parts(gradients: dict[str, Tensor], split: dict[str, dict[str, int]]) -> dict[str, Tensor]:

@@ -169,10 +169,12 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
 
 
 def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
-    """What is known of a user's step: FP8 GEMMs as many as its converted Linears make, the optimizer and the mode."""
+    """What is known of a user's step: GEMMs of its precision, in FP8 those of its converted Linears, optimizer, mode."""
     p, accumulate = StepProblem.of(trial), trial_model.optim_of(trial).accumulate
     least = accumulate * model.gemms
     expected: Expected = {"gemm_fp8": (least, None) if trial.precision == "fp8" else NONE, "fused_blocks": NONE}
+    if trial.precision in ("bf16", "fp16") and any(isinstance(module, nn.Linear) for module in model.modules()):
+        expected["gemm_half"] = SOME  # its own code may leave autocast
     chosen = f"optimizer_{p.optimizer or 'torch'}"
     for part in (*_kernels_of(trial.device), "optimizer_torch"):
         if part.startswith("optimizer"):

@@ -245,12 +245,12 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     The yardstick is the plain layer at the trial's own precision, eager, its attention rounded as fused kernels do where
     the trial's is one, and FP8 emulated: FACTOR times its error plus a floor is allowed, as for training steps, and scale
     and rows have limits of their own (checks.rounding).
-    With dropout another layer, eager, is checked in place of the timed one: random masks cannot be compared. Raises
+    With dropout another layer is checked in place of the timed one: random masks cannot be compared. Raises
     CheckFailed.
     """
     if p.dropout:
         p = dataclasses.replace(p, dropout=0.0)
-        iteration = Iteration(rival, p, trial.seed)
+        iteration = Iteration(rival, p, trial.seed, mode=trial.mode)
     gradients.settle(p.recipe, iteration)
     ours = iteration.results()
     plain = layers.load("plain")

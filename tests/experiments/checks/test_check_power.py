@@ -51,16 +51,25 @@ def with_gradients(
     if ("ours", trial.id) not in references:
         batch = train_step.random_batches(trial)[0]
         settle(trial.recipe, lambda: step.gradients(*batch))
-        references["ours", trial.id] = step.gradients(*batch)
+        references["ours", trial.id] = step.gradients(*batch), step.grad_norm
 
     def gradients(tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
-        loss, found = references["ours", trial.id]
+        (loss, found), step.grad_norm = references["ours", trial.id]
         found = dict(found)
         change(found)
         return loss, found
 
     step.gradients = gradients  # type: ignore[method-assign]
     return step
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_gradients_that_are_all_too_large_fail_though_clipping_hides_them(factor: float) -> None:
+    trial = a_trial("bf16", None, grad_clip=0.01)
+    step = trial_model.step_of(trial)
+    step.scaler.scale = lambda loss: factor * loss  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(CheckFailed, match="norm of all gradients before clipping"):
+        checked(trial, step)
 
 
 @pytest.mark.parametrize(("precision", "recipe"), CASES)
