@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.activation.backends import reference
 from te_bench.kernels.activation.recomputed import gradient_and_value
+from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules.fp8_module import FLOATS, compute_dtype, flatten, is_recorded

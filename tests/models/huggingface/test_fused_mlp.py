@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from families import draw
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import te_bench.models as te
 from te_bench.models import fp8, recipe
@@ -254,6 +255,28 @@ def test_an_activation_with_a_hook_or_another_one_goes_layer_by_layer(nested: bo
     else:
         mlp.act = nn.ReLU()
     torch.testing.assert_close(model(x), mlp.fc2(mlp.fc1(x).relu()))
+
+
+@pytest.mark.parametrize("choice", [None, recipe.Float8CurrentScaling()])
+def test_a_second_derivative_is_refused_and_a_first_with_its_graph_is_not(choice: Any) -> None:
+    model, x = nn.Sequential(FeedForward()), draw(16, 32)
+    te.convert(model, choice, parts=("linear", "mlp"))
+    assert is_fused(model, x)
+    weight = model[0].w1.weight
+    (alone,) = torch.autograd.grad(model(x).sum(), weight)
+    (gradient,) = torch.autograd.grad(model(x).sum(), weight, create_graph=True)
+    torch.testing.assert_close(gradient.detach(), alone)
+    with pytest.raises(ValueError, match="create_graph=True asks for second derivatives"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_gradient_checkpointing_it_computes_the_same(reentrant: bool) -> None:
+    model, x = nn.Sequential(FeedForward()), draw(5, 32).requires_grad_()
+    te.convert(model, parts="mlp")
+    expected = torch.autograd.grad(model(x).square().sum(), model[0].w1.weight)[0]
+    checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
+    torch.testing.assert_close(model[0].w1.weight.grad, expected)
 
 
 def test_dropout_at_the_end_drops_after_the_kernels() -> None:
