@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.attention import gradients
+from te_bench.kernels.autograd import once_differentiable
 
 LEAST = 1e-30  # of a scale: hidden scores are -inf, and 0 x -inf is NaN; all weights are equal with either
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

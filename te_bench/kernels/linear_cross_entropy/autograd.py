@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.linear_cross_entropy import IGNORED, check, kernels
 
 _autograd: Any = torch._C._autograd

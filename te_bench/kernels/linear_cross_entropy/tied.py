@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.launch import launch, traits
 
 INTERPRETED: bool = triton.knobs.runtime.interpret

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.activation import recomputed
+from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.gemm import half
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized, joined
 from te_bench.models.fused.projection import Projection, Saved

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.activation.backends import reference
 from te_bench.kernels.activation.recomputed import gradient_and_value
+from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules.fp8_module import FLOATS, compute_dtype, flatten, is_recorded
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm_mlp import activate_quantize, activation_backend, activation_grad_quantize
 from te_bench.models.modules.linear import Linear, linear_backward
-from te_bench.models.modules.plain import are_plain
+from te_bench.models.modules.plain import are_plain, has_hooks
 from te_bench.models.subclassing import Mixed, mix
 
 #: The names of the first Linears, the activated one first, and of the last: Llama and most others, Phi 3, T5, torchtitan,
@@ -39,22 +39,28 @@ NAMES = (
     (("wi",), "wo"),
 )
 
-ROWS, WIDTH, HIDDEN = 5, 4, 6  # of a shell
+ROWS, WIDTH, HIDDEN = 8, 4, 6  # of a shell
+SCALES = (1, 30, 3000)  # of its inputs: the first Linears make +-10000 and more, where an activation that clips shows
 
 
 class Form(NamedTuple):
-    """Where an MLP's Linears are, and its activation; dropout: of a module after the last Linear."""
+    """Where an MLP's Linears are, and its activation; dropout: of a module after the last Linear.
+
+    others: the modules below it but for these, as they were when the form was found.
+    """
 
     first: tuple[str, ...]
     last: str
     kind: str
     dropout: str | None
+    others: tuple[nn.Module, ...]
 
 
 class MLP(Mixed):
     """Put before an MLP's own class. Where somebody looks between its layers (hooks, LoRA) the own forward computes it.
 
-    So it does for dropout between them, for calibration, and what torch.compile or torch.jit.trace records.
+    So it does where a module between them was replaced, for dropout there, for calibration, and what torch.compile or
+    torch.jit.trace records.
     """
 
     _te_mlp: Form
@@ -76,10 +82,22 @@ def _can_fuse(module: Any, x: Tensor, first: Sequence[Any], last: Any) -> bool:
     ours = [layer for layer in layers if isinstance(layer, Linear)]
     if fp8.current.enabled and (len(ours) not in (0, len(layers)) or any(layer._reuse for layer in ours)):
         return False
-    inner = [child for name, child in module._modules.items() if name != module._te_mlp.dropout]
-    if module.training and any(isinstance(child, nn.Dropout) and child.p > 0 for child in inner):
+    form = module._te_mlp
+    others = _others(module, form.first, form.last, form.dropout)
+    if [id(other) for other in others] != [id(other) for other in form.others]:
+        return False
+    if any(has_hooks(other) or "forward" in other.__dict__ for other in others):
+        return False
+    if module.training and any(isinstance(other, nn.Dropout) and other.p > 0 for other in others):
         return False
     return compute_dtype(x) in FLOATS and all(layer.weight.device == x.device for layer in layers)
+
+
+def _others(module: nn.Module, first: Sequence[str], last: str, dropout: str | None) -> tuple[nn.Module, ...]:
+    """All modules below an MLP but for its Linears and the dropout after them."""
+    known = {*first, last, dropout}
+    children = [child for name, child in module._modules.items() if child is not None and name not in known]
+    return tuple(other for child in children for other in child.modules())
 
 
 def _in_half(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
@@ -244,7 +262,8 @@ def find_form(module: nn.Module) -> Form:
     found = _try(module, first, last, all(biases))
     if found is None:
         raise ValueError("it computes another function, or by an activation that no kernel has")
-    return Form(first, last, *found)
+    kind, dropout = found
+    return Form(first, last, kind, dropout, _others(module, first, last, dropout))
 
 
 class _Passed(nn.Module):
@@ -259,35 +278,63 @@ class _Passed(nn.Module):
 
 @torch.no_grad()
 def _try(module: nn.Module, first: tuple[str, ...], last: str, bias: bool) -> tuple[str, str | None] | None:
-    """The activation under which a shell of the module computes the formula, and the dropout after it; None: nothing."""
+    """The activation under which a shell of the module computes the formula, and the dropout after it; None: nothing.
+
+    It must be the same in training and in evaluation.
+    """
+    gated = len(first) == 2
+    with torch.random.fork_rng(devices=[]):  # a dropout of the module's own draws numbers
+        for inner in (HIDDEN,) if gated else (HIDDEN, 2 * HIDDEN):
+            kinds = [kind for kind in KINDS if KINDS[kind][1] == (gated or inner > HIDDEN)]
+            found = {_try_in(mode, module, first, last, bias, inner, kinds) for mode in (True, False)}
+            if found != {None}:
+                return found.pop() if len(found) == 1 else None
+    return None
+
+
+def _try_in(
+    training: bool,
+    module: nn.Module,
+    first: tuple[str, ...],
+    last: str,
+    bias: bool,
+    inner: int,
+    kinds: Sequence[str],
+) -> tuple[str, str | None] | None:
+    """The same of `kinds` in one mode, the first Linears making `inner` features each."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator, dtype=torch.float64, device="cpu")
 
-    shell = copy.copy(module)
-    shell._modules = dict(module._modules)
-    gated = len(first) == 2
-    for inner in (HIDDEN, 2 * HIDDEN):
-        made: dict[str, Any] = {}
-        for name in (*first, last):
-            into, out = (HIDDEN, WIDTH) if name == last else (WIDTH, inner)
-            made[name] = nn.Linear(into, out, dtype=torch.float64, device="cpu", bias=name == last or bias)
-            made[name].weight.copy_(draw(out, into))
-        passed = {name: _Passed() for name, child in module._modules.items() if isinstance(child, nn.Dropout)}
-        shell._modules.update(made | passed)
-        x = draw(1, ROWS, WIDTH)
-        try:
-            y = shell.forward(x)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            continue
-        h = torch.cat([made[name](x) for name in first], -1)[0]
-        for kind in KINDS:
-            if KINDS[kind][1] != (gated or inner > HIDDEN):
-                continue
-            truth = made[last](reference.forward(h, kind))
-            if isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y[0], truth, rtol=1e-6, atol=1e-6):
-                return kind, next((name for name, p in passed.items() if p.seen is y), None)
-        if gated:
-            break
+    made: dict[str, Any] = {}
+    for name in (*first, last):
+        into, out = (HIDDEN, WIDTH) if name == last else (WIDTH, inner)
+        made[name] = nn.Linear(into, out, dtype=torch.float64, device="cpu", bias=name == last or bias)
+        made[name].weight.copy_(draw(out, into))
+    passed = {name: _Passed() for name, child in module._modules.items() if isinstance(child, nn.Dropout)}
+    shell = _shell(module, training, made | passed)
+    x = torch.cat([scale * draw(1, ROWS, WIDTH) for scale in SCALES], 1)
+    try:
+        y = shell.forward(x)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return None
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        return None
+    h = torch.cat([made[name](x) for name in first], -1)[0]
+    for kind in kinds:
+        if torch.allclose(y[0], made[last](reference.forward(h, kind)), rtol=1e-6, atol=1e-6):
+            return kind, next((name for name, p in passed.items() if p.seen is y), None)
     return None
+
+
+def _shell(module: Any, training: bool, instead: dict[str, Any] | None = None) -> Any:
+    """A copy in that mode, with the children `instead`: a pass through it changes no buffer of the module."""
+    shell = copy.copy(module)
+    shell.training = training
+    shell._buffers = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
+    shell._modules = dict(module._modules) | (instead or {})
+    for name, child in module._modules.items():
+        if child is not None and shell._modules[name] is child:
+            shell._modules[name] = _shell(child, training)
+    return shell

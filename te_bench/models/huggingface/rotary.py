@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.launch import rows_contiguous
 from te_bench.kernels.rotary import Part
 from te_bench.kernels.rotary.backends import reference

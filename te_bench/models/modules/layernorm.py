@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.norm import Backend
 from te_bench.kernels.norm.backends import reference as norm_reference
 from te_bench.kernels.norm.backends import triton as norm_triton

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from te_bench import plugins
 from te_bench.kernels.activation import KINDS, Backend
 from te_bench.kernels.activation.backends import reference as activation_reference
 from te_bench.kernels.activation.backends import triton as activation_triton
+from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import arguments

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import arguments

@@ -28,11 +28,11 @@ def why_not_plain(modules: Iterable[tuple[str, nn.Module]], home: str = "te_benc
             return f"{name}.forward was replaced"
         if not _is_known(module, home):
             return f"{name} is a {type(module).__qualname__}, whose forward is its own"
-        return f"{name}.{frozen[0]} is frozen" if frozen and not _has_hooks(module) else f"{name} has a hook"
+        return f"{name}.{frozen[0]} is frozen" if frozen and not has_hooks(module) else f"{name} has a hook"
     raise AssertionError("these modules are plain")
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     own = module.__dict__
     return any(own[f"_{which}_hooks"] for which in ("forward", "forward_pre", "backward", "backward_pre"))
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.launch import rows_contiguous
 from te_bench.kernels.rotary import Backend, Part
 from te_bench.kernels.rotary.backends import reference as rotary_reference

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from families import draw
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import te_bench.models as te
 from te_bench.models import fp8, recipe
@@ -55,6 +56,41 @@ class Erf(FeedForward):
         return out
 
 
+class Clipping(FeedForward):
+    """As DeepseekV4MLP's and Glm5NextTextMLP's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.silu(self.w1(x).clamp(max=10)) * self.w3(x).clamp(-10, 10))
+        return out
+
+
+class Ungated(nn.Module):
+    """As ViT's, whose activation is a module."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(32, 64), act, nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.act(self.fc1(x)))
+        return out
+
+
+class DropsInTraining(Ungated):
+    """Dropout without a module of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(F.dropout(self.act(self.fc1(x)), 0.5, self.training))
+        return out
+
+
+class Counting(nn.BatchNorm1d):
+    """An activation that keeps count in training, in buffers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(super().forward(x.flatten(0, -2)).view_as(x))
+
+
 def train(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     model.zero_grad()
     x = x.clone().requires_grad_()
@@ -99,6 +135,44 @@ def test_what_computes_another_function_stays(cls: Any) -> None:
     assert report.parts[0].after is None
     assert "another function, or by an activation that no kernel has" in (report.parts[0].reason or "")
     assert type(model[0]) is cls
+
+
+def assert_stays(mlp: nn.Module) -> None:
+    model = nn.Sequential(mlp)
+    own = type(mlp)
+    assert "another function" in (te.convert(model, parts="mlp").parts[0].reason or "")
+    assert type(model[0]) is own
+
+
+def test_an_activation_that_clips_stays() -> None:
+    assert_stays(Clipping())
+    assert_stays(Ungated(nn.ReLU6()))
+
+
+def test_an_activation_of_transformers_that_clips_stays() -> None:
+    activations = pytest.importorskip("transformers.activations")
+    assert_stays(Ungated(activations.ACT2FN["gelu_10"]))
+    assert_stays(Ungated(activations.ACT2FN["relu6"]))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_dropout_that_only_training_shows_is_found_in_evaluation_too(training: bool) -> None:
+    assert_stays(DropsInTraining(nn.GELU()).train(training))
+    assert_stays(Ungated(nn.Sequential(nn.GELU(), nn.Dropout(0.5))).train(training))
+    model = nn.Sequential(Ungated(nn.GELU())).train(training)
+    assert te.convert(model, parts="mlp").parts[0].after == "products and gelu_erf"
+    assert all(module.training is training for module in model.modules())
+
+
+def test_finding_out_changes_no_buffer_and_draws_no_number() -> None:
+    act, dropping = Counting(64), DropsInTraining(nn.GELU())
+    counting, state = Ungated(act), torch.get_rng_state()
+    assert_stays(counting)
+    assert_stays(dropping)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert act.num_batches_tracked == 0
+    assert act.running_mean is not None
+    assert not act.running_mean.any()
 
 
 def test_in_autocast_it_computes_in_its_dtype() -> None:
@@ -160,6 +234,49 @@ def test_where_somebody_looks_it_goes_layer_by_layer() -> None:
     assert is_fused(model, x)
     with fp8.autocast(calibrating=True, enabled=False, recipe=recipe.DelayedScaling()):
         assert not is_fused(model, x)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_activation_with_a_hook_or_another_one_goes_layer_by_layer(nested: bool) -> None:
+    act: nn.Module = nn.Sequential(nn.GELU()) if nested else nn.GELU()
+    model, x, seen = nn.Sequential(Ungated(act)), draw(5, 32), []
+    te.convert(model, parts="mlp")
+    model = copy.deepcopy(model)
+    assert is_fused(model, x)
+    mlp: Any = model[0]
+    listened = mlp.act[0] if nested else mlp.act
+    handle = listened.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    assert not is_fused(model, x)
+    assert seen == [(5, 64)]
+    handle.remove()
+    assert is_fused(model, x)
+    if nested:
+        mlp.act[0] = nn.ReLU()
+    else:
+        mlp.act = nn.ReLU()
+    torch.testing.assert_close(model(x), mlp.fc2(mlp.fc1(x).relu()))
+
+
+@pytest.mark.parametrize("choice", [None, recipe.Float8CurrentScaling()])
+def test_a_second_derivative_is_refused_and_a_first_with_its_graph_is_not(choice: Any) -> None:
+    model, x = nn.Sequential(FeedForward()), draw(16, 32)
+    te.convert(model, choice, parts=("linear", "mlp"))
+    assert is_fused(model, x)
+    weight = model[0].w1.weight
+    (alone,) = torch.autograd.grad(model(x).sum(), weight)
+    (gradient,) = torch.autograd.grad(model(x).sum(), weight, create_graph=True)
+    torch.testing.assert_close(gradient.detach(), alone)
+    with pytest.raises(ValueError, match="create_graph=True asks for second derivatives"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_gradient_checkpointing_it_computes_the_same(reentrant: bool) -> None:
+    model, x = nn.Sequential(FeedForward()), draw(5, 32).requires_grad_()
+    te.convert(model, parts="mlp")
+    expected = torch.autograd.grad(model(x).square().sum(), model[0].w1.weight)[0]
+    checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
+    torch.testing.assert_close(model[0].w1.weight.grad, expected)
 
 
 def test_dropout_at_the_end_drops_after_the_kernels() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import assert_same, draw, inputs, make, run, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import te_bench.models as te
 from te_bench.models import recipe
@@ -120,6 +121,23 @@ def test_what_has_a_bias_stays() -> None:
     report = te.convert(model, parts="head")
     assert "no Linear without a bias" in (report.parts[0].reason or "")
     assert model(**inputs("llama")).logits is not None
+
+
+def test_a_second_derivative_is_refused() -> None:
+    model = convert(num_hidden_layers=1)
+    (gradient,) = torch.autograd.grad(model(**inputs("llama")).loss, model.lm_head.weight, create_graph=True)
+    with pytest.raises(ValueError, match="create_graph=True asks for second derivatives"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_gradient_checkpointing_the_loss_is_the_same(reentrant: bool) -> None:
+    hidden, weight = (draw(*sizes, seed=2).requires_grad_() for sizes in ((2, 16, 32), (64, 32)))
+    labels = tokens(2)
+    expected = torch.autograd.grad(causal_loss(hidden, weight, labels), (hidden, weight))
+    checkpoint(causal_loss, hidden, weight, labels, use_reentrant=reentrant).backward()
+    for leaf, gradient in zip((hidden, weight), expected, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient)
 
 
 def test_float64_is_computed_in_float64() -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from te_bench.kernels.attention import Backend, unsupported_in_fp8
 from te_bench.kernels.attention.sdpa import repeat_heads
+from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.quantize.backends.reference import scale_from_amax
 
 FORMAT = torch.float8_e4m3fn

@@ -1,0 +1,45 @@
+"""What the autograd Functions around kernels share: a backward pass that has no derivative of its own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a Function's backward pass without a graph; whoever differentiates what it returned gets a ValueError.
+
+    torch's decorator of this name raises only where a gradient that arrives needs one itself: a loss's own, 1, does not, and
+    the second derivative would lack a term.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *gradients: Any) -> Any:
+        with torch.no_grad():
+            made = backward(ctx, *gradients)
+        # torch.compile refuses second derivatives itself.
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return made
+        several = isinstance(made, tuple)
+        refused = _Refused.apply(
+            *(g if g is None else g.detach().requires_grad_() for g in (made if several else (made,)))
+        )
+        return refused if several else refused[0]
+
+    return wrapper
+
+
+class _Refused(torch.autograd.Function):
+    """Gradients as they are, whose own are refused."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: Any) -> Any:
+        return tuple(g if g is None else g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ValueError(
+            "create_graph=True asks for second derivatives, which te-bench's kernels do not have: leave it out, or compute "
+            "this part by PyTorch's own modules"
+        )
