@@ -7,12 +7,12 @@ from typing import Any
 
 from te_bench import plugins
 from te_bench.experiments import run_options, suite_trials
-from te_bench.experiments.adoption import Adoptee, adoptee
+from te_bench.experiments.adoption import ALL, Adoptee, adoptee, without_rivals
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Options, Trial
+from te_bench.models import rivals
 from te_bench.models.configs import configs
 
-ALL = "all"  # parts of te.convert
 CHUNKED, FP8_HEAD = "chunked", "fp8"
 COMPILED = ("compile", "compile-reduce-overhead")
 LENGTH = 1024  # tokens of a sequence of a user's model, where neither it nor --tokens says
@@ -26,7 +26,7 @@ ATTENTIONS = {"cuda": ("cudnn", "flash", "gluon", "triton"), "cpu": ("flash", "m
 class Choice:
     """How a model is trained. fused: blocks and optimizer of te-bench; padded: the vocabulary, to a multiple of 64.
 
-    parts: those of te.convert, of a user's model.
+    parts: those of te.convert, of a user's model. rival: another project that trains it, whose arithmetic `recipe` is.
     """
 
     attention: str
@@ -37,6 +37,7 @@ class Choice:
     fused: bool = False
     padded: bool = False
     parts: str | None = None
+    rival: str | None = None
 
     def changes(self, have: "Choice") -> int:
         """In how many settings it differs from what the user has: how much there is to change, and to go wrong."""
@@ -51,7 +52,8 @@ class Choice:
     def words(self) -> str:
         """It in words: FP8 by delayed_scaling, cudnn attention, fused blocks, compile-reduce-overhead."""
         attention = "its own" if self.attention == OWN_ATTENTION else self.attention
-        said = [f"FP8 by {self.recipe}" if self.recipe else self.precision, f"{attention} attention"]
+        by = self.rival or self.recipe
+        said = [("FP8" if self.recipe else self.precision) + (f" by {by}" if by else ""), f"{attention} attention"]
         said += [f"{self.head} head"] if self.head else []
         said += ["fused blocks and AdamW"] if self.fused else []
         said += ["padded vocabulary"] if self.padded else []
@@ -89,7 +91,12 @@ class Question:
         return int(self.problem["batch"] * self.problem["block"])
 
     def frame(self, choice: Choice) -> Choice:
-        """The step that is measured whole in its place: of the same mode and blocks, with the model's own parts in bf16."""
+        """The step that is measured whole in its place: of the same mode and blocks, with the model's own parts in bf16.
+
+        A rival's step is measured whole itself: of what it is made is not asked.
+        """
+        if choice.rival:
+            return choice
         return Choice(
             attention=self.have.attention,
             precision="fp32" if choice.precision == "fp32" else "bf16",
@@ -112,6 +119,7 @@ class Question:
             settings |= {"vocab": self.vocab, "padded_vocab": self.padded_vocab if choice.padded else self.vocab}
         settings |= {"head": choice.head} if choice.head else {}
         settings |= {"parts": choice.parts} if choice.parts else {}
+        settings |= {"rival": choice.rival} if choice.rival else {}
         settings |= {"blocks": "fused", "optimizer": "triton"} if choice.fused else {}
         return Trial(
             workload="train_step",
@@ -148,6 +156,7 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
     problem |= {"vocab": vocab, "padded_vocab": vocab}
     have = Choice(attention=OWN_ATTENTION)
     left_out = {"heads, fused blocks, a padded vocabulary": "for te-bench's own models"}
+    left_out |= without_rivals(options.device)
     pinned = [name for name in ATTENTIONS[options.device] if name in own.attentions]
     if not own.facts.sdpa:
         left_out["attention kernels"] = "the model calls no scaled_dot_product_attention"
@@ -157,6 +166,7 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
     # Attention is then te-bench's own, and a head in FP8 goes with a recipe.
     own_attention = [choice for choice in choices if choice.attention == OWN_ATTENTION and choice.precision != "fp32"]
     choices += [dataclasses.replace(choice, parts=ALL) for choice in own_attention]
+    choices += _of_rivals() if cuda else []
     return Question(
         model=own.source.model,
         said=" ".join(run_options.words(dataclasses.replace(options, tokens=None, batch=None, budget_s=None))),
@@ -171,6 +181,15 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
         text=own.facts.text,
         left_out=left_out,
     )
+
+
+def _of_rivals() -> list[Choice]:
+    """Other projects' steps of a user's model, each as its users train."""
+    return [
+        Choice(attention=OWN_ATTENTION, precision=rival.precision, recipe=rival.recipe, mode=mode, rival=name)
+        for name, rival in ((name, rivals.load(name)) for name in rivals.adopting())
+        for mode in rival.modes
+    ]
 
 
 def _of_preset(options: Options, capability: tuple[int, int] | None) -> Question:

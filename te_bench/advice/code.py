@@ -3,6 +3,7 @@
 import textwrap
 
 from te_bench.advice.candidates import Choice, Question
+from te_bench.models import rivals
 
 WIDTH = 96  # of a line of code on a terminal, after its indent
 KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
@@ -17,7 +18,7 @@ CLASSES = {
 def code(question: Question, choice: Choice) -> list[str]:
     """Python, with its imports: of a preset it makes `step(tokens, targets)`; of a user's `model` what to do with it."""
     if not question.preset:
-        return _of_users(choice)
+        return _of_users(question, choice)
     options = [f'attention="{choice.attention}"']
     options += [f"padded_vocab_size={question.padded_vocab}"] if choice.padded else []
     options += [f"recipe=recipe.{CLASSES[choice.recipe]}()"] if choice.recipe else []
@@ -38,9 +39,11 @@ def code(question: Question, choice: Choice) -> list[str]:
     return lines
 
 
-def _of_users(choice: Choice) -> list[str]:
-    lines = []
-    options = [f"recipe.{CLASSES[choice.recipe]}()"] if choice.recipe else []
+def _of_users(question: Question, choice: Choice) -> list[str]:
+    lines: list[str] = []
+    theirs = rivals.load(choice.rival).adoption if choice.rival else None
+    lines += theirs.code(question.vocab) if theirs else ()
+    options = [f"recipe.{CLASSES[choice.recipe]}()"] if choice.recipe and not theirs else []
     options += [f'parts="{choice.parts}"'] if choice.parts else []
     if options:
         lines += ["import te_bench.models as te"]

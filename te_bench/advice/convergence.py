@@ -39,7 +39,9 @@ IN_WORDS = {"EQUIVALENT": "within 0.02 nat of bf16 after 300 steps", "INCONCLUSI
 
 
 def nearest(choice: Choice) -> Published | None:
-    """The published verdict on the same recipe and the same kernels."""
+    """The published verdict on the same recipe and the same kernels, te-bench's own."""
+    if choice.rival:
+        return None
     wanted = (choice.recipe, choice.fused, choice.head == FP8_HEAD)
     return next((p for p in PUBLISHED if (p.recipe, p.fused, p.fp8_head) == wanted), None)
 
@@ -52,11 +54,14 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
         return "Convergence: the arithmetic is bf16's as before; there is nothing to prove."
     found = nearest(choice)
     if found is None:
-        said = f"no verdict is published for {choice.recipe} {'in fused blocks' if choice.fused else 'so'}"
+        what = choice.rival or choice.recipe
+        said = f"no verdict is published for {what} {'in fused blocks' if choice.fused else 'so'}"
     else:
         said = f"{found.verdict} for GPT-2 124M, {IN_WORDS[found.verdict]} (results/{found.records})"
     if not question.text:
         return f"Convergence: {said}; te-bench trains models of text alone, so yours is for you to judge."
+    if choice.rival:
+        said += f"; te-bench's {choice.recipe} has the same arithmetic"
     return f"Convergence: {said}; for your model, {_hours(question, choice, seconds)}: {command(question, choice)}."
 
 

@@ -43,7 +43,9 @@ class Frame:
 def predict(
     question: Question, made: Made, choice: Choice, frames: Mapping[Choice, Frame], times: Mapping[Part, PartTime]
 ) -> Prediction | None:
-    """None where its frame, or a part in which it differs from that, has no time."""
+    """None where its frame, or a part in which it differs from that, has no time, and for a rival's step, measured whole."""
+    if choice.rival:
+        return None
     base = question.frame(choice)
     frame = frames.get(base)
     if frame is None:

@@ -1,7 +1,8 @@
 """Suites of a user's model: what planning knows of it, and which of a suite's trials apply.
 
 A user's model has the trials of a suite that are of an attention kernel of PyTorch, a precision, an execution mode or an
-optimizer. Heads, fused blocks and a padded vocabulary are parts of te-bench's own decoders, and so are rivals' steps.
+optimizer. Heads, fused blocks and a padded vocabulary are parts of te-bench's own decoders. In the suites of LADDERS its
+steps stand beside those with te.convert's parts and, on a GPU, beside the rivals that can train it.
 """
 
 import dataclasses
@@ -12,12 +13,15 @@ from dataclasses import dataclass
 from te_bench.experiments.problems import PROBLEMS, StepProblem
 from te_bench.experiments.run_options import Options
 from te_bench.experiments.spec import OWN_ATTENTION, Experiment, Trial
-from te_bench.models import sources
+from te_bench.models import rivals, sources
 from te_bench.models.sources import Facts, Source
 
 PINNED = ("math", "mem_efficient", "flash", "cudnn")  # kernels of PyTorch that a model's attention can be held to
 MANUAL = "manual"
 OURS = {"head": "heads", "blocks": "fused blocks"}
+LADDERS = ("speed", "nanogpt")  # suites that ask for the fastest step
+ALL = "all"  # parts of te.convert
+CONVERTED = ("bf16", "fp8")  # precisions that those parts are for
 TOKENS = 64  # of the sequence by which planning tries the model, where its own are not shorter
 
 
@@ -63,9 +67,13 @@ def adapt(experiment: Experiment, options: Options) -> Experiment:
             f"--model {options.model}: the suite {experiment.suite} trains on text, and this model takes none; the suites "
             "speed, nanogpt, fp8 and memory measure its step"
         )
-    trials = list({t.id: t for trial in experiment.trials for t in _adapted(trial, own)}.values())
-    baseline = next((t.cell for t in trials if _is_step(t)), trials[0].cell)
+    adapted = [t for trial in experiment.trials for t in _adapted(trial, own)]
+    baseline = next((t.cell for t in adapted if _is_step(t)), adapted[0].cell)
     left_out = (*_left_out(experiment.trials), *_without(own, experiment.trials))
+    if experiment.suite in LADDERS:
+        adapted += [*_with_parts(adapted), *_of_rivals(adapted)]
+        left_out += tuple(f"{what}: {why}" for what, why in without_rivals(options.device).items())
+    trials = list({trial.id: trial for trial in adapted}.values())
     return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline, left_out=left_out)
 
 
@@ -74,7 +82,10 @@ def _is_step(trial: Trial) -> bool:
 
 
 def _adapted(trial: Trial, own: Adoptee) -> list[Trial]:
-    """The trial with the model's own attention, and as it is where the model can have that kernel; none of a rival."""
+    """The trial with the model's own attention, and as it is where the model can have that kernel; none of a rival.
+
+    Which rivals train a user's model does not depend on the suite (_of_rivals).
+    """
     if not _is_step(trial):
         return [trial]
     p = trial.problem
@@ -88,6 +99,42 @@ def _adapted(trial: Trial, own: Adoptee) -> list[Trial]:
     return [adapted, dataclasses.replace(adapted, attention=trial.attention)]
 
 
+def _with_parts(trials: Iterable[Trial]) -> list[Trial]:
+    """The steps with te-bench's kernels in the model: attention is then te-bench's, in place of its own."""
+    return [
+        dataclasses.replace(trial, problem={**trial.problem, "parts": ALL})
+        for trial in trials
+        if _is_step(trial) and trial.attention == OWN_ATTENTION and trial.precision in CONVERTED
+    ]
+
+
+def _of_rivals(trials: Iterable[Trial]) -> list[Trial]:
+    """Other projects' steps of the model with its own attention, once for each seed; none on a CPU."""
+    like = {trial.seed: trial for trial in trials if _is_step(trial)}
+    return [
+        dataclasses.replace(
+            trial,
+            attention=OWN_ATTENTION,
+            problem={**{key: value for key, value in trial.problem.items() if key != "optimizer"}, "rival": name},
+            precision=rival.precision,
+            recipe=rival.recipe,
+            mode=mode,
+        )
+        for trial in like.values()
+        if trial.device == "cuda"
+        for name, rival in ((name, rivals.load(name)) for name in rivals.adopting())
+        for mode in rival.modes
+    ]
+
+
+def without_rivals(device: str) -> dict[str, str]:
+    """{rivals that do not train a user's model on that device: why not}."""
+    if device != "cuda":
+        return {"rivals": "for a GPU"}
+    others = [name for name in rivals.names() if name not in rivals.adopting()]
+    return {f"rivals {', '.join(others)}": "for te-bench's own models"} if others else {}
+
+
 def _is_arm(trial: Trial) -> bool:
     """Whether losses are compared, of one attention alone."""
     return "arm" in trial.problem or "lr_factor" in trial.problem
@@ -98,8 +145,6 @@ def _left_out(trials: Iterable[Trial]) -> list[str]:
     found = [words for key, words in OURS.items() if any(trial.problem.get(key) for trial in steps)]
     if any(trial.problem["padded_vocab"] != trial.problem["vocab"] for trial in steps):
         found.append("a padded vocabulary")
-    if any(trial.problem.get("rival") or trial.problem.get("linears") for trial in steps):
-        found.append("rivals' steps")
     return [f"{', '.join(found)}: for te-bench's own models"] if found else []
 
 

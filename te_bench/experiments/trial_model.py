@@ -16,6 +16,7 @@ from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig, configs
 from te_bench.models.decoder import Decoder
+from te_bench.models.rivals import Rival
 from te_bench.training.corpus import Corpus
 from te_bench.training.data import Batches
 from te_bench.training.step import Optim, TrainStep
@@ -73,6 +74,8 @@ def require_supported(trial: Trial) -> None:
         problem = attention_problem(config_of(trial), kernel_dtype(trial), trial.device)
         for name in dict.fromkeys((trial.attention, attention_of(trial))):  # an evaluation in bf16 takes the former
             require(name, attention.load(name).unsupported(problem))
+    elif (rival := StepProblem.of(trial).against) is not None:
+        _require_rival(trial, rival)
     elif trial.recipe is not None and recipes.load(trial.recipe).fp8_dpa:
         raise Unsupported(f"{trial.recipe}: attention in FP8 is for te-bench's own models; choose another recipe")
     elif trial.device == "cpu" and trial.attention in ("mem_efficient", "cudnn"):
@@ -88,6 +91,16 @@ def require_supported(trial: Trial) -> None:
     _require_optimizer(trial)
     if trial.recipe:
         require(trial.recipe, recipes.load(trial.recipe).unsupported(trial.device, capability(trial.device)))
+
+
+def _require_rival(trial: Trial, rival: Rival) -> None:
+    """Raise Unsupported when this machine cannot train the user's model by the rival."""
+    p = StepProblem.of(trial)
+    assert p.source is not None
+    if rival.adoption is None:
+        raise Unsupported(f"rival {p.rival}: it trains te-bench's own models alone")
+    module = adopted.described(p.source).module
+    require(f"rival {p.rival}", rival.adoption.unsupported(module, trial.device, capability(trial.device)))
 
 
 def _require_fast(trial: Trial, config: DecoderConfig) -> None:
@@ -191,7 +204,10 @@ def adopted_of(trial: Trial, kernel: str | None = None) -> Adopted:
         raise Unsupported(f"{what}: the model's parameters are {', '.join(map(str, dtypes))}; it wants float32")
     if p.perturb_ulp is not None:
         adopted.perturb(made.module, trial.seed, p.perturb_ulp)
-    return Adopted(made, recipe=recipe_of(trial), dropout=p.dropout != 0, kernel=kernel, parts=p.parts)
+    how: dict[str, Any] = {"dropout": p.dropout != 0, "kernel": kernel, "parts": p.parts}
+    if p.against is not None:
+        return Adopted(made, rival=p.against.adoption, **how)
+    return Adopted(made, recipe=recipe_of(trial), **how)
 
 
 def build(trial: Trial) -> Decoder:

@@ -36,6 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from te_bench.models import conversion, families, fp8
 from te_bench.models.decoder import move
 from te_bench.models.recipe import Recipe
+from te_bench.models.rivals import Adoption
 from te_bench.models.sources import Refused, Source
 
 OWN = "own"  # attention as the model and PyTorch choose it: experiments.spec.OWN_ATTENTION
@@ -299,6 +300,7 @@ class Adopted(nn.Module):
 
     With a recipe its Linear and norm layers are converted (models.conversion), and compute in FP8 under `autocast()`; with
     parts, those of te.convert, so is what they name, with a recipe and without.
+    rival: another project's way to train it, in the recipe's and te.convert's place.
     dropout=False takes out what drops at random. kernel: of scaled_dot_product_attention, by default the one that `made` is
     for.
     """
@@ -313,6 +315,7 @@ class Adopted(nn.Module):
         dropout: bool = True,
         kernel: str | None = None,
         parts: str | None = None,
+        rival: Adoption | None = None,
     ):
         super().__init__()
         self.made, self.recipe = made, recipe
@@ -323,7 +326,9 @@ class Adopted(nn.Module):
         self.has_dropout = any(True for _ in _rates(self.module))
         converts = recipe is not None or parts is not None
         self.conversion = conversion.convert(self.module, parts=parts) if converts else None
+        self.changed = None if rival is None else rival.build(self.module)
         self.gemms = 0  # of the last pass under `counted`
+        self.rows: set[int] = set()  # that layers in FP8 were given in it
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return loss_of(self.made.source.model, self.made.forward(self.module, inputs, targets), targets)
@@ -334,6 +339,8 @@ class Adopted(nn.Module):
         The attention's kernel stays chosen until another model chooses: a backward pass may compute again.
         """
         pin(self.kernel)
+        if self.changed is not None:
+            return self.changed.around()
         return contextlib.nullcontext() if self.recipe is None else fp8.autocast(enabled, recipe=self.recipe)
 
     def flop_per_token(self, length: int) -> int:
@@ -357,6 +364,8 @@ class Adopted(nn.Module):
     @property
     def converted(self) -> dict[str, str]:
         """{layer that multiplies in FP8: its class before}."""
+        if self.changed is not None:
+            return {f"module.{name}": "Linear" for name in self.changed.linears}
         layers = () if self.conversion is None else self.conversion.converted
         return {f"module.{layer.name}": layer.before for layer in layers if layer.parameters}
 
@@ -372,7 +381,7 @@ class Adopted(nn.Module):
 
         An MLP that is a part has two products, gate and up together; a head without logits counts for nothing here.
         """
-        self.gemms = 0
+        self.gemms, self.rows = 0, set()
         done = [] if self.conversion is None else [part for part in self.conversion.parts if part.after is not None]
         mlps = [f"module.{part.name}" for part in done if part.part == "mlp"]
         heads = [f"module.{part.name}" for part in done if part.part == "head"]
@@ -380,6 +389,7 @@ class Adopted(nn.Module):
         linears = [name for name in self.converted if name not in heads and not name.startswith(inside)]
 
         def count(products: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+            self.rows |= {x.numel() // x.shape[-1] for x in arguments[:1]}
             self.gemms += 3 * products if arguments and arguments[0].requires_grad else 3 * products - 1
 
         handles = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from advice_machine import Machine, decided, gathered, survey_work
 
-from te_bench.advice import candidates, code, convergence
+from te_bench.advice import answer, candidates, code, convergence
 from te_bench.advice.candidates import Choice, Question
 from te_bench.advice.parts import Made, Part, parts_of
 from te_bench.experiments import plan
@@ -51,6 +51,13 @@ def test_its_own_attention_comes_first_and_nothing_of_te_benchs_own_models(asked
     assert {choice.attention for choice in asked.choices if choice.parts} == {OWN_ATTENTION}
     assert {frame.mode for frame in asked.frames} == {"eager", "compile", "compile-reduce-overhead"}
     assert asked.frames[1].parts == "all"  # before what takes a minute to compile
+    theirs = [choice for choice in asked.choices if choice.rival]
+    assert [(c.rival, c.mode) for c in theirs] == [
+        ("liger", "eager"),
+        ("torchao_rowwise", "compile"),
+        ("torchao_tensorwise", "compile"),
+    ]
+    assert set(theirs) < set(asked.frames)
 
 
 def test_its_trials_hold_the_source_and_pass_the_plans_check(asked: Question) -> None:
@@ -103,6 +110,31 @@ def test_the_code(asked: Question, choice: Choice, wanted: list[str]) -> None:
     compile(lines, "advice", "exec")
     for word in wanted:
         assert word in lines
+
+
+def test_a_rival_that_is_faster_is_advised_with_its_lines(asked: Question, tmp_path: Path) -> None:
+    machine = Machine(
+        asked, times_of_step=lambda trial: 0.1 if trial.problem.get("rival") == "torchao_rowwise" else 1.0
+    )
+    evidence = gathered(machine)
+    found = decided(machine, evidence, tmp_path)
+    assert found.use.rival == "torchao_rowwise"
+    assert found.exit_code == 0
+    assert not any(choice.rival for choice in evidence.predictions)
+    said = answer.sentences(evidence, found, [])
+    assert said[0] == "Use FP8 by torchao_rowwise, its own attention, torch.compile."
+    assert "no verdict is published for torchao_rowwise" in " ".join(said)
+    lines = code.code(asked, found.use)
+    compile("\n".join(lines), "advice", "exec")
+    assert 'from_recipe_name("rowwise")' in "\n".join(lines)
+    assert "model = torch.compile(model, dynamic=False)" in lines
+    assert "te_bench" not in "\n".join(lines)
+
+
+def test_a_rival_that_is_not_there_is_left_out_with_its_reason(asked: Question) -> None:
+    names = ("liger", "torchao_rowwise", "torchao_tensorwise")
+    evidence = gathered(Machine(asked, fails=dict.fromkeys(names, "unsupported")))
+    assert {choice.rival for choice in evidence.wrong} == set(names)
 
 
 def test_a_model_that_learns_no_text_gets_no_command(asked: Question) -> None:

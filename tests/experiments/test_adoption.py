@@ -49,7 +49,7 @@ def test_every_suite_of_models_takes_one(suite: str, device: str, model: str) ->
     assert found
     for trial in found:
         p = StepProblem.of(trial)
-        assert (p.model, p.head, p.blocks, p.rival, p.linears) == (model, None, None, None, None)
+        assert (p.model, p.head, p.blocks, p.linears) == (model, None, None, None)
         assert p.source is not None
         assert p.vocab == p.padded_vocab == 50257
         assert trial.attention in ("own", "math", "mem_efficient", "flash", "cudnn")
@@ -59,10 +59,42 @@ def test_every_suite_of_models_takes_one(suite: str, device: str, model: str) ->
 
 def test_the_plan_says_what_is_left_out(model: str) -> None:
     assert planned("speed", model).left_out == (
-        "heads, fused blocks, a padded vocabulary, rivals' steps: for te-bench's own models",
+        "heads, fused blocks, a padded vocabulary: for te-bench's own models",
         "attention gluon, triton: the model cannot be asked for it",
+        "rivals transformer_engine_block, transformer_engine_current, transformer_engine_delayed: for te-bench's own models",
     )
+    assert planned("speed", model, "cpu").left_out[-1] == "rivals: for a GPU"
     assert planned("fp8", model).left_out == ("a padded vocabulary: for te-bench's own models",)
+
+
+@pytest.mark.parametrize("suite", ["speed", "nanogpt"])
+def test_te_benchs_parts_stand_beside_the_model_as_it_is(suite: str, model: str) -> None:
+    found = steps(planned(suite, model))
+    plain = [t for t in found if t.attention == "own" and t.precision != "fp16" and "rival" not in t.problem]
+    ways = [
+        {(t.precision, t.recipe, t.mode, t.problem.get("optimizer")) for t in plain if ("parts" in t.problem) == parts}
+        for parts in (True, False)
+    ]
+    assert ways[0] == ways[1]
+    assert {t.attention for t in found if "parts" in t.problem} == {"own"}
+    assert f"{model}-b12-t1024-V50257-parts-all/own/bf16" in " ".join(t.name for t in found)
+
+
+@pytest.mark.parametrize("suite", ["speed", "nanogpt"])
+def test_rivals_that_train_any_model_stand_beside_it_on_a_gpu(suite: str, model: str) -> None:
+    found = [t for t in steps(planned(suite, model)) if "rival" in t.problem]
+    assert [(t.problem["rival"], t.attention, t.precision, t.recipe, t.mode) for t in found] == [
+        ("liger", "own", "bf16", None, "eager"),
+        ("torchao_rowwise", "own", "fp8", "rowwise_scaling", "compile"),
+        ("torchao_tensorwise", "own", "fp8", "float8_current_scaling", "compile"),
+    ]
+    assert not any("optimizer" in t.problem or "parts" in t.problem for t in found)
+    assert not any("rival" in t.problem for t in steps(planned(suite, model, "cpu")))
+
+
+@pytest.mark.parametrize("suite", ["fp8", "memory", "curves"])
+def test_other_suites_have_neither(suite: str, model: str) -> None:
+    assert not any({"parts", "rival"} & set(t.problem) for t in steps(planned(suite, model)))
 
 
 def test_attention_is_the_model_s_own_where_nothing_can_choose_its_kernel(

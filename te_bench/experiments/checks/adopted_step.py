@@ -20,7 +20,7 @@ from te_bench.experiments.checks import attention_rows
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.gradients import HEAD_SCALE, HELD, SHARE, UNFUSED, Gradients, compared, settle
 from te_bench.experiments.checks.quantity import Quantity, judge, relative_error
-from te_bench.experiments.checks.tolerances import NOISE_FACTOR
+from te_bench.experiments.checks.tolerances import FACTOR, NOISE_FACTOR
 from te_bench.experiments.instruments import memory
 from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.problems import StepProblem
@@ -30,6 +30,7 @@ from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.training.step import TrainStep, autocast
 
+CHANGES = ("parts", "rival")  # what is done to the model: the references are without
 NO_KERNEL = "No available kernel"  # what scaled_dot_product_attention says
 
 
@@ -109,13 +110,15 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     told = truth._replace(of={name: gradient for name, gradient in truth.of.items() if name not in noise})
     if not told.of:
         raise Unsupported("no gradient of its loss is more than rounding: te-bench has nothing to check")
-    quantities = compared(ours, library, told, precision=trial.precision, targets=targets.numel(), rows=not kinks.found)
+    p = StepProblem.of(trial)
+    slack = 1.0 if p.against is None else FACTOR  # a rival may round more coarsely than the recipe says
+    how: dict[str, Any] = {"precision": trial.precision, "targets": targets.numel(), "slack": slack}
+    quantities = compared(ours, library, told, **how, rows=not kinks.found)
     for name in noise:
         limit = NOISE_FACTOR * relative_error(library.of[name], truth.of[name])
         quantities.append(
             Quantity(f"grad {name}, rounding alone", relative_error(ours.of.get(name), truth.of[name]), limit)
         )
-    p = StepProblem.of(trial)
     words = ["math attention", "fp64", "same weights"]
     words += ["without dropout"] if not own else []
     words += [f"no row apart, for {' and '.join(sorted(kinks.found))} has a kink"] if kinks.found else []
@@ -144,10 +147,25 @@ def _first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) 
             raise Unsupported(
                 f"{trial.attention}: this model's attention cannot have that kernel: {reasons or 'PyTorch does not say why'}"
             ) from None
-    if trial.recipe is not None and not model.gemms:
+    if model.changed is not None:
+        _require_fp8_of_rival(trial, model)
+    elif trial.recipe is not None and not model.gemms:
         kept = () if model.conversion is None else model.conversion.kept
         why = "; ".join(dict.fromkeys(layer.reason for layer in kept if layer.parameters)) or "it has none"
         raise Unsupported(f"fp8: te.convert finds no Linear of it that FP8 could compute: {why}")
+
+
+def _require_fp8_of_rival(trial: Trial, model: Adopted) -> None:
+    """Raise Unsupported where the rival's FP8 GEMMs cannot take what the pass gave them, or there are none."""
+    name, changed = StepProblem.of(trial).rival, model.changed
+    assert changed is not None
+    odd = [rows for rows in sorted(model.rows) if rows % changed.multiple]
+    if odd:
+        raise Unsupported(
+            f"rival {name}: a Linear gets {odd[0]} rows, no multiple of {changed.multiple}; choose another --batch"
+        )
+    if trial.recipe is not None and not model.gemms:
+        raise Unsupported(f"rival {name}: the model calls none of the Linears that it converts")
 
 
 def _reason(warning: str) -> str:
@@ -159,7 +177,7 @@ def _reason(warning: str) -> str:
 def _reference(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, precision: str) -> Gradients:
     """Loss and gradients of the same module from the same weights: float64's, or the yardstick's at that precision."""
     exact = precision == "fp64"
-    as_it_is = {name: value for name, value in trial.problem.items() if name != "parts"}
+    as_it_is = {name: value for name, value in trial.problem.items() if name not in CHANGES}
     plain = dataclasses.replace(trial, attention=OWN_ATTENTION, recipe=None, precision="fp32" if exact else precision)
     plain = dataclasses.replace(plain, problem=as_it_is)
     model = trial_model.adopted_of(plain, kernel="math")

@@ -169,7 +169,7 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
 
 
 def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
-    """What is known of a user's step: GEMMs of its precision, in FP8 those of its converted Linears, optimizer, mode."""
+    """What is known of a user's step: GEMMs of its precision, a rival's kernels, the optimizer and the mode."""
     p, accumulate = StepProblem.of(trial), trial_model.optim_of(trial).accumulate
     least = accumulate * model.gemms
     expected: Expected = {"gemm_fp8": (least, None) if trial.precision == "fp8" else NONE, "fused_blocks": NONE}
@@ -179,6 +179,8 @@ def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
     for part in (*_kernels_of(trial.device), "optimizer_torch"):
         if part.startswith("optimizer"):
             expected[part] = SOME if part == chosen else NONE
+    if trial.device == "cuda" and p.against is not None and p.against.kernels is not None:
+        expected[f"rival_{p.against.title}"] = SOME
     return expected | _mode(trial, as_it_is=False, theirs=True)  # its own code may compile parts of itself
 
 

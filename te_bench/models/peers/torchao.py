@@ -1,6 +1,7 @@
 """nn.Linears converted by torchao.float8, which computes in FP8 under torch.compile.
 
-Source: torchao 0.18.0, float8/float8_linear_utils.py and float8/config.py.
+Source: torchao 0.18.0, float8/float8_linear_utils.py and float8/config.py; of a user's model its float8/README.md, whose
+filter leaves the last module and sizes that are no multiple of 16 as they are.
 """
 
 from collections.abc import Container
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 INSTALL = "torchao==0.18.0"  # whose convert_to_float8_training and recipe names these are
+MULTIPLE = 16  # of the features of a Linear, and of the rows that it is given, that its FP8 GEMMs take
 
 
 def lacks(device: str, capability: Capability) -> str | None:
@@ -23,13 +25,67 @@ def lacks(device: str, capability: Capability) -> str | None:
     return None
 
 
-def convert(model: "nn.Module", recipe: str, leave: Container[str] = ()) -> "nn.Module":
-    """The model with its Linears, those named in `leave` apart, in FP8 by torchao's recipe of that name, in place."""
+def convert(
+    model: "nn.Module", recipe: str, leave: Container[str] = (), only: Container[str] | None = None
+) -> "nn.Module":
+    """The model with its Linears in FP8 by torchao's recipe of that name, in place.
+
+    leave: names of those that stay; only: of those that do not, None for all others.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     converted: nn.Module = convert_to_float8_training(
         model,
         config=Float8LinearConfig.from_recipe_name(recipe),
-        module_filter_fn=lambda module, path: path not in leave,
+        module_filter_fn=lambda module, path: path not in leave and (only is None or path in only),
     )
     return converted
+
+
+def lacks_for(module: "nn.Module", device: str, capability: Capability) -> str | None:
+    """Why this machine cannot train a user's module by it, or None."""
+    if reason := lacks(device, capability):
+        return reason
+    if not linears(module):
+        return f"the model has no nn.Linear beside its head whose features are multiples of {MULTIPLE}"
+    return None
+
+
+def linears(module: "nn.Module") -> list[str]:
+    """The Linears of a user's module that it is to compute, under each of their names.
+
+    Not the head, which has as many features as the largest embedding has rows, nor what shares its weight, nor those inside
+    of nn.MultiheadAttention, which multiplies by their weights without calling them.
+    """
+    from torch import nn
+
+    owners: dict[int, set[int]] = {}
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            owners.setdefault(id(parameter), set()).add(id(part))
+    vocab = max((m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=None)
+    uncalled = {id(m.out_proj) for m in module.modules() if isinstance(m, nn.MultiheadAttention)}
+    return [
+        name
+        for name, part in module.named_modules(remove_duplicate=False)
+        if name and isinstance(part, nn.Linear) and id(part) not in uncalled
+        if part.in_features % MULTIPLE == part.out_features % MULTIPLE == 0 and part.out_features != vocab
+        if len(owners[id(part.weight)]) == 1
+    ]
+
+
+def adopt(module: "nn.Module", recipe: str) -> tuple[str, ...]:
+    """Convert the `linears` of a user's module in place; each of them once, by its name."""
+    chosen = set(linears(module))
+    convert(module, recipe, only=chosen)
+    return tuple(name for name, _ in module.named_modules() if name in chosen)
+
+
+def code(recipe: str, vocab: int) -> tuple[str, ...]:
+    """The lines by which a user does the same to a `model` of that vocabulary."""
+    return (
+        f"from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pip install {INSTALL}",
+        f'config = Float8LinearConfig.from_recipe_name("{recipe}")',
+        f"takes = lambda m, _: m.in_features % {MULTIPLE} == m.out_features % {MULTIPLE} == 0 and m.out_features != {vocab}",
+        "convert_to_float8_training(model, config=config, module_filter_fn=takes)",
+    )

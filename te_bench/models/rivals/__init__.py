@@ -1,11 +1,14 @@
 """Other projects that train the same model, one file each: RIVAL in NAME.py. Imports no torch.
 
-A rival changes te-bench's own model, in place, so that its passes are another project's. The parameters stay the model's,
-under its names, with the same initial values: the check, the optimizer and the report know nothing else of a rival.
+A rival changes a model in place, te-bench's own or, where it can, a user's, so that its passes are another project's. The
+parameters stay the model's, under its names, with the same initial values: the check, the optimizer and the report know
+nothing else of a rival.
 """
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,10 +16,38 @@ from te_bench import plugins
 from te_bench.models.configs import DecoderConfig
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from te_bench.kernels.linear_cross_entropy import Backend as Head
     from te_bench.models.decoder import Decoder
 
 Capability = tuple[int, int] | None  # the GPU's compute capability, None on a CPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changed:
+    """What a rival did to a user's module.
+
+    linears: names of the layers that it computes in FP8; multiple: of the rows that they can be given. around: what a
+    forward pass runs in.
+    """
+
+    linears: tuple[str, ...] = ()
+    multiple: int = 1
+    around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adoption:
+    """How a rival trains a user's model, of which te-bench knows nothing.
+
+    unsupported(module, device, capability): why it can't train that module on this machine, or None.
+    build(module): change the module. code(vocab): the lines by which a user changes a `model` of that vocabulary.
+    """
+
+    unsupported: "Callable[[nn.Module, str, Capability], str | None]"
+    build: "Callable[[nn.Module], Changed]"
+    code: Callable[[int], tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +63,7 @@ class Rival:
     own_blocks: its passes are its own from the first block to the last norm, and mode cudagraph captures them as they are;
     else it has changed modules of the model. own_attention: it calls attention by operators of its own, which torch's
     profiler has no names for. kernels: a regular expression over a GPU's kernels that tells one of each block's part.
+    adoption: how it trains a user's model; None: it can't.
     """
 
     title: str
@@ -44,6 +76,7 @@ class Rival:
     own_blocks: bool = False
     own_attention: bool = False
     kernels: str | None = None
+    adoption: Adoption | None = None
 
     @property
     def precision(self) -> str:
@@ -52,6 +85,11 @@ class Rival:
 
 _family = plugins.Family(__name__, "RIVAL", Rival)
 names, load = _family.names, _family.load
+
+
+def adopting() -> list[str]:
+    """The names of those that train a user's model."""
+    return [name for name in names() if load(name).adoption is not None]
 
 
 def missing(modules: Sequence[str], package: str, install: str) -> str | None:

@@ -1,12 +1,14 @@
-"""A model whose Linears but the head's are torchao.float8's."""
+"""A model whose Linears but the head's are torchao.float8's; a user's, under torch.compile as te-bench's own."""
 
 from typing import TYPE_CHECKING
 
 from te_bench.models.configs import DecoderConfig
 from te_bench.models.peers import torchao
-from te_bench.models.rivals import Capability, Rival
+from te_bench.models.rivals import Adoption, Capability, Changed, Rival
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from te_bench.models.decoder import Decoder
 
 
@@ -19,6 +21,9 @@ def rival(theirs: str, ours: str) -> Rival:
     def build(model: "Decoder") -> None:
         torchao.convert(model, theirs, leave=(model.head_name,))
 
+    def adopt(module: "nn.Module") -> Changed:
+        return Changed(linears=torchao.adopt(module, theirs), multiple=torchao.MULTIPLE)
+
     return Rival(
         title="torchao under torch.compile",
         packages=("torchao",),
@@ -26,4 +31,9 @@ def rival(theirs: str, ours: str) -> Rival:
         build=build,
         recipe=ours,
         modes=("compile",),
+        adoption=Adoption(
+            unsupported=torchao.lacks_for,
+            build=adopt,
+            code=lambda vocab: torchao.code(theirs, vocab),
+        ),
     )

@@ -1,34 +1,46 @@
 """Liger-Kernel's RMSNorm, rotary positions, SwiGLU and linear cross-entropy around PyTorch's products, bf16, in eager mode.
 
+A user's model of transformers is changed by Liger's own patch of its family.
+
 Liger's users replace these parts of a model of transformers and leave it in eager mode, or compile it; its loss waits for
 the GPU to count targets, so that a compiler breaks the graph there. Weights are in float32 under autocast, as te-bench
 trains them; the head's are cast once a step, where Liger would cast them for each chunk, and their gradient is summed up in
 float32.
 
-Source: liger-kernel 0.8.5, transformers/functional.py, ops/swiglu.py and ops/fused_linear_cross_entropy.py.
+Source: liger-kernel 0.8.5, transformers/functional.py, transformers/monkey_patch.py, ops/swiglu.py and
+ops/fused_linear_cross_entropy.py.
 """
 
 import contextlib
+import functools
 import math
+import sys
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from te_bench.kernels.linear_cross_entropy import IGNORED, Backend, check
 from te_bench.models.configs import DecoderConfig
-from te_bench.models.rivals import Capability, Rival, _parts, missing
+from te_bench.models.rivals import Adoption, Capability, Changed, Rival, _parts, missing
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from te_bench.models.decoder import Decoder
     from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart
 
 
+#: Model types of transformers whose patch of an instance changes nothing else but globals of the module of its class.
+PATCHED = ("gemma", "gemma2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+
+
 def unsupported(config: DecoderConfig, device: str, capability: Capability) -> str | None:
+    return _lacks(device) or _parts.unlike_llama(config, biases=True)
+
+
+def _lacks(device: str) -> str | None:
     if reason := missing(["liger_kernel"], "liger-kernel", "liger-kernel"):
         return reason
-    if device != "cuda":
-        return "needs an NVIDIA GPU"
-    return _parts.unlike_llama(config, biases=True)
+    return None if device == "cuda" else "needs an NVIDIA GPU"
 
 
 def body(model: "Decoder", x: "Tensor") -> "Tensor":
@@ -119,6 +131,49 @@ def build(model: "Decoder") -> None:
     model.heads = {True: head(model.config), False: load("chunked")}
 
 
+def unsupported_module(module: "nn.Module", device: str, capability: Capability) -> str | None:
+    if reason := _lacks(device):
+        return reason
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    if kind in PATCHED and type(module).__name__.endswith("ForCausalLM"):
+        return None
+    return f"it patches causal models of transformers ({', '.join(PATCHED)}), and this is a {type(module).__name__}"
+
+
+def adopt(module: "nn.Module") -> Changed:
+    """Patch the instance as Liger does, and put globals of transformers back: they hold while the module is called alone.
+
+    The check builds the same module without Liger in the same process.
+    """
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    home = vars(sys.modules[type(module).__module__])
+    before = dict(home)
+    _apply_liger_kernel_to_instance(model=module)
+    theirs = {name: value for name, value in home.items() if value is not before.get(name)}
+    home.update({name: before[name] for name in theirs})
+    return Changed(around=functools.partial(_replaced, home, theirs))
+
+
+@contextlib.contextmanager
+def _replaced(names: dict[str, Any], by: Mapping[str, Any]) -> Iterator[None]:
+    """Those values under those names while inside."""
+    before = {name: names[name] for name in by}
+    names.update(by)
+    try:
+        yield
+    finally:
+        names.update(before)
+
+
+def code(vocab: int) -> tuple[str, ...]:
+    """The lines that patch a `model` of transformers."""
+    return (
+        "from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance",
+        "_apply_liger_kernel_to_instance(model=model)  # pip install liger-kernel",
+    )
+
+
 RIVAL = Rival(
     title="Liger",
     packages=("liger-kernel",),
@@ -129,4 +184,5 @@ RIVAL = Rival(
     head=head,
     own_blocks=True,
     kernels=r"^_(block_)?rms_norm_forward_kernel|^_triton_rope|^_swiglu_fused_gate_up_forward",
+    adoption=Adoption(unsupported=unsupported_module, build=adopt, code=code),
 )

@@ -9,8 +9,8 @@ from te_bench.models import rivals
 from te_bench.reports.analysis.measures import Ratio, speedup
 from te_bench.reports.analysis.steps import MeasuredStep
 
-#: Settings that only te-bench's own fast step has.
-OWN_PARTS = ("head", "optimizer", "blocks")
+#: Settings that only te-bench's own fast step has, and a user's model with te-bench's kernels in it.
+OWN_PARTS = ("head", "optimizer", "blocks", "parts")
 TE_BENCH, EAGER = "te-bench", "PyTorch, eager"
 
 

@@ -22,7 +22,7 @@ _SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a sh
 _LAYER = ("layer", "variant")
 _OF_MODEL = ("model", "batch", "sequence")  # of a layer that is not the quickstart's
 _ARM = ("arm", "perturb_ulp", "fault", *run_options.FUSED)  # what arm_name says
-_THEIRS = ("rival", "linears")  # always named: a step of these alone would read as te-bench's own
+_NAMED = ("rival", "linears", "parts")  # always: a step of these alone would read as te-bench's own, or as the model's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,7 +303,7 @@ def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
     named = _SHAPE if shaped else _LAYER if workload == "layer" else _VOCABULARY
     keys = dict.fromkeys(key for trial in trials.values() for key in trial.problem if key not in named)
     differing = [
-        key for key in keys if key in _THEIRS or len({str(trial.problem.get(key)) for trial in trials.values()}) > 1
+        key for key in keys if key in _NAMED or len({str(trial.problem.get(key)) for trial in trials.values()}) > 1
     ]
     protocols = {trial.protocol for trial in trials.values()}
     labels = {}

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,11 @@ from passes import NORMED, TINY, a_model, a_pass, errors
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks import gradients, training_step, what_ran
 from te_bench.experiments.instruments import profiling
-from te_bench.experiments.measurement import Measurement
+from te_bench.experiments.measurement import Context, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.suite_trials import BENCH_PY
 from te_bench.experiments.workloads import train_step
-from te_bench.models import rivals
+from te_bench.models import rivals, sources
 from te_bench.models.configs import LlamaConfig
 from te_bench.training.step import Optim, TrainStep
 
@@ -71,6 +73,41 @@ def test_a_step_passes_its_check_and_shows_what_it_is_made_of(name: str, mode: s
     asked = what_ran.expected_of_step(trial, 256)
     ran = what_ran.require(trial, seen, Measurement(), asked).work["ran"]
     assert ran["gemm_half" if rival.recipe is None else "gemm_fp8"] >= 12 * 16
+
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    **{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 128, "tie_word_embeddings": False},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", rivals.adopting())
+def test_a_step_of_a_user_s_model_passes_its_check_and_shows_what_it_is_made_of(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    source = sources.identify(str(tmp_path))
+    assert source is not None
+    rival = rivals.load(name)
+    problem = {**BENCH_PY, **source.settings, "batch": 2, "block": 128, "vocab": 1024, "padded_vocab": 1024}
+    trial = Trial(
+        workload="train_step",
+        device="cuda",
+        problem={**problem, "data": "random", "rival": name},
+        attention="own",
+        precision=rival.precision,
+        recipe=rival.recipe,
+        mode=rival.modes[0],
+    )
+    try:
+        trial_model.require_supported(trial)
+    except Unsupported as reason:
+        pytest.skip(str(reason))
+    measured = train_step.run(trial, Context())
+    assert measured.samples["latency_s"]
+    linears = 0 if rival.recipe is None else 7 * 2
+    assert measured.work["ran"]["gemm_fp8"] >= 3 * linears
 
 
 @pytest.mark.gpu

@@ -153,9 +153,9 @@ def test_labels_name_what_differs(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("setting", ["rival", "linears"])
-def test_a_rival_is_named_though_nothing_else_is_there(tmp_path, setting):
-    """Its step would read as te-bench's own."""
+@pytest.mark.parametrize("setting", ["rival", "linears", "parts"])
+def test_a_rival_and_parts_are_named_though_nothing_else_is_there(tmp_path, setting):
+    """A rival's step would read as te-bench's own, one with te-bench's parts as the model's."""
     [group] = load_results([write(tmp_path / "run", [], planned=[trial(**{setting: "liger"})])]).groups
     assert [configuration.label for configuration in group.configurations] == [
         f"flash, Vp=50304, bf16, eager, {setting}=liger"
