@@ -6,20 +6,17 @@
 models.adopted builds what a source describes.
 """
 
-import ast
 import functools
-import hashlib
-import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 from te_bench import plugins
+from te_bench.models import source_files
 from te_bench.models.configs import configs
 
 HUB = "hf:"
@@ -39,6 +36,7 @@ class Source:
     """A model by what decides over it: an import path with arguments and a hash of its code, or all of a config.
 
     arguments, config: JSON of an object. inputs and loss: import paths of functions that take the place of te-bench's own.
+    packages: JSON of {distribution: version}, transformers of a config and what the source files import of the installed.
     """
 
     model: str  # "package.module:factory", or "hf:NAME"
@@ -47,6 +45,7 @@ class Source:
     sha256: str | None = None  # of the source files of factory, inputs and loss, and of what they import beside them
     inputs: str | None = None
     loss: str | None = None
+    packages: str | None = None
 
     @property
     def settings(self) -> dict[str, str]:
@@ -85,6 +84,7 @@ def identify(
 ) -> Source | None:
     """The source that --model names; None for a preset. Raises ValueError for what is none, or does not go together."""
     functions = {"inputs": inputs, "loss": loss}
+    own = [path for path in functions.values() if path]
     if spec in configs():
         said = {"--model-args": arguments, "--inputs": inputs, "--loss": loss}
         for flag, value in said.items():
@@ -97,12 +97,22 @@ def identify(
                 f"--model-args: {spec} is described by its config.json; change it there, or give a factory"
             )
         name, config = _read_config(spec)
-        sha256 = _hash([path for path in functions.values() if path]) if inputs or loss else None
-        return Source(model=name, config=config, sha256=sha256, **functions)
+        code = source_files.read(own) if own else None
+        packages = source_files.versions(["transformers"]) | dict(code.packages if code else {})
+        sha256 = code.sha256 if code else None
+        return Source(model=name, config=config, sha256=sha256, **functions, packages=_packages(packages))
     check(spec)
-    read = json.dumps(read_arguments(arguments), sort_keys=True, separators=(",", ":"))
-    paths = [spec, *(path for path in functions.values() if path)]
-    return Source(model=spec, arguments=read if arguments else None, sha256=_hash(paths), **functions)
+    read = _canonical(read_arguments(arguments)) if arguments else None
+    code = source_files.read([spec, *own])
+    return Source(model=spec, arguments=read, sha256=code.sha256, **functions, packages=_packages(code.packages))
+
+
+def _packages(versions: Mapping[str, str]) -> str | None:
+    return _canonical(versions) if versions else None
+
+
+def _canonical(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def check(spec: str) -> None:
@@ -166,7 +176,7 @@ def _read_config(spec: str) -> tuple[str, str]:
     name = spec.rpartition("/")[2] if spec.startswith(HUB) else file.resolve().parent.name
     if path == file and file.name != "config.json":
         name = file.stem
-    return HUB + name.removeprefix(HUB), json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return HUB + name.removeprefix(HUB), _canonical(config)
 
 
 def _from_hub(name: str) -> Path:
@@ -179,71 +189,6 @@ def _from_hub(name: str) -> Path:
     except Exception as error:  # of requests, of its own, of the disk: whatever it is, there is no file
         why = " ".join(str(error).split())[:200]
         raise ValueError(f"--model {HUB}{name}: the hub gives no config.json ({type(error).__name__}: {why})") from None
-
-
-# ---- a factory's source files
-
-
-def _hash(paths: Sequence[str]) -> str:
-    """SHA-256 of the source files of those import paths, and of what they import from the same folder or package."""
-    files: dict[str, Path] = {}
-    for path in paths:
-        module, sign, function = path.partition(":")
-        if not sign or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-            raise ValueError(f"{path}: give package.module:function")
-        if not _collect(module, files):
-            raise ValueError(f"{path}: no module {module} in {Path.cwd()} nor among the installed packages")
-    sums = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in sorted(files.items())}
-    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
-
-
-def _collect(module: str, into: dict[str, Path]) -> bool:
-    """Add the module's file and those that it imports beside it; whether there is one."""
-    if module in into:
-        return True
-    spec = _locate(module)
-    if spec is None or spec.origin is None or not Path(spec.origin).exists():
-        return False
-    into[module] = file = Path(spec.origin)
-    if file.suffix != ".py":
-        return True
-    try:
-        tree = ast.parse(file.read_bytes())
-    except SyntaxError as error:
-        raise ValueError(f"{file}: line {error.lineno}: {error.msg}") from None
-    top = module.partition(".")[0]
-    for name in (module.rpartition(".")[0], *_imports(tree, module, package=file.name == "__init__.py")):
-        first = name.partition(".")[0]
-        if first == top or (first and Path(f"{first}.py").exists()):
-            _collect(name, into)
-    return True
-
-
-def _imports(tree: ast.AST, module: str, *, package: bool) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = module.split(".")[: len(module.split(".")) - node.level + package]
-            base = ".".join([*(above if node.level else []), *([node.module] if node.module else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _locate(module: str) -> ModuleSpec | None:
-    """Where a module is, found from the current folder too, as `python -m` would; nothing is imported."""
-    first, *rest = module.split(".")
-    try:
-        spec = PathFinder.find_spec(first, [str(Path.cwd())]) or importlib.util.find_spec(first)
-    except ValueError:  # of __main__, which has no spec
-        return None
-    name = first
-    for part in rest:
-        name += f".{part}"
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
-    return spec
 
 
 # ---- the probe

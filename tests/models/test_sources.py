@@ -1,6 +1,7 @@
 """What a user's model is to a trial: told without running its code, and asked in a process of its own."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,63 @@ def test_the_hash_is_of_all_files_that_the_factory_has_beside_it(here: Path) -> 
     assert len(set(hashes)) == 4
     (here / "other.py").write_text("")
     assert known("mine.model:make").sha256 == hashes[-1]
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_the_hash_is_of_packages_beside_and_of_what_lies_by_a_factory_of_another_folder(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (here, here / "elsewhere"):
+        write(
+            folder,
+            {
+                f"{folder.name}_made.py": "from mylayers.block import W\nimport sibling, torch",
+                "mylayers/__init__.py": "",
+                "mylayers/block.py": "from . import deep",
+                "mylayers/deep.py": "",
+                "sibling.py": "",
+            },
+        )
+        for changed in ("mylayers/__init__.py", "mylayers/block.py", "mylayers/deep.py", "sibling.py"):
+            before = known(f"{folder.name}_made:make").sha256
+            (folder / changed).write_text((folder / changed).read_text() + "\nW = 2")
+            assert known(f"{folder.name}_made:make").sha256 != before, changed
+        # The second is found by PYTHONPATH, and from another folder.
+        monkeypatch.syspath_prepend(here / "elsewhere")
+        (here / "nowhere").mkdir(exist_ok=True)
+        monkeypatch.chdir(here / "nowhere")
+
+
+def test_versions_of_installed_packages_are_held_and_their_files_are_not(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = here / "venv" / "lib" / "site-packages"
+    write(site, {"blocks_of_others/__init__.py": "", "own_dist-1.0.dist-info/METADATA": "Name: own-dist\nVersion: 1.0"})
+    write(site, {"own_dist-1.0.dist-info/top_level.txt": "blocks_of_others"})
+    monkeypatch.syspath_prepend(site)
+    write(here, {"told.py": "import torch, numpy, json, blocks_of_others\nfrom scipy.stats import norm"})
+    first = known("told:make")
+    assert json.loads(str(first.packages)) == {"own-dist": "1.0", "scipy": version("scipy")}
+    (site / "blocks_of_others" / "__init__.py").write_text("a = 1")
+    assert known("told:make") == first
+    (site / "own_dist-1.0.dist-info" / "METADATA").write_text("Name: own-dist\nVersion: 1.1")
+    second = known("told:make")
+    assert second.sha256 == first.sha256
+    assert json.loads(str(second.packages))["own-dist"] == "1.1"
+
+
+def test_a_config_holds_the_version_of_transformers(here: Path) -> None:
+    (here / "config.json").write_text(json.dumps(CONFIG))
+    (here / "told.py").write_text("import scipy")
+    of_transformers = {"transformers": version("transformers")}
+    assert json.loads(str(known("./config.json").packages)) == of_transformers
+    both = known("./config.json", loss="told:loss")
+    assert json.loads(str(both.packages)) == of_transformers | {"scipy": version("scipy")}
 
 
 def test_a_config_is_the_model_wherever_its_folder_is(here: Path) -> None:
