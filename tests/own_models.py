@@ -106,6 +106,10 @@ def raises():
     raise RuntimeError("no such thing")
 
 
+def raises_in_colour():
+    raise RuntimeError("\\x1b[31mred\\x07\\n\\x1b[0m")
+
+
 def no_module():
     return 3
 

@@ -36,7 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from te_bench.models import conversion, families, fp8
 from te_bench.models.decoder import move
 from te_bench.models.recipe import Recipe
-from te_bench.models.sources import Refused, Source
+from te_bench.models.sources import Refused, Source, on_one_line
 
 OWN = "own"  # attention as the model and PyTorch choose it: experiments.spec.OWN_ATTENTION
 #: Kernels of scaled_dot_product_attention that can be pinned, by te-bench's names; torch.backends.cuda.enable_*_sdp.
@@ -200,7 +200,7 @@ def called(path: str, function: Any, *arguments: Any, doing: str = "it", **named
 
 
 def _told(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300]
+    text = on_one_line(str(error))[:300]
     gpu = "cuda" in text.lower() or "nvidia" in text.lower()
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return f"{said}. Leave it to te-bench to put a model on a GPU" if gpu else said

@@ -6,10 +6,15 @@
 models.adopted builds what a source describes.
 """
 
+import contextlib
 import functools
 import json
+import logging
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -184,11 +189,16 @@ def _from_hub(name: str) -> Path:
         from huggingface_hub import hf_hub_download
     except ModuleNotFoundError:
         raise ValueError(f"--model {HUB}{name}: needs the package huggingface_hub: pip install transformers") from None
+    logger = logging.getLogger("huggingface_hub")  # tells of each try; the sentence below tells of the last
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # of requests, of its own, of the disk: whatever it is, there is no file
-        why = " ".join(str(error).split())[:200]
+        why = on_one_line(str(error))[:200]
         raise ValueError(f"--model {HUB}{name}: the hub gives no config.json ({type(error).__name__}: {why})") from None
+    finally:
+        logger.setLevel(level)
 
 
 # ---- the probe
@@ -197,28 +207,46 @@ def _from_hub(name: str) -> Path:
 @functools.cache
 def ask(source: Source, *, tokens: int) -> Facts:
     """What the model is like, by a process that sees no GPU. Raises ValueError, one sentence, for one that cannot train."""
-    import os
-
     question = json.dumps({"source": source.settings, "tokens": tokens})
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", PROBE],
-            input=question,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=PROBE_S,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"{source.model}: it was not built within {PROBE_S:g} s") from None
-    answer: Mapping[str, Any] = json.loads(done.stdout) if done.returncode == 0 and done.stdout else {}
+    code, said, errors = _run_probe(source.model, question)
+    answer: Mapping[str, Any] = json.loads(said) if code == 0 and said else {}
     if "error" in answer:
         raise ValueError(answer["error"])
     if not answer:
-        raise ValueError(f"{source.model}: {_end(done.returncode)}{_last_line(done.stderr)}")
+        raise ValueError(f"{source.model}: {_end(code)}{_last_line(errors)}")
     return Facts(**answer)
+
+
+def _run_probe(model: str, question: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the probe, once it has ended: what the user's code has started does not hold it up.
+
+    The probe leads a session, and all of it that is left is killed.
+    """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as answer,
+        tempfile.TemporaryFile("w+", errors="replace") as log,
+    ):
+        probe = subprocess.Popen(
+            [sys.executable, "-m", PROBE],
+            stdin=subprocess.PIPE,
+            stdout=answer,
+            stderr=log,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            probe.communicate(question, timeout=PROBE_S)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"{model}: it was not built within {PROBE_S:g} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(probe.pid, signal.SIGKILL)
+            probe.wait()
+        answer.seek(0)
+        log.seek(0)
+        return probe.returncode, answer.read(), log.read()
 
 
 def _end(code: int) -> str:
@@ -227,5 +255,10 @@ def _end(code: int) -> str:
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in map(on_one_line, text.splitlines()) if line]
     return f": {lines[-1][:200]}" if lines else ""
+
+
+def on_one_line(text: str) -> str:
+    """The text without what does not print, as a terminal's escapes."""
+    return " ".join("".join(c for c in word if c.isprintable()) for word in text.split())

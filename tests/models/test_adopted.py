@@ -277,6 +277,7 @@ def test_a_causal_model_s_targets_are_not_shifted_again(tmp_path: Path) -> None:
     ("name", "functions", "sentence"),
     [
         ("raises", {}, "own:raises: it raised RuntimeError: no such thing"),
+        ("raises_in_colour", {}, r"own:raises_in_colour: it raised RuntimeError: \[31mred \[0m$"),
         ("no_module", {}, "own:no_module: it returned int; return a torch.nn.Module"),
         ("no_loss", {}, r"own:no_loss: its forward returned a tensor .*, no loss nor logits \(1, 8, V\): give --loss"),
         ("asks", {}, "it needs the argument 'width': --model-args width=VALUE"),

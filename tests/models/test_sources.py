@@ -1,10 +1,14 @@
 """What a user's model is to a trial: told without running its code, and asked in a process of its own."""
 
 import json
+import logging
+import time
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
+from driving import eventually
 from own_models import MODULE
 
 from te_bench.experiments.problems import StepProblem
@@ -203,3 +207,40 @@ def test_a_model_that_ends_its_process_is_refused(here: Path) -> None:
     (here / "ended.py").write_text("import os, sys\ndef make():\n  print('the end', file=sys.stderr)\n  os._exit(7)")
     with pytest.raises(ValueError, match=r"ended:make: building it ended the process with exit code 7: the end"):
         sources.ask(known("ended:make"), tokens=8)
+
+
+def test_what_a_factory_has_started_ends_with_the_probe_and_holds_nothing_up(here: Path) -> None:
+    start = "    child = subprocess.Popen(['sleep', '60'])\n    pathlib.Path('child').write_text(str(child.pid))\n"
+    (here / "starts.py").write_text(f"import pathlib, subprocess\n{MODULE}\ndef starts():\n{start}    return Model()\n")
+    begun = time.monotonic()
+    assert sources.ask(known("starts:starts"), tokens=8).vocab == 64
+    assert time.monotonic() - begun < 55
+    child = int((here / "child").read_text())
+    assert eventually(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", 5.0)
+
+
+def test_what_a_process_says_last_cannot_steer_a_terminal(here: Path) -> None:
+    (here / "steers.py").write_text("import os, sys\nprint('\\x1b[31mthe\\aend', file=sys.stderr)\nos._exit(7)")
+    with pytest.raises(ValueError, match=r"exit code 7: \[31mtheend$"):
+        sources.ask(known("steers:make"), tokens=8)
+
+
+def test_a_hub_that_gives_nothing_is_told_of_in_one_sentence_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    def give(*_: object) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError("no\x1b[31m such host")
+
+    monkeypatch.setattr(hub, "hf_hub_download", give)
+    logger = logging.getLogger("huggingface_hub")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    with pytest.raises(
+        ValueError, match=r"hf:nobody/none: the hub gives no config.json \(ConnectionError: no\[31m such"
+    ):
+        sources.identify("hf:nobody/none")
+    assert not caplog.records
+    logger.warning("of something else")
+    assert caplog.records
