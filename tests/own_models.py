@@ -44,6 +44,31 @@ class Random(Model):
         return super().forward(tokens) * (1 + torch.rand((), device=tokens.device))
 
 
+class Drops(Model):
+    def forward(self, tokens):
+        return F.dropout(super().forward(tokens), 0.1)
+
+
+class Penalised(Model):  # as a mixture of experts: logits and a penalty, and no targets
+    def forward(self, tokens):
+        return super().forward(tokens), self.head.weight.square().mean()
+
+
+class Doubtful(Model):
+    def forward(self, tokens):
+        return self.embedding(tokens), super().forward(tokens)
+
+
+class Masked(Model):
+    def forward(self, tokens, mask):
+        return super().forward(tokens)
+
+
+class Passing(Model):
+    def forward(self, *args):
+        return super().forward(*args)
+
+
 class Pixels(nn.Module):
     def __init__(self):
         super().__init__()
@@ -63,6 +88,26 @@ def with_targets():
 
 def random():
     return Random()
+
+
+def drops():
+    return Drops()
+
+
+def penalised():
+    return Penalised()
+
+
+def doubtful():
+    return Doubtful()
+
+
+def masked():
+    return Masked()
+
+
+def passing():
+    return Passing()
 
 
 def pixels():
@@ -93,6 +138,10 @@ def squares(out, targets):
     return (out.float() - targets).square().mean()
 
 
+def squares_apart(out, targets):
+    return squares(out, targets).reshape(1, 1)
+
+
 def one_tensor(batch, tokens, generator, device):
     return torch.zeros(batch, tokens)
 
@@ -104,6 +153,10 @@ def depends_on_numbers():
 
 def raises():
     raise RuntimeError("no such thing")
+
+
+def raises_in_colour():
+    raise RuntimeError("\\x1b[31mred\\x07\\n\\x1b[0m")
 
 
 def no_module():

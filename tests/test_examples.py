@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from driving import te_bench
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import te_bench.models as te
@@ -376,6 +377,11 @@ def test_the_models_page_s_program_trains_a_folder_s_llama(
             made["trained"](tokens).logits,
         )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    Path("book.txt").write_text("to be or not to be, that is the question\n" * 400)
+    [evaluates] = re.findall(r"^    te-bench (evaluate .*)$", page, re.MULTILINE)
+    done = te_bench(*evaluates.split())
+    assert done.returncode == 0, done.stderr
+    assert "fp8 delayed_scaling" in done.stdout
 
 
 def contributings(family: str) -> dict[str, Any]:

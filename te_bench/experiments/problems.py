@@ -148,6 +148,7 @@ class StepProblem(TrialProblem):
     sha256: str | None = None
     inputs: str | None = None
     loss: str | None = None
+    packages: str | None = None
     parts: Literal["all"] | None = None  # of te.convert, of a user's model; None: what a recipe needs
 
     @property

@@ -174,6 +174,11 @@ def corpus_problem(options: Options, model: str, data: str, tokenizer: str, bloc
         tokenizer = "bytes"
     corpus = corpora.prepare(data, tokenizer, cache=options.cache)
     corpora.check_length(corpus, block)
+    if own is not None and own.facts.text and own.facts.vocab < corpus.vocab:
+        raise ValueError(
+            f"--model {options.model}: its vocabulary has {own.facts.vocab} tokens, and the text in {tokenizer!r} has "
+            f"{corpus.vocab}; give a model with at least {corpus.vocab}"
+        )
     kind, _, rest = data.partition(":")
     shown = f"text:{rest.rsplit('/', 1)[-1]}" if kind == "text" else data
     padded = corpus.vocab if corpus.vocab < 1024 else -(-corpus.vocab // MULTIPLE) * MULTIPLE

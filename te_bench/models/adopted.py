@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -34,10 +33,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from te_bench.models import conversion, families, fp8
+from te_bench.models.calling import forward_of, judged, loss_of, shown
 from te_bench.models.decoder import move
 from te_bench.models.recipe import Recipe
 from te_bench.models.rivals import Adoption
-from te_bench.models.sources import Refused, Source
+from te_bench.models.sources import Refused, Source, on_one_line
 
 OWN = "own"  # attention as the model and PyTorch choose it: experiments.spec.OWN_ATTENTION
 #: Kernels of scaled_dot_product_attention that can be pinned, by te-bench's names; torch.backends.cuda.enable_*_sdp.
@@ -45,7 +45,6 @@ PINNED = {"math": "math", "mem_efficient": "mem_efficient", "flash": "flash", "c
 #: {attention: what transformers calls it}: the same attention written out, and those that are kernels of SDPA.
 IMPLEMENTATIONS = {"manual": "eager", **dict.fromkeys(PINNED, "sdpa")}
 
-TARGETS = ("targets", "target", "labels", "label", "y")
 LAYERS = ("layers", "num_layers", "n_layer", "n_layers")  # parameters of a factory that say how deep
 
 
@@ -75,7 +74,7 @@ class Made:
             return both[:, :-1].contiguous(), both[:, 1:].contiguous()
         found = called(self.source.inputs or self.source.model, self.drawn, batch, tokens, generator, device)
         if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(x, Tensor) for x in found):
-            raise Refused(f"{self.source.inputs}: it returned {_shown(found)}; return two tensors, inputs and targets")
+            raise Refused(f"{self.source.inputs}: it returned {shown(found)}; return two tensors, inputs and targets")
         if any(len(x.shape) < 1 or len(x) != batch for x in found):
             shapes = " and ".join(str(tuple(x.shape)) for x in found)
             raise Refused(
@@ -108,7 +107,10 @@ def make(source: Source, *, attention: str, device: str, seed: int = 0, layers: 
         )
     own_inputs = None if source.inputs is None else _function(source.inputs)
     drawn = own_inputs or (None if family is None else family.draw)
-    forward = _forward(source, module) if family is None or source.loss is not None else family.forward
+    if source.loss is not None:
+        forward = judged(source.loss, _function(source.loss))
+    else:
+        forward = forward_of(source.model, module) if family is None else family.forward
     vocab = 1 if drawn is not None else _vocabulary(module)
     if vocab is None:
         raise Refused(f"{source.model}: it has no nn.Embedding that would say its vocabulary: give --inputs")
@@ -151,7 +153,7 @@ def _built(source: Source, attention: str, layers: int | None) -> nn.Module:
         arguments[depth] = min(layers, arguments.get(depth, parameters[depth].default))
     module = called(source.model, factory, **arguments)
     if not isinstance(module, nn.Module):
-        raise Refused(f"{source.model}: it returned {_shown(module)}; return a torch.nn.Module")
+        raise Refused(f"{source.model}: it returned {shown(module)}; return a torch.nn.Module")
     return module
 
 
@@ -201,16 +203,10 @@ def called(path: str, function: Any, *arguments: Any, doing: str = "it", **named
 
 
 def _told(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300]
+    text = on_one_line(str(error))[:300]
     gpu = "cuda" in text.lower() or "nvidia" in text.lower()
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return f"{said}. Leave it to te-bench to put a model on a GPU" if gpu else said
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    return type(value).__name__
 
 
 def _vocabulary(module: Any) -> int | None:
@@ -230,44 +226,6 @@ def _longest(module: Any) -> int | None:
             if type(length) is int and length > 0:
                 return length
     return None
-
-
-def _forward(source: Source, module: nn.Module) -> Callable[[nn.Module, Tensor, Tensor], Any]:
-    """How a factory's module is called: with the targets where its forward takes them, unless --loss does."""
-    if source.loss is not None:
-        judge = _function(source.loss)
-        return lambda model, x, y: judge(model(x), y)
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    named = next((p.name for p in parameters[1:] if p.name in TARGETS), None)
-    if named is not None:
-        return lambda model, x, y: model(x, **{named: y})
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    both = len(required) == 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return (lambda model, x, y: model(x, y)) if both else (lambda model, x, y: model(x))
-
-
-def loss_of(name: str, out: Any, targets: Tensor) -> Tensor:
-    """The loss in what a model returned. Raises ValueError where there is none."""
-    if isinstance(out, Tensor):
-        if out.dim() == 0 and out.is_floating_point():
-            return out
-        if out.dim() > 1 and out.shape[:-1] == targets.shape and not targets.is_floating_point():
-            return F.cross_entropy(out.flatten(0, -2).float(), targets.flatten())
-    elif isinstance(out, dict) and isinstance(out.get("loss"), Tensor):
-        return loss_of(name, out["loss"], targets)
-    elif isinstance(getattr(out, "loss", None), Tensor):
-        return loss_of(name, out.loss, targets)
-    elif isinstance(getattr(out, "logits", None), Tensor):
-        return loss_of(name, out.logits, targets)
-    elif isinstance(out, tuple | list):
-        tensors = [x for x in out if isinstance(x, Tensor)]
-        scalar = [x for x in tensors if x.dim() == 0]
-        if tensors:
-            return loss_of(name, (scalar or tensors)[0], targets)
-    logits = "" if targets.is_floating_point() else f" nor logits ({', '.join(map(str, targets.shape))}, V)"
-    raise Refused(f"{name}: its forward returned {_shown(out)}, no loss{logits}: give --loss package.module:function")
 
 
 #: What fake tensors raise where a result depends on numbers.

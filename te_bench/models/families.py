@@ -91,7 +91,7 @@ def _family_of_config(architectures: list[str] | None, kind: str) -> str:
     there = [family for family, table in tables.items() if kind in table]
     named = _by_name(architectures[0]) if architectures else None
     if architectures:  # Whisper's class is ForConditionalGeneration, as T5's
-        there = [family for family in there if named in (family, {"speech": "seq2seq"}.get(family))]
+        there = [family for family in there if named == family or (family, named) == ("speech", "seq2seq")]
     if not there:
         learns = "next tokens, hidden tokens, a class of images or a sequence from text or speech"
         what = architectures[0] if architectures else f"model_type {kind!r}"

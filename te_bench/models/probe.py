@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from te_bench.models import adopted
-from te_bench.models.sources import Facts, Source
+from te_bench.models.sources import Facts, Source, on_one_line
 
 
 class Attended(TorchFunctionMode):
@@ -74,7 +74,7 @@ def main() -> None:
         with contextlib.redirect_stdout(sys.stderr):
             said = dataclasses.asdict(find_out(Source(**question["source"]), question["tokens"]))
     except ValueError as error:
-        said = {"error": " ".join(str(error).split())[:600]}
+        said = {"error": on_one_line(str(error))[:600]}
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         said = {"error": f"{question['source']['model']}: needs the package {package}: pip install {package}"}

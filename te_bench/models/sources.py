@@ -6,20 +6,22 @@
 models.adopted builds what a source describes.
 """
 
-import ast
+import contextlib
 import functools
-import hashlib
-import importlib.util
 import json
+import logging
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 from te_bench import plugins
+from te_bench.models import source_files
 from te_bench.models.configs import configs
 
 HUB = "hf:"
@@ -39,6 +41,7 @@ class Source:
     """A model by what decides over it: an import path with arguments and a hash of its code, or all of a config.
 
     arguments, config: JSON of an object. inputs and loss: import paths of functions that take the place of te-bench's own.
+    packages: JSON of {distribution: version}, transformers of a config and what the source files import of the installed.
     """
 
     model: str  # "package.module:factory", or "hf:NAME"
@@ -47,6 +50,7 @@ class Source:
     sha256: str | None = None  # of the source files of factory, inputs and loss, and of what they import beside them
     inputs: str | None = None
     loss: str | None = None
+    packages: str | None = None
 
     @property
     def settings(self) -> dict[str, str]:
@@ -85,6 +89,7 @@ def identify(
 ) -> Source | None:
     """The source that --model names; None for a preset. Raises ValueError for what is none, or does not go together."""
     functions = {"inputs": inputs, "loss": loss}
+    own = [path for path in functions.values() if path]
     if spec in configs():
         said = {"--model-args": arguments, "--inputs": inputs, "--loss": loss}
         for flag, value in said.items():
@@ -97,12 +102,22 @@ def identify(
                 f"--model-args: {spec} is described by its config.json; change it there, or give a factory"
             )
         name, config = _read_config(spec)
-        sha256 = _hash([path for path in functions.values() if path]) if inputs or loss else None
-        return Source(model=name, config=config, sha256=sha256, **functions)
+        code = source_files.read(own) if own else None
+        packages = source_files.versions(["transformers"]) | dict(code.packages if code else {})
+        sha256 = code.sha256 if code else None
+        return Source(model=name, config=config, sha256=sha256, **functions, packages=_packages(packages))
     check(spec)
-    read = json.dumps(read_arguments(arguments), sort_keys=True, separators=(",", ":"))
-    paths = [spec, *(path for path in functions.values() if path)]
-    return Source(model=spec, arguments=read if arguments else None, sha256=_hash(paths), **functions)
+    read = _canonical(read_arguments(arguments)) if arguments else None
+    code = source_files.read([spec, *own])
+    return Source(model=spec, arguments=read, sha256=code.sha256, **functions, packages=_packages(code.packages))
+
+
+def _packages(versions: Mapping[str, str]) -> str | None:
+    return _canonical(versions) if versions else None
+
+
+def _canonical(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def check(spec: str) -> None:
@@ -166,7 +181,7 @@ def _read_config(spec: str) -> tuple[str, str]:
     name = spec.rpartition("/")[2] if spec.startswith(HUB) else file.resolve().parent.name
     if path == file and file.name != "config.json":
         name = file.stem
-    return HUB + name.removeprefix(HUB), json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return HUB + name.removeprefix(HUB), _canonical(config)
 
 
 def _from_hub(name: str) -> Path:
@@ -174,76 +189,16 @@ def _from_hub(name: str) -> Path:
         from huggingface_hub import hf_hub_download
     except ModuleNotFoundError:
         raise ValueError(f"--model {HUB}{name}: needs the package huggingface_hub: pip install transformers") from None
+    logger = logging.getLogger("huggingface_hub")  # tells of each try; the sentence below tells of the last
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # of requests, of its own, of the disk: whatever it is, there is no file
-        why = " ".join(str(error).split())[:200]
+        why = on_one_line(str(error))[:200]
         raise ValueError(f"--model {HUB}{name}: the hub gives no config.json ({type(error).__name__}: {why})") from None
-
-
-# ---- a factory's source files
-
-
-def _hash(paths: Sequence[str]) -> str:
-    """SHA-256 of the source files of those import paths, and of what they import from the same folder or package."""
-    files: dict[str, Path] = {}
-    for path in paths:
-        module, sign, function = path.partition(":")
-        if not sign or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-            raise ValueError(f"{path}: give package.module:function")
-        if not _collect(module, files):
-            raise ValueError(f"{path}: no module {module} in {Path.cwd()} nor among the installed packages")
-    sums = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in sorted(files.items())}
-    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
-
-
-def _collect(module: str, into: dict[str, Path]) -> bool:
-    """Add the module's file and those that it imports beside it; whether there is one."""
-    if module in into:
-        return True
-    spec = _locate(module)
-    if spec is None or spec.origin is None or not Path(spec.origin).exists():
-        return False
-    into[module] = file = Path(spec.origin)
-    if file.suffix != ".py":
-        return True
-    try:
-        tree = ast.parse(file.read_bytes())
-    except SyntaxError as error:
-        raise ValueError(f"{file}: line {error.lineno}: {error.msg}") from None
-    top = module.partition(".")[0]
-    for name in (module.rpartition(".")[0], *_imports(tree, module, package=file.name == "__init__.py")):
-        first = name.partition(".")[0]
-        if first == top or (first and Path(f"{first}.py").exists()):
-            _collect(name, into)
-    return True
-
-
-def _imports(tree: ast.AST, module: str, *, package: bool) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = module.split(".")[: len(module.split(".")) - node.level + package]
-            base = ".".join([*(above if node.level else []), *([node.module] if node.module else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _locate(module: str) -> ModuleSpec | None:
-    """Where a module is, found from the current folder too, as `python -m` would; nothing is imported."""
-    first, *rest = module.split(".")
-    try:
-        spec = PathFinder.find_spec(first, [str(Path.cwd())]) or importlib.util.find_spec(first)
-    except ValueError:  # of __main__, which has no spec
-        return None
-    name = first
-    for part in rest:
-        name += f".{part}"
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
-    return spec
+    finally:
+        logger.setLevel(level)
 
 
 # ---- the probe
@@ -252,28 +207,46 @@ def _locate(module: str) -> ModuleSpec | None:
 @functools.cache
 def ask(source: Source, *, tokens: int) -> Facts:
     """What the model is like, by a process that sees no GPU. Raises ValueError, one sentence, for one that cannot train."""
-    import os
-
     question = json.dumps({"source": source.settings, "tokens": tokens})
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", PROBE],
-            input=question,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=PROBE_S,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"{source.model}: it was not built within {PROBE_S:g} s") from None
-    answer: Mapping[str, Any] = json.loads(done.stdout) if done.returncode == 0 and done.stdout else {}
+    code, said, errors = _run_probe(source.model, question)
+    answer: Mapping[str, Any] = json.loads(said) if code == 0 and said else {}
     if "error" in answer:
         raise ValueError(answer["error"])
     if not answer:
-        raise ValueError(f"{source.model}: {_end(done.returncode)}{_last_line(done.stderr)}")
+        raise ValueError(f"{source.model}: {_end(code)}{_last_line(errors)}")
     return Facts(**answer)
+
+
+def _run_probe(model: str, question: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the probe, once it has ended: what the user's code has started does not hold it up.
+
+    The probe leads a session, and all of it that is left is killed.
+    """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as answer,
+        tempfile.TemporaryFile("w+", errors="replace") as log,
+    ):
+        probe = subprocess.Popen(
+            [sys.executable, "-m", PROBE],
+            stdin=subprocess.PIPE,
+            stdout=answer,
+            stderr=log,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            probe.communicate(question, timeout=PROBE_S)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"{model}: it was not built within {PROBE_S:g} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(probe.pid, signal.SIGKILL)
+            probe.wait()
+        answer.seek(0)
+        log.seek(0)
+        return probe.returncode, answer.read(), log.read()
 
 
 def _end(code: int) -> str:
@@ -282,5 +255,10 @@ def _end(code: int) -> str:
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in map(on_one_line, text.splitlines()) if line]
     return f": {lines[-1][:200]}" if lines else ""
+
+
+def on_one_line(text: str) -> str:
+    """The text without what does not print, as a terminal's escapes."""
+    return " ".join("".join(c for c in word if c.isprintable()) for word in text.split())

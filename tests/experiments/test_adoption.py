@@ -156,3 +156,19 @@ def test_options_of_a_model_go_with_one() -> None:
 def test_planning_imports_no_torch_and_none_of_the_user_s_code(model: str) -> None:
     planned("fp8", model)
     assert "planned" not in sys.modules
+
+
+@pytest.mark.parametrize("suite", ["curves", "convergence", "stress"])
+def test_a_vocabulary_that_holds_no_byte_is_refused_by_what_trains_on_text(
+    suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str
+) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("to be or not to be, that is the question\n" * 2000)
+    own = {"data": {"": f"text:{text}"}, "cache": tmp_path / "cache", "tokens": 64}
+    with pytest.raises(
+        ValueError, match=r"planned:make: its vocabulary has 64 tokens, and the text in 'bytes' has 256"
+    ):
+        planned(suite, facts(monkeypatch, vocab=64), "cpu", **own)
+    assert planned(suite, facts(monkeypatch, vocab=256), "cpu", **own).trials
+    with pytest.raises(ValueError, match="this model takes none"):
+        planned(suite, facts(monkeypatch, vocab=1, text=False), "cpu", **own)

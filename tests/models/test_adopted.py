@@ -16,7 +16,7 @@ from te_bench.experiments.checks import training_step
 from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
-from te_bench.models import adopted, families, probe, recipe, sources
+from te_bench.models import adopted, calling, families, probe, recipe, sources
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 32}
 PLAIN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -80,19 +80,21 @@ LOSS = torch.tensor(1.5)
     ],
 )
 def test_a_loss_is_found_in_what_a_model_returns(out: Any, loss: float) -> None:
-    assert adopted.loss_of("it", out, TARGETS).item() == pytest.approx(loss)
+    assert calling.loss_of("it", out, TARGETS).item() == pytest.approx(loss)
 
 
 @pytest.mark.parametrize("out", [torch.zeros(2, 3), torch.zeros(2, 4, 5), 3, None, ()])
 def test_what_holds_no_loss_is_refused(out: Any) -> None:
     with pytest.raises(ValueError, match=r"it: its forward returned .*, no loss nor logits \(2, 3, V\)"):
-        adopted.loss_of("it", out, TARGETS)
+        calling.loss_of("it", out, TARGETS)
 
 
 def test_every_way_of_taking_targets_gives_the_same_loss() -> None:
-    losses = [model(name) for name in ("make", "with_targets")]
-    x, y = losses[0].made.draw(2, 8, seed=0, device="cpu")
-    assert losses[0](x, y).item() == losses[1](x, y).item() > 0
+    """A scalar beside logits is no loss where forward got no targets."""
+    models = [model(name) for name in ("make", "with_targets", "penalised", "passing")]
+    x, y = models[0].made.draw(2, 8, seed=0, device="cpu")
+    [loss] = {own(x, y).item() for own in models}
+    assert loss > 0
     other = model("make", loss="own:squares")
     assert other.made.vocab == 64
 
@@ -209,7 +211,8 @@ def test_attention_that_is_a_little_wrong_fails(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "more", "sentence"),
     [
-        ("random", {}, "something beside dropout is random"),
+        ("random", {}, "something random that te-bench cannot turn off"),
+        ("drops", {}, r"te-bench cannot turn off \(dropout with a rate in the code"),
         ("unlike", {}, "makes other weights each time"),
         ("odd", {"recipe": "float8_current_scaling"}, "no Linear of it that FP8 could compute: .*not divisible by 16"),
         (
@@ -296,10 +299,18 @@ def test_a_causal_model_s_targets_are_not_shifted_again(tmp_path: Path) -> None:
     assert adopted.Adopted(made)(x, y).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("named", ["LlamaForSequenceClassification", "LlamaModel", "LlamaForMaskedLM"])
+def test_a_class_that_te_bench_does_not_feed_is_not_run_as_another(named: str, tmp_path: Path) -> None:
+    source = of_config({"model_type": "llama", "architectures": [named]}, tmp_path)
+    with pytest.raises(ValueError, match=f"{named} is not of a family that te-bench feeds"):
+        adopted.make(source, attention="own", device="meta")
+
+
 @pytest.mark.parametrize(
     ("name", "functions", "sentence"),
     [
         ("raises", {}, "own:raises: it raised RuntimeError: no such thing"),
+        ("raises_in_colour", {}, r"own:raises_in_colour: it raised RuntimeError: \[31mred \[0m$"),
         ("no_module", {}, "own:no_module: it returned int; return a torch.nn.Module"),
         ("no_loss", {}, r"own:no_loss: its forward returned a tensor .*, no loss nor logits \(1, 8, V\): give --loss"),
         ("asks", {}, "it needs the argument 'width': --model-args width=VALUE"),
@@ -309,6 +320,17 @@ def test_a_causal_model_s_targets_are_not_shifted_again(tmp_path: Path) -> None:
         ("pixels", {}, "no nn.Embedding that would say its vocabulary: give --inputs"),
         ("pixels", {"inputs": "own:one_tensor"}, "own:one_tensor: it returned a tensor .*; return two tensors"),
         ("pixels", {"inputs": "own:draw"}, "no loss: give --loss"),
+        (
+            "pixels",
+            {"inputs": "own:draw", "loss": "own:squares_apart"},
+            r"^own:squares_apart: it returned a tensor \(1, 1\) of float32; return the loss, a floating-point tensor \(\)$",
+        ),
+        ("doubtful", {}, r"returned tuple with 2 tensors that could be logits \(1, 8, V\): give --loss"),
+        (
+            "masked",
+            {},
+            "own:masked: its forward needs 'mask' .* targets, target, labels, label or y: .*--inputs and --loss",
+        ),
         ("make layer=2", {}, "it takes no argument 'layer'; its arguments: layers, width, dropout"),
     ],
 )

@@ -1,9 +1,14 @@
 """What a user's model is to a trial: told without running its code, and asked in a process of its own."""
 
 import json
+import logging
+import time
+from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
+from driving import eventually
 from own_models import MODULE
 
 from te_bench.experiments.problems import StepProblem
@@ -51,6 +56,63 @@ def test_the_hash_is_of_all_files_that_the_factory_has_beside_it(here: Path) -> 
     assert len(set(hashes)) == 4
     (here / "other.py").write_text("")
     assert known("mine.model:make").sha256 == hashes[-1]
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_the_hash_is_of_packages_beside_and_of_what_lies_by_a_factory_of_another_folder(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (here, here / "elsewhere"):
+        write(
+            folder,
+            {
+                f"{folder.name}_made.py": "from mylayers.block import W\nimport sibling, torch",
+                "mylayers/__init__.py": "",
+                "mylayers/block.py": "from . import deep",
+                "mylayers/deep.py": "",
+                "sibling.py": "",
+            },
+        )
+        for changed in ("mylayers/__init__.py", "mylayers/block.py", "mylayers/deep.py", "sibling.py"):
+            before = known(f"{folder.name}_made:make").sha256
+            (folder / changed).write_text((folder / changed).read_text() + "\nW = 2")
+            assert known(f"{folder.name}_made:make").sha256 != before, changed
+        # The second is found by PYTHONPATH, and from another folder.
+        monkeypatch.syspath_prepend(here / "elsewhere")
+        (here / "nowhere").mkdir(exist_ok=True)
+        monkeypatch.chdir(here / "nowhere")
+
+
+def test_versions_of_installed_packages_are_held_and_their_files_are_not(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = here / "venv" / "lib" / "site-packages"
+    write(site, {"blocks_of_others/__init__.py": "", "own_dist-1.0.dist-info/METADATA": "Name: own-dist\nVersion: 1.0"})
+    write(site, {"own_dist-1.0.dist-info/top_level.txt": "blocks_of_others"})
+    monkeypatch.syspath_prepend(site)
+    write(here, {"told.py": "import torch, numpy, json, blocks_of_others\nfrom scipy.stats import norm"})
+    first = known("told:make")
+    assert json.loads(str(first.packages)) == {"own-dist": "1.0", "scipy": version("scipy")}
+    (site / "blocks_of_others" / "__init__.py").write_text("a = 1")
+    assert known("told:make") == first
+    (site / "own_dist-1.0.dist-info" / "METADATA").write_text("Name: own-dist\nVersion: 1.1")
+    second = known("told:make")
+    assert second.sha256 == first.sha256
+    assert json.loads(str(second.packages))["own-dist"] == "1.1"
+
+
+def test_a_config_holds_the_version_of_transformers(here: Path) -> None:
+    (here / "config.json").write_text(json.dumps(CONFIG))
+    (here / "told.py").write_text("import scipy")
+    of_transformers = {"transformers": version("transformers")}
+    assert json.loads(str(known("./config.json").packages)) == of_transformers
+    both = known("./config.json", loss="told:loss")
+    assert json.loads(str(both.packages)) == of_transformers | {"scipy": version("scipy")}
 
 
 def test_a_config_is_the_model_wherever_its_folder_is(here: Path) -> None:
@@ -145,3 +207,40 @@ def test_a_model_that_ends_its_process_is_refused(here: Path) -> None:
     (here / "ended.py").write_text("import os, sys\ndef make():\n  print('the end', file=sys.stderr)\n  os._exit(7)")
     with pytest.raises(ValueError, match=r"ended:make: building it ended the process with exit code 7: the end"):
         sources.ask(known("ended:make"), tokens=8)
+
+
+def test_what_a_factory_has_started_ends_with_the_probe_and_holds_nothing_up(here: Path) -> None:
+    start = "    child = subprocess.Popen(['sleep', '60'])\n    pathlib.Path('child').write_text(str(child.pid))\n"
+    (here / "starts.py").write_text(f"import pathlib, subprocess\n{MODULE}\ndef starts():\n{start}    return Model()\n")
+    begun = time.monotonic()
+    assert sources.ask(known("starts:starts"), tokens=8).vocab == 64
+    assert time.monotonic() - begun < 55
+    child = int((here / "child").read_text())
+    assert eventually(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", 5.0)
+
+
+def test_what_a_process_says_last_cannot_steer_a_terminal(here: Path) -> None:
+    (here / "steers.py").write_text("import os, sys\nprint('\\x1b[31mthe\\aend', file=sys.stderr)\nos._exit(7)")
+    with pytest.raises(ValueError, match=r"exit code 7: \[31mtheend$"):
+        sources.ask(known("steers:make"), tokens=8)
+
+
+def test_a_hub_that_gives_nothing_is_told_of_in_one_sentence_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    def give(*_: object) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError("no\x1b[31m such host")
+
+    monkeypatch.setattr(hub, "hf_hub_download", give)
+    logger = logging.getLogger("huggingface_hub")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    with pytest.raises(
+        ValueError, match=r"hf:nobody/none: the hub gives no config.json \(ConnectionError: no\[31m such"
+    ):
+        sources.identify("hf:nobody/none")
+    assert not caplog.records
+    logger.warning("of something else")
+    assert caplog.records

@@ -222,8 +222,8 @@ def _require_same_loss(model: Adopted, inputs: Tensor, targets: Tensor) -> None:
             losses.append(model(inputs[:1], targets[:1]).item())
     if abs(losses[0] - losses[1]) > 1e-9 * abs(losses[0]):
         raise Unsupported(
-            f"one batch has the loss {losses[0]:.6g} and then {losses[1]:.6g}: something beside dropout is random in the "
-            "model, which no check can follow; turn it off"
+            f"one batch has the loss {losses[0]:.6g} and then {losses[1]:.6g}: the model has something random that te-bench "
+            "cannot turn off (dropout with a rate in the code, noise), which no check can follow; take it out"
         )
 
 

@@ -1,0 +1,104 @@
+"""How a user's module is called in a training step, and where its loss is in what it returns."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_bench.models.sources import Refused
+
+Forward = Callable[[nn.Module, Tensor, Tensor], Any]  # of a module, inputs and targets
+
+TARGETS = ("targets", "target", "labels", "label", "y")
+
+
+def forward_of(name: str, module: nn.Module) -> Forward:
+    """A factory's module with the inputs, and with the targets where its forward takes them.
+
+    Raises ValueError for a forward that needs more.
+    """
+    others = list(inspect.signature(module.forward).parameters.values())[1:]
+    named = next((p.name for p in others if p.name in TARGETS), None)
+    needed = [p.name for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    unknown = [need for need in needed if need != named]
+    if unknown:
+        raise Refused(
+            f"{name}: its forward needs {unknown[0]!r} beside its inputs, and te-bench has targets alone, for a "
+            f"parameter called {', '.join(TARGETS[:-1])} or {TARGETS[-1]}: give it that name or a default, or wrap the "
+            "module, with --inputs and --loss where it has inputs or a loss of its own"
+        )
+    if named is not None:
+        return lambda model, x, y: model(x, **{named: y})
+    return lambda model, x, y: _logits(name, model(x), y)
+
+
+def judged(path: str, judge: Callable[[Any, Tensor], Any]) -> Forward:
+    """A module with the inputs, and its loss by the user's function of that import path."""
+
+    def forward(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        loss = judge(model(x), y)
+        if not _is_loss(loss):
+            raise Refused(f"{path}: it returned {shown(loss)}; return the loss, a floating-point tensor ()")
+        return loss
+
+    return forward
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _are_logits(value: Any, targets: Tensor) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.dim() > 1
+        and value.shape[:-1] == targets.shape
+        and not targets.is_floating_point()
+    )
+
+
+def _logits(name: str, out: Any, targets: Tensor) -> Any:
+    """What of several tensors a forward without targets returned for its result: the logits, for no loss is among them.
+
+    A scalar beside them is a penalty, as a mixture of experts has.
+    """
+    if not isinstance(out, tuple | list):
+        return out
+    tensors = [x for x in out if isinstance(x, Tensor)]
+    logits = [x for x in tensors if _are_logits(x, targets)]
+    if len(logits) == 1 or len(tensors) == 1:
+        return (logits or tensors)[0]
+    shape = ", ".join(map(str, targets.shape))
+    many = f"{len(logits)} tensors that could be logits ({shape}, V)" if logits else f"no logits ({shape}, V)"
+    raise Refused(f"{name}: its forward returned {shown(out)} with {many}: give --loss package.module:function")
+
+
+def loss_of(name: str, out: Any, targets: Tensor) -> Tensor:
+    """The loss in what a model returned. Raises ValueError where there is none."""
+    if isinstance(out, Tensor):
+        if _is_loss(out):
+            return out
+        if _are_logits(out, targets):
+            return F.cross_entropy(out.flatten(0, -2).float(), targets.flatten())
+    elif isinstance(out, dict) and isinstance(out.get("loss"), Tensor):
+        return loss_of(name, out["loss"], targets)
+    elif isinstance(getattr(out, "loss", None), Tensor):
+        return loss_of(name, out.loss, targets)
+    elif isinstance(getattr(out, "logits", None), Tensor):
+        return loss_of(name, out.logits, targets)
+    elif isinstance(out, tuple | list):
+        tensors = [x for x in out if isinstance(x, Tensor)]
+        scalar = [x for x in tensors if x.dim() == 0]
+        if tensors:
+            return loss_of(name, (scalar or tensors)[0], targets)
+    logits = "" if targets.is_floating_point() else f" nor logits ({', '.join(map(str, targets.shape))}, V)"
+    raise Refused(f"{name}: its forward returned {shown(out)}, no loss{logits}: give --loss package.module:function")
+
+
+def shown(value: Any) -> str:
+    """What a value is, in a sentence to its author."""
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return type(value).__name__

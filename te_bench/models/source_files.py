@@ -1,0 +1,125 @@
+"""The code that a factory is made of: the files beside it, and the packages installed. None of it runs.
+
+code = read(["mymod:make"])
+code.sha256, code.packages
+"""
+
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import sysconfig
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+#: What an environment's id has already: these packages' versions, and the hash of te-bench's own code.
+_KNOWN = frozenset(("torch", "triton", "numpy", "te_bench"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Code:
+    """sha256: of the source files. packages: {distribution: version} of the installed packages that they import."""
+
+    sha256: str
+    packages: Mapping[str, str]
+
+
+def read(paths: Sequence[str]) -> Code:
+    """The code of those import paths: their files, and what these import of the current folder and of their own.
+
+    Raises ValueError for a path that leads to no module, or to one that is no Python.
+    """
+    files: dict[str, Path] = {}
+    installed: set[str] = set()
+    for path in paths:
+        module, sign, function = path.partition(":")
+        if not sign or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+            raise ValueError(f"{path}: give package.module:function")
+        if not _collect(module, files, installed):
+            raise ValueError(f"{path}: no module {module} in {Path.cwd()} nor among the installed packages")
+    sums = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in sorted(files.items())}
+    return Code(sha256=hashlib.sha256(json.dumps(sums).encode()).hexdigest(), packages=versions(installed))
+
+
+def versions(modules: Collection[str]) -> dict[str, str]:
+    """{distribution: version} of those top-level modules; a module of Python itself, or of none that is there, has none."""
+    asked = sorted(set(modules) - _KNOWN - sys.stdlib_module_names)
+    distributions = importlib.metadata.packages_distributions() if asked else {}
+    names = sorted({name for module in asked for name in distributions.get(module, ())})
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def _collect(module: str, files: dict[str, Path], installed: set[str]) -> bool:
+    """Add the module's file, those beside it that it imports, and the packages' names; whether there is such a module."""
+    own = _file(module)
+    if own is None:
+        return False
+    top = _top(module)
+    folders = (Path.cwd(), own.parents[module.count(".") + (own.stem == "__init__")])
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        file = _file(name)
+        if name in files or file is None:
+            continue
+        if _top(name) == top or (_top(name) not in _KNOWN and _is_beside(file, folders)):
+            files[name] = file
+            waiting += [name.rpartition(".")[0], *_imports(file, name)]
+        else:
+            installed.add(_top(name))
+    return True
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _is_beside(file: Path, folders: Collection[Path]) -> bool:
+    """Whether it is a user's own file below one of the folders, an environment of packages in them aside."""
+    if file.is_relative_to(sysconfig.get_path("stdlib")) or {"site-packages", "dist-packages"} & set(file.parts):
+        return False
+    return any(file.is_relative_to(folder) for folder in folders)
+
+
+def _imports(file: Path, module: str) -> Iterator[str]:
+    """The modules that it may import; of `from a import b` both a and a.b. None of a file that is no Python."""
+    if file.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError as error:
+        raise ValueError(f"{file}: line {error.lineno}: {error.msg}") from None
+    parts = module.split(".")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = parts[: len(parts) - node.level + (file.name == "__init__.py")] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _file(module: str) -> Path | None:
+    spec = _locate(module) if module else None
+    return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).exists() else None
+
+
+def _locate(module: str) -> ModuleSpec | None:
+    """Where a module is, found from the current folder too, as `python -m` would; nothing is imported."""
+    first, *rest = module.split(".")
+    try:
+        spec = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path]) or importlib.util.find_spec(first)
+    except ValueError:  # of __main__, which has no spec
+        return None
+    name = first
+    for part in rest:
+        name += f".{part}"
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    return spec
