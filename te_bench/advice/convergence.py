@@ -49,7 +49,7 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
     if choice.precision == "fp32":
         return "Convergence: float32 rounds less than bf16; there is nothing to prove."
     if choice.recipe is None:
-        return "Convergence: the arithmetic is bf16's as before; there is nothing to prove."
+        return "Convergence: same bf16 arithmetic as now, so nothing changes."
     found = nearest(choice)
     if found is None:
         said = f"no verdict is published for {choice.recipe} {'in fused blocks' if choice.fused else 'so'}"

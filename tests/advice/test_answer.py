@@ -40,8 +40,8 @@ def test_the_terminal_says_it_in_fifteen_lines(answered: Answered) -> None:
     for word in (
         "as fast as what you have",
         "3 runs of each",
-        "Predicted",
-        "measured",
+        "Predicted:",
+        "Measured:",
         "Convergence:",
         "GPU",
         'blocks="fused"',
@@ -140,7 +140,7 @@ def test_fp8_that_does_not_pay_says_from_which_width_on_it_would(answered: Answe
 
 def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> None:
     asked = question()
-    assert "nothing to prove" in convergence.in_words(asked, fused(), 0.02)
+    assert "nothing changes" in convergence.in_words(asked, fused(), 0.02)
     said = convergence.in_words(asked, fused("delayed_scaling"), 0.02)
     assert "INCONCLUSIVE" in said
     assert (
@@ -166,7 +166,7 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
     evidence = gathered(machine, budget_s=0.0)
     found = decided(machine, evidence, tmp_path)
     said = answer.terminal(evidence, found, [], "index.html")
-    assert said.startswith("Undecided: nothing else was measured")
+    assert said.startswith("Undecided: in 0 s only what you have was measured.")
     assert "No time for" in said
 
 

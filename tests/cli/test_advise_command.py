@@ -35,7 +35,7 @@ def test_an_answer_from_real_trials(command: Command, tmp_path: Path) -> None:
         "advise", "--model", "tiny", "--tokens", 16, "--batch", 1, "--device", "cpu", "--budget", "1s", "--out", "run"
     )
     assert done.code == 3, done.err
-    assert "Undecided: nothing else was measured" in done.out
+    assert "Undecided: in 1 s only what you have was measured." in done.out
     assert "combinations" in done.out.splitlines()[0]
     said = json.loads((tmp_path / "run" / "advice.json").read_text())
     assert said["answer"]["seconds"] > 0
