@@ -115,9 +115,11 @@ def test_the_code_compiles_and_says_the_choice(choice: Choice, wanted: list[str]
 
 def test_the_code_runs() -> None:
     asked = question("tiny", "cpu")
-    names: dict[str, Any] = {}
-    exec("\n".join(code.code(asked, Choice(attention="flash", head="chunked"))), names)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
+    names: dict[str, Any] = {}
+    lines = code.code(asked, Choice(attention="flash", head="chunked"))
+    assert lines[-1].endswith("  # loss = step(tokens, targets)")
+    exec("\n".join(lines), names)
     assert names["step"](tokens, tokens).item() > 0
 
 
