@@ -25,6 +25,7 @@ CLOSE = 1.02  # times the fastest verified step: such a step is measured as ofte
 NOISY = 1.2  # the slowest run of a step over the fastest: beyond it a range says more than a mean
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
 
+SLOWEST = 3.0  # times the usual: a large model's step says no more of how long it takes to compile it
 #: Seconds of a trial before any was run, by device and kind, of a small model; the run's own replace them.
 USUAL = {
     "cuda": {"survey": 15.0, "eager": 15.0, "compiled": 60.0, "part": 5.0},
@@ -50,12 +51,12 @@ class Pace:
         return sum(self._one(kind_of(trial)) for trial in trials)
 
     def _one(self, kind: str) -> float:
-        """Of a kind that none has ended of: the usual, or less where this model has been faster than usual so far."""
+        """Of a kind that none has ended of: the usual, times what this model and machine have taken of the usual so far."""
         usual = USUAL[self.device]
         if walls := self.walls.get(kind):
             return sum(walls) / len(walls)
         ratios = [sum(known) / len(known) / usual[of] for of, known in self.walls.items()]
-        return usual[kind] * min(1.0, *ratios) if ratios else usual[kind]
+        return usual[kind] * min(sum(ratios) / len(ratios), SLOWEST) if ratios else usual[kind]
 
     def learn(self, records: Iterable[Record]) -> None:
         for record in records:

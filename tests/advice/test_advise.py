@@ -86,6 +86,22 @@ def test_equal_steps_are_undecided_and_the_cheapest_is_named(tmp_path: Path) -> 
     assert found.why.endswith("on a quiet machine run it again.")
 
 
+def test_an_interval_that_is_absurdly_wide_is_told_in_a_clause(tmp_path: Path) -> None:
+    asked = question("tiny", "cpu")
+    base = Machine(asked).step(asked.trial(asked.have))
+    have = asked.trial(asked.have).cell
+
+    def disturbed(trial: Trial) -> float:
+        return base / Machine(asked).step(trial) * ((1.0, 9.0, 1.2)[trial.seed] if trial.cell == have else 0.9)
+
+    machine = Machine(asked, times_of_step=disturbed)
+    found = decided(machine, gathered(machine), tmp_path)
+    assert found.use == asked.have
+    assert re.search(
+        r" looked [\d.]+ times as fast, but 3 runs cannot tell \(the interval is [\d.]+ to \d+ times\); ", found.why
+    )
+
+
 def test_one_run_of_each_decides_nothing(tmp_path: Path) -> None:
     machine = Machine(question())
     evidence = gathered(machine, budget_s=0.0)

@@ -87,6 +87,25 @@ def test_the_page_shows_today_and_the_advised_step(answered: Answered, tmp_path:
     assert (tmp_path / "advice" / "figures" / "steps.png").exists()
 
 
+def test_the_page_of_what_stays_says_so_and_each_table_has_one_title(tmp_path: Path) -> None:
+    asked = question()
+    have = asked.trial(asked.have).cell
+    machine = Machine(asked, times_of_step=lambda trial: 1.0 if trial.cell == have else 4.0)
+    evidence = gathered(machine)
+    index = page.write_page(evidence, decided(machine, evidence, tmp_path), [], tmp_path / "advice", "te-bench advise")
+    html = index.read_text()
+    assert "<h2>The step today; advised: the same</h2>" in html
+    assert "<caption>Steps that were measured</caption>" in html
+    assert "<h2>Steps that were measured</h2>" not in html
+
+
+def test_a_linear_that_takes_longer_alone_than_its_step_is_marked(answered: Answered) -> None:
+    evidence, _ = answered
+    gain = linear_gains(evidence)[0]
+    assert not gain.noisy
+    assert dataclasses.replace(gain, step_s=0.5 * gain.calls * gain.bf16.seconds).noisy
+
+
 def test_a_steps_kinds_add_up_to_no_more_than_the_step(answered: Answered) -> None:
     evidence, found = answered
     for choice in (found.have, found.use):
