@@ -62,7 +62,7 @@ def _of_users(question: Question, choice: Choice) -> list[str]:
         around.append(f'torch.autocast("{question.device}", dtype=torch.bfloat16)')
     imports = ["import torch", *imports] if around or choice.mode in COMPILED else imports
     if not around:
-        return [*imports, *lines, f"{call}  # float32: without autocast"]
+        return [*imports, *lines, "# float32: without autocast", call]
     body = [call, "loss.backward()  # by the same kernel"] if choice.attention in KERNELS else [call]
     return [*imports, *lines, f"with {', '.join(around)}:", *(f"    {line}" for line in body)]
 
@@ -73,7 +73,7 @@ def _model(question: Question) -> tuple[list[str], str, str]:
     move = '.to("cuda")' if question.device == "cuda" else ""
     judge = str(problem.get("loss") or "").partition(":")
     imports = [f"from {judge[0]} import {judge[2]}"] if judge[0] else []
-    call = f"loss = {judge[2]}(model(inputs), targets)" if judge[0] else "loss = model(inputs, targets)"
+    call = f"loss = {judge[2]}(model(inputs), targets)" if judge[0] else "loss = model(inputs, targets)  # as you call it"
     if "config" in problem:
         named = json.loads(str(problem["config"])).get("architectures")
         cls = named[0] if named else "AutoModelForCausalLM.from_config"

@@ -57,6 +57,7 @@ def test_an_answer_and_the_same_again_measures_nothing(command: Command, simulat
     first = len(simulated.asked)
     again = command(*words)
     assert again.code == 0
+    assert "1 of 1 trial is already in" in again.out
     assert len(simulated.asked) == first
     assert (tmp_path / "runs" / "advise-tiny" / "advice.json").exists()
     report = (tmp_path / "runs" / "advise-tiny" / "report" / "report.md").read_text()
