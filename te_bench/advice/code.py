@@ -73,7 +73,9 @@ def _model(question: Question) -> tuple[list[str], str, str]:
     move = '.to("cuda")' if question.device == "cuda" else ""
     judge = str(problem.get("loss") or "").partition(":")
     imports = [f"from {judge[0]} import {judge[2]}"] if judge[0] else []
-    call = f"loss = {judge[2]}(model(inputs), targets)" if judge[0] else "loss = model(inputs, targets)  # as you call it"
+    call = (
+        f"loss = {judge[2]}(model(inputs), targets)" if judge[0] else "loss = model(inputs, targets)  # as you call it"
+    )
     if "config" in problem:
         named = json.loads(str(problem["config"])).get("architectures")
         cls = named[0] if named else "AutoModelForCausalLM.from_config"
