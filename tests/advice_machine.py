@@ -1,5 +1,6 @@
 """A machine whose times are a formula: advice on it, from records that it makes and a journal that holds them."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,9 @@ class Machine:
         fails: Mapping[str, str] | None = None,
         gib: Callable[[Trial], float] = lambda trial: 10.0,
         rate: Mapping[str, float] = RATE,
+        wall: Callable[[Trial], float] = lambda trial: 1.5,
     ):
+        self.wall, self.clock = wall, 0.0
         self.question, self.times_of_step, self.fails, self.gib, self.rate = (
             question,
             times_of_step,
@@ -74,7 +77,8 @@ class Machine:
 
     def __call__(self, trials: Sequence[Trial]) -> list[Record]:
         self.asked += trials
-        done = [self._record(trial) for trial in trials]
+        done = [dataclasses.replace(self._record(trial), wall_s=self.wall(trial)) for trial in trials]
+        self.clock += sum(record.wall_s for record in done)
         self.records += done
         return done
 
@@ -130,8 +134,12 @@ def question(model: str = "gpt2", device: str = "cuda", **options: Any) -> Quest
     return candidates.of_model(Options(device=device, model=model, **options), (9, 0) if device == "cuda" else None)
 
 
-def gathered(machine: Machine, *, budget_s: float = 1e6, memory: float | None = None) -> Evidence:
-    return Run(machine.question, machine, budget_s=budget_s, memory=memory, say=lambda _: None).gather()
+def gathered(
+    machine: Machine, *, budget_s: float = 1e6, memory: float | None = None, say: Callable[[str], None] = lambda _: None
+) -> Evidence:
+    """By the clock of the machine, which goes on by each trial's wall."""
+    run = Run(machine.question, machine, budget_s=budget_s, memory=memory, say=say, clock=lambda: machine.clock)
+    return run.gather()
 
 
 def decided(machine: Machine, evidence: Evidence, folder: Path, memory: float | None = None) -> Decision:

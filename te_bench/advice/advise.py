@@ -3,6 +3,7 @@
 Every measurement is a trial, carried out and recorded as those of any suite: what was measured before is not measured again.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,18 +13,23 @@ from te_bench.advice.candidates import COMPILED, Choice, Question
 from te_bench.advice.parts import Made, Part, PartTime
 from te_bench.advice.predict import Frame, Prediction
 from te_bench.experiments.spec import Record, Trial
-from te_bench.reports.analysis.measures import highest, numbers, of_process
+from te_bench.reports.analysis.measures import highest, numbers, of_process, of_processes
 
 SEEDS = 3  # of the winner and of what the user has, where the budget holds them
+WITH_PARTS = 1.5  # times what whole steps take: the parts that decide are timed as well
+PARTS = "parts alone, on which predictions rest"
+VERIFICATION, REPETITIONS = "verification of what is predicted to be faster", "repetitions of the fastest"
 VERIFIED = 3  # choices that are verified, at least; more while a better one is predicted
 MOST_VERIFIED = 6
 CLOSE = 1.02  # times the fastest verified step: such a step is measured as often as that one
+NOISY = 1.2  # the slowest run of a step over the fastest: beyond it a range says more than a mean
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
 
+SLOWEST = 3.0  # times the usual: a large model's step says no more of how long it takes to compile it
 #: Seconds of a trial before any was run, by device and kind, of a small model; the run's own replace them.
 USUAL = {
     "cuda": {"survey": 15.0, "eager": 15.0, "compiled": 60.0, "part": 5.0},
-    "cpu": {"survey": 4.0, "eager": 4.0, "compiled": 40.0, "part": 1.5},
+    "cpu": {"survey": 4.0, "eager": 4.0, "compiled": 15.0, "part": 1.5},
 }
 
 CarryOut = Callable[[Sequence[Trial]], Sequence[Record]]
@@ -45,8 +51,12 @@ class Pace:
         return sum(self._one(kind_of(trial)) for trial in trials)
 
     def _one(self, kind: str) -> float:
-        walls = self.walls.get(kind, [])
-        return sum(walls) / len(walls) if walls else USUAL[self.device][kind]
+        """Of a kind that none has ended of: the usual, times what this model and machine have taken of the usual so far."""
+        usual = USUAL[self.device]
+        if walls := self.walls.get(kind):
+            return sum(walls) / len(walls)
+        ratios = [sum(known) / len(known) / usual[of] for of, known in self.walls.items()]
+        return usual[kind] * min(sum(ratios) / len(ratios), SLOWEST) if ratios else usual[kind]
 
     def learn(self, records: Iterable[Record]) -> None:
         for record in records:
@@ -65,7 +75,7 @@ class Evidence:
     """What was measured for a question: the survey, records of steps by choice and seed, times of parts, predictions.
 
     predictions: as they were before anything was verified. left_out: what there was no time for. wrong: why choices have no
-    record that counts.
+    record that counts. missing: steps that a budget of whole_s would have measured as well.
     """
 
     question: Question
@@ -79,26 +89,36 @@ class Evidence:
     failed: Mapping[Part, str]  # parts without a time, whose choices are not predicted
     excluded: Mapping[Choice, float]  # by --memory: bytes
     seconds: float  # that all took
+    budget_s: float
+    whole_s: float
+    missing: int
 
 
 class Run:
     """One question being answered, within a budget of seconds."""
 
     def __init__(
-        self, question: Question, carry_out: CarryOut, *, budget_s: float, memory: float | None, say: Say = print
+        self,
+        question: Question,
+        carry_out: CarryOut,
+        *,
+        budget_s: float,
+        memory: float | None,
+        say: Say = print,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.question, self.carry_out, self.memory, self.say = question, carry_out, memory, say
-        self.started, self.budget_s = time.monotonic(), budget_s
+        self.clock, self.started, self.budget_s = clock, clock(), budget_s
         self.pace = Pace(question.device)
         self.records: dict[str, Record] = {}  # by trial id
         self.steps: dict[Choice, list[Record]] = {}
         self.wrong: dict[Choice, str] = {}
         self.failed: dict[Part, str] = {}
-        self.left_out: list[str] = []
+        self.left_out: dict[str, list[Trial]] = {}  # what there was no time for, in words, and its trials
 
     @property
     def left_s(self) -> float:
-        return self.budget_s - (time.monotonic() - self.started)
+        return self.budget_s - (self.clock() - self.started)
 
     def gather(self) -> Evidence:
         """Raises NothingMeasured where not even a step of the model as it is can be looked at, or none ended ok."""
@@ -106,9 +126,15 @@ class Run:
         made, survey = self._survey()
         self._whole_steps()
         times = self._parts(made)
-        predictions, excluded = self._predictions(made, times)
+        predictions = self._predictions(made, times)
         self._verify(predictions)
-        self._repeat()
+        for more in (len(self.steps) < 2, True):  # one of each alternative comes before repetitions
+            if more and self.left_out:
+                self._spend()
+                times |= self._parts(made, repeated=False)
+                predictions = self._predictions(made, times) | predictions
+                self._verify(predictions, repeated=False)
+            self._repeat()
         if not self.steps:
             raise NothingMeasured("; ".join(dict.fromkeys(self.wrong.values())) or "the budget held no step")
         return Evidence(
@@ -121,22 +147,26 @@ class Run:
             left_out=tuple(self.left_out),
             wrong=self.wrong,
             failed=self.failed,
-            excluded=excluded,
-            seconds=time.monotonic() - self.started,
+            excluded={c: p.memory for c, p in predictions.items() if p.memory is not None and not self._fits(p.memory)},
+            seconds=self.budget_s - self.left_s,
+            budget_s=self.budget_s,
+            whole_s=self.budget_s - self.left_s + sum(map(self.pace.expected, self.left_out.values())),
+            missing=sum(trial.workload == "train_step" for trials in self.left_out.values() for trial in trials),
         )
 
     def _announce(self) -> None:
         """Before anything starts: how many trials, and about how long."""
         q = self.question
-        whole = [q.trial(frame) for frame in q.frames]
-        again = [q.trial(q.have)] * (VERIFIED + 2 * (SEEDS - 1))
-        count = len(whole) + len(again) + 1
-        expected = self.pace.expected([q.survey(), *whole, *again])
-        minutes = max(1, round(min(expected * 1.5, self.budget_s) / 60))
-        self.say(
-            f"{q.title} on {q.device}: {len(q.choices)} combinations. {count} steps and the parts that decide are measured, "
-            f"about {minutes} min; --budget allows {self.budget_s / 60:.3g}."
-        )
+        steps = [q.trial(frame) for frame in q.frames] + [q.trial(q.have)] * (VERIFIED + 2 * (SEEDS - 1))
+        expected = self.pace.expected([q.survey(), *steps]) * WITH_PARTS
+        said = f"{q.title} on {q.device}: {len(q.choices)} combinations. "
+        if expected <= self.budget_s:
+            said += f"{len(steps)} steps and the parts that decide are measured, about {lasting(expected)}"
+            self.say(f"{said}; --budget allows {lasting(self.budget_s)}.")
+            return
+        held = max(1, self._affordable([q.survey(), *steps]) - 1)
+        said += f"All of it takes about {lasting(expected)}; in your {lasting(self.budget_s)}: the survey and "
+        self.say(f"{said}{held} {'steps' if held > 1 else 'step'}.")
 
     def _do(self, trials: Sequence[Trial]) -> list[Record]:
         fresh = [trial for trial in dict.fromkeys(t.id for t in trials) if trial not in self.records]
@@ -153,7 +183,8 @@ class Run:
             choices, self._do([self.question.trial(choice, seed) for choice, seed in choices]), strict=True
         ):
             if record.outcome == "ok":
-                self.steps.setdefault(choice, []).append(record)
+                known = self.steps.setdefault(choice, [])
+                known += [] if record in known else [record]
             else:
                 self.wrong[choice] = f"{record.outcome}: {record.reason}"
 
@@ -180,20 +211,32 @@ class Run:
         self._step([(frames[0], 0)])
         for frame in frames[1:]:
             if not self._affordable([self.question.trial(frame)], self._repetitions(frame)):
-                self.left_out.append(f"steps by {frame.words()}")
+                self.left_out[f"steps by {frame.words()}"] = [self.question.trial(frame)]
                 continue
             self._step([(frame, 0)])
 
-    def _parts(self, made: Made) -> dict[Part, PartTime]:
+    def _spend(self) -> None:
+        """What is left of the budget, on a step of each mode that was left out while repetitions were to come."""
+        for frame in self.question.frames[1:]:
+            words, trial = f"steps by {frame.words()}", self.question.trial(frame)
+            if words in self.left_out and self._affordable([trial]):
+                del self.left_out[words]
+                self._step([(frame, 0)])
+
+    def _parts(self, made: Made, *, repeated: bool = True) -> dict[Part, PartTime]:
+        """Those that decide; repeated: as far as the budget holds verification and repetitions, too."""
         q = self.question
+        self.left_out.pop(PARTS, None)
         applicable = [choice for choice in q.choices if q.frame(choice) in self.steps]
         wanted = parts.deciding(q, made, applicable)
         fastest = min(self.steps, key=lambda choice: typical(self.steps[choice]), default=q.have)
         reserve = VERIFIED * self.pace.expected([q.trial(fastest)]) + self._repetitions(fastest)
-        many = self._affordable([parts.trial(q, part) for part in wanted], reserve)
+        wanted = sorted(wanted, key=lambda part: parts.trial(q, part).id not in self.records)  # those known come first
+        known = sum(parts.trial(q, part).id in self.records for part in wanted)
+        new = [parts.trial(q, part) for part in wanted[known:]]
+        many = known + self._affordable(new, reserve if repeated else 0.0)
         if many < len(wanted):
-            names = dict.fromkeys(f"{part.workload} by {part.rival}" for part in wanted[many:])
-            self.left_out.append(f"{len(wanted) - many} of {len(wanted)} parts alone ({', '.join(names)})")
+            self.left_out[PARTS] = new[many - known :]
         found = {}
         for part, record in zip(wanted[:many], self._do([parts.trial(q, p) for p in wanted[:many]]), strict=True):
             if (seconds := parts.time_of(part, record)) is not None:
@@ -202,22 +245,19 @@ class Run:
                 self.failed[part] = f"{record.outcome}: {record.reason}"
         return found
 
-    def _predictions(
-        self, made: Made, times: Mapping[Part, PartTime]
-    ) -> tuple[dict[Choice, Prediction], dict[Choice, float]]:
+    def _predictions(self, made: Made, times: Mapping[Part, PartTime]) -> dict[Choice, Prediction]:
         frames = {choice: frame_of(records) for choice, records in self.steps.items()}
         found = {c: predict.predict(self.question, made, c, frames, times) for c in self.question.choices}
-        predictions = {choice: prediction for choice, prediction in found.items() if prediction is not None}
-        excluded = {
-            choice: prediction.memory
-            for choice, prediction in predictions.items()
-            if self.memory is not None and prediction.memory is not None and prediction.memory > self.memory
-        }
-        return predictions, excluded
+        return {choice: prediction for choice, prediction in found.items() if prediction is not None}
 
-    def _verify(self, predictions: Mapping[Choice, Prediction]) -> None:
-        """Whole steps of the best as they are predicted, each prediction corrected by those before it."""
-        for number in range(MOST_VERIFIED):
+    def _verify(self, predictions: Mapping[Choice, Prediction], *, repeated: bool = True) -> None:
+        """Whole steps of the best as they are predicted, each prediction corrected by those before it.
+
+        repeated: only as far as the budget holds repetitions, too.
+        """
+        self.left_out.pop(VERIFICATION, None)
+        frames = self.question.frames
+        for number in range(sum(c in predictions and c not in frames for c in self.steps), MOST_VERIFIED):
             measured = {choice: typical(records) for choice, records in self.steps.items()}
             correction = predict.corrected(predictions, measured)
             waiting = [
@@ -231,8 +271,10 @@ class Run:
             hoped = correction.of(best) - (best.bound_s if number < VERIFIED else 0.0)
             if hoped > min(measured.values()):
                 return
-            if not self._affordable([self.question.trial(best.choice)], self._repetitions(best.choice)):
-                self.left_out.append(f"verification of {best.choice.words()} and what is slower")
+            trial = self.question.trial(best.choice)
+            if not self._affordable([trial], self._repetitions(best.choice) if repeated else 0.0):
+                later = sorted(waiting, key=correction.of)[: max(1, VERIFIED - number)]
+                self.left_out[VERIFICATION] = [self.question.trial(prediction.choice) for prediction in later]
                 return
             self._step([(best.choice, 0)])
 
@@ -241,6 +283,7 @@ class Run:
 
     def _repeat(self) -> None:
         """The fastest, those close to it and what the user has, in turn, with more seeds."""
+        q = self.question
         fitting = {choice: typical(records) for choice, records in self.steps.items() if self._fits(peak(records))}
         if not fitting:
             return
@@ -250,17 +293,42 @@ class Run:
         chosen = list(dict.fromkeys([*close, *have]))
         if len(chosen) == 1:
             chosen += [choice for choice in ordered if choice not in chosen][:1]
+        if len(chosen) == 1:  # nothing to compare it with
+            if self.left_out:
+                self.left_out[REPETITIONS] = [q.trial(chosen[0], seed) for seed in range(1, SEEDS)] * 2
+            return
+        self.left_out.pop(REPETITIONS, None)
         for seed in range(1, SEEDS):
             turn = chosen if seed % 2 == 0 else chosen[::-1]
-            if self._affordable([self.question.trial(choice, seed) for choice in turn]) < len(turn):
-                self.left_out.append(f"{SEEDS - seed} of {SEEDS} repetitions")
+            trials = [trial for c in turn if (trial := q.trial(c, seed)).id not in self.records]
+            if self._affordable(trials) < len(trials):
+                self.left_out[REPETITIONS] = [q.trial(c, later) for later in range(seed, SEEDS) for c in turn]
                 return
             self._step([(choice, seed) for choice in turn])
 
 
+def lasting(seconds: float) -> str:
+    """10 s, 4 min, 1.5 h: rounded up, for it says what to allow. Without its space it is a --budget."""
+    if seconds < 60:
+        return f"{math.ceil(seconds)} s"
+    return f"{math.ceil(seconds / 60)} min" if seconds < 3600 else f"{math.ceil(seconds / 360) / 10:g} h"
+
+
 def typical(records: Sequence[Record]) -> float:
-    """Seconds of a step in the first of its processes, which all steps have."""
-    return of_process(records[0], "latency_s") or float("inf")
+    """Seconds of a step: the geometric mean over its processes, as every report has it."""
+    return of_processes(records, "latency_s") or math.inf
+
+
+def extent(records: Sequence[Record]) -> tuple[float, float]:
+    """Seconds of a step in its fastest and in its slowest process."""
+    found = [seconds for record in records if (seconds := of_process(record, "latency_s"))] or [math.inf]
+    return min(found), max(found)
+
+
+def noisy(records: Sequence[Record]) -> bool:
+    """Whether its runs differ by so much that their mean alone would mislead."""
+    low, high = extent(records)
+    return high > NOISY * low
 
 
 def peak(records: Sequence[Record]) -> float | None:

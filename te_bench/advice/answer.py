@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from te_bench.advice import convergence
-from te_bench.advice.advise import Evidence, peak, typical
+from te_bench.advice.advise import Evidence, extent, noisy, peak, typical
 from te_bench.advice.candidates import Choice, Question
 from te_bench.advice.code import code
 from te_bench.advice.decision import Decision, fp8_in_words, ids, linear_gains
 from te_bench.advice.traps import Finding
+from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.page import text
 from te_bench.reports.page.tables import TERMINAL_WIDTH
@@ -20,7 +21,7 @@ LINES = 15
 def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> list[str]:
     """What is advised and why, the most important first."""
     question = evidence.question
-    said = [_use(decision), _faster(decision)]
+    said = [_use(decision), decision.why, _faster(decision)]
     said += [" ".join(filter(None, [_memory(question, decision), _predicted(evidence, decision.use)]))]
     said += [convergence.in_words(question, decision.use, decision.seconds)]
     said += [fp8_in_words(linear_gains(evidence), question.device, decision.use)]
@@ -50,7 +51,7 @@ def terminal(evidence: Evidence, decision: Decision, findings: Sequence[Finding]
 
 def _use(decision: Decision) -> str:
     if decision.undecided:
-        return f"Undecided: {decision.undecided}. As far as it is known, use {decision.use.words()}."
+        return f"Undecided: {decision.undecided}."
     if decision.keeps:
         return f"Keep what you have, {decision.have.words()}: nothing that was measured is faster."
     return f"Use {decision.use.words()}."
@@ -81,14 +82,20 @@ def _memory(question: Question, decision: Decision) -> str:
 
 
 def _predicted(evidence: Evidence, choice: Choice) -> str:
-    prediction, records = evidence.predictions.get(choice), evidence.steps[choice]
-    measured = typical(records)
+    prediction, measured = evidence.predictions.get(choice), measured_in_words(evidence.steps[choice])
     if prediction is None or choice in evidence.question.frames:
-        return f"Measured: {text.milliseconds(measured)} ms a step."
-    return (
-        f"Predicted {text.milliseconds(prediction.seconds)} ms a step (give or take "
-        f"{text.milliseconds(prediction.bound_s)}), measured {text.milliseconds(measured)}."
-    )
+        return f"Measured: {measured}."
+    low, high = (max(prediction.seconds + sign * prediction.bound_s, 0.0) for sign in (-1, 1))
+    return f"Predicted: {text.milliseconds(low)} to {text.milliseconds(high)} ms a step. Measured: {measured}."
+
+
+def measured_in_words(records: Sequence[Record]) -> str:
+    """251 ms a step (3 runs: 95 to 564): the range where it says more than the mean."""
+    said = f"{text.milliseconds(typical(records))} ms a step"
+    if not noisy(records):
+        return said
+    low, high = map(text.milliseconds, extent(records))
+    return f"{said} ({len(records)} runs: {low} to {high})"
 
 
 def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -101,7 +108,7 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
             "use": _choice(decision.use),
             "have": _choice(decision.have),
             "code": code(question, decision.use),
-            "undecided": decision.undecided,
+            "undecided": decision.undecided and f"{decision.undecided}. {decision.why}",
             "speedup": _ratio(decision.speedup),
             "over_compile": _ratio(decision.over_compile),
             "seconds": decision.seconds,

@@ -68,8 +68,8 @@ class Question:
     """A model on a device, and what may be chosen for it.
 
     problem: the settings that its steps share. have: what the user is taken to have, the model as it is in eager bf16.
-    said: what the command line says of the model. preset: it is te-bench's own. left_out: choices that do not apply, each
-    with the reason.
+    said: what the command line says of the model; given: its --model. preset: it is te-bench's own. left_out: choices that
+    do not apply, each with the reason.
     """
 
     model: str
@@ -81,6 +81,7 @@ class Question:
     padded_vocab: int
     have: Choice
     choices: tuple[Choice, ...]
+    given: str = ""
     preset: bool = True
     text: bool = True  # it learns from text
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -170,6 +171,7 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
     return Question(
         model=own.source.model,
         said=" ".join(run_options.words(dataclasses.replace(options, tokens=None, batch=None, budget_s=None))),
+        given=options.model or "",
         title=f"{own.source.model}, {problem['batch']} x {problem['block']} tokens",
         device=options.device,
         problem=problem,

@@ -1,10 +1,13 @@
 """The lines that make a training step what is advised. No torch."""
 
+import json
 import textwrap
 
-from te_bench.advice.candidates import Choice, Question
+from te_bench.advice.candidates import COMPILED, Choice, Question
 from te_bench.models import rivals
+from te_bench.models.sources import HUB
 
+NOTHING = "# Nothing to change."
 WIDTH = 96  # of a line of code on a terminal, after its indent
 KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 CLASSES = {
@@ -16,9 +19,9 @@ CLASSES = {
 
 
 def code(question: Question, choice: Choice) -> list[str]:
-    """Python, with its imports: of a preset it makes `step(tokens, targets)`; of a user's `model` what to do with it."""
+    """Python, with its imports, from the model to the loss of a batch, which the user draws."""
     if not question.preset:
-        return _of_users(question, choice)
+        return [NOTHING] if choice == question.have else _of_users(question, choice)
     options = [f'attention="{choice.attention}"']
     options += [f"padded_vocab_size={question.padded_vocab}"] if choice.padded else []
     options += [f"recipe=recipe.{CLASSES[choice.recipe]}()"] if choice.recipe else []
@@ -35,28 +38,54 @@ def code(question: Question, choice: Choice) -> list[str]:
     lines += made
     how = f'precision="{choice.precision}", mode="{choice.mode}"'
     how += ', optimizer="triton"' if choice.fused else ""
-    lines.append(f"step = TrainStep(model, Optim(), {how})")
+    lines.append(f"step = TrainStep(model, Optim(), {how})  # loss = step(tokens, targets)")
     return lines
 
 
 def _of_users(question: Question, choice: Choice) -> list[str]:
-    lines: list[str] = []
+    imports, made, call = _model(question)
+    lines = [made]
     theirs = rivals.load(choice.rival).adoption if choice.rival else None
     lines += theirs.code(question.vocab) if theirs else ()
     options = [f"recipe.{CLASSES[choice.recipe]}()"] if choice.recipe and not theirs else []
     options += [f'parts="{choice.parts}"'] if choice.parts else []
     if options:
-        lines += ["import te_bench.models as te"]
-        lines += ["from te_bench.models import recipe"] if choice.recipe else []
+        imports += ["import te_bench.models as te"]
+        imports += ["from te_bench.models import recipe"] if choice.recipe else []
         lines += [f"te.convert(model, {', '.join(options)})  # before the optimizer is made"]
-    if choice.attention in KERNELS:
-        lines += ["from torch.nn.attention import SDPBackend, sdpa_kernel"]
-        lines += [f"with sdpa_kernel(SDPBackend.{KERNELS[choice.attention]}):  # around forward and backward pass"]
-        lines += ["    ..."]
     if choice.mode == "compile":
         lines.append("model = torch.compile(model, dynamic=False)")
     elif choice.mode == "compile-reduce-overhead":
         lines.append('model = torch.compile(model, mode="reduce-overhead", dynamic=False)')
-    if choice.precision == "fp32":
-        return [*lines, "# float32: no autocast"]
-    return [*lines, "# the forward pass under torch.autocast(device, dtype=torch.bfloat16)"]
+    around = []
+    if choice.attention in KERNELS:
+        imports.append("from torch.nn.attention import SDPBackend, sdpa_kernel")
+        around.append(f"sdpa_kernel(SDPBackend.{KERNELS[choice.attention]})")
+    if choice.precision != "fp32":
+        around.append(f'torch.autocast("{question.device}", dtype=torch.bfloat16)')
+    imports = ["import torch", *imports] if around or choice.mode in COMPILED else imports
+    if not around:
+        return [*imports, *lines, "# float32: without autocast", call]
+    body = [call, "loss.backward()  # by the same kernel"] if choice.attention in KERNELS else [call]
+    return [*imports, *lines, f"with {', '.join(around)}:", *(f"    {line}" for line in body)]
+
+
+def _model(question: Question) -> tuple[list[str], str, str]:
+    """Imports, the line that makes the model, and the one that computes a loss, by what the command line says."""
+    problem = question.problem
+    move = '.to("cuda")' if question.device == "cuda" else ""
+    judge = str(problem.get("loss") or "").partition(":")
+    imports = [f"from {judge[0]} import {judge[2]}"] if judge[0] else []
+    call = (
+        f"loss = {judge[2]}(model(inputs), targets)" if judge[0] else "loss = model(inputs, targets)  # as you call it"
+    )
+    if "config" in problem:
+        named = json.loads(str(problem["config"])).get("architectures")
+        cls = named[0] if named else "AutoModelForCausalLM.from_config"
+        imports = [f"from transformers import AutoConfig, {cls.partition('.')[0]}", *imports]
+        config = f'AutoConfig.from_pretrained("{question.given.removeprefix(HUB)}")'
+        return imports, f"model = {cls}({config}){move}", call if judge[0] else "loss = model(**batch).loss"
+    module, _, factory = question.model.partition(":")
+    arguments = json.loads(str(problem.get("arguments", "{}")))
+    said = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return [f"from {module} import {factory}", *imports], f"model = {factory}({said}){move}", call

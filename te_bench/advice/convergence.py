@@ -51,7 +51,7 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
     if choice.precision == "fp32":
         return "Convergence: float32 rounds less than bf16; there is nothing to prove."
     if choice.recipe is None:
-        return "Convergence: the arithmetic is bf16's as before; there is nothing to prove."
+        return "Convergence: same bf16 arithmetic as now, so nothing changes."
     found = nearest(choice)
     if found is None:
         what = choice.rival or choice.recipe

@@ -4,10 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from te_bench.advice.advise import Evidence, peak, peaks, typical
+from te_bench.advice.advise import Evidence, lasting, peak, peaks, typical
 from te_bench.advice.candidates import Choice
 from te_bench.advice.convergence import nearest
 from te_bench.advice.parts import LINEAR, Part, PartTime
+from te_bench.experiments import host
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import Ratio, of_processes, speedup
 from te_bench.reports.analysis.ranking import rank_steps
@@ -15,6 +16,9 @@ from te_bench.reports.analysis.rows import Configuration, Group, Results
 from te_bench.reports.analysis.steps import measured_steps
 
 DECIDED, UNDECIDED = 0, 3  # exit codes
+MARGIN = 1.5  # of a budget over what all is expected to take, whose parts nobody knows yet
+AS_FAST = 1.01  # up to here a ratio says nothing
+WIDE = 1.5  # an interval's end over its beginning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +26,7 @@ class Decision:
     """The choice to use, and what it is compared with.
 
     speedup: over what the user has; None where that, or the choice, has no record. tied: choices that are not told apart
-    from it. undecided: why it is not known whether to change anything; None where it is.
+    from it. undecided: what to do while it is not known whether to change anything; None where it is. why: it is not.
     """
 
     use: Choice
@@ -35,6 +39,7 @@ class Decision:
     have_memory: float | None
     tied: tuple[Choice, ...]
     undecided: str | None
+    why: str
     runs: int
 
     @property
@@ -56,9 +61,9 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
         for choice, configuration in of_choice.items()
         if memory is None or (held := peak(configuration.ok)) is None or held <= memory
     }
-    best, tied, undecided = _best(fitting or of_choice, question.have, group.gpu)
+    best, tied, undecided, why = _best(fitting or of_choice, evidence, group.gpu)
     if not fitting:
-        undecided = "every step that was measured takes more than --memory; fewer sequences (--batch) take less"
+        undecided, why = "every step that was measured takes more than --memory", "Fewer sequences (--batch) take less."
     chosen, have = of_choice[best], of_choice.get(question.have)
     compiled = of_choice.get(Choice(attention=question.have.attention, mode="compile"))
     memory_of, have_memory = (peak(chosen.ok), None) if have is None else peaks(chosen.ok, have.ok)
@@ -73,6 +78,7 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
         have_memory=have_memory,
         tied=tuple(tied),
         undecided=undecided,
+        why=why,
         runs=len(chosen.ok),
     )
 
@@ -82,24 +88,70 @@ def group_of(results: Results, suite: str, environment: str) -> Group:
 
 
 def _best(
-    found: Mapping[Choice, Configuration], have: Choice, gpu: str | None
-) -> tuple[Choice, list[Choice], str | None]:
-    """The choice, those not told apart from it, and why it is undecided."""
+    found: Mapping[Choice, Configuration], evidence: Evidence, gpu: str | None
+) -> tuple[Choice, list[Choice], str | None, str]:
+    """The choice, those not told apart from it, and what is undecided and why."""
+    have = evidence.question.have
     by_id = {configuration.id: choice for choice, configuration in found.items()}
     repeated = [configuration for configuration in found.values() if len(configuration.ok) > 1]
     ranking = rank_steps(measured_steps(repeated, found.get(have), gpu))
     fastest = [by_id[step.configuration.id] for step in ranking.fastest]
     if not fastest:
-        best = min(found, key=lambda choice: typical(found[choice].ok))
-        if best == have and len(found) == 1:
-            return best, [], None if len(found[best].ok) > 1 else "nothing else was measured"
-        return best, [], "one run of each has no interval; a larger --budget repeats them"
+        return _of_single_runs(found, evidence)
     # The fewest changes; of recipes one with a published verdict; then the least memory.
     cheapest = min(fastest, key=lambda c: (c.changes(have), nearest(c) is None, peak(found[c].ok) or 0.0))
     tied = [choice for choice in fastest if choice != cheapest]
     if cheapest == have and tied:
-        return have, tied, f"{tied[0].words()} is not distinguished from it ({ranking.reason})"
-    return cheapest, tied, None
+        why = f"{_looked(found[have], found[tied[0]], tied[0])}, but {len(found[have].ok)} runs cannot tell"
+        return (
+            have,
+            tied,
+            _for_now(have),
+            f"{why}{_disturbed(found[have], found[tied[0]])}; on a quiet machine run it again.",
+        )
+    return cheapest, tied, None, ""
+
+
+def _of_single_runs(
+    found: Mapping[Choice, Configuration], evidence: Evidence
+) -> tuple[Choice, list[Choice], str | None, str]:
+    have = evidence.question.have
+    best = min(found, key=lambda choice: typical(found[choice].ok))
+    more = f"--budget {lasting(MARGIN * evidence.whole_s).replace(' ', '')}"
+    if best == have and len(found) == 1:
+        if not evidence.left_out:
+            return have, [], None, ""
+        steps = "1 more step" if evidence.missing == 1 else f"{evidence.missing} more steps"
+        only = f"in {lasting(evidence.budget_s)} only what you have was measured"
+        return have, [], only, f"{more} measures {steps}."
+    cannot = f"but one run of each cannot tell; {more} repeats them."
+    if have not in found:
+        return best, [], f"use {best.words()} for now", f"It is the fastest that was measured, {cannot}"
+    if best == have:
+        return have, [], _for_now(have), f"Nothing looked faster, {cannot}"
+    return have, [best], _for_now(have), f"{_looked(found[have], found[best], best)}, {cannot}"
+
+
+def _for_now(have: Choice) -> str:
+    return f"keep {have.words()} for now"
+
+
+def _looked(have: Configuration, other: Configuration, choice: Choice) -> str:
+    ratio = speedup(have, other)
+    return f"{choice.words()} looked " + (
+        f"{ratio.value:.3g} times as fast" if ratio is not None and ratio.value > AS_FAST else "as fast"
+    )
+
+
+def _disturbed(have: Configuration, other: Configuration) -> str:
+    """That the machine was busy and the interval is wide, in a clause; "" for neither."""
+    ratio = speedup(have, other)
+    said = []
+    if any(host.disturbance(record.device_state) for record in (*have.ok, *other.ok)):
+        said.append("the machine was busy")
+    if ratio is not None and ratio.low and ratio.high and ratio.high > WIDE * ratio.low:
+        said.append(f"the interval is {ratio.low:.2g} to {ratio.high:.2g} times")
+    return f" ({', '.join(said)})" if said else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,11 +163,18 @@ class LinearGain:
     bf16: PartTime
     fp8: PartTime | None
     recipe: str | None
+    step_s: float = math.inf  # of the step that has it in bf16
 
     @property
     def ratio(self) -> float | None:
         """Above 1: FP8 pays."""
         return None if self.fp8 is None else self.bf16.seconds / self.fp8.seconds
+
+    @property
+    def noisy(self) -> bool:
+        """Whether one of its times was disturbed: its calls differ much, or take longer than the step that they are of."""
+        times = [time for time in (self.bf16, self.fp8) if time is not None]
+        return any(time.noisy for time in times) or self.calls * self.bf16.seconds > self.step_s
 
     @property
     def saved_s(self) -> float | None:
@@ -138,6 +197,8 @@ class LinearGain:
 def linear_gains(evidence: Evidence) -> list[LinearGain]:
     """Each size of Linear whose time in bf16 is known, the most expensive first."""
     found = []
+    have = evidence.question.have
+    step_s = typical(evidence.steps[have]) if have in evidence.steps else math.inf
     for sizes, calls in evidence.made.linears.items():
         problem = tuple(zip(("tokens", "in_features", "out_features"), sizes, strict=True))
         own = {part: time for part, time in evidence.times.items() if part[:2] == (LINEAR, problem)}
@@ -146,7 +207,8 @@ def linear_gains(evidence: Evidence) -> list[LinearGain]:
             continue
         fp8 = {part.rival: time for part, time in own.items() if part.precision == "fp8"}
         best = min(fp8, key=lambda name: fp8[name].seconds, default=None)
-        found.append(LinearGain(sizes=sizes, calls=calls, bf16=half, fp8=fp8[best] if best else None, recipe=best))
+        fastest = fp8[best] if best else None
+        found.append(LinearGain(sizes=sizes, calls=calls, bf16=half, fp8=fastest, recipe=best, step_s=step_s))
     return sorted(found, key=lambda gain: -gain.calls * gain.bf16.seconds)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.advice import answer
-from te_bench.advice.advise import Evidence, peak, typical
+from te_bench.advice.advise import Evidence, extent, noisy, peak, typical
 from te_bench.advice.candidates import Choice
 from te_bench.advice.code import code
 from te_bench.advice.decision import Decision, LinearGain, linear_gains
@@ -23,6 +23,7 @@ from te_bench.reports.page.table import Table, Value, number, table_of, word
 from te_bench.reports.page.template import rendered
 
 KINDS = {LINEAR: cost.GEMM, ATTENTION: cost.ATTENTION, HEAD: cost.LOSS}  # of parts that were timed alone
+NOISY_PARTS = "Noisy: its calls differ much, or take longer alone than the step that they are of."
 WORDS = {ATTENTION: "attention", HEAD: "head and loss"}
 
 
@@ -37,6 +38,7 @@ def write_page(evidence: Evidence, decision: Decision, findings: Sequence[Findin
         "sentences": others,
         "code": code(evidence.question, decision.use),
         "drawings": [drawing],
+        "drawn": "The step today; advised: the same" if decision.keeps else "The step today and as advised",
         "by_kind": "By the kernels of one step under the profiler."
         if _profile(evidence, decision.use)
         else "A CPU's step by its parts as they were timed alone; rest is what they leave of the measured step.",
@@ -77,7 +79,8 @@ def _steps(evidence: Evidence, decision: Decision) -> Drawing:
     for choice in shown:
         parts = {kind: 1e3 * seconds for kind, seconds in by_kind(evidence, choice).items()}
         step = 1e3 * typical(evidence.steps[choice])
-        whose = "today" if choice == decision.have else "advised"
+        today = "today and as advised" if decision.keeps else "today"
+        whose = today if choice == decision.have else "advised"
         stacks.append(
             Stack(
                 name=f"{whose}: {choice.words()}",
@@ -96,7 +99,7 @@ def _gains(gains: Sequence[LinearGain]) -> Table | None:
     rows = [
         {
             "Linear": word(f"{g.sizes[1]} to {g.sizes[2]}, {g.sizes[0]} rows"),
-            "Gain a step, ms": number(g.saved_s, _signed_ms),
+            "Gain a step, ms": Value(text=_marked(_signed_ms(g.saved_s), noisy=g.noisy), sort=g.saved_s),
             "FP8 over bf16": number(g.ratio, lambda ratio: text.MISSING if ratio is None else text.times(ratio)),
             "Calls": number(g.calls, text.count),
             "bf16, ms": number(g.bf16.seconds, text.milliseconds),
@@ -105,8 +108,12 @@ def _gains(gains: Sequence[LinearGain]) -> Table | None:
         }
         for g in gains
     ]
-    note = "Forward and both gradients of one call, with every cast; below 1× FP8 loses."
+    note = f"Forward and both gradients of one call, with every cast; below 1× FP8 loses. {NOISY_PARTS}"
     return table_of("linears", "The gain of each Linear in FP8", rows, note)
+
+
+def _marked(value: str, *, noisy: bool) -> str:
+    return f"{value}, noisy" if noisy else value
 
 
 def _signed_ms(seconds: float | None) -> str:
@@ -119,12 +126,12 @@ def _others(evidence: Evidence) -> Table | None:
     rows = [
         {
             "Part": word(f"{WORDS[part.workload]} by {part.rival}"),
-            "One call, ms": number(time.seconds, text.milliseconds),
+            "One call, ms": Value(text=_marked(text.milliseconds(time.seconds), noisy=time.noisy), sort=time.seconds),
             "Problem": word(_problem(part)),
         }
         for part, time in sorted(found, key=lambda item: (item[0].workload, item[1].seconds))
     ]
-    note = "Forward and backward, each part alone."
+    note = f"Forward and backward, each part alone. {NOISY_PARTS}"
     return table_of("parts", "Attention and heads", rows, note)
 
 
@@ -144,17 +151,23 @@ def _verified(evidence: Evidence) -> Table | None:
         guessed = None if choice in evidence.question.frames or prediction is None else prediction.seconds
         measured = typical(records)
         off = None if guessed is None else guessed / measured - 1
+        low, high = map(text.milliseconds, extent(records))
+        wide = noisy(records)
+        said = text.milliseconds(measured)
         rows.append(
             {
                 "Step": word(choice.words()),
-                "Measured, ms": number(measured, text.milliseconds),
+                "Measured, ms": Value(text=f"{said}, noisy: {low} to {high}" if wide else said, sort=measured),
                 "Predicted, ms": number(guessed, text.milliseconds),
                 "Off by": Value(text=text.MISSING if off is None else f"{100 * off:+.1f} %", sort=off),
                 "Peak, GiB": number(peak(records), text.gib),
                 "Runs": number(len(records), text.count),
             }
         )
-    note = "Predictions as they were before anything was verified; a step without one was measured first."
+    note = (
+        "Predictions as they were before anything was verified; a step without one was measured first. "
+        "Noisy: the slowest run took over 1.2 times the fastest."
+    )
     return table_of("steps-measured", "Steps that were measured", rows, note)
 
 

@@ -15,6 +15,7 @@ SAMPLES = {LINEAR: ("kernel_s",), ATTENTION: ("forward_s", "backward_s"), HEAD: 
 #: Of a part's samples the quantile that predictions take: on a CPU whose other core is busy half of all calls may take a
 #: hundred times as long (24 ms in place of 0.25; two vCPUs, AMD EPYC), and the fastest quarter still says what it takes.
 QUIET = 0.25
+NOISY = 1.5  # a part whose upper quartile is more than so many times its lower one
 
 
 class Part(NamedTuple):
@@ -112,22 +113,33 @@ def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartTime:
-    """Seconds of a part alone; products: of its matrix products, where a profile tells them from its casts."""
+    """Seconds of a part alone; products: of its matrix products, where a profile tells them from its casts.
+
+    spread: the upper quartile of its times over the lower one.
+    """
 
     seconds: float
     products: float | None
     record: Record
+    spread: float = 1.0
+
+    @property
+    def noisy(self) -> bool:
+        return self.spread > NOISY
 
 
 def time_of(part: Part, record: Record | None) -> PartTime | None:
     """None where the trial has no result."""
     if record is None or record.outcome != "ok":
         return None
-    quiet = [quantile(seconds_of(record, sample), QUIET) for sample in SAMPLES[part.workload]]
+    quiet, loud = (
+        [quantile(seconds_of(record, sample), q) for sample in SAMPLES[part.workload]] for q in (QUIET, 1 - QUIET)
+    )
     if not all(quiet):
         return None
     profile = record.work.get("kernel_s")
     products = None
     if part.workload == LINEAR and isinstance(profile, Mapping):
         products = sum(finite(s) or 0.0 for kernel, s in profile.items() if layers.kind_of(kernel) == "GEMM")
-    return PartTime(seconds=sum(seconds for seconds in quiet if seconds), products=products or None, record=record)
+    seconds, slow = (sum(value for value in values if value) for values in (quiet, loud))
+    return PartTime(seconds=seconds, products=products or None, record=record, spread=slow / seconds)

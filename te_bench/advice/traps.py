@@ -1,16 +1,16 @@
 """What costs users most and no tool tells them, found in the records of a model as it is. Pure; no torch."""
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from te_bench.advice.advise import Evidence
+from te_bench.advice.advise import Evidence, extent, typical
 from te_bench.advice.candidates import Choice
 from te_bench.advice.decision import LinearGain, linear_gains
 from te_bench.experiments.spec import Record
-from te_bench.reports.analysis.measures import of_process
 from te_bench.reports.page import text
 
 MULTIPLE = 64  # of a vocabulary that GEMMs like
@@ -35,10 +35,13 @@ class Finding:
     mend: str
     records: tuple[str, ...]
     seconds: float | None = None
+    noisy: bool = False  # the times that tell the cost
 
     @property
     def cost(self) -> str:
-        return "not measured" if self.seconds is None else f"{text.milliseconds(self.seconds)} ms a step"
+        if self.seconds is None:
+            return "not measured"
+        return f"{text.milliseconds(self.seconds)} ms a step{' (noisy)' if self.noisy else ''}"
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__} | {"records": list(self.records)}
@@ -47,20 +50,27 @@ class Finding:
 def of_evidence(evidence: Evidence) -> list[Finding]:
     """The traps of the model as the user has it; a Linear too small for FP8 is one where the GPU has FP8."""
     question, have = evidence.question, evidence.question.have
-    eager, compiled = (
-        next(iter(evidence.steps.get(dataclasses.replace(have, mode=mode), ())), None) for mode in ("eager", "compile")
-    )
+    costs = _measured(evidence)
+    eager, compiled = (evidence.steps.get(dataclasses.replace(have, mode=mode), ()) for mode in ("eager", "compile"))
     return findings(
         evidence.survey,
         eager,
         compiled,
         linear_gains(evidence) if question.device == "cuda" else (),
         vocab=question.vocab,
-        seconds=_measured(evidence),
+        seconds={name: cost.seconds for name, cost in costs.items()},
+        noisy={name for name, cost in costs.items() if cost.noisy},
     )
 
 
-def _measured(evidence: Evidence) -> dict[str, float]:
+class _Cost(NamedTuple):
+    """Seconds of a step, by parts alone."""
+
+    seconds: float
+    noisy: bool
+
+
+def _measured(evidence: Evidence) -> dict[str, _Cost]:
     """What parts alone say that a trap costs: attention beside the fastest, an odd vocabulary beside the padded one."""
     question = evidence.question
     have = question.have
@@ -68,36 +78,39 @@ def _measured(evidence: Evidence) -> dict[str, float]:
         "vocabulary": [dataclasses.replace(have, padded=True)],
         "attention": [dataclasses.replace(have, attention=name) for name in {c.attention for c in question.choices}],
     }
-    saved = {
-        name: max((_saved(evidence, choice) or 0.0 for choice in choices), default=0.0)
-        for name, choices in mended.items()
-    }
-    return {name: seconds for name, seconds in saved.items() if seconds > 0}
+    saved = {name: max(_saved(evidence, choice) for choice in choices) for name, choices in mended.items()}
+    return {name: cost for name, cost in saved.items() if cost.seconds > 0}
 
 
-def _saved(evidence: Evidence, choice: Choice) -> float | None:
-    """Seconds that the choice saves over what the user has, by parts alone; None where one was not timed."""
+def _saved(evidence: Evidence, choice: Choice) -> _Cost:
+    """What the choice saves over what the user has; 0 where a part was not timed."""
     prediction = evidence.predictions.get(choice)
-    return None if prediction is None else sum(prediction.gains.values())
+    if prediction is None:
+        return _Cost(0.0, noisy=False)
+    return _Cost(sum(prediction.gains.values()), any(evidence.times[part].noisy for part in prediction.parts))
 
 
 def findings(
     survey: Record,
-    eager: Record | None,
-    compiled: Record | None,
+    eager: Sequence[Record],
+    compiled: Sequence[Record],
     gains: Sequence[LinearGain] = (),
     *,
     vocab: int | None = None,
     seconds: Mapping[str, float] | None = None,
+    noisy: Collection[str] = (),
 ) -> list[Finding]:
     """Every trap that the records of a model as it is show, the dearest first.
 
-    eager, compiled: its whole steps. gains: of its Linears, where the GPU has FP8. vocab: its own, where the survey saw no
-    logits. seconds: what a trap of that name was measured to cost.
+    eager, compiled: runs of its whole steps. gains: of its Linears, where the GPU has FP8. vocab: its own, where the survey
+    saw no logits. seconds: what a trap of that name was measured to cost; noisy: those whose times were disturbed.
     """
     found = [*_of_survey(survey, vocab), *_of_compile(eager, compiled), *_of_fp8(gains)]
     known = seconds or {}
-    priced = [f if f.seconds is not None else dataclasses.replace(f, seconds=known.get(f.name)) for f in found]
+    priced = [
+        f if f.seconds is not None else dataclasses.replace(f, seconds=known.get(f.name), noisy=f.name in noisy)
+        for f in found
+    ]
     return sorted(priced, key=lambda finding: -(finding.seconds or 0.0))
 
 
@@ -198,48 +211,67 @@ def _dropout(work: Mapping[str, Any], shown: tuple[str, ...]) -> Iterator[Findin
         )
 
 
-def _fast_kernel(record: Record | None) -> bool:
-    return record is not None and any(FAST_KERNEL.search(name) for name in record.kernels)
+def _fast_kernel(record: Record) -> bool:
+    return any(FAST_KERNEL.search(name) for name in record.kernels)
 
 
-def _of_compile(eager: Record | None, compiled: Record | None) -> Iterator[Finding]:
-    if compiled is None:
+def _of_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator[Finding]:
+    if not compiled:
         return
-    if eager is not None and _fast_kernel(eager) and not _fast_kernel(compiled):
-        slow = any(MEM_EFFICIENT.search(name) for name in compiled.kernels)
+    first = compiled[0]
+    if eager and _fast_kernel(eager[0]) and not _fast_kernel(first):
+        slow = any(MEM_EFFICIENT.search(name) for name in first.kernels)
         yield Finding(
             name="compiled_attention",
             what="Under torch.compile attention loses its fast kernel"
             + (": the memory-efficient one runs." if slow else ": none of SDPA's runs."),
             why="the model gives it a mask there that it does not give in eager mode, or it is traced as plain products",
             mend="Leave torch.compile out, or pin the kernel and leave the mask out where it is the causal one.",
-            records=(eager.trial.id, compiled.trial.id),
+            records=(eager[0].trial.id, first.trial.id),
         )
-    breaks = compiled.work.get("graph_breaks")
+    breaks = first.work.get("graph_breaks")
     if breaks:
         yield Finding(
             name="graph_breaks",
-            what=f"torch.compile breaks the graph {breaks} times.",
+            what=f"torch.compile breaks the graph {breaks} {'times' if breaks > 1 else 'time'}.",
             why="each piece is compiled by itself, and Python runs between them",
             mend="TORCH_LOGS=graph_breaks python train.py names the lines; take them out of forward.",
-            records=(compiled.trial.id,),
+            records=(first.trial.id,),
         )
-    before, after = (None if r is None else of_process(r, "latency_s") for r in (eager, compiled))
-    if eager is not None and before and after and after > SLOWER * before:
+    if eager:
+        yield from _slower_compile(eager, compiled)
+
+
+def _slower_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator[Finding]:
+    """A fact where every compiled run is slower than every eager one of several; of one run of each a remark."""
+    before, after = typical(eager), typical(compiled)
+    beyond = extent(compiled)[0] > SLOWER * extent(eager)[1]
+    if not math.isfinite(after) or after <= SLOWER * before:
+        return
+    said = f"{text.milliseconds(after)} ms in place of {text.milliseconds(before)}"
+    shown = tuple(record.trial.id for record in (*eager, *compiled))
+    if beyond and len(eager) + len(compiled) > 2:
         yield Finding(
             name="compile",
-            what=f"torch.compile makes the step slower: {text.milliseconds(after)} ms in place of "
-            f"{text.milliseconds(before)}.",
-            why="what it fuses saves less than what it changes costs, attention's kernel say",
+            what=f"torch.compile makes the step slower: {said}.",
+            why="it saves less by fusing than it loses elsewhere, for example by another attention kernel",
             mend="Leave torch.compile out.",
-            records=(eager.trial.id, compiled.trial.id),
+            records=shown,
             seconds=after - before,
+        )
+    elif len(compiled) == 1:
+        yield Finding(
+            name="compile",
+            what=f"torch.compile looked slower (one run): {said}; not decided.",
+            why="if it is, it saves less by fusing than it loses elsewhere, for example by another attention kernel",
+            mend="A larger --budget, or a quiet machine, tells.",
+            records=shown,
         )
 
 
 def _of_fp8(gains: Sequence[LinearGain]) -> Iterator[Finding]:
     for gain in gains:
-        if gain.fp8 is None or gain.ratio is None or gain.ratio >= 1:
+        if gain.fp8 is None or gain.ratio is None or gain.ratio >= 1 or gain.noisy:
             continue
         rows, k, n = gain.sizes
         yield Finding(

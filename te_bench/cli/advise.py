@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 import sys
 import time
@@ -17,7 +18,7 @@ from te_bench.cli.options import Device, Fresh, Gpus, find_gpus, results_of
 if TYPE_CHECKING:
     from te_bench.advice.advise import Evidence
     from te_bench.advice.candidates import Question
-    from te_bench.experiments.spec import Record, Trial
+    from te_bench.experiments.spec import Options, Record, Trial
 
 NOTHING = 4
 BUDGET = "10min"
@@ -41,7 +42,9 @@ def advise(
         str | None, typer.Option(metavar="SIZE", help="What a step may take, 80GiB say. Default: all there is.")
     ] = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="What all may take: 90s, 10min, 1h.")] = BUDGET,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/advise-MODEL.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: runs/advise-MODEL, and what else you say of it.")
+    ] = None,
     device: Device = None,
     gpus: Gpus = None,
     fresh: Fresh = False,
@@ -51,7 +54,7 @@ def advise(
     from te_bench.advice import candidates
     from te_bench.advice.advise import NothingMeasured, Run
     from te_bench.experiments import environment, run_options
-    from te_bench.experiments.spec import ADVICE, DEVICES, Options
+    from te_bench.experiments.spec import DEVICES, Options
     from te_bench.experiments.store import own
 
     where = device or environment.default_device()
@@ -74,7 +77,9 @@ def advise(
     chosen = found[:1]
     capability = tuple(chosen[0]["capability"]) if chosen and chosen[0].get("capability") else None
     question = candidates.of_model(asked, capability)
-    directory = results_of(ADVICE, asked, out)
+    directory = out or folder(asked)
+    if not fresh:
+        _same_question(directory, question)
     own(directory / "advice")
     machine = environment.capture(where, chosen)
     assert asked.budget_s is not None
@@ -93,6 +98,32 @@ def advise(
         print(f"Nothing could be measured: {nothing}")
         raise typer.Exit(NOTHING) from None
     raise typer.Exit(_answer(evidence, directory, machine["id"], limit))
+
+
+def folder(asked: "Options") -> Path:
+    """Of one question: the model's, and what else the command line says of it."""
+    from te_bench.experiments.spec import ADVICE
+
+    said = [*(asked.model_args or ()), *(path for path in (asked.inputs, asked.loss) if path)]
+    said += [f"b{asked.batch}"] if asked.batch else []
+    said += [f"t{asked.tokens}"] if asked.tokens else []
+    path = results_of(ADVICE, asked, None)
+    return path.with_name("-".join([path.name, *(re.sub(r"[^A-Za-z0-9._-]", "-", word) for word in said)]))
+
+
+def _same_question(directory: Path, question: "Question") -> None:
+    """Raise ValueError for a folder with the answer to another: its steps would be ranked beside this one's."""
+    from te_bench.experiments import store
+    from te_bench.experiments.spec import ADVICE
+
+    plans = store.load(directory).plans if store.written(directory) else []
+    baseline = question.trial(question.have).cell
+    other = next((plan for plan in plans if plan.suite == ADVICE and plan.baseline != baseline), None)
+    if other is not None:
+        raise ValueError(
+            f"{directory} holds the answer on another model, code or device ({' '.join(other.asked)}): name another folder "
+            "with --out, or set that answer aside with --fresh"
+        )
 
 
 class _Trials:

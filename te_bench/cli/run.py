@@ -96,7 +96,7 @@ def carry_out(
         store.add_plan(Plan.of(experiment, here))
         done = len(trials) - len(runner.to_do(trials, store.journal, here, retry=retry))
         if done:
-            print(f"{done} of {len(trials)} trials are already in {directory}")
+            print(f"{done} of {len(trials)} {'trials are' if len(trials) > 1 else 'trial is'} already in {directory}")
         try:
             with Progress(len(trials), done, len(slots)) as progress:
                 runner.run(
@@ -113,7 +113,9 @@ def carry_out(
         except KeyboardInterrupt:
             left = len(runner.to_do(trials, store.journal, here, retry=retry))
             again = shlex.join(word for word in sys.argv[1:] if word != "--fresh")
-            print(f"\nStopped with {left} trials to go{unchanged}. To go on: te-bench {again}")
+            print(
+                f"\nStopped with {left} {'trial' if left == 1 else 'trials'} to go{unchanged}. To go on: te-bench {again}"
+            )
             raise typer.Exit(130) from None
         return [store.journal.records[trial.id, here] for trial in trials]
 

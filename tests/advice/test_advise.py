@@ -1,16 +1,18 @@
 """Advice on a simulated machine: what is measured, predicted, verified and decided."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 from advice_machine import Machine, decided, fused, gathered, question
-from journals import record, trial
+from journals import record, step_record, trial
 
-from te_bench.advice import advise
+from te_bench.advice import advise, answer
 from te_bench.advice.advise import NothingMeasured
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Trial
+from te_bench.reports.analysis.measures import of_processes
 
 
 def test_the_fastest_is_found_predicted_and_verified(tmp_path: Path) -> None:
@@ -79,8 +81,25 @@ def test_equal_steps_are_undecided_and_the_cheapest_is_named(tmp_path: Path) -> 
     found = decided(machine, gathered(machine), tmp_path)
     assert found.exit_code == 3
     assert found.use == asked.have  # nothing to change
-    assert found.undecided is not None
-    assert "not distinguished" in found.undecided
+    assert found.undecided == f"keep {asked.have.words()} for now"
+    assert "3 runs cannot tell" in found.why
+    assert found.why.endswith("on a quiet machine run it again.")
+
+
+def test_an_interval_that_is_absurdly_wide_is_told_in_a_clause(tmp_path: Path) -> None:
+    asked = question("tiny", "cpu")
+    base = Machine(asked).step(asked.trial(asked.have))
+    have = asked.trial(asked.have).cell
+
+    def disturbed(trial: Trial) -> float:
+        return base / Machine(asked).step(trial) * ((1.0, 9.0, 1.2)[trial.seed] if trial.cell == have else 0.9)
+
+    machine = Machine(asked, times_of_step=disturbed)
+    found = decided(machine, gathered(machine), tmp_path)
+    assert found.use == asked.have
+    assert re.search(
+        r" looked [\d.]+ times as fast, but 3 runs cannot tell \(the interval is [\d.]+ to \d+ times\); ", found.why
+    )
 
 
 def test_one_run_of_each_decides_nothing(tmp_path: Path) -> None:
@@ -92,11 +111,47 @@ def test_one_run_of_each_decides_nothing(tmp_path: Path) -> None:
 
 
 def test_a_small_budget_leaves_out_and_says_so() -> None:
-    # A Machine takes no time: the budget is spent on what trials are expected to take, one stage at a time.
     machine = Machine(question())
-    evidence = gathered(machine, budget_s=100.0)
+    evidence = gathered(machine, budget_s=30.0)
     assert evidence.left_out
     assert len(machine.asked) < len(gathered_all())
+
+
+def takes(trial: Trial) -> float:
+    """Seconds, as of a small model on a CPU."""
+    return {"survey": 5.0, "train_step": 12.0 if trial.mode != "eager" else 5.0}.get(trial.workload, 1.5)
+
+
+@pytest.mark.parametrize("budget_s", [30.0, 45.0, 60.0, 90.0])
+def test_one_of_each_comes_before_repetitions_and_the_budget_is_used(budget_s: float) -> None:
+    machine = Machine(question("tiny", "cpu"), wall=takes)
+    evidence = gathered(machine, budget_s=budget_s)
+    steps = [trial for trial in machine.asked if trial.workload == "train_step"]
+    first_again = next((place for place, trial in enumerate(steps) if trial.seed), len(steps))
+    assert len({trial.cell for trial in steps[:first_again]}) >= 2
+    assert machine.clock <= budget_s
+    assert not evidence.left_out or budget_s - machine.clock < 13.0  # less than the dearest trial
+    assert len({trial.id for trial in machine.asked}) == len(machine.asked)
+    for records in evidence.steps.values():
+        assert len({record.trial.id for record in records}) == len(records)
+
+
+def test_where_only_what_the_user_has_was_measured_nothing_is_decided(tmp_path: Path) -> None:
+    machine = Machine(question("tiny", "cpu"), wall=takes)
+    found = decided(machine, gathered(machine, budget_s=10.0), tmp_path)
+    assert (found.keeps, found.exit_code) == (True, 3)
+    assert found.undecided == "in 10 s only what you have was measured"
+    assert re.fullmatch(r"--budget \d+(s|min) measures \d more steps\.", found.why)
+
+
+def test_the_opening_line_says_what_all_takes_and_what_the_budget_holds() -> None:
+    said: list[str] = []
+    for budget_s in (20.0, 6000.0):
+        gathered(Machine(question("tiny", "cpu")), budget_s=budget_s, say=said.append)
+    assert re.search(r"All of it takes about \d min; in your 20 s: the survey and 2 steps\.$", said[0])
+    assert re.search(
+        r"10 steps and the parts that decide are measured, about \d min; --budget allows 1\.7 h\.$", said[1]
+    )
 
 
 def gathered_all() -> list[Trial]:
@@ -121,6 +176,14 @@ def test_memory_is_compared_by_what_both_steps_show() -> None:
     steps = [[record(trial(seed=seed), samples=samples)] for seed, samples in enumerate((have, use))]
     assert advise.peaks(*steps) == [8.0, 6.0]
     assert advise.peak(steps[0]) == 5.0
+
+
+def test_runs_that_differ_are_told_by_the_mean_of_all_and_their_range() -> None:
+    """As the report tells them, not by the first run."""
+    runs = [step_record(trial(seed=seed), ms) for seed, ms in enumerate((95, 296, 564))]
+    assert advise.typical(runs) == of_processes(runs, "latency_s") == pytest.approx(0.2513, rel=0.01)
+    assert answer.measured_in_words(runs) == "251.2 ms a step (3 runs: 95.0 to 564.0)"
+    assert answer.measured_in_words(runs[:1]) == "95.0 ms a step"
 
 
 def test_where_all_takes_too_much_that_is_said(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def test_the_terminal_says_it_in_fifteen_lines(answered: Answered) -> None:
     for word in (
         "as fast as what you have",
         "3 runs of each",
-        "Predicted",
-        "measured",
+        "Predicted:",
+        "Measured:",
         "Convergence:",
         "GPU",
         'blocks="fused"',
@@ -87,6 +87,25 @@ def test_the_page_shows_today_and_the_advised_step(answered: Answered, tmp_path:
     assert (tmp_path / "advice" / "figures" / "steps.png").exists()
 
 
+def test_the_page_of_what_stays_says_so_and_each_table_has_one_title(tmp_path: Path) -> None:
+    asked = question()
+    have = asked.trial(asked.have).cell
+    machine = Machine(asked, times_of_step=lambda trial: 1.0 if trial.cell == have else 4.0)
+    evidence = gathered(machine)
+    index = page.write_page(evidence, decided(machine, evidence, tmp_path), [], tmp_path / "advice", "te-bench advise")
+    html = index.read_text()
+    assert "<h2>The step today; advised: the same</h2>" in html
+    assert "<caption>Steps that were measured</caption>" in html
+    assert "<h2>Steps that were measured</h2>" not in html
+
+
+def test_a_linear_that_takes_longer_alone_than_its_step_is_marked(answered: Answered) -> None:
+    evidence, _ = answered
+    gain = linear_gains(evidence)[0]
+    assert not gain.noisy
+    assert dataclasses.replace(gain, step_s=0.5 * gain.calls * gain.bf16.seconds).noisy
+
+
 def test_a_steps_kinds_add_up_to_no_more_than_the_step(answered: Answered) -> None:
     evidence, found = answered
     for choice in (found.have, found.use):
@@ -115,9 +134,11 @@ def test_the_code_compiles_and_says_the_choice(choice: Choice, wanted: list[str]
 
 def test_the_code_runs() -> None:
     asked = question("tiny", "cpu")
-    names: dict[str, Any] = {}
-    exec("\n".join(code.code(asked, Choice(attention="flash", head="chunked"))), names)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
+    names: dict[str, Any] = {}
+    lines = code.code(asked, Choice(attention="flash", head="chunked"))
+    assert lines[-1].endswith("  # loss = step(tokens, targets)")
+    exec("\n".join(lines), names)
     assert names["step"](tokens, tokens).item() > 0
 
 
@@ -140,7 +161,7 @@ def test_fp8_that_does_not_pay_says_from_which_width_on_it_would(answered: Answe
 
 def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> None:
     asked = question()
-    assert "nothing to prove" in convergence.in_words(asked, fused(), 0.02)
+    assert "nothing changes" in convergence.in_words(asked, fused(), 0.02)
     said = convergence.in_words(asked, fused("delayed_scaling"), 0.02)
     assert "INCONCLUSIVE" in said
     assert (
@@ -166,7 +187,7 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
     evidence = gathered(machine, budget_s=0.0)
     found = decided(machine, evidence, tmp_path)
     said = answer.terminal(evidence, found, [], "index.html")
-    assert said.startswith("Undecided: nothing else was measured")
+    assert said.startswith("Undecided: in 0 s only what you have was measured.")
     assert "No time for" in said
 
 

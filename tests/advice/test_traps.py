@@ -27,8 +27,10 @@ def survey(**changes: Any) -> Record:
     return record(trial("survey"), work={**CLEAN, **changes})
 
 
-def step(milliseconds: float, mode: str, breaks: int = 0) -> Record:
-    return record(trial(mode=mode), samples={"latency_s": [milliseconds / 1e3] * 20}, work={"graph_breaks": breaks})
+def step(milliseconds: float, mode: str, breaks: int = 0, seed: int = 0) -> Record:
+    return record(
+        trial(mode=mode, seed=seed), samples={"latency_s": [milliseconds / 1e3] * 20}, work={"graph_breaks": breaks}
+    )
 
 
 def gain(bf16_ms: float, fp8_ms: float) -> LinearGain:
@@ -61,7 +63,7 @@ PLANTED: dict[str, tuple[str, Mapping[str, Any], str]] = {
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_planted_trap_is_found_with_its_reason_and_its_mend(planted: str) -> None:
     name, changes, why = PLANTED[planted]
-    found = {finding.name: finding for finding in traps.findings(survey(**changes), None, None)}
+    found = {finding.name: finding for finding in traps.findings(survey(**changes), (), ())}
     assert why in found[name].why
     assert found[name].mend.endswith(".")
     assert found[name].records
@@ -70,15 +72,15 @@ def test_a_planted_trap_is_found_with_its_reason_and_its_mend(planted: str) -> N
 
 def test_a_clean_model_has_none() -> None:
     eager, compiled = step(20, "eager"), step(15, "compile")
-    assert traps.findings(survey(optimizer={"name": "AdamW", "fused": True}), eager, compiled, [gain(2, 1)]) == []
+    assert traps.findings(survey(optimizer={"name": "AdamW", "fused": True}), [eager], [compiled], [gain(2, 1)]) == []
 
 
 def test_a_compile_that_is_slower_and_graph_breaks_are_found_with_their_cost() -> None:
-    eager, compiled = step(78, "eager"), step(100, "compile", breaks=3)
-    slower, broken = traps.findings(survey(), eager, compiled)
+    eager, compiled = [step(78, "eager", seed=seed) for seed in range(3)], step(100, "compile", breaks=3)
+    slower, broken = traps.findings(survey(), eager, [compiled])
     assert slower.name == "compile"
     assert slower.seconds == pytest.approx(0.022)
-    assert slower.records == (eager.trial.id, compiled.trial.id)
+    assert slower.records == (*(record.trial.id for record in eager), compiled.trial.id)
     assert broken.name == "graph_breaks"
     assert "3 times" in broken.what
 
@@ -88,17 +90,33 @@ def test_a_compile_that_takes_attentions_fast_kernel_away_is_found() -> None:
     kernels = ["void pytorch_flash::flash_fwd_kernel<64>", "fmha_cutlassF_bf16_aligned_64x64", "nvjet_tst"]
     eager = dataclasses.replace(eager, kernels=[kernels[0], kernels[2]])
     for ran, said in (([kernels[1]], "memory-efficient"), ([kernels[2]], "none of SDPA's")):
-        (found,) = traps.findings(survey(), eager, dataclasses.replace(compiled, kernels=ran))
+        (found,) = traps.findings(survey(), [eager], [dataclasses.replace(compiled, kernels=ran)])
         assert (found.name, said in found.what) == ("compiled_attention", True)
-    assert traps.findings(survey(), eager, dataclasses.replace(compiled, kernels=eager.kernels)) == []
+    assert traps.findings(survey(), [eager], [dataclasses.replace(compiled, kernels=eager.kernels)]) == []
 
 
 def test_a_compile_that_is_no_slower_than_two_runs_differ_by_is_none() -> None:
-    assert traps.findings(survey(), step(100, "eager"), step(101, "compile")) == []
+    assert traps.findings(survey(), [step(100, "eager")], [step(101, "compile")]) == []
+
+
+def test_one_run_within_the_spread_of_the_others_decides_nothing() -> None:
+    """Of eager's runs one was slower than compile's only one; and of one run of each nobody knows the spread."""
+    spread = [step(ms, "eager", seed=seed) for seed, ms in enumerate((90, 95, 300))]
+    for eager in (spread, spread[:1]):
+        (found,) = traps.findings(survey(), eager, [step(250, "compile")])
+        assert "looked slower (one run)" in found.what
+        assert "not decided" in found.what
+        assert found.seconds is None
+
+
+def test_a_linear_whose_times_were_disturbed_is_no_trap() -> None:
+    noisy = gain(1.0, 1.5)
+    noisy = dataclasses.replace(noisy, fp8=noisy.fp8 and dataclasses.replace(noisy.fp8, spread=3.0))
+    assert traps.findings(survey(), (), (), [noisy, dataclasses.replace(gain(1.0, 1.5), step_s=0.005)]) == []
 
 
 def test_a_linear_that_is_too_small_for_fp8_is_found_with_its_cost() -> None:
-    (found,) = traps.findings(survey(), None, None, [gain(1.0, 1.5), gain(3.0, 2.0)])
+    (found,) = traps.findings(survey(), (), (), [gain(1.0, 1.5), gain(3.0, 2.0)])
     assert found.name == "small_fp8_layer"
     assert found.seconds == pytest.approx(12 * 0.5e-3)
     assert "768 to 768" in found.what
@@ -106,10 +124,14 @@ def test_a_linear_that_is_too_small_for_fp8_is_found_with_its_cost() -> None:
 
 def test_the_dearest_comes_first_and_costs_that_were_measured_are_told() -> None:
     found = traps.findings(
-        survey(vocab=50257, written_out=12), step(10, "eager"), step(12, "compile"), seconds={"attention": 0.05}
+        survey(vocab=50257, written_out=12),
+        [step(10, "eager", seed=seed) for seed in range(2)],
+        [step(12, "compile")],
+        seconds={"attention": 0.05},
+        noisy={"attention"},
     )
     assert [finding.name for finding in found] == ["attention", "compile", "vocabulary"]
-    assert [finding.cost for finding in found] == ["50.0 ms a step", "2.00 ms a step", "not measured"]
+    assert [finding.cost for finding in found] == ["50.0 ms a step (noisy)", "2.00 ms a step", "not measured"]
 
 
 class Planted(nn.Module):
@@ -129,7 +151,7 @@ class Planted(nn.Module):
 def test_a_model_that_trains_slowly_is_seen_through() -> None:
     adopted.pin(adopted.OWN)
     tokens = torch.zeros(2, 600, dtype=torch.int64)
-    found = traps.findings(record(trial("survey"), work=look(Planted(0.1), tokens, tokens, "bf16")), None, None)
+    found = traps.findings(record(trial("survey"), work=look(Planted(0.1), tokens, tokens, "bf16")), (), ())
     assert {finding.name for finding in found} == {"attention", "vocabulary", "logits", "dropout"}
     assert "math" in next(f.what for f in found if f.name == "attention")
 

@@ -1,10 +1,13 @@
 """Advice on a model that te-bench knows nothing of: what may be chosen, what is predicted, and the code."""
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from advice_machine import Machine, decided, gathered, survey_work
 
 from te_bench.advice import answer, candidates, code, convergence
@@ -87,7 +90,8 @@ def test_an_answer_for_it(asked: Question, tmp_path: Path) -> None:
     assert found.use.attention != OWN_ATTENTION or found.use.parts
     lines = code.code(asked, found.use)
     compile("\n".join(lines), "advice", "exec")
-    assert "mine:make" not in "\n".join(lines)  # it is done to the model that the user has
+    assert "from mine import make" in lines
+    assert 'model = make(width=128).to("cuda")' in lines
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,40 @@ def test_a_rival_that_is_not_there_is_left_out_with_its_reason(asked: Question) 
     names = ("liger", "torchao_rowwise", "torchao_tensorwise")
     evidence = gathered(Machine(asked, fails=dict.fromkeys(names, "unsupported")))
     assert {choice.rival for choice in evidence.wrong} == set(names)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(attention="flash"),
+        Choice(attention=OWN_ATTENTION, parts="all"),
+        Choice(attention=OWN_ATTENTION, precision="fp32"),
+    ],
+)
+def test_the_code_runs_as_it_is(choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ours.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    cpu = candidates.of_model(Options(device="cpu", model="ours:make", model_args=("width=64",)), None)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    names: dict[str, Any] = {"inputs": tokens, "targets": tokens}
+    exec("\n".join(code.code(cpu, choice)), names)
+    assert names["loss"].item() > 0
+    assert code.code(cpu, cpu.have) == ["# Nothing to change."]
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], None])
+def test_the_code_of_a_config_runs_as_it_is(architectures: list[str] | None, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    config |= {"num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "num_hidden_layers": 1}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | ({"architectures": architectures} if architectures else {})))
+    cpu = candidates.of_model(Options(device="cpu", model=str(path)), None)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    names: dict[str, Any] = {"batch": {"input_ids": tokens, "labels": tokens}}
+    exec("\n".join(code.code(cpu, Choice(attention="flash"))), names)
+    assert names["loss"].item() > 0
 
 
 def test_a_model_that_learns_no_text_gets_no_command(asked: Question) -> None:

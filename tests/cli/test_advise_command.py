@@ -35,7 +35,7 @@ def test_an_answer_from_real_trials(command: Command, tmp_path: Path) -> None:
         "advise", "--model", "tiny", "--tokens", 16, "--batch", 1, "--device", "cpu", "--budget", "1s", "--out", "run"
     )
     assert done.code == 3, done.err
-    assert "Undecided: nothing else was measured" in done.out
+    assert "Undecided: in 1 s only what you have was measured." in done.out
     assert "combinations" in done.out.splitlines()[0]
     said = json.loads((tmp_path / "run" / "advice.json").read_text())
     assert said["answer"]["seconds"] > 0
@@ -57,10 +57,45 @@ def test_an_answer_and_the_same_again_measures_nothing(command: Command, simulat
     first = len(simulated.asked)
     again = command(*words)
     assert again.code == 0
+    assert "1 of 1 trial is already in" in again.out
     assert len(simulated.asked) == first
     assert (tmp_path / "runs" / "advise-tiny" / "advice.json").exists()
     report = (tmp_path / "runs" / "advise-tiny" / "report" / "report.md").read_text()
     assert "    te-bench advise --model tiny --device cpu --out my-run\n" in report
+
+
+def test_each_question_has_a_folder_of_its_own(command: Command, simulated: Machine, tmp_path: Path) -> None:
+    words = ("advise", "--model", "tiny", "--device", "cpu", "--budget", "1s")
+    command(*words)
+    command(*words, "--batch", 2, "--tokens", 32)
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"advise-tiny", "advise-tiny-b2-t32"}
+
+
+def test_a_folder_of_another_question_is_refused(command: Command, simulated: Machine, tmp_path: Path) -> None:
+    words = ("advise", "--model", "tiny", "--device", "cpu", "--budget", "1s", "--out", "mine")
+    command(*words)
+    before = (tmp_path / "mine" / "journal.jsonl").read_bytes()
+    done = command(*words, "--batch", 2)
+    assert done.code == 2
+    assert done.err.startswith("te-bench: mine holds the answer on another model, code or device (--model tiny")
+    assert "name another folder with --out" in done.err
+    assert (tmp_path / "mine" / "journal.jsonl").read_bytes() == before
+    assert command(*words, "--batch", 2, "--fresh").code == 3
+
+
+def test_configs_in_folders_of_the_same_name_do_not_meet(command: Command, simulated: Machine, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    config |= {"num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64}
+    codes = []
+    for parent, layers in (("a", 1), ("b", 2)):
+        path = tmp_path / parent / "mine" / "config.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({**config, "num_hidden_layers": layers}))
+        done = command("advise", "--model", path, "--device", "cpu", "--budget", "1s")
+        codes.append(done.code)
+    assert codes == [3, 2]
+    assert "runs/advise-mine holds the answer on another model" in done.err
 
 
 def test_nothing_measured_ends_with_4(command: Command, simulated: Machine) -> None:

@@ -43,7 +43,9 @@ def test_every_gpu_runs_attention_norms_and_the_optimizer_in_triton(name: str) -
         ("RTX 4090", "quantize to FP8", "triton", "compiles, never run"),
         ("RTX 4090", "FP8 recipe", "delayed_scaling", "should run"),
         ("A100", "FP8 recipe", "delayed_scaling", "emulated: FP8 needs compute capability 8.9, this GPU has 8.0; "),
-        ("H100", "attention, bf16, heads of 64", "gluon", "compiles, never run"),
+        ("H100", "attention, bf16, heads of 64", "gluon", "measured"),
+        ("H100", "gemm, FP8 by tensor", "gluon", "compiles, never run"),
+        ("H100 PCIe", "attention, bf16, heads of 64", "gluon", "compiles, never run"),
         ("H200", "attention, bf16, heads of 64", "gluon", "measured"),
         ("H200", "gemm, FP8 by tensor", "gluon", "measured"),
         ("H200", "gemm, FP8 by block", "triton", "runs"),
@@ -75,10 +77,11 @@ def test_what_a_user_measured_on_another_gpu_counts(monkeypatch: pytest.MonkeyPa
     assert found["attention, bf16, heads of 128", "triton"] == "compiles, never run"
 
 
-def test_what_is_called_published_is_in_the_records() -> None:
+@pytest.mark.parametrize(("machine", "folder"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100")])
+def test_what_is_called_published_is_in_the_records(machine: str, folder: str) -> None:
     """Of attention, recipes and heads, which a trial names."""
     seen = set()
-    for path in [*RESULTS.glob("h200/*/journal.jsonl"), *RESULTS.glob("h200/*/journal.jsonl.xz")]:
+    for path in RESULTS.glob(f"{folder}/*/journal.jsonl*"):
         with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as journal:
             for line in journal:
                 body = json.loads(line)["body"]
@@ -86,7 +89,7 @@ def test_what_is_called_published_is_in_the_records() -> None:
                     head = trial["problem"].get("head", "reference")
                     seen |= {("attention", trial["attention"]), ("linear cross-entropy", head)}
                     seen |= {("FP8 recipe", trial.get("recipe"))}
-    claimed = gpu_support.PUBLISHED["NVIDIA H200"]
+    claimed = gpu_support.PUBLISHED[machine]
     for operator in ("attention", "FP8 recipe", "linear cross-entropy"):
         assert {(operator, name) for name in claimed[operator]} <= seen
 

@@ -79,8 +79,10 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     Models with dropout are compared without it, in the trial's mode: random masks cannot be.
     """
     if trial_model.config_of(trial).dropout:
-        trial = dataclasses.replace(trial, problem={**trial.problem, "dropout": 0.0})
-        step = trial_model.step_of(trial)
+        without = dataclasses.replace(trial, problem={**trial.problem, "dropout": 0.0})
+        checked = check_step(without, tokens, targets, trial_model.step_of(without))
+        torch._dynamo.reset()  # of the trial's own step nothing is compiled anew
+        return checked
     settle(trial.recipe, lambda: step.gradients(tokens, targets))
     ours = Gradients.of_step(step, tokens, targets)
     p = StepProblem.of(trial)

@@ -29,9 +29,10 @@ ROWS: dict[str, tuple[tuple[str, str], ...]] = {
     "GEMM in FP8: scaled_mm, cuBLASLt's": (("gemm, FP8 by tensor", "scaled_mm"), ("gemm, FP8 by row", "scaled_mm")),
     "GEMM in FP8 by blocks: triton": (("gemm, FP8 by block", "triton"),),
     "GEMM in FP8 by blocks: scaled_mm, cuBLASLt's": (("gemm, FP8 by block", "scaled_mm"),),
-    "recipes: delayed_scaling, float8_current_scaling, rowwise_scaling": tuple(
-        ("FP8 recipe", name) for name in ("delayed_scaling", "float8_current_scaling", "rowwise_scaling")
+    "recipes: delayed_scaling, float8_current_scaling": tuple(
+        ("FP8 recipe", name) for name in ("delayed_scaling", "float8_current_scaling")
     ),
+    "recipe: rowwise_scaling": (("FP8 recipe", "rowwise_scaling"),),
     "recipe: float8_block_scaling": (("FP8 recipe", "float8_block_scaling"),),
     "recipe: float8_current_scaling_dpa": (("FP8 recipe", "float8_current_scaling_dpa"),),
 }  # fmt: skip
