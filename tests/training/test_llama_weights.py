@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from weight_logits import VOCAB, assert_same, logits, tokens
 
 from te_bench.models.configs import RopeScaling
 from te_bench.models.decoder import Decoder
@@ -25,7 +26,7 @@ TINY = LlamaConfig(
     num_key_value_heads=2,
     head_dim=16,  # not 32 / 4
     block_size=24,
-    vocab_size=51,
+    vocab_size=VOCAB,
     rope_theta=500.0,
     rms_norm_eps=1e-3,
 )
@@ -52,20 +53,6 @@ def a_model(*, padded: int | None = None, seed: int = 0, **changes: Any) -> Deco
             elif "embed" not in name:
                 p.mul_(8)
     return model
-
-
-def tokens() -> Tensor:
-    return torch.randint(0, TINY.vocab_size, (3, 24), generator=torch.Generator().manual_seed(1))
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model.logits(tokens()) if isinstance(model, Decoder) else model.eval()(tokens()).logits
-
-
-def assert_same(ours: Tensor, theirs: Tensor) -> None:
-    assert theirs.std() > 0.05
-    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * theirs.abs().max().item())
 
 
 @pytest.mark.parametrize("padded", [None, 64])

@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from weight_logits import VOCAB, assert_same, logits, tokens
 
 from te_bench.models.recipe import float8_current_scaling
 from te_bench.models.zoo.gpt import GPT, GPTConfig
 from te_bench.training import weights
 
-TINY = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=51, dropout=0.1)
+TINY = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=VOCAB, dropout=0.1)
 
 
 def a_model(seed: int = 0, *, padded: int | None = None, attention: str = "manual", **changes: Any) -> GPT:
@@ -29,20 +30,6 @@ def a_model(seed: int = 0, *, padded: int | None = None, attention: str = "manua
             elif "wte" not in name:
                 p.mul_(8)
     return model
-
-
-def tokens() -> Tensor:
-    return torch.randint(0, TINY.vocab_size, (3, 24), generator=torch.Generator().manual_seed(1))
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model.logits(tokens()) if isinstance(model, GPT) else model.eval()(tokens()).logits
-
-
-def assert_same(ours: Tensor, theirs: Tensor) -> None:
-    assert theirs.std() > 0.05
-    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * theirs.abs().max().item())
 
 
 @pytest.mark.parametrize("padded", [None, 64])
