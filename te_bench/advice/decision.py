@@ -221,7 +221,7 @@ def fp8_in_words(gains: Sequence[LinearGain], device: str, use: Choice) -> str:
         return "FP8 does not pay on a CPU, which emulates it: this says nothing about a GPU."
     if not known:
         return "Whether FP8 pays was not measured."
-    bf16, fp8 = (sum(g.calls * t.seconds for g in known for t in [getattr(g, of)]) for of in ("bf16", "fp8"))
+    bf16, fp8 = (sum(g.calls * getattr(g, of).seconds for g in known) for of in ("bf16", "fp8"))
     said = f"FP8 does not pay: its Linears take {fp8 * 1e3:.3g} ms a step, bf16's {bf16 * 1e3:.3g}"
     wider = [gain.pays_from for gain in known if gain.pays_from is not None and gain.pays_from > 1]
     if fp8 < bf16:

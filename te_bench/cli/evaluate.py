@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from te_bench.cli.options import Device, Json
-
-INCOMPLETE = 4
+from te_bench.cli.run import INCOMPLETE
 
 
 def evaluate(

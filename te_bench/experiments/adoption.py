@@ -14,9 +14,8 @@ from te_bench.experiments.problems import PROBLEMS, StepProblem
 from te_bench.experiments.run_options import Options
 from te_bench.experiments.spec import OWN_ATTENTION, Experiment, Trial
 from te_bench.models import rivals, sources
-from te_bench.models.sources import Facts, Source
+from te_bench.models.sources import PINNED, Facts, Source
 
-PINNED = ("math", "mem_efficient", "flash", "cudnn")  # kernels of PyTorch that a model's attention can be held to
 MANUAL = "manual"
 OURS = {"head": "heads", "blocks": "fused blocks"}
 LADDERS = ("speed", "nanogpt")  # suites that ask for the fastest step

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,13 +37,13 @@ from te_bench.models.calling import forward_of, judged, loss_of, shown
 from te_bench.models.decoder import move
 from te_bench.models.recipe import Recipe
 from te_bench.models.rivals import Adoption
-from te_bench.models.sources import Refused, Source, on_one_line
+from te_bench.models.sources import PINNED, Refused, Source, on_one_line
 
 OWN = "own"  # attention as the model and PyTorch choose it: experiments.spec.OWN_ATTENTION
-#: Kernels of scaled_dot_product_attention that can be pinned, by te-bench's names; torch.backends.cuda.enable_*_sdp.
-PINNED = {"math": "math", "mem_efficient": "mem_efficient", "flash": "flash", "cudnn": "cudnn"}
 #: {attention: what transformers calls it}: the same attention written out, and those that are kernels of SDPA.
 IMPLEMENTATIONS = {"manual": "eager", **dict.fromkeys(PINNED, "sdpa")}
+
+T = TypeVar("T")
 
 LAYERS = ("layers", "num_layers", "n_layer", "n_layers")  # parameters of a factory that say how deep
 
@@ -243,14 +243,19 @@ def imagined(source: Source) -> contextlib.AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def without_memory(source: Source, work: Callable[[], T]) -> T:
+    """What work() returns, on tensors as `imagined` has them; on real ones where its result depends on numbers."""
+    try:
+        with imagined(source):
+            return work()
+    except UNIMAGINABLE:
+        return work()
+
+
 @functools.cache
 def described(source: Source) -> Made:
     """The source's model for what is asked of it and not computed: with weights only where it cannot be made without."""
-    try:
-        with imagined(source):
-            return make(source, attention=OWN, device="cpu")
-    except UNIMAGINABLE:
-        return make(source, attention=OWN, device="cpu")
+    return without_memory(source, lambda: make(source, attention=OWN, device="cpu"))
 
 
 class Adopted(nn.Module):
@@ -371,8 +376,8 @@ def perturb(module: nn.Module, seed: int, ulps: int) -> None:
 
 def pin(attention: str) -> None:
     """Let scaled_dot_product_attention run that kernel alone, or choose for itself among all."""
-    for name, kernel in PINNED.items():
-        enable = getattr(torch.backends.cuda, f"enable_{kernel}_sdp")
+    for name in PINNED:
+        enable = getattr(torch.backends.cuda, f"enable_{name}_sdp")
         enable(attention == name or attention not in PINNED)
 
 

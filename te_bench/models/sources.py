@@ -25,6 +25,8 @@ from te_bench.models import source_files
 from te_bench.models.configs import configs
 
 HUB = "hf:"
+#: Kernels of PyTorch's scaled_dot_product_attention that a model can be held to: torch.backends.cuda.enable_*_sdp.
+PINNED = ("math", "mem_efficient", "flash", "cudnn")
 PROBE = "te_bench.models.probe"
 PROBE_S = 300.0  # torch and transformers are imported in 10 s, from a slow disk in a minute
 

@@ -55,9 +55,7 @@ def begin(trial: Trial, inputs: Tensor, targets: Tensor) -> tuple[TrainStep, dic
         del step
         _forget(trial)
         step = trial_model.step_of(trial)
-        _first_pass(
-            trial, step, inputs[: max(1, len(inputs) // accumulate)], targets[: max(1, len(inputs) // accumulate)]
-        )
+        _first_pass(trial, step, inputs, targets)
     return step, check
 
 
@@ -96,10 +94,9 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     if not own:
         trial = dataclasses.replace(trial, problem={**trial.problem, "dropout": 0.0})
         step = trial_model.step_of(trial)
-    one = max(1, len(inputs) // step.optim.accumulate)
     kinks = Kinks()
     with kinks:
-        _first_pass(trial, step, inputs[:one], targets[:one])
+        _first_pass(trial, step, inputs, targets)
     settle(trial.recipe, lambda: step.gradients(inputs, targets))
     ours = Gradients.of_step(step, inputs, targets)
     truth = _reference(trial, step, inputs, targets, "fp64")
@@ -133,13 +130,16 @@ def _model(step: TrainStep) -> Adopted:
 
 
 def _first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
-    """One eager forward pass, which counts FP8 GEMMs. Raises Unsupported where the model's attention has no such kernel."""
-    model = _model(step)
+    """An eager forward pass of a micro-batch, which counts FP8 GEMMs.
+
+    Raises Unsupported where the model's attention has no such kernel.
+    """
+    model, one = _model(step), max(1, len(inputs) // step.optim.accumulate)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             with autocast(step.device, trial.precision), model.autocast(), model.counted():
-                model(inputs, targets)
+                model(inputs[:one], targets[:one])
         except RuntimeError as error:
             if NO_KERNEL not in str(error):
                 raise
