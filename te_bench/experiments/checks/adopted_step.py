@@ -4,7 +4,6 @@ te-bench knows nothing of the module: what it computes is what its own code does
 and without dropout. The yardstick is the same at the trial's precision, FP8 emulated.
 """
 
-import contextlib
 import dataclasses
 import math
 import warnings
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import attention_rows
+from te_bench.experiments.checks import attention_rows, large
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.gradients import HEAD_SCALE, HELD, SHARE, UNFUSED, Gradients, compared, settle
 from te_bench.experiments.checks.quantity import Quantity, judge, relative_error
@@ -35,7 +34,7 @@ NO_KERNEL = "No available kernel"  # what scaled_dot_product_attention says
 
 
 def begin(trial: Trial, inputs: Tensor, targets: Tensor) -> tuple[TrainStep, dict[str, Any]]:
-    """The trial's step and its check, of fewer layers or sequences where float64 does not fit. Raises CheckFailed.
+    """The trial's step and its check, of fewer sequences or layers where float64 does not fit. Raises CheckFailed.
 
     Raises Unsupported for a kernel that the model's attention cannot have, and for a model whose loss is random.
     """
@@ -47,9 +46,12 @@ def begin(trial: Trial, inputs: Tensor, targets: Tensor) -> tuple[TrainStep, dic
             step, check, own = _checked(checked, inputs[: rows * accumulate], targets[: rows * accumulate], len(inputs))
             break
         except torch.OutOfMemoryError:
-            if rows == 1:
+            if rows > 1:
+                rows //= 2
+            elif (fewer := _shallower(checked)) is not None:
+                checked = fewer
+            else:
                 raise
-        rows //= 2
         _forget(trial)
     if not own or checked is not trial or rows * accumulate < len(inputs):
         del step
@@ -78,6 +80,14 @@ def within_memory(trial: Trial) -> Trial:
     return dataclasses.replace(trial, problem={**trial.problem, "layers": min(layers, depth)})
 
 
+def _shallower(trial: Trial) -> Trial | None:
+    """The trial with a quarter of its layers; None where it has one, or its model cannot have fewer."""
+    p = StepProblem.of(trial)
+    assert p.source is not None
+    layers = p.layers or adopted.depth_of(p.source) or 1
+    return dataclasses.replace(trial, problem={**trial.problem, "layers": layers // 4 or 1}) if layers > 1 else None
+
+
 def _parameters(source: Any, layers: int) -> int:
     try:
         with adopted.imagined(source):
@@ -99,8 +109,9 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
         _first_pass(trial, step, inputs, targets)
     settle(trial.recipe, lambda: step.gradients(inputs, targets))
     ours = Gradients.of_step(step, inputs, targets)
-    truth = _reference(trial, step, inputs, targets, "fp64")
-    library = _reference(trial, step, inputs, targets, trial.precision)
+    parts = large.ByParts()
+    truth = _reference(trial, step, inputs, targets, "fp64", parts)
+    library = _reference(trial, step, inputs, targets, trial.precision, parts)
     trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
     # Of a gradient that is 0 but for rounding, as a key's bias has one, no two roundings agree.
     noise = [name for name, gradient in truth.of.items() if relative_error(library.of[name], gradient) > 1]
@@ -174,8 +185,13 @@ def _reason(warning: str) -> str:
     return "" if text.endswith("because:") else text
 
 
-def _reference(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, precision: str) -> Gradients:
-    """Loss and gradients of the same module from the same weights: float64's, or the yardstick's at that precision."""
+def _reference(
+    trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, precision: str, parts: large.ByParts
+) -> Gradients:
+    """Loss and gradients of the same module from the same weights: float64's, or the yardstick's at that precision.
+
+    parts: computes what is large by parts; float64's, which comes first, finds out whether anything is.
+    """
     exact = precision == "fp64"
     as_it_is = {name: value for name, value in trial.problem.items() if name not in CHANGES}
     plain = dataclasses.replace(trial, attention=OWN_ATTENTION, recipe=None, precision="fp32" if exact else precision)
@@ -189,15 +205,17 @@ def _reference(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, p
         model.double()
         inputs = inputs.double() if inputs.is_floating_point() else inputs
         targets = targets.double() if targets.is_floating_point() else targets
-        _require_same_loss(model, inputs, targets)
+        _require_same_loss(model, inputs, targets, parts)
     elif trial.recipe is not None:
         _emulate(model, converted, recipes.load(trial.recipe))
         for head in _model(step).fp8_heads:
             scale = HEAD_SCALE * targets.numel()
             emulate(model.get_submodule(head), recipes.Float8CurrentScaling(), gradient_scale=scale)
+    if parts.found:
+        parts.recompute_blocks(model)
     reference = TrainStep(model, step.optim, precision=precision, mode="eager")
     rounded = not exact and trial.attention not in UNFUSED
-    with Doubled() if exact else AsFused() if rounded else contextlib.nullcontext():
+    with parts.beside(*([Doubled()] if exact else [AsFused()] if rounded else [])):
         found = Gradients.of_step(reference, inputs, targets)
     if exact or trial.recipe is None:  # a Conv1D's weight lies the other way round, once it is converted
         found = found._replace(of={n: g.t() if n in turned else g for n, g in found.of.items()})
@@ -214,9 +232,9 @@ def _require_same_weights(model: Adopted, own: Adopted, turned: list[str]) -> No
             )
 
 
-def _require_same_loss(model: Adopted, inputs: Tensor, targets: Tensor) -> None:
+def _require_same_loss(model: Adopted, inputs: Tensor, targets: Tensor, parts: large.ByParts) -> None:
     losses = []
-    with torch.no_grad(), Doubled(), model.autocast():
+    with torch.no_grad(), parts.beside(Doubled()), model.autocast():
         for seed in (0, 1):
             torch.manual_seed(seed)
             losses.append(model(inputs[:1], targets[:1]).item())
@@ -275,6 +293,9 @@ class AsFused(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         trained = attn_mask is not None and attn_mask.requires_grad
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # rotary embedding in float32 gives that, and autocast takes it back
+            query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
         if trained or dropout_p or query.dim() != 4 or query.dtype not in (torch.bfloat16, torch.float16):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -6,13 +6,15 @@ backward pass. No rounding changes: heads, rows of logits and blocks are compute
 wider.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from te_bench.kernels import linear_cross_entropy
@@ -55,11 +57,100 @@ def by_heads(attend: Attend, axis: int = 1) -> Attend:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the model's outermost lists of modules, which is where a decoder has its blocks."""
+    """The members of the model's outermost lists of modules, which is where a transformer has its blocks.
+
+    A block has modules of its own: a lone activation may overwrite what it is given.
+    """
     found: list[nn.Module] = []
     for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else _blocks(child)
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            found += [block for block in child if any(block.children())]
+        else:
+            found += _blocks(child)
     return found
+
+
+class ByParts(TorchFunctionMode):
+    """scaled_dot_product_attention and cross_entropy of any module by parts, where they are LARGE.
+
+    found: whether any call was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+        self.others: tuple[TorchFunctionMode, ...] = ()
+
+    @contextlib.contextmanager
+    def beside(self, *others: TorchFunctionMode) -> Iterator[None]:
+        """Inside the other modes."""
+        self.others = others
+        with contextlib.ExitStack() as modes:
+            for mode in (*others, self):
+                modes.enter_context(mode)
+            yield
+
+    def recompute_blocks(self, model: nn.Module) -> None:
+        """Let each block compute again in the backward pass what it would keep for it."""
+        for block in _blocks(model):
+            block.forward = functools.partial(_again, self._under(block.forward, self))
+
+    def _under(self, function: Callable[..., Any], *more: TorchFunctionMode) -> Callable[..., Any]:
+        """The function under the modes: no mode is there in a backward pass, which computes it again."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as modes:
+                for mode in (*self.others, *more):
+                    modes.enter_context(mode)
+                return function(*args, **kwargs)
+
+        return called
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is F.cross_entropy:
+            return self._loss(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        attend = functools.partial(
+            F.scaled_dot_product_attention,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        is_large = query.dim() == 4 and query.shape[1] * query.shape[2] * key.shape[2] > LARGE
+        self.found |= is_large
+        of_each_head = attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] != 1
+        if is_large and not of_each_head and key.shape[1] > 1:
+            return by_heads(self._under(attend))(query, key, value)
+        return attend(query, key, value)
+
+    def _loss(self, input: Tensor, target: Tensor, *more: Any, **said: Any) -> Tensor:
+        reduction, ignored = said.get("reduction", "mean"), said.get("ignore_index", -100)
+        plain = input.dim() == 2 and target.dim() == 1 and not more and said.keys() <= {"reduction", "ignore_index"}
+        if not plain or reduction == "none" or input.numel() <= LARGE:
+            return F.cross_entropy(input, target, *more, **said)
+        self.found = True
+        rows = max(1, LARGE // input.shape[1])
+        loss = self._under(functools.partial(F.cross_entropy, ignore_index=ignored, reduction="sum"))
+        parts = zip(input.split(rows), target.split(rows), strict=True)
+        total = torch.stack([_again(loss, *part) for part in parts]).sum()
+        return total / (target != ignored).sum() if reduction == "mean" else total
 
 
 def _loss(model: Decoder, x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
