@@ -60,6 +60,8 @@ def classify(error: Exception) -> tuple[str, str]:
         return "oom", f"host: {text or 'out of memory'}"
     if isinstance(error, RuntimeError) and "CUDA error: out of memory" in text:
         return "oom", f"GPU: {text}"
+    if isinstance(error, ModuleNotFoundError) and error.name is None:  # as transformers raises it
+        return "unsupported", f"a package that it needs is missing or of the wrong version: {text}"
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("te_bench"):
         package, inner, _ = str(error.name).partition(".")
         if inner:

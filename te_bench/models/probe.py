@@ -72,8 +72,9 @@ def main() -> None:
     except ValueError as error:
         said = {"error": on_one_line(str(error))[:600]}
     except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        said = {"error": f"{question['source']['model']}: needs the package {package}: pip install {package}"}
+        package = (error.name or "").partition(".")[0]
+        lacks = f"needs the package {package}: pip install {package}" if package else on_one_line(str(error))[:600]
+        said = {"error": f"{question['source']['model']}: {lacks}"}
     except MemoryError:
         said = {"error": f"{question['source']['model']}: building it ran out of memory"}
     answer.write(json.dumps(said))

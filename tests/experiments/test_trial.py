@@ -37,6 +37,11 @@ KEPT = Measurement(check={"reference": "r"}, work={"tokens": 1}, samples={"loss"
             "unsupported",
             "needs torch.new, which the installed torch lacks",
         ),
+        (
+            ModuleNotFoundError("Could not import module 'X'"),
+            "unsupported",
+            "a package that it needs is missing or of the wrong version: Could not import module 'X'",
+        ),
         (ModuleNotFoundError("No", name="te_bench.x"), "crashed", "ModuleNotFoundError: No"),
         (
             RuntimeError("CUDA error: an illegal memory access"),

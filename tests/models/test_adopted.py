@@ -227,6 +227,13 @@ def test_what_cannot_be_checked_or_run_says_why(name: str, more: dict[str, Any],
         check(step(of(*name.split()), **more))
 
 
+def test_fp8_of_few_targets_is_no_check() -> None:
+    trial = step(of("make"), recipe="float8_current_scaling")
+    few = Trial.from_json(trial.to_json() | {"problem": {**trial.problem, "batch": 1, "block": 7}})
+    with pytest.raises(Unsupported, match=r"fp8: a batch of 7 targets is too small .* take 8 or more"):
+        check(few)
+
+
 def test_a_conv1d_is_held_to_its_own_gradient_and_to_emulated_fp8(tmp_path: Path) -> None:
     source = of_config(GPT2 | PLAIN | {"architectures": ["GPT2LMHeadModel"]}, tmp_path)
     names = {q["name"] for q in check(step(source, recipe="float8_current_scaling"))["quantities"]}
