@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 from te_bench.cli.options import Json, said, say
 
 if TYPE_CHECKING:
-    from te_bench.experiments.scaling.layout import Rate
+    from te_bench.experiments.scaling.layout import Rate, Work
     from te_bench.experiments.scaling.one_gpu import Measured
     from te_bench.experiments.scaling.predict import Prediction
 
@@ -56,7 +56,9 @@ def scaling(
     async_tp: Annotated[bool, typer.Option("--async-tp", help="Tensor parallelism sends while it multiplies.")] = False,
     batch: Annotated[int, typer.Option(min=1, max=2**20, help="Sequences a micro-batch of each copy of a model.")] = 1,
     micro_batches: Annotated[int, typer.Option(min=1, max=2**20, help="Of a step, one after the other.")] = 1,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Of a sequence. Default: the model's longest.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=2**20, help="Of a sequence. Default: the model's longest.")
+    ] = None,
     precision: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
     recompute: Annotated[str, typer.Option(help="Of the forward pass: none, selective (half) or full.")] = "none",
     gpu: Annotated[str, typer.Option(help="h100 or h200: its memory, and what one was measured to do.")] = "h200",
@@ -87,10 +89,10 @@ def scaling(
     config = shapes.model(model, tokens)
     ranks = _tensor_ranks(parallel, tp, world, gpus_per_node)
     _fits(model, config.shape.groups, world, gpus_per_node, ranks, parallel, async_tp)
-    rate, basis = _one_gpu(model, precision, gpu, measured, only, tflops)
     work = layout.Work(
         config=config, batch=batch, precision=precision, micro_batches=micro_batches, recompute=recompute
     )
+    rate, basis = _one_gpu(model, work, gpu, measured, only, tflops)
     bytes_per_second = _bandwidth(link)
     layouts = [
         layout.Layout(
@@ -188,21 +190,21 @@ def _fits(model: str, groups: int, world: int, gpus_per_node: int, tp: int, para
     """Raise ValueError for a layout that there is not."""
     if world > gpus_per_node and world % gpus_per_node:
         raise ValueError(f"--world {world} is no multiple of --gpus-per-node {gpus_per_node}: give whole nodes")
+    if async_tp and parallel not in ("tp", "fsdp2+tp"):
+        raise ValueError(f"--async-tp goes with --parallel tp or fsdp2+tp; {parallel} cuts no layer")
+    cut = f"--parallel tp --world {tp}" if parallel == "tp" else f"--tp {tp}"
     if tp > gpus_per_node:
-        said_tp = f"--parallel tp --world {tp}" if parallel == "tp" else f"--tp {tp}"
         raise ValueError(
-            f"{said_tp} is more than --gpus-per-node {gpus_per_node}: a layer's collectives over nodes are not predicted, "
+            f"{cut} is more than --gpus-per-node {gpus_per_node}: a layer's collectives over nodes are not predicted, "
             "use fsdp2+tp with a --tp within a node"
         )
-    if world % tp or groups % tp:
-        raise ValueError(
-            f"--tp {tp} divides not both --world {world} and the {groups} groups of keys and values of {model}: "
-            "choose another --tp"
-        )
-    if gpus_per_node % tp:
-        raise ValueError(f"--tp {tp} does not divide --gpus-per-node {gpus_per_node}: choose another --tp")
-    if async_tp and tp == 1 and parallel not in ("tp", "fsdp2+tp"):
-        raise ValueError(f"--async-tp goes with --parallel tp or fsdp2+tp; {parallel} cuts no layer")
+    for what, number in (
+        (f"the {groups} groups of keys and values of {model}", groups),
+        (f"--world {world}", world),
+        (f"--gpus-per-node {gpus_per_node}", gpus_per_node),
+    ):
+        if number % tp and not (parallel == "tp" and number == gpus_per_node):
+            raise ValueError(f"{cut} does not divide {what}: give a divisor")
 
 
 def _worlds(world: int, gpus_per_node: int, tp: int) -> list[int]:
@@ -213,11 +215,12 @@ def _worlds(world: int, gpus_per_node: int, tp: int) -> list[int]:
 
 
 def _one_gpu(
-    model: str, precision: str, gpu: str, measured: Path | None, only: str | None, tflops: float | None
+    model: str, work: "Work", gpu: str, measured: Path | None, only: str | None, tflops: float | None
 ) -> "tuple[Rate, str]":
     """What one GPU computes, and how that is known."""
     from te_bench.experiments.scaling import layout, one_gpu
 
+    precision = work.precision
     if measured is not None and tflops is not None:
         raise ValueError("--from and --tflops both say what one GPU computes: give one of them")
     if only is not None and measured is None:
@@ -237,8 +240,9 @@ def _one_gpu(
             f"{measured} holds no training step in {precision}{what} on one GPU that ended ok: run te-bench run speed "
             f"--model {model}, or give --tflops"
         )
-    other = "" if chosen.model == model else f", scaled to {model} by FLOP"
-    return chosen.rate, chosen.said + other
+    asked = (model, work.batch, work.config.block_size)
+    scaled = "" if asked == (chosen.model, chosen.batch, chosen.tokens) else ", scaled to what is asked by FLOP"
+    return chosen.rate, chosen.said + scaled
 
 
 def _recorded(directory: Path, only: str | None) -> "list[Measured]":

@@ -25,10 +25,9 @@ def predictions(found: Sequence[Prediction], alone: Prediction, caption: str) ->
         for one in found
     ]
     note = (
-        "Efficiency: tokens a second and GPU, against one GPU alone, whose memory is taken to suffice; above 100 % where the "
-        "optimizer's update is shared. Comm.: all "
-        "collectives of a step, hidden or not; exposed: what no compute hides. Sent and memory: of one rank, the latter an "
-        "estimate."
+        "Efficiency: tokens a second and GPU, against one GPU alone, whose memory is taken to suffice; above 100 % where "
+        "the optimizer's update is shared. Comm.: all collectives of a step, hidden or not; exposed: what no compute hides. "
+        "Sent and memory: of one rank, the latter an estimate."
     )
     table = table_of("scaling", caption, rows, note)
     assert table is not None  # one GPU is always among them
