@@ -72,9 +72,8 @@ def scaling(
 ) -> None:
     """Predict training throughput on more GPUs than are here."""
     from te_bench import plugins
-    from te_bench.experiments.scaling import layout, published, shapes
+    from te_bench.experiments.scaling import layout, shapes
     from te_bench.experiments.scaling.predict import predict
-    from te_bench.reports.page import scaling_tables, tables
 
     if validate:
         others = said(context, *(name for name in context.params if name not in ("validate", "as_json")))
@@ -94,23 +93,34 @@ def scaling(
     )
     rate, basis = _one_gpu(model, work, gpu, measured, only, tflops)
     bytes_per_second = _bandwidth(link)
-    layouts = [
-        layout.Layout(
-            mode=parallel,
-            world=number,
-            gpus_per_node=gpus_per_node,
-            link=bytes_per_second,
-            tp=min(number, ranks),
-            sliced=async_tp,
+    found = [
+        predict(
+            work,
+            layout.Layout(
+                mode=parallel,
+                world=number,
+                gpus_per_node=gpus_per_node,
+                link=bytes_per_second,
+                tp=min(number, ranks),
+                sliced=async_tp,
+            ),
+            rate,
+            layout.GPUS[gpu].memory,
         )
         for number in _worlds(world, gpus_per_node, 1 if parallel == "tp" else ranks)
     ]
-    found = [predict(work, one, rate, layout.GPUS[gpu].memory) for one in layouts]
     if as_json:
         print(json.dumps({"one_gpu": basis, "rows": [_row(one, found[0]) for one in found]}, indent=2))
         return
     ways = f"{parallel}, TP {ranks}" if parallel == "fsdp2+tp" else parallel
-    title = f"{model}, {batch} x {config.block_size} tokens, {precision}, {ways}, {layout.GPUS[gpu].name}, {link} a GPU"
+    name = layout.GPUS[gpu].name
+    _show(f"{model}, {batch} x {config.block_size} tokens, {precision}, {ways}, {name}, {link} a GPU", found, basis)
+
+
+def _show(title: str, found: "list[Prediction]", basis: str) -> None:
+    from te_bench.experiments.scaling import published
+    from te_bench.reports.page import scaling_tables, tables
+
     table = scaling_tables.predictions(found, found[0], title)
     print("\n".join([title, *tables.terminal(table)]))
     say(f"One GPU: {basis}.")
