@@ -54,6 +54,7 @@ TORCH_FREE_PACKAGES = (
     "te_bench.advice",
     "te_bench.gate",
     "te_bench.reports",
+    "te_bench.experiments.scaling",
     "te_bench.experiments.suites",
     "te_bench.models.rivals",
     "te_bench.training.layouts",

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 
 from te_bench import __version__
-from te_bench.cli import advise, evaluate, export, gate, history, look, merge, report, run, tune
+from te_bench.cli import advise, evaluate, export, gate, history, look, merge, report, run, scaling, tune
 from te_bench.cli import verdict as judge
 
 app = typer.Typer(
@@ -124,4 +124,6 @@ for verb in (
     history.history,
     look.doctor,
 ):
-    app.command(verb.__name__.strip("_"))(_interruptible(verb))
+    # `te-bench plan scaling --world 1024` is a prediction, not a suite's plan
+    cls = scaling.Plan if verb is look.plan else None
+    app.command(verb.__name__.strip("_"), cls=cls)(_interruptible(verb))

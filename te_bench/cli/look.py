@@ -67,7 +67,10 @@ def plan(
     gpus: Gpus = None,
     as_json: Json = False,
 ) -> None:
-    """Show the trials that `run` would do, in order, without doing them."""
+    """Show the trials that `run` would do, in order, without doing them.
+
+    `te-bench plan scaling --world 1024` predicts a model's step on many GPUs; with --help it has its options.
+    """
     directory = results_of(suite, asked, out)
     experiment, forecast, refused = planned.resolve_with_seeds(
         suite, only, asked, out=directory, timings=timings, gpus=gpus

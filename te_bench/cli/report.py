@@ -28,10 +28,15 @@ def embed(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when a table is out of date.")] = False,
 ) -> None:
     """Bring the tables in Markdown files up to date with the records that they name."""
+    from te_bench.experiments.scaling import published
     from te_bench.gate import self_test
     from te_bench.reports.page import embed as tables
+    from te_bench.reports.page import scaling_tables
 
-    more = {"self_test": lambda directory: self_test.table(self_test.stored(directory))}
+    more = {
+        "self_test": lambda directory: self_test.table(self_test.stored(directory)),
+        "plan_scaling": lambda _: scaling_tables.published(published.validate()),
+    }
     stale = [page for page in pages if not tables.embed(page, check=check, more=more)]
     if check and stale:
         print(f"out of date: {', '.join(map(str, stale))}. Run: te-bench embed {' '.join(map(str, stale))}")
