@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class Machine:
         wall: Callable[[Trial], float] = lambda trial: 1.5,
     ):
         self.wall, self.clock = wall, 0.0
+        self.known: Collection[str] = ()
         self.question, self.times_of_step, self.fails, self.gib, self.rate = (
             question,
             times_of_step,
@@ -78,7 +79,7 @@ class Machine:
     def __call__(self, trials: Sequence[Trial]) -> list[Record]:
         self.asked += trials
         done = [dataclasses.replace(self._record(trial), wall_s=self.wall(trial)) for trial in trials]
-        self.clock += sum(record.wall_s for record in done)
+        self.clock += sum(record.wall_s for record in done if record.trial.id not in self.known)
         self.records += done
         return done
 
@@ -135,10 +136,24 @@ def question(model: str = "gpt2", device: str = "cuda", **options: Any) -> Quest
 
 
 def gathered(
-    machine: Machine, *, budget_s: float = 1e6, memory: float | None = None, say: Callable[[str], None] = lambda _: None
+    machine: Machine,
+    *,
+    budget_s: float = 1e6,
+    memory: float | None = None,
+    known: Collection[str] = (),
+    say: Callable[[str], None] = lambda _: None,
 ) -> Evidence:
-    """By the clock of the machine, which goes on by each trial's wall."""
-    run = Run(machine.question, machine, budget_s=budget_s, memory=memory, say=say, clock=lambda: machine.clock)
+    """By the clock of the machine, which goes on by each trial's wall; those known take none."""
+    machine.known = known
+    run = Run(
+        machine.question,
+        machine,
+        budget_s=budget_s,
+        memory=memory,
+        known=known,
+        say=say,
+        clock=lambda: machine.clock,
+    )
     return run.gather()
 
 

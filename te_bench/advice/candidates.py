@@ -113,6 +113,21 @@ class Question:
         """Every step that is measured whole, what the user has first."""
         return tuple(dict.fromkeys(map(self.frame, self.choices)))
 
+    def hopeful(self, frame: Choice) -> Choice | None:
+        """Of the choices whose whole step that one is, what is likeliest to be faster; None where there is none.
+
+        Another attention and, where it is not emulated, a recipe, the first of their lists; a head in chunks.
+        """
+        attentions = [name for name in ATTENTIONS[self.device] if name != self.have.attention]
+        recipes = RECIPES if self.device == "cuda" else (None,)
+        others = [choice for choice in self.choices if self.frame(choice) == frame != choice and not choice.rival]
+
+        def place(choice: Choice) -> tuple[int, int, bool, bool]:
+            by = [*recipes, choice.recipe].index(choice.recipe), [*attentions, choice.attention].index(choice.attention)
+            return (*by, choice.head != CHUNKED, not choice.padded)
+
+        return min(others, key=place, default=None)
+
     def trial(self, choice: Choice, seed: int = 0) -> Trial:
         """A training step by that choice."""
         settings: Settings = {**self.problem}

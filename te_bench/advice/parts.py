@@ -94,6 +94,13 @@ def trial(question: Question, part: Part) -> Trial:
     return alone(question, part.workload, problem, precision=part.precision)
 
 
+def differing(question: Question, made: Made, choice: Choice) -> list[Part]:
+    """The parts in which a choice differs from the step that is measured whole in its place, attention first."""
+    ours, whole = parts_of(question, made, choice), parts_of(question, made, question.frame(choice))
+    order = (ATTENTION, LINEAR, HEAD)
+    return sorted([*(ours - whole), *(whole - ours)], key=lambda part: order.index(part.workload))
+
+
 def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[Part]:
     """The parts in which choices differ from the steps that are measured whole; those of the most promising first.
 
@@ -101,9 +108,7 @@ def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[
     """
     needed: Counter[Part] = Counter()
     for choice in choices:
-        ours, whole = parts_of(question, made, choice), parts_of(question, made, question.frame(choice))
-        for part in (ours - whole) + (whole - ours):
-            needed[part] += 1
+        needed.update(differing(question, made, choice))
     order = {LINEAR: 0, HEAD: 1, ATTENTION: 2}
     recipes = {name: place for place, name in enumerate(RECIPES)}
     return sorted(

@@ -136,6 +136,64 @@ def test_one_of_each_comes_before_repetitions_and_the_budget_is_used(budget_s: f
         assert len({record.trial.id for record in records}) == len(records)
 
 
+def takes_long(trial: Trial) -> float:
+    """Seconds, as of Llama's 1B on an H100."""
+    steps = {"eager": 33.5, "cudagraph": 37.0, "compile": 110.0, "compile-reduce-overhead": 110.0}
+    return {"survey": 15.5, "train_step": steps[trial.mode], "linear": 2.5}.get(trial.workload, 3.0)
+
+
+@pytest.mark.parametrize("budget_s", [150.0, 180.0, 220.0, 260.0, 320.0])
+def test_what_is_promising_is_verified_before_anything_is_repeated(budget_s: float) -> None:
+    machine = Machine(question(), wall=takes_long)
+    evidence = gathered(machine, budget_s=budget_s)
+    steps = [trial for trial in machine.asked if trial.workload == "train_step"]
+    frames = {machine.question.trial(frame).cell for frame in machine.question.frames}
+    first = next(place for place, trial in enumerate(steps) if trial.cell not in frames)
+    assert not any(trial.seed for trial in steps[:first])
+    verified = [choice for choice in evidence.steps if choice not in machine.question.frames]
+    assert any(choice.recipe and choice.attention == "cudnn" and choice.fused for choice in verified)
+    assert machine.clock <= budget_s + 37.0
+
+
+def test_what_is_promising_and_not_measured_is_named_first_and_its_budget_measures_it(tmp_path: Path) -> None:
+    machine = Machine(question(), wall=takes_long)
+    evidence = gathered(machine, budget_s=118.0)
+    promised = evidence.promising
+    assert promised is not None
+    assert promised.choice.recipe
+    assert promised.choice not in evidence.steps
+    first, *others = answer.sentences(evidence, decided(machine, evidence, tmp_path), [])
+    ms = machine.step(machine.question.trial(promised.choice)) * 1e3
+    said = re.fullmatch(
+        r"Most promising, not measured: (.+), predicted ([\d.]+) to ([\d.]+) ms a step \(what you have: [\d.]+\); "
+        r"--budget (\d+)min measures it\.",
+        first,
+    )
+    assert said is not None
+    assert said[1] == promised.choice.words()
+    assert float(said[2]) < ms < float(said[3])
+    assert others[0].startswith("Undecided: ")
+    assert any(sentence.startswith("No FP8 step was measured; ") for sentence in others)
+    ended = {trial.id for trial in machine.asked}
+    again = Machine(question(), wall=takes_long)
+    more = gathered(again, budget_s=60.0 * int(said[4]), known=ended)
+    assert promised.choice in more.steps
+    assert not any("Most promising" in s for s in answer.sentences(more, decided(again, more, tmp_path / "more"), []))
+
+
+def test_what_ended_before_takes_nothing_of_the_budget() -> None:
+    """Every trial of a run that measured all is given again within a second."""
+    machine = Machine(question(), wall=takes_long)
+    gathered(machine)
+    again, said = Machine(question(), wall=takes_long), list[str]()
+    ended = {trial.id for trial in machine.asked}
+    evidence = gathered(again, budget_s=1.0, known=ended, say=said.append)
+    assert {trial.id for trial in again.asked} == ended
+    assert not evidence.left_out
+    assert again.clock == 0.0
+    assert "All of it takes" not in said[0]
+
+
 def test_where_only_what_the_user_has_was_measured_nothing_is_decided(tmp_path: Path) -> None:
     machine = Machine(question("tiny", "cpu"), wall=takes)
     found = decided(machine, gathered(machine, budget_s=10.0), tmp_path)
