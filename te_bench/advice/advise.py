@@ -28,8 +28,8 @@ PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
 SLOWEST = 3.0  # times the usual: a large model's step says no more of how long it takes to compile it
 #: Seconds of a trial before any was run, by device and kind, of a small model; the run's own replace them.
 USUAL = {
-    "cuda": {"survey": 15.0, "eager": 15.0, "compiled": 60.0, "part": 5.0},
-    "cpu": {"survey": 4.0, "eager": 4.0, "compiled": 15.0, "part": 1.5},
+    "cuda": {"survey": 15.0, "eager": 15.0, "compiled": 60.0, "part": 5.0, "compiled part": 15.0},
+    "cpu": {"survey": 4.0, "eager": 4.0, "compiled": 15.0, "part": 1.5, "compiled part": 6.0},
 }
 
 CarryOut = Callable[[Sequence[Trial]], Sequence[Record]]
@@ -66,7 +66,7 @@ class Pace:
 def kind_of(trial: Trial) -> str:
     """Trials of one kind take about as long."""
     if trial.workload not in ("train_step", "survey"):
-        return "part"
+        return "compiled part" if trial.mode in COMPILED else "part"
     return "survey" if trial.workload == "survey" else "compiled" if trial.mode in COMPILED else "eager"
 
 

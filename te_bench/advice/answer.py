@@ -149,7 +149,13 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
         "excluded_by_memory": [{**_choice(c), "memory_bytes": held} for c, held in evidence.excluded.items()],
         "not_measured": [{**_choice(choice), "reason": reason} for choice, reason in evidence.wrong.items()],
         "parts_without_a_time": [
-            {"workload": part.workload, "by": part.rival, "problem": dict(part.problem), "reason": why}
+            {
+                "workload": part.workload,
+                "by": part.rival,
+                "mode": part.mode,
+                "problem": dict(part.problem),
+                "reason": why,
+            }
             for part, why in evidence.failed.items()
         ],
         "took_s": evidence.seconds,

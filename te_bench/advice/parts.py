@@ -5,13 +5,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from te_bench.advice.candidates import RECIPES, Choice, Question, alone
+from te_bench.advice.candidates import COMPILED, RECIPES, Choice, Question, alone
 from te_bench.experiments.spec import OWN_ATTENTION, Record, Trial
 from te_bench.reports.analysis import layers
 from te_bench.reports.analysis.measures import finite, quantile, seconds_of
 
 LINEAR, ATTENTION, HEAD = "linear", "attention", "linear_cross_entropy"  # workloads
 SAMPLES = {LINEAR: ("kernel_s",), ATTENTION: ("forward_s", "backward_s"), HEAD: ("kernel_s",)}
+#: Attention and heads that are many operators of PyTorch: torch.compile fuses their softmax, and pads an odd width.
+PLAIN = ("manual", "math", "reference")
 #: Of a part's samples the quantile that predictions take: on a CPU whose other core is busy half of all calls may take a
 #: hundred times as long (24 ms in place of 0.25; two vCPUs, AMD EPYC), and the fastest quarter still says what it takes.
 QUIET = 0.25
@@ -19,12 +21,16 @@ NOISY = 1.5  # a part whose upper quartile is more than so many times its lower 
 
 
 class Part(NamedTuple):
-    """One kind of part of a step: a workload, its problem's settings in order, and by what it is computed."""
+    """One kind of part of a step: a workload, its problem's settings in order, and by what it is computed.
+
+    mode: "compile" for what torch.compile fuses or pads in a step, whose time in eager mode says nothing of that.
+    """
 
     workload: str
     problem: tuple[tuple[str, Any], ...]
     rival: str  # a recipe or a precision; an attention backend
     precision: str = "bf16"
+    mode: str = "eager"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,24 +80,29 @@ def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
     # What a model's own attention runs is known of the survey alone.
     attention = made.own_kernel if choice.attention == OWN_ATTENTION else choice.attention
     for shape, calls in made.attentions.items():
-        found[Part(ATTENTION, shape, attention, half)] += calls
+        found[Part(ATTENTION, shape, attention, half, _mode(choice, attention))] += calls
     if made.head is not None and question.preset:
         rows, d, _ = made.head
         padded = question.padded_vocab if choice.padded else question.vocab
         name = choice.head or "reference"
         head = (("n", rows), ("d", d), ("vocab", question.vocab), ("padded", padded), ("head", name))
-        found[Part(HEAD, head, name, half)] += 1
+        found[Part(HEAD, head, name, half, _mode(choice, name))] += 1
     return +found
+
+
+def _mode(choice: Choice, computed_by: str) -> str:
+    """In which a part is timed: a Linear, SDPA's kernels and te-bench's own are calls that a compiler leaves as they are."""
+    return "compile" if choice.mode in COMPILED and computed_by in PLAIN else "eager"
 
 
 def trial(question: Question, part: Part) -> Trial:
     """The trial that times the part alone."""
     problem = dict(part.problem)
     if part.workload == ATTENTION:
-        return alone(question, ATTENTION, problem, attention=part.rival, precision=part.precision)
+        return alone(question, ATTENTION, problem, attention=part.rival, precision=part.precision, mode=part.mode)
     if part.workload == LINEAR and part.precision == "fp8":
         return alone(question, LINEAR, problem, precision="fp8", recipe=part.rival)
-    return alone(question, part.workload, problem, precision=part.precision)
+    return alone(question, part.workload, problem, precision=part.precision, mode=part.mode)
 
 
 def differing(question: Question, made: Made, choice: Choice) -> list[Part]:
@@ -112,7 +123,8 @@ def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[
     order = {LINEAR: 0, HEAD: 1, ATTENTION: 2}
     recipes = {name: place for place, name in enumerate(RECIPES)}
     return sorted(
-        needed, key=lambda p: (-needed[p], order[p.workload], recipes.get(p.rival, len(recipes)), p.rival, p.problem)
+        needed,
+        key=lambda p: (-needed[p], order[p.workload], recipes.get(p.rival, len(recipes)), p.rival, p.problem, p.mode),
     )
 
 
