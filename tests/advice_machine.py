@@ -143,6 +143,7 @@ def gathered(
     *,
     budget_s: float = 1e6,
     memory: float | None = None,
+    room: float | None = None,
     known: Collection[str] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> Evidence:
@@ -153,6 +154,7 @@ def gathered(
         machine,
         budget_s=budget_s,
         memory=memory,
+        room=room,
         known=known,
         say=say,
         clock=lambda: machine.clock,

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from te_bench.advice import parts, predict
-from te_bench.advice.candidates import COMPILED, Choice, Question
+from te_bench.advice.candidates import Choice, Question
+from te_bench.advice.pace import Pace, lasting
 from te_bench.advice.parts import Made, Part, PartTime
 from te_bench.advice.predict import Frame, Prediction
 from te_bench.experiments.spec import Record, Trial
@@ -19,18 +20,14 @@ SEEDS = 3  # of the winner and of what the user has, where the budget holds them
 WITH_PARTS = 1.5  # times what whole steps take: the parts that decide are timed as well
 PARTS = "parts alone, on which predictions rest"
 VERIFICATION, REPETITIONS = "verification of what is predicted to be faster", "repetitions of the fastest"
+SMALLER, MORE = "smaller micro-batches", "a larger batch"
+LARGER = (2, 4, 8)  # times the sequences, where there is room
+FILLED = 0.9  # of the memory that there is, which a step may take by its forecast
 VERIFIED = 3  # choices that are verified, at least; more while a better one is predicted
 MOST_VERIFIED = 6
 CLOSE = 1.02  # times the fastest verified step: such a step is measured as often as that one
 NOISY = 1.2  # the slowest run of a step over the fastest: beyond it a range says more than a mean
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
-
-SLOWEST = 3.0  # times the usual: a large model's step says no more of how long it takes to compile it
-#: Seconds of a trial before any was run, by device and kind, of a small model; the run's own replace them.
-USUAL = {
-    "cuda": {"survey": 15.0, "eager": 15.0, "compiled": 60.0, "part": 5.0, "compiled part": 15.0},
-    "cpu": {"survey": 4.0, "eager": 4.0, "compiled": 15.0, "part": 1.5, "compiled part": 6.0},
-}
 
 CarryOut = Callable[[Sequence[Trial]], Sequence[Record]]
 Say = Callable[[str], None]
@@ -38,36 +35,6 @@ Say = Callable[[str], None]
 
 class NothingMeasured(Exception):
     """No step that could be advised ended ok; the message says what became of them."""
-
-
-@dataclass(slots=True)
-class Pace:
-    """How long trials take: the mean of those of their kind that have ended."""
-
-    device: str
-    walls: dict[str, list[float]] = field(default_factory=dict)
-
-    def expected(self, trials: Iterable[Trial]) -> float:
-        return sum(self._one(kind_of(trial)) for trial in trials)
-
-    def _one(self, kind: str) -> float:
-        """Of a kind that none has ended of: the usual, times what this model and machine have taken of the usual so far."""
-        usual = USUAL[self.device]
-        if walls := self.walls.get(kind):
-            return sum(walls) / len(walls)
-        ratios = [sum(known) / len(known) / usual[of] for of, known in self.walls.items()]
-        return usual[kind] * min(sum(ratios) / len(ratios), SLOWEST) if ratios else usual[kind]
-
-    def learn(self, records: Iterable[Record]) -> None:
-        for record in records:
-            self.walls.setdefault(kind_of(record.trial), []).append(record.wall_s)
-
-
-def kind_of(trial: Trial) -> str:
-    """Trials of one kind take about as long."""
-    if trial.workload not in ("train_step", "survey"):
-        return "compiled part" if trial.mode in COMPILED else "part"
-    return "survey" if trial.workload == "survey" else "compiled" if trial.mode in COMPILED else "eager"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +60,9 @@ class Evidence:
     budget_s: float
     whole_s: float
     missing: int
+    larger: Mapping[int, Record] = field(
+        default_factory=dict
+    )  # steps of more sequences that fit, by the fastest choice
     waiting: tuple[Prediction, ...] = ()
     verified_s: float = 0.0
 
@@ -114,11 +84,14 @@ class Run:
         *,
         budget_s: float,
         memory: float | None,
+        room: float | None = None,  # bytes that there are
         known: Collection[str] = (),  # ids of trials that ended before, and cost nothing
         say: Say = print,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.question, self.carry_out, self.memory, self.say = question, carry_out, memory, say
+        self.room = room if memory is None else memory
+        self.larger: dict[int, Record] = {}
         self.clock, self.started, self.budget_s = clock, clock(), budget_s
         self.pace = Pace(question.device)
         self.known = set(known)
@@ -147,6 +120,8 @@ class Run:
             self._verify(predictions, repeated=repeated, first=first)
 
         further(VERIFIED * self._verification() + self._repetitions(self._fastest()), repeated=True)
+        if not any(map(self._fits, map(peak, self.steps.values()))):
+            self._smaller()
         if self.left_out:  # one alternative, and the most promising prediction verified, come before repetitions
             if len(self.steps) < 2:
                 self._spend(1)
@@ -161,6 +136,7 @@ class Run:
         if self.left_out:
             further(0.0)
         self._repeat()
+        self._larger()
         if not self.steps:
             raise NothingMeasured("; ".join(dict.fromkeys(self.wrong.values())) or "the budget held no step")
         return Evidence(
@@ -178,6 +154,7 @@ class Run:
             budget_s=self.budget_s,
             whole_s=self.budget_s - self.left_s + sum(map(self._expected, self.left_out.values())),
             missing=sum(trial.workload == "train_step" for trials in self.left_out.values() for trial in trials),
+            larger=self.larger,
             waiting=tuple(self._waiting(predictions)),
             verified_s=self.budget_s - self.left_s + self._expected(self.left_out.get(VERIFICATION, [])[:1]),
         )
@@ -241,10 +218,13 @@ class Run:
         return self._expected(again)
 
     def _survey(self) -> tuple[Made, Record]:
-        (record,) = self._do([self.question.survey()])
+        for share in (1, *self.question.shares):
+            (record,) = self._do([self.question.survey(share)])
+            if record.outcome != "oom":
+                break
         if record.outcome != "ok":
             raise NothingMeasured(f"{self.question.model}: {record.outcome}: {record.reason}")
-        return Made.of(record.work), record
+        return Made.of(record.work, share), record
 
     def _whole_steps(self) -> None:
         """What the user has whatever the budget; then the other frames, as far as it holds them."""
@@ -329,7 +309,7 @@ class Run:
                 return
             best = waiting[0]
             doubt = best.bound_s if first else -best.bound_s if number < VERIFIED else 0.0
-            if best.seconds + doubt > min(map(typical, self.steps.values())):
+            if best.seconds + doubt > min(map(typical, filter(self._held, self.steps.values())), default=math.inf):
                 return
             trial = self.question.trial(best.choice)
             if not self._affordable([trial], self._repetitions(best.choice) if repeated else 0.0):
@@ -339,6 +319,61 @@ class Run:
             self._step([(best.choice, 0)])
             if first:
                 return
+
+    def _smaller(self) -> None:
+        """Where no step fits: that of the least memory, else what the user has, in ever more micro-batches until one does.
+
+        Two of them tell what does not grow with the batch: those that would not fit by that are not tried, but the last.
+        """
+        q = self.question
+        held = {choice: peak(records) or math.inf for choice, records in self.steps.items()}
+        base = min(held, key=lambda choice: held[choice], default=q.have)
+        whole, least = held.get(base, math.inf), 0.0
+        for share in q.shares:
+            choice = replace(base, accumulate=share)
+            grows = whole - least
+            if share != q.shares[-1] and least and not self._fits(least + grows / share):
+                continue
+            if not self._affordable([q.trial(choice)]):
+                self.left_out[SMALLER] = [q.trial(choice)]
+                return
+            self._step([(choice, 0)])
+            if (found := self.steps.get(choice)) is None:
+                continue
+            if self._held(found):
+                return
+            least = whole - (whole - (peak(found) or 0.0)) * share / (share - 1) if whole < math.inf else 0.0
+
+    def _larger(self) -> None:
+        """Twice, four and eight times as many sequences by the fastest choice that fits, as far as the room is for them.
+
+        Of choices that are close to it, by that with the fewest changes.
+        """
+        q = self.question
+        fitting = {choice: typical(records) for choice, records in self.steps.items() if self._held(records)}
+        least = min(fitting.values(), default=math.inf)
+        close = [choice for choice in q.choices if fitting.get(choice, math.inf) <= CLOSE * least]
+        if self.room is None or not close:
+            return
+        best = min(close, key=lambda choice: choice.changes(q.have))
+        held = [peak(self.steps[best]) or math.inf]
+        for times in LARGER:
+            # It takes what any batch takes, and what grows with it: at most all of it.
+            growth = 2 * (held[-1] - held[-2]) if len(held) > 1 else held[-1]
+            if held[-1] + growth > FILLED * self.room:
+                return
+            trial = q.of_batch(best, times * q.batch)
+            if self._affordable([trial] * times) < times:
+                self.left_out[MORE] = [trial]
+                return
+            (record,) = self._do([trial])
+            if record.outcome != "ok" or not self._held([record]):
+                return
+            self.larger[times * q.batch] = record
+            held.append(peak([record]) or math.inf)
+
+    def _held(self, records: Sequence[Record]) -> bool:
+        return self._fits(peak(records))
 
     def _fits(self, memory: float | None) -> bool:
         return self.memory is None or memory is None or memory <= self.memory
@@ -367,13 +402,6 @@ class Run:
                 self.left_out[REPETITIONS] = [q.trial(c, later) for later in range(seed, SEEDS) for c in turn]
                 return
             self._step([(choice, seed) for choice in turn])
-
-
-def lasting(seconds: float) -> str:
-    """10 s, 4 min, 1.5 h: rounded up, for it says what to allow. Without its space it is a --budget."""
-    if seconds < 60:
-        return f"{math.ceil(seconds)} s"
-    return f"{math.ceil(seconds / 60)} min" if seconds < 3600 else f"{math.ceil(seconds / 360) / 10:g} h"
 
 
 def typical(records: Sequence[Record]) -> float:

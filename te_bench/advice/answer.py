@@ -8,7 +8,7 @@ from te_bench.advice import convergence
 from te_bench.advice.advise import Evidence, extent, noisy, peak, typical
 from te_bench.advice.candidates import Choice, Question
 from te_bench.advice.code import code
-from te_bench.advice.decision import Decision, between, budget_of, fp8_in_words, ids, linear_gains
+from te_bench.advice.decision import Decision, between, budget_of, fp8_in_words, ids, larger_batches, linear_gains
 from te_bench.advice.predict import Prediction
 from te_bench.advice.traps import Finding
 from te_bench.experiments.spec import Record
@@ -24,6 +24,7 @@ def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding
     question = evidence.question
     said = [_promising(evidence, decision), _use(decision), decision.why, _faster(decision)]
     said += [" ".join(filter(None, [_memory(question, decision), _predicted(evidence, decision.use)]))]
+    said += [_larger(evidence, decision.use)]
     said += [convergence.in_words(question, decision.use, decision.seconds)]
     said += [fp8_in_words(evidence, decision.use)]
     if findings:
@@ -102,6 +103,16 @@ def _predicted(evidence: Evidence, choice: Choice) -> str:
     return f"Predicted: {between(prediction)} ms a step. Measured: {measured}."
 
 
+def _larger(evidence: Evidence, use: Choice) -> str:
+    """The larger batch that is the fastest per token, of those that were measured."""
+    best = next(iter(larger_batches(evidence)), None)
+    if best is None or best.choice != use:
+        return ""
+    held = peak([best.record])
+    takes = "" if held is None else f", {text.gib(held)} GiB"
+    return f"A batch of {best.batch} fits, too{takes}: {text.times(best.faster)} as fast per token, by one run."
+
+
 def measured_in_words(records: Sequence[Record]) -> str:
     """251 ms a step (3 runs: 95 to 564): the range where it says more than the mean."""
     said = f"{text.milliseconds(typical(records))} ms a step"
@@ -135,6 +146,12 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
         "most_promising_not_measured": evidence.promising and _prediction(evidence, evidence.promising),
         "predictions": [
             _prediction(evidence, p) for p in sorted(evidence.predictions.values(), key=lambda p: p.seconds)
+        ],
+        "larger_batches": [
+            {**_choice(larger.choice), "batch": larger.batch, "faster_per_token": larger.faster}
+            | {"seconds": typical([larger.record]), "memory_bytes": peak([larger.record])}
+            | {"records": [*ids([larger.record]), *ids(evidence.steps[larger.choice])]}
+            for larger in larger_batches(evidence)
         ],
         "linears": [
             {"rows": g.sizes[0], "in_features": g.sizes[1], "out_features": g.sizes[2], "calls": g.calls}

@@ -38,7 +38,8 @@ def code(question: Question, choice: Choice) -> list[str]:
     lines += made
     how = f'precision="{choice.precision}", mode="{choice.mode}"'
     how += ', optimizer="triton"' if choice.fused else ""
-    lines.append(f"step = TrainStep(model, Optim(), {how})  # loss = step(tokens, targets)")
+    optim = f"Optim(accumulate={choice.accumulate})" if choice.accumulate > 1 else "Optim()"
+    lines.append(f"step = TrainStep(model, {optim}, {how})  # loss = step(tokens, targets)")
     return lines
 
 
@@ -63,10 +64,17 @@ def _of_users(question: Question, choice: Choice) -> list[str]:
         around.append(f"sdpa_kernel(SDPBackend.{KERNELS[choice.attention]})")
     if choice.precision != "fp32":
         around.append(f'torch.autocast("{question.device}", dtype=torch.bfloat16)')
+    body, cut = [call], choice.accumulate
+    if cut > 1:
+        lines.append(
+            f"# for each of {cut} micro-batches of {question.batch // cut} sequences, then a step of the optimizer"
+        )
+    if cut > 1 or choice.attention in KERNELS:
+        backward = f"(loss / {cut}).backward()" if cut > 1 else "loss.backward()"
+        body.append(f"{backward}  # by the same kernel" if choice.attention in KERNELS else backward)
     imports = ["import torch", *imports] if around or choice.mode in COMPILED else imports
     if not around:
-        return [*imports, *lines, "# float32: without autocast", call]
-    body = [call, "loss.backward()  # by the same kernel"] if choice.attention in KERNELS else [call]
+        return [*imports, *lines, "# float32: without autocast", *body]
     return [*imports, *lines, f"with {', '.join(around)}:", *(f"    {line}" for line in body)]
 
 

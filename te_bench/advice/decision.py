@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from te_bench.advice.advise import VERIFICATION, Evidence, lasting, peak, peaks, typical
+from te_bench.advice.advise import SMALLER, VERIFICATION, Evidence, peak, peaks, typical
 from te_bench.advice.candidates import Choice
 from te_bench.advice.convergence import nearest
+from te_bench.advice.pace import lasting
 from te_bench.advice.parts import LINEAR, Part, PartTime
 from te_bench.advice.predict import Prediction
 from te_bench.experiments import host
@@ -65,7 +66,7 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
     }
     best, tied, undecided, why = _best(fitting or of_choice, evidence, group.gpu)
     if not fitting:
-        undecided, why = "every step that was measured takes more than --memory", "Fewer sequences (--batch) take less."
+        undecided, why = "every step that was measured takes more than --memory", _less_memory(evidence)
     chosen, have = of_choice[best], of_choice.get(question.have)
     compiled = of_choice.get(Choice(attention=question.have.attention, mode="compile"))
     memory_of, have_memory = (peak(chosen.ok), None) if have is None else peaks(chosen.ok, have.ok)
@@ -85,6 +86,33 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
     )
 
 
+def _less_memory(evidence: Evidence) -> str:
+    if SMALLER in evidence.left_out:
+        return f"{budget_of(evidence.whole_s)} tries smaller micro-batches."
+    return "One sequence at a time takes more, too: give it more memory, or shorter sequences (--tokens)."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Larger:
+    """A batch that fits, too: by which choice, and how many times as fast it is per token."""
+
+    batch: int
+    choice: Choice
+    faster: float
+    record: Record
+
+
+def larger_batches(evidence: Evidence) -> list[Larger]:
+    """The fastest per token first."""
+    found = []
+    for batch, record in evidence.larger.items():
+        question = evidence.question
+        choice = next(c for c in evidence.steps if question.of_batch(c, batch).id == record.trial.id)
+        faster = batch / question.batch * typical(evidence.steps[choice]) / typical([record])
+        found.append(Larger(batch=batch, choice=choice, faster=faster, record=record))
+    return sorted(found, key=lambda larger: -larger.faster)
+
+
 def group_of(results: Results, suite: str, environment: str) -> Group:
     return next(g for g in results.groups if (g.suite, g.environment) == (suite, environment))
 
@@ -98,6 +126,8 @@ def _best(
     repeated = [configuration for configuration in found.values() if len(configuration.ok) > 1]
     ranking = rank_steps(measured_steps(repeated, found.get(have), gpu))
     fastest = [by_id[step.configuration.id] for step in ranking.fastest]
+    if len(found) == 1 and (repeated or not evidence.left_out):  # nothing to compare it with
+        return next(iter(found)), [], None, ""
     if not fastest:
         return _of_single_runs(found, evidence)
     # The fewest changes; of recipes one with a published verdict; then the least memory.
@@ -121,8 +151,6 @@ def _of_single_runs(
     best = min(found, key=lambda choice: typical(found[choice].ok))
     more = budget_of(evidence.whole_s)
     if best == have and len(found) == 1:
-        if not evidence.left_out:
-            return have, [], None, ""
         steps = "1 more step" if evidence.missing == 1 else f"{evidence.missing} more steps"
         only = f"in {lasting(evidence.budget_s)} only what you have was measured"
         return have, [], only, f"{more} measures {steps}."

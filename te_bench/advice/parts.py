@@ -48,24 +48,31 @@ class Made:
     own_kernel: str = "math"
 
     @classmethod
-    def of(cls, work: Mapping[str, Any]) -> "Made":
-        """By the work of a survey's record. Attention with a mask has no trial of its own, and is not among them."""
-        sizes = ("rows", "in_features", "out_features")
+    def of(cls, work: Mapping[str, Any], shares: int = 1) -> "Made":
+        """By the work of a survey's record, which is of one of so many shares of the batch.
+
+        Attention with a mask has no trial of its own, and is not among them.
+        """
         attentions: Counter[tuple[tuple[str, Any], ...]] = Counter()
         for call in work["attentions"]:
             if not call["mask"] and call["length"] == call["keys"]:
                 shape = {name: call[name] for name in ("batch", "heads", "length", "head_dim", "causal")}
+                shape["batch"] *= shares
                 shape |= {} if call["kv_heads"] == call["heads"] else {"kv_heads": call["kv_heads"]}
                 attentions[tuple(shape.items())] += call["calls"]
         head = work.get("head")
-        linears = {tuple(found[name] for name in sizes): found for found in work["linears"]}
+        linears = {_sizes(found, shares): found for found in work["linears"]}
         return cls(
             linears={size: found["calls"] for size, found in linears.items()},
             kept={size: found["kept"] for size, found in linears.items() if found["kept"]},
             attentions=attentions,
-            head=head and tuple(head[name] for name in sizes),
+            head=head and _sizes(head, shares),
             own_kernel=next((call["kernel"] for call in work["attentions"] if not call["mask"]), "math"),
         )
+
+
+def _sizes(found: Mapping[str, int], shares: int) -> tuple[int, int, int]:
+    return shares * found["rows"], found["in_features"], found["out_features"]
 
 
 def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:

@@ -83,6 +83,7 @@ def advise(
     own(directory / "advice")
     machine = environment.capture(where, chosen)
     assert asked.budget_s is not None
+    room = float(chosen[0]["memory_bytes"]) if chosen else None
     carry_out = _Trials(
         question,
         directory,
@@ -93,7 +94,9 @@ def advise(
         fresh=fresh,
     )
     try:
-        evidence = Run(question, carry_out, budget_s=asked.budget_s, memory=limit, known=carry_out.known()).gather()
+        evidence = Run(
+            question, carry_out, budget_s=asked.budget_s, memory=limit, room=room, known=carry_out.known()
+        ).gather()
     except NothingMeasured as nothing:
         print(f"Nothing could be measured: {nothing}")
         raise typer.Exit(NOTHING) from None

@@ -11,7 +11,7 @@ from journals import record, step_record, trial
 from te_bench.advice import advise, answer
 from te_bench.advice.advise import NothingMeasured
 from te_bench.experiments import plan
-from te_bench.experiments.spec import Trial
+from te_bench.experiments.spec import Record, Trial
 from te_bench.reports.analysis.measures import of_processes
 
 
@@ -227,6 +227,73 @@ def test_what_takes_too_much_memory_is_not_advised(tmp_path: Path) -> None:
     assert found.memory is not None
     assert found.memory <= limit
     assert any(choice.fused for choice in evidence.excluded)
+
+
+def grows(trial: Trial) -> float:
+    """GiB of a step: 4, and one for each sequence at a time."""
+    return 4.0 + trial.problem["batch"]
+
+
+def test_where_no_step_fits_the_batch_is_cut_into_micro_batches_of_as_many_tokens(tmp_path: Path) -> None:
+    machine = Machine(question(batch=16), gib=grows)
+    limit = 6.5 * 2.0**30
+    evidence = gathered(machine, memory=limit)
+    found = decided(machine, evidence, tmp_path, limit)
+    assert found.use.accumulate == 8
+    assert found.exit_code == 0
+    assert found.memory == 6 * 2**30
+    cut = [t for t in machine.asked if t.problem.get("accumulate") and not t.seed]
+    assert [t.problem["batch"] for t in cut] == [8, 2]  # two points tell that 4 at a time do not fit
+    assert all(t.problem["batch"] * t.problem["accumulate"] == 16 for t in cut)
+    for made in cut:
+        plan.check(made)
+    said = answer.terminal(evidence, found, [], "index.html")
+    assert "8 micro-batches" in said
+    assert "Optim(accumulate=8)" in said
+
+
+def test_where_one_sequence_takes_too_much_that_is_said(tmp_path: Path) -> None:
+    machine = Machine(question(), gib=grows)
+    limit = 4.5 * 2.0**30
+    found = decided(machine, gathered(machine, memory=limit), tmp_path, limit)
+    assert found.exit_code == 3
+    assert found.undecided == "every step that was measured takes more than --memory"
+    assert found.why.startswith("One sequence at a time takes more, too")
+    assert min(trial.problem["batch"] for trial in machine.asked if trial.workload == "train_step") == 1
+
+
+def test_what_runs_out_of_memory_is_surveyed_and_trained_in_micro_batches(tmp_path: Path) -> None:
+    """The survey of a part of the batch counts for the whole of it."""
+    asked = question()
+    machine = Machine(asked)
+    record_of = machine._record
+
+    def short_of_memory(trial: Trial) -> Record:
+        much = trial.problem["batch"] if trial.workload in ("survey", "train_step") else 0
+        return record(trial, outcome="oom", reason="planted") if much > 3 else record_of(trial)
+
+    machine._record = short_of_memory  # type: ignore[method-assign]
+    evidence = gathered(machine)
+    found = decided(machine, evidence, tmp_path)
+    assert found.use.accumulate == 4
+    assert (found.speedup, found.exit_code) == (None, 0)
+    assert set(evidence.steps) == {found.use}
+    assert evidence.made.head is not None
+    assert evidence.made.head[0] == 4 * asked.tokens  # of the machine's survey, which is of all tokens
+
+
+def test_of_larger_batches_that_fit_the_fastest_per_token_is_told(tmp_path: Path) -> None:
+    def per_token(trial: Trial) -> float:
+        return {12: 1.0, 24: 1.8, 48: 3.4}[trial.problem["batch"]]
+
+    machine = Machine(question(), gib=grows, times_of_step=per_token)
+    evidence = gathered(machine, room=80 * 2.0**30)
+    assert sorted(evidence.larger) == [24, 48]  # 96 would take 100 GiB
+    found = decided(machine, evidence, tmp_path)
+    said = answer.sentences(evidence, found, [])
+    (larger,) = (sentence for sentence in said if sentence.startswith("A batch of "))
+    assert larger == "A batch of 48 fits, too, 52.0 GiB: 1.18× as fast per token, by one run."
+    assert not any("A batch of" in sentence for sentence in answer.sentences(gathered(Machine(question())), found, []))
 
 
 def test_memory_is_compared_by_what_both_steps_show() -> None:

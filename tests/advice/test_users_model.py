@@ -147,6 +147,8 @@ def test_a_rival_that_is_not_there_is_left_out_with_its_reason(asked: Question) 
         Choice(attention="flash"),
         Choice(attention=OWN_ATTENTION, parts="all"),
         Choice(attention=OWN_ATTENTION, precision="fp32"),
+        Choice(attention=OWN_ATTENTION, accumulate=2),
+        Choice(attention=OWN_ATTENTION, precision="fp32", accumulate=4),
     ],
 )
 def test_the_code_runs_as_it_is(choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +160,9 @@ def test_the_code_runs_as_it_is(choice: Choice, tmp_path: Path, monkeypatch: pyt
     names: dict[str, Any] = {"inputs": tokens, "targets": tokens}
     exec("\n".join(code.code(cpu, choice)), names)
     assert names["loss"].item() > 0
+    assert all(p.grad is not None for p in names["model"].parameters()) == (
+        "backward" in "".join(code.code(cpu, choice))
+    )
     assert code.code(cpu, cpu.have) == ["# Nothing to change."]
 
 
