@@ -87,6 +87,7 @@ class Question:
     given: str = ""
     preset: bool = True
     text: bool = True  # it learns from text
+    logits: bool = False  # a user's takes tokens alone and returns logits
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -217,6 +218,7 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
         choices=tuple(in_order(choices)),
         preset=False,
         text=own.facts.text,
+        logits=own.facts.logits,
         left_out=left_out,
     )
 

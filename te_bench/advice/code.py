@@ -84,9 +84,12 @@ def _model(question: Question) -> tuple[list[str], str, str]:
     move = '.to("cuda")' if question.device == "cuda" else ""
     judge = str(problem.get("loss") or "").partition(":")
     imports = [f"from {judge[0]} import {judge[2]}"] if judge[0] else []
-    call = (
-        f"loss = {judge[2]}(model(inputs), targets)" if judge[0] else "loss = model(inputs, targets)  # as you call it"
-    )
+    call = "loss = model(inputs, targets)  # as you call it"
+    if judge[0]:
+        call = f"loss = {judge[2]}(model(inputs), targets)"
+    elif question.logits:
+        imports = ["import torch.nn.functional as F"]
+        call = "loss = F.cross_entropy(model(inputs).flatten(0, -2).float(), targets.flatten())"
     if "config" in problem:
         named = json.loads(str(problem["config"])).get("architectures")
         cls = named[0] if named else "AutoModelForCausalLM.from_config"
