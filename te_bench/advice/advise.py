@@ -271,11 +271,9 @@ class Run:
         return found
 
     def _deciding(self, made: Made) -> tuple[list[Part], list[Part]]:
-        """The parts of one promising choice on the fastest step that was measured, and all others that decide."""
+        """The parts of one promising choice that the fastest measured step may become, and all others that decide."""
         q = self.question
-        by_time = sorted(self.steps, key=lambda choice: typical(self.steps[choice]))
-        hopeful = next((choice for frame in by_time if (choice := q.hopeful(frame)) is not None), q.have)
-        ahead = parts.differing(q, made, hopeful)
+        ahead = parts.differing(q, made, q.hopeful(q.frame(self._fastest())) or q.have)
         deciding = parts.deciding(q, made, [choice for choice in q.choices if q.frame(choice) in self.steps])
         return ahead, [part for part in deciding if part not in ahead]
 

@@ -181,6 +181,17 @@ def test_what_is_promising_and_not_measured_is_named_first_and_its_budget_measur
     assert not any("Most promising" in s for s in answer.sentences(more, decided(again, more, tmp_path / "more"), []))
 
 
+def test_where_nothing_is_promising_what_was_measured_is_repeated_before_parts_are_timed() -> None:
+    """No part makes a step in float32 another, which is the fastest here."""
+    machine = Machine(
+        question("tiny", "cpu"), wall=takes, times_of_step=lambda trial: 0.1 if trial.precision == "fp32" else 1.0
+    )
+    gathered(machine, budget_s=33.0)
+    assert any(trial.seed for trial in machine.asked)
+    first_again = next(place for place, trial in enumerate(machine.asked) if trial.seed)
+    assert {trial.workload for trial in machine.asked[:first_again]} == {"survey", "train_step"}
+
+
 def test_what_ended_before_takes_nothing_of_the_budget() -> None:
     """Every trial of a run that measured all is given again within a second."""
     machine = Machine(question(), wall=takes_long)
