@@ -110,6 +110,8 @@ class Run:
         self._announce()
         made, survey = self._survey()
         self._whole_steps()
+        if not any(map(self._held, self.steps.values())):
+            self._smaller()
         times: dict[Part, PartTime] = {}
         predictions: dict[Choice, Prediction] = {}
 
@@ -120,12 +122,10 @@ class Run:
             self._verify(predictions, repeated=repeated, first=first)
 
         further(VERIFIED * self._verification() + self._repetitions(self._fastest()), repeated=True)
-        if not any(map(self._fits, map(peak, self.steps.values()))):
-            self._smaller()
         if self.left_out:  # one alternative, and the most promising prediction verified, come before repetitions
             if len(self.steps) < 2:
                 self._spend(1)
-            if all(choice in self.question.frames for choice in self.steps):
+            if not self._verified(predictions):
                 further(self._verification(), first=True)
         self._repeat()
         for spend in (False, True):
@@ -294,14 +294,17 @@ class Run:
         ]
         return sorted(waiting, key=lambda prediction: prediction.seconds)
 
+    def _verified(self, predictions: Mapping[Choice, Prediction]) -> int:
+        """How many steps were measured that had been predicted."""
+        return sum(choice in predictions and choice not in self.question.frames for choice in self.steps)
+
     def _verify(self, predictions: Mapping[Choice, Prediction], *, repeated: bool, first: bool) -> None:
         """Whole steps of the best as they are predicted, each prediction corrected by those before it.
 
         repeated: only as far as the budget holds repetitions, too. first: one alone, whose gain exceeds its bound.
         """
         self.left_out.pop(VERIFICATION, None)
-        frames = self.question.frames
-        for number in range(sum(c in predictions and c not in frames for c in self.steps), MOST_VERIFIED):
+        for number in range(self._verified(predictions), MOST_VERIFIED):
             waiting = self._waiting(predictions)
             if not waiting:
                 return

@@ -254,6 +254,8 @@ def test_where_no_step_fits_the_batch_is_cut_into_micro_batches_of_as_many_token
     assert found.exit_code == 0
     assert found.memory == 6 * 2**30
     cut = [t for t in machine.asked if t.problem.get("accumulate") and not t.seed]
+    workloads = [t.workload for t in machine.asked[: machine.asked.index(cut[-1])]]
+    assert set(workloads) == {"survey", "train_step"}  # what fits comes before what is faster
     assert [t.problem["batch"] for t in cut] == [8, 2]  # two points tell that 4 at a time do not fit
     assert all(t.problem["batch"] * t.problem["accumulate"] == 16 for t in cut)
     for made in cut:
