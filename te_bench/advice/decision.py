@@ -156,7 +156,7 @@ def _of_single_runs(
         return have, [], only, f"{more} measures {steps}."
     cannot = f"but one run of each cannot tell; {more} repeats them."
     if have not in found:
-        return best, [], f"use {best.words()} for now", f"It is the fastest that was measured, {cannot}"
+        return best, [], f"use {best.words()} for now", f"It is the fastest that ran and fits, {cannot}"
     if best == have:
         return have, [], _for_now(have), f"Nothing looked faster, {cannot}"
     return have, [best], _for_now(have), f"{_looked(found[have], found[best], best)}, {cannot}"
