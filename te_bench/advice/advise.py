@@ -5,11 +5,12 @@ Every measurement is a trial, carried out and recorded as those of any suite: wh
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from te_bench.advice import parts, predict
-from te_bench.advice.candidates import COMPILED, Choice, Question
+from te_bench.advice.candidates import Choice, Question
+from te_bench.advice.pace import Pace, lasting
 from te_bench.advice.parts import Made, Part, PartTime
 from te_bench.advice.predict import Frame, Prediction
 from te_bench.experiments.spec import Record, Trial
@@ -19,18 +20,14 @@ SEEDS = 3  # of the winner and of what the user has, where the budget holds them
 WITH_PARTS = 1.5  # times what whole steps take: the parts that decide are timed as well
 PARTS = "parts alone, on which predictions rest"
 VERIFICATION, REPETITIONS = "verification of what is predicted to be faster", "repetitions of the fastest"
+SMALLER, MORE = "smaller micro-batches", "a larger batch"
+LARGER = (2, 4, 8)  # times the sequences, where there is room
+FILLED = 0.9  # of the memory that there is, which a step may take by its forecast
 VERIFIED = 3  # choices that are verified, at least; more while a better one is predicted
 MOST_VERIFIED = 6
 CLOSE = 1.02  # times the fastest verified step: such a step is measured as often as that one
 NOISY = 1.2  # the slowest run of a step over the fastest: beyond it a range says more than a mean
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
-
-SLOWEST = 3.0  # times the usual: a large model's step says no more of how long it takes to compile it
-#: Seconds of a trial before any was run, by device and kind, of a small model; the run's own replace them.
-USUAL = {
-    "cuda": {"survey": 15.0, "eager": 15.0, "compiled": 60.0, "part": 5.0},
-    "cpu": {"survey": 4.0, "eager": 4.0, "compiled": 15.0, "part": 1.5},
-}
 
 CarryOut = Callable[[Sequence[Trial]], Sequence[Record]]
 Say = Callable[[str], None]
@@ -40,42 +37,13 @@ class NothingMeasured(Exception):
     """No step that could be advised ended ok; the message says what became of them."""
 
 
-@dataclass(slots=True)
-class Pace:
-    """How long trials take: the mean of those of their kind that have ended."""
-
-    device: str
-    walls: dict[str, list[float]] = field(default_factory=dict)
-
-    def expected(self, trials: Iterable[Trial]) -> float:
-        return sum(self._one(kind_of(trial)) for trial in trials)
-
-    def _one(self, kind: str) -> float:
-        """Of a kind that none has ended of: the usual, times what this model and machine have taken of the usual so far."""
-        usual = USUAL[self.device]
-        if walls := self.walls.get(kind):
-            return sum(walls) / len(walls)
-        ratios = [sum(known) / len(known) / usual[of] for of, known in self.walls.items()]
-        return usual[kind] * min(sum(ratios) / len(ratios), SLOWEST) if ratios else usual[kind]
-
-    def learn(self, records: Iterable[Record]) -> None:
-        for record in records:
-            self.walls.setdefault(kind_of(record.trial), []).append(record.wall_s)
-
-
-def kind_of(trial: Trial) -> str:
-    """Trials of one kind take about as long."""
-    if trial.workload not in ("train_step", "survey"):
-        return "part"
-    return "survey" if trial.workload == "survey" else "compiled" if trial.mode in COMPILED else "eager"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
     """What was measured for a question: the survey, records of steps by choice and seed, times of parts, predictions.
 
     predictions: as they were before anything was verified. left_out: what there was no time for. wrong: why choices have no
-    record that counts. missing: steps that a budget of whole_s would have measured as well.
+    record that counts. missing: steps that a budget of whole_s would have measured as well. waiting: what is predicted of
+    steps that were not measured, corrected by those that were, the fastest first; a budget of verified_s holds the first.
     """
 
     question: Question
@@ -92,6 +60,18 @@ class Evidence:
     budget_s: float
     whole_s: float
     missing: int
+    larger: Mapping[int, Record] = field(
+        default_factory=dict
+    )  # steps of more sequences that fit, by the fastest choice
+    waiting: tuple[Prediction, ...] = ()
+    verified_s: float = 0.0
+
+    @property
+    def promising(self) -> Prediction | None:
+        """The fastest step that there was no time to measure, and that is predicted to be faster than any that was."""
+        least = min(map(typical, self.steps.values()), default=math.inf)
+        found = (waiting for waiting in self.waiting if waiting.seconds + waiting.bound_s < least)
+        return next(found, None) if VERIFICATION in self.left_out else None
 
 
 class Run:
@@ -104,12 +84,17 @@ class Run:
         *,
         budget_s: float,
         memory: float | None,
+        room: float | None = None,  # bytes that there are
+        known: Collection[str] = (),  # ids of trials that ended before, and cost nothing
         say: Say = print,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.question, self.carry_out, self.memory, self.say = question, carry_out, memory, say
+        self.room = room if memory is None else memory
+        self.larger: dict[int, Record] = {}
         self.clock, self.started, self.budget_s = clock, clock(), budget_s
         self.pace = Pace(question.device)
+        self.known = set(known)
         self.records: dict[str, Record] = {}  # by trial id
         self.steps: dict[Choice, list[Record]] = {}
         self.wrong: dict[Choice, str] = {}
@@ -125,16 +110,33 @@ class Run:
         self._announce()
         made, survey = self._survey()
         self._whole_steps()
-        times = self._parts(made)
-        predictions = self._predictions(made, times)
-        self._verify(predictions)
-        for more in (len(self.steps) < 2, True):  # one of each alternative comes before repetitions
-            if more and self.left_out:
-                self._spend()
-                times |= self._parts(made, repeated=False)
-                predictions = self._predictions(made, times) | predictions
-                self._verify(predictions, repeated=False)
-            self._repeat()
+        if not any(map(self._held, self.steps.values())):
+            self._smaller()
+        times: dict[Part, PartTime] = {}
+        predictions: dict[Choice, Prediction] = {}
+
+        def further(reserve: float, *, repeated: bool = False, first: bool = False) -> None:
+            """Parts beside the reserve, and the verification of what they make predictable."""
+            times.update(self._parts(made, reserve, first=first))
+            predictions.update(self._predictions(made, times) | predictions)
+            self._verify(predictions, repeated=repeated, first=first)
+
+        further(VERIFIED * self._verification() + self._repetitions(self._fastest()), repeated=True)
+        if self.left_out:  # one alternative, and the most promising prediction verified, come before repetitions
+            if len(self.steps) < 2:
+                self._spend(1)
+            if not self._verified(predictions):
+                further(self._verification(), first=True)
+        self._repeat()
+        for spend in (False, True):
+            if self.left_out:
+                if spend:
+                    self._spend()
+                further(self._verification())
+        if self.left_out:
+            further(0.0)
+        self._repeat()
+        self._larger()
         if not self.steps:
             raise NothingMeasured("; ".join(dict.fromkeys(self.wrong.values())) or "the budget held no step")
         return Evidence(
@@ -150,15 +152,18 @@ class Run:
             excluded={c: p.memory for c, p in predictions.items() if p.memory is not None and not self._fits(p.memory)},
             seconds=self.budget_s - self.left_s,
             budget_s=self.budget_s,
-            whole_s=self.budget_s - self.left_s + sum(map(self.pace.expected, self.left_out.values())),
+            whole_s=self.budget_s - self.left_s + sum(map(self._expected, self.left_out.values())),
             missing=sum(trial.workload == "train_step" for trials in self.left_out.values() for trial in trials),
+            larger=self.larger,
+            waiting=tuple(self._waiting(predictions)),
+            verified_s=self.budget_s - self.left_s + self._expected(self.left_out.get(VERIFICATION, [])[:1]),
         )
 
     def _announce(self) -> None:
         """Before anything starts: how many trials, and about how long."""
         q = self.question
         steps = [q.trial(frame) for frame in q.frames] + [q.trial(q.have)] * (VERIFIED + 2 * (SEEDS - 1))
-        expected = self.pace.expected([q.survey(), *steps]) * WITH_PARTS
+        expected = self._expected([q.survey(), *steps]) * WITH_PARTS
         said = f"{q.title} on {q.device}: {len(q.choices)} combinations. "
         if expected <= self.budget_s:
             said += f"{len(steps)} steps and the parts that decide are measured, about {lasting(expected)}"
@@ -175,6 +180,7 @@ class Run:
             done = list(self.carry_out(wanted))
             self.pace.learn(record for record in done if record.outcome == "ok")
             self.records |= {record.trial.id: record for record in done}
+            self.known |= self.records.keys()
         return [self.records[trial.id] for trial in trials]
 
     def _step(self, choices: Sequence[tuple[Choice, int]]) -> None:
@@ -188,22 +194,37 @@ class Run:
             else:
                 self.wrong[choice] = f"{record.outcome}: {record.reason}"
 
+    def _expected(self, trials: Iterable[Trial]) -> float:
+        """Seconds that they take; those that have ended before take none."""
+        return self.pace.expected(trial for trial in trials if trial.id not in self.known)
+
     def _affordable(self, trials: Sequence[Trial], reserve: float = 0.0) -> int:
         """How many of them, from the first on, the budget holds beside the reserve."""
         for number in range(len(trials)):
-            if self.pace.expected(trials[: number + 1]) > self.left_s - reserve:
+            if self._expected(trials[: number + 1]) > self.left_s - reserve:
                 return number
         return len(trials)
 
+    def _fastest(self) -> Choice:
+        return min(self.steps, key=lambda choice: typical(self.steps[choice]), default=self.question.have)
+
+    def _verification(self) -> float:
+        """Seconds of one more step like the fastest."""
+        return self.pace.expected([self.question.trial(self._fastest())])
+
     def _repetitions(self, choice: Choice) -> float:
         """Seconds that it takes to run a choice and what the user has again, without which there is no interval."""
-        return (SEEDS - 1) * self.pace.expected([self.question.trial(c) for c in (self.question.have, choice)])
+        again = [self.question.trial(c, seed) for seed in range(1, SEEDS) for c in (self.question.have, choice)]
+        return self._expected(again)
 
     def _survey(self) -> tuple[Made, Record]:
-        (record,) = self._do([self.question.survey()])
+        for share in (1, *self.question.shares):
+            (record,) = self._do([self.question.survey(share)])
+            if record.outcome != "oom":
+                break
         if record.outcome != "ok":
             raise NothingMeasured(f"{self.question.model}: {record.outcome}: {record.reason}")
-        return Made.of(record.work), record
+        return Made.of(record.work, share), record
 
     def _whole_steps(self) -> None:
         """What the user has whatever the budget; then the other frames, as far as it holds them."""
@@ -215,68 +236,145 @@ class Run:
                 continue
             self._step([(frame, 0)])
 
-    def _spend(self) -> None:
+    def _spend(self, most: int | None = None) -> None:
         """What is left of the budget, on a step of each mode that was left out while repetitions were to come."""
         for frame in self.question.frames[1:]:
             words, trial = f"steps by {frame.words()}", self.question.trial(frame)
-            if words in self.left_out and self._affordable([trial]):
+            if words in self.left_out and self._affordable([trial]) and most != 0:
                 del self.left_out[words]
                 self._step([(frame, 0)])
+                most = None if most is None else most - 1
 
-    def _parts(self, made: Made, *, repeated: bool = True) -> dict[Part, PartTime]:
-        """Those that decide; repeated: as far as the budget holds verification and repetitions, too."""
+    def _parts(self, made: Made, reserve: float, *, first: bool) -> dict[Part, PartTime]:
+        """Those that decide, as far as the budget holds them beside the reserve; first: of one promising choice alone."""
         q = self.question
+        ahead, others = self._deciding(made)
+        wanted = ahead if first else [*ahead, *others]
+        known = [part for part in (*ahead, *others) if parts.trial(q, part).id in self.known]
+        many = len(known)
+        wanted = [*known, *(part for part in wanted if part not in known)]
+        trials = [parts.trial(q, part) for part in wanted]
+        records = self._do(trials[:many])
+        while more := self._affordable(trials[many:], reserve):  # they may take less than the first was thought to
+            records += self._do(trials[many : many + more])
+            many += more
+        left = [trial for p in (*ahead, *others) if (trial := parts.trial(q, p)).id not in self.known]
         self.left_out.pop(PARTS, None)
-        applicable = [choice for choice in q.choices if q.frame(choice) in self.steps]
-        wanted = parts.deciding(q, made, applicable)
-        fastest = min(self.steps, key=lambda choice: typical(self.steps[choice]), default=q.have)
-        reserve = VERIFIED * self.pace.expected([q.trial(fastest)]) + self._repetitions(fastest)
-        wanted = sorted(wanted, key=lambda part: parts.trial(q, part).id not in self.records)  # those known come first
-        known = sum(parts.trial(q, part).id in self.records for part in wanted)
-        new = [parts.trial(q, part) for part in wanted[known:]]
-        many = known + self._affordable(new, reserve if repeated else 0.0)
-        if many < len(wanted):
-            self.left_out[PARTS] = new[many - known :]
+        if left:
+            self.left_out[PARTS] = left
         found = {}
-        for part, record in zip(wanted[:many], self._do([parts.trial(q, p) for p in wanted[:many]]), strict=True):
+        for part, record in zip(wanted[:many], records, strict=True):
             if (seconds := parts.time_of(part, record)) is not None:
                 found[part] = seconds
             else:
                 self.failed[part] = f"{record.outcome}: {record.reason}"
         return found
 
+    def _deciding(self, made: Made) -> tuple[list[Part], list[Part]]:
+        """The parts of one promising choice that the fastest measured step may become, and all others that decide."""
+        q = self.question
+        ahead = parts.differing(q, made, q.hopeful(q.frame(self._fastest())) or q.have)
+        deciding = parts.deciding(q, made, [choice for choice in q.choices if q.frame(choice) in self.steps])
+        return ahead, [part for part in deciding if part not in ahead]
+
     def _predictions(self, made: Made, times: Mapping[Part, PartTime]) -> dict[Choice, Prediction]:
         frames = {choice: frame_of(records) for choice, records in self.steps.items()}
         found = {c: predict.predict(self.question, made, c, frames, times) for c in self.question.choices}
         return {choice: prediction for choice, prediction in found.items() if prediction is not None}
 
-    def _verify(self, predictions: Mapping[Choice, Prediction], *, repeated: bool = True) -> None:
+    def _waiting(self, predictions: Mapping[Choice, Prediction]) -> list[Prediction]:
+        """Predictions of steps that may yet be measured, corrected by those that were, the fastest first."""
+        correction = predict.corrected(
+            predictions, {choice: typical(records) for choice, records in self.steps.items()}
+        )
+        waiting = [
+            replace(prediction, seconds=correction.of(prediction))
+            for choice, prediction in predictions.items()
+            if choice not in self.steps and choice not in self.wrong and self._fits(prediction.memory)
+        ]
+        return sorted(waiting, key=lambda prediction: prediction.seconds)
+
+    def _verified(self, predictions: Mapping[Choice, Prediction]) -> int:
+        """How many steps were measured that had been predicted."""
+        return sum(choice in predictions and choice not in self.question.frames for choice in self.steps)
+
+    def _verify(self, predictions: Mapping[Choice, Prediction], *, repeated: bool, first: bool) -> None:
         """Whole steps of the best as they are predicted, each prediction corrected by those before it.
 
-        repeated: only as far as the budget holds repetitions, too.
+        repeated: only as far as the budget holds repetitions, too. first: one alone, whose gain exceeds its bound.
         """
         self.left_out.pop(VERIFICATION, None)
-        frames = self.question.frames
-        for number in range(sum(c in predictions and c not in frames for c in self.steps), MOST_VERIFIED):
-            measured = {choice: typical(records) for choice, records in self.steps.items()}
-            correction = predict.corrected(predictions, measured)
-            waiting = [
-                prediction
-                for choice, prediction in predictions.items()
-                if choice not in self.steps and choice not in self.wrong and self._fits(prediction.memory)
-            ]
+        for number in range(self._verified(predictions), MOST_VERIFIED):
+            waiting = self._waiting(predictions)
             if not waiting:
                 return
-            best = min(waiting, key=correction.of)
-            hoped = correction.of(best) - (best.bound_s if number < VERIFIED else 0.0)
-            if hoped > min(measured.values()):
+            best = waiting[0]
+            doubt = best.bound_s if first else -best.bound_s if number < VERIFIED else 0.0
+            if best.seconds + doubt > min(map(typical, filter(self._held, self.steps.values())), default=math.inf):
                 return
             trial = self.question.trial(best.choice)
             if not self._affordable([trial], self._repetitions(best.choice) if repeated else 0.0):
-                later = sorted(waiting, key=correction.of)[: max(1, VERIFIED - number)]
+                later = waiting[: max(1, VERIFIED - number)]
                 self.left_out[VERIFICATION] = [self.question.trial(prediction.choice) for prediction in later]
                 return
             self._step([(best.choice, 0)])
+            if first:
+                return
+
+    def _smaller(self) -> None:
+        """Where no step fits: that of the least memory, else what the user has, in ever more micro-batches until one does.
+
+        Two of them tell what does not grow with the batch: those that would not fit by that are not tried, but the last.
+        """
+        q = self.question
+        held = {choice: peak(records) or math.inf for choice, records in self.steps.items()}
+        base = min(held, key=lambda choice: held[choice], default=q.have)
+        whole, least = held.get(base, math.inf), 0.0
+        for share in q.shares:
+            choice = replace(base, accumulate=share)
+            grows = whole - least
+            if share != q.shares[-1] and least and not self._fits(least + grows / share):
+                continue
+            if not self._affordable([q.trial(choice)]):
+                self.left_out[SMALLER] = [q.trial(choice)]
+                return
+            self._step([(choice, 0)])
+            if (found := self.steps.get(choice)) is None:
+                continue
+            if self._held(found):
+                return
+            least = whole - (whole - (peak(found) or 0.0)) * share / (share - 1) if whole < math.inf else 0.0
+
+    def _larger(self) -> None:
+        """Twice, four and eight times as many sequences by the fastest choice that fits, as far as the room is for them.
+
+        Of choices that are close to it, by that with the fewest changes.
+        """
+        q = self.question
+        fitting = {choice: typical(records) for choice, records in self.steps.items() if self._held(records)}
+        least = min(fitting.values(), default=math.inf)
+        close = [choice for choice in q.choices if fitting.get(choice, math.inf) <= CLOSE * least]
+        if self.room is None or not close:
+            return
+        best = min(close, key=lambda choice: choice.changes(q.have))
+        held = [peak(self.steps[best]) or math.inf]
+        for times in LARGER:
+            # It takes what any batch takes, and what grows with it: at most all of it.
+            growth = 2 * (held[-1] - held[-2]) if len(held) > 1 else held[-1]
+            if held[-1] + growth > FILLED * self.room:
+                return
+            trial = q.of_batch(best, times * q.batch)
+            if self._affordable([trial] * times) < times:
+                self.left_out[MORE] = [trial]
+                return
+            (record,) = self._do([trial])
+            if record.outcome != "ok" or not self._held([record]):
+                return
+            self.larger[times * q.batch] = record
+            held.append(peak([record]) or math.inf)
+
+    def _held(self, records: Sequence[Record]) -> bool:
+        return self._fits(peak(records))
 
     def _fits(self, memory: float | None) -> bool:
         return self.memory is None or memory is None or memory <= self.memory
@@ -305,13 +403,6 @@ class Run:
                 self.left_out[REPETITIONS] = [q.trial(c, later) for later in range(seed, SEEDS) for c in turn]
                 return
             self._step([(choice, seed) for choice in turn])
-
-
-def lasting(seconds: float) -> str:
-    """10 s, 4 min, 1.5 h: rounded up, for it says what to allow. Without its space it is a --budget."""
-    if seconds < 60:
-        return f"{math.ceil(seconds)} s"
-    return f"{math.ceil(seconds / 60)} min" if seconds < 3600 else f"{math.ceil(seconds / 360) / 10:g} h"
 
 
 def typical(records: Sequence[Record]) -> float:

@@ -8,7 +8,8 @@ from te_bench.advice import convergence
 from te_bench.advice.advise import Evidence, extent, noisy, peak, typical
 from te_bench.advice.candidates import Choice, Question
 from te_bench.advice.code import code
-from te_bench.advice.decision import Decision, fp8_in_words, ids, linear_gains
+from te_bench.advice.decision import Decision, between, budget_of, fp8_in_words, ids, larger_batches, linear_gains
+from te_bench.advice.predict import Prediction
 from te_bench.advice.traps import Finding
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import Ratio
@@ -21,10 +22,11 @@ LINES = 15
 def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> list[str]:
     """What is advised and why, the most important first."""
     question = evidence.question
-    said = [_use(decision), decision.why, _faster(decision)]
+    said = [_promising(evidence, decision), _use(decision), decision.why, _faster(decision)]
     said += [" ".join(filter(None, [_memory(question, decision), _predicted(evidence, decision.use)]))]
+    said += [_larger(evidence, decision.use)]
     said += [convergence.in_words(question, decision.use, decision.seconds)]
-    said += [fp8_in_words(linear_gains(evidence), question.device, decision.use)]
+    said += [fp8_in_words(evidence, decision.use)]
     if findings:
         others = f" The page has {len(findings) - 1} more." if len(findings) > 1 else ""
         said += [f"Trap: {findings[0].what} {findings[0].mend}{others}"]
@@ -47,6 +49,19 @@ def terminal(evidence: Evidence, decision: Decision, findings: Sequence[Finding]
         elif number == 0:
             kept += wrapped[:2]
     return "\n".join([*kept, *lines, f"report: {page}"])
+
+
+def _promising(evidence: Evidence, decision: Decision) -> str:
+    """The step that there was no time to measure, where its prediction promises more than any that was."""
+    promised = evidence.promising
+    if promised is None:
+        return ""
+    have = decision.have_seconds
+    beside = "" if have is None else f" (what you have: {text.milliseconds(have)})"
+    return (
+        f"Most promising, not measured: {promised.choice.words()}, predicted {between(promised)} ms a step{beside}; "
+        f"{budget_of(evidence.verified_s)} measures it."
+    )
 
 
 def _use(decision: Decision) -> str:
@@ -85,8 +100,17 @@ def _predicted(evidence: Evidence, choice: Choice) -> str:
     prediction, measured = evidence.predictions.get(choice), measured_in_words(evidence.steps[choice])
     if prediction is None or choice in evidence.question.frames:
         return f"Measured: {measured}."
-    low, high = (max(prediction.seconds + sign * prediction.bound_s, 0.0) for sign in (-1, 1))
-    return f"Predicted: {text.milliseconds(low)} to {text.milliseconds(high)} ms a step. Measured: {measured}."
+    return f"Predicted: {between(prediction)} ms a step. Measured: {measured}."
+
+
+def _larger(evidence: Evidence, use: Choice) -> str:
+    """The larger batch that is the fastest per token, of those that were measured."""
+    best = next(iter(larger_batches(evidence)), None)
+    if best is None or best.choice != use:
+        return ""
+    held = peak([best.record])
+    takes = "" if held is None else f", {text.gib(held)} GiB"
+    return f"A batch of {best.batch} fits, too{takes}: {text.times(best.faster)} as fast per token, by one run."
 
 
 def measured_in_words(records: Sequence[Record]) -> str:
@@ -119,10 +143,15 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
             "records": [*ids(evidence.steps[decision.use]), *ids(evidence.steps.get(decision.have, ()))],
         },
         "steps": [_step(evidence, choice) for choice in evidence.steps],
+        "most_promising_not_measured": evidence.promising and _prediction(evidence, evidence.promising),
         "predictions": [
-            {**_choice(choice), "seconds": p.seconds, "bound_s": p.bound_s, "memory_bytes": p.memory}
-            | {"gains_s": dict(p.gains), "records": [evidence.times[part].record.trial.id for part in p.parts]}
-            for choice, p in sorted(evidence.predictions.items(), key=lambda item: item[1].seconds)
+            _prediction(evidence, p) for p in sorted(evidence.predictions.values(), key=lambda p: p.seconds)
+        ],
+        "larger_batches": [
+            {**_choice(larger.choice), "batch": larger.batch, "faster_per_token": larger.faster}
+            | {"seconds": typical([larger.record]), "memory_bytes": peak([larger.record])}
+            | {"records": [*ids([larger.record]), *ids(evidence.steps[larger.choice])]}
+            for larger in larger_batches(evidence)
         ],
         "linears": [
             {"rows": g.sizes[0], "in_features": g.sizes[1], "out_features": g.sizes[2], "calls": g.calls}
@@ -137,7 +166,13 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
         "excluded_by_memory": [{**_choice(c), "memory_bytes": held} for c, held in evidence.excluded.items()],
         "not_measured": [{**_choice(choice), "reason": reason} for choice, reason in evidence.wrong.items()],
         "parts_without_a_time": [
-            {"workload": part.workload, "by": part.rival, "problem": dict(part.problem), "reason": why}
+            {
+                "workload": part.workload,
+                "by": part.rival,
+                "mode": part.mode,
+                "problem": dict(part.problem),
+                "reason": why,
+            }
             for part, why in evidence.failed.items()
         ],
         "took_s": evidence.seconds,
@@ -146,6 +181,15 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
 
 def _choice(choice: Choice) -> dict[str, Any]:
     return {name: getattr(choice, name) for name in Choice.__slots__}
+
+
+def _prediction(evidence: Evidence, found: Prediction) -> dict[str, Any]:
+    records = [evidence.times[part].record.trial.id for part in found.parts]
+    return {
+        **_choice(found.choice),
+        **{"seconds": found.seconds, "bound_s": found.bound_s, "memory_bytes": found.memory},
+        **{"gains_s": dict(found.gains), "records": records},
+    }
 
 
 def _ratio(ratio: Ratio | None) -> dict[str, Any] | None:

@@ -26,7 +26,8 @@ ATTENTIONS = {"cuda": ("cudnn", "flash", "gluon", "triton"), "cpu": ("flash", "m
 class Choice:
     """How a model is trained. fused: blocks and optimizer of te-bench; padded: the vocabulary, to a multiple of 64.
 
-    parts: those of te.convert, of a user's model. rival: another project that trains it, whose arithmetic `recipe` is.
+    accumulate: micro-batches that the batch is cut into. parts: those of te.convert, of a user's model. rival: another
+    project that trains it, whose arithmetic `recipe` is.
     """
 
     attention: str
@@ -38,6 +39,7 @@ class Choice:
     padded: bool = False
     parts: str | None = None
     rival: str | None = None
+    accumulate: int = 1
 
     def changes(self, have: "Choice") -> int:
         """In how many settings it differs from what the user has: how much there is to change, and to go wrong."""
@@ -58,6 +60,7 @@ class Choice:
         said += ["fused blocks and AdamW"] if self.fused else []
         said += ["padded vocabulary"] if self.padded else []
         said += ["te.convert's parts"] if self.parts else []
+        said += [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
         return ", ".join(
             [*said, {"eager": "eager", "cudagraph": "one CUDA graph"}.get(self.mode, f"torch.{self.mode}")]
         )
@@ -84,6 +87,7 @@ class Question:
     given: str = ""
     preset: bool = True
     text: bool = True  # it learns from text
+    logits: bool = False  # a user's takes tokens alone and returns logits
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -113,12 +117,29 @@ class Question:
         """Every step that is measured whole, what the user has first."""
         return tuple(dict.fromkeys(map(self.frame, self.choices)))
 
+    def hopeful(self, frame: Choice) -> Choice | None:
+        """Of the choices whose whole step that one is, what is likeliest to be faster; None where there is none.
+
+        Another attention and, where it is not emulated, a recipe, the first of their lists; a head in chunks.
+        """
+        attentions = [name for name in ATTENTIONS[self.device] if name != self.have.attention]
+        recipes = RECIPES if self.device == "cuda" else (None,)
+        others = [choice for choice in self.choices if self.frame(choice) == frame != choice and not choice.rival]
+
+        def place(choice: Choice) -> tuple[int, int, bool, bool]:
+            by = [*recipes, choice.recipe].index(choice.recipe), [*attentions, choice.attention].index(choice.attention)
+            return (*by, choice.head != CHUNKED, not choice.padded)
+
+        return min(others, key=place, default=None)
+
     def trial(self, choice: Choice, seed: int = 0) -> Trial:
         """A training step by that choice."""
         settings: Settings = {**self.problem}
         if self.preset:
             settings |= {"vocab": self.vocab, "padded_vocab": self.padded_vocab if choice.padded else self.vocab}
         settings |= {"head": choice.head} if choice.head else {}
+        if choice.accumulate > 1:
+            settings |= {"batch": settings["batch"] // choice.accumulate, "accumulate": choice.accumulate}
         settings |= {"parts": choice.parts} if choice.parts else {}
         settings |= {"rival": choice.rival} if choice.rival else {}
         settings |= {"blocks": "fused", "optimizer": "triton"} if choice.fused else {}
@@ -133,9 +154,25 @@ class Question:
             seed=seed,
         )
 
-    def survey(self) -> Trial:
-        """What a step of the model as it is is made of."""
-        return dataclasses.replace(self.trial(self.have), workload="survey", protocol="once")
+    def survey(self, share: int = 1) -> Trial:
+        """What a step of the model as it is is made of; share: of so many equal parts of the batch, one."""
+        return dataclasses.replace(self.of_batch(self.have, self.batch // share), workload="survey", protocol="once")
+
+    def of_batch(self, choice: Choice, batch: int) -> Trial:
+        """A training step by that choice on another number of sequences."""
+        trial = self.trial(choice)
+        return dataclasses.replace(trial, problem={**trial.problem, "batch": batch})
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return int(self.problem["batch"])
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Into how many equal micro-batches its batch may be cut: by doubling, and at last one sequence each."""
+        doubled = (2**k for k in range(1, self.batch.bit_length()))
+        return tuple(dict.fromkeys(n for n in (*doubled, self.batch) if n > 1 and self.batch % n == 0))
 
 
 def of_model(options: Options, capability: tuple[int, int] | None) -> Question:
@@ -181,6 +218,7 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
         choices=tuple(in_order(choices)),
         preset=False,
         text=own.facts.text,
+        logits=own.facts.logits,
         left_out=left_out,
     )
 

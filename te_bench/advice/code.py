@@ -38,7 +38,8 @@ def code(question: Question, choice: Choice) -> list[str]:
     lines += made
     how = f'precision="{choice.precision}", mode="{choice.mode}"'
     how += ', optimizer="triton"' if choice.fused else ""
-    lines.append(f"step = TrainStep(model, Optim(), {how})  # loss = step(tokens, targets)")
+    optim = f"Optim(accumulate={choice.accumulate})" if choice.accumulate > 1 else "Optim()"
+    lines.append(f"step = TrainStep(model, {optim}, {how})  # loss = step(tokens, targets)")
     return lines
 
 
@@ -63,10 +64,17 @@ def _of_users(question: Question, choice: Choice) -> list[str]:
         around.append(f"sdpa_kernel(SDPBackend.{KERNELS[choice.attention]})")
     if choice.precision != "fp32":
         around.append(f'torch.autocast("{question.device}", dtype=torch.bfloat16)')
+    body, cut = [call], choice.accumulate
+    if cut > 1:
+        lines.append(
+            f"# for each of {cut} micro-batches of {question.batch // cut} sequences, then a step of the optimizer"
+        )
+    if cut > 1 or choice.attention in KERNELS:
+        backward = f"(loss / {cut}).backward()" if cut > 1 else "loss.backward()"
+        body.append(f"{backward}  # by the same kernel" if choice.attention in KERNELS else backward)
     imports = ["import torch", *imports] if around or choice.mode in COMPILED else imports
     if not around:
-        return [*imports, *lines, "# float32: without autocast", call]
-    body = [call, "loss.backward()  # by the same kernel"] if choice.attention in KERNELS else [call]
+        return [*imports, *lines, "# float32: without autocast", *body]
     return [*imports, *lines, f"with {', '.join(around)}:", *(f"    {line}" for line in body)]
 
 
@@ -76,9 +84,12 @@ def _model(question: Question) -> tuple[list[str], str, str]:
     move = '.to("cuda")' if question.device == "cuda" else ""
     judge = str(problem.get("loss") or "").partition(":")
     imports = [f"from {judge[0]} import {judge[2]}"] if judge[0] else []
-    call = (
-        f"loss = {judge[2]}(model(inputs), targets)" if judge[0] else "loss = model(inputs, targets)  # as you call it"
-    )
+    call = "loss = model(inputs, targets)  # as you call it"
+    if judge[0]:
+        call = f"loss = {judge[2]}(model(inputs), targets)"
+    elif question.logits:
+        imports = ["import torch.nn.functional as F"]
+        call = "loss = F.cross_entropy(model(inputs).flatten(0, -2).float(), targets.flatten())"
     if "config" in problem:
         named = json.loads(str(problem["config"])).get("architectures")
         cls = named[0] if named else "AutoModelForCausalLM.from_config"

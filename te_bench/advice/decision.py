@@ -4,16 +4,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from te_bench.advice.advise import Evidence, lasting, peak, peaks, typical
+from te_bench.advice.advise import SMALLER, VERIFICATION, Evidence, peak, peaks, typical
 from te_bench.advice.candidates import Choice
 from te_bench.advice.convergence import nearest
+from te_bench.advice.pace import lasting
 from te_bench.advice.parts import LINEAR, Part, PartTime
+from te_bench.advice.predict import Prediction
 from te_bench.experiments import host
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import Ratio, of_processes, speedup
 from te_bench.reports.analysis.ranking import rank_steps
 from te_bench.reports.analysis.rows import Configuration, Group, Results
 from te_bench.reports.analysis.steps import measured_steps
+from te_bench.reports.page import text
 
 DECIDED, UNDECIDED = 0, 3  # exit codes
 MARGIN = 1.5  # of a budget over what all is expected to take, whose parts nobody knows yet
@@ -63,7 +66,7 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
     }
     best, tied, undecided, why = _best(fitting or of_choice, evidence, group.gpu)
     if not fitting:
-        undecided, why = "every step that was measured takes more than --memory", "Fewer sequences (--batch) take less."
+        undecided, why = "every step that was measured takes more than --memory", _less_memory(evidence)
     chosen, have = of_choice[best], of_choice.get(question.have)
     compiled = of_choice.get(Choice(attention=question.have.attention, mode="compile"))
     memory_of, have_memory = (peak(chosen.ok), None) if have is None else peaks(chosen.ok, have.ok)
@@ -83,6 +86,33 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
     )
 
 
+def _less_memory(evidence: Evidence) -> str:
+    if SMALLER in evidence.left_out:
+        return f"{budget_of(evidence.whole_s)} tries smaller micro-batches."
+    return "One sequence at a time takes more, too: give it more memory, or shorter sequences (--tokens)."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Larger:
+    """A batch that fits, too: by which choice, and how many times as fast it is per token."""
+
+    batch: int
+    choice: Choice
+    faster: float
+    record: Record
+
+
+def larger_batches(evidence: Evidence) -> list[Larger]:
+    """The fastest per token first."""
+    found = []
+    for batch, record in evidence.larger.items():
+        question = evidence.question
+        choice = next(c for c in evidence.steps if question.of_batch(c, batch).id == record.trial.id)
+        faster = batch / question.batch * typical(evidence.steps[choice]) / typical([record])
+        found.append(Larger(batch=batch, choice=choice, faster=faster, record=record))
+    return sorted(found, key=lambda larger: -larger.faster)
+
+
 def group_of(results: Results, suite: str, environment: str) -> Group:
     return next(g for g in results.groups if (g.suite, g.environment) == (suite, environment))
 
@@ -96,6 +126,8 @@ def _best(
     repeated = [configuration for configuration in found.values() if len(configuration.ok) > 1]
     ranking = rank_steps(measured_steps(repeated, found.get(have), gpu))
     fastest = [by_id[step.configuration.id] for step in ranking.fastest]
+    if len(found) == 1 and (repeated or not evidence.left_out):  # nothing to compare it with
+        return next(iter(found)), [], None, ""
     if not fastest:
         return _of_single_runs(found, evidence)
     # The fewest changes; of recipes one with a published verdict; then the least memory.
@@ -117,16 +149,14 @@ def _of_single_runs(
 ) -> tuple[Choice, list[Choice], str | None, str]:
     have = evidence.question.have
     best = min(found, key=lambda choice: typical(found[choice].ok))
-    more = f"--budget {lasting(MARGIN * evidence.whole_s).replace(' ', '')}"
+    more = budget_of(evidence.whole_s)
     if best == have and len(found) == 1:
-        if not evidence.left_out:
-            return have, [], None, ""
         steps = "1 more step" if evidence.missing == 1 else f"{evidence.missing} more steps"
         only = f"in {lasting(evidence.budget_s)} only what you have was measured"
         return have, [], only, f"{more} measures {steps}."
     cannot = f"but one run of each cannot tell; {more} repeats them."
     if have not in found:
-        return best, [], f"use {best.words()} for now", f"It is the fastest that was measured, {cannot}"
+        return best, [], f"use {best.words()} for now", f"It is the fastest that ran and fits, {cannot}"
     if best == have:
         return have, [], _for_now(have), f"Nothing looked faster, {cannot}"
     return have, [best], _for_now(have), f"{_looked(found[have], found[best], best)}, {cannot}"
@@ -212,21 +242,52 @@ def linear_gains(evidence: Evidence) -> list[LinearGain]:
     return sorted(found, key=lambda gain: -gain.calls * gain.bf16.seconds)
 
 
-def fp8_in_words(gains: Sequence[LinearGain], device: str, use: Choice) -> str:
-    """Whether FP8 pays for this model's Linears here, and from which size on it would."""
+def fp8_in_words(evidence: Evidence, use: Choice) -> str:
+    """Whether FP8 pays for this model here: by steps that were measured, else as predicted; and from which size on."""
     if use.recipe:
         return ""
-    known = [gain for gain in gains if gain.ratio is not None]
-    if device == "cpu":
+    if evidence.question.device == "cpu":
         return "FP8 does not pay on a CPU, which emulates it: this says nothing about a GPU."
+    said, wider = _linears_in_words([gain for gain in linear_gains(evidence) if gain.ratio is not None])
+    seconds = typical(evidence.steps[use])
+    without = f"{text.milliseconds(seconds)} without"
+    measured = {choice: typical(records) for choice, records in evidence.steps.items() if choice.recipe}
+    if measured:
+        best = min(measured, key=lambda choice: measured[choice])
+        takes = f"{text.milliseconds(measured[best])} ms, {without} ({best.words()}){said}"
+        if measured[best] < seconds:
+            return f"The fastest FP8 step that was measured takes {takes}."
+        return f"No FP8 step that was measured is faster: the best takes {takes}{wider}."
+    predicted = next((waiting for waiting in evidence.waiting if waiting.choice.recipe), None)
+    if predicted is None:
+        return f"Whether FP8 pays is not known: no FP8 step was measured or predicted{said}."
+    if predicted == evidence.promising:  # which is said first
+        return f"No FP8 step was measured{said}."
+    promised = f"No FP8 step was measured: the best is predicted to take {between(predicted)} ms, {without}"
+    if VERIFICATION in evidence.left_out:
+        return f"{promised}; {budget_of(evidence.whole_s)} measures it{said}."
+    return f"{promised}{said}{wider}."
+
+
+def _linears_in_words(known: Sequence[LinearGain]) -> tuple[str, str]:
+    """What the Linears take alone, and from which width on FP8 would pay, in clauses; "" for what is not known."""
     if not known:
-        return "Whether FP8 pays was not measured."
+        return "", ""
     bf16, fp8 = (sum(g.calls * getattr(g, of).seconds for g in known) for of in ("bf16", "fp8"))
-    said = f"FP8 does not pay: its Linears take {fp8 * 1e3:.3g} ms a step, bf16's {bf16 * 1e3:.3g}"
     wider = [gain.pays_from for gain in known if gain.pays_from is not None and gain.pays_from > 1]
-    if fp8 < bf16:
-        return f"FP8's Linears are faster ({fp8 * 1e3:.3g} ms a step for {bf16 * 1e3:.3g}), the whole step is not."
-    return f"{said}; it would from about {max(wider):.2g} times this width on." if wider else f"{said}."
+    slower = f"; FP8 would pay from about {max(wider):.2g} times this width on" if wider and fp8 >= bf16 else ""
+    return f"; its Linears alone take {fp8 * 1e3:.3g} ms a step, bf16's {bf16 * 1e3:.3g}", slower
+
+
+def between(prediction: Prediction) -> str:
+    """111 to 129: milliseconds, as far as the prediction's bound goes."""
+    low, high = (max(prediction.seconds + sign * prediction.bound_s, 0.0) for sign in (-1, 1))
+    return f"{text.milliseconds(low)} to {text.milliseconds(high)}"
+
+
+def budget_of(seconds: float) -> str:
+    """--budget 5min: what holds that which is expected to take so many seconds."""
+    return f"--budget {lasting(MARGIN * seconds).replace(' ', '')}"
 
 
 def ids(records: Sequence[Record]) -> list[str]:

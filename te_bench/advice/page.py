@@ -125,7 +125,7 @@ def _others(evidence: Evidence) -> Table | None:
     found: list[tuple[Part, PartTime]] = [i for i in evidence.times.items() if i[0].workload != LINEAR]
     rows = [
         {
-            "Part": word(f"{WORDS[part.workload]} by {part.rival}"),
+            "Part": word(f"{WORDS[part.workload]} by {part.rival}{', compiled' if part.mode != 'eager' else ''}"),
             "One call, ms": Value(text=_marked(text.milliseconds(time.seconds), noisy=time.noisy), sort=time.seconds),
             "Problem": word(_problem(part)),
         }

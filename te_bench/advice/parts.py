@@ -5,13 +5,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from te_bench.advice.candidates import RECIPES, Choice, Question, alone
+from te_bench.advice.candidates import COMPILED, RECIPES, Choice, Question, alone
 from te_bench.experiments.spec import OWN_ATTENTION, Record, Trial
 from te_bench.reports.analysis import layers
 from te_bench.reports.analysis.measures import finite, quantile, seconds_of
 
 LINEAR, ATTENTION, HEAD = "linear", "attention", "linear_cross_entropy"  # workloads
 SAMPLES = {LINEAR: ("kernel_s",), ATTENTION: ("forward_s", "backward_s"), HEAD: ("kernel_s",)}
+#: Attention and heads that are many operators of PyTorch: torch.compile fuses their softmax, and pads an odd width.
+PLAIN = ("manual", "math", "reference")
 #: Of a part's samples the quantile that predictions take: on a CPU whose other core is busy half of all calls may take a
 #: hundred times as long (24 ms in place of 0.25; two vCPUs, AMD EPYC), and the fastest quarter still says what it takes.
 QUIET = 0.25
@@ -19,12 +21,16 @@ NOISY = 1.5  # a part whose upper quartile is more than so many times its lower 
 
 
 class Part(NamedTuple):
-    """One kind of part of a step: a workload, its problem's settings in order, and by what it is computed."""
+    """One kind of part of a step: a workload, its problem's settings in order, and by what it is computed.
+
+    mode: "compile" for what torch.compile fuses or pads in a step, whose time in eager mode says nothing of that.
+    """
 
     workload: str
     problem: tuple[tuple[str, Any], ...]
     rival: str  # a recipe or a precision; an attention backend
     precision: str = "bf16"
+    mode: str = "eager"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,24 +48,31 @@ class Made:
     own_kernel: str = "math"
 
     @classmethod
-    def of(cls, work: Mapping[str, Any]) -> "Made":
-        """By the work of a survey's record. Attention with a mask has no trial of its own, and is not among them."""
-        sizes = ("rows", "in_features", "out_features")
+    def of(cls, work: Mapping[str, Any], shares: int = 1) -> "Made":
+        """By the work of a survey's record, which is of one of so many shares of the batch.
+
+        Attention with a mask has no trial of its own, and is not among them.
+        """
         attentions: Counter[tuple[tuple[str, Any], ...]] = Counter()
         for call in work["attentions"]:
             if not call["mask"] and call["length"] == call["keys"]:
                 shape = {name: call[name] for name in ("batch", "heads", "length", "head_dim", "causal")}
+                shape["batch"] *= shares
                 shape |= {} if call["kv_heads"] == call["heads"] else {"kv_heads": call["kv_heads"]}
                 attentions[tuple(shape.items())] += call["calls"]
         head = work.get("head")
-        linears = {tuple(found[name] for name in sizes): found for found in work["linears"]}
+        linears = {_sizes(found, shares): found for found in work["linears"]}
         return cls(
             linears={size: found["calls"] for size, found in linears.items()},
             kept={size: found["kept"] for size, found in linears.items() if found["kept"]},
             attentions=attentions,
-            head=head and tuple(head[name] for name in sizes),
+            head=head and _sizes(head, shares),
             own_kernel=next((call["kernel"] for call in work["attentions"] if not call["mask"]), "math"),
         )
+
+
+def _sizes(found: Mapping[str, int], shares: int) -> tuple[int, int, int]:
+    return shares * found["rows"], found["in_features"], found["out_features"]
 
 
 def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
@@ -74,24 +87,36 @@ def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
     # What a model's own attention runs is known of the survey alone.
     attention = made.own_kernel if choice.attention == OWN_ATTENTION else choice.attention
     for shape, calls in made.attentions.items():
-        found[Part(ATTENTION, shape, attention, half)] += calls
+        found[Part(ATTENTION, shape, attention, half, _mode(choice, attention))] += calls
     if made.head is not None and question.preset:
         rows, d, _ = made.head
         padded = question.padded_vocab if choice.padded else question.vocab
         name = choice.head or "reference"
         head = (("n", rows), ("d", d), ("vocab", question.vocab), ("padded", padded), ("head", name))
-        found[Part(HEAD, head, name, half)] += 1
+        found[Part(HEAD, head, name, half, _mode(choice, name))] += 1
     return +found
+
+
+def _mode(choice: Choice, computed_by: str) -> str:
+    """In which a part is timed: a Linear, SDPA's kernels and te-bench's own are calls that a compiler leaves as they are."""
+    return "compile" if choice.mode in COMPILED and computed_by in PLAIN else "eager"
 
 
 def trial(question: Question, part: Part) -> Trial:
     """The trial that times the part alone."""
     problem = dict(part.problem)
     if part.workload == ATTENTION:
-        return alone(question, ATTENTION, problem, attention=part.rival, precision=part.precision)
+        return alone(question, ATTENTION, problem, attention=part.rival, precision=part.precision, mode=part.mode)
     if part.workload == LINEAR and part.precision == "fp8":
         return alone(question, LINEAR, problem, precision="fp8", recipe=part.rival)
-    return alone(question, part.workload, problem, precision=part.precision)
+    return alone(question, part.workload, problem, precision=part.precision, mode=part.mode)
+
+
+def differing(question: Question, made: Made, choice: Choice) -> list[Part]:
+    """The parts in which a choice differs from the step that is measured whole in its place, attention first."""
+    ours, whole = parts_of(question, made, choice), parts_of(question, made, question.frame(choice))
+    order = (ATTENTION, LINEAR, HEAD)
+    return sorted([*(ours - whole), *(whole - ours)], key=lambda part: order.index(part.workload))
 
 
 def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[Part]:
@@ -101,13 +126,12 @@ def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[
     """
     needed: Counter[Part] = Counter()
     for choice in choices:
-        ours, whole = parts_of(question, made, choice), parts_of(question, made, question.frame(choice))
-        for part in (ours - whole) + (whole - ours):
-            needed[part] += 1
+        needed.update(differing(question, made, choice))
     order = {LINEAR: 0, HEAD: 1, ATTENTION: 2}
     recipes = {name: place for place, name in enumerate(RECIPES)}
     return sorted(
-        needed, key=lambda p: (-needed[p], order[p.workload], recipes.get(p.rival, len(recipes)), p.rival, p.problem)
+        needed,
+        key=lambda p: (-needed[p], order[p.workload], recipes.get(p.rival, len(recipes)), p.rival, p.problem, p.mode),
     )
 
 

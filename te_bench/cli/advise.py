@@ -83,6 +83,7 @@ def advise(
     own(directory / "advice")
     machine = environment.capture(where, chosen)
     assert asked.budget_s is not None
+    room = float(chosen[0]["memory_bytes"]) if chosen else None
     carry_out = _Trials(
         question,
         directory,
@@ -93,7 +94,9 @@ def advise(
         fresh=fresh,
     )
     try:
-        evidence = Run(question, carry_out, budget_s=asked.budget_s, memory=limit).gather()
+        evidence = Run(
+            question, carry_out, budget_s=asked.budget_s, memory=limit, room=room, known=carry_out.known()
+        ).gather()
     except NothingMeasured as nothing:
         print(f"Nothing could be measured: {nothing}")
         raise typer.Exit(NOTHING) from None
@@ -143,6 +146,13 @@ class _Trials:
         self.question, self.directory, self.machine, self.fresh = question, directory, machine, fresh
         self.slots = [gpu["uuid"] for gpu in gpus] or [None]
         self.deadline, self.asked = deadline, asked
+
+    def known(self) -> set[str]:
+        """Ids of trials that have ended in this environment, which are not run again."""
+        from te_bench.experiments import store
+
+        journal = store.load(self.directory) if store.written(self.directory) and not self.fresh else store.Journal()
+        return {key[0] for key in journal.records if key[1] == self.machine["id"] and journal.done(key)}
 
     def __call__(self, trials: "Sequence[Trial]") -> "list[Record]":
         from te_bench.experiments import plan

@@ -34,6 +34,12 @@ def forward_of(name: str, module: nn.Module) -> Forward:
     return lambda model, x, y: _logits(name, model(x), y)
 
 
+def gives_logits(module: nn.Module, inputs: Tensor, targets: Tensor) -> bool:
+    """Whether its forward takes inputs alone and returns their logits and nothing else, so that the loss is the caller's."""
+    others = list(inspect.signature(module.forward).parameters)[1:]
+    return not set(others) & set(TARGETS) and _are_logits(module(inputs), targets)
+
+
 def judged(path: str, judge: Callable[[Any, Tensor], Any]) -> Forward:
     """A module with the inputs, and its loss by the user's function of that import path."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from te_bench.models import adopted
+from te_bench.models import adopted, calling
 from te_bench.models.sources import Facts, Source, on_one_line
 
 
@@ -57,6 +57,7 @@ def _facts(source: Source, tokens: int) -> Facts:
         tried=tokens,
         text=made.text,
         manual=made.has_manual,
+        logits=made.drawn is None and source.loss is None and calling.gives_logits(made.module, inputs, targets),
     )
 
 

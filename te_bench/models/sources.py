@@ -72,7 +72,7 @@ class Facts:
     vocab: classes of its inputs' tokens, 1 where its inputs are none. block: its longest sequence where it says one.
     sequence: tokens of a sequence where only one length is possible. sdpa: calls of scaled_dot_product_attention in a pass.
     scores: elements of their softmax for one sequence, of `tried` tokens. text: it learns
-    from text. manual: it has an attention of ordinary operators to ask for.
+    from text. manual: it has an attention of ordinary operators to ask for. logits: it takes tokens alone and gives logits.
     """
 
     vocab: int
@@ -84,6 +84,7 @@ class Facts:
     tried: int
     text: bool
     manual: bool
+    logits: bool = False
 
 
 def identify(

@@ -11,7 +11,7 @@ from journals import record, step_record, trial
 from te_bench.advice import advise, answer
 from te_bench.advice.advise import NothingMeasured
 from te_bench.experiments import plan
-from te_bench.experiments.spec import Trial
+from te_bench.experiments.spec import Record, Trial
 from te_bench.reports.analysis.measures import of_processes
 
 
@@ -136,6 +136,75 @@ def test_one_of_each_comes_before_repetitions_and_the_budget_is_used(budget_s: f
         assert len({record.trial.id for record in records}) == len(records)
 
 
+def takes_long(trial: Trial) -> float:
+    """Seconds, as of Llama's 1B on an H100."""
+    steps = {"eager": 33.5, "cudagraph": 37.0, "compile": 110.0, "compile-reduce-overhead": 110.0}
+    return {"survey": 15.5, "train_step": steps[trial.mode], "linear": 2.5}.get(trial.workload, 3.0)
+
+
+@pytest.mark.parametrize("budget_s", [150.0, 180.0, 220.0, 260.0, 320.0])
+def test_what_is_promising_is_verified_before_anything_is_repeated(budget_s: float) -> None:
+    machine = Machine(question(), wall=takes_long)
+    evidence = gathered(machine, budget_s=budget_s)
+    steps = [trial for trial in machine.asked if trial.workload == "train_step"]
+    frames = {machine.question.trial(frame).cell for frame in machine.question.frames}
+    first = next(place for place, trial in enumerate(steps) if trial.cell not in frames)
+    assert not any(trial.seed for trial in steps[:first])
+    verified = [choice for choice in evidence.steps if choice not in machine.question.frames]
+    assert any(choice.recipe and choice.attention == "cudnn" and choice.fused for choice in verified)
+    assert machine.clock <= budget_s + 37.0
+
+
+def test_what_is_promising_and_not_measured_is_named_first_and_its_budget_measures_it(tmp_path: Path) -> None:
+    machine = Machine(question(), wall=takes_long)
+    evidence = gathered(machine, budget_s=118.0)
+    promised = evidence.promising
+    assert promised is not None
+    assert promised.choice.recipe
+    assert promised.choice not in evidence.steps
+    first, *others = answer.sentences(evidence, decided(machine, evidence, tmp_path), [])
+    ms = machine.step(machine.question.trial(promised.choice)) * 1e3
+    said = re.fullmatch(
+        r"Most promising, not measured: (.+), predicted ([\d.]+) to ([\d.]+) ms a step \(what you have: [\d.]+\); "
+        r"--budget (\d+)min measures it\.",
+        first,
+    )
+    assert said is not None
+    assert said[1] == promised.choice.words()
+    assert float(said[2]) < ms < float(said[3])
+    assert others[0].startswith("Undecided: ")
+    assert any(sentence.startswith("No FP8 step was measured; ") for sentence in others)
+    ended = {trial.id for trial in machine.asked}
+    again = Machine(question(), wall=takes_long)
+    more = gathered(again, budget_s=60.0 * int(said[4]), known=ended)
+    assert promised.choice in more.steps
+    assert not any("Most promising" in s for s in answer.sentences(more, decided(again, more, tmp_path / "more"), []))
+
+
+def test_where_nothing_is_promising_what_was_measured_is_repeated_before_parts_are_timed() -> None:
+    """No part makes a step in float32 another, which is the fastest here."""
+    machine = Machine(
+        question("tiny", "cpu"), wall=takes, times_of_step=lambda trial: 0.1 if trial.precision == "fp32" else 1.0
+    )
+    gathered(machine, budget_s=33.0)
+    assert any(trial.seed for trial in machine.asked)
+    first_again = next(place for place, trial in enumerate(machine.asked) if trial.seed)
+    assert {trial.workload for trial in machine.asked[:first_again]} == {"survey", "train_step"}
+
+
+def test_what_ended_before_takes_nothing_of_the_budget() -> None:
+    """Every trial of a run that measured all is given again within a second."""
+    machine = Machine(question(), wall=takes_long)
+    gathered(machine)
+    again, said = Machine(question(), wall=takes_long), list[str]()
+    ended = {trial.id for trial in machine.asked}
+    evidence = gathered(again, budget_s=1.0, known=ended, say=said.append)
+    assert {trial.id for trial in again.asked} == ended
+    assert not evidence.left_out
+    assert again.clock == 0.0
+    assert "All of it takes" not in said[0]
+
+
 def test_where_only_what_the_user_has_was_measured_nothing_is_decided(tmp_path: Path) -> None:
     machine = Machine(question("tiny", "cpu"), wall=takes)
     found = decided(machine, gathered(machine, budget_s=10.0), tmp_path)
@@ -169,6 +238,75 @@ def test_what_takes_too_much_memory_is_not_advised(tmp_path: Path) -> None:
     assert found.memory is not None
     assert found.memory <= limit
     assert any(choice.fused for choice in evidence.excluded)
+
+
+def grows(trial: Trial) -> float:
+    """GiB of a step: 4, and one for each sequence at a time."""
+    return 4.0 + trial.problem["batch"]
+
+
+def test_where_no_step_fits_the_batch_is_cut_into_micro_batches_of_as_many_tokens(tmp_path: Path) -> None:
+    machine = Machine(question(batch=16), gib=grows)
+    limit = 6.5 * 2.0**30
+    evidence = gathered(machine, memory=limit)
+    found = decided(machine, evidence, tmp_path, limit)
+    assert found.use.accumulate == 8
+    assert found.exit_code == 0
+    assert found.memory == 6 * 2**30
+    cut = [t for t in machine.asked if t.problem.get("accumulate") and not t.seed]
+    workloads = [t.workload for t in machine.asked[: machine.asked.index(cut[-1])]]
+    assert set(workloads) == {"survey", "train_step"}  # what fits comes before what is faster
+    assert [t.problem["batch"] for t in cut] == [8, 2]  # two points tell that 4 at a time do not fit
+    assert all(t.problem["batch"] * t.problem["accumulate"] == 16 for t in cut)
+    for made in cut:
+        plan.check(made)
+    said = answer.terminal(evidence, found, [], "index.html")
+    assert "8 micro-batches" in said
+    assert "Optim(accumulate=8)" in said
+
+
+def test_where_one_sequence_takes_too_much_that_is_said(tmp_path: Path) -> None:
+    machine = Machine(question(), gib=grows)
+    limit = 4.5 * 2.0**30
+    found = decided(machine, gathered(machine, memory=limit), tmp_path, limit)
+    assert found.exit_code == 3
+    assert found.undecided == "every step that was measured takes more than --memory"
+    assert found.why.startswith("One sequence at a time takes more, too")
+    assert min(trial.problem["batch"] for trial in machine.asked if trial.workload == "train_step") == 1
+
+
+def test_what_runs_out_of_memory_is_surveyed_and_trained_in_micro_batches(tmp_path: Path) -> None:
+    """The survey of a part of the batch counts for the whole of it."""
+    asked = question()
+    machine = Machine(asked)
+    record_of = machine._record
+
+    def short_of_memory(trial: Trial) -> Record:
+        much = trial.problem["batch"] if trial.workload in ("survey", "train_step") else 0
+        return record(trial, outcome="oom", reason="planted") if much > 3 else record_of(trial)
+
+    machine._record = short_of_memory  # type: ignore[method-assign]
+    evidence = gathered(machine)
+    found = decided(machine, evidence, tmp_path)
+    assert found.use.accumulate == 4
+    assert (found.speedup, found.exit_code) == (None, 0)
+    assert set(evidence.steps) == {found.use}
+    assert evidence.made.head is not None
+    assert evidence.made.head[0] == 4 * asked.tokens  # of the machine's survey, which is of all tokens
+
+
+def test_of_larger_batches_that_fit_the_fastest_per_token_is_told(tmp_path: Path) -> None:
+    def per_token(trial: Trial) -> float:
+        return {12: 1.0, 24: 1.8, 48: 3.4}[trial.problem["batch"]]
+
+    machine = Machine(question(), gib=grows, times_of_step=per_token)
+    evidence = gathered(machine, room=80 * 2.0**30)
+    assert sorted(evidence.larger) == [24, 48]  # 96 would take 100 GiB
+    found = decided(machine, evidence, tmp_path)
+    said = answer.sentences(evidence, found, [])
+    (larger,) = (sentence for sentence in said if sentence.startswith("A batch of "))
+    assert larger == "A batch of 48 fits, too, 52.0 GiB: 1.18× as fast per token, by one run."
+    assert not any("A batch of" in sentence for sentence in answer.sentences(gathered(Machine(question())), found, []))
 
 
 def test_memory_is_compared_by_what_both_steps_show() -> None:

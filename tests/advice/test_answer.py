@@ -10,9 +10,9 @@ import torch
 from advice_machine import Machine, decided, fused, gathered, question
 
 from te_bench.advice import answer, code, convergence, page, traps
-from te_bench.advice.advise import Evidence
+from te_bench.advice.advise import VERIFICATION, Evidence, typical
 from te_bench.advice.candidates import Choice
-from te_bench.advice.decision import Decision, fp8_in_words, linear_gains
+from te_bench.advice.decision import Decision, between, fp8_in_words, linear_gains
 from te_bench.experiments.spec import Trial
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence.study import studies
@@ -142,21 +142,50 @@ def test_the_code_runs() -> None:
     assert names["step"](tokens, tokens).item() > 0
 
 
-def test_fp8_that_does_not_pay_says_from_which_width_on_it_would(answered: Answered) -> None:
-    evidence, _ = answered
-    gains = linear_gains(evidence)
-    assert fp8_in_words(gains, "cuda", fused("delayed_scaling")) == ""
+class Costly(Machine):
+    """FP8's casts cost a hundred times as much, in fused blocks too: only wider Linears would pay."""
 
-    # Casts cost ten times as much: only wider Linears would pay.
-    def costly(gain: Any) -> Any:
-        assert gain.fp8 is not None
-        slow = dataclasses.replace(gain.fp8, seconds=gain.fp8.products + 10 * gain.bf16.seconds)
-        return dataclasses.replace(gain, fp8=slow)
+    def linear(self, m: int, k: int, n: int, precision: str) -> tuple[float, float]:
+        products, casts = super().linear(m, k, n, precision)
+        return products, 100 * casts
 
-    said = fp8_in_words([costly(gain) for gain in gains], "cuda", fused())
-    assert said.startswith("FP8 does not pay: ")
+    def step(self, trial: Trial) -> float:
+        return super().step(trial) * (2.0 if trial.precision == "fp8" else 1.0)
+
+
+def test_fp8_that_does_not_pay_says_from_which_width_on_it_would(answered: Answered, tmp_path: Path) -> None:
+    evidence, found = answered
+    assert found.use.recipe
+    assert fp8_in_words(evidence, found.use) == ""
+    machine = Costly(question())
+    evidence = gathered(machine)
+    use = decided(machine, evidence, tmp_path).use
+    said = fp8_in_words(evidence, use)
+    assert any(choice.recipe for choice in evidence.steps)
+    assert said.startswith("No FP8 step that was measured is faster: the best takes ")
     assert "times this width on" in said
-    assert "emulates" in fp8_in_words(gains, "cpu", fused())
+    on_cpu = dataclasses.replace(evidence, question=question("tiny", "cpu"))
+    assert "emulates" in fp8_in_words(on_cpu, use)
+
+
+def test_of_fp8_that_was_not_measured_the_prediction_is_told_with_its_bound(tmp_path: Path) -> None:
+    """Even where FP8's Linears alone are faster nothing is said of a step that no trial had."""
+    machine = Machine(question())
+    evidence = gathered(machine)
+    steps = {choice: records for choice, records in evidence.steps.items() if choice.recipe is None}
+    waiting = tuple(evidence.predictions[fused(recipe)] for recipe in ("delayed_scaling",))
+    unmeasured = dataclasses.replace(evidence, steps=steps, waiting=waiting)
+    use = min(steps, key=lambda choice: typical(steps[choice]))
+    said = fp8_in_words(unmeasured, use)
+    wanted = f"No FP8 step was measured: the best is predicted to take {between(waiting[0])} ms, "
+    assert said.startswith(wanted)
+    assert "its Linears alone take" in said
+    assert "--budget" not in said
+    tight = dataclasses.replace(unmeasured, left_out=(VERIFICATION,), waiting=(), whole_s=120.0)
+    assert "no FP8 step was measured or predicted" in fp8_in_words(tight, use)
+    slower = dataclasses.replace(waiting[0], seconds=2 * typical(steps[use]))
+    tight = dataclasses.replace(tight, waiting=(slower,))
+    assert "; --budget 3min measures it; " in fp8_in_words(tight, use)
 
 
 def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> None:

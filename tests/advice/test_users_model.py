@@ -147,6 +147,8 @@ def test_a_rival_that_is_not_there_is_left_out_with_its_reason(asked: Question) 
         Choice(attention="flash"),
         Choice(attention=OWN_ATTENTION, parts="all"),
         Choice(attention=OWN_ATTENTION, precision="fp32"),
+        Choice(attention=OWN_ATTENTION, accumulate=2),
+        Choice(attention=OWN_ATTENTION, precision="fp32", accumulate=4),
     ],
 )
 def test_the_code_runs_as_it_is(choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +160,29 @@ def test_the_code_runs_as_it_is(choice: Choice, tmp_path: Path, monkeypatch: pyt
     names: dict[str, Any] = {"inputs": tokens, "targets": tokens}
     exec("\n".join(code.code(cpu, choice)), names)
     assert names["loss"].item() > 0
+    assert all(p.grad is not None for p in names["model"].parameters()) == (
+        "backward" in "".join(code.code(cpu, choice))
+    )
     assert code.code(cpu, cpu.have) == ["# Nothing to change."]
+
+
+def test_the_code_of_a_model_that_takes_tokens_alone_computes_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = FACTORY.replace("tokens, targets", "tokens")
+    bare = bare.replace(
+        "F.cross_entropy(self.head(y.squeeze(1)).flatten(0, 1), targets.flatten())", "self.head(y.squeeze(1))"
+    )
+    (tmp_path / "bare.py").write_text(bare)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    cpu = candidates.of_model(Options(device="cpu", model="bare:make"), None)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    names: dict[str, Any] = {"inputs": tokens, "targets": tokens}
+    lines = "\n".join(code.code(cpu, Choice(attention="flash")))
+    assert "as you call it" not in lines
+    exec(lines, names)
+    assert names["loss"].item() > 0
 
 
 @pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], None])

@@ -199,7 +199,7 @@ def test_a_model_is_asked_in_a_process_of_its_own(here: Path) -> None:
     facts = sources.ask(known("asked:make", "layers=2"), tokens=8)
     assert facts == sources.Facts(
         vocab=64, block=None, sequence=None, parameters=21248, sdpa=2, scores=2 * 2 * 8 * 8, tried=8, text=True,
-        manual=False,
+        manual=False, logits=True,
     )  # fmt: skip
 
 

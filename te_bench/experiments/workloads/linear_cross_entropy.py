@@ -2,6 +2,7 @@
 
 problem: n, d, vocab and padded, as kernels.linear_cross_entropy.table.HeadShape has them, and head, the backend; precision
 is the dtype of x and W. samples: kernel_s of single calls, forward and backward. work: flop = 6 N D padded.
+In mode compile the head is compiled with its gradients, as it is in a compiled step; work has graph_breaks and recompiles.
 check: the loss and both gradients against float64, by the rule of attention's; of the head `fp8`, whose operands and
 gradient are in FP8, by the error of an emulation.
 """
@@ -24,7 +25,7 @@ from te_bench.experiments.checks.tolerances import (
     HEAD_GRADIENT_UNITS,
     HEAD_LOSS_SIGMAS,
 )
-from te_bench.experiments.instruments import profiling
+from te_bench.experiments.instruments import compilation, profiling
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import HeadProblem
 from te_bench.experiments.spec import Trial
@@ -51,16 +52,19 @@ def run(trial: Trial, context: Context) -> Measurement:
         capability=trial_model.capability(trial.device),
     )
     require(p.head, backend.unsupported(problem))
+    compilation.begin(trial)
+    forward = torch.compile(backend.forward, dynamic=False) if trial.mode == "compile" else backend.forward
     generator = torch.Generator(trial.device).manual_seed(trial.seed)
     draw = functools.partial(torch.randn, generator=generator, device=trial.device)
     x = draw(p.n, p.d).to(trial_model.DTYPES[trial.precision]).requires_grad_()
     weight = (draw(p.padded, p.d) / p.d**0.5).to(x.dtype).requires_grad_()
     targets = torch.randint(p.vocab, (p.n,), generator=generator, device=trial.device)
-    call = functools.partial(_result, backend.forward, x, weight, targets, p.vocab)
+    call = functools.partial(_result, forward, x, weight, targets, p.vocab)
     check = _held_to_float64(call(), x, weight, targets, p.vocab, p.head) if context.check else CHECKED_BEFORE
     samples = {"kernel_s": timing.kernel(call, trial.device)}
+    work = {"flop": 6 * p.n * p.d * p.padded, **compilation.counts(trial)}
     names = profiling.kernels_seen(call, trial.device).names if context.check else []
-    return Measurement(check=check, work={"flop": 6 * p.n * p.d * p.padded}, samples=samples, kernels=names)
+    return Measurement(check=check, work=work, samples=samples, kernels=names)
 
 
 def _result(forward: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Result:

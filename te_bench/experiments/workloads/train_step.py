@@ -38,7 +38,8 @@ def run(trial: Trial, context: Context) -> Measurement:
     peaks = memory.peak(trial.device, step)
     loss = torch.stack(losses).tolist()
     p = TrainStepProblem.of(trial)
-    tokens, block = p.batch * p.block, p.block
+    each, block = p.batch * p.block, p.block  # of a micro-batch
+    tokens = each * step.optim.accumulate
     flop = tokens * step.model.flop_per_token(block)  # type: ignore[operator]
     work = {"tokens": tokens, "flop": flop, **compilation.counts(trial)}
     measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **peaks})
@@ -46,7 +47,7 @@ def run(trial: Trial, context: Context) -> Measurement:
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
-    asked = what_ran.expected_of_step(trial, tokens // step.optim.accumulate, step.model)
+    asked = what_ran.expected_of_step(trial, each, step.model)
     measurement = what_ran.require(trial, profiling.kernels_seen(next_step, trial.device), measurement, asked)
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}

@@ -35,6 +35,14 @@ def test_forward_and_backward_are_timed_apart_and_their_work_is_counted() -> Non
     assert full.work["forward_flop"] == 2 * found.work["forward_flop"]
 
 
+def test_attention_of_many_operators_is_timed_compiled() -> None:
+    """Its backward pass goes over one graph again and again."""
+    trial = dataclasses.replace(TRIAL, attention="manual", mode="compile", precision="bf16")
+    found = attention.run(trial, Context())
+    assert len(found.samples["backward_s"]) >= 30
+    assert found.work["graph_breaks"] == 0
+
+
 def replaced(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     """flash's forward becomes change(its forward); manual, the reference, stays."""
     real = kernels.load

@@ -25,12 +25,12 @@ def _once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "INTERPRETED", False)
 
 
-def run(head: str, precision: str = "bf16", device: str = "cpu") -> Measurement:
+def run(head: str, precision: str = "bf16", device: str = "cpu", mode: str = "eager") -> Measurement:
     problem = {**SHAPE, "head": head}
     return workload.run(
         Trial(
             workload="linear_cross_entropy", device=device, problem=problem, attention="none", precision=precision,
-            protocol="kernel",
+            protocol="kernel", mode=mode,
         ),
         Context(),
     )  # fmt: skip
@@ -44,6 +44,12 @@ def test_is_checked_and_timed(head: str, precision: str) -> None:
     assert found.work == {"flop": 6 * 60 * 32 * 96}
     of_each = [f"{name}{test}" for name in ("dx", "dW") for test in ("", ", scale", ", worst row")]
     assert [q["name"] for q in found.check["quantities"]] == ["loss", *of_each]
+
+
+def test_compiled_it_is_checked_as_it_is_timed() -> None:
+    found = run("reference", mode="compile")
+    assert found.check["quantities"]
+    assert found.work == {"flop": 6 * 60 * 32 * 96, "graph_breaks": 0, "recompiles": 0}
 
 
 class _Spoilt(torch.autograd.Function):
@@ -93,3 +99,8 @@ def test_a_wrong_head_fails(head: str, which: str, wrong: str, monkeypatch: pyte
 @pytest.mark.parametrize("head", linear_cross_entropy.names())
 def test_on_a_gpu(head: str) -> None:
     assert run(head, device="cuda").kernels
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_compiled() -> None:
+    assert any("triton" in name for name in run("reference", device="cuda", mode="compile").kernels)

@@ -33,6 +33,15 @@ def test_every_step_is_kept_and_the_check_comes_with_them() -> None:
     assert any("flash" in name for name in found.kernels)
 
 
+def test_micro_batches_are_of_one_step() -> None:
+    whole, cut = (
+        train_step.run(changed(**sizes), Context()) for sizes in ({"batch": 4}, {"batch": 2, "accumulate": 2})
+    )
+    assert cut.work["tokens"] == whole.work["tokens"]
+    assert cut.work["flop"] == whole.work["flop"]
+    assert cut.check["quantities"]
+
+
 def test_a_later_round_of_a_gate_is_not_checked_again_and_trains_the_same() -> None:
     checked, not_again = train_step.run(TRIAL, Context()), train_step.run(TRIAL, Context(check=False))
     assert not_again.check == {"skipped": "checked in the first round"}
