@@ -40,6 +40,8 @@ _SHOWN = {
     "parts": "parts-",
     "blocks": "blocks-",
     **dict.fromkeys(("rival", "linears"), ""),
+    "parallel": "",
+    "world": "x",
     "edge": "n",
     "tokens": "t",
     "in_features": "k",
@@ -142,7 +144,9 @@ class StepProblem(TrialProblem):
     data: str = "random"
     perturb_ulp: int | None = None  # units in the last place by which the initial weights are moved
     fault: str | None = None  # of models.faults, planted into the recipe
-    batch: int | Literal["max"] | None = None  # sequences of a step
+    batch: int | Literal["max"] | None = None  # sequences of a micro-batch, over all ranks
+    parallel: str | None = None  # a mode of training.parallel; None: one process
+    world: int | None = None  # its ranks
     arguments: str | None = None  # this and the following: of a user's model, as models.sources.Source has them
     config: str | None = None
     sha256: str | None = None

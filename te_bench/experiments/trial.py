@@ -10,14 +10,19 @@ from typing import Any
 import torch
 
 from te_bench import plugins
-from te_bench.experiments import host, timing, workloads
+from te_bench.experiments import host, ranks, timing, workloads
 from te_bench.experiments.measurement import Context, Measurement, NoResult
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
 
 
 def run(trial: Trial, context: Context) -> dict[str, Any]:
-    """{"outcome", "reason", "work_s", ...Measurement}: never raises."""
+    """{"outcome", "reason", "work_s", ...Measurement}: never raises. A trial that spans ranks is run by as many processes."""
+    return ranks.run(trial, context, run_one) if ranks.world_of(trial) > 1 else run_one(trial, context)
+
+
+def run_one(trial: Trial, context: Context) -> dict[str, Any]:
+    """The same in this process, which is all of the trial or one of its ranks."""
     started, load = time.perf_counter(), host.cpu_time()
     reason = None
     measurement = Measurement()

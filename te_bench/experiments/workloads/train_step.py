@@ -2,21 +2,25 @@
 
 samples: latency_s (20), loss (30), peak_*_bytes (1).
 work: tokens and FLOP of one step; ran, how often each part of it did (checks.what_ran); FP8 numerics; on a GPU launches, the
-kernels of one step, and kernel_s, {kernel: seconds a step}; in a mode that compiles graph_breaks and recompiles.
+kernels of one step, and kernel_s, {kernel: seconds a step}; in a mode that compiles graph_breaks and recompiles; over
+several ranks world, parallel, backend and, of a step that no graph replays, its collectives (instruments.collectives).
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_bench.experiments import timing, trial_model
+from te_bench.experiments import ranks, timing, trial_model
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE
-from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
+from te_bench.experiments.instruments import collectives, compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainStepProblem
 from te_bench.experiments.spec import Trial
+from te_bench.training.step import TrainStep
 
 BATCHES = 4  # different batches, in turn: data loading is not what this workload measures
 
@@ -46,12 +50,22 @@ def run(trial: Trial, context: Context) -> Measurement:
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
-    asked = what_ran.expected_of_step(trial, tokens // step.optim.accumulate, step.model)
+    asked = what_ran.expected_of_step(trial, tokens // step.optim.accumulate // step.parallel.world, step.model)
     measurement = what_ran.require(trial, profiling.kernels_seen(next_step, trial.device), measurement, asked)
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
-    numerics = fp8_numerics.of_a_pass(trial, step.model, *batches[0])
-    return dataclasses.replace(measurement, work={**measurement.work, **profile, **numerics})
+    numerics = fp8_numerics.of_a_pass(trial, step.model, *map(step.parallel.rows, batches[0]))
+    divided = _divided(trial, step, next_step)
+    return dataclasses.replace(measurement, work={**measurement.work, **profile, **numerics, **divided})
+
+
+def _divided(trial: Trial, step: TrainStep, next_step: Callable[[], None]) -> dict[str, Any]:
+    """What a record says of a step over several ranks; nothing of any other."""
+    if step.parallel.name is None:
+        return {}
+    said = {"world": step.parallel.world, "parallel": step.parallel.name, "backend": ranks.backend(trial.device)}
+    seen = collectives.of_call(next_step) if trial.mode == "eager" else None
+    return {**said, **({} if seen is None else {"collectives": seen})}
 
 
 def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:
