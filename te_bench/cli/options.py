@@ -132,7 +132,7 @@ def find_gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:
 
 
 def places(gpus: list[str], per_trial: int | None) -> list[str]:
-    """The GPUs in sets of so many, each as CUDA_VISIBLE_DEVICES says it; some may be left over. Raises ValueError for none."""
+    """The GPUs in sets of so many, each as CUDA_VISIBLE_DEVICES says it; a rest stays idle. Raises ValueError for no set."""
     size = per_trial or 1
     if 0 < len(gpus) < size:
         raise ValueError(f"--gpus-per-trial {size}: {len(gpus)} GPUs are to be had here; give fewer, or --device cpu")

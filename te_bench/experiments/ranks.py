@@ -53,10 +53,7 @@ def run(trial: Trial, context: Context, one: Run) -> Reply:
     started, kills = time.perf_counter(), host.oom_kills()
     with socket.create_server((ADDRESS, 0)) as meeting:
         fork: Any = multiprocessing.get_context("fork")
-        calls = [
-            ProcessCall(fork, _rank, one, trial, context, rank, meeting, os.getpid())
-            for rank in range(world)
-        ]
+        calls = [ProcessCall(fork, _rank, one, trial, context, rank, meeting, os.getpid()) for rank in range(world)]
         try:
             for call in calls:
                 call.start()
@@ -65,7 +62,7 @@ def run(trial: Trial, context: Context, one: Run) -> Reply:
         finally:
             for call in calls:
                 call.kill()
-    return {**_verdict(replies), "work_s": time.perf_counter() - started}
+    return {**_verdict(replies, world), "work_s": time.perf_counter() - started}
 
 
 def _gpus() -> int:
@@ -81,9 +78,10 @@ def _rank(one: Run, trial: Trial, context: Context, rank: int, meeting: socket.s
     patience = PATIENCE_S if trial.mode == "eager" else COMPILING_PATIENCE_S
     timeout = datetime.timedelta(seconds=patience)
     port = meeting.getsockname()[1]
-    listens = {"is_master": True, "master_listen_fd": meeting.detach()} if rank == 0 else {}
+    listens: dict[str, Any] = {"is_master": True, "master_listen_fd": meeting.detach()} if rank == 0 else {}
     meeting.close()
-    store = dist.TCPStore(ADDRESS, port, world, timeout=timeout, wait_for_workers=False, **listens)  # type: ignore[arg-type]
+    how = {"timeout": timeout, "wait_for_workers": False, **listens}
+    store = dist.TCPStore(ADDRESS, port, world, **how)  # type: ignore[attr-defined]
     if trial.device == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -99,11 +97,12 @@ def backend(device: str) -> str:
     return "nccl" if device == "cuda" else "gloo"
 
 
-def _answers(calls: list[ProcessCall], oom_kills: int) -> list[Reply | None]:
-    """What each rank said or how it ended, once all have answered or GRACE_S after one has failed; None: still running."""
-    replies: list[Reply | None] = [None] * len(calls)
+def _answers(calls: list[ProcessCall], oom_kills: int) -> dict[int, Reply]:
+    """{rank: what it said or how it ended}, in the order in which they did, until GRACE_S after one has failed."""
+    replies: dict[int, Reply] = {}
     until = float("inf")
-    while (running := [call for rank, call in enumerate(calls) if replies[rank] is None]) and time.monotonic() < until:
+    while len(replies) < len(calls) and time.monotonic() < until:
+        running = [call for rank, call in enumerate(calls) if rank not in replies]
         for call in wait_for_any(running, until - time.monotonic()):
             reply = replies[calls.index(call)] = _answer(call, oom_kills)
             if reply["outcome"] != "ok":
@@ -121,20 +120,22 @@ def _answer(call: ProcessCall, oom_kills: int) -> Reply:
     return reply
 
 
-def _verdict(replies: list[Reply | None]) -> Reply:
+def _verdict(replies: dict[int, Reply], world: int) -> Reply:
     """Rank 0's reply where all are ok; else that of the rank to blame, by name."""
-    failed = [(rank, reply) for rank, reply in enumerate(replies) if reply is not None and reply["outcome"] != "ok"]
+    failed = {rank: reply for rank, reply in replies.items() if reply["outcome"] != "ok"}
     if not failed:
-        return _together([reply for reply in replies if reply is not None])
-    own = [(rank, reply) for rank, reply in failed if not _lost_others(reply)]
-    silent = [rank for rank, reply in enumerate(replies) if reply is None]
+        return _together([replies[rank] for rank in range(world)])
+    outcomes = {reply["outcome"] for reply in replies.values()}
+    if len(replies) == world and len(outcomes) == 1 and "crashed" not in outcomes:
+        return replies[0]  # of all ranks alike, as of one process: of what all compute together, or cannot begin
+    own = [rank for rank, reply in failed.items() if not _lost_others(reply)]
+    silent = [rank for rank in range(world) if rank not in replies]
+    first = next(iter(failed))
     if not own and silent:
-        waited = f"rank {failed[0][0]} waited for it in vain: {failed[0][1]['reason']}"
+        waited = f"rank {first} waited for it in vain: {failed[first]['reason']}"
         return {"outcome": "crashed", "reason": f"rank {silent[0]}: does not come to a collective; {waited}"}
-    rank, reply = (own or failed)[0]
-    if len(failed) == len(replies) and all(other["reason"] == reply["reason"] for _, other in failed):
-        return reply  # of all ranks alike: what one process would have said
-    return {**reply, "reason": f"rank {rank}: {reply['reason']}"}
+    rank = (own or [first])[0]
+    return {**failed[rank], "reason": f"rank {rank}: {failed[rank]['reason']}"}
 
 
 def _together(replies: list[Reply]) -> Reply:

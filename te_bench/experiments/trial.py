@@ -17,7 +17,7 @@ from te_bench.experiments.throttling import Watch
 
 
 def run(trial: Trial, context: Context) -> dict[str, Any]:
-    """{"outcome", "reason", "work_s", ...Measurement}: never raises. A trial that spans ranks is run by as many processes."""
+    """{"outcome", "reason", "work_s", ...Measurement}: never raises. A trial over ranks takes as many processes."""
     return ranks.run(trial, context, run_one) if ranks.world_of(trial) > 1 else run_one(trial, context)
 
 

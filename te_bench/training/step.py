@@ -133,9 +133,9 @@ class TrainStep:
             raise ValueError("a step over several ranks has no copy: make another TrainStep in each rank")
         if self.captured:
             raise ValueError("mode cudagraph: a captured step has no copy; copy its model and make another TrainStep")
-        table, how = self.table, {"precision": self.precision, "mode": self.mode}
-        model = copy.deepcopy(self.model, memo)
-        twin = type(self)(model, self.optim, optimizer=None if table is None else table.name, **how)
+        table, model = self.table, copy.deepcopy(self.model, memo)
+        optimizer = None if table is None else table.name
+        twin = type(self)(model, self.optim, precision=self.precision, mode=self.mode, optimizer=optimizer)
         if table is None:
             twin.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         else:
@@ -263,9 +263,7 @@ class TrainStep:
                 # A stream of this GPU: PyTorch's own for captures is one of the first capture's, whatever the current GPU.
                 # Of ranks, NCCL's watchdog asks for events meanwhile, from a thread of its own.
                 capture_error_mode = "global" if self.parallel is SINGLE else "thread_local"
-                with torch.cuda.graph(
-                    self._graph, stream=torch.cuda.Stream(), capture_error_mode=capture_error_mode
-                ):
+                with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(), capture_error_mode=capture_error_mode):
                     self._loss = self._backward(*self._inputs)
                     self._norm = self.grad_norm
                     self._update()
