@@ -40,7 +40,7 @@ PLUGINS = {
 }
 WITHOUT_ATTENTION = ("ceilings", "layer", "gemm", "linear", "linear_cross_entropy")  # workloads that can do without
 RECIPES = "te_bench.models.recipe"
-DIVIDED = ("train_step",)  # workloads that can span GPUs
+DIVIDED = ("train_step", "training")  # workloads that can span GPUs
 
 
 def resolve(suite: str, options: Options, *, only: str | None = None) -> Experiment:
@@ -143,6 +143,12 @@ def _check_step(trial: Trial, p: StepProblem) -> None:
         raise ValueError(
             f"a batch of {p.batch} does not divide into {p.world} ranks: give --batch {less}, or another --gpus-per-trial"
         )
+    if (
+        p.world is not None
+        and isinstance(p, TrainingProblem)
+        and (p.steps is None or p.eval_every_s or p.batch == "max")
+    ):
+        raise ValueError(f"{trial.name}: ranks have clocks and memories of their own; give it steps and a batch")
     if p.fault is not None and trial.recipe is None:
         raise ValueError(f"{trial.name}: a fault is planted into a recipe; choose precision fp8 and one")
 

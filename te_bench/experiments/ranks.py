@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from te_bench.experiments import host, runner
 from te_bench.experiments.measurement import Context
-from te_bench.experiments.problems import PROBLEMS, StepProblem, TrialProblem
 from te_bench.experiments.processes import Ended, ProcessCall, end_with_parent, wait_for_any
 from te_bench.experiments.spec import Trial
 
@@ -40,9 +39,8 @@ LOST = (
 
 def world_of(trial: Trial) -> int:
     """How many ranks the trial has; 1 for any that spans none."""
-    if not issubclass(PROBLEMS.get(trial.workload, TrialProblem), StepProblem):
-        return 1
-    return StepProblem.of(trial).world or 1
+    world = trial.problem.get("world")
+    return world if isinstance(world, int) else 1
 
 
 def run(trial: Trial, context: Context, one: Run) -> Reply:
@@ -95,6 +93,16 @@ def _rank(one: Run, trial: Trial, context: Context, rank: int, meeting: socket.s
 
 def backend(device: str) -> str:
     return "nccl" if device == "cuda" else "gloo"
+
+
+def said(trial: Trial) -> dict[str, Any]:
+    """What a record's work says of ranks; nothing of a trial that spans none."""
+    world = world_of(trial)
+    return (
+        {}
+        if world == 1
+        else {key: trial.problem[key] for key in ("world", "parallel")} | {"backend": backend(trial.device)}
+    )
 
 
 def _answers(calls: list[ProcessCall], oom_kills: int) -> dict[int, Reply]:

@@ -74,7 +74,7 @@ def at_once(trials: Sequence[Trial], cores: int) -> int:
 
     Who does not say takes all cores, and has them for itself.
     """
-    threads = [int(trial.problem.get("threads") or cores) for trial in trials]
+    threads = [int(trial.problem.get("threads") or cores) * int(trial.problem.get("world") or 1) for trial in trials]
     return max(1, min(cores // max(threads, default=cores), MOST_AT_ONCE))
 
 

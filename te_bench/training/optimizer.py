@@ -151,6 +151,11 @@ class TableAdamW:
         found = ((p, self.copies.get(p)) for p in self.masters)
         return [copy.leaf if copy is not None and copy.direct else p for p, copy in found]
 
+    def whole_holders(self) -> list[nn.Parameter]:
+        """Those of them that a backward pass alone brings the whole gradient: `gather` adds nothing to it."""
+        found = ((p, self.copies.get(p)) for p in self.masters)
+        return [p if copy is None else copy.leaf for p, copy in found if copy is None or copy.direct]
+
     @torch.no_grad()
     def carry(self, old: "TableAdamW") -> None:
         """Go on from the table of a model that this one's is a copy of: its moments, and the copies that it left."""

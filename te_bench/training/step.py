@@ -99,6 +99,8 @@ class TrainStep:
         parallel.prepare(model)
         self.table = None if optimizer is None else self._table_adamw(optimizer)
         self.optimizer: Any = self.table or adamw(model, optim, capturable=self.captured)
+        if not self.captured:
+            parallel.watch(self._trained() if self.table is None else self.table.whole_holders())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.forward: Callable[..., Tensor] = model
         if mode == "compile-reduce-overhead":
@@ -204,10 +206,11 @@ class TrainStep:
         if len(tokens) % n:
             raise ValueError(f"{len(tokens)} rows do not divide into {n} micro-batches")
         losses = []
-        for x, y in zip(tokens.chunk(n), targets.chunk(n), strict=True):
+        for left, x, y in zip(range(n)[::-1], tokens.chunk(n), targets.chunk(n), strict=True):
             with autocast(self.device, self.precision), fp8_autocast(self.model), self._computing():
                 loss = self.forward(self.parallel.rows(x), self.parallel.rows(y)) / n
-            self.scaler.scale(loss).backward()
+            with contextlib.nullcontext() if left else self.parallel.reducing():
+                self.scaler.scale(loss).backward()
             if self.table is not None:
                 self.table.gather()
             losses.append(loss.detach().clone())  # the clone outlives the CUDA graph's own memory
@@ -217,8 +220,11 @@ class TrainStep:
 
     def _arrived(self) -> Iterator[Tensor]:
         """The gradients that the last backward pass left."""
-        holders = self.model.parameters() if self.table is None else self.table.gradient_holders()
+        holders = self._trained() if self.table is None else self.table.gradient_holders()
         return (holder.grad for holder in holders if holder.grad is not None)
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.table is None else self.table.computing()

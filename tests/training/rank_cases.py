@@ -20,7 +20,7 @@ from te_bench.models.recipe import DelayedScaling
 from te_bench.models.zoo.gpt import GPT, GPTConfig
 from te_bench.training import parallel
 from te_bench.training.data import Batches
-from te_bench.training.parallel import SINGLE, Parallel
+from te_bench.training.parallel import SINGLE, Parallel, ddp
 from te_bench.training.step import Optim, TrainStep
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50)
@@ -78,6 +78,25 @@ def beside_one(mode: str, world: int) -> dict[str, Any]:
     return found
 
 
+def in_small_buckets(optimizer: str | None) -> dict[str, Any]:
+    """A step whose buckets are small: how many were sent while the backward pass went on, and after it; and its error."""
+    usual, ddp.BUCKET_BYTES = ddp.BUCKET_BYTES, 2**12
+    seen = {"during": 0, "after": 0}
+    send = dist.all_reduce
+
+    def all_reduce(*args: Any, **said: Any) -> Any:
+        seen["after" if torch._C._current_graph_task_id() == -1 else "during"] += 1  # type: ignore[attr-defined]
+        return send(*args, **said)
+
+    ours, one = (a_step(each, "bf16", optimizer=optimizer) for each in (parallel.load("ddp"), SINGLE))
+    dist.all_reduce = all_reduce
+    try:
+        _, gradients = ours.gradients(*batch(0))
+    finally:
+        dist.all_reduce, ddp.BUCKET_BYTES = send, usual
+    return {**seen, "error": apart(gradients, one.gradients(*batch(0))[1])}
+
+
 def in_fp8(mode: str, optimizer: str | None) -> dict[str, Any]:
     """Scales and weights after some steps of delayed scaling: in every rank the same."""
     step = a_step(parallel.load(mode), "fp8", optimizer=optimizer)
@@ -98,6 +117,7 @@ def in_fp8(mode: str, optimizer: str | None) -> dict[str, Any]:
 def cases(trial: Trial, context: Context) -> dict[str, Any]:
     world = ranks.world_of(trial)
     found: dict[str, Any] = {mode: beside_one(mode, world) for mode in parallel.names()}
+    found["buckets"] = {str(optimizer): in_small_buckets(optimizer) for optimizer in (None, "reference")}
     found["fp8"] = {"ddp": in_fp8("ddp", "reference"), "fsdp2": in_fp8("fsdp2", None)}
     return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
 

@@ -54,6 +54,15 @@ def test_ddp_sends_each_gradient_once(found: Any) -> None:
     ]
 
 
+@pytest.mark.parametrize("optimizer", ["None", "reference"])
+def test_ddp_sends_buckets_while_the_backward_pass_goes_on(found: Any, optimizer: str) -> None:
+    """With the optimizer that computes with copies of the weights, too, whose gradients are bf16's."""
+    said = found["buckets"][optimizer]
+    assert said["during"] > 3
+    assert 2 <= said["after"] <= 4  # what was left of a bucket, tables that a head shares, and the loss
+    assert said["error"] < 2**-6
+
+
 def test_fsdp2_gathers_the_weights_and_scatters_the_gradients(found: Any) -> None:
     """Blocks are gathered for either pass, what is of no block once."""
     said = {each["name"]: each for each in found["fsdp2"]["collectives"]}

@@ -20,7 +20,6 @@ from te_bench.experiments.instruments import collectives, compilation, fp8_numer
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainStepProblem
 from te_bench.experiments.spec import Trial
-from te_bench.training.step import TrainStep
 
 BATCHES = 4  # different batches, in turn: data loading is not what this workload measures
 
@@ -44,7 +43,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     p = TrainStepProblem.of(trial)
     tokens, block = p.batch * p.block, p.block
     flop = tokens * step.model.flop_per_token(block)  # type: ignore[operator]
-    work = {"tokens": tokens, "flop": flop, **compilation.counts(trial)}
+    work = {"tokens": tokens, "flop": flop, **ranks.said(trial), **compilation.counts(trial)}
     measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **peaks})
     if not all(abs(x) < float("inf") for x in loss):
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
@@ -55,17 +54,15 @@ def run(trial: Trial, context: Context) -> Measurement:
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
     numerics = fp8_numerics.of_a_pass(trial, step.model, *map(step.parallel.rows, batches[0]))
-    divided = _divided(trial, step, next_step)
-    return dataclasses.replace(measurement, work={**measurement.work, **profile, **numerics, **divided})
+    sent = _collectives(trial, next_step)
+    return dataclasses.replace(measurement, work={**measurement.work, **profile, **numerics, **sent})
 
 
-def _divided(trial: Trial, step: TrainStep, next_step: Callable[[], None]) -> dict[str, Any]:
-    """What a record says of a step over several ranks; nothing of any other."""
-    if step.parallel.name is None:
+def _collectives(trial: Trial, next_step: Callable[[], None]) -> dict[str, Any]:
+    """Those of a step over several ranks that no graph replays."""
+    if ranks.world_of(trial) == 1 or trial.mode != "eager":
         return {}
-    said = {"world": step.parallel.world, "parallel": step.parallel.name, "backend": ranks.backend(trial.device)}
-    seen = collectives.of_call(next_step) if trial.mode == "eager" else None
-    return {**said, **({} if seen is None else {"collectives": seen})}
+    return {"collectives": collectives.of_call(next_step)}
 
 
 def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:

@@ -8,6 +8,7 @@ A mode is a file with PARALLEL, a class of this interface. Each rank takes its r
 over rows, of which ranks have equally many, so that the mean over the ranks is the global batch's.
 """
 
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,6 +35,13 @@ class Parallel:
         """This rank's rows of a micro-batch."""
         return x
 
+    def watch(self, holders: Iterable["nn.Parameter"]) -> None:
+        """Note parameters whose gradient is whole as soon as a backward pass has brought it."""
+
+    def reducing(self) -> contextlib.AbstractContextManager[None]:
+        """Around the last backward pass of a step: what is watched may be sent while the pass goes on."""
+        return contextlib.nullcontext()
+
     def reduce(self, gradients: Iterable["Tensor"]) -> None:
         """Make each gradient of this rank's rows that of the global batch, in place; after the last backward pass."""
 
@@ -50,6 +58,10 @@ class Parallel:
     def whole(self, x: "Tensor") -> "Tensor":
         """A parameter or gradient as one process would have it; every rank asks for it at once."""
         return x
+
+    def gathered(self, model: "nn.Module") -> "nn.Module":
+        """The model with whole parameters, for rank 0 to save; every rank asks for it at once."""
+        return model
 
 
 SINGLE = Parallel()
