@@ -86,16 +86,17 @@ def run(trial: Trial, context: Context) -> Measurement:
 def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: Path) -> None:
     """Write the trained model to TRIAL-ID.pt, for `te-bench evaluate`; of a user's model its state dict.
 
-    A planted fault is no recipe to run it in. Of several ranks all make the model whole, and the first writes it.
+    A planted fault is no recipe to run it in. Of several ranks all make the weights whole, and the first writes them.
     """
-    model: Any = step.parallel.gathered(step.model)
-    if step.parallel.rank:
-        return
+    model: Any = step.model
+    path, parallel = folder / f"{trial.id}.pt", step.parallel
     if isinstance(model, Adopted):
-        torch.save(model.module.state_dict(), folder / f"{trial.id}.pt")
+        state = {name: parallel.whole(value) for name, value in model.module.state_dict().items()}
+        if parallel.rank == 0:
+            torch.save(state, path)
         return
     recipe = None if TrainingProblem.of(trial).fault else trial.recipe
-    checkpoints.save(model, folder / f"{trial.id}.pt", recipe=recipe, corpus=corpus, about=trial.to_json())
+    checkpoints.save(model, path, recipe=recipe, corpus=corpus, about=trial.to_json(), parallel=parallel)
 
 
 def _begun(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dict[str, Any]]:

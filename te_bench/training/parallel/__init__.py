@@ -59,10 +59,6 @@ class Parallel:
         """A parameter or gradient as one process would have it; every rank asks for it at once."""
         return x
 
-    def gathered(self, model: "nn.Module") -> "nn.Module":
-        """The model with whole parameters, for rank 0 to save; every rank asks for it at once."""
-        return model
-
 
 SINGLE = Parallel()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
@@ -46,13 +46,6 @@ class FSDP2(Grouped):
             return x
         with torch.no_grad():
             return x.full_tensor()
-
-    def gathered(self, model: nn.Module) -> nn.Module:
-        """All at once, which a rank must have the memory for; training may go on after."""
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-        return model
 
 
 PARALLEL = FSDP2
