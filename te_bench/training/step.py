@@ -96,7 +96,7 @@ class TrainStep:
         self.captured = mode == "cudagraph"
         if self.captured and (self.device.type != "cuda" or precision == "fp16"):
             raise ValueError(f"mode cudagraph needs a GPU and no gradient scaler; got {self.device.type}, {precision}")
-        parallel.prepare(model)
+        parallel.prepare(model, AUTOCAST[precision])
         self.table = None if optimizer is None else self._table_adamw(optimizer)
         self.optimizer: Any = self.table or adamw(model, optim, capturable=self.captured)
         if not self.captured:

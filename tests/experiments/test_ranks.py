@@ -62,6 +62,8 @@ def test_a_run_divides_its_steps_and_says_so(tmp_path: Path, mode: str, seen: se
     assert step["outcome"] == "ok"
     assert {"world": 2, "parallel": mode, "backend": "gloo", "tokens": 4 * 16}.items() <= step["work"].items()
     assert {each["name"].removesuffix("_base") for each in step["work"]["collectives"]} == seen
-    assert {each["dtype"] for each in step["work"]["collectives"]} == {"float32"}
+    gathers = [each["dtype"] for each in step["work"]["collectives"] if "gather" in each["name"]]
+    assert gathers == (["bfloat16", "float32"] if mode == "fsdp2" else [])  # of the blocks, and of the tables
+    assert {each["dtype"] for each in step["work"]["collectives"] if "reduce" in each["name"]} == {"float32"}
     assert step["check"]["quantities"]
     assert len(step["samples"]["latency_s"]) == 20

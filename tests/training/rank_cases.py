@@ -6,6 +6,8 @@ In a process of its own, which forks its ranks before it has computed anything.
 import dataclasses
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Trial
 from te_bench.models.recipe import DelayedScaling
 from te_bench.models.zoo.gpt import GPT, GPTConfig
-from te_bench.training import parallel
+from te_bench.training import checkpoints, parallel
 from te_bench.training.data import Batches
 from te_bench.training.parallel import SINGLE, Parallel, ddp
 from te_bench.training.step import Optim, TrainStep
@@ -74,8 +76,27 @@ def beside_one(mode: str, world: int) -> dict[str, Any]:
         {name: p.detach() for name, p in slices.model.named_parameters()},
     )
     found["collectives"] = collectives.of_call(lambda: ours(*batch(0)))
-    found["bytes"] = sum(p.numel() * 8 for p in slices.model.parameters())
+    parameters = dict(slices.model.named_parameters())
+    found["bytes"] = sum(p.nbytes for p in parameters.values())
+    found["vector_bytes"] = sum(p.nbytes for p in parameters.values() if p.dim() < 2)
+    found["table_bytes"] = sum(
+        p.nbytes for name, p in parameters.items() if name.endswith(("wte.weight", "wpe.weight"))
+    )
+    found["saved"] = saved(ours)
     return found
+
+
+def saved(step: TrainStep) -> bool:
+    """Whether what rank 0 writes is the weights that all have together; on the way no rank waits for another in vain."""
+    model: Any = step.model
+    weights = {name: step.parallel.whole(p.detach()) for name, p in model.named_parameters()}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pt"
+        checkpoints.save(model, path, parallel=step.parallel)
+        if step.parallel.rank:
+            return not path.exists()
+        read = checkpoints.load(path)
+        return all(torch.equal(read.parameters[name], weights[name][: len(read.parameters[name])]) for name in weights)
 
 
 def in_small_buckets(optimizer: str | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from te_bench import plugins
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 
@@ -28,8 +29,11 @@ class Parallel:
         """Why a step of this kind cannot be divided so, or None."""
         return None
 
-    def prepare(self, model: "nn.Module") -> None:
-        """Make the model one rank's part of it, in place, before anything else is made of its parameters."""
+    def prepare(self, model: "nn.Module", multiplies_in: "torch.dtype | None") -> None:
+        """Make the model one rank's part of it, in place, before anything else is made of its parameters.
+
+        multiplies_in: the dtype to which autocast rounds what is multiplied; None where it does not.
+        """
 
     def rows(self, x: "Tensor") -> "Tensor":
         """This rank's rows of a micro-batch."""

@@ -13,7 +13,7 @@ class Grouped(Parallel):
     def __init__(self) -> None:
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         """Rank 0's weights in every rank; delayed scaling shares its amaxes, and dropout draws other masks in each."""
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
