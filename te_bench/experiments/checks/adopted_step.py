@@ -183,7 +183,7 @@ def _reference(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, p
     model = trial_model.adopted_of(plain, kernel="math")
     converted = _model(step).converted
     turned = [f"{name}.weight" for name, before in converted.items() if before == "Conv1D"]
-    _require_same_weights(model, _model(step), turned)
+    _require_same_weights(model, step, turned)
     if exact:
         trial_model.allow_tf32("fp32")
         model.double()
@@ -204,10 +204,10 @@ def _reference(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, p
     return found
 
 
-def _require_same_weights(model: Adopted, own: Adopted, turned: list[str]) -> None:
-    weights = dict(own.named_parameters())
+def _require_same_weights(model: Adopted, step: TrainStep, turned: list[str]) -> None:
+    weights = {name: step.parallel.whole(parameter.detach()) for name, parameter in step.model.named_parameters()}
     for name, parameter in model.named_parameters():
-        other = weights[name].detach()
+        other = weights[name]
         if not torch.equal(parameter.detach(), other.t() if name in turned else other):
             raise Unsupported(
                 f"{model.made.source.model} makes other weights each time ({name}): let torch.manual_seed decide over them"
