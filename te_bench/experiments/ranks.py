@@ -84,7 +84,10 @@ def _rank(one: Run, trial: Trial, context: Context, rank: int, meeting: socket.s
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    dist.init_process_group(backend(trial.device), store=store, rank=rank, world_size=world, timeout=timeout)
+    device = torch.device("cuda", rank) if trial.device == "cuda" else None
+    dist.init_process_group(
+        backend(trial.device), store=store, rank=rank, world_size=world, timeout=timeout, device_id=device
+    )
     reply = one(trial, context)
     if reply["outcome"] == "ok":
         dist.barrier()  # rank 0 holds the store: it must not go before the others have read it

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -35,6 +36,7 @@ class FSDP2(DDP):
     def prepare(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         super().prepare(model, multiplies_in)
         vectors: Any = {parameter for parameter in model.parameters() if parameter.dim() < 2}
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.world,))
         policy = MixedPrecisionPolicy(
             param_dtype=multiplies_in,
             reduce_dtype=None if multiplies_in is None else torch.float32,
@@ -43,8 +45,8 @@ class FSDP2(DDP):
         for module in list(model.modules()):
             if isinstance(module, nn.ModuleList):
                 for block in module:
-                    fully_shard(block, mp_policy=policy, ignored_params=vectors)
-        fully_shard(model, ignored_params=vectors)
+                    fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=vectors)
+        fully_shard(model, mesh=mesh, ignored_params=vectors)
 
     def watch(self, holders: Iterable[nn.Parameter]) -> None:
         super().watch(holder for holder in holders if not isinstance(holder, DTensor))
