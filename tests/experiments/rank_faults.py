@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from te_bench.experiments import ranks, trial_model
 from te_bench.experiments import trial as child
+from te_bench.experiments.checks import training_step
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Trial
 from te_bench.training.step import TrainStep
@@ -68,9 +69,23 @@ def hangs() -> None:
     time.sleep(600)
 
 
+def slow_reference(trial: Trial, context: Context) -> dict[str, Any]:
+    """The step, whose reference takes rank 1 longer than collectives wait."""
+    usual = training_step.reference
+
+    def reference(*args: Any) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(ranks.PATIENCE_S)
+        return usual(*args)
+
+    training_step.reference = reference
+    return child.run_one(trial, context)
+
+
 if __name__ == "__main__":
     ranks.PATIENCE_S = 4.0
+    slow = {"slow reference": ranks.run(TRIAL, Context(), slow_reference)}
     replies = {fault.__name__: ranks.run(TRIAL, Context(), of_rank_1(fault)) for fault in (killed, hangs, fail)}
     for check in (True, False):
         replies[f"not a number, {check=}"] = ranks.run(TRIAL, Context(check=check), not_a_number)
-    print(json.dumps(replies))
+    print(json.dumps(replies | slow))

@@ -39,6 +39,11 @@ def test_a_hanging_rank_is_found_by_the_others_patience(replies: Any) -> None:
     assert replies["hangs"]["work_s"] < 4 + 3 + 8
 
 
+def test_ranks_wait_for_a_reference_however_long_it_takes_one(replies: Any) -> None:
+    assert replies["slow reference"]["outcome"] == "ok", replies["slow reference"]["reason"]
+    assert replies["slow reference"]["work_s"] > 2 * 4
+
+
 @pytest.mark.parametrize(
     ("mode", "seen"), [("ddp", {"allreduce"}), ("fsdp2", {"allgather", "reduce_scatter", "allreduce"})]
 )

@@ -101,6 +101,7 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     ours = Gradients.of_step(step, inputs, targets)
     truth = _reference(trial, step, inputs, targets, "fp64")
     library = _reference(trial, step, inputs, targets, trial.precision)
+    step.parallel.meet()
     trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
     # Of a gradient that is 0 but for rounding, as a key's bias has one, no two roundings agree.
     noise = [name for name, gradient in truth.of.items() if relative_error(library.of[name], gradient) > 1]

@@ -95,6 +95,7 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     fp8_head = p.head == "fp8"
     as_fused = definition == "manual" and trial.attention not in UNFUSED
     yardstick = reference(library, step.optim, tokens, targets, recipe, fp8_head, as_fused)
+    step.parallel.meet()
     trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
     model: Any = step.model
     tables = [name for name, parameter in model.named_parameters() if model.has_padding(parameter)]

@@ -39,6 +39,9 @@ class Parallel:
         """This rank's rows of a micro-batch."""
         return x
 
+    def meet(self) -> None:
+        """Wait for every rank, after each did by itself what may take one longer than collectives wait."""
+
     def watch(self, holders: Iterable["nn.Parameter"]) -> None:
         """Note parameters whose gradient is whole as soon as a backward pass has brought it."""
 
