@@ -106,7 +106,7 @@ class TrainStep:
         if mode == "compile-reduce-overhead":
             self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
         elif mode == "compile" or (self.captured and not getattr(model, "as_it_is", False)):
-            self.forward = torch.compile(model, dynamic=False)
+            self.forward = parallel.compiled(model)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, Tensor] | None = None
         self._loss: Tensor | None = None

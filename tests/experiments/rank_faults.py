@@ -1,8 +1,10 @@
 """What becomes of a trial when one of its ranks goes wrong, for test_ranks: python rank_faults.py prints replies as JSON."""
 
+import dataclasses
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -82,7 +84,16 @@ def slow_reference(trial: Trial, context: Context) -> dict[str, Any]:
     return child.run_one(trial, context)
 
 
-if __name__ == "__main__":
+def compiled() -> dict[str, Any]:
+    """A step in FP8 whose blocks FSDP2 gathers between what is compiled: more layers than one function is compiled for."""
+    problem = {**PROBLEM, "parallel": "fsdp2", "layers": 10, "block": 8}
+    asked = dataclasses.replace(TRIAL, problem=problem, precision="fp8", recipe="delayed_scaling", mode="compile")
+    return child.run(asked, Context())
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["compiled"]:
+    print(json.dumps(compiled()))
+elif __name__ == "__main__":
     ranks.PATIENCE_S = 4.0
     slow = {"slow reference": ranks.run(TRIAL, Context(), slow_reference)}
     replies = {fault.__name__: ranks.run(TRIAL, Context(), of_rank_1(fault)) for fault in (killed, hangs, fail)}

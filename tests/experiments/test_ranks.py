@@ -72,3 +72,14 @@ def test_a_run_divides_its_steps_and_says_so(tmp_path: Path, mode: str, seen: se
     assert {each["dtype"] for each in step["work"]["collectives"] if "reduce" in each["name"]} == {"float32"}
     assert step["check"]["quantities"]
     assert len(step["samples"]["latency_s"]) == 20
+
+
+@pytest.mark.slow
+def test_fsdp2_compiles_block_by_block_and_nothing_twice() -> None:
+    done = Run("compiled", main=FAULTS).finish()
+    assert done.returncode == 0, done.stderr
+    reply = json.loads(done.stdout)
+    assert reply["outcome"] == "ok", reply["reason"]
+    assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
+    assert reply["work"]["ran"]["compiled"] == 10
+    assert reply["work"]["ran"]["gemm_fp8"] == 10 * 4 * 3

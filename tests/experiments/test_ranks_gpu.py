@@ -16,7 +16,11 @@ COMMAND = ("run", "speed", "--device", "cuda", "--gpus", "0,1", "--gpus-per-tria
 
 @pytest.mark.parametrize(
     ("mode", "only", "fewest"),
-    [("ddp", "*-adamw-triton*/cudnn/*", 4), ("ddp", "*V*-ddp-x2/cudnn/bf16/*", 1), ("fsdp2", "*/eager/*", 1)],
+    [
+        ("ddp", "*-adamw-triton*/cudnn/*", 4),
+        ("ddp", "*V*-ddp-x2/cudnn/bf16/*", 1),
+        ("fsdp2", "*/eager/*,*/compile/*", 4),
+    ],
 )
 def test_a_step_over_two_gpus_is_checked_and_timed(tmp_path: Path, mode: str, only: str, fewest: int) -> None:
     suite = COMMAND if mode == "ddp" else ("run", "fp8", *COMMAND[2:])

@@ -9,7 +9,7 @@ over rows, of which ranks have equally many, so that the mean over the ranks is 
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from te_bench import plugins
@@ -38,6 +38,13 @@ class Parallel:
     def rows(self, x: "Tensor") -> "Tensor":
         """This rank's rows of a micro-batch."""
         return x
+
+    def compiled(self, model: "nn.Module") -> "Callable[..., Tensor]":
+        """The model's forward pass as torch.compile makes it; the model itself stays as it is."""
+        import torch
+
+        forward: Callable[..., Tensor] = torch.compile(model, dynamic=False)
+        return forward
 
     def meet(self) -> None:
         """Wait for every rank, after each did by itself what may take one longer than collectives wait."""

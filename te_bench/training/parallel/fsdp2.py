@@ -6,7 +6,7 @@ Vectors are whole in every rank, and their gradients averaged as ddp's are: roun
 one process's. After each micro-batch a rank has its share of the gradients.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ class FSDP2(DDP):
             return "fused blocks pass by the modules that gather the weights; choose ddp, or blocks that are not fused"
         if optimizer is not None:
             return f"the optimizer {optimizer} updates whole parameters, and a rank has shares; choose ddp"
-        if mode != "eager":
-            return f"te-bench does not compile or capture the gathers of weights; choose mode eager, not {mode}"
+        if mode not in ("eager", "compile"):
+            return f"no CUDA graph has the gathers of weights; choose mode eager or compile, not {mode}"
         if precision == "fp16":
             return "the gradient scaler sees one rank's shares alone; choose bf16"
         return None
@@ -42,11 +42,26 @@ class FSDP2(DDP):
             reduce_dtype=None if multiplies_in is None else torch.float32,
             cast_forward_inputs=False,
         )
-        for module in list(model.modules()):
-            if isinstance(module, nn.ModuleList):
-                for block in module:
-                    fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=vectors)
+        for block in _blocks(model):
+            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=vectors)
         fully_shard(model, mesh=mesh, ignored_params=vectors)
+
+    def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
+        """Block by block: weights are gathered between what is compiled."""
+        blocks = _blocks(model)
+        forwards = [torch.compile(block.forward, dynamic=False) for block in blocks]
+
+        def forward(*inputs: Tensor) -> Tensor:
+            for block, one in zip(blocks, forwards, strict=True):
+                block.forward = one
+            try:
+                loss: Tensor = model(*inputs)
+            finally:
+                for block in blocks:
+                    del block.forward
+            return loss
+
+        return forward
 
     def watch(self, holders: Iterable[nn.Parameter]) -> None:
         super().watch(holder for holder in holders if not isinstance(holder, DTensor))
@@ -69,6 +84,11 @@ class FSDP2(DDP):
             return x
         with torch.no_grad():
             return x.full_tensor()
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Those of a list of modules, as every family keeps its layers."""
+    return [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
 
 
 PARALLEL = FSDP2
