@@ -335,6 +335,24 @@ def source_of(trial: "Trial") -> "Source | None":
     return StepProblem.of(trial).source if is_step else None
 
 
+def world_of(trial: "Trial") -> int:
+    """How many ranks the trial has; 1 for any that spans none."""
+    world = trial.problem.get("world")
+    return world if isinstance(world, int) else 1
+
+
+def backend_of(trial: "Trial") -> str:
+    """The backend of torch.distributed between its ranks."""
+    return "nccl" if trial.device == "cuda" else "gloo"
+
+
+def ranks_of(trial: "Trial") -> dict[str, Any]:
+    """What a record's work says of ranks; nothing of a trial that spans none."""
+    if world_of(trial) == 1:
+        return {}
+    return {"world": world_of(trial), "parallel": trial.problem["parallel"], "backend": backend_of(trial)}
+
+
 def label(settings: Mapping[str, Any]) -> str:
     """The settings that tell one problem from another at a glance, as a trial's name shows them."""
     words = [f"{letter}{settings[name]}" for name, letter in _SHOWN.items() if name in settings]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from te_bench.experiments import host, runner
 from te_bench.experiments.measurement import Context
+from te_bench.experiments.problems import backend_of, world_of
 from te_bench.experiments.processes import Ended, ProcessCall, end_with_parent, wait_for_any
 from te_bench.experiments.spec import Trial
 
@@ -35,12 +36,6 @@ LOST = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL"),
     *("Connection refused", "wait timeout", "DistNetworkError", "DistStoreError", "DistBackendError", "SIGABRT"),
 )
-
-
-def world_of(trial: Trial) -> int:
-    """How many ranks the trial has; 1 for any that spans none."""
-    world = trial.problem.get("world")
-    return world if isinstance(world, int) else 1
 
 
 def run(trial: Trial, context: Context, one: Run) -> Reply:
@@ -86,26 +81,12 @@ def _rank(one: Run, trial: Trial, context: Context, rank: int, meeting: socket.s
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     device = torch.device("cuda", rank) if trial.device == "cuda" else None
     dist.init_process_group(
-        backend(trial.device), store=store, rank=rank, world_size=world, timeout=timeout, device_id=device
+        backend_of(trial), store=store, rank=rank, world_size=world, timeout=timeout, device_id=device
     )
     reply = one(trial, context)
     if reply["outcome"] == "ok":
         dist.barrier()  # rank 0 holds the store: it must not go before the others have read it
     return reply
-
-
-def backend(device: str) -> str:
-    return "nccl" if device == "cuda" else "gloo"
-
-
-def said(trial: Trial) -> dict[str, Any]:
-    """What a record's work says of ranks; nothing of a trial that spans none."""
-    world = world_of(trial)
-    return (
-        {}
-        if world == 1
-        else {key: trial.problem[key] for key in ("world", "parallel")} | {"backend": backend(trial.device)}
-    )
 
 
 def _answers(calls: list[ProcessCall], oom_kills: int) -> dict[int, Reply]:

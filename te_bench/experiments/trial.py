@@ -10,15 +10,20 @@ from typing import Any
 import torch
 
 from te_bench import plugins
-from te_bench.experiments import host, ranks, timing, workloads
+from te_bench.experiments import host, timing, workloads
 from te_bench.experiments.measurement import Context, Measurement, NoResult
+from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
 
 
 def run(trial: Trial, context: Context) -> dict[str, Any]:
     """{"outcome", "reason", "work_s", ...Measurement}: never raises. A trial over ranks takes as many processes."""
-    return ranks.run(trial, context, run_one) if ranks.world_of(trial) > 1 else run_one(trial, context)
+    if world_of(trial) == 1:
+        return run_one(trial, context)
+    from te_bench.experiments import ranks  # with torch.distributed
+
+    return ranks.run(trial, context, run_one)
 
 
 def run_one(trial: Trial, context: Context) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from te_bench.experiments import ranks
 from te_bench.experiments.instruments import collectives
 from te_bench.experiments.measurement import Context
+from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Trial
 from te_bench.models.recipe import DelayedScaling
 from te_bench.models.zoo.gpt import GPT, GPTConfig
@@ -136,7 +137,7 @@ def in_fp8(mode: str, optimizer: str | None) -> dict[str, Any]:
 
 
 def cases(trial: Trial, context: Context) -> dict[str, Any]:
-    world = ranks.world_of(trial)
+    world = world_of(trial)
     found: dict[str, Any] = {mode: beside_one(mode, world) for mode in parallel.names()}
     found["buckets"] = {str(optimizer): in_small_buckets(optimizer) for optimizer in (None, "reference")}
     found["fp8"] = {"ddp": in_fp8("ddp", "reference"), "fsdp2": in_fp8("fsdp2", None)}

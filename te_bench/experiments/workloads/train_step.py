@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.experiments import ranks, timing, trial_model
+from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE
 from te_bench.experiments.instruments import collectives, compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
-from te_bench.experiments.problems import TrainStepProblem
+from te_bench.experiments.problems import TrainStepProblem, ranks_of, world_of
 from te_bench.experiments.spec import Trial
 
 BATCHES = 4  # different batches, in turn: data loading is not what this workload measures
@@ -43,7 +43,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     p = TrainStepProblem.of(trial)
     tokens, block = p.batch * p.block, p.block
     flop = tokens * step.model.flop_per_token(block)  # type: ignore[operator]
-    work = {"tokens": tokens, "flop": flop, **ranks.said(trial), **compilation.counts(trial)}
+    work = {"tokens": tokens, "flop": flop, **ranks_of(trial), **compilation.counts(trial)}
     measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **peaks})
     if not all(abs(x) < float("inf") for x in loss):
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
@@ -60,7 +60,7 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 def _collectives(trial: Trial, next_step: Callable[[], None]) -> dict[str, Any]:
     """Those of a step over several ranks that no graph replays."""
-    if ranks.world_of(trial) == 1 or trial.mode != "eager":
+    if world_of(trial) == 1 or trial.mode != "eager":
         return {}
     return {"collectives": collectives.of_call(next_step)}
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.experiments import ranks, trial_model
+from te_bench.experiments import trial_model
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
-from te_bench.experiments.problems import TrainingProblem
+from te_bench.experiments.problems import TrainingProblem, ranks_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
 from te_bench.models.adopted import Adopted
@@ -59,7 +59,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     probe = [step.parallel.rows(x) for x in _micro(at(0), optim.accumulate)]
     curve = _Curve(trial, step, corpus, probe=(probe[0], probe[1]))
     work |= {"batch": sizes["batch"], "tokens": rows["batch"] * sizes["block"], "windows": curve.windows}
-    work |= ranks.said(trial)
+    work |= ranks_of(trial)
     reason = None
     for number, loss in train(step, at, curve.progress):
         reason = curve.add(number, loss)
